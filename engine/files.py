@@ -1,0 +1,63 @@
+"""Files that are whole or not there: directories made under another name and renamed, and their hashes."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file. Raises ValueError if it is not one."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: not valid JSON ({error})") from None
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or a directory's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """Fill the directory that this yields; leaving it without an error makes it ``target``, at once and durably.
+
+    A target that exists is replaced. After an error, or a kill, target is as it was before.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for stale in target.parent.glob(f".{target.name}.*.partial"):  # left by a kill
+        shutil.rmtree(stale, ignore_errors=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+    try:
+        partial.chmod(0o755)  # mkdtemp's is private
+        yield partial
+        for path in (*partial.iterdir(), partial):
+            flush(path)
+        replaced = partial.with_suffix(".old.partial")
+        if target.exists():
+            target.rename(replaced)
+        partial.rename(target)
+        flush(target.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,120 @@
+"""Settings of a command: a dataclass's defaults ← a TOML file ← the command line; and how a command ends."""
+
+import dataclasses
+import difflib
+import json
+import os
+import signal
+import sys
+import tomllib
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import tyro
+
+
+def load_settings(cls: type, arguments: list[str] | None = None) -> Any:
+    """An instance of the dataclass ``cls``, from ``[FILE.toml] [--flags]`` (default: this process's command line).
+
+    Flags carry bare field names, also those of nested dataclasses; so do the keys of the file, which has no sections.
+    Raises ValueError for an unknown key or a value of the wrong type; the command line's mistakes exit with 2.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    defaults = cls()
+    if arguments and not arguments[0].startswith("-"):
+        path = Path(arguments.pop(0))
+        if path.suffix != ".toml":
+            raise ValueError(f"{path} is not a settings file: it should end in .toml (flags begin with --)")
+        defaults = override(defaults, read_toml(path), str(path))
+    return tyro.cli(cls, default=defaults, args=arguments, config=(tyro.conf.OmitArgPrefixes,))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The keys of a TOML file. Raises ValueError if it is not one."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from None
+
+
+def flatten(config: Any) -> dict[str, Any]:
+    """{field name: value} of a dataclass and of those nested in it."""
+    flat = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        flat |= flatten(value) if dataclasses.is_dataclass(value) else {field.name: value}
+    return flat
+
+
+def override(config: Any, values: dict[str, Any], source: str) -> Any:
+    """The dataclass with some fields, nested ones too, replaced; ValueError names the source for what does not fit."""
+    known = flatten(config)
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            advice = f"did you mean {near[0]}?" if near else "see --help for all of them"
+            raise ValueError(f"{source}: no setting is called {name}; {advice}")
+    hints = get_type_hints(type(config))
+    changes = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            inner = {name: values[name] for name in flatten(value) if name in values}
+            changes[field.name] = override(value, inner, source) if inner else value
+        elif field.name in values:
+            changes[field.name] = _checked(field.name, values[field.name], hints[field.name], source)
+    return dataclasses.replace(config, **changes)
+
+
+def _checked(name: str, value: Any, kind: Any, source: str) -> Any:
+    """The file's value as the field's type; whole numbers serve as floats, and text as paths."""
+    if get_origin(kind) is Literal:
+        if value in get_args(kind):
+            return value
+        raise ValueError(f"{source}: {name} is {value!r}; it must be one of {', '.join(map(repr, get_args(kind)))}")
+    options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    for option in options:
+        if type(value) is option:
+            return value
+        if (option is float and type(value) is int) or (option is Path and type(value) is str):
+            return option(value)
+    expected = " or ".join(option.__name__ for option in options if option is not type(None))
+    raise ValueError(f"{source}: {name} is {value!r}; it must be {expected}")
+
+
+def to_toml(config: Any) -> str:
+    """Every setting as a line of TOML, which :func:`load_settings` reads back; None, having no TOML, is left out."""
+    flat = {name: str(value) if isinstance(value, Path) else value for name, value in flatten(config).items()}
+    return "".join(
+        f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in flat.items() if value is not None
+    )
+
+
+def run_command(main: Callable[[], int | None]) -> None:
+    """Run a command's main and exit: a user's mistake, or the machine's refusal, is one line and exit code 1.
+
+    An error is the user's if this project raised it; raised inside a library, it is a defect of ours, and keeps its
+    traceback.
+    """
+    code = 1
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # lets `finally` clean up
+    try:
+        code = main() or 0
+    except BrokenPipeError:  # the reader of our output, head say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
+    except OSError as error:
+        message = f"{error.strerror}: {error.filename}" if error.filename else str(error)
+        print(f"error: {message}", file=sys.stderr)
+    except ValueError as error:
+        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+        commands, engine = Path(__file__).resolve().parents[1], Path(__file__).resolve().parent
+        if raised_in.parent not in (commands, engine):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+    sys.exit(code)
