@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from engine.corpus import Document, Source, documents, find_sources, pieces
 from engine.files import new_directory, read_json, sha256, write_json
-from engine.settings import run_command
+from engine.settings import parse, run_command
 from engine.shards import FORMAT, ShardWriter
 from engine.tokenizer import SMALLEST_BPE, CharTokenizer, Tokenizer, named_tokenizer, train_bpe
 
@@ -42,7 +42,7 @@ class PrepareConfig:
     field: str = "text"  # The field of a .jsonl line that holds its text.
     sha256: str = ""  # What a download must hash to.
     errors: Literal["strict", "replace"] = "strict"  # Refuse bytes that are not UTF-8, or put U+FFFD in their place.
-    force: bool = False  # Replace a dataset made with other arguments or from other text.
+    force: bool = False  # Make it anew, and replace what other arguments, or other text, made there.
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Census:
 
 
 def main() -> None:
-    config = tyro.cli(PrepareConfig)
+    config = parse(PrepareConfig)
     out, changed = prepare(config)
     if not changed:
         print(f"{out} is up to date: the same arguments and the same text made it. Nothing changed.")
@@ -94,7 +94,7 @@ def prepare(config: PrepareConfig) -> tuple[Path, bool]:
 
 def check(config: PrepareConfig) -> None:
     """Refuse, before any work, arguments that can't lead anywhere."""
-    if not config.inputs:
+    if not config.inputs or "" in config.inputs:
         raise ValueError(
             "no input: give a file, a folder, an http(s) address, - for standard input, stdlib or shakespeare"
         )
@@ -112,23 +112,22 @@ def default_name(name: str) -> str:
 
 
 def is_made(out: Path, origin: dict[str, Any], force: bool) -> bool:
-    """Whether out already holds this very dataset. Raises ValueError if it holds anything that must not be replaced."""
+    """Whether out holds this very dataset, and may keep it. Raises ValueError for what must not be replaced."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
-    if not (out / "manifest.json").is_file():
+    manifest = read_json(out / "manifest.json") if (out / "manifest.json").is_file() else None
+    if not isinstance(manifest, dict) or "origin" not in manifest:  # checkpoints have a manifest too
         raise ValueError(f"{out} exists and is not a dataset; choose another place with --out")
-    found = read_json(out / "manifest.json").get("origin", {})
+    if force:
+        return False
+    found = manifest["origin"]
     if found == origin:
         return True
-    if not force:
-        names = {"content": "other text"}
-        other = [
-            names.get(key, f"{key} {found.get(key)}")
-            for key in found.keys() | origin
-            if found.get(key) != origin.get(key)
-        ]
-        raise ValueError(f"{out} was made with {', '.join(sorted(other))}; use --force to replace it, or another --out")
-    return False
+    names = {"content": "other text"}
+    other = [
+        names.get(key, f"{key} {found.get(key)}") for key in found.keys() | origin if found.get(key) != origin.get(key)
+    ]
+    raise ValueError(f"{out} was made with {', '.join(sorted(other))}; use --force to replace it, or another --out")
 
 
 def progress(what: str, total: int) -> tqdm:

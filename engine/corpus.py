@@ -4,11 +4,11 @@ import codecs
 import contextlib
 import gzip
 import hashlib
+import http.client
 import json
 import os
 import re
 import shutil
-import sys
 import sysconfig
 import urllib.parse
 import urllib.request
@@ -51,26 +51,20 @@ def find_sources(inputs: tuple[str, ...], glob: str, expected_sha256: str, spool
     """The files that the inputs stand for, in an order that is the same on every machine.
 
     glob chooses a folder's files, at any depth; expected_sha256 is what a download must hash to, if not empty; spool
-    is a folder for a copy of standard input, which is read more than once. Raises ValueError for an input not there.
+    is a folder for copies of pipes, as all is read more than once. Raises ValueError for an input that is not there.
     """
     sources = []
     for name in inputs:
         if name == "stdlib":
             sources += _standard_library()
-        elif name == "-":
-            with open(spool / "stdin", "wb") as file:
-                shutil.copyfileobj(sys.stdin.buffer, file)
-            sources.append(Source(spool / "stdin", "standard input"))
+        elif name == "-" or Path(name).is_fifo():
+            sources.append(_spooled(name, spool / str(len(sources))))
         elif name == "shakespeare":
             sources.append(Source(download(SHAKESPEARE, SHAKESPEARE_SHA256), name))
         elif name.startswith(("http://", "https://")):
             sources.append(Source(download(name, expected_sha256), name))
         elif Path(name).is_dir():
-            inside = sorted(path.relative_to(name) for path in Path(name).rglob(glob) if path.is_file())
-            shown = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
-            if not shown:
-                raise ValueError(f"{name} has no files that match {glob!r}; see --glob")
-            sources += [Source(name / path, str(name / path)) for path in shown]
+            sources += _inside(Path(name), glob)
         elif Path(name).exists():
             sources.append(Source(Path(name), name))
         else:
@@ -78,6 +72,25 @@ def find_sources(inputs: tuple[str, ...], glob: str, expected_sha256: str, spool
                 f"{name} is not there: give a file, a folder, an http(s) address, -, stdlib or shakespeare"
             )
     return sources
+
+
+def _spooled(name: str, copy: Path) -> Source:
+    """A pipe, or - for standard input, with its text copied to a file."""
+    with open(copy, "wb") as file, open(0 if name == "-" else name, "rb", closefd=name != "-") as pipe:
+        shutil.copyfileobj(pipe, file)
+    return Source(copy, "standard input" if name == "-" else name)
+
+
+def _inside(folder: Path, glob: str) -> list[Source]:
+    """The folder's files that match, at any depth, without those that are hidden or in a hidden folder."""
+    try:
+        inside = sorted(path.relative_to(folder) for path in folder.rglob(glob) if path.is_file())
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(f"--glob {glob!r} is not a pattern for files: {error}") from None
+    shown = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
+    if not shown:
+        raise ValueError(f"{folder} has no files that match {glob!r}; see --glob")
+    return [Source(folder / path, str(folder / path)) for path in shown]
 
 
 def _standard_library() -> list[Source]:
@@ -104,9 +117,9 @@ def download(address: str, expected_sha256: str) -> Path:
                 shutil.copyfileobj(response, file)
                 size = response.headers["Content-Length"]
                 if size and file.tell() != int(size):
-                    raise ValueError(f"{address} broke off after {file.tell()} of {size} bytes; try again")
+                    raise ConnectionError(f"it broke off after {file.tell()} of {size} bytes")
             partial.rename(path)
-        except OSError as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: no address at all
             advice = "check the address and the connection, or download it yourself and give the file"
             raise ValueError(f"{address} could not be downloaded ({error}); {advice}") from None
         finally:

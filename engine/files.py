@@ -1,6 +1,7 @@
 """Files that are whole or not there: directories made under another name and renamed, and their hashes."""
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -45,15 +46,18 @@ def new_directory(target: Path) -> Iterator[Path]:
     A target that exists is replaced. After an error, or a kill, target is as it was before.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    for stale in target.parent.glob(f".{target.name}.*.partial"):  # left by a kill
+    prefix = f".{target.name}.partial."
+    for stale in target.parent.glob(f"{glob.escape(prefix)}*"):  # left by a kill
         shutil.rmtree(stale, ignore_errors=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+    partial = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
     try:
-        partial.chmod(0o755)  # mkdtemp's is private
         yield partial
+        mask = os.umask(0)
+        os.umask(mask)
         for path in (*partial.iterdir(), partial):
+            path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)  # mkdtemp and safetensors make private ones
             flush(path)
-        replaced = partial.with_suffix(".old.partial")
+        replaced = partial.with_name(partial.name + ".old")
         if target.exists():
             target.rename(replaced)
         partial.rename(target)

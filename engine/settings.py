@@ -1,9 +1,12 @@
 """Settings of a command: a dataclass's defaults ← a TOML file ← the command line; and how a command ends."""
 
+import contextlib
 import dataclasses
 import difflib
+import io
 import json
 import os
+import re
 import signal
 import sys
 import tomllib
@@ -29,7 +32,23 @@ def load_settings(cls: type, arguments: list[str] | None = None) -> Any:
         if path.suffix != ".toml":
             raise ValueError(f"{path} is not a settings file: it should end in .toml (flags begin with --)")
         defaults = override(defaults, read_toml(path), str(path))
-    return tyro.cli(cls, default=defaults, args=arguments, config=(tyro.conf.OmitArgPrefixes,))
+    return parse(cls, arguments, default=defaults, config=(tyro.conf.OmitArgPrefixes,))
+
+
+def parse(cls: type, arguments: list[str] | None = None, **options: Any) -> Any:
+    """tyro.cli, but a mistake on the command line is one line on stderr, like any other, and exit code 2."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            return tyro.cli(cls, args=arguments, **options)
+    except SystemExit as stop:
+        if stop.code:
+            # tyro draws a box: a title, the message, perhaps a similar option, and where to find help.
+            lines = [line.strip("│| ") for line in printed.getvalue().splitlines()[1:]]
+            message = " ".join(line for line in lines if line.strip("─╰╯-+"))
+            message = re.split("Argument helptext:|For full helptext", message)[0].strip()
+            print(f"error: {message} (see --help)", file=sys.stderr)
+        raise
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -135,6 +135,14 @@ def mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def derived_seed(*parts: int) -> int:
+    """A seed for a random generator: another for each sequence of whole numbers."""
+    seed = np.zeros(1, np.uint64)
+    for part in parts:
+        seed = mix(seed + mix(np.array([part % 2**64], np.uint64) + np.uint64(1)))
+    return int(seed[0])
+
+
 def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     """Where a pseudo-random permutation of 0…size-1 sends each index; ``key`` (same shape, uint64) chooses which.
 
@@ -175,7 +183,7 @@ def window_starts(num_tokens: int, context_length: int, seed: int, step: int, ba
     size = windows_per_epoch(num_tokens, context_length)
     serial = step * batch_size + np.arange(batch_size, dtype=np.uint64)
     epoch, index = serial // np.uint64(size), serial % np.uint64(size)
-    key = mix(epoch + mix(np.array([seed], np.uint64)))
+    key = mix(epoch + np.uint64(derived_seed(seed)))
     slack = min(context_length, num_tokens - size * context_length)
     offset = mix(key) % np.uint64(slack)
     return offset + permute(index, size, key) * np.uint64(context_length)

@@ -4,7 +4,6 @@ A tokenizer is saved whole in ``tokenizer.json``, tiktoken's encodings too: whoe
 """
 
 import base64
-import binascii
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -211,9 +210,9 @@ def named_tokenizer(kind: str) -> Tokenizer:
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer saved at path. Raises ValueError if the file is no tokenizer of ours."""
     saved = read_json(path)
+    if isinstance(saved, dict) and saved.get("format") != FORMAT:
+        raise ValueError(f"{path} has format {saved.get('format')}, but this version reads {FORMAT}; prepare again")
     try:
-        if saved["format"] != FORMAT:
-            raise ValueError(f"{path} has format {saved['format']}, but this version reads {FORMAT}; prepare again")
         if saved["kind"] == "char":
             return CharTokenizer(saved["characters"])
         if saved["kind"] == "byte":
@@ -222,5 +221,5 @@ def load_tokenizer(path: Path) -> Tokenizer:
         return BPETokenizer(
             saved["kind"], _encoding(saved["kind"], saved["pattern"], ranks, dict(saved["special_tokens"]))
         )
-    except (KeyError, TypeError, AttributeError, binascii.Error) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the data again") from None

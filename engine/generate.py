@@ -1,0 +1,135 @@
+"""Autoregressive decoding: the loop, and how the next token is chosen."""
+
+import codecs
+from collections.abc import Iterator, Sequence
+from typing import TextIO
+
+import torch
+from torch import Tensor
+
+from engine.tokenizer import Tokenizer
+
+
+def window_start(length: int, context_length: int) -> int:
+    """The first of ``length`` tokens that the next one is predicted from.
+
+    The window grows to context_length, then leaves its older half behind. So a cache serves for half a window of new
+    tokens before it is filled anew, and a model with learned positions goes on too.
+    """
+    hop = (context_length + 1) // 2
+    return -(-max(0, length - context_length) // hop) * hop
+
+
+def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> Tensor:
+    """Draw token ids (B,) from logits (B, V), at temperature 0 the likeliest.
+
+    top_k keeps the k likeliest (0: all); top_p the fewest that together have probability p (Holtzman et al. 2020).
+    """
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    logits = logits.float() / temperature
+    values, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))  # in falling order
+    probabilities = values.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    probabilities = probabilities.masked_fill(before >= top_p, 0)
+    return ids.gather(-1, torch.multinomial(probabilities, 1, generator=generator))[:, 0]
+
+
+@torch.inference_mode()
+def generate(
+    model: torch.nn.Module,
+    prompt: Tensor,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    never: Sequence[int] = (),
+    use_cache: bool = True,
+) -> Iterator[Tensor]:
+    """Continue prompts (B, T), T ≥ 1, token by token: yields (B,) ids, max_new_tokens times.
+
+    The model has ``new_cache(batch_size)`` and ``config.context_length``, and is called with tokens and that cache.
+    ``never`` are ids not to choose. Without the cache the same tokens come, slower: the definition for tests.
+    """
+    generator = torch.Generator(prompt.device).manual_seed(seed)
+    banned = torch.tensor(list(never), dtype=torch.long, device=prompt.device)
+    context_length = model.config.context_length
+    tokens = torch.empty(len(prompt), prompt.shape[1] + max_new_tokens, dtype=torch.long, device=prompt.device)
+    tokens[:, : prompt.shape[1]] = prompt
+    cache = model.new_cache(len(prompt)) if use_cache else None
+    start = None
+    for length in range(prompt.shape[1], tokens.shape[1]):
+        seen = window_start(length, context_length)
+        if not use_cache:
+            logits = model(tokens[:, seen:length])[:, -1]
+        elif seen == start:
+            logits = model(tokens[:, length - 1 : length], cache=cache)[:, -1]
+        else:
+            start, cache.used = seen, 0
+            logits = model(tokens[:, start:length], cache=cache)[:, -1]
+        if never:
+            logits = logits.index_fill(-1, banned, -torch.inf)
+        tokens[:, length] = choose(logits, temperature, top_k, top_p, generator)
+        yield tokens[:, length]
+
+
+def opening(tokenizer: Tokenizer, documents: int) -> list[int]:
+    """Token ids to begin from nothing: what comes before a document, if training saw several end, else a new line."""
+    if tokenizer.end_of_text is not None and documents > 1:
+        return [tokenizer.end_of_text]
+    try:
+        return tokenizer.encode("\n").tolist()
+    except ValueError:  # characters without a new line: any will do
+        return [0]
+
+
+class TextStream:
+    """One sequence's tokens → text as soon as it is sure: no character cut in two, nothing from a stop text on."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()):
+        self.tokenizer, self.stops = tokenizer, stops
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.held = ""  # might be the beginning of a stop text
+        self.ended = False
+
+    def push(self, token: int) -> str:
+        """The text that is sure now that this token came."""
+        if self.ended:
+            return ""
+        if token == self.tokenizer.end_of_text:
+            return self.end()
+        self.held += self.decoder.decode(self.tokenizer.decode_bytes([token]))
+        found = [place for place in (self.held.find(stop) for stop in self.stops) if place >= 0]
+        if found:
+            self.ended = True
+            return self._release(min(found))
+        return self._release(len(self.held) - max((self._overlap(stop) for stop in self.stops), default=0))
+
+    def end(self) -> str:
+        """The text still held back, at the end."""
+        if self.ended:
+            return ""
+        self.ended = True
+        self.held += self.decoder.decode(b"", final=True)
+        return self._release(len(self.held))
+
+    def _release(self, length: int) -> str:
+        text, self.held = self.held[:length], self.held[length:]
+        return text
+
+    def _overlap(self, stop: str) -> int:
+        """How many characters at the end of the held text begin the stop text."""
+        return max((n for n in range(1, len(stop)) if self.held.endswith(stop[:n])), default=0)
+
+
+def stream(tokens: Iterator[Tensor], tokenizer: Tokenizer, file: TextIO, stops: Sequence[str] = ()) -> None:
+    """Write one sequence's text to a file as its tokens come, until it ends."""
+    text = TextStream(tokenizer, stops)
+    for token in tokens:
+        file.write(text.push(int(token[0])))
+        file.flush()
+        if text.ended:
+            break
+    file.write(text.end())
+    file.flush()

@@ -1,0 +1,130 @@
+"""Write text with a trained model: out/<run>/ → text.
+
+python sample.py out/NAME [--prompt TEXT | --prompt-file FILE | -] [--num-samples N] [--temperature T] …
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+
+from engine.checkpoint import Checkpoint, best_path, open_checkpoint
+from engine.generate import TextStream, generate, opening, stream
+from engine.parallel import choose_device
+from engine.report import draw_attention
+from engine.settings import parse, run_command
+from engine.tokenizer import Tokenizer, load_tokenizer
+from model import GPT, ModelConfig
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Write text with a trained model."""
+
+    path: tyro.conf.Positional[Path]  # A run folder, for its best checkpoint, or a checkpoint's own folder.
+    stdin: tyro.conf.Positional[Literal["-", ""]] = ""  # - reads the prompt from standard input.
+    prompt: str = ""  # The text to continue; none: begin as a document does.
+    prompt_file: Path | None = None  # A file with the text to continue.
+    num_samples: int = 1  # How many texts to write.
+    max_new_tokens: int = 500  # Tokens to write in each, at most.
+    temperature: float = 0.8  # Below 1 is safer, above 1 is wilder; 0 is always the likeliest token.
+    top_k: int = 0  # Choose among the so many likeliest tokens; 0: all.
+    top_p: float = 1.0  # Choose among the fewest tokens that together have this probability.
+    stop: tuple[str, ...] = ()  # Texts that end a sample; they are not written.
+    seed: int = 1  # The same seed gives the same text.
+    device: str = "auto"  # cpu, cuda, mps, or auto: the best there is.
+    attention: Path | None = None  # Instead of writing on, draw who attends to whom in the prompt, as a PNG.
+    layer: int = 0  # Which layer to draw, from 1; 0: a grid of all.
+
+    def __post_init__(self):
+        if min(self.num_samples, self.max_new_tokens) < 1:
+            raise ValueError("--num-samples and --max-new-tokens must be at least 1")
+        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+            found = f"--temperature {self.temperature} --top-k {self.top_k} --top-p {self.top_p}"
+            raise ValueError(f"{found}: the first two must be at least 0, the last above 0 and at most 1")
+        if bool(self.stdin) + bool(self.prompt) + (self.prompt_file is not None) > 1:
+            raise ValueError("give one prompt: --prompt, --prompt-file or -")
+
+
+def main() -> None:
+    config = parse(SampleConfig)
+    device = choose_device(config.device)
+    found = find_checkpoint(config.path)
+    tokenizer = load_tokenizer(found.path / "tokenizer.json")
+    model = load_model(found).to(device)
+    text = read_prompt(config)
+    ids = tokenizer.encode(text).tolist() or opening(tokenizer, found.state["documents"])
+    prompt = torch.tensor([ids], device=device)
+    if config.attention:
+        return draw(config, model, tokenizer, prompt[0])
+    never = [*tokenizer.unused_ids(), *range(tokenizer.vocab_size, model.config.vocab_size)]
+    choice = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p, "seed": config.seed}
+    rows = prompt.expand(config.num_samples, -1)
+    write(generate(model, rows, config.max_new_tokens, never=never, **choice), text, tokenizer, config)
+
+
+def find_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at path, or the best of the run at path. Raises ValueError if there is none, or it is damaged."""
+    if (path / "manifest.json").is_file():
+        return open_checkpoint(path)
+    best = best_path(path)
+    if best is None:
+        raise ValueError(
+            f"{path} holds no checkpoint; give a run folder such as out/stdlib, or train one: python train.py"
+        )
+    return open_checkpoint(best)
+
+
+def load_model(found: Checkpoint) -> GPT:
+    """The model as it was at the checkpoint, ready to predict."""
+    model = GPT(ModelConfig(**found.state["model"]))
+    model.load_state_dict(found.model())
+    return model.eval()
+
+
+def read_prompt(config: SampleConfig) -> str:
+    """The text to continue. Raises ValueError for a file that is not UTF-8."""
+    if not config.stdin and not config.prompt_file:
+        return config.prompt
+    raw = config.prompt_file.read_bytes() if config.prompt_file else sys.stdin.buffer.read()
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the prompt is not UTF-8 at byte {error.start}; convert it") from None
+
+
+def write(tokens, prompt: str, tokenizer: Tokenizer, config: SampleConfig) -> None:
+    """Print the samples: one alone as it comes; of several the first as it comes, the others after it."""
+    if config.num_samples == 1:
+        sys.stdout.write(prompt)
+        stream(tokens, tokenizer, sys.stdout, config.stop)
+        print()
+        return
+    streams = [TextStream(tokenizer, config.stop) for _ in range(config.num_samples)]
+    texts = [prompt] * config.num_samples
+    for row_tokens in tokens:
+        for row, token in enumerate(row_tokens.tolist()):
+            texts[row] += streams[row].push(token)
+        if all(text.ended for text in streams):
+            break
+    for number, (text, rest) in enumerate(zip(texts, streams, strict=True), 1):
+        print(f"--- sample {number} ---\n{text}{rest.end()}")
+
+
+def draw(config: SampleConfig, model: GPT, tokenizer: Tokenizer, tokens: torch.Tensor) -> None:
+    """Draw the prompt's attention maps. Raises ValueError for a layer that is not there, or too long a prompt."""
+    if not 0 <= config.layer <= model.config.num_layers:
+        raise ValueError(f"--layer {config.layer} is not there; the model has layers 1 to {model.config.num_layers}")
+    if len(tokens) > model.config.context_length:
+        raise ValueError(f"the prompt has {len(tokens)} tokens; a picture shows at most {model.config.context_length}")
+    maps = model.attention_maps(tokens).float().cpu().numpy()
+    labels = [tokenizer.decode([token]) for token in tokens.tolist()]
+    draw_attention(maps, labels, config.attention, config.layer - 1 if config.layer else None)
+    print(f"{config.attention}: {model.config.num_heads} heads a layer, {len(tokens)} tokens")
+
+
+if __name__ == "__main__":
+    run_command(main)

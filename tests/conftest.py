@@ -1,0 +1,81 @@
+"""What several modules' tests share."""
+
+import argparse
+import random
+import string
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.tokenizer import BPETokenizer, named_tokenizer, train_bpe
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
+    """Runs a command of this project as a user would, in tmp_path; keywords are those of subprocess.run."""
+
+    def run(script: str, *arguments: object, **options: object) -> subprocess.CompletedProcess:
+        command = [sys.executable, str(ROOT / script), *map(str, arguments)]
+        defaults = {"cwd": tmp_path, "capture_output": True, "encoding": "utf-8", "timeout": 120}
+        return subprocess.run(command, **defaults | options)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def shakespeare() -> Path:
+    """Tiny Shakespeare's file."""
+    path = SHARED / "data" / "tinyshakespeare.txt"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiktoken_cache() -> Iterator[Path]:
+    """The folder with gpt2 and cl100k_base, as tiktoken's cache here and in the commands that tests run."""
+    path = SHARED / "tiktoken"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(path))
+        yield path
+
+
+@pytest.fixture(scope="session")
+def code() -> str:
+    """A hundred kilobytes of source code, to train tokenizers on."""
+    return Path(argparse.__file__).read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session", params=["bpe", "gpt2", "cl100k_base"])
+def bpe_tokenizer(request: pytest.FixtureRequest, code: str) -> BPETokenizer:
+    if request.param == "bpe":
+        return train_bpe([code], 1000)
+    request.getfixturevalue("tiktoken_cache")
+    return named_tokenizer(request.param)
+
+
+@pytest.fixture(scope="session")
+def strings() -> list[str]:
+    """Random strings, the same at each run, of every sort that tokenizers stumble over, pure and mixed."""
+    chance = random.Random(0)
+    sorts = [
+        string.printable,
+        [chr(code_point) for code_point in range(0xA0)],  # with all control characters
+        " \t\n\r\x0b\x1c\x85\xa0\u2003\u2028\u3000",
+        "ae\u0301\u0308\u0489\u20dd\u200d\ufe0f",  # marks that combine
+        "漢字かなカナ한글、。（）",
+        "🚀👩🏽🇩🇪𝔘𐍈\U0010ffff",
+        ["I", "'m", "'LL", " the", "The", "1234", " 7", "...", "//", "\r\n", "\n\n", "\n/", "<|endoftext|>"],
+        [chr(code_point) for code_point in range(0x110000) if not 0xD800 <= code_point < 0xE000],
+    ]
+    pure = ["".join(chance.choices(sort, k=length)) for sort in sorts for length in (1, 2, 5, 50, 500)]
+    mixed = ["".join(chance.choice(chance.choice(sorts)) for _ in range(500)) for _ in range(10)]
+    return ["", *pure, *mixed]

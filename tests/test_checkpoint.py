@@ -1,0 +1,79 @@
+"""Checkpoints: whole or not there, verified, the best and the newest kept."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from engine import checkpoint
+from engine.checkpoint import best_path, list_checkpoints, newest_checkpoint, open_checkpoint, save_checkpoint
+
+
+def saved(run, step, val_loss=None):
+    model = {"weight": torch.full((3,), float(step))}
+    optimizer = {"weight.momentum": torch.full((3,), -float(step))}
+    state = {"step": step, "val_loss": val_loss}
+    return save_checkpoint(run, state, model, optimizer, lambda path: path.write_text("{}"))
+
+
+def test_what_is_saved_comes_back(tmp_path):
+    found = open_checkpoint(saved(tmp_path, 60))
+    assert found.path == tmp_path / "checkpoints" / "step-00000060" and found.step == 60
+    assert torch.equal(found.model()["weight"], torch.full((3,), 60.0))
+    assert torch.equal(found.optimizer()["weight.momentum"], torch.full((3,), -60.0))
+    files = {file.name for file in found.path.iterdir()}
+    assert files == {"model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json", "manifest.json"}
+    assert set(json.loads((found.path / "manifest.json").read_text())["files"]) == files - {"manifest.json"}
+
+
+def test_the_newest_two_and_the_best_are_kept(tmp_path):
+    for step, loss in [(1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 1.5)]:
+        saved(tmp_path, step, loss)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000004", "step-00000005"]
+    assert best_path(tmp_path).name == "step-00000002"
+
+
+def test_without_validation_the_newest_is_the_best(tmp_path):
+    saved(tmp_path, 1)
+    saved(tmp_path, 2)
+    assert best_path(tmp_path).name == "step-00000002"
+    assert best_path(tmp_path / "nothing") is None
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json"])
+@pytest.mark.parametrize("damage", ["missing", "altered"])
+def test_a_damaged_checkpoint_is_skipped_by_name(tmp_path, name, damage):
+    saved(tmp_path, 1)
+    path = saved(tmp_path, 2) / name
+    if damage == "missing":
+        path.unlink()
+    else:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    warnings = []
+    assert newest_checkpoint(tmp_path, warnings.append).step == 1
+    assert len(warnings) == 1 and name in warnings[0] and "step-00000002" in warnings[0]
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000001")
+    with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged"):
+        newest_checkpoint(tmp_path, warnings.append)
+
+
+def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    saved(tmp_path, 1)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_json", full)
+    with pytest.raises(OSError, match="No space left"):
+        saved(tmp_path, 2)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    assert newest_checkpoint(tmp_path, print).step == 1
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    saved(tmp_path, 1, 3.0)
+    saved(tmp_path, 1, 2.0)
+    assert newest_checkpoint(tmp_path, print).state["val_loss"] == 2.0

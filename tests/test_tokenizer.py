@@ -1,0 +1,156 @@
+"""Text ↔ token ids."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+from engine import tokenizer as tokenizer_module
+from engine.tokenizer import (
+    END_OF_TEXT,
+    SMALLEST_BPE,
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    from_huggingface,
+    load_tokenizer,
+    named_tokenizer,
+    train_bpe,
+    untrained_bpe,
+)
+
+
+def gapped() -> BPETokenizer:
+    """Built like p50k_base: the end of text stands amid the ranks, and one id stands for nothing."""
+    ranks = {bytes((byte,)): byte for byte in range(256)} | {b"ab": 257, b"abab": 258, b" ab": 260}
+    return BPETokenizer("gapped", tokenizer_module._encoding("gapped", r"\s?\w+|\W", ranks, {END_OF_TEXT: 256}))
+
+
+@pytest.fixture(scope="module", params=["char", "byte", "gapped", "bpe", "gpt2", "cl100k_base"])
+def tokenizer(request: pytest.FixtureRequest, strings: list[str], code: str) -> Tokenizer:
+    if request.param in ("gpt2", "cl100k_base"):
+        request.getfixturevalue("tiktoken_cache")
+        return named_tokenizer(request.param)
+    make = {
+        "char": lambda: CharTokenizer("".join(sorted({*"".join(strings)}))),
+        "byte": ByteTokenizer,
+        "gapped": gapped,
+        "bpe": lambda: train_bpe([code], 1000),
+    }
+    return make[request.param]()
+
+
+def test_ids_decode_to_the_text(tokenizer: Tokenizer, strings: list[str]):
+    for text in strings:
+        ids = tokenizer.encode(text)
+        assert ids.dtype == np.uint32 and (ids < tokenizer.vocab_size).all()
+        assert tokenizer.decode(ids) == tokenizer.decode(ids.tolist()) == text
+        assert b"".join(tokenizer.decode_bytes([i]) for i in ids) == text.encode()
+
+
+def test_part_of_a_character_decodes_to_a_replacement():
+    assert ByteTokenizer().decode("é".encode()[:1]) == "\ufffd"
+
+
+def test_spelled_out_end_of_text_is_ordinary_text(tokenizer: Tokenizer):
+    ids = tokenizer.encode(f"a{END_OF_TEXT}b")
+    assert tokenizer.end_of_text not in ids
+    assert tokenizer.decode(ids) == f"a{END_OF_TEXT}b"
+
+
+def test_end_of_text_decodes_to_its_name(tokenizer: Tokenizer):
+    if tokenizer.kind == "char":
+        assert tokenizer.end_of_text is None
+    else:
+        assert tokenizer.decode([tokenizer.end_of_text]) == END_OF_TEXT
+
+
+def test_loaded_is_what_was_saved(tokenizer: Tokenizer, strings: list[str], tmp_path: Path, monkeypatch):
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(path)
+    monkeypatch.delattr(tokenizer_module.tiktoken, "get_encoding")  # the file must be enough
+    loaded = load_tokenizer(path)
+    for name in ("kind", "vocab_size", "end_of_text"):
+        assert getattr(loaded, name) == getattr(tokenizer, name)
+    assert loaded.unused_ids() == tokenizer.unused_ids()
+    for text in strings:
+        np.testing.assert_array_equal(loaded.encode(text), tokenizer.encode(text))
+    every_id = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.unused_ids()]
+    assert loaded.decode_bytes(every_id) == tokenizer.decode_bytes(every_id)
+
+
+def test_unused_ids_are_all_ids_that_stand_for_nothing(tokenizer: Tokenizer):
+    expected = {"cl100k_base": [100256, *range(100258, 100277)], "gapped": [259]}
+    assert tokenizer.unused_ids() == expected.get(tokenizer.kind, [])
+
+
+def test_half_a_character_is_refused(tokenizer: Tokenizer):
+    with pytest.raises(ValueError, match=r"\\udc80|U\+DC80"):
+        tokenizer.encode("ab\udc80c")
+
+
+@pytest.mark.parametrize("unknown", ["é", "\U0001f680", "\ud83d"])
+def test_unknown_character_is_named(unknown: str):
+    with pytest.raises(ValueError, match=re.escape(f"{unknown!r} (U+{ord(unknown):04X})")):
+        CharTokenizer("abc").encode(f"ab{unknown}c?")
+
+
+def test_trained_bpe_encodes_as_hugging_face_does(strings: list[str], code: str):
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=1000, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    trained = untrained_bpe()
+    trained.train_from_iterator([code, *strings], trainer)
+    ours = from_huggingface(trained)
+    assert ours.vocab_size == 1000 + 1
+    # Both engines must cut text into the same words, so each code point stands by a letter, a digit and a space.
+    code_points = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000]
+    every_tenth = "".join(f"a{c} {c}1{c}{c}\n{c}" for c in [*code_points[:0x3000], *code_points[0x3000::10]])
+    for text in (*strings, code, every_tenth):
+        assert ours.encode(text).tolist() == trained.encode(text).ids
+
+
+def test_bpe_has_as_many_tokens_as_asked_or_as_the_text_has(code: str):
+    assert train_bpe([code], 500).vocab_size == 500
+    assert train_bpe(["aa"], 500).vocab_size == SMALLEST_BPE + 1
+    assert train_bpe([], SMALLEST_BPE).vocab_size == SMALLEST_BPE
+
+
+def test_bpe_too_small_for_the_bytes_is_refused():
+    with pytest.raises(ValueError, match="--vocab-size 256 is too small"):
+        train_bpe(["text"], SMALLEST_BPE - 1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": 2},
+        {"kind": "char"},
+        {"kind": "char", "characters": ""},
+        {"kind": "char", "characters": "\ud800"},
+        {"tokens": None},
+        {"tokens": "a"},
+        {"tokens": "é"},
+        {"pattern": "("},
+        {"special_tokens": {}},
+        {"special_tokens": {END_OF_TEXT: -1}},
+    ],
+)
+def test_damaged_file_is_refused_by_name(changes: dict, tmp_path: Path):
+    path = tmp_path / "tokenizer.json"
+    gapped().save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))} (is damaged|has format 2).* again$"):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"format": 1', b"\xff"])
+def test_what_is_no_tokenizer_is_refused_by_name(content: bytes, tmp_path: Path):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))} is damaged"):
+        load_tokenizer(path)

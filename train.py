@@ -1,0 +1,400 @@
+"""Train a GPT on a prepared dataset: data/<name>/ → out/<run>/.
+
+python train.py [config/NAME.toml] [--flags]      --help shows every setting
+torchrun --nproc-per-node 8 train.py config/gpt2-124m.toml
+"""
+
+import dataclasses
+import math
+import shlex
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from engine import checkpoint, shards
+from engine.files import sha256
+from engine.generate import generate, opening, stream
+from engine.optimizer import Optimizer, OptimizerConfig
+from engine.parallel import World, averaging, choose_dtype, processes
+from engine.report import Recorder
+from engine.settings import flatten, load_settings, run_command, to_toml
+from engine.shards import Dataset, open_dataset
+from model import GPT, ModelConfig
+
+EVALUATION_TOKENS = 2**14  # in one forward pass of an evaluation
+SAMPLE_TOKENS = 200  # of the sample at the end
+BUILT_IN = Path("data/stdlib")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a GPT on a prepared dataset."""
+
+    data: Path = BUILT_IN  # The dataset: what prepare.py made.
+    out: Path = Path("out/stdlib")  # The run folder, for checkpoints, metrics and pictures.
+    steps: int = 1000  # Optimizer steps in all.
+    batch_size: int = 16  # Sequences in one optimizer step, over all processes.
+    micro_batch_size: int = 0  # Sequences in one forward pass of one process; 0: all it has. Fewer save memory.
+    seed: int = 1  # Of the initial weights, the order of the data, and dropout.
+    eval_every: int = 250  # Steps between evaluations.
+    eval_tokens: int = 0  # Tokens of the validation split to evaluate on; 0: all.
+    save_every: int = 250  # Steps between checkpoints; a new best evaluation is saved too.
+    log_every: int = 10  # Steps between training records in metrics.jsonl.
+    device: str = "auto"  # cpu, cuda, mps, or auto: the best there is.
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # What matrix products compute in; auto: what is quick.
+    compile: bool | None = None  # Compile the model; None: on CUDA, where it pays.
+    resume: bool = False  # Go on from the newest checkpoint in the run folder, if there is one.
+    wandb: bool = False  # Log to Weights & Biases too (WANDB_MODE=offline keeps it on this machine).
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "eval_every", "save_every", "log_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
+# What a resumed run may set anew: where and how fast it runs, how long, and what it tells.
+MAY_CHANGE = {"data", "out", "steps", "micro_batch_size", "eval_every", "eval_tokens", "save_every", "log_every"}
+MAY_CHANGE |= {"device", "dtype", "compile", "resume", "wandb"}
+
+
+@dataclass
+class Run:
+    """What the loop works with, and how far it is. All processes have the same, but that only the first records."""
+
+    config: TrainConfig
+    world: World
+    dataset: Dataset
+    model: GPT
+    replica: nn.Module  # the model as it trains: compiled, averaging its gradients with its peers
+    optimizer: Optimizer
+    step: int = 0
+    elapsed: float = 0.0  # seconds, those before a resume too
+    best_loss: float = math.inf
+    recorder: Recorder | None = None
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.batch_size * self.config.model.context_length
+
+    def autocast(self) -> torch.autocast:
+        dtype = choose_dtype(self.config.dtype, self.world.device)
+        return torch.autocast(self.world.device.type, dtype, enabled=dtype != torch.float32)
+
+    def say(self, text: str) -> None:
+        if self.world.is_first:
+            tqdm.write(text, file=sys.stdout)
+
+
+def main() -> int:
+    config = load_settings(TrainConfig)
+    with processes(config.device) as world, Interruption() as interruption:
+        dataset = open_data(config, world)
+        config = complete(config, dataset, world)
+        torch.manual_seed(config.seed)
+        model = GPT(config.model).to(world.device)
+        optimizer = Optimizer(model, config.optimizer)
+        run = Run(config, world, dataset, model, prepare_to_train(model, config, world), optimizer)
+        restore(run)
+        describe(run)
+        with ProgressBar(run) as bar:
+            while run.step < config.steps and not world.any(bool(interruption.signal)):
+                loss, learning_rate, grad_norm = train_step(run)
+                bar.advance(loss, learning_rate, grad_norm)
+                if run.step % config.eval_every == 0 or run.step == config.steps:
+                    bar.pause(evaluate_and_save, run)
+                elif run.step % config.save_every == 0:
+                    bar.pause(save, run)
+        if run.step < config.steps:
+            return interrupted(run, interruption)
+        conclude(run)
+    return 0
+
+
+class Interruption:
+    """Ctrl-C or a polite kill, noted and left to the loop: it finishes its step. A second Ctrl-C stops at once."""
+
+    def __init__(self):
+        self.signal = 0
+
+    def __enter__(self) -> "Interruption":
+        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def note(self, number: int, frame: Any) -> None:
+        if self.signal:
+            raise KeyboardInterrupt
+        self.signal = number
+
+    def __exit__(self, *exception: Any) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+def open_data(config: TrainConfig, world: World) -> Dataset:
+    """The dataset; the built-in one is prepared first if need be."""
+    if config.data == BUILT_IN and not config.data.exists() and world.is_first:
+        from prepare import PrepareConfig, prepare
+
+        prepare(PrepareConfig(inputs=("stdlib",), out=config.data))
+    world.wait()
+    return open_dataset(config.data)
+
+
+def complete(config: TrainConfig, dataset: Dataset, world: World) -> TrainConfig:
+    """The settings with what follows from the data and the machine. Raises ValueError for what does not fit them."""
+    size = config.model.vocab_size or dataset.tokenizer.vocab_size
+    if size < dataset.tokenizer.vocab_size:
+        need = f"{dataset.path} needs {dataset.tokenizer.vocab_size}"
+        raise ValueError(f"--vocab-size {size} is too small: {need}; leave it out, or pad with more")
+    if config.batch_size % world.size:
+        near = [
+            n
+            for n in (config.batch_size // world.size * world.size, -(-config.batch_size // world.size) * world.size)
+            if n
+        ]
+        raise ValueError(
+            f"--batch-size {config.batch_size} does not divide over {world.size} processes; "
+            f"try {' or '.join(map(str, near))}"
+        )
+    share = config.batch_size // world.size
+    if config.micro_batch_size and share % config.micro_batch_size:
+        divisors = ", ".join(str(n) for n in range(1, share + 1) if share % n == 0)
+        raise ValueError(f"--micro-batch-size {config.micro_batch_size} does not divide {share}; try one of {divisors}")
+    for split in (dataset.train, dataset.val):
+        shards.windows_per_epoch(len(split), config.model.context_length)
+    dtype = str(choose_dtype(config.dtype, world.device)).removeprefix("torch.")
+    model = dataclasses.replace(config.model, vocab_size=size)
+    return dataclasses.replace(config, model=model, dtype=dtype)
+
+
+def prepare_to_train(model: GPT, config: TrainConfig, world: World) -> nn.Module:
+    """The model compiled where that pays, and joined with its peers."""
+    if config.compile or (config.compile is None and world.device.type == "cuda"):
+        model.compile()
+    return world.replicate(model)
+
+
+def restore(run: Run) -> None:
+    """Make or re-open the run folder; with --resume, bring back the state of its newest whole checkpoint.
+
+    Raises ValueError if checkpoints are there that were not asked for, or were made with settings that differ.
+    """
+    config, world = run.config, run.world
+    if checkpoint.list_checkpoints(config.out) and not config.resume:
+        raise ValueError(f"{config.out} already holds checkpoints; go on with --resume, or choose another --out")
+    found = checkpoint.newest_checkpoint(config.out, run.say) if config.resume else None
+    if found:
+        settings = flatten(config)
+        changed = [
+            f"{name} {was!r} → {settings[name]!r}"
+            for name, was in found.state["settings"].items()
+            if name not in MAY_CHANGE and settings.get(name) != was
+        ]
+        if found.state["data_sha256"] != sha256(run.dataset.path / "manifest.json"):
+            changed.append("the text in --data")
+        if changed:
+            raise ValueError(f"--resume can't change {', '.join(changed)}; set it back, or choose another --out")
+        run.model.load_state_dict(found.model())
+        run.optimizer.load_state(found.optimizer())
+        run.step, run.elapsed = found.step, found.state["elapsed_seconds"]
+        run.best_loss = math.inf if found.state["best_val_loss"] is None else found.state["best_val_loss"]
+        run.say(f"Resuming from {found.path}")
+    if world.is_first:
+        config.out.mkdir(parents=True, exist_ok=True)
+        (config.out / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        run.recorder = Recorder(config.out, run.step, flatten(config) | {"out": str(config.out)}, config.wandb)
+
+
+def describe(run: Run) -> None:
+    """Say what is about to happen."""
+    config, model, data = run.config, run.config.model, run.dataset
+    tokens = config.steps * run.tokens_per_step
+    run.say(
+        f"data   {data.path}: {len(data.train):,} tokens to train on, {len(data.val):,} to validate; "
+        f"vocabulary {data.tokenizer.vocab_size:,} ({data.tokenizer.kind})\n"
+        f"model  {run.model.num_parameters():,} parameters: {model.num_layers} layers, {model.num_heads} heads, "
+        f"d_model {model.d_model}, context {model.context_length}\n"
+        f"run    {config.steps:,} steps of {config.batch_size} × {model.context_length} tokens = {tokens:,} "
+        f"({tokens / len(data.train):.1f} epochs), {config.optimizer.optimizer}, on {run.world.size} × "
+        f"{run.world.device} in {config.dtype} → {config.out}"
+    )
+
+
+def train_step(run: Run) -> tuple[Tensor, float, Tensor]:
+    """One optimizer step: returns the loss over the whole batch, the learning rate, and the gradient's norm."""
+    config, world = run.config, run.world
+    inputs, targets = batch(run)
+    if config.model.dropout:
+        torch.manual_seed(shards.derived_seed(config.seed, run.step, world.rank))
+    micro = config.micro_batch_size or len(inputs)
+    pieces = list(zip(inputs.split(micro), targets.split(micro), strict=True))
+    total = torch.zeros((), device=world.device)
+    for index, (x, y) in enumerate(pieces):
+        with averaging(run.replica, now=index == len(pieces) - 1), run.autocast():
+            loss = run.replica(x, y) / len(pieces)
+            loss.backward()
+        total += loss.detach()
+    learning_rate, grad_norm = run.optimizer.step(run.step, config.steps)
+    run.step += 1
+    return total, learning_rate, grad_norm
+
+
+def batch(run: Run) -> tuple[Tensor, Tensor]:
+    """This process's inputs and targets of the next step, (B, T) each."""
+    config, tokens = run.config, run.dataset.train
+    length = config.model.context_length
+    starts = shards.window_starts(len(tokens), length, config.seed, run.step, config.batch_size)
+    windows = torch.from_numpy(shards.gather(tokens, starts[run.world.share(len(starts))], length + 1))
+    windows = windows.to(run.world.device)
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+class ProgressBar:
+    """The live line on a terminal, and a training record for every log_every steps."""
+
+    def __init__(self, run: Run):
+        self.run = run
+        silent = None if run.world.is_first else True  # None: silent unless a terminal is there
+        self.bar = tqdm(
+            total=run.config.steps, initial=run.step, desc="training", unit="step", dynamic_ncols=True, disable=silent
+        )
+
+    def __enter__(self) -> "ProgressBar":
+        self.begun = time.monotonic() - self.run.elapsed
+        self.since, self.since_step = time.monotonic(), self.run.step
+        return self
+
+    def advance(self, loss: Tensor, learning_rate: float, grad_norm: Tensor) -> None:
+        """Note a step that is done; only a step that is logged waits for its numbers."""
+        run = self.run
+        self.bar.update()
+        if run.step % run.config.log_every == 0 or run.step == run.config.steps:
+            loss = run.world.sum(loss / run.world.size).item()
+            now = time.monotonic()
+            run.elapsed = now - self.begun
+            speed = (run.step - self.since_step) * run.tokens_per_step / (now - self.since)
+            self.since, self.since_step = now, run.step
+            self.bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
+            if run.recorder:
+                run.recorder.add(
+                    {
+                        "step": run.step,
+                        "tokens": run.step * run.tokens_per_step,
+                        "train_loss": loss,
+                        "learning_rate": learning_rate,
+                        "grad_norm": grad_norm.item(),
+                        "tokens_per_second": round(speed, 1),
+                        "elapsed_seconds": round(run.elapsed, 3),
+                    }
+                )
+
+    def pause(self, work: Any, run: Run) -> None:
+        """Do something else than training; it does not count as training's time."""
+        run.elapsed = time.monotonic() - self.begun
+        paused = time.monotonic()
+        work(run)
+        self.since += time.monotonic() - paused
+
+    def __exit__(self, *exception: Any) -> None:
+        self.run.elapsed = time.monotonic() - self.begun
+        self.bar.close()
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> float:
+    """Mean loss, in nats per token, over the same windows of the validation split every time."""
+    tokens, length, world = run.dataset.val, run.config.model.context_length, run.world
+    starts, scored_before = shards.evaluation_windows(len(tokens), length, run.config.eval_tokens)
+    share = world.share(len(starts))
+    mine, before = starts[share], scored_before[share]
+    rows = max(1, EVALUATION_TOKENS // length)
+    total = torch.zeros(2, dtype=torch.float64)  # summed loss, targets
+    run.model.eval()
+    for first in range(0, len(mine), rows):
+        windows = shards.evaluation_batch(tokens, mine[first : first + rows], before[first : first + rows], length)
+        inputs, targets = torch.from_numpy(windows).to(world.device)
+        with run.autocast():
+            loss = run.model(inputs, targets)
+        scored = int((targets >= 0).sum())
+        total += torch.tensor([loss.item() * scored, scored])
+    run.model.train()
+    summed, scored = world.sum(
+        total.to(torch.float32 if world.device.type == "mps" else None).to(world.device)
+    ).tolist()
+    return summed / scored
+
+
+def evaluate_and_save(run: Run) -> None:
+    """Evaluate, record, redraw the picture, and save if it is time, or the best so far, or the end."""
+    loss = evaluate(run)
+    bits = loss / math.log(2) / run.dataset.bytes_per_token("val")
+    record = {"step": run.step, "val_loss": loss, "val_bits_per_byte": bits, "val_perplexity": math.exp(min(loss, 700))}
+    run.say(f"step {run.step:>6,}  validation loss {loss:.4f}, {bits:.4f} bits per byte  ({run.elapsed:,.0f} s)")
+    if run.recorder:
+        run.recorder.add(record)
+        run.recorder.draw_loss()
+    improved = loss < run.best_loss
+    run.best_loss = min(loss, run.best_loss)
+    if improved or run.step % run.config.save_every == 0 or run.step == run.config.steps:
+        save(run, loss)
+
+
+def save(run: Run, val_loss: float | None = None) -> None:
+    """Write a checkpoint of this step."""
+    if run.world.is_first:
+        state = {
+            "step": run.step,
+            "tokens": run.step * run.tokens_per_step,
+            "val_loss": val_loss,
+            "best_val_loss": None if run.best_loss == math.inf else run.best_loss,
+            "elapsed_seconds": run.elapsed,
+            "model": dataclasses.asdict(run.config.model),
+            "settings": {k: str(v) if isinstance(v, Path) else v for k, v in flatten(run.config).items()},
+            "data_sha256": sha256(run.dataset.path / "manifest.json"),
+            "documents": run.dataset.manifest["splits"]["train"]["documents"],
+        }
+        tokenizer = run.dataset.tokenizer
+        checkpoint.save_checkpoint(run.config.out, state, run.model.state_dict(), run.optimizer.state(), tokenizer.save)
+    run.world.wait()
+
+
+def interrupted(run: Run, interruption: Interruption) -> int:
+    """Save what is done and say how to go on; return the exit code that tells of the signal."""
+    if run.step:
+        save(run)
+    command = shlex.join([sys.argv[0], *(argument for argument in sys.argv[1:] if argument != "--resume"), "--resume"])
+    run.say(f"Interrupted after step {run.step:,}, and saved. Go on with: python {command}")
+    return 128 + (interruption.signal or signal.SIGTERM)
+
+
+def conclude(run: Run) -> None:
+    """The result, a sample, and where to go from here."""
+    if not run.world.is_first:
+        return
+    last = run.recorder.last("val_loss")
+    run.recorder.close()
+    run.say(
+        f"\n{run.config.steps:,} steps in {run.elapsed:,.1f} s. Validation loss {last['val_loss']:.4f} nats per token, "
+        f"perplexity {last['val_perplexity']:.2f}, {last['val_bits_per_byte']:.4f} bits per byte.\n\nA sample:\n"
+    )
+    run.model.eval()
+    tokenizer = run.dataset.tokenizer
+    prompt = opening(tokenizer, run.dataset.manifest["splits"]["train"]["documents"])
+    prompt = torch.tensor([prompt], device=run.world.device)
+    never = [*tokenizer.unused_ids(), *range(tokenizer.vocab_size, run.config.model.vocab_size)]
+    tokens = generate(run.model, prompt, SAMPLE_TOKENS, temperature=0.8, seed=run.config.seed, never=never)
+    stream(tokens, tokenizer, sys.stdout)
+    print(f"\n\nMore of it: python sample.py {run.config.out}")
+
+
+if __name__ == "__main__":
+    run_command(main)
