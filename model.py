@@ -13,11 +13,10 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 NORM_EPSILON = 1e-6
 ROPE_BASE = 10_000.0
-LOGITS_AT_ONCE = 2**24  # elements of (rows, V) float32 logits that may exist at one time: 64 MiB
+LOGITS_AT_ONCE = 2**25  # elements of (rows, V) float32 logits that may exist at one time: 128 MiB
 
 
 @dataclass(frozen=True)
@@ -71,17 +70,17 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 def rotation_table(length: int, head_dim: int) -> Tensor:
-    """Cosines and sines of RoPE's angles, (2, length, head_dim); Su et al. 2021, eq. 34."""
+    """Cosines and sines of RoPE's angles, (2, length, head_dim / 2); Su et al. 2021, eq. 34."""
     frequencies = ROPE_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies).repeat(1, 2)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
     return torch.stack((angles.cos(), angles.sin()))
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn each pair (i, i + K/2) of the last dimension by its position's angle. x (…, T, K), rotation (2, T, K)."""
+    """Turn each pair (i, i + K/2) of the last dimension by its position's angle. x (…, T, K), rotation (2, T, K/2)."""
     cos, sin = rotation.to(x.dtype)
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((second, -first), dim=-1) * sin
+    return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 
 def sinusoidal_table(length: int, d_model: int) -> Tensor:
@@ -133,7 +132,10 @@ class Head(nn.Module):
 
     def attention(self, x: Tensor, rotation: Tensor | None) -> Tensor:
         """Who attends to whom: (B, T, T), each row a distribution over the positions up to its own."""
-        query, key = place(self.query(x), self.key(x), rotation, self.qk_norm)  # (B, T, K) each
+        query, key = (
+            place(self.query(x), rotation, self.qk_norm),
+            place(self.key(x), rotation, self.qk_norm),
+        )  # (B, T, K)
         scores = query @ key.transpose(-2, -1) / math.sqrt(key.shape[-1])  # (B, T, T)
         future = torch.ones_like(scores, dtype=torch.bool).triu(1)
         return scores.masked_fill(future, -math.inf).softmax(dim=-1)
@@ -143,14 +145,11 @@ class Head(nn.Module):
         return self.attention(x, rotation) @ self.value(x)
 
 
-def place(query: Tensor, key: Tensor, rotation: Tensor | None, qk_norm: bool) -> tuple[Tensor, Tensor]:
-    """Give queries and keys (…, T, K) their positions (RoPE), then, if asked, unit root mean square."""
+def place(x: Tensor, rotation: Tensor | None, qk_norm: bool) -> Tensor:
+    """Give queries or keys (…, T, K) their positions (RoPE), then, if asked, unit root mean square."""
     if rotation is not None:
-        query, key = rotate(query, rotation), rotate(key, rotation)
-    if qk_norm:
-        width = (query.shape[-1],)
-        query, key = F.rms_norm(query, width, eps=NORM_EPSILON), F.rms_norm(key, width, eps=NORM_EPSILON)
-    return query, key
+        x = rotate(x, rotation)
+    return F.rms_norm(x, x.shape[-1:], eps=NORM_EPSILON) if qk_norm else x
 
 
 class MultiHeadAttention(nn.Module):
@@ -177,8 +176,9 @@ class MultiHeadAttention(nn.Module):
         """(B, T, D) → (B, T, D). With a cache, x holds positions start…start+T and sees those before through it."""
         B, T, D = x.shape
         joined = F.linear(x, *(cache.joined if cache else self.join_heads()))
-        query, key, value = joined.view(B, T, 3, len(self.heads), -1).permute(2, 0, 3, 1, 4)  # (B, H, T, K) each
-        query, key = place(query, key, rotation, self.qk_norm)
+        joined = joined.view(B, T, 3, len(self.heads), -1).permute(2, 0, 3, 1, 4)  # (3, B, H, T, K)
+        query, key = place(joined[:2], rotation, self.qk_norm)  # (B, H, T, K) each
+        value = joined[2]
         mask = None
         if cache:
             key, value = cache.append(key, value, start)
@@ -238,6 +238,42 @@ class Block(nn.Module):
             return self.feed_forward_norm(x + self.feed_forward(x))
         x = x + self.attention(self.attention_norm(x), rotation, cache, start)
         return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """Squash logits smoothly into ± cap (Gemma Team 2024); 0 leaves them."""
+    return cap * torch.tanh(logits.float() / cap) if cap else logits
+
+
+class CrossEntropyInPieces(torch.autograd.Function):
+    """Mean cross-entropy of soft_cap(x @ weight.T) against targets, a few rows of logits at a time.
+
+    The gradients are computed while a piece's logits are there: memory is bounded, and nothing is computed twice.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, cap: float, rows: int) -> Tensor:
+        """x (N, D), weight (V, D), targets (N,), -1 where not scored."""
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        w, scored, total = weight.to(dtype), (targets >= 0).sum(), 0.0
+        x_gradient, weight_gradient = [], torch.zeros_like(weight)
+        for piece, target in zip(x.to(dtype).split(rows), targets.split(rows), strict=True):
+            logits = soft_cap((piece @ w.T).float(), cap)  # (rows, V)
+            total += F.cross_entropy(logits, target, ignore_index=-1, reduction="sum")
+            gradient = logits.softmax(dim=-1)
+            gradient.scatter_add_(1, target.clamp(min=0)[:, None], -torch.ones_like(gradient[:, :1]))
+            gradient *= (target >= 0)[:, None] / scored
+            gradient = (gradient * (1 - (logits / cap) ** 2) if cap else gradient).to(dtype)
+            x_gradient.append(gradient @ w)
+            weight_gradient += gradient.T @ piece
+        ctx.save_for_backward(torch.cat(x_gradient).to(x.dtype), weight_gradient)
+        return total / scored
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        x_gradient, weight_gradient = ctx.saved_tensors
+        return x_gradient * gradient, weight_gradient * gradient, None, None, None
 
 
 class GPT(nn.Module):
@@ -312,26 +348,19 @@ class GPT(nn.Module):
         return F.dropout(self.embedding_norm(x), self.config.dropout, self.training)
 
     def logits(self, x: Tensor) -> Tensor:
-        """(…, D) → (…, V), soft-capped if the model is (Gemma Team 2024)."""
-        logits = F.linear(x, self.token_embedding.weight if self.head is None else self.head.weight)
-        if cap := self.config.logit_softcap:
-            logits = cap * torch.tanh(logits.float() / cap)
-        return logits
+        """(…, D) → (…, V), soft-capped if the model is."""
+        return soft_cap(F.linear(x, self.head_weight()), self.config.logit_softcap)
+
+    def head_weight(self) -> Tensor:
+        return self.token_embedding.weight if self.head is None else self.head.weight
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of (B, T, D) states against (B, T) targets, a bounded piece of the logits at a time."""
-        x, targets = x.flatten(0, 1), targets.flatten()  # (B·T, D), (B·T)
+        """Mean cross-entropy of (B, T, D) states against (B, T) targets, in float32."""
+        x, targets = x.flatten(0, 1), targets.flatten()
         rows = max(1, LOGITS_AT_ONCE // self.config.vocab_size)
         if len(x) <= rows:
-            total = self.summed_loss(x, targets)
-        else:  # the backward pass computes each piece's logits again instead of keeping them all
-            pieces = zip(x.split(rows), targets.split(rows), strict=True)
-            total = sum(checkpoint(self.summed_loss, *piece, use_reentrant=False) for piece in pieces)
-        return total / (targets >= 0).sum()
-
-    def summed_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Sum of cross-entropies of (N, D) states against (N,) targets, in float32."""
-        return F.cross_entropy(self.logits(x).float(), targets, ignore_index=-1, reduction="sum")
+            return F.cross_entropy(self.logits(x).float(), targets, ignore_index=-1)
+        return CrossEntropyInPieces.apply(x, self.head_weight(), targets, self.config.logit_softcap, rows)
 
     @torch.no_grad()
     def attention_maps(self, tokens: Tensor) -> Tensor:

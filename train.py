@@ -76,6 +76,7 @@ class Run:
     model: GPT
     replica: nn.Module  # the model as it trains: compiled, averaging its gradients with its peers
     optimizer: Optimizer
+    batches: shards.Batches
     step: int = 0
     elapsed: float = 0.0  # seconds, those before a resume too
     best_loss: float = math.inf
@@ -102,7 +103,8 @@ def main() -> int:
         torch.manual_seed(config.seed)
         model = GPT(config.model).to(world.device)
         optimizer = Optimizer(model, config.optimizer)
-        run = Run(config, world, dataset, model, prepare_to_train(model, config, world), optimizer)
+        replica = prepare_to_train(model, config, world)
+        run = Run(config, world, dataset, model, replica, optimizer, load_batches(dataset, config, world))
         restore(run)
         describe(run)
         with ProgressBar(run) as bar:
@@ -183,6 +185,13 @@ def prepare_to_train(model: GPT, config: TrainConfig, world: World) -> nn.Module
     return world.replicate(model)
 
 
+def load_batches(dataset: Dataset, config: TrainConfig, world: World) -> shards.Batches:
+    """This process's part of every batch."""
+    share = world.share(config.batch_size)
+    length = config.model.context_length
+    return shards.Batches(dataset.train, length, config.seed, config.batch_size, share, world.device)
+
+
 def restore(run: Run) -> None:
     """Make or re-open the run folder; with --resume, bring back the state of its newest whole checkpoint.
 
@@ -232,7 +241,7 @@ def describe(run: Run) -> None:
 def train_step(run: Run) -> tuple[Tensor, float, Tensor]:
     """One optimizer step: returns the loss over the whole batch, the learning rate, and the gradient's norm."""
     config, world = run.config, run.world
-    inputs, targets = batch(run)
+    inputs, targets = run.batches.get(run.step)
     if config.model.dropout:
         torch.manual_seed(shards.derived_seed(config.seed, run.step, world.rank))
     micro = config.micro_batch_size or len(inputs)
@@ -246,16 +255,6 @@ def train_step(run: Run) -> tuple[Tensor, float, Tensor]:
     learning_rate, grad_norm = run.optimizer.step(run.step, config.steps)
     run.step += 1
     return total, learning_rate, grad_norm
-
-
-def batch(run: Run) -> tuple[Tensor, Tensor]:
-    """This process's inputs and targets of the next step, (B, T) each."""
-    config, tokens = run.config, run.dataset.train
-    length = config.model.context_length
-    starts = shards.window_starts(len(tokens), length, config.seed, run.step, config.batch_size)
-    windows = torch.from_numpy(shards.gather(tokens, starts[run.world.share(len(starts))], length + 1))
-    windows = windows.to(run.world.device)
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 class ProgressBar:

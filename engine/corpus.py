@@ -186,7 +186,7 @@ def _text_of(line: bytes, field: str, errors: str, where: str) -> str:
         raise ValueError(f"{where} {found}; it should have the field {field!r} (see --field)") from None
     if not isinstance(text, str):
         raise ValueError(f"{where}: the field {field!r} is not text (see --field)")
-    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")  # JSON can spell half a character
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")  # JSON can spell half a character
 
 
 def pieces(document: Document) -> Iterator[tuple[str, bool]]:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: steep at zero, so five rounds are enough
 NEWTON_SCHULZ_ROUNDS = 5
+# Beside Muon, AdamW moves embeddings and head by so many learning rates: their scale is 1, that of matrices 1/√width.
+EMBEDDING_RATE = 3.0
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Muon(torch.optim.Optimizer):
         for matrix in matrices:
             shapes.setdefault(matrix.shape, []).append(matrix)
         groups = [{"params": same} for same in shapes.values()]
-        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "rate": 1.0})
         for group in self.param_groups:
             for matrix in group["params"]:
                 self.state[matrix]["momentum"] = torch.zeros_like(matrix)
@@ -106,15 +108,20 @@ class Optimizer:
         groups: dict[str, list[Tensor]] = {"matrix": [], "embedding": [], "vector": []}
         for parameter, name in self.names.items():
             groups[parameter_group(name, parameter)].append(parameter)
+        muon = config.optimizer == "muon"
         adamw = [
-            {"params": groups["embedding"], "weight_decay": config.weight_decay},
-            {"params": groups["vector"], "weight_decay": 0.0},
+            {
+                "params": groups["embedding"],
+                "weight_decay": config.weight_decay,
+                "rate": EMBEDDING_RATE if muon else 1.0,
+            },
+            {"params": groups["vector"], "weight_decay": 0.0, "rate": 1.0},
         ]
         self.optimizers: list[torch.optim.Optimizer] = []
-        if config.optimizer == "muon":
+        if muon:
             self.optimizers.append(Muon(groups["matrix"], config.learning_rate, config.momentum, config.weight_decay))
         else:
-            adamw.append({"params": groups["matrix"], "weight_decay": config.weight_decay})
+            adamw.append({"params": groups["matrix"], "weight_decay": config.weight_decay, "rate": 1.0})
         adamw = [group for group in adamw if group["params"]]
         betas = (config.beta1, config.beta2)
         self.optimizers.append(torch.optim.AdamW(adamw, lr=config.learning_rate, betas=betas, fused=True))
@@ -128,7 +135,7 @@ class Optimizer:
         norm = nn.utils.clip_grad_norm_(self.names, self.config.clip_norm or math.inf)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group["rate"]
             optimizer.step()
             optimizer.zero_grad()
         return rate, norm

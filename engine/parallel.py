@@ -1,7 +1,9 @@
 """One process or many, and the device each computes on: the only home of torch.distributed."""
 
 import contextlib
+import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # glibc's <malloc.h>
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -76,11 +79,19 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if quick else torch.float32
 
 
+def keep_freed_memory() -> None:
+    """Have the C library keep large freed blocks for new tensors: each 4 KiB got anew is a page fault."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc
+        libc.mallopt(MMAP_THRESHOLD, 2**30)
+        libc.mallopt(TRIM_THRESHOLD, 2**31 - 1)
+
+
 @contextlib.contextmanager
 def processes(device: str) -> Iterator[World]:
     """This process's World: alone, or one of those that torchrun started, joined until the block ends."""
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     chosen = choose_device(device)
+    keep_freed_memory()
     if chosen.type == "cuda":
         chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", chosen.index or 0)))
         torch.cuda.set_device(chosen)

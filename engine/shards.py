@@ -2,11 +2,13 @@
 
 import hashlib
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from engine.files import read_json, sha256
 from engine.tokenizer import Tokenizer, load_tokenizer
@@ -65,23 +67,27 @@ def open_dataset(path: Path) -> Dataset:
     """Map the dataset in a folder into memory. Raises ValueError for what is missing, damaged or of another version."""
     if not (path / "manifest.json").is_file():
         raise ValueError(f"{path} holds no dataset; make it with: python prepare.py INPUT --out {path}")
-    manifest = read_json(path / "manifest.json")
-    again = f"prepare it again with --force --out {path}"
-    if manifest.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {manifest.get('format')}, but this version reads {FORMAT}; {again}")
-    if sha256(path / "tokenizer.json") != manifest["tokenizer"]["sha256"]:
-        raise ValueError(f"{path}/tokenizer.json is not the one that made the tokens beside it; {again}")
-    splits = {}
-    for split, counts in manifest["splits"].items():
-        arrays = []
-        for shard in counts["shards"]:
-            array = np.load(path / shard["file"], mmap_mode="r")
-            if array.shape != (shard["tokens"],) or array.dtype != manifest["dtype"]:
-                found = f"holds {array.dtype} {array.shape}, not {manifest['dtype']} ({shard['tokens']},)"
-                raise ValueError(f"{path / shard['file']} {found}; {again}")
-            arrays.append(array)
-        splits[split] = ShardedTokens(arrays)
-    return Dataset(path, manifest, load_tokenizer(path / "tokenizer.json"), splits["train"], splits["val"])
+    try:
+        manifest = read_json(path / "manifest.json")
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"it has format {manifest['format']}, but this version reads {FORMAT}")
+        if sha256(path / "tokenizer.json") != manifest["tokenizer"]["sha256"]:
+            raise ValueError("tokenizer.json is not the one that made the tokens beside it")
+        splits = {}
+        for split, counts in manifest["splits"].items():
+            shards = [_open_shard(path / s["file"], s["tokens"], manifest["dtype"]) for s in counts["shards"]]
+            splits[split] = ShardedTokens(shards)
+        return Dataset(path, manifest, load_tokenizer(path / "tokenizer.json"), splits["train"], splits["val"])
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} can't be used ({reason}); prepare it again with --force --out {path}") from None
+
+
+def _open_shard(path: Path, tokens: int, dtype: str) -> np.ndarray:
+    array = np.load(path, mmap_mode="r")
+    if array.shape != (tokens,) or array.dtype != dtype:
+        raise ValueError(f"{path.name} holds {array.dtype} {array.shape}, not {dtype} ({tokens},)")
+    return array
 
 
 class ShardWriter:
@@ -195,6 +201,33 @@ def gather(tokens: Tokens, starts: np.ndarray, length: int) -> np.ndarray:
     for row, start in zip(windows, starts.tolist(), strict=True):
         row[:] = tokens[start : start + length]
     return windows
+
+
+class Batches:
+    """The training batches of one process, each assembled by a thread while the one before is worked on."""
+
+    def __init__(
+        self, tokens: Tokens, context_length: int, seed: int, batch_size: int, share: slice, device: torch.device
+    ):
+        """share is which of a batch's batch_size windows are this process's; batches come to the device."""
+        self.tokens, self.context_length, self.seed = tokens, context_length, seed
+        self.batch_size, self.share, self.device = batch_size, share, device
+        self.thread = ThreadPoolExecutor(1)
+        self.next: tuple[int, Future] | None = None
+
+    def get(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of a step, (B, T) each."""
+        ready = self.next[1] if self.next and self.next[0] == step else self.thread.submit(self._assemble, step)
+        windows = ready.result()
+        self.next = (step + 1, self.thread.submit(self._assemble, step + 1))
+        windows = windows.to(self.device, non_blocking=True)
+        return windows[0], windows[1]
+
+    def _assemble(self, step: int) -> torch.Tensor:
+        starts = window_starts(len(self.tokens), self.context_length, self.seed, step, self.batch_size)[self.share]
+        windows = gather(self.tokens, starts, self.context_length + 1)
+        pair = torch.from_numpy(np.stack((windows[:, :-1], windows[:, 1:])))
+        return pair.pin_memory() if self.device.type == "cuda" else pair
 
 
 def evaluation_windows(num_tokens: int, context_length: int, limit: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.tokenizer import BPETokenizer, named_tokenizer, train_bpe
-
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
 
@@ -52,14 +50,6 @@ def tiktoken_cache() -> Iterator[Path]:
 def code() -> str:
     """A hundred kilobytes of source code, to train tokenizers on."""
     return Path(argparse.__file__).read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="session", params=["bpe", "gpt2", "cl100k_base"])
-def bpe_tokenizer(request: pytest.FixtureRequest, code: str) -> BPETokenizer:
-    if request.param == "bpe":
-        return train_bpe([code], 1000)
-    request.getfixturevalue("tiktoken_cache")
-    return named_tokenizer(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -76,10 +76,11 @@ def test_loaded_is_what_was_saved(tokenizer: Tokenizer, strings: list[str], tmp_
     loaded = load_tokenizer(path)
     for name in ("kind", "vocab_size", "end_of_text"):
         assert getattr(loaded, name) == getattr(tokenizer, name)
-    assert loaded.unused_ids() == tokenizer.unused_ids()
+    unused = tokenizer.unused_ids()
+    assert loaded.unused_ids() == unused
     for text in strings:
         np.testing.assert_array_equal(loaded.encode(text), tokenizer.encode(text))
-    every_id = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.unused_ids()]
+    every_id = [i for i in range(tokenizer.vocab_size) if i not in unused]
     assert loaded.decode_bytes(every_id) == tokenizer.decode_bytes(every_id)
 
 
@@ -89,7 +90,7 @@ def test_unused_ids_are_all_ids_that_stand_for_nothing(tokenizer: Tokenizer):
 
 
 def test_half_a_character_is_refused(tokenizer: Tokenizer):
-    with pytest.raises(ValueError, match=r"\\udc80|U\+DC80"):
+    with pytest.raises(ValueError, match=r"the text has '\\udc80', half of a character, at 2|not know .*\(U\+DC80\)"):
         tokenizer.encode("ab\udc80c")
 
 
@@ -100,17 +101,18 @@ def test_unknown_character_is_named(unknown: str):
 
 
 def test_trained_bpe_encodes_as_hugging_face_does(strings: list[str], code: str):
+    # Two regex engines must cut text into the same words, whatever stands by a letter, a digit or a space.
+    code_points = [i for i in (*range(0x1000), *range(0x1000, 0x110000, 100)) if not 0xD800 <= i < 0xE000]
+    all_sorts = "".join(f"a{c} {c}1{c}{c}\n{c}" for c in map(chr, code_points))
+    texts = [*strings, all_sorts, code]
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=1000, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     trained = untrained_bpe()
-    trained.train_from_iterator([code, *strings], trainer)
+    trained.train_from_iterator(texts, trainer)
     ours = from_huggingface(trained)
     assert ours.vocab_size == 1000 + 1
-    # Both engines must cut text into the same words, so each code point stands by a letter, a digit and a space.
-    code_points = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000]
-    every_tenth = "".join(f"a{c} {c}1{c}{c}\n{c}" for c in [*code_points[:0x3000], *code_points[0x3000::10]])
-    for text in (*strings, code, every_tenth):
+    for text in texts:
         assert ours.encode(text).tolist() == trained.encode(text).ids
 
 
@@ -118,6 +120,10 @@ def test_bpe_has_as_many_tokens_as_asked_or_as_the_text_has(code: str):
     assert train_bpe([code], 500).vocab_size == 500
     assert train_bpe(["aa"], 500).vocab_size == SMALLEST_BPE + 1
     assert train_bpe([], SMALLEST_BPE).vocab_size == SMALLEST_BPE
+
+
+def test_bpe_takes_digits_in_pairs():
+    assert len(train_bpe(["2024 " * 9], 500).encode("2024")) == 2
 
 
 def test_bpe_too_small_for_the_bytes_is_refused():

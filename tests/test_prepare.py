@@ -1,0 +1,288 @@
+"""Text → data/<name>/, through the command that a user runs."""
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import prepare as command
+from engine import corpus
+from engine.shards import FORMAT, open_dataset
+
+Prepare = Callable[..., subprocess.CompletedProcess]
+
+
+@pytest.fixture
+def prepare(run) -> Prepare:
+    """Runs prepare.py in tmp_path."""
+
+    def prepare(*arguments: object, **options: object) -> subprocess.CompletedProcess:
+        return run("prepare.py", *arguments, **options)
+
+    return prepare
+
+
+def expect_success(result: subprocess.CompletedProcess) -> str:
+    assert (result.returncode, result.stderr) == (0, "")
+    return result.stdout
+
+
+def expect_error(result: subprocess.CompletedProcess, message: str) -> None:
+    """One line that says it, exit code 1, nothing on stdout."""
+    assert re.fullmatch(rf"error: .*{message}.*\n", result.stderr)
+    assert (result.returncode, result.stdout) == (1, "")
+
+
+def validation_documents(path: Path) -> list[str]:
+    """The documents of a dataset of bytes, from the tokens between the ends of text."""
+    dataset = open_dataset(path)
+    assert dataset.train[-1:] == dataset.val[-1:] == dataset.tokenizer.end_of_text
+    return dataset.tokenizer.decode(dataset.val[:]).removesuffix("<|endoftext|>").split("<|endoftext|>")
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    """What would change if anything in the folder, or the folder, was written again."""
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_ino) for path in (folder, *folder.rglob("*"))}
+
+
+@pytest.mark.parametrize(
+    "tokenizer, dtype, vocab_size, train_tokens, val_tokens",
+    [
+        ("char", "uint16", 65, 1_003_854, 111_540),
+        ("byte", "uint16", 257, 1_003_854, 111_540 + 1),
+        ("gpt2", "uint16", 50257, 301_966, 36_059 + 1),  # nanoGPT's counts, and the end of text
+        ("cl100k_base", "uint32", 100277, None, None),
+        ("bpe", "uint16", 2000, None, None),
+    ],
+)
+def test_tiny_shakespeare(
+    tokenizer: str,
+    dtype: str,
+    vocab_size: int,
+    train_tokens: int | None,
+    val_tokens: int | None,
+    prepare: Prepare,
+    shakespeare: Path,
+    tiktoken_cache: Path,
+    tmp_path: Path,
+):
+    printed = expect_success(prepare(shakespeare, "--tokenizer", tokenizer, "--vocab-size", 2000))
+    path = tmp_path / "data" / "tinyshakespeare"
+    assert "python train.py --data data/tinyshakespeare" in printed and f"{vocab_size:,}  {tokenizer}\n" in printed
+
+    dataset = open_dataset(path)
+    text = shakespeare.read_text(encoding="utf-8")
+    ending = "" if tokenizer == "char" else "<|endoftext|>"
+    parts = {"train": dataset.tokenizer.decode(dataset.train[:]), "val": dataset.tokenizer.decode(dataset.val[:])}
+    assert parts["train"] == text[:1_003_854]
+    assert parts["val"] == text[1_003_854:] + ending
+
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest.keys() == {"format", "tokenizer", "vocab_size", "dtype", "splits", "origin"}
+    assert (manifest["format"], manifest["vocab_size"], manifest["dtype"]) == (FORMAT, vocab_size, dtype)
+    written = hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest()
+    assert manifest["tokenizer"] == {"kind": tokenizer, "sha256": written}
+    assert dataset.tokenizer.vocab_size == vocab_size
+    for split, tokens, size, ends in (("train", train_tokens, 1_003_854, 0), ("val", val_tokens, 111_540, 1)):
+        counts = manifest["splits"][split]
+        assert (counts["bytes"], counts["documents"]) == (size, ends)
+        assert tokens in (None, counts["tokens"])
+        (shard,) = counts["shards"]
+        assert shard["sha256"] == hashlib.sha256((path / shard["file"]).read_bytes()).hexdigest()
+        assert np.load(path / shard["file"], mmap_mode="r").shape == (shard["tokens"],) == (counts["tokens"],)
+    names = {"manifest.json", "tokenizer.json", "train-00000.npy", "val-00000.npy"}
+    assert {file.name for file in path.iterdir()} == names
+    assert [folder.name for folder in path.parent.iterdir()] == ["tinyshakespeare"]
+
+
+DOCUMENTS = ["", *(f"Document {i}: naïve 🚀\n" + "with lines\n" * (i % 7) for i in range(60))]
+
+
+def test_many_documents_are_split_whole_and_in_any_order_alike(prepare: Prepare, tmp_path: Path):
+    for folder, order in {"forward": DOCUMENTS, "backward": DOCUMENTS[::-1]}.items():
+        (tmp_path / folder).mkdir()
+        for number, text in enumerate(order):
+            (tmp_path / folder / f"{number:02d}.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    found = {}
+    for name in ("forward", "backward", "lines.jsonl"):
+        expect_success(prepare(name, "--tokenizer", "byte", "--val-fraction", 0.2))
+        out = tmp_path / "data" / name.removesuffix(".jsonl")
+        dataset = open_dataset(out)
+        val = validation_documents(out)
+        train = dataset.tokenizer.decode(dataset.train[:]).removesuffix("<|endoftext|>").split("<|endoftext|>")
+        assert sorted(train + val) == sorted(DOCUMENTS)
+        assert len(dataset.train) + len(dataset.val) == sum(len(text.encode()) + 1 for text in DOCUMENTS)
+        for split, texts in {"train": train, "val": val}.items():
+            counts = dataset.manifest["splits"][split]
+            assert counts["documents"] == len(texts)
+            assert counts["bytes"] == sum(len(text.encode()) for text in texts)
+        found[name] = val
+    assert found["forward"] == found["backward"][::-1] == found["lines.jsonl"]
+    assert 4 <= len(found["forward"]) <= 25  # about a fifth of 61
+
+
+def test_few_documents_leave_one_to_validate_on(prepare: Prepare, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("the one document")
+    (tmp_path / "b.txt").write_text("and the other")
+    expect_success(prepare("a.txt", "b.txt", "--tokenizer", "byte", "--val-fraction", 0.0001))
+    assert len(validation_documents(tmp_path / "data" / "a")) == 1
+
+
+def test_large_document_is_encoded_as_one_and_in_order(code: str, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(corpus, "BLOCK", 1000)  # many more pieces than there are threads
+    monkeypatch.setattr(command, "BATCH_CHARACTERS", 2000)
+    (tmp_path / "code.txt").write_text(code, encoding="utf-8")
+    command.prepare(command.PrepareConfig((str(tmp_path / "code.txt"),), vocab_size=300, out=tmp_path / "out"))
+    dataset = open_dataset(tmp_path / "out")
+    train = code.encode()[: dataset.manifest["splits"]["train"]["bytes"]].decode()
+    np.testing.assert_array_equal(dataset.train[:], dataset.tokenizer.encode(train))
+
+
+def test_split_never_cuts_a_character(prepare: Prepare, tmp_path: Path):
+    text = "🚀é漢" * 10
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    for share in (0.48, 0.44, 0.42):  # each inside another of these characters
+        expect_success(prepare("a.txt", "--tokenizer", "byte", "--val-fraction", share, "--force"))
+        dataset = open_dataset(tmp_path / "data" / "a")
+        parts = [dataset.tokenizer.decode_bytes(tokens[:]).decode() for tokens in (dataset.train, dataset.val)]
+        assert "".join(parts) == text + "<|endoftext|>"
+
+
+def test_standard_input(prepare: Prepare, tmp_path: Path):
+    expect_success(prepare("-", "--tokenizer", "char", "--out", "made/here", input="piped téxt"))
+    dataset = open_dataset(tmp_path / "made" / "here")
+    assert dataset.tokenizer.characters == " deiptxé"
+    assert dataset.tokenizer.decode([*dataset.train[:], *dataset.val[:]]) == "piped téxt"
+
+
+def test_same_again_changes_nothing(prepare: Prepare, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("text to prepare\n" * 10)
+    expect_success(prepare("a.txt"))
+    before = snapshot(tmp_path / "data")
+    assert "Nothing changed" in expect_success(prepare("a.txt"))
+    assert snapshot(tmp_path / "data") == before
+
+
+@pytest.mark.parametrize(
+    "text, arguments, other",
+    [
+        ("other words\n", (), "other text"),
+        ("", ("--vocab-size", 300), "vocab_size 4096"),
+        ("", ("--val-fraction", 0.5), "val_fraction 0.1"),
+        ("", ("--tokenizer", "byte"), "tokenizer bpe, vocab_size 4096"),
+    ],
+)
+def test_other_dataset_is_replaced_by_force_only(text, arguments, other, prepare: Prepare, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("text to prepare\n" * 10)
+    expect_success(prepare("a.txt"))
+    before = snapshot(tmp_path / "data")
+    (tmp_path / "a.txt").write_text("text to prepare\n" * 10 + text)
+    expect_error(prepare("a.txt", *arguments), f"data/a was made with {other}; use --force")
+    assert snapshot(tmp_path / "data") == before
+    expect_success(prepare("a.txt", *arguments, "--force"))
+    assert snapshot(tmp_path / "data").keys() == before.keys()
+    expect_success(prepare("a.txt", *arguments))  # it is now what these arguments make
+
+
+def test_force_mends_a_damaged_dataset(prepare: Prepare, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("text to prepare\n" * 10)
+    expect_success(prepare("a.txt"))
+    (tmp_path / "data" / "a" / "val-00000.npy").write_bytes(b"")
+    expect_success(prepare("a.txt", "--force"))
+    open_dataset(tmp_path / "data" / "a")
+
+
+@pytest.mark.parametrize("files", [{"notes.txt": "mine"}, {"manifest.json": '{"format": 1}'}, {"manifest.json": "[]"}])
+def test_folder_that_is_no_dataset_is_never_replaced(files: dict, prepare: Prepare, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("text to prepare\n" * 10)
+    (tmp_path / "mine").mkdir()
+    for name, text in files.items():
+        (tmp_path / "mine" / name).write_text(text)
+    before = snapshot(tmp_path / "mine")
+    expect_error(prepare("a.txt", "--out", "mine", "--force"), "mine exists and is not a dataset")
+    expect_error(prepare("a.txt", "--out", "a.txt"), "a.txt exists and is not a dataset")
+    assert snapshot(tmp_path / "mine") == before
+
+
+def test_names_of_other_datasets_are_left_alone(prepare: Prepare, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("text to prepare\n" * 10)
+    being_made = tmp_path / "data" / ".wiki.small.partial.abcdefgh"  # by another process, at this moment
+    being_made.mkdir(parents=True)
+    expect_success(prepare("a.txt", "--out", "data/wiki"))
+    assert being_made.exists()
+
+
+@pytest.mark.parametrize(
+    "content, arguments, message",
+    [
+        (None, (), "a.txt is not there"),
+        (b"", (), "a.txt: no text in there"),
+        (b"abc\xffdef", (), "a.txt is not UTF-8 at byte 3; convert it, or use --errors replace"),
+        (b"x", ("--tokenizer", "byte"), "the train split has 0 tokens"),
+        (b"some text", ("--tokenizer", "char", "--val-fraction", "0.01"), "the val split has 1 tokens"),
+        (b"some text", ("--tokenizer", "gpt5"), "--tokenizer gpt5 is unknown; .* char, byte, bpe, .*gpt2"),
+        (b"some text", ("--vocab-size", "256"), "--vocab-size 256 is too small for BPE: .* need 257"),
+        (b"some text", ("--val-fraction", "1"), "--val-fraction is 1.0"),
+        (b"some text", ("",), "no input"),
+        (b"some text", ("http://127.0.0.1:9/b",), "9/b could not be downloaded"),
+        (b"some text", ("--tokenizer", "o200k_base"), "o200k_base could not be downloaded .* TIKTOKEN_CACHE_DIR"),
+    ],
+)
+def test_user_mistake_is_one_line_and_leaves_nothing(content, arguments, message, prepare: Prepare, tmp_path: Path):
+    if content is not None:
+        (tmp_path / "a.txt").write_bytes(content)
+    (tmp_path / "empty").mkdir()
+    offline = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    caches = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "empty"), "XDG_CACHE_HOME": str(tmp_path / "empty")}
+    expect_error(prepare("a.txt", *arguments, env=os.environ | offline | caches), message)
+    assert [*(tmp_path / "data").rglob("*")] == []
+
+
+def test_bytes_that_are_not_utf8_can_be_replaced(prepare: Prepare, tmp_path: Path):
+    (tmp_path / "a.txt").write_bytes(b"abc\xffdefghijk")
+    expect_success(prepare("a.txt", "--errors", "replace", "--tokenizer", "char"))
+    assert "\ufffd" in open_dataset(tmp_path / "data" / "a").tokenizer.characters
+
+
+def test_no_input_is_refused(prepare: Prepare):
+    expect_error(prepare(), "no input: give a file")
+
+
+def stop_while_encoding(number: signal.Signals, tmp_path: Path) -> subprocess.Popen:
+    """Send a prepare.py the signal as soon as it has begun to write the dataset; return it when it has ended."""
+    (tmp_path / "large.txt").write_bytes(b"a line of a large text\n" * 400_000)
+    arguments = [sys.executable, command.__file__, *["large.txt"] * 60, "--tokenizer", "byte"]  # half a gigabyte
+    # A shell's job in the background has SIGINT ignored, and hands that on.
+    process = subprocess.Popen(
+        arguments, cwd=tmp_path, stderr=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    )
+    while process.poll() is None and not [*tmp_path.glob("data/.large.*/*.npy")]:
+        time.sleep(0.001)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert not (tmp_path / "data" / "large").exists()
+    return process
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_interrupt_leaves_nothing(number: signal.Signals, code: int, tmp_path: Path):
+    assert stop_while_encoding(number, tmp_path).returncode == code
+    assert [*(tmp_path / "data").iterdir()] == []
+
+
+def test_run_after_a_kill_cleans_up_and_succeeds(prepare: Prepare, tmp_path: Path):
+    assert stop_while_encoding(signal.SIGKILL, tmp_path).returncode == -signal.SIGKILL
+    assert [*(tmp_path / "data").iterdir()] != []
+    (tmp_path / "large.txt").write_text("less text\n" * 10)
+    expect_success(prepare("large.txt", "--tokenizer", "byte"))
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["large"]
