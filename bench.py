@@ -113,7 +113,7 @@ def train(config: BenchConfig, device: torch.device) -> dict[str, float]:
     """The same architecture, batch and optimizer step, ours and Hugging Face's; and our default recipe."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    dtype = choose_dtype(config.dtype, device)
+    dtype = choose_dtype(config.dtype, device, SMALL.d_model)
     shape = dataclasses.replace(SMALL, **GPT2)
     T, V = shape.context_length, shape.vocab_size
     tokens = torch.randint(V, (config.batch_size, T + 1), device=device)
@@ -206,7 +206,7 @@ class JoinedAttention(MultiHeadAttention):
 
 def attention(config: BenchConfig, device: torch.device) -> dict[str, float]:
     """What the list of heads costs: whole training steps and decoding, against one joined matrix."""
-    dtype = choose_dtype(config.dtype, device)
+    dtype = choose_dtype(config.dtype, device, SMALL.d_model)
     tokens = torch.randint(SMALL.vocab_size, (config.batch_size, SMALL.context_length + 1), device=device)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     steps, decoders = {}, {}
@@ -289,7 +289,7 @@ def data(config: BenchConfig, device: torch.device) -> dict[str, float]:
     loader = shards.Batches(tokens, T, 1, config.batch_size, slice(None), device)
     model = GPT(SMALL).to(device)
     fixed = loader.get(0)
-    dtype = choose_dtype(config.dtype, device)
+    dtype = choose_dtype(config.dtype, device, SMALL.d_model)
     number = iter(range(10**9))
     optimizer = fused_adamw(model)
     turns = {

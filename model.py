@@ -391,7 +391,8 @@ def initialise(name: str, parameter: Tensor, config: ModelConfig) -> None:
     elif part == "head" or (last and not config.tie_embeddings):
         nn.init.zeros_(parameter)
     elif part.endswith("embedding"):
-        nn.init.normal_(parameter, std=0.02 if config.tie_embeddings or config.norm == "layernorm" else 1.0)
+        # RMSNorm takes an embedding's scale away; what is left of it is how fast AdamW turns it.
+        nn.init.normal_(parameter, std=0.02 if config.tie_embeddings or config.norm == "layernorm" else 0.1)
     elif part in ("query", "key", "value", "expand", "gate", "projection", "contract"):
         std = parameter.shape[1] ** -0.5
         nn.init.normal_(parameter, std=std / math.sqrt(2 * config.num_layers) if last else std)

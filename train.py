@@ -87,7 +87,7 @@ class Run:
         return self.config.batch_size * self.config.model.context_length
 
     def autocast(self) -> torch.autocast:
-        dtype = choose_dtype(self.config.dtype, self.world.device)
+        dtype = choose_dtype(self.config.dtype, self.world.device, self.config.model.d_model)
         return torch.autocast(self.world.device.type, dtype, enabled=dtype != torch.float32)
 
     def say(self, text: str) -> None:
@@ -173,7 +173,7 @@ def complete(config: TrainConfig, dataset: Dataset, world: World) -> TrainConfig
         raise ValueError(f"--micro-batch-size {config.micro_batch_size} does not divide {share}; try one of {divisors}")
     for split in (dataset.train, dataset.val):
         shards.windows_per_epoch(len(split), config.model.context_length)
-    dtype = str(choose_dtype(config.dtype, world.device)).removeprefix("torch.")
+    dtype = str(choose_dtype(config.dtype, world.device, config.model.d_model)).removeprefix("torch.")
     model = dataclasses.replace(config.model, vocab_size=size)
     return dataclasses.replace(config, model=model, dtype=dtype)
 

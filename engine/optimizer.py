@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from engine.parallel import quick_dtype
+
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: steep at zero, so five rounds are enough
 NEWTON_SCHULZ_ROUNDS = 5
-# Beside Muon, AdamW moves embeddings and head by so many learning rates: their scale is 1, that of matrices 1/√width.
-EMBEDDING_RATE = 3.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Muon(torch.optim.Optimizer):
         for matrix in matrices:
             shapes.setdefault(matrix.shape, []).append(matrix)
         groups = [{"params": same} for same in shapes.values()]
-        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "rate": 1.0})
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         for group in self.param_groups:
             for matrix in group["params"]:
                 self.state[matrix]["momentum"] = torch.zeros_like(matrix)
@@ -92,7 +92,8 @@ class Muon(torch.optim.Optimizer):
             memory = [self.state[matrix]["momentum"] for matrix in matrices]
             torch._foreach_lerp_(memory, gradients, 1 - momentum)
             ahead = torch._foreach_lerp(gradients, memory, momentum)  # Nesterov: a look one step ahead
-            updates = orthogonalise(torch.stack(ahead)).unbind(0)
+            quick = torch.stack(ahead).to(quick_dtype(matrices[0].device))
+            updates = orthogonalise(quick).to(matrices[0].dtype).unbind(0)
             scale = 0.2 * math.sqrt(max(matrices[0].shape))
             torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(matrices, updates, alpha=-group["lr"] * scale)
@@ -108,20 +109,15 @@ class Optimizer:
         groups: dict[str, list[Tensor]] = {"matrix": [], "embedding": [], "vector": []}
         for parameter, name in self.names.items():
             groups[parameter_group(name, parameter)].append(parameter)
-        muon = config.optimizer == "muon"
         adamw = [
-            {
-                "params": groups["embedding"],
-                "weight_decay": config.weight_decay,
-                "rate": EMBEDDING_RATE if muon else 1.0,
-            },
-            {"params": groups["vector"], "weight_decay": 0.0, "rate": 1.0},
+            {"params": groups["embedding"], "weight_decay": config.weight_decay},
+            {"params": groups["vector"], "weight_decay": 0.0},
         ]
         self.optimizers: list[torch.optim.Optimizer] = []
-        if muon:
+        if config.optimizer == "muon":
             self.optimizers.append(Muon(groups["matrix"], config.learning_rate, config.momentum, config.weight_decay))
         else:
-            adamw.append({"params": groups["matrix"], "weight_decay": config.weight_decay, "rate": 1.0})
+            adamw.append({"params": groups["matrix"], "weight_decay": config.weight_decay})
         adamw = [group for group in adamw if group["params"]]
         betas = (config.beta1, config.beta2)
         self.optimizers.append(torch.optim.AdamW(adamw, lr=config.learning_rate, betas=betas, fused=True))
@@ -135,7 +131,7 @@ class Optimizer:
         norm = nn.utils.clip_grad_norm_(self.names, self.config.clip_norm or math.inf)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate * group["rate"]
+                group["lr"] = rate
             optimizer.step()
             optimizer.zero_grad()
         return rate, norm

@@ -5,13 +5,15 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 
 from engine.files import read_json, sha256
 from engine.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT = 1
 SHARD_TOKENS = 2**27  # 256 MiB of uint16
@@ -207,7 +209,7 @@ class Batches:
     """The training batches of one process, each assembled by a thread while the one before is worked on."""
 
     def __init__(
-        self, tokens: Tokens, context_length: int, seed: int, batch_size: int, share: slice, device: torch.device
+        self, tokens: Tokens, context_length: int, seed: int, batch_size: int, share: slice, device: "torch.device"
     ):
         """share is which of a batch's batch_size windows are this process's; batches come to the device."""
         self.tokens, self.context_length, self.seed = tokens, context_length, seed
@@ -215,7 +217,7 @@ class Batches:
         self.thread = ThreadPoolExecutor(1)
         self.next: tuple[int, Future] | None = None
 
-    def get(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def get(self, step: int) -> "tuple[torch.Tensor, torch.Tensor]":
         """Inputs and targets of a step, (B, T) each."""
         ready = self.next[1] if self.next and self.next[0] == step else self.thread.submit(self._assemble, step)
         windows = ready.result()
@@ -223,7 +225,9 @@ class Batches:
         windows = windows.to(self.device, non_blocking=True)
         return windows[0], windows[1]
 
-    def _assemble(self, step: int) -> torch.Tensor:
+    def _assemble(self, step: int) -> "torch.Tensor":
+        import torch  # not above: prepare.py needs none, and starts several times faster without
+
         starts = window_starts(len(self.tokens), self.context_length, self.seed, step, self.batch_size)[self.share]
         windows = gather(self.tokens, starts, self.context_length + 1)
         pair = torch.from_numpy(np.stack((windows[:, :-1], windows[:, 1:])))

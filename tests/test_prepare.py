@@ -159,8 +159,8 @@ def test_split_never_cuts_a_character(prepare: Prepare, tmp_path: Path):
 
 
 def test_standard_input(prepare: Prepare, tmp_path: Path):
-    expect_success(prepare("-", "--tokenizer", "char", "--out", "made/here", input="piped téxt"))
-    dataset = open_dataset(tmp_path / "made" / "here")
+    expect_success(prepare("-", "--tokenizer", "char", input="piped téxt"))
+    dataset = open_dataset(tmp_path / "data" / "stdin")
     assert dataset.tokenizer.characters == " deiptxé"
     assert dataset.tokenizer.decode([*dataset.train[:], *dataset.val[:]]) == "piped téxt"
 
@@ -225,13 +225,13 @@ def test_names_of_other_datasets_are_left_alone(prepare: Prepare, tmp_path: Path
 @pytest.mark.parametrize(
     "content, arguments, message",
     [
-        (None, (), "a.txt is not there"),
+        (None, (), "a.txt is not there"),  # arguments are checked before
         (b"", (), "a.txt: no text in there"),
         (b"abc\xffdef", (), "a.txt is not UTF-8 at byte 3; convert it, or use --errors replace"),
         (b"x", ("--tokenizer", "byte"), "the train split has 0 tokens"),
         (b"some text", ("--tokenizer", "char", "--val-fraction", "0.01"), "the val split has 1 tokens"),
-        (b"some text", ("--tokenizer", "gpt5"), "--tokenizer gpt5 is unknown; .* char, byte, bpe, .*gpt2"),
-        (b"some text", ("--vocab-size", "256"), "--vocab-size 256 is too small for BPE: .* need 257"),
+        (None, ("--tokenizer", "gpt5"), "--tokenizer gpt5 is unknown; .* char, byte, bpe, .*gpt2"),
+        (None, ("--vocab-size", "256"), "--vocab-size 256 is too small for BPE: .* need 257"),
         (b"some text", ("--val-fraction", "1"), "--val-fraction is 1.0"),
         (b"some text", ("",), "no input"),
         (b"some text", ("http://127.0.0.1:9/b",), "9/b could not be downloaded"),
@@ -258,16 +258,21 @@ def test_no_input_is_refused(prepare: Prepare):
     expect_error(prepare(), "no input: give a file")
 
 
+def test_start_is_quick_without_torch():
+    program = "import sys, prepare; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=Path(command.__file__).parent).returncode == 0
+
+
 def stop_while_encoding(number: signal.Signals, tmp_path: Path) -> subprocess.Popen:
     """Send a prepare.py the signal as soon as it has begun to write the dataset; return it when it has ended."""
     (tmp_path / "large.txt").write_bytes(b"a line of a large text\n" * 400_000)
-    arguments = [sys.executable, command.__file__, *["large.txt"] * 60, "--tokenizer", "byte"]  # half a gigabyte
+    arguments = [sys.executable, command.__file__, *["large.txt"] * 20, "--tokenizer", "byte"]  # takes seconds
     # A shell's job in the background has SIGINT ignored, and hands that on.
     process = subprocess.Popen(
         arguments, cwd=tmp_path, stderr=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     )
     while process.poll() is None and not [*tmp_path.glob("data/.large.*/*.npy")]:
-        time.sleep(0.001)
+        time.sleep(0.005)
     process.send_signal(number)
     process.communicate(timeout=60)
     assert not (tmp_path / "data" / "large").exists()

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from engine.files import sha256, write_json
 from engine.shards import (
     FORMAT,
     IGNORED,
+    Batches,
     ShardedTokens,
     ShardWriter,
     derived_seed,
@@ -129,6 +131,18 @@ def test_gather_gives_windows_as_embeddings_want_them():
     windows = gather(tokens, np.array([2, 0]), 3)
     assert windows.dtype == np.int64
     assert windows.tolist() == [[3, 4, 65535], [1, 2, 3]]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_processes_share_a_batch_whatever_step_they_ask_for(processes: int):
+    tokens = ShardedTokens(np.split(np.arange(1001, dtype=np.uint16), [300, 500]))
+    shares = [slice(rank * 6 // processes, (rank + 1) * 6 // processes) for rank in range(processes)]
+    loaders = [Batches(tokens, 8, 1, 6, share, torch.device("cpu")) for share in shares]
+    for step in (0, 1, 2, 30, 7, 8, 7):  # the next is made ahead; another must not come instead
+        parts = [loader.get(step) for loader in loaders]
+        inputs, targets = (torch.cat(part).numpy() for part in zip(*parts, strict=True))
+        np.testing.assert_array_equal(inputs, gather(tokens, window_starts(1001, 8, 1, step, 6), 8))
+        np.testing.assert_array_equal(targets, inputs + 1)
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
