@@ -24,10 +24,10 @@ class ModelConfig:
     """What a GPT is made of. The defaults are today's recipe for small models."""
 
     vocab_size: int = 0  # Tokens in the vocabulary; 0: as many as the tokenizer has. More pads it.
-    context_length: int = 256  # The most tokens that attention looks back over.
-    num_layers: int = 6  # Transformer blocks.
-    num_heads: int = 6  # Attention heads in each block.
-    d_model: int = 384  # Width of the residual stream.
+    context_length: int = 128  # The most tokens that attention looks back over.
+    num_layers: int = 3  # Transformer blocks.
+    num_heads: int = 3  # Attention heads in each block.
+    d_model: int = 192  # Width of the residual stream.
     d_ff: int = 0  # Width of the feed-forward layer; 0: four times d_model.
     dropout: float = 0.0  # Probability of dropping an activation while training.
     bias: bool = False  # Whether linear layers and layer norms have a bias.

@@ -24,6 +24,7 @@ from engine.shards import FORMAT, ShardWriter
 from engine.tokenizer import SMALLEST_BPE, CharTokenizer, Tokenizer, named_tokenizer, train_bpe
 
 BATCH_CHARACTERS = 2**19  # what one thread encodes at a time
+TRAINING_CHARACTERS = 2**16  # what the BPE trainer is fed at a time: more costs it memory, and time
 SPLITS = ("train", "val")
 
 
@@ -185,8 +186,9 @@ def make_tokenizer(sources: list[Source], config: PrepareConfig, census: Census)
 
         def texts() -> Iterator[str]:
             for document in every_document(sources, config):
-                for text, _ in pieces(document):
-                    yield text
+                for text in document():
+                    for start in range(0, len(text), TRAINING_CHARACTERS):
+                        yield text[start : start + TRAINING_CHARACTERS]
                     bar.update(len(text.encode()))
 
         return train_bpe(texts(), config.vocab_size)

@@ -32,7 +32,7 @@ class SampleConfig:
     max_new_tokens: int = 500  # Tokens to write in each, at most.
     temperature: float = 0.8  # Below 1 is safer, above 1 is wilder; 0 is always the likeliest token.
     top_k: int = 0  # Choose among the so many likeliest tokens; 0: all.
-    top_p: float = 1.0  # Choose among the fewest tokens that together have this probability.
+    top_p: float = 0.95  # Choose among the fewest tokens that together have this probability.
     stop: tuple[str, ...] = ()  # Texts that end a sample; they are not written.
     seed: int = 1  # The same seed gives the same text.
     device: str = "auto"  # cpu, cuda, mps, or auto: the best there is.

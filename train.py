@@ -39,13 +39,13 @@ class TrainConfig:
 
     data: Path = BUILT_IN  # The dataset: what prepare.py made.
     out: Path = Path("out/stdlib")  # The run folder, for checkpoints, metrics and pictures.
-    steps: int = 1000  # Optimizer steps in all.
-    batch_size: int = 16  # Sequences in one optimizer step, over all processes.
+    steps: int = 400  # Optimizer steps in all.
+    batch_size: int = 32  # Sequences in one optimizer step, over all processes.
     micro_batch_size: int = 0  # Sequences in one forward pass of one process; 0: all it has. Fewer save memory.
     seed: int = 1  # Of the initial weights, the order of the data, and dropout.
-    eval_every: int = 250  # Steps between evaluations.
-    eval_tokens: int = 0  # Tokens of the validation split to evaluate on; 0: all.
-    save_every: int = 250  # Steps between checkpoints; a new best evaluation is saved too.
+    eval_every: int = 200  # Steps between evaluations.
+    eval_tokens: int = 2**17  # Tokens of the validation split to evaluate on, spread evenly; 0: all.
+    save_every: int = 200  # Steps between checkpoints; a new best evaluation is saved too.
     log_every: int = 10  # Steps between training records in metrics.jsonl.
     device: str = "auto"  # cpu, cuda, mps, or auto: the best there is.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # What matrix products compute in; auto: what is quick.
@@ -390,7 +390,7 @@ def conclude(run: Run) -> None:
     prompt = opening(tokenizer, run.dataset.manifest["splits"]["train"]["documents"])
     prompt = torch.tensor([prompt], device=run.world.device)
     never = [*tokenizer.unused_ids(), *range(tokenizer.vocab_size, run.config.model.vocab_size)]
-    tokens = generate(run.model, prompt, SAMPLE_TOKENS, temperature=0.8, seed=run.config.seed, never=never)
+    tokens = generate(run.model, prompt, SAMPLE_TOKENS, temperature=0.8, top_p=0.95, seed=run.config.seed, never=never)
     stream(tokens, tokenizer, sys.stdout)
     print(f"\n\nMore of it: python sample.py {run.config.out}")
 

@@ -94,9 +94,9 @@ def _inside(folder: Path, glob: str) -> list[Source]:
 
 
 def _standard_library() -> list[Source]:
-    """The running Python's own standard library, without its tests, which some distributions leave out."""
+    """The running Python's own standard library, without tests, which not every machine has, and without tables."""
     root = Path(sysconfig.get_path("stdlib"))
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
     inside = sorted(path.relative_to(root) for path in root.rglob("*.py"))
     return [Source(root / path, str(path)) for path in inside if not left_out & set(path.parts)]
 

@@ -19,13 +19,13 @@ class OptimizerConfig:
     """How parameters are moved."""
 
     optimizer: Literal["muon", "adamw"] = "muon"  # For the matrices inside the blocks; the rest is AdamW's.
-    learning_rate: float = 3e-3  # The largest; see decay.
+    learning_rate: float = 0.01  # The largest; see decay.
     weight_decay: float = 0.1  # Pull of matrices towards zero, in units of the learning rate.
     beta1: float = 0.9  # AdamW's memory of the gradient.
     beta2: float = 0.95  # AdamW's memory of its square.
-    momentum: float = 0.95  # Muon's memory of the gradient.
+    momentum: float = 0.9  # Muon's memory of the gradient.
     clip_norm: float = 1.0  # The largest norm of the gradient, all parameters together; 0: any.
-    warmup_steps: int = 100  # Steps in which the learning rate rises from zero.
+    warmup_steps: int = 10  # Steps in which the learning rate rises from zero.
     decay: Literal["linear", "cosine", "inverse_sqrt"] = "linear"  # How it falls from there on.
     final_learning_rate: float = 0.0  # What it falls to by the last step, as a share of the largest.
 
