@@ -1,6 +1,6 @@
 """How fast each stage is, beside its peers, in one run.
 
-    python bench.py [train|attention|decode|prepare|data|all] [--device cpu] [--nanogpt DIR]
+    python bench.py [train|attention|decode|prepare|data|cost|all] [--device cpu] [--nanogpt DIR]
 
 Contestants take turns, and medians are compared: a noisy machine is noisy for all of them. The last line is JSON.
 """
@@ -41,7 +41,7 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  
 class BenchConfig:
     """Measure each stage beside its peers, in one run."""
 
-    stage: tyro.conf.Positional[Literal["all", "train", "attention", "decode", "prepare", "data"]] = "all"
+    stage: tyro.conf.Positional[Literal["all", "train", "attention", "decode", "prepare", "data", "cost"]] = "all"
     device: str = "auto"  # cpu, cuda, mps, or auto: the best there is.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # What training's matrix products compute in.
     batch_size: int = 16  # Sequences in a training step.
@@ -53,7 +53,7 @@ def main() -> None:
     config = parse(BenchConfig)
     device = choose_device(config.device)
     keep_freed_memory()
-    stages = {"train": train, "attention": attention, "decode": decode, "prepare": prepare, "data": data}
+    stages = {"train": train, "attention": attention, "decode": decode, "prepare": prepare, "data": data, "cost": cost}
     chosen = stages if config.stage == "all" else {config.stage: stages[config.stage]}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     print(f"{device} ({name}), {torch.get_num_threads()} threads, torch {torch.__version__}")
@@ -143,7 +143,7 @@ def train(config: BenchConfig, device: torch.device) -> dict[str, float]:
     title = f"Training step: {shape.num_layers} layers, {shape.d_model} wide, {config.batch_size} × {T} tokens, {dtype}"
     show(title, "tokens/s", rates, "Hugging Face GPT2LMHeadModel, AdamW")
     report_utilisation(rates["ours, GPT-2's architecture, AdamW"] * flops_per_token(shape), device)
-    return rates | {"muon share": muon_share(dtype, device, seconds["ours, default recipe, Muon"])}
+    return rates | {"muon share at 64": muon_share(config, device, seconds["ours, default recipe, Muon"])}
 
 
 def fused_adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -180,14 +180,15 @@ def report_utilisation(flops: float, device: torch.device) -> None:
             print(f"  peak memory {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB")
 
 
-def muon_share(dtype: torch.dtype, device: torch.device, step_seconds: float) -> float:
-    """The share of a default training step that Muon's update takes."""
+def muon_share(config: BenchConfig, device: torch.device, step_seconds: float) -> float:
+    """The share of a default training step that Muon's update takes, here and at the preset's batch of 64."""
     optimizer = Optimizer(GPT(SMALL).to(device), OptimizerConfig())
     for parameter in optimizer.names:
         parameter.grad = torch.randn_like(parameter)
     seconds = take_turns({"muon": optimizer.optimizers[0].step}, 5, device)["muon"]
-    print(f"  Muon takes {seconds * 1e3:.1f} ms, {seconds / step_seconds:.1%} of a default step")
-    return seconds / step_seconds
+    at_64 = seconds / (seconds + (step_seconds - seconds) * 64 / config.batch_size)  # all else grows with the batch
+    print(f"  Muon takes {seconds * 1e3:.1f} ms, {seconds / step_seconds:.1%} of a step; {at_64:.1%} at a batch of 64")
+    return at_64
 
 
 class JoinedAttention(MultiHeadAttention):
@@ -307,6 +308,28 @@ def data(config: BenchConfig, device: torch.device) -> dict[str, float]:
     print(f"  a batch takes {each * 1e3:.3f} ms, {each / seconds['without']:.2%} of a step")
     print(f"  memory has grown by {growth:.1f} MiB after 10,000 batches")
     return rates | {"ms a batch": each * 1e3, "growth in MiB": growth}
+
+
+def cost(config: BenchConfig, device: torch.device) -> dict[str, float]:
+    """How a training step's time per token grows with context, width, depth and vocabulary; the same tokens a step."""
+    base = dataclasses.replace(SMALL, num_layers=4, num_heads=4, d_model=256)
+    changes = [{"context_length": length} for length in (64, 256, 1024)]
+    changes += [{"d_model": width, "num_heads": width // 64} for width in (128, 256, 512)]
+    changes += [{"num_layers": layers} for layers in (2, 4, 8)] + [{"vocab_size": size} for size in (65, 4096, 50304)]
+    turns = {}
+    for change in changes:
+        shape = dataclasses.replace(base, **change)
+        dtype = choose_dtype(config.dtype, device, shape.d_model)
+        tokens = torch.randint(shape.vocab_size, (2, 4096 // shape.context_length, shape.context_length), device=device)
+        model = GPT(shape).to(device)
+        optimizer = Optimizer(model, OptimizerConfig())
+        name = ", ".join(f"{key} {value}" for key, value in change.items() if key != "num_heads")
+        turns[name] = stepper(model, lambda m, t=tokens: m(t[0], t[1]), optimizer, dtype, device)
+    seconds = take_turns(turns, max(3, config.rounds // 3), device)
+    print(f"\nA step of 4,096 tokens: {base.num_layers} layers, {base.d_model} wide, context 256, vocabulary 65, but")
+    for name, time_taken in seconds.items():
+        print(f"  {name:<44} {time_taken / 4096 * 1e6:>12,.1f} µs a token")
+    return seconds
 
 
 def resident() -> int:

@@ -119,6 +119,23 @@ def test_decoding_joins_the_heads_once(monkeypatch):
     assert len(calls) == SMALL.num_layers
 
 
+def test_plain_attention_equals_the_fused_one():
+    inputs = torch.randn(3, 2, 4, 20, 8).requires_grad_()
+    fused, plain = F.scaled_dot_product_attention(*inputs, is_causal=True), model_module.plain_attention(*inputs, 0.0)
+    torch.testing.assert_close(plain, fused, rtol=1e-5, atol=1e-5)
+    weight = torch.randn_like(fused)
+    gradients = [torch.autograd.grad((out * weight).sum(), inputs)[0] for out in (fused, plain)]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_on_a_cpu_is_close_to_float32(config):
+    model = randomised(config)
+    tokens, targets = torch.randint(config.vocab_size, (2, 3, 16)).unbind(0)
+    exact = model(tokens, targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(tokens, targets).item() == pytest.approx(exact.item(), rel=0.02)
+
+
 def test_too_many_tokens_are_refused():
     model = randomised(SMALL)
     with pytest.raises(ValueError, match="17 tokens are more than the 16 that fit"):
