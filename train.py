@@ -9,10 +9,9 @@ import math
 import shlex
 import signal
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,8 @@ from engine.files import sha256
 from engine.generate import generate, opening, stream
 from engine.optimizer import Optimizer, OptimizerConfig
 from engine.parallel import World, averaging, choose_dtype, processes
-from engine.report import Recorder
-from engine.settings import flatten, load_settings, run_command, to_toml
+from engine.report import Progress, Recorder
+from engine.settings import Interruption, flatten, load_settings, run_command, to_toml
 from engine.shards import Dataset, open_dataset
 from model import GPT, ModelConfig
 
@@ -107,38 +106,21 @@ def main() -> int:
         run = Run(config, world, dataset, model, replica, optimizer, load_batches(dataset, config, world))
         restore(run)
         describe(run)
-        with ProgressBar(run) as bar:
+        with Progress(run.step, config.steps, run.tokens_per_step, run.elapsed, world.is_first) as progress:
             while run.step < config.steps and not world.any(bool(interruption.signal)):
                 loss, learning_rate, grad_norm = train_step(run)
-                bar.advance(loss, learning_rate, grad_norm)
-                if run.step % config.eval_every == 0 or run.step == config.steps:
-                    bar.pause(evaluate_and_save, run)
+                progress.advance()
+                run.elapsed, finished = progress.elapsed, run.step == config.steps
+                if run.step % config.log_every == 0 or finished:
+                    log(run, progress, loss, learning_rate, grad_norm)
+                if run.step % config.eval_every == 0 or finished:
+                    progress.pause(evaluate_and_save, run)
                 elif run.step % config.save_every == 0:
-                    bar.pause(save, run)
+                    progress.pause(save, run)
         if run.step < config.steps:
             return interrupted(run, interruption)
         conclude(run)
     return 0
-
-
-class Interruption:
-    """Ctrl-C or a polite kill, noted and left to the loop: it finishes its step. A second Ctrl-C stops at once."""
-
-    def __init__(self):
-        self.signal = 0
-
-    def __enter__(self) -> "Interruption":
-        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def note(self, number: int, frame: Any) -> None:
-        if self.signal:
-            raise KeyboardInterrupt
-        self.signal = number
-
-    def __exit__(self, *exception: Any) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
 
 
 def open_data(config: TrainConfig, world: World) -> Dataset:
@@ -257,55 +239,22 @@ def train_step(run: Run) -> tuple[Tensor, float, Tensor]:
     return total, learning_rate, grad_norm
 
 
-class ProgressBar:
-    """The live line on a terminal, and a training record for every log_every steps."""
-
-    def __init__(self, run: Run):
-        self.run = run
-        silent = None if run.world.is_first else True  # None: silent unless a terminal is there
-        self.bar = tqdm(
-            total=run.config.steps, initial=run.step, desc="training", unit="step", dynamic_ncols=True, disable=silent
+def log(run: Run, progress: Progress, loss: Tensor, learning_rate: float, grad_norm: Tensor) -> None:
+    """Record a training step; here, and nowhere else in the loop, the device is waited for."""
+    loss = run.world.sum(loss / run.world.size).item()
+    speed = progress.measure(run.step, loss)
+    if run.recorder:
+        run.recorder.add(
+            {
+                "step": run.step,
+                "tokens": run.step * run.tokens_per_step,
+                "train_loss": loss,
+                "learning_rate": learning_rate,
+                "grad_norm": grad_norm.item(),
+                "tokens_per_second": round(speed, 1),
+                "elapsed_seconds": round(progress.elapsed, 3),
+            }
         )
-
-    def __enter__(self) -> "ProgressBar":
-        self.begun = time.monotonic() - self.run.elapsed
-        self.since, self.since_step = time.monotonic(), self.run.step
-        return self
-
-    def advance(self, loss: Tensor, learning_rate: float, grad_norm: Tensor) -> None:
-        """Note a step that is done; only a step that is logged waits for its numbers."""
-        run = self.run
-        self.bar.update()
-        if run.step % run.config.log_every == 0 or run.step == run.config.steps:
-            loss = run.world.sum(loss / run.world.size).item()
-            now = time.monotonic()
-            run.elapsed = now - self.begun
-            speed = (run.step - self.since_step) * run.tokens_per_step / (now - self.since)
-            self.since, self.since_step = now, run.step
-            self.bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
-            if run.recorder:
-                run.recorder.add(
-                    {
-                        "step": run.step,
-                        "tokens": run.step * run.tokens_per_step,
-                        "train_loss": loss,
-                        "learning_rate": learning_rate,
-                        "grad_norm": grad_norm.item(),
-                        "tokens_per_second": round(speed, 1),
-                        "elapsed_seconds": round(run.elapsed, 3),
-                    }
-                )
-
-    def pause(self, work: Any, run: Run) -> None:
-        """Do something else than training; it does not count as training's time."""
-        run.elapsed = time.monotonic() - self.begun
-        paused = time.monotonic()
-        work(run)
-        self.since += time.monotonic() - paused
-
-    def __exit__(self, *exception: Any) -> None:
-        self.run.elapsed = time.monotonic() - self.begun
-        self.bar.close()
 
 
 @torch.no_grad()

@@ -2,11 +2,13 @@
 
 import json
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 WIDEST_PICTURE = 40  # inches
 
@@ -53,6 +55,47 @@ class Recorder:
         self.file.close()
         if self.wandb:
             self.wandb.finish()
+
+
+class Progress:
+    """The live line on a terminal, and the clock: how long a run has trained, and how fast it does."""
+
+    def __init__(self, step: int, steps: int, tokens_per_step: int, elapsed: float, shown: bool):
+        """step of steps are done, which took elapsed seconds; shown is whether this process may speak at all."""
+        self.tokens_per_step = tokens_per_step
+        silent = None if shown else True  # None: silent unless a terminal is there
+        self.bar = tqdm(total=steps, initial=step, desc="training", unit="step", dynamic_ncols=True, disable=silent)
+        self.begun = time.monotonic() - elapsed
+        self.since, self.since_step = time.monotonic(), step
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.bar.close()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the run's first step, not counting those between an interruption and the resumption."""
+        return time.monotonic() - self.begun
+
+    def advance(self) -> None:
+        """One more step is done."""
+        self.bar.update()
+
+    def measure(self, step: int, loss: float) -> float:
+        """Show the loss and speed; return tokens per second since the last measurement, pauses not counted."""
+        now = time.monotonic()
+        speed = (step - self.since_step) * self.tokens_per_step / max(now - self.since, 1e-9)
+        self.since, self.since_step = now, step
+        self.bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
+        return speed
+
+    def pause(self, work: Callable, *arguments: Any) -> None:
+        """Do something else than training, which is no part of its speed."""
+        paused = time.monotonic()
+        work(*arguments)
+        self.since += time.monotonic() - paused
 
 
 def draw_loss(records: Sequence[dict[str, Any]], path: Path) -> None:

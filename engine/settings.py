@@ -112,6 +112,26 @@ def to_toml(config: Any) -> str:
     )
 
 
+class Interruption:
+    """Ctrl-C or a polite kill, noted and left to the loop: it finishes its step. A second Ctrl-C stops at once."""
+
+    def __init__(self):
+        self.signal = 0
+
+    def __enter__(self) -> "Interruption":
+        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def note(self, number: int, frame: Any) -> None:
+        if self.signal:
+            raise KeyboardInterrupt
+        self.signal = number
+
+    def __exit__(self, *exception: Any) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
 def run_command(main: Callable[[], int | None]) -> None:
     """Run a command's main and exit: a user's mistake, or the machine's refusal, is one line and exit code 1.
 
