@@ -196,7 +196,7 @@ class JoinedAttention(MultiHeadAttention):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        weight, _ = self.join_heads()
+        weight, _ = super().join_heads()
         self.joined = nn.Parameter(weight.detach().clone())
         for head in self.heads:  # count as heads, hold nothing
             head.query.weight = head.key.weight = head.value.weight = None
@@ -234,7 +234,7 @@ def decode(config: BenchConfig, device: torch.device) -> dict[str, float]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     shape = ModelConfig(vocab_size=50257, context_length=1024, num_layers=12, num_heads=12, d_model=768, **GPT2)
-    model = GPT(shape).to(device).eval()
+    model = GPT(shape).to(device).eval().lay_out_for_decoding()
     theirs = GPT2LMHeadModel(GPT2Config()).to(device).eval()
     theirs.generation_config.pad_token_id = 0
     prompt = torch.randint(shape.vocab_size, (1, 8), device=device)

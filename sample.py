@@ -82,7 +82,7 @@ def load_model(found: Checkpoint) -> GPT:
     """The model as it was at the checkpoint, ready to predict."""
     model = GPT(ModelConfig(**found.state["model"]))
     model.load_state_dict(found.model())
-    return model.eval()
+    return model.eval().lay_out_for_decoding()
 
 
 def read_prompt(config: SampleConfig) -> str:
