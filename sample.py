@@ -63,6 +63,8 @@ def main() -> None:
     never = [*tokenizer.unused_ids(), *range(tokenizer.vocab_size, model.config.vocab_size)]
     choice = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p, "seed": config.seed}
     rows = prompt.expand(config.num_samples, -1)
+    if config.num_samples == 1:
+        model.lay_out_for_decoding()
     write(generate(model, rows, config.max_new_tokens, never=never, **choice), text, tokenizer, config)
 
 
@@ -82,7 +84,7 @@ def load_model(found: Checkpoint) -> GPT:
     """The model as it was at the checkpoint, ready to predict."""
     model = GPT(ModelConfig(**found.state["model"]))
     model.load_state_dict(found.model())
-    return model.eval().lay_out_for_decoding()
+    return model.eval()
 
 
 def read_prompt(config: SampleConfig) -> str:
