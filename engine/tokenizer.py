@@ -108,6 +108,7 @@ class BPETokenizer(Tokenizer):
         self.encoding = encoding
         self.vocab_size = encoding.n_vocab
         self.end_of_text = encoding._special_tokens[END_OF_TEXT]
+        encoding.encode_ordinary("a word")  # if two threads are the first users, all later use takes twice as long
 
     def encode(self, text: str) -> np.ndarray:
         _utf8(text)
