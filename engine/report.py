@@ -64,7 +64,8 @@ class Progress:
         """step of steps are done, which took elapsed seconds; shown is whether this process may speak at all."""
         self.tokens_per_step = tokens_per_step
         silent = None if shown else True  # None: silent unless a terminal is there
-        self.bar = tqdm(total=steps, initial=step, desc="training", unit="step", dynamic_ncols=True, disable=silent)
+        line = "step {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"  # fits 60 columns
+        self.bar = tqdm(total=steps, initial=step, bar_format=line, dynamic_ncols=True, disable=silent)
         self.begun = time.monotonic() - elapsed
         self.since, self.since_step = time.monotonic(), step
 
