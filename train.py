@@ -77,6 +77,7 @@ class Run:
     optimizer: Optimizer
     batches: shards.Batches
     step: int = 0
+    saved: int = 0  # the step of the newest checkpoint
     elapsed: float = 0.0  # seconds, those before a resume too
     best_loss: float = math.inf
     recorder: Recorder | None = None
@@ -196,7 +197,8 @@ def restore(run: Run) -> None:
             raise ValueError(f"--resume can't change {', '.join(changed)}; set it back, or choose another --out")
         run.model.load_state_dict(found.model())
         run.optimizer.load_state(found.optimizer())
-        run.step, run.elapsed = found.step, found.state["elapsed_seconds"]
+        run.step = run.saved = found.step
+        run.elapsed = found.state["elapsed_seconds"]
         run.best_loss = math.inf if found.state["best_val_loss"] is None else found.state["best_val_loss"]
         run.say(f"Resuming from {found.path}")
     if world.is_first:
@@ -312,15 +314,17 @@ def save(run: Run, val_loss: float | None = None) -> None:
         }
         tokenizer = run.dataset.tokenizer
         checkpoint.save_checkpoint(run.config.out, state, run.model.state_dict(), run.optimizer.state(), tokenizer.save)
+    run.saved = run.step
     run.world.wait()
 
 
 def interrupted(run: Run, interruption: Interruption) -> int:
     """Save what is done and say how to go on; return the exit code that tells of the signal."""
-    if run.step:
+    if run.step > run.saved:
         save(run)
     command = shlex.join([sys.argv[0], *(argument for argument in sys.argv[1:] if argument != "--resume"), "--resume"])
-    run.say(f"Interrupted after step {run.step:,}, and saved. Go on with: python {command}")
+    done = f"after step {run.step:,}, which is saved" if run.step else "before the first step"
+    run.say(f"Interrupted {done}. Go on with: python {command}")
     return 128 + (interruption.signal or signal.SIGTERM)
 
 

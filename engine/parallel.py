@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # glibc's <malloc.h>
 NARROW = 160  # measured: at 128 bfloat16 gains nothing on a CPU with AVX512-BF16, at 176 a sixth, at 384 a third
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)

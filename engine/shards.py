@@ -1,6 +1,5 @@
 """Token shards on disk as one memory-mapped array, and which windows of it make up batch t."""
 
-import hashlib
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -259,8 +258,3 @@ def evaluation_batch(tokens: Tokens, starts: np.ndarray, scored_before: np.ndarr
     inputs, targets = windows[:, :-1], windows[:, 1:]
     ignored = np.arange(context_length) < scored_before[:, None]
     return np.stack((inputs, np.where(ignored, IGNORED, targets)))
-
-
-def digest(starts: np.ndarray) -> str:
-    """A short name for a set of windows, the same in any order: to compare runs by."""
-    return hashlib.sha256(np.sort(starts).astype("<u8").tobytes()).hexdigest()[:16]

@@ -17,7 +17,6 @@ from engine.shards import (
     ShardedTokens,
     ShardWriter,
     derived_seed,
-    digest,
     evaluation_batch,
     evaluation_windows,
     gather,
@@ -201,11 +200,6 @@ def test_too_few_tokens_for_a_window(function):
 def test_derived_seeds_differ():
     parts = [(0,), (1,), (-1,), (0, 0), (0, 1), (1, 0)]
     assert len({derived_seed(*part) for part in parts}) == len(parts)
-
-
-def test_digest_is_of_a_set():
-    assert digest(np.array([3, 1, 2], np.uint64)) == digest(np.array([1, 2, 3]))
-    assert digest(np.array([1, 2, 3])) != digest(np.array([1, 2, 4]))
 
 
 @pytest.fixture

@@ -123,6 +123,19 @@ def test_a_stopped_run_resumes_bit_for_bit_with_dropout(number, code, trained, t
     assert_same_run(whole, stopped)
 
 
+def test_an_interruption_right_after_a_save_keeps_its_validation_loss(trained, monkeypatch):
+    evaluate_and_save = train.evaluate_and_save
+
+    def then_interrupt(run):
+        evaluate_and_save(run)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(train, "evaluate_and_save", then_interrupt)
+    run = trained("run", "--steps", 6, "--eval-every", 3, code=130)
+    found = newest_checkpoint(run, print)
+    assert found.step == 3 and found.state["val_loss"] == records(run, "val_loss")[3]
+
+
 def test_resume_starts_at_the_beginning_when_there_is_nothing_yet(trained):
     assert_same_run(trained("fresh", "--steps", 3), trained("resumed", "--steps", 3, "--resume"))
 
