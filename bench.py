@@ -6,7 +6,6 @@ Contestants take turns, and medians are compared: a noisy machine is noisy for a
 """
 
 import contextlib
-import copy
 import dataclasses
 import importlib.util
 import json
@@ -198,12 +197,12 @@ class JoinedAttention(MultiHeadAttention):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         weight, _ = super().join_heads()
-        self.joined = nn.Parameter(weight.detach().clone())
+        self.weight = nn.Parameter(weight.detach().clone())
         for head in self.heads:  # count as heads, hold nothing
             head.query.weight = head.key.weight = head.value.weight = None
 
     def join_heads(self) -> tuple[torch.Tensor, None]:
-        return self.joined, None
+        return self.weight, None
 
 
 def attention(config: BenchConfig, device: torch.device) -> dict[str, float]:
@@ -235,14 +234,13 @@ def decode(config: BenchConfig, device: torch.device) -> dict[str, float]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     shape = ModelConfig(vocab_size=50257, context_length=1024, num_layers=12, num_heads=12, d_model=768, **GPT2)
-    model = GPT(shape).to(device).eval()
-    one = copy.deepcopy(model).lay_out_for_decoding()  # as sample.py does for a single sample
+    model = GPT(shape).to(device).eval().pack_for_decoding()  # as sample.py does
     theirs = GPT2LMHeadModel(GPT2Config()).to(device).eval()
     theirs.generation_config.pad_token_id = 0
     prompt = torch.randint(shape.vocab_size, (1, 8), device=device)
 
     def ours(rows: int) -> None:
-        list(generate(one if rows == 1 else model, prompt.expand(rows, -1), 64, temperature=0))
+        list(generate(model, prompt.expand(rows, -1), 64, temperature=0))
 
     def hugging_face() -> None:
         theirs.generate(
@@ -254,7 +252,7 @@ def decode(config: BenchConfig, device: torch.device) -> dict[str, float]:
     rates = {name: 64 * (8 if "8" in name else 1) / time for name, time in seconds.items()}
     show("Decoding 64 tokens, GPT-2 124M's shape, float32", "tokens/s", rates, "Hugging Face generate")
     times = []
-    for _ in generate(one, prompt, 1010, temperature=0):
+    for _ in generate(model, prompt, 1010, temperature=0):
         times.append(time.perf_counter())
     gaps = np.diff(times)
     early, late = float(np.median(gaps[24:88])), float(np.median(gaps[-64:]))

@@ -36,6 +36,7 @@ class SampleConfig:
     stop: tuple[str, ...] = ()  # Texts that end a sample; they are not written.
     seed: int = 1  # The same seed gives the same text.
     device: str = "auto"  # cpu, cuda, mps, or auto: the best there is.
+    compile: bool = False  # Compile the model first: worth its wait for long texts.
     attention: Path | None = None  # Instead of writing on, draw who attends to whom in the prompt, as a PNG.
     layer: int = 0  # Which layer to draw, from 1; 0: a grid of all.
 
@@ -63,8 +64,10 @@ def main() -> None:
     never = [*tokenizer.unused_ids(), *range(tokenizer.vocab_size, model.config.vocab_size)]
     choice = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p, "seed": config.seed}
     rows = prompt.expand(config.num_samples, -1)
-    if config.num_samples == 1:
-        model.lay_out_for_decoding()
+    if config.compile:
+        model.compile(dynamic=True)
+    else:
+        model.pack_for_decoding()
     write(generate(model, rows, config.max_new_tokens, never=never, **choice), text, tokenizer, config)
 
 

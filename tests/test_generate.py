@@ -106,3 +106,11 @@ def test_opening():
     assert opening(ByteTokenizer(), documents=1) == [10]
     assert opening(CharTokenizer("\nab"), documents=5) == [0]
     assert opening(CharTokenizer("ab"), documents=5) == [0]
+
+
+def test_decoding_compiles_into_one_graph_whatever_the_length():
+    model = randomised(SMALL).eval()
+    prompt = torch.randint(SMALL.vocab_size, (2, 3))
+    plain = decoded(model, prompt, max_new_tokens=30, temperature=0)
+    model.compile(dynamic=True, fullgraph=True, backend="aot_eager")
+    assert decoded(model, prompt, max_new_tokens=30, temperature=0) == plain
