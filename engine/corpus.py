@@ -1,7 +1,11 @@
-"""Where text comes from: files, folders, .jsonl, gzip, downloads, standard input → documents, a piece at a time."""
+"""Where text comes from: files, folders, .jsonl, gzip, downloads, standard input → documents, a piece at a time.
+
+And which of them belong to which split, and to which part of the work where many machines share it.
+"""
 
 import codecs
 import contextlib
+import dataclasses
 import gzip
 import hashlib
 import http.client
@@ -13,8 +17,7 @@ import sysconfig
 import urllib.parse
 import urllib.request
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,7 +30,7 @@ LONGEST_UNBROKEN = 2**24  # characters without a place to cut, after which the c
 CUT = re.compile(r"(?<=\S\n)(?=[^\s/])|(?<=[A-Za-z])(?= [A-Za-z])")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Source:
     """A file of text: one document, or with .jsonl one a line."""
 
@@ -45,6 +48,18 @@ class Source:
 
 # A document's text, read anew at each call, a block at a time.
 Document = Callable[[], Iterator[str]]
+
+
+@dataclasses.dataclass
+class Census:
+    """What one pass over the whole corpus finds."""
+
+    documents: int = 0
+    bytes: int = 0  # of UTF-8
+    sizes: list[int] = dataclasses.field(default_factory=list)  # bytes of each source
+    alphabet: set[str] = dataclasses.field(default_factory=set)
+    smallest_lot: float = 1.0
+    content: str = ""  # a hash of all documents, in order
 
 
 def find_sources(inputs: tuple[str, ...], glob: str, expected_sha256: str, spool: Path) -> list[Source]:
@@ -216,3 +231,94 @@ def last_cut(text: str) -> int | None:
         if places or reach > len(text):
             return places[-1] if places else None
         reach *= 16
+
+
+def lot(digest: bytes) -> float:
+    """A document's place between 0 and 1, by the hash of its text: the same in any order, on any machine."""
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def digest_of(document: Document) -> bytes:
+    hasher = hashlib.blake2b()
+    for text in document():
+        hasher.update(text.encode())
+    return hasher.digest()
+
+
+def count(
+    sources: list[Source], field: str, errors: str, with_alphabet: bool, advance: Callable[[int], object]
+) -> Census:
+    """Read everything once: check that it is text, count it, hash it; advance is told the bytes as they are read.
+
+    Raises ValueError for what is not text.
+    """
+    census = Census()
+    content = hashlib.blake2b()
+    for source in sources:
+        before = census.bytes
+        for document in documents(source, field, errors):
+            hasher = hashlib.blake2b()
+            for text in document():
+                encoded = text.encode()
+                hasher.update(encoded)
+                census.bytes += len(encoded)
+                if with_alphabet:
+                    census.alphabet.update(text)
+                advance(len(encoded))
+            census.documents += 1
+            census.smallest_lot = min(census.smallest_lot, lot(hasher.digest()))
+            content.update(hasher.digest())
+        census.sizes.append(census.bytes - before)
+    census.content = content.hexdigest()
+    return census
+
+
+def share(
+    sources: list[Source], census: Census, field: str, errors: str, part: int = 1, parts: int = 1
+) -> Iterator[Document]:
+    """The documents of one of so many parts, counted from 1: those whose first byte falls in its share of all bytes.
+
+    The parts end to end are all documents in order; one may be empty. A source that has none of a part is not read.
+    """
+    first, end = (census.bytes * number // parts for number in (part - 1, part))
+    end += part == parts  # for documents without text, after the last byte
+    place = 0
+    for source, size in zip(sources, census.sizes, strict=True):
+        start = place
+        place += size
+        if start >= end or place < first:
+            continue
+        for document in documents(source, field, errors):
+            if start >= end:
+                break
+            if start >= first:
+                yield document
+            if source.is_jsonl:
+                start += sum(len(text.encode()) for text in document())
+
+
+def assigned(chosen: Iterable[Document], census: Census, val_fraction: float) -> Iterator[tuple[str, str, bool]]:
+    """Every piece of the chosen documents with its split, train or val, and whether it ends its document.
+
+    A corpus of one document gives its tail to validation. Of many, each goes whole where its lot falls; the one with
+    the smallest always to validation, so that few documents too leave something to validate on.
+    """
+    if census.documents > 1:
+        for document in chosen:
+            drawn = lot(digest_of(document))
+            split = "val" if drawn < val_fraction or drawn == census.smallest_lot else "train"
+            for text, ends in pieces(document):
+                yield split, text, ends
+        return
+    left = int(census.bytes * (1 - val_fraction))  # bytes for training
+    for document in chosen:
+        for text, ends in pieces(document):
+            encoded = text.encode()
+            place = max(0, min(left, len(encoded)))
+            while place < len(encoded) and encoded[place] & 0xC0 == 0x80:  # inside a character
+                place += 1
+            left -= place
+            if place:
+                yield "train", encoded[:place].decode(), False
+            if place < len(encoded) or ends:
+                yield "val", encoded[place:].decode(), ends

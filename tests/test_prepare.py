@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 import prepare as command
 from engine import corpus
-from engine.shards import FORMAT, open_dataset
+from engine.shards import FORMAT, ShardWriter, open_dataset
 
 Prepare = Callable[..., subprocess.CompletedProcess]
 
@@ -235,6 +236,9 @@ def test_names_of_other_datasets_are_left_alone(prepare: Prepare, tmp_path: Path
         (b"some text", ("--val-fraction", "1"), "--val-fraction is 1.0"),
         (b"some text", ("",), "no input"),
         (b"some text", ("http://127.0.0.1:9/b",), "9/b could not be downloaded"),
+        *[(b"some text", ("--part", part), f"--part is '{part}'") for part in ("4/3", "0/3", "a/b", "")],
+        (b"some text", ("--merge",), "--merge needs --out, .* and takes nothing else but --force"),
+        (b"some text", ("--merge", "--out", "data/a"), "--merge needs --out, .* and takes nothing else but --force"),
         (b"some text", ("--tokenizer", "o200k_base"), "o200k_base could not be downloaded .* TIKTOKEN_CACHE_DIR"),
     ],
 )
@@ -256,6 +260,134 @@ def test_bytes_that_are_not_utf8_can_be_replaced(prepare: Prepare, tmp_path: Pat
 
 def test_no_input_is_refused(prepare: Prepare):
     expect_error(prepare(), "no input: give a file")
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def corpora(code: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with texts/ of uneven size, some empty, lines.jsonl, and one.txt."""
+    folder = tmp_path_factory.mktemp("corpora")
+    (folder / "texts").mkdir()
+    lengths = [0, 7, 3000, 1, 40_000, 0, *range(100, 2000, 300), 9000, 0]
+    for number, length in enumerate(lengths):
+        (folder / "texts" / f"{number:02d}.txt").write_text(code[number * 100 :][:length], encoding="utf-8")
+    (folder / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*DOCUMENTS, ""]))
+    (folder / "one.txt").write_text("one document and no other: naïve 🚀\n" * 10, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "inputs, arguments, documents",
+    [
+        ("texts", ("--vocab-size", 300), [5, 0, 10]),  # the fifth is larger than the others together
+        ("lines.jsonl", ("--tokenizer", "byte"), [22, 20, 20]),
+        ("one.txt", ("--tokenizer", "char"), [1, 0, 0]),
+    ],
+)
+def test_merged_parts_are_what_one_run_makes(inputs, arguments, documents, prepare: Prepare, corpora: Path, tmp_path):
+    expect_success(prepare(corpora / inputs, *arguments, "--out", "data/whole"))
+    merge = ("--merge", "--out", "data/web")
+    for part in (3, 1, 2):
+        printed = expect_success(prepare(corpora / inputs, *arguments, "--out", "data/web", "--part", f"{part}/3"))
+        assert f"python prepare.py {' '.join(merge)}\n" in printed
+    parts = [tmp_path / "data" / "web.parts" / f"{part}-of-3" for part in (1, 2, 3)]
+    ends = [json.loads((part / "manifest.json").read_text())["splits"].values() for part in parts]
+    assert [sum(counts["documents"] for counts in splits) for splits in ends] == documents
+    assert not (tmp_path / "data" / "web").exists()
+    assert "rm -r data/web.parts\n" in expect_success(prepare(*merge))
+    assert files(tmp_path / "data" / "web") == files(tmp_path / "data" / "whole")
+
+
+def test_merged_shards_end_where_those_of_one_run_do(corpora: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(command, "ShardWriter", lambda *arguments: ShardWriter(*arguments, shard_tokens=1000))
+    options = {"inputs": (str(corpora / "texts"),), "tokenizer": "byte"}
+    command.prepare(command.PrepareConfig(**options, out=tmp_path / "whole"))
+    for part in range(1, 6):
+        command.prepare(command.PrepareConfig(**options, out=tmp_path / "web", part=f"{part}/5"))
+    command.merge(command.PrepareConfig((), out=tmp_path / "web", merge=True))
+    assert files(tmp_path / "web") == files(tmp_path / "whole")
+    assert len(files(tmp_path / "whole")) > 50
+
+
+@pytest.fixture(scope="module")
+def three_parts(corpora: Path) -> Path:
+    """The parts of a dataset of bytes, data/web."""
+    for part in (1, 2, 3):
+        out = corpora / "web"
+        config = command.PrepareConfig((str(corpora / "lines.jsonl"),), "byte", out=out, part=f"{part}/3")
+        command.prepare(config)
+    return corpora / "web.parts"
+
+
+def edit(file: str, old: str, new: str) -> Callable[[Path], object]:
+    return lambda parts: (parts / file).write_text((parts / file).read_text().replace(old, new))
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda parts: shutil.rmtree(parts), "data/web.parts holds no parts; make each with: REMEDY 1/N"),
+        (lambda parts: shutil.rmtree(parts / "1-of-3"), "data/web.parts/1-of-3 is missing; make it with: REMEDY 1/3"),
+        (lambda parts: shutil.rmtree(parts / "3-of-3"), "data/web.parts/3-of-3 is missing; make it with: REMEDY 3/3"),
+        (lambda parts: shutil.copytree(parts / "1-of-3", parts / "1-of-2"), "different counts, data/.*of-2 and .*of-3"),
+        (lambda parts: (parts / "2-of-3" / "train-00000.npy").unlink(), "2-of-3/train.* is damaged; .* REMEDY 2/3 --f"),
+        (edit("1-of-3/tokenizer.json", "byte", "bite"), "1-of-3/tokenizer.json is damaged; .* REMEDY 1/3 --force"),
+        (edit("2-of-3/manifest.json", "{", ""), "2-of-3 is damaged; remove it, and make it with: REMEDY 2/3"),
+        (
+            edit("2-of-3/manifest.json", '"content": "', '"content": "0'),
+            "2-of-3 was made with other text, unlike .*/1-of",
+        ),
+        (edit("2-of-3/manifest.json", "0.1", "0.2"), "with val_fraction 0.2, .* again: REMEDY 2/3 --force"),
+        (edit("2-of-3/manifest.json", "2/3", "1/3"), "2-of-3 was made with part 1/3"),
+        (
+            edit("3-of-3/manifest.json", '"kind": "byte",\n  "sha256": "', '"kind": "byte",\n  "sha256": "0'),
+            "3-of-3 .* token",
+        ),
+    ],
+)
+def test_parts_that_make_no_whole_are_not_merged(spoil, message, three_parts: Path, prepare: Prepare, tmp_path: Path):
+    shutil.copytree(three_parts, tmp_path / "data" / "web.parts")
+    spoil(tmp_path / "data" / "web.parts")
+    message = message.replace("REMEDY", "python prepare.py INPUT --out data/web --part")
+    expect_error(prepare("--merge", "--out", "data/web"), message)
+    assert [path.name for path in (tmp_path / "data").iterdir() if path.name != "web.parts"] == []
+
+
+def test_part_is_made_again_if_damaged_or_not_at_all(
+    three_parts: Path, corpora: Path, prepare: Prepare, tmp_path: Path
+):
+    shutil.copytree(three_parts, tmp_path / "data" / "web.parts")
+    shard = tmp_path / "data" / "web.parts" / "2-of-3" / "val-00000.npy"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    merge = ("--merge", "--out", "data/web")
+    expect_error(prepare(*merge), "2-of-3/val-00000.npy is damaged")
+    one_run = (corpora / "lines.jsonl", "--tokenizer", "byte", "--out", "data/web")
+    expect_success(prepare(*one_run, "--part", "2/3", "--force"))
+    assert shard.read_bytes() == whole
+    expect_success(prepare(*merge))
+
+    before = snapshot(tmp_path / "data")
+    for arguments in ((*one_run, "--part", "2/3"), merge, one_run):
+        assert "Nothing changed" in expect_success(prepare(*arguments))
+    assert snapshot(tmp_path / "data") == before
+    expect_success(prepare(*merge, "--force"))
+    assert snapshot(tmp_path / "data") != before
+
+
+def test_merge_takes_no_other_arguments(prepare: Prepare):
+    for arguments in ((), ("--out", "data/web", "--part", "1/3"), ("--out", "data/web", "--tokenizer", "byte")):
+        expect_error(prepare("--merge", *arguments), "--merge needs --out, .* and takes nothing else but --force")
+
+
+def test_parts_may_be_empty_and_the_whole_not(prepare: Prepare, tmp_path: Path):
+    for part in ("1/2", "2/2"):
+        expect_success(prepare("-", "--tokenizer", "byte", "--part", part, input="x"))
+    expect_error(prepare("--merge", "--out", "data/stdin"), "the train split has 0 tokens of 1 documents")
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["stdin.parts"]
 
 
 def test_start_is_quick_without_torch():
