@@ -27,7 +27,7 @@ from torch import nn
 from engine import shards
 from engine.generate import generate
 from engine.optimizer import Optimizer, OptimizerConfig
-from engine.parallel import choose_device, choose_dtype, keep_freed_memory
+from engine.parallel import World, choose_device, choose_dtype, keep_freed_memory
 from engine.settings import parse, run_command
 from model import GPT, ModelConfig, MultiHeadAttention
 
@@ -124,7 +124,9 @@ def train(config: BenchConfig, device: torch.device) -> dict[str, float]:
         model = GPT(shape).to(device)
         if device.type == "cuda":
             model.compile()
-        return stepper(model, lambda m: m(inputs, targets), Optimizer(model, settings), dtype, device)
+        return stepper(
+            model, lambda m: m(inputs, targets), Optimizer(model, settings, World(0, 1, device), dtype), dtype, device
+        )
 
     none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
     sizes = {"n_positions": T, "n_embd": shape.d_model, "n_layer": shape.num_layers, "n_head": shape.num_heads}
@@ -182,8 +184,9 @@ def report_utilisation(flops: float, device: torch.device) -> None:
 
 def muon_share(config: BenchConfig, device: torch.device, step_seconds: float) -> float:
     """The share of a default training step that Muon's update takes, here and at the preset's batch of 64."""
-    optimizer = Optimizer(GPT(SMALL).to(device), OptimizerConfig())
-    for parameter in optimizer.names:
+    dtype = choose_dtype(config.dtype, device, SMALL.d_model)
+    optimizer = Optimizer(GPT(SMALL).to(device), OptimizerConfig(), World(0, 1, device), dtype)
+    for parameter in optimizer.parameters.values():
         parameter.grad = torch.randn_like(parameter)
     seconds = take_turns({"muon": optimizer.optimizers[0].step}, 5, device)["muon"]
     at_64 = seconds / (seconds + (step_seconds - seconds) * 64 / config.batch_size)  # all else grows with the batch
@@ -322,7 +325,7 @@ def cost(config: BenchConfig, device: torch.device) -> dict[str, float]:
         dtype = choose_dtype(config.dtype, device, shape.d_model)
         tokens = torch.randint(shape.vocab_size, (2, 4096 // shape.context_length, shape.context_length), device=device)
         model = GPT(shape).to(device)
-        optimizer = Optimizer(model, OptimizerConfig())
+        optimizer = Optimizer(model, OptimizerConfig(), World(0, 1, device), dtype)
         name = ", ".join(f"{key} {value}" for key, value in change.items() if key != "num_heads")
         turns[name] = stepper(model, lambda m, t=tokens: m(t[0], t[1]), optimizer, dtype, device)
     seconds = take_turns(turns, max(3, config.rounds // 3), device)

@@ -7,7 +7,7 @@ Block, GPT. Shapes are written with these letters:
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 NORM_EPSILON = 1e-6
-ROPE_BASE = 10_000.0
+ROPE_BASE = SINUSOID_BASE = 10_000.0
 LONGEST_PLAIN = 512  # positions up to which a CPU's bfloat16 attention holds all T × T weights
 WORTH_PACKING = 2**18  # elements of a weight; measured, smaller ones come from the processor's cache in any layout
 LOGITS_AT_ONCE = 2**25  # elements of (rows, V) float32 logits that may exist at one time: 128 MiB
@@ -72,10 +72,16 @@ def make_norm(config: ModelConfig) -> nn.Module:
     return nn.LayerNorm(config.d_model, bias=config.bias)
 
 
+def angles_of(length: int, width: int, base: float) -> Tensor:
+    """Position times frequency, (length, width / 2), the frequencies falling from 1 to about 1 / base."""
+    with torch.device("cpu"):  # values even where the model has none yet, on the meta device
+        frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
+        return torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+
+
 def rotation_table(length: int, head_dim: int) -> Tensor:
     """Cosines and sines of RoPE's angles, (2, length, head_dim / 2); Su et al. 2021, eq. 34."""
-    frequencies = ROPE_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    angles = angles_of(length, head_dim, ROPE_BASE)
     return torch.stack((angles.cos(), angles.sin()))
 
 
@@ -88,8 +94,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 def sinusoidal_table(length: int, d_model: int) -> Tensor:
     """Fixed position vectors, (length, d_model); Vaswani et al. 2017, section 3.5."""
-    frequencies = 10_000.0 ** (-torch.arange(0, d_model, 2, dtype=torch.float32) / d_model)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    angles = angles_of(length, d_model, SINUSOID_BASE)
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)
 
 
@@ -328,6 +333,7 @@ class GPT(nn.Module):
         if config.vocab_size < 1:
             raise ValueError(f"vocab_size is {config.vocab_size}; a model needs the size of its tokenizer's vocabulary")
         self.config = config
+        self.seed = int(torch.randint(2**62, (), device="cpu"))
         D, V, T = config.d_model, config.vocab_size, config.context_length
         self.token_embedding = nn.Embedding(V, D)
         self.position_embedding = nn.Embedding(T, D) if config.position == "learned" else None
@@ -341,9 +347,17 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.final_norm = make_norm(config) if config.norm_placement == "pre" else nn.Identity()
         self.head = None if config.tie_embeddings else nn.Linear(D, V, bias=False)
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                initialise(name, parameter, config)
+        if not self.token_embedding.weight.is_meta:
+            for parameter, value in zip(self.parameters(), self.initial_values(), strict=True):
+                parameter.data.copy_(value)
+
+    def initial_values(self) -> Iterator[Tensor]:
+        """Every parameter's first value, in order, made one at a time: on the CPU, wherever the parameters are."""
+        generator = torch.Generator().manual_seed(self.seed)
+        for name, parameter in self.named_parameters():
+            value = torch.empty(parameter.shape, device="cpu")
+            initialise(name, value, self.config, generator)
+            yield value
 
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
@@ -433,8 +447,8 @@ class GPT(nn.Module):
         return torch.stack(maps)
 
 
-def initialise(name: str, parameter: Tensor, config: ModelConfig) -> None:
-    """Fill one parameter by the rule for its name; ValueError for a name that has none.
+def initialise(name: str, parameter: Tensor, config: ModelConfig, generator: torch.Generator) -> None:
+    """Fill one parameter's tensor by the rule for its name; ValueError for a name that has none.
 
     A model with its own output head starts from nothing said: the head and each sub-layer's last matrix are zero,
     so every block is the identity and the first loss is ln V. With tied embeddings that cannot be (a token would
@@ -450,9 +464,11 @@ def initialise(name: str, parameter: Tensor, config: ModelConfig) -> None:
         nn.init.zeros_(parameter)
     elif part.endswith("embedding"):
         # RMSNorm takes an embedding's scale away; what is left of it is how fast AdamW turns it.
-        nn.init.normal_(parameter, std=0.02 if config.tie_embeddings or config.norm == "layernorm" else 0.1)
+        std = 0.02 if config.tie_embeddings or config.norm == "layernorm" else 0.1
+        nn.init.normal_(parameter, std=std, generator=generator)
     elif part in ("query", "key", "value", "expand", "gate", "projection", "contract"):
         std = parameter.shape[1] ** -0.5
-        nn.init.normal_(parameter, std=std / math.sqrt(2 * config.num_layers) if last else std)
+        std = std / math.sqrt(2 * config.num_layers) if last else std
+        nn.init.normal_(parameter, std=std, generator=generator)
     else:
         raise ValueError(f"no rule to initialise the parameter {name}; add one to initialise() in model.py")

@@ -86,7 +86,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
 def load_model(found: Checkpoint) -> GPT:
     """The model as it was at the checkpoint, ready to predict."""
     model = GPT(ModelConfig(**found.state["model"]))
-    model.load_state_dict(found.model())
+    model.load_state_dict(dict(found.model()))
     return model.eval()
 
 

@@ -5,23 +5,27 @@ torchrun --nproc-per-node 8 train.py config/gpt2-124m.toml
 """
 
 import dataclasses
+import io
 import math
 import shlex
 import signal
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as checkpoint_activations
 from tqdm import tqdm
 
 from engine import checkpoint, shards
 from engine.files import sha256
 from engine.generate import generate, opening, stream
 from engine.optimizer import Optimizer, OptimizerConfig
-from engine.parallel import World, averaging, choose_dtype, processes
+from engine.parallel import DTYPES, World, averaging, choose_dtype, processes
 from engine.report import Progress, Recorder
 from engine.settings import Interruption, flatten, load_settings, run_command, to_toml
 from engine.shards import Dataset, open_dataset
@@ -29,6 +33,7 @@ from model import GPT, ModelConfig
 
 EVALUATION_TOKENS = 2**14  # in one forward pass of an evaluation
 SAMPLE_TOKENS = 200  # of the sample at the end
+MOST_SKIPPED = 50  # steps in a row without a finite gradient, after which a run ends
 BUILT_IN = Path("data/stdlib")
 
 
@@ -47,22 +52,25 @@ class TrainConfig:
     save_every: int = 200  # Steps between checkpoints; a new best evaluation is saved too.
     log_every: int = 10  # Steps between training records in metrics.jsonl.
     device: str = "auto"  # cpu, cuda, mps, or auto: the best there is.
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # What matrix products compute in; auto: what is quick.
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # Of matrix products; auto: what is quick.
     compile: bool | None = None  # Compile the model; None: on CUDA, where it pays.
+    checkpoint_activations: bool = False  # Recompute each block when going back: slower, in far less memory.
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # Under torchrun: every process holds the whole model, or its rows.
+    timeout: int = 600  # Seconds that a process waits for the others before all end with an error.
     resume: bool = False  # Go on from the newest checkpoint in the run folder, if there is one.
     wandb: bool = False  # Log to Weights & Biases too (WANDB_MODE=offline keeps it on this machine).
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "eval_every", "save_every", "log_every"):
+        for name in ("steps", "batch_size", "eval_every", "save_every", "log_every", "timeout"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
 
 # What a resumed run may set anew: where and how fast it runs, how long, and what it tells.
 MAY_CHANGE = {"data", "out", "steps", "micro_batch_size", "eval_every", "eval_tokens", "save_every", "log_every"}
-MAY_CHANGE |= {"device", "dtype", "compile", "resume", "wandb"}
+MAY_CHANGE |= {"device", "dtype", "compile", "checkpoint_activations", "parallel", "timeout", "resume", "wandb"}
 
 
 @dataclass
@@ -87,8 +95,7 @@ class Run:
         return self.config.batch_size * self.config.model.context_length
 
     def autocast(self) -> torch.autocast:
-        dtype = choose_dtype(self.config.dtype, self.world.device, self.config.model.d_model)
-        return torch.autocast(self.world.device.type, dtype, enabled=dtype != torch.float32)
+        return mixed_precision(self.config, self.world)
 
     def say(self, text: str) -> None:
         if self.world.is_first:
@@ -97,12 +104,12 @@ class Run:
 
 def main() -> int:
     config = load_settings(TrainConfig)
-    with processes(config.device) as world, Interruption() as interruption:
+    with processes(config.device, config.parallel, config.timeout) as world, Interruption() as interruption:
         dataset = open_data(config, world)
         config = complete(config, dataset, world)
         torch.manual_seed(config.seed)
-        model = GPT(config.model).to(world.device)
-        optimizer = Optimizer(model, config.optimizer)
+        model = world.materialise(partial(GPT, config.model), DTYPES[config.dtype])
+        optimizer = Optimizer(model, config.optimizer, world, DTYPES[config.dtype])
         replica = prepare_to_train(model, config, world)
         run = Run(config, world, dataset, model, replica, optimizer, load_batches(dataset, config, world))
         restore(run)
@@ -161,11 +168,23 @@ def complete(config: TrainConfig, dataset: Dataset, world: World) -> TrainConfig
     return dataclasses.replace(config, model=model, dtype=dtype)
 
 
+def mixed_precision(config: TrainConfig, world: World) -> torch.autocast:
+    """Inside of it, matrix products compute in the settings' dtype."""
+    return torch.autocast(world.device.type, DTYPES[config.dtype], enabled=config.dtype != "float32")
+
+
 def prepare_to_train(model: GPT, config: TrainConfig, world: World) -> nn.Module:
-    """The model compiled where that pays, and joined with its peers."""
+    """The model recomputing activations if asked, compiled where that pays, and joined with its peers."""
+    if config.checkpoint_activations:
+        for block in model.blocks:
+            block.forward = partial(checkpoint_activations, block.forward, use_reentrant=False)
     if config.compile or (config.compile is None and world.device.type == "cuda"):
-        model.compile()
-    return world.replicate(model)
+        for part in model.blocks if world.sharded else [model]:
+            part.compile()
+    rows = config.micro_batch_size or config.batch_size // world.size
+    example = torch.zeros(2, rows, config.model.context_length, dtype=torch.long, device=world.device)
+    with mixed_precision(config, world):
+        return world.replicate(model, *example)
 
 
 def load_batches(dataset: Dataset, config: TrainConfig, world: World) -> shards.Batches:
@@ -195,7 +214,7 @@ def restore(run: Run) -> None:
             changed.append("the text in --data")
         if changed:
             raise ValueError(f"--resume can't change {', '.join(changed)}; set it back, or choose another --out")
-        run.model.load_state_dict(found.model())
+        world.load(run.model, found.model())
         run.optimizer.load_state(found.optimizer())
         run.step = run.saved = found.step
         run.elapsed = found.state["elapsed_seconds"]
@@ -234,7 +253,7 @@ def train_step(run: Run) -> tuple[Tensor, float, Tensor]:
     for index, (x, y) in enumerate(pieces):
         with averaging(run.replica, now=index == len(pieces) - 1), run.autocast():
             loss = run.replica(x, y) / len(pieces)
-            loss.backward()
+            run.optimizer.scaled(loss).backward()
         total += loss.detach()
     learning_rate, grad_norm = run.optimizer.step(run.step, config.steps)
     run.step += 1
@@ -242,8 +261,13 @@ def train_step(run: Run) -> tuple[Tensor, float, Tensor]:
 
 
 def log(run: Run, progress: Progress, loss: Tensor, learning_rate: float, grad_norm: Tensor) -> None:
-    """Record a training step; here, and nowhere else in the loop, the device is waited for."""
+    """Record a training step; here, and nowhere else in the loop, the device is waited for.
+
+    Raises ValueError when too many steps in a row had no finite gradient.
+    """
     loss = run.world.sum(loss / run.world.size).item()
+    digest = run.world.sum(torch.tensor(run.batches.digest, dtype=torch.float64))
+    skipped, in_a_row = (int(run.optimizer.guard[what].item()) for what in ("skipped", "skipped_in_a_row"))
     speed = progress.measure(run.step, loss)
     if run.recorder:
         run.recorder.add(
@@ -255,7 +279,14 @@ def log(run: Run, progress: Progress, loss: Tensor, learning_rate: float, grad_n
                 "grad_norm": grad_norm.item(),
                 "tokens_per_second": round(speed, 1),
                 "elapsed_seconds": round(progress.elapsed, 3),
+                "skipped_steps": skipped,
+                "batch_digest": f"{int(digest.item()):x}",
             }
+        )
+    if in_a_row >= MOST_SKIPPED:
+        raise ValueError(
+            f"the last {in_a_row} steps had no finite gradient, and changed nothing; lower --learning-rate, set "
+            f"--clip-norm, or compute in another --dtype, and go on with --resume from step {run.saved:,}"
         )
 
 
@@ -266,6 +297,8 @@ def evaluate(run: Run) -> float:
     starts, scored_before = shards.evaluation_windows(len(tokens), length, run.config.eval_tokens)
     share = world.share(len(starts))
     mine, before = starts[share], scored_before[share]
+    if len(mine) * world.size < len(starts):  # all take as many: one with nothing to score fills up
+        mine, before = np.append(mine, starts[0]), np.append(before, length)
     rows = max(1, EVALUATION_TOKENS // length)
     total = torch.zeros(2, dtype=torch.float64)  # summed loss, targets
     run.model.eval()
@@ -275,11 +308,9 @@ def evaluate(run: Run) -> float:
         with run.autocast():
             loss = run.model(inputs, targets)
         scored = int((targets >= 0).sum())
-        total += torch.tensor([loss.item() * scored, scored])
+        total += torch.tensor([loss.item() * scored if scored else 0.0, scored])
     run.model.train()
-    summed, scored = world.sum(
-        total.to(torch.float32 if world.device.type == "mps" else None).to(world.device)
-    ).tolist()
+    summed, scored = world.sum(total).tolist()
     return summed / scored
 
 
@@ -300,6 +331,7 @@ def evaluate_and_save(run: Run) -> None:
 
 def save(run: Run, val_loss: float | None = None) -> None:
     """Write a checkpoint of this step."""
+    model, optimizer = run.world.wholes(run.model.state_dict()), run.world.wholes(run.optimizer.state())
     if run.world.is_first:
         state = {
             "step": run.step,
@@ -313,7 +345,7 @@ def save(run: Run, val_loss: float | None = None) -> None:
             "documents": run.dataset.manifest["splits"]["train"]["documents"],
         }
         tokenizer = run.dataset.tokenizer
-        checkpoint.save_checkpoint(run.config.out, state, run.model.state_dict(), run.optimizer.state(), tokenizer.save)
+        checkpoint.save_checkpoint(run.config.out, state, model, optimizer, tokenizer.save)
     run.saved = run.step
     run.world.wait()
 
@@ -330,22 +362,24 @@ def interrupted(run: Run, interruption: Interruption) -> int:
 
 def conclude(run: Run) -> None:
     """The result, a sample, and where to go from here."""
-    if not run.world.is_first:
-        return
-    last = run.recorder.last("val_loss")
-    run.recorder.close()
-    run.say(
-        f"\n{run.config.steps:,} steps in {run.elapsed:,.1f} s. Validation loss {last['val_loss']:.4f} nats per token, "
-        f"perplexity {last['val_perplexity']:.2f}, {last['val_bits_per_byte']:.4f} bits per byte.\n\nA sample:\n"
-    )
+    if run.recorder:
+        last = run.recorder.last("val_loss")
+        run.recorder.close()
+        run.say(
+            f"\n{run.config.steps:,} steps in {run.elapsed:,.1f} s. Validation loss {last['val_loss']:.4f} nats per "
+            f"token, perplexity {last['val_perplexity']:.2f}, {last['val_bits_per_byte']:.4f} bits per byte.\n\n"
+            "A sample:\n"
+        )
     run.model.eval()
     tokenizer = run.dataset.tokenizer
     prompt = opening(tokenizer, run.dataset.manifest["splits"]["train"]["documents"])
     prompt = torch.tensor([prompt], device=run.world.device)
     never = [*tokenizer.unused_ids(), *range(tokenizer.vocab_size, run.config.model.vocab_size)]
-    tokens = generate(run.model, prompt, SAMPLE_TOKENS, temperature=0.8, top_p=0.95, seed=run.config.seed, never=never)
-    stream(tokens, tokenizer, sys.stdout)
-    print(f"\n\nMore of it: python sample.py {run.config.out}")
+    choice = {"temperature": 0.8, "top_p": 0.95, "seed": run.config.seed, "never": never}
+    # Every process takes part, as a sharded model needs; a cache would need its heads' weights outside of its layers.
+    tokens = generate(run.model, prompt, SAMPLE_TOKENS, use_cache=not run.world.sharded, **choice)
+    stream(tokens, tokenizer, sys.stdout if run.world.is_first else io.StringIO())
+    run.say(f"\n\nMore of it: python sample.py {run.config.out}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Checkpoints: a run's whole state at one step, in a folder that is complete or not there."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,18 +27,20 @@ class Checkpoint:
     def step(self) -> int:
         return self.state["step"]
 
-    def model(self) -> dict[str, Tensor]:
-        """The model's parameters by name, on the CPU."""
+    def model(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's parameters and their names, one at a time, on the CPU."""
         return _tensors(self.path / "model.safetensors")
 
-    def optimizer(self) -> dict[str, Tensor]:
-        """The optimizer's state by name, on the CPU."""
+    def optimizer(self) -> Iterator[tuple[str, Tensor]]:
+        """The optimizer's state and its names, one at a time, on the CPU."""
         return _tensors(self.path / "optimizer.safetensors")
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
+def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     try:
-        return safetensors.torch.load_file(path)
+        with safetensors.safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name, file.get_tensor(name)
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error})") from None
 

@@ -2,19 +2,24 @@
 
 import contextlib
 import ctypes
+import datetime
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # glibc's <malloc.h>
 NARROW = 160  # measured: at 128 bfloat16 gains nothing on a CPU with AVX512-BF16, at 176 a sixth, at 384 a third
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class World:
     rank: int
     size: int
     device: torch.device
+    sharded: bool = False  # each process holds its rows of every parameter (FSDP), not all of them (DDP)
 
     @property
     def is_first(self) -> bool:
@@ -41,17 +47,144 @@ class World:
         return value
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is up on at least one process."""
-        return flag if self.size == 1 else bool(self.sum(torch.tensor(float(flag), device=self.device)))
+        """Whether the flag is up on at least one process. The processors settle it: no GPU is waited for."""
+        return bool(self.sum(torch.tensor(float(flag)))) if self.size > 1 else flag
 
     def wait(self) -> None:
         """Go on when all processes are here."""
-        if self.size > 1:
-            dist.barrier()
+        self.any(False)
 
-    def replicate(self, model: nn.Module) -> nn.Module:
-        """The model as it trains: its gradients are averaged over all processes while the backward pass runs."""
-        return DistributedDataParallel(model) if self.size > 1 else model
+    def materialise(self, make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+        """The model that make() makes, on this process's device: whole, or this process's rows of every parameter.
+
+        Sharded, it is made without values and filled one parameter at a time, so that no process ever holds all of it.
+        Its ``blocks``, and what is around them, are gathered in dtype where they are used (FSDP2).
+        """
+        if not self.sharded:
+            return make().to(self.device)
+        with torch.device("meta"):
+            model = make()
+        mesh = init_device_mesh(self.device.type, (self.size,))
+        policy = MixedPrecisionPolicy(None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        model.to_empty(device=self.device)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+        for parameter, value in zip(model.parameters(), model.initial_values(), strict=True):
+            self.fill(parameter, value)
+        return model
+
+    def replicate(self, model: nn.Module, *example: Tensor) -> nn.Module:
+        """The model as it trains: its gradients are averaged over all processes while the backward pass runs.
+
+        example is a micro-batch. DDP lays its buckets out anew after the first backward pass: one that counts for
+        nothing goes first, so that a resumed run sums in the order of one that never stopped.
+        """
+        if self.sharded or self.size == 1:
+            return model
+        replica = DistributedDataParallel(model)
+        replica(*example).backward()
+        replica.zero_grad()
+        return replica
+
+    def part(self, whole: Tensor, like: Tensor) -> Tensor:
+        """What this process holds of a whole tensor: all, or its rows if it holds rows of the parameter ``like``."""
+        if not isinstance(like, DTensor):
+            return whole
+        height = -(-len(whole) // self.size)
+        return whole[height * self.rank : height * (self.rank + 1)]
+
+    @torch.no_grad()
+    def fill(self, parameter: Tensor, whole: Tensor) -> None:
+        """Set what this process holds of a parameter."""
+        local(parameter).copy_(self.part(whole, parameter))
+
+    def load(self, model: nn.Module, saved: Iterable[tuple[str, Tensor]]) -> None:
+        """Set parameters by name, one at a time. Raises ValueError if the names are not the model's."""
+        parameters = dict(model.named_parameters())
+        for name, whole in saved:
+            if name not in parameters or parameters[name].shape != whole.shape:
+                raise ValueError(f"the checkpoint has {name} {tuple(whole.shape)}, but the model has no such parameter")
+            self.fill(parameters.pop(name), whole)
+        if parameters:
+            raise ValueError(f"the checkpoint lacks the parameter {next(iter(parameters))}")
+
+    def wholes(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """On the first process, every tensor whole and on the CPU if it was in parts; on the others nothing."""
+        result = {}
+        for name, tensor in tensors.items():
+            whole = tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor.detach()
+            if self.is_first:
+                result[name] = whole
+        return result
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """The norm of all gradients together, where each process has all of them, or its rows."""
+        norm = nn.utils.get_total_norm(gradients)
+        return self.sum(norm.square()).sqrt() if self.sharded else norm
+
+    def share_out(self, work: Callable[[Tensor], Tensor], stack: Tensor, rows: int) -> Tensor:
+        """work(stack), for work that does the same to each matrix of a stack: every process does its share.
+
+        stack is (n, rows, columns) and the same everywhere, and the results are gathered; or it is this process's
+        rows of each matrix, and every matrix travels to one process and its result back.
+        """
+        if self.size == 1:
+            return work(stack)
+        n, held, columns = stack.shape
+        each, height = -(-n // self.size), -(-rows // self.size) if self.sharded else rows
+        stack = F.pad(stack, (0, 0, 0, height - held, 0, each * self.size - n))
+        if not self.sharded:
+            done = work(stack[each * self.rank : each * (self.rank + 1)]).contiguous()
+            gathered = torch.empty_like(stack)
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until torch 2.12
+            gather(gathered, done)
+            return gathered[:n]
+        arrived = torch.empty_like(stack).view(self.size, each, height, columns)  # first index: from whom
+        dist.all_to_all_single(arrived, stack.view_as(arrived))
+        done = work(arrived.transpose(0, 1).reshape(each, self.size * height, columns)[:, :rows])
+        done = F.pad(done, (0, 0, 0, self.size * height - rows)).view(each, self.size, height, columns)
+        back = torch.empty_like(arrived)
+        dist.all_to_all_single(back, done.transpose(0, 1).contiguous())
+        return back.view(-1, height, columns)[:n, :held]
+
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(parameter: Tensor) -> Tensor:
+    """The tensor that an optimizer moves for a parameter: itself, or this process's rows of it."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    part = local(parameter).detach()
+    part.whole_rows = len(parameter)
+    return part
+
+
+def take_part(part: Tensor, parameter: Tensor) -> None:
+    """Point a part at where the parameter and its gradient are now."""
+    if part is not parameter:
+        part.data, part.grad = local(parameter).detach(), local(parameter.grad)
+
+
+def whole_rows(part: Tensor) -> int:
+    """Rows of the parameter that a part is of."""
+    return getattr(part, "whole_rows", len(part))
+
+
+def spread_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """An optimizer's memory of a part, as a part of the same whole; a count stays what it is."""
+    if not isinstance(parameter, DTensor) or not value.ndim:
+        return value
+    place = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(value, parameter.device_mesh, parameter.placements, **place)
 
 
 def choose_device(name: str) -> torch.device:
@@ -97,8 +230,12 @@ def keep_freed_memory() -> None:
 
 
 @contextlib.contextmanager
-def processes(device: str) -> Iterator[World]:
-    """This process's World: alone, or one of those that torchrun started, joined until the block ends."""
+def processes(device: str, parallel: str = "ddp", timeout: float = 600) -> Iterator[World]:
+    """This process's World: alone, or one of those that torchrun started, joined until the block ends.
+
+    A process that waits longer than timeout seconds for another gives up with an error; torchrun then ends them all.
+    Raises ValueError for sharding with a single process.
+    """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     chosen = choose_device(device)
     keep_freed_memory()
@@ -108,13 +245,14 @@ def processes(device: str) -> Iterator[World]:
     if size == 1:
         yield World(rank, size, chosen)
         return
-    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
-    try:
-        yield World(rank, size, chosen)
-    finally:
-        dist.destroy_process_group()
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
+    yield World(rank, size, chosen, parallel == "fsdp")
+    dist.destroy_process_group()  # after an error it could wait for peers: the end of the process does it then
 
 
 def averaging(model: nn.Module, now: bool) -> contextlib.AbstractContextManager:
     """Around a backward pass: average gradients over the processes now, or leave it to a later micro-batch."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
     return contextlib.nullcontext() if now or not isinstance(model, DistributedDataParallel) else model.no_sync()

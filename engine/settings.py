@@ -112,20 +112,26 @@ def to_toml(config: Any) -> str:
     )
 
 
+STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
 class Interruption:
-    """Ctrl-C or a polite kill, noted and left to the loop: it finishes its step. A second Ctrl-C stops at once."""
+    """Ctrl-C, a polite kill or a closed terminal, noted and left to the loop: it finishes its step, and saves.
+
+    A second Ctrl-C stops at once.
+    """
 
     def __init__(self):
         self.signal = 0
 
     def __enter__(self) -> "Interruption":
-        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.before = {number: signal.signal(number, self.note) for number in STOPPING}
         return self
 
     def note(self, number: int, frame: Any) -> None:
-        if self.signal:
+        if self.signal == number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.signal = number
+        self.signal = self.signal or number
 
     def __exit__(self, *exception: Any) -> None:
         for number, handler in self.before.items():

@@ -1,5 +1,6 @@
 """Token shards on disk as one memory-mapped array, and which windows of it make up batch t."""
 
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ class ShardWriter:
                 self._write_header(0)
                 self.room = self.shard_tokens
             piece, ids = ids[: self.room], ids[self.room :]
-            self.file.write(piece.astype(self.dtype).data)
+            self.file.write(piece.astype(self.dtype, copy=False).data)
             self.room -= len(piece)
             self.counts["tokens"] += len(piece)
 
@@ -215,22 +216,25 @@ class Batches:
         self.batch_size, self.share, self.device = batch_size, share, device
         self.thread = ThreadPoolExecutor(1)
         self.next: tuple[int, Future] | None = None
+        self.digest = 0  # of the windows given last; summed over processes it tells whether two runs saw the same
 
     def get(self, step: int) -> "tuple[torch.Tensor, torch.Tensor]":
         """Inputs and targets of a step, (B, T) each."""
         ready = self.next[1] if self.next and self.next[0] == step else self.thread.submit(self._assemble, step)
-        windows = ready.result()
+        windows, self.digest = ready.result()
         self.next = (step + 1, self.thread.submit(self._assemble, step + 1))
         windows = windows.to(self.device, non_blocking=True)
         return windows[0], windows[1]
 
-    def _assemble(self, step: int) -> "torch.Tensor":
+    def _assemble(self, step: int) -> "tuple[torch.Tensor, int]":
         import torch  # not above: prepare.py needs none, and starts several times faster without
 
         starts = window_starts(len(self.tokens), self.context_length, self.seed, step, self.batch_size)[self.share]
         windows = gather(self.tokens, starts, self.context_length + 1)
+        places = range(self.batch_size)[self.share]
+        digest = sum(zlib.crc32(window.data, place) for window, place in zip(windows, places, strict=True))
         pair = torch.from_numpy(np.stack((windows[:, :-1], windows[:, 1:])))
-        return pair.pin_memory() if self.device.type == "cuda" else pair
+        return pair.pin_memory() if self.device.type == "cuda" else pair, digest
 
 
 def evaluation_windows(num_tokens: int, context_length: int, limit: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -20,8 +20,8 @@ def saved(run, step, val_loss=None):
 def test_what_is_saved_comes_back(tmp_path):
     found = open_checkpoint(saved(tmp_path, 60))
     assert found.path == tmp_path / "checkpoints" / "step-00000060" and found.step == 60
-    assert torch.equal(found.model()["weight"], torch.full((3,), 60.0))
-    assert torch.equal(found.optimizer()["weight.momentum"], torch.full((3,), -60.0))
+    assert torch.equal(dict(found.model())["weight"], torch.full((3,), 60.0))
+    assert torch.equal(dict(found.optimizer())["weight.momentum"], torch.full((3,), -60.0))
     files = {file.name for file in found.path.iterdir()}
     assert files == {"model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json", "manifest.json"}
     assert set(json.loads((found.path / "manifest.json").read_text())["files"]) == files - {"manifest.json"}

@@ -105,7 +105,7 @@ def test_saved_state_goes_on_bit_for_bit(kind):
     other = GPT(CONFIG)
     other.load_state_dict(model.state_dict())
     resumed = Optimizer(other, config)
-    resumed.load_state({name: tensor.clone() for name, tensor in optimizer.state().items()})
+    resumed.load_state([(name, tensor.clone()) for name, tensor in optimizer.state().items()])
     for a, b in zip(learned(model, optimizer, 3, 4), learned(other, resumed, 3, 4), strict=True):
         assert torch.equal(a, b)
 
@@ -113,4 +113,4 @@ def test_saved_state_goes_on_bit_for_bit(kind):
 def test_state_of_another_model_is_refused():
     optimizer = Optimizer(GPT(CONFIG), OptimizerConfig())
     with pytest.raises(ValueError, match=r"no parameter blocks\.9\.x"):
-        optimizer.load_state({"blocks.9.x.momentum": torch.zeros(1)})
+        optimizer.load_state([("blocks.9.x.momentum", torch.zeros(1))])

@@ -53,7 +53,7 @@ def records(run: Path, key: str) -> dict[int, float]:
 
 
 def final_weights(run: Path) -> dict[str, torch.Tensor]:
-    return newest_checkpoint(run, print).model()
+    return dict(newest_checkpoint(run, print).model())
 
 
 def assert_same_run(one: Path, other: Path) -> None:
@@ -61,6 +61,7 @@ def assert_same_run(one: Path, other: Path) -> None:
     a, b = newest_checkpoint(one, print), newest_checkpoint(other, print)
     assert a.step == b.step
     for mine, others in ((a.model(), b.model()), (a.optimizer(), b.optimizer())):
+        mine, others = dict(mine), dict(others)
         assert mine.keys() == others.keys()
         assert all(torch.equal(mine[name], others[name]) for name in mine)
     for key in ("train_loss", "val_loss", "grad_norm", "learning_rate"):
