@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -197,33 +197,41 @@ def load_batches(dataset: Dataset, config: TrainConfig, world: World) -> shards.
 def restore(run: Run) -> None:
     """Make or re-open the run folder; with --resume, bring back the state of its newest whole checkpoint.
 
-    Raises ValueError if checkpoints are there that were not asked for, or were made with settings that differ.
+    Only the first process looks into the folder: another machine need not have it. Raises ValueError if checkpoints
+    are there that were not asked for, or were made with settings that differ.
     """
     config, world = run.config, run.world
-    if checkpoint.list_checkpoints(config.out) and not config.resume:
+    resume = config.resume or world.restarted
+    if world.is_first and checkpoint.list_checkpoints(config.out) and not resume:
         raise ValueError(f"{config.out} already holds checkpoints; go on with --resume, or choose another --out")
-    found = checkpoint.newest_checkpoint(config.out, run.say) if config.resume else None
-    if found:
-        settings = flatten(config)
-        changed = [
-            f"{name} {was!r} → {settings[name]!r}"
-            for name, was in found.state["settings"].items()
-            if name not in MAY_CHANGE and settings.get(name) != was
-        ]
-        if found.state["data_sha256"] != sha256(run.dataset.path / "manifest.json"):
-            changed.append("the text in --data")
-        if changed:
-            raise ValueError(f"--resume can't change {', '.join(changed)}; set it back, or choose another --out")
-        world.load(run.model, found.model())
-        run.optimizer.load_state(found.optimizer())
-        run.step = run.saved = found.step
-        run.elapsed = found.state["elapsed_seconds"]
-        run.best_loss = math.inf if found.state["best_val_loss"] is None else found.state["best_val_loss"]
-        run.say(f"Resuming from {found.path}")
+    found = checkpoint.newest_checkpoint(config.out, run.say) if resume and world.is_first else None
+    state = world.tell(found.state if found else None)
+    if state:
+        check_same_run(run, state)
+        world.load(run.model, world.tell_tensors(found.model() if found else ()))
+        run.optimizer.load_state(world.tell_tensors(found.optimizer() if found else ()))
+        run.step = run.saved = state["step"]
+        run.elapsed = state["elapsed_seconds"]
+        run.best_loss = math.inf if state["best_val_loss"] is None else state["best_val_loss"]
+        run.say(f"Resuming after step {run.step:,}")
     if world.is_first:
         config.out.mkdir(parents=True, exist_ok=True)
         (config.out / "config.toml").write_text(to_toml(config), encoding="utf-8")
         run.recorder = Recorder(config.out, run.step, flatten(config) | {"out": str(config.out)}, config.wandb)
+
+
+def check_same_run(run: Run, state: dict[str, Any]) -> None:
+    """Raise ValueError if a checkpoint's state was made with settings, or on text, that this run does not have."""
+    settings = flatten(run.config)
+    changed = [
+        f"{name} {was!r} → {settings[name]!r}"
+        for name, was in state["settings"].items()
+        if name not in MAY_CHANGE and settings.get(name) != was
+    ]
+    if state["data_sha256"] != sha256(run.dataset.path / "manifest.json"):
+        changed.append("the text in --data")
+    if changed:
+        raise ValueError(f"--resume can't change {', '.join(changed)}; set it back, or choose another --out")
 
 
 def describe(run: Run) -> None:
@@ -356,7 +364,7 @@ def interrupted(run: Run, interruption: Interruption) -> int:
         save(run)
     command = shlex.join([sys.argv[0], *(argument for argument in sys.argv[1:] if argument != "--resume"), "--resume"])
     done = f"after step {run.step:,}, which is saved" if run.step else "before the first step"
-    run.say(f"Interrupted {done}. Go on with: python {command}")
+    run.say(f"Interrupted {done}. Go on with: {run.world.launcher} {command}")
     return 128 + (interruption.signal or signal.SIGTERM)
 
 

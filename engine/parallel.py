@@ -3,10 +3,12 @@
 import contextlib
 import ctypes
 import datetime
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,11 +32,17 @@ class World:
     size: int
     device: torch.device
     sharded: bool = False  # each process holds its rows of every parameter (FSDP), not all of them (DDP)
+    restarted: bool = False  # torchrun started the processes again after one failed
 
     @property
     def is_first(self) -> bool:
         """Whether this is the process that speaks and writes."""
         return self.rank == 0
+
+    @property
+    def launcher(self) -> str:
+        """What starts a Python script on as many processes."""
+        return "python" if self.size == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
 
     def share(self, total: int) -> slice:
         """This process's part of ``total`` things in order; sizes differ by one at most."""
@@ -53,6 +61,33 @@ class World:
     def wait(self) -> None:
         """Go on when all processes are here."""
         self.any(False)
+
+    def tell(self, value: Any) -> Any:
+        """What the first process has for a value, anything that JSON can hold; the others' is not looked at."""
+        if self.size == 1:
+            return value
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        length = torch.tensor(len(text))
+        dist.broadcast(length, 0)
+        text = text if self.is_first else torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(text, 0)
+        return json.loads(bytes(text.tolist()))
+
+    def tell_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The first process's named tensors, one at a time: only it needs to have the file that they come from."""
+        if self.size == 1:
+            yield from tensors
+            return
+        mine = iter(tensors if self.is_first else ())
+        while True:
+            name, tensor = next(mine, ("", None))
+            header = self.tell(None if tensor is None else [name, list(tensor.shape), str(tensor.dtype)])
+            if header is None:
+                return
+            if tensor is None:
+                tensor = torch.empty(header[1], dtype=getattr(torch, header[2].removeprefix("torch.")))
+            dist.broadcast(tensor, 0)
+            yield header[0], tensor
 
     def materialise(self, make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
         """The model that make() makes, on this process's device: whole, or this process's rows of every parameter.
@@ -84,7 +119,7 @@ class World:
         """
         if self.sharded or self.size == 1:
             return model
-        replica = DistributedDataParallel(model)
+        replica = DistributedDataParallel(model, broadcast_buffers=False)
         replica(*example).backward()
         replica.zero_grad()
         return replica
@@ -246,8 +281,13 @@ def processes(device: str, parallel: str = "ddp", timeout: float = 600) -> Itera
         yield World(rank, size, chosen)
         return
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
-    yield World(rank, size, chosen, parallel == "fsdp")
+    wait = datetime.timedelta(seconds=timeout)
+    store, _, _ = next(dist.rendezvous("env://", timeout=wait))
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun reuses its store, with the dead processes' addresses
+        store = dist.PrefixStore(f"start {restarts}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
+    yield World(rank, size, chosen, parallel == "fsdp", restarts > 0)
     dist.destroy_process_group()  # after an error it could wait for peers: the end of the process does it then
 
 
