@@ -28,13 +28,13 @@ from engine import shards
 from engine.generate import generate
 from engine.optimizer import Optimizer, OptimizerConfig
 from engine.parallel import World, choose_device, choose_dtype, keep_freed_memory
+from engine.plan import PEAK_FLOPS, Shape, flops_per_token
 from engine.settings import parse, run_command
 from model import GPT, ModelConfig, MultiHeadAttention
 
 GPT2 = {"position": "learned", "norm": "layernorm", "activation": "gelu", "qk_norm": False}
 GPT2 |= {"tie_embeddings": True, "bias": True}
 SMALL = ModelConfig(vocab_size=65, context_length=256, num_layers=6, num_heads=6, d_model=384)
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # bfloat16, dense, from data sheets
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,6 @@ def show(title: str, unit: str, rows: dict[str, float], baseline: str) -> dict[s
     for name, rate in rows.items():
         print(f"  {name:<44} {rate:>12,.1f} {unit}  {rate / rows[baseline]:>6.2f} ×")
     return rows
-
-
-def flops_per_token(config: ModelConfig) -> float:
-    """Operations of a training step, per token: 6 a matrix weight, and attention's (Chowdhery et al. 2022)."""
-    with torch.device("meta"):
-        model = GPT(config)
-    weights = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "embedding" not in n)
-    weights += config.vocab_size * config.d_model if config.tie_embeddings else 0
-    return 6 * weights + 12 * config.num_layers * config.d_model * config.context_length
 
 
 def stepper(model: nn.Module, loss_of: Callable, optimizer: Any, dtype: torch.dtype, device: torch.device) -> Callable:
@@ -144,7 +135,9 @@ def train(config: BenchConfig, device: torch.device) -> dict[str, float]:
     rates = {name: inputs.numel() / time for name, time in seconds.items()}
     title = f"Training step: {shape.num_layers} layers, {shape.d_model} wide, {config.batch_size} × {T} tokens, {dtype}"
     show(title, "tokens/s", rates, "Hugging Face GPT2LMHeadModel, AdamW")
-    report_utilisation(rates["ours, GPT-2's architecture, AdamW"] * flops_per_token(shape), device)
+    with torch.device("meta"):
+        flops = flops_per_token(Shape.of(GPT(shape)))
+    report_utilisation(rates["ours, GPT-2's architecture, AdamW"] * flops, device)
     return rates | {"muon share at 64": muon_share(config, device, seconds["ours, default recipe, Muon"])}
 
 

@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 import torch
@@ -22,17 +22,19 @@ from torch.utils.checkpoint import checkpoint as checkpoint_activations
 from tqdm import tqdm
 
 from engine import checkpoint, shards
-from engine.files import sha256
+from engine.files import lock, sha256
 from engine.generate import generate, opening, stream
 from engine.optimizer import Optimizer, OptimizerConfig
-from engine.parallel import DTYPES, World, averaging, choose_dtype, processes
+from engine.parallel import DTYPES, World, averaging, choose_device, choose_dtype, processes
+from engine.plan import Shape, describe_plan, measure_speed
 from engine.report import Progress, Recorder
 from engine.settings import Interruption, flatten, load_settings, run_command, to_toml
 from engine.shards import Dataset, open_dataset
-from model import GPT, ModelConfig
+from model import GPT, LOGITS_AT_ONCE, LONGEST_PLAIN, ModelConfig
 
 EVALUATION_TOKENS = 2**14  # in one forward pass of an evaluation
 SAMPLE_TOKENS = 200  # of the sample at the end
+SPIKE = 6  # standard deviations above the recent mean: a loss to tell of
 MOST_SKIPPED = 50  # steps in a row without a finite gradient, after which a run ends
 BUILT_IN = Path("data/stdlib")
 
@@ -58,6 +60,8 @@ class TrainConfig:
     parallel: Literal["ddp", "fsdp"] = "ddp"  # Under torchrun: every process holds the whole model, or its rows.
     timeout: int = 600  # Seconds that a process waits for the others before all end with an error.
     resume: bool = False  # Go on from the newest checkpoint in the run folder, if there is one.
+    verify_data: bool = False  # Hash the dataset anew; without, only if its files changed since it was last verified.
+    plan: bool = False  # Only say what the run takes, here and on GPUs: memory, messages, time.
     wandb: bool = False  # Log to Weights & Biases too (WANDB_MODE=offline keeps it on this machine).
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -70,7 +74,17 @@ class TrainConfig:
 
 # What a resumed run may set anew: where and how fast it runs, how long, and what it tells.
 MAY_CHANGE = {"data", "out", "steps", "micro_batch_size", "eval_every", "eval_tokens", "save_every", "log_every"}
-MAY_CHANGE |= {"device", "dtype", "compile", "checkpoint_activations", "parallel", "timeout", "resume", "wandb"}
+MAY_CHANGE |= {
+    "device",
+    "dtype",
+    "compile",
+    "checkpoint_activations",
+    "parallel",
+    "timeout",
+    "resume",
+    "verify_data",
+    "wandb",
+}
 
 
 @dataclass
@@ -89,6 +103,8 @@ class Run:
     elapsed: float = 0.0  # seconds, those before a resume too
     best_loss: float = math.inf
     recorder: Recorder | None = None
+    saver: checkpoint.Saver | None = None
+    lock: IO | None = None  # while it is open, the run folder is ours
 
     @property
     def tokens_per_step(self) -> int:
@@ -104,6 +120,9 @@ class Run:
 
 def main() -> int:
     config = load_settings(TrainConfig)
+    if config.plan:
+        print(plan(config))
+        return 0
     with processes(config.device, config.parallel, config.timeout) as world, Interruption() as interruption:
         dataset = open_data(config, world)
         config = complete(config, dataset, world)
@@ -131,6 +150,29 @@ def main() -> int:
     return 0
 
 
+def plan(config: TrainConfig) -> str:
+    """What the run would take. Without the dataset its vocabulary must be given; ValueError if it is not."""
+    known = config.model.vocab_size and not (config.data / "manifest.json").exists()
+    dataset = None if known else open_dataset(config.data)
+    device = choose_device(config.device)
+    size = config.model.vocab_size or dataset.tokenizer.vocab_size
+    with torch.device("meta"):
+        model = GPT(dataclasses.replace(config.model, vocab_size=size))
+    dtype = choose_dtype(config.dtype, device, config.model.d_model)
+    plain = (dtype == torch.bfloat16 and config.model.context_length <= LONGEST_PLAIN) or config.model.dropout > 0
+    shape = Shape.of(
+        model,
+        batch_size=config.batch_size,
+        micro_batch_size=config.micro_batch_size,
+        steps=config.steps,
+        optimizer=config.optimizer.optimizer,
+        compute_bytes=dtype.itemsize,
+        plain_attention=plain and device.type == "cpu",
+        logits_at_once=LOGITS_AT_ONCE,
+    )
+    return describe_plan(shape, len(dataset.train) if dataset else 0, device.type, measure_speed(device, dtype))
+
+
 def open_data(config: TrainConfig, world: World) -> Dataset:
     """The dataset; the built-in one is prepared first if need be."""
     if config.data == BUILT_IN and not config.data.exists() and world.is_first:
@@ -138,7 +180,10 @@ def open_data(config: TrainConfig, world: World) -> Dataset:
 
         prepare(PrepareConfig(inputs=("stdlib",), out=config.data))
     world.wait()
-    return open_dataset(config.data)
+    dataset = open_dataset(config.data)
+    if world.is_first:
+        shards.verify_dataset(dataset, config.verify_data)
+    return dataset
 
 
 def complete(config: TrainConfig, dataset: Dataset, world: World) -> TrainConfig:
@@ -202,6 +247,10 @@ def restore(run: Run) -> None:
     """
     config, world = run.config, run.world
     resume = config.resume or world.restarted
+    if world.is_first:
+        config.out.mkdir(parents=True, exist_ok=True)
+        run.lock = lock(config.out)
+        run.saver = checkpoint.Saver(config.out, run.dataset.tokenizer.save)
     if world.is_first and checkpoint.list_checkpoints(config.out) and not resume:
         raise ValueError(f"{config.out} already holds checkpoints; go on with --resume, or choose another --out")
     found = checkpoint.newest_checkpoint(config.out, run.say) if resume and world.is_first else None
@@ -215,7 +264,6 @@ def restore(run: Run) -> None:
         run.best_loss = math.inf if state["best_val_loss"] is None else state["best_val_loss"]
         run.say(f"Resuming after step {run.step:,}")
     if world.is_first:
-        config.out.mkdir(parents=True, exist_ok=True)
         (config.out / "config.toml").write_text(to_toml(config), encoding="utf-8")
         run.recorder = Recorder(config.out, run.step, flatten(config) | {"out": str(config.out)}, config.wandb)
 
@@ -278,6 +326,12 @@ def log(run: Run, progress: Progress, loss: Tensor, learning_rate: float, grad_n
     skipped, in_a_row = (int(run.optimizer.guard[what].item()) for what in ("skipped", "skipped_in_a_row"))
     speed = progress.measure(run.step, loss)
     if run.recorder:
+        run.saver.check()
+        z_score = run.recorder.z_score(loss)
+        if z_score > SPIKE:
+            run.say(
+                f"step {run.step:>6,}  the loss jumped to {loss:.4f}, {z_score:.0f} deviations above the recent mean"
+            )
         run.recorder.add(
             {
                 "step": run.step,
@@ -288,6 +342,7 @@ def log(run: Run, progress: Progress, loss: Tensor, learning_rate: float, grad_n
                 "tokens_per_second": round(speed, 1),
                 "elapsed_seconds": round(progress.elapsed, 3),
                 "skipped_steps": skipped,
+                "loss_z_score": round(z_score, 2),
                 "batch_digest": f"{int(digest.item()):x}",
             }
         )
@@ -352,16 +407,16 @@ def save(run: Run, val_loss: float | None = None) -> None:
             "data_sha256": sha256(run.dataset.path / "manifest.json"),
             "documents": run.dataset.manifest["splits"]["train"]["documents"],
         }
-        tokenizer = run.dataset.tokenizer
-        checkpoint.save_checkpoint(run.config.out, state, model, optimizer, tokenizer.save)
+        run.saver.save(state, model, optimizer)
     run.saved = run.step
-    run.world.wait()
 
 
 def interrupted(run: Run, interruption: Interruption) -> int:
     """Save what is done and say how to go on; return the exit code that tells of the signal."""
     if run.step > run.saved:
         save(run)
+    if run.saver:
+        run.saver.wait()
     command = shlex.join([sys.argv[0], *(argument for argument in sys.argv[1:] if argument != "--resume"), "--resume"])
     done = f"after step {run.step:,}, which is saved" if run.step else "before the first step"
     run.say(f"Interrupted {done}. Go on with: {run.world.launcher} {command}")
@@ -371,6 +426,7 @@ def interrupted(run: Run, interruption: Interruption) -> int:
 def conclude(run: Run) -> None:
     """The result, a sample, and where to go from here."""
     if run.recorder:
+        run.saver.wait()
         last = run.recorder.last("val_loss")
         run.recorder.close()
         run.say(

@@ -1,7 +1,9 @@
 """Checkpoints: a run's whole state at one step, in a folder that is complete or not there."""
 
+import contextlib
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,11 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from engine.files import new_directory, read_json, sha256, write_json
+from engine.files import inside, new_directory, read_json, sha256, write_json
 
 FORMAT = 1
+FILES = {"model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json"}
+STATE = {"step", "model", "settings", "documents", "elapsed_seconds", "best_val_loss", "data_sha256"}
 KEPT = 2  # the newest so many, and the best
 
 
@@ -45,13 +49,41 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
         raise ValueError(f"{path} is damaged ({error})") from None
 
 
+class Saver:
+    """Writes a run's checkpoints in the background, one after the other: training waits only for a copy of the state.
+
+    An error in the background is raised by whatever is called next.
+    """
+
+    def __init__(self, run: Path, save_tokenizer: Callable[[Path], None]):
+        self.run, self.save_tokenizer = run, save_tokenizer
+        self.thread = ThreadPoolExecutor(1)
+        self.pending: Future | None = None
+
+    def save(self, state: dict[str, Any], model: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
+        """Begin to write ``checkpoints/step-…``, whole or not at all; then prune.
+
+        state must hold ``step``; ``val_loss``, if measured at that step, decides which is the best.
+        """
+        self.wait()
+        copies = [{name: tensor.to("cpu", copy=True) for name, tensor in part.items()} for part in (model, optimizer)]
+        self.pending = self.thread.submit(save_checkpoint, self.run, state, *copies, self.save_tokenizer)
+
+    def wait(self) -> None:
+        """Go on when everything is on the disk."""
+        if self.pending:
+            self.pending.result()
+
+    def check(self) -> None:
+        """Raise the error that the background met, if it did."""
+        if self.pending and self.pending.done():
+            self.pending.result()
+
+
 def save_checkpoint(
     run: Path, state: dict[str, Any], model: dict[str, Tensor], optimizer: dict[str, Tensor], save_tokenizer: Callable
 ) -> Path:
-    """Write ``checkpoints/step-…`` of a run, whole or not at all; then prune. Returns its path.
-
-    state must hold ``step``; ``val_loss``, if measured at that step, decides which is the best.
-    """
+    """Write ``checkpoints/step-…`` of a run, whole or not at all; then prune. Returns its path."""
     path = folder(run, state["step"])
     with new_directory(path) as directory:
         safetensors.torch.save_file({k: v.contiguous() for k, v in model.items()}, directory / "model.safetensors")
@@ -80,14 +112,21 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not (path / "manifest.json").is_file():
         raise ValueError(f"{path} holds no checkpoint: it has no manifest.json")
     manifest = read_json(path / "manifest.json")
-    if manifest.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {manifest.get('format')}, but this version reads {FORMAT}")
-    for name, expected in manifest["files"].items():
-        if not (path / name).is_file():
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if found != FORMAT:
+        raise ValueError(f"{path} has format {found}, but this version reads {FORMAT}")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not files.keys() >= FILES:
+        raise ValueError(f"{path} is damaged: its manifest.json does not list {', '.join(sorted(FILES))}")
+    for name, expected in files.items():
+        if not inside(path, name).is_file():
             raise ValueError(f"{path} is damaged: {name} is missing")
         if sha256(path / name) != expected:
             raise ValueError(f"{path} is damaged: {name} is not as it was written")
-    return Checkpoint(path, read_json(path / "state.json"))
+    state = read_json(path / "state.json")
+    if not isinstance(state, dict) or not state.keys() >= STATE:
+        raise ValueError(f"{path} is damaged: its state.json does not tell {', '.join(sorted(STATE))}")
+    return Checkpoint(path, state)
 
 
 def newest_checkpoint(run: Path, warn: Callable[[str], None]) -> Checkpoint | None:
@@ -108,15 +147,22 @@ def newest_checkpoint(run: Path, warn: Callable[[str], None]) -> Checkpoint | No
 
 def best_path(run: Path) -> Path | None:
     """The checkpoint folder with the lowest validation loss, or the newest if none was validated, or None."""
-    paths = list_checkpoints(run)
-    losses = {path: read_json(path / "state.json").get("val_loss") for path in paths if (path / "state.json").is_file()}
+    paths, losses = list_checkpoints(run), {}
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # damaged: not for us to tell
+            losses[path] = read_json(path / "state.json").get("val_loss")
     validated = {path: loss for path, loss in losses.items() if loss is not None}
     return min(validated, key=validated.get) if validated else (paths or [None])[-1]
 
 
 def prune(run: Path) -> None:
-    """Remove all checkpoints but the newest few and the best."""
-    best = best_path(run)
-    for path in list_checkpoints(run)[:-KEPT]:
-        if path != best:
-            shutil.rmtree(path)
+    """Remove all checkpoints but the newest few that are whole, and the best."""
+    best, whole = best_path(run), 0
+    for path in reversed(list_checkpoints(run)):
+        if whole == KEPT:
+            if path != best:
+                shutil.rmtree(path)
+            continue
+        with contextlib.suppress(ValueError):
+            open_checkpoint(path)
+            whole += 1

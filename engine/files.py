@@ -1,15 +1,17 @@
 """Files that are whole or not there: directories made under another name and renamed, and their hashes."""
 
 import contextlib
+import fcntl
 import glob
 import hashlib
 import json
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 def sha256(path: Path) -> str:
@@ -28,6 +30,30 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: not valid JSON ({error})") from None
+
+
+def inside(folder: Path, name: Any) -> Path:
+    """The path of a file that a manifest names. Raises ValueError for a name that leads out of the folder."""
+    if not isinstance(name, str) or name != Path(name).name:
+        raise ValueError(f"{folder / 'manifest.json'} names {name!r}, which is no file's name in its folder")
+    return folder / name
+
+
+def lock(path: Path) -> IO:
+    """Hold a folder for this process as long as the file that this returns is open; it ends with the process.
+
+    Raises ValueError naming the process that holds it already.
+    """
+    file = open(path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        raise ValueError(f"{path} is in use by process {file.read()}; wait for it, or choose another --out") from None
+    file.truncate(0)
+    file.write(f"{os.getpid()} on {platform.node()}")
+    file.flush()
+    return file
 
 
 def flush(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 WIDEST_PICTURE = 40  # inches
+RECENT = 40  # records that a loss is compared with
 
 
 class Recorder:
@@ -46,6 +48,14 @@ class Recorder:
     def last(self, key: str) -> dict[str, Any] | None:
         """The newest record that has the key."""
         return next((record for record in reversed(self.records) if key in record), None)
+
+    def z_score(self, loss: float) -> float:
+        """How many standard deviations a training loss lies above the mean of the last few; 0 before there are any."""
+        recent = [record["train_loss"] for record in self.records[-RECENT:] if "train_loss" in record]
+        recent = [one for one in recent if math.isfinite(one)]
+        if len(recent) < RECENT // 2 or not math.isfinite(loss):
+            return 0.0
+        return (loss - statistics.fmean(recent)) / max(statistics.stdev(recent), 1e-9)
 
     def draw_loss(self) -> None:
         """Draw every loss so far into loss.png."""

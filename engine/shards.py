@@ -1,5 +1,6 @@
 """Token shards on disk as one memory-mapped array, and which windows of it make up batch t."""
 
+import contextlib
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from engine.files import read_json, sha256
+from engine.files import inside, read_json, sha256, write_json
 from engine.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -76,20 +77,57 @@ def open_dataset(path: Path) -> Dataset:
         if sha256(path / "tokenizer.json") != manifest["tokenizer"]["sha256"]:
             raise ValueError("tokenizer.json is not the one that made the tokens beside it")
         splits = {}
-        for split, counts in manifest["splits"].items():
-            shards = [_open_shard(path / s["file"], s["tokens"], manifest["dtype"]) for s in counts["shards"]]
+        for split in ("train", "val"):
+            counts = manifest["splits"][split]
+            shards = [_open_shard(inside(path, s["file"]), s["tokens"], manifest["dtype"]) for s in counts["shards"]]
             splits[split] = ShardedTokens(shards)
-        return Dataset(path, manifest, load_tokenizer(path / "tokenizer.json"), splits["train"], splits["val"])
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} can't be used ({reason}); prepare it again with --force --out {path}") from None
+            if len(splits[split]) != counts["tokens"] or not all(counts[what] > 0 for what in ("tokens", "bytes")):
+                raise ValueError(f"its {split} split counts {counts['tokens']} tokens and {counts['bytes']} bytes")
+        tokenizer = load_tokenizer(path / "tokenizer.json")
+        if manifest["vocab_size"] != tokenizer.vocab_size:
+            raise ValueError(f"it has {manifest['vocab_size']} tokens, but tokenizer.json {tokenizer.vocab_size}")
+        return Dataset(path, manifest, tokenizer, splits["train"], splits["val"])
+    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise _unusable(path, error) from None
+
+
+def _unusable(path: Path, error: Exception) -> ValueError:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return ValueError(f"{path} can't be used ({reason}); prepare it again with --force --out {path}")
 
 
 def _open_shard(path: Path, tokens: int, dtype: str) -> np.ndarray:
     array = np.load(path, mmap_mode="r")
-    if array.shape != (tokens,) or array.dtype != dtype:
+    if dtype not in ("uint16", "uint32") or array.shape != (tokens,) or array.dtype != dtype:
         raise ValueError(f"{path.name} holds {array.dtype} {array.shape}, not {dtype} ({tokens},)")
+    if path.stat().st_size != array.offset + array.nbytes:
+        raise ValueError(f"{path.name} has {path.stat().st_size} bytes, not {array.offset + array.nbytes}")
     return array
+
+
+def verify_dataset(dataset: Dataset, again: bool) -> None:
+    """Check every token: the shards' hashes, and that each id is in the vocabulary. Raises ValueError if not so.
+
+    Once is enough for files that have not been touched since, unless again: ``verified.json`` beside them remembers.
+    """
+    path, known = dataset.path, dataset.path / "verified.json"
+    shards = [shard for split in ("train", "val") for shard in dataset.manifest["splits"][split]["shards"]]
+    stats = [(path / name).stat() for name in ("manifest.json", *(shard["file"] for shard in shards))]
+    now = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
+    with contextlib.suppress(OSError, ValueError):
+        if not again and read_json(known) == now:
+            return
+    try:
+        for shard, array in zip(shards, (*dataset.train.arrays, *dataset.val.arrays), strict=True):
+            if sha256(path / shard["file"]) != shard["sha256"]:
+                raise ValueError(f"{shard['file']} is not as it was written")
+            largest = max((int(array[i : i + 2**24].max()) for i in range(0, len(array), 2**24)), default=0)
+            if largest >= dataset.tokenizer.vocab_size:
+                raise ValueError(f"{shard['file']} has token {largest} of {dataset.tokenizer.vocab_size}")
+    except ValueError as error:
+        raise _unusable(path, error) from None
+    with contextlib.suppress(OSError):  # a folder that is only read is verified each time
+        write_json(known, now)
 
 
 class ShardWriter:

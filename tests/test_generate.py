@@ -112,5 +112,5 @@ def test_decoding_compiles_into_one_graph_whatever_the_length():
     model = randomised(SMALL).eval()
     prompt = torch.randint(SMALL.vocab_size, (2, 3))
     plain = decoded(model, prompt, max_new_tokens=30, temperature=0)
-    model.compile(dynamic=True, fullgraph=True, backend="aot_eager")
+    model.compile(dynamic=True, fullgraph=True, backend="eager")
     assert decoded(model, prompt, max_new_tokens=30, temperature=0) == plain

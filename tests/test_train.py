@@ -79,7 +79,7 @@ def test_the_whole_road(run, tmp_path):
         "Validation loss" in done.stdout and "bits per byte" in done.stdout and "python sample.py out/n" in done.stdout
     )
     out = tmp_path / "out" / "n"
-    assert {path.name for path in out.iterdir()} == {"config.toml", "metrics.jsonl", "loss.png", "checkpoints"}
+    assert {path.name for path in out.iterdir()} == {".lock", "config.toml", "metrics.jsonl", "loss.png", "checkpoints"}
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     losses, validation = records(out, "train_loss"), records(out, "val_loss")
     assert list(losses) == list(range(1, 61)) and list(validation) == [30, 60]
@@ -156,17 +156,18 @@ def test_accumulated_micro_batches_are_the_whole_batch(trained):
         assert records(parts, "grad_norm") == pytest.approx(records(whole, "grad_norm"), rel=1e-3)
 
 
-@pytest.mark.parametrize("processes", [2])
-def test_processes_under_torchrun_are_one_run(trained, tmp_path, data, processes):
-    one = trained("one", "--steps", 10)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command += [str(ROOT / "train.py"), "--data", str(data), "--out", str(tmp_path / "many"), *TINY, "--steps", "10"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("A sample:") == 1  # only the first process speaks
-    assert records(tmp_path / "many", "train_loss") == pytest.approx(records(one, "train_loss"), abs=1e-5)
-    assert records(tmp_path / "many", "val_loss") == pytest.approx(records(one, "val_loss"), abs=1e-5)
+def test_float16_scales_its_loss_and_learns(trained):
+    run = trained("half", "--steps", 30, "--dtype", "float16")
+    exact = records(trained("exact", "--steps", 30, "--dtype", "float32"), "train_loss")
+    assert records(run, "train_loss")[30] == pytest.approx(exact[30], abs=0.05)
+    scale = dict(newest_checkpoint(run, print).optimizer())["guard.loss_scale"]
+    assert scale == 2**16 * 0.5 ** records(run, "skipped_steps")[30]
+
+
+def test_a_plan_says_what_a_run_takes_and_makes_nothing(run, tmp_path, data):
+    said = run("train.py", "--data", data, "--out", "planned", "--plan", *TINY)
+    assert said.returncode == 0 and "run    400 steps of 64 tokens" in said.stdout and "epochs" in said.stdout
+    assert not (tmp_path / "planned").exists()
 
 
 def test_evaluation_is_the_mean_over_every_token_of_the_split(trained, data):
