@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 NORM_EPSILON = 1e-6
 ROPE_BASE = SINUSOID_BASE = 10_000.0
+LONGEST_CONTEXT = 2**24  # beyond any use: tables of positions are made before weights are looked at
 LONGEST_PLAIN = 512  # positions up to which a CPU's bfloat16 attention holds all T × T weights
 WORTH_PACKING = 2**18  # elements of a weight; measured, smaller ones come from the processor's cache in any layout
 LOGITS_AT_ONCE = 2**25  # elements of (rows, V) float32 logits that may exist at one time: 128 MiB
@@ -55,6 +56,8 @@ class ModelConfig:
         for name in ("context_length", "num_layers", "num_heads", "d_model"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.context_length > LONGEST_CONTEXT:
+            raise ValueError(f"context_length is {self.context_length}; it must be at most {LONGEST_CONTEXT}")
         if self.d_model % self.num_heads:
             raise ValueError(f"d_model {self.d_model} does not divide into {self.num_heads} heads; change one of them")
         if self.position == "rope" and self.head_dim % 2:

@@ -15,7 +15,7 @@ from engine.checkpoint import Checkpoint, best_path, open_checkpoint
 from engine.generate import TextStream, generate, opening, stream
 from engine.parallel import choose_device
 from engine.report import draw_attention
-from engine.settings import parse, run_command
+from engine.settings import override, parse, run_command
 from engine.tokenizer import Tokenizer, load_tokenizer
 from model import GPT, ModelConfig
 
@@ -84,9 +84,18 @@ def find_checkpoint(path: Path) -> Checkpoint:
 
 
 def load_model(found: Checkpoint) -> GPT:
-    """The model as it was at the checkpoint, ready to predict."""
-    model = GPT(ModelConfig(**found.state["model"]))
-    model.load_state_dict(dict(found.model()))
+    """The model as it was at the checkpoint, ready to predict. Raises ValueError if its files don't fit each other."""
+    weights, shape = dict(found.model()), found.state["model"]
+    try:
+        config = override(ModelConfig(), shape, str(found.path / "state.json"))
+        if config.num_layers * config.num_heads > len(weights):
+            raise RuntimeError(f"{len(weights)} tensors can't be {config.num_layers} layers")
+        with torch.device("meta"):  # nothing is made before it is known that the weights fit
+            model = GPT(config)
+        model.load_state_dict(weights, assign=True)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{found.path} is damaged: its weights don't fit its state.json ({reason})") from None
     return model.eval()
 
 

@@ -254,6 +254,8 @@ def restore(run: Run) -> None:
     if world.is_first and checkpoint.list_checkpoints(config.out) and not resume:
         raise ValueError(f"{config.out} already holds checkpoints; go on with --resume, or choose another --out")
     found = checkpoint.newest_checkpoint(config.out, run.say) if resume and world.is_first else None
+    if found and sha256(found.path / "tokenizer.json") != run.dataset.manifest["tokenizer"]["sha256"]:
+        raise ValueError(f"{found.path} is damaged: its tokenizer.json is not the one of {run.dataset.path}")
     state = world.tell(found.state if found else None)
     if state:
         check_same_run(run, state)

@@ -86,10 +86,12 @@ def save_checkpoint(
     """Write ``checkpoints/step-…`` of a run, whole or not at all; then prune. Returns its path."""
     path = folder(run, state["step"])
     with new_directory(path) as directory:
-        safetensors.torch.save_file({k: v.contiguous() for k, v in model.items()}, directory / "model.safetensors")
-        safetensors.torch.save_file(
-            {k: v.contiguous() for k, v in optimizer.items()}, directory / "optimizer.safetensors"
-        )
+        try:
+            for name, tensors in (("model", model), ("optimizer", optimizer)):
+                tensors = {key: value.contiguous() for key, value in tensors.items()}
+                safetensors.torch.save_file(tensors, directory / f"{name}.safetensors")
+        except safetensors.SafetensorError as error:  # its way to say that the disk is full, say
+            raise OSError(f"{path} can't be written ({error})") from None
         write_json(directory / "state.json", state)
         save_tokenizer(directory / "tokenizer.json")
         files = {file.name: sha256(file) for file in sorted(directory.iterdir())}

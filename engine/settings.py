@@ -55,7 +55,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The keys of a TOML file. Raises ValueError if it is not one."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from None
 
 
@@ -71,6 +71,8 @@ def flatten(config: Any) -> dict[str, Any]:
 def override(config: Any, values: dict[str, Any], source: str) -> Any:
     """The dataclass with some fields, nested ones too, replaced; ValueError names the source for what does not fit."""
     known = flatten(config)
+    if not isinstance(values, dict):
+        raise ValueError(f"{source}: settings are names and values, not {values!r}")
     for name in values:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
@@ -162,4 +164,5 @@ def run_command(main: Callable[[], int | None]) -> None:
         if raised_in.parent not in (commands, engine):
             raise
         print(f"error: {error}", file=sys.stderr)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said and saved: a late Ctrl-C has nothing to stop
     sys.exit(code)

@@ -1,6 +1,7 @@
 """What several modules' tests share."""
 
 import argparse
+import os
 import random
 import string
 import subprocess
@@ -9,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+os.environ["OMP_NUM_THREADS"] = "1"  # models this small only wait for a second thread, here and in the commands
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"

@@ -23,7 +23,7 @@ from prepare import PrepareConfig, prepare
 SHAPE = "--num-layers 2 --num-heads 2 --d-model 16 --context-length 16 --batch-size 12 --warmup-steps 2 --log-every 1"
 SHAPE = [*SHAPE.split(), "--eval-tokens", "500", "--device", "cpu", "--dtype", "float32"]
 STEPS = 50
-LONGER = ["--steps", 200, "--save-every", 20, "--eval-every", 200]  # long enough to be hit on the way
+LONGER = ["--steps", 150, "--save-every", 20, "--eval-every", 150]  # long enough to be hit on the way
 KINDS = {  # what runs on 1 process, and alike on 2, 3 and 4
     "ddp-muon": ["--parallel", "ddp"],
     "fsdp-muon": ["--parallel", "fsdp"],

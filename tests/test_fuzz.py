@@ -1,0 +1,198 @@
+"""Every parser of ours on what no one would write: a result, or a ValueError of one line.
+
+FUZZ_CASES=10000 pytest tests/test_fuzz.py      as many cases for each
+"""
+
+import copy
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+
+import train
+from engine.checkpoint import open_checkpoint
+from engine.corpus import Source, documents
+from engine.files import sha256, write_json
+from engine.settings import load_settings
+from engine.shards import open_dataset
+from engine.tokenizer import (
+    ByteTokenizer,
+    CharTokenizer,
+    from_huggingface,
+    load_tokenizer,
+    named_tokenizer,
+    train_bpe,
+    untrained_bpe,
+)
+from prepare import PrepareConfig, prepare
+from sample import SampleConfig, load_model, read_prompt
+
+CASES = int(os.environ.get("FUZZ_CASES", 100))
+fuzz = settings(max_examples=CASES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+
+numbers = st.one_of(st.integers(), st.floats(), st.sampled_from([0, 1, -1, 2**31, 2**63, 10**30]))
+names = st.one_of(st.text(max_size=8), st.sampled_from(["file", "tokens", "char", "bpe", "../x", "uint16", "train"]))
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), numbers, names),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(names, inner, max_size=4)),
+    max_leaves=8,
+)
+
+
+@st.composite
+def changed(draw, original):
+    """A JSON value with one part, at a place drawn, made another or taken away."""
+    result = holder = {"": copy.deepcopy(original)}
+    key = ""
+    while isinstance(holder[key], dict | list) and holder[key] and draw(st.integers(0, 3)):
+        holder = holder[key]
+        key = draw(st.sampled_from(sorted(holder) if isinstance(holder, dict) else range(len(holder))))
+    if isinstance(holder, dict) and key and not draw(st.integers(0, 3)):
+        del holder[key]
+    else:
+        holder[key] = draw(values)
+    return result[""]
+
+
+def refused_cleanly(parse, *arguments) -> None:
+    """Whatever comes, no other error than one that a user can read."""
+    try:
+        parse(*arguments)
+    except ValueError as error:
+        assert "\n" not in str(error), str(error)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("fuzz")
+    (folder / "text.txt").write_text("0 is followed by 1.\n" * 200, encoding="utf-8")
+    prepare(PrepareConfig(inputs=(str(folder / "text.txt"),), tokenizer="byte", out=folder / "data"))
+    flags = f"--data {folder}/data --out {folder}/run --steps 1 --num-layers 1 --num-heads 1 --d-model 8 --device cpu"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["train.py", *flags.split(), "--context-length", "8", "--batch-size", "2"])
+        patch.setattr(train, "conclude", lambda run: run.saver.wait())
+        train.main()
+    return folder
+
+
+def test_dataset_manifests(place):
+    path = place / "data" / "manifest.json"
+    original = path.read_bytes()
+
+    @fuzz
+    @given(st.one_of(changed(json.loads(original)).map(json.dumps).map(str.encode), st.binary(max_size=50)))
+    def check(content):
+        path.write_bytes(content)
+        refused_cleanly(open_dataset, place / "data")
+
+    check()
+    path.write_bytes(original)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json"])
+def test_checkpoints(place, name):
+    folder = next((place / "run" / "checkpoints").iterdir())
+    originals = {name: (folder / name).read_bytes() for name in ("manifest.json", "state.json")}
+    manifest = json.loads(originals["manifest.json"])
+
+    @fuzz
+    @given(st.one_of(changed(json.loads(originals[name])).map(json.dumps).map(str.encode), st.binary(max_size=50)))
+    def check(content):
+        (folder / name).write_bytes(content)
+        if name == "state.json":
+            manifest["files"][name] = sha256(folder / name)
+            write_json(folder / "manifest.json", manifest)
+        refused_cleanly(lambda: load_model(open_checkpoint(folder)))
+
+    check()
+    for name, content in originals.items():
+        (folder / name).write_bytes(content)
+
+
+def test_settings(tmp_path):
+    path = tmp_path / "config.toml"
+    keys = st.one_of(st.sampled_from(["steps", "batch_size", "d_model", "dropout", "data", "dtype", "compile"]), names)
+    pairs = st.dictionaries(keys, values, max_size=4).map(
+        lambda pairs: "".join(f"{key} = {json.dumps(value)}\n" for key, value in pairs.items())
+    )
+
+    @fuzz
+    @given(st.one_of(pairs.map(lambda text: text.encode("utf-8", "surrogatepass")), st.binary(max_size=60)))
+    def check(content):
+        path.write_bytes(content)
+        refused_cleanly(load_settings, train.TrainConfig, [str(path)])
+
+    check()
+
+
+def test_tokenizer_files(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    originals = []
+    for tokenizer in (CharTokenizer("abc"), ByteTokenizer(), train_bpe(["abc abd " * 9], 259)):
+        tokenizer.save(path)
+        originals.append(json.loads(path.read_text()))
+
+    @fuzz
+    @given(st.one_of(*(changed(original).map(json.dumps).map(str.encode) for original in originals), st.binary()))
+    def check(content):
+        path.write_bytes(content)
+        refused_cleanly(lambda: load_tokenizer(path).encode("abc"))
+
+    check()
+
+
+def test_prompts(tmp_path):
+    path = tmp_path / "prompt.txt"
+    known = [CharTokenizer("abc"), ByteTokenizer()]
+
+    @fuzz
+    @given(st.one_of(st.binary(max_size=60), st.text(max_size=60).map(str.encode)))
+    def check(content):
+        path.write_bytes(content)
+        for tokenizer in known:
+            config = SampleConfig(tmp_path, prompt_file=path)
+            refused_cleanly(lambda config=config, tokenizer=tokenizer: tokenizer.encode(read_prompt(config)))
+
+    check()
+
+
+def test_jsonl(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    lines = st.lists(st.one_of(values.map(json.dumps), st.text(max_size=20), st.just('{"text": "abc"}')), max_size=4)
+
+    @fuzz
+    @given(
+        st.one_of(lines.map("\n".join).map(lambda text: text.encode("utf-8", "surrogatepass")), st.binary(max_size=60))
+    )
+    def check(content):
+        path.write_bytes(content)
+        refused_cleanly(lambda: ["".join(d()) for d in documents(Source(path, path.name), "text", "strict")])
+
+    check()
+
+
+def test_ten_thousand_strings_come_back_from_every_tokenizer(strings, code, tiktoken_cache):
+    chance = random.Random(1)
+    pool = sorted({character for text in strings for character in text})
+    texts = ["".join(chance.choices(pool, k=chance.randrange(12))) for _ in range(10_000)]
+    trained = untrained_bpe()
+    trained.train_from_iterator([code], BpeTrainer(vocab_size=1000, initial_alphabet=ByteLevel.alphabet()))
+    bpe = from_huggingface(trained)
+    for text, theirs in zip(texts, trained.encode_batch(texts), strict=True):
+        assert bpe.encode(text).tolist() == theirs.ids
+    for tokenizer in (CharTokenizer("".join(pool)), ByteTokenizer(), bpe, named_tokenizer("gpt2")):
+        for text in texts:
+            assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_lone_surrogates_are_refused_by_every_tokenizer(code, tiktoken_cache):
+    for tokenizer in (ByteTokenizer(), train_bpe([code], 300), named_tokenizer("gpt2")):
+        for text in ("\ud800", "a\udfff", "\udc00\ud800"):
+            with pytest.raises(ValueError, match="half of a character"):
+                tokenizer.encode(text)
