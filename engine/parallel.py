@@ -14,9 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # glibc's <malloc.h>
@@ -97,6 +94,9 @@ class World:
         """
         if not self.sharded:
             return make().to(self.device)
+        from torch.distributed.device_mesh import init_device_mesh  # half a second, which sample.py need not wait
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
         with torch.device("meta"):
             model = make()
         mesh = init_device_mesh(self.device.type, (self.size,))
@@ -126,7 +126,7 @@ class World:
 
     def part(self, whole: Tensor, like: Tensor) -> Tensor:
         """What this process holds of a whole tensor: all, or its rows if it holds rows of the parameter ``like``."""
-        if not isinstance(like, DTensor):
+        if not in_parts(like):
             return whole
         height = -(-len(whole) // self.size)
         return whole[height * self.rank : height * (self.rank + 1)]
@@ -150,7 +150,7 @@ class World:
         """On the first process, every tensor whole and on the CPU if it was in parts; on the others nothing."""
         result = {}
         for name, tensor in tensors.items():
-            whole = tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor.detach()
+            whole = tensor.full_tensor().cpu() if in_parts(tensor) else tensor.detach()
             if self.is_first:
                 result[name] = whole
         return result
@@ -189,14 +189,19 @@ class World:
 ALONE = World(0, 1, torch.device("cpu"))
 
 
+def in_parts(tensor: Tensor) -> bool:
+    """Whether this is a DTensor, of which each process holds its rows."""
+    return hasattr(tensor, "full_tensor")
+
+
 def local(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if in_parts(tensor) else tensor
 
 
 def part_of(parameter: Tensor) -> Tensor:
     """The tensor that an optimizer moves for a parameter: itself, or this process's rows of it."""
-    if not isinstance(parameter, DTensor):
+    if not in_parts(parameter):
         return parameter
     part = local(parameter).detach()
     part.whole_rows = len(parameter)
@@ -216,8 +221,10 @@ def whole_rows(part: Tensor) -> int:
 
 def spread_like(value: Tensor, parameter: Tensor) -> Tensor:
     """An optimizer's memory of a part, as a part of the same whole; a count stays what it is."""
-    if not isinstance(parameter, DTensor) or not value.ndim:
+    if not in_parts(parameter) or not value.ndim:
         return value
+    from torch.distributed.tensor import DTensor
+
     place = {"shape": parameter.shape, "stride": parameter.stride()}
     return DTensor.from_local(value, parameter.device_mesh, parameter.placements, **place)
 
@@ -293,6 +300,6 @@ def processes(device: str, parallel: str = "ddp", timeout: float = 600) -> Itera
 
 def averaging(model: nn.Module, now: bool) -> contextlib.AbstractContextManager:
     """Around a backward pass: average gradients over the processes now, or leave it to a later micro-batch."""
-    if isinstance(model, FSDPModule):
+    if hasattr(model, "set_requires_gradient_sync"):  # sharded
         model.set_requires_gradient_sync(now)
     return contextlib.nullcontext() if now or not isinstance(model, DistributedDataParallel) else model.no_sync()
