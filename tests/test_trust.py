@@ -311,7 +311,7 @@ def test_a_second_writer_is_told_who_was_first_and_a_closed_terminal_saves(place
 
 
 def test_a_second_ctrl_c_stops_at_once(place, tmp_path, monkeypatch):
-    process = started(tmp_path / "run", place / "data", "--batch-size", 20_000, "--save-every", 1)
+    process = started(tmp_path / "run", place / "data", "--batch-size", 5_000, "--save-every", 1)
     for _ in range(2):
         process.send_signal(signal.SIGINT)
         time.sleep(0.2)
