@@ -116,7 +116,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     manifest = read_json(path / "manifest.json")
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if found != FORMAT:
-        raise ValueError(f"{path} has format {found}, but this version reads {FORMAT}")
+        raise ValueError(f"{path} has format {found!r}, but this version reads {FORMAT}")
     files = manifest.get("files")
     if not isinstance(files, dict) or not files.keys() >= FILES:
         raise ValueError(f"{path} is damaged: its manifest.json does not list {', '.join(sorted(FILES))}")

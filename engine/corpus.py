@@ -197,7 +197,7 @@ def _text_of(line: bytes, field: str, errors: str, where: str) -> str:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON ({error})") from None
     except (KeyError, TypeError, IndexError):
-        found = f"has only {', '.join(record)}" if isinstance(record, dict) else "is not an object"
+        found = f"has only {', '.join(map(repr, record))}" if isinstance(record, dict) else "is not an object"
         raise ValueError(f"{where} {found}; it should have the field {field!r} (see --field)") from None
     if not isinstance(text, str):
         raise ValueError(f"{where}: the field {field!r} is not text (see --field)")

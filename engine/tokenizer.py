@@ -21,6 +21,7 @@ BPE_PATTERN = (
     r"'(?:[sdmtSDMT]|ll|LL|ve|VE|re|RE)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+LARGEST = 2**24  # no vocabulary is so large
 SMALLEST_BPE = 256 + 1  # every byte, and the end of text
 
 
@@ -212,15 +213,18 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer saved at path. Raises ValueError if the file is no tokenizer of ours."""
     saved = read_json(path)
     if isinstance(saved, dict) and saved.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {saved.get('format')}, but this version reads {FORMAT}; prepare again")
+        raise ValueError(f"{path} has format {saved.get('format')!r}, but this version reads {FORMAT}; prepare again")
     try:
         if saved["kind"] == "char":
             return CharTokenizer(saved["characters"])
         if saved["kind"] == "byte":
             return ByteTokenizer()
         ranks = {base64.b64decode(token): rank for rank, token in enumerate(saved["tokens"].split(" ")) if token}
-        return BPETokenizer(
-            saved["kind"], _encoding(saved["kind"], saved["pattern"], ranks, dict(saved["special_tokens"]))
-        )
+        special = dict(saved["special_tokens"])
+        if not all(bytes((byte,)) in ranks for byte in range(256)):  # tiktoken would panic
+            raise ValueError("its tokens lack a byte")
+        if not all(0 <= number < LARGEST for number in special.values()):
+            raise ValueError(f"its special tokens are not numbers below {LARGEST}")
+        return BPETokenizer(saved["kind"], _encoding(saved["kind"], saved["pattern"], ranks, special))
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the data again") from None

@@ -157,8 +157,9 @@ def long(folder: Path, steps: int) -> None:
             pages = int(Path(f"/proc/{child}/statm").read_text().split()[1])
             seen.append((pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(os.listdir(f"/proc/{child}/fd"))))
         time.sleep(0.2)
-    early, late = seen[len(seen) // 10], seen[-3]
-    print(f"{steps} steps: {early[0]:.1f} MiB and {early[1]} open files at a tenth, {late[0]:.1f} and {late[1]} late")
+    early, late = seen[len(seen) // 10], seen[len(seen) * 9 // 10]
+    told = [f"{memory:.1f} MiB and {files} open files" for memory, files in (early, late)]
+    print(f"{steps} steps: {told[0]} at a tenth of the way, {told[1]} at nine tenths")
     assert newest_checkpoint(folder / "long", print).step == steps
     assert late[0] < early[0] * 1.05 + 5 and late[1] <= early[1] + 2
 

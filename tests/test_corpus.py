@@ -167,7 +167,7 @@ def test_jsonl_from_another_field(tmp_path: Path):
     "line, message",
     [
         (b'{"text": "cut', "is not JSON"),
-        (b'{"body": "b", "id": 1}', "has only body, id; it should have the field 'text'"),
+        (b'{"body": "b", "id": 1}', "has only 'body', 'id'; it should have the field 'text'"),
         (b'["text"]', "is not an object"),
         (b"7", "is not an object"),
         (b'{"text": 7}', "the field 'text' is not text"),
