@@ -219,12 +219,17 @@ def load_tokenizer(path: Path) -> Tokenizer:
             return CharTokenizer(saved["characters"])
         if saved["kind"] == "byte":
             return ByteTokenizer()
-        ranks = {base64.b64decode(token): rank for rank, token in enumerate(saved["tokens"].split(" ")) if token}
+        tokens = saved["tokens"].split(" ")
+        ranks = {base64.b64decode(token, validate=True): rank for rank, token in enumerate(tokens) if token}
         special = dict(saved["special_tokens"])
-        if not all(bytes((byte,)) in ranks for byte in range(256)):  # tiktoken would panic
-            raise ValueError("its tokens lack a byte")
+        if b"" in ranks or not all(bytes((byte,)) in ranks for byte in range(256)):  # tiktoken would panic
+            raise ValueError("a token is empty, or a byte has none")
         if not all(0 <= number < LARGEST for number in special.values()):
             raise ValueError(f"its special tokens are not numbers below {LARGEST}")
         return BPETokenizer(saved["kind"], _encoding(saved["kind"], saved["pattern"], ranks, special))
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); prepare the data again") from None
+    except BaseException as error:  # a panic of tiktoken's Rust is no Exception
+        known = (KeyError, TypeError, AttributeError, ValueError, OverflowError)
+        if not isinstance(error, known) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{path} is damaged ({reason}); prepare the data again") from None
