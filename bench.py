@@ -50,6 +50,7 @@ class BenchConfig:
 
 
 def main() -> None:
+    """Measure the stages that the command line names; the last line printed is JSON."""
     config = parse(BenchConfig)
     device = choose_device(config.device)
     keep_freed_memory()

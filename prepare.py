@@ -52,6 +52,7 @@ class PrepareConfig:
 
 
 def main() -> None:
+    """Prepare or merge as the command line says, and say what to do next."""
     config = parse(PrepareConfig)
     out, changed = merge(config) if config.merge else prepare(config)
     if not changed:

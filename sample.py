@@ -51,6 +51,7 @@ class SampleConfig:
 
 
 def main() -> None:
+    """Write, or draw attention, as the command line says."""
     config = parse(SampleConfig)
     device = choose_device(config.device)
     found = find_checkpoint(config.path)

@@ -119,6 +119,7 @@ class Run:
 
 
 def main() -> int:
+    """Train as the command line says; returns the exit code."""
     config = load_settings(TrainConfig)
     if config.plan:
         print(plan(config))

@@ -276,7 +276,6 @@ def processes(device: str, parallel: str = "ddp", timeout: float = 600) -> Itera
     """This process's World: alone, or one of those that torchrun started, joined until the block ends.
 
     A process that waits longer than timeout seconds for another gives up with an error; torchrun then ends them all.
-    Raises ValueError for sharding with a single process.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     chosen = choose_device(device)
