@@ -60,12 +60,21 @@ def changed(draw, original):
     return result[""]
 
 
+refusals: list[ValueError] = []
+
+
+@pytest.fixture(autouse=True)
+def none_refused_yet():
+    refusals.clear()
+
+
 def refused_cleanly(parse, *arguments) -> None:
     """Whatever comes, no other error than one that a user can read."""
     try:
         parse(*arguments)
     except ValueError as error:
         assert "\n" not in str(error), str(error)
+        refusals.append(error)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +101,7 @@ def test_dataset_manifests(place):
         refused_cleanly(open_dataset, place / "data")
 
     check()
+    assert refusals
     path.write_bytes(original)
 
 
@@ -111,6 +121,7 @@ def test_checkpoints(place, name):
         refused_cleanly(lambda: load_model(open_checkpoint(folder)))
 
     check()
+    assert refusals
     for name, content in originals.items():
         (folder / name).write_bytes(content)
 
@@ -129,6 +140,7 @@ def test_settings(tmp_path):
         refused_cleanly(load_settings, train.TrainConfig, [str(path)])
 
     check()
+    assert refusals
 
 
 def test_tokenizer_files(tmp_path):
@@ -145,6 +157,7 @@ def test_tokenizer_files(tmp_path):
         refused_cleanly(lambda: load_tokenizer(path).encode("abc"))
 
     check()
+    assert refusals
 
 
 def test_prompts(tmp_path):
@@ -160,6 +173,7 @@ def test_prompts(tmp_path):
             refused_cleanly(lambda config=config, tokenizer=tokenizer: tokenizer.encode(read_prompt(config)))
 
     check()
+    assert refusals
 
 
 def test_jsonl(tmp_path):
@@ -175,6 +189,7 @@ def test_jsonl(tmp_path):
         refused_cleanly(lambda: ["".join(d()) for d in documents(Source(path, path.name), "text", "strict")])
 
     check()
+    assert refusals
 
 
 def test_ten_thousand_strings_come_back_from_every_tokenizer(strings, code, tiktoken_cache):
