@@ -1,9 +1,6 @@
-"""Checkpoints: a run's whole state at one step, in a folder that is complete or not there."""
+"""One checkpoint: a run's whole state at one step, in a folder that is complete or not there."""
 
-import contextlib
-import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +11,10 @@ from torch import Tensor
 
 from engine.files import inside, new_directory, read_json, sha256, write_json
 
+Tensors = dict[str, Tensor]  # by their names
 FORMAT = 1
 FILES = {"model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json"}
 STATE = {"step", "model", "settings", "documents", "elapsed_seconds", "best_val_loss", "data_sha256"}
-KEPT = 2  # the newest so many, and the best
 
 
 @dataclass(frozen=True)
@@ -49,42 +46,10 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
         raise ValueError(f"{path} is damaged ({error})") from None
 
 
-class Saver:
-    """Writes a run's checkpoints in the background, one after the other: training waits only for a copy of the state.
-
-    An error in the background is raised by whatever is called next.
-    """
-
-    def __init__(self, run: Path, save_tokenizer: Callable[[Path], None]):
-        self.run, self.save_tokenizer = run, save_tokenizer
-        self.thread = ThreadPoolExecutor(1)
-        self.pending: Future | None = None
-
-    def save(self, state: dict[str, Any], model: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
-        """Begin to write ``checkpoints/step-…``, whole or not at all; then prune.
-
-        state must hold ``step``; ``val_loss``, if measured at that step, decides which is the best.
-        """
-        self.wait()
-        copies = [{name: tensor.to("cpu", copy=True) for name, tensor in part.items()} for part in (model, optimizer)]
-        self.pending = self.thread.submit(save_checkpoint, self.run, state, *copies, self.save_tokenizer)
-
-    def wait(self) -> None:
-        """Go on when everything is on the disk."""
-        if self.pending:
-            self.pending.result()
-
-    def check(self) -> None:
-        """Raise the error that the background met, if it did."""
-        if self.pending and self.pending.done():
-            self.pending.result()
-
-
-def save_checkpoint(
-    run: Path, state: dict[str, Any], model: dict[str, Tensor], optimizer: dict[str, Tensor], save_tokenizer: Callable
-) -> Path:
-    """Write ``checkpoints/step-…`` of a run, whole or not at all; then prune. Returns its path."""
-    path = folder(run, state["step"])
+def write_checkpoint(
+    path: Path, state: dict[str, Any], model: Tensors, optimizer: Tensors, save_tokenizer: Callable[[Path], None]
+) -> None:
+    """Write a checkpoint, whole or not at all. Raises OSError if it can't be written."""
     with new_directory(path) as directory:
         try:
             for name, tensors in (("model", model), ("optimizer", optimizer)):
@@ -96,17 +61,6 @@ def save_checkpoint(
         save_tokenizer(directory / "tokenizer.json")
         files = {file.name: sha256(file) for file in sorted(directory.iterdir())}
         write_json(directory / "manifest.json", {"format": FORMAT, "files": files})
-    prune(run)
-    return path
-
-
-def folder(run: Path, step: int) -> Path:
-    return run / "checkpoints" / f"step-{step:08d}"
-
-
-def list_checkpoints(run: Path) -> list[Path]:
-    """The checkpoint folders of a run, oldest first."""
-    return sorted((run / "checkpoints").glob("step-*"))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -127,44 +81,5 @@ def open_checkpoint(path: Path) -> Checkpoint:
             raise ValueError(f"{path} is damaged: {name} is not as it was written")
     state = read_json(path / "state.json")
     if not isinstance(state, dict) or not state.keys() >= STATE:
-        raise ValueError(f"{path} is damaged: its state.json does not tell {', '.join(sorted(STATE))}")
+        raise ValueError(f"{path} is damaged: its state.json does not have all of {', '.join(sorted(STATE))}")
     return Checkpoint(path, state)
-
-
-def newest_checkpoint(run: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint of a run that is whole, or None if there are none at all; warn is told of those skipped.
-
-    Raises ValueError if there are some and all are damaged.
-    """
-    paths = list_checkpoints(run)
-    for path in reversed(paths):
-        try:
-            return open_checkpoint(path)
-        except ValueError as error:
-            warn(f"skipped: {error}")
-    if paths:
-        raise ValueError(f"every checkpoint in {run} is damaged; remove the folder to start again")
-    return None
-
-
-def best_path(run: Path) -> Path | None:
-    """The checkpoint folder with the lowest validation loss, or the newest if none was validated, or None."""
-    paths, losses = list_checkpoints(run), {}
-    for path in paths:
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # damaged: not for us to tell
-            losses[path] = read_json(path / "state.json").get("val_loss")
-    validated = {path: loss for path, loss in losses.items() if loss is not None}
-    return min(validated, key=validated.get) if validated else (paths or [None])[-1]
-
-
-def prune(run: Path) -> None:
-    """Remove all checkpoints but the newest few that are whole, and the best."""
-    best, whole = best_path(run), 0
-    for path in reversed(list_checkpoints(run)):
-        if whole == KEPT:
-            if path != best:
-                shutil.rmtree(path)
-            continue
-        with contextlib.suppress(ValueError):
-            open_checkpoint(path)
-            whole += 1

@@ -1,17 +1,22 @@
-"""Files that are whole or not there: directories made under another name and renamed, and their hashes."""
+"""Files that are whole or not there: written under another name and renamed; their hashes; a lock on a folder."""
 
 import contextlib
-import fcntl
+import ctypes
 import glob
 import hashlib
 import json
 import os
 import platform
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+import filelock
+
+AT_CURRENT_DIRECTORY, EXCHANGE = -100, 2  # Linux's <fcntl.h> and <linux/fs.h>
 
 
 def sha256(path: Path) -> str:
@@ -20,8 +25,15 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def to_json(value: Any, indent: int | None = None) -> str:
+    """A value as strict JSON, which has no word for what is not finite: NaN and infinity become null."""
+    finite = json.loads(json.dumps(value), parse_constant=lambda name: None)
+    return json.dumps(finite, indent=indent, ensure_ascii=False, allow_nan=False)
+
+
 def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    """Write a value as strict JSON; what is not finite becomes null."""
+    path.write_text(to_json(value, indent=1) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> Any:
@@ -34,35 +46,48 @@ def read_json(path: Path) -> Any:
 
 def inside(folder: Path, name: Any) -> Path:
     """The path of a file that a manifest names. Raises ValueError for a name that leads out of the folder."""
-    if not isinstance(name, str) or name != Path(name).name:
+    if not isinstance(name, str) or name != Path(name).name or name in ("", ".."):
         raise ValueError(f"{folder / 'manifest.json'} names {name!r}, which is no file's name in its folder")
     return folder / name
 
 
-def lock(path: Path) -> IO:
-    """Hold a folder for this process as long as the file that this returns is open; it ends with the process.
-
-    Raises ValueError naming the process that holds it already.
-    """
-    file = open(path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
+def lock(path: Path) -> filelock.FileLock:
+    """Hold a folder until the lock is released or the process ends. Raises ValueError naming another that holds it."""
+    held, owner = filelock.FileLock(path / ".lock"), path / ".lock.owner"
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.seek(0)
-        raise ValueError(f"{path} is in use by process {file.read()}; wait for it, or choose another --out") from None
-    file.truncate(0)
-    file.write(f"{os.getpid()} on {platform.node()}")
-    file.flush()
-    return file
+        held.acquire(blocking=False)
+    except filelock.Timeout:
+        name = owner.read_text(encoding="utf-8") if owner.exists() else "of another machine"
+        raise ValueError(f"{path} is in use by process {name}; wait for it, or choose another --out") from None
+    owner.write_text(f"{os.getpid()} on {platform.node()}", encoding="utf-8")
+    return held
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or a directory's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Wait until a file, or where the system can a directory's list of names, is on the disk."""
+    if sys.platform == "win32" and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Make or replace a file at once and durably: whatever happens, it is as it was, or as it should be."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(content)
+    flush(partial)
+    partial.replace(path)
+    flush(path.parent)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap what two names stand for, at once; False where the system can't."""
+    swap = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
+    names = (AT_CURRENT_DIRECTORY, os.fsencode(one), AT_CURRENT_DIRECTORY, os.fsencode(other))
+    return swap is not None and swap(*names, EXCHANGE) == 0
 
 
 @contextlib.contextmanager
@@ -83,11 +108,12 @@ def new_directory(target: Path) -> Iterator[Path]:
         for path in (*partial.iterdir(), partial):
             path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)  # mkdtemp and safetensors make private ones
             flush(path)
-        replaced = partial.with_name(partial.name + ".old")
-        if target.exists():
-            target.rename(replaced)
-        partial.rename(target)
+        if not target.exists():
+            partial.rename(target)
+        elif not exchange(partial, target):  # no such system call: for a moment nothing is there
+            target.rename(replaced := partial.with_name(f"{partial.name}.old"))
+            partial.rename(target)
+            shutil.rmtree(replaced, ignore_errors=True)
         flush(target.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""Autoregressive decoding: the loop, and how the next token is chosen."""
+"""Autoregressive decoding: the cache of keys and values, the choice of the next token, the loop, tokens → text."""
 
 import codecs
 from collections.abc import Iterator, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
@@ -10,20 +10,42 @@ from torch import Tensor
 from engine.tokenizer import Tokenizer
 
 
-def window_start(length: int, context_length: int) -> int:
-    """The first of ``length`` tokens that the next one is predicted from.
+class Cache:
+    """The keys and values of one block's attention at the positions so far, so that a new token costs only its own."""
 
-    The window grows to context_length, then leaves its older half behind. So a cache serves for half a window of new
-    tokens before it is filled anew, and a model with learned positions goes on too.
+    def __init__(self, batch_size: int, num_heads: int, length: int, head_dim: int, like: Tensor):
+        """Empty, with room for length positions; ``like`` is a tensor of the dtype and device."""
+        self.keys_values = like.new_empty(2, batch_size, num_heads, length, head_dim)  # (2, B, H, length, K)
+        self.length = length
+        self.filled = 0  # positions it holds
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store (B, H, T, K) keys and values of the next T positions; return all so far."""
+        start, self.filled = self.filled, self.filled + key.shape[2]
+        self.keys_values[0, :, :, start : self.filled] = key
+        self.keys_values[1, :, :, start : self.filled] = value
+        return self.keys_values[0, :, :, : self.filled], self.keys_values[1, :, :, : self.filled]
+
+
+def new_caches(model: torch.nn.Module, batch_size: int) -> list[Cache]:
+    """An empty cache for each block of the model, with room for its whole context."""
+    c, like = model.config, next(model.parameters())
+    return [Cache(batch_size, c.num_heads, c.context_length, c.head_dim, like) for _ in range(c.num_layers)]
+
+
+def window_start(length: int, context_length: int) -> int:
+    """The first of ``length`` tokens that the next one is predicted from, whatever the kind of positions.
+
+    The window grows to context_length, then leaves its older half behind: a cache serves for half a window.
     """
     hop = (context_length + 1) // 2
     return -(-max(0, length - context_length) // hop) * hop
 
 
-def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> Tensor:
-    """Draw token ids (B,) from logits (B, V), at temperature 0 the likeliest.
+def choose(logits: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator) -> Tensor:
+    """Draw token ids (B,) from logits (B, V), at temperature 0 the most likely.
 
-    top_k keeps the k likeliest (0: all); top_p the fewest that together have probability p (Holtzman et al. 2020).
+    top_k keeps the k most likely (None: all); top_p the fewest that together have probability p (Holtzman et al. 2020).
     """
     if temperature == 0:
         return logits.argmax(dim=-1)
@@ -41,7 +63,7 @@ def generate(
     prompt: Tensor,
     max_new_tokens: int,
     temperature: float = 1.0,
-    top_k: int = 0,
+    top_k: int | None = None,
     top_p: float = 1.0,
     seed: int = 0,
     never: Sequence[int] = (),
@@ -49,25 +71,24 @@ def generate(
 ) -> Iterator[Tensor]:
     """Continue prompts (B, T), T ≥ 1, token by token: yields (B,) ids, max_new_tokens times.
 
-    The model has ``new_cache(batch_size)`` and ``config.context_length``, and is called with tokens and that cache.
-    ``never`` are ids not to choose. Without the cache the same tokens come, slower: the definition for tests.
+    The model is one that :func:`engine.kernels.for_decoding` returned, or any, slower. ``never`` are ids not to choose.
+    Without the cache the same tokens come, slower still: the definition for tests.
     """
     generator = torch.Generator(prompt.device).manual_seed(seed)
     banned = torch.tensor(list(never), dtype=torch.long, device=prompt.device)
     context_length = model.config.context_length
     tokens = torch.empty(len(prompt), prompt.shape[1] + max_new_tokens, dtype=torch.long, device=prompt.device)
     tokens[:, : prompt.shape[1]] = prompt
-    cache = model.new_cache(len(prompt)) if use_cache else None
+    caches = new_caches(model, len(prompt)) if use_cache else []
     start = None
     for length in range(prompt.shape[1], tokens.shape[1]):
         seen = window_start(length, context_length)
-        if not use_cache:
-            logits = model(tokens[:, seen:length])[:, -1]
-        elif seen == start:
-            logits = model(tokens[:, length - 1 : length], cache=cache)[:, -1]
-        else:
-            start, cache.used = seen, 0
-            logits = model(tokens[:, start:length], cache=cache)[:, -1]
+        if seen != start:
+            start = seen
+            for cache in caches:
+                cache.filled = 0
+        filled = caches[0].filled if caches else 0
+        logits = model(tokens[:, start + filled : length], caches=caches)[:, -1]
         if never:
             logits = logits.index_fill(-1, banned, -torch.inf)
         tokens[:, length] = choose(logits, temperature, top_k, top_p, generator)
@@ -82,6 +103,15 @@ def opening(tokenizer: Tokenizer, documents: int) -> list[int]:
         return tokenizer.encode("\n").tolist()
     except ValueError:  # characters without a new line: any will do
         return [0]
+
+
+def generate_text(
+    model: torch.nn.Module, tokenizer: Tokenizer, prompts: Sequence[list[int]], max_new_tokens: int, **choice: Any
+) -> Iterator[Tensor]:
+    """Continue prompts of one length with ids that stand for text; see :func:`generate`."""
+    never = [*tokenizer.unused_ids(), *range(tokenizer.vocab_size, model.config.vocab_size)]
+    prompt = torch.tensor(prompts, device=next(model.parameters()).device)
+    return generate(model, prompt, max_new_tokens, never=never, **choice)
 
 
 class TextStream:
@@ -100,7 +130,7 @@ class TextStream:
         if token == self.tokenizer.end_of_text:
             return self.end()
         self.held += self.decoder.decode(self.tokenizer.decode_bytes([token]))
-        found = [place for place in (self.held.find(stop) for stop in self.stops) if place >= 0]
+        found = [start for start in (self.held.find(stop) for stop in self.stops) if start >= 0]
         if found:
             self.ended = True
             return self._release(min(found))

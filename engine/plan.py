@@ -1,124 +1,220 @@
-"""What a run takes, on paper: memory, bytes sent, time, for w processes that have m micro-batches each in a step."""
+"""What a run takes, found by tracing its model without weights: memory, bytes sent, time.
 
+w is the number of processes, m that of the micro-batches that each has in a step.
+"""
+
+import functools
 import math
+import weakref
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.benchmark import Timer
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-from engine.optimizer import parameter_group
+from engine.device import mixed_precision
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # bfloat16, dense, from data sheets
 NVLINK = 450e9  # bytes/s that a GPU sends to others of its machine: NVLink 4, from the data sheet
 NETWORK = 50e9  # bytes/s that a GPU sends to other machines: InfiniBand of 400 Gb/s, a port for each GPU
 MACHINE = 8  # GPUs in one
-# The share of matrix products' speed that training reaches. On a 2-core CPU a GPT-2 of 10.7M parameters was measured at
-# 0.72, with Muon it is less; of a GPU's peak, Llama 3 reached 38 to 43% (Grattafiori et al. 2024, table 4).
+# The fraction of matrix products' speed that training reaches. On a 2-core CPU a GPT-2 of 10.7M parameters was measured
+# at 0.72, with Muon it is less; of a GPU's peak, Llama 3 reached 38 to 43% (Grattafiori et al. 2024, table 4).
 REACHED = {"cpu": 2 / 3, "cuda": 0.4, "mps": 0.4}
-KEPT = {"relu": 1, "gelu": 2, "relu2": 2, "swiglu": 4}  # tensors (…, F) that an activation's way back needs
 BYTES = ((1, "B"), (2**10, "KiB"), (2**20, "MiB"), (2**30, "GiB"), (2**40, "TiB"))
 TIME = ((1e-6, "µs"), (1e-3, "ms"), (1, "s"), (60, "min"), (3600, "h"), (86400, "days"), (365.25 * 86400, "y"))
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a model and how it is trained. Weights, gradients and optimizer state are float32."""
+class PeakMemory(TorchDispatchMode):
+    """The most bytes that tensors made inside of it held at one time."""
 
-    config: Any  # the model's, with its sizes
-    parameters: int
-    block: int  # parameters of one block
-    matrices: dict[torch.Size, int]  # how many the blocks have of each shape
-    matrix_weights: int  # parameters of those
+    def __init__(self):
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result, leaves = function(*arguments, **(keywords or {})), torch.utils._pytree.tree_leaves
+        given = {x.untyped_storage()._cdata for x in leaves((arguments, keywords)) if isinstance(x, torch.Tensor)}
+        for x in leaves(result):  # a view, and what is changed in place, was not made here
+            if isinstance(x, torch.Tensor) and (storage := x.untyped_storage())._cdata not in self.sizes.keys() | given:
+                self.sizes[storage._cdata] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._freed, storage._cdata)
+        return result
+
+    def _freed(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
+
+
+class AttentionWithoutDropout(TorchFunctionMode):
+    """Has attention drop nothing: a GPU's kernel drops without keeping anything, which a CPU's can't."""
+
+    def __torch_function__(self, function, types, arguments=(), keywords=None):
+        dropping = function is nn.functional.scaled_dot_product_attention
+        return function(*arguments, **(keywords or {}) | ({"dropout_p": 0.0} if dropping else {}))
+
+
+@dataclass(eq=False)
+class Plan:
+    """A model and how it is trained. Weights, gradients and optimizer state are float32."""
+
+    make: Callable[[int], nn.Module]  # the model with so many blocks, on PyTorch's default device
+    num_layers: int
     batch_size: int = 1  # sequences in a step, over all processes
-    micro_batch_size: int = 0  # the most sequences at once in a process; 0: all it has
+    micro_batch_size: int | None = None  # the most sequences at once in a process; None: all it has
     steps: int = 1
     optimizer: str = "adamw"  # or muon
-    compute_bytes: int = 2  # of a number in matrix products: 4, or 2
-    plain_attention: bool = False  # whether attention keeps its T × T weights for the way back
-    logits_at_once: int = 2**25  # more come in pieces of so many
 
-    @classmethod
-    def of(cls, model: nn.Module, **training: Any) -> "Shape":
-        """That of a model, which may be on the meta device; training: the fields that have defaults."""
-        named = dict(model.named_parameters())
-        matrices = [p.shape for name, p in named.items() if parameter_group(name, p) == "matrix"]
-        block = sum(p.numel() for name, p in named.items() if name.startswith("blocks.0."))
-        total, moved = sum(p.numel() for p in named.values()), sum(size.numel() for size in matrices)
-        return cls(model.config, total, block, Counter(matrices), moved, **training)
+    def __post_init__(self):
+        with torch.device("meta"):
+            self.model = self.make(self.num_layers)
+        named = dict(self.model.named_parameters())
+        matrices = [parameter for name, parameter in named.items() if self.model.rules[name].group == "matrix"]
+        self.parameters = sum(parameter.numel() for parameter in named.values())
+        self.block = sum(parameter.numel() for parameter in self.model.blocks[0].parameters())
+        self.matrices = Counter(matrix.shape for matrix in matrices)  # how many of each shape Muon would move
+        self.matrix_weights = sum(matrix.numel() for matrix in matrices)
 
+    @functools.cache  # noqa: B019
+    def flops_per_token(self) -> float:
+        """Operations of a training step, per token, as PyTorch counts them."""
 
-def flops_per_token(shape: Shape) -> int:
-    """Operations of a training step, per token: 6 a matrix weight, and attention's (Chowdhery et al. 2022, app. B)."""
-    c = shape.config
-    return 6 * (shape.matrix_weights + c.vocab_size * c.d_model) + 12 * c.num_layers * c.d_model * c.context_length
+        def flops(layers: int) -> int:
+            return self._trace(layers, FlopCounterMode(display=False)).get_total_flops()
 
+        with sdpa_kernel(SDPBackend.MATH):  # made of matrix products, all of which are counted
+            return self._over_layers(flops) / self.model.config.context_length
 
-def saved_for_backward(shape: Shape, sequences: int, lean: bool = False, sharded: bool = False) -> int:
-    """Bytes that a micro-batch's forward pass keeps for the way back, parameters apart.
+    @functools.cache  # noqa: B019
+    def activations(self, sequences: int, dtype: torch.dtype, gpu: bool, sharded: bool = False, lean=False) -> float:
+        """The most bytes, weights and gradients apart, of a micro-batch; lean: with activation checkpointing."""
 
-    A token and layer: norms' inputs (2·D, float32); norms' outputs, query, key, value, what attention mixed (6·D); the
-    activation's; copies by RoPE (2·D) and QK-norm (2·D, float32). Once: weights copied, to join heads or by autocast.
-    Lean, with activation checkpointing (Chen et al. 2016): each layer's input, and all that one layer keeps.
-    """
-    c, width, tokens = shape.config, shape.compute_bytes, sequences * shape.config.context_length
-    D, V, dropout, cast = c.d_model, c.vocab_size, c.dropout > 0, 0 if sharded or width == 4 else width
-    narrow = (6 + 2 * (c.position == "rope") + 2 * dropout) * D + KEPT[c.activation] * c.feed_forward_width
-    narrow += shape.plain_attention * (1 + 2 * dropout) * c.num_heads * c.context_length
-    layer = tokens * (narrow * width + (2 + 2 * c.qk_norm) * D * 4) + 3 * D * D * width
-    layers = c.num_layers * tokens * D * 4 + layer if lean else c.num_layers * layer
-    head = tokens * V * 4 + V * D * cast if tokens * V <= shape.logits_at_once else (tokens + V) * D * 4
-    return layers + tokens * D * (8 + width) + head + (shape.matrix_weights - 3 * D * D * c.num_layers) * cast
+        def peak(layers: int) -> int:
+            return self._trace(layers, PeakMemory(), sequences, dtype, sharded, lean).peak
 
+        if not gpu:
+            return self._over_layers(peak)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), AttentionWithoutDropout():  # what a GPU does
+            return self._over_layers(peak)
 
-def memory(shape: Shape, sequences: int, m: int, w: int, sharded: bool, lean: bool = False) -> dict[str, float]:
-    """Bytes that a process needs, by what for, with so many sequences in a micro-batch.
+    def _over_layers(self, count: Callable[[int], float]) -> float:
+        """A count over the whole model. Blocks are alike: what one more takes is seen with few."""
+        if self.num_layers <= 3:
+            return count(self.num_layers)
+        few = count(2)
+        return few + (self.num_layers - 2) * (count(3) - few)
 
-    DDP holds all, and gradients twice: in its buckets too. FSDP holds 1/w; of weights also those around the blocks, of
-    a block and of the next; of gradients also a block's or, while more micro-batches come, all.
-    """
-    c, P, part = shape.config, shape.parameters, w if sharded else 1
-    gathered = shape.compute_bytes * (P - max(0, c.num_layers - 2) * shape.block) if sharded else 0
-    passing = 4 * (P if m > 1 else shape.block) if sharded else 4 * P * (w > 1)
-    state = 8 * P - 4 * shape.matrix_weights * (shape.optimizer == "muon")
-    logits = 8 * min(sequences * c.context_length * c.vocab_size, shape.logits_at_once)  # and their gradient: passing
-    kept = {"weights": 4 * P / part + gathered, "gradients": 4 * P / part + passing, "optimizer state": state / part}
-    return kept | {"activations": saved_for_backward(shape, sequences, lean, sharded) + logits}
+    def _trace(self, layers: int, counter: Any, sequences=1, dtype=torch.float32, sharded=False, lean=False) -> Any:
+        """Show a counter a forward and a backward pass whose tensors have no values; returns the counter."""
+        with torch.device("meta"):
+            model = self.make(layers)
+        if lean:
+            for block in model.blocks:
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        held = dtype if sharded else torch.float32  # FSDP gathers weights in that dtype
+        with torch._subclasses.FakeTensorMode():
+            weights = {name: torch.empty(p.shape, dtype=held) for name, p in model.named_parameters()}
+            model.load_state_dict(weights, assign=True)
+            for parameter in model.parameters():
+                parameter.grad = torch.empty_like(parameter)
+            tokens = torch.zeros(sequences, model.config.context_length, dtype=torch.long)
+            with counter:
+                with mixed_precision(dtype, tokens.device):
+                    loss = model(tokens, tokens)
+                loss.backward()
+        return counter
 
+    def memory(
+        self, sequences: int, m: int, w: int, sharded: bool, dtype=torch.bfloat16, gpu: bool = True, lean: bool = False
+    ) -> dict[str, float]:
+        """Bytes that a process needs, by what for, with so many sequences in a micro-batch.
 
-def traffic(shape: Shape, m: int, w: int, sharded: bool) -> dict[str, float]:
-    """Bytes that each process sends in a step, to gather weights, to sum gradients, and to share out Muon's work.
+        DDP holds all, and gradients twice: in its buckets too. FSDP holds 1/w; of weights also those around the blocks,
+        of a block and of the next; of gradients also a block's or, while more micro-batches come, all.
+        """
+        P, shards = self.parameters, w if sharded else 1
+        gathered = dtype.itemsize * (P - max(0, self.num_layers - 2) * self.block) if sharded else 0
+        passing = 4 * (P if m > 1 else self.block) if sharded else 4 * P * (w > 1)
+        state = 8 * P - 4 * self.matrix_weights * (self.optimizer == "muon")
+        kept = {"weights": 4 * P / shards + gathered, "gradients": 4 * P / shards + passing}
+        activations = self.activations(sequences, dtype, gpu, sharded, lean)
+        return kept | {"optimizer state": state / shards, "activations": activations}
 
-    DDP: a ring all-reduce of float32 gradients. FSDP: all-gathers of weights in each micro-batch, a block's forward and
-    again back; at last a reduce-scatter of float32 gradients. Muon: each process does its share of the matrices of a
-    shape, in 2 bytes; DDP gathers the results, FSDP sends the matrices to that process and back.
-    """
-    others, P = (w - 1) / w, shape.parameters
-    padded = sum(math.ceil(n / w) * w * size.numel() for size, n in shape.matrices.items())
-    shared = others * 2 * padded * (shape.optimizer == "muon")
-    if not sharded:
-        return {"weights": 0.0, "gradients": 2 * others * 4 * P, "muon": shared}
-    weights = m * others * shape.compute_bytes * (P + shape.config.num_layers * shape.block)
-    return {"weights": weights, "gradients": others * 4 * P, "muon": 2 * shared / w}
+    def traffic(self, m: int, w: int, sharded: bool, width: int = 2) -> dict[str, float]:
+        """Bytes that each process sends in a step: to gather weights, to sum gradients, to distribute Muon's work.
+
+        DDP: a ring all-reduce of float32 gradients. FSDP: a reduce-scatter of them, and in each micro-batch all-gathers
+        of weights, twice of a block's. Muon's matrices, of 2 bytes: DDP gathers them, FSDP sends them there and back.
+        """
+        others, P = (w - 1) / w, self.parameters
+        padded = sum(math.ceil(n / w) * w * size.numel() for size, n in self.matrices.items())
+        moved = others * 2 * padded * (self.optimizer == "muon")
+        if not sharded:
+            return {"weights": 0.0, "gradients": 2 * others * 4 * P, "muon": moved}
+        weights = m * others * width * (P + self.num_layers * self.block)
+        return {"weights": weights, "gradients": others * 4 * P, "muon": 2 * moved / w}
+
+    def step_seconds(self, tokens: int, m: int, w: int, sharded: bool, speed: float) -> tuple[float, float]:
+        """Seconds that a step of so many tokens a process computes, at speed FLOP/s, and waits for what is sent.
+
+        Sending, but Muon's, hides behind backward passes (2/3) as it fits: weights in each, gradients in the last.
+        """
+        computing, sent = tokens * self.flops_per_token() / speed, self.traffic(m, w, sharded)
+        hidden, weights = computing / m * 2 / 3, transfer_seconds(sent["weights"], w) / m
+        last = max(0.0, weights + transfer_seconds(sent["gradients"], w) - hidden)
+        return computing, (m - 1) * max(0.0, weights - hidden) + last + transfer_seconds(sent["muon"], w, not sharded)
+
+    def column(self, w: int, sharded: bool, speed: float, dtype=torch.bfloat16, gpu: bool = True) -> dict[str, str]:
+        """The table's cells for w processes at speed FLOP/s each; none if the batch does not divide over them."""
+        rows, most = self.batch_size // w, self.micro_batch_size or self.batch_size
+        if self.batch_size % w:
+            return {}
+        m, sequences = min((rows // n, n) for n in range(1, rows + 1) if rows % n == 0 and n <= most)
+        sizes = self.memory(sequences, m, w, sharded, dtype, gpu)
+        lean = sum(self.memory(sequences, m, w, sharded, dtype, gpu, lean=True).values())
+        sizes |= {"= memory": sum(sizes.values()), "or checkpointing": lean}
+        sizes |= {"sent": sum(self.traffic(m, w, sharded).values())}
+        computing, waiting = self.step_seconds(rows * self.model.config.context_length, m, w, sharded, speed)
+        times = {"computing": computing, "waiting": waiting, "all steps": self.steps * (computing + waiting)}
+        cells = {what: format_amount(n, BYTES) for what, n in sizes.items()}
+        cells |= {what: format_amount(n, TIME) for what, n in times.items()}
+        cells["efficiency"] = f"{computing / (computing + waiting):.0%}"
+        return {"micro-batches": f"{m} × {sequences}"} | cells
+
+    def describe(self, train_tokens: int, device: torch.device, dtype: torch.dtype) -> str:
+        """The plan as text: here, on that device and in that dtype, and on GPUs. train_tokens 0: unknown."""
+        kind, speed, peak = device.type, measure_speed(device, dtype), PEAK_FLOPS["H100"]
+        tokens, fast = self.batch_size * self.model.config.context_length, peak * REACHED["cuda"]
+        columns: dict[str, Any] = {"here": self.column(1, False, speed * REACHED[kind], dtype, kind == "cuda")}
+        columns["1 H100"] = self.column(1, False, fast)
+        for name, w in (("8", 8), ("8×8", 64)):
+            columns |= {f"{name} {how}": self.column(w, how == "fsdp", fast) for how in ("ddp", "fsdp")}
+        rows = {"": columns, **{what: [c.get(what, "–") for c in columns.values()] for what in columns["here"]}}
+        table = "\n".join(f"{what:<17}" + "".join(f"{cell:>10}" for cell in cells) for what, cells in rows.items())
+        epochs = f" ({self.steps * tokens / train_tokens:,.2f} epochs)" if train_tokens else ""
+        return f"""model  {self.parameters:,} parameters, {self.flops_per_token() / 1e9:,.3f} GFLOP a token
+run    {self.steps:,} steps of {tokens:,} tokens = {self.steps * tokens:,}{epochs}
+here   {REACHED[kind]:.0%} of {speed / 1e12:,.2f} TFLOP/s, measured with matrix products on this {kind}
+H100   {REACHED["cuda"]:.0%} of {peak / 1e12:,.0f} TFLOP/s, bfloat16, from the data sheet and not measured;
+       sends {NVLINK / 1e9:.0f} GB/s inside a machine of {MACHINE}, {NETWORK / 1e9:.0f} GB/s out of it
+
+{table}"""
 
 
 def transfer_seconds(sent: float, w: int, ring: bool = True) -> float:
     """Seconds for every process to send so many bytes; of a ring's hops one in eight leaves the machine."""
     leaving = max(0, w - MACHINE) / max(1, w - 1)
     return max(sent / NVLINK, sent * (min(leaving, 1 / MACHINE) if ring else leaving) / NETWORK)
-
-
-def step_seconds(shape: Shape, tokens: int, m: int, w: int, sharded: bool, speed: float) -> tuple[float, float]:
-    """Seconds that a step of so many tokens a process computes, at speed FLOP/s, and waits for what is sent.
-
-    Sending, but Muon's, hides behind backward passes (2/3) as far as it fits: weights in each, gradients in the last.
-    """
-    computing, sent = tokens * flops_per_token(shape) / speed, traffic(shape, m, w, sharded)
-    hidden, weights = computing / m * 2 / 3, transfer_seconds(sent["weights"], w) / m
-    last = max(0.0, weights + transfer_seconds(sent["gradients"], w) - hidden)
-    return computing, (m - 1) * max(0.0, weights - hidden) + last + transfer_seconds(sent["muon"], w, not sharded)
 
 
 def measure_speed(device: torch.device, dtype: torch.dtype) -> float:
@@ -129,41 +225,7 @@ def measure_speed(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 / timer.blocked_autorange(min_run_time=0.3).median
 
 
-def told(amount: float, units: tuple[tuple[float, str], ...]) -> str:
+def format_amount(amount: float, units: tuple[tuple[float, str], ...]) -> str:
     """An amount in the largest of these units that it reaches."""
     size, unit = max([pair for pair in units if pair[0] <= amount], default=units[0])
     return f"{amount / size:,.{0 if amount >= 100 * size else 1}f} {unit}" if amount else "0"
-
-
-def column(shape: Shape, w: int, sharded: bool, speed: float) -> dict[str, str]:
-    """The plan's cells for w processes that train at speed FLOP/s each; none if the batch does not divide over them."""
-    share, most = shape.batch_size // w, shape.micro_batch_size or shape.batch_size
-    if shape.batch_size % w:
-        return {}
-    m, sequences = min((share // n, n) for n in range(1, share + 1) if share % n == 0 and n <= most)
-    sizes, lean = memory(shape, sequences, m, w, sharded), memory(shape, sequences, m, w, sharded, lean=True)
-    sent = traffic(shape, m, w, sharded)
-    sizes |= {"= memory": sum(sizes.values()), "or checkpointing": sum(lean.values()), "sent": sum(sent.values())}
-    computing, waiting = step_seconds(shape, share * shape.config.context_length, m, w, sharded, speed)
-    times = {"computing": computing, "waiting": waiting, "all steps": shape.steps * (computing + waiting)}
-    cells = {what: told(n, BYTES) for what, n in sizes.items()} | {what: told(n, TIME) for what, n in times.items()}
-    return {"micro-batches": f"{m} × {sequences}"} | cells | {"efficiency": f"{computing / (computing + waiting):.0%}"}
-
-
-def describe_plan(shape: Shape, train_tokens: int, kind: str, speed: float) -> str:
-    """The plan as text: here, on a device of a kind (cpu, say), at speed FLOP/s; on GPUs. train_tokens 0: unknown."""
-    tokens, peak = shape.batch_size * shape.config.context_length, PEAK_FLOPS["H100"]
-    gpus, fast = replace(shape, compute_bytes=2, plain_attention=False), peak * REACHED["cuda"]
-    columns = {"here": column(shape, 1, False, speed * REACHED[kind]), "1 H100": column(gpus, 1, False, fast)}
-    for name, w in (("8", 8), ("8×8", 64)):
-        columns |= {f"{name} {how}": column(gpus, w, how == "fsdp", fast) for how in ("ddp", "fsdp")}
-    rows = {"": columns, **{what: [cells.get(what, "–") for cells in columns.values()] for what in columns["here"]}}
-    table = "\n".join(f"{what:<17}" + "".join(f"{cell:>10}" for cell in cells) for what, cells in rows.items())
-    epochs = f" ({shape.steps * tokens / train_tokens:,.2f} epochs)" if train_tokens else ""
-    return f"""model  {shape.parameters:,} parameters, {flops_per_token(shape) / 1e9:,.3f} GFLOP a token
-run    {shape.steps:,} steps of {tokens:,} tokens = {shape.steps * tokens:,}{epochs}
-here   {REACHED[kind]:.0%} of {speed / 1e12:,.2f} TFLOP/s, measured with matrix products on this {kind}
-H100   {REACHED["cuda"]:.0%} of {peak / 1e12:,.0f} TFLOP/s, bfloat16, from the data sheet and not measured;
-       sends {NVLINK / 1e9:.0f} GB/s inside a machine of {MACHINE}, {NETWORK / 1e9:.0f} GB/s out of it
-
-{table}"""

@@ -1,17 +1,13 @@
-"""Settings of a command: a dataclass's defaults ← a TOML file ← the command line; and how a command ends."""
+"""Settings of a command: a dataclass's defaults ← a TOML file ← the command line."""
 
 import contextlib
 import dataclasses
 import difflib
 import io
 import json
-import os
 import re
-import signal
 import sys
 import tomllib
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -60,10 +56,11 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def flatten(config: Any) -> dict[str, Any]:
-    """{field name: value} of a dataclass and of those nested in it."""
+    """{field name: value} of a dataclass and of those nested in it; a path as text."""
     flat = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
+        value = str(value) if isinstance(value, Path) else value
         flat |= flatten(value) if dataclasses.is_dataclass(value) else {field.name: value}
     return flat
 
@@ -108,61 +105,5 @@ def _checked(name: str, value: Any, kind: Any, source: str) -> Any:
 
 def to_toml(config: Any) -> str:
     """Every setting as a line of TOML, which :func:`load_settings` reads back; None, having no TOML, is left out."""
-    flat = {name: str(value) if isinstance(value, Path) else value for name, value in flatten(config).items()}
-    return "".join(
-        f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in flat.items() if value is not None
-    )
-
-
-STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-
-
-class Interruption:
-    """Ctrl-C, a polite kill or a closed terminal, noted and left to the loop: it finishes its step, and saves.
-
-    A second Ctrl-C stops at once.
-    """
-
-    def __init__(self):
-        self.signal = 0
-
-    def __enter__(self) -> "Interruption":
-        self.before = {number: signal.signal(number, self.note) for number in STOPPING}
-        return self
-
-    def note(self, number: int, frame: Any) -> None:
-        if self.signal == number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.signal = self.signal or number
-
-    def __exit__(self, *exception: Any) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-
-def run_command(main: Callable[[], int | None]) -> None:
-    """Run a command's main and exit: a user's mistake, or the machine's refusal, is one line and exit code 1.
-
-    An error is the user's if this project raised it; raised inside a library, it is a defect of ours, and keeps its
-    traceback.
-    """
-    code = 1
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # lets `finally` clean up
-    try:
-        code = main() or 0
-    except BrokenPipeError:  # the reader of our output, head say, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        code = 130
-    except OSError as error:
-        message = f"{error.strerror}: {error.filename}" if error.filename else str(error)
-        print(f"error: {message}", file=sys.stderr)
-    except ValueError as error:
-        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-        commands, engine = Path(__file__).resolve().parents[1], Path(__file__).resolve().parent
-        if raised_in.parent not in (commands, engine):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said and saved: a late Ctrl-C has nothing to stop
-    sys.exit(code)
+    given = {name: value for name, value in flatten(config).items() if value is not None}
+    return "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in given.items())

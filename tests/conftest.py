@@ -11,10 +11,31 @@ from pathlib import Path
 
 import pytest
 
-os.environ["OMP_NUM_THREADS"] = "1"  # models this small only wait for a second thread, here and in the commands
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: so small a model only waits for a second thread
 
-ROOT = Path(__file__).resolve().parents[1]
-SHARED = ROOT.parent / "shared"
+from helpers import ROOT, SHARED, numbers_text, train_tiny
+
+from prepare import PrepareConfig, prepare
+
+
+@pytest.fixture(scope="session")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small dataset of characters, only to be read."""
+    folder = tmp_path_factory.mktemp("numbers")
+    (folder / "numbers.txt").write_text(numbers_text(2000), encoding="utf-8")
+    prepare(PrepareConfig(inputs=(str(folder / "numbers.txt"),), tokenizer="char", out=folder / "numbers"))
+    return folder / "numbers"
+
+
+@pytest.fixture
+def trained(tmp_path: Path, numbers: Path) -> Callable[..., Path]:
+    """Trains a tiny model on the numbers in this process, which spares importing torch anew; returns the run folder."""
+
+    def trained(name: str, *flags: object, **options: object) -> Path:
+        train_tiny(numbers, tmp_path / name, *flags, **options)
+        return tmp_path / name
+
+    return trained
 
 
 @pytest.fixture

@@ -1,65 +1,222 @@
-"""For torchrun: several runs of train.py, one after the other, in the same processes; importing torch once is enough.
+"""Runs of train.py, one after the other, in the same processes: importing torch once is enough.
 
-The argument is a JSON list of [flags, step at which the last process gets a SIGTERM, or null, whether to watch]. What
-is watched ends with a line of JSON: what was communicated in the third step, and the bytes that this process held.
+    python tests/in_turn.py              each line of standard input is [processes, RUNS], answered with its exit code
+    torchrun … tests/in_turn.py RUNS     in the processes that torchrun started
+
+RUNS is JSON, a list of {"flags": …} with, if wanted, "stop": the step after which the last process asks to stop, or
+"hang": after which it hangs, and "watch", "mask" or "conclude": true. What process r saw of a run is then in
+OUT.seen/r.json.
 """
 
 import contextlib
 import dataclasses
+import importlib
+import io
 import json
 import os
 import signal
+import socket
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import safetensors.torch
+import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import train
-from engine.parallel import local
+from engine.batches import Batches
+from engine.kernels import IGNORED
+from engine.observers import MetricsFile, Observer
+from engine.parallel import load, local, processes
+from engine.settings import load_settings
 
-train.SAMPLE_TOKENS = 2  # each is a round of messages
-train.Recorder.draw_loss = lambda self: None
-log, train_step, seen = train.log, train.train_step, {}
-
-
-def watched_step(run):
-    if run.step != 2 or not watched:
-        return train_step(run)
-    optimizer_step = run.optimizer.step
-
-    def step(*arguments):
-        parameters = list(run.model.parameters())
-        seen["parameters"] = sum(local(p).nbytes for p in parameters)
-        seen["gradients"] = sum(local(p.grad).nbytes for p in parameters)
-        return optimizer_step(*arguments)
-
-    run.optimizer.step = step
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
-        result = train_step(run)
-    seen["optimizer"] = sum(local(value).nbytes for value in run.optimizer.state().values())
-    seen["messages"] = [(e.name, e.input_shapes[0]) for e in profiled.events() if e.name.startswith("gloo:")]
-    return result
+ROWS, LENGTH = 12, 16  # of the batches that are masked
+WATCHED = 3  # the step, counted from 1, that is watched
+PATIENCE = 120  # seconds that all runs of a line may take
+train.SAMPLE_TOKENS = 3  # each is a round of messages
 
 
-train.train_step = watched_step
-with train.processes("cpu") as world:
+def masks() -> dict[str, Tensor]:
+    """Which targets of a batch count, (ROWS, LENGTH), one batch a step."""
+    every = torch.ones(ROWS, LENGTH, dtype=torch.bool)
+    rows, columns = torch.arange(ROWS)[:, None], torch.arange(LENGTH)
+    return {
+        "all": every,
+        "another count in each row": columns < rows + 1,
+        "one": (rows == 7) & (columns == 5),
+        "none in two of three rows": (rows % 3 == 1) & (columns % 2 == 0),
+        "only the first process's": (rows < ROWS // 4) & (columns > 2),
+        "only the last process's": (rows >= ROWS - 2) & (columns < 9),
+        "none": ~every,
+        "all after none": every,
+    }
 
-    @contextlib.contextmanager
-    def joined_already(device, parallel, timeout):
-        yield dataclasses.replace(world, sharded=parallel == "fsdp")
 
-    train.processes = joined_already
-    for flags, stop, watched in json.loads(sys.argv[1]):
+class Records(MetricsFile):
+    """Writes every record to metrics.jsonl, on the first process, and draws nothing."""
 
-        def log_and_stop(run, *arguments, stop=stop):
-            log(run, *arguments)
-            if run.step == stop and world.rank == world.size - 1:
-                os.kill(os.getpid(), signal.SIGTERM)
+    def started(self, run: Any) -> None:
+        if run.world.is_first:
+            super().started(run)
 
-        train.log = log_and_stop
-        sys.argv = ["train.py", *flags]
-        assert train.main() == (143 if stop else 0)
-        if watched and world.is_first:
-            print(json.dumps(seen))
+    def recorded(self, run: Any, record: dict[str, Any]) -> None:
+        if run.world.is_first:
+            self.metrics.add(record)
+
+
+class Stopper(Observer):
+    """On the last process only: asks to stop after a step, or after another one hangs."""
+
+    def __init__(self, step: int | None, hanging: int | None):
+        self.step, self.hanging, self.asked = step, hanging, False
+
+    def stepped(self, run: Any) -> None:
+        if run.world.rank == run.world.size - 1:
+            self.asked = run.step == self.step
+            if run.step == self.hanging:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Gradients(Observer):
+    """Whose ``note`` is called before each optimizer moves its parameters, while their gradients are there."""
+
+    def started(self, run: Any) -> None:
+        self.names = {parameter: name for name, parameter in run.optimizer.parameters.items()}
+        for optimizer in run.optimizer.optimizers:
+            optimizer.register_step_pre_hook(lambda optimizer, *_: self.note(optimizer))
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        raise NotImplementedError
+
+
+class Watcher(Gradients):
+    """What the first process sends in one step, and the bytes that it holds."""
+
+    def __init__(self):
+        self.seen = {"parameters": 0, "gradients": 0}
+
+    def recorded(self, run: Any, record: dict[str, Any]) -> None:
+        if run.step == WATCHED - 1:
+            self.profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+            self.profiler.start()
+            self.seen |= {"parameters": 0, "gradients": 0}
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            self.seen["parameters"] += local(parameter).nbytes
+            self.seen["gradients"] += local(parameter.grad).nbytes
+
+    def stepped(self, run: Any) -> None:
+        if run.step == WATCHED:
+            self.profiler.stop()
+            events = [event for event in self.profiler.events() if event.name.startswith("gloo:")]
+            self.seen["messages"] = [(event.name.removeprefix("gloo:"), event.input_shapes[0]) for event in events]
+            self.seen["optimizer"] = sum(local(value).nbytes for value in run.optimizer.state().values())
+
+
+class Masked(Gradients):
+    """Gives batches of which some targets do not count to a model whose every parameter matters.
+
+    OUT.seen/s.safetensors has the batch of step s, counted from 1, and the gradient of all processes together.
+    """
+
+    def started(self, run: Any) -> None:
+        super().started(run)
+        settings = (LENGTH, run.config.seed, ROWS, slice(0, ROWS), run.world.device)
+        self.whole, self.rows, self.digest = Batches(run.dataset.train, *settings), run.world.slice(ROWS), 0
+        self.gradients = {}
+        torch.manual_seed(1)
+        load(run.model, [(name, 0.2 * torch.randn(parameter.shape)) for parameter, name in self.names.items()])
+        run.batches = self
+
+    def get(self, step: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.whole.get(step)
+        targets = torch.where(list(masks().values())[step], targets, IGNORED)
+        self.batch = {"inputs": inputs, "targets": targets}
+        return inputs[self.rows], targets[self.rows]
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            self.gradients[self.names[parameter]] = parameter.grad.clone()
+
+    def stepped(self, run: Any) -> None:
+        kept = run.world.gather_full(self.gradients)
+        if run.world.is_first:
+            safetensors.torch.save_file(kept | self.batch, folder_of(run.config.out) / f"{run.step}.safetensors")
+
+
+def folder_of(out: Path) -> Path:
+    """Where what was seen of a run is."""
+    return out.with_name(f"{out.name}.seen")
+
+
+def play(runs: list[dict[str, Any]]) -> None:
+    """Do all the runs, in this process and its peers, with the patience of the first."""
+    configs = [load_settings(train.TrainConfig, asked["flags"]) for asked in runs]
+    with processes("cpu", timeout=configs[0].timeout) as world:
+        for config, asked in zip(configs, runs, strict=True):
+            folder_of(config.out).mkdir(exist_ok=True)
+            stopper, watcher = Stopper(asked.get("stop"), asked.get("hang")), Watcher()
+            observers = [Records(), stopper]
+            observers += [watcher] if asked.get("watch") and world.is_first else []
+            observers += [Masked()] if asked.get("mask") else []
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                peers = dataclasses.replace(world, sharded=config.parallel == "fsdp")
+                run = train.train(config, peers, observers, lambda stopper=stopper: stopper.asked)
+                if asked.get("conclude"):
+                    train.conclude(run)
+            assert run.step == (asked.get("stop") or config.steps)
+            assert run.replica is run.model  # a DDP that outlives its process group may hang in its destructor
+            seen = watcher.seen | {"said": said.getvalue()}
+            (folder_of(config.out) / f"{world.rank}.json").write_text(json.dumps(seen))
+
+
+def forked(size: int, runs: list[dict[str, Any]]) -> int:
+    """Do the runs in so many forks of this process; returns the exit code of the first that fails, or 0."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    children = set()
+    for rank in range(size):
+        if not (child := os.fork()):
+            given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in given.items()})
+            signal.alarm(PATIENCE)
+            try:
+                play(runs)
+                os._exit(0)
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+                sys.stderr.flush()
+                os._exit(1)
+        children.add(child)
+    code = 0
+    while children:
+        child, status = os.wait()
+        children.discard(child)
+        if status and not code:
+            code = os.waitstatus_to_exitcode(status)
+            for other in children:  # they would wait for it
+                os.kill(other, signal.SIGKILL)
+    return code
+
+
+def serve(lines: Iterable[str]) -> None:
+    """Answer each line, [processes, RUNS], with the exit code of the forks that did it."""
+    for module in ("torch._dynamo", "torch.distributed.device_mesh", "torch.distributed.fsdp"):
+        importlib.import_module(module)  # else every fork would, for its optimizer, or to shard
+    for line in lines:
+        print(forked(*json.loads(line)), flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if "RANK" in os.environ:
+        play(json.loads(sys.argv[1]))
+    else:
+        serve(sys.stdin)

@@ -1,12 +1,16 @@
-"""Training under fire. Torch is imported once, and each run is a fork.
+"""Training and preparing under fire. Torch is imported once, and each run is a fork.
 
-    python tests/soak.py stages        killed at every stage of a save, then resumed
+    python tests/soak.py events        killed at every change of a file, one after the other, then run again
     python tests/soak.py kills 100     killed so many times at random moments
     python tests/soak.py long 20000    so many steps: memory and open files
 
-The first two must end in the weights of a run that nothing happened to. Exit code 0: all is well.
+The first two must end in what a run leaves that nothing happened to. Exit code 0: all is well.
 """
 
+import collections
+import contextlib
+import itertools
+import json
 import os
 import random
 import shutil
@@ -14,40 +18,49 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-import torch._dynamo  # else every fork would import it, for its optimizer
-
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: a fork has no threads but its own
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import safetensors.torch
+import matplotlib.figure  # noqa: F401  as the next, or every fork would import it
+import torch
+import torch._dynamo
+from helpers import logged, newest_checkpoint, numbers_text, same_checkpoint
 
+import prepare
 import train
-from engine import checkpoint
-from engine.checkpoint import list_checkpoints, newest_checkpoint
-from prepare import PrepareConfig, prepare
+from engine.checkpoint import open_checkpoint
+from engine.observers import MetricsFile, Observer
+from engine.run_folder import list_checkpoints
+from engine.settings import load_settings
 
 SHAPE = "--num-layers 1 --num-heads 2 --d-model 16 --context-length 16 --batch-size 4 --warmup-steps 2 --dropout 0.1"
 SHAPE = [*SHAPE.split(), "--eval-tokens", "200", "--eval-every", "1000000", "--device", "cpu", "--resume"]
+CHANGES = {"os.rename": 2, "os.remove": 1, "os.mkdir": 2, "os.rmdir": 1, "os.truncate": None, "os.chmod": 2}
+CHANGES |= {"shutil.rmtree": 1, "tempfile.mkdtemp": None}  # events, and which argument is the folder's descriptor
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+# Runs in forks.
 
 
-def forked(out: Path, *flags: object, before: Callable = lambda: None) -> int:
-    """Begin a run in a child; returns its process id."""
-    child = os.fork()
-    if child:
+def forked(log: Path, act: Callable[[], int | None]) -> int:
+    """Begin to do something in a child, whose output goes to a log; returns its process id."""
+    if child := os.fork():
         return child
     try:
-        sys.stdout = sys.stderr = open(out.with_suffix(".log"), "a")  # noqa: SIM115
+        output = open(log, "a", encoding="utf-8")  # noqa: SIM115
+        for descriptor in (1, 2):
+            os.dup2(output.fileno(), descriptor)
+        sys.stdout = sys.stderr = output
         torch.set_num_threads(1)
-        sys.argv = ["train.py", "--data", str(out.parent / "data"), "--out", str(out), *SHAPE, *map(str, flags)]
-        before()
-        os._exit(train.main())
+        code = act() or 0
+        output.flush()
+        os._exit(code)
     except BaseException as error:
         print(repr(error), flush=True)
         os._exit(99)
@@ -58,99 +71,203 @@ def ended(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def third_time(act: Callable) -> Callable:
-    """Counts calls, and acts on the third: two checkpoints are there, and one is too many."""
-    calls = []
-
-    def counted(*arguments: object) -> None:
-        calls.append(arguments)
-        if len(calls) == 3:
-            act(*arguments)
-
-    return counted
+def training(out: Path, *flags: object) -> list[str]:
+    """The arguments of train.py."""
+    return ["--data", str(out.parent / "data"), "--out", str(out), *SHAPE, *map(str, flags)]
 
 
-def mid_file() -> None:
-    save_file = safetensors.torch.save_file
-
-    def half(tensors: dict, path: Path) -> None:
-        save_file(tensors, path)
-        os.truncate(path, path.stat().st_size // 2)
-        die()
-
-    optimizers = third_time(half)
-    safetensors.torch.save_file = lambda tensors, path: (
-        save_file(tensors, path),
-        optimizers(tensors, path) if path.name.startswith("optimizer") else None,
-    )
+def make_data(out: Path, *flags: str) -> None:
+    """A small dataset of characters, or what the flags say."""
+    text = out.parent / "text.txt"
+    text.write_text(numbers_text(500), encoding="utf-8")
+    with contextlib.redirect_stdout(sys.stderr):
+        prepare.main([str(text), "--tokenizer", "char", "--out", str(out), *flags])
 
 
-def before_the_manifest() -> None:
-    write_json, manifest = checkpoint.write_json, third_time(die)
-    checkpoint.write_json = lambda path, value: (
-        manifest() if path.name == "manifest.json" else None,
-        write_json(path, value),
-    )
+# Killed at every change of a file.
 
 
-def before_the_rename() -> None:
-    rename, step = Path.rename, third_time(die)
-    Path.rename = lambda path, target: (step() if "step-" in Path(target).name else None, rename(path, target))
+class Executioner:
+    """An audit hook that kills this process at the fatal-th change of what is in a folder, and counts the changes."""
+
+    def __init__(self, folder: Path, fatal: int | None):
+        self.folder, self.fatal = os.path.join(folder, ""), fatal
+        self.seen: list[str] = []
+        self.written: set[str] = set()  # files that are not only appended to
+        self.number = itertools.count(1)
+        sys.addaudithook(self.hear)
+
+    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.is_change(event, arguments):
+            self.seen.append(event)
+            if event == "open" and arguments[2] & os.O_TRUNC:
+                self.written.add(os.fsdecode(arguments[0]))
+            if next(self.number) == self.fatal:
+                self.is_change = lambda *_: False
+                self.kill()
+
+    def is_change(self, event: str, arguments: tuple[Any, ...]) -> bool:
+        if event == "ctypes.dlsym":  # no event tells of the system call that exchanges two directories
+            return arguments[1] == "renameat2"
+        if not (event in CHANGES or (event == "open" and arguments[2] & WRITING)) or isinstance(arguments[0], int):
+            return False
+        path, descriptor = os.fsdecode(arguments[0]), CHANGES.get(event)
+        if descriptor and (arguments[descriptor] or -1) >= 0:
+            path = os.path.join(os.readlink(f"/proc/self/fd/{arguments[descriptor]}"), path)
+        return path.startswith(self.folder)
+
+    def kill(self) -> None:
+        """End at once; what may not be on the disk yet, as it is not in its place, or was opened there, loses half."""
+        for path in Path(self.folder).rglob("*"):
+            if path.is_file() and (".partial" in str(path) or str(path) in self.written):
+                os.truncate(path, path.stat().st_size // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def after_the_rename() -> None:
-    rename, step = Path.rename, third_time(die)
-    Path.rename = lambda path, target: (rename(path, target), step() if "step-" in Path(target).name else None)
+@dataclass
+class Kind:
+    """A command to kill; what is there before it, what it leaves, and what must hold even in between."""
+
+    begin: Callable[[Path], Any]
+    act: Callable[[Path], Any]
+    is_sound: Callable[[Path, Path, Path], bool]
+    is_same: Callable[[Path, Path], bool]
 
 
-def mid_prune() -> None:
-    def part(path: Path, **_: object) -> None:
-        if path.name.startswith("step-"):
-            (path / "model.safetensors").unlink()
-            die()
+def interrupted(folder: Path) -> None:
+    """A run that was killed at step 5; its checkpoints are of steps 2 and 4."""
 
-    checkpoint.shutil.rmtree = part
+    class Killer(Observer):
+        def recorded(self, run: Any, record: dict[str, Any]) -> None:
+            if run.step == 5:
+                run.folder.wait()
+                os.kill(os.getpid(), signal.SIGKILL)
 
-
-def same(one: Path, other: Path) -> bool:
-    """Whether two runs ended in the same weights and optimizer state, bit for bit."""
-    a, b = newest_checkpoint(one, print), newest_checkpoint(other, print)
-    pairs = ((dict(a.model()), dict(b.model())), (dict(a.optimizer()), dict(b.optimizer())))
-    return a.step == b.step and all(
-        mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
-        for mine, others in pairs
-    )
+    make_data(folder / "data")
+    config = load_settings(train.TrainConfig, training(folder / "run", *SIX_STEPS))
+    child = forked(folder.with_suffix(".log"), lambda: train.train(config, observers=[MetricsFile(), Killer()]))
+    assert ended(child) == -signal.SIGKILL and list(logged(folder / "run", "train_loss")) == [1, 2, 3, 4, 5]
 
 
-def stages(folder: Path) -> None:
-    flags = ("--steps", 60, "--save-every", 10)
-    assert ended(forked(folder / "whole", *flags)) == 0
-    for stage in (mid_file, before_the_manifest, before_the_rename, after_the_rename, mid_prune):
-        out = folder / stage.__name__
-        assert ended(forked(out, *flags, before=stage)) == -signal.SIGKILL, stage
-        left = [path.name for path in list_checkpoints(out)]
-        assert ended(forked(out, *flags)) == 0 and same(folder / "whole", out), stage
-        assert not list((out / "checkpoints").glob(".*")), "temporary files were left"
-        print(f"{stage.__name__.replace('_', ' ')}: left {', '.join(left)}; resumed to the same weights")
+def make_parts(folder: Path) -> None:
+    for part in ("1/2", "2/2"):
+        make_data(folder / "data", "--part", part)
 
 
-def kills(folder: Path, times: int) -> None:
-    steps, survived = 200 * times, 0
-    flags = ("--steps", steps, "--save-every", 7, "--log-every", 50)
+def contents(path: Path) -> dict[str, bytes]:
+    """Every file in a folder, by its path in it."""
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def run_is_whole(now: Path, before: Path, after: Path) -> bool:
+    """All that has its name is complete: checkpoints, settings, records and the picture."""
+    found, end = contents(now / "run"), contents(after / "run")
+    settled = all(found[name] == end[name] for name in ("config.toml", "loss.png") if name in found)
+    return settled and all(open_checkpoint(path) for path in list_checkpoints(now / "run"))
+
+
+def dataset_is_whole(now: Path, before: Path, after: Path) -> bool:
+    return contents(now / "data") in (contents(before / "data"), contents(after / "data"))
+
+
+def same_files(one: Path, other: Path) -> bool:
+    return contents(one) == contents(other)
+
+
+def same_run(one: Path, other: Path) -> bool:
+    """The same files, weights, optimizer states, settings and losses."""
+    names = [sorted(contents(folder)) for folder in (one, other)]
+    settings = [(folder / "run" / "config.toml").read_bytes() for folder in (one, other)]
+    losses = [[logged(folder / "run", key) for key in ("train_loss", "val_loss")] for folder in (one, other)]
+    newest = [newest_checkpoint(folder / "run") for folder in (one, other)]
+    return all(a == b for a, b in (names, settings, losses)) and same_checkpoint(*newest)
+
+
+SIX_STEPS = ("--steps", 6, "--save-every", 2, "--log-every", 1)
+NEW = (dataset_is_whole, same_files)
+KINDS = {
+    "train": Kind(
+        lambda folder: make_data(folder / "data"),
+        lambda folder: train.main(training(folder / "run", *SIX_STEPS)),
+        run_is_whole,
+        same_run,
+    ),
+    "resume": Kind(
+        interrupted, lambda folder: train.main(training(folder / "run", *SIX_STEPS)), run_is_whole, same_run
+    ),
+    "prepare": Kind(lambda folder: None, lambda folder: make_data(folder / "data"), *NEW),
+    "prepare --force": Kind(
+        lambda folder: make_data(folder / "data", "--val-fraction", "0.3"),
+        lambda folder: make_data(folder / "data", "--force"),
+        *NEW,
+    ),
+    "prepare --merge": Kind(make_parts, lambda folder: prepare.main(["--merge", "--out", str(folder / "data")]), *NEW),
+}
+
+
+def events(folder: Path, name: str, every: int = 1) -> str:
+    """Kill one kind of command at the first, the last and every so many changes; tells how many there were.
+
+    Raises AssertionError for a change that it did not recover from.
+    """
+    kind, now, before, after = KINDS[name], folder / "now", folder / "before", folder / "after"
+    temporary = folder / "temporary"
+    for path in (now, temporary):
+        path.mkdir()
+    kind.begin(now)
+    shutil.copytree(now, before)
+
+    def run(fatal: int | None = None) -> int:
+        def act() -> int | None:
+            tempfile.tempdir = str(temporary)
+            executioner = Executioner(now, fatal)
+            code = kind.act(now)
+            (folder / "seen.json").write_text(json.dumps(executioner.seen))
+            return code
+
+        return ended(forked(folder / "log", act))
+
+    assert run() == 0, (folder / "log").read_text()
+    now.rename(after)
+    seen = json.loads((folder / "seen.json").read_text())
+    for fatal in sorted({1, *range(every, len(seen) + 1, every), len(seen)}):
+        where = f"{name}, killed at change {fatal} of {len(seen)}, {seen[fatal - 1]}"
+        shutil.copytree(before, now)
+        assert run(fatal) == -signal.SIGKILL, where
+        assert kind.is_sound(now, before, after), f"{where}: something is there that is not whole"
+        assert run() == 0, f"{where}: {(folder / 'log').read_text()[-2000:]}"
+        assert kind.is_same(now, after), f"{where}: run again, it does not end as it should"
+        shutil.rmtree(now)
+    told = ", ".join(f"{count} {event}" for event, count in sorted(collections.Counter(seen).items()))
+    return f"{name}: {len(seen)} changes ({told})"
+
+
+# Killed at random, and left alone.
+
+
+def kills(folder: Path, times: int) -> str:
+    make_data(folder / "data")
+    flags = ("--save-every", 7, "--log-every", 50, "--decay", "inverse_sqrt")  # which does not look at the last step
+
+    def run(name: str, steps: int) -> int:
+        arguments = training(folder / name, *flags, "--steps", steps)
+        return forked(folder / f"{name}.log", lambda: train.main(arguments))
+
     for number in range(times):
-        child = forked(folder / "killed", *flags)
+        child = run("killed", 1_000_000)
         time.sleep(random.Random(number).uniform(0.02, 0.6))
         os.kill(child, signal.SIGKILL)
-        survived += ended(child) == 0
-    assert not survived, f"{survived} of {times} ended before they were killed"
-    reached = [path.name for path in list_checkpoints(folder / "killed")]
-    assert ended(forked(folder / "killed", *flags)) == 0 and ended(forked(folder / "whole", *flags)) == 0
-    assert same(folder / "whole", folder / "killed")
-    print(f"{times} kills, up to {reached[-1]} of {steps} steps; resumed to the same weights")
+        assert ended(child) == -signal.SIGKILL
+    reached = newest_checkpoint(folder / "killed").step if list_checkpoints(folder / "killed") else 0
+    assert all(ended(run(name, reached + 10)) == 0 for name in ("killed", "whole"))
+    assert same_checkpoint(newest_checkpoint(folder / "whole"), newest_checkpoint(folder / "killed"))
+    return f"{times} kills, up to step {reached}; resumed to the same weights"
 
 
-def long(folder: Path, steps: int) -> None:
-    child = forked(folder / "long", "--steps", steps, "--save-every", 500, "--log-every", 100)
+def long(folder: Path, steps: int) -> str:
+    make_data(folder / "data")
+    flags = ("--steps", steps, "--save-every", 500, "--log-every", 100)
+    child = forked(folder / "log", lambda: train.main(training(folder / "long", *flags)))
     seen = []
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         if list_checkpoints(folder / "long"):
@@ -159,16 +276,25 @@ def long(folder: Path, steps: int) -> None:
         time.sleep(0.2)
     early, late = seen[len(seen) // 10], seen[len(seen) * 9 // 10]
     told = [f"{memory:.1f} MiB and {files} open files" for memory, files in (early, late)]
-    print(f"{steps} steps: {told[0]} at a tenth of the way, {told[1]} at nine tenths")
-    assert newest_checkpoint(folder / "long", print).step == steps
-    assert late[0] < early[0] * 1.05 + 5 and late[1] <= early[1] + 2
+    assert newest_checkpoint(folder / "long").step == steps
+    assert late[0] < early[0] * 1.05 + 5 and late[1] <= early[1] + 2, told
+    return f"{steps} steps: {told[0]} at a tenth of the way, {told[1]} at nine tenths"
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp())
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    place = Path(tempfile.mkdtemp())
-    try:
-        (place / "text.txt").write_text("".join(f"{n} is followed by {n + 1}.\n" for n in range(500)))
-        prepare(PrepareConfig(inputs=(str(place / "text.txt"),), tokenizer="char", out=place / "data"))
-        {"stages": stages, "kills": kills, "long": long}[sys.argv[1]](place, *map(int, sys.argv[2:]))
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+    mode, *numbers = sys.argv[1:]
+    for name in KINDS if mode == "events" else ("",):
+        with temporary_folder() as place:
+            if mode == "events":
+                print(f"{events(place, name)}: killed at each, and recovered from each", flush=True)
+            else:
+                print({"kills": kills, "long": long}[mode](place, *map(int, numbers)))

@@ -1,43 +1,68 @@
-"""Checkpoints: whole or not there, verified, the best and the newest kept."""
+"""One checkpoint: complete, whole or not there, and verified."""
 
 import json
+import stat
+from pathlib import Path
 
 import pytest
 import torch
+from helpers import seal
 
-from engine import checkpoint
-from engine.checkpoint import best_path, list_checkpoints, newest_checkpoint, open_checkpoint, save_checkpoint
+from engine.checkpoint import FILES, STATE, open_checkpoint, write_checkpoint
 
 
-def saved(run, step, val_loss=None):
+def save_tokenizer(path: Path) -> None:
+    path.write_text("{}")
+
+
+def written(folder: Path, step: int = 60, save_tokenizer=save_tokenizer, **state) -> Path:
     model = {"weight": torch.full((3,), float(step))}
-    optimizer = {"weight.momentum": torch.full((3,), -float(step))}
-    state = dict.fromkeys(checkpoint.STATE) | {"step": step, "val_loss": val_loss}
-    return save_checkpoint(run, state, model, optimizer, lambda path: path.write_text("{}"))
+    optimizer = {"weight.momentum": torch.full((2, 3), -float(step)).mT}  # not contiguous
+    path = folder / f"step-{step:08d}"
+    write_checkpoint(path, dict.fromkeys(STATE) | {"step": step} | state, model, optimizer, save_tokenizer)
+    return path
 
 
-def test_what_is_saved_comes_back(tmp_path):
-    found = open_checkpoint(saved(tmp_path, 60))
-    assert found.path == tmp_path / "checkpoints" / "step-00000060" and found.step == 60
+def test_what_is_written_comes_back(tmp_path):
+    found = open_checkpoint(written(tmp_path))
+    assert found.path == tmp_path / "step-00000060" and found.step == 60
     assert torch.equal(dict(found.model())["weight"], torch.full((3,), 60.0))
-    assert torch.equal(dict(found.optimizer())["weight.momentum"], torch.full((3,), -60.0))
+    assert torch.equal(dict(found.optimizer())["weight.momentum"], torch.full((3, 2), -60.0))
     files = {file.name for file in found.path.iterdir()}
     assert files == {"model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json", "manifest.json"}
     assert set(json.loads((found.path / "manifest.json").read_text())["files"]) == files - {"manifest.json"}
 
 
-def test_the_newest_two_and_the_best_are_kept(tmp_path):
-    for step, loss in [(1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 1.5)]:
-        saved(tmp_path, step, loss)
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000004", "step-00000005"]
-    assert best_path(tmp_path).name == "step-00000002"
+def test_what_is_not_finite_is_null_in_the_state(tmp_path):
+    path = written(tmp_path, best_val_loss=float("inf"), val_loss=float("nan"))
+    assert "Infinity" not in (path / "state.json").read_text() and "NaN" not in (path / "state.json").read_text()
+    state = open_checkpoint(path).state
+    assert state["best_val_loss"] is None and state["val_loss"] is None
 
 
-def test_without_validation_the_newest_is_the_best(tmp_path):
-    saved(tmp_path, 1)
-    saved(tmp_path, 2)
-    assert best_path(tmp_path).name == "step-00000002"
-    assert best_path(tmp_path / "nothing") is None
+def test_everybody_may_read_what_was_written(tmp_path):
+    path = written(tmp_path)
+    (tmp_path / "plain").touch()
+    usual = stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {usual}
+
+
+def test_writing_a_step_again_replaces_it(tmp_path):
+    written(tmp_path, val_loss=3.0)
+    assert open_checkpoint(written(tmp_path, val_loss=2.0)).state["val_loss"] == 2.0
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000060"]
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path):
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    written(tmp_path, 1, val_loss=3.0)
+    for step in (1, 2):
+        with pytest.raises(OSError, match="No space left"):
+            written(tmp_path, step, save_tokenizer=full)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert open_checkpoint(tmp_path / "step-00000001").state["val_loss"] == 3.0
 
 
 DAMAGES = {
@@ -48,69 +73,49 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", [*sorted(checkpoint.FILES), "manifest.json"])
+@pytest.mark.parametrize("name", [*sorted(FILES), "manifest.json"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_skipped_by_name(tmp_path, name, damage):
-    saved(tmp_path, 1)
-    DAMAGES[damage](saved(tmp_path, 2) / name)
-    warnings = []
-    assert newest_checkpoint(tmp_path, warnings.append).step == 1
-    assert len(warnings) == 1 and name in warnings[0] and "step-00000002" in warnings[0]
-    saved(tmp_path, 3)  # what is damaged counts neither as one of the newest nor as the best
-    saved(tmp_path, 4)
-    assert [path.name for path in list_checkpoints(tmp_path)][-2:] == ["step-00000003", "step-00000004"]
-    for path in list_checkpoints(tmp_path):
-        DAMAGES[damage](path / name)
-    with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged"):
-        newest_checkpoint(tmp_path, warnings.append)
+def test_a_damaged_file_is_refused_by_name(tmp_path, name, damage):
+    path = written(tmp_path)
+    DAMAGES[damage](path / name)
+    with pytest.raises(ValueError, match="step-00000060") as caught:
+        open_checkpoint(path)
+    assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_last_whole_ones_outlive_damaged_newer_ones(tmp_path):
-    for step in (1, 2, 3, 4):
-        saved(tmp_path, step)
-    (tmp_path / "checkpoints" / "step-00000004" / "state.json").unlink()
-    saved(tmp_path, 5)
-    assert [path.name for path in list_checkpoints(tmp_path)] == [f"step-0000000{step}" for step in (3, 4, 5)]
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+def test_what_is_no_tensor_file_is_refused_by_name_though_its_hash_fits(tmp_path, name):
+    path = written(tmp_path)
+    (path / name).write_bytes(b"nothing of the kind")
+    seal(path)
+    found = open_checkpoint(path)
+    with pytest.raises(ValueError, match=rf"{name} is damaged \("):
+        list(found.model() if name.startswith("model") else found.optimizer())
 
 
-def test_a_manifest_can_not_lead_out_of_its_folder(tmp_path):
-    path = saved(tmp_path, 1)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, "has format 2, but this version reads 1"),
+        ({"format": None}, "has format None, but this version reads 1"),
+        ({"files": []}, r"its manifest\.json does not list model\.safetensors, "),
+        ({"files": {"../../secret": "0"}}, "names '../../secret', which is no file's name in its folder"),
+    ],
+)
+def test_a_manifest_that_can_not_be_is_refused(tmp_path, changes, message):
+    path = written(tmp_path)
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"]["../../secret"] = "0"
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=r"names '../../secret', which is no file's name in its folder"):
+    if isinstance(changes.get("files"), dict):
+        changes = {"files": manifest["files"] | changes["files"]}
+    (path / "manifest.json").write_text(json.dumps(manifest | changes))
+    with pytest.raises(ValueError, match=message):
         open_checkpoint(path)
 
 
-def test_what_the_background_met_is_raised_by_the_next_call(tmp_path, monkeypatch):
-    saver = checkpoint.Saver(tmp_path, lambda path: path.write_text("{}"))
-    state = dict.fromkeys(checkpoint.STATE) | {"step": 1}
-    weights = {"weight": torch.zeros(3)}
-    saver.save(state, weights, {})
-    weights["weight"] += 1  # training goes on
-    saver.wait()
-    assert torch.equal(dict(newest_checkpoint(tmp_path, print).model())["weight"], torch.zeros(3))
-    monkeypatch.setattr(checkpoint, "write_json", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
-    saver.save(state | {"step": 2}, weights, {})
-    for call in (saver.wait, saver.check, lambda: saver.save(state, weights, {})):
-        with pytest.raises(OSError, match="No space left"):
-            call()
-
-
-def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
-    saved(tmp_path, 1)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "write_json", full)
-    with pytest.raises(OSError, match="No space left"):
-        saved(tmp_path, 2)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
-    assert newest_checkpoint(tmp_path, print).step == 1
-
-
-def test_saving_a_step_again_replaces_it(tmp_path):
-    saved(tmp_path, 1, 3.0)
-    saved(tmp_path, 1, 2.0)
-    assert newest_checkpoint(tmp_path, print).state["val_loss"] == 2.0
+@pytest.mark.parametrize("state", ["[]", "{}", json.dumps(dict.fromkeys(STATE - {"documents"}))])
+def test_a_state_that_does_not_tell_enough_is_refused(tmp_path, state):
+    path = written(tmp_path)
+    (path / "state.json").write_text(state)
+    seal(path)
+    with pytest.raises(ValueError, match=r"is damaged: its state\.json does not .* best_val_loss, "):
+        open_checkpoint(path)

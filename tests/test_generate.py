@@ -1,18 +1,47 @@
-"""Decoding: the cache, the window, choosing, streaming."""
+"""Decoding: the cache, the window, choosing, what may not come, streaming."""
 
-import dataclasses
 import io
 
 import pytest
 import torch
-from test_model import SMALL, VARIANTS, randomised
+from helpers import SMALL, VARIANTS, randomised
 
-from engine.generate import TextStream, choose, generate, opening, stream, window_start
+from engine.generate import (
+    Cache,
+    TextStream,
+    choose,
+    generate,
+    generate_text,
+    new_caches,
+    opening,
+    stream,
+    window_start,
+)
+from engine.kernels import for_decoding
 from engine.tokenizer import ByteTokenizer, CharTokenizer
 
 
 def decoded(model, prompt, **options) -> list[list[int]]:
     return torch.stack(list(generate(model, prompt, **options)), dim=1).tolist()
+
+
+# The cache and the window.
+
+
+def test_a_cache_holds_what_was_appended_and_how_much():
+    cache = Cache(2, 3, 10, 4, torch.empty(0, dtype=torch.bfloat16))
+    pieces = torch.randn(2, 2, 3, 9, 4).bfloat16().split([4, 1, 4], dim=3)
+    for end, (key, value) in zip((4, 5, 9), pieces, strict=True):
+        keys, values = cache.append(key, value)
+        assert cache.filled == end and keys.dtype == torch.bfloat16
+    whole = torch.cat(pieces, dim=3)
+    assert torch.equal(keys, whole[0]) and torch.equal(values, whole[1])
+
+
+def test_caches_have_the_shape_of_the_model_s_attention():
+    caches = new_caches(randomised(SMALL).bfloat16(), 5)
+    assert [cache.filled for cache in caches] == [0] * SMALL.num_layers and caches[0].length == 16
+    assert caches[0].keys_values.shape == (2, 5, 3, 16, 8) and caches[0].keys_values.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -23,15 +52,21 @@ def test_decoding_with_a_cache_gives_the_tokens_without_one_past_the_context_too
     prompt = torch.randint(37, (2, prompt_length))
     for temperature in (0.0, 1.0):
         options = {"max_new_tokens": 40, "temperature": temperature, "seed": 3}
-        assert decoded(model, prompt, **options) == decoded(model, prompt, use_cache=False, **options)
+        tokens = decoded(for_decoding(model), prompt, **options)
+        assert tokens == decoded(model, prompt, use_cache=False, **options)
+        assert len(tokens) == 2 and len(tokens[0]) == 40
 
 
-def test_greedy_decoding_takes_the_likeliest_token_each_time():
+def test_a_token_depends_on_the_window_that_ends_with_it_and_on_nothing_before():
     model = randomised(SMALL)
-    tokens = [1, 2, 3]
-    for token in decoded(model, torch.tensor([tokens]), max_new_tokens=10, temperature=0)[0]:
-        assert token == model(torch.tensor([tokens]))[0, -1].argmax()
-        tokens.append(token)
+    prompt = torch.randint(37, (1, 40))
+    start = window_start(40, 16)
+    assert 0 < start < 40
+    other = torch.cat(((prompt[:, :start] + 1) % 37, prompt[:, start:]), dim=1)
+    choice = {"max_new_tokens": 1, "temperature": 0}
+    assert decoded(model, prompt, **choice) == decoded(model, other, **choice)
+    expected = model(prompt[:, start:])[0, -1].argmax()
+    assert decoded(model, prompt, **choice) == [[expected]]
 
 
 def test_the_window_grows_then_slides_by_half():
@@ -43,34 +78,82 @@ def test_the_window_grows_then_slides_by_half():
             assert (context + 1) // 2 - 1 <= length - window_start(length, context) - 1 < context or length <= context
 
 
+# Choosing.
+
+
+def test_greedy_decoding_takes_the_most_likely_token_each_time():
+    model = randomised(SMALL)
+    tokens = [1, 2, 3]
+    for token in decoded(model, torch.tensor([tokens]), max_new_tokens=10, temperature=0)[0]:
+        assert token == model(torch.tensor([tokens]))[0, -1].argmax()
+        tokens.append(token)
+
+
 def test_the_same_seed_gives_the_same_text_and_another_another():
     model = randomised(SMALL)
-    prompt = torch.tensor([[1]])
-    texts = [decoded(model, prompt, max_new_tokens=30, seed=seed) for seed in (0, 0, 1)]
+    texts = [decoded(model, torch.tensor([[1]]), max_new_tokens=30, seed=seed) for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_choosing():
+def test_generating_leaves_the_global_random_numbers_alone():
+    model = randomised(SMALL)
+    state = torch.get_rng_state()
+    decoded(model, torch.tensor([[1]]), max_new_tokens=5)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [0.1, 0.5, 0.2, 0.2]),
+        ({"temperature": 0.5}, [0.01 / 0.34, 0.25 / 0.34, 0.04 / 0.34, 0.04 / 0.34]),
+        ({"temperature": 0}, [0, 1, 0, 0]),
+        ({"top_k": 1}, [0, 1, 0, 0]),
+        ({"top_k": 3}, [0, 5 / 9, 2 / 9, 2 / 9]),
+        ({"top_k": 100}, [0.1, 0.5, 0.2, 0.2]),
+        ({"top_p": 0.4}, [0, 1, 0, 0]),
+        ({"top_p": 0.85}, [0, 5 / 9, 2 / 9, 2 / 9]),
+        ({"top_k": 3, "top_p": 0.5}, [0, 1, 0, 0]),  # of the three's 0.9, not of all
+    ],
+    ids=str,
+)
+def test_choosing_draws_from_the_distribution_that_is_asked_for(options, expected):
     generator = torch.Generator().manual_seed(0)
     logits = torch.tensor([[0.1, 0.5, 0.2, 0.2]]).log().expand(4000, 4)
-
-    def shares(**options) -> list[float]:
-        options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | options
-        return (choose(logits, **options, generator=generator).bincount(minlength=4) / 4000).tolist()
-
-    assert shares() == pytest.approx([0.1, 0.5, 0.2, 0.2], abs=0.04)
-    assert shares(temperature=0.5) == pytest.approx([0.01 / 0.34, 0.25 / 0.34, 0.04 / 0.34, 0.04 / 0.34], abs=0.04)
-    assert shares(top_k=1) == [0, 1, 0, 0]
-    assert shares(top_p=0.4) == [0, 1, 0, 0]
-    assert shares(top_p=0.85) == pytest.approx([0, 5 / 9, 2 / 9, 2 / 9], abs=0.04)
-    assert shares(temperature=0) == [0, 1, 0, 0]
+    options = {"temperature": 1.0, "top_k": None, "top_p": 1.0} | options
+    ids = choose(logits, **options, generator=generator)
+    shares = (ids.bincount(minlength=4) / 4000).tolist()
+    assert shares == pytest.approx(expected, abs=0.04)
+    assert all(share == 0 for share, likely in zip(shares, expected, strict=True) if not likely)
 
 
 def test_what_must_never_come_does_not():
     model = randomised(SMALL)
-    never = list(range(5, 37))
-    tokens = decoded(model, torch.tensor([[1]] * 8), max_new_tokens=20, never=never)
-    assert {token for row in tokens for token in row} <= set(range(5))
+    for temperature in (0, 1.0):
+        choice = {"max_new_tokens": 20, "never": list(range(5, 37)), "temperature": temperature}
+        tokens = decoded(model, torch.tensor([[1]] * 8), **choice)
+        assert {token for row in tokens for token in row} <= set(range(5))
+
+
+def test_generated_text_has_only_ids_that_stand_for_text():
+    class WithHoles(CharTokenizer):
+        def unused_ids(self) -> list[int]:
+            return [1]
+
+    model = randomised(SMALL)  # a vocabulary of 37, padded
+    for tokenizer, known in ((CharTokenizer("abc"), {0, 1, 2}), (WithHoles("abc"), {0, 2})):
+        tokens = torch.stack(list(generate_text(model, tokenizer, [[0, 2]] * 4, 30, temperature=5.0)))
+        assert tokens.shape == (30, 4) and set(tokens.flatten().tolist()) == known
+
+
+def test_opening():
+    assert opening(ByteTokenizer(), documents=2) == [256]
+    assert opening(ByteTokenizer(), documents=1) == [10]
+    assert opening(CharTokenizer("\nab"), documents=5) == [0]
+    assert opening(CharTokenizer("ab"), documents=5) == [0]
+
+
+# Streaming.
 
 
 def test_a_stream_never_cuts_a_character():
@@ -82,11 +165,26 @@ def test_a_stream_never_cuts_a_character():
 
 
 def test_a_stop_text_ends_the_stream_even_across_tokens_and_is_not_written():
-    tokenizer = ByteTokenizer()
-    text = TextStream(tokenizer, ["END", "\n\n"])
+    text = TextStream(ByteTokenizer(), ["END", "\n\n"])
     parts = [text.push(byte) for byte in b"an EN ENDof"]
     assert "".join(parts) == "an EN " and text.ended
     assert parts[3] == parts[4] == ""  # EN might have been it
+    assert text.end() == ""
+
+
+def test_of_several_stop_texts_the_first_in_the_text_ends_it():
+    class Words(CharTokenizer):
+        def decode_bytes(self, ids) -> bytes:
+            return b"one two three"
+
+    text = TextStream(Words("a"), ["three", "two"])
+    assert text.push(0) == "one " and text.ended
+
+
+def test_text_held_back_for_a_stop_text_comes_at_the_end():
+    text = TextStream(ByteTokenizer(), ["END"])
+    assert [text.push(byte) for byte in b"EEN"] == ["", "E", ""]
+    assert text.end() == "EN"
 
 
 def test_the_end_of_text_ends_the_stream():
@@ -100,18 +198,3 @@ def test_stream_writes_until_the_end_and_asks_for_no_more():
     file = io.StringIO()
     stream(tokens, ByteTokenizer(), file)
     assert file.getvalue() == "a" and next(tokens) == 98
-
-
-def test_opening():
-    assert opening(ByteTokenizer(), documents=2) == [256]
-    assert opening(ByteTokenizer(), documents=1) == [10]
-    assert opening(CharTokenizer("\nab"), documents=5) == [0]
-    assert opening(CharTokenizer("ab"), documents=5) == [0]
-
-
-def test_decoding_compiles_into_one_graph_whatever_the_length():
-    model = randomised(dataclasses.replace(SMALL, num_layers=1)).eval()
-    prompt = torch.randint(SMALL.vocab_size, (2, 3))
-    plain = decoded(model, prompt, max_new_tokens=30, temperature=0)
-    model.compile(dynamic=True, fullgraph=True, backend="eager")
-    assert decoded(model, prompt, max_new_tokens=30, temperature=0) == plain

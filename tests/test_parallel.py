@@ -1,4 +1,4 @@
-"""Many processes under torchrun are one process: losses, windows, resuming on other numbers, faults."""
+"""Many processes are one: losses, windows, gradients, resuming on other numbers, faults."""
 
 import json
 import math
@@ -8,74 +8,69 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
-from conftest import ROOT
+import torch.nn.functional as F
+from helpers import ROOT, logged, newest_checkpoint, numbers_text, same_checkpoint
+from in_turn import LENGTH, ROWS, folder_of, masks
 
 import train
-from engine.checkpoint import newest_checkpoint
+from engine.dataset import open_dataset
+from engine.parallel import World
+from engine.run_folder import list_checkpoints
 from engine.settings import load_settings
 from model import GPT
 from prepare import PrepareConfig, prepare
 
-SHAPE = "--num-layers 2 --num-heads 2 --d-model 16 --context-length 16 --batch-size 12 --warmup-steps 2 --log-every 1"
-SHAPE = [*SHAPE.split(), "--eval-tokens", "500", "--device", "cpu", "--dtype", "float32"]
-STEPS = 50
-LONGER = ["--steps", 150, "--save-every", 20, "--eval-every", 150]  # long enough to be hit on the way
+SHAPE = f"--num-layers 2 --num-heads 2 --d-model 16 --context-length {LENGTH} --batch-size {ROWS} --warmup-steps 2"
+SHAPE = [*SHAPE.split(), "--log-every", "1", "--eval-tokens", "500", "--device", "cpu", "--dtype", "float32"]
+STEPS = 20
 KINDS = {  # what runs on 1 process, and alike on 2, 3 and 4
     "ddp-muon": ["--parallel", "ddp"],
     "fsdp-muon": ["--parallel", "fsdp"],
     "ddp-adamw": ["--parallel", "ddp", "--optimizer", "adamw", "--learning-rate", "3e-3"],
     "fsdp-adamw": ["--parallel", "fsdp", "--optimizer", "adamw", "--learning-rate", "3e-3"],
 }
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+Play = Callable[[int, list], None]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """A folder with a dataset of characters, in which runs are made."""
     folder = tmp_path_factory.mktemp("many")
-    text = "".join(f"{number} is followed by {number + 1}.\n" for number in range(2000))
-    (folder / "numbers.txt").write_text(text, encoding="utf-8")
+    (folder / "numbers.txt").write_text(numbers_text(2000), encoding="utf-8")
     prepare(PrepareConfig(inputs=(str(folder / "numbers.txt"),), tokenizer="char", out=folder / "data"))
     return folder
+
+
+@pytest.fixture(scope="module")
+def play(place) -> Iterator[Play]:
+    """Does runs, as in_turn.py has them, in so many processes: forks of one that has imported torch."""
+    command, pipe, errors = [sys.executable, ROOT / "tests" / "in_turn.py"], subprocess.PIPE, place / "errors.txt"
+    with open(errors, "w") as file:
+        server = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=file, encoding="utf-8")
+
+    def play(size: int, runs: list) -> None:
+        server.stdin.write(json.dumps([size, runs]) + "\n")
+        server.stdin.flush()
+        assert server.stdout.readline() == "0\n", errors.read_text()
+
+    yield play
+    server.stdin.close()
+    assert server.wait(timeout=10) == 0
 
 
 def flags_of(place: Path, name: str, *flags: object) -> list[str]:
     return list(map(str, ["--data", place / "data", "--out", place / name, *SHAPE, "--steps", STEPS, *flags]))
 
 
-def torchrun(processes: int, *arguments: object, launcher: tuple = ("--standalone",)) -> subprocess.Popen:
-    return start([sys.executable, "-m", "torch.distributed.run", *launcher, "--nproc-per-node", processes, *arguments])
-
-
-def start(command: list) -> subprocess.Popen:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
-    return subprocess.Popen(list(map(str, command)), env=environment, **pipes)
-
-
-def finish(process: subprocess.Popen, code: int = 0, timeout: float = 120) -> str:
-    output, errors = process.communicate(timeout=timeout)
-    assert process.returncode == code, errors
-    return output
-
-
-def in_turn(processes: int, runs: list) -> str:
-    return finish(torchrun(processes, ROOT / "tests" / "in_turn.py", json.dumps(runs)))
-
-
-def alone(place: Path, name: str, *flags: object, stop: int = 0) -> None:
-    """A run in this very process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["train.py", *flags_of(place, name, *flags)])
-        assert train.main() == 0
-
-
-def logged(run: Path, key: str) -> dict[int, float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line[key] for line in lines if key in line}
+def seen(run: Path, rank: int = 0) -> dict:
+    return json.loads((folder_of(run) / f"{rank}.json").read_text())
 
 
 def assert_same(one: Path, other: Path, tolerance: float) -> None:
@@ -84,153 +79,237 @@ def assert_same(one: Path, other: Path, tolerance: float) -> None:
     for key in ("train_loss", "val_loss"):
         assert logged(other, key) == pytest.approx(logged(one, key), abs=tolerance, rel=0)
     if not tolerance:
-        a, b = newest_checkpoint(one, print), newest_checkpoint(other, print)
-        for mine, others in ((dict(a.model()), dict(b.model())), (dict(a.optimizer()), dict(b.optimizer()))):
-            assert mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
+        assert same_checkpoint(newest_checkpoint(one), newest_checkpoint(other))
+
+
+# One run on 1, 2, 3 and 4 processes, some stopped on the way and resumed on another number.
 
 
 @pytest.fixture(scope="module")
-def runs(place) -> Path:
-    """Every kind of run on 1, 2, 3 and 4 processes; some stopped on the way and resumed on another number."""
-    for kind, flags in KINDS.items():
-        alone(place, f"{kind}-1", *flags)
+def runs(place, play) -> Path:
+    def whole(kind: str, size: int, *flags: object) -> dict:
+        return {"flags": flags_of(place, f"{kind}-{size}", *KINDS[kind], *flags)}
 
-    def whole(kind: str, size: int, *flags: object) -> list:
-        return [flags_of(place, f"{kind}-{size}", *KINDS[kind], *flags), None, size == 2]
-
-    def part(kind: str, name: str, stop: int | None) -> list:
-        return [flags_of(place, f"{kind}-{name}", *KINDS[kind], "--resume", "--save-every", 1000), stop, False]
+    def parts(name: str, *stops: int | None) -> list[dict]:
+        kinds = ("ddp-muon", "fsdp-muon")
+        flags = {kind: flags_of(place, f"{kind}-{name}", *KINDS[kind], "--resume") for kind in kinds}
+        return [{"flags": flags[kind], "stop": stop} for kind in kinds for stop in stops]
 
     micro = ["--micro-batch-size", 2]
-    two = [whole(kind, 2, *micro) for kind in KINDS] + [part(k, "elastic", 20) for k in ("ddp-muon", "fsdp-muon")]
-    seen = [json.loads(line) for line in in_turn(2, two).splitlines() if line.startswith('{"parameters"')]
-    (place / "seen.json").write_text(json.dumps(dict(zip(KINDS, seen, strict=False))))
-    for kind in ("ddp-muon", "fsdp-muon"):  # from 2 to 1 …
-        flags = part(kind, "elastic", None)[0]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["train.py", *flags])
-            patch.setattr(train, "log", stopping_at(30, train.log))
-            assert train.main() == 143
-    more = [part(k, "elastic", None) for k in ("ddp-muon", "fsdp-muon")]  # … to 4
-    same = [part(k, "again", stop) for k in ("ddp-muon", "fsdp-muon") for stop in (20, None)]
+    play(1, [whole(kind, 1) for kind in ("ddp-muon", "ddp-adamw")])
+    play(2, [whole(kind, 2, *micro) for kind in KINDS] + parts("elastic", 7))  # from 2 …
+    play(1, parts("elastic", 13))  # … to 1 …
     four = [whole(kind, 4, *(["--checkpoint-activations"] if kind == "fsdp-adamw" else [])) for kind in KINDS]
-    in_turn(4, four + more + same)
-    in_turn(3, [whole("ddp-muon", 3, *micro)])
+    play(4, four + parts("elastic", None) + parts("again", 7, None))  # … to 4
+    play(3, [whole(kind, 3, *micro) for kind in KINDS])
     return place
 
 
-def stopping_at(step: int, log):
-    def log_and_stop(run, *arguments):
-        log(run, *arguments)
-        if run.step == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    return log_and_stop
-
-
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_processes_are_one_at_every_step(runs, kind, size):
-    assert_same(runs / f"{kind}-1", runs / f"{kind}-{size}", 1e-5)
-
-
-def test_three_processes_with_micro_batches(runs):
-    assert_same(runs / "ddp-muon-1", runs / "ddp-muon-3", 1e-5)
+    assert_same(runs / f"ddp-{kind.split('-')[1]}-1", runs / f"{kind}-{size}", 1e-5)
 
 
 @pytest.mark.parametrize("kind", ["ddp-muon", "fsdp-muon"])
 def test_a_run_stopped_on_two_goes_on_on_one_and_ends_on_four(runs, kind):
-    assert_same(runs / f"{kind}-1", runs / f"{kind}-elastic", 1e-5)
+    assert_same(runs / "ddp-muon-1", runs / f"{kind}-elastic", 1e-5)
 
 
 @pytest.mark.parametrize("kind", ["ddp-muon", "fsdp-muon"])
 def test_a_run_resumed_on_as_many_processes_is_the_same_bit_for_bit(runs, kind):
+    assert "Resuming after step 7" in seen(runs / f"{kind}-again")["said"]
     assert_same(runs / f"{kind}-4", runs / f"{kind}-again", 0)
 
 
-def test_gradients_travel_once_a_step_and_each_updated_matrix_once(runs):
-    seen = json.loads((runs / "seen.json").read_text())
-    model = GPT(load_settings(train.TrainConfig, [str(runs / "ddp-muon-1" / "config.toml")]).model)
+# What is sent, held and said.
+
+
+@pytest.fixture(scope="module")
+def watched(place, play) -> Path:
+    """Three steps of every kind on 2 processes, the third of which is watched."""
+    flags = ["--steps", 3, "--micro-batch-size", 2]
+    names = {kind: flags_of(place, f"{kind}-watched", *KINDS[kind], *flags) for kind in KINDS}
+    play(2, [{"flags": flags, "watch": True, "conclude": kind == "fsdp-muon"} for kind, flags in names.items()])
+    return place
+
+
+def test_gradients_travel_once_a_step_and_each_updated_matrix_once(watched):
+    model = model_of(watched / "ddp-muon-watched")
     total = model.num_parameters()
-    matrices = sum(p.numel() for p in model.blocks.parameters())
+    matrices = sum(parameter.numel() for parameter in model.blocks.parameters())
+    settled = 2  # numbers: whether a process was asked to stop, and how many targets count in the whole batch
 
     def numbers(kind: str, what: str) -> list[int]:
-        return [math.prod(shape) for name, shape in seen[kind]["messages"] if name == f"gloo:{what}"]
+        messages = seen(watched / f"{kind}-watched")["messages"]
+        return [math.prod(shape) for name, shape in messages if name == what]
+
+    def names(kind: str) -> set[str]:
+        return {name for name, _ in seen(watched / f"{kind}-watched")["messages"]}
 
     for kind in ("ddp-muon", "ddp-adamw"):  # three micro-batches a step
-        assert sum(numbers(kind, "all_reduce")) == total
+        assert sum(numbers(kind, "all_reduce")) == total + settled
     assert sum(numbers("ddp-muon", "all_gather")) * 2 == matrices  # each sends its half
-    assert {name for name, _ in seen["ddp-muon"]["messages"]} == {"gloo:all_reduce", "gloo:all_gather"}
-    assert {name for name, _ in seen["ddp-adamw"]["messages"]} == {"gloo:all_reduce"}
+    assert names("ddp-muon") == {"all_reduce", "all_gather"} and names("ddp-adamw") == {"all_reduce"}
     norm = 1
     for kind in ("fsdp-muon", "fsdp-adamw"):  # gloo scatters what it reduced by an all_reduce
         padding = 2 * model.config.d_model  # an odd number of embeddings and of outputs
-        assert sum(numbers(kind, "all_reduce")) == total + padding + norm
-    sent = numbers("fsdp-muon", "all_to_all")
-    assert sum(sent) == 2 * matrices / 2  # this process's half, there and back
+        assert sum(numbers(kind, "all_reduce")) == total + padding + norm + settled
+    assert sum(numbers("fsdp-muon", "all_to_all")) == 2 * matrices / 2  # this process's half, there and back
     blocks = 2
-    assert len(numbers("fsdp-muon", "all_gather")) == 3 * (1 + 2 * blocks)  # each micro-batch: forward, and back
+    for kind in ("fsdp-muon", "fsdp-adamw"):
+        assert len(numbers(kind, "all_gather")) == 3 * (1 + 2 * blocks)  # each micro-batch: forward, and backward
 
 
-def test_sharded_processes_hold_half_each(runs):
-    seen = json.loads((runs / "seen.json").read_text())
+def test_sharded_processes_hold_half_each(watched):
     for optimizer in ("muon", "adamw"):
-        whole, half = seen[f"ddp-{optimizer}"], seen[f"fsdp-{optimizer}"]
+        whole, half = (seen(watched / f"{parallel}-{optimizer}-watched") for parallel in ("ddp", "fsdp"))
         for what in ("parameters", "gradients", "optimizer"):
             assert half[what] == pytest.approx(whole[what] / 2, rel=0.02)
 
 
-def wait_for(path: Path, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
+def test_only_the_first_process_speaks_when_a_sharded_run_ends(watched):
+    first, second = (seen(watched / "fsdp-muon-watched", rank)["said"] for rank in (0, 1))
+    assert first.count("A sample:") == 1 and not second
+
+
+# Targets that do not count.
+
+
+@pytest.fixture(scope="module")
+def masked(place, play) -> Path:
+    """Runs on batches of which other targets count at each step, on 1, 2, 3 and 4 processes."""
+    flags = ["--steps", len(masks()), "--clip-norm", 0, "--learning-rate", 0, "--eval-tokens", 2 * LENGTH]
+    flags += ["--num-layers", 1]
+    for size in (1, 2, 3, 4):
+        runs = []
+        for parallel in ("ddp", "fsdp")[:size]:
+            for micro in ([], ["--micro-batch-size", 1]):
+                name = f"masked-{parallel}-{size}{'-micro' * bool(micro)}"
+                runs.append({"flags": flags_of(place, name, "--parallel", parallel, *micro, *flags), "mask": True})
+        play(size, runs)
+    return place
+
+
+def model_of(run: Path) -> GPT:
+    model = GPT(load_settings(train.TrainConfig, [str(run / "config.toml")]).model)
+    model.load_state_dict(dict(newest_checkpoint(run).model()))
+    return model
+
+
+def plain_loss(model: GPT, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The mean over the targets that count; nothing if none does."""
+    losses = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten().clamp(min=0), reduction="none")
+    counts = (targets.flatten() != -1).double()
+    return (losses * counts).sum() / counts.sum().clamp(min=1)
+
+
+@pytest.mark.parametrize("micro", ["", "-micro"])
+@pytest.mark.parametrize("process", ["ddp-1", "ddp-2", "fsdp-2", "ddp-3", "fsdp-3", "ddp-4", "fsdp-4"])
+def test_a_steps_gradient_is_that_of_the_mean_over_all_targets_that_count(masked, process, micro):
+    run = masked / f"masked-{process}{micro}"
+    model = model_of(run).double()
+    for step, (case, counts) in enumerate(masks().items(), 1):
+        held = safetensors.torch.load_file(folder_of(run) / f"{step}.safetensors")
+        assert torch.equal(held["targets"] != -1, counts)
+        model.zero_grad()
+        loss = plain_loss(model, held["inputs"], held["targets"])
+        loss.backward()
+        expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+        largest = max(gradient.abs().max() for gradient in expected.values())
+        assert bool(largest) == bool(counts.any())
+        for name, gradient in expected.items():
+            assert (held[name] - gradient).abs().max() <= 1e-6 * largest, (case, name)
+        assert logged(run, "train_loss")[step] == pytest.approx(loss.item(), rel=1e-6), case
+
+
+@pytest.mark.parametrize("process", ["ddp-1", "ddp-2", "fsdp-2", "ddp-3", "fsdp-3", "ddp-4", "fsdp-4"])
+def test_an_evaluation_is_the_mean_over_all_targets_that_count(masked, process):
+    """Of two windows, the last scores only what no other one scores; two of four processes have nothing to score."""
+    run, tokens = masked / f"masked-{process}", open_dataset(masked / "data").val[:]
+    starts = [0, len(tokens) - 1 - LENGTH]
+    windows = torch.stack([torch.from_numpy(tokens[start : start + LENGTH + 1].astype("int64")) for start in starts])
+    inputs, targets = windows[:, :-1], windows[:, 1:].clone()
+    targets[1, : -((len(tokens) - 1) % LENGTH)] = -1
+    assert 0 < (targets == -1).sum() < LENGTH
+    with torch.no_grad():
+        expected = plain_loss(model_of(run).double(), inputs, targets).item()
+    assert logged(run, "val_loss")[len(masks())] == pytest.approx(expected, rel=1e-6)
+
+
+# Faults of processes.
+
+
+def until(condition: Callable[[], bool], process: subprocess.Popen, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
         assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
-def started(place: Path, name: str, *flags: object, launcher: tuple = ("--standalone",)) -> tuple:
-    """A run on 2 processes that has come to step 40, and their ids."""
-    process = torchrun(2, ROOT / "train.py", *flags_of(place, name, *LONGER, *flags), launcher=launcher)
-    wait_for(place / name / "checkpoints" / "step-00000040", process)
-    found = subprocess.run(["pgrep", "-f", f"train.py .*--out {place / name} "], capture_output=True, encoding="utf-8")
-    workers = [int(pid) for pid in found.stdout.split() if int(pid) != process.pid]
-    assert len(workers) == 2
-    return process, workers
+def test_killed_and_terminated_a_run_is_where_one_is_that_nothing_happened_to(place, play):
+    longer = ["--steps", 1000, "--save-every", 10, "--eval-every", 1000]  # it never comes to the end
+    out, command = place / "hit", [*TORCHRUN, "--standalone", "--max-restarts", 9, ROOT / "train.py"]
+    process = start(*command, *flags_of(place, "hit", *longer))
+
+    def train_on() -> None:
+        """Wait until two more checkpoints are there."""
+        newest = (list_checkpoints(out) or [out / "step-0"])[-1].name.split("-")[1]
+        reached = f"step-{int(newest) + 20:08d}"
+        until(lambda: list_checkpoints(out) and list_checkpoints(out)[-1].name >= reached, process)
+
+    try:
+        train_on()
+        workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, encoding="utf-8").stdout
+        assert len(workers.split()) == 2
+        os.kill(int(workers.split()[1]), signal.SIGKILL)
+        train_on()
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 1, errors
+    assert output.count("Resuming after step") == 1  # only the first process speaks
+    assert output.count("which is saved. Go on with: torchrun --nproc-per-node 2") == 1
+    hit = newest_checkpoint(out)
+    play(2, [{"flags": flags_of(place, "whole", *longer), "stop": hit.step}])
+    assert same_checkpoint(newest_checkpoint(place / "whole"), hit)
 
 
-def same_weights(one: Path, other: Path) -> bool:
-    a, b = (dict(newest_checkpoint(run, print).model()) for run in (one, other))
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_terminated_and_killed_runs_end_in_the_same_weights(place):
-    process, _ = started(place, "terminated")
-    process.send_signal(signal.SIGTERM)
-    output = finish(process, code=1, timeout=30)
-    assert "which is saved. Go on with: torchrun --nproc-per-node 2" in output
-    process, workers = started(place, "killed", launcher=("--standalone", "--max-restarts", 2))
-    os.kill(workers[1], signal.SIGKILL)
-    said = finish(process)
-    assert "Resuming after step" in said and said.count("A sample:") == 1  # only the first process speaks
-    names = ("terminated", "uninterrupted")
-    assert "Resuming after step" in in_turn(2, [[flags_of(place, n, *LONGER, "--resume"), None, False] for n in names])
-    for name in ("terminated", "killed"):
-        assert same_weights(place / "uninterrupted", place / name)
-
-
-def test_a_process_that_hangs_ends_the_run(place):
-    process, workers = started(place, "hangs", "--timeout", 3)
-    os.kill(workers[1], signal.SIGSTOP)
+def test_a_process_that_hangs_ends_the_run(place, play):
     begun = time.monotonic()
-    while Path(f"/proc/{workers[0]}/cmdline").exists() and Path(f"/proc/{workers[0]}/cmdline").read_bytes():
-        assert time.monotonic() - begun < 3 + 5
-        time.sleep(0.05)
-    os.kill(workers[1], signal.SIGCONT)  # or torchrun would kill it, after 30 seconds of its own
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1 and "Timed out waiting 3000ms" in errors
+    with pytest.raises(AssertionError, match="Timed out waiting 2000ms"):
+        play(2, [{"flags": flags_of(place, "hangs", "--timeout", 2), "hang": 5}])
+    assert time.monotonic() - begun < 2 + 5
+
+
+# Several machines.
+
+
+def start(*command: object) -> subprocess.Popen:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "encoding": "utf-8"}
+    return subprocess.Popen(list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
+
+
+class Elsewhere(World):
+    """A process that need not wait for any other."""
+
+    def barrier(self) -> None:
+        pass
+
+
+def test_the_first_process_of_each_machine_verifies_its_copy_of_the_data(place, tmp_path):
+    shutil.copytree(place / "data", tmp_path / "data")
+    shard = tmp_path / "data" / "train-00000.npy"
+    shard.write_bytes(shard.read_bytes()[:-2] + b"\1\0")
+    config = train.TrainConfig(data=tmp_path / "data")
+    assert train.open_data(config, Elsewhere(3, 4, torch.device("cpu"), local_rank=1))
+    with pytest.raises(ValueError, match=r"train-00000\.npy is not as it was written"):
+        train.open_data(config, Elsewhere(2, 4, torch.device("cpu"), local_rank=0))
 
 
 @pytest.fixture
-def two_machines():
+def two_machines() -> Iterator[list[tuple[str, str]]]:
     """Two network namespaces joined by a cable: their names and addresses."""
 
     def ip(*words: str) -> bool:
@@ -253,15 +332,19 @@ def two_machines():
 
 def test_two_machines_are_one_run_and_the_second_needs_no_run_folder(place, runs, two_machines, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "cable")
-    processes = []
+    machines = []
     for number, (name, address) in enumerate(two_machines):
-        flags = flags_of(place, f"machine-{number}", "--resume")
-        command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", 2]
-        command += ["--nproc-per-node", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", "10.77.0.1:29400"]
-        command += ["--rdzv-conf", f"is_host={not number}", "--local-addr", address]
-        stopped_and_resumed = [[flags, 25, False], [flags, None, False]]
-        processes.append(start([*command, ROOT / "tests" / "in_turn.py", json.dumps(stopped_and_resumed)]))
-    for process in processes:
-        finish(process)
+        data = place / f"data-{number}"
+        shutil.copytree(place / "data", data, ignore=shutil.ignore_patterns("verified.json"))
+        flags = flags_of(place, f"machine-{number}", "--resume", "--data", data)
+        meet = ["--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", "10.77.0.1:29400"]
+        meet += ["--rdzv-conf", f"is_host={not number}", "--local-addr", address]
+        stopped_and_resumed = json.dumps([{"flags": flags, "stop": 10}, {"flags": flags}])
+        command = ["ip", "netns", "exec", name, *TORCHRUN, *meet, ROOT / "tests" / "in_turn.py", stopped_and_resumed]
+        machines.append(start(*command))
+    for machine in machines:
+        _, errors = machine.communicate(timeout=120)
+        assert machine.returncode == 0, errors
     assert_same(runs / "ddp-muon-1", place / "machine-0", 1e-5)
     assert not (place / "machine-1").exists()
+    assert all((place / f"data-{number}" / "verified.json").exists() for number in (0, 1))

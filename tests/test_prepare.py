@@ -1,4 +1,4 @@
-"""Text → data/<name>/, through the command that a user runs."""
+"""Text → data/<name>/, through the command's main, or the command itself where a process matters."""
 
 import hashlib
 import json
@@ -16,43 +16,40 @@ import numpy as np
 import pytest
 
 import prepare as command
-from engine import corpus
-from engine.shards import FORMAT, ShardWriter, open_dataset
+from engine import dataset as dataset_module
+from engine.dataset import FORMAT, open_dataset
+from prepare import PrepareConfig
 
-Prepare = Callable[..., subprocess.CompletedProcess]
+OFFLINE = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
 
 
 @pytest.fixture
-def prepare(run) -> Prepare:
-    """Runs prepare.py in tmp_path."""
+def prepare(tmp_path: Path, monkeypatch, capsys) -> Callable[..., str]:
+    """Runs prepare.py's main in tmp_path and returns what it printed; or, given an error to match, expects it alone."""
+    monkeypatch.chdir(tmp_path)
 
-    def prepare(*arguments: object, **options: object) -> subprocess.CompletedProcess:
-        return run("prepare.py", *arguments, **options)
+    def prepare(*arguments: object, expect_error: str | None = None) -> str:
+        capsys.readouterr()
+        if expect_error is None:
+            command.main([*map(str, arguments)])
+        else:
+            with pytest.raises(ValueError, match=expect_error) as caught:
+                command.main([*map(str, arguments)])
+            assert "\n" not in str(caught.value)
+        printed, errors = capsys.readouterr()
+        assert errors == "" and (expect_error is None) == (printed != "")
+        return printed
 
     return prepare
-
-
-def expect_success(result: subprocess.CompletedProcess) -> str:
-    assert (result.returncode, result.stderr) == (0, "")
-    return result.stdout
-
-
-def expect_error(result: subprocess.CompletedProcess, message: str) -> None:
-    """One line that says it, exit code 1, nothing on stdout."""
-    assert re.fullmatch(rf"error: .*{message}.*\n", result.stderr)
-    assert (result.returncode, result.stdout) == (1, "")
-
-
-def validation_documents(path: Path) -> list[str]:
-    """The documents of a dataset of bytes, from the tokens between the ends of text."""
-    dataset = open_dataset(path)
-    assert dataset.train[-1:] == dataset.val[-1:] == dataset.tokenizer.end_of_text
-    return dataset.tokenizer.decode(dataset.val[:]).removesuffix("<|endoftext|>").split("<|endoftext|>")
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
     """What would change if anything in the folder, or the folder, was written again."""
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_ino) for path in (folder, *folder.rglob("*"))}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize(
@@ -66,26 +63,17 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
     ],
 )
 def test_tiny_shakespeare(
-    tokenizer: str,
-    dtype: str,
-    vocab_size: int,
-    train_tokens: int | None,
-    val_tokens: int | None,
-    prepare: Prepare,
-    shakespeare: Path,
-    tiktoken_cache: Path,
-    tmp_path: Path,
+    tokenizer, dtype, vocab_size, train_tokens, val_tokens, prepare, shakespeare: Path, tiktoken_cache, tmp_path: Path
 ):
-    printed = expect_success(prepare(shakespeare, "--tokenizer", tokenizer, "--vocab-size", 2000))
+    printed = prepare(shakespeare, "--tokenizer", tokenizer, "--vocab-size", 2000)
     path = tmp_path / "data" / "tinyshakespeare"
     assert "python train.py --data data/tinyshakespeare" in printed and f"{vocab_size:,}  {tokenizer}\n" in printed
 
     dataset = open_dataset(path)
     text = shakespeare.read_text(encoding="utf-8")
     ending = "" if tokenizer == "char" else "<|endoftext|>"
-    parts = {"train": dataset.tokenizer.decode(dataset.train[:]), "val": dataset.tokenizer.decode(dataset.val[:])}
-    assert parts["train"] == text[:1_003_854]
-    assert parts["val"] == text[1_003_854:] + ending
+    assert dataset.tokenizer.decode(dataset.train[:]) == text[:1_003_854]
+    assert dataset.tokenizer.decode(dataset.val[:]) == text[1_003_854:] + ending
 
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest.keys() == {"format", "tokenizer", "vocab_size", "dtype", "splits", "origin"}
@@ -100,77 +88,63 @@ def test_tiny_shakespeare(
         (shard,) = counts["shards"]
         assert shard["sha256"] == hashlib.sha256((path / shard["file"]).read_bytes()).hexdigest()
         assert np.load(path / shard["file"], mmap_mode="r").shape == (shard["tokens"],) == (counts["tokens"],)
-    names = {"manifest.json", "tokenizer.json", "train-00000.npy", "val-00000.npy"}
-    assert {file.name for file in path.iterdir()} == names
+    assert files(path).keys() == {"manifest.json", "tokenizer.json", "train-00000.npy", "val-00000.npy"}
     assert [folder.name for folder in path.parent.iterdir()] == ["tinyshakespeare"]
 
 
-DOCUMENTS = ["", *(f"Document {i}: naïve 🚀\n" + "with lines\n" * (i % 7) for i in range(60))]
+def test_documents_are_encoded_in_order_each_with_its_end(code: str, prepare, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(command, "BATCH_CHARACTERS", 500)  # many more batches than there are threads
+    texts = ["", *(f"№ {i}: {code[100 * i :][: i % 700]}" for i in range(len(code) // 100))]
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prepare("lines.jsonl", "--vocab-size", 300, "--val-fraction", 0.2)
+    dataset = open_dataset(tmp_path / "data" / "lines")
+    order = {}
+    for split in ("train", "val"):
+        tokens = getattr(dataset, split)[:]
+        ends = np.flatnonzero(tokens == dataset.tokenizer.end_of_text)
+        assert ends[-1] == len(tokens) - 1
+        found = [dataset.tokenizer.decode(ids[:-1]) for ids in np.split(tokens, ends[:-1] + 1)]
+        counts = dataset.manifest["splits"][split]
+        assert (counts["documents"], counts["bytes"]) == (len(found), sum(len(text.encode()) for text in found))
+        np.testing.assert_array_equal(tokens[: ends[0]], dataset.tokenizer.encode(found[0]))
+        order[split] = [texts.index(text) for text in found]
+        assert order[split] == sorted(order[split])
+    assert len(order["train"]) + len(order["val"]) == len(texts)
 
 
-def test_many_documents_are_split_whole_and_in_any_order_alike(prepare: Prepare, tmp_path: Path):
-    for folder, order in {"forward": DOCUMENTS, "backward": DOCUMENTS[::-1]}.items():
-        (tmp_path / folder).mkdir()
-        for number, text in enumerate(order):
-            (tmp_path / folder / f"{number:02d}.txt").write_text(text, encoding="utf-8")
-    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
-    found = {}
-    for name in ("forward", "backward", "lines.jsonl"):
-        expect_success(prepare(name, "--tokenizer", "byte", "--val-fraction", 0.2))
-        out = tmp_path / "data" / name.removesuffix(".jsonl")
-        dataset = open_dataset(out)
-        val = validation_documents(out)
-        train = dataset.tokenizer.decode(dataset.train[:]).removesuffix("<|endoftext|>").split("<|endoftext|>")
-        assert sorted(train + val) == sorted(DOCUMENTS)
-        assert len(dataset.train) + len(dataset.val) == sum(len(text.encode()) + 1 for text in DOCUMENTS)
-        for split, texts in {"train": train, "val": val}.items():
-            counts = dataset.manifest["splits"][split]
-            assert counts["documents"] == len(texts)
-            assert counts["bytes"] == sum(len(text.encode()) for text in texts)
-        found[name] = val
-    assert found["forward"] == found["backward"][::-1] == found["lines.jsonl"]
-    assert 4 <= len(found["forward"]) <= 25  # about a fifth of 61
-
-
-def test_few_documents_leave_one_to_validate_on(prepare: Prepare, tmp_path: Path):
-    (tmp_path / "a.txt").write_text("the one document")
-    (tmp_path / "b.txt").write_text("and the other")
-    expect_success(prepare("a.txt", "b.txt", "--tokenizer", "byte", "--val-fraction", 0.0001))
-    assert len(validation_documents(tmp_path / "data" / "a")) == 1
-
-
-def test_large_document_is_encoded_as_one_and_in_order(code: str, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(corpus, "BLOCK", 1000)  # many more pieces than there are threads
-    monkeypatch.setattr(command, "BATCH_CHARACTERS", 2000)
-    (tmp_path / "code.txt").write_text(code, encoding="utf-8")
-    command.prepare(command.PrepareConfig((str(tmp_path / "code.txt"),), vocab_size=300, out=tmp_path / "out"))
-    dataset = open_dataset(tmp_path / "out")
-    train = code.encode()[: dataset.manifest["splits"]["train"]["bytes"]].decode()
-    np.testing.assert_array_equal(dataset.train[:], dataset.tokenizer.encode(train))
-
-
-def test_split_never_cuts_a_character(prepare: Prepare, tmp_path: Path):
-    text = "🚀é漢" * 10
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    for share in (0.48, 0.44, 0.42):  # each inside another of these characters
-        expect_success(prepare("a.txt", "--tokenizer", "byte", "--val-fraction", share, "--force"))
-        dataset = open_dataset(tmp_path / "data" / "a")
-        parts = [dataset.tokenizer.decode_bytes(tokens[:]).decode() for tokens in (dataset.train, dataset.val)]
-        assert "".join(parts) == text + "<|endoftext|>"
-
-
-def test_standard_input(prepare: Prepare, tmp_path: Path):
-    expect_success(prepare("-", "--tokenizer", "char", input="piped téxt"))
+def test_standard_input(run, tmp_path: Path):
+    result = run("prepare.py", "-", "--tokenizer", "char", input="piped téxt")
+    assert (result.returncode, result.stderr) == (0, "")
     dataset = open_dataset(tmp_path / "data" / "stdin")
     assert dataset.tokenizer.characters == " deiptxé"
     assert dataset.tokenizer.decode([*dataset.train[:], *dataset.val[:]]) == "piped téxt"
 
 
-def test_same_again_changes_nothing(prepare: Prepare, tmp_path: Path):
+def test_some_files_of_a_folder_and_another_field(prepare, tmp_path: Path):
+    (tmp_path / "posts").mkdir()
+    (tmp_path / "posts" / "a.jsonl").write_text('{"body": "one post"}\n{"body": "and another"}\n')
+    (tmp_path / "posts" / "b.txt").write_text("no post")
+    prepare("posts", "--glob", "*.jsonl", "--field", "body", "--tokenizer", "char")
+    dataset = open_dataset(tmp_path / "data" / "posts")
+    texts = {dataset.tokenizer.decode(tokens[:]) for tokens in (dataset.train, dataset.val)}
+    assert texts == {"one post", "and another"}
+
+
+def test_download_must_hash_to_what_is_asked(prepare, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    address = "http://127.0.0.1:9/text"
+    cached = tmp_path / "gpt-trainer" / hashlib.sha256(address.encode()).hexdigest()[:16] / "text"
+    cached.parent.mkdir(parents=True)
+    cached.write_text("downloaded before\n" * 10)
+    prepare(address, "--sha256", hashlib.sha256(cached.read_bytes()).hexdigest())
+    prepare(address, "--sha256", "0" * 64, expect_error="has SHA-256 .*, not the expected 0000")
+
+
+def test_same_again_changes_nothing(prepare, tmp_path: Path):
     (tmp_path / "a.txt").write_text("text to prepare\n" * 10)
-    expect_success(prepare("a.txt"))
+    prepare("a.txt")
     before = snapshot(tmp_path / "data")
-    assert "Nothing changed" in expect_success(prepare("a.txt"))
+    assert "Nothing changed" in prepare("a.txt")
     assert snapshot(tmp_path / "data") == before
 
 
@@ -183,43 +157,48 @@ def test_same_again_changes_nothing(prepare: Prepare, tmp_path: Path):
         ("", ("--tokenizer", "byte"), "tokenizer bpe, vocab_size 4096"),
     ],
 )
-def test_other_dataset_is_replaced_by_force_only(text, arguments, other, prepare: Prepare, tmp_path: Path):
+def test_other_dataset_is_replaced_by_force_only(text, arguments, other, prepare, tmp_path: Path):
     (tmp_path / "a.txt").write_text("text to prepare\n" * 10)
-    expect_success(prepare("a.txt"))
+    prepare("a.txt")
     before = snapshot(tmp_path / "data")
     (tmp_path / "a.txt").write_text("text to prepare\n" * 10 + text)
-    expect_error(prepare("a.txt", *arguments), f"data/a was made with {other}; use --force")
+    prepare("a.txt", *arguments, expect_error=f"^data/a was made with {other}; use --force")
     assert snapshot(tmp_path / "data") == before
-    expect_success(prepare("a.txt", *arguments, "--force"))
+    prepare("a.txt", *arguments, "--force")
     assert snapshot(tmp_path / "data").keys() == before.keys()
-    expect_success(prepare("a.txt", *arguments))  # it is now what these arguments make
+    assert "Nothing changed" in prepare("a.txt", *arguments)  # it is now what these arguments make
 
 
-def test_force_mends_a_damaged_dataset(prepare: Prepare, tmp_path: Path):
+def test_force_mends_a_damaged_dataset(prepare, tmp_path: Path):
     (tmp_path / "a.txt").write_text("text to prepare\n" * 10)
-    expect_success(prepare("a.txt"))
+    prepare("a.txt")
     (tmp_path / "data" / "a" / "val-00000.npy").write_bytes(b"")
-    expect_success(prepare("a.txt", "--force"))
-    open_dataset(tmp_path / "data" / "a")
+    prepare("a.txt", "--force")
+    assert len(open_dataset(tmp_path / "data" / "a").val) > 0
 
 
-@pytest.mark.parametrize("files", [{"notes.txt": "mine"}, {"manifest.json": '{"format": 1}'}, {"manifest.json": "[]"}])
-def test_folder_that_is_no_dataset_is_never_replaced(files: dict, prepare: Prepare, tmp_path: Path):
+NO_MANIFESTS = ['{"format": 1}', "[]", '{"origin": 1, "tokenizer": {}, "splits": {}}']
+
+
+@pytest.mark.parametrize("content", [{"notes.txt": "mine"}, *({"manifest.json": text} for text in NO_MANIFESTS)])
+def test_folder_that_is_no_dataset_is_never_replaced(content: dict, prepare, tmp_path: Path):
     (tmp_path / "a.txt").write_text("text to prepare\n" * 10)
     (tmp_path / "mine").mkdir()
-    for name, text in files.items():
+    for name, text in content.items():
         (tmp_path / "mine" / name).write_text(text)
     before = snapshot(tmp_path / "mine")
-    expect_error(prepare("a.txt", "--out", "mine", "--force"), "mine exists and is not a dataset")
-    expect_error(prepare("a.txt", "--out", "a.txt"), "a.txt exists and is not a dataset")
+    prepare(
+        "a.txt", "--out", "mine", "--force", expect_error="^mine exists and is not a dataset; choose another directory"
+    )
+    prepare("a.txt", "--out", "a.txt", expect_error=r"^a\.txt exists and is not a dataset")
     assert snapshot(tmp_path / "mine") == before
 
 
-def test_names_of_other_datasets_are_left_alone(prepare: Prepare, tmp_path: Path):
+def test_names_of_other_datasets_are_left_alone(prepare, tmp_path: Path):
     (tmp_path / "a.txt").write_text("text to prepare\n" * 10)
     being_made = tmp_path / "data" / ".wiki.small.partial.abcdefgh"  # by another process, at this moment
     being_made.mkdir(parents=True)
-    expect_success(prepare("a.txt", "--out", "data/wiki"))
+    prepare("a.txt", "--out", "data/wiki")
     assert being_made.exists()
 
 
@@ -229,41 +208,49 @@ def test_names_of_other_datasets_are_left_alone(prepare: Prepare, tmp_path: Path
         (None, (), "a.txt is not there"),  # arguments are checked before
         (b"", (), "a.txt: no text in there"),
         (b"abc\xffdef", (), "a.txt is not UTF-8 at byte 3; convert it, or use --errors replace"),
-        (b"x", ("--tokenizer", "byte"), "the train split has 0 tokens"),
+        (b"x", ("--tokenizer", "byte"), "the train split has 0 tokens of 1 documents"),
         (b"some text", ("--tokenizer", "char", "--val-fraction", "0.01"), "the val split has 1 tokens"),
-        (None, ("--tokenizer", "gpt5"), "--tokenizer gpt5 is unknown; .* char, byte, bpe, .*gpt2"),
+        (None, ("--tokenizer", "gpt5"), "--tokenizer gpt5 is unknown"),
         (None, ("--vocab-size", "256"), "--vocab-size 256 is too small for BPE: .* need 257"),
         (b"some text", ("--val-fraction", "1"), "--val-fraction is 1.0"),
         (b"some text", ("",), "no input"),
-        (b"some text", ("http://127.0.0.1:9/b",), "9/b could not be downloaded"),
+        (b"some text", ("http://127.0.0.1:9/b",), ".*9/b could not be downloaded"),
         *[(b"some text", ("--part", part), f"--part is '{part}'") for part in ("4/3", "0/3", "a/b", "")],
         (b"some text", ("--merge",), "--merge needs --out, .* and takes nothing else but --force"),
         (b"some text", ("--merge", "--out", "data/a"), "--merge needs --out, .* and takes nothing else but --force"),
-        (b"some text", ("--tokenizer", "o200k_base"), "o200k_base could not be downloaded .* TIKTOKEN_CACHE_DIR"),
     ],
 )
-def test_user_mistake_is_one_line_and_leaves_nothing(content, arguments, message, prepare: Prepare, tmp_path: Path):
+def test_user_mistake_leaves_nothing(content, arguments, message, prepare, tmp_path: Path, monkeypatch):
+    for name, value in (OFFLINE | {"XDG_CACHE_HOME": str(tmp_path / "cache")}).items():
+        monkeypatch.setenv(name, value)
     if content is not None:
         (tmp_path / "a.txt").write_bytes(content)
-    (tmp_path / "empty").mkdir()
-    offline = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
-    caches = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "empty"), "XDG_CACHE_HOME": str(tmp_path / "empty")}
-    expect_error(prepare("a.txt", *arguments, env=os.environ | offline | caches), message)
+    prepare("a.txt", *arguments, expect_error=f"^{message}")
     assert [*(tmp_path / "data").rglob("*")] == []
 
 
-def test_bytes_that_are_not_utf8_can_be_replaced(prepare: Prepare, tmp_path: Path):
+@pytest.mark.parametrize("arguments", [(), ("--out", "w", "--part", "1/3"), ("--out", "w", "--tokenizer", "byte")])
+def test_merge_takes_no_other_arguments(arguments: tuple[str, ...], prepare):
+    prepare("--merge", *arguments, expect_error="^--merge needs --out, .* and takes nothing else but --force")
+
+
+def test_no_input_is_refused(prepare):
+    prepare(expect_error="^no input: give a file")
+
+
+def test_command_says_a_mistake_in_one_line_and_exits_with_1(run, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("some text")
+    environment = os.environ | OFFLINE | {"TIKTOKEN_CACHE_DIR": str(tmp_path)}
+    result = run("prepare.py", "a.txt", "--tokenizer", "o200k_base", env=environment)
+    message = r"error: tiktoken's encoding o200k_base could not be downloaded .* TIKTOKEN_CACHE_DIR .*\n"
+    assert re.fullmatch(message, result.stderr)
+    assert (result.returncode, result.stdout) == (1, "")
+
+
+def test_bytes_that_are_not_utf8_can_be_replaced(prepare, tmp_path: Path):
     (tmp_path / "a.txt").write_bytes(b"abc\xffdefghijk")
-    expect_success(prepare("a.txt", "--errors", "replace", "--tokenizer", "char"))
+    prepare("a.txt", "--errors", "replace", "--tokenizer", "char")
     assert "\ufffd" in open_dataset(tmp_path / "data" / "a").tokenizer.characters
-
-
-def test_no_input_is_refused(prepare: Prepare):
-    expect_error(prepare(), "no input: give a file")
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +261,8 @@ def corpora(code: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     lengths = [0, 7, 3000, 1, 40_000, 0, *range(100, 2000, 300), 9000, 0]
     for number, length in enumerate(lengths):
         (folder / "texts" / f"{number:02d}.txt").write_text(code[number * 100 :][:length], encoding="utf-8")
-    (folder / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*DOCUMENTS, ""]))
+    lines = ["", *(f"Document {i}: naïve 🚀\n" + "with lines\n" * (i % 7) for i in range(60)), ""]
+    (folder / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
     (folder / "one.txt").write_text("one document and no other: naïve 🚀\n" * 10, encoding="utf-8")
     return folder
 
@@ -285,29 +273,29 @@ def corpora(code: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("texts", ("--vocab-size", 300), [5, 0, 10]),  # the fifth is larger than the others together
         ("lines.jsonl", ("--tokenizer", "byte"), [22, 20, 20]),
         ("one.txt", ("--tokenizer", "char"), [1, 0, 0]),
+        ("one.txt", ("--tokenizer", "cl100k_base"), [1, 0, 0]),
     ],
 )
-def test_merged_parts_are_what_one_run_makes(inputs, arguments, documents, prepare: Prepare, corpora: Path, tmp_path):
-    expect_success(prepare(corpora / inputs, *arguments, "--out", "data/whole"))
-    merge = ("--merge", "--out", "data/web")
+def test_merged_parts_are_what_one_run_makes(inputs, arguments, documents, prepare, corpora, tiktoken_cache, tmp_path):
+    prepare(corpora / inputs, *arguments, "--out", "data/whole")
     for part in (3, 1, 2):
-        printed = expect_success(prepare(corpora / inputs, *arguments, "--out", "data/web", "--part", f"{part}/3"))
-        assert f"python prepare.py {' '.join(merge)}\n" in printed
+        printed = prepare(corpora / inputs, *arguments, "--out", "data/web", "--part", f"{part}/3")
+        assert "python prepare.py --merge --out data/web\n" in printed
     parts = [tmp_path / "data" / "web.parts" / f"{part}-of-3" for part in (1, 2, 3)]
     ends = [json.loads((part / "manifest.json").read_text())["splits"].values() for part in parts]
     assert [sum(counts["documents"] for counts in splits) for splits in ends] == documents
     assert not (tmp_path / "data" / "web").exists()
-    assert "rm -r data/web.parts\n" in expect_success(prepare(*merge))
+    assert "rm -r data/web.parts\n" in prepare("--merge", "--out", "data/web")
     assert files(tmp_path / "data" / "web") == files(tmp_path / "data" / "whole")
 
 
 def test_merged_shards_end_where_those_of_one_run_do(corpora: Path, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(command, "ShardWriter", lambda *arguments: ShardWriter(*arguments, shard_tokens=1000))
+    monkeypatch.setattr(dataset_module, "SHARD_TOKENS", 1000)
     options = {"inputs": (str(corpora / "texts"),), "tokenizer": "byte"}
-    command.prepare(command.PrepareConfig(**options, out=tmp_path / "whole"))
+    command.prepare(PrepareConfig(**options, out=tmp_path / "whole"))
     for part in range(1, 6):
-        command.prepare(command.PrepareConfig(**options, out=tmp_path / "web", part=f"{part}/5"))
-    command.merge(command.PrepareConfig((), out=tmp_path / "web", merge=True))
+        command.prepare(PrepareConfig(**options, out=tmp_path / "web", part=f"{part}/5"))
+    command.merge(PrepareConfig((), out=tmp_path / "web", merge=True))
     assert files(tmp_path / "web") == files(tmp_path / "whole")
     assert len(files(tmp_path / "whole")) > 50
 
@@ -317,8 +305,7 @@ def three_parts(corpora: Path) -> Path:
     """The parts of a dataset of bytes, data/web."""
     for part in (1, 2, 3):
         out = corpora / "web"
-        config = command.PrepareConfig((str(corpora / "lines.jsonl"),), "byte", out=out, part=f"{part}/3")
-        command.prepare(config)
+        command.prepare(PrepareConfig((str(corpora / "lines.jsonl"),), "byte", out=out, part=f"{part}/3"))
     return corpora / "web.parts"
 
 
@@ -348,50 +335,44 @@ def edit(file: str, old: str, new: str) -> Callable[[Path], object]:
         ),
     ],
 )
-def test_parts_that_make_no_whole_are_not_merged(spoil, message, three_parts: Path, prepare: Prepare, tmp_path: Path):
+def test_parts_that_make_no_whole_are_not_merged(spoil, message, three_parts: Path, prepare, tmp_path: Path):
     shutil.copytree(three_parts, tmp_path / "data" / "web.parts")
     spoil(tmp_path / "data" / "web.parts")
     message = message.replace("REMEDY", "python prepare.py INPUT --out data/web --part")
-    expect_error(prepare("--merge", "--out", "data/web"), message)
+    prepare("--merge", "--out", "data/web", expect_error=message)
     assert [path.name for path in (tmp_path / "data").iterdir() if path.name != "web.parts"] == []
 
 
-def test_part_is_made_again_if_damaged_or_not_at_all(
-    three_parts: Path, corpora: Path, prepare: Prepare, tmp_path: Path
-):
+def test_part_is_made_again_if_damaged_or_not_at_all(three_parts: Path, corpora: Path, prepare, tmp_path: Path):
     shutil.copytree(three_parts, tmp_path / "data" / "web.parts")
     shard = tmp_path / "data" / "web.parts" / "2-of-3" / "val-00000.npy"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     merge = ("--merge", "--out", "data/web")
-    expect_error(prepare(*merge), "2-of-3/val-00000.npy is damaged")
+    prepare(*merge, expect_error=r"2-of-3/val-00000\.npy is damaged")
     one_run = (corpora / "lines.jsonl", "--tokenizer", "byte", "--out", "data/web")
-    expect_success(prepare(*one_run, "--part", "2/3", "--force"))
+    prepare(*one_run, "--part", "2/3", "--force")
     assert shard.read_bytes() == whole
-    expect_success(prepare(*merge))
+    prepare(*merge)
 
     before = snapshot(tmp_path / "data")
     for arguments in ((*one_run, "--part", "2/3"), merge, one_run):
-        assert "Nothing changed" in expect_success(prepare(*arguments))
+        assert "Nothing changed" in prepare(*arguments)
     assert snapshot(tmp_path / "data") == before
-    expect_success(prepare(*merge, "--force"))
+    prepare(*merge, "--force")
     assert snapshot(tmp_path / "data") != before
 
 
-def test_merge_takes_no_other_arguments(prepare: Prepare):
-    for arguments in ((), ("--out", "data/web", "--part", "1/3"), ("--out", "data/web", "--tokenizer", "byte")):
-        expect_error(prepare("--merge", *arguments), "--merge needs --out, .* and takes nothing else but --force")
-
-
-def test_parts_may_be_empty_and_the_whole_not(prepare: Prepare, tmp_path: Path):
+def test_parts_may_be_empty_and_the_whole_not(prepare, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("x")
     for part in ("1/2", "2/2"):
-        expect_success(prepare("-", "--tokenizer", "byte", "--part", part, input="x"))
-    expect_error(prepare("--merge", "--out", "data/stdin"), "the train split has 0 tokens of 1 documents")
-    assert [path.name for path in (tmp_path / "data").iterdir()] == ["stdin.parts"]
+        prepare("a.txt", "--tokenizer", "byte", "--part", part)
+    prepare("--merge", "--out", "data/a", expect_error="^the train split has 0 tokens of 1 documents")
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["a.parts"]
 
 
-def test_start_is_quick_without_torch():
-    program = "import sys, prepare; sys.exit('torch' in sys.modules)"
+def test_start_is_quick_without_torch_and_without_tiktokens_registry():
+    program = "import sys, prepare; sys.exit(bool({'torch', 'tiktoken_ext.openai_public'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", program], cwd=Path(command.__file__).parent).returncode == 0
 
 
@@ -417,9 +398,9 @@ def test_interrupt_leaves_nothing(number: signal.Signals, code: int, tmp_path: P
     assert [*(tmp_path / "data").iterdir()] == []
 
 
-def test_run_after_a_kill_cleans_up_and_succeeds(prepare: Prepare, tmp_path: Path):
+def test_run_after_a_kill_cleans_up_and_succeeds(prepare, tmp_path: Path):
     assert stop_while_encoding(signal.SIGKILL, tmp_path).returncode == -signal.SIGKILL
     assert [*(tmp_path / "data").iterdir()] != []
     (tmp_path / "large.txt").write_text("less text\n" * 10)
-    expect_success(prepare("large.txt", "--tokenizer", "byte"))
+    prepare("large.txt", "--tokenizer", "byte")
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["large"]

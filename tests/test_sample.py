@@ -1,14 +1,20 @@
 """Sampling, through the real command: prompts, streams, batches, pictures, mistakes."""
 
-import sys
+import re
 from pathlib import Path
 
+import matplotlib.image
 import pytest
-from conftest import ROOT
+import torch
+from helpers import ROOT, VARIANTS, exit_code_of, randomised
 
 import sample
 import train
+from engine.run_folder import list_checkpoints
+from engine.tokenizer import load_tokenizer
 from prepare import PrepareConfig, prepare
+
+SHAPE = "--num-layers 2 --num-heads 2 --d-model 32 --context-length 24 --batch-size 8 --device cpu"
 
 
 @pytest.fixture(scope="module")
@@ -17,24 +23,24 @@ def trained(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     (folder / "text.txt").write_text("äöü€ abcdefgh.\n" * 500, encoding="utf-8")
     prepare(PrepareConfig(inputs=(str(folder / "text.txt"),), tokenizer="byte", out=folder / "data"))
-    flags = f"--data {folder}/data --out {folder}/run --steps 120 --num-layers 2 --num-heads 2 --d-model 32"
-    flags += " --context-length 24 --batch-size 8 --warmup-steps 2 --learning-rate 0.02 --device cpu"
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(sys, "argv", ["train.py", *flags.split()])
-        assert train.main() == 0
+    flags = f"--data {folder}/data --out {folder}/run --steps 120 --warmup-steps 2 --learning-rate 0.02"
+    assert train.main([*flags.split(), *SHAPE.split()]) == 0
     return folder / "run"
 
 
 @pytest.fixture
-def sampled(trained, monkeypatch, capsys):
+def sampled(trained, capsys):
     """What sample.py prints, run in this process."""
 
     def sampled(*flags: object, path: Path = trained) -> str:
-        monkeypatch.setattr(sys, "argv", ["sample.py", str(path), "--device", "cpu", *map(str, flags)])
-        sample.main()
+        capsys.readouterr()
+        sample.main([str(path), "--device", "cpu", *map(str, flags)])
         return capsys.readouterr().out
 
     return sampled
+
+
+# Text.
 
 
 def test_a_prompt_is_continued_past_the_context(sampled):
@@ -54,73 +60,110 @@ def test_several_samples_are_one_batch_and_differ(sampled):
     assert len({part[1:] for part in parts}) == 3 and all(part.split("---\n")[1].startswith("ä") for part in parts)
 
 
-def test_a_stop_text_ends_a_sample(sampled):
-    text = sampled("--prompt", "ä", "--temperature", 0, "--stop", "def", "--max-new-tokens", 100)
-    assert text == "äöü€ abc\n"
+def test_a_stop_text_ends_a_sample_and_each_of_several(sampled):
+    flags = ["--prompt", "ä", "--temperature", 0, "--stop", "def", "--max-new-tokens", 100]
+    assert sampled(*flags) == "äöü€ abc\n"
+    assert sampled(*flags, "--num-samples", 2) == "--- sample 1 ---\näöü€ abc\n--- sample 2 ---\näöü€ abc\n"
 
 
-def test_prompts_come_from_files_and_standard_input_too(run, trained, tmp_path):
-    (tmp_path / "prompt.txt").write_text("äö", encoding="utf-8")
+def test_prompts_come_from_files_and_standard_input_too(run, sampled, trained, tmp_path):
     flags = ["--temperature", "0", "--max-new-tokens", "10"]
-    said = run("sample.py", trained, "--prompt", "äö", *flags)
-    assert said.returncode == 0, said.stderr
-    assert run("sample.py", trained, "--prompt-file", "prompt.txt", *flags).stdout == said.stdout
-    assert run("sample.py", trained, "-", *flags, input="äö").stdout == said.stdout
+    said = sampled("--prompt", "äö", *flags)
+    (tmp_path / "prompt.txt").write_text("äö", encoding="utf-8")
+    assert sampled("--prompt-file", tmp_path / "prompt.txt", *flags) == said
+    piped = run("sample.py", trained, "-", *flags, input="äö")
+    assert (piped.returncode, piped.stdout, piped.stderr) == (0, said, "")
 
 
-def test_a_checkpoint_serves_by_its_own_path(sampled, trained):
+def test_a_checkpoint_serves_by_its_own_path_and_a_run_by_its_best(sampled, trained):
     best = sampled("--temperature", 0, "--max-new-tokens", 10)
     assert sampled("--temperature", 0, "--max-new-tokens", 10, path=trained / "checkpoints" / "step-00000120") == best
 
 
-@pytest.mark.parametrize("layer", [0, 2])
-def test_attention_is_drawn(sampled, tmp_path, layer):
-    picture = tmp_path / "attention.png"
-    sampled("--prompt", "abcdefgh", "--attention", picture, "--layer", layer)
-    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+def test_a_function_samples_without_a_command_line(trained):
+    found = sample.find_checkpoint(trained)
+    tokenizer, model = load_tokenizer(found.path / "tokenizer.json"), sample.load_model(found)
+    config = sample.SampleConfig(trained, num_samples=2, max_new_tokens=5, temperature=0)
+    prompt = tokenizer.encode("äöü€ ab").tolist()
+    tokens = torch.stack(list(sample.sample(config, model, tokenizer, prompt)), dim=1)
+    assert tokens.shape == (2, 5) and tokenizer.decode(tokens[0].tolist()) == "cdefg"
+
+
+# Attention.
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.no_grad()
+def test_attention_maps_are_what_the_model_computes(name):
+    model = randomised(VARIANTS[name])
+    tokens = torch.randint(37, (10,))
+    maps = sample.attention_maps(model, tokens)
+    assert maps.shape == (2, 3, 10, 10)
+    torch.testing.assert_close(maps.sum(dim=-1), torch.ones(2, 3, 10))
+    assert maps.triu(1).abs().max() == 0
+    rotation, x = model.rotation(0, 10), model.embed(tokens[None])
+    for block, of_block in zip(model.blocks, maps, strict=True):  # a layer's output from its maps and values
+        seen = x if block.post_norm else block.attention_norm(x)
+        mixed = torch.cat([of_block[i] @ head.value(seen) for i, head in enumerate(block.attention.heads)], dim=-1)
+        output = block.attention(seen, rotation)
+        torch.testing.assert_close(block.attention.projection(mixed), output, rtol=1e-4, atol=1e-5)
+        x = block(x, rotation)
+
+
+def test_attention_is_drawn_for_all_layers_or_one(sampled, tmp_path):
+    sizes = {}
+    for layer in (None, 2):
+        flags = [] if layer is None else ["--layer", layer]
+        said = sampled("--prompt", "abcdefgh", "--attention", tmp_path / "a.png", *flags)
+        assert said == f"{tmp_path}/a.png: 2 heads a layer, 8 tokens\n"
+        sizes[layer] = matplotlib.image.imread(tmp_path / "a.png").shape[:2]
+    assert sizes[None][0] > 1.5 * sizes[2][0] and sizes[None][1] == sizes[2][1]  # two rows of heads, and one
+
+
+# Mistakes.
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            ["--layer", 3, "--attention", "a.png", "--prompt", "x"],
-            "--layer 3 is not there; the model has layers 1",
-        ),
-        (["--attention", "a.png", "--prompt", "x" * 30], "the prompt has 30 tokens; a picture shows at most 24"),
+        (["RUN", "--layer", "3", "--attention", "a.png", "--prompt", "x"], "--layer 3 is not there; .* layers 1 to 2"),
+        (["RUN", "--layer", "0", "--attention", "a.png", "--prompt", "x"], "--layer 0 is not there; .* layers 1 to 2"),
+        (["RUN", "--attention", "a.png", "--prompt", "x" * 30], "the prompt has 30 tokens; a picture shows at most 24"),
+        (["nowhere"], "nowhere holds no checkpoint; give a run folder such as out/stdlib, or train one"),
+        ([str(ROOT)], "holds no checkpoint"),
+        (["RUN", "--temperature", "-1"], "--temperature -1.0 --top-k None --top-p 0.95: they must be at least 0"),
+        (["RUN", "--top-p", "0"], "--top-p 0.0: they must be"),
+        (["RUN", "--top-k", "0"], "--top-k 0 --top-p 0.95: they must be"),
+        (["RUN", "--num-samples", "0"], "--num-samples and --max-new-tokens must be at least 1"),
+        (["RUN", "--prompt", "a", "--prompt-file", "b"], "give one prompt"),
+        (["RUN", "-", "--prompt", "a"], "give one prompt"),
+        (["RUN", "--prompt-file", "latin-1.txt"], "the prompt is not UTF-8 at byte 1; convert it"),
+        (["RUN", "--prompt-file", "nothing.txt"], "No such file or directory: nothing.txt"),
+        (["RUN", "--tempreature", "1"], "Perhaps you meant: --temperature"),
     ],
 )
-def test_mistakes_are_named(sampled, flags, message):
-    with pytest.raises(ValueError, match=message):
-        sampled(*flags)
+def test_mistakes_end_in_one_line_that_names_them(flags, message, trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "latin-1.txt").write_bytes("aä".encode("latin-1"))
+    arguments = [str(trained) if flag == "RUN" else flag for flag in flags]
+    code, errors = exit_code_of(lambda: sample.main(arguments)), capsys.readouterr().err
+    assert code == (2 if "(see --help)" in errors else 1) and errors.startswith("error: ") and errors.count("\n") == 1
+    assert re.search(message, errors), errors
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["nowhere"],
-        [ROOT],
-        ["RUN", "--temperature", "-1"],
-        ["RUN", "--top-p", "0"],
-        ["RUN", "--num-samples", "0"],
-        ["RUN", "--prompt", "a", "--prompt-file", "b"],
-        ["RUN", "--prompt-file", "nothing.txt"],
-        ["RUN", "--tempreature", "1"],
-    ],
-)
-def test_mistakes_end_in_one_line(flags, trained, monkeypatch, capsys):
-    arguments = [str(trained if flag == "RUN" else flag) for flag in flags]
-    monkeypatch.setattr(sys, "argv", ["sample.py", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        sample.run_command(sample.main)
-    errors = capsys.readouterr().err
-    assert stop.value.code in (1, 2) and errors.startswith("error: ") and errors.count("\n") == 1
-
-
-def test_an_unknown_character_is_named(run, tmp_path):
+def test_an_unknown_character_is_named(tmp_path):
     (tmp_path / "abc.txt").write_text("abc\n" * 300, encoding="utf-8")
-    run("prepare.py", "abc.txt", "--tokenizer", "char", check=True)
-    flags = "--data data/abc --out out/abc --steps 1 --num-layers 1 --num-heads 1 --d-model 8 --context-length 8"
-    run("train.py", *flags.split(), check=True)
-    refused = run("sample.py", "out/abc", "--prompt", "abß")
-    assert refused.returncode == 1 and refused.stderr.count("\n") == 1 and "'ß' (U+00DF)" in refused.stderr
+    prepare(PrepareConfig(inputs=(str(tmp_path / "abc.txt"),), tokenizer="char", out=tmp_path / "data"))
+    assert train.main(["--data", f"{tmp_path}/data", "--out", f"{tmp_path}/run", "--steps", "1", *SHAPE.split()]) == 0
+    with pytest.raises(ValueError, match=r"'ß' \(U\+00DF\)"):
+        sample.main([str(tmp_path / "run"), "--prompt", "abß"])
+
+
+def test_weights_that_do_not_fit_their_settings_are_refused(trained):
+    found = sample.find_checkpoint(trained)
+    for name, value in (("num_layers", 3), ("num_layers", 10**9), ("d_ff", 7), ("bias", True)):
+        found.state["model"][name] = value
+        with pytest.raises(ValueError, match=r"step-00000120 is damaged: its weights don't fit its state.json"):
+            sample.load_model(found)
+        found = sample.find_checkpoint(trained)
+    assert found.path in list_checkpoints(trained)

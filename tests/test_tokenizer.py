@@ -1,14 +1,14 @@
 """Text ↔ token ids."""
 
+import base64
 import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
+import tiktoken
 
-from engine import tokenizer as tokenizer_module
 from engine.tokenizer import (
     END_OF_TEXT,
     SMALLEST_BPE,
@@ -16,18 +16,20 @@ from engine.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
     Tokenizer,
-    from_huggingface,
     load_tokenizer,
     named_tokenizer,
     train_bpe,
-    untrained_bpe,
+    train_huggingface,
 )
 
 
 def gapped() -> BPETokenizer:
     """Built like p50k_base: the end of text stands amid the ranks, and one id stands for nothing."""
     ranks = {bytes((byte,)): byte for byte in range(256)} | {b"ab": 257, b"abab": 258, b" ab": 260}
-    return BPETokenizer("gapped", tokenizer_module._encoding("gapped", r"\s?\w+|\W", ranks, {END_OF_TEXT: 256}))
+    special = {END_OF_TEXT: 256}
+    return BPETokenizer(
+        tiktoken.Encoding("gapped", pat_str=r"\s?\w+|\W", mergeable_ranks=ranks, special_tokens=special)
+    )
 
 
 @pytest.fixture(scope="module", params=["char", "byte", "gapped", "bpe", "gpt2", "cl100k_base"])
@@ -72,7 +74,7 @@ def test_end_of_text_decodes_to_its_name(tokenizer: Tokenizer):
 def test_loaded_is_what_was_saved(tokenizer: Tokenizer, strings: list[str], tmp_path: Path, monkeypatch):
     path = tmp_path / "tokenizer.json"
     tokenizer.save(path)
-    monkeypatch.delattr(tokenizer_module.tiktoken, "get_encoding")  # the file must be enough
+    monkeypatch.delattr(tiktoken, "get_encoding")  # the file must be enough
     loaded = load_tokenizer(path)
     for name in ("kind", "vocab_size", "end_of_text"):
         assert getattr(loaded, name) == getattr(tokenizer, name)
@@ -105,15 +107,15 @@ def test_trained_bpe_encodes_as_hugging_face_does(strings: list[str], code: str)
     code_points = [i for i in (*range(0x1000), *range(0x1000, 0x110000, 100)) if not 0xD800 <= i < 0xE000]
     all_sorts = "".join(f"a{c} {c}1{c}{c}\n{c}" for c in map(chr, code_points))
     texts = [*strings, all_sorts, code]
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=1000, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    trained = untrained_bpe()
-    trained.train_from_iterator(texts, trainer)
-    ours = from_huggingface(trained)
+    theirs, ours = train_huggingface(texts, 1000), train_bpe(texts, 1000 + 1)
     assert ours.vocab_size == 1000 + 1
     for text in texts:
-        assert ours.encode(text).tolist() == trained.encode(text).ids
+        assert ours.encode(text).tolist() == theirs.encode(text).ids
+
+
+def test_unknown_name_is_told_the_known_ones():
+    with pytest.raises(ValueError, match=r"^--tokenizer gpt5 is unknown; .* char, byte, bpe, .*gpt2"):
+        named_tokenizer("gpt5")
 
 
 def test_bpe_has_as_many_tokens_as_asked_or_as_the_text_has(code: str):
@@ -144,6 +146,8 @@ def test_bpe_too_small_for_the_bytes_is_refused():
         {"pattern": "("},
         {"special_tokens": {}},
         {"special_tokens": {END_OF_TEXT: -1}},
+        {"special_tokens": {END_OF_TEXT: 2**24}},
+        {"tokens": " ".join(["", *(base64.b64encode(bytes((byte,))).decode() for byte in range(255))])},
     ],
 )
 def test_damaged_file_is_refused_by_name(changes: dict, tmp_path: Path):

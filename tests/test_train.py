@@ -1,206 +1,438 @@
-"""Training, through the real command: the whole road, exact resume, interruption, mistakes, many processes."""
+"""Training: the whole road, exact resume, interruption, mistakes, presets, and train() as a library."""
 
+import dataclasses
 import json
+import math
 import os
+import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from helpers import (
+    ROOT,
+    TINY,
+    assert_same_run,
+    logged,
+    newest_checkpoint,
+    numbers_text,
+    same_checkpoint,
+    seal,
+    tiny,
+    train_tiny,
+)
 
+import sample
 import train
-from engine.checkpoint import list_checkpoints, newest_checkpoint
-from engine.optimizer import Optimizer
-from engine.settings import load_settings
-from engine.shards import open_dataset
-from model import GPT
-from prepare import PrepareConfig, prepare
-
-TINY = "--num-layers 2 --num-heads 2 --d-model 16 --context-length 16 --batch-size 4 --warmup-steps 2 --log-every 1"
-TINY = [*TINY.split(), "--eval-tokens", "2000", "--device", "cpu"]
+from engine.command import Interruption
+from engine.dataset import open_dataset
+from engine.observers import Observer
+from engine.optimizer import Optimizer, OptimizerConfig
+from engine.run_folder import RunFolder, list_checkpoints
+from engine.settings import flatten, load_settings
+from model import GPT, ModelConfig
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    """A small dataset of characters."""
-    folder = tmp_path_factory.mktemp("data")
-    text = "".join(f"{number} is followed by {number + 1}.\n" for number in range(2000))
-    (folder / "numbers.txt").write_text(text, encoding="utf-8")
-    prepare(PrepareConfig(inputs=(str(folder / "numbers.txt"),), tokenizer="char", out=folder / "numbers"))
-    return folder / "numbers"
+class Signalling(Observer):
+    """Sends this very process a signal when a step's record, with that key, is made."""
+
+    def __init__(self, step: int, number: int, key: str = "train_loss"):
+        self.step, self.number, self.key = step, number, key
+
+    def recorded(self, run: Any, record: dict[str, Any]) -> None:
+        if run.step == self.step and self.key in record:
+            os.kill(os.getpid(), self.number)
 
 
-@pytest.fixture
-def trained(tmp_path, data, monkeypatch, capsys):
-    """Trains in this process, which spares importing torch anew; returns the run folder."""
-
-    def trained(name: str, *flags: object, code: int = 0) -> Path:
-        arguments = ["train.py", "--data", data, "--out", tmp_path / name, *TINY, *flags]
-        monkeypatch.setattr(sys, "argv", list(map(str, arguments)))
-        assert train.main() == code
-        return tmp_path / name
-
-    return trained
+def interrupted(numbers: Path, out: Path, observer: Signalling, *flags: object) -> train.Run:
+    """A run that an observer's signal stops, as it does one of train.main."""
+    with Interruption() as interruption:
+        run = train_tiny(numbers, out, *flags, observers=[observer], stop=lambda: bool(interruption.signal))
+    assert interruption.signal == observer.number
+    return run
 
 
-def records(run: Path, key: str) -> dict[int, float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line[key] for line in lines if key in line}
+def stopped_after(steps: int) -> Callable[[], bool]:
+    """What says to stop after so many steps of a run: it is asked before each."""
+    asked = iter(range(steps + 1))
+    return lambda: next(asked) == steps
 
 
-def final_weights(run: Path) -> dict[str, torch.Tensor]:
-    return dict(newest_checkpoint(run, print).model())
+def wait_until(condition: Callable[[], Any], process: subprocess.Popen | None = None) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline and (process is None or process.poll() is None)
+        time.sleep(0.01)
 
 
-def assert_same_run(one: Path, other: Path) -> None:
-    """Bit for bit: weights, optimizer, and every logged loss."""
-    a, b = newest_checkpoint(one, print), newest_checkpoint(other, print)
-    assert a.step == b.step
-    for mine, others in ((a.model(), b.model()), (a.optimizer(), b.optimizer())):
-        mine, others = dict(mine), dict(others)
-        assert mine.keys() == others.keys()
-        assert all(torch.equal(mine[name], others[name]) for name in mine)
-    for key in ("train_loss", "val_loss", "grad_norm", "learning_rate"):
-        assert records(one, key) == records(other, key)
+# The road.
 
 
-def test_the_whole_road(run, tmp_path):
-    text = "".join(f"{number} is followed by {number + 1}.\n" for number in range(3000))
-    (tmp_path / "numbers.txt").write_text(text, encoding="utf-8")
+def test_the_whole_road(run, tmp_path, monkeypatch):
+    (tmp_path / "numbers.txt").write_text(numbers_text(3000), encoding="utf-8")
     assert run("prepare.py", "numbers.txt", "--vocab-size", 300).returncode == 0
     flags = [flag for flag in TINY if flag not in ("--eval-tokens", "2000")]
     done = run("train.py", "--data", "data/numbers", "--out", "out/n", "--steps", 60, "--eval-every", 30, *flags)
-    assert done.returncode == 0, done.stderr
-    assert (
-        "Validation loss" in done.stdout and "bits per byte" in done.stdout and "python sample.py out/n" in done.stdout
-    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert all(text in done.stdout for text in ("Validation loss", "bits per byte", "python sample.py out/n"))
     out = tmp_path / "out" / "n"
-    assert {path.name for path in out.iterdir()} == {".lock", "config.toml", "metrics.jsonl", "loss.png", "checkpoints"}
+    files = {".lock", ".lock.owner", "config.toml", "metrics.jsonl", "loss.png", "checkpoints"}
+    assert {path.name for path in out.iterdir()} == files
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    losses, validation = records(out, "train_loss"), records(out, "val_loss")
+    losses, validation = logged(out, "train_loss"), logged(out, "val_loss")
     assert list(losses) == list(range(1, 61)) and list(validation) == [30, 60]
     assert validation[60] < losses[1] - 0.5
     last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-2])
     assert last["tokens"] == 60 * 4 * 16 and last["tokens_per_second"] > 0 and last["elapsed_seconds"] > 0
+    assert logged(out, "val_perplexity")[60] == pytest.approx(math.exp(validation[60]))
     sampled = run("sample.py", "out/n", "--max-new-tokens", 20, "--prompt", "7 is")
     assert sampled.returncode == 0 and sampled.stdout.startswith("7 is") and len(sampled.stdout) > 20
-    again = run("train.py", "out/n/config.toml", "--out", "out/again")  # the resolved settings make the same run
-    assert again.returncode == 0
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["out/n/config.toml", "--out", "out/again"]) == 0  # the resolved settings make the same run
     assert_same_run(out, tmp_path / "out" / "again")
 
 
-def test_the_built_in_corpus_is_prepared_when_it_is_not_there(run, tmp_path):
-    done = run("train.py", "--steps", 2, *TINY)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "data" / "stdlib" / "manifest.json").exists() and (tmp_path / "out" / "stdlib").exists()
+def test_the_built_in_corpus_is_prepared_when_it_is_not_there(tmp_path, monkeypatch):
+    (tmp_path / "library").mkdir()
+    for path in sorted(Path(os.__file__).parent.glob("*.py"))[:20]:
+        shutil.copy(path, tmp_path / "library")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "library"))  # the whole of it takes long
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["--steps", "2", *TINY]) == 0
+    assert open_dataset(tmp_path / "data" / "stdlib").manifest["origin"]["tokenizer"] == "bpe"
+    assert newest_checkpoint(tmp_path / "out" / "stdlib").step == 2
 
 
-def wait_for(condition, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
+def test_a_plan_says_what_a_run_takes_and_makes_nothing(tmp_path, numbers, capsys):
+    assert train.main(tiny(numbers, tmp_path / "planned", "--plan")) == 0
+    said = capsys.readouterr().out
+    assert "run    400 steps of 64 tokens" in said and "epochs" in said
+    assert not (tmp_path / "planned").exists()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_stopped_run_resumes_bit_for_bit_with_dropout(number, code, trained, tmp_path, data):
-    flags = ["--steps", "150", "--dropout", "0.3", "--save-every", "20", "--eval-every", "50"]
-    whole = trained("whole", *flags)
+# Interruption and resumption.
+
+
+@pytest.mark.parametrize(
+    ("number", "step"),
+    [(signal.SIGINT, 7), (signal.SIGTERM, 10), (signal.SIGHUP, 20)],
+    ids=["between saves", "at a save", "at an evaluation"],
+)
+def test_a_stopped_run_resumes_bit_for_bit_with_dropout(numbers, tmp_path, trained, number, step):
+    flags = ["--steps", 40, "--dropout", 0.3, "--save-every", 10, "--eval-every", 20]
+    stopped = interrupted(numbers, tmp_path / "stopped", Signalling(step, number), *flags)
+    assert stopped.step == newest_checkpoint(tmp_path / "stopped").step == step
+    resumed = trained("stopped", *flags, "--resume")
+    assert_same_run(trained("whole", *flags), resumed)
+    elapsed = list(logged(resumed, "elapsed_seconds").values())
+    assert elapsed == sorted(elapsed)  # time goes on where it stopped
+
+
+def test_a_terminated_command_says_how_to_go_on_and_that_makes_the_same_run(numbers, tmp_path, trained):
+    flags = ["--steps", 300, "--dropout", 0.3, "--save-every", 20, "--eval-every", 100]
     stopped = tmp_path / "stopped"
-    command = [sys.executable, str(ROOT / "train.py"), "--data", str(data), "--out", str(stopped), *TINY, *flags]
+    command = [sys.executable, str(ROOT / "train.py"), *tiny(numbers, stopped, *flags)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
-    wait_for(lambda: (stopped / "checkpoints" / "step-00000040").exists(), process)
-    process.send_signal(number)
+    wait_until((stopped / "checkpoints" / "step-00000040").exists, process)
+    process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=60)
-    assert process.returncode == code and "Traceback" not in errors
-    assert not list(stopped.glob("checkpoints/step-00000150"))  # it was really cut short
-    assert "Go on with: python" in output and output.rstrip().endswith("--resume")
-    trained("stopped", *flags, "--resume")
-    assert_same_run(whole, stopped)
+    assert process.returncode == 128 + signal.SIGTERM and not errors
+    assert newest_checkpoint(stopped).step < 300  # it was really cut short
+    python, script, *arguments = shlex.split(output.splitlines()[-1].split("Go on with: ")[1])
+    assert (python, script) == ("python", command[1])
+    assert train.main(arguments) == 0
+    assert_same_run(trained("whole", *flags), stopped)
 
 
-def test_an_interruption_right_after_a_save_keeps_its_validation_loss(trained, monkeypatch):
-    evaluate_and_save = train.evaluate_and_save
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_an_interrupted_main_saves_and_returns_the_signals_code(numbers, tmp_path, capsys, number):
+    out = tmp_path / "run"
 
-    def then_interrupt(run):
-        evaluate_and_save(run)
-        os.kill(os.getpid(), signal.SIGINT)
+    def interrupt() -> None:
+        wait_until(lambda: list_checkpoints(out))
+        os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(train, "evaluate_and_save", then_interrupt)
-    run = trained("run", "--steps", 6, "--eval-every", 3, code=130)
-    found = newest_checkpoint(run, print)
-    assert found.step == 3 and found.state["val_loss"] == records(run, "val_loss")[3]
+    thread = threading.Thread(target=interrupt)
+    with Interruption():  # should the signal come late, it does not end the tests
+        thread.start()
+        code = train.main(tiny(numbers, out, "--steps", 100_000, "--save-every", 5, "--eval-every", 100_000))
+        thread.join()
+    assert code == 128 + number
+    step = newest_checkpoint(out).step
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"Interrupted after step {step:,}, which is saved. Go on with: python ")
+    assert last.endswith(" --resume")
+
+
+def test_a_second_ctrl_c_stops_at_once_and_what_was_saved_goes_on(numbers, tmp_path, trained):
+    class Impatient(Observer):
+        def stepped(self, run: Any) -> None:
+            if run.step == 5:
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+
+    flags = ["--steps", 10, "--save-every", 2]
+    with pytest.raises(KeyboardInterrupt), Interruption() as interruption:
+        train_tiny(numbers, tmp_path / "run", *flags, observers=[Impatient()], stop=lambda: bool(interruption.signal))
+    assert newest_checkpoint(tmp_path / "run").step == 4
+    assert_same_run(trained("whole", *flags), trained("run", *flags, "--resume"))
+
+
+@pytest.mark.parametrize("save_every", [1, 100])
+def test_an_interruption_right_after_an_evaluation_keeps_its_validation_loss(numbers, tmp_path, save_every):
+    flags = ["--steps", 9, "--eval-every", 3, "--save-every", save_every]
+    interrupted(numbers, tmp_path / "run", Signalling(6, signal.SIGINT, "val_loss"), *flags)
+    found = newest_checkpoint(tmp_path / "run")
+    assert found.step == 6 and found.state["val_loss"] == logged(tmp_path / "run", "val_loss")[6]
 
 
 def test_resume_starts_at_the_beginning_when_there_is_nothing_yet(trained):
     assert_same_run(trained("fresh", "--steps", 3), trained("resumed", "--steps", 3, "--resume"))
 
 
+def test_resuming_a_finished_run_tells_its_result_again_and_changes_nothing(trained, numbers, capsys):
+    out = trained("run", "--steps", 3, "--eval-every", 2)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != ".lock.owner"}
+    capsys.readouterr()
+    assert train.main(tiny(numbers, out, "--steps", 3, "--eval-every", 2, "--resume")) == 0
+    said = capsys.readouterr().out
+    assert f"Validation loss {logged(out, 'val_loss')[3]:.4f}" in said and "A sample:" in said
+    assert (out / "config.toml").read_text().replace("resume = true", "resume = false").encode() == before.pop(
+        out / "config.toml"
+    )
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+
+def test_a_run_folder_of_an_earlier_version_is_resumed_bit_for_bit_and_sampled_from(trained, numbers, tmp_path, capsys):
+    flags = ["--steps", 20, "--dropout", 0.2, "--eval-every", 10, "--save-every", 10]
+    out = trained("old", *flags, stop=stopped_after(10))
+    checkpoint = out / "checkpoints" / "step-00000010"
+    state = json.loads((checkpoint / "state.json").read_text())  # 0 said what None says now
+    assert state["model"]["d_ff"] is None and state["settings"]["micro_batch_size"] is None
+    assert state["model"]["vocab_size"] and state["val_loss"]
+    state["model"]["d_ff"] = state["settings"]["d_ff"] = state["settings"]["micro_batch_size"] = 0
+    (checkpoint / "state.json").write_text(json.dumps(state, indent=1))
+    seal(checkpoint)
+    settings = (out / "config.toml").read_text()
+    (out / "config.toml").write_text("d_ff = 0\nmicro_batch_size = 0\n" + settings)
+    (out / ".lock.owner").unlink()
+    (out / ".lock").write_text("4711 on another")
+    kept = (out / "metrics.jsonl").read_text()
+    (out / "metrics.jsonl").write_text(re.sub(r'"loss_z_score": 0.0', '"loss_z_score": NaN', kept, count=1))
+    capsys.readouterr()
+    sample.main([str(out), "--prompt", "7 is", "--max-new-tokens", "5", "--device", "cpu"])
+    assert capsys.readouterr().out.startswith("7 is")
+    again = Path(shutil.copytree(out, tmp_path / "again"))
+    assert train.main([str(out / "config.toml"), "--resume"]) == 0  # by its own settings, or as it was begun
+    assert train.main(tiny(numbers, again, *flags, "--resume")) == 0
+    whole = trained("whole", *flags)
+    for resumed in (out, again):
+        assert "NaN" not in (resumed / "metrics.jsonl").read_text()
+        assert_same_run(whole, resumed)
+
+
+# What training computes.
+
+
 def test_evaluating_and_logging_more_often_does_not_disturb_training(trained):
-    one = trained("one", "--steps", 8, "--dropout", 0.3, "--eval-every", 1)
+    one = trained("one", "--steps", 8, "--dropout", 0.3, "--eval-every", 2)
     other = trained("other", "--steps", 8, "--dropout", 0.3, "--eval-every", 8, "--log-every", 8)
-    weights = final_weights(other)
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in final_weights(one).items())
+    assert same_checkpoint(newest_checkpoint(one), newest_checkpoint(other))
+
+
+def test_dropout_is_drawn_anew_at_each_step(trained):
+    seeds = []
+
+    class Looking(Observer):
+        def stepped(self, run: Any) -> None:
+            seeds.append(torch.initial_seed())
+
+    trained("run", "--steps", 3, "--dropout", 0.3, observers=[Looking()])
+    assert len(set(seeds)) == 3
 
 
 def test_accumulated_micro_batches_are_the_whole_batch(trained):
     whole = trained("whole", "--steps", 10)
     for size in (1, 2):
         parts = trained(f"parts-{size}", "--steps", 10, "--micro-batch-size", size)
-        assert records(parts, "train_loss") == pytest.approx(records(whole, "train_loss"), abs=1e-5)
-        assert records(parts, "grad_norm") == pytest.approx(records(whole, "grad_norm"), rel=1e-3)
+        assert logged(parts, "train_loss") == pytest.approx(logged(whole, "train_loss"), abs=1e-5)
+        assert logged(parts, "grad_norm") == pytest.approx(logged(whole, "grad_norm"), rel=1e-3)
+
+
+def test_recomputed_activations_train_the_same(trained):
+    recomputed = trained("recomputed", "--steps", 5, "--dropout", 0.3, "--checkpoint-activations")
+    assert_same_run(trained("kept", "--steps", 5, "--dropout", 0.3), recomputed)
 
 
 def test_float16_scales_its_loss_and_learns(trained):
     run = trained("half", "--steps", 30, "--dtype", "float16")
-    exact = records(trained("exact", "--steps", 30, "--dtype", "float32"), "train_loss")
-    assert records(run, "train_loss")[30] == pytest.approx(exact[30], abs=0.05)
-    scale = dict(newest_checkpoint(run, print).optimizer())["guard.loss_scale"]
-    assert scale == 2**16 * 0.5 ** records(run, "skipped_steps")[30]
+    exact = logged(trained("exact", "--steps", 30, "--dtype", "float32"), "train_loss")
+    assert logged(run, "train_loss")[30] == pytest.approx(exact[30], abs=0.05)
+    scale = dict(newest_checkpoint(run).optimizer())["guard.loss_scale"]
+    assert scale == 2**16 * 0.5 ** logged(run, "skipped_steps")[30]
 
 
-def test_a_plan_says_what_a_run_takes_and_makes_nothing(run, tmp_path, data):
-    said = run("train.py", "--data", data, "--out", "planned", "--plan", *TINY)
-    assert said.returncode == 0 and "run    400 steps of 64 tokens" in said.stdout and "epochs" in said.stdout
-    assert not (tmp_path / "planned").exists()
-
-
-def test_evaluation_is_the_mean_over_every_token_of_the_split(trained, data):
-    path = trained("run", "--steps", 2, "--eval-tokens", 0)
-    dataset = open_dataset(data)
+def test_evaluation_is_the_mean_over_every_token_of_the_split(trained, numbers):
+    path = trained("run", "--steps", 2, "--eval-tokens", 0, "--dropout", 0.3)
     model = GPT(load_settings(train.TrainConfig, [str(path / "config.toml")]).model)
-    model.load_state_dict(final_weights(path))
-    tokens = torch.from_numpy(dataset.val[:].astype(int))
-    total, scored = 0.0, 0
+    model.load_state_dict(dict(newest_checkpoint(path).model()))
+    model.eval()
+    tokens = torch.from_numpy(open_dataset(numbers).val[:].astype(int))
+    targets = tokens[1:]
+    total = 0.0
     with torch.no_grad():
-        for start in range(0, len(tokens) - 17, 16):
-            total += model(tokens[None, start : start + 16], tokens[None, start + 1 : start + 17]).item() * 16
-            scored += 16
-        rest = len(tokens) - 1 - scored  # the last window reaches back, but scores only what is left
-        targets = tokens[None, -16:].clone()
-        targets[:, : 16 - rest] = -1
-        total += model(tokens[None, -17:-1], targets).item() * rest
-    assert records(path, "val_loss")[2] == pytest.approx(total / (scored + rest), abs=1e-5)
-    bits = records(path, "val_bits_per_byte")[2]
-    assert bits == pytest.approx(records(path, "val_loss")[2] / 0.6931472, rel=1e-5)  # one byte a character here
+        for start in range(0, len(targets), 16):
+            first = min(start, len(targets) - 16)  # the last window reaches back, but only what is left counts
+            left = targets[first : first + 16].clone()
+            left[: start - first] = -1
+            total += model(tokens[None, first : first + 16], left[None]).item()
+    assert logged(path, "val_loss")[2] == pytest.approx(total / len(targets), abs=1e-5)
+    bits = logged(path, "val_bits_per_byte")[2]
+    assert bits == pytest.approx(logged(path, "val_loss")[2] / math.log(2), rel=1e-5)  # one byte a character here
 
 
-def test_a_run_that_is_there_is_not_overwritten(trained):
-    trained("run", "--steps", 2)
+def test_checkpoints_of_a_finished_run_are_the_newest_and_the_best(trained):
+    run = trained("run", "--steps", 6, "--eval-every", 2, "--save-every", 1)
+    steps = [int(path.name.removeprefix("step-")) for path in list_checkpoints(run)]
+    validation = logged(run, "val_loss")
+    assert steps[-2:] == [5, 6] and min(validation, key=validation.get) in steps and len(steps) <= 3
+
+
+def test_a_new_best_evaluation_is_saved_before_it_is_time(trained):
+    run = trained("run", "--steps", 6, "--eval-every", 2, "--save-every", 100, stop=stopped_after(5))
+    losses = logged(run, "val_loss")
+    assert losses[4] < losses[2]
+    assert [path.name for path in list_checkpoints(run)] == ["step-00000004", "step-00000005"]
+
+
+# What a resumed run may change, and what not.
+
+TRAINED = ["--steps", 2, "--eval-every", 2, "--log-every", 2]
+OTHER_VALUES = {  # of every setting, another than in a tiny run
+    "steps": 4,
+    "micro_batch_size": 2,
+    "eval_every": 1,
+    "eval_tokens": 100,
+    "save_every": 1,
+    "log_every": 1,
+    "device": "cpu:0",
+    "dtype": "bfloat16",
+    "compile": False,
+    "checkpoint_activations": True,
+    "parallel": "fsdp",
+    "timeout": 60,
+    "resume": True,
+    "verify_data": True,
+    "plan": True,
+    "wandb": True,
+    "batch_size": 8,
+    "seed": 2,
+    "vocab_size": 64,
+    "context_length": 32,
+    "num_layers": 1,
+    "num_heads": 4,
+    "d_model": 32,
+    "d_ff": 48,
+    "dropout": 0.5,
+    "bias": True,
+    "position": "learned",
+    "norm": "layernorm",
+    "norm_placement": "post",
+    "activation": "gelu",
+    "qk_norm": False,
+    "tie_embeddings": True,
+    "scale_embeddings": True,
+    "logit_softcap": 15.0,
+    "optimizer": "adamw",
+    "learning_rate": 0.5,
+    "weight_decay": 0.0,
+    "beta1": 0.5,
+    "beta2": 0.5,
+    "momentum": 0.5,
+    "clip_norm": 0.0,
+    "warmup_steps": 0,
+    "decay": "cosine",
+    "final_learning_rate": 0.5,
+}
+CHANGEABLE = {field.name for field in dataclasses.fields(train.ChangeableConfig)}
+FIXED = [
+    field.name
+    for cls in (train.TrainConfig, ModelConfig, OptimizerConfig)
+    for field in dataclasses.fields(cls)
+    if field.name not in CHANGEABLE and not dataclasses.is_dataclass(field.default_factory)
+]
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory, numbers) -> Path:
+    """A run of two steps, to try to resume."""
+    out = tmp_path_factory.mktemp("short") / "run"
+    train_tiny(numbers, out, *TRAINED)
+    return out
+
+
+def changed(numbers: Path, out: Path, **values: Any) -> train.TrainConfig:
+    """The settings of the short run, to be resumed with some others."""
+    config = load_settings(train.TrainConfig, tiny(numbers, out, *TRAINED, "--resume"))
+    for part in ("model", "optimizer"):
+        names = flatten(getattr(config, part))
+        inner = {name: values.pop(name) for name in list(values) if name in names}
+        config = dataclasses.replace(config, **{part: dataclasses.replace(getattr(config, part), **inner)})
+    return dataclasses.replace(config, **values)
+
+
+def test_a_resumed_run_may_change_where_and_how_fast_it_runs_how_long_and_what_it_reports(short, numbers, tmp_path):
+    out = Path(shutil.copytree(short, tmp_path / "moved"))
+    data = Path(shutil.copytree(numbers, tmp_path / "data"))
+    values = {name: value for name, value in OTHER_VALUES.items() if name in CHANGEABLE} | {"data": data, "out": out}
+    assert values.keys() == CHANGEABLE
+    config = changed(numbers, short)
+    assert [name for name in values if values[name] == flatten(config)[name]] == ["resume"]  # all are others
+    run = train.train(dataclasses.replace(config, **values))
+    assert run.step == newest_checkpoint(out).step == 4
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_resumed_run_may_not_change(short, numbers, name):
+    config = changed(numbers, short, **{name: OTHER_VALUES[name]})
+    with pytest.raises(ValueError, match=rf"^--resume can't change {name} [^ ]+ → [^ ]+; set it back, or choose"):
+        train.train(config)
+    settings = (short / "config.toml").read_text()
+    assert "resume = false" in settings  # what is refused leaves them as they were
+
+
+def test_all_that_a_resumed_run_may_not_change_is_told_at_once(short, numbers):
+    config = changed(numbers, short, batch_size=8, seed=2, d_model=32, learning_rate=0.5)
+    message = r"can't change batch_size 4 → 8, seed 1 → 2, d_model 16 → 32, learning_rate 0.01 → 0.5; set it back"
+    with pytest.raises(ValueError, match=message):
+        train.train(config)
+
+
+def test_a_resumed_run_may_not_change_its_text(short, numbers, tmp_path):
+    data = Path(shutil.copytree(numbers, tmp_path / "data"))
+    manifest = (data / "manifest.json").read_text()
+    (data / "manifest.json").write_text(manifest + "\n")
+    with pytest.raises(ValueError, match="--resume can't change the text in --data; set it back"):
+        train.train(changed(data, short))
+
+
+# Mistakes.
+
+
+def test_a_run_that_is_there_is_not_overwritten(short, numbers):
+    before = (short / "config.toml").read_bytes()
     with pytest.raises(ValueError, match=r"already holds checkpoints; go on with --resume, or choose another --out"):
-        trained("run", "--steps", 2)
-
-
-def test_resuming_with_settings_that_change_the_run_is_refused_by_name(trained):
-    trained("run", "--steps", 2)
-    with pytest.raises(ValueError, match=r"--resume can't change seed 1 → 2, d_model 16 → 32, learning_rate"):
-        trained("run", "--steps", 4, "--resume", "--seed", 2, "--d-model", 32, "--learning-rate", 0.5)
-    run = trained("run", "--steps", 4, "--resume", "--micro-batch-size", 2, "--eval-every", 2)
-    assert newest_checkpoint(run, print).step == 4
+        train_tiny(numbers, short, *TRAINED)
+    assert (short / "config.toml").read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -214,28 +446,43 @@ def test_resuming_with_settings_that_change_the_run_is_refused_by_name(trained):
         (["--data", "nowhere"], "nowhere holds no dataset; make it with: python prepare.py INPUT --out nowhere"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_the_first_step(trained, tmp_path, flags, message):
+def test_what_does_not_fit_is_refused_before_the_first_step(numbers, tmp_path, flags, message):
     with pytest.raises(ValueError, match=message):
-        trained("run", *flags)
+        train.main(tiny(numbers, tmp_path / "run", *flags))
     assert not (tmp_path / "run").exists()
 
 
-def test_mistakes_end_in_one_line(run):
-    for flags in (["--data", "nowhere"], ["--stepz", "3"]):
-        done = run("train.py", *flags)
-        assert done.returncode in (1, 2) and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+@pytest.mark.parametrize("name", ["steps", "batch_size", "eval_every", "save_every", "log_every", "timeout"])
+def test_what_can_not_be_zero_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name} is 0; it must be at least 1"):
+        train.TrainConfig(**{name: 0})
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.toml")), ids=lambda path: path.stem)
+def test_a_mistake_ends_in_one_line(run, capsys):
+    done = run("train.py", "--data", "nowhere")
+    assert done.returncode == 1 and done.stderr.startswith("error: nowhere ") and done.stderr.count("\n") == 1
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--stepz", "3"])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1
+
+
+# Presets.
+
+PRESETS = sorted((ROOT / "config").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_each_preset_builds_takes_steps_and_lowers_the_loss(path):
-    config = load_settings(train.TrainConfig, [str(path), "--vocab-size", "256", "--warmup-steps", "0"])
+    fewer = ["--vocab-size", "256", "--num-layers", "1", "--warmup-steps", "0"]
+    config = load_settings(train.TrainConfig, [str(path), *fewer])
     torch.manual_seed(0)
     model = GPT(config.model)
     optimizer = Optimizer(model, config.optimizer)
     windows = torch.randint(256, (2, 17))
     losses = []
     for step in range(3):
-        loss = model(windows[:, :-1], windows[:, 1:])
+        loss = model(windows[:, :-1], windows[:, 1:]) / windows[:, 1:].numel()
         loss.backward()
         optimizer.step(step, config.steps)
         losses.append(loss.item())
@@ -244,26 +491,81 @@ def test_each_preset_builds_takes_steps_and_lowers_the_loss(path):
 
 def test_each_preset_says_what_it_is():
     sizes = {}
-    for path in (ROOT / "config").glob("*.toml"):
-        model = load_settings(train.TrainConfig, [str(path)]).model
+    for path in PRESETS:
+        shape = load_settings(train.TrainConfig, [str(path)]).model
         with torch.device("meta"):
-            sizes[path.stem] = GPT(train.dataclasses.replace(model, vocab_size=model.vocab_size or 65)).num_parameters()
+            model = GPT(dataclasses.replace(shape, vocab_size=shape.vocab_size or 65))
+        sizes[path.stem] = model.num_parameters()
     assert sizes["shakespeare-char"] == pytest.approx(10.7e6, rel=0.01)
     assert sizes["shakespeare-char-cpu"] <= 0.85e6
     assert sizes["gpt2-124m"] == pytest.approx(124e6, rel=0.01)
 
 
-def test_weights_and_biases_is_imported_only_when_asked(trained, tmp_path, monkeypatch):
-    trained("quiet", "--steps", 1)
-    assert "wandb" not in sys.modules
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    run = trained("loud", "--steps", 2, "--wandb")
-    assert list(run.glob("wandb/offline-run-*"))
+# As a library.
 
 
-def test_checkpoints_of_a_finished_run_are_the_newest_and_the_best(trained):
-    run = trained("run", "--steps", 6, "--eval-every", 2, "--save-every", 1)
-    steps = [int(path.name.removeprefix("step-")) for path in list_checkpoints(run)]
-    validation = records(run, "val_loss")
-    assert steps[-2:] == [5, 6] and min(validation, key=validation.get) in steps and len(steps) <= 3
+def library(data: Path, out: Path, **values: Any) -> train.TrainConfig:
+    """A tiny run's settings, written without a command line."""
+    model = ModelConfig(num_layers=1, num_heads=2, d_model=16, context_length=16)
+    return train.TrainConfig(data=data, out=out, batch_size=4, device="cpu", model=model, **values)
+
+
+def assert_free(out: Path) -> None:
+    """Nobody holds the run folder."""
+    RunFolder(out, resume=True).close()
+
+
+def test_train_returns_the_run_in_silence_and_leaves_only_what_is_needed_to_go_on(numbers, tmp_path, capfd):
+    run = train.train(library(numbers, tmp_path / "run", steps=3))
+    assert isinstance(run, train.Run) and run.step == run.saved == 3 and 0 < run.val_loss == run.best_loss
+    assert capfd.readouterr() == ("", "")
+    files = {path.name for path in (tmp_path / "run").iterdir()}
+    assert files == {".lock", ".lock.owner", "config.toml", "checkpoints"}
+    weights = dict(newest_checkpoint(tmp_path / "run").model())
+    assert all(torch.equal(value, weights[name]) for name, value in run.model.state_dict().items())
+    assert_free(tmp_path / "run")
+
+
+def test_train_stops_when_it_is_told_to_and_what_is_done_is_saved(numbers, tmp_path):
+    config = library(numbers, tmp_path / "run", steps=10, save_every=4)
+    assert train.train(config, stop=lambda: True).step == 0
+    assert list_checkpoints(tmp_path / "run") == []  # nothing was done
+    run = train.train(config, stop=stopped_after(6))
+    assert run.step == run.saved == newest_checkpoint(tmp_path / "run").step == 6
+    assert_free(tmp_path / "run")
+    assert train.train(dataclasses.replace(config, resume=True)).step == 10
+
+
+class Failing(Observer):
+    """Raises an error after a step; remembers whether it was closed."""
+
+    def __init__(self, step: int):
+        self.step, self.is_closed = step, False
+
+    def stepped(self, run: Any) -> None:
+        if run.step == self.step:
+            raise RuntimeError("the observer failed")
+
+    def closed(self) -> None:
+        self.is_closed = True
+
+
+def test_an_error_on_the_way_lets_go_of_the_folder_once_what_was_being_saved_is_there(numbers, tmp_path):
+    observer = Failing(4)
+    with pytest.raises(RuntimeError, match="the observer failed"):
+        train.train(library(numbers, tmp_path / "run", steps=10, save_every=3), observers=[observer])
+    assert observer.is_closed
+    assert newest_checkpoint(tmp_path / "run").step == 3
+    assert_free(tmp_path / "run")
+
+
+def test_a_start_that_is_refused_lets_go_of_the_folder(numbers, tmp_path):
+    config = library(numbers, tmp_path / "run", steps=2)
+    train.train(config)
+    with pytest.raises(ValueError, match="already holds checkpoints") as caught:
+        train.train(config)
+    assert_free(tmp_path / "run")
+    with pytest.raises(ValueError, match="can't change seed") as caught_too:
+        train.train(dataclasses.replace(config, resume=True, seed=5))
+    assert_free(tmp_path / "run")
+    del caught, caught_too  # as in a notebook, the errors were kept until here, and with them all that they held

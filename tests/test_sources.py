@@ -1,124 +1,31 @@
-"""Text from files, folders, .jsonl, gzip and downloads, and the pieces it is cut into."""
+"""Text from files, folders, .jsonl, gzip, pipes and downloads."""
 
 import gzip
 import hashlib
 import http.server
 import os
-import random
 import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import tiktoken_ext.openai_public
 
-from engine import corpus
-from engine.corpus import Source, documents, download, find_sources, pieces
-from engine.tokenizer import BPETokenizer, named_tokenizer, train_bpe
+from engine import sources
+from engine.sources import Source, documents, download, find_sources
 
 
-def texts(source: Source | Path, **options: str) -> list[str]:
-    if isinstance(source, Path):
-        source = Source(source, source.name)
-    return ["".join(document()) for document in [*documents(source, **options)]]
+def texts(path: Path, **reading: str) -> list[str]:
+    return ["".join(document()) for document in [*documents(Source(path, path.name, **reading))]]
 
 
 def found(*inputs: object, glob: str = "*", sha256: str = "", spool: Path = Path()) -> list[Source]:
     return find_sources(tuple(map(str, inputs)), glob, sha256, spool)
 
 
-@pytest.fixture(scope="module", params=["bpe", "gpt2", "cl100k_base", "o200k_base"])
-def tokenizer(request: pytest.FixtureRequest, code: str) -> BPETokenizer:
-    if request.param == "bpe":
-        return train_bpe([code], 2000)
-    request.getfixturevalue("tiktoken_cache")
-    if request.param != "o200k_base":
-        return named_tokenizer(request.param)
-    # Its ranks may not be here; its way of cutting words is what matters, so it runs with another's ranks.
-    ranks = named_tokenizer("cl100k_base").encoding._mergeable_ranks
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(tiktoken_ext.openai_public, "load_tiktoken_bpe", lambda *_, **__: ranks)
-        return named_tokenizer("o200k_base")
-
-
-def tricky_text(words: str, seed: int) -> str:
-    """Words with all that may come between two, so that every place where a cut could go wrong comes up."""
-    chance = random.Random(seed)
-    between = [
-        " ",
-        " ",
-        " ",
-        "\n",
-        "\n",
-        "  ",
-        "    ",
-        "\n   ",
-        "   \n",
-        " \n",
-        "\n ",
-        "\n\n",
-        "\r\n",
-        "\r\n\r\n",
-        "\t",
-        "\n\t",
-        "\x1c",
-        "\xa0",
-    ]
-    marks = [
-        ".",
-        ",",
-        "'s",
-        " '",
-        "!\n/",
-        "//\n//",
-        "\n/",
-        ")\n",
-        "...",
-        "漢字かな漢字",
-        "é",
-        "\u0301",
-        "12",
-        "\n1",
-        "🚀",
-    ]
-    some = chance.choices(words.split(), k=1500)
-    return "".join(word + chance.choice(between if chance.random() < 0.7 else marks) for word in some)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_pieces_encode_apart_to_the_ids_of_the_whole(tokenizer: BPETokenizer, code: str, seed: int, monkeypatch):
-    monkeypatch.setattr(corpus, "BLOCK", 50)
-    text = tricky_text(code, seed)
-    blocks = [text[i : i + 50] for i in range(0, len(text), 50)]
-    parts, ends = zip(*pieces(lambda: iter(blocks)), strict=True)
-    assert len(parts) > 50
-    assert "".join(parts) == text
-    assert [*ends] == [False] * (len(parts) - 1) + [True]
-    assert [i for part in parts for i in tokenizer.encode(part)] == tokenizer.encode(text).tolist()
-
-
-def test_pieces_of_real_text_are_about_a_block(code: str, monkeypatch):
-    monkeypatch.setattr(corpus, "BLOCK", 2000)
-    blocks = [code[i : i + 2000] for i in range(0, len(code), 2000)]
-    assert all(len(part) <= 2 * 2000 for part, _ in pieces(lambda: iter(blocks)))
-
-
-def test_unbroken_text_is_cut_where_it_gets_too_long(monkeypatch):
-    monkeypatch.setattr(corpus, "BLOCK", 10)
-    monkeypatch.setattr(corpus, "LONGEST_UNBROKEN", 100)
-    parts = [part for part, _ in pieces(lambda: iter(["x" * 7] * 100))]
-    assert "".join(parts) == "x" * 700
-    assert max(map(len, parts)) == 100
-
-
-def test_empty_document_is_one_empty_piece():
-    assert [*pieces(lambda: iter(()))] == [("", True)]
-
-
 @pytest.mark.parametrize("block", [1, 2, 3, 64])
 def test_text_is_whole_however_blocks_cut_its_characters(block: int, strings: list[str], tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(corpus, "BLOCK", block)
+    monkeypatch.setattr(sources, "BLOCK", block)
     text = "".join(strings)[:2000]
     (tmp_path / "a.txt").write_bytes(text.encode())
     assert texts(tmp_path / "a.txt") == [text]
@@ -129,24 +36,21 @@ def test_text_is_whole_however_blocks_cut_its_characters(block: int, strings: li
     "content, offset",
     [(b"abc\xffdef", 3), (b"abcd\xc3\xa9\xe2\x82", 6), (b"abcd\xf0\x9f\x9aefgh", 4), (b"abcde\xed\xa0\x80", 5)],
 )
-def test_bytes_that_are_not_utf8_are_located(content: bytes, offset: int, block: int, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(corpus, "BLOCK", block)
-    (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(ValueError, match=rf"^a\.txt is not UTF-8 at byte {offset};"):
-        texts(tmp_path / "a.txt")
-    assert texts(tmp_path / "a.txt", errors="replace") == [content.decode(errors="replace")]
+@pytest.mark.parametrize("name, write", [("a.txt", bytes), ("a.txt.gz", gzip.compress)])
+def test_bytes_that_are_not_utf8_are_located(content, offset, block, name, write, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK", block)
+    (tmp_path / name).write_bytes(write(content))
+    with pytest.raises(ValueError, match=rf"^{re.escape(name)} is not UTF-8 at byte {offset};"):
+        texts(tmp_path / name)
+    assert texts(tmp_path / name, errors="replace") == [content.decode(errors="replace")]
 
 
-def test_gzip_is_text(tmp_path: Path):
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("héllo".encode()))
-    assert texts(tmp_path / "a.txt.gz") == ["héllo"]
-
-
-@pytest.mark.parametrize("damage", [lambda z: z[:-9], lambda z: b"no" + z, lambda z: z[:12] + b"\xff\xff" + z[14:]])
-def test_damaged_gzip_is_named(damage, tmp_path: Path):
-    (tmp_path / "a.txt.gz").write_bytes(damage(gzip.compress(b"hello" * 100)))
-    with pytest.raises(ValueError, match=r"^a\.txt\.gz is a damaged gzip file"):
-        texts(tmp_path / "a.txt.gz")
+@pytest.mark.parametrize("damage", [lambda z: z[:-9], lambda z: b"no" + z, lambda z: z[:10] + b"\xff\xff" + z[12:]])
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz"])
+def test_damaged_gzip_is_named(damage, name: str, tmp_path: Path):
+    (tmp_path / name).write_bytes(damage(gzip.compress(b'{"text": "hello"}\n' * 100)))
+    with pytest.raises(ValueError, match=rf"^{re.escape(name)} is a damaged gzip file"):
+        texts(tmp_path / name)
 
 
 @pytest.mark.parametrize("name, write", [("a.jsonl", bytes), ("a.jsonl.gz", gzip.compress)])
@@ -158,9 +62,9 @@ def test_jsonl_has_a_document_a_line(name: str, write, tmp_path: Path):
     assert texts(tmp_path / name) == [" one\ntwo\n", "éé", "", "\ufffd!"]  # half a character can't be encoded
 
 
-def test_jsonl_from_another_field(tmp_path: Path):
-    (tmp_path / "a.jsonl").write_text('{"text": "no", "body": "yes"}\n')
-    assert texts(tmp_path / "a.jsonl", field="body") == ["yes"]
+def test_jsonl_from_another_field_with_errors_replaced(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "no", "body": "yes\xff"}\n')
+    assert texts(tmp_path / "a.jsonl", field="body", errors="replace") == ["yes\ufffd"]
 
 
 @pytest.mark.parametrize(
@@ -205,14 +109,13 @@ def test_pipe_is_read_more_than_once(tmp_path: Path):
     (source,) = found(tmp_path / "pipe", spool=tmp_path / "spool")
     assert source.path.is_file()
     writer.join()
-    for _ in range(2):
-        assert texts(source) == ["through a pipe"]
+    assert [texts(source.path) for _ in range(2)] == [["through a pipe"]] * 2
 
 
 def test_standard_library_is_python_without_its_tests():
-    sources = found("stdlib")
-    assert "argparse.py" in [source.name for source in sources]
-    assert all(source.path.suffix == ".py" and "test" not in source.path.parts for source in sources)
+    files = found("stdlib")
+    assert "argparse.py" in [source.name for source in files]
+    assert all(source.path.suffix == ".py" and "test" not in source.path.parts for source in files)
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -281,8 +184,10 @@ def test_addresses_with_the_same_file_name_are_cached_apart(server: Server):
 
 
 def test_shakespeare_is_downloaded_and_checked(server: Server, shakespeare: Path, monkeypatch):
+    monkeypatch.setattr(sources, "SHAKESPEARE", f"{server.address}/input.txt")
+    with pytest.raises(ValueError, match=r"has SHA-256 .* not the expected 86c4"):
+        found("shakespeare")
     server.body = shakespeare.read_bytes()
-    monkeypatch.setattr(corpus, "SHAKESPEARE", f"{server.address}/input.txt")
     (source,) = found("shakespeare")
     assert source.path.read_bytes() == server.body
 

@@ -1,0 +1,155 @@
+"""Which windows make up batch t, a pure function of (data, seed, t), and which targets count."""
+
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.dataset import Tokens
+from engine.kernels import IGNORED
+
+FEISTEL_ROUNDS = 6
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """Scramble uint64s so that every bit depends on every bit: the finaliser of SplitMix64 (Steele et al. 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def derived_seed(*parts: int) -> int:
+    """A seed for a random generator: another for each sequence of whole numbers."""
+    seed = np.zeros(1, np.uint64)
+    for part in parts:
+        seed = mix(seed + mix(np.array([part % 2**64], np.uint64) + np.uint64(1)))
+    return int(seed[0])
+
+
+def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
+    """Where a pseudo-random permutation of 0…size-1 sends each index; ``key`` (same shape, uint64) chooses which.
+
+    A Feistel network (Luby & Rackoff 1988) permutes the next power of four; whoever lands outside walks on until
+    inside (Black & Rogaway 2002). No list is ever shuffled: the cost does not depend on size.
+    """
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    result = index.astype(np.uint64)
+    walking = np.ones(len(result), bool)
+    while walking.any():
+        left, right = result[walking] >> half, result[walking] & mask
+        for round_number in range(FEISTEL_ROUNDS):
+            scrambled = mix(right ^ mix(key[walking] + np.uint64(round_number)))
+            left, right = right, left ^ (scrambled & mask)
+        result[walking] = (left << half) | right
+        walking &= result >= size
+    return result
+
+
+def windows_per_epoch(num_tokens: int, context_length: int) -> int:
+    """How many windows of context_length + 1 tokens, stride context_length, one epoch visits.
+
+    One fewer than would fit from the start, where there are two, so that any offset below context_length has as many.
+    Raises ValueError if not even one fits.
+    """
+    fitting = (num_tokens - 1) // context_length
+    if fitting < 1:
+        few = f"{num_tokens} tokens are too few for one window of context_length {context_length} + 1"
+        raise ValueError(f"{few}; prepare more text, or lower --context-length to at most {num_tokens - 1}")
+    return max(1, fitting - 1)
+
+
+def window_starts(num_tokens: int, context_length: int, seed: int, step: int, batch_size: int) -> np.ndarray:
+    """Where each of batch ``step``'s windows starts, (batch_size,): a pure function, in O(1) memory."""
+    size = windows_per_epoch(num_tokens, context_length)
+    serial = step * batch_size + np.arange(batch_size, dtype=np.uint64)
+    epoch, index = serial // np.uint64(size), serial % np.uint64(size)
+    key = mix(epoch + np.uint64(derived_seed(seed)))
+    slack = min(context_length, num_tokens - size * context_length)
+    offset = mix(key) % np.uint64(slack)
+    return offset + permute(index, size, key) * np.uint64(context_length)
+
+
+def gather(tokens: Tokens, starts: np.ndarray, length: int) -> np.ndarray:
+    """The windows of ``length`` tokens at starts (N,): (N, length), int64 as embeddings want them."""
+    windows = [tokens[start : start + length] for start in starts.tolist()]
+    return np.array(windows, np.int64).reshape(len(starts), length)
+
+
+class Batches:
+    """The training batches of one process, each assembled by a thread while the one before is worked on.
+
+    ``rows`` are those of a batch's ``batch_size`` sequences that are this process's. Batches come to the device.
+    """
+
+    def __init__(
+        self, tokens: Tokens, context_length: int, seed: int, batch_size: int, rows: slice, device: torch.device
+    ):
+        self.tokens, self.context_length, self.seed = tokens, context_length, seed
+        self.batch_size, self.rows, self.device = batch_size, rows, device
+        self.thread = ThreadPoolExecutor(1)
+        self.next: tuple[int, Future] | None = None
+        self.digest = 0  # of the windows given last; summed over processes it tells whether two runs saw the same
+
+    def get(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a step, int64 (B, T) each."""
+        ready = self.next[1] if self.next and self.next[0] == step else self.thread.submit(self._assemble, step)
+        windows, self.digest = ready.result()
+        self.next = (step + 1, self.thread.submit(self._assemble, step + 1))
+        inputs, targets = windows.to(self.device, non_blocking=True)
+        return inputs, targets
+
+    def _assemble(self, step: int) -> tuple[Tensor, int]:
+        starts = window_starts(len(self.tokens), self.context_length, self.seed, step, self.batch_size)[self.rows]
+        windows = gather(self.tokens, starts, self.context_length + 1)
+        rows = range(self.batch_size)[self.rows]
+        digest = sum(zlib.crc32(window.data, row) for window, row in zip(windows, rows, strict=True))
+        pair = torch.from_numpy(np.stack((windows[:, :-1], windows[:, 1:])))
+        return pair.pin_memory() if self.device.type == "cuda" else pair, digest
+
+
+def check_sizes(batch_size: int, processes: int, micro_batch_size: int | None) -> None:
+    """Raise ValueError if batches don't divide over the processes, or a process's sequences over micro-batches."""
+    rows, left = divmod(batch_size, processes)
+    if left:
+        near = " or ".join(str(n * processes) for n in (rows, rows + 1) if n)
+        raise ValueError(f"--batch-size {batch_size} does not divide over {processes} processes; try {near}")
+    if micro_batch_size and rows % micro_batch_size:
+        divisors = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
+        raise ValueError(f"--micro-batch-size {micro_batch_size} does not divide {rows}; try one of {divisors}")
+
+
+def evaluation_windows(num_tokens: int, context_length: int, limit: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Starts of fixed windows, and how many leading targets of each count in the window before: int64 (N,) each.
+
+    Every token but the first counts once, as the last window reaches back to be full; or, with a limit, about that
+    many tokens in windows spread evenly. Raises ValueError if not even one window fits.
+    """
+    windows_per_epoch(num_tokens, context_length)
+    in_line = np.arange(0, num_tokens - 1, context_length, dtype=np.int64)
+    starts = np.minimum(in_line, num_tokens - 1 - context_length)
+    chosen = slice(None)
+    if limit and limit < num_tokens:
+        chosen = np.linspace(0, len(starts) - 1, max(1, limit // context_length)).astype(np.int64)
+    return starts[chosen], (in_line - starts)[chosen]
+
+
+def evaluation_batches(
+    tokens: Tokens, context_length: int, limit: int, rank: int, size: int, most_tokens: int
+) -> Iterator[Tensor]:
+    """Inputs and targets of the evaluation windows of process rank of size, int64 (2, B, T) each, most_tokens at most.
+
+    Targets that count in another window are IGNORED.
+    """
+    starts, counted_before = evaluation_windows(len(tokens), context_length, limit)
+    missing = -len(starts) % size  # all processes take as many: windows of which nothing counts fill up
+    starts = np.append(starts, np.repeat(starts[:1], missing))[rank::size]
+    counted_before = np.append(counted_before, np.repeat(context_length, missing))[rank::size]
+    rows = max(1, most_tokens // context_length)
+    for some in (slice(first, first + rows) for first in range(0, len(starts), rows)):
+        windows = gather(tokens, starts[some], context_length + 1)
+        ignored = np.arange(context_length) < counted_before[some, None]
+        yield torch.from_numpy(np.stack((windows[:, :-1], np.where(ignored, IGNORED, windows[:, 1:]))))

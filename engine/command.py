@@ -1,0 +1,75 @@
+"""How a command begins and ends: how its threads wait, signals, errors, exit codes."""
+
+import os
+import shlex
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+SPINS = "3000"  # some 30 µs; libgomp's own 300,000 are 3 ms, in which a busy neighbour's turn comes and stays
+
+
+def wait_briefly() -> None:
+    """Have OpenMP's threads sleep soon when they wait for each other, unless the user says how: before torch is loaded.
+
+    As it is they spin, and where another process is busy, they spin away the time of the one that they wait for.
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = SPINS
+
+
+class Interruption:
+    """Ctrl-C, SIGTERM or a closed terminal, noted and left to the loop, which saves. A second Ctrl-C stops at once."""
+
+    def __init__(self):
+        self.signal = 0
+
+    def __enter__(self) -> "Interruption":
+        self.before = {number: signal.signal(number, self.note) for number in STOPPING}
+        return self
+
+    def note(self, number: int, frame: Any) -> None:
+        if self.signal == number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = self.signal or number
+
+    def __exit__(self, *exception: Any) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+def command_line(arguments: Sequence[str] | None, flag: str) -> str:
+    """The command that this process runs, with its arguments (None: its own), and the flag at their end."""
+    given = sys.argv[1:] if arguments is None else arguments
+    return shlex.join([sys.argv[0], *(argument for argument in given if argument != flag), flag])
+
+
+def run_command(main: Callable[[], int | None]) -> None:
+    """Run a command's main and exit: a user's mistake, or the machine's refusal, is one line and exit code 1.
+
+    A ValueError is the user's mistake if this project raised it; a library's is a defect of ours, with its traceback.
+    """
+    code = 1
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # lets `finally` clean up
+    try:
+        code = main() or 0
+    except BrokenPipeError:  # the reader of our output, head say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
+    except OSError as error:
+        message = f"{error.strerror}: {error.filename}" if error.filename else str(error)
+        print(f"error: {message}", file=sys.stderr)
+    except ValueError as error:
+        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+        commands, engine = Path(__file__).resolve().parents[1], Path(__file__).resolve().parent
+        if raised_in.parent not in (commands, engine):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said and saved: a late Ctrl-C has nothing to stop
+    sys.exit(code)

@@ -1,0 +1,266 @@
+"""data/<name>/: a manifest, a tokenizer and memory-mapped shards of token ids; written, opened, verified, merged."""
+
+import contextlib
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.files import inside, new_directory, read_json, sha256, write_json
+from engine.tokenizer import Tokenizer, load_tokenizer
+
+FORMAT = 1
+SPLITS = ("train", "val")
+SHARD_TOKENS = 2**27  # 256 MiB of uint16
+HEADER = 128  # bytes of a shard's header: NumPy leaves room for an array of any length
+
+
+class ShardedTokens:
+    """Several arrays, end to end, as one; only what is sliced is read."""
+
+    def __init__(self, arrays: Sequence[np.ndarray]):
+        self.arrays = arrays
+        self.starts = np.cumsum([0] + [len(array) for array in arrays]).tolist()
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        start, stop, _ = span.indices(len(self))
+        spanned = slice(bisect_right(self.starts, start) - 1, bisect_left(self.starts, stop))
+        arrays = zip(self.arrays[spanned], self.starts[spanned], strict=True)
+        found = [array[max(0, start - offset) : stop - offset] for array, offset in arrays]
+        return found[0] if len(found) == 1 else np.concatenate(found or [np.empty(0, np.uint16)])
+
+
+Tokens = np.ndarray | ShardedTokens  # token ids (N,)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What ``prepare.py`` made: two splits of token ids, and the tokenizer that made them."""
+
+    path: Path
+    manifest: dict[str, Any]
+    tokenizer: Tokenizer
+    train: Tokens
+    val: Tokens
+
+    def bytes_per_token(self, split: str) -> float:
+        """UTF-8 bytes of text that one token of the split stands for, on average."""
+        counts = self.manifest["splits"][split]
+        return counts["bytes"] / counts["tokens"]
+
+
+def open_dataset(path: Path) -> Dataset:
+    """Map the dataset in a folder into memory. Raises ValueError for what is missing, damaged or of another version."""
+    if not (path / "manifest.json").is_file():
+        raise ValueError(f"{path} holds no dataset; make it with: python prepare.py INPUT --out {path}")
+    try:
+        manifest = read_json(path / "manifest.json")
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"it has format {manifest['format']}, but this version reads {FORMAT}")
+        if sha256(path / "tokenizer.json") != manifest["tokenizer"]["sha256"]:
+            raise ValueError("tokenizer.json is not the one that made the tokens beside it")
+        splits = {}
+        for split in SPLITS:
+            counts = manifest["splits"][split]
+            shards = [_open_shard(inside(path, s["file"]), s["tokens"], manifest["dtype"]) for s in counts["shards"]]
+            splits[split] = ShardedTokens(shards)
+            if len(splits[split]) != counts["tokens"] or not all(counts[what] > 0 for what in ("tokens", "bytes")):
+                raise ValueError(f"its {split} split counts {counts['tokens']} tokens and {counts['bytes']} bytes")
+        tokenizer = load_tokenizer(path / "tokenizer.json")
+        if manifest["vocab_size"] != tokenizer.vocab_size:
+            raise ValueError(f"it has {manifest['vocab_size']} tokens, but tokenizer.json {tokenizer.vocab_size}")
+        return Dataset(path, manifest, tokenizer, **splits)
+    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise _unusable(path, error) from None
+
+
+def _unusable(path: Path, error: Exception) -> ValueError:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return ValueError(f"{path} can't be used ({reason}); prepare it again with --force --out {path}")
+
+
+def _open_shard(path: Path, tokens: int, dtype: str) -> np.ndarray:
+    array = np.load(path, mmap_mode="r")
+    if dtype not in ("uint16", "uint32") or array.shape != (tokens,) or array.dtype != dtype:
+        raise ValueError(f"{path.name} holds {array.dtype} {array.shape}, not {dtype} ({tokens},)")
+    if path.stat().st_size != array.offset + array.nbytes:
+        raise ValueError(f"{path.name} has {path.stat().st_size} bytes, not {array.offset + array.nbytes}")
+    return array
+
+
+def verify_dataset(dataset: Dataset, again: bool) -> None:
+    """Check every token: the shards' hashes, and that each id is in the vocabulary. Raises ValueError if not so.
+
+    Once is enough for files that have not been touched since, unless again: ``verified.json`` beside them remembers.
+    """
+    path, known = dataset.path, dataset.path / "verified.json"
+    shards = [shard for split in SPLITS for shard in dataset.manifest["splits"][split]["shards"]]
+    stats = [(path / name).stat() for name in ("manifest.json", *(shard["file"] for shard in shards))]
+    now = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
+    with contextlib.suppress(OSError, ValueError):
+        if not again and read_json(known) == now:
+            return
+    for shard, array in zip(shards, (*dataset.train.arrays, *dataset.val.arrays), strict=True):
+        if sha256(path / shard["file"]) != shard["sha256"]:
+            raise _unusable(path, ValueError(f"{shard['file']} is not as it was written"))
+        largest = max((int(array[i : i + 2**24].max()) for i in range(0, len(array), 2**24)), default=0)
+        if largest >= dataset.tokenizer.vocab_size:
+            raise _unusable(path, ValueError(f"{shard['file']} has token {largest} of {dataset.tokenizer.vocab_size}"))
+    with contextlib.suppress(OSError):  # a folder that is only read is verified each time
+        write_json(known, now)
+
+
+class ShardWriter:
+    """Writes one split's tokens as ``SPLIT-00000.npy``, … in a directory, in memory of one piece at a time."""
+
+    def __init__(self, directory: Path, split: str, dtype: str):
+        self.directory, self.split, self.dtype = directory, split, np.dtype(dtype)
+        self.counts = {"tokens": 0, "bytes": 0, "documents": 0, "shards": []}
+        self.file = None  # the shard that is open
+        self.room = 0  # tokens that it has room for
+
+    def write(self, ids: np.ndarray, size: int = 0, documents: int = 0) -> None:
+        """Append token ids (N,), which stand for so many UTF-8 bytes, and in which so many documents end."""
+        self.counts["bytes"] += size
+        self.counts["documents"] += documents
+        while len(ids):
+            if self.file is None:
+                self.file = open(self.directory / f"{self.split}-{len(self.counts['shards']):05d}.npy", "wb")  # noqa: SIM115
+                self.file.seek(HEADER)
+                self.room = SHARD_TOKENS
+            piece, ids = ids[: self.room], ids[self.room :]
+            self.file.write(piece.astype(self.dtype, copy=False).data)
+            self.room -= len(piece)
+            self.counts["tokens"] += len(piece)
+            if not self.room:
+                self.close()
+
+    def close(self) -> dict[str, Any]:
+        """Complete the shard that is open, if any; return the split's counts and shards as the manifest has them."""
+        if self.file is not None:
+            tokens = SHARD_TOKENS - self.room
+            header = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (tokens,)}
+            self.file.seek(0)
+            np.lib.format.write_array_header_1_0(self.file, header)
+            assert self.file.tell() == HEADER
+            self.file.close()
+            path = Path(self.file.name)
+            self.counts["shards"].append({"file": path.name, "tokens": tokens, "sha256": sha256(path)})
+            self.file = None
+        return self.counts
+
+
+@contextlib.contextmanager
+def new_dataset(out: Path, tokenizer: Tokenizer, origin: dict[str, Any]) -> Iterator[dict[str, ShardWriter]]:
+    """Fill the writers, one a split, that this yields; leaving it without an error makes ``out``, at once.
+
+    origin says what it is made from, and for a part which one. Raises ValueError if a split of a whole is too short.
+    """
+    with new_directory(out) as directory:
+        tokenizer.save(directory / "tokenizer.json")
+        dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+        writers = {split: ShardWriter(directory, split, dtype) for split in SPLITS}
+        yield writers
+        splits = {split: writer.close() for split, writer in writers.items()}
+        documents = sum(counts["documents"] for counts in splits.values())
+        for split, counts in splits.items():
+            if counts["tokens"] < 2 and "part" not in origin:
+                found = f"the {split} split has {counts['tokens']} tokens of {documents} documents"
+                raise ValueError(f"{found}, too few for one window; give more text, or change --val-fraction")
+        identity = {"kind": tokenizer.kind, "sha256": sha256(directory / "tokenizer.json")}
+        manifest = {"format": FORMAT, "tokenizer": identity, "vocab_size": tokenizer.vocab_size, "dtype": dtype}
+        write_json(directory / "manifest.json", manifest | {"splits": splits, "origin": origin})
+
+
+def is_made(out: Path, origin: dict[str, Any], force: bool) -> bool:
+    """Whether out holds this very dataset, and may keep it. Raises ValueError for what must not be replaced."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return False
+    manifest = manifest_of(out)
+    if not manifest:
+        raise ValueError(f"{out} exists and is not a dataset; choose another directory with --out")
+    other = _differences(manifest, manifest | {"origin": origin})
+    if other and not force:
+        raise ValueError(f"{out} was made with {other}; use --force to replace it, or another --out")
+    return not force
+
+
+def manifest_of(path: Path) -> dict[str, Any]:
+    """The manifest of a dataset or a part of one; empty where there is none that can be read."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
+        found = read_json(path / "manifest.json")
+        keys = ("origin", "tokenizer", "splits")  # checkpoints have a manifest too, with others
+        if isinstance(found, dict) and all(isinstance(found.get(key), dict) for key in keys):
+            return found
+    return {}
+
+
+def _differences(found: dict[str, Any], expected: dict[str, Any]) -> str:
+    """What a manifest's dataset was made with that another's was not; empty if with the same."""
+    names = {"content": "other text", "sha256": "another tokenizer.json"}
+    found, expected = (manifest["origin"] | manifest["tokenizer"] for manifest in (found, expected))
+    keys = [key for key in found.keys() | expected if found.get(key) != expected.get(key)]
+    return ", ".join(sorted(names.get(key, f"{key} {found.get(key)}") for key in keys))
+
+
+def parts_of(out: Path) -> Path:
+    """The folder of a dataset's parts."""
+    return out.parent / f"{out.name}.parts"
+
+
+def _remedy(part: Path) -> str:
+    return f"python prepare.py INPUT --out {part.parent.with_suffix('')} --part {part.name.replace('-of-', '/')}"
+
+
+def find_parts(out: Path) -> dict[Path, dict[str, Any]]:
+    """The folders and manifests of a dataset's parts, in order. Raises ValueError if they don't make a whole."""
+    folder = parts_of(out)
+    matches = [re.fullmatch("[0-9]+-of-([0-9]+)", path.name) for path in folder.glob("*")]
+    counts = sorted({int(match[1]) for match in matches if match})
+    if not counts:
+        raise ValueError(f"{folder} holds no parts; make each with: {_remedy(folder / '1-of-N')}")
+    if len(counts) > 1:
+        sorts = " and ".join(f"{folder}/*-of-{count}" for count in counts)
+        raise ValueError(f"there are parts of different counts, {sorts}; remove those that you don't want")
+    parts = {}
+    for number in range(1, counts[0] + 1):
+        part = folder / f"{number}-of-{counts[0]}"
+        parts[part] = manifest_of(part)
+        if not parts[part]:
+            state = "damaged; remove it, and" if part.exists() else "missing;"
+            raise ValueError(f"{part} is {state} make it with: {_remedy(part)}")
+        first, expected = next(iter(parts.items()))
+        expected = expected | {"origin": expected["origin"] | {"part": f"{number}/{counts[0]}"}}
+        if other := _differences(parts[part], expected):
+            raise ValueError(f"{part} was made with {other}, unlike {first}; make it again: {_remedy(part)} --force")
+    return parts
+
+
+def merge_parts(out: Path, parts: dict[Path, dict], origin: dict[str, Any], advance: Callable[[int], Any]) -> None:
+    """Join parts to the dataset that one run makes, byte for byte; advance is told the bytes of text.
+
+    Raises ValueError for a file that is not what was written.
+    """
+
+    def intact(part: Path, file: str, expected_sha256: str) -> Path:
+        path = inside(part, file)
+        if not path.is_file() or sha256(path) != expected_sha256:
+            raise ValueError(f"{path} is damaged; make it again: {_remedy(part)} --force")
+        return path
+
+    first, manifest = next(iter(parts.items()))
+    tokenizer = load_tokenizer(intact(first, "tokenizer.json", manifest["tokenizer"]["sha256"]))
+    with new_dataset(out, tokenizer, origin) as writers:
+        for part, found in parts.items():
+            for split, counts in found["splits"].items():
+                for shard in counts["shards"]:
+                    writers[split].write(np.load(intact(part, shard["file"], shard["sha256"]), mmap_mode="r"))
+                writers[split].write(np.empty(0), counts["bytes"], counts["documents"])
+                advance(counts["bytes"])

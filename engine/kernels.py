@@ -1,0 +1,141 @@
+"""The same numbers, sooner: attention, the output loss, linear layers, by the quickest way that a machine has.
+
+``model.py`` is the definition; a test holds each branch here equal to it, in values and gradients.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORED = -1  # a target that does not count
+LONGEST_PLAIN = 512  # positions up to which a CPU's bfloat16 attention holds all T × T weights
+WORTH_PACKING = 2**18  # elements of a weight; measured, smaller ones come from the processor's cache in any layout
+LOGITS_AT_ONCE = 2**25  # elements of (rows, V) float32 logits that may exist at one time: 128 MiB
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
+    """Causal attention of the last T of S positions: (B, H, T, K), and (B, H, S, K) twice → (B, H, T, K)."""
+    T, S = query.shape[-2], key.shape[-2]
+    if T == 1:
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
+    if T != S:  # a later piece of a prompt: each position sees all before it, not just this piece
+        mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T)
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout)
+    short = query.device.type == "cpu" and query.dtype == torch.bfloat16 and T <= LONGEST_PLAIN
+    # math_sdp_enabled is of all devices, in spite of its name; asking would cut a compiled graph in two
+    if short and (torch.compiler.is_compiling() or torch.backends.cuda.math_sdp_enabled()):
+        return plain_attention(query, key, value, dropout)
+    return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+
+
+def plain_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+    """Causal attention as three operations, (B, H, T, K) → (B, H, T, K).
+
+    The backward pass of PyTorch's fused one is slow on a CPU in bfloat16: this takes a third to a half of its time.
+    """
+    future = torch.full((query.shape[-2], key.shape[-2]), -math.inf, dtype=query.dtype).triu(1)
+    weights = torch.softmax(query / math.sqrt(query.shape[-1]) @ key.mT + future, dim=-1)  # (B, H, T, T)
+    return F.dropout(weights, dropout) @ value
+
+
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """Squash logits smoothly into ± cap (Gemma Team 2024); 0 leaves them."""
+    return cap * torch.tanh(logits.float() / cap) if cap else logits
+
+
+def output_loss(x: Tensor, weight: Tensor, targets: Tensor, cap: float = 0.0) -> Tensor:
+    """Cross-entropy of soft_cap(x @ weight.T) in nats, float32, summed over the targets that count.
+
+    x (N, D), weight (V, D), targets (N,), IGNORED where one does not count. LOGITS_AT_ONCE logits exist at most.
+    """
+    rows = max(1, LOGITS_AT_ONCE // len(weight))
+    if len(x) > rows:
+        return CrossEntropyInPieces.apply(x, weight, targets, cap, rows)
+    logits = soft_cap(F.linear(x, weight), cap)
+    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
+
+
+class CrossEntropyInPieces(torch.autograd.Function):
+    """Cross-entropy a few rows of logits at a time, with gradients while they are there: nothing is computed twice."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, cap: float, rows: int) -> Tensor:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        w, total = weight.to(dtype), 0.0
+        x_gradient, weight_gradient = [], torch.zeros_like(weight)
+        for piece, target in zip(x.to(dtype).split(rows), targets.split(rows), strict=True):
+            logits = soft_cap((piece @ w.T).float(), cap)  # (rows, V)
+            total += F.cross_entropy(logits, target, ignore_index=IGNORED, reduction="sum")
+            gradient = logits.softmax(dim=-1)
+            gradient.scatter_add_(1, target.clamp(min=0)[:, None], -torch.ones_like(gradient[:, :1]))
+            gradient *= (target != IGNORED)[:, None]
+            gradient = (gradient * (1 - (logits / cap) ** 2) if cap else gradient).to(dtype)
+            x_gradient.append(gradient @ w)
+            weight_gradient += gradient.T @ piece
+        ctx.save_for_backward(torch.cat(x_gradient).to(x.dtype), weight_gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        x_gradient, weight_gradient = ctx.saved_tensors
+        return x_gradient * gradient, weight_gradient * gradient, None, None, None
+
+
+class PackedLinear(nn.Module):
+    """A linear layer that only predicts, on a CPU: oneDNN keeps its weight in the order in which it reads it.
+
+    With few rows a product costs reading its weight: 30 to 40 GB/s, F.linear 7 to 20, measured on 2 cores of a Zen 4.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+    @staticmethod
+    def fits(weight: Tensor) -> bool:
+        """Whether there is such a layer for this weight, and it pays."""
+        known = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+        return known and weight.numel() >= WORTH_PACKING and torch.backends.mkldnn.is_available()
+
+
+def for_decoding(model: nn.Module, pack: bool = True) -> nn.Module:
+    """A copy of a model that decodes sooner and only predicts, with the weights of now; the model stays as it is.
+
+    Heads' weights, else joined at each call, are joined once (where there is ``join_heads()`` there is ``joined``). On
+    a CPU large weights are packed, but for a model to be compiled (pack=False). All else is shared.
+    """
+    decoder = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).eval()
+    for module in [module for module in decoder.modules() if hasattr(module, "join_heads")]:
+        weight, bias = (None if joined is None else joined.detach() for joined in module.join_heads())
+        packed = pack and PackedLinear.fits(weight)
+        module.joined = PackedLinear(weight, bias) if packed else partial(F.linear, weight=weight, bias=bias)
+    if pack and decoder.head is None and PackedLinear.fits(decoder.head_weight()):
+        decoder.head = PackedLinear(decoder.head_weight(), None)
+    for parent in list(decoder.modules()) if pack else ():
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear) and PackedLinear.fits(child.weight):
+                setattr(parent, name, PackedLinear(child.weight, child.bias))
+    return decoder
+
+
+def compile_parts(parts: Sequence[nn.Module], try_out: Callable[[], object]) -> str:
+    """Have modules compile when try_out() runs them; returns why that failed, and they stay as they were, or ''."""
+    for part in parts:
+        part.compile()
+    try:
+        try_out()
+        return ""
+    except Exception as error:  # whatever the compiler, or a program that it calls, may raise
+        for part in parts:
+            part._compiled_call_impl = None
+        return f"{type(error).__name__}: {error}".split("\n")[0][:200]

@@ -1,0 +1,178 @@
+"""Where text comes from: files, folders, downloads, standard input → documents, a block at a time."""
+
+import codecs
+import contextlib
+import gzip
+import hashlib
+import http.client
+import json
+import os
+import shutil
+import sysconfig
+import urllib.parse
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from engine.files import sha256
+
+SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+# Of Python's standard library: what is not part of it, tests, which not every machine has, and tables.
+NOT_IN_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+BLOCK = 2**20  # bytes read at a time
+NOT_UTF8 = "{} is not UTF-8 at byte {}; convert it, or use --errors replace"
+
+# A document's text, read anew at each call, a block at a time.
+Document = Callable[[], Iterator[str]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of documents, and how to read it."""
+
+    path: Path  # whose endings tell the kind of file
+    name: str  # as the user knows it
+    field: str = "text"  # where a format with fields has the text
+    errors: str = "strict"  # or replace: bytes that are not UTF-8 become U+FFFD
+
+
+def find_sources(inputs: tuple[str, ...], glob: str, expected_sha256: str, spool: Path) -> list[Source]:
+    """The files that the inputs stand for, in an order that is the same on every machine.
+
+    glob chooses a folder's files, at any depth; expected_sha256 is what a download must hash to, if not empty; spool
+    is a folder for copies of pipes, as all is read more than once. Raises ValueError for an input that is not there.
+    """
+    sources = []
+    for name in inputs:
+        path = Path(name)
+        if name == "stdlib":
+            root = Path(sysconfig.get_path("stdlib"))
+            found = [path for path in _files(root, "*.py") if not NOT_IN_STDLIB & set(path.parts)]
+            sources += [Source(root / path, str(path)) for path in found]
+        elif name == "-" or path.is_fifo():
+            copy = spool / str(len(sources))
+            with open(copy, "wb") as file, open(0 if name == "-" else name, "rb", closefd=name != "-") as pipe:
+                shutil.copyfileobj(pipe, file)
+            sources.append(Source(copy, "standard input" if name == "-" else name))
+        elif name == "shakespeare":
+            sources.append(Source(download(SHAKESPEARE, SHAKESPEARE_SHA256), name))
+        elif name.startswith(("http://", "https://")):
+            sources.append(Source(download(name, expected_sha256), name))
+        elif path.is_dir():
+            found = [path / file for file in _files(path, glob) if not any(part.startswith(".") for part in file.parts)]
+            if not found:
+                raise ValueError(f"{path} has no files that match {glob!r}; see --glob")
+            sources += [Source(file, str(file)) for file in found]
+        elif path.exists():
+            sources.append(Source(path, name))
+        else:
+            advice = "give a file, a folder, an http(s) address, -, stdlib or shakespeare"
+            raise ValueError(f"{name} is not there: {advice}")
+    return sources
+
+
+def _files(folder: Path, glob: str) -> list[Path]:
+    """The folder's files that match, at any depth, as seen from the folder."""
+    try:
+        return sorted(path.relative_to(folder) for path in folder.rglob(glob) if path.is_file())
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(f"--glob {glob!r} is not a pattern for files: {error}") from None
+
+
+def download(address: str, expected_sha256: str) -> Path:
+    """The file at an http(s) address, from the cache if it was downloaded before.
+
+    Raises ValueError if it can't be had, or does not hash to expected_sha256 (if that is not empty).
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-trainer"
+    name = Path(urllib.parse.urlparse(address).path).name or "download"  # whose ending says what it is
+    path = cache / hashlib.sha256(address.encode()).hexdigest()[:16] / name
+    partial = path.with_name(f".{name}.{os.getpid()}")
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with urllib.request.urlopen(address, timeout=60) as response, open(partial, "wb") as file:
+                shutil.copyfileobj(response, file)
+                size = response.headers["Content-Length"]
+                if size and file.tell() != int(size):
+                    raise ConnectionError(f"it broke off after {file.tell()} of {size} bytes")
+            partial.replace(path)
+        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: no address at all
+            advice = "check the address and the connection, or download it yourself and give the file"
+            raise ValueError(f"{address} could not be downloaded ({error}); {advice}") from None
+        finally:
+            partial.unlink(missing_ok=True)
+    found = sha256(path)
+    if expected_sha256 and found != expected_sha256.lower():
+        path.unlink()
+        raise ValueError(f"{address} has SHA-256 {found}, not the expected {expected_sha256}; it changed, or broke off")
+    return path
+
+
+def documents(source: Source) -> Iterator[Document]:
+    """The source's documents, each to be read as often as needed.
+
+    Here, or when a document is read, ValueError names the file and the byte, or the line, of what is not text.
+    """
+    endings = source.path.suffixes[-2:]  # the last may be a compression's, or a number or date
+    kind = next((ending for ending in endings if ending in READERS), "")
+    return READERS[kind](source)
+
+
+@contextlib.contextmanager
+def _opened(source: Source) -> Iterator[BinaryIO]:
+    """The source's bytes, uncompressed. Raises ValueError for a damaged compressed file."""
+    kind, opener, damages = COMPRESSIONS.get(source.path.suffix, COMPRESSIONS[""])
+    try:
+        with opener(source.path, "rb") as file:
+            yield file
+    except damages as error:
+        raise ValueError(f"{source.name} is a damaged {kind} file ({error}); get it again") from None
+
+
+def _decoded(source: Source) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")(source.errors)
+    offset = 0  # of the first byte that is not decoded yet
+    try:
+        with _opened(source) as file:
+            while block := file.read(BLOCK):
+                yield decoder.decode(block)
+                offset = file.tell() - len(decoder.getstate()[0])
+            yield decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise ValueError(NOT_UTF8.format(source.name, offset + error.start)) from None
+
+
+def _json_lines(source: Source) -> Iterator[Document]:
+    """Each line that is not blank, from the field of its JSON object."""
+    with _opened(source) as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                text = _text_of(line, source, f"{source.name}, line {number}")
+                yield lambda text=text: iter((text,))
+
+
+def _text_of(line: bytes, source: Source, where: str) -> str:
+    try:
+        record = json.loads(line.decode("utf-8", source.errors))
+        text = record[source.field]
+    except UnicodeDecodeError as error:
+        raise ValueError(NOT_UTF8.format(where, error.start)) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON ({error})") from None
+    except (KeyError, TypeError, IndexError):
+        found = f"has only {', '.join(map(repr, record))}" if isinstance(record, dict) else "is not an object"
+        raise ValueError(f"{where} {found}; it should have the field {source.field!r} (see --field)") from None
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: the field {source.field!r} is not text (see --field)")
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")  # JSON can spell half a character
+
+
+# How the documents of a kind of file are read, by an ending of its name; "" is one document of plain text.
+READERS = {"": lambda source: iter([lambda: _decoded(source)]), ".jsonl": _json_lines}
+# What undoes a compression, by the last ending: its name, what opens a file, and the errors by which damage shows.
+COMPRESSIONS = {"": ("", open, ()), ".gz": ("gzip", gzip.open, (gzip.BadGzipFile, zlib.error, EOFError))}

@@ -1,0 +1,116 @@
+"""What several modules' tests are written with."""
+
+import dataclasses
+import json
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import train
+from engine.checkpoint import Checkpoint, open_checkpoint
+from engine.command import run_command
+from engine.files import sha256
+from engine.observers import MetricsFile, Observer
+from engine.run_folder import list_checkpoints
+from engine.settings import load_settings
+from model import GPT, ModelConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared"
+
+
+def numbers_text(count: int) -> str:
+    """A text that is quickly learned: one number is followed by the next."""
+    return "".join(f"{number} is followed by {number + 1}.\n" for number in range(count))
+
+
+SMALL = ModelConfig(vocab_size=37, context_length=16, num_layers=2, num_heads=3, d_model=24)
+GPT2 = {"position": "learned", "norm": "layernorm", "activation": "gelu", "qk_norm": False, "tie_embeddings": True}
+GPT2 |= {"bias": True}
+YEAR_2017 = GPT2 | {"position": "sinusoidal", "norm_placement": "post", "activation": "relu", "scale_embeddings": True}
+VARIANTS = {
+    "default": SMALL,
+    "gpt2": dataclasses.replace(SMALL, **GPT2),
+    "2017": dataclasses.replace(SMALL, **YEAR_2017),
+    "swiglu": dataclasses.replace(SMALL, activation="swiglu", d_ff=40, logit_softcap=15.0),
+}
+
+
+def randomised(config: ModelConfig, seed: int = 0) -> GPT:
+    """A model whose every parameter matters: matrices that begin as zeros would hide mistakes."""
+    torch.manual_seed(seed)
+    model = GPT(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+def newest_checkpoint(run: Path) -> Checkpoint:
+    """The newest checkpoint of a run; ValueError if it is not whole."""
+    return open_checkpoint(list_checkpoints(run)[-1])
+
+
+def same_checkpoint(one: Checkpoint, other: Checkpoint) -> bool:
+    """Whether two checkpoints have the same step, weights and optimizer state, bit for bit."""
+    pairs = [(dict(one.model()), dict(other.model())), (dict(one.optimizer()), dict(other.optimizer()))]
+    return one.step == other.step and all(
+        mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
+        for mine, others in pairs
+    )
+
+
+def logged(run: Path, key: str) -> dict[int, Any]:
+    """What metrics.jsonl has under a key, by the step."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return {line["step"]: line[key] for line in lines if key in line}
+
+
+TINY = "--num-layers 2 --num-heads 2 --d-model 16 --context-length 16 --batch-size 4 --warmup-steps 2 --log-every 1"
+TINY = [*TINY.split(), "--eval-tokens", "2000", "--device", "cpu"]
+
+
+def tiny(data: Path, out: Path, *flags: object) -> list[str]:
+    """The arguments of train.py for a model and batches so small that a hundred steps take half a second."""
+    return list(map(str, ["--data", data, "--out", out, *TINY, *flags]))
+
+
+def train_tiny(
+    data: Path,
+    out: Path,
+    *flags: object,
+    observers: Sequence[Observer] = (),
+    stop: Callable[[], bool] = lambda: False,
+) -> train.Run:
+    """A tiny run in this process, which writes its metrics too; the observers are told after that."""
+    config = load_settings(train.TrainConfig, tiny(data, out, *flags))
+    return train.train(config, observers=[MetricsFile(), *observers], stop=stop)
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Bit for bit: the newest checkpoints' weights and optimizer state, and every logged loss."""
+    assert same_checkpoint(newest_checkpoint(one), newest_checkpoint(other))
+    for key in ("train_loss", "val_loss", "grad_norm", "learning_rate", "batch_digest"):
+        assert logged(one, key) == logged(other, key)
+
+
+def seal(checkpoint: Path) -> None:
+    """Make a checkpoint's manifest agree with its files, whatever was done to them."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
+    manifest["files"] = {name: sha256(checkpoint / name) for name in manifest["files"]}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+
+
+def exit_code_of(main: Callable[[], int | None]) -> int:
+    """The exit code of a command's main, run in this process; what it does to signals is undone."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        run_command(main)
+    except SystemExit as stop:
+        return stop.code or 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    raise AssertionError("a command ends by exiting")

@@ -1,0 +1,170 @@
+"""Shards and manifest, written, opened and verified; parts and their merging are in test_prepare.py."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine import dataset as dataset_module
+from engine.dataset import FORMAT, ShardedTokens, ShardWriter, is_made, new_dataset, open_dataset, verify_dataset
+from engine.files import sha256, write_json
+from engine.tokenizer import ByteTokenizer, CharTokenizer
+
+
+@pytest.mark.parametrize("lengths", [[10], [3, 4, 3], [1] * 10, [0, 5, 0, 0, 5, 0]])
+def test_sharded_tokens_slice_like_one_array(lengths: list[int]):
+    whole = np.arange(sum(lengths), dtype=np.uint16)
+    tokens = ShardedTokens(np.split(whole, np.cumsum(lengths)[:-1]))
+    assert len(tokens) == 10
+    for start in range(11):
+        for stop in range(start, 13):
+            np.testing.assert_array_equal(tokens[start:stop], whole[start:stop])
+            assert tokens[start:stop].dtype == np.uint16
+
+
+def test_slice_of_one_shard_is_no_copy():
+    shards = np.split(np.arange(10, dtype=np.uint16), [4, 7])
+    assert all(ShardedTokens(shards)[start:stop].base is not None for start, stop in ((0, 4), (5, 6), (4, 7), (7, 10)))
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_shards_hold_what_was_written(dtype: str, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(dataset_module, "SHARD_TOKENS", 300)
+    ids = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, 1000, np.uint32, endpoint=True)
+    writer = ShardWriter(tmp_path, "train", dtype)
+    for piece in np.split(ids, [0, 1, 299, 300, 301, 950]):  # a piece may be empty, fill a shard, or span several
+        writer.write(piece, 7, 1)
+    counts = writer.close()
+    assert (counts["tokens"], counts["bytes"], counts["documents"]) == (1000, 7 * 7, 7)
+    assert [(shard["file"], shard["tokens"]) for shard in counts["shards"]] == [
+        ("train-00000.npy", 300),
+        ("train-00001.npy", 300),
+        ("train-00002.npy", 300),
+        ("train-00003.npy", 100),
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [shard["file"] for shard in counts["shards"]]
+    arrays = [np.load(tmp_path / shard["file"], mmap_mode="r") for shard in counts["shards"]]
+    assert all(isinstance(array, np.memmap) and array.dtype == dtype for array in arrays)
+    np.testing.assert_array_equal(np.concatenate(arrays), ids)
+    assert [shard["sha256"] for shard in counts["shards"]] == [sha256(path) for path in sorted(tmp_path.iterdir())]
+
+
+def test_shard_is_what_numpy_saves(tmp_path: Path):
+    writer = ShardWriter(tmp_path, "val", "uint16")
+    writer.write(np.arange(12345))
+    writer.close()
+    np.save(tmp_path / "theirs.npy", np.arange(12345, dtype=np.uint16))
+    assert (tmp_path / "val-00000.npy").read_bytes() == (tmp_path / "theirs.npy").read_bytes()
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, monkeypatch) -> Path:
+    """A dataset of two shards of training tokens and one for validation."""
+    monkeypatch.setattr(dataset_module, "SHARD_TOKENS", 12)
+    path = tmp_path / "data"
+    with new_dataset(path, ByteTokenizer(), {"content": "1"}) as writers:
+        for split, text in {"train": "text to train on", "val": "and to check"}.items():
+            writers[split].write(ByteTokenizer().encode(text), 2 * len(text), 1)
+        assert not path.exists()
+    return path
+
+
+def test_dataset_opens(dataset: Path):
+    opened = open_dataset(dataset)
+    assert len(opened.train.arrays) == 2
+    assert opened.tokenizer.decode(opened.train[:]) == "text to train on"
+    assert opened.tokenizer.decode(opened.val[:]) == "and to check"
+    assert opened.bytes_per_token("val") == 2
+
+
+def test_dataset_in_the_making_leaves_nothing_after_an_error(tmp_path: Path):
+    with (
+        pytest.raises(ValueError, match="the train split has 1 tokens of 0 documents, too few"),
+        new_dataset(tmp_path / "data", ByteTokenizer(), {}) as writers,
+    ):
+        writers["train"].write(np.array([1]))
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_dataset_is_made_if_of_the_same_origin(dataset: Path):
+    assert is_made(dataset, {"content": "1"}, force=False)
+    assert not is_made(dataset, {"content": "2"}, force=True)
+    (dataset.parent / "empty").mkdir()
+    for name in ("empty", "not there"):
+        assert not is_made(dataset.parent / name, {"content": "1"}, force=False)
+    with pytest.raises(
+        ValueError, match=r"data was made with other text; use --force to replace it, or another --out$"
+    ):
+        is_made(dataset, {"content": "2"}, force=False)
+
+
+def change_manifest(dataset: Path, **changes: object) -> None:
+    manifest = json.loads((dataset / "manifest.json").read_text())
+    write_json(dataset / "manifest.json", manifest | changes)
+
+
+def exchange_shards(dataset: Path) -> None:
+    (dataset / "train-00000.npy").rename(dataset / "other.npy")
+    (dataset / "train-00001.npy").rename(dataset / "train-00000.npy")
+    (dataset / "other.npy").rename(dataset / "train-00001.npy")
+
+
+DAMAGES = {
+    "cut manifest": lambda path: (path / "manifest.json").write_text('{"format": 1'),
+    "no object": lambda path: (path / "manifest.json").write_text("[]"),
+    "other format": lambda path: change_manifest(path, format=FORMAT + 1),
+    "no splits": lambda path: change_manifest(path, splits={}),
+    "no tokenizer": lambda path: (path / "tokenizer.json").unlink(),
+    "other tokenizer": lambda path: CharTokenizer("".join(map(chr, range(257)))).save(path / "tokenizer.json"),
+    "no shard": lambda path: (path / "val-00000.npy").unlink(),
+    "empty shard": lambda path: (path / "val-00000.npy").write_bytes(b""),
+    "cut shard": lambda path: (path / "val-00000.npy").write_bytes((path / "val-00000.npy").read_bytes()[:-1]),
+    "other file": lambda path: (path / "val-00000.npy").write_bytes(b"not an array at all"),
+    "exchanged shards": exchange_shards,
+    "shorter shard": lambda path: np.save(path / "val-00000.npy", np.zeros(11, np.uint16)),
+    "other dtype": lambda path: np.save(path / "val-00000.npy", np.zeros(12, np.uint32)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_damaged_dataset_is_refused_with_a_remedy(damage, dataset: Path):
+    damage(dataset)
+    path = re.escape(str(dataset))
+    with pytest.raises(ValueError, match=rf"^{path} can't be used \(.*\); prepare it again with --force --out {path}$"):
+        open_dataset(dataset)
+
+
+def test_folder_without_a_dataset_is_told_how_to_get_one(tmp_path: Path):
+    with pytest.raises(ValueError, match=f"holds no dataset; make it with: python prepare.py INPUT --out {tmp_path}$"):
+        open_dataset(tmp_path)
+
+
+def altered(path: Path, index: int, token: int) -> None:
+    tokens = np.load(path)
+    tokens[index] = token
+    np.save(path, tokens)
+
+
+def test_verified_once_a_shard_is_hashed_again_when_it_was_touched_or_when_asked(dataset: Path):
+    shard = dataset / "train-00001.npy"
+    verify_dataset(open_dataset(dataset), again=False)
+    before = shard.stat()
+    altered(shard, 3, 7)
+    with pytest.raises(ValueError, match=r"train-00001\.npy is not as it was written"):
+        verify_dataset(open_dataset(dataset), again=False)
+    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))  # as a failing disk would: nobody touched it
+    verify_dataset(open_dataset(dataset), again=False)
+    with pytest.raises(ValueError, match=r"train-00001\.npy is not as it was written"):
+        verify_dataset(open_dataset(dataset), again=True)
+
+
+def test_token_outside_the_vocabulary_is_found(dataset: Path):
+    altered(dataset / "val-00000.npy", 5, 257)
+    splits = json.loads((dataset / "manifest.json").read_text())["splits"]
+    splits["val"]["shards"][0]["sha256"] = sha256(dataset / "val-00000.npy")
+    change_manifest(dataset, splits=splits)
+    with pytest.raises(ValueError, match=r"can't be used .*val-00000\.npy has token 257 of 257"):
+        verify_dataset(open_dataset(dataset), again=False)

@@ -1,0 +1,13 @@
+"""Killed at any moment, a command that is run again ends as if nothing had happened: a sample of what soak.py does."""
+
+import pytest
+from soak import KINDS, events, kills
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_at_a_change_of_a_file_a_command_ends_as_if_nothing_had_happened(kind, tmp_path):
+    assert "changes" in events(tmp_path, kind, every=12)
+
+
+def test_killed_at_random_training_ends_in_the_same_weights(tmp_path):
+    assert "resumed to the same weights" in kills(tmp_path, 3)

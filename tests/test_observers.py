@@ -1,0 +1,213 @@
+"""What watches training: what it is told and when, metrics and spikes, the terminal's lines, Weights & Biases."""
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import logged, tiny
+
+import train
+from engine.dataset import open_dataset
+from engine.observers import SPIKE, Clock, MetricsFile, Observer, Terminal
+from engine.settings import load_settings
+
+
+class Diary(Observer):
+    """Remembers what it was told."""
+
+    def __init__(self):
+        self.entries: list[tuple] = []
+
+    def started(self, run: Any) -> None:
+        self.entries.append(("started", run.step))
+
+    def stepped(self, run: Any) -> None:
+        self.entries.append(("stepped", run.step))
+
+    def recorded(self, run: Any, record: dict[str, Any]) -> None:
+        self.entries.append(("recorded", record["step"], "train_loss" if "train_loss" in record else "val_loss"))
+
+    def closed(self) -> None:
+        self.entries.append(("closed",))
+
+
+class Spoiling(Observer):
+    """Multiplies the training loss of one step."""
+
+    def __init__(self, step: int, factor: float):
+        self.step, self.factor = step, factor
+
+    def started(self, run: Any) -> None:
+        def spoil(model: torch.nn.Module, inputs: tuple, loss: torch.Tensor) -> torch.Tensor:
+            return loss * self.factor if model.training and run.step + 1 == self.step else loss
+
+        run.model.register_forward_hook(spoil)
+
+
+def observed(numbers: Path, out: Path, *flags: object, observers: list[Observer]) -> train.Run:
+    return train.train(load_settings(train.TrainConfig, tiny(numbers, out, *flags)), observers=observers)
+
+
+def test_observers_are_told_what_happens_in_order(numbers, tmp_path):
+    diary = Diary()
+    flags = ["--log-every", 2, "--eval-every", 3]
+    observed(numbers, tmp_path, "--steps", 3, *flags, observers=[diary])
+    first = [("started", 0), ("stepped", 1), ("stepped", 2), ("recorded", 2, "train_loss"), ("stepped", 3)]
+    last = [("recorded", 3, "train_loss"), ("recorded", 3, "val_loss"), ("closed",)]  # the last step is told of anyway
+    assert diary.entries == first + last
+    diary = Diary()
+    observed(numbers, tmp_path, "--steps", 4, *flags, "--resume", observers=[diary])
+    assert diary.entries[:2] == [("started", 3), ("stepped", 4)]
+
+
+def test_observers_of_a_run_that_never_started_are_closed(numbers, tmp_path):
+    observed(numbers, tmp_path, "--steps", 1, observers=[])
+    observers = [Diary(), MetricsFile(), Terminal()]
+    with pytest.raises(ValueError, match="--resume can't change seed"):
+        observed(numbers, tmp_path, "--steps", 2, "--resume", "--seed", 9, observers=observers)
+    assert observers[0].entries == [("closed",)]
+
+
+# The metrics file.
+
+
+def test_a_spike_is_pointed_out(numbers, tmp_path, capsys):
+    observers = [Spoiling(50, 5.0), MetricsFile()]
+    observed(numbers, tmp_path, "--steps", 55, "--eval-every", 100, "--learning-rate", 1e-3, observers=observers)
+    scores = logged(tmp_path, "loss_z_score")
+    assert scores[50] > SPIKE and max(score for step, score in scores.items() if step != 50) < SPIKE
+    said = [line for line in capsys.readouterr().out.splitlines() if "jumped" in line]
+    loss = logged(tmp_path, "train_loss")[50]
+    assert said == [f"step     50  the loss jumped to {loss:.4f}, {scores[50]:.0f} deviations above the recent mean"]
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_null_and_training_goes_on(numbers, tmp_path, factor):
+    observed(numbers, tmp_path, "--steps", 6, "--eval-every", 3, observers=[Spoiling(2, factor), MetricsFile()])
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert not [line for line in lines if "NaN" in line or "Infinity" in line]
+    losses = logged(tmp_path, "train_loss")
+    assert losses.pop(2) is None and all(loss > 0 for loss in losses.values())
+    assert logged(tmp_path, "skipped_steps") == {1: 0} | dict.fromkeys(range(2, 7), 1)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_loss_is_drawn_after_each_evaluation_and_only_then(numbers, tmp_path):
+    drawn = []
+
+    class Looking(Observer):
+        def stepped(self, run: Any) -> None:
+            drawn.append((tmp_path / "loss.png").exists())
+
+    observed(numbers, tmp_path, "--steps", 4, "--eval-every", 2, observers=[MetricsFile(), Looking()])
+    assert drawn == [False, False, True, True]
+
+
+def test_a_resumed_run_goes_on_in_its_metrics(numbers, tmp_path):
+    observed(numbers, tmp_path, "--steps", 3, "--save-every", 2, observers=[MetricsFile()])
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 4, "train_loss": 9.0}) + '\n{"step": 5, "train')  # then it was killed
+    observed(numbers, tmp_path, "--steps", 5, "--resume", observers=[MetricsFile()])
+    losses = logged(tmp_path, "train_loss")
+    assert list(losses) == [1, 2, 3, 4, 5] and losses[4] < 5
+    assert list(logged(tmp_path, "val_loss")) == [3, 5]
+
+
+# The terminal.
+
+
+def test_the_terminal_says_what_is_about_to_happen_and_each_evaluation(numbers, tmp_path, capsys):
+    observed(numbers, tmp_path, "--steps", 4, "--eval-every", 2, observers=[Terminal(), MetricsFile()])
+    said, shown = capsys.readouterr()
+    assert not shown  # no live line where there is no terminal
+    data, model, run, *evaluations = said.splitlines()
+    dataset = open_dataset(numbers)
+    sizes = f"{len(dataset.train):,} tokens to train on, {len(dataset.val):,} to validate"
+    assert data == f"data   {numbers}: {sizes}; vocabulary {dataset.tokenizer.vocab_size} (char)"
+    assert model == "model  6,880 parameters: 2 layers, 2 heads, d_model 16, context 16"
+    assert run == f"run    4 steps of 4 × 16 tokens = 256 (0.0 epochs), muon, on 1 × cpu in float32 → {tmp_path}"
+    losses, bits = logged(tmp_path, "val_loss"), logged(tmp_path, "val_bits_per_byte")
+    expected = [f"step {n:>6,}  validation loss {losses[n]:.4f}, {bits[n]:.4f} bits per byte  (" for n in (2, 4)]
+    assert [line[: line.index("(") + 1] for line in evaluations] == expected
+
+
+class Screen:
+    """Standard error as a terminal: what is written to it."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_a_line_shows_loss_and_speed(numbers, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    observed(numbers, tmp_path, "--steps", 3, observers=[Terminal()])
+    assert "step 3/3 |" in screen.text and "loss " in screen.text and "tokens/s" in screen.text
+
+
+# The clock.
+
+
+@pytest.fixture
+def now(monkeypatch) -> list[float]:
+    """The time, in a list, to be set."""
+    seconds = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: seconds[0])
+    return seconds
+
+
+def test_elapsed_time_goes_on_after_a_resume(now):
+    clock = Clock(elapsed=30.0, step=10)
+    now[0] += 5
+    assert clock.elapsed == 35
+
+
+def test_speed_is_that_since_the_last_time_without_the_pauses(now):
+    clock = Clock(0.0, step=10)
+    now[0] += 2
+    assert clock.steps_per_second(14) == 2
+    now[0] += 1
+    with clock.pause():
+        now[0] += 100
+    now[0] += 1
+    assert clock.steps_per_second(20) == 3
+    assert clock.elapsed == 104  # a pause takes time all the same
+
+
+def test_evaluations_and_what_is_made_of_them_are_no_part_of_the_speed(numbers, tmp_path):
+    class Slow(Observer):
+        def recorded(self, run: Any, record: dict[str, Any]) -> None:
+            if "val_loss" in record and run.step == 2:
+                time.sleep(1)
+
+    observed(numbers, tmp_path, "--steps", 3, "--eval-every", 2, observers=[MetricsFile(), Slow()])
+    assert logged(tmp_path, "tokens_per_second")[3] > 64 / 0.9  # a step has 64 tokens
+
+
+# Weights & Biases.
+
+
+def test_weights_and_biases_is_imported_only_when_asked(numbers, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "wandb", None)  # to import it is an error now
+        assert train.main(tiny(numbers, tmp_path / "quiet", "--steps", 1)) == 0
+        with pytest.raises(ImportError):
+            train.main(tiny(numbers, tmp_path / "asked", "--steps", 1, "--wandb"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    assert train.main(tiny(numbers, tmp_path / "loud", "--steps", 2, "--wandb")) == 0
+    assert list((tmp_path / "loud").glob("wandb/offline-run-*"))

@@ -1,0 +1,319 @@
+"""A run's folder: which checkpoints stay, what is verified when, who holds it, and its metrics."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT
+
+from engine.checkpoint import STATE, open_checkpoint
+from engine.run_folder import Metrics, RunFolder, best_checkpoint, list_checkpoints
+
+
+def save_tokenizer(path: Path) -> None:
+    path.write_text("{}")
+
+
+def save(folder: RunFolder, step: int, val_loss: float | None = None, save_tokenizer=save_tokenizer) -> Path:
+    """A checkpoint of that step, on the disk."""
+    model = {"weight": torch.full((3,), float(step))}
+    state = dict.fromkeys(STATE) | {"step": step, "val_loss": val_loss}
+    folder.save(state, model, {"weight.momentum": -model["weight"]}, save_tokenizer)
+    folder.wait()
+    return list_checkpoints(folder.path)[-1]
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Callable[..., RunFolder]]:
+    """Opens run folders, and closes them in the end."""
+    with contextlib.ExitStack() as opened:
+        yield lambda *arguments: opened.enter_context(contextlib.closing(RunFolder(*arguments)))
+
+
+@pytest.fixture
+def folder(open_folder, tmp_path) -> RunFolder:
+    return open_folder(tmp_path / "run")
+
+
+def steps(folder: RunFolder) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in list_checkpoints(folder.path)]
+
+
+# Which checkpoints stay.
+
+
+def test_the_newest_two_and_the_best_are_kept(folder):
+    assert best_checkpoint(folder.path) is None
+    for step, loss in [(1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 1.5)]:
+        save(folder, step, loss)
+    assert steps(folder) == [2, 4, 5]
+    assert best_checkpoint(folder.path).name == "step-00000002"
+    assert folder.newest(pytest.fail).step == 5
+
+
+def test_without_validation_the_newest_is_the_best(folder):
+    save(folder, 1)
+    save(folder, 2)
+    assert best_checkpoint(folder.path).name == "step-00000002"
+
+
+def test_a_loss_that_is_not_finite_is_never_the_best(folder):
+    for step, loss in [(1, float("nan")), (2, 5.0), (3, float("inf")), (4, float("nan"))]:
+        save(folder, step, loss)
+    assert best_checkpoint(folder.path).name == "step-00000002"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "manifest.json"])
+def test_a_damaged_checkpoint_is_skipped_by_name_and_does_not_count_as_one_of_those_kept(folder, name):
+    save(folder, 1)
+    (save(folder, 2, 0.5) / name).write_bytes(b"")
+    warnings = []
+    assert folder.newest(warnings.append).step == 1
+    assert len(warnings) == 1 and name in warnings[0] and "step-00000002" in warnings[0]
+    save(folder, 3, 2.0)
+    assert steps(folder) == [1, 2, 3]  # only two of them are whole
+    save(folder, 4, 3.0)
+    assert steps(folder)[-2:] == [3, 4] and 1 not in steps(folder)
+    for path in list_checkpoints(folder.path):
+        (path / name).write_bytes(b"")
+    with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged; remove the folder to start again"):
+        folder.newest(warnings.append)
+
+
+def test_the_last_whole_ones_outlive_damaged_newer_ones(folder):
+    for step in (1, 2, 3):
+        save(folder, step)
+    (save(folder, 4) / "state.json").unlink()
+    save(folder, 5)
+    assert steps(folder) == [3, 4, 5]
+
+
+def test_what_a_kill_left_of_a_save_is_gone_after_a_resume(folder, open_folder):
+    save(folder, 1)
+    old = Path(shutil.copytree(list_checkpoints(folder.path)[0], folder.path / "old"))
+    for step in (2, 3):
+        save(folder, step)
+    folder.close()
+    old.rename(folder.path / "checkpoints" / "step-00000001")  # killed before it was pruned, ...
+    (folder.path / "checkpoints" / ".step-00000004.partial.abc").mkdir()  # ... and while a checkpoint was written
+    resumed = open_folder(folder.path, True)
+    assert resumed.newest(pytest.fail).step == 3
+    save(resumed, 5)
+    assert {path.name for path in (folder.path / "checkpoints").iterdir()} == {"step-00000003", "step-00000005"}
+
+
+def test_checkpoints_that_are_not_to_be_resumed_are_not_overwritten(folder, open_folder):
+    save(folder, 1)
+    folder.close()
+    with pytest.raises(ValueError, match=r"already holds checkpoints; go on with --resume, or choose another --out"):
+        RunFolder(folder.path)
+    assert open_folder(folder.path, True).newest(pytest.fail).step == 1
+
+
+# What is verified when.
+
+opened: list[str] | None = None  # the files, while somebody looks
+
+
+def note(event: str, arguments: tuple) -> None:
+    if opened is not None and event == "open":
+        opened.append(str(arguments[0]))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def watch_files():
+    sys.addaudithook(note)  # for good: Python knows no way to take it back
+
+
+@contextlib.contextmanager
+def verified() -> Iterator[list[int]]:
+    """The steps of those checkpoints whose weights are read within, but for one that is just being written."""
+    global opened
+    steps, opened = [], []
+    try:
+        yield steps
+    finally:
+        read, opened = [Path(path) for path in opened if Path(path).name == "model.safetensors"], None
+    steps += [int(path.parent.name.removeprefix("step-")) for path in read if path.parent.name.startswith("step-")]
+
+
+def test_a_save_reads_no_known_checkpoint_again(folder):
+    for step in range(1, 6):
+        with verified() as read:
+            save(folder, step, 1 / step)
+        assert read == []
+
+
+def test_a_resumed_run_verifies_what_it_finds_once(folder, open_folder):
+    for step in (1, 2, 3):
+        save(folder, step)
+    folder.close()
+    resumed = open_folder(folder.path, True)
+    with verified() as read:
+        resumed.newest(pytest.fail)
+        save(resumed, 4)
+        save(resumed, 5)
+    assert sorted(read) == sorted(set(read)) and 3 in read
+
+
+def test_a_checkpoint_that_was_touched_is_verified_again(folder):
+    save(folder, 1)
+    os.utime(save(folder, 2) / "state.json", ns=(0, 0))
+    with verified() as read:
+        save(folder, 3)
+    assert read == [2]
+    with verified() as read:
+        save(folder, 4)
+    assert read == []
+    weights = list_checkpoints(folder.path)[-1] / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")  # the size is the same
+    with verified() as read:
+        save(folder, 5)
+    assert read == [4] and steps(folder) == [3, 4, 5]  # 4 is damaged: 3 is needed
+
+
+# Written in the background.
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_of_the_state_as_it_was(folder):
+    weights, written = {"weight": torch.zeros(3)}, threading.Event()
+
+    def slow(path: Path) -> None:
+        assert written.wait(60)
+        save_tokenizer(path)
+
+    folder.save(dict.fromkeys(STATE) | {"step": 1}, weights, {}, slow)
+    weights["weight"] += 1
+    folder.check()
+    assert steps(folder) == []
+    written.set()
+    folder.wait()
+    assert torch.equal(dict(folder.newest(pytest.fail).model())["weight"], torch.zeros(3))
+
+
+def test_what_the_background_met_is_raised_by_the_next_call(folder):
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    save(folder, 1)
+    with pytest.raises(OSError, match="No space left"):
+        save(folder, 2, save_tokenizer=full)
+    for call in (folder.wait, folder.check, lambda: save(folder, 3)):
+        with pytest.raises(OSError, match="No space left"):
+            call()
+    assert [path.name for path in (folder.path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_closing_waits_for_what_is_being_written(folder):
+    started = threading.Event()
+
+    def slow(path: Path) -> None:
+        started.set()
+        save_tokenizer(path)
+
+    folder.save(dict.fromkeys(STATE) | {"step": 1}, {"weight": torch.zeros(3)}, {}, slow)
+    assert started.wait(60)
+    folder.close()
+    assert open_checkpoint(list_checkpoints(folder.path)[0]).step == 1
+
+
+# Who holds it.
+
+HOLD = "import sys; from pathlib import Path; from engine.files import lock"
+HOLD += "; held = lock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+
+
+def test_a_folder_belongs_to_one_process_until_it_dies(open_folder, tmp_path):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "encoding": "utf-8"}
+    with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], cwd=ROOT, **pipes) as process:
+        assert process.stdout.readline() == "held\n"
+        refusal = rf"{tmp_path} is in use by process {process.pid} on .*; wait for it, or choose another --out"
+        for _ in range(2):  # being refused changes nothing
+            with pytest.raises(ValueError, match=refusal):
+                RunFolder(tmp_path)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    open_folder(tmp_path)
+
+
+def test_a_folder_belongs_to_one_run_of_a_process_until_it_is_closed(open_folder, tmp_path):
+    folder = RunFolder(tmp_path)
+    with pytest.raises(ValueError, match=rf"in use by process {os.getpid()} on "):
+        RunFolder(tmp_path)
+    folder.close()
+    open_folder(tmp_path).write_settings("steps = 1\n")
+    assert (tmp_path / "config.toml").read_text() == "steps = 1\n"
+
+
+# Its metrics.
+
+
+def strict(line: str) -> dict:
+    """The JSON of a line that has no bare NaN or infinity."""
+    return json.loads(line, parse_constant=lambda name: pytest.fail(f"a bare {name}: {line}"))
+
+
+def stored(run: Path) -> list[dict]:
+    return [strict(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_every_record_is_a_line_of_strict_json_at_once(tmp_path):
+    metrics = Metrics(tmp_path, 0)
+    for step, loss in enumerate([2.5, float("nan"), float("inf"), float("-inf")], 1):
+        metrics.add({"step": step, "train_loss": loss})
+        assert stored(tmp_path)[-1] == {"step": step, "train_loss": loss if step == 1 else None}
+    assert len(metrics.records) == 4
+
+
+LINES = [json.dumps({"step": step, "train_loss": 3.0 - step}) + "\n" for step in (1, 2, 3)]
+
+
+def test_records_after_the_resumed_step_and_torn_lines_are_dropped_at_once(tmp_path):
+    torn = "".join(LINES) + '{"step": 4, "tra'
+    (tmp_path / "metrics.jsonl").write_text(torn)
+    with open(tmp_path / "metrics.jsonl", encoding="utf-8") as reader:  # who had it open sees it whole
+        metrics = Metrics(tmp_path, 2)
+        assert reader.read() == torn
+    metrics.add({"step": 3, "train_loss": 0.5})
+    assert [(line["step"], line["train_loss"]) for line in stored(tmp_path)] == [(1, 2.0), (2, 1.0), (3, 0.5)]
+    assert metrics.records == stored(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("first_step", [3, 10])
+def test_metrics_are_not_rewritten_when_there_is_nothing_to_drop(tmp_path, first_step):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(LINES))
+    before = path.stat()
+    metrics = Metrics(tmp_path, first_step)
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    metrics.add({"step": 4})
+    assert path.stat().st_ino == before.st_ino and len(stored(tmp_path)) == 4
+
+
+def test_a_bare_nan_of_an_earlier_version_becomes_null(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(LINES[0] + '{"step": 2, "train_loss": NaN}\n')
+    metrics = Metrics(tmp_path, 2)
+    assert stored(tmp_path)[1] == {"step": 2, "train_loss": None}
+    assert metrics.z_score(3.0) == 0.0
+
+
+def test_a_z_score_counts_deviations_from_the_recent_losses_that_are_finite(tmp_path):
+    metrics = Metrics(tmp_path, 0)
+    for step in range(200):
+        recent = step >= 160
+        metrics.add({"step": step, "train_loss": (2.0 + step % 2 if step % 5 else float("nan")) if recent else 50.0})
+        if step == 18:
+            assert metrics.z_score(1e6) == 0.0  # too few to compare with
+    losses = torch.tensor([2.0 + step % 2 for step in range(160, 200) if step % 5])
+    assert metrics.z_score(4.0) == pytest.approx((4 - losses.mean().item()) / losses.std().item())
+    assert metrics.z_score(float("nan")) == metrics.z_score(float("inf")) == 0.0
