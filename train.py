@@ -9,27 +9,23 @@ from engine.command import Interruption, command_line, run_command, wait_briefly
 if __name__ == "__main__":
     wait_briefly()  # before torch is loaded
 
-import dataclasses
-import io
 import math
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as checkpoint_activations
 
 from engine import batches
 from engine.dataset import Dataset, open_dataset, verify_dataset
 from engine.device import DTYPES, choose_device, choose_dtype, mixed_precision
 from engine.files import sha256
 from engine.generate import generate_text, opening, stream
-from engine.kernels import IGNORED, compile_parts, for_decoding
+from engine.kernels import IGNORED, compile_parts, for_decoding, recompute_activations
 from engine.observers import Clock, MetricsFile, Observer, Terminal, WeightsAndBiases, notify, say, warn
 from engine.optimizer import Optimizer, OptimizerConfig
 from engine.parallel import ALONE, World, averaging, load, materialise, processes, replicate
@@ -39,7 +35,6 @@ from engine.settings import flatten, load_settings, to_toml
 from model import GPT, ModelConfig
 from prepare import PrepareConfig, prepare
 
-EVALUATION_TOKENS = 2**14  # in one forward pass of an evaluation
 SAMPLE_TOKENS = 200  # of the sample at the end
 BUILT_IN = Path("data/stdlib")
 Stop = Callable[[], bool]  # whether to stop now; bool itself never says so
@@ -101,8 +96,7 @@ class Run:
 
     def __post_init__(self):
         config, length = self.config, self.config.model.context_length
-        rows = self.world.slice(config.batch_size)
-        shape = (length, config.seed, config.batch_size, rows, self.world.device)
+        shape = (length, config.seed, config.batch_size, self.world.slice(config.batch_size), self.world.device)
         self.batches = batches.Batches(self.dataset.train, *shape)
         self.tokens_per_step = config.batch_size * length
         self.data_sha256 = sha256(self.dataset.path / "manifest.json")
@@ -185,9 +179,9 @@ def plan(config: TrainConfig) -> str:
     """What the run would take. Without the dataset its vocabulary must be given; ValueError if it is not."""
     known = config.model.vocab_size and not (config.data / "manifest.json").exists()
     dataset, device = None if known else open_dataset(config.data), choose_device(config.device)
-    shape = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or dataset.tokenizer.vocab_size)
+    shape = replace(config.model, vocab_size=config.model.vocab_size or dataset.tokenizer.vocab_size)
     training = (config.batch_size, config.micro_batch_size, config.steps, config.optimizer.optimizer)
-    plan = Plan(lambda layers: GPT(dataclasses.replace(shape, num_layers=layers)), shape.num_layers, *training)
+    plan = Plan(lambda layers: GPT(replace(shape, num_layers=layers)), shape.num_layers, *training)
     dtype = choose_dtype(config.dtype, device, shape.d_model)
     return plan.describe(len(dataset.train) if dataset else 0, device, dtype)
 
@@ -206,15 +200,13 @@ def open_data(config: TrainConfig, world: World) -> Dataset:
 def complete(config: TrainConfig, dataset: Dataset, world: World) -> TrainConfig:
     """The settings with what follows from the data and the machine. Raises ValueError for what does not fit them."""
     need = dataset.tokenizer.vocab_size
-    size = config.model.vocab_size or need
-    if size < need:
+    if (size := config.model.vocab_size or need) < need:
         raise ValueError(f"--vocab-size {size} is too small: {dataset.path} needs {need}; leave it out, or raise it")
     batches.check_sizes(config.batch_size, world.size, config.micro_batch_size)
     for split in (dataset.train, dataset.val):
         batches.windows_per_epoch(len(split), config.model.context_length)
     dtype = choose_dtype(config.dtype, world.device, config.model.d_model)
-    model = dataclasses.replace(config.model, vocab_size=size)
-    return dataclasses.replace(config, model=model, dtype=str(dtype).removeprefix("torch."))
+    return replace(config, model=replace(config.model, vocab_size=size), dtype=str(dtype).removeprefix("torch."))
 
 
 def restore(run: Run) -> None:
@@ -227,7 +219,7 @@ def restore(run: Run) -> None:
         raise ValueError(f"{found.path} is damaged: its tokenizer.json is not the one of {run.dataset.path}")
     state = run.world.broadcast(found.state if found else None)
     if state:
-        may_change = {field.name for field in dataclasses.fields(ChangeableConfig)}
+        may_change = {one.name for one in fields(ChangeableConfig)}
         check_same_run(state, flatten(run.config), may_change, run.data_sha256)
         load(run.model, run.world.broadcast_tensors(found.model() if found else ()))
         run.optimizer.load_state(run.world.broadcast_tensors(found.optimizer() if found else ()))
@@ -245,8 +237,7 @@ def prepare_to_train(run: Run) -> None:
     """Have the model recompute activations if asked, compiled where that pays, and joined with its peers."""
     config, world, model = run.config, run.world, run.model
     if config.checkpoint_activations:
-        for block in model.blocks:
-            block.forward = partial(checkpoint_activations, block.forward, use_reentrant=False)
+        recompute_activations(model)
     rows = config.micro_batch_size or config.batch_size // world.size
     example = torch.zeros(2, rows, config.model.context_length, dtype=torch.long, device=world.device)
     with run.autocast():
@@ -284,18 +275,17 @@ def train_step(run: Run) -> tuple[Tensor, float, Tensor]:
 def training_record(run: Run, loss: Tensor, learning_rate: float, grad_norm: Tensor) -> dict[str, Any]:
     """A step's record for metrics.jsonl; here, and nowhere else in the loop, the device is waited for."""
     run.folder.check()
-    loss = run.world.sum(loss).item()
-    digest = run.world.sum(torch.tensor(run.batches.digest, dtype=torch.float64))
+    digest = torch.tensor(run.batches.digest, dtype=torch.float64)
     return {
         "step": run.step,
         "tokens": run.step * run.tokens_per_step,
-        "train_loss": loss,
+        "train_loss": run.world.sum(loss).item(),
         "learning_rate": learning_rate,
         "grad_norm": grad_norm.item(),
         "tokens_per_second": round(run.clock.steps_per_second(run.step) * run.tokens_per_step, 1),
         "elapsed_seconds": round(run.clock.elapsed, 3),
         "skipped_steps": run.optimizer.count_skipped(run.saved),
-        "batch_digest": f"{int(digest.item()):x}",
+        "batch_digest": f"{int(run.world.sum(digest).item()):x}",
     }
 
 
@@ -303,10 +293,10 @@ def training_record(run: Run, loss: Tensor, learning_rate: float, grad_norm: Ten
 def evaluate(run: Run) -> dict[str, Any]:
     """An evaluation's record for metrics.jsonl, over the same windows of the validation split every time."""
     config, world = run.config, run.world
-    windows = (run.dataset.val, config.model.context_length, config.eval_tokens)
+    windows = (run.dataset.val, config.model.context_length, config.eval_tokens, world.rank, world.size)
     total = torch.zeros(2, dtype=torch.float64)  # summed loss, targets that count
     run.model.eval()
-    for pair in batches.evaluation_batches(*windows, world.rank, world.size, EVALUATION_TOKENS):
+    for pair in batches.evaluation_batches(*windows):
         inputs, targets = pair.to(world.device)
         with run.autocast():
             loss = run.model(inputs, targets)
@@ -327,7 +317,7 @@ def save(run: Run) -> None:
         "val_loss": run.val_loss,
         "best_val_loss": run.best_loss,
         "elapsed_seconds": run.clock.elapsed,
-        "model": dataclasses.asdict(run.config.model),
+        "model": asdict(run.config.model),
         "settings": flatten(run.config),
         "data_sha256": run.data_sha256,
         "documents": run.dataset.manifest["splits"]["train"]["documents"],
@@ -350,7 +340,7 @@ def conclude(run: Run) -> None:
     prompt = opening(run.dataset.tokenizer, run.dataset.manifest["splits"]["train"]["documents"])
     choice = {"temperature": 0.8, "top_p": 0.95, "seed": run.config.seed, "use_cache": not run.world.sharded}
     tokens = generate_text(model, run.dataset.tokenizer, [prompt], SAMPLE_TOKENS, **choice)
-    stream(tokens, run.dataset.tokenizer, sys.stdout if run.world.is_first else io.StringIO())
+    stream(tokens, run.dataset.tokenizer, run.world.only_first(lambda: sys.stdout))
     run.say(f"\n\nMore of it: python sample.py {run.config.out}")
 
 

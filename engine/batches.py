@@ -12,6 +12,7 @@ from engine.dataset import Tokens
 from engine.kernels import IGNORED
 
 FEISTEL_ROUNDS = 6
+EVALUATION_TOKENS = 2**14  # in one forward pass of an evaluation
 
 
 def mix(x: np.ndarray) -> np.ndarray:
@@ -138,7 +139,7 @@ def evaluation_windows(num_tokens: int, context_length: int, limit: int = 0) -> 
 
 
 def evaluation_batches(
-    tokens: Tokens, context_length: int, limit: int, rank: int, size: int, most_tokens: int
+    tokens: Tokens, context_length: int, limit: int, rank: int, size: int, most_tokens: int = EVALUATION_TOKENS
 ) -> Iterator[Tensor]:
     """Inputs and targets of the evaluation windows of process rank of size, int64 (2, B, T) each, most_tokens at most.
 

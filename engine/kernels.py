@@ -11,6 +11,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 IGNORED = -1  # a target that does not count
 LONGEST_PLAIN = 512  # positions up to which a CPU's bfloat16 attention holds all T × T weights
@@ -126,6 +127,12 @@ def for_decoding(model: nn.Module, pack: bool = True) -> nn.Module:
             if isinstance(child, nn.Linear) and PackedLinear.fits(child.weight):
                 setattr(parent, name, PackedLinear(child.weight, child.bias))
     return decoder
+
+
+def recompute_activations(model: nn.Module) -> None:
+    """Have each block keep its input alone, and recompute the rest in the backward pass: Chen et al. 2016."""
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def compile_parts(parts: Sequence[nn.Module], try_out: Callable[[], object]) -> str:

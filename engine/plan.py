@@ -17,10 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.benchmark import Timer
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.device import mixed_precision
+from engine.kernels import recompute_activations
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # bfloat16, dense, from data sheets
 NVLINK = 450e9  # bytes/s that a GPU sends to others of its machine: NVLink 4, from the data sheet
@@ -119,8 +119,7 @@ class Plan:
         with torch.device("meta"):
             model = self.make(layers)
         if lean:
-            for block in model.blocks:
-                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            recompute_activations(model)
         held = dtype if sharded else torch.float32  # FSDP gathers weights in that dtype
         with torch._subclasses.FakeTensorMode():
             weights = {name: torch.empty(p.shape, dtype=held) for name, p in model.named_parameters()}
