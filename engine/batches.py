@@ -118,7 +118,7 @@ def check_sizes(batch_size: int, processes: int, micro_batch_size: int | None) -
     if left:
         near = " or ".join(str(n * processes) for n in (rows, rows + 1) if n)
         raise ValueError(f"--batch-size {batch_size} does not divide over {processes} processes; try {near}")
-    if micro_batch_size and rows % micro_batch_size:
+    if micro_batch_size and (micro_batch_size < 1 or rows % micro_batch_size):
         divisors = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
         raise ValueError(f"--micro-batch-size {micro_batch_size} does not divide {rows}; try one of {divisors}")
 

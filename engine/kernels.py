@@ -69,7 +69,7 @@ class CrossEntropyInPieces(torch.autograd.Function):
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         w, total = weight.to(dtype), 0.0
-        x_gradient, weight_gradient = [], torch.zeros_like(weight)
+        x_gradient, weight_gradient = [], torch.zeros_like(weight, dtype=torch.float32)
         for piece, target in zip(x.to(dtype).split(rows), targets.split(rows), strict=True):
             logits = soft_cap((piece @ w.T).float(), cap)  # (rows, V)
             total += F.cross_entropy(logits, target, ignore_index=IGNORED, reduction="sum")

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import matplotlib.figure  # noqa: F401  as the next, or every fork would import it
 import torch
 import torch._dynamo
-from helpers import logged, newest_checkpoint, numbers_text, same_checkpoint
+from helpers import newest_checkpoint, numbers_text, same_checkpoint
 
 import prepare
 import train
@@ -146,7 +146,7 @@ def interrupted(folder: Path) -> None:
     make_data(folder / "data")
     config = load_settings(train.TrainConfig, training(folder / "run", *SIX_STEPS))
     child = forked(folder.with_suffix(".log"), lambda: train.train(config, observers=[MetricsFile(), Killer()]))
-    assert ended(child) == -signal.SIGKILL and list(logged(folder / "run", "train_loss")) == [1, 2, 3, 4, 5]
+    assert ended(child) == -signal.SIGKILL and [step for step, *_ in losses(folder / "run")] == [1, 2, 3, 4, 5]
 
 
 def make_parts(folder: Path) -> None:
@@ -174,13 +174,18 @@ def same_files(one: Path, other: Path) -> bool:
     return contents(one) == contents(other)
 
 
+def losses(run: Path) -> list[tuple[int, float | None, float | None]]:
+    records = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [(record["step"], record.get("train_loss"), record.get("val_loss")) for record in records]
+
+
 def same_run(one: Path, other: Path) -> bool:
     """The same files, weights, optimizer states, settings and losses."""
     names = [sorted(contents(folder)) for folder in (one, other)]
     settings = [(folder / "run" / "config.toml").read_bytes() for folder in (one, other)]
-    losses = [[logged(folder / "run", key) for key in ("train_loss", "val_loss")] for folder in (one, other)]
     newest = [newest_checkpoint(folder / "run") for folder in (one, other)]
-    return all(a == b for a, b in (names, settings, losses)) and same_checkpoint(*newest)
+    same = losses(one / "run") == losses(other / "run") and same_checkpoint(*newest)
+    return same and names[0] == names[1] and settings[0] == settings[1]
 
 
 SIX_STEPS = ("--steps", 6, "--save-every", 2, "--log-every", 1)

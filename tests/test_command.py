@@ -168,7 +168,7 @@ def test_ctrl_c_is_one_line(capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_a_polite_kill_cleans_up_and_is_told_by_the_exit_code():
+def test_sigterm_cleans_up_and_is_told_by_the_exit_code():
     code = """
 import time
 from engine.command import run_command

@@ -8,7 +8,6 @@ import dataclasses
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,12 @@ import torch
 import torch.distributed as dist
 from helpers import GPT2, ROOT, VARIANTS, assert_same_run, logged, randomised
 from test_kernels import assert_same_gradients, loss_written_out, random_heads, written_out
-from torch.utils.checkpoint import checkpoint
 
 import train
 from engine import kernels
 from engine.device import DTYPES, mixed_precision
 from engine.generate import generate
-from engine.kernels import attend, for_decoding, output_loss
+from engine.kernels import attend, for_decoding, output_loss, recompute_activations
 from engine.observers import MetricsFile, Observer
 from engine.parallel import World
 from engine.plan import Plan
@@ -240,8 +238,8 @@ def test_a_plan_s_memory_is_what_a_micro_batch_allocates(gpu, kind, lean):
     shape = ModelConfig(vocab_size=50304, context_length=1024, num_layers=4, num_heads=12, d_model=768)
     shape = dataclasses.replace(shape, **kind)
     model, tokens = GPT(shape).to(gpu), torch.randint(shape.vocab_size, (2, 8, shape.context_length), device=gpu)
-    for block in model.blocks if lean else ():
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if lean:
+        recompute_activations(model)
     for _ in range(2):  # gradients, and what libraries keep, are there before the second
         torch.cuda.synchronize(gpu)
         torch.cuda.reset_peak_memory_stats(gpu)

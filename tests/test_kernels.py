@@ -11,11 +11,18 @@ from helpers import SMALL, VARIANTS, numbers_text, randomised
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from engine import kernels
 from engine.generate import generate, new_caches
-from engine.kernels import PackedLinear, attend, compile_parts, for_decoding, output_loss, soft_cap
+from engine.kernels import (
+    PackedLinear,
+    attend,
+    compile_parts,
+    for_decoding,
+    output_loss,
+    recompute_activations,
+    soft_cap,
+)
 from model import MultiHeadAttention
 from prepare import PrepareConfig, prepare
 
@@ -128,12 +135,12 @@ def loss_written_out(x: Tensor, weight: Tensor, targets: Tensor, cap: float) -> 
 def test_the_output_loss_whole_or_in_pieces_is_the_definition(monkeypatch, rows, cap, masked):
     monkeypatch.setattr(kernels, "LOGITS_AT_ONCE", rows * 37 + 36)
     torch.manual_seed(0)
-    x, weight = torch.randn(48, 24).requires_grad_(), torch.randn(37, 24).requires_grad_()
+    x, weight = torch.randn(48, 3).requires_grad_(), torch.randn(37, 3).requires_grad_()
     targets = torch.randint(37, (48,))
     targets[torch.randperm(48)[:masked]] = kernels.IGNORED
     with Seen() as seen:
         loss = output_loss(x, weight, targets, cap)
-    assert seen.largest <= max(min(rows, 48) * 37, 48 * 24)  # never more logits than are allowed
+    assert seen.largest <= max(min(rows, 48) * 37, 48 * 3)  # never more logits than are allowed
     assert loss.dtype == torch.float32 and loss.shape == ()
     assert_same_gradients(loss, loss_written_out(x, weight, targets, cap), [x, weight], 1e-4)
 
@@ -153,6 +160,17 @@ def test_pieces_in_bfloat16_are_close_to_float32(monkeypatch, cap):
     for ours, exactly in pairs:
         assert ours.dtype == torch.float32
         assert (ours - exactly).norm() < 0.02 * exactly.norm()
+
+
+def test_many_pieces_of_a_bfloat16_weight_s_gradient_add_up(monkeypatch):
+    monkeypatch.setattr(kernels, "LOGITS_AT_ONCE", 37 * 4)  # of 512 rows: in bfloat16 a sum would soon stop growing
+    torch.manual_seed(0)
+    x, weight = (torch.randn(n, 24).bfloat16().requires_grad_() for n in (512, 37))  # as sharding gathers it
+    targets = torch.randint(37, (512,))
+    exact = [one.detach().float().requires_grad_() for one in (x, weight)]
+    ours = torch.autograd.grad(output_loss(x, weight, targets), [x, weight])
+    for mine, exactly in zip(ours, torch.autograd.grad(output_loss(*exact, targets), exact), strict=True):
+        assert mine.dtype == torch.bfloat16 and (mine.float() - exactly).norm() < 0.005 * exactly.norm()
 
 
 def test_a_model_with_a_large_vocabulary_has_the_loss_and_gradients_of_one_piece(monkeypatch):
@@ -272,11 +290,22 @@ def test_decoding_joins_the_heads_once(monkeypatch, decoding):
     assert len(calls) == SMALL.num_layers
 
 
+def test_recomputed_activations_are_those_that_were_kept(model):
+    tokens, results, kept = torch.randint(37, (2, 3, 16)), [], []
+    for _ in range(2):
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, to=sizes: to.append(x.numel()) or x, lambda x: x):
+            loss = model(*tokens)
+        kept.append(sum(sizes))
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+        recompute_activations(model)
+    assert all(torch.equal(plain, again) for plain, again in zip(*results, strict=True)) and kept[1] < kept[0] / 2
+
+
 def test_a_model_that_recomputes_activations_decodes_too(decoding):
     model = randomised(SMALL)
     expected = list(generate(model, torch.tensor([[1, 2]]), 8, temperature=0))
-    for block in model.blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    recompute_activations(model)
     assert list(generate(decoding(model), torch.tensor([[1, 2]]), 8, temperature=0)) == expected
 
 

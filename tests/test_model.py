@@ -140,6 +140,18 @@ def test_a_head_s_attention_is_a_distribution_over_the_past(config):
     assert weights.triu(1).abs().max() == 0 and weights.tril().min() >= 0
 
 
+@torch.no_grad()
+def test_normed_queries_and_keys_have_no_scale_of_their_own():
+    for qk_norm in (True, False):
+        model = randomised(dataclasses.replace(SMALL, qk_norm=qk_norm))
+        tokens, _ = random_batch(SMALL)
+        before = model(tokens)
+        for head in model.blocks[0].attention.heads:
+            head.query.weight.mul_(3)
+            head.key.weight.mul_(2)
+        assert torch.allclose(model(tokens), before, rtol=1e-3, atol=1e-3) == qk_norm
+
+
 # Positions.
 
 
@@ -303,6 +315,15 @@ def test_first_values_are_what_the_rules_say():
             assert value.mean().item() == pytest.approx(mean, abs=5 * std / math.sqrt(value.numel())), name
         last = [p for name, p in model.named_parameters() if name.endswith(("projection.weight", "contract.weight"))]
         assert len(last) == 4 and all(p.any() == config.tie_embeddings for p in last)
+
+
+def test_a_tied_model_s_sub_layers_add_little_each_so_that_their_sum_does_not_grow():
+    for layers in (2, 8):
+        rules = GPT(dataclasses.replace(VARIANTS["gpt2"], num_layers=layers)).rules
+        assert rules["blocks.0.attention.projection.weight"].std == pytest.approx((2 * layers * 24) ** -0.5)
+        assert rules["blocks.1.feed_forward.contract.weight"].std == pytest.approx((2 * layers * 96) ** -0.5)
+        assert rules["blocks.1.feed_forward.expand.weight"].std == pytest.approx(24**-0.5)
+        assert rules["token_embedding.weight"].std == rules["position_embedding.weight"].std == 0.02
 
 
 def test_every_parameter_has_a_rule_and_its_group_fits_its_shape(config):

@@ -3,16 +3,15 @@
 import dataclasses
 import re
 import time
-from functools import partial
 
 import pytest
 import torch
 from helpers import GPT2, YEAR_2017, numbers_text
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
+from engine.kernels import recompute_activations
 from engine.plan import BYTES, TIME, Plan, format_amount, measure_speed, transfer_seconds
 from model import GPT, ModelConfig
 from prepare import PrepareConfig, prepare
@@ -90,8 +89,8 @@ def allocated(call) -> int:
 def measured_peak(sizes: dict, sequences: int, dtype: torch.dtype, lean: bool = False) -> int:
     """What the second of two micro-batches allocates: weights and gradients are there before."""
     model = GPT(ModelConfig(**sizes))
-    for block in model.blocks if lean else ():
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if lean:
+        recompute_activations(model)
 
     def micro_batch(rows: int) -> None:
         tokens = torch.randint(model.config.vocab_size, (2, rows, model.config.context_length))
