@@ -55,6 +55,9 @@ def output_loss(x: Tensor, weight: Tensor, targets: Tensor, cap: float = 0.0) ->
     x (N, D), weight (V, D), targets (N,), IGNORED where one does not count. LOGITS_AT_ONCE logits exist at most.
     """
     rows = max(1, LOGITS_AT_ONCE // len(weight))
+    if len(x) > rows and not torch.is_grad_enabled():
+        pieces = zip(x.split(rows), targets.split(rows), strict=True)
+        return sum(output_loss(some, weight, of_some, cap) for some, of_some in pieces)
     if len(x) > rows:
         return CrossEntropyInPieces.apply(x, weight, targets, cap, rows)
     logits = soft_cap(F.linear(x, weight), cap)
@@ -122,7 +125,7 @@ def for_decoding(model: nn.Module, pack: bool = True) -> nn.Module:
         module.joined = PackedLinear(weight, bias) if packed else partial(F.linear, weight=weight, bias=bias)
     if pack and decoder.head is None and PackedLinear.fits(decoder.head_weight()):
         decoder.head = PackedLinear(decoder.head_weight(), None)
-    for parent in list(decoder.modules()) if pack else ():
+    for parent in [module for module in decoder.modules() if pack and not hasattr(module, "query")]:  # a head is joined
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear) and PackedLinear.fits(child.weight):
                 setattr(parent, name, PackedLinear(child.weight, child.bias))

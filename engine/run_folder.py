@@ -101,6 +101,7 @@ class RunFolder:
                 whole += self._is_whole(path)
             elif path != best:
                 path.rename(path.with_name(f".{path.name}.partial.old"))  # step-… is never half a checkpoint
+                self.whole.pop(path, None)
         for left in (self.path / "checkpoints").glob(".*"):  # by a kill too
             shutil.rmtree(left)
 

@@ -127,6 +127,11 @@ def test_choosing_draws_from_the_distribution_that_is_asked_for(options, expecte
     assert all(share == 0 for share, likely in zip(shares, expected, strict=True) if not likely)
 
 
+def test_no_more_tokens_are_kept_than_have_the_probability_asked_for():
+    ids = choose(torch.zeros(100, 4), 1.0, None, 0.5, torch.Generator().manual_seed(0))  # a quarter each
+    assert len(set(ids.tolist())) == 2
+
+
 def test_what_must_never_come_does_not():
     model = randomised(SMALL)
     for temperature in (0, 1.0):

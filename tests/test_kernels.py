@@ -262,7 +262,6 @@ def test_a_decoder_shares_what_it_does_not_pack(model, decoding):
     assert id(model.token_embedding.weight) in left
 
 
-@pytest.mark.xfail(strict=True, reason="for_decoding packs each head too, which nothing uses once they are joined")
 def test_a_decoder_packs_each_weight_once(model, monkeypatch):
     monkeypatch.setattr(kernels, "WORTH_PACKING", 0)
     packed = [module for module in for_decoding(model).modules() if isinstance(module, PackedLinear)]
