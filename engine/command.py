@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-SPINS = "4500"  # some 50 µs; libgomp's own 300,000 are 3 ms, in which a busy neighbour's turn comes and stays
+SPINS = "4500"  # libgomp's own are 300,000: some 3 ms, in which a busy neighbour's turn comes and stays
 
 
 def wait_briefly() -> None:
