@@ -8,7 +8,7 @@ Contestants take turns, and medians are compared: a noisy machine is noisy for a
 from engine.command import run_command, wait_briefly
 
 if __name__ == "__main__":
-    wait_briefly()  # before torch is loaded
+    wait_briefly("decode")  # before torch is loaded
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -55,8 +55,8 @@ class BenchConfig:
     stage: tyro.conf.Positional[STAGES] = "all"  # The stage to measure.
     device: str = "auto"  # cpu, cuda, mps, or auto: the best there is.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # What training's matrix products compute in.
-    batch_size: int = 16  # Sequences in a training step.
-    rounds: int = 10  # Turns that each contestant takes.
+    batch_size: Annotated[int, "at least 1, at most 1e6"] = 16  # Sequences in a training step.
+    rounds: Annotated[int, "at least 1"] = 10  # Turns that each contestant takes.
     nanogpt: Path | None = None  # A clone of nanoGPT, to race it too.
 
 
@@ -238,7 +238,7 @@ class Bench:
 
     def prepare(self) -> dict[str, float]:
         """Encoding the standard library: prepare.py's way beside bare tiktoken with as many threads."""
-        sources = find_sources(("stdlib",), "*", "", Path())
+        sources = find_sources(("stdlib",), None, "", Path())
         text = "\n".join("".join(document()) for source in sources for document in documents(source))
         tokenizer, threads = train_bpe([text], 4096), torch.get_num_threads()
         pieces = [text[i : i + 2**19] for i in range(0, len(text), 2**19)]

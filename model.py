@@ -46,9 +46,10 @@ class ModelConfig:
     feed_forward_width = property(lambda self: self.d_ff or 4 * self.d_model)
 
     def __post_init__(self):
-        for name in ("context_length", "num_layers", "num_heads", "d_model"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        least = dict.fromkeys(("vocab_size", "context_length", "num_layers", "num_heads", "d_model"), 1)
+        for name, limit in (least | {"d_ff": 0, "logit_softcap": 0}).items():  # d_ff 0 used to say: not set
+            if getattr(self, name) is not None and not getattr(self, name) >= limit:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {limit}")
         if self.d_model % self.num_heads:
             raise ValueError(f"d_model {self.d_model} does not divide into {self.num_heads} heads; change one of them")
         if self.position == "rope" and self.head_dim % 2:
@@ -170,8 +171,8 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig):
         """Raises ValueError without a vocabulary size, or if a parameter has no rule in :func:`parameter_rules`."""
         super().__init__()
-        if not config.vocab_size or config.vocab_size < 1:
-            raise ValueError(f"vocab_size is {config.vocab_size}; a model needs the size of its tokenizer's vocabulary")
+        if config.vocab_size is None:
+            raise ValueError("vocab_size is None; a model needs the size of its tokenizer's vocabulary")
         self.config = config
         self.seed = int(torch.randint(2**62, (), device="cpu"))  # now: layers draw of their own on some devices
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
@@ -182,6 +183,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.final_norm = make_norm(config) if config.norm_placement == "pre" else nn.Identity()
         self.head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
         self.rules = parameter_rules(config, [name for name, _ in self.named_parameters()])
         if not self.token_embedding.weight.is_meta:
             self.load_state_dict(dict(self.initial_values()))
@@ -228,9 +230,6 @@ class GPT(nn.Module):
 
     def head_weight(self) -> Tensor:
         return self.token_embedding.weight if self.head is None else self.head.weight
-
-    def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.parameters())
 
     def initial_values(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter's name and first value, one at a time, on the CPU; ``torch.manual_seed`` decides them all."""

@@ -6,13 +6,14 @@ python sample.py out/NAME [--prompt TEXT | --prompt-file FILE | -] [--num-sample
 from engine.command import run_command, wait_briefly
 
 if __name__ == "__main__":
-    wait_briefly()  # before torch is loaded
+    wait_briefly("decode")  # before torch is loaded
 
+import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import tyro
@@ -20,11 +21,11 @@ from torch import Tensor
 
 from engine.checkpoint import Checkpoint, open_checkpoint
 from engine.device import choose_device
-from engine.generate import TextStream, generate_text, opening, stream
+from engine.generate import generate_text, opening, texts
 from engine.kernels import for_decoding
 from engine.pictures import draw_attention
-from engine.run_folder import best_checkpoint
-from engine.settings import override, parse
+from engine.run_folder import checkpoints_by_loss
+from engine.settings import from_values, parse
 from engine.tokenizer import Tokenizer, load_tokenizer
 from model import GPT, ModelConfig
 
@@ -37,31 +38,38 @@ class SampleConfig:
     stdin: tyro.conf.Positional[Literal["-", ""]] = ""  # - reads the prompt from standard input.
     prompt: str = ""  # The text to continue; none: begin as a document does.
     prompt_file: Path | None = None  # A file with the text to continue.
-    num_samples: int = 1  # How many texts to write.
-    max_new_tokens: int = 500  # Tokens to write in each, at most.
-    temperature: float = 0.8  # Below 1 is safer, above 1 is wilder; 0 is always the most likely token.
-    top_k: int | None = None  # Choose among the k most likely tokens; None: all.
-    top_p: float = 0.95  # Choose among the fewest tokens that together have this probability.
+    num_samples: Annotated[int, "at least 1, at most 1e6"] = 1  # How many texts to write.
+    max_new_tokens: Annotated[int, "at least 1"] = 500  # Tokens to write in each, at most.
+    # Below 1 is safer, above 1 is wilder; 0 is always the most likely token.
+    temperature: Annotated[float, "at least 0"] = 0.8
+    top_k: Annotated[int | None, "at least 1"] = None  # Choose among the k most likely tokens; None: all.
+    # Choose among the fewest tokens that together have this probability.
+    top_p: Annotated[float, "above 0, at most 1"] = 0.95
     stop: tuple[str, ...] = ()  # Texts that end a sample; they are not written.
-    seed: int = 1  # The same seed gives the same text.
+    seed: Annotated[int, "at least 0, below 9e18"] = 1  # The same seed gives the same text.
     device: str = "auto"  # cpu, cuda, mps, or auto: the best there is.
     compile: bool = False  # Compile the model first: worth its wait for long texts.
     attention: Path | None = None  # Instead of writing on, draw who attends to whom in the prompt, as a PNG.
     layer: int | None = None  # Which layer to draw, from 1; None: a grid of all.
 
     def __post_init__(self):
-        if min(self.num_samples, self.max_new_tokens) < 1:
-            raise ValueError("--num-samples and --max-new-tokens must be at least 1")
-        if self.temperature < 0 or (self.top_k is not None and self.top_k < 1) or not 0 < self.top_p <= 1:
-            found = f"--temperature {self.temperature} --top-k {self.top_k} --top-p {self.top_p}"
-            raise ValueError(f"{found}: they must be at least 0, at least 1, and above 0 and at most 1")
+        if "" in self.stop:
+            raise ValueError("--stop '' would end every sample before it begins; give some text")
+        if self.attention and self.attention.suffix.lower() != ".png":
+            raise ValueError(f"--attention {self.attention} is to be a PNG; give it a name that ends in .png")
+        if self.layer is not None and not self.attention:
+            raise ValueError(f"--layer {self.layer} chooses what --attention FILE.png draws; give both")
         if bool(self.stdin) + bool(self.prompt) + (self.prompt_file is not None) > 1:
             raise ValueError("give one prompt: --prompt, --prompt-file or -")
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Write, or draw attention, as the command line says."""
-    config = parse(SampleConfig, arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    while "--prompt" in given[:-1]:  # so that what begins with a hyphen is no flag
+        at = given.index("--prompt")
+        given[at : at + 2] = [f"--prompt={given[at + 1]}"]
+    config = parse(SampleConfig, given)
     device = choose_device(config.device)
     found = find_checkpoint(config.path)
     tokenizer = load_tokenizer(found.path / "tokenizer.json")
@@ -83,11 +91,21 @@ def sample(config: SampleConfig, model: GPT, tokenizer: Tokenizer, prompt: list[
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at path, or the best of the run at path. Raises ValueError if there is none, or it is damaged."""
+    """The checkpoint at path, or the best whole one of the run at path. Raises ValueError if there is none."""
     if (path / "manifest.json").is_file():
         return open_checkpoint(path)
-    if best := best_checkpoint(path):
-        return open_checkpoint(best)
+    damage = None
+    for candidate in checkpoints_by_loss(path):
+        try:
+            found = open_checkpoint(candidate)
+        except ValueError as error:
+            damage = damage or error
+        else:
+            if damage:
+                print(f"warning: {damage}; {found.path.name} serves instead", file=sys.stderr)
+            return found
+    if damage:
+        raise damage
     raise ValueError(f"{path} holds no checkpoint; give a run folder such as out/stdlib, or train one: python train.py")
 
 
@@ -95,7 +113,7 @@ def load_model(found: Checkpoint) -> GPT:
     """The model as it was at the checkpoint, ready to predict. Raises ValueError if its files don't fit each other."""
     weights, shape = dict(found.model()), found.state["model"]
     try:
-        config = override(ModelConfig(), shape, str(found.path / "state.json"))
+        config = from_values(ModelConfig, shape, str(found.path / "state.json"))
         if config.num_layers * config.num_heads > len(weights):
             raise RuntimeError(f"{len(weights)} tensors can't be {config.num_layers} layers")
         with torch.device("meta"):  # nothing is made before it is known that the weights fit
@@ -111,6 +129,8 @@ def read_prompt(config: SampleConfig) -> str:
     """The text to continue. Raises ValueError for a file that is not UTF-8."""
     if not config.stdin and not config.prompt_file:
         return config.prompt
+    if not config.prompt_file and not sys.stdin:
+        raise ValueError("standard input is closed; give the prompt with --prompt or --prompt-file")
     raw = config.prompt_file.read_bytes() if config.prompt_file else sys.stdin.buffer.read()
     try:
         return raw.decode()
@@ -119,21 +139,14 @@ def read_prompt(config: SampleConfig) -> str:
 
 
 def write(tokens: Iterator[Tensor], prompt: str, tokenizer: Tokenizer, config: SampleConfig) -> None:
-    """Print the samples: one alone as it comes; of several the first as it comes, the others after it."""
+    """Print one sample as it comes, or several when they are done."""
+    gained = texts(tokens, tokenizer, config.num_samples, config.stop)
     if config.num_samples == 1:
-        sys.stdout.write(prompt)
-        stream(tokens, tokenizer, sys.stdout, config.stop)
-        print()
+        for (text,) in itertools.chain([[prompt]], gained, [["\n"]]):
+            print(text, end="", flush=True)
         return
-    streams = [TextStream(tokenizer, config.stop) for _ in range(config.num_samples)]
-    texts = [prompt] * config.num_samples
-    for row_tokens in tokens:
-        for row, token in enumerate(row_tokens.tolist()):
-            texts[row] += streams[row].push(token)
-        if all(text.ended for text in streams):
-            break
-    for number, (text, rest) in enumerate(zip(texts, streams, strict=True), 1):
-        print(f"--- sample {number} ---\n{text}{rest.end()}")
+    for number, parts in enumerate(zip(*gained, strict=True), 1):
+        print(f"--- sample {number} ---\n{prompt}{''.join(parts)}")
 
 
 @torch.no_grad()

@@ -7,36 +7,34 @@ torchrun --nproc-per-node 8 train.py config/gpt2-124m.toml
 from engine.command import Interruption, command_line, run_command, wait_briefly
 
 if __name__ == "__main__":
-    wait_briefly()  # before torch is loaded
+    wait_briefly("train")  # before torch is loaded
 
 import math
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from engine import batches
 from engine.dataset import Dataset, open_dataset, verify_dataset
-from engine.device import DTYPES, choose_device, choose_dtype, mixed_precision
+from engine.device import DTYPES, choose_device, choose_dtype, mixed_precision, total_memory
 from engine.files import sha256
-from engine.generate import generate_text, opening, stream
-from engine.kernels import IGNORED, compile_parts, for_decoding, recompute_activations
-from engine.observers import Clock, MetricsFile, Observer, Terminal, WeightsAndBiases, notify, say, warn
+from engine.kernels import IGNORED, compile_parts, recompute_activations
+from engine.observers import Clock, MetricsFile, Terminal, WeightsAndBiases, conclude, describe, notify, say, warn
 from engine.optimizer import Optimizer, OptimizerConfig
-from engine.parallel import ALONE, World, averaging, load, materialise, processes, replicate
+from engine.parallel import ALONE, World, averaging, load, materialise, processes, reduces_each, replicate
 from engine.plan import Plan
-from engine.run_folder import RunFolder, check_same_run
-from engine.settings import flatten, load_settings, to_toml
+from engine.run_folder import RunFolder, changed_settings
+from engine.settings import check_ranges, flatten, load_settings, to_toml
 from model import GPT, ModelConfig
 from prepare import PrepareConfig, prepare
 
-SAMPLE_TOKENS = 200  # of the sample at the end
 BUILT_IN = Path("data/stdlib")
+OF_A_MACHINE = {"data", "out", "device", "verify_data", "wandb"}  # settings that may differ between processes
 Stop = Callable[[], bool]  # whether to stop now; bool itself never says so
 
 
@@ -46,18 +44,21 @@ class ChangeableConfig:
 
     data: Path = BUILT_IN  # The dataset: what prepare.py made.
     out: Path = Path("out/stdlib")  # The run folder, for checkpoints, metrics and pictures.
-    steps: int = 400  # Optimizer steps in all.
-    micro_batch_size: int | None = None  # Sequences in a forward pass of a process; None: all. Fewer save memory.
-    eval_every: int = 200  # Steps between evaluations.
-    eval_tokens: int = 2**17  # Tokens of the validation split to evaluate on, spread evenly; 0: all.
-    save_every: int = 200  # Steps between checkpoints; a new best evaluation is saved too.
-    log_every: int = 10  # Steps between training records in metrics.jsonl.
+    steps: Annotated[int, "at least 1, at most 1e9"] = 400  # Optimizer steps in all.
+    # Sequences in a forward pass of a process; None: all. Fewer save memory.
+    micro_batch_size: Annotated[int | None, "at least 0"] = None
+    eval_every: Annotated[int, "at least 1"] = 200  # Steps between evaluations.
+    # Tokens of the validation split to evaluate on, spread evenly; 0: all.
+    eval_tokens: Annotated[int, "at least 0"] = 2**17
+    save_every: Annotated[int, "at least 1"] = 200  # Steps between checkpoints; a new best evaluation is saved too.
+    log_every: Annotated[int, "at least 1"] = 10  # Steps between training records in metrics.jsonl.
     device: str = "auto"  # cpu, cuda, mps, or auto: the best there is.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # Of matrix products; auto: the fast one.
     compile: bool | None = None  # Compile the model; None: on CUDA, where it pays.
     checkpoint_activations: bool = False  # Recompute each block in the backward pass: slower, in far less memory.
     parallel: Literal["ddp", "fsdp"] = "ddp"  # Under torchrun: each process holds the whole model, or a shard of it.
-    timeout: int = 600  # Seconds that a process waits for the others before all end with an error.
+    # Seconds that a process waits for the others before all end with an error.
+    timeout: Annotated[int, "at least 1, at most 1e8"] = 600
     resume: bool = False  # Continue from the newest checkpoint in the run folder, if there is one.
     verify_data: bool = False  # Hash the dataset anew; without, only if its files changed since the last time.
     plan: bool = False  # Only print what the run takes, here and on GPUs: memory, messages, time.
@@ -66,17 +67,18 @@ class ChangeableConfig:
 
 @dataclass(frozen=True)
 class TrainConfig(ChangeableConfig):
-    """Train a GPT on a prepared dataset."""
+    """Train a GPT on a prepared dataset: python train.py [FILE.toml] [flags]. The file sets what the flags do not."""
 
-    batch_size: int = 32  # Sequences in one optimizer step, over all processes.
-    seed: int = 1  # Of the initial weights, the order of the data, and dropout.
+    batch_size: Annotated[int, "at least 1, at most 1e6"] = 32  # Sequences in one optimizer step, over all processes.
+    seed: Annotated[int, "at least 0, below 9e18"] = 1  # Of the initial weights, the order of the data, and dropout.
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "eval_every", "save_every", "log_every", "timeout"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.out.resolve().is_relative_to(self.data.resolve()):
+            raise ValueError(f"--out {self.out} lies in the dataset {self.data}; choose a folder outside of it")
+        if 0 < self.steps <= (warmup := self.optimizer.warmup_steps or 0):
+            raise ValueError(f"--steps {self.steps} end before --warmup-steps {warmup} do; lower the warm-up")
 
 
 @dataclass
@@ -93,21 +95,22 @@ class Run:
     saved: int = 0  # the step of the newest checkpoint
     best_loss: float = math.inf
     val_loss: float | None = None  # of this step, if it was evaluated
+    changes: list[dict[str, Any]] = field(default_factory=list)  # what resumes changed, and after which step
 
     def __post_init__(self):
         config, length = self.config, self.config.model.context_length
         shape = (length, config.seed, config.batch_size, self.world.slice(config.batch_size), self.world.device)
         self.batches = batches.Batches(self.dataset.train, *shape)
         self.tokens_per_step = config.batch_size * length
-        self.data_sha256 = sha256(self.dataset.path / "manifest.json")
         self.replica: nn.Module = self.model  # as it trains: averaging its gradients with its peers'
+        self.reduces_each = False  # rather than in the last micro-batch of a step
         self.clock = Clock(0.0, 0)
 
     def autocast(self) -> torch.autocast:
         return mixed_precision(DTYPES[self.config.dtype], self.world.device)
 
-    def say(self, text: str) -> None:
-        self.world.only_first(say, text)
+    def say(self, text: str, end: str = "\n") -> None:
+        self.world.only_first(say, text, end)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -119,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
     with processes(config.device, config.parallel, config.timeout) as world, Interruption() as interruption:
         observers = [MetricsFile(), Terminal(), *([WeightsAndBiases()] if config.wandb else [])]
         run = train(config, world, observers if world.is_first else (), lambda: bool(interruption.signal))
-        if run.step < config.steps:
+        if run.step < config.steps or run.val_loss is None:
             done = f"after step {run.step:,}, which is saved" if run.step else "before the first step"
             run.say(f"Interrupted {done}. Go on with: {world.launcher} {command_line(arguments, '--resume')}")
             return 128 + (interruption.signal or signal.SIGTERM)
@@ -127,19 +130,22 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def train(config: TrainConfig, world: World = ALONE, observers: Sequence[Observer] = (), stop: Stop = bool) -> Run:
+def train(config: TrainConfig, world: World = ALONE, observers: Sequence[Any] = (), stop: Stop = bool) -> Run:
     """Train until all steps are done, or stop() is true on any process; what is done is saved. Returns the run.
 
     Observers are notified on this process. Raises ValueError for settings that can't be trained with.
     """
+    observers = list(observers)
+    check_ranges(config)
     dataset = open_data(config, world)
     config = complete(config, dataset, world)
+    world.check_same(flatten(config) | {"the text in data": dataset.sha256}, but=OF_A_MACHINE)
     torch.manual_seed(config.seed)
     with torch.device("meta"):
         model = GPT(config.model)
     model = materialise(model, world, DTYPES[config.dtype])
     optimizer = Optimizer(model, config.optimizer, world, DTYPES[config.dtype])
-    folder = world.only_first(RunFolder, config.out, config.resume or world.restarted)
+    folder = world.only_first(RunFolder, config.out, config.resume, world.launch)
     run = Run(config, world, dataset, model, optimizer, folder)
     try:
         restore(run)
@@ -153,47 +159,57 @@ def train(config: TrainConfig, world: World = ALONE, observers: Sequence[Observe
     return run
 
 
-def loop(run: Run, observers: Sequence[Observer], stop: Stop) -> None:
-    """Step, record, evaluate and save, each when it is time."""
+def loop(run: Run, observers: list[Any], stop: Stop) -> None:
+    """Evaluate, save, step and record, each when it is time; what an interruption left out comes after the resume."""
     config = run.config
-    while run.step < config.steps and not run.world.any(stop()):
-        results = train_step(run)
-        notify(observers, "stepped", run)
-        finished = run.step == config.steps
-        if run.step % config.log_every == 0 or finished:
-            notify(observers, "recorded", run, training_record(run, *results))
+    while True:
+        finished, record = run.step == config.steps, None
         with run.clock.pause():
             due = run.step % config.save_every == 0 or finished
-            if run.step % config.eval_every == 0 or finished:
-                notify(observers, "recorded", run, evaluate(run))
+            if run.step and run.val_loss is None and (run.step % config.eval_every == 0 or finished):
+                if (record := evaluate(run, stop)) is None:
+                    break
+                notify(observers, "recorded", run, record)
                 if run.val_loss < run.best_loss:
                     run.best_loss, due = run.val_loss, True
-            if due:
+            if due and (record or run.step > run.saved):
                 save(run)
+        if finished or run.world.any(stop()):
+            break
+        results = train_step(run)
+        notify(observers, "stepped", run)
+        if run.step % config.log_every == 0 or run.step == config.steps:
+            notify(observers, "recorded", run, training_record(run, *results))
     if run.step > run.saved:
         save(run)
-    run.folder.wait()
+    with run.world.patience():
+        run.folder.wait()
 
 
 def plan(config: TrainConfig) -> str:
     """What the run would take. Without the dataset its vocabulary must be given; ValueError if it is not."""
-    known = config.model.vocab_size and not (config.data / "manifest.json").exists()
-    dataset, device = None if known else open_dataset(config.data), choose_device(config.device)
-    shape = replace(config.model, vocab_size=config.model.vocab_size or dataset.tokenizer.vocab_size)
-    training = (config.batch_size, config.micro_batch_size, config.steps, config.optimizer.optimizer)
-    plan = Plan(lambda layers: GPT(replace(shape, num_layers=layers)), shape.num_layers, *training)
+    check_ranges(config)
+    device = choose_device(config.device)
+    if dataset := None if config.model.vocab_size and not config.data.exists() else open_data(config, ALONE):
+        config = complete(config, dataset, World(0, 1, device))
+    batches.check_sizes(config.batch_size, 1, config.micro_batch_size)
+    shape, training = config.model, (config.batch_size, config.micro_batch_size, config.steps)
+    plan = Plan(
+        lambda layers: GPT(replace(shape, num_layers=layers)), shape.num_layers, *training, config.optimizer.optimizer
+    )
     dtype = choose_dtype(config.dtype, device, shape.d_model)
     return plan.describe(len(dataset.train) if dataset else 0, device, dtype)
 
 
 def open_data(config: TrainConfig, world: World) -> Dataset:
     """The dataset; the built-in one is prepared first if need be. Each machine verifies its own copy."""
-    if config.data == BUILT_IN and not config.data.exists() and world.is_first:
-        prepare(PrepareConfig(inputs=("stdlib",), out=config.data))
-    world.barrier()
-    dataset = open_dataset(config.data)
-    if world.local_rank == 0:
-        verify_dataset(dataset, config.verify_data)
+    with world.patience():
+        if config.data == BUILT_IN and not config.data.exists() and world.is_first:
+            prepare(PrepareConfig(inputs=("stdlib",), out=config.data))
+    with world.patience():
+        dataset = open_dataset(config.data)
+        if world.local_rank == 0:
+            verify_dataset(dataset, config.verify_data)
     return dataset
 
 
@@ -219,14 +235,16 @@ def restore(run: Run) -> None:
         raise ValueError(f"{found.path} is damaged: its tokenizer.json is not the one of {run.dataset.path}")
     state = run.world.broadcast(found.state if found else None)
     if state:
-        may_change = {one.name for one in fields(ChangeableConfig)}
-        check_same_run(state, flatten(run.config), may_change, run.data_sha256)
+        run.step = run.saved = state["step"]
+        may_change = {one.name for kind in (ChangeableConfig, OptimizerConfig) for one in fields(kind)} - {"optimizer"}
+        changed = changed_settings(state, flatten(run.config), may_change, run.dataset.sha256)
+        run.changes = [*state.get("changes", []), *([{"step": run.step} | changed] if changed else [])]
         load(run.model, run.world.broadcast_tensors(found.model() if found else ()))
         run.optimizer.load_state(run.world.broadcast_tensors(found.optimizer() if found else ()))
-        run.step = run.saved = state["step"]
         run.best_loss = math.inf if state["best_val_loss"] is None else state["best_val_loss"]
         run.val_loss = state.get("val_loss")
-        run.say(f"Resuming after step {run.step:,}")
+        told = describe(changed, run.config.optimizer, run.step, run.config.steps)
+        run.say(f"Resuming after step {run.step:,}{told}")
     else:
         load(run.model, run.model.initial_values())
     run.clock = Clock(state["elapsed_seconds"] if state else 0.0, run.step)
@@ -247,6 +265,10 @@ def prepare_to_train(run: Run) -> None:
                 world.only_first(warn, f"training goes on without compiling, which failed: {failed}")
             model.zero_grad()
         run.replica = replicate(model, world, *example)
+    fits = not reduces_each(model.num_parameters, total_memory(world.device))
+    run.reduces_each = world.sharded and world.any(not fits) and rows * world.size < config.batch_size
+    if run.reduces_each:
+        run.say("Gradients are reduced in each micro-batch: whole, they would take over a quarter of the memory")
 
 
 def train_step(run: Run) -> tuple[Tensor, float, Tensor]:
@@ -263,7 +285,7 @@ def train_step(run: Run) -> tuple[Tensor, float, Tensor]:
     pieces = list(zip(inputs.split(micro), targets.split(micro), strict=True))
     total = torch.zeros((), device=world.device)
     for index, (x, y) in enumerate(pieces):
-        with averaging(run.replica, now=index == len(pieces) - 1), run.autocast():
+        with averaging(run.replica, now=run.reduces_each or index == len(pieces) - 1), run.autocast():
             loss = run.replica(x, y)
             run.optimizer.scaled(loss * (world.size / counted)).backward()  # the processes' gradients are averaged
         total += loss.detach()
@@ -290,18 +312,25 @@ def training_record(run: Run, loss: Tensor, learning_rate: float, grad_norm: Ten
 
 
 @torch.no_grad()
-def evaluate(run: Run) -> dict[str, Any]:
-    """An evaluation's record for metrics.jsonl, over the same windows of the validation split every time."""
+def evaluate(run: Run, stop: Stop = bool) -> dict[str, Any] | None:
+    """An evaluation's record for metrics.jsonl, over the same windows of the validation split every time.
+
+    None if stop() became true on any process before its end.
+    """
     config, world = run.config, run.world
     windows = (run.dataset.val, config.model.context_length, config.eval_tokens, world.rank, world.size)
     total = torch.zeros(2, dtype=torch.float64)  # summed loss, targets that count
     run.model.eval()
     for pair in batches.evaluation_batches(*windows):
+        if stopped := world.any(stop()):
+            break
         inputs, targets = pair.to(world.device)
         with run.autocast():
             loss = run.model(inputs, targets)
         total += torch.tensor([loss.item(), (targets != IGNORED).sum().item()])
     run.model.train()
+    if stopped:
+        return None
     summed, counted = world.sum(total).tolist()
     run.val_loss = summed / counted
     bits = run.val_loss / math.log(2) / run.dataset.bytes_per_token("val")
@@ -319,29 +348,15 @@ def save(run: Run) -> None:
         "elapsed_seconds": run.clock.elapsed,
         "model": asdict(run.config.model),
         "settings": flatten(run.config),
-        "data_sha256": run.data_sha256,
+        "data_sha256": run.dataset.sha256,
+        "changes": run.changes,
         "documents": run.dataset.manifest["splits"]["train"]["documents"],
     }
+    with run.world.patience():  # the checkpoint before may still be on its way to the disk
+        run.folder.wait()
     model, optimizer = (run.world.gather_full(tensors) for tensors in (run.model.state_dict(), run.optimizer.state()))
     run.folder.save(state, model, optimizer, run.dataset.tokenizer.save)
     run.saved = run.step
-
-
-def conclude(run: Run) -> None:
-    """The result, a sample, and where to go from here. Every process takes part, as a sharded model needs."""
-    if run.val_loss is None:  # nothing was left to do for a resumed run
-        evaluate(run)
-    bits = run.val_loss / math.log(2) / run.dataset.bytes_per_token("val")
-    run.say(
-        f"\n{run.config.steps:,} steps in {run.clock.elapsed:,.1f} s. Validation loss {run.val_loss:.4f} nats per "
-        f"token, perplexity {math.exp(min(run.val_loss, 700)):.2f}, {bits:.4f} bits per byte.\n\nA sample:\n"
-    )
-    model = run.model.eval() if run.world.sharded else for_decoding(run.model)
-    prompt = opening(run.dataset.tokenizer, run.dataset.manifest["splits"]["train"]["documents"])
-    choice = {"temperature": 0.8, "top_p": 0.95, "seed": run.config.seed, "use_cache": not run.world.sharded}
-    tokens = generate_text(model, run.dataset.tokenizer, [prompt], SAMPLE_TOKENS, **choice)
-    stream(tokens, run.dataset.tokenizer, run.world.only_first(lambda: sys.stdout))
-    run.say(f"\n\nMore of it: python sample.py {run.config.out}")
 
 
 if __name__ == "__main__":

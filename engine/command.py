@@ -1,41 +1,53 @@
 """How a command begins and ends: how its threads wait, signals, errors, exit codes."""
 
 import os
+import re
 import shlex
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-SPINS = "4500"  # libgomp's own are 300,000: some 3 ms, in which a busy neighbour's turn comes and stays
+TOGETHER = 1.0  # seconds within which a second signal is the first, passed on
+NO_MEMORY = re.compile("out of memory|can.t allocate memory|Storage size calculation overflowed", re.IGNORECASE)
+PEER_LOST = re.compile("gloo|NCCL", re.IGNORECASE)
+# How often OpenMP's threads look for work before they sleep. libgomp's own 300,000 take some 3 ms, in which a busy
+# neighbour's turn comes and stays; decoding's many small products suffer where threads sleep between them.
+SPINS = {"train": 2000, "decode": 6000}
 
 
-def wait_briefly() -> None:
+def wait_briefly(work: Literal["train", "decode"]) -> None:
     """Have OpenMP's threads sleep soon when they wait for each other, unless the user says how: before torch is loaded.
 
     As it is they spin, and where another process is busy, they spin away the time of the one that they wait for.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = SPINS
+        os.environ["GOMP_SPINCOUNT"] = str(SPINS[work])
 
 
 class Interruption:
-    """Ctrl-C, SIGTERM or a closed terminal, noted and left to the loop, which saves. A second Ctrl-C stops at once."""
+    """Ctrl-C, SIGTERM or a closed terminal, noted and left to the loop, which saves.
+
+    A second Ctrl-C stops at once, and so does a second of another signal, unless it comes together with the first, as
+    when a whole group of processes is signalled and then torchrun passes it on.
+    """
 
     def __init__(self):
-        self.signal = 0
+        self.signal, self.since = 0, 0.0
 
     def __enter__(self) -> "Interruption":
         self.before = {number: signal.signal(number, self.note) for number in STOPPING}
         return self
 
     def note(self, number: int, frame: Any) -> None:
-        if self.signal == number == signal.SIGINT:
+        if self.signal == number and (number == signal.SIGINT or time.monotonic() - self.since > TOGETHER):
             raise KeyboardInterrupt
-        self.signal = self.signal or number
+        if not self.signal:
+            self.signal, self.since = number, time.monotonic()
 
     def __exit__(self, *exception: Any) -> None:
         for number, handler in self.before.items():
@@ -54,6 +66,9 @@ def run_command(main: Callable[[], int | None]) -> None:
     A ValueError is the user's mistake if this project raised it; a library's is a defect of ours, with its traceback.
     """
     code = 1
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a terminal that lacks a character shows ?
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # lets `finally` clean up
     try:
         code = main() or 0
@@ -62,6 +77,15 @@ def run_command(main: Callable[[], int | None]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = 130
+    except (MemoryError, RuntimeError) as error:
+        reason = str(error).strip().split("\n")[0][:200]
+        if isinstance(error, MemoryError) or NO_MEMORY.search(reason):
+            told = f"not enough memory ({reason}); make the model, or what it works on at once, smaller"
+        elif PEER_LOST.search(reason):
+            told = f"another process ended, or can't be reached ({reason}); its own error says why"
+        else:
+            raise
+        print(f"error: {told}", file=sys.stderr)
     except OSError as error:
         message = f"{error.strerror}: {error.filename}" if error.filename else str(error)
         print(f"error: {message}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """data/<name>/: a manifest, a tokenizer and memory-mapped shards of token ids; written, opened, verified, merged."""
 
 import contextlib
+import hashlib
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -10,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from engine.files import inside, new_directory, read_json, sha256, write_json
+from engine.files import inside, new_directory, parse_json, read_json, sha256, write_json
 from engine.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT = 1
 SPLITS = ("train", "val")
 SHARD_TOKENS = 2**27  # 256 MiB of uint16
+OURS = re.compile(r"(manifest|tokenizer|verified)\.json|(train|val)-[0-9]{5,}\.npy")  # names of a dataset's files
 HEADER = 128  # bytes of a shard's header: NumPy leaves room for an array of any length
 
 
@@ -49,6 +51,7 @@ class Dataset:
     tokenizer: Tokenizer
     train: Tokens
     val: Tokens
+    sha256: str  # of the manifest that was opened, whatever is at path by now
 
     def bytes_per_token(self, split: str) -> float:
         """UTF-8 bytes of text that one token of the split stands for, on average."""
@@ -61,7 +64,8 @@ def open_dataset(path: Path) -> Dataset:
     if not (path / "manifest.json").is_file():
         raise ValueError(f"{path} holds no dataset; make it with: python prepare.py INPUT --out {path}")
     try:
-        manifest = read_json(path / "manifest.json")
+        content = (path / "manifest.json").read_bytes()
+        manifest = parse_json(content, path / "manifest.json")
         if manifest["format"] != FORMAT:
             raise ValueError(f"it has format {manifest['format']}, but this version reads {FORMAT}")
         if sha256(path / "tokenizer.json") != manifest["tokenizer"]["sha256"]:
@@ -76,7 +80,7 @@ def open_dataset(path: Path) -> Dataset:
         tokenizer = load_tokenizer(path / "tokenizer.json")
         if manifest["vocab_size"] != tokenizer.vocab_size:
             raise ValueError(f"it has {manifest['vocab_size']} tokens, but tokenizer.json {tokenizer.vocab_size}")
-        return Dataset(path, manifest, tokenizer, **splits)
+        return Dataset(path, manifest, tokenizer, **splits, sha256=hashlib.sha256(content).hexdigest())
     except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError) as error:
         raise _unusable(path, error) from None
 
@@ -180,16 +184,29 @@ def new_dataset(out: Path, tokenizer: Tokenizer, origin: dict[str, Any]) -> Iter
 
 
 def is_made(out: Path, origin: dict[str, Any], force: bool) -> bool:
-    """Whether out holds this very dataset, and may keep it. Raises ValueError for what must not be replaced."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+    """Whether out holds this very dataset, whole, and may keep it. Raises ValueError for what must not be replaced."""
+    names = sorted(path.name for path in out.iterdir()) if out.is_dir() else [""] * out.exists()
+    if not names:
         return False
-    manifest = manifest_of(out)
-    if not manifest:
+    if not {"manifest.json", "tokenizer.json"} <= {*names}:
         raise ValueError(f"{out} exists and is not a dataset; choose another directory with --out")
-    other = _differences(manifest, manifest | {"origin": origin})
+    if foreign := [name for name in names if not OURS.fullmatch(name)]:
+        raise ValueError(f"{out} holds {foreign[0]}, which is no part of a dataset; move it, or choose another --out")
+    manifest = manifest_of(out)
+    other = _differences(manifest, manifest | {"origin": origin}) if manifest else "a manifest.json that is damaged"
     if other and not force:
         raise ValueError(f"{out} was made with {other}; use --force to replace it, or another --out")
-    return not force
+    return not force and _is_whole(out, manifest)
+
+
+def _is_whole(out: Path, manifest: dict[str, Any]) -> bool:
+    """Whether the files that a manifest names are there, in their lengths."""
+    try:
+        for shard in (shard for split in manifest["splits"].values() for shard in split["shards"]):
+            _open_shard(inside(out, shard["file"]), shard["tokens"], manifest["dtype"])
+        return sha256(out / "tokenizer.json") == manifest["tokenizer"]["sha256"]
+    except (OSError, EOFError, ValueError, KeyError, TypeError):
+        return False
 
 
 def manifest_of(path: Path) -> dict[str, Any]:

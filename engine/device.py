@@ -1,6 +1,8 @@
 """Which device to compute on, in which dtype, and how it keeps memory."""
 
 import ctypes
+import math
+import os
 import sys
 
 import torch
@@ -16,6 +18,8 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda", "mps"):
+            raise RuntimeError("nothing trains there")
         if device.type == "cuda":
             device = torch.device("cuda", local_rank if device.index is None else device.index)
         torch.empty(0, device=device)
@@ -46,6 +50,13 @@ def choose_dtype(name: str, device: torch.device, width: int) -> torch.dtype:
 def mixed_precision(dtype: torch.dtype, device: torch.device) -> torch.autocast:
     """Inside of it, matrix products compute in that dtype."""
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
+def total_memory(device: torch.device) -> float:
+    """Bytes of memory that the device has."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
 
 
 def keep_freed_memory() -> None:

@@ -38,9 +38,14 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     """The value in a JSON file. Raises ValueError if it is not one."""
+    return parse_json(path.read_bytes(), path)
+
+
+def parse_json(content: bytes, path: Path) -> Any:
+    """The value that a file's content stands for. Raises ValueError naming the path if it is no JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda name: None)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        return json.loads(content.decode(), parse_constant=lambda name: None)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: not valid JSON ({error})") from None
 
 
@@ -51,16 +56,35 @@ def inside(folder: Path, name: Any) -> Path:
     return folder / name
 
 
-def lock(path: Path) -> filelock.FileLock:
-    """Hold a folder until the lock is released or the process ends. Raises ValueError naming another that holds it."""
-    held, owner = filelock.FileLock(path / ".lock"), path / ".lock.owner"
+def lock(file: Path, what: Path) -> filelock.FileLock:
+    """Hold what the file stands for until the lock is released or the process ends.
+
+    Raises ValueError naming another process that holds it.
+    """
+    held, owner = filelock.FileLock(file), file.with_name(f"{file.name}.owner")
     try:
         held.acquire(blocking=False)
     except filelock.Timeout:
         name = owner.read_text(encoding="utf-8") if owner.exists() else "of another machine"
-        raise ValueError(f"{path} is in use by process {name}; wait for it, or choose another --out") from None
+        raise ValueError(f"{what} is in use by process {name}; wait for it, or choose another --out") from None
     owner.write_text(f"{os.getpid()} on {platform.node()}", encoding="utf-8")
     return held
+
+
+@contextlib.contextmanager
+def held_alone(target: Path) -> Iterator[None]:
+    """While this process makes or replaces a directory, no other does. Raises ValueError naming another at work."""
+    target = target.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    file = target.with_name(f".{target.name}.lock")
+    held = lock(file, target)
+    try:
+        yield
+    finally:
+        for left in (file.with_name(f"{file.name}.owner"), file):
+            with contextlib.suppress(OSError):
+                left.unlink()
+        held.release()
 
 
 def flush(path: Path) -> None:
@@ -94,8 +118,9 @@ def exchange(one: Path, other: Path) -> bool:
 def new_directory(target: Path) -> Iterator[Path]:
     """Fill the directory that this yields; leaving it without an error makes it ``target``, at once and durably.
 
-    A target that exists is replaced. After an error, or a kill, target is as it was before.
+    A target that exists, or that a link at its place leads to, is replaced. After an error, or a kill, it is as before.
     """
+    target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{target.name}.partial."
     for stale in target.parent.glob(f"{glob.escape(prefix)}*"):  # left by a kill

@@ -2,12 +2,14 @@
 
 import codecs
 from collections.abc import Iterator, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.tokenizer import Tokenizer
+
+COLDEST = 1e-4  # a temperature below it could only choose the most likely token, were its quotients finite
 
 
 class Cache:
@@ -47,7 +49,9 @@ def choose(logits: Tensor, temperature: float, top_k: int | None, top_p: float, 
 
     top_k keeps the k most likely (None: all); top_p the fewest that together have probability p (Holtzman et al. 2020).
     """
-    if temperature == 0:
+    if not (logits < torch.inf).all():  # nor NaN
+        raise ValueError("the model's logits are not finite: it diverged in training; try an earlier checkpoint")
+    if temperature < COLDEST:
         return logits.argmax(dim=-1)
     logits = logits.float() / temperature
     values, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))  # in falling order
@@ -69,30 +73,32 @@ def generate(
     never: Sequence[int] = (),
     use_cache: bool = True,
 ) -> Iterator[Tensor]:
-    """Continue prompts (B, T), T ≥ 1, token by token: yields (B,) ids, max_new_tokens times.
+    """Continue prompts (B, T), or one (T,), T ≥ 1, token by token: yields (B,) ids, max_new_tokens times.
 
-    The model is one that :func:`engine.kernels.for_decoding` returned, or any, slower. ``never`` are ids not to choose.
-    Without the cache the same tokens come, slower still: the definition for tests.
+    The model is one that :func:`engine.kernels.for_decoding` returned, or any, slower; one that is training is asked as
+    it predicts, and left as it was. ``never`` are ids not to choose. Without the cache the same tokens come, slower
+    still: the definition for tests.
     """
+    prompt = prompt.view(-1, prompt.shape[-1])
     generator = torch.Generator(prompt.device).manual_seed(seed)
     banned = torch.tensor(list(never), dtype=torch.long, device=prompt.device)
-    context_length = model.config.context_length
-    tokens = torch.empty(len(prompt), prompt.shape[1] + max_new_tokens, dtype=torch.long, device=prompt.device)
-    tokens[:, : prompt.shape[1]] = prompt
     caches = new_caches(model, len(prompt)) if use_cache else []
-    start = None
-    for length in range(prompt.shape[1], tokens.shape[1]):
-        seen = window_start(length, context_length)
-        if seen != start:
-            start = seen
+    seen, start, training = prompt, 0, model.training  # the tokens from position start on
+    for length in range(prompt.shape[1], prompt.shape[1] + max_new_tokens):
+        if (first := window_start(length, model.config.context_length)) != start:
+            seen, start = seen[:, first - start :], first
             for cache in caches:
                 cache.filled = 0
-        filled = caches[0].filled if caches else 0
-        logits = model(tokens[:, start + filled : length], caches=caches)[:, -1]
+        if training:
+            model.eval()
+        logits = model(seen[:, caches[0].filled if caches else 0 :], caches=caches)[:, -1]
+        if training:
+            model.train()
         if never:
             logits = logits.index_fill(-1, banned, -torch.inf)
-        tokens[:, length] = choose(logits, temperature, top_k, top_p, generator)
-        yield tokens[:, length]
+        chosen = choose(logits, temperature, top_k, top_p, generator)
+        seen = torch.cat((seen, chosen[:, None]), dim=1)
+        yield chosen
 
 
 def opening(tokenizer: Tokenizer, documents: int) -> list[int]:
@@ -133,33 +139,24 @@ class TextStream:
         found = [start for start in (self.held.find(stop) for stop in self.stops) if start >= 0]
         if found:
             self.ended = True
-            return self._release(min(found))
-        return self._release(len(self.held) - max((self._overlap(stop) for stop in self.stops), default=0))
+            return self.held[: min(found)]
+        begun = [n for stop in self.stops for n in range(1, len(stop)) if self.held.endswith(stop[:n])]
+        sure = len(self.held) - max(begun, default=0)
+        text, self.held = self.held[:sure], self.held[sure:]
+        return text
 
     def end(self) -> str:
         """The text still held back, at the end."""
-        if self.ended:
-            return ""
+        rest = "" if self.ended else self.held + self.decoder.decode(b"", final=True)
         self.ended = True
-        self.held += self.decoder.decode(b"", final=True)
-        return self._release(len(self.held))
-
-    def _release(self, length: int) -> str:
-        text, self.held = self.held[:length], self.held[length:]
-        return text
-
-    def _overlap(self, stop: str) -> int:
-        """How many characters at the end of the held text begin the stop text."""
-        return max((n for n in range(1, len(stop)) if self.held.endswith(stop[:n])), default=0)
+        return rest
 
 
-def stream(tokens: Iterator[Tensor], tokenizer: Tokenizer, file: TextIO, stops: Sequence[str] = ()) -> None:
-    """Write one sequence's text to a file as its tokens come, until it ends."""
-    text = TextStream(tokenizer, stops)
-    for token in tokens:
-        file.write(text.push(int(token[0])))
-        file.flush()
-        if text.ended:
+def texts(tokens: Iterator[Tensor], tokenizer: Tokenizer, rows: int, stops: Sequence[str] = ()) -> Iterator[list[str]]:
+    """What each of so many sequences' text gains with each of their tokens (rows,), until all have ended."""
+    streams = [TextStream(tokenizer, stops) for _ in range(rows)]
+    for ids in tokens:
+        yield [text.push(token) for text, token in zip(streams, ids.tolist(), strict=True)]
+        if all(text.ended for text in streams):
             break
-    file.write(text.end())
-    file.flush()
+    yield [text.end() for text in streams]

@@ -1,28 +1,44 @@
 """What watches training: the loop says what happened, and knows nothing of them."""
 
 import contextlib
+import json
+import math
+import os
+import secrets
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from engine.files import to_json, write_whole
+from engine.generate import generate_text, opening, texts
+from engine.kernels import for_decoding
+from engine.optimizer import OptimizerConfig, learning_rate_factor
 from engine.pictures import draw_loss
-from engine.run_folder import Metrics
 from engine.settings import flatten
 
+RECENT = 40  # records that a loss is compared with
+SAMPLE_TOKENS = 200  # of the sample at the end
 SPIKE = 6  # standard deviations above the recent mean: a loss to point out
 
 
-def say(text: str) -> None:
-    """Print a line above the progress bar."""
-    tqdm.write(text, file=sys.stdout)
+def say(text: str, end: str = "\n", file: TextIO | None = None) -> None:
+    """Print above the progress bar, on stdout unless told otherwise; a reader that has left costs nothing."""
+    file = file or sys.stdout
+    try:
+        tqdm.write(text, file=file, end=end)
+        file.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
 def warn(text: str) -> None:
     """Print a line on stderr, above the progress bar."""
-    tqdm.write(f"warning: {text}", file=sys.stderr)
+    say(f"warning: {text}", file=sys.stderr)
 
 
 class Clock:
@@ -52,46 +68,66 @@ class Clock:
         self.since += time.monotonic() - paused
 
 
-class Observer:
-    """Something that watches a run; its methods are called as they are named, and do nothing unless overridden."""
+def notify(observers: list[Any], what: str, *arguments: Any) -> None:
+    """Call the method of that name of each observer that has it; one that fails is told of, and never ends the run.
 
-    def started(self, run: Any) -> None:
-        """The run is about to take its first step, perhaps after a resume."""
-
-    def stepped(self, run: Any) -> None:
-        """One more optimizer step is done."""
-
-    def recorded(self, run: Any, record: dict[str, Any]) -> None:
-        """A training record (with ``train_loss``) or an evaluation (with ``val_loss``) was made."""
-
-    def closed(self) -> None:
-        """The run has ended, however it did."""
-
-
-def notify(observers: Sequence[Observer], what: str, *arguments: Any) -> None:
-    """Call that method of each of the observers."""
-    for observer in observers:
-        getattr(observer, what)(*arguments)
+    They are ``started(run)``, ``stepped(run)``, ``recorded(run, record)`` of training (with ``train_loss``) or an
+    evaluation (with ``val_loss``), and ``closed()``, however the run ended.
+    """
+    for observer in tuple(observers):
+        try:
+            getattr(observer, what, lambda *arguments: None)(*arguments)
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            warn(f"{type(observer).__name__} failed ({reason}); training goes on")
+            if what == "started":  # nothing good would come of it
+                observers.remove(observer)
 
 
-class MetricsFile(Observer):
+class MetricsFile:
     """Writes every record to metrics.jsonl, points out losses that jump, and draws the loss after each evaluation."""
 
     def started(self, run: Any) -> None:
-        self.metrics = Metrics(run.config.out, run.step)
+        """Records after the step that is resumed from are dropped: they come again. What is no record is put aside."""
+        self.path, self.records, damaged = run.config.out / "metrics.jsonl", [], []
+        found = self.path.read_bytes() if self.path.exists() else b""
+        for line in filter(bytes.strip, found.split(b"\n")[:-1]):  # a kill may have torn the last
+            try:
+                if (record := json.loads(line))["step"] <= run.step:
+                    self.records.append(record)
+            except (ValueError, TypeError, KeyError, RecursionError):
+                damaged.append(line + b"\n")
+        if damaged:
+            aside = self.path.with_suffix(".damaged")
+            write_whole(aside, (aside.read_bytes() if aside.exists() else b"") + b"".join(damaged))
+            warn(f"{self.path} has {len(damaged)} lines that are no records; they are in {aside} now")
+        kept = "".join(f"{to_json(record)}\n" for record in self.records).encode()
+        if kept != found:
+            write_whole(self.path, kept)
 
     def recorded(self, run: Any, record: dict[str, Any]) -> None:
+        """Write the record, with ``loss_z_score`` if it is of training."""
         if "train_loss" in record:
-            record["loss_z_score"] = score = round(self.metrics.z_score(record["train_loss"]), 2)
+            record["loss_z_score"] = score = round(self.z_score(record["train_loss"]), 2)
             if score > SPIKE:
                 jump = f"the loss jumped to {record['train_loss']:.4f}, {score:.0f} deviations above the recent mean"
                 say(f"step {run.step:>6,}  {jump}")
-        self.metrics.add(record)
+        self.records.append(record)
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(f"{to_json(record)}\n")
         if "val_loss" in record:
-            draw_loss(self.metrics.records, run.config.out / "loss.png")
+            draw_loss(self.records, run.config.out / "loss.png")
+
+    def z_score(self, loss: float) -> float:
+        """How many standard deviations a training loss lies above the mean of the last few; 0 before there are any."""
+        losses = [record.get("train_loss") for record in self.records[-RECENT:]]
+        recent = [one for one in losses if one is not None and math.isfinite(one)]
+        if len(recent) < RECENT // 2 or not math.isfinite(loss):
+            return 0.0
+        return (loss - statistics.fmean(recent)) / max(statistics.stdev(recent), 1e-9)
 
 
-class Terminal(Observer):
+class Terminal:
     """What is about to happen, the live line on a terminal, and a line for each evaluation."""
 
     def started(self, run: Any) -> None:
@@ -100,7 +136,7 @@ class Terminal(Observer):
         say(
             f"data   {data.path}: {size:,} tokens to train on, {len(data.val):,} to validate; "
             f"vocabulary {data.tokenizer.vocab_size:,} ({data.tokenizer.kind})\n"
-            f"model  {run.model.num_parameters():,} parameters: {model.num_layers} layers, {model.num_heads} heads, "
+            f"model  {run.model.num_parameters:,} parameters: {model.num_layers} layers, {model.num_heads} heads, "
             f"d_model {model.d_model}, context {model.context_length}\n"
             f"run    {config.steps:,} steps of {config.batch_size} × {model.context_length} tokens = {tokens:,} "
             f"({tokens / size:.1f} epochs), {config.optimizer.optimizer}, on {run.world.size} × "
@@ -125,14 +161,17 @@ class Terminal(Observer):
             self.bar.close()
 
 
-class WeightsAndBiases(Observer):
+class WeightsAndBiases:
     """Logs every record to Weights & Biases."""
 
     def started(self, run: Any) -> None:
         import wandb
 
         out, settings = run.config.out, flatten(run.config)
-        name = {"name": out.resolve().name, "id": out.resolve().name}
+        known = out / "wandb.id"  # in the run's folder: another of its name is another run
+        if not known.exists():
+            write_whole(known, secrets.token_hex(8).encode())
+        name = {"name": out.resolve().name, "id": known.read_text(encoding="utf-8").strip()}
         self.log = wandb.init(project="gpt-trainer", dir=out, config=settings, resume="allow", **name)
 
     def recorded(self, run: Any, record: dict[str, Any]) -> None:
@@ -141,3 +180,31 @@ class WeightsAndBiases(Observer):
     def closed(self) -> None:
         if hasattr(self, "log"):
             self.log.finish()
+
+
+def describe(changed: dict[str, Sequence], config: OptimizerConfig, step: int, steps: int) -> str:
+    """What a resume changes, {name: (then, now)}, and what that makes of the learning rate, to be said."""
+    own = {name: then for name, (then, _) in changed.items() if hasattr(config, name)}
+    schedules = ((replace(config, **own), changed.get("steps", [steps])[0]), (config, steps))
+    before, now = (one.learning_rate * learning_rate_factor(step, total, one) for one, total in schedules)
+    listed = "".join(f", {name} {then} → {now}" for name, (then, now) in changed.items())
+    return listed + (f"; the learning rate goes on at {now:.3g}, not {before:.3g}" if now != before else "")
+
+
+def conclude(run: Any) -> None:
+    """The result, a sample, and where to go from here. Every process takes part, as a sharded model needs."""
+    bits = run.val_loss / math.log(2) / run.dataset.bytes_per_token("val")
+    run.say(
+        f"\n{run.config.steps:,} steps in {run.clock.elapsed:,.1f} s. Validation loss {run.val_loss:.4f} nats per "
+        f"token, perplexity {math.exp(min(run.val_loss, 700)):.2f}, {bits:.4f} bits per byte.\n\nA sample:\n"
+    )
+    model = run.model.eval() if run.world.sharded else for_decoding(run.model)
+    prompt = opening(run.dataset.tokenizer, run.dataset.manifest["splits"]["train"]["documents"])
+    choice = {"temperature": 0.8, "top_p": 0.95, "seed": run.config.seed, "use_cache": not run.world.sharded}
+    tokens = generate_text(model, run.dataset.tokenizer, [prompt], SAMPLE_TOKENS, **choice)
+    try:
+        for (text,) in texts(tokens, run.dataset.tokenizer, 1):
+            run.say(text, end="")
+    except ValueError as error:  # it diverged
+        return run.say(f"none: {error}")
+    run.say(f"\n\nMore of it: python sample.py {run.config.out}")

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from engine.parallel import ALONE, World, held_like, local
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: steep at zero, so five rounds are enough
 NEWTON_SCHULZ_ROUNDS = 5
+WARMUP_STEPS = 10  # unless the settings say otherwise
 GUARD = ("loss_scale", "good_steps", "skipped", "skipped_in_a_row")
 FIRST_LOSS_SCALE = 2.0**16  # for float16, whose smallest numbers would underflow; then it adapts
 MOST_SKIPPED = 50  # steps in a row without a finite gradient, after which a run ends
@@ -24,24 +25,27 @@ class OptimizerConfig:
     """How parameters are moved."""
 
     optimizer: Literal["muon", "adamw"] = "muon"  # For the matrices inside the blocks; the rest is AdamW's.
-    learning_rate: float = 0.01  # The largest; see decay.
-    weight_decay: float = 0.1  # Pull of matrices towards zero, in units of the learning rate.
-    beta1: float = 0.9  # AdamW's memory of the gradient.
-    beta2: float = 0.95  # AdamW's memory of its square.
-    momentum: float = 0.9  # Muon's memory of the gradient.
-    clip_norm: float = 1.0  # The largest norm of the gradient, all parameters together; 0: any.
-    warmup_steps: int = 10  # Steps in which the learning rate rises from zero.
+    learning_rate: Annotated[float, "at least 0"] = 0.01  # The largest; see decay.
+    weight_decay: Annotated[float, "at least 0"] = 0.1  # Pull of matrices towards zero, in units of the learning rate.
+    beta1: Annotated[float, "at least 0, below 1"] = 0.9  # AdamW's memory of the gradient.
+    beta2: Annotated[float, "at least 0, below 1"] = 0.95  # AdamW's memory of its square.
+    momentum: Annotated[float, "at least 0, below 1"] = 0.9  # Muon's memory of the gradient.
+    clip_norm: Annotated[float, "at least 0"] = 1.0  # The largest norm of the gradient, all together; 0: any.
+    # Steps in which the learning rate rises from zero; None: 10, in a shorter run all but the last.
+    warmup_steps: Annotated[int | None, "at least 0"] = None
     decay: Literal["linear", "cosine", "inverse_sqrt"] = "linear"  # How it falls from there on.
-    final_learning_rate: float = 0.0  # What it falls to by the last step, as a fraction of the largest.
+    # What it falls to by the last step, as a fraction of the largest.
+    final_learning_rate: Annotated[float, "at least 0"] = 0.0
 
 
 def learning_rate_factor(step: int, steps: int, config: OptimizerConfig) -> float:
     """The fraction of the largest learning rate that optimizer step ``step`` (from 0) of ``steps`` uses."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    warmup = min(WARMUP_STEPS, steps - 1) if config.warmup_steps is None else config.warmup_steps
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
     if config.decay == "inverse_sqrt":  # Vaswani et al. 2017, eq. 3
-        return math.sqrt(max(1, config.warmup_steps) / (step + 1))
+        return math.sqrt(max(1, warmup) / (step + 1))
     left = 1 - done if config.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
     return config.final_learning_rate + (1 - config.final_learning_rate) * left
 
@@ -190,3 +194,5 @@ class Optimizer:
             else:  # a count of steps is a scalar, whatever the parameter
                 parameter = self.parameters[name]
                 memory[name][what] = held_like(parameter, value) if value.ndim else value.to(parameter.device)
+        if self.scaling != bool(self.guard["loss_scale"] > 1):  # the run computed in another dtype
+            self.guard["loss_scale"].fill_(FIRST_LOSS_SCALE if self.scaling else 1)

@@ -4,7 +4,10 @@ import contextlib
 import datetime
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+import platform
+import threading
+import time
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.device import choose_device, keep_freed_memory
+
+FROM_TORCHRUN = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Silent:
@@ -33,7 +38,9 @@ class World:
     device: torch.device
     local_rank: int = 0  # among the processes of its machine
     sharded: bool = False  # each process holds its rows of every parameter (FSDP), not all of them (DDP)
-    restarted: bool = False  # torchrun started the processes again after one failed
+    launch: str = ""  # names the torchrun that started the processes, and starts them again after one failed
+    store: Any = None  # where processes leave each other word
+    timeout: float = 600.0  # seconds without word after which one is given up
 
     @property
     def is_first(self) -> bool:
@@ -43,7 +50,9 @@ class World:
     @property
     def launcher(self) -> str:
         """What starts a Python script on as many processes."""
-        return "python" if self.size == 1 else f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+        machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+        nodes = f"--nnodes {machines} RENDEZVOUS " if machines > 1 else ""
+        return "python" if self.size == 1 else f"torchrun {nodes}--nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
 
     def only_first(self, make: Callable[..., Any], *arguments: Any) -> Any:
         """What make(*arguments) makes, on the first process; something silent instead on the others."""
@@ -71,6 +80,50 @@ class World:
     def barrier(self) -> None:
         """Go on when all processes are here."""
         self.any(False)
+
+    @contextlib.contextmanager
+    def patience(self) -> Iterator[None]:
+        """Around work that some processes do alone for as long as it takes: at its end all wait for each other.
+
+        Who works gives word, so that only a process that is gone, or stopped, is given up after the timeout: the others
+        raise TimeoutError.
+        """
+        if self.size == 1:
+            yield
+            return
+        number = self.store.add(f"patience of {self.rank}", 1)  # the how manieth wait this is, for all alike
+        word, done = (f"{number} {what} {{}}" for what in ("word", "done"))
+        finished = threading.Event()
+
+        def give_word() -> None:
+            while not finished.wait(1):
+                self.store.add(word.format(self.rank), 1)
+
+        thread = threading.Thread(target=give_word, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            finished.set()
+            thread.join()
+        self.store.set(done.format(self.rank), "")
+        heard, count, waiting = time.monotonic(), -1, True
+        while waiting and time.monotonic() - heard < self.timeout:
+            waiting = [rank for rank in range(self.size) if not self.store.check([done.format(rank)])]
+            if waiting and (now := sum(self.store.add(word.format(rank), 0) for rank in waiting)) != count:
+                heard, count = time.monotonic(), now
+            time.sleep(0.01 * bool(waiting))
+        if waiting:
+            raise TimeoutError(f"process {waiting[0]} gave no word for {self.timeout:.0f} s; see what became of it")
+        self.barrier()  # the first process may hold the store, and leaves when all have looked
+
+    def check_same(self, settings: dict[str, Any], but: Container[str] = ()) -> None:
+        """Raise ValueError, on every process, unless all were given the same; the message names what is not."""
+        pairs = [(name, self.broadcast(value), value) for name, value in settings.items() if name not in but]
+        other = [f"{name} {first!r} → {value!r}" for name, first, value in pairs if first != value]
+        if self.any(bool(other)):
+            found = ", ".join(other) or "another process has other settings, or text"
+            raise ValueError(f"process {self.rank} of {self.size} does not fit the first: {found}; start all alike")
 
     def broadcast(self, value: Any) -> Any:
         """The first process's value, anything that JSON can hold; the others' is not looked at."""
@@ -100,12 +153,12 @@ class World:
             yield header[0], tensor
 
     def gather_full(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """On the first process, every tensor, whole and on the CPU if it was sharded; on the others nothing."""
+        """On the first process, a copy of every tensor, full and on the CPU; on the others nothing."""
         full = {}
         for name, tensor in tensors.items():
-            gathered = tensor.full_tensor().cpu() if is_sharded(tensor) else tensor.detach()
+            gathered = tensor.full_tensor() if is_sharded(tensor) else tensor.detach()
             if self.is_first:
-                full[name] = gathered
+                full[name] = gathered.to("cpu", copy=not is_sharded(tensor))
         return full
 
     def distribute(self, work: Callable[[Tensor], Tensor], stack: Tensor, rows: int) -> Tensor:
@@ -173,17 +226,18 @@ def load(model: nn.Module, saved: Iterable[tuple[str, Tensor]]) -> None:
 def materialise(model: nn.Module, world: World, dtype: torch.dtype) -> nn.Module:
     """Move a model from the meta device to this process's, for :func:`load` to fill; returns it.
 
-    Sharded, each process holds its rows of every parameter; the ``blocks``, and what is around them, are gathered in
-    dtype where they are used (FSDP2: Zhao et al. 2023).
+    Sharded, each process holds its rows of every parameter; they are gathered where they are used, those of ``blocks``
+    in dtype (FSDP2: Zhao et al. 2023). What runs through the blocks keeps its own dtype, as it does unsharded.
     """
     if world.sharded:
         from torch.distributed.device_mesh import init_device_mesh  # half a second, which sample.py need not wait
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = init_device_mesh(world.device.type, (world.size,))
-        policy = MixedPrecisionPolicy(None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+        policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh)
     return model.to_empty(device=world.device)
 
 
@@ -195,10 +249,18 @@ def replicate(model: nn.Module, world: World, *example: Tensor) -> nn.Module:
     """
     if world.sharded or world.size == 1:
         return model
-    replica = DistributedDataParallel(model)
+    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
     replica(*example).backward()
     replica.zero_grad()
     return replica
+
+
+def reduces_each(parameters: int, memory: float) -> bool:
+    """Whether FSDP reduces gradients in each micro-batch: sends more, but never holds all of float32 at once.
+
+    It does where that would take more than a quarter of a device's memory, in bytes.
+    """
+    return 4 * parameters > memory / 4
 
 
 def averaging(model: nn.Module, now: bool) -> contextlib.AbstractContextManager:
@@ -215,6 +277,8 @@ def processes(device: str, parallel: str = "ddp", timeout: float = 600) -> Itera
     A process that waits longer than timeout seconds for another gives up with an error; torchrun then ends them all.
     """
     rank, size, here = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    if missing := [name for name in FROM_TORCHRUN if size > 1 and name not in os.environ]:
+        raise ValueError(f"WORLD_SIZE is {size}, but {missing[0]} is not set; start many processes with torchrun")
     chosen = choose_device(device, here)
     keep_freed_memory()
     if size == 1:
@@ -223,9 +287,10 @@ def processes(device: str, parallel: str = "ddp", timeout: float = 600) -> Itera
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     wait = datetime.timedelta(seconds=timeout)
     store, _, _ = next(dist.rendezvous("env://", timeout=wait))
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun reuses its store, with the dead processes' addresses
         store = dist.PrefixStore(f"start {restarts}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
-    yield World(rank, size, chosen, here, parallel == "fsdp", restarts > 0)
+    launch = f"{os.getppid()} on {platform.node()}"
+    yield World(rank, size, chosen, here, parallel == "fsdp", launch, store, timeout)
     dist.destroy_process_group()  # after an error it could wait for peers: the end of the process does it then

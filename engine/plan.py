@@ -21,11 +21,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from engine.device import mixed_precision
 from engine.kernels import recompute_activations
+from engine.optimizer import Optimizer, OptimizerConfig
+from engine.parallel import reduces_each
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # bfloat16, dense, from data sheets
 NVLINK = 450e9  # bytes/s that a GPU sends to others of its machine: NVLink 4, from the data sheet
 NETWORK = 50e9  # bytes/s that a GPU sends to other machines: InfiniBand of 400 Gb/s, a port for each GPU
 MACHINE = 8  # GPUs in one
+GPU_MEMORY = 80e9  # bytes: an H100's
+DISK = 1e9  # bytes/s that a checkpoint is written and hashed at
 # The fraction of matrix products' speed that training reaches. On a 2-core CPU a GPT-2 of 10.7M parameters was measured
 # at 0.72, with Muon it is less; of a GPU's peak, Llama 3 reached 38 to 43% (Grattafiori et al. 2024, table 4).
 REACHED = {"cpu": 2 / 3, "cuda": 0.4, "mps": 0.4}
@@ -84,6 +88,8 @@ class Plan:
         self.block = sum(parameter.numel() for parameter in self.model.blocks[0].parameters())
         self.matrices = Counter(matrix.shape for matrix in matrices)  # how many of each shape Muon would move
         self.matrix_weights = sum(matrix.numel() for matrix in matrices)
+        self.around = self.parameters - self.num_layers * self.block
+        self.state = 8 * self.parameters - 4 * self.matrix_weights * (self.optimizer == "muon")
 
     @functools.cache  # noqa: B019
     def flops_per_token(self) -> float:
@@ -107,6 +113,25 @@ class Plan:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION), AttentionWithoutDropout():  # what a GPU does
             return self._over_layers(peak)
 
+    @functools.cache  # noqa: B019
+    def update(self, dtype: torch.dtype) -> float:
+        """The most bytes that an optimizer's update holds for a moment, on one process."""
+
+        def peak(layers: int) -> int:
+            with torch.device("meta"):
+                model = self.make(layers)
+            with torch._subclasses.FakeTensorMode(), (counter := PeakMemory()):
+                parameters = {name: torch.empty(p.shape) for name, p in model.named_parameters()}
+                model.load_state_dict(parameters, assign=True)
+                optimizer = Optimizer(model, OptimizerConfig(optimizer=self.optimizer), dtype=dtype)
+                for parameter in model.parameters():
+                    parameter.grad = torch.empty_like(parameter)
+                held, counter.peak = counter.now, counter.now
+                optimizer.optimizers[0].step()
+            return counter.peak - held
+
+        return self._over_layers(peak) if self.optimizer == "muon" else 0.0  # AdamW's is fused
+
     def _over_layers(self, count: Callable[[int], float]) -> float:
         """A count over the whole model. Blocks are alike: what one more takes is seen with few."""
         if self.num_layers <= 3:
@@ -118,11 +143,12 @@ class Plan:
         """Show a counter a forward and a backward pass whose tensors have no values; returns the counter."""
         with torch.device("meta"):
             model = self.make(layers)
+        if sharded:
+            model.blocks.to(dtype)  # in which FSDP gathers their weights
         if lean:
             recompute_activations(model)
-        held = dtype if sharded else torch.float32  # FSDP gathers weights in that dtype
         with torch._subclasses.FakeTensorMode():
-            weights = {name: torch.empty(p.shape, dtype=held) for name, p in model.named_parameters()}
+            weights = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in model.named_parameters()}
             model.load_state_dict(weights, assign=True)
             for parameter in model.parameters():
                 parameter.grad = torch.empty_like(parameter)
@@ -139,29 +165,32 @@ class Plan:
         """Bytes that a process needs, by what for, with so many sequences in a micro-batch.
 
         DDP holds all, and gradients twice: in its buckets too. FSDP holds 1/w; of weights also those around the blocks,
-        of a block and of the next; of gradients also a block's or, while more micro-batches come, all.
+        of a block and of the next; of gradients also a block's or, while more micro-batches come, all, if that fits.
         """
         P, shards = self.parameters, w if sharded else 1
-        gathered = dtype.itemsize * (P - max(0, self.num_layers - 2) * self.block) if sharded else 0
-        passing = 4 * (P if m > 1 else self.block) if sharded else 4 * P * (w > 1)
-        state = 8 * P - 4 * self.matrix_weights * (self.optimizer == "muon")
+        gathered = 4 * self.around + 2 * dtype.itemsize * self.block if sharded else 0
+        at_once = P if m > 1 and not reduces_each(P, GPU_MEMORY) else self.block
+        passing = 4 * at_once if sharded else 4 * P * (w > 1)
         kept = {"weights": 4 * P / shards + gathered, "gradients": 4 * P / shards + passing}
-        activations = self.activations(sequences, dtype, gpu, sharded, lean)
-        return kept | {"optimizer state": state / shards, "activations": activations}
+        kept |= {"optimizer state": self.state / shards}
+        kept |= {"activations": self.activations(sequences, dtype, gpu, sharded, lean)}
+        return kept | {"+ Muon's update": max(0.0, self.update(dtype) / shards - kept["activations"])}
 
     def traffic(self, m: int, w: int, sharded: bool, width: int = 2) -> dict[str, float]:
         """Bytes that each process sends in a step: to gather weights, to sum gradients, to distribute Muon's work.
 
-        DDP: a ring all-reduce of float32 gradients. FSDP: a reduce-scatter of them, and in each micro-batch all-gathers
-        of weights, twice of a block's. Muon's matrices, of 2 bytes: DDP gathers them, FSDP sends them there and back.
+        DDP: a ring all-reduce of float32 gradients. FSDP: a reduce-scatter of them, where memory is short in each
+        micro-batch; in each, all-gathers of weights, twice of a block's. Muon's matrices, of 2 bytes: DDP gathers them,
+        FSDP sends them there and back.
         """
         others, P = (w - 1) / w, self.parameters
         padded = sum(math.ceil(n / w) * w * size.numel() for size, n in self.matrices.items())
         moved = others * 2 * padded * (self.optimizer == "muon")
         if not sharded:
             return {"weights": 0.0, "gradients": 2 * others * 4 * P, "muon": moved}
-        weights = m * others * width * (P + self.num_layers * self.block)
-        return {"weights": weights, "gradients": others * 4 * P, "muon": 2 * moved / w}
+        weights = m * others * (4 * self.around + 2 * width * self.num_layers * self.block)
+        times = m if reduces_each(P, GPU_MEMORY) else 1
+        return {"weights": weights, "gradients": times * others * 4 * P, "muon": 2 * moved / w}
 
     def step_seconds(self, tokens: int, m: int, w: int, sharded: bool, speed: float) -> tuple[float, float]:
         """Seconds that a step of so many tokens a process computes, at speed FLOP/s, and waits for what is sent.
@@ -186,6 +215,8 @@ class Plan:
         computing, waiting = self.step_seconds(rows * self.model.config.context_length, m, w, sharded, speed)
         times = {"computing": computing, "waiting": waiting, "all steps": self.steps * (computing + waiting)}
         cells = {what: format_amount(n, BYTES) for what, n in sizes.items()}
+        for what in ("= memory", "or checkpointing"):
+            cells[what] += "!" * (gpu and sizes[what] > GPU_MEMORY)
         cells |= {what: format_amount(n, TIME) for what, n in times.items()}
         cells["efficiency"] = f"{computing / (computing + waiting):.0%}"
         return {"micro-batches": f"{m} × {sequences}"} | cells
@@ -200,12 +231,15 @@ class Plan:
             columns |= {f"{name} {how}": self.column(w, how == "fsdp", fast) for how in ("ddp", "fsdp")}
         rows = {"": columns, **{what: [c.get(what, "–") for c in columns.values()] for what in columns["here"]}}
         table = "\n".join(f"{what:<17}" + "".join(f"{cell:>10}" for cell in cells) for what, cells in rows.items())
+        saved = 4 * self.parameters + self.state
         epochs = f" ({self.steps * tokens / train_tokens:,.2f} epochs)" if train_tokens else ""
         return f"""model  {self.parameters:,} parameters, {self.flops_per_token() / 1e9:,.3f} GFLOP a token
 run    {self.steps:,} steps of {tokens:,} tokens = {self.steps * tokens:,}{epochs}
 here   {REACHED[kind]:.0%} of {speed / 1e12:,.2f} TFLOP/s, measured with matrix products on this {kind}
 H100   {REACHED["cuda"]:.0%} of {peak / 1e12:,.0f} TFLOP/s, bfloat16, from the data sheet and not measured;
        sends {NVLINK / 1e9:.0f} GB/s inside a machine of {MACHINE}, {NETWORK / 1e9:.0f} GB/s out of it
+save   {format_amount(saved, BYTES)}, in the first process's memory; {format_amount(saved / DISK, TIME)} to a disk
+!      more than the {GPU_MEMORY / 1e9:.0f} GB of an H100
 
 {table}"""
 

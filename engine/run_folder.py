@@ -1,48 +1,55 @@
-"""out/<run>/: its lock, its settings, its metrics, and which checkpoints stay."""
+"""out/<run>/: its lock, its settings, and which checkpoints stay."""
 
 import contextlib
-import json
 import math
+import re
 import shutil
-import statistics
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from engine.checkpoint import Checkpoint, Tensors, open_checkpoint, write_checkpoint
-from engine.files import lock, read_json, to_json, write_whole
+from engine.files import lock, read_json, write_whole
 
+UNRECORDED = {"data", "out", "resume", "wandb", "verify_data"}  # settings whose change changes nothing
+NAME = re.compile("step-[0-9]{8,}")  # a checkpoint's; copies by other names are the user's
 KEPT = 2  # checkpoints: the newest so many, and the best
-RECENT = 40  # records that a loss is compared with
 
 
 def list_checkpoints(run: Path) -> list[Path]:
     """The checkpoint folders of a run, oldest first."""
-    return sorted((run / "checkpoints").glob("step-*"))
+    return sorted(path for path in (run / "checkpoints").glob("step-*") if NAME.fullmatch(path.name))
 
 
-def best_checkpoint(run: Path) -> Path | None:
-    """The checkpoint folder with the lowest validation loss, or the newest if none was validated, or None."""
-    paths, losses = list_checkpoints(run), {}
+def checkpoints_by_loss(run: Path) -> list[Path]:
+    """The checkpoint folders of a run from the lowest validation loss on; then those without one, the newest first."""
+    paths, losses = list_checkpoints(run)[::-1], {}
     for path in paths:
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # damaged: opening it will say so
-            losses[path] = read_json(path / "state.json").get("val_loss")
-    validated = {path: loss for path, loss in losses.items() if loss is not None}
-    return min(validated, key=validated.get) if validated else (paths or [None])[-1]
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # damaged: opening it will say so
+            losses[path] = float(read_json(path / "state.json").get("val_loss"))
+    return sorted(paths, key=lambda path: losses.get(path, math.inf))
 
 
-def check_same_run(state: dict[str, Any], settings: dict[str, Any], may_change: set[str], data_sha256: str) -> None:
-    """Raise ValueError if a checkpoint's state was made with settings, or on text, that this run does not have."""
-    changed = [
-        f"{name} {was!r} → {settings[name]!r}"
-        for name, was in state["settings"].items()
-        if name not in may_change and (settings.get(name) or None) != (was or None)  # 0 used to say: not set
-    ]
+def changed_settings(
+    state: dict[str, Any], settings: dict[str, Any], may_change: set[str], data_sha256: str
+) -> dict[str, tuple[Any, Any]]:
+    """What this run has other than the one that made a checkpoint's state: {name: (then, now)}.
+
+    Raises ValueError for a setting, or text, that must stay; and for fewer steps than are done.
+    """
+    was = state["settings"]
+    changed = {  # 0 used to say: not set
+        name: (was.get(name), now) for name, now in settings.items() if (now or None) != (was.get(name) or None)
+    }
+    refused = [f"{name} {then!r} → {now!r}" for name, (then, now) in changed.items() if name not in may_change]
     if state["data_sha256"] != data_sha256:
-        changed.append("the text in --data")
-    if changed:
-        raise ValueError(f"--resume can't change {', '.join(changed)}; set it back, or choose another --out")
+        refused.append("the text in --data")
+    if refused:
+        raise ValueError(f"--resume can't change {', '.join(refused)}; set it back, or choose another --out")
+    if settings["steps"] < state["step"]:
+        raise ValueError(f"--steps {settings['steps']} are fewer than the {state['step']} that are done; give more")
+    return {name: pair for name, pair in changed.items() if name not in UNRECORDED}
 
 
 class RunFolder:
@@ -51,13 +58,20 @@ class RunFolder:
     Checkpoints are written in the background, one after the other; an error there is raised by whatever is called next.
     """
 
-    def __init__(self, path: Path, resume: bool = False):
-        """Make or open the folder. Raises ValueError if another process has it, or for checkpoints not to resume."""
+    def __init__(self, path: Path, resume: bool = False, launch: str = ""):
+        """Make or open the folder; launch names what started this process, and may start it again after a fault.
+
+        Raises ValueError if another process has it, or for checkpoints that are not to be resumed.
+        """
         path.mkdir(parents=True, exist_ok=True)
-        self.path, self.lock = path, lock(path)
-        if not resume and list_checkpoints(path):
+        self.path, self.lock = path, lock(path / ".lock", path)
+        launched = path / ".launch"
+        again = launch and launched.exists() and launched.read_text(encoding="utf-8") == launch
+        if list_checkpoints(path) and not (resume or again):
             self.lock.release()
             raise ValueError(f"{path} already holds checkpoints; go on with --resume, or choose another --out")
+        if launch:
+            launched.write_text(launch, encoding="utf-8")
         self.whole: dict[Path, Any] = {}  # checkpoints found to be whole, and what they looked like then
         self.thread = ThreadPoolExecutor(1)
         self.pending: Future | None = None
@@ -82,10 +96,9 @@ class RunFolder:
         return None
 
     def save(self, state: dict[str, Any], model: Tensors, optimizer: Tensors, save_tokenizer: Callable) -> None:
-        """Begin to write ``checkpoints/step-…``; then prune. The lowest ``val_loss`` in a state is the best."""
+        """Begin to write ``checkpoints/step-…``, of tensors that stay as they are; then prune."""
         self.wait()
-        copies = [{name: tensor.to("cpu", copy=True) for name, tensor in part.items()} for part in (model, optimizer)]
-        self.pending = self.thread.submit(self._write, state, *copies, save_tokenizer)
+        self.pending = self.thread.submit(self._write, state, model, optimizer, save_tokenizer)
 
     def _write(self, state: dict[str, Any], *contents: Any) -> None:
         path = self.path / "checkpoints" / f"step-{state['step']:08d}"
@@ -95,14 +108,14 @@ class RunFolder:
 
     def _prune(self) -> None:
         """Remove all checkpoints but the best and the newest few that are whole; what is known is not hashed again."""
-        best, whole = best_checkpoint(self.path), 0
+        (best, *_), whole = [*checkpoints_by_loss(self.path), None], 0
         for path in reversed(list_checkpoints(self.path)):
             if whole < KEPT:
                 whole += self._is_whole(path)
             elif path != best:
                 path.rename(path.with_name(f".{path.name}.partial.old"))  # step-… is never half a checkpoint
                 self.whole.pop(path, None)
-        for left in (self.path / "checkpoints").glob(".*"):  # by a kill too
+        for left in (self.path / "checkpoints").glob(".step-*.partial.*"):  # by a kill too
             shutil.rmtree(left)
 
     def _is_whole(self, path: Path) -> bool:
@@ -133,32 +146,3 @@ class RunFolder:
 def _look(path: Path) -> dict[str, tuple[int, int]]:
     """The size and time of each file of a checkpoint: the same as long as nobody touches it."""
     return {file.name: (file.stat().st_size, file.stat().st_mtime_ns) for file in path.iterdir()}
-
-
-class Metrics:
-    """The records of a run, and metrics.jsonl, which has one a line."""
-
-    def __init__(self, run: Path, first_step: int):
-        """Records after first_step, written by a run that was then interrupted, are dropped: they come again."""
-        self.path, self.records, found = run / "metrics.jsonl", [], b""
-        if self.path.exists():
-            found = self.path.read_bytes()
-            whole = [json.loads(line) for line in found.splitlines(keepends=True) if line.endswith(b"\n")]
-            self.records = [record for record in whole if record["step"] <= first_step]
-        kept = "".join(f"{to_json(record)}\n" for record in self.records).encode()
-        if kept != found:
-            write_whole(self.path, kept)
-
-    def add(self, record: dict[str, Any]) -> None:
-        """Write one record; it must have a step."""
-        self.records.append(record)
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(f"{to_json(record)}\n")
-
-    def z_score(self, loss: float) -> float:
-        """How many standard deviations a training loss lies above the mean of the last few; 0 before there are any."""
-        losses = [record.get("train_loss") for record in self.records[-RECENT:]]
-        recent = [one for one in losses if one is not None and math.isfinite(one)]
-        if len(recent) < RECENT // 2 or not math.isfinite(loss):
-            return 0.0
-        return (loss - statistics.fmean(recent)) / max(statistics.stdev(recent), 1e-9)

@@ -5,14 +5,18 @@ import dataclasses
 import difflib
 import io
 import json
+import math
+import operator
 import re
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import tyro
+
+LIMITS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
 
 
 def load_settings(cls: type, arguments: list[str] | None = None) -> Any:
@@ -22,37 +26,63 @@ def load_settings(cls: type, arguments: list[str] | None = None) -> Any:
     Raises ValueError for an unknown key or a value of the wrong type; the command line's mistakes exit with 2.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    for name, hint in get_type_hints(cls).items():  # where None is a third choice too, --flag is True
+        for flag, value in ((f"--{name}", True), (f"--no-{name}", False)):
+            for at in [at for at, given in enumerate(arguments) if hint == bool | None and given == flag]:
+                if arguments[at + 1 : at + 2] not in (["True"], ["False"], ["None"]):
+                    arguments[at] = f"--{name}={value}"
     defaults = cls()
     if arguments and not arguments[0].startswith("-"):
         path = Path(arguments.pop(0))
         if path.suffix != ".toml":
             raise ValueError(f"{path} is not a settings file: it should end in .toml (flags begin with --)")
-        defaults = override(defaults, read_toml(path), str(path))
-    return parse(cls, arguments, default=defaults, config=(tyro.conf.OmitArgPrefixes,))
+        try:
+            defaults = from_values(cls, tomllib.loads(path.read_text(encoding="utf-8")), str(path))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"{path} is not valid TOML: {error}") from None
+    return parse(cls, arguments, default=defaults)
 
 
-def parse(cls: type, arguments: list[str] | None = None, **options: Any) -> Any:
-    """tyro.cli, but a mistake on the command line is one line on stderr, like any other, and exit code 2."""
+def parse(cls: type, arguments: Sequence[str] | None = None, **default: Any) -> Any:
+    """An instance of ``cls`` from the command line; a mistake there is one line on stderr, and exit code 2."""
+    try:
+        return _parse(cls, arguments, **default)
+    except ValueError as error:
+        print(f"error: {error} (see --help)", file=sys.stderr)
+        sys.exit(2)
+
+
+def _parse(cls: type, arguments: Sequence[str] | None, *config: Any, **default: Any) -> Any:
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            return tyro.cli(cls, args=arguments, **options)
+            found = tyro.cli(cls, args=arguments, config=(tyro.conf.OmitArgPrefixes, *config), **default)
     except SystemExit as stop:
-        if stop.code:
-            # tyro draws a box: a title, the message, perhaps a similar option, and where to find help.
-            lines = [line.strip("│| ") for line in printed.getvalue().splitlines()[1:]]
-            message = " ".join(line for line in lines if line.strip("─╰╯-+"))
-            message = re.split("Argument helptext:|For full helptext", message)[0].strip()
-            print(f"error: {message} (see --help)", file=sys.stderr)
-        raise
+        if not stop.code:  # --help
+            raise
+        # tyro draws a box: a title, the message, perhaps a similar option, and where to find help.
+        lines = [line.strip("│| ") for line in printed.getvalue().splitlines()[1:]]
+        message = " ".join(line for line in lines if line.strip("─╰╯-+"))
+        raise ValueError(re.split("Argument helptext:|For full helptext", message)[0].strip()) from None
+    check_ranges(found)
+    return found
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The keys of a TOML file. Raises ValueError if it is not one."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from None
+def check_ranges(config: Any) -> None:
+    """Raise ValueError for a setting outside of the range beside its type: ``Annotated[float, "at least 0, below 1"]``.
+
+    None, which stands for "not set", is in every range; NaN and infinity in none.
+    """
+    for name, hint in get_type_hints(type(config), include_extras=True).items():
+        value, flag = getattr(config, name), f"--{name.replace('_', '-')}"
+        if dataclasses.is_dataclass(value):
+            check_ranges(value)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{flag} is {value}; it must be a finite number")
+        for allowed in filter(lambda one: isinstance(one, str), getattr(hint, "__metadata__", ())):
+            limits = (limit.rsplit(" ", 1) for limit in allowed.split(", "))
+            if value is not None and not all(LIMITS[words](value, float(number)) for words, number in limits):
+                raise ValueError(f"{flag} is {value}; it must be {allowed}")
 
 
 def flatten(config: Any) -> dict[str, Any]:
@@ -65,42 +95,22 @@ def flatten(config: Any) -> dict[str, Any]:
     return flat
 
 
-def override(config: Any, values: dict[str, Any], source: str) -> Any:
-    """The dataclass with some fields, nested ones too, replaced; ValueError names the source for what does not fit."""
-    known = flatten(config)
+def from_values(cls: type, values: Any, source: str) -> Any:
+    """An instance of the dataclass with these fields, nested ones' too, by bare name; the others have their defaults.
+
+    Raises ValueError naming the source for what does not fit.
+    """
     if not isinstance(values, dict):
         raise ValueError(f"{source}: settings are names and values, not {values!r}")
-    for name in values:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            advice = f"did you mean {near[0]}?" if near else "see --help for all of them"
-            raise ValueError(f"{source}: no setting is called {name}; {advice}")
-    hints = get_type_hints(type(config))
-    changes = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            inner = {name: values[name] for name in flatten(value) if name in values}
-            changes[field.name] = override(value, inner, source) if inner else value
-        elif field.name in values:
-            changes[field.name] = _checked(field.name, values[field.name], hints[field.name], source)
-    return dataclasses.replace(config, **changes)
-
-
-def _checked(name: str, value: Any, kind: Any, source: str) -> Any:
-    """The file's value as the field's type; whole numbers serve as floats, and text as paths."""
-    if get_origin(kind) is Literal:
-        if value in get_args(kind):
-            return value
-        raise ValueError(f"{source}: {name} is {value!r}; it must be one of {', '.join(map(repr, get_args(kind)))}")
-    options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    for option in options:
-        if type(value) is option:
-            return value
-        if (option is float and type(value) is int) or (option is Path and type(value) is str):
-            return option(value)
-    expected = " or ".join(option.__name__ for option in options if option is not type(None))
-    raise ValueError(f"{source}: {name} is {value!r}; it must be {expected}")
+    known = flatten(cls())
+    if unknown := [name for name in values if name not in known]:
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        advice = f"did you mean {near[0]}?" if near else "see --help for all of them"
+        raise ValueError(f"{source}: no setting is called {unknown[0]}; {advice}")
+    try:  # as flags, so that the command line and the file are checked alike
+        return _parse(cls, [f"--{name}={value}" for name, value in values.items()], tyro.conf.FlagConversionOff)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
 
 
 def to_toml(config: Any) -> str:

@@ -7,14 +7,14 @@ import hashlib
 import http.client
 import json
 import os
+import re
 import shutil
 import sysconfig
-import urllib.parse
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import BinaryIO
 
 from engine.files import sha256
@@ -40,47 +40,75 @@ class Source:
     errors: str = "strict"  # or replace: bytes that are not UTF-8 become U+FFFD
 
 
-def find_sources(inputs: tuple[str, ...], glob: str, expected_sha256: str, spool: Path) -> list[Source]:
+def find_sources(inputs: tuple[str, ...], glob: str | None, expected_sha256: str, spool: Path) -> list[Source]:
     """The files that the inputs stand for, in an order that is the same on every machine.
 
-    glob chooses a folder's files, at any depth; expected_sha256 is what a download must hash to, if not empty; spool
-    is a folder for copies of pipes, as all is read more than once. Raises ValueError for an input that is not there.
+    glob chooses a folder's files, at any depth (None: all); expected_sha256 is what a download must hash to, if not
+    empty; spool is a folder for copies of pipes, as all is read more than once. Raises ValueError for an input that is
+    not there, and for a glob or hash without a folder or download.
     """
-    sources = []
+    sources, folders, downloads = [], 0, 0
     for name in inputs:
         path = Path(name)
         if name == "stdlib":
             root = Path(sysconfig.get_path("stdlib"))
-            found = [path for path in _files(root, "*.py") if not NOT_IN_STDLIB & set(path.parts)]
+            found = _files(root, "*.py", lambda entry: entry.name in NOT_IN_STDLIB or entry.is_symlink())
             sources += [Source(root / path, str(path)) for path in found]
         elif name == "-" or path.is_fifo():
             copy = spool / str(len(sources))
             with open(copy, "wb") as file, open(0 if name == "-" else name, "rb", closefd=name != "-") as pipe:
                 shutil.copyfileobj(pipe, file)
+            if _begins_as_json_lines(copy):
+                copy = copy.rename(copy.with_suffix(".jsonl"))
             sources.append(Source(copy, "standard input" if name == "-" else name))
         elif name == "shakespeare":
             sources.append(Source(download(SHAKESPEARE, SHAKESPEARE_SHA256), name))
         elif name.startswith(("http://", "https://")):
             sources.append(Source(download(name, expected_sha256), name))
+            downloads += 1
         elif path.is_dir():
-            found = [path / file for file in _files(path, glob) if not any(part.startswith(".") for part in file.parts)]
+            folders += 1
+            found = [path / file for file in _files(path, glob or "*", lambda entry: entry.name.startswith("."))]
             if not found:
-                raise ValueError(f"{path} has no files that match {glob!r}; see --glob")
+                raise ValueError(f"{path} has no files that match {glob or '*'!r}; see --glob")
             sources += [Source(file, str(file)) for file in found]
         elif path.exists():
             sources.append(Source(path, name))
         else:
             advice = "give a file, a folder, an http(s) address, -, stdlib or shakespeare"
             raise ValueError(f"{name} is not there: {advice}")
+    if glob is not None and not folders:
+        raise ValueError(f"--glob {glob} chooses files of a folder, and no input is one; leave it out")
+    if expected_sha256 and not downloads:
+        raise ValueError(f"--sha256 {expected_sha256} is of a download, and no input is one; leave it out")
     return sources
 
 
-def _files(folder: Path, glob: str) -> list[Path]:
-    """The folder's files that match, at any depth, as seen from the folder."""
-    try:
-        return sorted(path.relative_to(folder) for path in folder.rglob(glob) if path.is_file())
-    except (ValueError, NotImplementedError) as error:
-        raise ValueError(f"--glob {glob!r} is not a pattern for files: {error}") from None
+def _begins_as_json_lines(path: Path) -> bool:
+    with open(path, "rb") as file, contextlib.suppress(ValueError, RecursionError):
+        return isinstance(json.loads(file.readline(BLOCK), parse_int=str), dict)
+    return False
+
+
+def _files(folder: Path, glob: str, skip: Callable[[os.DirEntry], bool]) -> list[Path]:
+    """The folder's files that match, at any depth, as seen from the folder; links are followed.
+
+    Raises OSError for a folder that can't be read, ValueError for a link in a circle, or no pattern.
+    """
+    pattern, found, waiting = glob.removeprefix("**/"), [], [str(folder)]
+    if not pattern or "**" in pattern or pattern.startswith("/"):
+        raise ValueError(f"--glob {glob!r} is not a pattern for files, such as *.txt or docs/*.md, sought at any depth")
+    while waiting:
+        here = waiting.pop()
+        with os.scandir(here) as entries:
+            for entry in (entry for entry in entries if not skip(entry)):
+                if entry.is_dir():
+                    if entry.is_symlink() and Path(here).resolve().is_relative_to(Path(entry.path).resolve()):
+                        raise ValueError(f"{entry.path} is a link that leads back to a folder around it; remove it")
+                    waiting.append(entry.path)
+                elif entry.is_file() and PurePath(entry.path).match(pattern):
+                    found.append(Path(entry.path).relative_to(folder))
+    return sorted(found)
 
 
 def download(address: str, expected_sha256: str) -> Path:
@@ -89,7 +117,7 @@ def download(address: str, expected_sha256: str) -> Path:
     Raises ValueError if it can't be had, or does not hash to expected_sha256 (if that is not empty).
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-trainer"
-    name = Path(urllib.parse.urlparse(address).path).name or "download"  # whose ending says what it is
+    name = Path(re.sub("[?#].*", "", address.partition("://")[2])).name or "download"  # whose ending says what it is
     path = cache / hashlib.sha256(address.encode()).hexdigest()[:16] / name
     partial = path.with_name(f".{name}.{os.getpid()}")
     if not path.exists():
@@ -118,15 +146,20 @@ def documents(source: Source) -> Iterator[Document]:
 
     Here, or when a document is read, ValueError names the file and the byte, or the line, of what is not text.
     """
-    endings = source.path.suffixes[-2:]  # the last may be a compression's, or a number or date
-    kind = next((ending for ending in endings if ending in READERS), "")
-    return READERS[kind](source)
+    return READERS[kind_of(source.path)](source)
+
+
+def kind_of(path: Path) -> str:
+    """The ending of a name that says how a file is read, "" for plain text; a compression's, or a date, may follow."""
+    endings = [ending.lower() for ending in reversed(path.suffixes)]
+    kind = next((one for one in endings if one not in COMPRESSIONS and not one[1:].replace("-", "").isdigit()), "")
+    return kind if kind in READERS else ""
 
 
 @contextlib.contextmanager
 def _opened(source: Source) -> Iterator[BinaryIO]:
     """The source's bytes, uncompressed. Raises ValueError for a damaged compressed file."""
-    kind, opener, damages = COMPRESSIONS.get(source.path.suffix, COMPRESSIONS[""])
+    kind, opener, damages = COMPRESSIONS.get(source.path.suffix.lower(), COMPRESSIONS[""])
     try:
         with opener(source.path, "rb") as file:
             yield file
@@ -158,7 +191,7 @@ def _json_lines(source: Source) -> Iterator[Document]:
 
 def _text_of(line: bytes, source: Source, where: str) -> str:
     try:
-        record = json.loads(line.decode("utf-8", source.errors))
+        record = json.loads(line.decode("utf-8-sig", source.errors), parse_int=str)  # of any length
         text = record[source.field]
     except UnicodeDecodeError as error:
         raise ValueError(NOT_UTF8.format(where, error.start)) from None
@@ -173,6 +206,6 @@ def _text_of(line: bytes, source: Source, where: str) -> str:
 
 
 # How the documents of a kind of file are read, by an ending of its name; "" is one document of plain text.
-READERS = {"": lambda source: iter([lambda: _decoded(source)]), ".jsonl": _json_lines}
+READERS = {"": lambda source: iter([lambda: _decoded(source)]), ".jsonl": _json_lines, ".ndjson": _json_lines}
 # What undoes a compression, by the last ending: its name, what opens a file, and the errors by which damage shows.
 COMPRESSIONS = {"": ("", open, ()), ".gz": ("gzip", gzip.open, (gzip.BadGzipFile, zlib.error, EOFError))}

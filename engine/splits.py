@@ -18,33 +18,42 @@ Piece = tuple[str, str, bool]  # its split, its text, and whether it ends its do
 class Corpus:
     """All documents of some sources, and what reading them once has found."""
 
-    def __init__(self, sources: list[Source], advance: Callable[[int], Any]):
+    def __init__(self, sources: list[Source], val_fraction: float, advance: Callable[[int], Any]):
         """Read everything; advance is told the bytes as they are read. Raises ValueError for what is not text."""
-        self.sources = sources
+        self.sources, self.val_fraction = sources, val_fraction
         self.sizes: list[int] = []  # UTF-8 bytes of each source
-        self.documents = 0
-        self.smallest_digest = b"\xff" * hashlib.blake2b().digest_size
+        self.documents = drawn = 0
         content = hashlib.blake2b()
         for source in sources:
             self.sizes.append(0)
             for document in documents(source):
                 hasher = hashlib.blake2b()
+                before = self.sizes[-1]
                 for text in document():
                     encoded = text.encode()
                     hasher.update(encoded)
                     self.sizes[-1] += len(encoded)
                     advance(len(encoded))
                 self.documents += 1
-                self.smallest_digest = min(self.smallest_digest, hasher.digest())
+                drawn += (self.sizes[-1] - before) * is_for_validation(hasher.digest(), val_fraction)
                 content.update(hasher.digest())
         self.bytes = sum(self.sizes)
+        least, most = val_fraction / 2, min(2 * val_fraction, (1 + val_fraction) / 2)
+        # Few documents, or one larger than all others, can't be shared out whole.
+        self.by_document = self.bytes > 0 and least <= drawn / self.bytes <= most
         self.content = content.hexdigest()  # tells whether two corpora have the same documents, in the same order
 
 
-def documents_of(corpus: Corpus, part: int, parts: int) -> Iterator[Document]:
-    """The documents of one of so many parts, counted from 1: those whose first byte falls in its stretch of all bytes.
+def is_for_validation(digest: bytes, val_fraction: float) -> bool:
+    """Whether a document's lot, drawn by the hash of its text, falls on validation: on any machine the same."""
+    return int.from_bytes(digest[:8], "big") / 2**64 < val_fraction
 
-    The parts end to end are all documents in order; one may be empty. A source that has none of a part is not read.
+
+def documents_of(corpus: Corpus, part: int, parts: int) -> Iterator[tuple[int, Document]]:
+    """The documents of one of so many parts, counted from 1, and the offset of each in all bytes.
+
+    A part's are those whose first byte falls in its stretch. The parts end to end are all documents in order; one may
+    be empty. A source that has none of a part is not read.
     """
     first, end = (corpus.bytes * number // parts for number in (part - 1, part))
     end += part == parts  # for documents without text, after the last byte
@@ -59,37 +68,35 @@ def documents_of(corpus: Corpus, part: int, parts: int) -> Iterator[Document]:
             if offset >= end:
                 break
             if offset >= first:
-                yield document
+                yield offset, document
             previous = document
 
 
-def assigned(corpus: Corpus, val_fraction: float, part: int = 1, parts: int = 1) -> Iterator[Piece]:
+def assigned(corpus: Corpus, part: int = 1, parts: int = 1) -> Iterator[Piece]:
     """Every piece of a part's documents, with the split, train or val, that it is for.
 
-    A corpus of one document gives its tail to validation. Of many, each goes whole where its lot falls, drawn by the
-    hash of its text: the same in any order, on any machine. The smallest is always for validation, so that few
-    documents too leave something to validate on.
+    Whole documents are drawn for validation where that gives about the fraction wanted; else it is the text's tail.
     """
-    chosen = documents_of(corpus, part, parts)
-    if corpus.documents > 1:
-        for document in chosen:
+    boundary = int(corpus.bytes * (1 - corpus.val_fraction))
+    for offset, document in documents_of(corpus, part, parts):
+        if corpus.by_document:
             hasher = hashlib.blake2b()
             for text in document():
                 hasher.update(text.encode())
-            lot = int.from_bytes(hasher.digest()[:8], "big") / 2**64
-            split = "val" if lot < val_fraction or hasher.digest() == corpus.smallest_digest else "train"
+            split = "val" if is_for_validation(hasher.digest(), corpus.val_fraction) else "train"
             yield from ((split, text, ends) for text, ends in pieces(document))
-        return
-    left = int(corpus.bytes * (1 - val_fraction))  # bytes for training
-    for document in chosen:
+            continue
+        left = boundary - offset  # bytes for training
         for text, ends in pieces(document):
             encoded = text.encode()
-            cut = len(encoded[: max(0, left)].decode(errors="replace"))  # a character begun is for training
-            left -= len(encoded)
-            if cut:
-                yield "train", text[:cut], False
-            if cut < len(text) or ends:
+            if left >= len(encoded):
+                yield "train", text, ends
+            else:
+                cut = len(encoded[: max(0, left)].decode(errors="replace"))  # a character begun is for training
+                if cut:
+                    yield "train", text[:cut], False
                 yield "val", text[cut:], ends
+            left -= len(encoded)
 
 
 def pieces(document: Document, length: int = 2**20, longest: int = 2**24) -> Iterator[tuple[str, bool]]:

@@ -17,11 +17,13 @@ from engine.files import read_json, write_json
 
 END_OF_TEXT = "<|endoftext|>"
 FORMAT = 1
-# GPT-4's way of cutting text into words, but numbers in pairs of digits: a small vocabulary can't hold a thousand.
+# GPT-4's way of cutting text into words, but numbers in pairs of digits: a small vocabulary can't hold a thousand. And
+# no word is endless: where text has no spaces, as Chinese or DNA, training would take minutes, and a regex overflow.
 BPE_PATTERN = (
-    r"'(?:[sdmtSDMT]|ll|LL|ve|VE|re|RE)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"'(?:[sdmtSDMT]|ll|LL|ve|VE|re|RE)|[^\r\n\p{L}\p{N}]?\p{L}{1,64}|\p{N}{1,2}| ?[^\s\p{L}\p{N}]{1,64}[\r\n]{0,64}"
+    r"|\s{0,64}[\r\n]{1,64}|\s{1,64}(?!\S)|\s{1,64}"
 )
+MOST_SHOWN = 100  # characters that a message names
 LARGEST = 2**24  # no vocabulary is so large
 SMALLEST_BPE = 256 + 1  # every byte, and the end of text
 
@@ -79,7 +81,8 @@ class CharTokenizer(Tokenizer):
         if (ids < 0).any():
             character = text[int(np.argmax(ids < 0))]
             unknown = f"does not know the character {character!r} (U+{ord(character):04X})"
-            raise ValueError(f"the tokenizer {unknown}; its {self.vocab_size} are {self.characters!r}")
+            known = repr(self.characters[:MOST_SHOWN]) + " …" * (self.vocab_size > MOST_SHOWN)
+            raise ValueError(f"the tokenizer {unknown}; its {self.vocab_size:,} are {known}")
         return ids.astype(np.uint32)
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
@@ -113,7 +116,13 @@ class BPETokenizer(Tokenizer):
         encoding.encode_ordinary("a word")  # if two threads are the first users, all later use takes twice as long
 
     def _encode(self, text: str) -> np.ndarray:
-        return self.encoding.encode_to_numpy(text, disallowed_special=())  # no Python list: threads run side by side
+        try:  # no Python list: threads run side by side
+            return self.encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:
+            raise
+        except ValueError as error:  # its regex gave up
+            found = f"{self.kind} can't take so many like characters in a row ({error})"
+            raise ValueError(f"{found}; cut them, or use --tokenizer bpe, which does") from None
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         return self.encoding.decode_bytes(ids)
@@ -134,11 +143,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
     """A byte-level BPE of at most vocab_size tokens (fewer if there are no more pairs), trained on pieces of text.
 
     Hugging Face's library trains it; tiktoken runs it, several times faster. ``<|endoftext|>`` is the last id.
-    Raises ValueError for a vocab_size that can't hold the bytes and the end of text.
     """
-    if vocab_size < SMALLEST_BPE:
-        needed = f"256 bytes and {END_OF_TEXT} need {SMALLEST_BPE}; raise it, or use --tokenizer byte"
-        raise ValueError(f"--vocab-size {vocab_size} is too small for BPE: {needed}")
+    assert SMALLEST_BPE <= vocab_size <= LARGEST
     trained = train_huggingface(texts, vocab_size - 1)
     # GPT-2's printable stand-in for each byte: itself where it can be seen, else the next free from U+0100 on.
     shown = ByteLevel.alphabet()

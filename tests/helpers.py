@@ -13,7 +13,7 @@ import train
 from engine.checkpoint import Checkpoint, open_checkpoint
 from engine.command import run_command
 from engine.files import sha256
-from engine.observers import MetricsFile, Observer
+from engine.observers import MetricsFile
 from engine.run_folder import list_checkpoints
 from engine.settings import load_settings
 from model import GPT, ModelConfig
@@ -68,7 +68,7 @@ def logged(run: Path, key: str) -> dict[int, Any]:
     return {line["step"]: line[key] for line in lines if key in line}
 
 
-TINY = "--num-layers 2 --num-heads 2 --d-model 16 --context-length 16 --batch-size 4 --warmup-steps 2 --log-every 1"
+TINY = "--num-layers 2 --num-heads 2 --d-model 16 --context-length 16 --batch-size 4 --warmup-steps 0 --log-every 1"
 TINY = [*TINY.split(), "--eval-tokens", "2000", "--device", "cpu"]
 
 
@@ -81,12 +81,13 @@ def train_tiny(
     data: Path,
     out: Path,
     *flags: object,
-    observers: Sequence[Observer] = (),
+    observers: Sequence[Any] = (),
     stop: Callable[[], bool] = lambda: False,
 ) -> train.Run:
     """A tiny run in this process, which writes its metrics too; the observers are told after that."""
     config = load_settings(train.TrainConfig, tiny(data, out, *flags))
-    return train.train(config, observers=[MetricsFile(), *observers], stop=stop)
+    watching = [MetricsFile(), *observers, *([stop] if hasattr(stop, "stepped") else [])]
+    return train.train(config, observers=watching, stop=stop)
 
 
 def assert_same_run(one: Path, other: Path) -> None:

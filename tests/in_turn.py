@@ -30,8 +30,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import train
 from engine.batches import Batches
+from engine.files import to_json
 from engine.kernels import IGNORED
-from engine.observers import MetricsFile, Observer
+from engine.observers import MetricsFile
 from engine.parallel import load, local, processes
 from engine.settings import load_settings
 
@@ -66,10 +67,11 @@ class Records(MetricsFile):
 
     def recorded(self, run: Any, record: dict[str, Any]) -> None:
         if run.world.is_first:
-            self.metrics.add(record)
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(f"{to_json(record)}\n")
 
 
-class Stopper(Observer):
+class Stopper:
     """On the last process only: asks to stop after a step, or after another one hangs."""
 
     def __init__(self, step: int | None, hanging: int | None):
@@ -82,7 +84,7 @@ class Stopper(Observer):
                 os.kill(os.getpid(), signal.SIGSTOP)
 
 
-class Gradients(Observer):
+class Gradients:
     """Whose ``note`` is called before each optimizer moves its parameters, while their gradients are there."""
 
     def started(self, run: Any) -> None:

@@ -34,7 +34,7 @@ from helpers import newest_checkpoint, numbers_text, same_checkpoint
 import prepare
 import train
 from engine.checkpoint import open_checkpoint
-from engine.observers import MetricsFile, Observer
+from engine.observers import MetricsFile
 from engine.run_folder import list_checkpoints
 from engine.settings import load_settings
 
@@ -137,7 +137,7 @@ class Kind:
 def interrupted(folder: Path) -> None:
     """A run that was killed at step 5; its checkpoints are of steps 2 and 4."""
 
-    class Killer(Observer):
+    class Killer:
         def recorded(self, run: Any, record: dict[str, Any]) -> None:
             if run.step == 5:
                 run.folder.wait()
@@ -156,7 +156,8 @@ def make_parts(folder: Path) -> None:
 
 def contents(path: Path) -> dict[str, bytes]:
     """Every file in a folder, by its path in it."""
-    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    files = [file for file in path.rglob("*") if file.is_file() and ".lock" not in file.name]  # which say nothing
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
 def run_is_whole(now: Path, before: Path, after: Path) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -32,7 +33,7 @@ def python(code: str, *arguments: str) -> subprocess.Popen:
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ({}, {"GOMP_SPINCOUNT": SPINS}),
+        ({}, {"GOMP_SPINCOUNT": str(SPINS["train"])}),
         ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
         ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
     ],
@@ -44,7 +45,7 @@ def test_threads_wait_briefly_unless_the_user_says_how(monkeypatch, said, expect
     for name, value in said.items():
         monkeypatch.setenv(name, value)
     before = dict(os.environ)
-    wait_briefly()
+    wait_briefly("train")
     assert dict(os.environ) == before | expected
     os.environ.pop("GOMP_SPINCOUNT", None)
 
@@ -63,8 +64,9 @@ class AtTorch:
 sys.meta_path.insert(0, AtTorch())
 runpy.run_path(sys.argv[1], run_name=sys.argv[2])
 """
+    spins = SPINS["train" if command == "train.py" else "decode"]
     started = [python(stop_at_torch, str(ROOT / command), name) for name in ("__main__", "imported")]
-    assert [process.communicate(timeout=60)[0] for process in started] == [f"{SPINS}\n", "None\n"]
+    assert [process.communicate(timeout=60)[0] for process in started] == [f"{spins}\n", "None\n"]
 
 
 def test_importing_a_module_does_nothing(tmp_path):
@@ -148,8 +150,8 @@ def test_our_own_errors_are_one_line_and_a_library_s_keep_their_traceback(capsys
     printed = capsys.readouterr()
     assert printed.err.startswith("error: run.yaml is not a settings file") and printed.err.count("\n") == 1
     assert not printed.out
-    assert exit_code_of(lambda: TrainConfig(steps=0)) == 1  # of a command, not of the engine
-    assert capsys.readouterr().err == "error: steps is 0; it must be at least 1\n"
+    assert exit_code_of(lambda: TrainConfig(out=Path("data/stdlib/run"))) == 1  # of a command, not of the engine
+    assert re.match(r"error: --out .* lies in the dataset data/stdlib; [^\n]*\n$", capsys.readouterr().err)
     for ours in (lambda: json.loads("["), raising(ValueError("a defect")), raising(RuntimeError("a defect"))):
         with pytest.raises((ValueError, RuntimeError), match=r"Expecting value|a defect"):
             exit_code_of(ours)

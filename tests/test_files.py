@@ -200,23 +200,23 @@ def test_without_the_system_call_nothing_is_swapped(tmp_path, monkeypatch):
 
 
 def test_a_lock_names_its_owner_until_it_is_released(tmp_path):
-    held = lock(tmp_path)
+    held = lock(tmp_path / ".lock", tmp_path)
     refusal = rf"{tmp_path} is in use by process {os.getpid()} on .+; wait for it, or choose another --out"
     with pytest.raises(ValueError, match=refusal):
-        lock(tmp_path)
+        lock(tmp_path / ".lock", tmp_path)
     held.release()
-    lock(tmp_path).release()
+    lock(tmp_path / ".lock", tmp_path).release()
 
 
 def test_a_lock_whose_owner_is_not_known_is_refused_all_the_same(tmp_path):
-    held = lock(tmp_path)
+    held = lock(tmp_path / ".lock", tmp_path)
     (tmp_path / ".lock.owner").unlink()
     with pytest.raises(ValueError, match=r"is in use by process of another machine"):
-        lock(tmp_path)
+        lock(tmp_path / ".lock", tmp_path)
     held.release()
 
 
 def test_a_lock_file_that_nobody_holds_is_no_lock(tmp_path):
     (tmp_path / ".lock").write_text("4711 on a machine that went down")
     (tmp_path / ".lock.owner").write_text("4711 on a machine that went down")
-    lock(tmp_path).release()
+    lock(tmp_path / ".lock", tmp_path).release()

@@ -1,7 +1,5 @@
 """Decoding: the cache, the window, choosing, what may not come, streaming."""
 
-import io
-
 import pytest
 import torch
 from helpers import SMALL, VARIANTS, randomised
@@ -14,7 +12,7 @@ from engine.generate import (
     generate_text,
     new_caches,
     opening,
-    stream,
+    texts,
     window_start,
 )
 from engine.kernels import for_decoding
@@ -198,8 +196,7 @@ def test_the_end_of_text_ends_the_stream():
     assert text.ended
 
 
-def test_stream_writes_until_the_end_and_asks_for_no_more():
-    tokens = iter([torch.tensor([97]), torch.tensor([256]), torch.tensor([98])])
-    file = io.StringIO()
-    stream(tokens, ByteTokenizer(), file)
-    assert file.getvalue() == "a" and next(tokens) == 98
+def test_texts_come_until_all_have_ended_and_no_more_tokens_are_asked_for():
+    tokens = iter(torch.tensor([[97, 256], [98, 256], [256, 256], [99, 99]]))
+    assert list(texts(tokens, ByteTokenizer(), 2)) == [["a", ""], ["b", ""], ["", ""], ["", ""]]
+    assert next(tokens).tolist() == [99, 99]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from engine import kernels
 from engine.device import DTYPES, mixed_precision
 from engine.generate import generate
 from engine.kernels import attend, for_decoding, output_loss, recompute_activations
-from engine.observers import MetricsFile, Observer
+from engine.observers import MetricsFile
 from engine.parallel import World
 from engine.plan import Plan
 from engine.settings import load_settings
@@ -124,7 +125,7 @@ def train_on(
     out: Path,
     *flags: object,
     world: World | None = None,
-    observers: Sequence[Observer] = (),
+    observers: Sequence[Any] = (),
     stop: Callable[[], bool] = lambda: False,
     compiled: bool = False,
 ) -> Path:
@@ -148,7 +149,7 @@ def plain(device, numbers, tmp_path_factory) -> Path:
     return train_on(device, numbers, tmp_path_factory.mktemp("plain") / str(device.type))
 
 
-class StopAt(Observer):
+class StopAt:
     """Says to stop after a step."""
 
     def __init__(self, step: int):
@@ -213,7 +214,7 @@ def test_torchrun_with_one_process_is_a_plain_run(gpu, numbers, tmp_path, parall
     assert logged(tmp_path / parallel, "train_loss") == pytest.approx(logged(plain, "train_loss"), abs=1e-4)
 
 
-class NoMoreCompiling(Observer):
+class NoMoreCompiling:
     """Makes compiling an error between the third step and the last, after which an evaluation compiles its own."""
 
     def stepped(self, run: train.Run) -> None:

@@ -158,7 +158,7 @@ def test_the_first_values_of_a_model_and_one_step_of_muon_are_of_one_size():
 def test_clipping_bounds_the_step_and_reports_the_norm_before(clip, expected):
     model, optimizer = made(OptimizerConfig(optimizer="adamw", clip_norm=clip))
     give_gradients(model, 1.0)
-    whole, seen = math.sqrt(model.num_parameters()), []
+    whole, seen = math.sqrt(model.num_parameters), []
     optimizer.optimizers[-1].register_step_pre_hook(
         lambda *_: seen.append(torch.stack([p.grad.norm() for p in model.parameters()]).norm().item())
     )

@@ -1,5 +1,6 @@
 """Many processes are one: losses, windows, gradients, resuming on other numbers, faults."""
 
+import contextlib
 import json
 import math
 import os
@@ -136,7 +137,7 @@ def watched(place, play) -> Path:
 
 def test_gradients_travel_once_a_step_and_each_updated_matrix_once(watched):
     model = model_of(watched / "ddp-muon-watched")
-    total = model.num_parameters()
+    total = model.num_parameters
     matrices = sum(parameter.numel() for parameter in model.blocks.parameters())
     settled = 2  # numbers: whether a process was asked to stop, and how many targets count in the whole batch
 
@@ -294,8 +295,8 @@ def start(*command: object) -> subprocess.Popen:
 class Elsewhere(World):
     """A process that need not wait for any other."""
 
-    def barrier(self) -> None:
-        pass
+    def patience(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
 
 
 def test_the_first_process_of_each_machine_verifies_its_copy_of_the_data(place, tmp_path):

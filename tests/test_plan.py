@@ -161,10 +161,16 @@ def test_sharding_divides_all_but_what_is_gathered(large):
     whole, eighth = large.memory(8, 1, 8, False), large.memory(8, 1, 8, True)
     assert whole["weights"] == 4 * P
     assert whole["gradients"] == 2 * 4 * P
-    assert eighth["weights"] == 4 * P / 8 + 2 * (around + 2 * block)
+    assert eighth["weights"] == 4 * P / 8 + 4 * around + 2 * 2 * block
     assert eighth["gradients"] == 4 * P / 8 + 4 * block
     assert eighth["optimizer state"] == whole["optimizer state"] / 8
-    assert large.memory(8, 2, 8, True)["gradients"] == 4 * P / 8 + 4 * P  # whole until the last micro-batch
+    assert 4 * P > 80e9 / 4 and large.memory(8, 2, 8, True)["gradients"] == eighth["gradients"]  # reduced in each
+
+
+def test_gradients_that_fit_are_whole_until_the_last_micro_batch(gpt2):
+    P = gpt2.parameters
+    assert gpt2.memory(8, 2, 8, True)["gradients"] == 4 * P / 8 + 4 * P
+    assert gpt2.traffic(3, 2, True)["gradients"] == gpt2.traffic(1, 2, True)["gradients"] == 2 * P
 
 
 # Traffic and time.
@@ -173,7 +179,8 @@ def test_sharding_divides_all_but_what_is_gathered(large):
 def test_two_processes_send_what_is_counted_by_hand(large):
     P, matrices, block = large.parameters, 32 * 12 * 4096**2, 12 * 4096**2
     assert large.traffic(3, 2, False) == {"weights": 0, "gradients": 4 * P, "muon": matrices}
-    assert large.traffic(3, 2, True) == {"weights": 3 * (P + 32 * block), "gradients": 2 * P, "muon": matrices}
+    weights = 3 / 2 * (4 * (P - 32 * block) + 2 * 2 * 32 * block)
+    assert large.traffic(3, 2, True) == {"weights": weights, "gradients": 3 * 2 * P, "muon": matrices}
     assert dataclasses.replace(large, optimizer="adamw").traffic(3, 2, True)["muon"] == 0
     assert not any(sum(large.traffic(3, 1, sharded).values()) for sharded in (False, True))
 
@@ -286,5 +293,5 @@ def test_the_command_plans_with_a_dataset_or_a_vocabulary_and_makes_nothing(tmp_
     capsys.readouterr()
     assert train.main([*flags, "--data", "data", "--steps", "10", "--dtype", "float32"]) == 0
     said = capsys.readouterr().out
-    assert "epochs)" in said and max(map(len, said.splitlines())) <= 80 and len(rows_of(said)) == 13
+    assert "epochs)" in said and max(map(len, said.splitlines())) <= 80 and len(rows_of(said)) == 14
     assert not (tmp_path / "planned").exists()

@@ -33,11 +33,14 @@ def prepare(tmp_path: Path, monkeypatch, capsys) -> Callable[..., str]:
         if expect_error is None:
             command.main([*map(str, arguments)])
         else:
-            with pytest.raises(ValueError, match=expect_error) as caught:
+            with pytest.raises((ValueError, SystemExit)) as caught:
                 command.main([*map(str, arguments)])
-            assert "\n" not in str(caught.value)
         printed, errors = capsys.readouterr()
-        assert errors == "" and (expect_error is None) == (printed != "")
+        if expect_error is not None:
+            is_usage = isinstance(caught.value, SystemExit)
+            said = errors.removeprefix("error: ").removesuffix("\n") if is_usage else str(caught.value)
+            assert re.search(expect_error, said) and "\n" not in said and (not errors or is_usage)
+        assert (expect_error is None) == (printed != "") and (expect_error or not errors)
         return printed
 
     return prepare
@@ -65,7 +68,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_tiny_shakespeare(
     tokenizer, dtype, vocab_size, train_tokens, val_tokens, prepare, shakespeare: Path, tiktoken_cache, tmp_path: Path
 ):
-    printed = prepare(shakespeare, "--tokenizer", tokenizer, "--vocab-size", 2000)
+    printed = prepare(shakespeare, "--tokenizer", tokenizer, *(("--vocab-size", 2000) if tokenizer == "bpe" else ()))
     path = tmp_path / "data" / "tinyshakespeare"
     assert "python train.py --data data/tinyshakespeare" in printed and f"{vocab_size:,}  {tokenizer}\n" in printed
 
@@ -126,8 +129,8 @@ def test_some_files_of_a_folder_and_another_field(prepare, tmp_path: Path):
     (tmp_path / "posts" / "b.txt").write_text("no post")
     prepare("posts", "--glob", "*.jsonl", "--field", "body", "--tokenizer", "char")
     dataset = open_dataset(tmp_path / "data" / "posts")
-    texts = {dataset.tokenizer.decode(tokens[:]) for tokens in (dataset.train, dataset.val)}
-    assert texts == {"one post", "and another"}
+    texts = [dataset.tokenizer.decode(tokens[:]) for tokens in (dataset.train, dataset.val)]
+    assert "".join(texts) == "one post\nand another\n"  # too few to share out whole
 
 
 def test_download_must_hash_to_what_is_asked(prepare, tmp_path: Path, monkeypatch):
@@ -211,7 +214,7 @@ def test_names_of_other_datasets_are_left_alone(prepare, tmp_path: Path):
         (b"x", ("--tokenizer", "byte"), "the train split has 0 tokens of 1 documents"),
         (b"some text", ("--tokenizer", "char", "--val-fraction", "0.01"), "the val split has 1 tokens"),
         (None, ("--tokenizer", "gpt5"), "--tokenizer gpt5 is unknown"),
-        (None, ("--vocab-size", "256"), "--vocab-size 256 is too small for BPE: .* need 257"),
+        (None, ("--vocab-size", "256"), "--vocab-size is 256; it must be at least 257"),
         (b"some text", ("--val-fraction", "1"), "--val-fraction is 1.0"),
         (b"some text", ("",), "no input"),
         (b"some text", ("http://127.0.0.1:9/b",), ".*9/b could not be downloaded"),

@@ -1,7 +1,6 @@
 """A run's folder: which checkpoints stay, what is verified when, who holds it, and its metrics."""
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -16,7 +15,8 @@ import torch
 from helpers import ROOT
 
 from engine.checkpoint import STATE, open_checkpoint
-from engine.run_folder import Metrics, RunFolder, best_checkpoint, list_checkpoints
+from engine.parallel import ALONE
+from engine.run_folder import RunFolder, checkpoints_by_loss, list_checkpoints
 
 
 def save_tokenizer(path: Path) -> None:
@@ -52,24 +52,24 @@ def steps(folder: RunFolder) -> list[int]:
 
 
 def test_the_newest_two_and_the_best_are_kept(folder):
-    assert best_checkpoint(folder.path) is None
+    assert checkpoints_by_loss(folder.path) == []
     for step, loss in [(1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 1.5)]:
         save(folder, step, loss)
     assert steps(folder) == [2, 4, 5]
-    assert best_checkpoint(folder.path).name == "step-00000002"
+    assert checkpoints_by_loss(folder.path)[0].name == "step-00000002"
     assert folder.newest(pytest.fail).step == 5
 
 
 def test_without_validation_the_newest_is_the_best(folder):
     save(folder, 1)
     save(folder, 2)
-    assert best_checkpoint(folder.path).name == "step-00000002"
+    assert checkpoints_by_loss(folder.path)[0].name == "step-00000002"
 
 
 def test_a_loss_that_is_not_finite_is_never_the_best(folder):
     for step, loss in [(1, float("nan")), (2, 5.0), (3, float("inf")), (4, float("nan"))]:
         save(folder, step, loss)
-    assert best_checkpoint(folder.path).name == "step-00000002"
+    assert checkpoints_by_loss(folder.path)[0].name == "step-00000002"
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json", "manifest.json"])
@@ -191,7 +191,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_of_the_state_as_it_was(f
         assert written.wait(60)
         save_tokenizer(path)
 
-    folder.save(dict.fromkeys(STATE) | {"step": 1}, weights, {}, slow)
+    folder.save(dict.fromkeys(STATE) | {"step": 1}, ALONE.gather_full(weights), {}, slow)
     weights["weight"] += 1
     folder.check()
     assert steps(folder) == []
@@ -229,7 +229,7 @@ def test_closing_waits_for_what_is_being_written(folder):
 # Who holds it.
 
 HOLD = "import sys; from pathlib import Path; from engine.files import lock"
-HOLD += "; held = lock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+HOLD += "; held = lock(Path(sys.argv[1]) / '.lock', Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
 
 
 def test_a_folder_belongs_to_one_process_until_it_dies(open_folder, tmp_path):
@@ -252,68 +252,3 @@ def test_a_folder_belongs_to_one_run_of_a_process_until_it_is_closed(open_folder
     folder.close()
     open_folder(tmp_path).write_settings("steps = 1\n")
     assert (tmp_path / "config.toml").read_text() == "steps = 1\n"
-
-
-# Its metrics.
-
-
-def strict(line: str) -> dict:
-    """The JSON of a line that has no bare NaN or infinity."""
-    return json.loads(line, parse_constant=lambda name: pytest.fail(f"a bare {name}: {line}"))
-
-
-def stored(run: Path) -> list[dict]:
-    return [strict(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def test_every_record_is_a_line_of_strict_json_at_once(tmp_path):
-    metrics = Metrics(tmp_path, 0)
-    for step, loss in enumerate([2.5, float("nan"), float("inf"), float("-inf")], 1):
-        metrics.add({"step": step, "train_loss": loss})
-        assert stored(tmp_path)[-1] == {"step": step, "train_loss": loss if step == 1 else None}
-    assert len(metrics.records) == 4
-
-
-LINES = [json.dumps({"step": step, "train_loss": 3.0 - step}) + "\n" for step in (1, 2, 3)]
-
-
-def test_records_after_the_resumed_step_and_torn_lines_are_dropped_at_once(tmp_path):
-    torn = "".join(LINES) + '{"step": 4, "tra'
-    (tmp_path / "metrics.jsonl").write_text(torn)
-    with open(tmp_path / "metrics.jsonl", encoding="utf-8") as reader:  # who had it open sees it whole
-        metrics = Metrics(tmp_path, 2)
-        assert reader.read() == torn
-    metrics.add({"step": 3, "train_loss": 0.5})
-    assert [(line["step"], line["train_loss"]) for line in stored(tmp_path)] == [(1, 2.0), (2, 1.0), (3, 0.5)]
-    assert metrics.records == stored(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-@pytest.mark.parametrize("first_step", [3, 10])
-def test_metrics_are_not_rewritten_when_there_is_nothing_to_drop(tmp_path, first_step):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(LINES))
-    before = path.stat()
-    metrics = Metrics(tmp_path, first_step)
-    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    metrics.add({"step": 4})
-    assert path.stat().st_ino == before.st_ino and len(stored(tmp_path)) == 4
-
-
-def test_a_bare_nan_of_an_earlier_version_becomes_null(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(LINES[0] + '{"step": 2, "train_loss": NaN}\n')
-    metrics = Metrics(tmp_path, 2)
-    assert stored(tmp_path)[1] == {"step": 2, "train_loss": None}
-    assert metrics.z_score(3.0) == 0.0
-
-
-def test_a_z_score_counts_deviations_from_the_recent_losses_that_are_finite(tmp_path):
-    metrics = Metrics(tmp_path, 0)
-    for step in range(200):
-        recent = step >= 160
-        metrics.add({"step": step, "train_loss": (2.0 + step % 2 if step % 5 else float("nan")) if recent else 50.0})
-        if step == 18:
-            assert metrics.z_score(1e6) == 0.0  # too few to compare with
-    losses = torch.tensor([2.0 + step % 2 for step in range(160, 200) if step % 5])
-    assert metrics.z_score(4.0) == pytest.approx((4 - losses.mean().item()) / losses.std().item())
-    assert metrics.z_score(float("nan")) == metrics.z_score(float("inf")) == 0.0

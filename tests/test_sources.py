@@ -19,7 +19,7 @@ def texts(path: Path, **reading: str) -> list[str]:
     return ["".join(document()) for document in [*documents(Source(path, path.name, **reading))]]
 
 
-def found(*inputs: object, glob: str = "*", sha256: str = "", spool: Path = Path()) -> list[Source]:
+def found(*inputs: object, glob: str | None = None, sha256: str = "", spool: Path = Path()) -> list[Source]:
     return find_sources(tuple(map(str, inputs)), glob, sha256, spool)
 
 
@@ -74,7 +74,7 @@ def test_jsonl_from_another_field_with_errors_replaced(tmp_path: Path):
         (b'{"body": "b", "id": 1}', "has only 'body', 'id'; it should have the field 'text'"),
         (b'["text"]', "is not an object"),
         (b"7", "is not an object"),
-        (b'{"text": 7}', "the field 'text' is not text"),
+        (b'{"text": 7.5}', "the field 'text' is not text"),
         (b'{"text": "\xff"}', "is not UTF-8 at byte 10"),
         (b"[" * 100_000, "is not JSON"),
     ],

@@ -59,7 +59,7 @@ def test_empty_document_is_one_empty_piece():
     assert [*pieces(lambda: iter(()))] == [("", True)]
 
 
-def corpus_of(folder: Path, *sources: list[str] | str) -> Corpus:
+def corpus_of(folder: Path, *sources: list[str] | str, val_fraction: float = 0.1) -> Corpus:
     """A corpus of a .jsonl file for each list of documents, and of a .txt file for each string."""
     folder.mkdir(exist_ok=True)
     files = []
@@ -67,14 +67,14 @@ def corpus_of(folder: Path, *sources: list[str] | str) -> Corpus:
         files.append(folder / (f"{number}.txt" if isinstance(content, str) else f"{number}.jsonl"))
         lines = content if isinstance(content, str) else "".join(json.dumps({"text": t}) + "\n" for t in content)
         files[-1].write_text(lines, encoding="utf-8")
-    return Corpus([Source(file, file.name) for file in files], lambda size: None)
+    return Corpus([Source(file, file.name) for file in files], val_fraction, lambda size: None)
 
 
-def split_documents(corpus: Corpus, val_fraction: float, part: int = 1, parts: int = 1) -> dict[str, list[str]]:
+def split_documents(corpus: Corpus, part: int = 1, parts: int = 1) -> dict[str, list[str]]:
     """The documents of each split of a part, which must be whole."""
     splits = {"train": [], "val": []}
     waiting = dict.fromkeys(splits, "")
-    for split, text, ends in assigned(corpus, val_fraction, part, parts):
+    for split, text, ends in assigned(corpus, part, parts):
         waiting[split] += text
         if ends:
             splits[split].append(waiting[split])
@@ -95,23 +95,42 @@ def test_corpus_is_counted(tmp_path: Path):
 
 
 def test_many_documents_are_split_whole_and_in_any_order_alike(tmp_path: Path):
-    forward = split_documents(corpus_of(tmp_path / "a", DOCUMENTS), 0.2)
-    backward = split_documents(corpus_of(tmp_path / "b", DOCUMENTS[::-1]), 0.2)
-    files = split_documents(corpus_of(tmp_path / "c", *DOCUMENTS), 0.2)
+    forward = split_documents(corpus_of(tmp_path / "a", DOCUMENTS, val_fraction=0.2))
+    backward = split_documents(corpus_of(tmp_path / "b", DOCUMENTS[::-1], val_fraction=0.2))
+    files = split_documents(corpus_of(tmp_path / "c", *DOCUMENTS, val_fraction=0.2))
     assert files == forward == {split: texts[::-1] for split, texts in backward.items()}
     assert sorted(forward["train"] + forward["val"]) == sorted(DOCUMENTS)
     assert 4 <= len(forward["val"]) <= 25  # about a fifth of 61
 
 
-def test_few_documents_leave_one_to_validate_on(tmp_path: Path):
-    splits = split_documents(corpus_of(tmp_path, "the one document", "and the other"), 0.0001)
-    assert len(splits["val"]) == len(splits["train"]) == 1
+@pytest.mark.parametrize("sizes", [(60_000, 49), (49, 60_000), (1000, 1000), (10, 10), (10, 5000, 10, 10)])
+@pytest.mark.parametrize("val_fraction", [0.1, 0.5, 0.9])
+def test_few_documents_are_split_by_their_bytes(sizes: tuple[int, ...], val_fraction: float, tmp_path: Path):
+    texts = ["abcdefghij"[i % 10] * size for i, size in enumerate(sizes)]
+    corpus = corpus_of(tmp_path, *texts, val_fraction=val_fraction)
+    found = [*assigned(corpus)]
+    assert "".join(text for _, text, _ in found) == "".join(texts) and sum(ends for *_, ends in found) == len(sizes)
+    val = sum(len(text) for split, text, _ in found if split == "val") / corpus.bytes
+    assert min(val_fraction / 2, 0.4) <= val <= min(2 * val_fraction, 0.95)
+    if not corpus.by_document:
+        assert [split for split, *_ in found] == sorted(split for split, *_ in found)  # train, then val
+        assert abs(val * corpus.bytes - corpus.bytes * val_fraction) <= 1
+        halves = [*assigned(corpus, 1, 2), *assigned(corpus, 2, 2)]
+        assert halves == found
+
+
+def test_a_document_larger_than_all_others_is_cut(tmp_path: Path):
+    for seed in range(30):
+        texts = [f"{seed} {i} " + "x" * (50_000 if i == 3 else 10) for i in range(20)]
+        found = [*assigned(corpus_of(tmp_path, texts))]
+        val = sum(len(text) for split, text, _ in found if split == "val") / sum(map(len, texts))
+        assert 0.05 <= val <= 0.2
 
 
 @pytest.mark.parametrize("val_fraction", [number / 90 for number in range(1, 90)])  # after each byte once
 def test_one_document_is_split_where_a_character_ends(val_fraction: float, tmp_path: Path):
     text = "🚀é漢" * 10
-    splits, pieces_, ends = zip(*assigned(corpus_of(tmp_path, text), val_fraction), strict=True)
+    splits, pieces_, ends = zip(*assigned(corpus_of(tmp_path, text, val_fraction=val_fraction)), strict=True)
     train = "".join(piece for split, piece in zip(splits, pieces_, strict=True) if split == "train")
     assert "".join(pieces_) == text and text.startswith(train)
     assert 0 <= len(train.encode()) - int(90 * (1 - val_fraction)) < 4
@@ -119,8 +138,8 @@ def test_one_document_is_split_where_a_character_ends(val_fraction: float, tmp_p
 
 
 def test_large_document_is_split_at_its_byte_however_it_is_cut(code: str, tmp_path: Path):
-    corpus = corpus_of(tmp_path, code * (2**22 // len(code)))
-    splits, parts, _ = zip(*assigned(corpus, 0.3), strict=True)
+    corpus = corpus_of(tmp_path, code * (2**22 // len(code)), val_fraction=0.3)
+    splits, parts, _ = zip(*assigned(corpus), strict=True)
     train = splits.index("val")
     assert train > 1 and len(parts) > train + 1 and {*splits[train:]} == {"val"}
     assert sum(len(text.encode()) for text in parts[:train]) == int(corpus.bytes * 0.7)
@@ -128,14 +147,15 @@ def test_large_document_is_split_at_its_byte_however_it_is_cut(code: str, tmp_pa
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7, 100])
 def test_parts_end_to_end_are_all_documents(parts: int, tmp_path: Path):
-    corpus = corpus_of(tmp_path, "", DOCUMENTS[:20], "one line\n" * 10, "", DOCUMENTS[20:], "", [])
-    found = [["".join(d()) for d in documents_of(corpus, part, parts)] for part in range(1, parts + 1)]
+    corpus = corpus_of(tmp_path, "", DOCUMENTS[:20], "one line\n" * 10, "", DOCUMENTS[20:], "", [], val_fraction=0.2)
+    assert corpus.by_document
+    found = [["".join(d()) for _, d in documents_of(corpus, part, parts)] for part in range(1, parts + 1)]
     texts = [text for some in found for text in some]
     assert texts == ["", *DOCUMENTS[:20], "one line\n" * 10, "", *DOCUMENTS[20:], ""]
     sizes = [sum(len(text.encode()) for text in some) for some in found]
     assert max(sizes) <= corpus.bytes / parts + max(len(text.encode()) for text in texts)
-    splits = [split_documents(corpus, 0.2, part, parts) for part in range(1, parts + 1)]
-    assert [text for some in splits for text in some["val"]] == split_documents(corpus, 0.2)["val"]
+    splits = [split_documents(corpus, part, parts) for part in range(1, parts + 1)]
+    assert [text for some in splits for text in some["val"]] == split_documents(corpus)["val"]
 
 
 @pytest.mark.parametrize("part, others, text", [(1, [1, 2], "a"), (3, [0], "c")])
@@ -143,4 +163,4 @@ def test_a_source_with_none_of_a_part_is_not_read(part: int, others: list[int], 
     corpus = corpus_of(tmp_path, "a" * 100, ["b" * 100], "c" * 100)
     for number in others:
         corpus.sources[number].path.unlink()
-    assert ["".join(d()) for d in documents_of(corpus, part, 3)] == [text * 100]
+    assert ["".join(d()) for _, d in documents_of(corpus, part, 3)] == [text * 100]

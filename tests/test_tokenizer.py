@@ -128,9 +128,19 @@ def test_bpe_takes_digits_in_pairs():
     assert len(train_bpe(["202420 " * 9], 500).encode("202420")) == 3
 
 
-def test_bpe_too_small_for_the_bytes_is_refused():
-    with pytest.raises(ValueError, match="--vocab-size 256 is too small"):
-        train_bpe(["text"], SMALLEST_BPE - 1)
+@pytest.mark.parametrize("run", [" " * 300_000, "a" * 300_000, "\n" * 300_000, "-" * 300_000, "7" * 300_000])
+def test_no_word_of_a_trained_bpe_is_endless(run: str):
+    trained = train_bpe([run], 300)
+    assert all(len(token) <= 128 for token in trained.encoding._mergeable_ranks)
+    for text in (run, f"x{run}x", f"{run}\n{run}"):
+        assert trained.decode(trained.encode(text).tolist()) == text
+
+
+def test_a_character_that_a_large_tokenizer_does_not_know_is_named_with_some_that_it_does():
+    many = CharTokenizer("".join(map(chr, range(0x4E00, 0x9000))))
+    with pytest.raises(ValueError, match=re.escape("'a' (U+0061); its 16,896 are '一丁丂")) as caught:
+        many.encode("a")
+    assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize(

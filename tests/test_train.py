@@ -35,14 +35,14 @@ import sample
 import train
 from engine.command import Interruption
 from engine.dataset import open_dataset
-from engine.observers import Observer
+from engine.observers import MetricsFile
 from engine.optimizer import Optimizer, OptimizerConfig
-from engine.run_folder import RunFolder, list_checkpoints
+from engine.run_folder import UNRECORDED, RunFolder, list_checkpoints
 from engine.settings import flatten, load_settings
 from model import GPT, ModelConfig
 
 
-class Signalling(Observer):
+class Signalling:
     """Sends this very process a signal when a step's record, with that key, is made."""
 
     def __init__(self, step: int, number: int, key: str = "train_loss"):
@@ -61,10 +61,17 @@ def interrupted(numbers: Path, out: Path, observer: Signalling, *flags: object) 
     return run
 
 
-def stopped_after(steps: int) -> Callable[[], bool]:
-    """What says to stop after so many steps of a run: it is asked before each."""
-    asked = iter(range(steps + 1))
-    return lambda: next(asked) == steps
+class stopped_after:
+    """Says to stop after so many steps of a run, which it watches."""
+
+    def __init__(self, steps: int):
+        self.steps, self.step = steps, 0
+
+    def stepped(self, run: Any) -> None:
+        self.step = run.step
+
+    def __call__(self) -> bool:
+        return self.step >= self.steps
 
 
 def wait_until(condition: Callable[[], Any], process: subprocess.Popen | None = None) -> None:
@@ -174,7 +181,7 @@ def test_an_interrupted_main_saves_and_returns_the_signals_code(numbers, tmp_pat
 
 
 def test_a_second_ctrl_c_stops_at_once_and_what_was_saved_goes_on(numbers, tmp_path, trained):
-    class Impatient(Observer):
+    class Impatient:
         def stepped(self, run: Any) -> None:
             if run.step == 5:
                 os.kill(os.getpid(), signal.SIGINT)
@@ -218,7 +225,7 @@ def test_a_run_folder_of_an_earlier_version_is_resumed_bit_for_bit_and_sampled_f
     checkpoint = out / "checkpoints" / "step-00000010"
     state = json.loads((checkpoint / "state.json").read_text())  # 0 said what None says now
     assert state["model"]["d_ff"] is None and state["settings"]["micro_batch_size"] is None
-    assert state["model"]["vocab_size"] and state["val_loss"]
+    assert state["model"]["vocab_size"]
     state["model"]["d_ff"] = state["settings"]["d_ff"] = state["settings"]["micro_batch_size"] = 0
     (checkpoint / "state.json").write_text(json.dumps(state, indent=1))
     seal(checkpoint)
@@ -252,7 +259,7 @@ def test_evaluating_and_logging_more_often_does_not_disturb_training(trained):
 def test_dropout_is_drawn_anew_at_each_step(trained):
     seeds = []
 
-    class Looking(Observer):
+    class Looking:
         def stepped(self, run: Any) -> None:
             seeds.append(torch.initial_seed())
 
@@ -359,11 +366,13 @@ OTHER_VALUES = {  # of every setting, another than in a tiny run
     "beta2": 0.5,
     "momentum": 0.5,
     "clip_norm": 0.0,
-    "warmup_steps": 0,
+    "warmup_steps": 1,
     "decay": "cosine",
     "final_learning_rate": 0.5,
 }
-CHANGEABLE = {field.name for field in dataclasses.fields(train.ChangeableConfig)}
+CHANGEABLE = {field.name for cls in (train.ChangeableConfig, OptimizerConfig) for field in dataclasses.fields(cls)} - {
+    "optimizer"
+}
 FIXED = [
     field.name
     for cls in (train.TrainConfig, ModelConfig, OptimizerConfig)
@@ -397,8 +406,13 @@ def test_a_resumed_run_may_change_where_and_how_fast_it_runs_how_long_and_what_i
     assert values.keys() == CHANGEABLE
     config = changed(numbers, short)
     assert [name for name in values if values[name] == flatten(config)[name]] == ["resume"]  # all are others
-    run = train.train(dataclasses.replace(config, **values))
-    assert run.step == newest_checkpoint(out).step == 4
+    moved = {name: values.pop(name) for name in ("data", "out")}
+    run = train.train(dataclasses.replace(changed(numbers, short, **values), **moved))
+    found = newest_checkpoint(out)
+    assert run.step == found.step == 4
+    (recorded,) = found.state["changes"]
+    assert recorded.pop("step") == 2 and recorded["learning_rate"] == [0.01, 0.5]
+    assert recorded.keys() == CHANGEABLE - UNRECORDED - {"compile"}  # False is as not set, here
 
 
 @pytest.mark.parametrize("name", FIXED)
@@ -411,8 +425,8 @@ def test_a_resumed_run_may_not_change(short, numbers, name):
 
 
 def test_all_that_a_resumed_run_may_not_change_is_told_at_once(short, numbers):
-    config = changed(numbers, short, batch_size=8, seed=2, d_model=32, learning_rate=0.5)
-    message = r"can't change batch_size 4 → 8, seed 1 → 2, d_model 16 → 32, learning_rate 0.01 → 0.5; set it back"
+    config = changed(numbers, short, batch_size=8, seed=2, d_model=32, optimizer="adamw")
+    message = r"can't change batch_size 4 → 8, seed 1 → 2, d_model 16 → 32, optimizer 'muon' → 'adamw'; set it back"
     with pytest.raises(ValueError, match=message):
         train.train(config)
 
@@ -454,8 +468,8 @@ def test_what_does_not_fit_is_refused_before_the_first_step(numbers, tmp_path, f
 
 @pytest.mark.parametrize("name", ["steps", "batch_size", "eval_every", "save_every", "log_every", "timeout"])
 def test_what_can_not_be_zero_is_refused(name):
-    with pytest.raises(ValueError, match=f"{name} is 0; it must be at least 1"):
-        train.TrainConfig(**{name: 0})
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is 0; it must be at least 1"):
+        train.train(train.TrainConfig(**{name: 0}))
 
 
 def test_a_mistake_ends_in_one_line(run, capsys):
@@ -495,7 +509,7 @@ def test_each_preset_says_what_it_is():
         shape = load_settings(train.TrainConfig, [str(path)]).model
         with torch.device("meta"):
             model = GPT(dataclasses.replace(shape, vocab_size=shape.vocab_size or 65))
-        sizes[path.stem] = model.num_parameters()
+        sizes[path.stem] = model.num_parameters
     assert sizes["shakespeare-char"] == pytest.approx(10.7e6, rel=0.01)
     assert sizes["shakespeare-char-cpu"] <= 0.85e6
     assert sizes["gpt2-124m"] == pytest.approx(124e6, rel=0.01)
@@ -530,33 +544,46 @@ def test_train_stops_when_it_is_told_to_and_what_is_done_is_saved(numbers, tmp_p
     config = library(numbers, tmp_path / "run", steps=10, save_every=4)
     assert train.train(config, stop=lambda: True).step == 0
     assert list_checkpoints(tmp_path / "run") == []  # nothing was done
-    run = train.train(config, stop=stopped_after(6))
+    stop = stopped_after(6)
+    run = train.train(config, observers=[stop], stop=stop)
     assert run.step == run.saved == newest_checkpoint(tmp_path / "run").step == 6
     assert_free(tmp_path / "run")
     assert train.train(dataclasses.replace(config, resume=True)).step == 10
 
 
-class Failing(Observer):
-    """Raises an error after a step; remembers whether it was closed."""
+class Failing:
+    """Raises an error at everything but one step; remembers whether it was closed."""
 
-    def __init__(self, step: int):
-        self.step, self.is_closed = step, False
+    def __init__(self, error: type[BaseException] = RuntimeError, step: int | None = None):
+        self.error, self.step, self.is_closed = error, step, False
 
     def stepped(self, run: Any) -> None:
-        if run.step == self.step:
-            raise RuntimeError("the observer failed")
+        if self.step in (None, run.step):
+            raise self.error("the observer\nfailed")
+
+    def recorded(self, run: Any, record: dict) -> None:
+        if self.step is None:
+            self.stepped(run)
 
     def closed(self) -> None:
         self.is_closed = True
 
 
 def test_an_error_on_the_way_lets_go_of_the_folder_once_what_was_being_saved_is_there(numbers, tmp_path):
-    observer = Failing(4)
-    with pytest.raises(RuntimeError, match="the observer failed"):
+    observer = Failing(SystemExit, 4)
+    with pytest.raises(SystemExit, match="the observer\nfailed"):
         train.train(library(numbers, tmp_path / "run", steps=10, save_every=3), observers=[observer])
     assert observer.is_closed
     assert newest_checkpoint(tmp_path / "run").step == 3
     assert_free(tmp_path / "run")
+
+
+def test_an_observer_that_fails_is_told_of_and_ends_nothing(numbers, tmp_path, trained, capsys):
+    run = train.train(library(numbers, tmp_path / "run", steps=3), observers=[Failing(), MetricsFile()])
+    told = capsys.readouterr().err.splitlines()
+    assert set(told) == {"warning: Failing failed (RuntimeError: the observer failed); training goes on"}
+    assert run.step == newest_checkpoint(tmp_path / "run").step == 3 and len(told) >= 4
+    assert logged(tmp_path / "run", "train_loss")
 
 
 def test_a_start_that_is_refused_lets_go_of_the_folder(numbers, tmp_path):

@@ -20,7 +20,6 @@ import sample
 import train
 from engine.dataset import open_dataset, verify_dataset
 from engine.files import sha256
-from engine.observers import Observer
 from engine.optimizer import MOST_SKIPPED
 from engine.settings import load_settings
 from prepare import PrepareConfig, prepare
@@ -42,7 +41,7 @@ def copy(place, tmp_path) -> Path:
     return Path(shutil.copytree(place, tmp_path / "copy"))
 
 
-class At(Observer):
+class At:
     """Does something once, when the record of a step is made."""
 
     def __init__(self, step: int, act: Callable[[], Any]):
@@ -283,12 +282,12 @@ import sys
 
 import train
 from engine.command import run_command
-from engine.observers import MetricsFile, Observer
+from engine.observers import MetricsFile
 from engine.parallel import processes
 from engine.settings import load_settings
 
 
-class Spoiling(Observer):
+class Spoiling:
     def __init__(self, last):
         self.last = last
 
@@ -319,7 +318,13 @@ def spoiled(place, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]
     out = tmp_path_factory.mktemp("spoiled")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    found = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    found = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     flags = ["--data", place / "data", *TINY, "--steps", 60, "--eval-every", 1000, "--save-every", 3]
     command = list(map(str, [sys.executable, "-c", NAN_ON_ONE, out, *flags]))
     environment = os.environ | found | {"PYTHONPATH": str(ROOT)}
