@@ -59,6 +59,12 @@ class BenchConfig:
     rounds: Annotated[int, "at least 1"] = 10  # Turns that each contestant takes.
     nanogpt: Path | None = None  # A clone of nanoGPT, to race it too.
 
+    def __post_init__(self):
+        if self.nanogpt and not (self.nanogpt / "model.py").is_file():
+            raise ValueError(f"--nanogpt {self.nanogpt} has no model.py; give the folder of a clone")
+        if self.nanogpt and self.stage not in ("all", "train"):
+            raise ValueError(f"--nanogpt runs in the stage train, not in {self.stage}; leave it out")
+
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure the stages that the command line names; the last line printed is JSON."""

@@ -142,6 +142,7 @@ class Terminal:
             f"({tokens / size:.1f} epochs), {config.optimizer.optimizer}, on {run.world.size} × "
             f"{run.world.device} in {config.dtype} → {config.out}"
         )
+        self.skipped = int(run.optimizer.guard["skipped"])
         line = "step {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"  # fits 60 columns
         total = run.config.steps
         self.bar = tqdm(total=total, initial=run.step, bar_format=line, dynamic_ncols=True, disable=None)
@@ -152,6 +153,9 @@ class Terminal:
     def recorded(self, run: Any, record: dict[str, Any]) -> None:
         if "train_loss" in record:
             self.bar.set_postfix_str(f"loss {record['train_loss']:.3f}, {record['tokens_per_second']:,.0f} tokens/s")
+            if more := record["skipped_steps"] - self.skipped:
+                self.skipped += more
+                say(f"step {run.step:>6,}  {more} skipped since the last record: their gradients were not finite")
         else:
             loss = f"validation loss {record['val_loss']:.4f}, {record['val_bits_per_byte']:.4f} bits per byte"
             say(f"step {run.step:>6,}  {loss}  ({run.clock.elapsed:,.0f} s)")
@@ -194,9 +198,11 @@ def describe(changed: dict[str, Sequence], config: OptimizerConfig, step: int, s
 def conclude(run: Any) -> None:
     """The result, a sample, and where to go from here. Every process takes part, as a sharded model needs."""
     bits = run.val_loss / math.log(2) / run.dataset.bytes_per_token("val")
+    skipped = int(run.optimizer.guard["skipped"])
+    without = f", {skipped:,} of them skipped, as their gradients were not finite" if skipped else ""
     run.say(
-        f"\n{run.config.steps:,} steps in {run.clock.elapsed:,.1f} s. Validation loss {run.val_loss:.4f} nats per "
-        f"token, perplexity {math.exp(min(run.val_loss, 700)):.2f}, {bits:.4f} bits per byte.\n\nA sample:\n"
+        f"\n{run.config.steps:,} steps in {run.clock.elapsed:,.1f} s{without}. Validation loss {run.val_loss:.4f} nats "
+        f"per token, perplexity {math.exp(min(run.val_loss, 700)):.2f}, {bits:.4f} bits per byte.\n\nA sample:\n"
     )
     model = run.model.eval() if run.world.sharded else for_decoding(run.model)
     prompt = opening(run.dataset.tokenizer, run.dataset.manifest["splits"]["train"]["documents"])

@@ -276,9 +276,14 @@ def processes(device: str, parallel: str = "ddp", timeout: float = 600) -> Itera
 
     A process that waits longer than timeout seconds for another gives up with an error; torchrun then ends them all.
     """
-    rank, size, here = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    if missing := [name for name in FROM_TORCHRUN if size > 1 and name not in os.environ]:
-        raise ValueError(f"WORLD_SIZE is {size}, but {missing[0]} is not set; start many processes with torchrun")
+    given = [
+        os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+    ]
+    missing = [name for name in FROM_TORCHRUN if given[1] != "1" and name not in os.environ]
+    if missing or not all(number.isdecimal() for number in given):
+        wrong = f"{missing[0]} is not set" if missing else "RANK or LOCAL_RANK is no number"
+        raise ValueError(f"WORLD_SIZE is {given[1]}, but {wrong}; start many processes with torchrun")
+    rank, size, here = map(int, given)
     chosen = choose_device(device, here)
     keep_freed_memory()
     if size == 1:

@@ -26,6 +26,8 @@ def load_settings(cls: type, arguments: list[str] | None = None) -> Any:
     Raises ValueError for an unknown key or a value of the wrong type; the command line's mistakes exit with 2.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if odd := [given for given in arguments if given != given.encode(errors="replace").decode()]:
+        raise ValueError(f"{odd[0]!r} is not UTF-8, which config.toml has to be; choose another name")
     for name, hint in get_type_hints(cls).items():  # where None is a third choice too, --flag is True
         for flag, value in ((f"--{name}", True), (f"--no-{name}", False)):
             for at in [at for at, given in enumerate(arguments) if hint == bool | None and given == flag]:
@@ -63,7 +65,8 @@ def _parse(cls: type, arguments: Sequence[str] | None, *config: Any, **default: 
         # tyro draws a box: a title, the message, perhaps a similar option, and where to find help.
         lines = [line.strip("│| ") for line in printed.getvalue().splitlines()[1:]]
         message = " ".join(line for line in lines if line.strip("─╰╯-+"))
-        raise ValueError(re.split("Argument helptext:|For full helptext", message)[0].strip()) from None
+        message = re.split("Argument helptext:|For full helptext", message)[0].strip()
+        raise ValueError(re.sub(r"^Error parsing (\w+Config|model|optimizer): ", "", message)) from None
     check_ranges(found)
     return found
 
