@@ -46,10 +46,12 @@ class ModelConfig:
     feed_forward_width = property(lambda self: self.d_ff or 4 * self.d_model)
 
     def __post_init__(self):
-        least = dict.fromkeys(("vocab_size", "context_length", "num_layers", "num_heads", "d_model"), 1)
-        for name, limit in (least | {"d_ff": 0, "logit_softcap": 0}).items():  # d_ff 0 used to say: not set
-            if getattr(self, name) is not None and not getattr(self, name) >= limit:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {limit}")
+        most = {"vocab_size": 2**24, "context_length": 10**7, "num_layers": 10**4, "num_heads": 10**4, "d_model": 10**6}
+        limits = {name: (1, limit) for name, limit in most.items()}
+        limits |= {"d_ff": (0, 10**7), "logit_softcap": (0, 1e6)}  # d_ff 0 used to say: not set
+        for name, (least, limit) in limits.items():
+            if getattr(self, name) is not None and not least <= getattr(self, name) <= limit:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be from {least} to {limit}")
         if self.d_model % self.num_heads:
             raise ValueError(f"d_model {self.d_model} does not divide into {self.num_heads} heads; change one of them")
         if self.position == "rope" and self.head_dim % 2:

@@ -14,7 +14,8 @@ from typing import Any, Literal
 STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 TOGETHER = 1.0  # seconds within which a second signal is the first, passed on
 NO_MEMORY = re.compile("out of memory|can.t allocate memory|Storage size calculation overflowed", re.IGNORECASE)
-PEER_LOST = re.compile("gloo|NCCL", re.IGNORECASE)
+PEER_LOST = re.compile("gloo|NCCL|by peer", re.IGNORECASE)
+LONGEST = 1000  # characters of a message
 # How often OpenMP's threads look for work before they sleep. libgomp's own 300,000 take some 3 ms, in which a busy
 # neighbour's turn comes and stays; decoding's many small products suffer where threads sleep between them.
 SPINS = {"train": 2000, "decode": 6000}
@@ -60,11 +61,27 @@ def command_line(arguments: Sequence[str] | None, flag: str) -> str:
     return shlex.join([sys.argv[0], *(argument for argument in given if argument != flag), flag])
 
 
-def run_command(main: Callable[[], int | None]) -> None:
-    """Run a command's main and exit: a user's mistake, or the machine's refusal, is one line and exit code 1.
+def explain(error: Exception) -> str:
+    """A user's mistake, or the machine's refusal, in one line; raises the error again if it is a defect of ours.
 
-    A ValueError is the user's mistake if this project raised it; a library's is a defect of ours, with its traceback.
+    A ValueError is the user's mistake if this project raised it; a library's is a defect.
     """
+    said = " ".join(str(error).split())[:LONGEST]
+    if isinstance(error, MemoryError) or NO_MEMORY.search(said):
+        return f"not enough memory ({said[:200]}); make the model, or what it works on at once, smaller"
+    if isinstance(error, RuntimeError) and PEER_LOST.search(said):
+        return f"another process ended, or can't be reached ({said[:200]}); its own error says why"
+    if isinstance(error, OSError):
+        return " ".join(f"{error.strerror}: {error.filename}".split())[:LONGEST] if error.filename else said
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve().parent
+    engine = Path(__file__).resolve().parent
+    if not isinstance(error, ValueError) or raised_in not in (engine, engine.parent):
+        raise error
+    return said
+
+
+def run_command(main: Callable[[], int | None]) -> None:
+    """Run a command's main and exit: what can be explained is one line on stderr, and exit code 1."""
     code = 1
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -77,23 +94,7 @@ def run_command(main: Callable[[], int | None]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = 130
-    except (MemoryError, RuntimeError) as error:
-        reason = str(error).strip().split("\n")[0][:200]
-        if isinstance(error, MemoryError) or NO_MEMORY.search(reason):
-            told = f"not enough memory ({reason}); make the model, or what it works on at once, smaller"
-        elif PEER_LOST.search(reason):
-            told = f"another process ended, or can't be reached ({reason}); its own error says why"
-        else:
-            raise
-        print(f"error: {told}", file=sys.stderr)
-    except OSError as error:
-        message = f"{error.strerror}: {error.filename}" if error.filename else str(error)
-        print(f"error: {message}", file=sys.stderr)
-    except ValueError as error:
-        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-        commands, engine = Path(__file__).resolve().parents[1], Path(__file__).resolve().parent
-        if raised_in.parent not in (commands, engine):
-            raise
-        print(f"error: {error}", file=sys.stderr)
+    except (MemoryError, RuntimeError, OSError, ValueError) as error:
+        print(f"error: {explain(error)}", file=sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said and saved: a late Ctrl-C has nothing to stop
     sys.exit(code)

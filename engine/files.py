@@ -101,9 +101,13 @@ def flush(path: Path) -> None:
 def write_whole(path: Path, content: bytes) -> None:
     """Make or replace a file at once and durably: whatever happens, it is as it was, or as it should be."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(content)
-    flush(partial)
-    partial.replace(path)
+    try:
+        partial.write_bytes(content)
+        flush(partial)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     flush(path.parent)
 
 

@@ -50,7 +50,7 @@ def parse(cls: type, arguments: Sequence[str] | None = None, **default: Any) -> 
     try:
         return _parse(cls, arguments, **default)
     except ValueError as error:
-        print(f"error: {error} (see --help)", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())[:1000]} (see --help)", file=sys.stderr)
         sys.exit(2)
 
 

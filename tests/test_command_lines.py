@@ -1,0 +1,204 @@
+"""Any command line, plausible or absurd, ends in 0, 1 or 2 and at most a line on stderr: never a traceback, or a hang.
+
+LINES=5000 pytest -o addopts= tests/test_command_lines.py      as many of them, a file that grows with each setting
+"""
+
+import contextlib
+import dataclasses
+import io
+import os
+import random
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+from helpers import exit_code_of, numbers_text, train_tiny
+
+import bench
+import prepare
+import sample
+import train
+from prepare import PrepareConfig
+
+LINES = int(os.environ.get("LINES", 300))
+SECONDS = 20  # that a command line may take
+ABSURD = [
+    "",
+    " ",
+    "x",
+    "-",
+    "--",
+    "-1",
+    "0",
+    "nan",
+    "inf",
+    "-inf",
+    "1e400",
+    "1e-400",
+    "10" * 20,
+    "0x10",
+    "½",
+    "日本",
+    "True",
+]
+ABSURD += ["\n", "a" * 5000, "None", "[1]", "{}", "%s", "\udcff"]
+PLAUSIBLE = {int: ["1", "2", "3", "4", "8"], float: ["0", "0.1", "0.5", "0.9", "1", "2", "1e-30", "1e300"]}
+TINY = "--steps 2 --num-layers 1 --num-heads 2 --d-model 8 --context-length 8 --batch-size 2 --eval-tokens 50"
+OF = {  # what only some settings can sensibly have
+    "data": ["data/numbers", "data/none", "text.txt", "out/run"],
+    "device": ["cpu", "auto", "cuda", "meta", "cpu:0"],
+    "tokenizer": ["char", "byte", "bpe", "gpt2", "gpt5"],
+    "vocab_size": ["257", "300", "4096"],
+    "inputs": ["text.txt", "lines.jsonl", "folder", "none.txt", "-", "http://127.0.0.1:9/a.txt", "data/numbers"],
+    "path": ["out/run", "out/none", "out/run/checkpoints/step-00000004", "text.txt"],
+    "out": [
+        "out/one",
+        "out/two",
+        "out/run",
+        "data/made",
+        "data/numbers",
+        "text.txt",
+        "text.txt/inside",
+        "data/numbers/in",
+    ],
+    "part": ["1/1", "1/2", "2/2", "3/2"],
+    "glob": ["*.txt", "*", "**/*", "["],
+    "prompt_file": ["text.txt", "none", "folder"],
+    "attention": ["picture.png", "picture", "folder.png"],
+    "nanogpt": ["none"],
+    "compile": ["False", "None"],  # to compile takes too long here
+}
+
+
+def plain(hint: Any) -> Any:
+    """A type without what is said beside it."""
+    return plain(get_args(hint)[0]) if get_origin(hint) is Annotated else hint
+
+
+def settings_of(cls: type) -> Iterator[tuple[str, Any, bool]]:
+    """The name, the type and whether it is positional of each setting, nested ones too."""
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        if dataclasses.is_dataclass(hint):
+            yield from settings_of(hint)
+        else:
+            yield name, plain(hint), "Positional" in str(cls.__annotations__.get(name, ""))
+
+
+def value_of(name: str, kind: Any, chance: random.Random) -> str:
+    """A value for a setting: one that might be meant, or not."""
+    if chance.random() < 0.3:
+        return chance.choice(ABSURD)
+    if name in OF:
+        return chance.choice(OF[name])
+    options = get_args(kind) if get_origin(kind) is not None else (kind,)
+    if get_origin(kind) is Literal:
+        return chance.choice(options)
+    return chance.choice(PLAUSIBLE.get(next((one for one in options if one in PLAUSIBLE), None), ["a", "b"]))
+
+
+def line_of(command: str, cls: type, chance: random.Random) -> list[str]:
+    """A command line for a command whose settings the dataclass lists."""
+    flags = {"train": [*TINY.split(), "--data", "data/numbers"], "sample": ["--max-new-tokens", "5"]}.get(command, [])
+    flags += ["--device", "cpu"] * (command in ("train", "sample"))
+    settings = list(settings_of(cls))
+    first = [value_of(name, kind, chance) for name, kind, positional in settings if positional]
+    for name, kind, positional in chance.sample(settings, chance.choice([0, 1, 1, 2, 2, 3, 6])):
+        flag = f"--{chance.choice(['', 'no-'] if kind is bool else [''])}{name.replace('_', chance.choice('-_'))}"
+        if name not in ("wandb", "compile") or kind is not bool:
+            flags += [] if positional else [flag] if kind is bool else [flag, value_of(name, kind, chance)]
+    if command == "bench":  # which takes long, unless it refuses
+        flags += chance.choice([["--rounds", "0"], ["--batch-size", "-1"], ["--dtype", "int8"], ["--nanogpt", "none"]])
+    return first[: chance.choice([0, 1, 1, 1, 1, len(first)])] + flags
+
+
+COMMANDS = {
+    "train": (train, train.TrainConfig),
+    "prepare": (prepare, PrepareConfig),
+    "sample": (sample, sample.SampleConfig),
+    "bench": (bench, bench.BenchConfig),
+}
+
+
+class TooLong(BaseException):
+    """The command line took longer than it may."""
+
+
+@contextlib.contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    def stop(number: int, frame: Any) -> None:
+        raise TooLong
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="module")
+def place(numbers, tmp_path_factory) -> Iterator[Path]:
+    """A folder to be in, with texts, a dataset and a run."""
+    folder = tmp_path_factory.mktemp("lines")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        monkeypatch.setitem(sys.modules, "wandb", None)
+        for name in ("folder", "folder.png", "data", "out"):
+            Path(name).mkdir()
+        Path("text.txt").write_text(numbers_text(60))
+        Path("folder/part.txt").write_text(numbers_text(20))
+        Path("lines.jsonl").write_text('{"text": "one line"}\n{"text": "another line"}\n' * 20)
+        Path("data/numbers").symlink_to(numbers)
+        train_tiny(Path("data/numbers"), Path("out/run"), "--steps", 4, "--context-length", 8)
+        yield folder
+
+
+def clear(place: Path, arguments: list[str]) -> set[str]:
+    """Remove what a command line has made where it was told to; return what else it has made."""
+    made = {path.name for path in place.iterdir()} - {"text.txt", "lines.jsonl", "folder", "folder.png", "data", "out"}
+    named = {value.split("/")[0] for given in arguments for value in (given, given.partition("=")[2])} | {"cache"}
+    if "" in named or "." in named:  # which is here
+        named |= {".lock", ".lock.owner", "config.toml", "checkpoints", "metrics.jsonl", "loss.png"}
+    for name in made & named:
+        (shutil.rmtree if (place / name).is_dir() else os.remove)(place / name)
+    return made - named
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_any_command_line_ends_in_one_line_at_most(command, place, monkeypatch):
+    module, cls = COMMANDS[command]
+    chance, codes = random.Random(command), {0: 0, 1: 0, 2: 0}
+    for _ in range(LINES // (20 if command == "bench" else 3)):
+        arguments = line_of(command, cls, chance)
+        streams = [io.TextIOWrapper(io.BytesIO(b"a prompt, or some text\n" * 20), "utf-8") for _ in range(3)]
+        streams[1:] = [io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2)]
+        told = shlex.join([command, *arguments])
+        with monkeypatch.context() as patch, at_most(SECONDS):
+            for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
+                patch.setattr(sys, name, stream)
+            try:
+                code = exit_code_of(lambda arguments=arguments: module.main(arguments))
+            except BaseException as error:
+                raise AssertionError(f"{told}: {type(error).__name__}") from error
+        streams[2].flush()
+        errors = streams[2].buffer.getvalue().decode()
+        assert code in codes and errors.count("\n") <= 1 and (code == 0 or errors), f"{told}: {code}, {errors}"
+        assert (place / "data" / "numbers" / "manifest.json").is_file() and not clear(place, arguments), told
+        codes[code] += 1
+    assert codes[2] and (command == "bench" or (codes[0] and codes[1])), codes  # all three came up
+
+
+def test_every_setting_comes_up():
+    chance = random.Random(0)
+    for command, (_, cls) in COMMANDS.items():
+        given = {word for _ in range(2000) for word in line_of(command, cls, chance)}
+        for name, kind, positional in settings_of(cls):
+            flags = {f"--{prefix}{name.replace('_', joint)}" for prefix in ("", "no-") for joint in "-_"}
+            assert positional or flags & given or (name in ("wandb", "compile") and kind is bool), name
