@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from engine import batches
 from engine.dataset import Dataset, open_dataset, verify_dataset
-from engine.device import DTYPES, choose_device, choose_dtype, mixed_precision, total_memory
+from engine.device import DTYPES, ask_for_determinism, choose_device, choose_dtype, mixed_precision, total_memory
 from engine.files import sha256
 from engine.kernels import IGNORED, compile_parts, recompute_activations
 from engine.observers import Clock, MetricsFile, Terminal, WeightsAndBiases, conclude, describe, notify, say, warn
@@ -59,6 +59,7 @@ class ChangeableConfig:
     parallel: Literal["ddp", "fsdp"] = "ddp"  # Under torchrun: each process holds the whole model, or a shard of it.
     # Seconds that a process waits for the others before all end with an error.
     timeout: Annotated[int, "at least 1, at most 1e8"] = 600
+    deterministic: bool = False  # On CUDA: only kernels that give the same bits each time, which are slower.
     resume: bool = False  # Continue from the newest checkpoint in the run folder, if there is one.
     verify_data: bool = False  # Hash the dataset anew; without, only if its files changed since the last time.
     plan: bool = False  # Only print what the run takes, here and on GPUs: memory, messages, time.
@@ -140,6 +141,8 @@ def train(config: TrainConfig, world: World = ALONE, observers: Sequence[Any] = 
     dataset = open_data(config, world)
     config = complete(config, dataset, world)
     world.check_same(flatten(config) | {"the text in data": dataset.sha256}, but=OF_A_MACHINE)
+    if config.deterministic:
+        ask_for_determinism()
     torch.manual_seed(config.seed)
     with torch.device("meta"):
         model = GPT(config.model)

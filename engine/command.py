@@ -95,6 +95,6 @@ def run_command(main: Callable[[], int | None]) -> None:
         print("interrupted", file=sys.stderr)
         code = 130
     except (MemoryError, RuntimeError, OSError, ValueError) as error:
-        print(f"error: {explain(error)}", file=sys.stderr)
+        sys.stderr.write(f"error: {explain(error)}\n")  # at once, though others may be writing too
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said and saved: a late Ctrl-C has nothing to stop
     sys.exit(code)

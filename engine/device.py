@@ -22,9 +22,9 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
             raise RuntimeError("nothing trains there")
         if device.type == "cuda":
             device = torch.device("cuda", local_rank if device.index is None else device.index)
-        torch.empty(0, device=device)
         if device.type == "cuda":
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(device)  # first, or the other GPUs' processes all take memory on this one
+        torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"--device {name} can't be used here ({reason}); try auto, cpu, cuda or mps") from None
@@ -50,6 +50,12 @@ def choose_dtype(name: str, device: torch.device, width: int) -> torch.dtype:
 def mixed_precision(dtype: torch.dtype, device: torch.device) -> torch.autocast:
     """Inside of it, matrix products compute in that dtype."""
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
+def ask_for_determinism() -> None:
+    """Have CUDA use only kernels that give the same bits each time: slower; to be asked before its first use."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
 
 def total_memory(device: torch.device) -> float:

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import threading
-import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -39,8 +38,6 @@ class World:
     local_rank: int = 0  # among the processes of its machine
     sharded: bool = False  # each process holds its rows of every parameter (FSDP), not all of them (DDP)
     launch: str = ""  # names the torchrun that started the processes, and starts them again after one failed
-    store: Any = None  # where processes leave each other word
-    timeout: float = 600.0  # seconds without word after which one is given up
 
     @property
     def is_first(self) -> bool:
@@ -77,27 +74,20 @@ class World:
         """Whether the flag is up on at least one process. The processors settle it: no GPU is waited for."""
         return bool(self.sum(torch.tensor(float(flag)))) if self.size > 1 else flag
 
-    def barrier(self) -> None:
-        """Go on when all processes are here."""
-        self.any(False)
-
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:
-        """Around work that some processes do alone for as long as it takes: at its end all wait for each other.
+        """Around work that some processes do alone for as long as it takes: at its end all have waited for each other.
 
-        Who works gives word, so that only a process that is gone, or stopped, is given up after the timeout: the others
-        raise TimeoutError.
+        Meanwhile each gives word every second, so that only one that is gone, or stopped, is given up: RuntimeError.
         """
-        if self.size == 1:
-            yield
-            return
-        number = self.store.add(f"patience of {self.rank}", 1)  # the how manieth wait this is, for all alike
-        word, done = (f"{number} {what} {{}}" for what in ("word", "done"))
-        finished = threading.Event()
+        finished, errors = threading.Event(), []
 
         def give_word() -> None:
-            while not finished.wait(1):
-                self.store.add(word.format(self.rank), 1)
+            try:
+                while self.any(not finished.is_set()):
+                    finished.wait(1)
+            except RuntimeError as error:
+                errors.append(error)
 
         thread = threading.Thread(target=give_word, daemon=True)
         thread.start()
@@ -106,16 +96,8 @@ class World:
         finally:
             finished.set()
             thread.join()
-        self.store.set(done.format(self.rank), "")
-        heard, count, waiting = time.monotonic(), -1, True
-        while waiting and time.monotonic() - heard < self.timeout:
-            waiting = [rank for rank in range(self.size) if not self.store.check([done.format(rank)])]
-            if waiting and (now := sum(self.store.add(word.format(rank), 0) for rank in waiting)) != count:
-                heard, count = time.monotonic(), now
-            time.sleep(0.01 * bool(waiting))
-        if waiting:
-            raise TimeoutError(f"process {waiting[0]} gave no word for {self.timeout:.0f} s; see what became of it")
-        self.barrier()  # the first process may hold the store, and leaves when all have looked
+        if errors:
+            raise errors[0]
 
     def check_same(self, settings: dict[str, Any], but: Container[str] = ()) -> None:
         """Raise ValueError, on every process, unless all were given the same; the message names what is not."""
@@ -297,5 +279,11 @@ def processes(device: str, parallel: str = "ddp", timeout: float = 600) -> Itera
         store = dist.PrefixStore(f"start {restarts}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
     launch = f"{os.getppid()} on {platform.node()}"
-    yield World(rank, size, chosen, here, parallel == "fsdp", launch, store, timeout)
-    dist.destroy_process_group()  # after an error it could wait for peers: the end of the process does it then
+    try:
+        yield World(rank, size, chosen, here, parallel == "fsdp", launch)
+    except BaseException:  # its peers may not answer any more, but what is left to the end of the process may abort it
+        leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        leaving.start()
+        leaving.join(2)
+        raise
+    dist.destroy_process_group()

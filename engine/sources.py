@@ -67,10 +67,10 @@ def find_sources(inputs: tuple[str, ...], glob: str | None, expected_sha256: str
             sources.append(Source(download(name, expected_sha256), name))
             downloads += 1
         elif path.is_dir():
-            folders += 1
-            found = [path / file for file in _files(path, glob or "*", lambda entry: entry.name.startswith("."))]
+            folders, pattern = folders + 1, "*" if glob is None else glob
+            found = [path / file for file in _files(path, pattern, lambda entry: entry.name.startswith("."))]
             if not found:
-                raise ValueError(f"{path} has no files that match {glob or '*'!r}; see --glob")
+                raise ValueError(f"{path} has no files that match {pattern!r}; see --glob")
             sources += [Source(file, str(file)) for file in found]
         elif path.exists():
             sources.append(Source(path, name))

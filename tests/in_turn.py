@@ -163,6 +163,7 @@ def play(runs: list[dict[str, Any]]) -> None:
     with processes("cpu", timeout=configs[0].timeout) as world:
         for config, asked in zip(configs, runs, strict=True):
             folder_of(config.out).mkdir(exist_ok=True)
+            train.total_memory = lambda device, asked=asked: asked.get("memory", 2**40)
             stopper, watcher = Stopper(asked.get("stop"), asked.get("hang")), Watcher()
             observers = [Records(), stopper]
             observers += [watcher] if asked.get("watch") and world.is_first else []

@@ -126,3 +126,18 @@ def test_a_step_trains_whichever_the_optimizer():
         for _ in range(20):
             step()
         assert loss_of(model).item() < before and all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["train", "--nanogpt", "none"], "--nanogpt none has no model.py; give the folder of a clone"),
+        (["decode", "--nanogpt", "CLONE"], "--nanogpt runs in the stage train, not in decode; leave it out"),
+        (["--rounds", "0"], "--rounds is 0; it must be at least 1"),
+    ],
+)
+def test_a_race_that_can_not_be_run_is_refused_at_once(flags, message, capsys, tmp_path):
+    (tmp_path / "model.py").write_text("")
+    with pytest.raises(SystemExit, match="2"):
+        bench.main([flag.replace("CLONE", str(tmp_path)) for flag in flags])
+    assert message in capsys.readouterr().err

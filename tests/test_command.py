@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import ROOT, exit_code_of
 
-from engine.command import SPINS, Interruption, command_line, wait_briefly
+from engine.command import SPINS, TOGETHER, Interruption, command_line, wait_briefly
 from engine.settings import load_settings
 from train import TrainConfig
 
@@ -105,11 +106,14 @@ def test_an_interruption_is_noted_and_what_was_there_before_comes_back():
     assert {number: signal.getsignal(number) for number in before} == before
 
 
-def test_a_second_ctrl_c_stops_at_once_and_no_other_second_signal():
-    with Interruption() as interruption:
+def test_a_second_ctrl_c_stops_at_once_another_signal_only_later():
+    with Interruption() as interruption:  # torchrun passes on what the whole group was sent
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
             os.kill(os.getpid(), number)
         assert interruption.signal == signal.SIGTERM  # the first
+        interruption.since -= TOGETHER
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
     with Interruption(), pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
@@ -217,3 +221,28 @@ run_command(main)
     begun = time.monotonic()
     assert process.stderr.read() == "" and process.wait(timeout=60) in (0, 1)
     assert time.monotonic() - begun < 30
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (MemoryError("Unable to allocate 7 TiB"), "not enough memory (Unable to allocate 7 TiB); make the model, or "),
+        (RuntimeError("x\nDefaultCPUAllocator: can't allocate memory: 7"), "not enough memory (x DefaultCPUAllocator"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "not enough memory (CUDA out of memory. Tried); make"),
+        (RuntimeError("[../gloo/pair.cc:5] Connection closed by peer"), "another process ended, or can't be reached ("),
+        (IsADirectoryError(21, "Is a directory", "a\nb"), "Is a directory: a b"),
+    ],
+    ids=str,
+)
+def test_what_the_machine_refuses_is_one_line(error, told, capsys):
+    assert exit_code_of(raising(error)) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"error: {told}") and printed.count("\n") == 1
+
+
+def test_output_that_is_closed_or_can_not_say_a_character_stops_nothing():
+    says = "from engine.command import run_command\nrun_command(lambda: print('→ done'))"
+    process = python(f"import sys\nsys.stdout = sys.stderr = None\n{says}")
+    assert process.communicate(timeout=60) == ("", "") and process.returncode == 0
+    process = python(f"import sys\nsys.stdout.reconfigure(encoding='latin-1')\n{says}")
+    assert process.communicate(timeout=60) == ("? done\n", "") and process.returncode == 0

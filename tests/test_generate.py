@@ -1,5 +1,7 @@
 """Decoding: the cache, the window, choosing, what may not come, streaming."""
 
+import dataclasses
+
 import pytest
 import torch
 from helpers import SMALL, VARIANTS, randomised
@@ -17,6 +19,7 @@ from engine.generate import (
 )
 from engine.kernels import for_decoding
 from engine.tokenizer import ByteTokenizer, CharTokenizer
+from model import GPT
 
 
 def decoded(model, prompt, **options) -> list[list[int]]:
@@ -200,3 +203,36 @@ def test_texts_come_until_all_have_ended_and_no_more_tokens_are_asked_for():
     tokens = iter(torch.tensor([[97, 256], [98, 256], [256, 256], [99, 99]]))
     assert list(texts(tokens, ByteTokenizer(), 2)) == [["a", ""], ["b", ""], ["", ""], ["", ""]]
     assert next(tokens).tolist() == [99, 99]
+
+
+def test_a_model_that_is_training_decodes_without_dropout_and_trains_on():
+    model = GPT(dataclasses.replace(SMALL, dropout=0.5)).train()
+    prompt = torch.randint(37, (1, 5))
+    tokens = decoded(model, prompt, max_new_tokens=10, temperature=0)
+    assert model.training and model.blocks[0].training
+    assert decoded(model.eval(), prompt, max_new_tokens=10, temperature=0) == tokens
+
+
+def test_a_prompt_may_be_one_row():
+    model, prompt = randomised(SMALL), torch.randint(37, (5,))
+    choice = {"max_new_tokens": 5, "temperature": 0}
+    assert decoded(model, prompt, **choice) == decoded(model, prompt[None], **choice)
+
+
+def test_no_number_of_tokens_is_too_many_to_begin_with():
+    tokens = generate(randomised(SMALL), torch.tensor([[1]]), 10**15, temperature=0)
+    assert len([next(tokens) for _ in range(3)]) == 3
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-9])
+def test_the_coldest_temperatures_choose_the_most_likely(temperature):
+    logits = torch.randn(5, 37)
+    assert choose(logits, temperature, None, 1.0, torch.Generator()).equal(logits.argmax(dim=-1))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_logits_that_are_not_finite_are_named(bad, temperature):
+    logits = torch.zeros(1, 5).index_fill(1, torch.tensor([2]), bad)
+    with pytest.raises(ValueError, match="the model's logits are not finite: it diverged in training"):
+        choose(logits, temperature, None, 1.0, torch.Generator())

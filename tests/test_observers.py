@@ -14,7 +14,7 @@ from helpers import logged, tiny
 
 import train
 from engine.dataset import open_dataset
-from engine.observers import SPIKE, Clock, MetricsFile, Terminal
+from engine.observers import SPIKE, Clock, MetricsFile, Terminal, conclude
 from engine.settings import load_settings
 
 
@@ -300,3 +300,23 @@ def test_weights_and_biases_is_imported_only_when_asked(numbers, tmp_path, monke
     assert train.main(tiny(numbers, tmp_path / "loud", "--steps", 2, "--wandb")) == 0
     (logged_to,) = (tmp_path / "loud").glob("wandb/offline-run-*")
     assert logged_to.name.endswith((tmp_path / "loud" / "wandb.id").read_text())
+
+
+# Steps that are skipped.
+
+
+def test_skipped_steps_are_told_as_they_happen_and_at_the_end(numbers, tmp_path, capsys):
+    observers = [Spoiling(2, math.nan), MetricsFile(), Terminal()]
+    run = observed(numbers, tmp_path, "--steps", 4, "--eval-every", 4, observers=observers)
+    conclude(run)
+    said = capsys.readouterr().out
+    assert said.count("1 skipped since the last record: their gradients were not finite") == 1
+    assert "step      2  1 skipped" in said and ", 1 of them skipped, as their gradients were not finite. Val" in said
+
+
+def test_a_model_that_diverged_ends_without_a_sample(numbers, tmp_path, capsys):
+    run = observed(numbers, tmp_path, "--steps", 1, observers=[])
+    with torch.no_grad():
+        run.model.token_embedding.weight.fill_(math.nan)
+    conclude(run)
+    assert "none: the model's logits are not finite" in capsys.readouterr().out

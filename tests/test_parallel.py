@@ -4,8 +4,10 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,7 +23,7 @@ from in_turn import LENGTH, ROWS, folder_of, masks
 
 import train
 from engine.dataset import open_dataset
-from engine.parallel import World
+from engine.parallel import World, processes
 from engine.run_folder import list_checkpoints
 from engine.settings import load_settings
 from model import GPT
@@ -98,7 +100,9 @@ def runs(place, play) -> Path:
 
     micro = ["--micro-batch-size", 2]
     play(1, [whole(kind, 1) for kind in ("ddp-muon", "ddp-adamw")])
-    play(2, [whole(kind, 2, *micro) for kind in KINDS] + parts("elastic", 7))  # from 2 …
+    each = {"flags": flags_of(place, "each", *KINDS["fsdp-muon"], *micro), "memory": 1}
+    narrow = [{"flags": flags_of(place, f"{kind}-narrow", *KINDS[kind], "--dtype", "bfloat16")} for kind in KINDS]
+    play(2, [whole(kind, 2, *micro) for kind in KINDS] + [each, *narrow] + parts("elastic", 7))  # from 2 …
     play(1, parts("elastic", 13))  # … to 1 …
     four = [whole(kind, 4, *(["--checkpoint-activations"] if kind == "fsdp-adamw" else [])) for kind in KINDS]
     play(4, four + parts("elastic", None) + parts("again", 7, None))  # … to 4
@@ -121,6 +125,17 @@ def test_a_run_stopped_on_two_goes_on_on_one_and_ends_on_four(runs, kind):
 def test_a_run_resumed_on_as_many_processes_is_the_same_bit_for_bit(runs, kind):
     assert "Resuming after step 7" in seen(runs / f"{kind}-again")["said"]
     assert_same(runs / f"{kind}-4", runs / f"{kind}-again", 0)
+
+
+def test_gradients_reduced_in_each_micro_batch_are_the_same(runs):
+    assert_same(runs / "ddp-muon-1", runs / "each", 1e-5)
+    assert "Gradients are reduced in each micro-batch" in seen(runs / "each")["said"]
+    assert "Gradients are reduced" not in seen(runs / "fsdp-muon-2")["said"]
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_in_bfloat16_sharded_processes_compute_what_whole_ones_do(runs, optimizer):
+    assert_same(runs / f"ddp-{optimizer}-narrow", runs / f"fsdp-{optimizer}-narrow", 2e-4)
 
 
 # What is sent, held and said.
@@ -282,6 +297,69 @@ def test_a_process_that_hangs_ends_the_run(place, play):
     with pytest.raises(AssertionError, match="Timed out waiting 2000ms"):
         play(2, [{"flags": flags_of(place, "hangs", "--timeout", 2), "hang": 5}])
     assert time.monotonic() - begun < 2 + 5
+
+
+# Processes that differ, work alone, or hang.
+
+TWO = """
+import os, signal, sys, time
+child = os.fork()  # one import of torch serves both
+os.environ["RANK"] = os.environ["LOCAL_RANK"] = "1" if child else "0"
+from engine.command import run_command
+from engine.parallel import processes
+
+def main():
+    with processes("cpu", timeout=2) as world:
+        steps = 12 if sys.argv[1] == "differ" and world.rank else 10
+        world.check_same({"steps": steps, "out": world.rank, "seed": 1}, but={"out"})
+        with world.patience():
+            if world.is_first and sys.argv[1] == "work":
+                time.sleep(5)
+            if world.is_first and sys.argv[1] == "hang":
+                os.kill(os.getpid(), signal.SIGSTOP)
+        os.write(1, b"went on\\n")
+
+try:
+    run_command(main)
+finally:
+    if child:
+        os.kill(child, signal.SIGCONT)
+        if sys.argv[1] == "hang":
+            os.kill(child, signal.SIGKILL)
+        os.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "said", "told"),
+    [
+        ("work", "went on\nwent on\n", "^$"),  # longer than the timeout
+        ("hang", "", "^error: another process ended, or can't be reached .*[Tt]imed out"),
+        ("differ", "", "error: process 1 of 2 does not fit the first: steps 10 → 12; start all alike"),
+        ("differ", "", "error: process 0 of 2 does not fit the first: another process has other settings, or text"),
+    ],
+)
+def test_two_processes_wait_for_work_and_not_for_one_that_hangs_or_differs(mode, said, told):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    given = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    options = {"capture_output": True, "encoding": "utf-8", "cwd": ROOT, "timeout": 60, "env": os.environ | given}
+    done = subprocess.run([sys.executable, "-c", TWO, mode], **options)
+    assert done.stdout == said and (done.returncode == 0) == bool(said)
+    assert re.search(told, done.stderr) and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong"), [({}, "RANK is not set"), ({"RANK": "0", "LOCAL_RANK": "0"}, "LOCAL_WORLD_SIZE is")]
+)
+def test_processes_that_nobody_counted_are_refused(given, wrong, monkeypatch):
+    for name, value in ({"WORLD_SIZE": "2"} | given).items():
+        monkeypatch.setenv(name, value)
+    with (
+        pytest.raises(ValueError, match=f"WORLD_SIZE is 2, but {wrong}.*; start many processes with torchrun"),
+        processes("cpu"),
+    ):
+        pass
 
 
 # Several machines.

@@ -18,6 +18,7 @@ import pytest
 import prepare as command
 from engine import dataset as dataset_module
 from engine.dataset import FORMAT, open_dataset
+from engine.files import held_alone
 from prepare import PrepareConfig
 
 OFFLINE = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
@@ -407,3 +408,84 @@ def test_run_after_a_kill_cleans_up_and_succeeds(prepare, tmp_path: Path):
     (tmp_path / "large.txt").write_text("less text\n" * 10)
     prepare("large.txt", "--tokenizer", "byte")
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["large"]
+
+
+# What must not be lost, or done in silence.
+
+
+def test_a_dataset_has_one_maker_at_a_time(prepare, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("text to prepare\n" * 10)
+    with held_alone(tmp_path / "data" / "a"):
+        prepare("a.txt", expect_error=f"^{tmp_path}/data/a is in use by process {os.getpid()} on .*; wait for it")
+    prepare("a.txt")
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["a"]
+
+
+def test_force_replaces_nothing_but_a_dataset(prepare, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("text to prepare\n" * 10)
+    prepare("a.txt")
+    (tmp_path / "data" / "a" / "checkpoints").mkdir()
+    prepare("a.txt", "--force", expect_error="^data/a holds checkpoints, which is no part of a dataset; move it")
+
+
+def test_a_link_stays_a_link(prepare, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("text to prepare\n" * 10)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere")
+    for flags in ((), ("--force",)):
+        prepare("a.txt", "--out", "link", *flags)
+        assert (tmp_path / "link").is_symlink() and (tmp_path / "elsewhere" / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize("name", ["train-00000.npy", "tokenizer.json"])
+def test_what_lacks_a_file_is_not_up_to_date(name: str, damage, prepare, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("text to prepare\n" * 10)
+    prepare("a.txt")
+    before = files(tmp_path / "data" / "a")
+    damage(tmp_path / "data" / "a" / name)
+    if damage is Path.unlink and name == "tokenizer.json":
+        return prepare("a.txt", expect_error="^data/a exists and is not a dataset")
+    assert "Nothing changed" not in prepare("a.txt")
+    assert files(tmp_path / "data" / "a") == before
+
+
+def test_a_torn_manifest_is_replaced_by_force(prepare, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("text to prepare\n" * 10)
+    prepare("a.txt")
+    before = files(tmp_path / "data" / "a")
+    (tmp_path / "data" / "a" / "manifest.json").write_bytes(before["manifest.json"][:100])
+    prepare("a.txt", expect_error="^data/a was made with a manifest.json that is damaged; use --force to replace it")
+    prepare("a.txt", "--force")
+    assert files(tmp_path / "data" / "a") == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--vocab-size", "300", "--tokenizer", "byte"), "--vocab-size 300 is for --tokenizer bpe; byte has its own"),
+        (("--field", "body"), "--field body is for JSON lines"),
+        (("--glob", "*"), "--glob .* chooses files of a folder, and no input is one"),
+        (("--sha256", "00"), "--sha256 00 is of a download, and no input is one"),
+        (("--vocab-size", "9" * 12), "--vocab-size is 999999999999; it must be at least 257, at most 16777216"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(flags, message, prepare, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("text to prepare\n" * 10)
+    prepare("a.txt", *flags, expect_error=f"^{message}")
+    assert not (tmp_path / "data").exists()
+
+
+def test_few_documents_are_split_by_their_bytes_and_that_is_said(prepare, tmp_path: Path):
+    (tmp_path / "book.txt").write_text("a" * 60_000)
+    (tmp_path / "note.txt").write_text("b" * 49)
+    printed = prepare("book.txt", "note.txt", "--tokenizer", "byte", "--out", "data/both")
+    assert "the last 10% of the text is for validation: whole documents can't be shared out like that" in printed
+    assert len(open_dataset(tmp_path / "data" / "both").val) == 6_005 + 2  # and two ends of text
+
+
+def test_a_million_spaces_in_a_row_are_text(prepare, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("some words " + " " * 1_500_000 + "\nand more\n")
+    prepare("a.txt", "--vocab-size", 300)
+    dataset = open_dataset(tmp_path / "data" / "a")
+    assert dataset.tokenizer.decode(dataset.train[:100]).startswith("some words ")

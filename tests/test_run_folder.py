@@ -252,3 +252,35 @@ def test_a_folder_belongs_to_one_run_of_a_process_until_it_is_closed(open_folder
     folder.close()
     open_folder(tmp_path).write_settings("steps = 1\n")
     assert (tmp_path / "config.toml").read_text() == "steps = 1\n"
+
+
+# Whose it is.
+
+
+@pytest.mark.parametrize("name", ["step-00000001.keep", "step-best", "step-1", "mine", ".mine", ".step-00000009.keep"])
+def test_copies_by_other_names_are_the_users(folder, name):
+    kept = shutil.copytree(save(folder, 1), folder.path / "checkpoints" / name)
+    for step in (2, 3, 4):
+        save(folder, step)
+    assert open_checkpoint(kept).step == 1
+    assert steps(folder) == [3, 4] and folder.newest(pytest.fail).step == 4
+
+
+def test_what_a_kill_left_of_any_step_is_removed(folder):
+    left = folder.path / "checkpoints" / ".step-00000001.partial.x"
+    left.mkdir(parents=True)
+    save(folder, 2)
+    assert not left.exists()
+
+
+def test_processes_that_are_started_again_resume_and_those_of_another_launch_do_not(open_folder, tmp_path):
+    first = open_folder(tmp_path, False, "1 on here")
+    save(first, 1)
+    first.close()
+    open_folder(tmp_path, False, "1 on here").close()
+    for launch in ("2 on here", ""):
+        for _ in range(2):  # and again, when torchrun starts what was refused once more
+            with pytest.raises(ValueError, match="already holds checkpoints; go on with --resume"):
+                RunFolder(tmp_path, False, launch)
+    open_folder(tmp_path, True, "2 on here").close()
+    open_folder(tmp_path, False, "2 on here").close()

@@ -1,16 +1,19 @@
 """Sampling, through the real command: prompts, streams, batches, pictures, mistakes."""
 
 import re
+import shutil
+import sys
 from pathlib import Path
 
 import matplotlib.image
 import pytest
+import safetensors.torch
 import torch
-from helpers import ROOT, VARIANTS, exit_code_of, randomised
+from helpers import ROOT, VARIANTS, exit_code_of, randomised, seal
 
 import sample
 import train
-from engine.run_folder import list_checkpoints
+from engine.run_folder import checkpoints_by_loss, list_checkpoints
 from engine.tokenizer import load_tokenizer
 from prepare import PrepareConfig, prepare
 
@@ -163,7 +166,63 @@ def test_weights_that_do_not_fit_their_settings_are_refused(trained):
     found = sample.find_checkpoint(trained)
     for name, value in (("num_layers", 3), ("num_layers", 10**9), ("d_ff", 7), ("bias", True)):
         found.state["model"][name] = value
-        with pytest.raises(ValueError, match=r"step-00000120 is damaged: its weights don't fit its state.json"):
+        with pytest.raises(ValueError, match=r"step-00000120.*(weights don't fit its state.json|num_layers is 10000)"):
             sample.load_model(found)
         found = sample.find_checkpoint(trained)
     assert found.path in list_checkpoints(trained)
+
+
+# When something is wrong with the run.
+
+
+def test_another_checkpoint_serves_where_the_best_is_damaged(trained, tmp_path, capsys):
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    shutil.copytree(run / "checkpoints" / "step-00000120", run / "checkpoints" / "step-00000119")
+    first, second = checkpoints_by_loss(run)
+    (first / "model.safetensors").write_bytes(b"")
+    flags = ["--max-new-tokens", "3", "--device", "cpu"]
+    sample.main([str(run), *flags])
+    printed = capsys.readouterr()
+    assert printed.out and re.fullmatch(
+        rf"warning: {first} is damaged: .*; {second.name} serves instead\n", printed.err
+    )
+    (second / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=f"{first} is damaged"):
+        sample.main([str(run), *flags])
+
+
+def test_a_diverged_model_is_one_line(trained, tmp_path):
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    path = list_checkpoints(run)[-1] / "model.safetensors"
+    weights = {name: tensor * torch.nan for name, tensor in safetensors.torch.load_file(path).items()}
+    safetensors.torch.save_file(weights, path)
+    seal(path.parent)
+    with pytest.raises(ValueError, match="the model's logits are not finite: it diverged"):
+        sample.main([str(path.parent), "--device", "cpu"])
+
+
+def test_a_prompt_may_begin_with_a_hyphen(trained, capsys):
+    sample.main([str(trained), "--prompt", "-a", "--max-new-tokens", "3", "--device", "cpu"])
+    assert capsys.readouterr().out.startswith("-a")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--stop", ""], "--stop '' would end every sample before it begins"),
+        (["--temperature", "nan"], "--temperature is nan; it must be a finite number"),
+        (["--attention", "."], r"--attention \. is to be a PNG"),
+        (["--layer", "1"], "--layer 1 chooses what --attention FILE.png draws"),
+    ],
+)
+def test_what_can_not_be_meant_is_refused_before_anything_is_read(flags, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        sample.main(["nowhere", *flags])
+    printed = capsys.readouterr().err
+    assert re.match(f"error: {message}", printed) and printed.count("\n") == 1
+
+
+def test_a_closed_standard_input_is_named(trained, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ValueError, match="standard input is closed; give the prompt with --prompt"):
+        sample.main([str(trained), "-", "--device", "cpu"])

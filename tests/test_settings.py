@@ -6,7 +6,7 @@ import inspect
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 
@@ -160,3 +160,43 @@ def test_help_says_what_every_setting_means(command, capsys):
 def test_compile_is_a_flag_that_may_be_left_open(given, compiled):
     assert load_settings(train.TrainConfig, [*given, "--steps", "20"]).compile is compiled
     assert load_settings(train.TrainConfig, ["--steps", "20", *given]).compile is compiled
+
+
+# Ranges.
+
+
+@dataclass(frozen=True)
+class Ranged:
+    share: Annotated[float, "above 0, at most 1"] = 1.0  # A share.
+    size: Annotated[int | None, "at least 1, below 1e3"] = None  # A size.
+    inner: Inner = field(default_factory=Inner)
+
+
+@pytest.mark.parametrize("flags", [[], ["--share", "1"], ["--share", "1e-9"], ["--size", "1"], ["--size", "999"]])
+def test_what_is_in_a_setting_s_range_is_taken(flags):
+    assert load_settings(Ranged, flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--share", "0"], "--share is 0.0; it must be above 0, at most 1"),
+        (["--share", "1.1"], "--share is 1.1; it must be above 0, at most 1"),
+        (["--share", "nan"], "--share is nan; it must be a finite number"),
+        (["--share", "-inf"], "--share is -inf; it must be a finite number"),
+        (["--size", "0"], "--size is 0; it must be at least 1, below 1e3"),
+        (["--size", "1000"], "--size is 1000; it must be at least 1, below 1e3"),
+    ],
+)
+def test_what_is_outside_is_named_with_the_range(flags, message, capsys, tmp_path):
+    with pytest.raises(SystemExit, match="2"):
+        load_settings(Ranged, flags)
+    assert capsys.readouterr().err == f"error: {message} (see --help)\n"
+    name, value = flags[0].removeprefix("--"), flags[1]
+    with pytest.raises(ValueError, match=f"run.toml: {re.escape(message)}"):
+        load_settings(Ranged, [written(tmp_path, f"{name} = {value}")])
+
+
+def test_names_that_no_file_can_hold_are_refused():
+    with pytest.raises(ValueError, match=r"'out/\\udcff' is not UTF-8, which config.toml has to be"):
+        load_settings(Ranged, ["--place", "out/\udcff"])

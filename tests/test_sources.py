@@ -5,6 +5,7 @@ import hashlib
 import http.server
 import os
 import re
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -215,3 +216,91 @@ def test_server_that_is_not_there_is_an_error(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with pytest.raises(ValueError, match=r"could not be downloaded .*refused"):
         download("http://127.0.0.1:9/text", "")
+
+
+# Folders, endings, and what an option is for.
+
+
+def test_links_to_folders_are_followed_but_not_in_circles(tmp_path: Path):
+    (tmp_path / "here" / "deep").mkdir(parents=True)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "a.txt").write_text("text")
+    (tmp_path / "here" / "link").symlink_to(tmp_path / "there")
+    assert [source.name for source in found(tmp_path / "here")] == [str(tmp_path / "here" / "link" / "a.txt")]
+    (tmp_path / "here" / "deep" / "back").symlink_to(tmp_path / "here")
+    with pytest.raises(ValueError, match=r"deep/back is a link that leads back to a folder around it; remove it"):
+        found(tmp_path / "here")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_that_can_not_be_read_is_no_empty_one(tmp_path: Path):
+    (tmp_path / "closed").mkdir(mode=0)
+    with pytest.raises(PermissionError):
+        found(tmp_path)
+
+
+def test_a_folder_may_be_deep(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(1200):
+        os.mkdir("d")
+        os.chdir("d")
+    Path("a.txt").write_text("text")
+    os.chdir(tmp_path)
+    assert [source.name for source in found("d")] == ["d/" * 1200 + "a.txt"]
+    subprocess.run(["rm", "-r", "d"], check=True)  # Python's own way is not so patient
+
+
+@pytest.mark.parametrize(
+    ("glob", "names"),
+    [("*.md", ["a.md", "sub/b.md"]), ("sub/*.md", ["sub/b.md"]), ("**/*.md", ["a.md", "sub/b.md"])],
+)
+def test_a_glob_is_sought_at_any_depth(glob: str, names: list[str], tmp_path: Path):
+    (tmp_path / "sub").mkdir()
+    for name in ("a.md", "a.txt", "sub/b.md", ".c.md"):
+        (tmp_path / name).write_text("text")
+    assert [source.name for source in found(tmp_path, glob=glob)] == [str(tmp_path / name) for name in names]
+
+
+@pytest.mark.parametrize("glob", ["", "/a", "a/**/b"])
+def test_what_is_no_pattern_is_refused(glob: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=f"--glob '{re.escape(glob)}' is not a pattern"):
+        found(tmp_path, glob=glob)
+
+
+@pytest.mark.parametrize(("option", "flag"), [({"glob": "*"}, "--glob"), ({"sha256": "00"}, "--sha256")])
+def test_an_option_that_no_input_has_a_use_for_is_refused(option: dict, flag: str, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ValueError, match=f"^{flag} .*, and no input is one; leave it out"):
+        found(tmp_path / "a.txt", **option)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_json"),
+    [("a.JSONL", 1), ("a.ndjson", 1), ("a.jsonl.2024-01-01", 1), ("a.Jsonl.GZ", 1), ("a.jsonl.txt", 0), ("jsonl", 0)],
+)
+def test_the_ending_tells_how_a_file_is_read_whatever_its_case(name: str, is_json: bool, tmp_path: Path):
+    line = b'{"text": "a document"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith("GZ") else line)
+    assert texts(tmp_path / name) == (["a document"] if is_json else [line.decode()])
+
+
+@pytest.mark.parametrize(
+    ("content", "is_json"), [('{"text": "a"}\n{"text": "b"}', True), ("{\n}", False), ("7\n", False)]
+)
+def test_json_lines_are_known_in_a_pipe_too(content: str, is_json: bool, tmp_path: Path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=(content,))
+    writer.start()
+    (source,) = found(tmp_path / "pipe", spool=tmp_path)
+    writer.join()
+    assert texts(source.path) == (["a", "b"] if is_json else [content])
+
+
+def test_json_may_begin_with_a_byte_order_mark_and_have_numbers_of_any_length(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "id": ' + "7" * 5000 + "}\n", encoding="utf-8-sig")
+    assert texts(tmp_path / "a.jsonl") == ["a"]
+
+
+def test_an_address_that_is_none_is_one_line():
+    with pytest.raises(ValueError, match=r"http://\[::1 could not be downloaded \(Invalid IPv6 URL\)"):
+        found("http://[::1")

@@ -40,6 +40,7 @@ from engine.optimizer import Optimizer, OptimizerConfig
 from engine.run_folder import UNRECORDED, RunFolder, list_checkpoints
 from engine.settings import flatten, load_settings
 from model import GPT, ModelConfig
+from prepare import PrepareConfig, prepare
 
 
 class Signalling:
@@ -339,6 +340,7 @@ OTHER_VALUES = {  # of every setting, another than in a tiny run
     "timeout": 60,
     "resume": True,
     "verify_data": True,
+    "deterministic": True,
     "plan": True,
     "wandb": True,
     "batch_size": 8,
@@ -596,3 +598,105 @@ def test_a_start_that_is_refused_lets_go_of_the_folder(numbers, tmp_path):
         train.train(dataclasses.replace(config, resume=True, seed=5))
     assert_free(tmp_path / "run")
     del caught, caught_too  # as in a notebook, the errors were kept until here, and with them all that they held
+
+
+# What happens to the data, the terminal and the clock meanwhile.
+
+
+class Meanwhile:
+    """Does something after a step."""
+
+    def __init__(self, step: int, act: Callable[[], Any]):
+        self.step, self.act = step, act
+
+    def stepped(self, run: Any) -> None:
+        if run.step == self.step:
+            self.act()
+
+
+def test_a_dataset_that_is_replaced_or_removed_on_the_way_changes_nothing_and_is_not_resumed_on(
+    numbers, tmp_path, capsys
+):
+    data, out = Path(shutil.copytree(numbers, tmp_path / "data")), tmp_path / "run"
+    (tmp_path / "other.txt").write_text(numbers_text(50))
+    other = PrepareConfig((str(tmp_path / "other.txt"),), tokenizer="char", out=data, force=True)
+    stop = stopped_after(4)
+    train_tiny(data, out, "--steps", 9, observers=[Meanwhile(2, lambda: prepare(other))], stop=stop)
+    with pytest.raises(ValueError, match="--resume can't change the text in --data"):
+        train_tiny(data, out, "--steps", 9, "--resume")
+    gone, again = stopped_after(4), tmp_path / "again"
+    data = Path(shutil.copytree(numbers, tmp_path / "moved"))
+    train_tiny(data, again, "--steps", 9, observers=[Meanwhile(2, lambda: shutil.rmtree(data))], stop=gone)
+    assert same_checkpoint(newest_checkpoint(out), newest_checkpoint(again)) and newest_checkpoint(again).step == 4
+    train_tiny(numbers, again, "--steps", 9, "--resume")
+
+
+@pytest.mark.parametrize("place", ["data", "data/run"])
+def test_a_run_does_not_go_into_its_dataset(place, numbers, tmp_path):
+    data = Path(shutil.copytree(numbers, tmp_path / "data"))
+    with pytest.raises(SystemExit, match="2"):
+        train.main(tiny(data, tmp_path / place))
+    with pytest.raises(ValueError, match=r"lies in the dataset .*; choose a folder outside of it"):
+        train.TrainConfig(data=data, out=tmp_path / place)
+    assert sorted(path.name for path in data.iterdir()) == sorted(path.name for path in numbers.iterdir())
+
+
+class InTheEvaluation:
+    """Says to stop when it is asked for the third time after a step, in the middle of an evaluation."""
+
+    def __init__(self, step: int):
+        self.step, self.asked = step, 0
+
+    def stepped(self, run: Any) -> None:
+        self.asked = 1 if run.step >= self.step else 0
+
+    def __call__(self) -> bool:
+        self.asked += self.asked > 0
+        return self.asked > 3
+
+
+def test_an_evaluation_that_is_interrupted_comes_after_the_resume(numbers, trained, monkeypatch):
+    monkeypatch.setattr(train.batches.evaluation_batches, "__defaults__", (64,))  # several batches
+    flags = ["--steps", 6, "--eval-every", 3, "--save-every", 100, "--eval-tokens", 640]
+    run = trained("run", *flags, stop=InTheEvaluation(3))
+    assert newest_checkpoint(run).step == 3 and newest_checkpoint(run).state["val_loss"] is None
+    assert_same_run(trained("whole", *flags), trained("run", *flags, "--resume"))
+
+
+def test_a_closed_pipe_costs_nothing(numbers, tmp_path):
+    command = shlex.join([sys.executable, str(ROOT / "train.py"), *tiny(numbers, tmp_path / "run", "--steps", 30)])
+    done = subprocess.run(f"{command} --eval-every 2 | head -1", shell=True, capture_output=True, encoding="utf-8")
+    assert done.stdout.startswith("data   ") and done.stdout.count("\n") == 1 and not done.stderr
+    assert newest_checkpoint(tmp_path / "run").step == 30
+
+
+# Longer, shorter, colder: what a resume changes.
+
+
+def test_a_resume_says_what_it_changes_and_where_that_leaves_the_learning_rate(numbers, trained, tmp_path, capsys):
+    trained("run", "--steps", 4)
+    capsys.readouterr()
+    trained("run", "--steps", 8, "--learning-rate", 0.005, "--resume")
+    said = capsys.readouterr().out.splitlines()[0]
+    changes = "Resuming after step 4, steps 4 → 8, learning_rate 0.01 → 0.005"
+    assert said == f"{changes}; the learning rate goes on at 0.0025, not 0"
+    assert newest_checkpoint(tmp_path / "run").state["changes"] == [
+        {"step": 4, "steps": [4, 8], "learning_rate": [0.01, 0.005]}
+    ]
+    with pytest.raises(ValueError, match="--steps 5 are fewer than the 8 that are done; give more"):
+        trained("run", "--steps", 5, "--resume")
+
+
+def test_a_run_that_left_float16_trains_on_unscaled_and_one_that_came_to_it_scaled(numbers, trained, tmp_path):
+    flags = ["--steps", 6, "--save-every", 3]
+    for name, first, then, scale in (("left", "float16", "float32", 1), ("came", "float32", "float16", 2**16)):
+        trained(name, *flags, "--dtype", first, stop=stopped_after(3))
+        norms = logged(trained(name, *flags, "--dtype", then, "--resume"), "grad_norm")
+        assert dict(newest_checkpoint(tmp_path / name).optimizer())["guard.loss_scale"] == scale
+        assert 0.2 < norms[6] / norms[3] < 5
+
+
+def test_a_schedule_that_ends_before_its_warm_up_is_refused(numbers, tmp_path):
+    with pytest.raises(ValueError, match="--steps 5 end before --warmup-steps 5 do; lower the warm-up"):
+        train.TrainConfig(steps=5, optimizer=OptimizerConfig(warmup_steps=5))
+    assert train.TrainConfig(steps=1).optimizer.warmup_steps is None
