@@ -47,11 +47,10 @@ class ModelConfig:
 
     def __post_init__(self):
         most = {"vocab_size": 2**24, "context_length": 10**7, "num_layers": 10**4, "num_heads": 10**4, "d_model": 10**6}
-        limits = {name: (1, limit) for name, limit in most.items()}
-        limits |= {"d_ff": (0, 10**7), "logit_softcap": (0, 1e6)}  # d_ff 0 used to say: not set
-        for name, (least, limit) in limits.items():
-            if getattr(self, name) is not None and not least <= getattr(self, name) <= limit:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be from {least} to {limit}")
+        for name, limit in (most | {"d_ff": 10**7, "logit_softcap": 10**6}).items():
+            value, least = getattr(self, name), int(name in most)  # d_ff 0 used to say: not set
+            if value is not None and not least <= value <= limit:
+                raise ValueError(f"{name} is {value}; it must be from {least} to {limit}")
         if self.d_model % self.num_heads:
             raise ValueError(f"d_model {self.d_model} does not divide into {self.num_heads} heads; change one of them")
         if self.position == "rope" and self.head_dim % 2:

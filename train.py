@@ -1,7 +1,6 @@
 """Train a GPT on a prepared dataset: data/<name>/ → out/<run>/.
 
 python train.py [config/NAME.toml] [--flags]      --help shows every setting
-torchrun --nproc-per-node 8 train.py config/gpt2-124m.toml
 """
 
 from engine.command import Interruption, command_line, run_command, wait_briefly
@@ -28,13 +27,12 @@ from engine.observers import Clock, MetricsFile, Terminal, WeightsAndBiases, con
 from engine.optimizer import Optimizer, OptimizerConfig
 from engine.parallel import ALONE, World, averaging, load, materialise, processes, reduces_each, replicate
 from engine.plan import Plan
-from engine.run_folder import RunFolder, changed_settings
+from engine.run_folder import UNRECORDED, RunFolder, changed_settings
 from engine.settings import check_ranges, flatten, load_settings, to_toml
 from model import GPT, ModelConfig
 from prepare import PrepareConfig, prepare
 
 BUILT_IN = Path("data/stdlib")
-OF_A_MACHINE = {"data", "out", "device", "verify_data", "wandb"}  # settings that may differ between processes
 Stop = Callable[[], bool]  # whether to stop now; bool itself never says so
 
 
@@ -45,11 +43,9 @@ class ChangeableConfig:
     data: Path = BUILT_IN  # The dataset: what prepare.py made.
     out: Path = Path("out/stdlib")  # The run folder, for checkpoints, metrics and pictures.
     steps: Annotated[int, "at least 1, at most 1e9"] = 400  # Optimizer steps in all.
-    # Sequences in a forward pass of a process; None: all. Fewer save memory.
-    micro_batch_size: Annotated[int | None, "at least 0"] = None
+    micro_batch_size: Annotated[int | None, "at least 0"] = None  # Sequences at once; None: all. Fewer save memory.
     eval_every: Annotated[int, "at least 1"] = 200  # Steps between evaluations.
-    # Tokens of the validation split to evaluate on, spread evenly; 0: all.
-    eval_tokens: Annotated[int, "at least 0"] = 2**17
+    eval_tokens: Annotated[int, "at least 0"] = 2**17  # Tokens of the validation split to evaluate on; 0: all.
     save_every: Annotated[int, "at least 1"] = 200  # Steps between checkpoints; a new best evaluation is saved too.
     log_every: Annotated[int, "at least 1"] = 10  # Steps between training records in metrics.jsonl.
     device: str = "auto"  # cpu, cuda, mps, or auto: the best there is.
@@ -57,8 +53,7 @@ class ChangeableConfig:
     compile: bool | None = None  # Compile the model; None: on CUDA, where it pays.
     checkpoint_activations: bool = False  # Recompute each block in the backward pass: slower, in far less memory.
     parallel: Literal["ddp", "fsdp"] = "ddp"  # Under torchrun: each process holds the whole model, or a shard of it.
-    # Seconds that a process waits for the others before all end with an error.
-    timeout: Annotated[int, "at least 1, at most 1e8"] = 600
+    timeout: Annotated[int, "at least 1, at most 1e8"] = 600  # Seconds until a process without a word is given up.
     deterministic: bool = False  # On CUDA: only kernels that give the same bits each time, which are slower.
     resume: bool = False  # Continue from the newest checkpoint in the run folder, if there is one.
     verify_data: bool = False  # Hash the dataset anew; without, only if its files changed since the last time.
@@ -140,7 +135,7 @@ def train(config: TrainConfig, world: World = ALONE, observers: Sequence[Any] = 
     check_ranges(config)
     dataset = open_data(config, world)
     config = complete(config, dataset, world)
-    world.check_same(flatten(config) | {"the text in data": dataset.sha256}, but=OF_A_MACHINE)
+    world.check_same(flatten(config) | {"the text in data": dataset.sha256}, but=UNRECORDED | {"device"})
     if config.deterministic:
         ask_for_determinism()
     torch.manual_seed(config.seed)
@@ -191,15 +186,13 @@ def loop(run: Run, observers: list[Any], stop: Stop) -> None:
 
 def plan(config: TrainConfig) -> str:
     """What the run would take. Without the dataset its vocabulary must be given; ValueError if it is not."""
-    check_ranges(config)
-    device = choose_device(config.device)
-    if dataset := None if config.model.vocab_size and not config.data.exists() else open_data(config, ALONE):
+    dataset, device = None, choose_device(config.device)
+    if config.data.exists() or not config.model.vocab_size:
+        dataset = open_data(config, ALONE)
         config = complete(config, dataset, World(0, 1, device))
     batches.check_sizes(config.batch_size, 1, config.micro_batch_size)
     shape, training = config.model, (config.batch_size, config.micro_batch_size, config.steps)
-    plan = Plan(
-        lambda layers: GPT(replace(shape, num_layers=layers)), shape.num_layers, *training, config.optimizer.optimizer
-    )
+    plan = Plan(lambda n: GPT(replace(shape, num_layers=n)), shape.num_layers, *training, config.optimizer.optimizer)
     dtype = choose_dtype(config.dtype, device, shape.d_model)
     return plan.describe(len(dataset.train) if dataset else 0, device, dtype)
 
@@ -246,8 +239,7 @@ def restore(run: Run) -> None:
         run.optimizer.load_state(run.world.broadcast_tensors(found.optimizer() if found else ()))
         run.best_loss = math.inf if state["best_val_loss"] is None else state["best_val_loss"]
         run.val_loss = state.get("val_loss")
-        told = describe(changed, run.config.optimizer, run.step, run.config.steps)
-        run.say(f"Resuming after step {run.step:,}{told}")
+        run.say(f"Resuming after step {run.step:,}{describe(changed, run)}")
     else:
         load(run.model, run.model.initial_values())
     run.clock = Clock(state["elapsed_seconds"] if state else 0.0, run.step)
@@ -279,8 +271,7 @@ def train_step(run: Run) -> tuple[Tensor, float, Tensor]:
 
     Loss and gradient are sums over the whole batch, divided by the number of its targets that count.
     """
-    config, world = run.config, run.world
-    inputs, targets = run.batches.get(run.step)
+    (inputs, targets), config, world = run.batches.get(run.step), run.config, run.world
     if config.model.dropout:
         torch.manual_seed(batches.derived_seed(config.seed, run.step, world.rank))
     counted = world.sum((targets != IGNORED).sum()).clamp(min=1)
@@ -300,7 +291,6 @@ def train_step(run: Run) -> tuple[Tensor, float, Tensor]:
 def training_record(run: Run, loss: Tensor, learning_rate: float, grad_norm: Tensor) -> dict[str, Any]:
     """A step's record for metrics.jsonl; here, and nowhere else in the loop, the device is waited for."""
     run.folder.check()
-    digest = torch.tensor(run.batches.digest, dtype=torch.float64)
     return {
         "step": run.step,
         "tokens": run.step * run.tokens_per_step,
@@ -310,16 +300,13 @@ def training_record(run: Run, loss: Tensor, learning_rate: float, grad_norm: Ten
         "tokens_per_second": round(run.clock.steps_per_second(run.step) * run.tokens_per_step, 1),
         "elapsed_seconds": round(run.clock.elapsed, 3),
         "skipped_steps": run.optimizer.count_skipped(run.saved),
-        "batch_digest": f"{int(run.world.sum(digest).item()):x}",
+        "batch_digest": f"{int(run.world.sum(torch.tensor(run.batches.digest, dtype=torch.float64))):x}",
     }
 
 
 @torch.no_grad()
 def evaluate(run: Run, stop: Stop = bool) -> dict[str, Any] | None:
-    """An evaluation's record for metrics.jsonl, over the same windows of the validation split every time.
-
-    None if stop() became true on any process before its end.
-    """
+    """An evaluation's record for metrics.jsonl, of the same windows each time; None if stop() told it to end before."""
     config, world = run.config, run.world
     windows = (run.dataset.val, config.model.context_length, config.eval_tokens, world.rank, world.size)
     total = torch.zeros(2, dtype=torch.float64)  # summed loss, targets that count

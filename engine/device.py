@@ -23,6 +23,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
         if device.type == "cuda":
             device = torch.device("cuda", local_rank if device.index is None else device.index)
         if device.type == "cuda":
+            torch.cuda.init()
             torch.cuda.set_device(device)  # first, or the other GPUs' processes all take memory on this one
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

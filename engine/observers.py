@@ -17,7 +17,7 @@ from tqdm import tqdm
 from engine.files import to_json, write_whole
 from engine.generate import generate_text, opening, texts
 from engine.kernels import for_decoding
-from engine.optimizer import OptimizerConfig, learning_rate_factor
+from engine.optimizer import learning_rate_factor
 from engine.pictures import draw_loss
 from engine.settings import flatten
 
@@ -193,11 +193,12 @@ class WeightsAndBiases:
             self.log.finish()
 
 
-def describe(changed: dict[str, Sequence], config: OptimizerConfig, step: int, steps: int) -> str:
+def describe(changed: dict[str, Sequence], run: Any) -> str:
     """What a resume changes, {name: (then, now)}, and what that makes of the learning rate, to be said."""
+    config, steps = run.config.optimizer, run.config.steps
     own = {name: then for name, (then, _) in changed.items() if hasattr(config, name)}
     schedules = ((replace(config, **own), changed.get("steps", [steps])[0]), (config, steps))
-    before, now = (one.learning_rate * learning_rate_factor(step, total, one) for one, total in schedules)
+    before, now = (one.learning_rate * learning_rate_factor(run.step, total, one) for one, total in schedules)
     listed = "".join(f", {name} {then} → {now}" for name, (then, now) in changed.items())
     return listed + (f"; the learning rate goes on at {now:.3g}, not {before:.3g}" if now != before else "")
 

@@ -1,13 +1,14 @@
 """Which device, which dtype, and what is kept of freed memory."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, assert_same_run
 
-from engine.device import DTYPES, NARROW, choose_device, choose_dtype, fast_dtype, mixed_precision
+from engine.device import DTYPES, NARROW, choose_device, choose_dtype, fast_dtype, mixed_precision, total_memory
 
 CPU = torch.device("cpu")
 
@@ -20,7 +21,7 @@ def test_a_device_is_the_one_named_or_for_auto_the_best_there_is():
         assert choose_device("auto") == choose_device("auto", local_rank=3) == CPU
 
 
-@pytest.mark.parametrize("name", ["tpux", "cuda:99", "", "cpu:x"])
+@pytest.mark.parametrize("name", ["tpux", "cuda:99", "", "cpu:x", "meta"])
 def test_a_device_that_is_not_there_is_named_in_one_line(name):
     with pytest.raises(ValueError, match=rf"^--device {name} can't be used here \(.+\); try auto, cpu, cuda or mps$"):
         choose_device(name)
@@ -70,3 +71,19 @@ def test_freed_memory_is_used_again():
     done = subprocess.run([sys.executable, "-c", FAULTS], cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
     faults = [int(line) for line in done.stdout.split()]
     assert min(faults[-8:]) == 0, faults  # without, each time anew
+
+
+def test_total_memory_is_the_machines():
+    with open("/proc/meminfo") as file:
+        assert total_memory(torch.device("cpu")) / 2**10 == pytest.approx(int(file.readline().split()[1]), rel=1e-3)
+
+
+def test_who_asks_for_determinism_gets_it_and_the_same_run(numbers, trained, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    plain = trained("plain", "--steps", 4, "--dropout", 0.1)
+    try:
+        asked = trained("asked", "--steps", 4, "--dropout", 0.1, "--deterministic")
+        assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same_run(plain, asked)
