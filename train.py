@@ -33,7 +33,6 @@ from model import GPT, ModelConfig
 from prepare import PrepareConfig, prepare
 
 BUILT_IN = Path("data/stdlib")
-Stop = Callable[[], bool]  # whether to stop now; bool itself never says so
 
 
 @dataclass(frozen=True)
@@ -126,18 +125,16 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def train(config: TrainConfig, world: World = ALONE, observers: Sequence[Any] = (), stop: Stop = bool) -> Run:
-    """Train until all steps are done, or stop() is true on any process; what is done is saved. Returns the run.
+def train(config: TrainConfig, world: World = ALONE, observers: Sequence[Any] = (), stop: Callable = bool) -> Run:
+    """Train until all steps are done, or stop() is true on any process (bool() never is); what is done is saved.
 
     Observers are notified on this process. Raises ValueError for settings that can't be trained with.
     """
-    observers = list(observers)
     check_ranges(config)
-    dataset = open_data(config, world)
+    observers, dataset = list(observers), open_data(config, world)
     config = complete(config, dataset, world)
     world.check_same(flatten(config) | {"the text in data": dataset.sha256}, but=UNRECORDED | {"device"})
-    if config.deterministic:
-        ask_for_determinism()
+    ask_for_determinism(config.deterministic)
     torch.manual_seed(config.seed)
     with torch.device("meta"):
         model = GPT(config.model)
@@ -157,7 +154,7 @@ def train(config: TrainConfig, world: World = ALONE, observers: Sequence[Any] = 
     return run
 
 
-def loop(run: Run, observers: list[Any], stop: Stop) -> None:
+def loop(run: Run, observers: list[Any], stop: Callable) -> None:
     """Evaluate, save, step and record, each when it is time; what an interruption left out comes after the resume."""
     config = run.config
     while True:
@@ -305,7 +302,7 @@ def training_record(run: Run, loss: Tensor, learning_rate: float, grad_norm: Ten
 
 
 @torch.no_grad()
-def evaluate(run: Run, stop: Stop = bool) -> dict[str, Any] | None:
+def evaluate(run: Run, stop: Callable = bool) -> dict[str, Any] | None:
     """An evaluation's record for metrics.jsonl, of the same windows each time; None if stop() told it to end before."""
     config, world = run.config, run.world
     windows = (run.dataset.val, config.model.context_length, config.eval_tokens, world.rank, world.size)

@@ -18,7 +18,7 @@ PEER_LOST = re.compile("gloo|NCCL|by peer", re.IGNORECASE)
 LONGEST = 1000  # characters of a message
 # How often OpenMP's threads look for work before they sleep. libgomp's own 300,000 take some 3 ms, in which a busy
 # neighbour's turn comes and stays; decoding's many small products suffer where threads sleep between them.
-SPINS = {"train": 2000, "decode": 12000}
+SPINS = {"train": 3000, "decode": 12000}
 
 
 def wait_briefly(work: Literal["train", "decode"]) -> None:

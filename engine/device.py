@@ -53,10 +53,11 @@ def mixed_precision(dtype: torch.dtype, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
-def ask_for_determinism() -> None:
-    """Have CUDA use only kernels that give the same bits each time: slower; to be asked before its first use."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+def ask_for_determinism(asked: bool) -> None:
+    """If asked, before its first use, have CUDA use only kernels that give the same bits each time: slower."""
+    if asked:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
 
 
 def total_memory(device: torch.device) -> float:
