@@ -1,5 +1,6 @@
 """What watches training: what it is told and when, metrics and spikes, the terminal's lines, Weights & Biases."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -15,6 +16,7 @@ from helpers import logged, tiny
 import train
 from engine.dataset import open_dataset
 from engine.observers import SPIKE, Clock, MetricsFile, Terminal, conclude
+from engine.parallel import ALONE
 from engine.settings import load_settings
 
 
@@ -320,3 +322,12 @@ def test_a_model_that_diverged_ends_without_a_sample(numbers, tmp_path, capsys):
         run.model.token_embedding.weight.fill_(math.nan)
     conclude(run)
     assert "none: the model's logits are not finite" in capsys.readouterr().out
+
+
+def test_a_save_that_takes_longer_than_torchrun_waits_is_told_of_at_the_start(numbers, tmp_path, monkeypatch, capsys):
+    config = load_settings(train.TrainConfig, tiny(numbers, tmp_path, "--steps", 1))
+    monkeypatch.setattr("engine.observers.SAVED_PER_SECOND", 1000)
+    train.train(config, dataclasses.replace(ALONE, launch="1 on here"), [Terminal()])
+    assert "a save may take" in (said := capsys.readouterr().out) and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=" in said
+    train.train(dataclasses.replace(config, resume=True), ALONE, [Terminal()])
+    assert "a save may take" not in capsys.readouterr().out

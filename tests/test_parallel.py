@@ -427,3 +427,14 @@ def test_two_machines_are_one_run_and_the_second_needs_no_run_folder(place, runs
     assert_same(runs / "ddp-muon-1", place / "machine-0", 1e-5)
     assert not (place / "machine-1").exists()
     assert all((place / f"data-{number}" / "verified.json").exists() for number in (0, 1))
+
+
+LAUNCHERS = [(1, 1, "python"), (2, 1, "torchrun --nproc-per-node 2")]
+LAUNCHERS += [(4, 2, "torchrun --nnodes 2 RENDEZVOUS --nproc-per-node 2")]
+
+
+@pytest.mark.parametrize(("size", "nodes", "said"), LAUNCHERS)
+def test_what_to_go_on_with_has_as_many_machines(size, nodes, said, monkeypatch):
+    monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert World(0, size, torch.device("cpu")).launcher == said
