@@ -1,4 +1,4 @@
-"""What watches training: the loop says what happened, and knows nothing of them."""
+"""What watches training, and what is said of it: the loop says what happened, and knows nothing of its observers."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ from engine.settings import flatten
 RECENT = 40  # records that a loss is compared with
 SAMPLE_TOKENS = 200  # of the sample at the end
 SAVED_PER_SECOND = 5e8  # bytes of a checkpoint, written and hashed
-SHUTDOWN = 30  # seconds that torchrun gives processes to end, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise
+SHUTDOWN = "30"  # seconds that torchrun gives processes to end, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise
 SPIKE = 6  # standard deviations above the recent mean: a loss to point out
 
 
@@ -146,9 +146,10 @@ class Terminal:
         )
         saved = sum(tensor.numel() * tensor.element_size() for tensor in run.optimizer.state().values())
         seconds = (saved + 4 * run.model.num_parameters) / SAVED_PER_SECOND
-        if run.world.launch and seconds > SHUTDOWN:
+        given = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN))
+        if run.world.launch and seconds > given:
             advice = f"set TORCH_ELASTIC_SHUTDOWN_TIMEOUT={2 * seconds:.0f} before it, or a save at the end may be lost"
-            say(f"a save may take {seconds:.0f} s, and torchrun kills {SHUTDOWN} s after SIGTERM: {advice}")
+            say(f"a save may take {seconds:.0f} s, and torchrun kills {given:.0f} s after SIGTERM: {advice}")
         self.skipped = int(run.optimizer.guard["skipped"])
         line = "step {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"  # fits 60 columns
         total = run.config.steps

@@ -219,4 +219,6 @@ def test_a_lock_whose_owner_is_not_known_is_refused_all_the_same(tmp_path):
 def test_a_lock_file_that_nobody_holds_is_no_lock(tmp_path):
     (tmp_path / ".lock").write_text("4711 on a machine that went down")
     (tmp_path / ".lock.owner").write_text("4711 on a machine that went down")
-    lock(tmp_path / ".lock", tmp_path).release()
+    held = lock(tmp_path / ".lock", tmp_path)
+    assert held.is_locked
+    held.release()

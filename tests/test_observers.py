@@ -330,4 +330,6 @@ def test_a_save_that_takes_longer_than_torchrun_waits_is_told_of_at_the_start(nu
     train.train(config, dataclasses.replace(ALONE, launch="1 on here"), [Terminal()])
     assert "a save may take" in (said := capsys.readouterr().out) and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=" in said
     train.train(dataclasses.replace(config, resume=True), ALONE, [Terminal()])
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1e6")
+    train.train(dataclasses.replace(config, resume=True), dataclasses.replace(ALONE, launch="1 on here"), [Terminal()])
     assert "a save may take" not in capsys.readouterr().out
