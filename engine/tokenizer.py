@@ -16,6 +16,10 @@ from tokenizers.pre_tokenizers import ByteLevel, Split
 from engine.files import read_json, write_json
 
 END_OF_TEXT = "<|endoftext|>"
+# Tokens of chats: who speaks, and where that ends. A BPE trained here has them; other tokenizers can be given them.
+ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
+END_OF_TURN = "<|end|>"
+RESERVED = (END_OF_TEXT, *ROLES.values(), END_OF_TURN)
 FORMAT = 1
 # GPT-4's way of cutting text into words, but numbers in pairs of digits: a small vocabulary can't hold a thousand. And
 # no word is endless: where text has no spaces, as Chinese or DNA, training would take minutes, and a regex overflow.
@@ -25,15 +29,26 @@ BPE_PATTERN = (
 )
 MOST_SHOWN = 100  # characters that a message names
 LARGEST = 2**24  # no vocabulary is so large
-SMALLEST_BPE = 256 + 1  # every byte, and the end of text
+SMALLEST_BPE = 256 + len(RESERVED)  # every byte, and the special tokens
 
 
 class Tokenizer:
-    """What all tokenizers share. ``end_of_text`` is the id of ``<|endoftext|>``, or None where there is none."""
+    """What all tokenizers share.
+
+    special_tokens are those that no text becomes, by name, with their ids. An imported model's tokenizer may call the
+    end of text by another name, and has a chat_template of its own.
+    """
 
     kind: str
     vocab_size: int
-    end_of_text: int | None = None
+    special_tokens: dict[str, int]
+    end_name: str = END_OF_TEXT
+    chat_template: str | None = None
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id of the token that ends a document, or None where there is none."""
+        return self.special_tokens.get(self.end_name)
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids, uint32 (N,), of ordinary text only: a spelled-out ``<|endoftext|>`` is so many characters.
@@ -56,11 +71,29 @@ class Tokenizer:
 
     def unused_ids(self) -> list[int]:
         """Ids below vocab_size that no text has, the end of text aside; sampling must never choose them."""
-        return []
+        return [number for name, number in self.special_tokens.items() if name != self.end_name]
 
-    def save(self, path: Path, **state: Any) -> None:
-        """Write all that :func:`load_tokenizer` needs, as JSON."""
-        write_json(path, {"format": FORMAT, "kind": self.kind, **state})
+    def state(self) -> dict[str, Any]:
+        """All that :func:`load_tokenizer` needs, as JSON can hold it; two tokenizers are the same if theirs are."""
+        imported = {"end_name": self.end_name} if self.end_name != END_OF_TEXT else {}
+        imported |= {"chat_template": self.chat_template} if self.chat_template else {}
+        return {"format": FORMAT, "kind": self.kind} | imported
+
+    def save(self, path: Path) -> None:
+        """Write :meth:`state`."""
+        write_json(path, self.state())
+
+    def with_special(self, names: Sequence[str]) -> "Tokenizer":
+        """This tokenizer, or if it lacks some of these special tokens another, which has them at new ids, the next."""
+        new = [name for name in names if name not in self.special_tokens]
+        if not new:
+            return self
+        special = self.special_tokens | {name: self.vocab_size + index for index, name in enumerate(new)}
+        return from_state(self.state() | {"special_tokens": special})
+
+    def extends(self, other: "Tokenizer") -> bool:
+        """Whether this is the other tokenizer, or that one given more special tokens."""
+        return other.with_special(list(self.special_tokens)).state() == self.state()
 
 
 class CharTokenizer(Tokenizer):
@@ -68,12 +101,13 @@ class CharTokenizer(Tokenizer):
 
     kind = "char"
 
-    def __init__(self, characters: str):
-        self.characters = characters
-        self.vocab_size = len(characters)
+    def __init__(self, characters: str, special_tokens: dict[str, int] | None = None):
+        self.characters, self.special_tokens = characters, special_tokens or {}
+        self.vocab_size = len(characters) + len(self.special_tokens)
+        self.text_of = [*characters, *self.special_tokens]  # by id
         code_points = np.frombuffer(characters.encode("utf-32-le"), np.uint32)
         self.ids = np.full(int(code_points.max()) + 2, -1, np.int32)  # the last stays unknown
-        self.ids[code_points] = np.arange(self.vocab_size)
+        self.ids[code_points] = np.arange(len(characters))
 
     def _encode(self, text: str) -> np.ndarray:
         code_points = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), np.uint32)
@@ -81,29 +115,37 @@ class CharTokenizer(Tokenizer):
         if (ids < 0).any():
             character = text[int(np.argmax(ids < 0))]
             unknown = f"does not know the character {character!r} (U+{ord(character):04X})"
-            known = repr(self.characters[:MOST_SHOWN]) + " …" * (self.vocab_size > MOST_SHOWN)
-            raise ValueError(f"the tokenizer {unknown}; its {self.vocab_size:,} are {known}")
+            known = repr(self.characters[:MOST_SHOWN]) + " …" * (len(self.characters) > MOST_SHOWN)
+            raise ValueError(f"the tokenizer {unknown}; its {len(self.characters):,} are {known}")
         return ids.astype(np.uint32)
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        return "".join([self.characters[i] for i in ids]).encode()
+        return "".join([self.text_of[i] for i in ids]).encode()
 
-    def save(self, path: Path) -> None:
-        super().save(path, characters=self.characters)
+    def state(self) -> dict[str, Any]:
+        special = {"special_tokens": self.special_tokens} if self.special_tokens else {}
+        return super().state() | {"characters": self.characters} | special
 
 
 class ByteTokenizer(Tokenizer):
-    """The 256 bytes of UTF-8, and the end of text."""
+    """The 256 bytes of UTF-8, and special tokens."""
 
     kind = "byte"
-    vocab_size = 257
-    end_of_text = 256
+
+    def __init__(self, special_tokens: dict[str, int] | None = None):
+        self.special_tokens = special_tokens or {END_OF_TEXT: 256}
+        self.vocab_size = 256 + len(self.special_tokens)
+        self.name_of = {number: name.encode() for name, number in self.special_tokens.items()}
 
     def _encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        return b"".join(END_OF_TEXT.encode() if i == self.end_of_text else bytes((i,)) for i in ids)
+        return b"".join(self.name_of[i] if i in self.name_of else bytes((i,)) for i in ids)
+
+    def state(self) -> dict[str, Any]:
+        special = {"special_tokens": self.special_tokens} if len(self.special_tokens) > 1 else {}
+        return super().state() | special
 
 
 class BPETokenizer(Tokenizer):
@@ -112,7 +154,7 @@ class BPETokenizer(Tokenizer):
     def __init__(self, encoding: tiktoken.Encoding):
         self.kind, self.encoding = encoding.name, encoding
         self.vocab_size = encoding.n_vocab
-        self.end_of_text = encoding._special_tokens[END_OF_TEXT]
+        self.special_tokens = encoding._special_tokens
         encoding.encode_ordinary("a word")  # if two threads are the first users, all later use takes twice as long
 
     def _encode(self, text: str) -> np.ndarray:
@@ -131,27 +173,28 @@ class BPETokenizer(Tokenizer):
         used = {*self.encoding._mergeable_ranks.values(), self.end_of_text}
         return [i for i in range(self.vocab_size) if i not in used]
 
-    def save(self, path: Path) -> None:
+    def state(self) -> dict[str, Any]:
         encoding = self.encoding
         tokens = [""] * self.vocab_size  # in order of id, empty where a special token or nothing stands
         for token, rank in encoding._mergeable_ranks.items():
             tokens[rank] = base64.b64encode(token).decode()
-        super().save(path, pattern=encoding._pat_str, special_tokens=encoding._special_tokens, tokens=" ".join(tokens))
+        ours = {"pattern": encoding._pat_str, "special_tokens": self.special_tokens, "tokens": " ".join(tokens)}
+        return super().state() | ours
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
     """A byte-level BPE of at most vocab_size tokens (fewer if there are no more pairs), trained on pieces of text.
 
-    Hugging Face's library trains it; tiktoken runs it, several times faster. ``<|endoftext|>`` is the last id.
+    Hugging Face's library trains it; tiktoken runs it, several times faster. The last ids are special tokens.
     """
     assert SMALLEST_BPE <= vocab_size <= LARGEST
-    trained = train_huggingface(texts, vocab_size - 1)
+    trained = train_huggingface(texts, vocab_size - len(RESERVED))
     # GPT-2's printable stand-in for each byte: itself where it can be seen, else the next free from U+0100 on.
     shown = ByteLevel.alphabet()
     hidden = [byte for byte in range(256) if chr(byte) not in shown]
     byte_of = {c: ord(c) if ord(c) < 256 else hidden[ord(c) - 256] for c in shown}
     ranks = {bytes(byte_of[c] for c in token): rank for token, rank in trained.get_vocab().items()}
-    return _from_ranks("bpe", BPE_PATTERN, ranks, {END_OF_TEXT: len(ranks)})
+    return _from_ranks("bpe", BPE_PATTERN, ranks, {name: len(ranks) + i for i, name in enumerate(RESERVED)})
 
 
 def train_huggingface(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
@@ -194,20 +237,32 @@ def load_tokenizer(path: Path) -> Tokenizer:
     if isinstance(saved, dict) and saved.get("format") != FORMAT:
         raise ValueError(f"{path} has format {saved.get('format')!r}, but this version reads {FORMAT}; prepare again")
     try:
-        if saved["kind"] == "char":
-            return CharTokenizer(saved["characters"])
-        if saved["kind"] == "byte":
-            return ByteTokenizer()
-        ranks = {base64.b64decode(t, validate=True): i for i, t in enumerate(saved["tokens"].split(" ")) if t}
-        special = dict(saved["special_tokens"])
-        if b"" in ranks or not all(bytes((byte,)) in ranks for byte in range(256)):  # tiktoken would panic
-            raise ValueError("a token is empty, or a byte has none")
-        if not all(0 <= number < LARGEST for number in special.values()):
-            raise ValueError(f"its special tokens are not numbers below {LARGEST}")
-        return _from_ranks(saved["kind"], saved["pattern"], ranks, special)
+        return from_state(saved)
     except BaseException as error:  # a panic of tiktoken's Rust is no Exception
         known = (KeyError, TypeError, AttributeError, ValueError, OverflowError)
         if not isinstance(error, known) and type(error).__name__ != "PanicException":
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{path} is damaged ({reason}); prepare the data again") from None
+
+
+def from_state(saved: dict[str, Any]) -> Tokenizer:
+    """The tokenizer whose :meth:`Tokenizer.state` this is. Raises all sorts of errors if it is none."""
+    special = dict(saved.get("special_tokens", {}))
+    if not all(isinstance(name, str) and name and 0 <= number < LARGEST for name, number in special.items()):
+        raise ValueError(f"its special tokens are not names with numbers below {LARGEST}")
+    if saved["kind"] in ("char", "byte"):
+        first = len(saved["characters"]) if saved["kind"] == "char" else 256
+        if sorted(special.values()) != list(range(first, first + len(special))):
+            raise ValueError(f"its special tokens' numbers do not follow on {first - 1}")
+        given = [saved["characters"]] if saved["kind"] == "char" else []
+        tokenizer = {"char": CharTokenizer, "byte": ByteTokenizer}[saved["kind"]](*given, special)
+    else:
+        ranks = {base64.b64decode(t, validate=True): i for i, t in enumerate(saved["tokens"].split(" ")) if t}
+        if b"" in ranks or not all(bytes((byte,)) in ranks for byte in range(256)):  # tiktoken would panic
+            raise ValueError("a token is empty, or a byte has none")
+        tokenizer = _from_ranks(saved["kind"], saved["pattern"], ranks, dict(saved["special_tokens"]))
+    tokenizer.end_name, tokenizer.chat_template = saved.get("end_name", END_OF_TEXT), saved.get("chat_template")
+    if tokenizer.end_of_text is None and saved["kind"] != "char":
+        raise ValueError("it has no end of text")
+    return tokenizer

@@ -215,7 +215,7 @@ def test_names_of_other_datasets_are_left_alone(prepare, tmp_path: Path):
         (b"x", ("--tokenizer", "byte"), "the train split has 0 tokens of 1 documents"),
         (b"some text", ("--tokenizer", "char", "--val-fraction", "0.01"), "the val split has 1 tokens"),
         (None, ("--tokenizer", "gpt5"), "--tokenizer gpt5 is unknown"),
-        (None, ("--vocab-size", "256"), "--vocab-size is 256; it must be at least 257"),
+        (None, ("--vocab-size", "256"), "--vocab-size is 256; it must be at least 261"),
         (b"some text", ("--val-fraction", "1"), "--val-fraction is 1.0"),
         (b"some text", ("",), "no input"),
         (b"some text", ("http://127.0.0.1:9/b",), ".*9/b could not be downloaded"),
@@ -467,7 +467,7 @@ def test_a_torn_manifest_is_replaced_by_force(prepare, tmp_path: Path):
         (("--field", "body"), "--field body is for JSON lines"),
         (("--glob", "*"), "--glob .* chooses files of a folder, and no input is one"),
         (("--sha256", "00"), "--sha256 00 is of a download, and no input is one"),
-        (("--vocab-size", "9" * 12), "--vocab-size is 999999999999; it must be at least 257, at most 16777216"),
+        (("--vocab-size", "9" * 12), "--vocab-size is 999999999999; it must be at least 261, at most 16777216"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused(flags, message, prepare, tmp_path: Path):

@@ -11,6 +11,7 @@ import tiktoken
 
 from engine.tokenizer import (
     END_OF_TEXT,
+    RESERVED,
     SMALLEST_BPE,
     BPETokenizer,
     ByteTokenizer,
@@ -87,7 +88,7 @@ def test_loaded_is_what_was_saved(tokenizer: Tokenizer, strings: list[str], tmp_
 
 
 def test_unused_ids_are_all_ids_that_stand_for_nothing(tokenizer: Tokenizer):
-    expected = {"cl100k_base": [100256, *range(100258, 100277)], "gapped": [259]}
+    expected = {"cl100k_base": [100256, *range(100258, 100277)], "gapped": [259], "bpe": [996, 997, 998, 999]}
     assert tokenizer.unused_ids() == expected.get(tokenizer.kind, [])
 
 
@@ -107,8 +108,8 @@ def test_trained_bpe_encodes_as_hugging_face_does(strings: list[str], code: str)
     code_points = [i for i in (*range(0x1000), *range(0x1000, 0x110000, 100)) if not 0xD800 <= i < 0xE000]
     all_sorts = "".join(f"a{c} {c}1{c}{c}\n{c}" for c in map(chr, code_points))
     texts = [*strings, all_sorts, code]
-    theirs, ours = train_huggingface(texts, 1000), train_bpe(texts, 1000 + 1)
-    assert ours.vocab_size == 1000 + 1
+    theirs, ours = train_huggingface(texts, 1000), train_bpe(texts, 1000 + len(RESERVED))
+    assert ours.vocab_size == 1000 + len(RESERVED)
     for text in texts:
         assert ours.encode(text).tolist() == theirs.encode(text).ids
 
