@@ -3,12 +3,13 @@
 Read it from top to bottom: one Head, MultiHeadAttention as a list of heads plus a projection, FeedForward, Block, GPT;
 then positions, and first values. This is the definition: quicker ways to the same numbers are in engine/kernels.py.
 
-    B batch   T time (positions)   D d_model   H heads   K head_dim = D / H   F d_ff   V vocabulary   L layers
+    B batch  T time (positions)  D d_model  H heads  G groups of heads  K head_dim  F d_ff  V vocabulary  L layers
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,8 +18,7 @@ from torch import Tensor, nn
 
 from engine.kernels import attend, output_loss, soft_cap
 
-NORM_EPSILON = 1e-6
-BASE = 10_000.0  # of the frequencies of positions, RoPE's and the sinusoids'
+BASE = 10_000.0  # of the frequencies of positions, RoPE's unless the settings say otherwise, and the sinusoids'
 
 
 @dataclass(frozen=True)
@@ -29,32 +29,42 @@ class ModelConfig:
     context_length: int = 128  # The most tokens that attention looks back over.
     num_layers: int = 3  # Transformer blocks.
     num_heads: int = 3  # Attention heads in each block.
+    num_kv_heads: int | None = None  # Keys and values that groups of heads share; None: each head has its own.
+    head_dim: int | None = None  # Width of a head; None: d_model / num_heads.
     d_model: int = 192  # Width of the residual stream.
     d_ff: int | None = None  # Width of the feed-forward layer; None: four times d_model.
     dropout: float = 0.0  # Probability of dropping an activation while training.
     bias: bool = False  # Whether linear layers and layer norms have a bias.
     position: Literal["rope", "learned", "sinusoidal"] = "rope"  # How the model knows a token's position.
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # RMSNorm has no parameters; it also follows the embedding.
+    rope_base: float | None = None  # RoPE's frequencies fall from 1 to about 1 / this; None: 10,000.
+    # Plain RMSNorm has no parameters, and also follows the embedding; the others have weights, and do not.
+    norm: Literal["rmsnorm", "weighted_rmsnorm", "layernorm"] = "rmsnorm"
+    norm_epsilon: float | None = None  # What a norm adds to the mean square; None: 1e-6, for layer norm 1e-5.
     norm_placement: Literal["pre", "post"] = "pre"  # Before each sub-layer, or after its residual sum (2017).
     activation: Literal["relu2", "gelu", "relu", "swiglu"] = "relu2"  # Non-linearity of the feed-forward layer.
-    qk_norm: bool = True  # RMS-normalise queries and keys, after RoPE.
+    qk_norm: bool = True  # RMS-normalise queries and keys, before RoPE.
     tie_embeddings: bool = False  # Use the token embedding as the output head too.
     scale_embeddings: bool = False  # Multiply token embeddings by the square root of d_model (2017).
     logit_softcap: float = 0.0  # Squash logits smoothly into ± this; 0: off.
 
-    head_dim = property(lambda self: self.d_model // self.num_heads)
+    head_width = property(lambda self: self.head_dim or self.d_model // self.num_heads)
+    num_groups = property(lambda self: self.num_kv_heads or self.num_heads)
     feed_forward_width = property(lambda self: self.d_ff or 4 * self.d_model)
+    epsilon = property(lambda self: self.norm_epsilon or (1e-5 if self.norm == "layernorm" else 1e-6))
 
     def __post_init__(self):
         most = {"vocab_size": 2**24, "context_length": 10**7, "num_layers": 10**4, "num_heads": 10**4, "d_model": 10**6}
-        for name, limit in (most | {"d_ff": 10**7, "logit_softcap": 10**6}).items():
+        most |= {"num_kv_heads": 10**4, "head_dim": 10**6, "rope_base": 10**12}
+        for name, limit in (most | {"d_ff": 10**7, "logit_softcap": 10**6, "norm_epsilon": 1}).items():
             value, least = getattr(self, name), int(name in most)  # d_ff 0 used to say: not set
             if value is not None and not least <= value <= limit:
                 raise ValueError(f"{name} is {value}; it must be from {least} to {limit}")
-        if self.d_model % self.num_heads:
+        if not self.head_dim and self.d_model % self.num_heads:
             raise ValueError(f"d_model {self.d_model} does not divide into {self.num_heads} heads; change one of them")
-        if self.position == "rope" and self.head_dim % 2:
-            raise ValueError(f"RoPE rotates pairs, but d_model / num_heads is {self.head_dim}; make it even")
+        if self.num_heads % self.num_groups:
+            raise ValueError(f"{self.num_heads} heads can't share {self.num_groups} num_kv_heads evenly; change one")
+        if self.position == "rope" and self.head_width % 2:
+            raise ValueError(f"RoPE rotates pairs, but a head is {self.head_width} wide; make that even")
         if self.position == "sinusoidal" and self.d_model % 2:
             raise ValueError(f"sinusoidal positions come in pairs, but d_model is {self.d_model}; make it even")
         if not 0 <= self.dropout < 1:
@@ -62,18 +72,30 @@ class ModelConfig:
 
 
 class Head(nn.Module):
-    """One attention head: Vaswani et al. 2017, eq. 1, with its own query, key and value projections."""
+    """One attention head: Vaswani et al. 2017, eq. 1, with its own query, key and value projections.
 
-    def __init__(self, config: ModelConfig):
+    With grouped queries (Ainslie et al. 2023) a group of heads has one key and one value: the same two layers stand in
+    each of its heads. So do, in all heads of a block, the norms of queries and keys.
+    """
+
+    def __init__(self, config: ModelConfig, before: Sequence["Head"] = ()):
+        """``before`` are the block's heads up to this one, with whom it shares what is shared."""
         super().__init__()
-        self.qk_norm = config.qk_norm
-        self.query = nn.Linear(config.d_model, config.head_dim, bias=config.bias)
-        self.key = nn.Linear(config.d_model, config.head_dim, bias=config.bias)
-        self.value = nn.Linear(config.d_model, config.head_dim, bias=config.bias)
+        make = partial(nn.Linear, config.d_model, config.head_width, bias=config.bias)
+        self.query = make()
+        if len(before) % (config.num_heads // config.num_groups) == 0:  # the first of its group
+            self.key, self.value = make(), make()
+        else:  # around nn.Module's own ways: a parameter has one name, and is saved once
+            self.__dict__ |= {"key": before[-1].key, "value": before[-1].value}
+        if not before:
+            self.query_norm, self.key_norm = make_qk_norm(config), make_qk_norm(config)
+        else:
+            self.__dict__ |= {"query_norm": before[0].query_norm, "key_norm": before[0].key_norm}
 
     def attention(self, x: Tensor, rotation: Tensor | None) -> Tensor:
         """Who attends to whom: (B, T, D) → (B, T, T), each row a distribution over the positions up to its own."""
-        query, key = (with_position(part(x), rotation, self.qk_norm) for part in (self.query, self.key))  # (B, T, K)
+        query = rotate(self.query_norm(self.query(x)), rotation)  # (B, T, K)
+        key = rotate(self.key_norm(self.key(x)), rotation)
         scores = query @ key.mT / math.sqrt(key.shape[-1])  # (B, T, T)
         future = torch.ones_like(scores, dtype=torch.bool).triu(1)
         return scores.masked_fill(future, -math.inf).softmax(dim=-1)
@@ -92,9 +114,11 @@ class MultiHeadAttention(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.heads = nn.ModuleList(Head(config) for _ in range(config.num_heads))
-        self.projection = nn.Linear(config.d_model, config.d_model, bias=config.bias)
-        self.dropout, self.qk_norm = config.dropout, config.qk_norm
+        self.heads = nn.ModuleList()
+        for _ in range(config.num_heads):
+            self.heads.append(Head(config, self.heads))
+        self.projection = nn.Linear(config.num_heads * config.head_width, config.d_model, bias=config.bias)
+        self.dropout, self.num_groups, self.head_width = config.dropout, config.num_groups, config.head_width
         self.joined: Callable[[Tensor], Tensor] | None = None  # all heads as one layer, in a copy that only decodes
 
     def loop(self, x: Tensor, rotation: Tensor | None) -> Tensor:
@@ -102,21 +126,24 @@ class MultiHeadAttention(nn.Module):
         return self.projection(torch.cat([head(x, rotation) for head in self.heads], dim=-1))
 
     def join_heads(self) -> tuple[Tensor, Tensor | None]:
-        """All heads' weights as one (3·D, D) matrix, queries first, then keys, then values; likewise the biases."""
-        linears = [getattr(head, part) for part in ("query", "key", "value") for head in self.heads]
+        """All heads' weights as one ((H + 2·G)·K, D) matrix: queries, then keys, then values; likewise the biases."""
+        owners = self.heads[:: len(self.heads) // self.num_groups]
+        linears = [head.query for head in self.heads] + [head.key for head in owners] + [head.value for head in owners]
         bias = torch.cat([linear.bias for linear in linears]) if self.projection.bias is not None else None
         return torch.cat([linear.weight for linear in linears]), bias
 
     def forward(self, x: Tensor, rotation: Tensor | None, cache: Any = None) -> Tensor:
         """(B, T, D) → (B, T, D); with a cache, x holds the positions after those in it, and sees them too."""
-        B, T, D = x.shape
+        B, T, _ = x.shape
         joined = self.joined(x) if self.joined is not None else F.linear(x, *self.join_heads())
-        joined = joined.view(B, T, 3, len(self.heads), -1).permute(2, 0, 3, 1, 4)  # (3, B, H, T, K)
-        (query, key), value = with_position(joined[:2], rotation, self.qk_norm), joined[2]  # (B, H, T, K) each
+        joined = joined.view(B, T, -1, self.head_width).transpose(1, 2)  # (B, H + 2·G, T, K)
+        query, key, value = joined.split((len(self.heads), self.num_groups, self.num_groups), dim=1)
+        query, key = self.heads[0].query_norm(query), self.heads[0].key_norm(key)
+        query, key = rotate(query, rotation), rotate(key, rotation)
         if cache is not None:
-            key, value = cache.append(key, value)  # (B, H, all positions so far, K) each
-        mixed = attend(query, key, value, self.dropout if self.training else 0.0)
-        mixed = mixed.transpose(1, 2).reshape(B, T, D)  # heads side by side again
+            key, value = cache.append(key, value)  # (B, G, all positions so far, K) each
+        mixed = attend(query, key, value, self.dropout if self.training else 0.0)  # (B, H, T, K)
+        mixed = mixed.transpose(1, 2).reshape(B, T, -1)  # heads side by side again
         return F.dropout(self.projection(mixed), self.dropout, self.training)
 
 
@@ -214,19 +241,23 @@ class GPT(nn.Module):
         x = self.token_embedding(tokens)
         if self.config.scale_embeddings:
             x = x * math.sqrt(self.config.d_model)
-        end = start + tokens.shape[1]
-        if self.position_embedding is not None:
-            x = x + self.position_embedding.weight[start:end]
-        elif self.config.position == "sinusoidal":  # Vaswani et al. 2017, section 3.5
-            turns = angles(start, end, self.config.d_model, x.device)
-            x = x + torch.stack((turns.sin(), turns.cos()), dim=-1).flatten(1)
+        if self.config.position != "rope":
+            x = x + self.positions(start, start + tokens.shape[1])
         return F.dropout(self.embedding_norm(x), self.config.dropout, self.training)
+
+    def positions(self, start: int, end: int) -> Tensor:
+        """What is added to the embeddings at positions start…end, (T, D): learned, or Vaswani et al. 2017, 3.5."""
+        if self.position_embedding is not None:
+            return self.position_embedding.weight[start:end]
+        turns = angles(start, end, self.config.d_model, BASE, self.token_embedding.weight.device)
+        return torch.stack((turns.sin(), turns.cos()), dim=-1).flatten(1)
 
     def rotation(self, start: int, end: int) -> Tensor | None:
         """RoPE's cosines and sines at positions start…end, (2, T, K / 2), or None; Su et al. 2021, eq. 34."""
         if self.config.position != "rope":
             return None
-        turns = angles(start, end, self.config.head_dim, self.token_embedding.weight.device)
+        base, device = self.config.rope_base or BASE, self.token_embedding.weight.device
+        turns = angles(start, end, self.config.head_width, base, device)
         return torch.stack((turns.cos(), turns.sin()))
 
     def head_weight(self) -> Tensor:
@@ -241,26 +272,39 @@ class GPT(nn.Module):
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
-    """Root-mean-square norm without parameters, or layer norm with a weight and, if asked, a bias."""
-    if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.d_model, eps=NORM_EPSILON, elementwise_affine=False)
-    return nn.LayerNorm(config.d_model, bias=config.bias)
+    """Root-mean-square norm, with a weight or without parameters, or layer norm with a weight and, if asked, a bias."""
+    if config.norm == "layernorm":
+        return nn.LayerNorm(config.d_model, eps=config.epsilon, bias=config.bias)
+    return make_rms_norm(config, config.d_model)
 
 
-def with_position(x: Tensor, rotation: Tensor | None, qk_norm: bool) -> Tensor:
-    """Queries or keys (…, T, K), rotated to their positions (RoPE), then, if asked, of unit root mean square."""
-    x = x if rotation is None else rotate(x, rotation)
-    return F.rms_norm(x, x.shape[-1:], eps=NORM_EPSILON) if qk_norm else x
+def make_rms_norm(config: ModelConfig, width: int) -> nn.Module:
+    return RMSNorm(width, config.epsilon, elementwise_affine=config.norm == "weighted_rmsnorm")
 
 
-def angles(start: int, end: int, width: int, device: torch.device) -> Tensor:
-    """Position times frequency, (end - start, width / 2), the frequencies falling from 1 to about 1 / BASE."""
-    frequencies = BASE ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square norm (Zhang & Sennrich 2019), in the dtype of what it norms."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = None if self.weight is None else self.weight.to(x.dtype)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+def make_qk_norm(config: ModelConfig) -> nn.Module:
+    """Root-mean-square norm of a head's queries or keys, or nothing: Henry et al. 2020, as it is used today."""
+    return make_rms_norm(config, config.head_width) if config.qk_norm else nn.Identity()
+
+
+def angles(start: int, end: int, width: int, base: float, device: torch.device) -> Tensor:
+    """Position times frequency, (end - start, width / 2), the frequencies falling from 1 to about 1 / base."""
+    frequencies = base ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
     return torch.outer(torch.arange(start, end, dtype=torch.float32, device=device), frequencies)
 
 
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+def rotate(x: Tensor, rotation: Tensor | None) -> Tensor:
     """Rotate each pair (i, i + K / 2) of x's last dimension by its position's angle: (…, T, K), (2, T, K / 2)."""
+    if rotation is None:
+        return x
     cos, sin = rotation.to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
@@ -288,7 +332,7 @@ def parameter_rules(config: ModelConfig, names: Sequence[str]) -> dict[str, Para
     by_ending = {
         **dict.fromkeys(("token_embedding.weight", "position_embedding.weight"), embedding),
         **dict.fromkeys([f"{part}.weight" for part in ("query", "key", "value", "expand", "gate")], inner),
-        "projection.weight": ParameterRule("matrix", config.d_model**-0.5 / smaller),
+        "projection.weight": ParameterRule("matrix", (config.num_heads * config.head_width) ** -0.5 / smaller),
         "contract.weight": ParameterRule("matrix", config.feed_forward_width**-0.5 / smaller),
         "head.weight": ParameterRule("embedding"),
         "norm.weight": ParameterRule("vector", mean=1.0),

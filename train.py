@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import batches
+from engine.checkpoint import Checkpoint, check_tokenizer, inherited, with_rows
 from engine.dataset import Dataset, open_dataset, verify_dataset
 from engine.device import DTYPES, ask_for_determinism, choose_device, choose_dtype, mixed_precision, total_memory
 from engine.files import sha256
@@ -27,7 +28,7 @@ from engine.observers import Clock, MetricsFile, Terminal, WeightsAndBiases, con
 from engine.optimizer import Optimizer, OptimizerConfig
 from engine.parallel import ALONE, World, averaging, load, materialise, processes, reduces_each, replicate
 from engine.plan import Plan
-from engine.run_folder import UNRECORDED, RunFolder, changed_settings
+from engine.run_folder import UNRECORDED, RunFolder, changed_settings, find_checkpoint
 from engine.settings import check_ranges, flatten, load_settings, to_toml
 from model import GPT, ModelConfig
 from prepare import PrepareConfig, prepare
@@ -58,6 +59,7 @@ class ChangeableConfig:
     verify_data: bool = False  # Hash the dataset anew; without, only if its files changed since the last time.
     plan: bool = False  # Only print what the run takes, here and on GPUs: memory, messages, time.
     wandb: bool = False  # Log to Weights & Biases too (WANDB_MODE=offline keeps it on this machine).
+    init_from: Path | None = None  # Begin with the weights, shape and tokenizer of this run, or imported model.
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class TrainConfig(ChangeableConfig):
 
     batch_size: Annotated[int, "at least 1, at most 1e6"] = 32  # Sequences in one optimizer step, over all processes.
     seed: Annotated[int, "at least 0, below 9e18"] = 1  # Of the initial weights, the order of the data, and dropout.
+    long_examples: Literal["leave_out", "cut"] = "leave_out"  # What to do with examples longer than the context.
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
@@ -96,7 +99,7 @@ class Run:
         config, length = self.config, self.config.model.context_length
         shape = (length, config.seed, config.batch_size, self.world.slice(config.batch_size), self.world.device)
         self.batches = batches.Batches(self.dataset.train, *shape)
-        self.tokens_per_step = config.batch_size * length
+        self.tokens_per_step = batches.tokens_per_step(self.dataset.train, length, config.batch_size)
         self.replica: nn.Module = self.model  # as it trains: averaging its gradients with its peers'
         self.reduces_each = False  # rather than in the last micro-batch of a step
         self.clock = Clock(0.0, 0)
@@ -132,7 +135,9 @@ def train(config: TrainConfig, world: World = ALONE, observers: Sequence[Any] = 
     """
     check_ranges(config)
     observers, dataset = list(observers), open_data(config, world)
-    config = complete(config, dataset, world)
+    base = world.only_first(find_checkpoint, config.init_from) if config.init_from else None
+    config = complete(config, dataset, world, base)
+    dataset = batches.fitting(dataset, config.model.context_length, config.long_examples == "cut")
     world.check_same(flatten(config) | {"the text in data": dataset.sha256}, but=UNRECORDED | {"device"})
     ask_for_determinism(config.deterministic)
     torch.manual_seed(config.seed)
@@ -143,7 +148,7 @@ def train(config: TrainConfig, world: World = ALONE, observers: Sequence[Any] = 
     folder = world.only_first(RunFolder, config.out, config.resume, world.launch)
     run = Run(config, world, dataset, model, optimizer, folder)
     try:
-        restore(run)
+        restore(run, base)
         prepare_to_train(run)
         notify(observers, "started", run)
         loop(run, observers, stop)
@@ -184,9 +189,10 @@ def loop(run: Run, observers: list[Any], stop: Callable) -> None:
 def plan(config: TrainConfig) -> str:
     """What the run would take. Without the dataset its vocabulary must be given; ValueError if it is not."""
     dataset, device = None, choose_device(config.device)
-    if config.data.exists() or not config.model.vocab_size:
+    if config.data.exists() or not config.model.vocab_size or config.init_from:
         dataset = open_data(config, ALONE)
-        config = complete(config, dataset, World(0, 1, device))
+        base = find_checkpoint(config.init_from) if config.init_from else None
+        config = complete(config, dataset, World(0, 1, device), base)
     batches.check_sizes(config.batch_size, 1, config.micro_batch_size)
     shape, training = config.model, (config.batch_size, config.micro_batch_size, config.steps)
     plan = Plan(lambda n: GPT(replace(shape, num_layers=n)), shape.num_layers, *training, config.optimizer.optimizer)
@@ -206,22 +212,26 @@ def open_data(config: TrainConfig, world: World) -> Dataset:
     return dataset
 
 
-def complete(config: TrainConfig, dataset: Dataset, world: World) -> TrainConfig:
-    """The settings with what follows from the data and the machine. Raises ValueError for what does not fit them."""
-    need = dataset.tokenizer.vocab_size
-    if (size := config.model.vocab_size or need) < need:
+def complete(config: TrainConfig, dataset: Dataset, world: World, base: Checkpoint | None) -> TrainConfig:
+    """The settings with what follows from data, machine and base. Raises ValueError for what does not fit them."""
+    need, shape = dataset.tokenizer.vocab_size, config.model
+    if base:
+        world.only_first(check_tokenizer, base.path, dataset.tokenizer, dataset.path)
+        shape = inherited(world.broadcast(base.state["model"] if world.is_first else None), shape, config.init_from)
+        shape = replace(shape, vocab_size=max(shape.vocab_size, need))
+    if (size := shape.vocab_size or need) < need:
         raise ValueError(f"--vocab-size {size} is too small: {dataset.path} needs {need}; leave it out, or raise it")
     batches.check_sizes(config.batch_size, world.size, config.micro_batch_size)
     for split in (dataset.train, dataset.val):
-        batches.windows_per_epoch(len(split), config.model.context_length)
-    dtype = choose_dtype(config.dtype, world.device, config.model.d_model)
-    return replace(config, model=replace(config.model, vocab_size=size), dtype=str(dtype).removeprefix("torch."))
+        batches.check_length(split, shape.context_length)
+    dtype = choose_dtype(config.dtype, world.device, shape.d_model)
+    return replace(config, model=replace(shape, vocab_size=size), dtype=str(dtype).removeprefix("torch."))
 
 
-def restore(run: Run) -> None:
-    """Bring the run to the state of its newest whole checkpoint, which only the first process need have, or begin.
+def restore(run: Run, base: Checkpoint | None) -> None:
+    """Bring the run to the state of its newest whole checkpoint, or begin, with the base's weights if there is one.
 
-    Raises ValueError for a checkpoint made with settings that this run must not change.
+    Only the first process need have them. Raises ValueError for a checkpoint made with settings that must not change.
     """
     found = run.folder.newest(run.say)
     if found and sha256(found.path / "tokenizer.json") != run.dataset.manifest["tokenizer"]["sha256"]:
@@ -238,7 +248,9 @@ def restore(run: Run) -> None:
         run.val_loss = state.get("val_loss")
         run.say(f"Resuming after step {run.step:,}{describe(changed, run)}")
     else:
-        load(run.model, run.model.initial_values())
+        sizes = {name: len(parameter) for name, parameter in run.model.named_parameters()}
+        weights = run.world.broadcast_tensors(with_rows(base.model(), sizes)) if base else run.model.initial_values()
+        load(run.model, weights)
     run.clock = Clock(state["elapsed_seconds"] if state else 0.0, run.step)
     run.folder.write_settings(to_toml(run.config))
 
@@ -288,17 +300,12 @@ def train_step(run: Run) -> tuple[Tensor, float, Tensor]:
 def training_record(run: Run, loss: Tensor, learning_rate: float, grad_norm: Tensor) -> dict[str, Any]:
     """A step's record for metrics.jsonl; here, and nowhere else in the loop, the device is waited for."""
     run.folder.check()
-    return {
-        "step": run.step,
-        "tokens": run.step * run.tokens_per_step,
-        "train_loss": run.world.sum(loss).item(),
-        "learning_rate": learning_rate,
-        "grad_norm": grad_norm.item(),
-        "tokens_per_second": round(run.clock.steps_per_second(run.step) * run.tokens_per_step, 1),
-        "elapsed_seconds": round(run.clock.elapsed, 3),
-        "skipped_steps": run.optimizer.count_skipped(run.saved),
-        "batch_digest": f"{int(run.world.sum(torch.tensor(run.batches.digest, dtype=torch.float64))):x}",
-    }
+    digest = run.world.sum(torch.tensor(run.batches.digest, dtype=torch.float64))
+    speed = round(run.clock.steps_per_second(run.step) * run.tokens_per_step, 1)
+    record = {"step": run.step, "tokens": run.step * run.tokens_per_step, "train_loss": run.world.sum(loss).item()}
+    record |= {"learning_rate": learning_rate, "grad_norm": grad_norm.item(), "tokens_per_second": speed}
+    record |= {"elapsed_seconds": round(run.clock.elapsed, 3), "skipped_steps": run.optimizer.count_skipped(run.saved)}
+    return record | {"batch_digest": f"{int(digest):x}"}
 
 
 @torch.no_grad()
@@ -327,18 +334,11 @@ def evaluate(run: Run, stop: Callable = bool) -> dict[str, Any] | None:
 
 def save(run: Run) -> None:
     """Write a checkpoint of this step."""
-    state = {
-        "step": run.step,
-        "tokens": run.step * run.tokens_per_step,
-        "val_loss": run.val_loss,
-        "best_val_loss": run.best_loss,
-        "elapsed_seconds": run.clock.elapsed,
-        "model": asdict(run.config.model),
-        "settings": flatten(run.config),
-        "data_sha256": run.dataset.sha256,
-        "changes": run.changes,
-        "documents": run.dataset.manifest["splits"]["train"]["documents"],
-    }
+    config, documents = run.config, run.dataset.manifest["splits"]["train"]["documents"]
+    state = {"step": run.step, "tokens": run.step * run.tokens_per_step, "elapsed_seconds": run.clock.elapsed}
+    state |= {"val_loss": run.val_loss, "best_val_loss": run.best_loss, "changes": run.changes}
+    state |= {"model": asdict(config.model), "settings": flatten(config)}
+    state |= {"data_sha256": run.dataset.sha256, "documents": documents}
     with run.world.patience():  # the checkpoint before may still be on its way to the disk
         run.folder.wait()
     model, optimizer = (run.world.gather_full(tensors) for tensors in (run.model.state_dict(), run.optimizer.state()))

@@ -1,18 +1,21 @@
-"""Which windows make up batch t, a pure function of (data, seed, t), and which targets count."""
+"""Which windows, or examples, make up batch t, a pure function of (data, seed, t), and which targets count."""
 
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.dataset import Tokens
+from engine.dataset import Dataset, Examples, Tokens
 from engine.kernels import IGNORED
 
 FEISTEL_ROUNDS = 6
 EVALUATION_TOKENS = 2**14  # in one forward pass of an evaluation
+GROUP = 256  # batches whose examples are sorted by length together
+MULTIPLE = 8  # of which a batch of examples is as long: matrix products are quicker, and lengths fewer
 
 
 def mix(x: np.ndarray) -> np.ndarray:
@@ -80,6 +83,69 @@ def gather(tokens: Tokens, starts: np.ndarray, length: int) -> np.ndarray:
     return np.array(windows, np.int64).reshape(len(starts), length)
 
 
+def example_numbers(examples: Examples, seed: int, step: int, batch_size: int) -> np.ndarray:
+    """Which examples are in batch ``step``, (batch_size,): a pure function. Each comes once an epoch.
+
+    An epoch's examples, in a pseudo-random order, are numbered on from the last epoch's; batch_size of these numbers
+    make a batch, which so may end one epoch and begin the next.
+    """
+    serial, end, found = step * batch_size, (step + 1) * batch_size, []
+    while serial < end:
+        epoch = serial // examples.num_examples
+        found.append(_examples_of_epoch(examples, seed, epoch, step, batch_size))
+        serial = (epoch + 1) * examples.num_examples
+    return np.concatenate(found)
+
+
+def _examples_of_epoch(examples: Examples, seed: int, epoch: int, step: int, batch_size: int) -> np.ndarray:
+    """Those of a batch that are of one epoch.
+
+    An epoch's batches are cut into groups. A group's examples are sorted by length and shared out, so that each batch
+    has like lengths, to its batches in a pseudo-random order, so that the short don't always come first.
+    """
+    size = examples.num_examples
+    first, last = epoch * size // batch_size, ((epoch + 1) * size - 1) // batch_size  # batches that have some
+    batches = last - first + 1
+    groups = -(-batches // GROUP)  # as large as each other
+    group = ((step - first + 1) * groups - 1) // batches
+    begin, end = (first + batches * number // groups for number in (group, group + 1))  # the batches of this group
+    edges = np.clip(np.arange(begin, end + 1) * batch_size - epoch * size, 0, size)
+    counts = np.diff(edges)  # of the epoch's examples in each
+    key = mix(np.array([epoch], np.uint64) + np.uint64(derived_seed(seed)))
+    index = np.arange(edges[0], edges[-1], dtype=np.uint64)
+    numbers = permute(index, size, np.repeat(key, len(index))).astype(np.int64)
+    numbers = numbers[np.argsort(examples.lengths[numbers], kind="stable")]
+    index = np.arange(len(counts), dtype=np.uint64)
+    rank = permute(index, len(index), np.repeat(mix(key + np.uint64(group)), len(index)))
+    by_rank = np.argsort(rank)  # of two batches the first has the shorter examples
+    ends = np.cumsum(counts[by_rank])[np.argsort(by_rank)]
+    return numbers[ends[step - begin] - counts[step - begin] : ends[step - begin]]
+
+
+def padded_length(longest: int, context_length: int) -> int:
+    """How many inputs a batch has whose longest example has so many tokens."""
+    assert longest <= context_length + 1, "examples are made to fit: see fitting"
+    return min(-(-max(1, longest - 1) // MULTIPLE) * MULTIPLE, context_length)
+
+
+def gather_examples(examples: Examples, numbers: np.ndarray, length: int) -> np.ndarray:
+    """Examples by their numbers (N,), padded on the right: (N, length), int64, negative what does not count.
+
+    The number -1 stands for an example without tokens.
+    """
+    rows = np.full((len(numbers), length), ~0, np.int64)  # token 0, which does not count
+    for row, number in zip(rows, numbers.tolist(), strict=True):
+        if number >= 0:
+            tokens = examples.example(number)
+            row[: len(tokens)] = tokens
+    return rows
+
+
+def inputs_and_targets(rows: np.ndarray) -> np.ndarray:
+    """Rows of ids, ~id where one does not count as a target (B, T + 1), as inputs and targets (2, B, T)."""
+    return np.stack((np.where(rows < 0, ~rows, rows)[:, :-1], np.maximum(rows, IGNORED)[:, 1:]))
+
+
 class Batches:
     """The training batches of one process, each assembled by a thread while the one before is worked on.
 
@@ -87,7 +153,13 @@ class Batches:
     """
 
     def __init__(
-        self, tokens: Tokens, context_length: int, seed: int, batch_size: int, rows: slice, device: torch.device
+        self,
+        tokens: Tokens | Examples,
+        context_length: int,
+        seed: int,
+        batch_size: int,
+        rows: slice,
+        device: torch.device,
     ):
         self.tokens, self.context_length, self.seed = tokens, context_length, seed
         self.batch_size, self.rows, self.device = batch_size, rows, device
@@ -96,7 +168,7 @@ class Batches:
         self.digest = 0  # of the windows given last; summed over processes it tells whether two runs saw the same
 
     def get(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a step, int64 (B, T) each."""
+        """Inputs and targets of a step, int64 (B, T) each; T is the context or, of examples, what they need."""
         ready = self.next[1] if self.next and self.next[0] == step else self.thread.submit(self._assemble, step)
         windows, self.digest = ready.result()
         self.next = (step + 1, self.thread.submit(self._assemble, step + 1))
@@ -104,12 +176,38 @@ class Batches:
         return inputs, targets
 
     def _assemble(self, step: int) -> tuple[Tensor, int]:
-        starts = window_starts(len(self.tokens), self.context_length, self.seed, step, self.batch_size)[self.rows]
-        windows = gather(self.tokens, starts, self.context_length + 1)
+        if isinstance(self.tokens, Examples):
+            numbers = example_numbers(self.tokens, self.seed, step, self.batch_size)
+            length = padded_length(int(self.tokens.lengths[numbers].max()), self.context_length)
+            windows = gather_examples(self.tokens, numbers[self.rows], length + 1)
+        else:
+            starts = window_starts(len(self.tokens), self.context_length, self.seed, step, self.batch_size)[self.rows]
+            windows = gather(self.tokens, starts, self.context_length + 1)
         rows = range(self.batch_size)[self.rows]
         digest = sum(zlib.crc32(window.data, row) for window, row in zip(windows, rows, strict=True))
-        pair = torch.from_numpy(np.stack((windows[:, :-1], windows[:, 1:])))
+        pair = torch.from_numpy(inputs_and_targets(windows))
         return pair.pin_memory() if self.device.type == "cuda" else pair, digest
+
+
+def fitting(dataset: Dataset, context_length: int, cut: bool) -> Dataset:
+    """The dataset without the examples that are too long, or with them cut. Raises ValueError if none is left."""
+    if not isinstance(dataset.train, Examples):
+        return dataset
+    train, val = (split.fitting(context_length, cut) for split in (dataset.train, dataset.val))
+    return replace(dataset, train=train, val=val)
+
+
+def tokens_per_step(tokens: Tokens | Examples, context_length: int, batch_size: int) -> int:
+    """How many inputs a batch has, padding aside: of examples on average."""
+    if isinstance(tokens, Examples):
+        return round(batch_size * (len(tokens) / tokens.num_examples - 1))
+    return batch_size * context_length
+
+
+def check_length(tokens: Tokens | Examples, context_length: int) -> None:
+    """Raise ValueError if a text is too short for one window; of examples :func:`fitting` tells."""
+    if not isinstance(tokens, Examples):
+        windows_per_epoch(len(tokens), context_length)
 
 
 def check_sizes(batch_size: int, processes: int, micro_batch_size: int | None) -> None:
@@ -139,12 +237,20 @@ def evaluation_windows(num_tokens: int, context_length: int, limit: int = 0) -> 
 
 
 def evaluation_batches(
-    tokens: Tokens, context_length: int, limit: int, rank: int, size: int, most_tokens: int = EVALUATION_TOKENS
+    tokens: Tokens | Examples,
+    context_length: int,
+    limit: int,
+    rank: int,
+    size: int,
+    most_tokens: int = EVALUATION_TOKENS,
 ) -> Iterator[Tensor]:
     """Inputs and targets of the evaluation windows of process rank of size, int64 (2, B, T) each, most_tokens at most.
 
-    Targets that count in another window are IGNORED.
+    Targets that count in another window are IGNORED. Of examples they are batches of examples.
     """
+    if isinstance(tokens, Examples):
+        yield from _evaluation_examples(tokens, context_length, limit, rank, size, most_tokens)
+        return
     starts, counted_before = evaluation_windows(len(tokens), context_length, limit)
     missing = -len(starts) % size  # all processes take as many: windows of which nothing counts fill up
     starts = np.append(starts, np.repeat(starts[:1], missing))[rank::size]
@@ -154,3 +260,19 @@ def evaluation_batches(
         windows = gather(tokens, starts[some], context_length + 1)
         ignored = np.arange(context_length) < counted_before[some, None]
         yield torch.from_numpy(np.stack((windows[:, :-1], np.where(ignored, IGNORED, windows[:, 1:]))))
+
+
+def _evaluation_examples(
+    examples: Examples, context_length: int, limit: int, rank: int, size: int, most_tokens: int
+) -> Iterator[Tensor]:
+    """Every example once, the longest first; or, with a limit, about that many tokens in examples of all lengths."""
+    order = np.argsort(-examples.lengths, kind="stable")
+    if limit and limit < len(examples):
+        share = max(1, round(len(order) * limit / len(examples)))
+        order = order[np.linspace(0, len(order) - 1, share).astype(np.int64)]
+    order = np.append(order, np.repeat(-1, -len(order) % size))  # all processes take as many
+    while len(order):
+        length = padded_length(int(examples.lengths[order[0]]), context_length)
+        rows = max(1, most_tokens // length) * size
+        some, order = order[:rows][rank::size], order[rows:]
+        yield torch.from_numpy(inputs_and_targets(gather_examples(examples, some, length + 1)))

@@ -2,10 +2,11 @@
 
 import contextlib
 import hashlib
+import itertools
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from engine.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT = 1
 SPLITS = ("train", "val")
+EXAMPLES_DTYPE, LENGTHS_DTYPE = "int32", "uint32"  # of examples' tokens, as no text's are, and of their lengths
 SHARD_TOKENS = 2**27  # 256 MiB of uint16
-OURS = re.compile(r"(manifest|tokenizer|verified)\.json|(train|val)-[0-9]{5,}\.npy")  # names of a dataset's files
+OURS = re.compile(r"(manifest|tokenizer|verified)\.json|(train|val)(-lengths)?-[0-9]{5,}\.npy")  # a dataset's files
 HEADER = 128  # bytes of a shard's header: NumPy leaves room for an array of any length
 
 
@@ -43,20 +45,55 @@ Tokens = np.ndarray | ShardedTokens  # token ids (N,)
 
 
 @dataclass(frozen=True)
+class Examples:
+    """A split of examples. Its length is its number of tokens, as text's is."""
+
+    tokens: Tokens  # int32, all examples end to end: an id where it counts as a target, ~id where it does not
+    starts: np.ndarray  # int64 (N,), of each example in tokens
+    lengths: np.ndarray  # int64 (N,), of each in tokens
+    too_long: int = 0  # how many :meth:`fitting` has left out or cut
+
+    def __len__(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def num_examples(self) -> int:
+        return len(self.lengths)
+
+    def example(self, index: int) -> np.ndarray:
+        """One example's tokens, int32, read from the disk."""
+        start = int(self.starts[index])
+        return self.tokens[start : start + int(self.lengths[index])]
+
+    def fitting(self, context_length: int, cut: bool) -> "Examples":
+        """Those of at most context_length + 1 tokens; if cut, others' starts that have a target; ValueError if none."""
+        most = context_length + 1
+        long = np.flatnonzero(self.lengths > most)
+        cut_to = replace(self, lengths=np.minimum(self.lengths, most))
+        left_out = [i for i in long.tolist() if not (cut and (cut_to.example(i)[1:] >= 0).any())]
+        if len(left_out) == self.num_examples:
+            found = f"all {len(long):,} examples have more than --context-length {context_length} + 1 tokens"
+            least = f"; raise it to at least {self.lengths.min() - 1}, or use --long-examples cut"
+            raise ValueError(f"{found}{', and cut off they have nothing to learn; raise it' if cut else least}")
+        starts, lengths = np.delete(self.starts, left_out), np.delete(cut_to.lengths, left_out)
+        return replace(self, starts=starts, lengths=lengths, too_long=len(long))
+
+
+@dataclass(frozen=True)
 class Dataset:
-    """What ``prepare.py`` made: two splits of token ids, and the tokenizer that made them."""
+    """What ``prepare.py`` made: two splits of text, or of examples, as token ids, and the tokenizer that made them."""
 
     path: Path
     manifest: dict[str, Any]
     tokenizer: Tokenizer
-    train: Tokens
-    val: Tokens
+    train: Tokens | Examples
+    val: Tokens | Examples
     sha256: str  # of the manifest that was opened, whatever is at path by now
 
     def bytes_per_token(self, split: str) -> float:
-        """UTF-8 bytes of text that one token of the split stands for, on average."""
+        """UTF-8 bytes of text that one token of the split stands for, on average; of examples, what counts of both."""
         counts = self.manifest["splits"][split]
-        return counts["bytes"] / counts["tokens"]
+        return counts["bytes"] / counts.get("targets", counts["tokens"])
 
 
 def open_dataset(path: Path) -> Dataset:
@@ -70,19 +107,36 @@ def open_dataset(path: Path) -> Dataset:
             raise ValueError(f"it has format {manifest['format']}, but this version reads {FORMAT}")
         if sha256(path / "tokenizer.json") != manifest["tokenizer"]["sha256"]:
             raise ValueError("tokenizer.json is not the one that made the tokens beside it")
-        splits = {}
-        for split in SPLITS:
-            counts = manifest["splits"][split]
-            shards = [_open_shard(inside(path, s["file"]), s["tokens"], manifest["dtype"]) for s in counts["shards"]]
-            splits[split] = ShardedTokens(shards)
-            if len(splits[split]) != counts["tokens"] or not all(counts[what] > 0 for what in ("tokens", "bytes")):
-                raise ValueError(f"its {split} split counts {counts['tokens']} tokens and {counts['bytes']} bytes")
+        splits = {split: open_split(path, manifest, split) for split in SPLITS}
         tokenizer = load_tokenizer(path / "tokenizer.json")
         if manifest["vocab_size"] != tokenizer.vocab_size:
             raise ValueError(f"it has {manifest['vocab_size']} tokens, but tokenizer.json {tokenizer.vocab_size}")
         return Dataset(path, manifest, tokenizer, **splits, sha256=hashlib.sha256(content).hexdigest())
     except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError) as error:
         raise _unusable(path, error) from None
+
+
+def open_split(path: Path, manifest: dict[str, Any], split: str) -> Tokens | Examples:
+    """Map one split into memory. Raises all sorts of errors if it is not as the manifest says, or empty."""
+    counts = manifest["splits"][split]
+    tokens, *lengths = (
+        ShardedTokens([_open_shard(inside(path, shard["file"]), shard["tokens"], dtype) for shard in counts[series]])
+        for series, dtype in _series(manifest).items()
+    )
+    if len(tokens) != counts["tokens"] or min(counts["tokens"], counts["bytes"], counts.get("targets", 1)) < 1:
+        raise ValueError(f"its {split} split counts {counts['tokens']} tokens and {counts['bytes']} bytes")
+    if not lengths:
+        return tokens
+    ends = np.cumsum(lengths[0][:], dtype=np.int64)
+    if len(ends) != counts["documents"] or ends[-1] != len(tokens) or not lengths[0][:].all():
+        raise ValueError(f"its {split} split's examples don't have the lengths that it counts")
+    return Examples(tokens, np.append(0, ends[:-1]), np.diff(ends, prepend=0))
+
+
+def _series(manifest: dict[str, Any]) -> dict[str, str]:
+    """The series of shards that each split has, and their dtypes."""
+    examples = manifest["dtype"] == EXAMPLES_DTYPE
+    return {"shards": manifest["dtype"]} | ({"lengths": LENGTHS_DTYPE} if examples else {})
 
 
 def _unusable(path: Path, error: Exception) -> ValueError:
@@ -92,7 +146,7 @@ def _unusable(path: Path, error: Exception) -> ValueError:
 
 def _open_shard(path: Path, tokens: int, dtype: str) -> np.ndarray:
     array = np.load(path, mmap_mode="r")
-    if dtype not in ("uint16", "uint32") or array.shape != (tokens,) or array.dtype != dtype:
+    if dtype not in ("uint16", "uint32", EXAMPLES_DTYPE) or array.shape != (tokens,) or array.dtype != dtype:
         raise ValueError(f"{path.name} holds {array.dtype} {array.shape}, not {dtype} ({tokens},)")
     if path.stat().st_size != array.offset + array.nbytes:
         raise ValueError(f"{path.name} has {path.stat().st_size} bytes, not {array.offset + array.nbytes}")
@@ -105,16 +159,19 @@ def verify_dataset(dataset: Dataset, again: bool) -> None:
     Once is enough for files that have not been touched since, unless again: ``verified.json`` beside them remembers.
     """
     path, known = dataset.path, dataset.path / "verified.json"
-    shards = [shard for split in SPLITS for shard in dataset.manifest["splits"][split]["shards"]]
+    splits, series = dataset.manifest["splits"], _series(dataset.manifest)
+    shards = [shard for one in series for split in SPLITS for shard in splits[split][one]]  # those of tokens first
     stats = [(path / name).stat() for name in ("manifest.json", *(shard["file"] for shard in shards))]
     now = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
     with contextlib.suppress(OSError, ValueError):
         if not again and read_json(known) == now:
             return
-    for shard, array in zip(shards, (*dataset.train.arrays, *dataset.val.arrays), strict=True):
+    arrays = [array for split in (dataset.train, dataset.val) for array in getattr(split, "tokens", split).arrays]
+    for shard, array in itertools.zip_longest(shards, arrays, fillvalue=np.empty(0, np.int32)):
         if sha256(path / shard["file"]) != shard["sha256"]:
             raise _unusable(path, ValueError(f"{shard['file']} is not as it was written"))
-        largest = max((int(array[i : i + 2**24].max()) for i in range(0, len(array), 2**24)), default=0)
+        blocks = (array[i : i + 2**24] for i in range(0, len(array), 2**24))
+        largest = max((max(int(block.max()), ~int(block.min())) for block in blocks), default=0)  # ~id is one too
         if largest >= dataset.tokenizer.vocab_size:
             raise _unusable(path, ValueError(f"{shard['file']} has token {largest} of {dataset.tokenizer.vocab_size}"))
     with contextlib.suppress(OSError):  # a folder that is only read is verified each time
@@ -122,21 +179,21 @@ def verify_dataset(dataset: Dataset, again: bool) -> None:
 
 
 class ShardWriter:
-    """Writes one split's tokens as ``SPLIT-00000.npy``, … in a directory, in memory of one piece at a time."""
+    """Writes a series of tokens as ``NAME-00000.npy``, … in a directory, in memory of one piece at a time."""
 
-    def __init__(self, directory: Path, split: str, dtype: str):
-        self.directory, self.split, self.dtype = directory, split, np.dtype(dtype)
-        self.counts = {"tokens": 0, "bytes": 0, "documents": 0, "shards": []}
+    def __init__(self, directory: Path, name: str, dtype: str, counted: Sequence[str] = ("bytes", "documents")):
+        self.directory, self.name, self.dtype, self.counted = directory, name, np.dtype(dtype), counted
+        self.counts = {"tokens": 0} | dict.fromkeys(counted, 0) | {"shards": []}
         self.file = None  # the shard that is open
         self.room = 0  # tokens that it has room for
 
-    def write(self, ids: np.ndarray, size: int = 0, documents: int = 0) -> None:
-        """Append token ids (N,), which stand for so many UTF-8 bytes, and in which so many documents end."""
-        self.counts["bytes"] += size
-        self.counts["documents"] += documents
+    def write(self, ids: np.ndarray, *amounts: int) -> None:
+        """Append token ids (N,), and how much is in them of what is counted: UTF-8 bytes, documents that end, …"""
+        for what, amount in zip(self.counted, amounts, strict=False):
+            self.counts[what] += amount
         while len(ids):
             if self.file is None:
-                self.file = open(self.directory / f"{self.split}-{len(self.counts['shards']):05d}.npy", "wb")  # noqa: SIM115
+                self.file = open(self.directory / f"{self.name}-{len(self.counts['shards']):05d}.npy", "wb")  # noqa: SIM115
                 self.file.seek(HEADER)
                 self.room = SHARD_TOKENS
             piece, ids = ids[: self.room], ids[self.room :]
@@ -147,7 +204,7 @@ class ShardWriter:
                 self.close()
 
     def close(self) -> dict[str, Any]:
-        """Complete the shard that is open, if any; return the split's counts and shards as the manifest has them."""
+        """Complete the shard that is open, if any; return the counts and shards as the manifest has them."""
         if self.file is not None:
             tokens = SHARD_TOKENS - self.room
             header = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (tokens,)}
@@ -165,19 +222,25 @@ class ShardWriter:
 def new_dataset(out: Path, tokenizer: Tokenizer, origin: dict[str, Any]) -> Iterator[dict[str, ShardWriter]]:
     """Fill the writers, one a split, that this yields; leaving it without an error makes ``out``, at once.
 
-    origin says what it is made from, and for a part which one. Raises ValueError if a split of a whole is too short.
+    origin says what it is made from, and for a part which one. Of examples it yields writers of their lengths too,
+    ``SPLIT-lengths``. Raises ValueError if a split of a whole is too short.
     """
+    examples = "examples" in origin
     with new_directory(out) as directory:
         tokenizer.save(directory / "tokenizer.json")
-        dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-        writers = {split: ShardWriter(directory, split, dtype) for split in SPLITS}
-        yield writers
+        dtype = EXAMPLES_DTYPE if examples else "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+        counted = ("bytes", "documents", "targets")[: 2 + examples]
+        writers = {split: ShardWriter(directory, split, dtype, counted) for split in SPLITS}
+        lengths = {split: ShardWriter(directory, f"{split}-lengths", LENGTHS_DTYPE, ()) for split in SPLITS * examples}
+        yield writers | {writer.name: writer for writer in lengths.values()}
         splits = {split: writer.close() for split, writer in writers.items()}
+        for split, writer in lengths.items():
+            splits[split]["lengths"] = writer.close()["shards"]
         documents = sum(counts["documents"] for counts in splits.values())
         for split, counts in splits.items():
             if counts["tokens"] < 2 and "part" not in origin:
-                found = f"the {split} split has {counts['tokens']} tokens of {documents} documents"
-                raise ValueError(f"{found}, too few for one window; give more text, or change --val-fraction")
+                found = f"{counts['tokens']} tokens of {documents} {'examples' if examples else 'documents'}"
+                raise ValueError(f"the {split} split has {found}, too few; give more, or change --val-fraction")
         identity = {"kind": tokenizer.kind, "sha256": sha256(directory / "tokenizer.json")}
         manifest = {"format": FORMAT, "tokenizer": identity, "vocab_size": tokenizer.vocab_size, "dtype": dtype}
         write_json(directory / "manifest.json", manifest | {"splits": splits, "origin": origin})
@@ -202,8 +265,9 @@ def is_made(out: Path, origin: dict[str, Any], force: bool) -> bool:
 def _is_whole(out: Path, manifest: dict[str, Any]) -> bool:
     """Whether the files that a manifest names are there, in their lengths."""
     try:
-        for shard in (shard for split in manifest["splits"].values() for shard in split["shards"]):
-            _open_shard(inside(out, shard["file"]), shard["tokens"], manifest["dtype"])
+        for series, dtype in _series(manifest).items():
+            for shard in (shard for split in manifest["splits"].values() for shard in split[series]):
+                _open_shard(inside(out, shard["file"]), shard["tokens"], dtype)
         return sha256(out / "tokenizer.json") == manifest["tokenizer"]["sha256"]
     except (OSError, EOFError, ValueError, KeyError, TypeError):
         return False
@@ -224,7 +288,7 @@ def _differences(found: dict[str, Any], expected: dict[str, Any]) -> str:
     names = {"content": "other text", "sha256": "another tokenizer.json"}
     found, expected = (manifest["origin"] | manifest["tokenizer"] for manifest in (found, expected))
     keys = [key for key in found.keys() | expected if found.get(key) != expected.get(key)]
-    return ", ".join(sorted(names.get(key, f"{key} {found.get(key)}") for key in keys))
+    return ", ".join(sorted(names.get(key, f"{key} {found[key]}" if key in found else f"no {key}") for key in keys))
 
 
 def parts_of(out: Path) -> Path:
@@ -277,7 +341,9 @@ def merge_parts(out: Path, parts: dict[Path, dict], origin: dict[str, Any], adva
     with new_dataset(out, tokenizer, origin) as writers:
         for part, found in parts.items():
             for split, counts in found["splits"].items():
-                for shard in counts["shards"]:
-                    writers[split].write(np.load(intact(part, shard["file"], shard["sha256"]), mmap_mode="r"))
-                writers[split].write(np.empty(0), counts["bytes"], counts["documents"])
+                for series in _series(found):
+                    writer = writers[split if series == "shards" else f"{split}-{series}"]
+                    for shard in counts[series]:
+                        writer.write(np.load(intact(part, shard["file"], shard["sha256"]), mmap_mode="r"))
+                writers[split].write(np.empty(0), *(counts[what] for what in writers[split].counted))
                 advance(counts["bytes"])

@@ -8,6 +8,7 @@ import numpy as np
 from engine.tokenizer import END_OF_TURN, ROLES, Tokenizer
 
 PROMPT, COMPLETION = "prompt", "completion"
+MOST_SHOWN, MOST_OF_TURN = 500, 200  # characters of an example that are shown
 LEARNED = (COMPLETION, "assistant")  # whose texts count
 CHATML = ("<|im_start|>", "<|im_end|>")  # the tokens of many imported models' chats
 
@@ -16,20 +17,21 @@ Turn = tuple[str, str]  # who speaks, or prompt or completion; and the text
 
 def chat_of(record: dict[str, Any]) -> list[Turn]:
     """The turns of ``{"messages": [{"role": …, "content": …}, …]}``. Raises ValueError for what is no chat to learn."""
-    messages = record.get("messages")
+    if "messages" not in record:
+        raise ValueError(f"has only {', '.join(map(repr, record))}; a chat should have 'messages' (see --chat)")
+    messages, form = record["messages"], '{"role": …, "content": …}'
     if not isinstance(messages, list) or not messages:
-        raise ValueError(
-            f"should have 'messages', a list of roles and contents, but has {', '.join(map(repr, record))}"
-        )
+        raise ValueError(f"has 'messages' that should be a list of {form}, and is not")
     turns = []
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not message.keys() >= {"role", "content"}:
-            raise ValueError(f"has a message {number} that is not of the form {{'role': …, 'content': …}}")
-        if message["role"] not in ROLES:
-            raise ValueError(f"has a message of the role {message['role']!r}; the known ones are {', '.join(ROLES)}")
-        if not isinstance(message["content"], str):
+            raise ValueError(f"has a message {number} that is not of the form {form}")
+        role, text = message["role"], message["content"]
+        if not isinstance(role, str) or role not in ROLES:
+            raise ValueError(f"has a message {number} of the role {role!r}; the known ones are {', '.join(ROLES)}")
+        if not isinstance(text, str):
             raise ValueError(f"has a message {number} whose content is not text")
-        turns.append((message["role"], message["content"]))
+        turns.append((role, text))
     if not any(role == "assistant" and text for role, text in turns):
         raise ValueError("has no message of the assistant with text: there would be nothing to learn")
     return turns
@@ -81,6 +83,30 @@ def encode_example(tokenizer: Tokenizer, turns: Sequence[Turn]) -> np.ndarray:
         if who in ROLES and CHATML[0] in tokenizer.special_tokens:
             ids += [~i for i in tokenizer.encode("\n").tolist()]
     return np.array(ids, np.int32)
+
+
+def learned_bytes(turns: Sequence[Turn]) -> int:
+    """UTF-8 bytes of the text that counts."""
+    return sum(len(text.encode()) for who, text in turns if who in LEARNED)
+
+
+def is_target(example: np.ndarray) -> np.ndarray:
+    """Which of an example's token ids (N,) are targets that count, bool (N,): never the first, which none precedes."""
+    return (example >= 0) & (np.arange(len(example)) > 0)
+
+
+def marked(tokenizer: Tokenizer, example: np.ndarray) -> str:
+    """An encoded example as text, with ⟦ and ⟧ around what counts; some MOST_SHOWN characters, the middles left out."""
+    counts, shown = is_target(example), ""
+    for run in np.split(np.arange(len(example)), np.flatnonzero(np.diff(counts)) + 1):
+        ids = np.where(example[run] < 0, ~example[run], example[run])
+        text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in tokenizer.decode(ids.tolist()))
+        if len(text) > MOST_OF_TURN:
+            text = f"{text[: MOST_OF_TURN // 2]} … {text[-MOST_OF_TURN // 2 :]}"
+        if len(shown) + len(text) > MOST_SHOWN:
+            return f"{shown} …"
+        shown += f"⟦{text}⟧" if counts[run[0]] else text
+    return shown
 
 
 def encode_chat(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[list[int]]:

@@ -1,7 +1,9 @@
-"""Autoregressive decoding: the cache of keys and values, the choice of the next token, the loop, tokens → text."""
+"""Autoregressive decoding: the cache of keys and values, the choice of the next token, the loops, tokens → text."""
 
 import codecs
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from engine.tokenizer import Tokenizer
 
 COLDEST = 1e-4  # a temperature below it could only choose the most likely token, were its quotients finite
+LENGTH_PENALTY = 0.6  # α of Wu et al. 2016, eq. 14
 
 
 class Cache:
@@ -17,7 +20,7 @@ class Cache:
 
     def __init__(self, batch_size: int, num_heads: int, length: int, head_dim: int, like: Tensor):
         """Empty, with room for length positions; ``like`` is a tensor of the dtype and device."""
-        self.keys_values = like.new_empty(2, batch_size, num_heads, length, head_dim)  # (2, B, H, length, K)
+        self.keys_values = like.new_empty(2, batch_size, num_heads, length, head_dim)  # (2, B, G, length, K)
         self.length = length
         self.filled = 0  # positions it holds
 
@@ -28,11 +31,17 @@ class Cache:
         self.keys_values[1, :, :, start : self.filled] = value
         return self.keys_values[0, :, :, : self.filled], self.keys_values[1, :, :, : self.filled]
 
+    def select(self, rows: Tensor) -> None:
+        """Hold these rows only, (N,) integers, in this order; one may come several times."""
+        chosen = self.keys_values[:, rows, :, : self.filled]
+        self.keys_values = chosen.new_empty(*chosen.shape[:3], self.length, chosen.shape[-1])
+        self.keys_values[:, :, :, : self.filled] = chosen
+
 
 def new_caches(model: torch.nn.Module, batch_size: int) -> list[Cache]:
     """An empty cache for each block of the model, with room for its whole context."""
     c, like = model.config, next(model.parameters())
-    return [Cache(batch_size, c.num_heads, c.context_length, c.head_dim, like) for _ in range(c.num_layers)]
+    return [Cache(batch_size, c.num_groups, c.context_length, c.head_width, like) for _ in range(c.num_layers)]
 
 
 def window_start(length: int, context_length: int) -> int:
@@ -44,13 +53,59 @@ def window_start(length: int, context_length: int) -> int:
     return -(-max(0, length - context_length) // hop) * hop
 
 
+class Sequences:
+    """Token sequences of one length that grow side by side, and a model's logits of what comes next."""
+
+    def __init__(self, model: torch.nn.Module, tokens: Tensor, never: Sequence[int] = (), use_cache: bool = True):
+        """They begin with tokens (B, T), T ≥ 0; ``never`` are ids that must not come next.
+
+        The model is one that :func:`engine.kernels.for_decoding` returned, or any, slower; one that is training is
+        asked as it predicts, and left as it was.
+        """
+        self.model, self.tokens, self.start = model, tokens, 0  # the tokens from position start on
+        self.never = torch.tensor(list(never), dtype=torch.long, device=tokens.device)
+        self.caches = new_caches(model, len(tokens)) if use_cache else []
+
+    length = property(lambda self: self.start + self.tokens.shape[1])
+
+    def append(self, tokens: Tensor) -> None:
+        """Go on with tokens (B, T)."""
+        self.tokens = torch.cat((self.tokens, tokens), dim=1)
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with these sequences only, (N,) integers, in this order; one may come several times."""
+        self.tokens = self.tokens[rows]
+        for cache in self.caches:
+            cache.select(rows)
+
+    def logits(self) -> Tensor:
+        """The next token's logits (B, V), predicted from the window that ends here. To be asked once a length."""
+        if (first := window_start(self.length, self.model.config.context_length)) != self.start:
+            self.tokens, self.start = self.tokens[:, first - self.start :], first
+            for cache in self.caches:
+                cache.filled = 0
+        training = self.model.training
+        if training:
+            self.model.eval()
+        new = self.tokens[:, self.caches[0].filled if self.caches else 0 :]
+        logits = self.model(new, caches=self.caches)[:, -1]
+        if training:
+            self.model.train()
+        return logits.index_fill(-1, self.never, -torch.inf) if len(self.never) else logits
+
+
+def check_finite(logits: Tensor) -> None:
+    """Raise ValueError unless logits are finite, or -inf for what must not be chosen."""
+    if not (logits < torch.inf).all():  # nor NaN
+        raise ValueError("the model's logits are not finite: it diverged in training; try an earlier checkpoint")
+
+
 def choose(logits: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator) -> Tensor:
     """Draw token ids (B,) from logits (B, V), at temperature 0 the most likely.
 
     top_k keeps the k most likely (None: all); top_p the fewest that together have probability p (Holtzman et al. 2020).
     """
-    if not (logits < torch.inf).all():  # nor NaN
-        raise ValueError("the model's logits are not finite: it diverged in training; try an earlier checkpoint")
+    check_finite(logits)
     if temperature < COLDEST:
         return logits.argmax(dim=-1)
     logits = logits.float() / temperature
@@ -75,30 +130,61 @@ def generate(
 ) -> Iterator[Tensor]:
     """Continue prompts (B, T), or one (T,), T ≥ 1, token by token: yields (B,) ids, max_new_tokens times.
 
-    The model is one that :func:`engine.kernels.for_decoding` returned, or any, slower; one that is training is asked as
-    it predicts, and left as it was. ``never`` are ids not to choose. Without the cache the same tokens come, slower
-    still: the definition for tests.
+    ``never`` are ids not to choose; for the model, see :class:`Sequences`. Without the cache the same tokens come,
+    slower still: the definition for tests.
     """
     prompt = prompt.view(-1, prompt.shape[-1])
     generator = torch.Generator(prompt.device).manual_seed(seed)
-    banned = torch.tensor(list(never), dtype=torch.long, device=prompt.device)
-    caches = new_caches(model, len(prompt)) if use_cache else []
-    seen, start, training = prompt, 0, model.training  # the tokens from position start on
-    for length in range(prompt.shape[1], prompt.shape[1] + max_new_tokens):
-        if (first := window_start(length, model.config.context_length)) != start:
-            seen, start = seen[:, first - start :], first
-            for cache in caches:
-                cache.filled = 0
-        if training:
-            model.eval()
-        logits = model(seen[:, caches[0].filled if caches else 0 :], caches=caches)[:, -1]
-        if training:
-            model.train()
-        if never:
-            logits = logits.index_fill(-1, banned, -torch.inf)
-        chosen = choose(logits, temperature, top_k, top_p, generator)
-        seen = torch.cat((seen, chosen[:, None]), dim=1)
+    sequences = Sequences(model, prompt, never, use_cache)
+    for _ in range(max_new_tokens):
+        chosen = choose(sequences.logits(), temperature, top_k, top_p, generator)
+        sequences.append(chosen[:, None])
         yield chosen
+
+
+@torch.inference_mode()
+def beam_search(
+    model: torch.nn.Module,
+    prompt: Tensor,
+    beams: int,
+    max_new_tokens: int,
+    ends: Sequence[int] = (),
+    never: Sequence[int] = (),
+    stopped: Callable[[list[int]], bool] = lambda ids: False,
+) -> tuple[list[int], float]:
+    """The best continuation of a prompt (T,) that a search with so many beams finds, and its score.
+
+    The score is log P / ((5 + length) / 6)^α: Wu et al. 2016, eq. 14. A continuation is done with one of the ids in
+    ``ends``, which it keeps, when ``stopped`` says so, or after max_new_tokens; ``never`` are ids not to choose. The
+    most likely continuations go on, as many as there are beams; the search is over when none can beat the best done.
+    """
+    sequences, beam_ids = Sequences(model, prompt.view(1, -1), never), [[]]
+    log_p = torch.zeros(1, device=prompt.device)  # of each beam
+    best, best_score = [], -math.inf
+    for length in range(1, max_new_tokens + 1):
+        check_finite(logits := sequences.logits())
+        longer = log_p[:, None] + logits.float().log_softmax(dim=-1)  # (beams, V)
+        values, places = longer.flatten().topk(min(beams, longer.numel()))  # in falling order
+        values, places = values[values > -math.inf], places[values > -math.inf]
+        parents, ids = places // longer.shape[1], places % longer.shape[1]
+        candidates = [[*beam_ids[parent], last] for parent, last in zip(parents.tolist(), ids.tolist(), strict=True)]
+        live = []
+        for at, (value, candidate) in enumerate(zip(values.tolist(), candidates, strict=True)):
+            if length < max_new_tokens and candidate[-1] not in ends and not stopped(candidate):
+                live.append(at)
+            elif (score := value / length_penalty(length)) > best_score:
+                best, best_score = candidate, score
+        if not live or best_score >= values[live[0]].item() / length_penalty(max_new_tokens):
+            break
+        log_p, beam_ids = values[live], [candidates[at] for at in live]
+        sequences.select(parents[live])
+        sequences.append(ids[live][:, None])
+    return best, best_score
+
+
+def length_penalty(length: int) -> float:
+    """What log P is divided by, so that longer continuations have their chance; it grows with the length."""
+    return ((5 + length) / 6) ** LENGTH_PENALTY
 
 
 def opening(tokenizer: Tokenizer, documents: int) -> list[int]:
@@ -111,20 +197,31 @@ def opening(tokenizer: Tokenizer, documents: int) -> list[int]:
         return [0]
 
 
+def not_text(tokenizer: Tokenizer, model: torch.nn.Module, ends: Sequence[int] = ()) -> list[int]:
+    """The ids of a model that stand for no text and do not end one: what must never be chosen."""
+    unused = [*tokenizer.unused_ids(), *range(tokenizer.vocab_size, model.config.vocab_size)]
+    return [token for token in unused if token not in ends]
+
+
 def generate_text(
-    model: torch.nn.Module, tokenizer: Tokenizer, prompts: Sequence[list[int]], max_new_tokens: int, **choice: Any
+    model: torch.nn.Module,
+    tokenizer: Tokenizer,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    ends: Sequence[int] = (),
+    **choice: Any,
 ) -> Iterator[Tensor]:
-    """Continue prompts of one length with ids that stand for text; see :func:`generate`."""
-    never = [*tokenizer.unused_ids(), *range(tokenizer.vocab_size, model.config.vocab_size)]
+    """Continue prompts of one length with ids that stand for text, or end it; see :func:`generate`."""
     prompt = torch.tensor(prompts, device=next(model.parameters()).device)
-    return generate(model, prompt, max_new_tokens, never=never, **choice)
+    return generate(model, prompt, max_new_tokens, never=not_text(tokenizer, model, ends), **choice)
 
 
 class TextStream:
     """One sequence's tokens → text as soon as it is sure: no character cut in two, nothing from a stop text on."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()):
-        self.tokenizer, self.stops = tokenizer, stops
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), ends: Sequence[int] = ()):
+        """``ends`` are ids that end it, beside the tokenizer's end of text."""
+        self.tokenizer, self.stops, self.ends = tokenizer, stops, {tokenizer.end_of_text, *ends}
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.held = ""  # might be the beginning of a stop text
         self.ended = False
@@ -133,7 +230,7 @@ class TextStream:
         """The text that is sure now that this token came."""
         if self.ended:
             return ""
-        if token == self.tokenizer.end_of_text:
+        if token in self.ends:
             return self.end()
         self.held += self.decoder.decode(self.tokenizer.decode_bytes([token]))
         found = [start for start in (self.held.find(stop) for stop in self.stops) if start >= 0]
@@ -152,11 +249,100 @@ class TextStream:
         return rest
 
 
-def texts(tokens: Iterator[Tensor], tokenizer: Tokenizer, rows: int, stops: Sequence[str] = ()) -> Iterator[list[str]]:
+def texts(
+    tokens: Iterator[Tensor], tokenizer: Tokenizer, rows: int, stops: Sequence[str] = (), ends: Sequence[int] = ()
+) -> Iterator[list[str]]:
     """What each of so many sequences' text gains with each of their tokens (rows,), until all have ended."""
-    streams = [TextStream(tokenizer, stops) for _ in range(rows)]
+    streams = [TextStream(tokenizer, stops, ends) for _ in range(rows)]
     for ids in tokens:
         yield [text.push(token) for text, token in zip(streams, ids.tolist(), strict=True)]
         if all(text.ended for text in streams):
             break
     yield [text.end() for text in streams]
+
+
+class Row:
+    """A prompt and the text that comes after it, one of a batch."""
+
+    def __init__(self, index: int, prompt: list[int], limit: int, stream: TextStream):
+        """index says which prompt it is; limit is the most tokens that may come after it."""
+        self.index, self.prompt, self.limit, self.stream = index, prompt, limit, stream
+        self.text, self.count = "", 0  # what has come, and its tokens
+
+    def take(self, position: int, drawn: int) -> int:
+        """The token at a position: the prompt's, or after that the one drawn, of which the text gains."""
+        if position < len(self.prompt):
+            return self.prompt[position]
+        if not self.stream.ended:
+            self.text, self.count = self.text + self.stream.push(drawn), self.count + 1
+            self.text += self.stream.end() if self.count == self.limit else ""
+        return drawn
+
+
+@torch.inference_mode()
+def complete(
+    model: torch.nn.Module,
+    tokenizer: Tokenizer,
+    prompts: Sequence[tuple[list[int], int]],
+    batch_size: int,
+    stops: Sequence[str] = (),
+    ends: Sequence[int] = (),
+    seed: int = 0,
+    **choice: Any,
+) -> Iterator[tuple[int, str, int]]:
+    """Continue prompts, each ≥ 1 ids and the most that may come: yields (i, prompt i's text, tokens) as each ends.
+
+    Prompts of about one length share a batch. At temperature 0 a text is what :func:`generate_text` writes for its
+    prompt alone. ``choice`` is temperature, top_k and top_p: see :func:`choose`.
+    """
+    rows, device = [], next(model.parameters()).device
+    for index, (prompt, limit) in enumerate(prompts):
+        start = window_start(len(prompt), model.config.context_length)  # nothing before it counts, now or later
+        rows.append(Row(index, prompt[start:], limit, TextStream(tokenizer, stops, ends)))
+    rows.sort(key=lambda row: len(row.prompt))
+    draw = partial(choose, generator=torch.Generator(device).manual_seed(seed), **choice)
+    for first in range(0, len(rows), batch_size):
+        batch = rows[first : first + batch_size]
+        nothing = torch.empty(len(batch), 0, dtype=torch.long, device=device)
+        sequences = Sequences(model, nothing, not_text(tokenizer, model, ends))
+        for row in _complete_batch(sequences, batch, draw):
+            yield row.index, row.text, row.count
+
+
+def _complete_batch(sequences: Sequences, rows: list[Row], draw: Callable[[Tensor], Tensor]) -> Iterator[Row]:
+    """Yields each row when its text has ended. All begin at position 0: they share a window, and need no masks.
+
+    Where a row's prompt goes on, its tokens come instead of those drawn, as in the code of Touvron et al. 2023.
+    """
+    device = sequences.tokens.device
+    while live := [row for row in rows if not row.stream.ended]:
+        known = min(len(row.prompt) for row in live)
+        if 2 * len(live) <= len(rows) or known > sequences.length:
+            kept = [at for at, row in enumerate(rows) if not row.stream.ended]
+            sequences.select(torch.tensor(kept, device=device))
+            rows = live
+        if known > sequences.length:
+            sequences.append(torch.tensor([row.prompt[sequences.length : known] for row in rows], device=device))
+        drawn, length = draw(sequences.logits()).tolist(), sequences.length
+        tokens = [row.take(length, token) for row, token in zip(rows, drawn, strict=True)]
+        yield from [row for row in live if row.stream.ended]
+        sequences.append(torch.tensor(tokens, device=device)[:, None])
+
+
+def search_text(
+    model: torch.nn.Module,
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    max_new_tokens: int,
+    beams: int,
+    stops: Sequence[str] = (),
+    ends: Sequence[int] = (),
+) -> tuple[str, int]:
+    """The best text that a search finds after a prompt's token ids, and its tokens; see :func:`beam_search`."""
+    every_end = [*ends, *([] if tokenizer.end_of_text is None else [tokenizer.end_of_text])]
+    start = torch.tensor(prompt, device=next(model.parameters()).device)
+    choice = {"ends": every_end, "never": not_text(tokenizer, model, ends)}
+    choice |= {"stopped": lambda ids: any(stop in tokenizer.decode(ids) for stop in stops)}
+    ids, _ = beam_search(model, start, beams, max_new_tokens, **choice)
+    stream = TextStream(tokenizer, stops, ends)
+    return "".join(map(stream.push, ids)) + stream.end(), len(ids)

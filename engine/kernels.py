@@ -20,25 +20,30 @@ LOGITS_AT_ONCE = 2**25  # elements of (rows, V) float32 logits that may exist at
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
-    """Causal attention of the last T of S positions: (B, H, T, K), and (B, H, S, K) twice → (B, H, T, K)."""
-    T, S = query.shape[-2], key.shape[-2]
+    """Causal attention of the last T of S positions: (B, H, T, K), and (B, G, S, K) twice → (B, H, T, K).
+
+    H / G queries in a row share a key and a value.
+    """
+    T, S, grouped = query.shape[-2], key.shape[-2], query.shape[1] != key.shape[1]
     if T == 1:
-        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, enable_gqa=grouped)
     if T != S:  # a later piece of a prompt: each position sees all before it, not just this piece
         mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T)
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout)
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout, enable_gqa=grouped)
     short = query.device.type == "cpu" and query.dtype == torch.bfloat16 and T <= LONGEST_PLAIN
     # math_sdp_enabled is of all devices, in spite of its name; asking would cut a compiled graph in two
     if short and (torch.compiler.is_compiling() or torch.backends.cuda.math_sdp_enabled()):
         return plain_attention(query, key, value, dropout)
-    return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+    return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-    """Causal attention as three operations, (B, H, T, K) → (B, H, T, K).
+    """Causal attention as three operations: (B, H, T, K), and (B, G, T, K) twice → (B, H, T, K).
 
     The backward pass of PyTorch's fused one is slow on a CPU in bfloat16: this takes a third to a half of its time.
     """
+    if query.shape[1] != key.shape[1]:
+        key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for one in (key, value))
     future = torch.full((query.shape[-2], key.shape[-2]), -math.inf, dtype=query.dtype).triu(1)
     weights = torch.softmax(query / math.sqrt(query.shape[-1]) @ key.mT + future, dim=-1)  # (B, H, T, T)
     return F.dropout(weights, dropout) @ value

@@ -1,6 +1,7 @@
 """What watches training, and what is said of it: the loop says what happened, and knows nothing of its observers."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -10,10 +11,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from engine.dataset import Examples
 from engine.files import to_json, write_whole
 from engine.generate import generate_text, opening, texts
 from engine.kernels import for_decoding
@@ -23,6 +26,7 @@ from engine.settings import flatten
 
 RECENT = 40  # records that a loss is compared with
 SAMPLE_TOKENS = 200  # of the sample at the end
+LOGGED_TOKENS = 100  # of each that is logged
 SAVED_PER_SECOND = 5e8  # bytes of a checkpoint, written and hashed
 SHUTDOWN = "30"  # seconds that torchrun gives processes to end, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise
 SPIKE = 6  # standard deviations above the recent mean: a loss to point out
@@ -135,13 +139,17 @@ class Terminal:
     def started(self, run: Any) -> None:
         config, model, data, size = run.config, run.config.model, run.dataset, len(run.dataset.train)
         tokens = config.steps * run.tokens_per_step
+        long = [split.too_long for split in (data.train, data.val) if isinstance(split, Examples)]
+        if any(long):
+            done = "cut" if config.long_examples == "cut" else "left out"
+            say(f"{sum(long):,} examples are longer than the context, {model.context_length} + 1 tokens: {done}")
         say(
             f"data   {data.path}: {size:,} tokens to train on, {len(data.val):,} to validate; "
             f"vocabulary {data.tokenizer.vocab_size:,} ({data.tokenizer.kind})\n"
             f"model  {run.model.num_parameters:,} parameters: {model.num_layers} layers, {model.num_heads} heads, "
             f"d_model {model.d_model}, context {model.context_length}\n"
-            f"run    {config.steps:,} steps of {config.batch_size} × {model.context_length} tokens = {tokens:,} "
-            f"({tokens / size:.1f} epochs), {config.optimizer.optimizer}, on {run.world.size} × "
+            f"run    {config.steps:,} steps of {config.batch_size} × {run.tokens_per_step // config.batch_size} tokens "
+            f"= {tokens:,} ({tokens / size:.1f} epochs), {config.optimizer.optimizer}, on {run.world.size} × "
             f"{run.world.device} in {config.dtype} → {config.out}"
         )
         saved = sum(tensor.numel() * tensor.element_size() for tensor in run.optimizer.state().values())
@@ -174,7 +182,7 @@ class Terminal:
 
 
 class WeightsAndBiases:
-    """Logs every record to Weights & Biases."""
+    """Logs every record to Weights & Biases, against tokens and steps, and samples in a table."""
 
     def started(self, run: Any) -> None:
         import wandb
@@ -185,8 +193,16 @@ class WeightsAndBiases:
             write_whole(known, secrets.token_hex(8).encode())
         name = {"name": out.resolve().name, "id": known.read_text(encoding="utf-8").strip()}
         self.log = wandb.init(project="gpt-trainer", dir=out, config=settings, resume="allow", **name)
+        self.log.define_metric("tokens")
+        self.log.define_metric("*", step_metric="tokens")
+        self.table = partial(wandb.Table, ["step", "tokens", "sample"])
+        self.samples: list[list[Any]] = []
 
     def recorded(self, run: Any, record: dict[str, Any]) -> None:
+        record = {"tokens": run.step * run.tokens_per_step} | record
+        if "val_loss" in record and not run.world.sharded:  # every process would have to take part
+            self.samples.append([run.step, record["tokens"], "".join(sample(run, LOGGED_TOKENS))])
+            record |= {"samples": self.table(data=self.samples)}
         self.log.log(record, step=record["step"])
 
     def closed(self) -> None:
@@ -213,13 +229,24 @@ def conclude(run: Any) -> None:
         f"\n{run.config.steps:,} steps in {run.clock.elapsed:,.1f} s{without}. Validation loss {run.val_loss:.4f} nats "
         f"per token, perplexity {math.exp(min(run.val_loss, 700)):.2f}, {bits:.4f} bits per byte.\n\nA sample:\n"
     )
-    model = run.model.eval() if run.world.sharded else for_decoding(run.model)
-    prompt = opening(run.dataset.tokenizer, run.dataset.manifest["splits"]["train"]["documents"])
-    choice = {"temperature": 0.8, "top_p": 0.95, "seed": run.config.seed, "use_cache": not run.world.sharded}
-    tokens = generate_text(model, run.dataset.tokenizer, [prompt], SAMPLE_TOKENS, **choice)
-    try:
-        for (text,) in texts(tokens, run.dataset.tokenizer, 1):
-            run.say(text, end="")
-    except ValueError as error:  # it diverged
-        return run.say(f"none: {error}")
+    for text in sample(run, SAMPLE_TOKENS):
+        run.say(text, end="")
     run.say(f"\n\nMore of it: python sample.py {run.config.out}")
+
+
+def sample(run: Any, max_new_tokens: int) -> Iterator[str]:
+    """What the model writes, piece by piece; of a dataset of examples, after the first to validate on has begun."""
+    data, sharded = run.dataset, run.world.sharded
+    prompt = opening(data.tokenizer, data.manifest["splits"]["train"]["documents"])
+    if isinstance(data.val, Examples):
+        ids = data.val.example(0).tolist()
+        prompt = [~token for token in itertools.takewhile(lambda token: token < 0, ids)] or prompt
+        yield f"{data.tokenizer.decode(prompt)} → "
+    model = run.model.eval() if sharded else for_decoding(run.model)
+    choice = {"temperature": 0.8, "top_p": 0.95, "seed": run.config.seed, "use_cache": not sharded}
+    tokens = generate_text(model, data.tokenizer, [prompt], max_new_tokens, **choice)
+    try:
+        for (text,) in texts(tokens, data.tokenizer, 1):
+            yield text
+    except ValueError as error:  # it diverged
+        yield f"none: {error}"

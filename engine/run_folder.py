@@ -4,6 +4,7 @@ import contextlib
 import math
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +30,23 @@ def checkpoints_by_loss(run: Path) -> list[Path]:
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # damaged: opening it will say so
             losses[path] = float(read_json(path / "state.json").get("val_loss"))
     return sorted(paths, key=lambda path: losses.get(path, math.inf))
+
+
+def find_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at path, or the best whole one of the run at path. Raises ValueError if there is none."""
+    damage = None
+    for candidate in [path] if (path / "manifest.json").is_file() else checkpoints_by_loss(path):
+        try:
+            found = open_checkpoint(candidate)
+        except ValueError as error:
+            damage = damage or error
+        else:
+            if damage:
+                print(f"warning: {damage}; {found.path.name} serves instead", file=sys.stderr)
+            return found
+    if damage:
+        raise damage
+    raise ValueError(f"{path} holds no checkpoint; give a run folder such as out/stdlib, or train one: python train.py")
 
 
 def changed_settings(

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from engine.files import sha256
 
@@ -38,6 +38,7 @@ class Source:
     name: str  # as the user knows it
     field: str = "text"  # where a format with fields has the text
     errors: str = "strict"  # or replace: bytes that are not UTF-8 become U+FFFD
+    turns_of: Callable[[dict[str, Any]], Any] | None = None  # what finds the turns in a record, where it is an example
 
 
 def find_sources(inputs: tuple[str, ...], glob: str | None, expected_sha256: str, spool: Path) -> list[Source]:
@@ -181,7 +182,7 @@ def _decoded(source: Source) -> Iterator[str]:
 
 
 def _json_lines(source: Source) -> Iterator[Document]:
-    """Each line that is not blank, from the field of its JSON object."""
+    """Each line that is not blank: the text in the field of its JSON object, or as JSON the turns of an example."""
     with _opened(source) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -191,16 +192,22 @@ def _json_lines(source: Source) -> Iterator[Document]:
 
 def _text_of(line: bytes, source: Source, where: str) -> str:
     try:
-        record = json.loads(line.decode("utf-8-sig", source.errors), parse_int=str)  # of any length
-        text = record[source.field]
+        record = json.loads(line.decode("utf-8-sig", source.errors), parse_int=float)  # of any length
     except UnicodeDecodeError as error:
         raise ValueError(NOT_UTF8.format(where, error.start)) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON ({error})") from None
-    except (KeyError, TypeError, IndexError):
-        found = f"has only {', '.join(map(repr, record))}" if isinstance(record, dict) else "is not an object"
-        raise ValueError(f"{where} {found}; it should have the field {source.field!r} (see --field)") from None
-    if not isinstance(text, str):
+    if not isinstance(record, dict):
+        raise ValueError(f"{where} is not an object with fields and values")
+    if source.turns_of:
+        try:
+            text = json.dumps(source.turns_of(record), ensure_ascii=False)
+        except ValueError as error:
+            raise ValueError(f"{where} {error}") from None
+    elif source.field not in record:
+        found = f"{where} has only {', '.join(map(repr, record))}"
+        raise ValueError(f"{found}; it should have the field {source.field!r} (see --field)")
+    elif not isinstance(text := record[source.field], str):
         raise ValueError(f"{where}: the field {source.field!r} is not text (see --field)")
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")  # JSON can spell half a character
 

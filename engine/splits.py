@@ -12,7 +12,7 @@ from engine.sources import Document, Source, documents
 CUT = re.compile(r".+(?:(?<=\S\n)(?=[^\s/])|(?<=[A-Za-z])(?= [A-Za-z]))", re.DOTALL)
 
 
-Piece = tuple[str, str, bool]  # its split, its text, and whether it ends its document
+Piece = tuple[str, str, bool]  # its split, its text, and whether it ends its document; examples are whole
 
 
 class Corpus:
@@ -21,6 +21,7 @@ class Corpus:
     def __init__(self, sources: list[Source], val_fraction: float, advance: Callable[[int], Any]):
         """Read everything; advance is told the bytes as they are read. Raises ValueError for what is not text."""
         self.sources, self.val_fraction = sources, val_fraction
+        self.examples = any(source.turns_of for source in sources)
         self.sizes: list[int] = []  # UTF-8 bytes of each source
         self.documents = drawn = 0
         content = hashlib.blake2b()
@@ -76,9 +77,18 @@ def assigned(corpus: Corpus, part: int = 1, parts: int = 1) -> Iterator[Piece]:
     """Every piece of a part's documents, with the split, train or val, that it is for.
 
     Whole documents are drawn for validation where that gives about the fraction wanted; else it is the text's tail.
+    Of examples it begins with a whole one, and each split has at least one if there are two.
     """
     boundary = int(corpus.bytes * (1 - corpus.val_fraction))
     for offset, document in documents_of(corpus, part, parts):
+        if corpus.examples:
+            text = "".join(document())
+            encoded = text.encode()
+            is_val = offset > 0 and offset + len(encoded) > boundary
+            if corpus.by_document:
+                is_val = is_for_validation(hashlib.blake2b(encoded).digest(), corpus.val_fraction)
+            yield "val" if is_val else "train", text, True
+            continue
         if corpus.by_document:
             hasher = hashlib.blake2b()
             for text in document():

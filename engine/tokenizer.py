@@ -4,6 +4,7 @@ A tokenizer is saved whole in ``tokenizer.json``, tiktoken's encodings too: whoe
 """
 
 import base64
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 import tiktoken
 import tokenizers
+from tokenizers import Regex, models
+from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import ByteLevel, Split
 
 from engine.files import read_json, write_json
@@ -21,12 +24,24 @@ ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>
 END_OF_TURN = "<|end|>"
 RESERVED = (END_OF_TEXT, *ROLES.values(), END_OF_TURN)
 FORMAT = 1
-# GPT-4's way of cutting text into words, but numbers in pairs of digits: a small vocabulary can't hold a thousand. And
-# no word is endless: where text has no spaces, as Chinese or DNA, training would take minutes, and a regex overflow.
-BPE_PATTERN = (
-    r"'(?:[sdmtSDMT]|ll|LL|ve|VE|re|RE)|[^\r\n\p{L}\p{N}]?\p{L}{1,64}|\p{N}{1,2}| ?[^\s\p{L}\p{N}]{1,64}[\r\n]{0,64}"
-    r"|\s{0,64}[\r\n]{1,64}|\s{1,64}(?!\S)|\s{1,64}"
-)
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+_LLAMA3 += r"|\s+(?!\S)|\s+"
+PATTERNS = {  # ways of cutting text into words; all but ours are those of well-known models, and have endless words
+    # GPT-4's way, but numbers in pairs of digits: a small vocabulary can't hold a thousand. And no word is endless:
+    # where text has no spaces, as Chinese or DNA, training would take minutes, and a regex overflow.
+    "pairs": r"'(?:[sdmtSDMT]|ll|LL|ve|VE|re|RE)|[^\r\n\p{L}\p{N}]?\p{L}{1,64}|\p{N}{1,2}"
+    r"| ?[^\s\p{L}\p{N}]{1,64}[\r\n]{0,64}|\s{0,64}[\r\n]{1,64}|\s{1,64}(?!\S)|\s{1,64}",
+    "gpt2": _GPT2,
+    "llama3": _LLAMA3,
+    "qwen2": _LLAMA3.replace("{1,3}", ""),
+    "smollm": _GPT2.replace(r" ?\p{N}+", r"\p{N}").replace(r"(?!\S)", r"(?![^\s\p{N}])"),
+}
+# GPT-2's printable stand-in for each byte: itself where it can be seen, else the next free from U+0100 on.
+_ALPHABET = ByteLevel.alphabet()
+_HIDDEN = [byte for byte in range(256) if chr(byte) not in _ALPHABET]
+BYTE_OF = {c: ord(c) if ord(c) < 256 else _HIDDEN[ord(c) - 256] for c in _ALPHABET}
+TO_BYTES = ByteLevel(add_prefix_space=False, use_regex=False)
 MOST_SHOWN = 100  # characters that a message names
 LARGEST = 2**24  # no vocabulary is so large
 SMALLEST_BPE = 256 + len(RESERVED)  # every byte, and the special tokens
@@ -44,6 +59,7 @@ class Tokenizer:
     special_tokens: dict[str, int]
     end_name: str = END_OF_TEXT
     chat_template: str | None = None
+    normalizer: str | None = None  # NFC: the form of Unicode that text is brought to, and decodes to
 
     @property
     def end_of_text(self) -> int | None:
@@ -77,6 +93,7 @@ class Tokenizer:
         """All that :func:`load_tokenizer` needs, as JSON can hold it; two tokenizers are the same if theirs are."""
         imported = {"end_name": self.end_name} if self.end_name != END_OF_TEXT else {}
         imported |= {"chat_template": self.chat_template} if self.chat_template else {}
+        imported |= {"normalizer": self.normalizer} if self.normalizer else {}
         return {"format": FORMAT, "kind": self.kind} | imported
 
     def save(self, path: Path) -> None:
@@ -104,7 +121,7 @@ class CharTokenizer(Tokenizer):
     def __init__(self, characters: str, special_tokens: dict[str, int] | None = None):
         self.characters, self.special_tokens = characters, special_tokens or {}
         self.vocab_size = len(characters) + len(self.special_tokens)
-        self.text_of = [*characters, *self.special_tokens]  # by id
+        self.text_of = [*characters, *sorted(self.special_tokens, key=self.special_tokens.get)]  # by id
         code_points = np.frombuffer(characters.encode("utf-32-le"), np.uint32)
         self.ids = np.full(int(code_points.max()) + 2, -1, np.int32)  # the last stays unknown
         self.ids[code_points] = np.arange(len(characters))
@@ -158,6 +175,7 @@ class BPETokenizer(Tokenizer):
         encoding.encode_ordinary("a word")  # if two threads are the first users, all later use takes twice as long
 
     def _encode(self, text: str) -> np.ndarray:
+        text = NFC().normalize_str(text) if self.normalizer else text
         try:  # no Python list: threads run side by side
             return self.encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:
@@ -182,47 +200,57 @@ class BPETokenizer(Tokenizer):
         return super().state() | ours
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
+def train_bpe(texts: Iterable[str], vocab_size: int, pattern: str = "pairs") -> BPETokenizer:
     """A byte-level BPE of at most vocab_size tokens (fewer if there are no more pairs), trained on pieces of text.
 
-    Hugging Face's library trains it; tiktoken runs it, several times faster. The last ids are special tokens.
+    Hugging Face's library trains it; tiktoken runs it, several times faster. The last ids are special tokens. pattern
+    is a name of PATTERNS; with any but pairs, 300,000 like characters in a row take most of a minute, here and encoded.
     """
     assert SMALLEST_BPE <= vocab_size <= LARGEST
-    trained = train_huggingface(texts, vocab_size - len(RESERVED))
-    # GPT-2's printable stand-in for each byte: itself where it can be seen, else the next free from U+0100 on.
-    shown = ByteLevel.alphabet()
-    hidden = [byte for byte in range(256) if chr(byte) not in shown]
-    byte_of = {c: ord(c) if ord(c) < 256 else hidden[ord(c) - 256] for c in shown}
-    ranks = {bytes(byte_of[c] for c in token): rank for token, rank in trained.get_vocab().items()}
-    return _from_ranks("bpe", BPE_PATTERN, ranks, {name: len(ranks) + i for i, name in enumerate(RESERVED)})
+    trained = train_huggingface(texts, vocab_size - len(RESERVED), pattern)
+    ranks = {bytes(map(BYTE_OF.get, token)): rank for token, rank in trained.get_vocab().items()}
+    return from_ranks("bpe", PATTERNS[pattern], ranks, {name: len(ranks) + i for i, name in enumerate(RESERVED)})
 
 
-def train_huggingface(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
-    """Hugging Face's byte-level BPE of at most vocab_size tokens, trained, with our way of cutting text into words."""
-    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
-    words = Split(tokenizers.Regex(BPE_PATTERN), behavior="isolated")
-    to_bytes = ByteLevel(add_prefix_space=False, use_regex=False)
-    trained.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([words, to_bytes])
+def train_huggingface(texts: Iterable[str], vocab_size: int, pattern: str = "pairs") -> tokenizers.Tokenizer:
+    """Hugging Face's byte-level BPE of at most vocab_size tokens, trained, with a pattern's way of cutting text."""
+    trained = tokenizers.Tokenizer(models.BPE())
+    trained.pre_tokenizer = cut_by(PATTERNS[pattern])
     options = {"initial_alphabet": ByteLevel.alphabet(), "show_progress": False}
     trained.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, **options))
     return trained
 
 
-def _from_ranks(kind: str, pattern: str, ranks: dict[bytes, int], special: dict[str, int]) -> BPETokenizer:
+def cut_by(pattern: str) -> tokenizers.pre_tokenizers.PreTokenizer:
+    words = Split(Regex(unrepeated(pattern)), behavior="isolated")
+    return tokenizers.pre_tokenizers.Sequence([words, TO_BYTES])
+
+
+def unrepeated(pattern: str) -> str:
+    # Hugging Face's regexes take the + of {1,3}+ for a repetition; tiktoken's mean the same without it.
+    return re.sub(r"(\{[0-9,]+\})\+", r"\1", pattern)
+
+
+def from_ranks(kind: str, pattern: str, ranks: dict[bytes, int], special: dict[str, int]) -> BPETokenizer:
     return BPETokenizer(tiktoken.Encoding(kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special))
 
 
 def named_tokenizer(kind: str) -> Tokenizer:
-    """The byte tokenizer, or one of tiktoken's by its name, downloaded once if need be.
+    """The byte tokenizer; one of tiktoken's by its name, downloaded once if need be; or the one saved at a path.
 
-    Raises ValueError for an unknown name, or if the download fails.
+    A path is a tokenizer.json of ours, or the folder of a dataset, a checkpoint or a run, whose newest checkpoint's it
+    is. Raises ValueError for an unknown name, for a path without a tokenizer, or if the download fails.
     """
     if kind == "byte":
         return ByteTokenizer()
-    encodings = tiktoken.list_encoding_names()
+    encodings, path = tiktoken.list_encoding_names(), Path(kind)
     if kind not in encodings:
+        files = [path, *sorted(path.glob(f"checkpoints/step-{'[0-9]' * 8}/tokenizer.json")), path / "tokenizer.json"]
+        if found := [file for file in files if file.is_file()]:
+            return load_tokenizer(found[-1])
         known = ", ".join(("char", "byte", "bpe", *encodings))
-        raise ValueError(f"--tokenizer {kind} is unknown; the known ones are {known}")
+        paths = "a tokenizer.json, or a dataset's, checkpoint's or run's folder that has one"
+        raise ValueError(f"--tokenizer {kind} is unknown; the known ones are {known}, and the path of {paths}")
     try:
         return BPETokenizer(tiktoken.get_encoding(kind))
     except Exception as error:  # whatever the network, its libraries or a damaged file may raise
@@ -261,8 +289,9 @@ def from_state(saved: dict[str, Any]) -> Tokenizer:
         ranks = {base64.b64decode(t, validate=True): i for i, t in enumerate(saved["tokens"].split(" ")) if t}
         if b"" in ranks or not all(bytes((byte,)) in ranks for byte in range(256)):  # tiktoken would panic
             raise ValueError("a token is empty, or a byte has none")
-        tokenizer = _from_ranks(saved["kind"], saved["pattern"], ranks, dict(saved["special_tokens"]))
+        tokenizer = from_ranks(saved["kind"], saved["pattern"], ranks, dict(saved["special_tokens"]))
     tokenizer.end_name, tokenizer.chat_template = saved.get("end_name", END_OF_TEXT), saved.get("chat_template")
+    tokenizer.normalizer = saved.get("normalizer")
     if tokenizer.end_of_text is None and saved["kind"] != "char":
         raise ValueError("it has no end of text")
     return tokenizer

@@ -1,24 +1,32 @@
-"""Which windows make up a batch, and which targets count."""
+"""Which windows, or examples, make up a batch, and which targets count."""
 
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from engine.batches import (
+    GROUP,
     Batches,
+    check_length,
     check_sizes,
     derived_seed,
     evaluation_batches,
     evaluation_windows,
+    example_numbers,
+    fitting,
     gather,
+    padded_length,
     permute,
+    tokens_per_step,
     window_starts,
     windows_per_epoch,
 )
-from engine.dataset import ShardedTokens
+from engine.dataset import Dataset, Examples, ShardedTokens
 from engine.kernels import IGNORED
+from engine.tokenizer import ByteTokenizer
 
 SIZES = [1, 2, 3, 4, 5, 15, 16, 17, 100, 1000, 4097, 65536]
 
@@ -193,3 +201,133 @@ def test_batch_that_divides_is_taken(sizes):
 def test_batch_that_does_not_divide_is_refused(sizes, message: str):
     with pytest.raises(ValueError, match=message):
         check_sizes(*sizes)
+
+
+def test_a_text_too_short_for_a_window_is_refused_by_its_length():
+    check_length(np.arange(9), 8)
+    with pytest.raises(ValueError, match=r"^8 tokens are too few"):
+        check_length(np.arange(8), 8)
+
+
+# Examples.
+
+
+def examples_of(lengths: list[int] | np.ndarray) -> Examples:
+    """Examples of these lengths, each beginning with its number; all tokens but the first two of each count."""
+    lengths = np.array(lengths)
+    rows = [[~number, ~1, *range(2, length)][:length] for number, length in enumerate(lengths.tolist())]
+    tokens = np.concatenate(rows).astype(np.int32)
+    shards = ShardedTokens(np.split(tokens, [len(tokens) // 3, len(tokens) // 2]))
+    return Examples(shards, np.cumsum(lengths) - lengths, lengths)
+
+
+def random_lengths(count: int, median: int = 60, most: int = 1025) -> np.ndarray:
+    chance = np.random.default_rng(count)
+    return np.clip(chance.lognormal(np.log(median), 0.7, count), 2, most).astype(int)
+
+
+def waste(examples: Examples, batch_size: int, steps: int) -> float:
+    """The share of a training's inputs that are padding."""
+    found = [examples.lengths[example_numbers(examples, 1, step, batch_size)] for step in range(steps)]
+    return 1 - sum((one - 1).sum() for one in found) / sum(padded_length(one.max(), 1024) * len(one) for one in found)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 7, 32])
+@pytest.mark.parametrize("count", [1, 2, 3, 31, 32, 33, 200])
+def test_each_example_comes_once_an_epoch(count: int, batch_size: int, monkeypatch):
+    monkeypatch.setattr("engine.batches.GROUP", 5)
+    examples = examples_of(random_lengths(count))
+    epochs = batch_size if count < 100 else 2
+    steps = -(-epochs * count // batch_size)
+    numbers = np.concatenate([example_numbers(examples, 3, step, batch_size) for step in range(steps)])
+    orders = set()
+    for epoch in range(epochs):
+        order = numbers[epoch * count : (epoch + 1) * count]
+        assert sorted(order.tolist()) == [*range(count)]
+        orders.add(tuple(order.tolist()))
+    assert count < 31 or epochs < 2 or len(orders) > 1
+
+
+@pytest.mark.parametrize("count, most", [(52_000, 0.09), (5000, 0.12)])
+def test_like_lengths_come_together_and_short_ones_not_first(count: int, most: float):
+    lengths = random_lengths(count)
+    examples = Examples(np.empty(0, np.int32), np.cumsum(lengths) - lengths, lengths)
+    steps = min(count // 32, 2 * GROUP)
+    assert waste(examples, 32, steps) < most
+    longest = [examples.lengths[example_numbers(examples, 1, step, 32)].max() for step in range(100)]
+    assert abs(np.corrcoef(np.arange(100), longest)[0, 1]) < 0.5  # five deviations of a random order
+
+
+def test_a_run_once_begun_finds_the_same_examples_in_every_version():
+    examples = examples_of(random_lengths(40))
+    assert example_numbers(examples, 3, 6, 6).tolist() == [18, 21, 37, 39, 30, 38]
+    batches = Batches(examples, 1024, 1, 6, slice(None), torch.device("cpu"))
+    batches.get(2)
+    assert batches.digest == 14270823520
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_processes_have_a_batch_of_examples_between_them(processes: int):
+    examples = examples_of(random_lengths(50, median=8, most=21))
+    rows = [slice(rank * 6 // processes, (rank + 1) * 6 // processes) for rank in range(processes)]
+    loaders = [Batches(examples, 20, 1, 6, own, torch.device("cpu")) for own in rows]
+    alone = Batches(examples, 20, 1, 6, slice(None), torch.device("cpu"))
+    for step in (0, 1, 8, 9, 7):  # 8 and 1/3 batches an epoch
+        parts = [loader.get(step) for loader in loaders]
+        assert len({part.shape for pair in parts for part in pair}) == 1
+        inputs, targets = (torch.cat(part) for part in zip(*parts, strict=True))
+        numbers = example_numbers(examples, 1, step, 6)
+        length = examples.lengths[numbers].max() - 1
+        assert inputs.dtype == targets.dtype == torch.int64 and inputs.shape == (6, min(-(-length // 8) * 8, 20))
+        for number, x, y in zip(numbers.tolist(), inputs.tolist(), targets.tolist(), strict=True):
+            own = examples.lengths[number] - 1
+            assert x[:own] == [number, 1, *range(2, own)][:own] and y[:own] == [IGNORED, *range(2, own + 1)]
+            assert {*y[own:]} <= {IGNORED} and not any(x[own + 1 :])
+        assert all(map(torch.equal, alone.get(step), (inputs, targets)))
+        assert sum(loader.digest for loader in loaders) == alone.digest
+
+
+def test_the_last_token_of_the_longest_example_is_a_target():
+    for length in (2, 8, 9, 10, 17, 21):
+        _, targets = Batches(examples_of([length]), 20, 1, 1, slice(None), torch.device("cpu")).get(0)
+        assert targets.max() == (length - 1 if length > 2 else IGNORED)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 7, 60])
+def test_each_example_counts_once_in_an_evaluation(count: int, processes: int):
+    examples, found, shapes = examples_of(random_lengths(count, median=12, most=33)), [], []
+    for rank in range(processes):
+        pairs = [*evaluation_batches(examples, 32, 0, rank, processes, most_tokens=100)]
+        assert all(pair.dtype == torch.int64 and pair[0].numel() <= 100 for pair in pairs)
+        shapes.append([pair.shape for pair in pairs])
+        rows = [row for pair in pairs for row in zip(*pair.tolist(), strict=True)]
+        found += [(x[0], sum(t != IGNORED for t in y)) for x, y in rows if any(x)]
+    assert sorted(found) == [(number, max(0, length - 2)) for number, length in enumerate(examples.lengths.tolist())]
+    assert all(one == shapes[0] for one in shapes)  # processes that wait for each other take as many, as long
+
+
+@pytest.mark.parametrize("limit", [1, 1000, 5000])
+def test_evaluation_of_examples_with_a_limit_takes_all_lengths(limit: int):
+    examples = examples_of(random_lengths(1000))
+    pairs = [*evaluation_batches(examples, 1024, limit, 0, 1)]
+    numbers = [int(x[0]) for pair in pairs for x in pair[0]]
+    lengths = examples.lengths[numbers]
+    assert len({*numbers}) == len(numbers) and (limit < 1000 or 0.7 * limit < lengths.sum() < 1.3 * limit)
+    if limit == 5000:
+        assert abs(np.median(lengths) - np.median(examples.lengths)) < 8 and lengths.max() == examples.lengths.max()
+
+
+def test_a_dataset_is_made_to_fit_the_context():
+    lengths = {"train": [3, 9, 20], "val": [9, 3]}
+    splits = {split: examples_of(some) for split, some in lengths.items()}
+    dataset = Dataset(Path("data"), {}, ByteTokenizer(), **splits, sha256="")
+    for cut, left in ((False, ([3, 9], [9, 3])), (True, ([3, 9, 9], [9, 3]))):
+        fitted = fitting(dataset, 8, cut)
+        assert (fitted.train.lengths.tolist(), fitted.val.lengths.tolist()) == left
+        assert (fitted.train.too_long, fitted.val.too_long) == (1, 0)
+    with pytest.raises(ValueError, match=r"^all 3 examples have more than --context-length 1"):
+        fitting(dataset, 1, cut=False)
+    assert tokens_per_step(fitted.train, 8, 4) == 24 and tokens_per_step(np.arange(99), 8, 4) == 32
+    text = Dataset(Path("data"), {}, ByteTokenizer(), np.arange(9), np.arange(9), sha256="")
+    assert fitting(text, 8, cut=False) is text

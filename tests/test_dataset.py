@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from engine import dataset as dataset_module
-from engine.dataset import FORMAT, ShardedTokens, ShardWriter, is_made, new_dataset, open_dataset, verify_dataset
+from engine.dataset import (
+    FORMAT,
+    Examples,
+    ShardedTokens,
+    ShardWriter,
+    is_made,
+    new_dataset,
+    open_dataset,
+    verify_dataset,
+)
 from engine.files import sha256, write_json
 from engine.tokenizer import ByteTokenizer, CharTokenizer
 
@@ -168,3 +177,120 @@ def test_token_outside_the_vocabulary_is_found(dataset: Path):
     change_manifest(dataset, splits=splits)
     with pytest.raises(ValueError, match=r"can't be used .*val-00000\.npy has token 257 of 257"):
         verify_dataset(open_dataset(dataset), again=False)
+
+
+# Examples.
+
+
+@pytest.fixture
+def examples(tmp_path: Path, monkeypatch) -> Path:
+    """A dataset of examples: of two, three, … tokens, all but the last of each a target that counts; many shards."""
+    monkeypatch.setattr(dataset_module, "SHARD_TOKENS", 5)
+    path = tmp_path / "data"
+    with new_dataset(path, ByteTokenizer(), {"content": "1", "examples": "pairs"}) as writers:
+        for split, lengths in {"train": [2, 3, 4, 5, 6, 7], "val": [3, 3]}.items():
+            for length in lengths:
+                writers[split].write(np.array([*range(length - 1), ~(length - 1)]), 3, 1, length - 2)
+            writers[f"{split}-lengths"].write(np.array(lengths))
+    return path
+
+
+def test_examples_are_written_and_opened(examples: Path):
+    manifest = json.loads((examples / "manifest.json").read_text())
+    train = manifest["splits"]["train"]
+    assert manifest["dtype"] == "int32" and [train[key] for key in ("documents", "tokens", "targets", "bytes")] == [
+        6,
+        27,
+        15,
+        18,
+    ]
+    assert [entry["file"] for entry in train["lengths"]] == ["train-lengths-00000.npy", "train-lengths-00001.npy"]
+    assert [entry["tokens"] for entry in train["lengths"]] == [5, 1]
+    assert np.load(examples / "train-lengths-00000.npy").dtype == np.uint32
+    opened = open_dataset(examples)
+    verify_dataset(opened, again=True)
+    assert (len(opened.train), opened.train.num_examples, opened.val.num_examples) == (27, 6, 2)
+    for index in range(6):
+        found = opened.train.example(index)
+        assert found.dtype == np.int32 and found.tolist() == [*range(index + 1), ~(index + 1)]
+    assert opened.bytes_per_token("train") == 18 / 15
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_examples_are_made_to_fit(cut: bool, examples: Path):
+    train = open_dataset(examples).train
+    fitting = train.fitting(3, cut)
+    assert fitting.too_long == 3 and fitting.lengths.tolist() == [2, 3, 4] + [4, 4, 4] * cut
+    assert [fitting.example(i).tolist() for i in range(3)] == [[0, ~1], [0, 1, ~2], [0, 1, 2, ~3]]
+    assert not cut or fitting.example(5).tolist() == [0, 1, 2, 3]
+    assert len(fitting) == 9 + 12 * cut
+    everything = train.fitting(6, cut)
+    assert everything.too_long == 0 and everything.lengths.tolist() == train.lengths.tolist()
+
+
+def test_an_example_with_nothing_to_learn_when_cut_is_left_out():
+    tokens = np.array([~1, ~2, ~3, 4, ~5, 6, ~7, 8], np.int32)
+    examples = Examples(tokens, np.array([0, 4]), np.array([4, 4]))
+    fitting = examples.fitting(2, cut=True)
+    assert (fitting.too_long, fitting.num_examples, fitting.example(0).tolist()) == (2, 1, [~5, 6, ~7])
+    with pytest.raises(
+        ValueError, match=r"^all 2 .* --context-length 2 .* raise it to at least 3, or use --long-examples"
+    ):
+        examples.fitting(2, cut=False)
+    with pytest.raises(ValueError, match=r"^all 1 .* --context-length 2 .* nothing to learn; raise it$"):
+        Examples(tokens[:4], np.array([0]), np.array([4])).fitting(2, cut=True)
+
+
+def rewrite_lengths(path: Path, lengths: list[int]) -> None:
+    np.save(path / "val-lengths-00000.npy", np.array(lengths, np.uint32))
+
+
+def miscount_examples(path: Path) -> None:
+    splits = json.loads((path / "manifest.json").read_text())["splits"]
+    splits["val"]["documents"] += 1
+    change_manifest(path, splits=splits)
+
+
+DAMAGES_OF_EXAMPLES = {
+    "miscounted examples": miscount_examples,
+    "no lengths": lambda path: (path / "val-lengths-00000.npy").unlink(),
+    "fewer lengths": lambda path: rewrite_lengths(path, [6]),
+    "other lengths": lambda path: rewrite_lengths(path, [3, 2]),
+    "an empty example": lambda path: rewrite_lengths(path, [0, 6]),
+    "lengths of another type": lambda path: np.save(path / "val-lengths-00000.npy", np.array([3, 3], np.int32)),
+    "tokens of another type": lambda path: change_manifest(path, dtype="uint32"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES_OF_EXAMPLES.values(), ids=DAMAGES_OF_EXAMPLES.keys())
+def test_damaged_examples_are_refused_with_a_remedy(damage, examples: Path):
+    damage(examples)
+    with pytest.raises(ValueError, match=r"can't be used \(.*\); prepare it again"):
+        open_dataset(examples)
+
+
+@pytest.mark.parametrize("name, index, value", [("val-lengths-00000", slice(2), [1, 5]), ("train-00003", 0, 200)])
+def test_examples_are_verified(name: str, index: int | slice, value: int, examples: Path):
+    altered(examples / f"{name}.npy", index, value)
+    with pytest.raises(ValueError, match=rf"{name}\.npy is not as it was written"):
+        verify_dataset(open_dataset(examples), again=False)
+
+
+@pytest.mark.parametrize("token", [257, ~257])
+def test_example_s_token_outside_the_vocabulary_is_found(token: int, examples: Path):
+    altered(examples / "train-00002.npy", 1, token)
+    splits = json.loads((examples / "manifest.json").read_text())["splits"]
+    splits["train"]["shards"][2]["sha256"] = sha256(examples / "train-00002.npy")
+    change_manifest(examples, splits=splits)
+    with pytest.raises(ValueError, match=r"can't be used .*train-00002\.npy has token 257 of 257"):
+        verify_dataset(open_dataset(examples), again=False)
+
+
+@pytest.mark.parametrize("name", ["val-lengths-00000.npy", "train-lengths-00001.npy"])
+def test_what_lacks_its_lengths_is_not_made(name: str, examples: Path):
+    origin = {"content": "1", "examples": "pairs"}
+    assert is_made(examples, origin, force=False)
+    (examples / name).write_bytes((examples / name).read_bytes()[:-1])
+    assert not is_made(examples, origin, force=False)
+    with pytest.raises(ValueError, match="was made with examples pairs; use --force"):
+        is_made(examples, {"content": "1"}, force=False)

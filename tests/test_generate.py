@@ -1,6 +1,8 @@
-"""Decoding: the cache, the window, choosing, what may not come, streaming."""
+"""Decoding: the cache, the window, choosing, what may not come, beams, streaming, prompts of many lengths."""
 
 import dataclasses
+import itertools
+import math
 
 import pytest
 import torch
@@ -9,11 +11,15 @@ from helpers import SMALL, VARIANTS, randomised
 from engine.generate import (
     Cache,
     TextStream,
+    beam_search,
     choose,
+    complete,
     generate,
     generate_text,
     new_caches,
+    not_text,
     opening,
+    search_text,
     texts,
     window_start,
 )
@@ -37,6 +43,18 @@ def test_a_cache_holds_what_was_appended_and_how_much():
         assert cache.filled == end and keys.dtype == torch.bfloat16
     whole = torch.cat(pieces, dim=3)
     assert torch.equal(keys, whole[0]) and torch.equal(values, whole[1])
+
+
+def test_a_cache_goes_on_with_the_rows_that_are_selected():
+    cache, (key, value) = Cache(3, 2, 10, 4, torch.empty(0)), torch.randn(2, 3, 2, 5, 4)
+    cache.append(key[:, :, :3], value[:, :, :3])
+    rows = torch.tensor([2, 0, 2, 2])  # another order, another number, and one of them several times
+    cache.select(rows)
+    keys, values = cache.append(key[rows, :, 3:], value[rows, :, 3:])
+    assert keys.equal(key[rows]) and values.equal(value[rows]) and cache.filled == 5
+    key[2] = 0  # each row has its own values
+    cache.keys_values[:, 0] = 0
+    assert cache.keys_values[:, 2].any()
 
 
 def test_caches_have_the_shape_of_the_model_s_attention():
@@ -236,3 +254,155 @@ def test_logits_that_are_not_finite_are_named(bad, temperature):
     logits = torch.zeros(1, 5).index_fill(1, torch.tensor([2]), bad)
     with pytest.raises(ValueError, match="the model's logits are not finite: it diverged in training"):
         choose(logits, temperature, None, 1.0, torch.Generator())
+
+
+# Beam search.
+
+
+def log_probability(model, prompt, ids, never=()) -> float:
+    """The log-probability of ids after a prompt, from the model without a cache."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *ids[:-1]]]))[0, len(prompt) - 1 :].double()
+    if never:
+        logits[:, list(never)] = -math.inf
+    return sum(logits.log_softmax(dim=-1)[at, token].item() for at, token in enumerate(ids))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("never", [(), (3,)])
+def test_a_search_with_enough_beams_is_exhaustive(seed, never):
+    model = randomised(dataclasses.replace(SMALL, vocab_size=5), seed)
+    prompt, ends, longest, allowed = [1, 4, 2], (0, 2), 4, [token for token in range(5) if token not in never]
+    every = [ids for n in range(1, longest + 1) for ids in itertools.product(allowed, repeat=n)]
+    done = [
+        ids
+        for ids in every
+        if not set(ids[:-1]) & set(ends) and (ids[-1] in ends or len(ids) == longest)  # ended, or of full length
+    ]
+    scores = {ids: log_probability(model, prompt, ids, never) / ((5 + len(ids)) / 6) ** 0.6 for ids in done}
+    best = max(scores, key=scores.get)
+    found, score = beam_search(model, torch.tensor(prompt), 5**longest, longest, ends, never)
+    assert tuple(found) == best and score == pytest.approx(scores[best], abs=1e-4)
+    narrow, score = beam_search(model, torch.tensor(prompt), 2, longest, ends, never)
+    assert scores[tuple(narrow)] == pytest.approx(score, abs=1e-4) and score <= scores[best] + 1e-4
+
+
+def test_length_counts_in_the_score():
+    class Sure(torch.nn.Module):
+        """Ends at once with probability 0.5, or after three tokens with 0.45 in all."""
+
+        def __init__(self):
+            super().__init__()
+            self.config, self.weight = dataclasses.replace(SMALL, vocab_size=3), torch.nn.Parameter(torch.zeros(()))
+            self.train(False)
+
+        def forward(self, tokens, caches=None):
+            caches[0].filled = tokens.shape[1] + caches[0].filled
+            after = {1: [0.5, 0.45, 0.05], 2: [1e-9, 1.0, 1e-9], 3: [1e-9, 1.0, 1e-9], 4: [1.0, 1e-9, 1e-9]}
+            return torch.tensor(after[caches[0].filled]).log().expand(len(tokens), 1, 3)
+
+    best, score = beam_search(Sure(), torch.tensor([2]), 3, 4, ends=[0])
+    assert best == [1, 1, 1, 0] and score == pytest.approx(math.log(0.45) / (9 / 6) ** 0.6, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_one_beam_is_greedy_past_the_context_too(name):
+    model, prompt = for_decoding(randomised(VARIANTS[name])), torch.randint(37, (7,))
+    greedy = decoded(model, prompt, max_new_tokens=30, temperature=0, never=[5, 6])[0]
+    assert beam_search(model, prompt, 1, 30, never=[5, 6])[0] == greedy
+    ends = [greedy[12]]
+    assert beam_search(model, prompt, 1, 30, ends, [5, 6])[0] == greedy[: greedy.index(ends[0]) + 1]
+
+
+def test_beams_past_the_context_have_the_scores_of_their_windows():
+    model, prompt = randomised(SMALL), torch.randint(37, (13,))
+    found, score = beam_search(model, prompt, 3, 9)
+    ids, total = prompt.tolist(), 0.0
+    for token in found:
+        start = window_start(len(ids), 16)
+        total += log_probability(model, ids[start:], [token])
+        ids.append(token)
+    assert len(found) == 9 and score == pytest.approx(total / (14 / 6) ** 0.6, abs=1e-3)
+
+
+def test_a_search_is_over_when_no_beam_can_beat_the_best():
+    model, asked = randomised(dataclasses.replace(SMALL, vocab_size=5)), []
+    model.register_forward_pre_hook(lambda module, arguments: asked.append(arguments[0].shape))
+    ids, score = beam_search(model, torch.tensor([1]), 4, 1000, ends=[0, 2, 3])
+    assert 1 <= len(ids) <= len(asked) < 1000 and score < 0
+
+
+def test_a_search_of_text_ends_with_the_end_of_text_or_a_stop_text():
+    tokenizer = CharTokenizer("abcd").with_special(["<|endoftext|>", "<|end|>"])
+    model = randomised(dataclasses.replace(SMALL, vocab_size=8))
+    for prompt in range(4):
+        text, count = search_text(model, tokenizer, [prompt], 10, 3)
+        assert set(text) <= set("abcd") and count in (10, len(text) + 1)
+        said, count = search_text(model, tokenizer, [prompt], 10, 3, stops=["a", "b", "c", "d"])
+        assert said == "" and count == 1
+        said, count = search_text(model, tokenizer, [prompt], 10, 300, ends=[5], stops=["a", "b", "c", "d"])
+        assert said == "" and count == 1
+
+
+def test_a_search_names_logits_that_are_not_finite():
+    model = randomised(SMALL)
+    model.head.weight.data *= torch.nan
+    with pytest.raises(ValueError, match="the model's logits are not finite"):
+        beam_search(model, torch.tensor([1]), 2, 5)
+
+
+# Prompts of many lengths.
+
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGH"
+LETTERS = CharTokenizer(CHARACTERS).with_special(["<|endoftext|>", "<|end|>"])  # 36 of SMALL's 37
+CHOICE = {"temperature": 0, "top_k": None, "top_p": 1.0}
+
+
+def many_prompts(count: int, longest: int) -> list[tuple[list[int], int]]:
+    """Prompts of all lengths up to the longest, in no order, and how much may follow each."""
+    torch.manual_seed(5)
+    lengths = [1 + at * (longest - 1) // (count - 1) for at in torch.randperm(count).tolist()]
+    return [(torch.randint(34, (length,)).tolist(), 5 + 7 * at % 30) for at, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("batch_size", [1, 4, 100])
+def test_prompts_of_many_lengths_are_continued_as_if_each_were_alone(name, batch_size):
+    model, prompts = for_decoding(randomised(VARIANTS[name])), many_prompts(9, 60)
+    for stops, ends in ((), ()), (("b", "Hq"), (35,)):
+        found = {at: rest for at, *rest in complete(model, LETTERS, prompts, batch_size, stops, ends, **CHOICE)}
+        assert sorted(found) == list(range(9))
+        for at, (prompt, limit) in enumerate(prompts):
+            tokens = list(generate_text(model, LETTERS, [prompt], limit, ends, **CHOICE))
+            steps = list(texts(iter(tokens), LETTERS, 1, stops, ends))
+            assert found[at] == ["".join(text for (text,) in steps), len(steps) - 1], at
+
+
+def test_the_same_seed_completes_alike_and_rows_differ():
+    model, prompts = randomised(SMALL), [([1, 2], 20), ([1, 2], 20), ([1, 2, 3], 20), ([1, 2], 20)]
+    choice = CHOICE | {"temperature": 1.0}
+    runs = [
+        dict((at, text) for at, text, _ in complete(model, LETTERS, prompts, 2, seed=s, **choice)) for s in (0, 0, 1)
+    ]
+    assert runs[0] == runs[1] != runs[2] and len(set(runs[0].values())) == 4
+
+
+def test_rows_that_ended_cost_nothing_for_long_and_known_tokens_are_read_at_once():
+    model, asked = randomised(SMALL), []
+    model.register_forward_pre_hook(lambda module, arguments: asked.append(tuple(arguments[0].shape)))
+    list(complete(model, LETTERS, [([1, 2], 1)] * 7 + [([1, 2], 6)], 8, **CHOICE))
+    assert asked == [(8, 2), (1, 1), (1, 1), (1, 1), (1, 1), (1, 1)]
+    asked.clear()
+    list(complete(model, LETTERS, [([1, 2], 2), ([3] * 12, 2)], 8, **CHOICE))
+    assert asked == [(2, 2), (2, 1), (1, 9), (1, 1)]
+
+
+def test_only_text_and_its_ends_are_chosen():
+    model, prompts = randomised(SMALL), [([1], 30)] * 16
+    choice = CHOICE | {"temperature": 5.0}
+    said = "".join(text for _, text, _ in complete(model, LETTERS, prompts, 16, **choice))
+    assert set(said) == set(CHARACTERS)
+    assert not_text(LETTERS, model) == [35, 36] and not_text(LETTERS, model, ends=[35]) == [36]
+    counts = [count for *_, count in complete(model, LETTERS, prompts, 16, ends=range(36), **choice)]
+    assert counts == [1] * 16

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -152,11 +153,33 @@ def test_normed_queries_and_keys_have_no_scale_of_their_own():
         assert torch.allclose(model(tokens), before, rtol=1e-3, atol=1e-3) == qk_norm
 
 
+@torch.no_grad()
+def test_heads_of_a_group_share_their_key_and_value():
+    grouped = randomised(VARIANTS["qwen3"])
+    heads = grouped.blocks[0].attention.heads
+    assert [head.key is heads[0].key for head in heads] == [True, True, False, False]
+    assert all(head.key_norm is heads[0].key_norm for head in heads)
+    names = [name for name, _ in grouped.named_parameters() if name.startswith("blocks.0.") and "key" in name]
+    assert [name.split(".")[4:] for name in names] == [
+        ["0", "key", "weight"],
+        ["0", "key_norm", "weight"],
+        ["2", "key", "weight"],
+    ]
+    # each with a key and a value of its own that are equal, the model is the same
+    full = GPT(dataclasses.replace(VARIANTS["qwen3"], num_kv_heads=None)).eval()
+    weights = dict(grouped.named_parameters())
+    for name, parameter in full.named_parameters():
+        shared = re.sub(r"heads\.[13]\.(key|value)\.", lambda found: f"heads.{int(found[0][6]) - 1}.{found[1]}.", name)
+        parameter.copy_(weights[shared])
+    tokens, _ = random_batch(SMALL)
+    torch.testing.assert_close(grouped(tokens), full(tokens), rtol=1e-4, atol=1e-5)
+
+
 # Positions.
 
 
 def test_rope_scores_depend_on_distance_alone():
-    turns = angles(0, 20, 8, torch.device("cpu"))
+    turns = angles(0, 20, 8, 10_000.0, torch.device("cpu"))
     rotation = torch.stack((turns.cos(), turns.sin()))
     query, key = torch.randn(2, 1, 8).unbind(0)
     scores = rotate(query.expand(20, 8), rotation) @ rotate(key.expand(20, 8), rotation).T
@@ -168,7 +191,7 @@ def test_rope_scores_depend_on_distance_alone():
 
 def test_rope_turns_pairs_as_complex_numbers():
     rotation = GPT(SMALL).rotation(3, 8)  # (2, 5, 4)
-    x = torch.randn(5, SMALL.head_dim)
+    x = torch.randn(5, SMALL.head_width)
     positions, frequencies = torch.arange(3.0, 8)[:, None], 10_000.0 ** (-torch.arange(4) / 4)
     expected = torch.view_as_complex(torch.stack(x.chunk(2, dim=-1), dim=-1)) * torch.exp(-1j * positions * frequencies)
     torch.testing.assert_close(rotate(x, rotation), torch.cat((expected.real, expected.imag), dim=-1))
@@ -339,8 +362,8 @@ def test_a_parameter_without_a_rule_stops_construction(monkeypatch):
         parameter_rules(SMALL, ["token_embedding.weight", "odd.gain"])
 
     class Odd(Head):
-        def __init__(self, config):
-            super().__init__(config)
+        def __init__(self, config, before=()):
+            super().__init__(config, before)
             self.extra = nn.Linear(2, 2)
 
     monkeypatch.setattr(model_module, "Head", Odd)
@@ -355,7 +378,7 @@ def test_a_parameter_without_a_rule_stops_construction(monkeypatch):
     ("changes", "message"),
     [
         ({"num_heads": 5}, "d_model 24 does not divide into 5 heads"),
-        ({"d_model": 9}, "RoPE rotates pairs, but d_model / num_heads is 3"),
+        ({"d_model": 9}, "RoPE rotates pairs, but a head is 3 wide"),
         ({"num_layers": 0}, "num_layers is 0"),
         ({"context_length": -1}, "context_length is -1"),
         ({"dropout": 1.0}, "dropout is 1.0"),

@@ -489,3 +489,214 @@ def test_a_million_spaces_in_a_row_are_text(prepare, tmp_path: Path):
     prepare("a.txt", "--vocab-size", 300)
     dataset = open_dataset(tmp_path / "data" / "a")
     assert dataset.tokenizer.decode(dataset.train[:100]).startswith("some words ")
+
+
+# Examples to fine-tune on.
+
+QUESTIONS = [{"q": f"{i} + 1 = ", "a": f"{i + 1}, naïve 🚀 <|end|>", "id": i} for i in range(60)]
+CHATS = [
+    {
+        "messages": [
+            *([{"role": "system", "content": "Be <|user|> brief."}] if i % 3 == 0 else []),
+            *[{"role": role, "content": f"{i}: {role}é"} for role in ("user", "assistant") * (1 + i % 4)],
+        ]
+    }
+    for i in range(60)
+]
+PAIRS = ("--prompt-field", "q", "--completion-field", "a")
+KINDS = {"pairs": (QUESTIONS, PAIRS), "chats": (CHATS, ("--chat",))}
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Callable[..., str]:
+    """Writes records as lines of JSON, and returns the file's name."""
+
+    def lines(name: str, records: list) -> str:
+        (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        return name
+
+    return lines
+
+
+def turns_of(record: dict) -> list[tuple[str, str]]:
+    if "messages" in record:
+        return [(message["role"], message["content"]) for message in record["messages"]]
+    return [("prompt", record["q"]), ("completion", record["a"])]
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "char", "byte", "gpt2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_examples_are_prepared(kind: str, tokenizer: str, prepare, lines, tiktoken_cache, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(command, "BATCH_CHARACTERS", 500)  # many more batches than there are threads
+    records, flags = KINDS[kind]
+    printed = prepare(lines("a.jsonl", records), *flags, "--tokenizer", tokenizer, "--out", "data")
+    dataset = open_dataset(tmp_path / "data")
+    assert dataset.manifest["dtype"] == "int32" and dataset.manifest["origin"]["examples"] == kind
+    expected = [turns_of(record) for record in records]
+    order = []
+    for split in ("train", "val"):
+        counts, found, learned = dataset.manifest["splits"][split], getattr(dataset, split), ""
+        targets = 0
+        for number in range(found.num_examples):
+            ids = found.example(number)
+            text = dataset.tokenizer.decode(np.where(ids < 0, ~ids, ids).tolist())
+            order.append(next(i for i, turns in enumerate(expected) if as_text(turns) == text))
+            turns = expected[order[-1]]
+            ends = "<|end|>" if kind == "chats" else "<|endoftext|>"
+            texts = [text for who, text in turns if who in ("assistant", "completion")]
+            assert dataset.tokenizer.decode(ids[ids >= 0].tolist()) == "".join(text + ends for text in texts)
+            targets += (ids >= 0).sum()
+            learned += "".join(texts)
+        assert counts["documents"] == found.num_examples and counts["targets"] == targets
+        assert counts["bytes"] == len(learned.encode()) and counts["tokens"] == len(found) == found.lengths.sum()
+    assert sorted(order) == [*range(60)]
+    assert f"  examples   {60:>21}\n" in printed and f"  that count {sum_of(dataset, 'targets'):>21,}\n" in printed
+    first = order[0]
+    shown = as_text(expected[first], "⟦", "⟧")
+    assert f"  The first example, what is to be learned between ⟦ and ⟧:\n    {shown}\n" in printed
+
+
+def as_text(turns: list[tuple[str, str]], begin: str = "", end: str = "") -> str:
+    """An example's tokens as text, with something around what counts."""
+    shown = ""
+    for who, text in turns:
+        before, after = ("", "<|endoftext|>" * (who == "completion"))
+        if who in ("system", "user", "assistant"):
+            before, after = f"<|{who}|>", "<|end|>"
+        shown += f"{before}{begin}{text}{after}{end}" if who in ("assistant", "completion") else before + text + after
+    return shown
+
+
+def sum_of(dataset: dataset_module.Dataset, what: str) -> int:
+    return sum(counts[what] for counts in dataset.manifest["splits"].values())
+
+
+def test_targets_counted_by_hand(prepare, lines, tmp_path: Path):
+    chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "é!"}, {"role": "user", "content": "c"}]
+    prepare(lines("a.jsonl", [{"messages": chat}] * 2), "--chat", "--tokenizer", "byte", "--val-fraction", 0.5)
+    dataset = open_dataset(tmp_path / "data" / "a")
+    # user a b end, assistant é é ! end, user c end: é's two bytes, ! and the end count
+    for split in ("train", "val"):
+        counts = dataset.manifest["splits"][split]
+        assert [counts[what] for what in ("documents", "tokens", "targets", "bytes")] == [1, 12, 4, 3]
+        assert dataset.bytes_per_token(split) == 3 / 4
+    assert dataset.train.example(0).tolist() == [~258, ~97, ~98, ~260, ~259, 195, 169, 33, 260, ~258, ~99, ~260]
+
+
+def test_an_empty_prompt_s_first_token_is_no_target(prepare, lines, tmp_path: Path):
+    prepare(lines("a.jsonl", [{"q": "", "a": "yes"}, {"q": "", "a": "no"}]), *PAIRS, "--tokenizer", "byte")
+    splits = json.loads((tmp_path / "data" / "a" / "manifest.json").read_text())["splits"]
+    assert [splits[split]["targets"] for split in ("train", "val")] == [3, 2]
+
+
+def test_a_tokenizer_learns_from_what_is_said_not_from_json(prepare, lines, tmp_path: Path):
+    prepare(lines("a.jsonl", QUESTIONS), *PAIRS, "--tokenizer", "char")
+    tokenizer = open_dataset(tmp_path / "data" / "a").tokenizer
+    assert {*tokenizer.characters} == {*"".join(text for record in QUESTIONS for text in (record["q"], record["a"]))}
+    assert tokenizer.special_tokens == {"<|endoftext|>": len(tokenizer.characters)}
+    prepare(lines("b.jsonl", CHATS), "--chat", "--vocab-size", 300)
+    tokenizer = open_dataset(tmp_path / "data" / "b").tokenizer
+    assert not any({*'["'} & {*tokenizer.decode([i])} for i in range(256, tokenizer.vocab_size - 5))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("val_fraction", [0.1, 0.004])  # by the examples' hashes, and the tail
+def test_merged_parts_of_examples_are_what_one_run_makes(kind, val_fraction, prepare, lines, tmp_path, monkeypatch):
+    monkeypatch.setattr(dataset_module, "SHARD_TOKENS", 50)
+    records, flags = KINDS[kind]
+    arguments = (lines("a.jsonl", records), *flags, "--vocab-size", 300, "--val-fraction", val_fraction)
+    printed = prepare(*arguments, "--out", "whole")
+    assert ("examples are for validation: so few can't be drawn by lot\n" in printed) == (val_fraction < 0.1)
+    assert open_dataset(tmp_path / "whole").manifest["origin"].get("split") == (None if val_fraction == 0.1 else "tail")
+    for part in (1, 2, 3):
+        prepare(*arguments, "--out", "web", "--part", f"{part}/3")
+    lengths = tmp_path / "web.parts" / "2-of-3" / "train-lengths-00000.npy"
+    before = lengths.read_bytes()
+    lengths.write_bytes(before[:-1] + b"\1")
+    prepare("--merge", "--out", "web", expect_error="2-of-3/train-lengths-00000.npy is damaged; .* --part 2/3 --force")
+    lengths.write_bytes(before)
+    prepare("--merge", "--out", "web")
+    assert files(tmp_path / "web") == files(tmp_path / "whole") and len(files(tmp_path / "web")) > 20
+    for flags in (arguments, ("--merge",)):
+        assert "Nothing changed" in prepare(*flags, "--out", "web")
+
+
+GOOD = '{"q": "a", "a": "b", "messages": [{"role": "assistant", "content": "c"}]}\n'
+
+
+@pytest.mark.parametrize(
+    "content, flags, message",
+    [
+        (None, ("--prompt-field", "q"), "--prompt-field and --completion-field go together"),
+        (None, ("--completion-field", "a"), "--prompt-field and --completion-field go together"),
+        (None, (*PAIRS, "--chat"), "--chat and --prompt-field exclude each other"),
+        (None, (*PAIRS, "--field", "q"), "--prompt-field and --field exclude each other"),
+        (None, ("--field", "q", "--chat"), "--chat and --field exclude each other"),
+        (None, ("--pattern", "gpt2", "--tokenizer", "byte"), "--pattern gpt2 is for --tokenizer bpe; byte has its own"),
+        (None, ("--pattern", "gpt9"), "--pattern gpt9 is unknown; the known ones are pairs, gpt2, llama3"),
+        ("", ("--chat",), "a.jsonl: no text in there"),
+        (" \n\n", PAIRS, "a.jsonl: no text in there"),
+        (GOOD, PAIRS, "the val split has 0 tokens of 1 examples, too few"),
+        (GOOD * 2 + '{"q": "half"}', PAIRS, r"a.jsonl, line 3 has only 'q'; it should have 'a' \(see --completion-f"),
+        (GOOD + '{"q": "half", "a": ""}', PAIRS, "a.jsonl, line 2 has an empty 'a'"),
+        (GOOD + '{"q": 7, "a": "b"}', PAIRS, "a.jsonl, line 2 has no text in 'q'"),
+        (GOOD + "7", PAIRS, "a.jsonl, line 2 is not an object with fields and values"),
+        (GOOD + '{"messages": "hello"}', ("--chat",), "a.jsonl, line 2 has 'messages' that should be a list"),
+        (GOOD + '{"messages": [{"role": "user", "content": 7}]}', ("--chat",), "a.jsonl, line 2 has a message 1 whose"),
+        (GOOD + GOOD.replace("assistant", "bot"), ("--chat",), "a.jsonl, line 2 has a message 1 of the role 'bot'"),
+        (GOOD + GOOD.replace("assistant", "user"), ("--chat",), "a.jsonl, line 2 has no message of the assistant"),
+    ],
+)
+def test_mistakes_in_examples_leave_nothing(content: str | None, flags, message: str, prepare, tmp_path: Path):
+    if content is not None:
+        (tmp_path / "a.jsonl").write_text(content)
+    prepare("a.jsonl", *flags, expect_error=f"^{message}")
+    assert not [*(tmp_path / "data").rglob("*")]
+
+
+def test_examples_are_lines_of_json(prepare, lines, tmp_path: Path):
+    (tmp_path / "folder").mkdir()
+    lines("folder/a.jsonl", QUESTIONS)
+    (tmp_path / "folder" / "notes.txt").write_text("text")
+    message = "^--prompt-field is for JSON lines .*, which folder/notes.txt is not; .* --glob"
+    prepare("folder", *PAIRS, expect_error=message)
+    prepare("folder", *PAIRS, "--glob", "*.jsonl", "--tokenizer", "byte")
+    assert open_dataset(tmp_path / "data" / "folder").train.num_examples > 30
+
+
+def test_chats_come_from_a_pipe(run, tmp_path: Path):
+    told = "".join(json.dumps(record) + "\n" for record in CHATS)
+    result = run("prepare.py", "-", "--chat", "--tokenizer", "byte", input=told)
+    assert (result.returncode, result.stderr) == (0, "") and "⟦" in result.stdout
+    assert sum_of(open_dataset(tmp_path / "data" / "stdin"), "documents") == 60
+
+
+def test_a_tokenizer_of_another_dataset_is_known_by_what_it_is(prepare, lines, tmp_path: Path):
+    (tmp_path / "text.txt").write_text("text to prepare, with é\n" * 20)
+    prepare("text.txt", "--vocab-size", 300)
+    arguments = (lines("a.jsonl", CHATS), "--chat", "--out", "chats", "--tokenizer")
+    prepare(*arguments, "data/text")
+    assert open_dataset(tmp_path / "chats").tokenizer.state() == open_dataset(tmp_path / "data/text").tokenizer.state()
+    shutil.copytree(tmp_path / "data" / "text", tmp_path / "copy")
+    for path in ("data/text", "copy", "copy/tokenizer.json"):
+        assert "Nothing changed" in prepare(*arguments, path)
+    prepare("text.txt", "--tokenizer", "byte", "--force")
+    prepare(*arguments, "data/text", expect_error="^chats was made with tokenizer bpe [0-9a-f]{64}; use --force")
+    prepare("text.txt", "text.txt", "--tokenizer", "char", "--out", "characters")
+    prepare("text.txt", "text.txt", "--tokenizer", "characters", "--out", "more")  # where no token ends a document
+    assert files(tmp_path / "more").items() - files(tmp_path / "characters").items() == {
+        ("manifest.json", (tmp_path / "more" / "manifest.json").read_bytes())
+    }
+    prepare("text.txt", "--tokenizer", "copy", "--out", "again")
+    assert open_dataset(tmp_path / "again").tokenizer.state() == open_dataset(tmp_path / "chats").tokenizer.state()
+
+
+def test_words_are_cut_as_asked(prepare, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("".join(f"{i} in 12345 words\n" for i in range(500)))
+    prepare("a.txt", "--vocab-size", 400)
+    prepare("a.txt", "--vocab-size", 400, "--pattern", "pairs")
+    prepare("a.txt", "--vocab-size", 400, "--pattern", "gpt2", expect_error="data/a was made with no pattern")
+    prepare("a.txt", "--vocab-size", 400, "--pattern", "gpt2", "--out", "gpt2")
+    found = [open_dataset(tmp_path / path).tokenizer.encode(" 12345") for path in ("data/a", "gpt2")]
+    assert [len(ids) > 1 for ids in found] == [True, False]
+    assert json.loads((tmp_path / "gpt2" / "manifest.json").read_text())["origin"]["pattern"] == "gpt2"

@@ -16,7 +16,7 @@ from engine import sources
 from engine.sources import Source, documents, download, find_sources
 
 
-def texts(path: Path, **reading: str) -> list[str]:
+def texts(path: Path, **reading: object) -> list[str]:
     return ["".join(document()) for document in [*documents(Source(path, path.name, **reading))]]
 
 
@@ -76,6 +76,7 @@ def test_jsonl_from_another_field_with_errors_replaced(tmp_path: Path):
         (b'["text"]', "is not an object"),
         (b"7", "is not an object"),
         (b'{"text": 7.5}', "the field 'text' is not text"),
+        (b'{"text": 7}', "the field 'text' is not text"),
         (b'{"text": "\xff"}', "is not UTF-8 at byte 10"),
         (b"[" * 100_000, "is not JSON"),
     ],
@@ -84,6 +85,28 @@ def test_bad_jsonl_line_is_numbered(line: bytes, message: str, tmp_path: Path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n\n' + line + b"\n")
     with pytest.raises(ValueError, match=rf"^a\.jsonl, line 3:? {message}"):
         texts(tmp_path / "a.jsonl")
+
+
+def turns_of(record: dict) -> list[tuple[str, str]]:
+    if "bad" in record:
+        raise ValueError("has something bad")
+    return [("user", record["q"]), ("assistant", record["a"])]
+
+
+def test_examples_are_the_json_of_their_turns(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"a": "\\ud83d", "q": "é \\"x\\"\\n"}\n\n{"q": "", "a": "\\ud83d\\ude80"}\n')
+    found = texts(tmp_path / "a.jsonl", turns_of=turns_of)
+    assert found[0] == '[["user", "é \\"x\\"\\n"], ["assistant", "\ufffd"]]'
+    assert found[1] == '[["user", ""], ["assistant", "🚀"]]' and len(found) == 2
+
+
+@pytest.mark.parametrize(
+    "line, message", [('{"bad": 1}', "has something bad"), ("[1]", "is not an object with fields")]
+)
+def test_bad_example_is_numbered(line: str, message: str, tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text(f'{{"q": "a", "a": "b"}}\n\n{line}\n')
+    with pytest.raises(ValueError, match=rf"^a\.jsonl, line 3 {message}"):
+        texts(tmp_path / "a.jsonl", turns_of=turns_of)
 
 
 def test_folder_gives_its_matching_files_but_no_hidden_ones(tmp_path: Path):

@@ -9,16 +9,16 @@ import tiktoken_ext.openai_public
 
 from engine.sources import Source
 from engine.splits import Corpus, assigned, documents_of, pieces
-from engine.tokenizer import BPETokenizer, named_tokenizer, train_bpe
+from engine.tokenizer import PATTERNS, BPETokenizer, named_tokenizer, train_bpe
 
 
-@pytest.fixture(scope="module", params=["bpe", "gpt2", "cl100k_base", "o200k_base"])
+@pytest.fixture(scope="module", params=[*PATTERNS, "tiktoken's gpt2", "cl100k_base", "o200k_base"])
 def tokenizer(request: pytest.FixtureRequest, code: str) -> BPETokenizer:
-    if request.param == "bpe":
-        return train_bpe([code], 2000)
+    if request.param in PATTERNS:
+        return train_bpe([code], 2000, request.param)
     request.getfixturevalue("tiktoken_cache")
     if request.param != "o200k_base":
-        return named_tokenizer(request.param)
+        return named_tokenizer(request.param.removeprefix("tiktoken's "))
     # Its ranks may not be here; its way of cutting words is what matters, so it runs with another's ranks.
     ranks = named_tokenizer("cl100k_base").encoding._mergeable_ranks
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -59,7 +59,7 @@ def test_empty_document_is_one_empty_piece():
     assert [*pieces(lambda: iter(()))] == [("", True)]
 
 
-def corpus_of(folder: Path, *sources: list[str] | str, val_fraction: float = 0.1) -> Corpus:
+def corpus_of(folder: Path, *sources: list[str] | str, val_fraction: float = 0.1, **reading: object) -> Corpus:
     """A corpus of a .jsonl file for each list of documents, and of a .txt file for each string."""
     folder.mkdir(exist_ok=True)
     files = []
@@ -67,7 +67,7 @@ def corpus_of(folder: Path, *sources: list[str] | str, val_fraction: float = 0.1
         files.append(folder / (f"{number}.txt" if isinstance(content, str) else f"{number}.jsonl"))
         lines = content if isinstance(content, str) else "".join(json.dumps({"text": t}) + "\n" for t in content)
         files[-1].write_text(lines, encoding="utf-8")
-    return Corpus([Source(file, file.name) for file in files], val_fraction, lambda size: None)
+    return Corpus([Source(file, file.name, **reading) for file in files], val_fraction, lambda size: None)
 
 
 def split_documents(corpus: Corpus, part: int = 1, parts: int = 1) -> dict[str, list[str]]:
@@ -164,3 +164,41 @@ def test_a_source_with_none_of_a_part_is_not_read(part: int, others: list[int], 
     for number in others:
         corpus.sources[number].path.unlink()
     assert ["".join(d()) for _, d in documents_of(corpus, part, 3)] == [text * 100]
+
+
+# Examples, which are never cut. Here each is the text of a record.
+
+WHOLE = {"turns_of": lambda record: record["text"]}
+
+
+def test_an_example_longer_than_any_piece_is_whole(tmp_path: Path):
+    texts = ["many words " * 2**17, "few words"]
+    found = [*assigned(corpus_of(tmp_path, texts, **WHOLE))]
+    assert [(json.loads(text), ends) for _, text, ends in found] == [(text, True) for text in texts]
+
+
+@pytest.mark.parametrize("val_fraction", [0.01, 0.1, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("sizes", [(9, 9), (1, 1000), (1000, 1), (10, 5000, 10, 10), (5000, 10, 10), (9,) * 7])
+def test_few_examples_are_split_whole_and_both_splits_have_some(sizes, val_fraction: float, tmp_path: Path):
+    corpus = corpus_of(
+        tmp_path, ["abcdefg"[i] * size for i, size in enumerate(sizes)], val_fraction=val_fraction, **WHOLE
+    )
+    found = [*assigned(corpus)]
+    assert [json.loads(text)[0] for _, text, _ in found] == [*"abcdefg"[: len(sizes)]] and all(e for *_, e in found)
+    splits = [split for split, *_ in found]
+    assert {*splits} == {"train", "val"} and (corpus.by_document or splits == sorted(splits))
+    assert [*assigned(corpus, 1, 3), *assigned(corpus, 2, 3), *assigned(corpus, 3, 3)] == found
+
+
+def test_the_tail_of_examples_is_about_the_fraction_asked(tmp_path: Path):
+    for number in range(20):  # of which some fall well into the splits by their hashes
+        texts = [f"{number} {i} {'x' * 50}" for i in range(20)]
+        corpus = corpus_of(tmp_path / str(number), texts, val_fraction=0.25, **WHOLE)
+        count = [split for split, *_ in assigned(corpus)].count("val")
+        assert 2 <= count <= 10 if corpus.by_document else count == 5
+
+
+def test_many_examples_are_split_by_their_hashes(tmp_path: Path):
+    forward = split_documents(corpus_of(tmp_path / "a", DOCUMENTS, val_fraction=0.2, **WHOLE))
+    backward = split_documents(corpus_of(tmp_path / "b", DOCUMENTS[::-1], val_fraction=0.2, **WHOLE))
+    assert forward == {split: texts[::-1] for split, texts in backward.items()} and len(forward["val"]) > 3

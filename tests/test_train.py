@@ -345,16 +345,21 @@ OTHER_VALUES = {  # of every setting, another than in a tiny run
     "wandb": True,
     "batch_size": 8,
     "seed": 2,
+    "long_examples": "cut",
     "vocab_size": 64,
     "context_length": 32,
     "num_layers": 1,
     "num_heads": 4,
+    "num_kv_heads": 1,
+    "head_dim": 4,
     "d_model": 32,
     "d_ff": 48,
     "dropout": 0.5,
     "bias": True,
     "position": "learned",
+    "rope_base": 500.0,
     "norm": "layernorm",
+    "norm_epsilon": 1e-3,
     "norm_placement": "post",
     "activation": "gelu",
     "qk_norm": False,
@@ -404,11 +409,12 @@ def changed(numbers: Path, out: Path, **values: Any) -> train.TrainConfig:
 def test_a_resumed_run_may_change_where_and_how_fast_it_runs_how_long_and_what_it_reports(short, numbers, tmp_path):
     out = Path(shutil.copytree(short, tmp_path / "moved"))
     data = Path(shutil.copytree(numbers, tmp_path / "data"))
-    values = {name: value for name, value in OTHER_VALUES.items() if name in CHANGEABLE} | {"data": data, "out": out}
+    values = {name: value for name, value in OTHER_VALUES.items() if name in CHANGEABLE}
+    values |= {"data": data, "out": out, "init_from": short}  # once there is a checkpoint, that is what it goes on with
     assert values.keys() == CHANGEABLE
     config = changed(numbers, short)
     assert [name for name in values if values[name] == flatten(config)[name]] == ["resume"]  # all are others
-    moved = {name: values.pop(name) for name in ("data", "out")}
+    moved = {name: values.pop(name) for name in ("data", "out", "init_from")}
     run = train.train(dataclasses.replace(changed(numbers, short, **values), **moved))
     found = newest_checkpoint(out)
     assert run.step == found.step == 4
