@@ -1,0 +1,335 @@
+"""huggingface.py: models and tokenizers to Hugging Face's form and back, computing the same.
+
+SHAPES=50 pytest -o addopts= tests/test_huggingface.py   tries so many shapes of each family, in a minute and a half
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from helpers import VARIANTS, numbers_text, randomised
+
+import huggingface
+from engine.checkpoint import load_model, write_checkpoint
+from engine.command import explain
+from engine.families import FAMILIES
+from engine.generate import generate
+from engine.run_folder import find_checkpoint
+from engine.tokenizer import ByteTokenizer, Tokenizer, train_bpe
+from model import GPT, ModelConfig
+
+transformers.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+BYTES = ByteTokenizer()
+SHAPES = int(os.environ.get("SHAPES", "10"))
+ROPE = {"position": "rope", "norm": "rmsnorm", "norm_placement": "pre", "logit_softcap": 0.0}
+# What a family is made for, and what else it holds, may be folded into it, or not.
+CAN_HOLD = {
+    "llama": (ROPE | {"activation": "swiglu", "qk_norm": False}, {"bias", "tie", "grouped", "weighted", "scaled"}),
+    "qwen3": (ROPE | {"activation": "swiglu"}, {"tie", "grouped", "weighted", "scaled", "any head"}),
+    "apertus": (ROPE, {"tie", "grouped", "weighted", "scaled"}),
+    "arcee": (ROPE | {"qk_norm": False}, {"bias", "tie", "grouped", "weighted", "scaled", "activation"}),
+    "nanochat": (ROPE, {"grouped", "scaled", "cap", "activation"}),
+    "gpt2": (
+        {"position": "learned", "norm": "layernorm", "activation": "gelu", "qk_norm": False},
+        {"bias", "tie", "scaled", "activation", "sinusoidal"},
+    ),
+}
+
+
+def odd_shape(family: str, seed: int) -> ModelConfig:
+    """A small model of odd sizes that the family can hold, with every setting that it allows at random."""
+    draw = random.Random(f"{family} {seed}")
+    settings, allowed = CAN_HOLD[family]
+    heads, head_dim = draw.choice((1, 2, 3, 5)), draw.choice((6, 10, 16))
+    settings = settings | {
+        "vocab_size": 777,
+        "context_length": draw.choice((24, 33)),
+        "num_layers": draw.choice((1, 3)),
+    }
+    settings |= {"num_heads": heads, "d_model": heads * head_dim, "d_ff": draw.choice((None, 70))}
+    if "grouped" in allowed:
+        settings["num_kv_heads"] = draw.choice([None, *(n for n in range(1, heads + 1) if heads % n == 0)])
+        settings |= {"rope_base": draw.choice((None, 500.0)), "norm_epsilon": draw.choice((None, 1e-3))}
+    choices = {
+        "bias": {"bias": True},
+        "tie": {"tie_embeddings": True},
+        "weighted": {"norm": "weighted_rmsnorm"},
+        "scaled": {"scale_embeddings": True},
+        "cap": {"logit_softcap": 3.0},
+        "activation": {"activation": draw.choice(("relu2", "gelu", "relu"))},
+        "sinusoidal": {"position": "sinusoidal"},
+        "any head": {"head_dim": draw.choice((4, 12))},
+    }
+    for name, setting in choices.items():
+        if name in allowed and draw.random() < 0.5:
+            settings |= setting
+    return ModelConfig(**settings)
+
+
+def save_run(model: GPT, out: Path, tokenizer: Tokenizer = BYTES, documents: int = 2) -> Path:
+    """A run folder with one checkpoint of a model."""
+    state = {"step": 1, "model": dataclasses.asdict(model.config), "settings": {"data": "data/none"}, "val_loss": 2.5}
+    state |= {"documents": documents, "elapsed_seconds": 1.0, "best_val_loss": 2.5, "data_sha256": "", "tokens": 64}
+    tensors = {name: value.detach() for name, value in model.named_parameters()}
+    write_checkpoint(out / "checkpoints" / "step-00000001", state, tensors, {}, tokenizer.save)
+    return out
+
+
+def refusal(*arguments: object) -> str:
+    """The one line by which huggingface.py refuses arguments."""
+    with pytest.raises(ValueError) as caught:
+        huggingface.main([str(argument) for argument in arguments])
+    said = explain(caught.value)
+    assert "\n" not in said
+    return said
+
+
+def loaded(directory: Path) -> transformers.PreTrainedModel:
+    """The model in a directory; every weight must have its place, and every place its weight."""
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not any(found[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+@torch.no_grad()
+def continued(model: torch.nn.Module, tokens: torch.Tensor, steps: int = 8) -> list[int]:
+    """Greedy continuation by whole forward passes."""
+    for _ in range(steps):
+        logits = model(tokens)
+        logits = logits if isinstance(logits, torch.Tensor) else logits.logits
+        tokens = torch.cat((tokens, logits[:, -1:].argmax(dim=-1)), dim=1)
+    return tokens[0].tolist()
+
+
+def written(directory: Path) -> dict[str, bytes]:
+    """What the files of an export say, but for the card."""
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.name != "README.md"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_family_computes_the_same_of_odd_shapes(family: str, tmp_path: Path, capsys):
+    tokens = torch.randint(777, (2, 16), generator=torch.Generator().manual_seed(1))
+    shapes = {odd_shape(family, seed) for seed in range(200)}
+    assert len(shapes) >= 50
+    for number, shape in enumerate(sorted(shapes, key=str)[:: len(shapes) // SHAPES][:SHAPES]):
+        model = randomised(shape, number)
+        run, out = save_run(model, tmp_path / f"run{number}"), tmp_path / f"hf{number}"
+        huggingface.main(["export", str(run), str(out), "--family", family])
+        assert "the logits differ by at most" in capsys.readouterr().out
+        theirs = loaded(out)
+        assert type(theirs).__name__ == FAMILIES[family].architecture
+        logits = model(tokens)
+        assert (theirs(tokens).logits - logits).abs().max() <= 1e-4 * max(1.0, logits.abs().max().item()), shape
+        prompt = tokens[:1, :5]
+        greedy = theirs.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert greedy[0].tolist() == continued(model, prompt), shape
+        huggingface.main(["import", str(out), str(tmp_path / f"back{number}")])
+        again = tmp_path / f"again{number}"
+        huggingface.main(["export", str(tmp_path / f"back{number}"), str(again), "--family", family])
+        assert written(out) == written(again), shape
+
+
+@torch.no_grad()
+def test_without_the_sign_of_the_rotation_the_export_finds_itself_wrong(tmp_path: Path, monkeypatch):
+    run = save_run(randomised(odd_shape("llama", 3)), tmp_path / "run")
+    monkeypatch.setitem(FAMILIES, "llama", dataclasses.replace(FAMILIES["llama"], turns_back=False))
+    assert "logits differ by up to" in refusal("export", run, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+SMALL = {"vocab_size": 300, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SMOL = {
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+}
+MADE_ELSEWHERE = {
+    "gpt2 124M": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config()),
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)),
+    "smollm2": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL | SMOL)),
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, head_dim=20)),
+    "nanochat": lambda: transformers.NanoChatForCausalLM(transformers.NanoChatConfig(**SMALL)),
+}
+
+
+@pytest.mark.parametrize("name", MADE_ELSEWHERE)
+@torch.no_grad()
+def test_a_model_made_by_transformers_continues_identically(name: str, tmp_path: Path):
+    torch.manual_seed(0)
+    theirs = MADE_ELSEWHERE[name]().eval()
+    for parameter in theirs.parameters():  # weights of norms and biases that begin as 1 and 0 would hide mistakes
+        if parameter.ndim == 1:
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size="100MB")
+    huggingface.main(["import", str(tmp_path / "hf"), str(tmp_path / "run"), "--tokenizer", "byte"])
+    model = load_model(find_checkpoint(tmp_path / "run"), ModelConfig, GPT)
+    tokens = torch.randint(256, (1, 24))
+    assert (theirs(tokens).logits - model(tokens)).abs().max() <= 1e-4 * model(tokens).abs().max()
+    assert continued(theirs, tokens, 20) == continued(model, tokens, 20)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags", "said"),
+    [
+        ({"norm_placement": "post"}, (), r"^apertus can't hold norm_placement post \(instead of pre\); no family does"),
+        ({"position": "learned"}, (), r"can't hold position learned \(instead of rope\)"),
+        (
+            {"logit_softcap": 15.0},
+            ("--family", "apertus"),
+            r"can't hold logit_softcap 15.0 .*; take --family nanochat$",
+        ),
+        ({"bias": True}, (), r"^apertus can't hold bias True \(instead of False\); no family does"),
+        (
+            {},
+            ("--gguf", "f32"),
+            r"^llama.cpp cuts text in other ways than this byte tokenizer; prepare .* --pattern gpt2",
+        ),
+        (
+            {"logit_softcap": 5.0},
+            ("--gguf", "f32"),
+            r"^llama.cpp knows no nanochat models; train without --logit-softcap",
+        ),
+    ],
+)
+def test_what_no_family_holds_is_refused_with_the_nearest_that_does(settings, flags, said, tmp_path: Path):
+    run = save_run(randomised(dataclasses.replace(VARIANTS["default"], vocab_size=257, **settings)), tmp_path / "run")
+    assert re.search(said, refusal("export", run, tmp_path / "hf", *flags))
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def spoil(directory: Path, **changes: object) -> None:
+    """Change what a config.json says."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+
+
+def pickled(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
+BAD_DIRECTORIES = {
+    "an unknown architecture": (
+        lambda d: spoil(d, architectures=["MambaForCausalLM"]),
+        "'MambaForCausalLM' is unknown",
+    ),
+    "no architecture": (lambda d: spoil(d, architectures=None), "architecture None is unknown"),
+    "architectures of no names": (lambda d: spoil(d, architectures="x"), "architecture 'x' is unknown"),
+    "another width": (lambda d: spoil(d, intermediate_size=81), r"gate_proj.weight has shape \(80, 48\); its config"),
+    "more layers": (lambda d: spoil(d, num_hidden_layers=3), "model.layers.2.* is missing"),
+    "very many layers": (lambda d: spoil(d, num_hidden_layers=9000), "9,000 layers can't be made of 21 tensors"),
+    "fewer layers": (lambda d: spoil(d, num_hidden_layers=1), "has model.layers.1.*, which its config.json leaves no"),
+    "heads that do not fit": (lambda d: spoil(d, num_attention_heads=7), "config.json"),
+    "text for a number": (lambda d: spoil(d, hidden_size="wide"), "config.json: .*invalid"),
+    "no size": (lambda d: spoil(d, num_hidden_layers=None), "does not say num_hidden_layers"),
+    "a scaled RoPE": (lambda d: spoil(d, rope_parameters=LLAMA3), r"its RoPE is scaled \(llama3\)"),
+    "an odd RoPE": (lambda d: spoil(d, rope_parameters=7), r"its RoPE is scaled \(7\)"),
+    "another activation": (lambda d: spoil(d, hidden_act="mish"), "the activation 'mish' can't be held here"),
+    "one bias": (lambda d: spoil(d, mlp_bias=True), "'mlp_bias': True} must be equal"),
+    "a pickle": (pickled, "pytorch_model.bin is pickled, and a pickle can run anything; if you trust it, convert it"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "has no model.safetensors; give one that has"),
+    "half the weights": (lambda d: os.truncate(d / "model.safetensors", 9000), "model.safetensors is damaged"),
+    "no settings": (lambda d: (d / "config.json").unlink(), "has no config.json"),
+    "settings that are none": (lambda d: (d / "config.json").write_text("[1]"), "config.json is damaged"),
+    "no JSON": (lambda d: (d / "config.json").write_text("{"), "config.json is damaged: not valid JSON"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DIRECTORIES)
+def test_a_directory_that_can_not_be_held_is_refused_in_one_line(name: str, tmp_path: Path):
+    damage, said = BAD_DIRECTORIES[name]
+    MADE_ELSEWHERE["llama"]().save_pretrained(tmp_path / "hf")
+    damage(tmp_path / "hf")
+    assert re.search(said, refusal("import", tmp_path / "hf", tmp_path / "run", "--tokenizer", "byte"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_or_small_tokenizer_is_said(tmp_path: Path):
+    MADE_ELSEWHERE["llama"]().save_pretrained(tmp_path / "hf")
+    said = refusal("import", tmp_path / "hf", tmp_path / "run")
+    assert re.search("has no tokenizer.json; give the tokenizer that it was trained with: --tokenizer", said)
+    said = refusal("import", tmp_path / "hf", tmp_path / "run", "--tokenizer", "gpt2")
+    assert re.search("the tokenizer of gpt2 has 50,257 tokens, but the model only 300", said)
+    assert re.search("is no directory, nor a name on", refusal("import", tmp_path / "none", tmp_path / "run"))
+
+
+# GGUF.
+
+
+@pytest.fixture(scope="module", name="words")
+def fixture_words() -> Tokenizer:
+    """A BPE that cuts text as GPT-2 does, which llama.cpp knows."""
+    return train_bpe(
+        ["def two(words): return words + 12345, 'said', they've\n\n"] * 9 + [numbers_text(300)], 400, "gpt2"
+    )
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "nanochat"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_gguf_has_every_tensor(family: str, dtype: str, words: Tokenizer, tmp_path: Path):
+    reader = pytest.importorskip("gguf.gguf_reader")
+    plain = {"bias": family == "gpt2", "activation": FAMILIES[family].holds["activation"][0]}
+    shape = dataclasses.replace(odd_shape(family, 1), vocab_size=410, **plain)
+    run = save_run(randomised(shape), tmp_path / "run", words)
+    huggingface.main(["export", str(run), str(tmp_path / "hf"), "--family", family, "--gguf", dtype])
+    found = reader.GGUFReader(tmp_path / "hf" / f"hf-{dtype}.gguf")
+    expected = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
+    expected = {name: value for name, value in expected.items() if "act_fn" not in name}
+    names = gguf_names(family, shape.num_layers)
+    embedding = next(value for name, value in expected.items() if name.endswith(("wte.weight", "embed_tokens.weight")))
+    expected = {"output.weight": embedding} | {names(name): value for name, value in expected.items()}
+    assert {tensor.name for tensor in found.tensors} == expected.keys()
+    for tensor in found.tensors:
+        value = expected[tensor.name]
+        if family == "gpt2" and tensor.name.startswith("blk.") and value.ndim == 2:
+            value = value.T
+        if family in ("llama", "arcee") and (
+            "attn_q." in tensor.name or "attn_k." in tensor.name
+        ):  # pairs side by side
+            heads = shape.num_heads if "attn_q." in tensor.name else shape.num_groups
+            value = value.view(heads, 2, -1, value.shape[-1]).transpose(1, 2).reshape(value.shape)
+        half = dtype == "bf16" and value.ndim == 2 and tensor.name != "position_embd.weight"
+        assert tensor.tensor_type.name == ("BF16" if half else "F32")
+        stored = torch.from_numpy(tensor.data.copy())
+        stored = stored.view(torch.bfloat16) if half else stored
+        assert torch.equal(stored, value.to(stored.dtype)), tensor.name
+    said = {key: field.contents() for key, field in found.fields.items()}
+    assert said["general.architecture"] == family and said["tokenizer.ggml.pre"] == "gpt-2"
+    assert len(said["tokenizer.ggml.tokens"]) == shape.vocab_size
+    assert said["tokenizer.ggml.eos_token_id"] == words.end_of_text
+
+
+def gguf_names(family: str, layers: int) -> Callable[[str], str]:
+    """GGUF's name of a tensor of Hugging Face's, as the gguf package knows it."""
+    import gguf
+
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
+    table = gguf.get_tensor_name_map(number, layers)
+    return lambda name: table.get_name(name, (".weight", ".bias"))
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "nanochat"])
+def test_llama_cpp_continues_as_we_do(family: str, words: Tokenizer, tmp_path: Path):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    plain = {"bias": family == "gpt2", "activation": FAMILIES[family].holds["activation"][0]}
+    model = randomised(dataclasses.replace(odd_shape(family, 2), vocab_size=410, context_length=96, **plain))
+    run = save_run(model, tmp_path / "run", words)
+    huggingface.main(["export", str(run), str(tmp_path / "hf"), "--family", family, "--gguf", "f32"])
+    theirs = llama_cpp.Llama(str(tmp_path / "hf" / "hf-f32.gguf"), n_ctx=96, verbose=False)
+    text = "def words(they, 98765):\n\t\treturn \u65e5\u672c + they've  said\r\n"
+    prompt = words.encode(text).tolist()
+    assert theirs.tokenize(text.encode(), add_bos=False) == prompt
+    greedy = itertools.islice(theirs.generate(prompt[:20], temp=0.0, repeat_penalty=1.0), 64)
+    assert list(greedy) == [int(ids) for ids in generate(model, torch.tensor(prompt[:20]), 64, temperature=0)]
