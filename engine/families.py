@@ -262,7 +262,8 @@ def configuration(shape: Any, family: Family) -> dict[str, Any]:
 
 def read_configuration(said: dict[str, Any], source: str) -> tuple[Family, dict[str, Any]]:
     """The family, and our settings. Raises ValueError naming the source for what can't be held here."""
-    architecture = (said.get("architectures") or [None])[0]
+    listed = said.get("architectures")
+    architecture = listed[0] if isinstance(listed, list) and listed else listed
     family = next((one for one in FAMILIES.values() if one.architecture == architecture), None)
     if not family:
         known = ", ".join(one.architecture for one in FAMILIES.values())

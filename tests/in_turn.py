@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import train
 from engine.batches import Batches
+from engine.dataset import Examples
 from engine.files import to_json
 from engine.kernels import IGNORED
 from engine.observers import MetricsFile
@@ -122,7 +123,7 @@ class Watcher(Gradients):
 
 
 class Masked(Gradients):
-    """Gives batches of which some targets do not count to a model whose every parameter matters.
+    """Gives batches of which some targets do not count, or examples, to a model whose every parameter matters.
 
     OUT.seen/s.safetensors has the batch of step s, counted from 1, and the gradient of all processes together.
     """
@@ -138,7 +139,8 @@ class Masked(Gradients):
 
     def get(self, step: int) -> tuple[Tensor, Tensor]:
         inputs, targets = self.whole.get(step)
-        targets = torch.where(list(masks().values())[step], targets, IGNORED)
+        if not isinstance(self.whole.tokens, Examples):
+            targets = torch.where(list(masks().values())[step], targets, IGNORED)
         self.batch = {"inputs": inputs, "targets": targets}
         return inputs[self.rows], targets[self.rows]
 

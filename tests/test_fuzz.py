@@ -7,17 +7,23 @@ import copy
 import json
 import os
 import random
+import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 from helpers import train_tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import huggingface
 import train
 from engine.checkpoint import load_model, open_checkpoint
 from engine.dataset import open_dataset
+from engine.examples import chat_of, pair_of
 from engine.files import sha256, write_json
+from engine.huggingface_tokenizer import to_huggingface
 from engine.run_folder import list_checkpoints
 from engine.settings import load_settings
 from engine.sources import Source, documents
@@ -29,6 +35,7 @@ from engine.tokenizer import (
     train_bpe,
     train_huggingface,
 )
+from huggingface import ImportConfig
 from model import GPT, ModelConfig
 from prepare import PrepareConfig, prepare
 from sample import SampleConfig, read_prompt
@@ -167,6 +174,49 @@ def test_prompts(tmp_path):
         for tokenizer in known:
             config = SampleConfig(tmp_path, prompt_file=path)
             refused_cleanly(lambda config=config, tokenizer=tokenizer: tokenizer.encode(read_prompt(config)))
+
+    check()
+    assert refusals
+
+
+def test_pairs_and_chats(tmp_path):
+    path = tmp_path / "examples.jsonl"
+    turn = {"role": "user", "content": "a"}
+    record = {"a": "b", "c": "d", "messages": [turn, {"role": "assistant", "content": "b"}]}
+
+    @fuzz
+    @given(st.one_of(changed(record).map(json.dumps).map(str.encode), st.binary(max_size=50)), st.booleans())
+    def check(content, chat):
+        path.write_bytes(content)
+        turns_of = chat_of if chat else partial(pair_of, prompt_field="a", completion_field="c")
+        source = Source(path, "examples.jsonl", turns_of=turns_of)
+        refused_cleanly(lambda: [json.loads("".join(document())) for document in documents(source)])
+
+    check()
+    assert refusals
+
+
+def test_models_from_elsewhere(tmp_path):
+    config = LlamaConfig(vocab_size=300, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
+    to_huggingface(ByteTokenizer()).save(str(tmp_path / "hf" / "tokenizer.json"))
+    files = {name: (tmp_path / "hf" / name).read_bytes() for name in ("config.json", "tokenizer.json")}
+    originals = {name: json.loads(content) for name, content in files.items()}
+    settings = st.dictionaries(st.sampled_from(sorted(originals["config.json"])), values, max_size=3)
+    settings = settings.map(lambda given: ("config.json", json.dumps(originals["config.json"] | given).encode()))
+    odd = st.sampled_from(sorted(files)).flatmap(
+        lambda name: st.one_of(changed(originals[name]).map(json.dumps).map(str.encode), st.binary(max_size=50)).map(
+            lambda content: (name, content)
+        )
+    )
+
+    @fuzz
+    @given(st.one_of(settings, odd))
+    def check(given):
+        for name, content in (files | dict([given])).items():
+            (tmp_path / "hf" / name).write_bytes(content)
+        refused_cleanly(lambda: huggingface.bring(ImportConfig(str(tmp_path / "hf"), tmp_path / "run")))
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
 
     check()
     assert refusals

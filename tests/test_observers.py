@@ -1,10 +1,13 @@
 """What watches training: what it is told and when, metrics and spikes, the terminal's lines, Weights & Biases."""
 
 import dataclasses
+import functools
 import json
 import math
+import struct
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -302,6 +305,61 @@ def test_weights_and_biases_is_imported_only_when_asked(numbers, tmp_path, monke
     assert train.main(tiny(numbers, tmp_path / "loud", "--steps", 2, "--wandb")) == 0
     (logged_to,) = (tmp_path / "loud").glob("wandb/offline-run-*")
     assert logged_to.name.endswith((tmp_path / "loud" / "wandb.id").read_text())
+
+
+def logged_to_wandb(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
+    """What the newest of a run's own offline files holds: the history, the settings, and the ids of the run."""
+    history, settings, ids = [], {}, []
+    for record in wandb_records(sorted(run.glob("wandb/offline-run-*/*.wandb"))[-1]):
+        values: dict[str, Any] = {}
+        for item in record.history.item:
+            *above, key = item.nested_key or [item.key]
+            holder = functools.reduce(lambda inner, name: inner.setdefault(name, {}), above, values)
+            holder[key] = json.loads(item.value_json)
+        history += [values] if values else []
+        settings |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        ids += [record.run.run_id] if record.run.run_id else []
+    return history, settings, ids
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """The records of a .wandb file: a log as LevelDB's, in blocks of 32 KiB, after 7 bytes that say what it is."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content, offset, data = path.read_bytes(), 7, b""
+    while len(content) - offset >= 7:
+        if 32768 - offset % 32768 < 7:  # no room for a header
+            offset += 32768 - offset % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, offset)
+        data += content[offset + 7 : offset + 7 + length]
+        offset += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(data)
+            data = b""
+
+
+def test_weights_and_biases_has_settings_metrics_and_samples_of_one_run(numbers, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    flags = ["--eval-every", 2, "--wandb", "--learning-rate", 0.003]
+    assert train.main(tiny(numbers, tmp_path / "run", "--steps", 4, *flags)) == 0
+    history, settings, ids = logged_to_wandb(tmp_path / "run")
+    assert settings["learning_rate"] == 0.003 and settings["num_layers"] == 2 and settings["data"] == str(numbers)
+    for key in ("train_loss", "val_loss", "val_bits_per_byte", "learning_rate", "tokens_per_second"):
+        found = {one["step"]: one[key] for one in history if key in one}
+        assert found == logged(tmp_path / "run", key) and found
+    assert all(one["tokens"] == one["step"] * 64 and one["_step"] == one["step"] for one in history)
+    tables = [one["samples"] for one in history if "samples" in one]
+    assert [table["nrows"] for table in tables] == [1, 2]
+    folder = next((tmp_path / "run").glob("wandb/offline-run-*/files"))
+    rows = json.loads((folder / tables[-1]["path"]).read_text(encoding="utf-8"))
+    assert rows["columns"] == ["step", "tokens", "sample"] and [row[:2] for row in rows["data"]] == [[2, 128], [4, 256]]
+    assert all(isinstance(row[2], str) and row[2] for row in rows["data"])
+    assert train.main(tiny(numbers, tmp_path / "run", "--steps", 6, "--resume", *flags)) == 0
+    history, _, resumed = logged_to_wandb(tmp_path / "run")
+    assert set(resumed) == set(ids) and len(set(ids)) == 1
+    assert {one["step"] for one in history} == {5, 6}
 
 
 # Steps that are skipped.

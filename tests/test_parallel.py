@@ -48,6 +48,10 @@ def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("many")
     (folder / "numbers.txt").write_text(numbers_text(2000), encoding="utf-8")
     prepare(PrepareConfig(inputs=(str(folder / "numbers.txt"),), tokenizer="char", out=folder / "data"))
+    pairs = [{"prompt": str(number), "completion": "+" * (number % 14)} for number in range(1, 200) if number % 14]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
+    fields = {"prompt_field": "prompt", "completion_field": "completion"}
+    prepare(PrepareConfig((str(folder / "pairs.jsonl"),), tokenizer="char", out=folder / "pairs", **fields))
     return folder
 
 
@@ -203,6 +207,8 @@ def masked(place, play) -> Path:
             for micro in ([], ["--micro-batch-size", 1]):
                 name = f"masked-{parallel}-{size}{'-micro' * bool(micro)}"
                 runs.append({"flags": flags_of(place, name, "--parallel", parallel, *micro, *flags), "mask": True})
+                examples = flags_of(place, f"pairs-{name}", "--parallel", parallel, *micro, *flags)
+                runs.append({"flags": [*examples, "--data", str(place / "pairs")], "mask": True})
         play(size, runs)
     return place
 
@@ -237,6 +243,28 @@ def test_a_steps_gradient_is_that_of_the_mean_over_all_targets_that_count(masked
         for name, gradient in expected.items():
             assert (held[name] - gradient).abs().max() <= 1e-6 * largest, (case, name)
         assert logged(run, "train_loss")[step] == pytest.approx(loss.item(), rel=1e-6), case
+
+
+@pytest.mark.parametrize("micro", ["", "-micro"])
+@pytest.mark.parametrize("process", ["ddp-1", "ddp-2", "fsdp-2", "ddp-3", "fsdp-3"])
+def test_a_steps_gradient_on_examples_is_that_of_the_mean_over_all_completions(masked, process, micro):
+    run, alone = masked / f"pairs-masked-{process}{micro}", masked / "pairs-masked-ddp-1"
+    model, shapes = model_of(run).double(), set()
+    for step in range(1, len(masks()) + 1):
+        held = safetensors.torch.load_file(folder_of(run) / f"{step}.safetensors")
+        whole = safetensors.torch.load_file(folder_of(alone) / f"{step}.safetensors")
+        assert all(torch.equal(held[name], whole[name]) for name in ("inputs", "targets"))
+        counts = (held["targets"] != -1).sum(dim=1)
+        assert counts.min() < counts.max()  # on each process another number
+        shapes.add(held["inputs"].shape)
+        model.zero_grad()
+        loss = plain_loss(model, held["inputs"], held["targets"])
+        loss.backward()
+        largest = max(parameter.grad.abs().max() for parameter in model.parameters())
+        for name, parameter in model.named_parameters():
+            assert (held[name] - parameter.grad).abs().max() <= 1e-6 * largest, (step, name)
+        assert logged(run, "train_loss")[step] == pytest.approx(loss.item(), rel=1e-6)
+    assert len(shapes) > 1  # batches are as long as their examples
 
 
 @pytest.mark.parametrize("process", ["ddp-1", "ddp-2", "fsdp-2", "ddp-3", "fsdp-3", "ddp-4", "fsdp-4"])

@@ -322,6 +322,83 @@ def test_a_new_best_evaluation_is_saved_before_it_is_time(trained):
     assert [path.name for path in list_checkpoints(run)] == ["step-00000004", "step-00000005"]
 
 
+# Starting from another run.
+
+
+def test_a_run_starts_with_the_weights_and_the_loss_of_another(numbers, tmp_path):
+    base = train_tiny(numbers, tmp_path / "base", "--steps", 30)
+    still = ["--init-from", tmp_path / "base", "--steps", 1, "--learning-rate", 0, "--num-layers", 5]
+    run = train_tiny(numbers, tmp_path / "tuned", *still[:-2])
+    assert run.val_loss == pytest.approx(base.val_loss, abs=1e-6)
+    assert run.config.model == base.config.model
+    with pytest.raises(ValueError, match=f"^num_layers is 5, but {tmp_path}/base has 2; leave it out$"):
+        train_tiny(numbers, tmp_path / "other", *still)
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_dataset_of_another_tokenizer_is_refused_with_what_prepares_it_right(numbers, tmp_path):
+    train_tiny(numbers, tmp_path / "base", "--steps", 1)
+    prepare(PrepareConfig((str(ROOT / "README.md"),), tokenizer="byte", out=tmp_path / "bytes"))
+    said = rf"{tmp_path}/bytes has another tokenizer than {tmp_path}/base/.*--tokenizer {tmp_path}/base/checkpoints/s"
+    with pytest.raises(ValueError, match=said) as caught:
+        train_tiny(tmp_path / "bytes", tmp_path / "tuned", "--init-from", tmp_path / "base")
+    tokenizer = str(caught.value).split("--tokenizer ")[1]
+    (tmp_path / "more.txt").write_text(numbers_text(300), encoding="utf-8")
+    prepare(PrepareConfig((str(tmp_path / "more.txt"),), tokenizer=tokenizer, out=tmp_path / "bytes", force=True))
+    train_tiny(tmp_path / "bytes", tmp_path / "tuned", "--init-from", tmp_path / "base", "--steps", 1)
+
+
+def test_the_embedding_grows_by_the_tokens_of_chats(numbers, tmp_path):
+    train_tiny(numbers, tmp_path / "base", "--steps", 1)
+    chats = [[{"role": "user", "content": f"{n}"}, {"role": "assistant", "content": f"{n + 1}"}] for n in range(90)]
+    lines = [json.dumps({"messages": chat}) for chat in chats]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    config = PrepareConfig((str(tmp_path / "chats.jsonl"),), tokenizer=str(tmp_path / "base"), chat=True)
+    prepare(dataclasses.replace(config, out=tmp_path / "chats"))
+    still = ["--init-from", tmp_path / "base", "--learning-rate", 0, "--steps", 1]
+    run = train_tiny(tmp_path / "chats", tmp_path / "run", *still)
+    before, after = (dict(newest_checkpoint(tmp_path / name).model()) for name in ("base", "run"))
+    old, new = before["token_embedding.weight"], after["token_embedding.weight"]
+    assert len(new) == run.dataset.tokenizer.vocab_size == len(old) + 4
+    assert torch.equal(new[: len(old)], old)
+    torch.testing.assert_close(new[len(old) :], old.mean(dim=0, keepdim=True).expand(4, -1))
+    assert all(torch.equal(after[name], before[name]) for name in before if "blocks" in name)
+
+
+def test_a_tuned_run_resumed_is_one_uninterrupted(numbers, tmp_path):
+    train_tiny(numbers, tmp_path / "base", "--steps", 10)
+    flags = ["--init-from", tmp_path / "base", "--steps", 8, "--eval-every", 4]
+    train_tiny(numbers, tmp_path / "whole", *flags)
+    train_tiny(numbers, tmp_path / "parts", *flags, stop=stopped_after(3))
+    train_tiny(numbers, tmp_path / "parts", *flags, "--resume")
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_the_loss_of_pairs_is_that_of_their_completions_and_ends(tmp_path):
+    pairs = [{"a": f"{n} ", "b": "x" * (n % 5 + 1)} for n in range(60)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
+    fields = {"prompt_field": "a", "completion_field": "b", "tokenizer": "byte"}
+    prepare(PrepareConfig((str(tmp_path / "pairs.jsonl"),), out=tmp_path / "pairs", **fields))
+    run = train_tiny(tmp_path / "pairs", tmp_path / "run", "--steps", 20, "--eval-tokens", 0)
+    summed = counted = 0
+    for record in pairs:
+        prompt, completion = record["a"].encode(), [*record["b"].encode(), 256]
+        if [*prompt, *completion] not in [abs_ids(run.dataset.val, i) for i in range(run.dataset.val.num_examples)]:
+            continue
+        with torch.no_grad():
+            logits = run.model(torch.tensor([[*prompt, *completion]]))[0].log_softmax(dim=-1)
+        summed -= sum(logits[len(prompt) - 1 + i, token].item() for i, token in enumerate(completion))
+        counted += len(completion)
+    assert run.val_loss == pytest.approx(summed / counted, abs=1e-5)
+    bits = summed / math.log(2) / (counted - run.dataset.val.num_examples)  # an end has no bytes
+    assert logged(tmp_path / "run", "val_bits_per_byte")[20] == pytest.approx(bits, rel=1e-5)
+
+
+def abs_ids(examples: Any, index: int) -> list[int]:
+    """An example's ids, whether they count or not."""
+    return [token if token >= 0 else ~token for token in examples.example(index).tolist()]
+
+
 # What a resumed run may change, and what not.
 
 TRAINED = ["--steps", 2, "--eval-every", 2, "--log-every", 2]
