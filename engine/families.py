@@ -38,8 +38,8 @@ GPT2_SETTINGS = {
     "dropout": "resid_pdrop embd_pdrop attn_pdrop",
     "tie_embeddings": "tie_word_embeddings",
 }
-OTHER_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu"}  # other names of the same
 ACTIVATIONS = {"relu2": "relu2", "gelu": "gelu_new", "relu": "relu", "swiglu": "silu"}
+SAME_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu"}  # by other names
 # The modules that have weights, here and there; N is a layer's number. What is one matrix there has one name there.
 LLAMA_NAMES = {
     "token_embedding": "model.embed_tokens",
@@ -160,9 +160,8 @@ FAMILIES = {
 def obstacles(shape: Any, family: Family) -> list[str]:
     """What of a model's settings the family can't hold, and what it holds instead."""
     found = [(name, getattr(shape, name), allowed) for name, allowed in family.holds.items()]
-    equal = shape.d_model / shape.num_heads
-    if "head_dim" not in family.settings:
-        found.append(("head_dim", shape.head_dim, (equal,)))
+    if "head_dim" not in family.settings and shape.head_dim * shape.num_heads != shape.d_model:
+        found.append(("head_dim", shape.head_dim, ("d_model / num_heads",)))
     elif family.settings is ANY_HEAD and shape.d_model % shape.num_heads:
         found.append(("num_heads", shape.num_heads, (f"a divisor of {shape.d_model}",)))
     if "num_kv_heads" not in family.settings:
@@ -279,9 +278,7 @@ def read_configuration(said: dict[str, Any], source: str) -> tuple[Family, dict[
         values |= dict.fromkeys([ours] * len(given), next(iter(given.values()), None))
     if missing := [name for name in ("vocab_size", "context_length", "num_layers", "num_heads") if name not in values]:
         raise ValueError(f"{source} does not say {family.settings[missing[0]]}")
-    known = {theirs: ours for ours, theirs in (ACTIVATIONS | family.activations).items()} | {
-        "gelu_pytorch_tanh": "gelu"
-    }
+    known = {theirs: ours for ours, theirs in (ACTIVATIONS | family.activations).items()} | SAME_ACTIVATIONS
     if (activation := known.get(str(values["activation"]), values["activation"])) not in family.holds["activation"]:
         raise ValueError(f"{source}: the activation {activation!r} can't be held here; {', '.join(known)} can")
     values["activation"] = activation

@@ -10,7 +10,7 @@ import safetensors
 import torch
 from torch import Tensor, nn
 
-from engine.dataset import open_dataset
+from engine.dataset import Examples, open_dataset
 from engine.examples import end_of_turn
 from engine.files import inside, read_json, write_json
 from engine.huggingface_tokenizer import from_huggingface, to_huggingface
@@ -152,15 +152,16 @@ def write_card(path: Path, name: str, state: dict[str, Any], parameters: int) ->
 
 
 def held_out(tokenizer: Tokenizer, state: dict[str, Any], length: int) -> tuple[list[int], str]:
-    """So many tokens of the validation text that the model was measured on, or if that is gone random ones."""
+    """So many tokens of the validation split that the model was measured on, or if that is gone random ones."""
     try:
         dataset = open_dataset(Path(state["settings"]["data"]))
-        if dataset.sha256 == state["data_sha256"] and dataset.val[:1].dtype != np.int32:
-            return dataset.val[:length].tolist(), f"{dataset.path}'s validation text"
+        if dataset.sha256 == state["data_sha256"]:
+            ids = (dataset.val.tokens if isinstance(dataset.val, Examples) else dataset.val)[:length].astype(np.int64)
+            return np.where(ids < 0, ~ids, ids).tolist(), f"{dataset.path}'s validation split"
     except (KeyError, TypeError, ValueError):
         pass
     used = sorted({*range(tokenizer.vocab_size)} - {*tokenizer.unused_ids()})
-    return np.random.default_rng(0).choice(used, length).tolist(), "random tokens, as the validation text is not there"
+    return np.random.default_rng(0).choice(used, length).tolist(), "random ones, as the validation split is not there"
 
 
 @torch.no_grad()

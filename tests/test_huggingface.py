@@ -4,12 +4,14 @@ SHAPES=50 pytest -o addopts= tests/test_huggingface.py   tries so many shapes of
 """
 
 import dataclasses
+import http.server
 import itertools
 import json
 import os
 import random
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from helpers import VARIANTS, numbers_text, randomised
 import huggingface
 from engine.checkpoint import load_model, write_checkpoint
 from engine.command import explain
+from engine.examples import encode_chat, end_of_turn
 from engine.families import FAMILIES
 from engine.generate import generate
 from engine.run_folder import find_checkpoint
@@ -116,6 +119,14 @@ def written(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.name != "README.md"}
 
 
+@pytest.fixture(scope="module", name="words")
+def fixture_words() -> Tokenizer:
+    """A BPE that cuts text as GPT-2 does, which llama.cpp knows."""
+    return train_bpe(
+        ["def two(words): return words + 12345, 'said', they've\n\n"] * 9 + [numbers_text(300)], 400, "gpt2"
+    )
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_a_family_computes_the_same_of_odd_shapes(family: str, tmp_path: Path, capsys):
@@ -178,6 +189,21 @@ def test_a_model_made_by_transformers_continues_identically(name: str, tmp_path:
     tokens = torch.randint(256, (1, 24))
     assert (theirs(tokens).logits - model(tokens)).abs().max() <= 1e-4 * model(tokens).abs().max()
     assert continued(theirs, tokens, 20) == continued(model, tokens, 20)
+
+
+@torch.no_grad()
+def test_an_old_file_of_gpt2_has_half_precision_no_prefix_and_constants(tmp_path: Path):
+    config = transformers.GPT2Config(vocab_size=300, n_positions=32, n_embd=24, n_layer=2, n_head=3)
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    old = {name.removeprefix("transformer."): value.half() for name, value in theirs.state_dict().items()}
+    old = {name: value.clone() for name, value in old.items() if name != "lm_head.weight"}
+    old |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 32, 32, dtype=torch.uint8) for layer in range(2)}
+    safetensors.torch.save_file(old, tmp_path / "hf" / "model.safetensors")
+    huggingface.main(["import", str(tmp_path / "hf"), str(tmp_path / "run"), "--tokenizer", "byte"])
+    model = load_model(find_checkpoint(tmp_path / "run"), ModelConfig, GPT)
+    tokens = torch.randint(256, (1, 24))
+    assert (theirs.half().float()(tokens).logits - model(tokens)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -256,24 +282,17 @@ def test_a_directory_that_can_not_be_held_is_refused_in_one_line(name: str, tmp_
     assert not (tmp_path / "run").exists()
 
 
-def test_a_missing_or_small_tokenizer_is_said(tmp_path: Path):
+def test_a_missing_or_large_tokenizer_is_said(words: Tokenizer, tmp_path: Path):
     MADE_ELSEWHERE["llama"]().save_pretrained(tmp_path / "hf")
     said = refusal("import", tmp_path / "hf", tmp_path / "run")
     assert re.search("has no tokenizer.json; give the tokenizer that it was trained with: --tokenizer", said)
-    said = refusal("import", tmp_path / "hf", tmp_path / "run", "--tokenizer", "gpt2")
-    assert re.search("the tokenizer of gpt2 has 50,257 tokens, but the model only 300", said)
+    words.save(tmp_path / "tokenizer.json")
+    said = refusal("import", tmp_path / "hf", tmp_path / "run", "--tokenizer", tmp_path / "tokenizer.json")
+    assert re.search(r"tokenizer.json has 400 tokens, but the model only 300; give --tokenizer NAME", said)
     assert re.search("is no directory, nor a name on", refusal("import", tmp_path / "none", tmp_path / "run"))
 
 
 # GGUF.
-
-
-@pytest.fixture(scope="module", name="words")
-def fixture_words() -> Tokenizer:
-    """A BPE that cuts text as GPT-2 does, which llama.cpp knows."""
-    return train_bpe(
-        ["def two(words): return words + 12345, 'said', they've\n\n"] * 9 + [numbers_text(300)], 400, "gpt2"
-    )
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "nanochat"])
@@ -333,3 +352,77 @@ def test_llama_cpp_continues_as_we_do(family: str, words: Tokenizer, tmp_path: P
     assert theirs.tokenize(text.encode(), add_bos=False) == prompt
     greedy = itertools.islice(theirs.generate(prompt[:20], temp=0.0, repeat_penalty=1.0), 64)
     assert list(greedy) == [int(ids) for ids in generate(model, torch.tensor(prompt[:20]), 64, temperature=0)]
+
+
+# Chats, and the hub.
+
+
+def test_the_chat_template_makes_the_tokens_that_were_learned(words: Tokenizer, tmp_path: Path):
+    run = save_run(randomised(dataclasses.replace(VARIANTS["default"], vocab_size=400)), tmp_path / "run", words)
+    huggingface.main(["export", str(run), str(tmp_path / "hf")])
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    turns = [("system", "words"), ("user", "said two?"), ("assistant", "return they've"), ("user", "12345")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    expected = list(itertools.chain(*encode_chat(words, turns)))
+    assert theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) == expected
+    assert theirs.eos_token_id == words.end_of_text
+    ends = json.loads((tmp_path / "hf" / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
+    assert ends == [words.end_of_text, end_of_turn(words)]
+
+
+@pytest.fixture(name="hub")
+def fixture_hub(tmp_path: Path, monkeypatch) -> Iterator[Path]:
+    """A folder whose models a local server offers as Hugging Face's hub does."""
+    folder = tmp_path / "hub"
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            api = re.fullmatch(r"/api/models/([^?]*?)(/revision/main|/tree/0*)?(\?.*)?", self.path)
+            name, _, file = self.path.partition("?")[0].strip("/").partition("/resolve/")
+            path = folder / (api[1] if api else name + "/" + file.partition("/")[2])
+            if not path.exists():
+                self.send_error(404)
+                return
+            names = [one.name for one in path.iterdir()] if api else []
+            tree = [
+                {"type": "file", "oid": "0" * 40, "size": (path / one).stat().st_size, "path": one} for one in names
+            ]
+            model = {"id": path.name, "sha": "0" * 40, "siblings": [{"rfilename": one} for one in names]}
+            said = json.dumps(tree if "/tree/" in self.path else model).encode()
+            content = said if api else path.read_bytes()
+            self.send_response(200)
+            headers = {"Content-Length": len(content), "ETag": f'"{hash(content)}"', "X-Repo-Commit": "0" * 40}
+            for key, value in headers.items():
+                self.send_header(key, str(value))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+    template = address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    yield folder
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_model_comes_from_the_hub_by_its_name(hub: Path, words: Tokenizer, tmp_path: Path):
+    model = randomised(dataclasses.replace(odd_shape("llama", 1), vocab_size=400))
+    run = save_run(model, tmp_path / "run", words)
+    huggingface.main(["export", str(run), str(hub / "someone" / "small")])
+    huggingface.main(["import", "someone/small", str(tmp_path / "back")])
+    back = load_model(find_checkpoint(tmp_path / "back"), ModelConfig, GPT)
+    tokens = torch.randint(400, (1, 16))
+    with torch.no_grad():
+        assert (back(tokens) - model(tokens)).abs().max() < 1e-4
+    said = refusal("import", "someone/else", tmp_path / "other")
+    assert re.search(r"^someone/else could not be downloaded \(.*; check the name and the connection", said)

@@ -1,0 +1,72 @@
+"""demo.py: what it makes up is right, and its one command does all that it says."""
+
+import datetime
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from helpers import ROOT
+
+import demo
+from engine.examples import chat_of
+
+READ = ["%d %B %Y", "%B %d, %Y", "%b %d, %Y", "the %d of %B %Y", "%A, %d %b %Y", "%d.%m.%Y", "%d/%m/%Y"]
+READ += ["%Y, %B %d", "%a %b %d %Y", "%d-%b-%Y"]  # how datetime reads each form
+
+
+def test_every_form_is_of_its_date():
+    draw = random.Random(0)
+    for form, how in zip(demo.FORMS, READ, strict=True):
+        for date in (datetime.date.fromordinal(draw.randint(*demo.DAYS)) for _ in range(300)):
+            text = re.sub(r"(\d)(st|nd|rd|th)\b", r"\1", form(date))
+            assert datetime.datetime.strptime(text, how).date() == date
+    assert [demo.ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 22, 31)] == (
+        ["1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "22nd", "31st"]
+    )
+
+
+def test_chats_end_in_answers_that_are_right():
+    draw, known = random.Random(0), set()
+    for _ in range(300):
+        turns = chat_of({"messages": demo.chat(draw)})
+        assert [role for role, _ in turns] == ["user", "assistant"] * (len(turns) // 2)
+        said = dict(zip((text for _, text in turns[::2]), (text for _, text in turns[1::2]), strict=True))
+        for question, answer in said.items():
+            if sums := re.fullmatch(r"What is (\d+) plus (\d+)\?", question):
+                assert answer.endswith(f" is {int(sums[1]) + int(sums[2])}.")
+        if "What is my name?" in said:
+            told = [re.search(r"(\w+)\.$", text)[1] for text in said if re.match("My name is|I am|Call me", text)]
+            assert said["What is my name?"] == (f"Your name is {told[0]}." if told else "You have not told me.")
+            known.add(bool(told))
+    assert known == {True, False}
+
+
+def run(folder: Path, *arguments: object) -> str:
+    command = [sys.executable, ROOT / "demo.py", *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8", timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_dates_are_learned_and_measured_by_one_command(tmp_path: Path):
+    said = run(tmp_path, "dates", "--examples", 300, "--test", 30, "--steps", 2)
+    assert re.search(r"^\d+ of 30 unseen dates are right to the last character: \d+\.\d\d%$", said, re.MULTILINE)
+    pairs, answers = (
+        [json.loads(line) for line in (tmp_path / "data" / f"dates-{name}.jsonl").read_text().splitlines()]
+        for name in ("pairs", "answers")
+    )
+    assert len(pairs) == 300 and len(answers) == 30
+    assert not {pair["completion"] for pair in pairs} & {answer["expected"] for answer in answers}
+    right = sum(answer["completion"] == answer["expected"] for answer in answers)
+    assert f"{right} of 30" in said
+
+
+def test_a_chat_is_learned_by_one_command(tmp_path: Path):
+    said = run(tmp_path, "chat", "--examples", 200, "--steps", 1)
+    assert "Talk to it: python sample.py out/chat --chat" in said
+    command = [sys.executable, ROOT / "sample.py", "out/chat", "--chat", "--max-new-tokens", "5"]
+    done = subprocess.run(command, cwd=tmp_path, input="Hello!\n", capture_output=True, encoding="utf-8", timeout=60)
+    assert done.returncode == 0 and not done.stderr
