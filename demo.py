@@ -39,7 +39,7 @@ class DemoConfig:
     out: Path = Path("out")  # The folder for the run; the examples go to data/.
     data: Path = Path("data")  # The folder for examples and dataset.
     examples: Annotated[int, "at least 100"] = 40_000  # How many to train on.
-    steps: Annotated[int, "at least 1"] = 1500  # Optimizer steps.
+    steps: Annotated[int | None, "at least 1"] = None  # Optimizer steps; None: 600 for dates, 400 for a chat.
     test: Annotated[int, "at least 1"] = 2000  # How many unseen dates to measure on.
     seed: Annotated[int, "at least 0"] = 1  # Of the examples.
 
@@ -65,14 +65,14 @@ def learn_dates(config: DemoConfig) -> None:
     )
     fields = ["--prompt-field", "prompt", "--completion-field", "completion"]
     run_script("prepare.py", files["pairs"], "--out", data, "--tokenizer", "char", *fields, "--force")
-    run_script("train.py", "--data", data, "--out", run, "--steps", config.steps, *SHAPE.split())
+    run_script("train.py", "--data", data, "--out", run, "--steps", config.steps or 600, *SHAPE.split())
     files["answers"].unlink(missing_ok=True)
     asked = ["--prompts-file", files["questions"], "--out", files["answers"]]
     run_script("sample.py", run, *asked, "--temperature", 0, "--max-new-tokens", 16)
     answers = [json.loads(line) for line in files["answers"].read_text(encoding="utf-8").splitlines()]
     wrong = [answer for answer in answers if answer["completion"] != answer["expected"]]
     for answer in wrong[:5]:
-        print(f"wrong: {answer['prompt']} → {answer['completion']}, not {answer['expected']}")
+        print(f"wrong: {answer['prompt'].strip()} → {answer['completion']}, not {answer['expected']}")
     right = len(answers) - len(wrong)
     print(f"{right:,} of {len(answers):,} unseen dates are right to the last character: {right / len(answers):.2%}")
 
@@ -83,8 +83,8 @@ def learn_chat(config: DemoConfig) -> None:
     write_lines(config.data / "chats.jsonl", ({"messages": chat(draw)} for _ in range(config.examples)))
     chats = [config.data / "chats.jsonl", "--chat"]
     run_script("prepare.py", *chats, "--out", data, "--tokenizer", "bpe", "--vocab-size", 1024, "--force")
-    run_script("train.py", "--data", data, "--out", run, "--steps", config.steps, *CHAT_SHAPE.split())
-    print(f"Talk to it: python sample.py {run} --chat")
+    run_script("train.py", "--data", data, "--out", run, "--steps", config.steps or 400, *CHAT_SHAPE.split())
+    print(f"Talk to it: python sample.py {run} --chat --max-new-tokens 30")
 
 
 def run_script(script: str, *arguments: object) -> None:
@@ -123,33 +123,35 @@ FORMS: list[Callable[[datetime.date], str]] = [
 
 
 def pair(draw: random.Random, day: int) -> tuple[str, str]:
-    """A date in one of many forms, and its ISO form."""
+    """A date in one of many forms, and its ISO form.
+
+    A new line ends the prompt: without, "1973, July 3" and the "1" that is to follow could be the 31st of July.
+    """
     date = datetime.date.fromordinal(day)
-    return draw.choice(FORMS)(date), date.isoformat()
+    return f"{draw.choice(FORMS)(date)}\n", date.isoformat()
 
 
 def chat(draw: random.Random) -> list[dict[str, str]]:
     """A chat of some turns, in which what was said before matters."""
     name, town, animal = (draw.choice(words.split()) for words in (NAMES, TOWNS, ANIMALS))
-    told: list[tuple[str, str]] = [
+    told = [
         (f"{draw.choice(('My name is', 'I am', 'Call me'))} {name}.", f"Nice to meet you, {name}!"),
         (f"I live in {town}.", f"{town} is a fine place to live."),
         (f"My favourite animal is the {animal}.", f"I like the {animal} too."),
     ]
-    asked = [
-        ("What is my name?", f"Your name is {name}."),
-        ("Where do I live?", f"You live in {town}."),
-        ("Which animal do I like?", f"You like the {animal}."),
-    ]
-    kept = sorted(draw.sample(range(3), draw.randint(1, 3)), key=lambda _: draw.random())
+    asked = [("What is my name?", f"Your name is {name}."), ("Where do I live?", f"You live in {town}.")]
+    asked += [("Which animal do I like?", f"You like the {animal}.")]
     turns = [("Hello!", "Hello! What shall we talk about?")] if draw.random() < 0.5 else []
-    turns += [told[index] for index in kept]
-    questions = [asked[index] if index in kept else (asked[index][0], "You have not told me.") for index in range(3)]
-    for _ in range(draw.randint(1, 3)):
-        a, b = draw.randint(0, 20), draw.randint(0, 20)
-        questions.append((f"What is {a} plus {b}?", f"{a} plus {b} is {a + b}."))
-    draw.shuffle(questions)
-    turns += [*questions[: draw.randint(1, 5)], *([("Goodbye!", f"Goodbye, {name}!" if 0 in kept else "Goodbye!")])]
+    for _ in range(draw.randint(2, 9)):
+        fact, a, b = draw.randrange(3), draw.randint(0, 20), draw.randint(0, 20)
+        question, answer = asked[fact]
+        known = told[fact] in turns
+        asking = [
+            (question, answer if known else "You have not told me."),
+            (f"What is {a} plus {b}?", f"It is {a + b}."),
+        ]
+        turns.append(draw.choice(asking if known else [*asking, told[fact], told[fact]]))
+    turns.append(("Goodbye!", f"Goodbye, {name}!" if told[0] in turns else "Goodbye!"))
     roles = ("user", "assistant")
     return [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
 

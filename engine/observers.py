@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from engine.dataset import Examples
+from engine.examples import end_of_turn
 from engine.files import to_json, write_whole
 from engine.generate import generate_text, opening, texts
 from engine.kernels import for_decoding
@@ -242,11 +243,13 @@ def sample(run: Any, max_new_tokens: int) -> Iterator[str]:
         ids = data.val.example(0).tolist()
         prompt = [~token for token in itertools.takewhile(lambda token: token < 0, ids)] or prompt
         yield f"{data.tokenizer.decode(prompt)} → "
+    end = end_of_turn(data.tokenizer) if isinstance(data.val, Examples) else None
+    ends = [] if end is None else [end]
     model = run.model.eval() if sharded else for_decoding(run.model)
     choice = {"temperature": 0.8, "top_p": 0.95, "seed": run.config.seed, "use_cache": not sharded}
-    tokens = generate_text(model, data.tokenizer, [prompt], max_new_tokens, **choice)
+    tokens = generate_text(model, data.tokenizer, [prompt], max_new_tokens, ends, **choice)
     try:
-        for (text,) in texts(tokens, data.tokenizer, 1):
+        for (text,) in texts(tokens, data.tokenizer, 1, ends=ends):
             yield text
     except ValueError as error:  # it diverged
         yield f"none: {error}"
