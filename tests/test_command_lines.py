@@ -1,11 +1,12 @@
 """Any command line, plausible or absurd, ends in 0, 1 or 2 and at most a line on stderr: never a traceback, or a hang.
 
-LINES=5000 pytest -o addopts= tests/test_command_lines.py      as many of them, a file that grows with each setting
+COMMAND_LINES=5000 pytest -o addopts= tests/test_command_lines.py      as many of them
 """
 
 import contextlib
 import dataclasses
 import io
+import json
 import os
 import random
 import shlex
@@ -14,18 +15,20 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from helpers import exit_code_of, numbers_text, train_tiny
 
 import bench
+import huggingface
 import prepare
 import sample
 import train
 from prepare import PrepareConfig
 
-LINES = int(os.environ.get("LINES", 300))
+LINES = int(os.environ.get("COMMAND_LINES", 300))
 SECONDS = 20  # that a command line may take
 ABSURD = [
     "",
@@ -54,7 +57,15 @@ OF = {  # what only some settings can sensibly have
     "device": ["cpu", "auto", "cuda", "meta", "cpu:0"],
     "tokenizer": ["char", "byte", "bpe", "gpt2", "gpt5"],
     "vocab_size": ["257", "300", "4096"],
-    "inputs": ["text.txt", "lines.jsonl", "folder", "none.txt", "-", "http://127.0.0.1:9/a.txt", "data/numbers"],
+    "pattern": ["gpt2", "llama3", "pairs", "gpt5"],
+    "prompt_field": ["text", "none"],
+    "completion_field": ["text", "none"],
+    "init_from": ["out/run", "out/none"],
+    "prompts_file": ["prompts.jsonl", "chats.jsonl", "none"],
+    "family": ["auto", "llama", "apertus", "gpt2"],
+    "run": ["out/run", "out/none"],
+    "source": ["hf", "out/run", "none"],
+    "inputs": ["text.txt", "lines.jsonl", "chats.jsonl", "folder", "none.txt", "-", "http://127.0.0.1:9/a.txt"],
     "path": ["out/run", "out/none", "out/run/checkpoints/step-00000004", "text.txt"],
     "out": [
         "out/one",
@@ -107,16 +118,24 @@ def line_of(command: str, cls: type, chance: random.Random) -> list[str]:
     flags += ["--device", "cpu"] * (command in ("train", "sample"))
     settings = list(settings_of(cls))
     first = [value_of(name, kind, chance) for name, kind, positional in settings if positional]
-    for name, kind, positional in chance.sample(settings, chance.choice([0, 1, 1, 2, 2, 3, 6])):
+    for name, kind, positional in chance.sample(settings, min(len(settings), chance.choice([0, 1, 1, 2, 2, 3, 6]))):
         flag = f"--{chance.choice(['', 'no-'] if kind is bool else [''])}{name.replace('_', chance.choice('-_'))}"
         if name not in ("wandb", "compile") or kind is not bool:
             flags += [] if positional else [flag] if kind is bool else [flag, value_of(name, kind, chance)]
     if command == "bench":  # which takes long, unless it refuses
         flags += chance.choice([["--rounds", "0"], ["--batch-size", "-1"], ["--dtype", "int8"], ["--nanogpt", "none"]])
-    return first[: chance.choice([0, 1, 1, 1, 1, len(first)])] + flags
+    counts = [0, 1, 2, 2, 2, 2] if command in ("export", "import") else [0, 1, 1, 1, 1, len(first)]
+    return first[: chance.choice(counts)] + flags
+
+
+def main_of(command: str) -> SimpleNamespace:
+    """One of the two commands of huggingface.py."""
+    return SimpleNamespace(main=lambda arguments: huggingface.main([command, *arguments]))
 
 
 COMMANDS = {
+    "export": (main_of("export"), huggingface.ExportConfig),
+    "import": (main_of("import"), huggingface.ImportConfig),
     "train": (train, train.TrainConfig),
     "prepare": (prepare, PrepareConfig),
     "sample": (sample, sample.SampleConfig),
@@ -155,14 +174,21 @@ def place(numbers, tmp_path_factory) -> Iterator[Path]:
         Path("text.txt").write_text(numbers_text(60))
         Path("folder/part.txt").write_text(numbers_text(20))
         Path("lines.jsonl").write_text('{"text": "one line"}\n{"text": "another line"}\n' * 20)
+        Path("prompts.jsonl").write_text('{"prompt": "1 is"}\n{"prompt": "22 is foll"}\n')
+        turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+        Path("chats.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 20)
         Path("data/numbers").symlink_to(numbers)
         train_tiny(Path("data/numbers"), Path("out/run"), "--steps", 4, "--context-length", 8)
+        huggingface.main(["export", "out/run", "hf"])
         yield folder
+
+
+KEPT = {"text.txt", "lines.jsonl", "prompts.jsonl", "chats.jsonl", "folder", "folder.png", "data", "out", "hf"}
 
 
 def clear(place: Path, arguments: list[str]) -> set[str]:
     """Remove what a command line has made where it was told to; return what else it has made."""
-    made = {path.name for path in place.iterdir()} - {"text.txt", "lines.jsonl", "folder", "folder.png", "data", "out"}
+    made = {path.name for path in place.iterdir()} - KEPT
     named = {value.split("/")[0] for given in arguments for value in (given, given.partition("=")[2])} | {"cache"}
     if "" in named or "." in named:  # which is here
         named |= {".lock", ".lock.owner", "config.toml", "checkpoints", "metrics.jsonl", "loss.png"}
@@ -175,7 +201,7 @@ def clear(place: Path, arguments: list[str]) -> set[str]:
 def test_any_command_line_ends_in_one_line_at_most(command, place, monkeypatch):
     module, cls = COMMANDS[command]
     chance, codes = random.Random(command), {0: 0, 1: 0, 2: 0}
-    for _ in range(LINES // (20 if command == "bench" else 3)):
+    for _ in range(LINES // {"bench": 20, "export": 4, "import": 10}.get(command, 3)):
         arguments = line_of(command, cls, chance)
         streams = [io.TextIOWrapper(io.BytesIO(b"a prompt, or some text\n" * 20), "utf-8") for _ in range(3)]
         streams[1:] = [io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2)]
