@@ -74,7 +74,7 @@ def take(config: ExportConfig) -> None:
         tensors = renamed(folded(model, shape), family)
         safetensors.torch.save_file(tensors, directory / "model.safetensors", {"format": "pt"})
         write_json(directory / "config.json", settings)
-        hub.write_tokenizer(directory, tokenizer, shape.context_length)
+        hub.write_tokenizer(directory, tokenizer, shape.context_length, found.talks)
         hub.write_card(directory / "README.md", config.out.resolve().name, found.state, model.num_parameters)
         if config.gguf:
             file = directory / f"{config.out.resolve().name}-{config.gguf}.gguf"
@@ -100,6 +100,7 @@ def bring(config: ImportConfig) -> None:
     tensors = restored(tensors, sizes, family, str(directory))
     state = {"step": 0, "model": asdict(shape), "settings": {}, "documents": 2, "elapsed_seconds": 0.0}
     state |= {"best_val_loss": None, "val_loss": None, "data_sha256": "", "imported": config.source}
+    state |= {"examples": "chats" if hub.read_template(directory) else None}
     write_checkpoint(config.out / "checkpoints" / "step-00000000", state, tensors, {}, tokenizer.save)
 
 

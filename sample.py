@@ -118,9 +118,9 @@ def main(arguments: list[str] | None = None) -> None:
     device = choose_device(config.device)
     found = find_checkpoint(config.path)
     tokenizer = load_tokenizer(found.path / "tokenizer.json")
-    if config.chat and end_of_turn(tokenizer) is None:
+    if config.chat and not (found.talks and end_of_turn(tokenizer) is not None):
         advice = "prepare some with prepare.py … --chat, and train on them with train.py … --init-from"
-        raise ValueError(f"{found.path} has not learned chats: its tokenizer has no tokens for them; {advice}")
+        raise ValueError(f"{found.path} has not learned chats; {advice}")
     model = load_model(found, ModelConfig, GPT).to(device)
     start = opening(tokenizer, found.state["documents"])
     if config.prompts_file:

@@ -334,11 +334,11 @@ def evaluate(run: Run, stop: Callable = bool) -> dict[str, Any] | None:
 
 def save(run: Run) -> None:
     """Write a checkpoint of this step."""
-    config, documents = run.config, run.dataset.manifest["splits"]["train"]["documents"]
+    config, manifest = run.config, run.dataset.manifest
     state = {"step": run.step, "tokens": run.step * run.tokens_per_step, "elapsed_seconds": run.clock.elapsed}
     state |= {"val_loss": run.val_loss, "best_val_loss": run.best_loss, "changes": run.changes}
-    state |= {"model": asdict(config.model), "settings": flatten(config)}
-    state |= {"data_sha256": run.dataset.sha256, "documents": documents}
+    state |= {"model": asdict(config.model), "settings": flatten(config), "data_sha256": run.dataset.sha256}
+    state |= {"examples": manifest["origin"].get("examples"), "documents": manifest["splits"]["train"]["documents"]}
     with run.world.patience():  # the checkpoint before may still be on its way to the disk
         run.folder.wait()
     model, optimizer = (run.world.gather_full(tensors) for tensors in (run.model.state_dict(), run.optimizer.state()))

@@ -32,6 +32,11 @@ class Checkpoint:
     def step(self) -> int:
         return self.state["step"]
 
+    @property
+    def talks(self) -> bool:
+        """Whether it has learned chats."""
+        return self.state.get("examples") == "chats"
+
     def model(self) -> Iterator[tuple[str, Tensor]]:
         """The model's parameters and their names, one at a time, on the CPU."""
         return _tensors(self.path / "model.safetensors")

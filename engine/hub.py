@@ -114,12 +114,19 @@ def read_tokenizer(directory: Path) -> Tokenizer:
     if not (directory / "tokenizer.json").is_file():
         raise ValueError(f"{directory} has no tokenizer.json; give the tokenizer that it was trained with: --tokenizer")
     said = read_object(directory / "tokenizer_config.json") if (directory / "tokenizer_config.json").is_file() else {}
-    end, template = said.get("eos_token"), said.get("chat_template")
+    end, template = said.get("eos_token"), read_template(directory)
     end = end.get("content") if isinstance(end, dict) else end
-    if (directory / "chat_template.jinja").is_file():
-        template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
-    template = template if isinstance(template, str) and template != CHAT_TEMPLATE else None
+    template = template if template != CHAT_TEMPLATE else None
     return from_huggingface(read_object(directory / "tokenizer.json"), end, template)
+
+
+def read_template(directory: Path) -> str | None:
+    """The template of a model's chats, which is never run here; None if it has none."""
+    if (directory / "chat_template.jinja").is_file():
+        return (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    config = directory / "tokenizer_config.json"
+    found = read_object(config).get("chat_template") if config.is_file() else None
+    return found if isinstance(found, str) else None
 
 
 def token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
@@ -127,16 +134,17 @@ def token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
     return {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text, "pad_token_id": None}
 
 
-def write_tokenizer(directory: Path, tokenizer: Tokenizer, context_length: int) -> None:
-    """Write tokenizer.json, tokenizer_config.json and generation_config.json."""
+def write_tokenizer(directory: Path, tokenizer: Tokenizer, context_length: int, talks: bool) -> None:
+    """Write tokenizer.json, tokenizer_config.json and generation_config.json; talks: of a model of chats."""
     to_huggingface(tokenizer).save(str(directory / "tokenizer.json"))
-    template = tokenizer.chat_template or (CHAT_TEMPLATE if end_of_turn(tokenizer) is not None else None)
+    template = tokenizer.chat_template or (CHAT_TEMPLATE if talks else None)
     said = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context_length}
     said |= {"clean_up_tokenization_spaces": False} | ({"chat_template": template} if template else {})
     if tokenizer.end_of_text is not None:
         said |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.end_name)
     write_json(directory / "tokenizer_config.json", said)
-    ends = [token for token in (tokenizer.end_of_text, end_of_turn(tokenizer)) if token is not None]
+    turn = end_of_turn(tokenizer) if template else None
+    ends = [token for token in (tokenizer.end_of_text, turn) if token is not None]
     choice = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
     write_json(directory / "generation_config.json", choice | token_ids(tokenizer) | {"eos_token_id": ends or None})
 

@@ -79,10 +79,17 @@ def odd_shape(family: str, seed: int) -> ModelConfig:
     return ModelConfig(**settings)
 
 
-def save_run(model: GPT, out: Path, tokenizer: Tokenizer = BYTES, documents: int = 2) -> Path:
+def save_run(model: GPT, out: Path, tokenizer: Tokenizer = BYTES, examples: str | None = None) -> Path:
     """A run folder with one checkpoint of a model."""
     state = {"step": 1, "model": dataclasses.asdict(model.config), "settings": {"data": "data/none"}, "val_loss": 2.5}
-    state |= {"documents": documents, "elapsed_seconds": 1.0, "best_val_loss": 2.5, "data_sha256": "", "tokens": 64}
+    state |= {
+        "documents": 2,
+        "examples": examples,
+        "elapsed_seconds": 1.0,
+        "best_val_loss": 2.5,
+        "data_sha256": "",
+        "tokens": 64,
+    }
     tensors = {name: value.detach() for name, value in model.named_parameters()}
     write_checkpoint(out / "checkpoints" / "step-00000001", state, tensors, {}, tokenizer.save)
     return out
@@ -362,8 +369,16 @@ def test_llama_cpp_continues_as_we_do(family: str, words: Tokenizer, tmp_path: P
 
 
 def test_the_chat_template_makes_the_tokens_that_were_learned(words: Tokenizer, tmp_path: Path):
-    run = save_run(randomised(dataclasses.replace(VARIANTS["default"], vocab_size=400)), tmp_path / "run", words)
-    huggingface.main(["export", str(run), str(tmp_path / "hf")])
+    model = randomised(dataclasses.replace(VARIANTS["default"], vocab_size=400))
+    for name, examples in (("text", None), ("hf", "chats")):
+        huggingface.main(
+            ["export", str(save_run(model, tmp_path / f"run-{name}", words, examples)), str(tmp_path / name)]
+        )
+    assert "chat_template" not in (tmp_path / "text" / "tokenizer_config.json").read_text(encoding="utf-8")
+    huggingface.main(["import", str(tmp_path / "hf"), str(tmp_path / "back")])
+    assert find_checkpoint(tmp_path / "back").talks
+    huggingface.main(["export", str(tmp_path / "back"), str(tmp_path / "again")])
+    assert written(tmp_path / "hf") == written(tmp_path / "again")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     turns = [("system", "words"), ("user", "said two?"), ("assistant", "return they've"), ("user", "12345")]
     messages = [{"role": role, "content": text} for role, text in turns]

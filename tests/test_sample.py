@@ -52,7 +52,8 @@ CHAT = ByteTokenizer().with_special(RESERVED)
 
 def chat_checkpoint(path: Path, trained: Path, model: GPT, tokenizer: Tokenizer = CHAT) -> Path:
     """A checkpoint of a model for chats, made from one of a run."""
-    state = open_checkpoint(list_checkpoints(trained)[-1]).state | {"model": dataclasses.asdict(model.config)}
+    state = open_checkpoint(list_checkpoints(trained)[-1]).state
+    state |= {"model": dataclasses.asdict(model.config), "examples": "chats"}
     write_checkpoint(path, state, model.state_dict(), {}, tokenizer.save)
     return path
 
@@ -545,9 +546,7 @@ def test_ctrl_c_ends_an_answer_and_at_the_prompt_the_chat(leave, endless):
 
 
 def test_a_model_without_tokens_for_chats_is_refused(trained):
-    told = (
-        "has not learned chats: its tokenizer has no tokens for them; prepare some with prepare.py .* --chat, and train"
-    )
+    told = "has not learned chats; prepare some with prepare.py .* --chat, and train"
     with pytest.raises(ValueError, match=told):
         sample.main([str(trained), "--chat", "--device", "cpu"])
 
