@@ -52,15 +52,15 @@ def main(arguments: list[str] | None = None) -> None:
     )
     config = parse(commands, arguments)
     if isinstance(config, ImportConfig):
-        bring(config)
+        import_model(config)
         print(f"Write with it: python sample.py {config.out}")
         print(f"Train it further: python train.py config/finetune.toml --init-from {config.out} --data data/NAME")
         return
-    take(config)
+    export_model(config)
     print(f'Load it: transformers.AutoModelForCausalLM.from_pretrained("{config.out}")')
 
 
-def take(config: ExportConfig) -> None:
+def export_model(config: ExportConfig) -> None:
     """Export. Raises ValueError for what no family holds; until the end nothing is there, and then all."""
     if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
         raise ValueError(f"{config.out} is there already; remove it, or choose another directory")
@@ -82,7 +82,7 @@ def take(config: ExportConfig) -> None:
         print(hub.check(directory, model, tokenizer, found.state))
 
 
-def bring(config: ImportConfig) -> None:
+def import_model(config: ImportConfig) -> None:
     """Import. Raises ValueError naming what can't be held here; nothing is written then."""
     if (config.out / "checkpoints").exists():
         raise ValueError(f"{config.out} already holds checkpoints; choose another folder")

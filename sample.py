@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from engine.checkpoint import load_model
 from engine.device import choose_device
-from engine.examples import Turn, chat_of, encode_chat, encode_turn, end_of_turn
+from engine.examples import Turn, around, chat_of, encode_chat, end_of_turn
 from engine.files import parse_json, to_json, write_whole
 from engine.generate import complete, generate_text, opening, search_text, texts
 from engine.kernels import for_decoding
@@ -180,7 +180,7 @@ def fit_chat(tokenizer: Tokenizer, turns: list[Turn], length: int, most: int) ->
         if excess >= len(tokenizer.encode(text)):
             taken = f"of its {length} tokens {sum(map(len, said[:first]))} are the system's turn"
             raise ValueError(f"no question fits in the model's context: {taken}; shorten that")
-        before = len(encode_turn(tokenizer, role, None)[0])
+        before = len(around(tokenizer, role)[0])
         parts[-1] = parts[-1][:before] + parts[-1][before + excess :]
         shown = repr(text if len(text) < SHOWN else text[:SHOWN] + "…")
         print(f"warning: the turn {shown} is too long; its first {excess:,} tokens are cut off", file=sys.stderr)

@@ -62,26 +62,24 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
     return found[0] if found else None
 
 
-def encode_turn(tokenizer: Tokenizer, who: str, text: str | None) -> tuple[list[int], list[int]]:
-    """What stands before a turn's text, and the text and its end, as token ids; nothing but the former for None."""
+def around(tokenizer: Tokenizer, who: str) -> tuple[list[int], list[int], list[int]]:
+    """The token ids that stand before a turn's text, that end it, and that stand after its end."""
     special = tokenizer.special_tokens
     if who in (PROMPT, COMPLETION):
-        opening, ending = [], [special[tokenizer.end_name]] if who == COMPLETION else []
-    elif CHATML[0] in special:
-        opening, ending = [special[CHATML[0]], *tokenizer.encode(f"{who}\n").tolist()], [special[CHATML[1]]]
-    else:
-        opening, ending = [special[ROLES[who]]], [special[END_OF_TURN]]
-    return opening, [] if text is None else [*tokenizer.encode(text).tolist(), *ending]
+        return [], [special[tokenizer.end_name]] if who == COMPLETION else [], []
+    if CHATML[0] in special:
+        name, newline = (tokenizer.encode(text).tolist() for text in (f"{who}\n", "\n"))
+        return [special[CHATML[0]], *name], [special[CHATML[1]]], newline
+    return [special[ROLES[who]]], [special[END_OF_TURN]], []
 
 
 def encode_example(tokenizer: Tokenizer, turns: Sequence[Turn]) -> np.ndarray:
     """An example's token ids, int32 (N,): as they are where they count as targets, and ~id where they do not."""
     ids: list[int] = []
     for who, text in turns:
-        opening, said = encode_turn(tokenizer, who, text)
-        ids += [~i for i in opening] + (said if who in LEARNED else [~i for i in said])
-        if who in ROLES and CHATML[0] in tokenizer.special_tokens:
-            ids += [~i for i in tokenizer.encode("\n").tolist()]
+        before, end, after = around(tokenizer, who)
+        said = [*tokenizer.encode(text).tolist(), *end]
+        ids += [~i for i in before] + (said if who in LEARNED else [~i for i in said]) + [~i for i in after]
     return np.array(ids, np.int32)
 
 
@@ -111,6 +109,8 @@ def marked(tokenizer: Tokenizer, example: np.ndarray) -> str:
 
 def encode_chat(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[list[int]]:
     """Each turn's token ids, and last those after which the assistant's next text begins."""
-    newline = tokenizer.encode("\n").tolist() if CHATML[0] in tokenizer.special_tokens else []
-    turns = [[*opening, *said, *newline] for opening, said in (encode_turn(tokenizer, *turn) for turn in turns)]
-    return [*turns, encode_turn(tokenizer, "assistant", None)[0]]
+    encoded = []
+    for who, text in turns:
+        before, end, after = around(tokenizer, who)
+        encoded.append([*before, *tokenizer.encode(text).tolist(), *end, *after])
+    return [*encoded, around(tokenizer, "assistant")[0]]

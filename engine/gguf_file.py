@@ -14,8 +14,6 @@ from engine.tokenizer import PATTERNS, Tokenizer
 # The activations that llama.cpp computes in each kind of model, whatever a file might say.
 ACTIVATIONS = {"llama": "silu", "qwen3": "silu", "gpt2": "gelu_new", "apertus": "xielu", "arcee": "relu2"}
 INTERLEAVED = ("llama", "arcee")  # whose RoPE rotates neighbours there, and the halves of a head in Hugging Face's form
-XIELU = {"alpha_p": "add_xielu_alpha_p", "alpha_n": "add_xielu_alpha_n", "beta": "add_xielu_beta"}
-XIELU |= {"eps": "add_xielu_eps"}
 
 
 def check(settings: dict[str, Any], tokenizer: Tokenizer) -> None:
@@ -63,9 +61,9 @@ def write(path: Path, settings: dict[str, Any], tensors: dict[str, Tensor], toke
             raw_dtype=into,
         )
     if kind == "apertus":
-        for which, add in XIELU.items():
+        for which in ("alpha_p", "alpha_n", "beta", "eps"):
             values = [float(tensors[f"model.layers.{layer}.mlp.act_fn.{which}"]) for layer in range(layers)]
-            getattr(writer, add)(values)
+            getattr(writer, f"add_xielu_{which}")(values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -215,7 +215,7 @@ def test_models_from_elsewhere(tmp_path):
     def check(given):
         for name, content in (files | dict([given])).items():
             (tmp_path / "hf" / name).write_bytes(content)
-        refused_cleanly(lambda: huggingface.bring(ImportConfig(str(tmp_path / "hf"), tmp_path / "run")))
+        refused_cleanly(lambda: huggingface.import_model(ImportConfig(str(tmp_path / "hf"), tmp_path / "run")))
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
 
     check()
