@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from engine import batches
 from engine.checkpoint import Checkpoint, check_tokenizer, inherited, with_rows
-from engine.dataset import Dataset, open_dataset, verify_dataset
 from engine.device import DTYPES, ask_for_determinism, choose_device, choose_dtype, mixed_precision, total_memory
 from engine.files import sha256
 from engine.kernels import IGNORED, compile_parts, recompute_activations
+from engine.mixture import Mixture, as_paths, open_mixture
 from engine.observers import Clock, MetricsFile, Terminal, WeightsAndBiases, conclude, describe, notify, say, warn
 from engine.optimizer import Optimizer, OptimizerConfig
 from engine.parallel import ALONE, World, averaging, load, materialise, processes, reduces_each, replicate
@@ -40,12 +40,12 @@ BUILT_IN = Path("data/stdlib")
 class ChangeableConfig:
     """What a resumed run may change: where and how fast it runs, how long, and what it reports."""
 
-    data: Path = BUILT_IN  # The dataset: what prepare.py made.
+    data: tuple[Path, ...] = (BUILT_IN,)  # The dataset: what prepare.py made; or several, drawn from as --mix says.
     out: Path = Path("out/stdlib")  # The run folder, for checkpoints, metrics and pictures.
     steps: Annotated[int, "at least 1, at most 1e9"] = 400  # Optimizer steps in all.
     micro_batch_size: Annotated[int | None, "at least 0"] = None  # Sequences at once; None: all. Fewer save memory.
     eval_every: Annotated[int, "at least 1"] = 200  # Steps between evaluations.
-    eval_tokens: Annotated[int, "at least 0"] = 2**17  # Tokens of the validation split to evaluate on; 0: all.
+    eval_tokens: Annotated[int, "at least 0"] = 2**17  # Tokens of each validation split to evaluate on; 0: all.
     save_every: Annotated[int, "at least 1"] = 200  # Steps between checkpoints; a new best evaluation is saved too.
     log_every: Annotated[int, "at least 1"] = 10  # Steps between training records in metrics.jsonl.
     device: str = "auto"  # cpu, cuda, mps, or auto: the best there is.
@@ -68,13 +68,15 @@ class TrainConfig(ChangeableConfig):
 
     batch_size: Annotated[int, "at least 1, at most 1e6"] = 32  # Sequences in one optimizer step, over all processes.
     seed: Annotated[int, "at least 0, below 9e18"] = 1  # Of the initial weights, the order of the data, and dropout.
+    mix: Annotated[tuple[float, ...] | None, "above 0"] = None  # Share of sequences from each dataset; None: by tokens.
     long_examples: Literal["leave_out", "cut"] = "leave_out"  # What to do with examples longer than the context.
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __post_init__(self):
-        if self.out.resolve().is_relative_to(self.data.resolve()):
-            raise ValueError(f"--out {self.out} lies in the dataset {self.data}; choose a folder outside of it")
+        object.__setattr__(self, "data", as_paths(self.data, self.mix))
+        if found := [path for path in self.data if self.out.resolve().is_relative_to(path.resolve())]:
+            raise ValueError(f"--out {self.out} lies in the dataset {found[0]}; choose a folder outside of it")
         if 0 < self.steps <= (warmup := self.optimizer.warmup_steps or 0):
             raise ValueError(f"--steps {self.steps} end before --warmup-steps {warmup} do; lower the warm-up")
 
@@ -85,7 +87,7 @@ class Run:
 
     config: TrainConfig
     world: World
-    dataset: Dataset
+    dataset: Mixture
     model: GPT
     optimizer: Optimizer
     folder: RunFolder  # silent on all processes but the first
@@ -188,31 +190,31 @@ def loop(run: Run, observers: list[Any], stop: Callable) -> None:
 
 def plan(config: TrainConfig) -> str:
     """What the run would take. Without the dataset its vocabulary must be given; ValueError if it is not."""
-    dataset, device = None, choose_device(config.device)
-    if config.data.exists() or not config.model.vocab_size or config.init_from:
+    epochs, device = [], choose_device(config.device)
+    if all(path.exists() for path in config.data) or not config.model.vocab_size or config.init_from:
         dataset = open_data(config, ALONE)
         base = find_checkpoint(config.init_from) if config.init_from else None
-        config = complete(config, dataset, World(0, 1, device), base)
+        config, epochs = complete(config, dataset, World(0, 1, device), base), dataset.epochs
     batches.check_sizes(config.batch_size, 1, config.micro_batch_size)
     shape, training = config.model, (config.batch_size, config.micro_batch_size, config.steps)
     plan = Plan(lambda n: GPT(replace(shape, num_layers=n)), shape.num_layers, *training, config.optimizer.optimizer)
     dtype = choose_dtype(config.dtype, device, shape.d_model)
-    return plan.describe(len(dataset.train) if dataset else 0, device, dtype)
+    return plan.describe(epochs, device, dtype)
 
 
-def open_data(config: TrainConfig, world: World) -> Dataset:
-    """The dataset; the built-in one is prepared first if need be. Each machine verifies its own copy."""
+def open_data(config: TrainConfig, world: World) -> Mixture:
+    """The datasets; the built-in one is prepared first if need be. Each machine verifies its own copies."""
     with world.patience():
-        if config.data == BUILT_IN and not config.data.exists() and world.is_first:
-            prepare(PrepareConfig(inputs=("stdlib",), out=config.data))
+        if BUILT_IN in config.data and not BUILT_IN.exists() and world.is_first:
+            prepare(PrepareConfig(inputs=("stdlib",), out=BUILT_IN))
     with world.patience():
-        dataset = open_dataset(config.data)
+        mixture = open_mixture(config.data, config.mix)
         if world.local_rank == 0:
-            verify_dataset(dataset, config.verify_data)
-    return dataset
+            mixture.verify(config.verify_data)
+    return mixture
 
 
-def complete(config: TrainConfig, dataset: Dataset, world: World, base: Checkpoint | None) -> TrainConfig:
+def complete(config: TrainConfig, dataset: Mixture, world: World, base: Checkpoint | None) -> TrainConfig:
     """The settings with what follows from data, machine and base. Raises ValueError for what does not fit them."""
     need, shape = dataset.tokenizer.vocab_size, config.model
     if base:
@@ -222,8 +224,7 @@ def complete(config: TrainConfig, dataset: Dataset, world: World, base: Checkpoi
     if (size := shape.vocab_size or need) < need:
         raise ValueError(f"--vocab-size {size} is too small: {dataset.path} needs {need}; leave it out, or raise it")
     batches.check_sizes(config.batch_size, world.size, config.micro_batch_size)
-    for split in (dataset.train, dataset.val):
-        batches.check_length(split, shape.context_length)
+    batches.check_length(dataset, shape.context_length)
     dtype = choose_dtype(config.dtype, world.device, shape.d_model)
     return replace(config, model=replace(shape, vocab_size=size), dtype=str(dtype).removeprefix("torch."))
 
@@ -311,25 +312,24 @@ def training_record(run: Run, loss: Tensor, learning_rate: float, grad_norm: Ten
 @torch.no_grad()
 def evaluate(run: Run, stop: Callable = bool) -> dict[str, Any] | None:
     """An evaluation's record for metrics.jsonl, of the same windows each time; None if stop() told it to end before."""
-    config, world = run.config, run.world
-    windows = (run.dataset.val, config.model.context_length, config.eval_tokens, world.rank, world.size)
-    total = torch.zeros(2, dtype=torch.float64)  # summed loss, targets that count
+    config, world, datasets = run.config, run.world, run.dataset.datasets
+    shape = (config.model.context_length, config.eval_tokens, world.rank, world.size)
+    pairs = ((i, pair) for i, one in enumerate(datasets) for pair in batches.evaluation_batches(one.val, *shape))
+    totals = torch.zeros(len(datasets), 2, dtype=torch.float64)  # summed loss, targets that count
     run.model.eval()
-    for pair in batches.evaluation_batches(*windows):
+    for i, pair in pairs:
         if stopped := world.any(stop()):
             break
         inputs, targets = pair.to(world.device)
         with run.autocast():
             loss = run.model(inputs, targets)
-        total += torch.tensor([loss.item(), (targets != IGNORED).sum().item()])
+        totals[i] += torch.tensor([loss.item(), (targets != IGNORED).sum().item()])
     run.model.train()
     if stopped:
         return None
-    summed, counted = world.sum(total).tolist()
-    run.val_loss = summed / counted
-    bits = run.val_loss / math.log(2) / run.dataset.bytes_per_token("val")
-    perplexity = math.exp(min(run.val_loss, 700))
-    return {"step": run.step, "val_loss": run.val_loss, "val_bits_per_byte": bits, "val_perplexity": perplexity}
+    record = run.dataset.evaluation([summed / counted for summed, counted in world.sum(totals).tolist()])
+    run.val_loss = record["val_loss"]
+    return {"step": run.step} | record
 
 
 def save(run: Run) -> None:

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.dataset import Dataset, Examples, Tokens
+from engine.dataset import Examples, Tokens
 from engine.kernels import IGNORED
+from engine.mixture import MixedTokens, Mixture, draw
 
 FEISTEL_ROUNDS = 6
 EVALUATION_TOKENS = 2**14  # in one forward pass of an evaluation
@@ -66,10 +67,9 @@ def windows_per_epoch(num_tokens: int, context_length: int) -> int:
     return max(1, fitting - 1)
 
 
-def window_starts(num_tokens: int, context_length: int, seed: int, step: int, batch_size: int) -> np.ndarray:
-    """Where each of batch ``step``'s windows starts, (batch_size,): a pure function, in O(1) memory."""
+def window_starts(num_tokens: int, context_length: int, seed: int, serial: np.ndarray) -> np.ndarray:
+    """Where the windows of these serial numbers (N,), uint64, start, (N,): a pure function, in O(1) memory."""
     size = windows_per_epoch(num_tokens, context_length)
-    serial = step * batch_size + np.arange(batch_size, dtype=np.uint64)
     epoch, index = serial // np.uint64(size), serial % np.uint64(size)
     key = mix(epoch + np.uint64(derived_seed(seed)))
     slack = min(context_length, num_tokens - size * context_length)
@@ -81,6 +81,21 @@ def gather(tokens: Tokens, starts: np.ndarray, length: int) -> np.ndarray:
     """The windows of ``length`` tokens at starts (N,): (N, length), int64 as embeddings want them."""
     windows = [tokens[start : start + length] for start in starts.tolist()]
     return np.array(windows, np.int64).reshape(len(starts), length)
+
+
+def gather_windows(tokens: Tokens | MixedTokens, context_length: int, seed: int, serial: np.ndarray) -> np.ndarray:
+    """The windows of these serial numbers (N,), uint64: (N, context_length + 1), int64. In a mix each part has its own.
+
+    Its seed is its own too, or parts of one length would all be visited in the same order.
+    """
+    if not isinstance(tokens, MixedTokens):
+        return gather(tokens, window_starts(len(tokens), context_length, seed, serial), context_length + 1)
+    windows = np.empty((len(serial), context_length + 1), np.int64)
+    drawn, own_serial = draw(tokens.shares, serial)
+    for index, part in enumerate(tokens.parts):
+        own_seed = derived_seed(seed, index) if index else seed
+        windows[drawn == index] = gather_windows(part, context_length, own_seed, own_serial[drawn == index])
+    return windows
 
 
 def example_numbers(examples: Examples, seed: int, step: int, batch_size: int) -> np.ndarray:
@@ -154,7 +169,7 @@ class Batches:
 
     def __init__(
         self,
-        tokens: Tokens | Examples,
+        tokens: Tokens | Examples | MixedTokens,
         context_length: int,
         seed: int,
         batch_size: int,
@@ -181,33 +196,39 @@ class Batches:
             length = padded_length(int(self.tokens.lengths[numbers].max()), self.context_length)
             windows = gather_examples(self.tokens, numbers[self.rows], length + 1)
         else:
-            starts = window_starts(len(self.tokens), self.context_length, self.seed, step, self.batch_size)[self.rows]
-            windows = gather(self.tokens, starts, self.context_length + 1)
+            serial = step * self.batch_size + np.arange(self.batch_size, dtype=np.uint64)[self.rows]
+            windows = gather_windows(self.tokens, self.context_length, self.seed, serial)
         rows = range(self.batch_size)[self.rows]
         digest = sum(zlib.crc32(window.data, row) for window, row in zip(windows, rows, strict=True))
         pair = torch.from_numpy(inputs_and_targets(windows))
         return pair.pin_memory() if self.device.type == "cuda" else pair, digest
 
 
-def fitting(dataset: Dataset, context_length: int, cut: bool) -> Dataset:
-    """The dataset without the examples that are too long, or with them cut. Raises ValueError if none is left."""
-    if not isinstance(dataset.train, Examples):
-        return dataset
-    train, val = (split.fitting(context_length, cut) for split in (dataset.train, dataset.val))
-    return replace(dataset, train=train, val=val)
+def fitting(mixture: Mixture, context_length: int, cut: bool) -> Mixture:
+    """The datasets without the examples that are too long, or with them cut. Raises ValueError if none is left."""
+    datasets = list(mixture.datasets)
+    for index, one in enumerate(datasets):
+        if isinstance(one.train, Examples):
+            train, val = (split.fitting(context_length, cut) for split in (one.train, one.val))
+            datasets[index] = replace(one, train=train, val=val)
+    return replace(mixture, datasets=tuple(datasets))
 
 
-def tokens_per_step(tokens: Tokens | Examples, context_length: int, batch_size: int) -> int:
+def tokens_per_step(tokens: Tokens | Examples | MixedTokens, context_length: int, batch_size: int) -> int:
     """How many inputs a batch has, padding aside: of examples on average."""
     if isinstance(tokens, Examples):
         return round(batch_size * (len(tokens) / tokens.num_examples - 1))
     return batch_size * context_length
 
 
-def check_length(tokens: Tokens | Examples, context_length: int) -> None:
+def check_length(mixture: Mixture, context_length: int) -> None:
     """Raise ValueError if a text is too short for one window; of examples :func:`fitting` tells."""
-    if not isinstance(tokens, Examples):
-        windows_per_epoch(len(tokens), context_length)
+    for one in mixture.datasets:
+        for split in (split for split in (one.train, one.val) if not isinstance(split, Examples)):
+            try:
+                windows_per_epoch(len(split), context_length)
+            except ValueError as error:
+                raise ValueError(f"{one.path}: {error}") from None
 
 
 def check_sizes(batch_size: int, processes: int, micro_batch_size: int | None) -> None:

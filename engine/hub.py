@@ -10,10 +10,11 @@ import safetensors
 import torch
 from torch import Tensor, nn
 
-from engine.dataset import Examples, open_dataset
+from engine.dataset import Examples
 from engine.examples import end_of_turn
 from engine.files import inside, read_json, write_json
 from engine.huggingface_tokenizer import from_huggingface, to_huggingface
+from engine.mixture import as_paths, open_mixture
 from engine.tokenizer import Tokenizer
 
 CHECKED = 4  # context lengths of text on which an export is compared
@@ -153,6 +154,7 @@ def write_card(path: Path, name: str, state: dict[str, Any], parameters: int) ->
     """Write a model card, with what is known; what only a person knows is left to fill in."""
     settings, loss = state["settings"], state.get("val_loss")
     data = settings.get("data") or state.get("imported") or "noise"
+    data = ", ".join(map(str, data)) if isinstance(data, list) else data
     said = {"name": name, "parameters": parameters, "data": data, "unknown": "FILL IN", "step": state["step"]}
     said |= {"loss": "not known" if loss is None else f"{loss:.4f} nats per token", "tokens": state.get("tokens", 0)}
     said |= {"seconds": state["elapsed_seconds"], "settings": json.dumps(settings | state["model"], indent=1)}
@@ -162,8 +164,9 @@ def write_card(path: Path, name: str, state: dict[str, Any], parameters: int) ->
 def held_out(tokenizer: Tokenizer, state: dict[str, Any], length: int) -> tuple[list[int], str]:
     """So many tokens of the validation split that the model was measured on, or if that is gone random ones."""
     try:
-        dataset = open_dataset(Path(state["settings"]["data"]))
-        if dataset.sha256 == state["data_sha256"]:
+        mixture = open_mixture(as_paths(state["settings"]["data"]))
+        if mixture.sha256 == state["data_sha256"]:
+            dataset = mixture.datasets[0]
             ids = (dataset.val.tokens if isinstance(dataset.val, Examples) else dataset.val)[:length].astype(np.int64)
             return np.where(ids < 0, ~ids, ids).tolist(), f"{dataset.path}'s validation split"
     except (KeyError, TypeError, ValueError):

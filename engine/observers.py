@@ -6,6 +6,7 @@ import json
 import math
 import os
 import secrets
+import shutil
 import statistics
 import sys
 import time
@@ -138,19 +139,20 @@ class Terminal:
     """What is about to happen, the live line on a terminal, and a line for each evaluation."""
 
     def started(self, run: Any) -> None:
-        config, model, data, size = run.config, run.config.model, run.dataset, len(run.dataset.train)
+        config, model, data = run.config, run.config.model, run.dataset
         tokens = config.steps * run.tokens_per_step
-        long = [split.too_long for split in (data.train, data.val) if isinstance(split, Examples)]
+        splits = [split for one in data.datasets for split in (one.train, one.val)]
+        long = [split.too_long for split in splits if isinstance(split, Examples)]
         if any(long):
             done = "cut" if config.long_examples == "cut" else "left out"
             say(f"{sum(long):,} examples are longer than the context, {model.context_length} + 1 tokens: {done}")
+        epochs = ", ".join(f"{tokens / epoch:.1f}" for epoch in data.epochs)
         say(
-            f"data   {data.path}: {size:,} tokens to train on, {len(data.val):,} to validate; "
-            f"vocabulary {data.tokenizer.vocab_size:,} ({data.tokenizer.kind})\n"
+            f"data   {data.describe()}; vocabulary {data.tokenizer.vocab_size:,} ({data.tokenizer.kind})\n"
             f"model  {run.model.num_parameters:,} parameters: {model.num_layers} layers, {model.num_heads} heads, "
             f"d_model {model.d_model}, context {model.context_length}\n"
             f"run    {config.steps:,} steps of {config.batch_size} × {run.tokens_per_step // config.batch_size} tokens "
-            f"= {tokens:,} ({tokens / size:.1f} epochs), {config.optimizer.optimizer}, on {run.world.size} × "
+            f"= {tokens:,} ({epochs} epochs), {config.optimizer.optimizer}, on {run.world.size} × "
             f"{run.world.device} in {config.dtype} → {config.out}"
         )
         saved = sum(tensor.numel() * tensor.element_size() for tensor in run.optimizer.state().values())
@@ -175,7 +177,7 @@ class Terminal:
                 say(f"step {run.step:>6,}  {more} skipped since the last record: their gradients were not finite")
         else:
             loss = f"validation loss {record['val_loss']:.4f}, {record['val_bits_per_byte']:.4f} bits per byte"
-            say(f"step {run.step:>6,}  {loss}  ({run.clock.elapsed:,.0f} s)")
+            say(f"step {run.step:>6,}  {loss_of_each(record) or loss}  ({run.clock.elapsed:,.0f} s)")
 
     def closed(self) -> None:
         if hasattr(self, "bar"):
@@ -211,6 +213,15 @@ class WeightsAndBiases:
             self.log.finish()
 
 
+def loss_of_each(record: dict[str, Any]) -> str:
+    """The validation loss, and that on each dataset of a mix, whose names are cut to fit a terminal; else nothing."""
+    losses = {name: loss for key, loss in record.items() for _, found, name in [key.partition("val_loss/")] if found}
+    room = max(4, (shutil.get_terminal_size().columns - 36) // max(1, len(losses)) - 8)
+    names = [name if len(name) <= room else f"{name[: room - 1]}…" for name in losses]
+    each = ", ".join(f"{name} {loss:.3f}" for name, loss in zip(names, losses.values(), strict=True))
+    return each and f"loss {record['val_loss']:.4f}: {each}"
+
+
 def describe(changed: dict[str, Sequence], run: Any) -> str:
     """What a resume changes, {name: (then, now)}, and what that makes of the learning rate, to be said."""
     config, steps = run.config.optimizer, run.config.steps
@@ -237,13 +248,13 @@ def conclude(run: Any) -> None:
 
 def sample(run: Any, max_new_tokens: int) -> Iterator[str]:
     """What the model writes, piece by piece; of a dataset of examples, after the first to validate on has begun."""
-    data, sharded = run.dataset, run.world.sharded
+    data, val, sharded = run.dataset, run.dataset.datasets[0].val, run.world.sharded
     prompt = opening(data.tokenizer, data.manifest["splits"]["train"]["documents"])
-    if isinstance(data.val, Examples):
-        ids = data.val.example(0).tolist()
+    if isinstance(val, Examples):
+        ids = val.example(0).tolist()
         prompt = [~token for token in itertools.takewhile(lambda token: token < 0, ids)] or prompt
         yield f"{data.tokenizer.decode(prompt)} → "
-    end = end_of_turn(data.tokenizer) if isinstance(data.val, Examples) else None
+    end = end_of_turn(data.tokenizer) if isinstance(val, Examples) else None
     ends = [] if end is None else [end]
     model = run.model.eval() if sharded else for_decoding(run.model)
     choice = {"temperature": 0.8, "top_p": 0.95, "seed": run.config.seed, "use_cache": not sharded}

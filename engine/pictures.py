@@ -20,12 +20,15 @@ def draw_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel="optimizer steps", ylabel="loss (nats per token)")
     keys = {"train_loss": ("training", "-"), "val_loss": ("validation", "o-")}
-    points = [(key, r["step"], r[key]) for r in records for key in keys if math.isfinite(r.get(key) or math.nan)]
-    for key, (label, style) in keys.items():
+    each = {key: (key.removeprefix("val_loss/"), ".:") for r in records for key in r if key.startswith("val_loss/")}
+    points = [(key, r["step"], r[key]) for r in records for key in keys | each if math.isfinite(r.get(key) or math.nan)]
+    for key, (label, style) in (keys | each).items():
         if curve := [(step, loss) for found, step, loss in points if found == key]:
             axes.plot(*zip(*curve, strict=True), style, label=label, linewidth=1, markersize=4)
-            axes.set_title(f"{label} loss {curve[-1][1]:.4f} at step {curve[-1][0]:,}")
-            axes.legend()
+            if key in keys:
+                axes.set_title(f"{label} loss {curve[-1][1]:.4f} at step {curve[-1][0]:,}")
+            for text in axes.legend().get_texts():
+                text.set_parse_math(False)  # a folder's lone $ is no mathematics
     later = [
         loss for _, _, loss in points[len(points) // 20 :]
     ]  # the first steps fall from ln V; show what comes after

@@ -7,7 +7,7 @@ import functools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,8 +221,8 @@ class Plan:
         cells["efficiency"] = f"{computing / (computing + waiting):.0%}"
         return {"micro-batches": f"{m} × {sequences}"} | cells
 
-    def describe(self, train_tokens: int, device: torch.device, dtype: torch.dtype) -> str:
-        """The plan as text: here, on that device and in that dtype, and on GPUs. train_tokens 0: unknown."""
+    def describe(self, epochs: Sequence[float], device: torch.device, dtype: torch.dtype) -> str:
+        """The plan as text: here, on that device and in that dtype, and on GPUs. epochs: each dataset's, in tokens."""
         kind, speed, peak = device.type, measure_speed(device, dtype), PEAK_FLOPS["H100"]
         tokens, fast = self.batch_size * self.model.config.context_length, peak * REACHED["cuda"]
         columns: dict[str, Any] = {"here": self.column(1, False, speed * REACHED[kind], dtype, kind == "cuda")}
@@ -232,9 +232,9 @@ class Plan:
         rows = {"": columns, **{what: [c.get(what, "–") for c in columns.values()] for what in columns["here"]}}
         table = "\n".join(f"{what:<17}" + "".join(f"{cell:>10}" for cell in cells) for what, cells in rows.items())
         saved = 4 * self.parameters + self.state
-        epochs = f" ({self.steps * tokens / train_tokens:,.2f} epochs)" if train_tokens else ""
+        done = ", ".join(f"{self.steps * tokens / epoch:,.2f}" for epoch in epochs)
         return f"""model  {self.parameters:,} parameters, {self.flops_per_token() / 1e9:,.3f} GFLOP a token
-run    {self.steps:,} steps of {tokens:,} tokens = {self.steps * tokens:,}{epochs}
+run    {self.steps:,} steps of {tokens:,} tokens = {self.steps * tokens:,}{f" ({done} epochs)" if done else ""}
 here   {REACHED[kind]:.0%} of {speed / 1e12:,.2f} TFLOP/s, measured with matrix products on this {kind}
 H100   {REACHED["cuda"]:.0%} of {peak / 1e12:,.0f} TFLOP/s, bfloat16, from the data sheet and not measured;
        sends {NVLINK / 1e9:.0f} GB/s inside a machine of {MACHINE}, {NETWORK / 1e9:.0f} GB/s out of it

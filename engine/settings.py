@@ -80,20 +80,26 @@ def check_ranges(config: Any) -> None:
         value, flag = getattr(config, name), f"--{name.replace('_', '-')}"
         if dataclasses.is_dataclass(value):
             check_ranges(value)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{flag} is {value}; it must be a finite number")
-        for allowed in filter(lambda one: isinstance(one, str), getattr(hint, "__metadata__", ())):
-            limits = (limit.rsplit(" ", 1) for limit in allowed.split(", "))
-            if value is not None and not all(LIMITS[words](value, float(number)) for words, number in limits):
-                raise ValueError(f"{flag} is {value}; it must be {allowed}")
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(one, float) and not math.isfinite(one):
+                raise ValueError(f"{flag} is {one}; it must be a finite number")
+            for allowed in filter(lambda said: isinstance(said, str), getattr(hint, "__metadata__", ())):
+                limits = (limit.rsplit(" ", 1) for limit in allowed.split(", "))
+                if one is not None and not all(LIMITS[words](one, float(number)) for words, number in limits):
+                    raise ValueError(f"{flag} is {one}; it must be {allowed}")
 
 
 def flatten(config: Any) -> dict[str, Any]:
-    """{field name: value} of a dataclass and of those nested in it; a path as text."""
+    """{field name: value} of a dataclass and of those nested in it, for JSON: paths as text, tuples as lists."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return [plain(one) for one in value]
+        return str(value) if isinstance(value, Path) else value
+
     flat = {}
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        value = str(value) if isinstance(value, Path) else value
+        value = plain(getattr(config, field.name))
         flat |= flatten(value) if dataclasses.is_dataclass(value) else {field.name: value}
     return flat
 
@@ -110,8 +116,15 @@ def from_values(cls: type, values: Any, source: str) -> Any:
         near = difflib.get_close_matches(unknown[0], known, 1)
         advice = f"did you mean {near[0]}?" if near else "see --help for all of them"
         raise ValueError(f"{source}: no setting is called {unknown[0]}; {advice}")
-    try:  # as flags, so that the command line and the file are checked alike
-        return _parse(cls, [f"--{name}={value}" for name, value in values.items()], tyro.conf.FlagConversionOff)
+    hints, flags = get_type_hints(cls), []  # flags, so that the command line and the file are checked alike
+    for name, value in values.items():
+        if value and isinstance(value, list) and "tuple" in str(hints.get(name)):
+            texts = [f"./{one}" if isinstance(one, str) and one.startswith("-") else str(one) for one in value]
+            flags += [f"--{name}", *texts]  # a path that begins with - would be a flag
+        else:
+            flags.append(f"--{name}={value}")
+    try:
+        return _parse(cls, flags, tyro.conf.FlagConversionOff)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
 

@@ -26,6 +26,7 @@ from engine.batches import (
 )
 from engine.dataset import Dataset, Examples, ShardedTokens
 from engine.kernels import IGNORED
+from engine.mixture import MixedTokens, Mixture, draw
 from engine.tokenizer import ByteTokenizer
 
 SIZES = [1, 2, 3, 4, 5, 15, 16, 17, 100, 1000, 4097, 65536]
@@ -35,11 +36,22 @@ def permutation(size: int, key: int) -> np.ndarray:
     return permute(np.arange(size, dtype=np.uint64), size, np.full(size, key, np.uint64))
 
 
+def starts_of(num_tokens: int, context_length: int, seed: int, step: int, batch_size: int) -> np.ndarray:
+    """Where the windows of a batch start."""
+    serial = step * batch_size + np.arange(batch_size, dtype=np.uint64)
+    return window_starts(num_tokens, context_length, seed, serial)
+
+
+def text_of(length: int) -> Dataset:
+    """A dataset of so many tokens in each split."""
+    return Dataset(Path("data"), {}, ByteTokenizer(), np.arange(length), np.arange(length), sha256="")
+
+
 def epoch_of_starts(num_tokens: int, context_length: int, seed: int, epoch: int) -> np.ndarray:
     """The starts of all windows of one epoch, sorted, taken one window at a time."""
     size = windows_per_epoch(num_tokens, context_length)
     serials = range(epoch * size, (epoch + 1) * size)
-    return np.sort(np.concatenate([window_starts(num_tokens, context_length, seed, step, 1) for step in serials]))
+    return np.sort(np.concatenate([starts_of(num_tokens, context_length, seed, step, 1) for step in serials]))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -84,12 +96,12 @@ def test_every_start_gets_its_turn():
 
 
 def test_windows_of_an_epoch_come_in_another_order_in_another_epoch_and_with_another_seed():
-    orders = {tuple(window_starts(8001, 8, seed, step, 999) // 8) for seed in (0, 1, -1) for step in (0, 1)}
+    orders = {tuple(starts_of(8001, 8, seed, step, 999) // 8) for seed in (0, 1, -1) for step in (0, 1)}
     assert windows_per_epoch(8001, 8) == 999 and len(orders) == 6
 
 
 def test_a_run_once_begun_finds_the_same_windows_in_every_version():
-    assert window_starts(1001, 8, seed=3, step=7, batch_size=6).tolist() == [291, 187, 35, 131, 411, 251]
+    assert starts_of(1001, 8, seed=3, step=7, batch_size=6).tolist() == [291, 187, 35, 131, 411, 251]
     assert derived_seed(1, 2, 3) == 6053372350886475030
     batches = Batches(np.arange(1001, dtype=np.uint16), 8, 1, 6, slice(None), torch.device("cpu"))
     batches.get(2)
@@ -99,16 +111,16 @@ def test_a_run_once_begun_finds_the_same_windows_in_every_version():
 @pytest.mark.parametrize("step", [0, 9, 10])  # 12 windows a batch, 123 an epoch: batch 10 spans two
 def test_batch_is_the_windows_of_its_serial_numbers(step: int):
     assert windows_per_epoch(1000, 8) == 123
-    whole = window_starts(1000, 8, 0, step, 12)
-    one_by_one = [window_starts(1000, 8, 0, serial, 1) for serial in range(step * 12, step * 12 + 12)]
+    whole = starts_of(1000, 8, 0, step, 12)
+    one_by_one = [starts_of(1000, 8, 0, serial, 1) for serial in range(step * 12, step * 12 + 12)]
     np.testing.assert_array_equal(whole, np.concatenate(one_by_one))
 
 
 @pytest.mark.parametrize("step", [0, 10**9])
 def test_a_trillion_tokens_cost_no_more_than_a_million(step: int):
-    window_starts(10**6, 1024, 0, 0, 8)  # whatever NumPy sets up once
+    starts_of(10**6, 1024, 0, 0, 8)  # whatever NumPy sets up once
     tracemalloc.start()
-    starts = window_starts(10**12, 1024, 0, step, 512)
+    starts = starts_of(10**12, 1024, 0, step, 512)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**20
@@ -134,12 +146,47 @@ def test_processes_have_a_batch_between_them_whatever_step_they_ask_for(processe
     for step in (0, 1, 2, 30, 7, 8, 7):  # the next is made ahead; another must not come instead
         parts = [loader.get(step) for loader in loaders]
         inputs, targets = (torch.cat(part).numpy() for part in zip(*parts, strict=True))
-        np.testing.assert_array_equal(inputs, gather(tokens, window_starts(1001, 8, 1, step, 6), 8))
+        np.testing.assert_array_equal(inputs, gather(tokens, starts_of(1001, 8, 1, step, 6), 8))
         np.testing.assert_array_equal(targets, inputs + 1)
         alone.get(step)
         assert sum(loader.digest for loader in loaders) == alone.digest
         digests.add(alone.digest)
     assert len(digests) == 6
+
+
+def test_each_dataset_of_a_mix_comes_once_an_epoch_in_an_order_of_its_own():
+    parts = tuple(np.arange(start, start + length) for start, length in ((0, 1001), (10_000, 1001), (20_000, 257)))
+    mixed, steps, context_length = MixedTokens(parts, (0.5, 0.2, 0.3)), 120, 8
+    loader = Batches(mixed, context_length, 3, 6, slice(None), torch.device("cpu"))
+    alone = Batches(parts[0], context_length, 3, 6, slice(None), torch.device("cpu"))
+    rows = torch.cat([loader.get(step)[0] for step in range(steps)])
+    assert (rows - rows[:, :1] == torch.arange(context_length)).all()  # each is a window of one part
+    orders = []
+    for index, part in enumerate(parts):
+        starts = rows[rows[:, 0] // 10_000 == index, 0] - index * 10_000
+        size = windows_per_epoch(len(part), context_length)
+        assert abs(len(starts) - 6 * steps * mixed.shares[index]) < 3 and len(starts) > size
+        for epoch in range(len(starts) // size):
+            visited = starts[epoch * size : (epoch + 1) * size].sort().values
+            assert (visited.diff() == context_length).all() and len(visited) == size
+        orders.append((starts[:size] // context_length).tolist())
+    assert sum(one == other for one, other in zip(*orders[:2], strict=True)) < 10  # parts as long, in other orders
+    first = torch.cat([alone.get(step)[0] for step in range(20)])[:, 0].tolist()
+    assert first == rows[rows[:, 0] < 10_000, 0].tolist()[: len(first)]  # as without the others
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_processes_have_a_batch_of_a_mix_between_them(processes: int):
+    parts, shares, steps = (np.arange(99), np.arange(500, 999)), (0.3, 0.7), (0, 1, 10**9, 7)
+    rows = [slice(rank * 6 // processes, (rank + 1) * 6 // processes) for rank in range(processes)]
+    loaders = [Batches(MixedTokens(parts, shares), 8, 1, 6, own, torch.device("cpu")) for own in rows]
+    alone = Batches(MixedTokens(parts, shares), 8, 1, 6, slice(None), torch.device("cpu"))
+    for step in steps:
+        inputs = torch.cat([loader.get(step)[0] for loader in loaders])
+        assert torch.equal(inputs, alone.get(step)[0])
+        assert sum(loader.digest for loader in loaders) == alone.digest
+        drawn, _ = draw(shares, step * 6 + np.arange(6, dtype=np.uint64))
+        assert (inputs[:, 0] // 500).tolist() == drawn.tolist()
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
@@ -174,7 +221,7 @@ def test_evaluation_with_any_limit_counts_something(limit: int):
     assert (counted_before < 10).all()
 
 
-@pytest.mark.parametrize("function", [lambda: window_starts(8, 8, 0, 0, 1), lambda: evaluation_windows(8, 8)])
+@pytest.mark.parametrize("function", [lambda: starts_of(8, 8, 0, 0, 1), lambda: evaluation_windows(8, 8)])
 def test_too_few_tokens_for_a_window(function):
     with pytest.raises(ValueError, match=r"^8 tokens are too few .* lower --context-length to at most 7$"):
         function()
@@ -204,9 +251,9 @@ def test_batch_that_does_not_divide_is_refused(sizes, message: str):
 
 
 def test_a_text_too_short_for_a_window_is_refused_by_its_length():
-    check_length(np.arange(9), 8)
-    with pytest.raises(ValueError, match=r"^8 tokens are too few"):
-        check_length(np.arange(8), 8)
+    check_length(Mixture((text_of(9), text_of(9)), (0.5, 0.5)), 8)
+    with pytest.raises(ValueError, match=r"^data: 8 tokens are too few"):
+        check_length(Mixture((text_of(9), text_of(8)), (0.5, 0.5)), 8)
 
 
 # Examples.
@@ -323,11 +370,11 @@ def test_a_dataset_is_made_to_fit_the_context():
     splits = {split: examples_of(some) for split, some in lengths.items()}
     dataset = Dataset(Path("data"), {}, ByteTokenizer(), **splits, sha256="")
     for cut, left in ((False, ([3, 9], [9, 3])), (True, ([3, 9, 9], [9, 3]))):
-        fitted = fitting(dataset, 8, cut)
+        (fitted,) = fitting(Mixture((dataset,), (1.0,)), 8, cut).datasets
         assert (fitted.train.lengths.tolist(), fitted.val.lengths.tolist()) == left
         assert (fitted.train.too_long, fitted.val.too_long) == (1, 0)
     with pytest.raises(ValueError, match=r"^all 3 examples have more than --context-length 1"):
-        fitting(dataset, 1, cut=False)
+        fitting(Mixture((dataset,), (1.0,)), 1, cut=False)
     assert tokens_per_step(fitted.train, 8, 4) == 24 and tokens_per_step(np.arange(99), 8, 4) == 32
-    text = Dataset(Path("data"), {}, ByteTokenizer(), np.arange(9), np.arange(9), sha256="")
-    assert fitting(text, 8, cut=False) is text
+    text = Mixture((text_of(9),), (1.0,))
+    assert fitting(text, 8, cut=False) == text

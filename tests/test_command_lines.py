@@ -54,6 +54,7 @@ PLAUSIBLE = {int: ["1", "2", "3", "4", "8"], float: ["0", "0.1", "0.5", "0.9", "
 TINY = "--steps 2 --num-layers 1 --num-heads 2 --d-model 8 --context-length 8 --batch-size 2 --eval-tokens 50"
 OF = {  # what only some settings can sensibly have
     "data": ["data/numbers", "data/none", "text.txt", "out/run"],
+    "mix": ["1", "0.5"],
     "device": ["cpu", "auto", "cuda", "meta", "cpu:0"],
     "tokenizer": ["char", "byte", "bpe", "gpt2", "gpt5"],
     "vocab_size": ["257", "300", "4096"],
@@ -121,7 +122,8 @@ def line_of(command: str, cls: type, chance: random.Random) -> list[str]:
     for name, kind, positional in chance.sample(settings, min(len(settings), chance.choice([0, 1, 1, 2, 2, 3, 6]))):
         flag = f"--{chance.choice(['', 'no-'] if kind is bool else [''])}{name.replace('_', chance.choice('-_'))}"
         if name not in ("wandb", "compile") or kind is not bool:
-            flags += [] if positional else [flag] if kind is bool else [flag, value_of(name, kind, chance)]
+            values = [value_of(name, kind, chance) for _ in range(chance.choice([1, 2]) if "tuple" in str(kind) else 1)]
+            flags += [] if positional else [flag] if kind is bool else [flag, *values]
     if command == "bench":  # which takes long, unless it refuses
         flags += chance.choice([["--rounds", "0"], ["--batch-size", "-1"], ["--dtype", "int8"], ["--nanogpt", "none"]])
     counts = [0, 1, 2, 2, 2, 2] if command in ("export", "import") else [0, 1, 1, 1, 1, len(first)]

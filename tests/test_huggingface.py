@@ -18,7 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from helpers import VARIANTS, numbers_text, randomised
+from helpers import VARIANTS, numbers_text, randomised, train_tiny
 
 import huggingface
 from engine.checkpoint import load_model, write_checkpoint
@@ -29,6 +29,7 @@ from engine.generate import generate
 from engine.run_folder import find_checkpoint
 from engine.tokenizer import ByteTokenizer, Tokenizer, train_bpe
 from model import GPT, ModelConfig
+from prepare import PrepareConfig, prepare
 
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -363,6 +364,16 @@ def test_llama_cpp_continues_as_we_do(family: str, words: Tokenizer, tmp_path: P
     assert theirs.tokenize(text.encode(), add_bos=False) == prompt
     greedy = itertools.islice(theirs.generate(prompt[:20], temp=0.0, repeat_penalty=1.0), 64)
     assert list(greedy) == [int(ids) for ids in generate(model, torch.tensor(prompt[:20]), 64, temperature=0)]
+
+
+def test_a_run_on_several_datasets_is_compared_on_the_first_and_its_card_names_them(numbers, tmp_path, capsys):
+    (tmp_path / "more.txt").write_text(numbers_text(300), encoding="utf-8")
+    more = PrepareConfig((str(tmp_path / "more.txt"),), tokenizer=str(numbers), out=tmp_path / "more")
+    prepare(more)
+    train_tiny(numbers, tmp_path / "run", "--data", numbers, more.out, "--mix", 2, 1, "--steps", 1)
+    huggingface.main(["export", str(tmp_path / "run"), str(tmp_path / "hf")])
+    assert f"({numbers}'s validation split)" in capsys.readouterr().out
+    assert f"trained from {numbers}, {more.out}." in (tmp_path / "hf" / "README.md").read_text(encoding="utf-8")
 
 
 # Chats, and the hub.

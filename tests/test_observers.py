@@ -345,7 +345,7 @@ def test_weights_and_biases_has_settings_metrics_and_samples_of_one_run(numbers,
     flags = ["--eval-every", 2, "--wandb", "--learning-rate", 0.003]
     assert train.main(tiny(numbers, tmp_path / "run", "--steps", 4, *flags)) == 0
     history, settings, ids = logged_to_wandb(tmp_path / "run")
-    assert settings["learning_rate"] == 0.003 and settings["num_layers"] == 2 and settings["data"] == str(numbers)
+    assert settings["learning_rate"] == 0.003 and settings["num_layers"] == 2 and settings["data"] == [str(numbers)]
     for key in ("train_loss", "val_loss", "val_bits_per_byte", "learning_rate", "tokens_per_second"):
         found = {one["step"]: one[key] for one in history if key in one}
         assert found == logged(tmp_path / "run", key) and found

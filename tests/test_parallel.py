@@ -49,6 +49,9 @@ def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("many")
     (folder / "numbers.txt").write_text(numbers_text(2000), encoding="utf-8")
     prepare(PrepareConfig(inputs=(str(folder / "numbers.txt"),), tokenizer="char", out=folder / "data"))
+    (folder / "others.txt").write_text(numbers_text(2700)[-9000:], encoding="utf-8")
+    others = PrepareConfig((str(folder / "others.txt"),), tokenizer=str(folder / "data"), out=folder / "others")
+    prepare(others)
     pairs = [{"prompt": str(number), "completion": "+" * (number % 14)} for number in range(1, 200) if number % 14]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
     fields = {"prompt_field": "prompt", "completion_field": "completion"}
@@ -103,15 +106,20 @@ def runs(place, play) -> Path:
         flags = {kind: flags_of(place, f"{kind}-{name}", *KINDS[kind], "--resume") for kind in kinds}
         return [{"flags": flags[kind], "stop": stop} for kind in kinds for stop in stops]
 
+    def mixed(name: str, **asked: int) -> dict:
+        data = ["--data", place / "data", place / "others", "--mix", 0.7, 0.3]
+        return {"flags": flags_of(place, name, *data, "--resume")} | asked
+
     micro = ["--micro-batch-size", 2]
-    play(1, [whole(kind, 1) for kind in ("ddp-muon", "ddp-adamw")])
+    play(1, [whole(kind, 1) for kind in ("ddp-muon", "ddp-adamw")] + [mixed("mixed-1")])
     each = {"flags": flags_of(place, "each", *KINDS["fsdp-muon"], *micro), "memory": 1}
     narrow = [{"flags": flags_of(place, f"{kind}-narrow", *KINDS[kind], "--dtype", "bfloat16")} for kind in KINDS]
-    play(2, [whole(kind, 2, *micro) for kind in KINDS] + [each, *narrow] + parts("elastic", 7))  # from 2 …
+    two = [whole(kind, 2, *micro) for kind in KINDS] + [each, *narrow, mixed("mixed-2", stop=7)]
+    play(2, two + parts("elastic", 7))  # from 2 …
     play(1, parts("elastic", 13))  # … to 1 …
     four = [whole(kind, 4, *(["--checkpoint-activations"] if kind == "fsdp-adamw" else [])) for kind in KINDS]
     play(4, four + parts("elastic", None) + parts("again", 7, None))  # … to 4
-    play(3, [whole(kind, 3, *micro) for kind in KINDS])
+    play(3, [whole(kind, 3, *micro) for kind in KINDS] + [mixed("mixed-2")])
     return place
 
 
@@ -124,6 +132,13 @@ def test_many_processes_are_one_at_every_step(runs, kind, size):
 @pytest.mark.parametrize("kind", ["ddp-muon", "fsdp-muon"])
 def test_a_run_stopped_on_two_goes_on_on_one_and_ends_on_four(runs, kind):
     assert_same(runs / "ddp-muon-1", runs / f"{kind}-elastic", 1e-5)
+
+
+def test_a_mix_of_datasets_is_the_same_on_any_number_of_processes(runs):
+    assert_same(runs / "mixed-1", runs / "mixed-2", 1e-5)
+    for name in ("data", "others"):
+        losses = [logged(runs / run, f"val_loss/{name}") for run in ("mixed-1", "mixed-2")]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-5) and len(losses[0]) == 1
 
 
 @pytest.mark.parametrize("kind", ["ddp-muon", "fsdp-muon"])

@@ -54,6 +54,15 @@ def test_training_and_validation_have_a_curve_each(tmp_path):
     assert blue_rows.min() > orange_rows.max()  # lower on the picture
 
 
+def test_each_dataset_of_a_mix_has_a_curve_whatever_its_name(tmp_path):
+    records = [{"step": step, "train_loss": 3.0, "val_loss": 3.5} for step in (1, 20, 40)]
+    draw_loss(records, tmp_path / "all.png")
+    each = [{"val_loss/a": 5.0, "val_loss/$\\b$": 2.0 - record["step"] / 40} for record in records]
+    draw_loss([record | losses for record, losses in zip(records, each, strict=True)], tmp_path / "each.png")
+    alone, beside = (np.ptp(pixels(tmp_path / name), axis=-1) > 0.2 for name in ("all.png", "each.png"))
+    assert beside.sum() > alone.sum() + 300
+
+
 def test_one_evaluation_is_a_point(tmp_path):
     draw_loss([{"step": 1, "val_loss": 2.0}], tmp_path / "loss.png")
     rows, columns = np.nonzero(np.logical_or(*curves(tmp_path / "loss.png"))[:, 100:700])

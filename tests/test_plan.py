@@ -249,7 +249,7 @@ def rows_of(table: str) -> dict[str, list[str]]:
 
 def test_a_plan_is_a_table_of_80_columns():
     plan = plan_of(SMALL, batch_size=512, micro_batch_size=32, steps=10_000, optimizer="muon")
-    text = plan.describe(10**9, CPU, BFLOAT16)
+    text = plan.describe([10**9], CPU, BFLOAT16)
     lines, rows = text.splitlines(), rows_of(text)
     assert max(map(len, lines)) <= 80
     assert lines[0] == f"model  {plan.parameters:,} parameters, {plan.flops_per_token() / 1e9:.3f} GFLOP a token"
@@ -263,7 +263,7 @@ def test_a_plan_is_a_table_of_80_columns():
 
 def test_a_table_of_a_batch_that_divides_over_one_process_alone_and_of_an_unknown_dataset():
     plan = plan_of(SMALL, batch_size=12, micro_batch_size=8)
-    text = plan.describe(0, CPU, FLOAT32)
+    text = plan.describe([], CPU, FLOAT32)
     assert "epochs" not in text
     rows = rows_of(text)
     for name in rows.keys() - {""}:

@@ -70,6 +70,26 @@ def test_flattened_settings_have_bare_names():
     }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Several:
+    places: tuple[Path, ...] = (Path("here"),)
+    sizes: Annotated[tuple[float, ...] | None, "above 0"] = None
+
+
+def test_several_values_are_a_list_in_a_file_and_a_path_of_it_is_no_flag(tmp_path):
+    config = Several((Path("a b"), Path("--sizes"), Path("-")), (0.5, 1e-9))
+    assert load_settings(Several, [written(tmp_path, to_toml(config))]) == config
+    assert load_settings(Several, ["--places", "x", "y", "--sizes", "1", "2"]) == Several(
+        (Path("x"), Path("y")), (1, 2)
+    )
+    path = written(tmp_path, 'places = "alone"\nsizes = [2, 3]')
+    assert load_settings(Several, [path]) == Several((Path("alone"),), (2, 3))
+    assert load_settings(Several, [path, "--places", "x", "--sizes", "None"]) == Several((Path("x"),))
+    for given, said in (("[1, -2]", "-2.0; it must be above 0"), ("[1, nan]", "nan; it must be a finite number")):
+        with pytest.raises(ValueError, match=f"--sizes is {said}"):
+            load_settings(Several, [written(tmp_path, f"sizes = {given}")])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -120,13 +120,6 @@ def test_the_built_in_corpus_is_prepared_when_it_is_not_there(tmp_path, monkeypa
     assert newest_checkpoint(tmp_path / "out" / "stdlib").step == 2
 
 
-def test_a_plan_says_what_a_run_takes_and_makes_nothing(tmp_path, numbers, capsys):
-    assert train.main(tiny(numbers, tmp_path / "planned", "--plan")) == 0
-    said = capsys.readouterr().out
-    assert "run    400 steps of 64 tokens" in said and "epochs" in said
-    assert not (tmp_path / "planned").exists()
-
-
 # Interruption and resumption.
 
 
@@ -228,10 +221,14 @@ def test_a_run_folder_of_an_earlier_version_is_resumed_bit_for_bit_and_sampled_f
     assert state["model"]["d_ff"] is None and state["settings"]["micro_batch_size"] is None
     assert state["model"]["vocab_size"]
     state["model"]["d_ff"] = state["settings"]["d_ff"] = state["settings"]["micro_batch_size"] = 0
+    (state["settings"]["data"],) = state["settings"]["data"]  # there was but one dataset
+    assert state["settings"].pop("mix") is None
     (checkpoint / "state.json").write_text(json.dumps(state, indent=1))
     seal(checkpoint)
     settings = (out / "config.toml").read_text()
+    settings = re.sub(r"^data = \[(.*)\]$", r"data = \1", settings, flags=re.MULTILINE)
     (out / "config.toml").write_text("d_ff = 0\nmicro_batch_size = 0\n" + settings)
+    assert settings.startswith('data = "')
     (out / ".lock.owner").unlink()
     (out / ".lock").write_text("4711 on another")
     kept = (out / "metrics.jsonl").read_text()
@@ -380,23 +377,113 @@ def test_the_loss_of_pairs_is_that_of_their_completions_and_ends(tmp_path):
     fields = {"prompt_field": "a", "completion_field": "b", "tokenizer": "byte"}
     prepare(PrepareConfig((str(tmp_path / "pairs.jsonl"),), out=tmp_path / "pairs", **fields))
     run = train_tiny(tmp_path / "pairs", tmp_path / "run", "--steps", 20, "--eval-tokens", 0)
-    summed = counted = 0
+    examples, summed, counted = run.dataset.datasets[0].val, 0, 0
     for record in pairs:
         prompt, completion = record["a"].encode(), [*record["b"].encode(), 256]
-        if [*prompt, *completion] not in [abs_ids(run.dataset.val, i) for i in range(run.dataset.val.num_examples)]:
+        if [*prompt, *completion] not in [abs_ids(examples, i) for i in range(examples.num_examples)]:
             continue
         with torch.no_grad():
             logits = run.model(torch.tensor([[*prompt, *completion]]))[0].log_softmax(dim=-1)
         summed -= sum(logits[len(prompt) - 1 + i, token].item() for i, token in enumerate(completion))
         counted += len(completion)
     assert run.val_loss == pytest.approx(summed / counted, abs=1e-5)
-    bits = summed / math.log(2) / (counted - run.dataset.val.num_examples)  # an end has no bytes
+    bits = summed / math.log(2) / (counted - examples.num_examples)  # an end has no bytes
     assert logged(tmp_path / "run", "val_bits_per_byte")[20] == pytest.approx(bits, rel=1e-5)
 
 
 def abs_ids(examples: Any, index: int) -> list[int]:
     """An example's ids, whether they count or not."""
     return [token if token >= 0 else ~token for token in examples.example(index).tolist()]
+
+
+# Several datasets.
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory, code) -> list[Path]:
+    """Two datasets of bytes, of numbers and of code."""
+    folder = tmp_path_factory.mktemp("both")
+    for name, text in (("numbers", numbers_text(1500)), ("source-code", code[:60_000])):
+        (folder / "text.txt").write_text(text, encoding="utf-8")
+        prepare(PrepareConfig((str(folder / "text.txt"),), tokenizer="byte", out=folder / name))
+    return [folder / "numbers", folder / "source-code"]
+
+
+def mixing(both: list[Path], *mix: float) -> list[object]:
+    """The flags of a run on both, after others."""
+    return ["--data", *both, *(["--mix", *mix] if mix else []), "--steps", 60, "--eval-every", 30, "--dropout", 0.1]
+
+
+@pytest.fixture(scope="module")
+def mixed(both, tmp_path_factory) -> Path:
+    """A run on both, uninterrupted."""
+    out = tmp_path_factory.mktemp("mixed") / "run"
+    train_tiny(both[0], out, *mixing(both, 7, 3))
+    return out
+
+
+def test_a_mix_of_datasets_is_learned_and_each_has_its_losses(both, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert train.main(tiny(both[0], tmp_path / "run", *mixing(both, 7, 3))) == 0
+    *_, first, last = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open() if "val_loss" in line]
+    for name in ("numbers", "source-code"):
+        assert last[f"val_loss/{name}"] < first[f"val_loss/{name}"] < math.log(256)
+    losses = last["val_loss/numbers"], last["val_loss/source-code"]
+    assert last["val_loss"] == pytest.approx(0.7 * losses[0] + 0.3 * losses[1])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"data   70% {both[0]}: ") and lines[1].startswith(f"       30% {both[1]}: ")
+    (said,) = [line for line in lines if line.startswith("step     60")]
+    assert said.startswith(f"step     60  loss {last['val_loss']:.4f}: num") and len(said) <= 60
+    bits = f"{last['val_bits_per_byte']:.4f} bits per byte"
+    assert [line for line in lines if f"Validation loss {last['val_loss']:.4f} nats" in line and bits in line]
+
+
+def test_a_run_on_a_mix_resumed_is_one_uninterrupted(both, mixed, tmp_path):
+    out = tmp_path / "parts"
+    train_tiny(both[0], out, *mixing(both, 7, 3), stop=stopped_after(17))
+    moved = [shutil.copytree(path, tmp_path / path.name) for path in both]
+    assert train.main([str(out / "config.toml"), "--resume", "--data", *map(str, moved)]) == 0
+    assert_same_run(mixed, out)
+    assert logged(out, "val_loss/numbers") == logged(mixed, "val_loss/numbers")
+    other = train_tiny(both[0], tmp_path / "other", *mixing(both, 3, 7), "--steps", 1)
+    assert logged(tmp_path / "other", "batch_digest")[1] != logged(mixed, "batch_digest")[1]
+    assert load_settings(train.TrainConfig, [str(tmp_path / "other" / "config.toml")]) == other.config
+
+
+@pytest.mark.parametrize(
+    ("order", "mix", "refused"),
+    [
+        ((0, 1), (7, 4), r"mix \[7.0, 3.0\] → \[7.0, 4.0\]"),
+        ((0, 1), (), r"mix \[7.0, 3.0\] → None"),
+        ((1, 0), (7, 3), "the text in --data"),
+        ((0,), (), r"mix \[7.0, 3.0\] → None, the text in --data"),
+    ],
+    ids=["another mix", "no mix", "another order", "one of them"],
+)
+def test_a_resumed_run_may_not_change_its_mix(both, mixed, order, mix, refused):
+    data = [both[index] for index in order]
+    with pytest.raises(ValueError, match=f"^--resume can't change {refused}; set it back"):
+        train_tiny(both[0], mixed, *mixing(data, *mix), "--resume")
+
+
+def test_a_plan_says_what_a_run_takes_and_makes_nothing(both, tmp_path, capsys):
+    assert train.main(tiny(both[0], tmp_path / "planned", *mixing(both, 7, 3), "--dropout", 0, "--plan")) == 0
+    sizes = [len(open_dataset(path).train) for path in both]
+    epochs = f"({3840 * 0.7 / sizes[0]:.2f}, {3840 * 0.3 / sizes[1]:.2f} epochs)"
+    assert f"run    60 steps of 64 tokens = 3,840 {epochs}\n" in capsys.readouterr().out
+    assert not (tmp_path / "planned").exists()
+
+
+def test_mistakes_in_a_mix_are_told_in_a_line(both, tmp_path, capsys):
+    for mix, message in (((1, 0), "--mix is 0.0; it must be above 0"), ((1,), "--mix has 1 shares for 2 datasets")):
+        with pytest.raises(SystemExit, match="2"):
+            train.main(tiny(both[0], tmp_path / "run", *mixing(both, *mix)))
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {message}") and said.count("\n") == 1
+    short = ["--context-length", 9000]  # more than what is there to validate on numbers
+    with pytest.raises(ValueError, match=f"^{both[0]}: [0-9]+ tokens are too few for one window"):
+        train.main(tiny(both[0], tmp_path / "run", *mixing(both, 7, 3), *short))
+    assert not (tmp_path / "run").exists()
 
 
 # What a resumed run may change, and what not.
@@ -461,7 +548,7 @@ FIXED = [
     field.name
     for cls in (train.TrainConfig, ModelConfig, OptimizerConfig)
     for field in dataclasses.fields(cls)
-    if field.name not in CHANGEABLE and not dataclasses.is_dataclass(field.default_factory)
+    if field.name not in CHANGEABLE | {"mix"} and not dataclasses.is_dataclass(field.default_factory)
 ]
 
 
