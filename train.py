@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from engine import batches
 from engine.checkpoint import Checkpoint, check_tokenizer, inherited, with_rows
 from engine.device import DTYPES, ask_for_determinism, choose_device, choose_dtype, mixed_precision, total_memory
-from engine.files import sha256
 from engine.kernels import IGNORED, compile_parts, recompute_activations
 from engine.mixture import Mixture, as_paths, open_mixture
 from engine.observers import Clock, MetricsFile, Terminal, WeightsAndBiases, conclude, describe, notify, say, warn
@@ -90,7 +89,7 @@ class Run:
     dataset: Mixture
     model: GPT
     optimizer: Optimizer
-    folder: RunFolder  # silent on all processes but the first
+    folder: RunFolder
     step: int = 0
     saved: int = 0  # the step of the newest checkpoint
     best_loss: float = math.inf
@@ -147,7 +146,7 @@ def train(config: TrainConfig, world: World = ALONE, observers: Sequence[Any] = 
         model = GPT(config.model)
     model = materialise(model, world, DTYPES[config.dtype])
     optimizer = Optimizer(model, config.optimizer, world, DTYPES[config.dtype])
-    folder = world.only_first(RunFolder, config.out, config.resume, world.launch)
+    folder = RunFolder(config.out, config.resume, world)
     run = Run(config, world, dataset, model, optimizer, folder)
     try:
         restore(run, base)
@@ -184,8 +183,7 @@ def loop(run: Run, observers: list[Any], stop: Callable) -> None:
             notify(observers, "recorded", run, training_record(run, *results))
     if run.step > run.saved:
         save(run)
-    with run.world.patience():
-        run.folder.wait()
+    run.folder.wait()
 
 
 def plan(config: TrainConfig) -> str:
@@ -235,16 +233,16 @@ def restore(run: Run, base: Checkpoint | None) -> None:
     Only the first process need have them. Raises ValueError for a checkpoint made with settings that must not change.
     """
     found = run.folder.newest(run.say)
-    if found and sha256(found.path / "tokenizer.json") != run.dataset.manifest["tokenizer"]["sha256"]:
+    if found and found.sha256["tokenizer.json"] != run.dataset.manifest["tokenizer"]["sha256"]:
         raise ValueError(f"{found.path} is damaged: its tokenizer.json is not the one of {run.dataset.path}")
-    state = run.world.broadcast(found.state if found else None)
+    state = found.state if found else None
     if state:
         run.step = run.saved = state["step"]
         may_change = {one.name for kind in (ChangeableConfig, OptimizerConfig) for one in fields(kind)} - {"optimizer"}
         changed = changed_settings(state, flatten(run.config), may_change, run.dataset.sha256)
         run.changes = [*state.get("changes", []), *([{"step": run.step} | changed] if changed else [])]
-        load(run.model, run.world.broadcast_tensors(found.model() if found else ()))
-        run.optimizer.load_state(run.world.broadcast_tensors(found.optimizer() if found else ()))
+        load(run.model, run.folder.tensors(found, "model"))
+        run.optimizer.load_state(run.folder.tensors(found, "optimizer"))
         run.best_loss = math.inf if state["best_val_loss"] is None else state["best_val_loss"]
         run.val_loss = state.get("val_loss")
         run.say(f"Resuming after step {run.step:,}{describe(changed, run)}")
@@ -339,10 +337,7 @@ def save(run: Run) -> None:
     state |= {"val_loss": run.val_loss, "best_val_loss": run.best_loss, "changes": run.changes}
     state |= {"model": asdict(config.model), "settings": flatten(config), "data_sha256": run.dataset.sha256}
     state |= {"examples": manifest["origin"].get("examples"), "documents": manifest["splits"]["train"]["documents"]}
-    with run.world.patience():  # the checkpoint before may still be on its way to the disk
-        run.folder.wait()
-    model, optimizer = (run.world.gather_full(tensors) for tensors in (run.model.state_dict(), run.optimizer.state()))
-    run.folder.save(state, model, optimizer, run.dataset.tokenizer.save)
+    run.folder.save(state, run.model.state_dict(), run.optimizer.state(), run.dataset.tokenizer.save)
     run.saved = run.step
 
 

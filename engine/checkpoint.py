@@ -1,24 +1,50 @@
 """One checkpoint: a run's whole state at one step, in a folder that is complete or not there."""
 
+import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import filelock
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from engine.files import inside, new_directory, read_json, sha256, write_json
+from engine.files import inside, new_directory, read_json, settle, sha256, to_json, write_json, write_whole
 from engine.settings import from_values
 from engine.tokenizer import Tokenizer, load_tokenizer
 
 Tensors = dict[str, Tensor]  # by their names
-FORMAT = 1
-FILES = {"model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json"}
+GATHERED, SHARDED = 1, 2  # formats
+FILES = {"model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json"}  # of the first
+MOST_SHARDS = 99_999  # that their names have room for
+POLL = 0.1  # seconds between two looks for what another process writes
 STATE = {"step", "model", "settings", "documents", "elapsed_seconds", "best_val_loss", "data_sha256"}
+
+
+class SavedTensor:
+    """A full tensor on disk: ``saved[start:stop]`` reads these rows, ``saved[...]`` all."""
+
+    def __init__(self, slices: list[Any]):
+        """The slices are safetensors', one for each shard that has rows, in their order."""
+        shapes = [piece.get_shape() for piece in slices]
+        self.slices, self.rows = slices, [shape[0] for shape in shapes] if len(slices) > 1 else []
+        self.shape = torch.Size([sum(self.rows), *shapes[0][1:]] if self.rows else shapes[0])
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        if not self.rows:
+            return self.slices[0][rows]
+        start, stop, _ = (slice(None) if rows is ... else rows).indices(self.shape[0])
+        pieces, before = [], 0
+        for piece, count in zip(self.slices, self.rows, strict=True):
+            overlap = slice(max(start - before, 0), min(stop - before, count))
+            pieces += [piece[overlap]] if overlap.start < overlap.stop else []
+            before += count
+        return torch.cat(pieces or [self.slices[0][:0]])
 
 
 @dataclass(frozen=True)
@@ -27,6 +53,8 @@ class Checkpoint:
 
     path: Path
     state: dict[str, Any]  # step, settings, losses: what state.json holds
+    sha256: dict[str, str]  # of each of its files
+    shards: int = 0  # that its tensors are in; 0: gathered
 
     @property
     def step(self) -> int:
@@ -39,20 +67,30 @@ class Checkpoint:
 
     def model(self) -> Iterator[tuple[str, Tensor]]:
         """The model's parameters and their names, one at a time, on the CPU."""
-        return _tensors(self.path / "model.safetensors")
+        return ((name, saved[...]) for name, saved in self.saved("model"))
 
     def optimizer(self) -> Iterator[tuple[str, Tensor]]:
         """The optimizer's state and its names, one at a time, on the CPU."""
-        return _tensors(self.path / "optimizer.safetensors")
+        return ((name, saved[...]) for name, saved in self.saved("optimizer"))
+
+    def saved(self, kind: Literal["model", "optimizer"]) -> Iterator[tuple[str, SavedTensor]]:
+        """All tensors of that kind and their names, to be read before the next one comes."""
+        slices: dict[str, list[Any]] = {}
+        with contextlib.ExitStack() as opened:
+            for name in tensor_files(kind, self.shards):
+                try:
+                    file = opened.enter_context(safetensors.safe_open(self.path / name, "pt"))
+                    for key in file.keys():  # noqa: SIM118
+                        slices.setdefault(key, []).append(file.get_slice(key))
+                except safetensors.SafetensorError as error:
+                    raise ValueError(f"{self.path / name} is damaged ({error})") from None
+            for key, pieces in slices.items():
+                yield key, SavedTensor(pieces)
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    try:
-        with safetensors.safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                yield name, file.get_tensor(name)
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error})") from None
+def tensor_files(kind: Literal["model", "optimizer"], shards: int) -> list[str]:
+    """The names of the files with a checkpoint's tensors of that kind, one for each shard; 0 shards: gathered."""
+    return [f"{kind}-{n:05d}-of-{shards:05d}.safetensors" for n in range(1, shards + 1)] or [f"{kind}.safetensors"]
 
 
 def write_checkpoint(
@@ -60,16 +98,82 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint, whole or not at all. Raises OSError if it can't be written."""
     with new_directory(path) as directory:
+        written = {}
+        for kind, tensors in (("model", model), ("optimizer", optimizer)):
+            written |= _write_tensors(directory / tensor_files(kind, 0)[0], tensors)
+        _complete(directory, {"format": GATHERED}, written, state, save_tokenizer)
+
+
+def _write_tensors(file: Path, tensors: Tensors) -> dict[str, str]:
+    """Write a file; returns its name and hash. What was just written is read from memory, at the speed of hashing."""
+    try:
+        safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    except safetensors.SafetensorError as error:  # its way to say that the disk is full, say
+        raise OSError(f"{file} can't be written ({error})") from None
+    return {file.name: sha256(file)}
+
+
+def _complete(
+    directory: Path, manifest: dict[str, Any], written: dict[str, str], state: dict[str, Any], save_tokenizer: Callable
+) -> None:
+    """Add what tells of the tensors' files to a directory that has them; the manifest last."""
+    write_json(directory / "state.json", state)
+    save_tokenizer(directory / "tokenizer.json")
+    written |= {name: sha256(directory / name) for name in ("state.json", "tokenizer.json")}
+    write_json(directory / "manifest.json", manifest | {"files": written})
+
+
+class Shard:
+    """One process's part of a checkpoint, written into the directory that will be one when all parts are there.
+
+    A lock says that the process is at work, and dies with it. What it leaves is a record of its files' hashes.
+    """
+
+    def __init__(self, directory: Path, number: int, shards: int):
+        """The shard with that number, from 1."""
+        self.directory, self.number, self.shards = directory, number, shards
+        self.record = directory / f"shard-{number:05d}.json"
+        self.lock = filelock.FileLock(self.record.with_suffix(".lock"), thread_local=False)
+
+    def begin(self) -> None:
+        """Say that this process will write it."""
+        self.lock.acquire(blocking=False)
+
+    def write(self, model: Tensors, optimizer: Tensors) -> None:
+        """Write it. Raises OSError if it can't be written."""
         try:
-            for name, tensors in (("model", model), ("optimizer", optimizer)):
-                tensors = {key: value.contiguous() for key, value in tensors.items()}
-                safetensors.torch.save_file(tensors, directory / f"{name}.safetensors")
-        except safetensors.SafetensorError as error:  # its way to say that the disk is full, say
-            raise OSError(f"{path} can't be written ({error})") from None
-        write_json(directory / "state.json", state)
-        save_tokenizer(directory / "tokenizer.json")
-        files = {file.name: sha256(file) for file in sorted(directory.iterdir())}
-        write_json(directory / "manifest.json", {"format": FORMAT, "files": files})
+            written = {}
+            for kind, tensors in (("model", model), ("optimizer", optimizer)):
+                file = self.directory / tensor_files(kind, self.shards)[self.number - 1]
+                written |= _write_tensors(file, tensors)
+                settle(file)
+            write_whole(self.record, to_json(written).encode())
+        finally:
+            self.lock.release()
+
+    def collect(self, give_up: Callable[[], bool]) -> dict[str, str]:
+        """The hashes of its files, once its process is done. Raises OSError if that failed, ended, or is given up."""
+        while not give_up():
+            with contextlib.suppress(filelock.Timeout), self.lock.acquire(blocking=False):
+                if self.record.is_file():
+                    return read_json(self.record)
+                break
+            time.sleep(POLL)
+        what = f"shard {self.number} of {self.shards} of {self.directory}"
+        raise OSError(f"{what} was not written; the error of its process says why")
+
+
+def complete_shards(
+    directory: Path, shards: int, state: dict[str, Any], save_tokenizer: Callable, give_up: Callable[[], bool]
+) -> None:
+    """Make a directory a checkpoint when all its shards are written. Raises OSError if one is not, or is given up."""
+    parts, written = [Shard(directory, number, shards) for number in range(1, shards + 1)], {}
+    for part in parts:
+        written |= part.collect(give_up)
+    for part in parts:
+        part.record.unlink()
+        Path(part.lock.lock_file).unlink()
+    _complete(directory, {"format": SHARDED, "shards": shards}, written, state, save_tokenizer)
 
 
 def load_model(found: Checkpoint, config_class: type, model_class: type[nn.Module]) -> nn.Module:
@@ -118,23 +222,35 @@ def with_rows(tensors: Iterable[tuple[str, Tensor]], sizes: dict[str, int]) -> I
         yield name, tensor if missing <= 0 else torch.cat((tensor, tensor.mean(0, keepdim=True).expand(missing, -1)))
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in a folder. Raises ValueError naming the file that is missing or not as it was written."""
+def open_checkpoint(path: Path, share: slice = slice(None)) -> Checkpoint:
+    """The checkpoint in a folder. Raises ValueError naming the file that is missing or not as it was written.
+
+    The share is which of its files to hash, in the order of their names: peers may hash the others.
+    """
     if not (path / "manifest.json").is_file():
         raise ValueError(f"{path} holds no checkpoint: it has no manifest.json")
     manifest = read_json(path / "manifest.json")
     found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != FORMAT:
-        raise ValueError(f"{path} has format {found!r}, but this version reads {FORMAT}")
-    files = manifest.get("files")
-    if not isinstance(files, dict) or not files.keys() >= FILES:
-        raise ValueError(f"{path} is damaged: its manifest.json does not list {', '.join(sorted(FILES))}")
-    for name, expected in files.items():
+    if found not in (GATHERED, SHARDED):
+        raise ValueError(f"{path} has format {found!r}, but this version reads {GATHERED} and {SHARDED}")
+    files, shards = manifest.get("files"), manifest.get("shards") if found == SHARDED else 0
+    if lacking := _lacking(files, shards):
+        raise ValueError(f"{path} is damaged: its manifest.json does not list {lacking}")
+    for name in files:
         if not inside(path, name).is_file():
             raise ValueError(f"{path} is damaged: {name} is missing")
-        if sha256(path / name) != expected:
+    for name in sorted(files)[share]:
+        if sha256(path / name) != files[name]:
             raise ValueError(f"{path} is damaged: {name} is not as it was written")
     state = read_json(path / "state.json")
     if not isinstance(state, dict) or not state.keys() >= STATE:
         raise ValueError(f"{path} is damaged: its state.json does not have all of {', '.join(sorted(STATE))}")
-    return Checkpoint(path, state)
+    return Checkpoint(path, state, files, shards)
+
+
+def _lacking(files: Any, shards: Any) -> str:
+    """The files that a manifest should list and does not, as text."""
+    if not isinstance(shards, int) or not 0 <= shards <= MOST_SHARDS:
+        return f"1 to {MOST_SHARDS} shards, but {shards!r}"
+    needed = {"state.json", "tokenizer.json", *tensor_files("model", shards), *tensor_files("optimizer", shards)}
+    return ", ".join(sorted(needed - files.keys() if isinstance(files, dict) else needed))

@@ -98,6 +98,14 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def settle(path: Path) -> None:
+    """Give a file or directory the usual permissions, and wait until it is on the disk."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)  # mkdtemp and safetensors make private ones
+    flush(path)
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Make or replace a file at once and durably: whatever happens, it is as it was, or as it should be."""
     partial = path.with_name(f".{path.name}.partial")
@@ -132,11 +140,8 @@ def new_directory(target: Path) -> Iterator[Path]:
     partial = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
     try:
         yield partial
-        mask = os.umask(0)
-        os.umask(mask)
         for path in (*partial.iterdir(), partial):
-            path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)  # mkdtemp and safetensors make private ones
-            flush(path)
+            settle(path)
         if not target.exists():
             partial.rename(target)
         elif not exchange(partial, target):  # no such system call: for a moment nothing is there

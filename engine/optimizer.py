@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.device import fast_dtype
-from engine.parallel import ALONE, World, held_like, local
+from engine.parallel import ALONE, Sliceable, World, held_like, local
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: steep at zero, so five rounds are enough
 NEWTON_SCHULZ_ROUNDS = 5
@@ -182,7 +182,7 @@ class Optimizer:
         memory = {"guard": self.guard} | self._memory()
         return {f"{name}.{what}": value for name, held in memory.items() for what, value in held.items()}
 
-    def load_state(self, state: Iterable[tuple[str, Tensor]]) -> None:
+    def load_state(self, state: Iterable[tuple[str, Sliceable]]) -> None:
         """Remember what :meth:`state` returned. Raises ValueError if it belongs to other parameters."""
         memory = {"guard": self.guard} | self._memory()
         for key, value in state:
@@ -190,9 +190,10 @@ class Optimizer:
             if name not in memory:
                 raise ValueError(f"the optimizer state has {key}, but the model has no parameter {name}")
             if name == "guard":
-                self.guard[what].copy_(value)
+                self.guard[what].copy_(value[...])
             else:  # a count of steps is a scalar, whatever the parameter
                 parameter = self.parameters[name]
-                memory[name][what] = held_like(parameter, value) if value.ndim else value.to(parameter.device)
+                scalar = len(value.shape) == 0
+                memory[name][what] = value[...].to(parameter.device) if scalar else held_like(parameter, value)
         if self.scaling != bool(self.guard["loss_scale"] > 1):  # the run computed in another dtype
             self.guard["loss_scale"].fill_(FIRST_LOSS_SCALE if self.scaling else 1)

@@ -8,7 +8,7 @@ import platform
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,14 @@ class Silent:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *arguments, **keywords: None
+
+
+class Sliceable(Protocol):
+    """A full tensor that may lie on a disk, where only the rows are read that are asked for."""
+
+    shape: torch.Size
+
+    def __getitem__(self, rows: Any) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -107,16 +115,23 @@ class World:
             found = ", ".join(other) or "another process has other settings, or text"
             raise ValueError(f"process {self.rank} of {self.size} does not fit the first: {found}; start all alike")
 
-    def broadcast(self, value: Any) -> Any:
-        """The first process's value, anything that JSON can hold; the others' is not looked at."""
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The first process's value, or another's, anything that JSON can hold; the others' is not looked at."""
         if self.size == 1:
             return value
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         length = torch.tensor(len(text))
-        dist.broadcast(length, 0)
-        text = text if self.is_first else torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(text, 0)
+        dist.broadcast(length, source)
+        text = text if self.rank == source else torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(text, source)
         return json.loads(bytes(text.tolist()))
+
+    def first_of(self, value: Any) -> Any:
+        """The value, as for :meth:`broadcast`, of the first process that has one; None if all have None."""
+        having = torch.zeros(self.size)
+        having[self.rank] = value is not None
+        having = self.sum(having)
+        return self.broadcast(value, int(having.argmax())) if having.any() else None
 
     def broadcast_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The first process's named tensors, one at a time: only it needs to have the file that they come from."""
@@ -142,6 +157,11 @@ class World:
             if self.is_first:
                 full[name] = gathered.to("cpu", copy=not is_sharded(tensor))
         return full
+
+    def snapshot(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A copy on the CPU of this process's rows of every tensor; of what is not sharded only the first has one."""
+        mine = {name: local(tensor) for name, tensor in tensors.items() if is_sharded(tensor) or self.is_first}
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in mine.items()}
 
     def distribute(self, work: Callable[[Tensor], Tensor], stack: Tensor, rows: int) -> Tensor:
         """work(stack), which does the same to each matrix of a stack (n, rows, columns): each process does its slice.
@@ -182,25 +202,35 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def held_like(parameter: Tensor, full: Tensor) -> Tensor:
-    """A full tensor as the parameter is held: on its device, and sharded if it is."""
-    full = full.to(parameter.device)
+def rows_like(parameter: Tensor, full: Sliceable) -> Tensor:
+    """What this process holds of a full tensor that is sharded as the parameter is: all, or its rows."""
     if not is_sharded(parameter):
-        return full
-    from torch.distributed.tensor import distribute_tensor
+        return full[...]
+    n, mesh = full.shape[0], parameter.device_mesh
+    each = -(-n // mesh.size())
+    return full[min(n, each * mesh.get_local_rank()) : min(n, each * (mesh.get_local_rank() + 1))]
 
-    return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+def held_like(parameter: Tensor, full: Sliceable) -> Tensor:
+    """A full tensor as the parameter is held: on its device, and sharded if it is."""
+    held = rows_like(parameter, full).to(parameter.device, copy=True)
+    if not is_sharded(parameter):
+        return held
+    from torch.distributed.tensor import DTensor
+
+    placed = (parameter.device_mesh, parameter.placements)
+    return DTensor.from_local(held, *placed, run_check=False, shape=parameter.shape, stride=parameter.stride())
 
 
 @torch.no_grad()
-def load(model: nn.Module, saved: Iterable[tuple[str, Tensor]]) -> None:
+def load(model: nn.Module, saved: Iterable[tuple[str, Sliceable]]) -> None:
     """Set every parameter by its name, one at a time. Raises ValueError if the names or shapes are not the model's."""
     parameters = dict(model.named_parameters())
     for name, full in saved:
         if name not in parameters or parameters[name].shape != full.shape:
             raise ValueError(f"the checkpoint has {name} {tuple(full.shape)}, but the model has no such parameter")
         parameter = parameters.pop(name)
-        parameter.copy_(held_like(parameter, full))
+        local(parameter).copy_(rows_like(parameter, full))
     if parameters:
         raise ValueError(f"the checkpoint lacks the parameter {next(iter(parameters))}")
 

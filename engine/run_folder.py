@@ -5,17 +5,21 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from engine.checkpoint import Checkpoint, Tensors, open_checkpoint, write_checkpoint
-from engine.files import lock, read_json, write_whole
+from engine.checkpoint import Checkpoint, Shard, Tensors, complete_shards, open_checkpoint, write_checkpoint
+from engine.files import lock, new_directory, read_json, write_whole
+from engine.parallel import ALONE, Sliceable, World
 
 UNRECORDED = {"data", "out", "resume", "wandb", "verify_data"}  # settings whose change changes nothing
 NAME = re.compile("step-[0-9]{8,}")  # a checkpoint's; copies by other names are the user's
 KEPT = 2  # checkpoints: the newest so many, and the best
+LAUNCH = ".launch"  # a file: what started the processes that have the folder, or had it last
+GRACE = 20.0  # seconds that closing waits for other processes' shards; torchrun kills after 30
 
 
 def list_checkpoints(run: Path) -> list[Path]:
@@ -70,95 +74,166 @@ def changed_settings(
     return {name: pair for name, pair in changed.items() if name not in UNRECORDED}
 
 
-class RunFolder:
-    """A run's folder, held by this process alone.
+class Keeper:
+    """What only the first process does in a run's folder: hold it, begin and end checkpoints, prune them."""
 
-    Checkpoints are written in the background, one after the other; an error there is raised by whatever is called next.
-    """
-
-    def __init__(self, path: Path, resume: bool = False, launch: str = ""):
-        """Make or open the folder; launch names what started this process, and may start it again after a fault.
-
-        Raises ValueError if another process has it, or for checkpoints that are not to be resumed.
-        """
+    def __init__(self, path: Path, resume: bool, launch: str):
+        """Make or open the folder, for the process that launch names; ValueError as for :class:`RunFolder`."""
         path.mkdir(parents=True, exist_ok=True)
         self.path, self.lock = path, lock(path / ".lock", path)
-        launched = path / ".launch"
+        launched = path / LAUNCH
         again = launch and launched.exists() and launched.read_text(encoding="utf-8") == launch
         if list_checkpoints(path) and not (resume or again):
             self.lock.release()
             raise ValueError(f"{path} already holds checkpoints; go on with --resume, or choose another --out")
         if launch:
             launched.write_text(launch, encoding="utf-8")
-        self.whole: dict[Path, Any] = {}  # checkpoints found to be whole, and what they looked like then
-        self.thread = ThreadPoolExecutor(1)
-        self.pending: Future | None = None
+        self.whole: dict[Path, Any] = {}  # checkpoints known to be whole, and what they looked like then
+        self.give_up_at = math.inf
 
     def write_settings(self, toml: str) -> None:
-        """Write config.toml."""
         write_whole(self.path / "config.toml", toml.encode())
 
-    def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
-        """The newest whole checkpoint, or None without any; warn is called for the others. ValueError if none is."""
-        for path in reversed(paths := list_checkpoints(self.path)):
-            try:
-                found = open_checkpoint(path)
-            except ValueError as error:
-                warn(f"skipped: {error}")
-            else:
-                self.whole[path] = _look(path)
-                self.pending = self.thread.submit(self._prune)  # a kill may have come before it
-                return found
-        if paths:
-            raise ValueError(f"every checkpoint in {self.path} is damaged; remove the folder to start again")
-        return None
+    def names(self) -> list[str]:
+        """The checkpoints' names, the newest first."""
+        return [path.name for path in reversed(list_checkpoints(self.path))]
 
-    def save(self, state: dict[str, Any], model: Tensors, optimizer: Tensors, save_tokenizer: Callable) -> None:
-        """Begin to write ``checkpoints/step-…``, of tensors that stay as they are; then prune."""
-        self.wait()
-        self.pending = self.thread.submit(self._write, state, model, optimizer, save_tokenizer)
+    def open(self, path: Path) -> Checkpoint:
+        return open_checkpoint(path)
 
-    def _write(self, state: dict[str, Any], *contents: Any) -> None:
-        path = self.path / "checkpoints" / f"step-{state['step']:08d}"
-        write_checkpoint(path, state, *contents)
+    def write(self, path: Path, *contents: Any) -> None:
+        write_checkpoint(path, *contents)
+        self.keep(path)
+
+    def begin(self, path: Path) -> str:
+        """Make the directory into which all processes write their shards; its name."""
+        self.partial = contextlib.ExitStack()
+        return self.partial.enter_context(new_directory(path)).name
+
+    def complete(self, path: Path, directory: Path, *contents: Any) -> None:
+        """Make it the checkpoint when all are written."""
+        with self.partial:
+            complete_shards(directory, *contents, lambda: time.monotonic() > self.give_up_at)
+        self.keep(path)
+
+    def keep(self, path: Path) -> None:
+        """Remember that a checkpoint is whole, and prune."""
         self.whole[path] = _look(path)
-        self._prune()
+        self.prune()
 
-    def _prune(self) -> None:
-        """Remove all checkpoints but the best and the newest few that are whole; what is known is not hashed again."""
+    def prune(self) -> None:
+        """Remove all checkpoints but the best and the newest few that are known to be whole; no weights are read."""
         (best, *_), whole = [*checkpoints_by_loss(self.path), None], 0
         for path in reversed(list_checkpoints(self.path)):
             if whole < KEPT:
-                whole += self._is_whole(path)
+                whole += path in self.whole and self.whole[path] == _look(path)
             elif path != best:
                 path.rename(path.with_name(f".{path.name}.partial.old"))  # step-… is never half a checkpoint
                 self.whole.pop(path, None)
         for left in (self.path / "checkpoints").glob(".step-*.partial.*"):  # by a kill too
-            shutil.rmtree(left)
+            shutil.rmtree(left, ignore_errors=True)
 
-    def _is_whole(self, path: Path) -> bool:
-        if path not in self.whole or self.whole[path] != _look(path):
+    def hurry(self) -> None:
+        self.give_up_at = time.monotonic() + GRACE
+
+    def release(self) -> None:
+        self.lock.release()
+
+
+class RunFolder:
+    """A run's folder, held by the first process alone; all call what is here together.
+
+    Checkpoints are written in the background, one after the other; an error there is raised by whatever is called next.
+    Sharded processes that all see the folder write and read what each of them holds; else all passes through the first.
+    """
+
+    def __init__(self, path: Path, resume: bool = False, world: World = ALONE):
+        """Make or open the folder; what started the processes (World.launch) may start them again after a fault.
+
+        Raises ValueError if another process has it, or for checkpoints that are not to be resumed.
+        """
+        self.path, self.world = path, world
+        self.first = world.only_first(Keeper, path, resume, world.launch)
+        self.shared = world.sharded and not world.any(not _is_launch(path, world.broadcast(world.launch)))
+        self.thread = ThreadPoolExecutor(1)
+        self.pending: list[Future] = []
+
+    def write_settings(self, toml: str) -> None:
+        """Write config.toml."""
+        self.first.write_settings(toml)
+
+    def newest(self, say: Callable[[str], None]) -> Checkpoint | None:
+        """The newest whole checkpoint, or None without any; say is called for the others. ValueError if none is."""
+        if self.world.sharded and not self.shared:
+            say(f"Checkpoints are gathered by the first process: not all processes see {self.path}")
+        for name in (names := self.world.broadcast(self.first.names())):
+            found, damage = self._open(self.path / "checkpoints" / name)
+            if found:
+                self._begin((self.first.keep, found.path))  # a kill may have come before it was pruned
+                return found
+            say(f"skipped: {damage}")
+        if names:
+            raise ValueError(f"every checkpoint in {self.path} is damaged; remove the folder to start again")
+        return None
+
+    def _open(self, path: Path) -> tuple[Checkpoint | None, str | None]:
+        """The checkpoint, or what is wrong with it. Processes that see the folder share the hashing."""
+        found = damage = None
+        with self.world.patience():
             try:
-                open_checkpoint(path)
-            except ValueError:
-                return False
-            self.whole[path] = _look(path)
-        return True
+                mine = slice(self.world.rank, None, self.world.size)
+                found = open_checkpoint(path, mine) if self.shared else self.first.open(path)
+            except ValueError as error:
+                damage = str(error)
+        if damage := self.world.first_of(damage):
+            return None, damage
+        return Checkpoint(path, *self.world.broadcast(found and [found.state, found.sha256, found.shards])), None
+
+    def tensors(self, found: Checkpoint, kind: Literal["model", "optimizer"]) -> Iterator[tuple[str, Sliceable]]:
+        """All that a checkpoint has of that kind, by name, of which each process is to take what it holds."""
+        saved = found.saved(kind)
+        return saved if self.shared else self.world.broadcast_tensors((name, tensor[...]) for name, tensor in saved)
+
+    def save(self, state: dict[str, Any], model: Tensors, optimizer: Tensors, save_tokenizer: Callable) -> None:
+        """Begin to write ``checkpoints/step-…``, of tensors as they are now; then prune."""
+        self.wait()
+        path, size = self.path / "checkpoints" / f"step-{state['step']:08d}", self.world.size
+        if not self.shared:
+            full = [self.world.gather_full(tensors) for tensors in (model, optimizer)]
+            self._begin((self.first.write, path, state, *full, save_tokenizer))
+            return
+        directory = path.with_name(self.world.broadcast(self.first.begin(path)))
+        shard = Shard(directory, self.world.rank + 1, size)
+        shard.begin()
+        self.world.any(False)  # all have begun
+        mine = [self.world.snapshot(tensors) for tensors in (model, optimizer)]
+        self._begin((shard.write, *mine), (self.first.complete, path, directory, size, state, save_tokenizer))
+
+    def _begin(self, *tasks: tuple) -> None:
+        self.pending = [self.thread.submit(*task) for task in tasks]
 
     def wait(self) -> None:
         """Go on when everything is on the disk."""
-        if self.pending:
-            self.pending.result()
+        for task in self.pending:  # as many on every process
+            with self.world.patience():
+                task.result()
 
     def check(self) -> None:
         """Raise the error that the background met, if it did."""
-        if self.pending and self.pending.done():
-            self.pending.result()
+        for task in self.pending:
+            if task.done():
+                task.result()
 
     def close(self) -> None:
-        """Let another process have the folder, once what is being written is there."""
+        """Let another process have the folder, once what is being written is there, or can't come any more."""
+        self.first.hurry()
         self.thread.shutdown()
-        self.lock.release()
+        self.first.release()
+
+
+def _is_launch(path: Path, launch: str) -> bool:
+    """Whether a run's folder was opened by the first process of that launch."""
+    return (path / LAUNCH).is_file() and (path / LAUNCH).read_text(encoding="utf-8") == launch
 
 
 def _look(path: Path) -> dict[str, tuple[int, int]]:

@@ -59,10 +59,12 @@ def newest_checkpoint(run: Path) -> Checkpoint:
 def same_checkpoint(one: Checkpoint, other: Checkpoint) -> bool:
     """Whether two checkpoints have the same step, weights and optimizer state, bit for bit."""
     pairs = [(dict(one.model()), dict(other.model())), (dict(one.optimizer()), dict(other.optimizer()))]
-    return one.step == other.step and all(
-        mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
-        for mine, others in pairs
-    )
+    return one.step == other.step and all(same_tensors(*pair) for pair in pairs)
+
+
+def same_tensors(mine: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+    """Whether both have the same names, and under each the same numbers, bit for bit."""
+    return mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
 
 
 def logged(run: Path, key: str) -> dict[int, Any]:

@@ -4,8 +4,8 @@
     torchrun … tests/in_turn.py RUNS     in the processes that torchrun started
 
 RUNS is JSON, a list of {"flags": …} with, if wanted, "stop": the step after which the last process asks to stop, or
-"hang": after which it hangs, and "watch", "mask" or "conclude": true. What process r saw of a run is then in
-OUT.seen/r.json.
+"hang": after which it hangs, "elsewhere": where the run folder is for all but the first process, and "watch", "mask",
+"hold" or "conclude": true. What process r saw of a run is then in OUT.seen/r.json.
 """
 
 import contextlib
@@ -154,6 +154,19 @@ class Masked(Gradients):
             safetensors.torch.save_file(kept | self.batch, folder_of(run.config.out) / f"{run.step}.safetensors")
 
 
+class Holder:
+    """Writes all weights and optimizer state, gathered, to OUT.seen/s-resumed.safetensors, s steps being done."""
+
+    def started(self, run: Any) -> None:
+        self.note(run, "resumed")
+
+    def note(self, run: Any, when: str) -> None:
+        states = (run.model.state_dict(), {f"{key} of the optimizer": x for key, x in run.optimizer.state().items()})
+        model, optimizer = (run.world.gather_full(state) for state in states)
+        if run.world.is_first:
+            safetensors.torch.save_file(model | optimizer, folder_of(run.config.out) / f"{run.step}-{when}.safetensors")
+
+
 def folder_of(out: Path) -> Path:
     """Where what was seen of a run is."""
     return out.with_name(f"{out.name}.seen")
@@ -161,7 +174,10 @@ def folder_of(out: Path) -> Path:
 
 def play(runs: list[dict[str, Any]]) -> None:
     """Do all the runs, in this process and its peers, with the patience of the first."""
-    configs = [load_settings(train.TrainConfig, asked["flags"]) for asked in runs]
+    outs = [
+        ["--out", asked["elsewhere"]] if "elsewhere" in asked and os.environ["RANK"] != "0" else [] for asked in runs
+    ]
+    configs = [load_settings(train.TrainConfig, [*asked["flags"], *out]) for asked, out in zip(runs, outs, strict=True)]
     with processes("cpu", timeout=configs[0].timeout) as world:
         for config, asked in zip(configs, runs, strict=True):
             folder_of(config.out).mkdir(exist_ok=True)
@@ -170,11 +186,14 @@ def play(runs: list[dict[str, Any]]) -> None:
             observers = [Records(), stopper]
             observers += [watcher] if asked.get("watch") and world.is_first else []
             observers += [Masked()] if asked.get("mask") else []
+            observers += [holder := Holder()] if asked.get("hold") else []
             with contextlib.redirect_stdout(io.StringIO()) as said:
                 peers = dataclasses.replace(world, sharded=config.parallel == "fsdp")
                 run = train.train(config, peers, observers, lambda stopper=stopper: stopper.asked)
                 if asked.get("conclude"):
                     train.conclude(run)
+                if asked.get("hold"):
+                    holder.note(run, "ended")
             assert run.step == (asked.get("stop") or config.steps)
             assert run.replica is run.model  # a DDP that outlives its process group may hang in its destructor
             seen = watcher.seen | {"said": said.getvalue()}

@@ -18,7 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, logged, newest_checkpoint, numbers_text, same_checkpoint
+from helpers import ROOT, logged, newest_checkpoint, numbers_text, same_checkpoint, same_tensors
 from in_turn import LENGTH, ROWS, folder_of, masks
 
 import train
@@ -39,6 +39,7 @@ KINDS = {  # what runs on 1 process, and alike on 2, 3 and 4
     "fsdp-adamw": ["--parallel", "fsdp", "--optimizer", "adamw", "--learning-rate", "3e-3"],
 }
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+MANY_HEADS = ["--num-heads", 8]  # whose matrices have two rows: two of four sharded processes hold nothing of them
 Play = Callable[[int, list], None]
 EXAMPLES = 3  # steps on pairs
 
@@ -102,24 +103,30 @@ def runs(place, play) -> Path:
         return {"flags": flags_of(place, f"{kind}-{size}", *KINDS[kind], *flags)}
 
     def parts(name: str, *stops: int | None) -> list[dict]:
-        kinds = ("ddp-muon", "fsdp-muon")
-        flags = {kind: flags_of(place, f"{kind}-{name}", *KINDS[kind], "--resume") for kind in kinds}
-        return [{"flags": flags[kind], "stop": stop} for kind in kinds for stop in stops]
+        kinds, heads = ("ddp-muon", "fsdp-muon"), MANY_HEADS if name == "elastic" else []
+        flags = {kind: flags_of(place, f"{kind}-{name}", *KINDS[kind], "--resume", *heads) for kind in kinds}
+        return [{"flags": flags[kind], "stop": stop, "hold": bool(heads)} for kind in kinds for stop in stops]
 
     def mixed(name: str, **asked: int) -> dict:
         data = ["--data", place / "data", place / "others", "--mix", 0.7, 0.3]
         return {"flags": flags_of(place, name, *data, "--resume")} | asked
 
     micro = ["--micro-batch-size", 2]
-    play(1, [whole(kind, 1) for kind in ("ddp-muon", "ddp-adamw")] + [mixed("mixed-1")])
+    heads = {"flags": flags_of(place, "heads", *KINDS["ddp-muon"], *MANY_HEADS)}
+    play(1, [whole(kind, 1) for kind in ("ddp-muon", "ddp-adamw")] + [heads, mixed("mixed-1")])
     each = {"flags": flags_of(place, "each", *KINDS["fsdp-muon"], *micro), "memory": 1}
     narrow = [{"flags": flags_of(place, f"{kind}-narrow", *KINDS[kind], "--dtype", "bfloat16")} for kind in KINDS]
-    two = [whole(kind, 2, *micro) for kind in KINDS] + [each, *narrow, mixed("mixed-2", stop=7)]
-    play(2, two + parts("elastic", 7))  # from 2 …
-    play(1, parts("elastic", 13))  # … to 1 …
     four = [whole(kind, 4, *(["--checkpoint-activations"] if kind == "fsdp-adamw" else [])) for kind in KINDS]
-    play(4, four + parts("elastic", None) + parts("again", 7, None))  # … to 4
-    play(3, [whole(kind, 3, *micro) for kind in KINDS] + [mixed("mixed-2")])
+    play(4, four + parts("again", 7, None) + parts("elastic", 5))  # from 4 …
+    apart = [{"flags": flags_of(place, "apart", *KINDS["fsdp-muon"], "--resume"), "elsewhere": str(place / "other")}]
+    apart = [run | {"stop": stop} for run in apart for stop in (7, None)]
+    two = [whole(kind, 2, *micro) for kind in KINDS] + [each, *narrow, *apart, mixed("mixed-2", stop=7)]
+    play(2, two + parts("elastic", 10))  # … to 2 …
+    damaged = shutil.copytree(place / "fsdp-muon-elastic", place / "damaged")
+    (list_checkpoints(damaged)[-1] / "model-00002-of-00002.safetensors").write_bytes(b"")
+    play(1, parts("elastic", 15))  # … to 1 …
+    again = {"flags": flags_of(place, "damaged", *KINDS["fsdp-muon"], "--resume", *MANY_HEADS), "stop": 6}
+    play(3, [whole(kind, 3, *micro) for kind in KINDS] + parts("elastic", None) + [again, mixed("mixed-2")])  # … to 3
     return place
 
 
@@ -130,8 +137,29 @@ def test_many_processes_are_one_at_every_step(runs, kind, size):
 
 
 @pytest.mark.parametrize("kind", ["ddp-muon", "fsdp-muon"])
-def test_a_run_stopped_on_two_goes_on_on_one_and_ends_on_four(runs, kind):
-    assert_same(runs / "ddp-muon-1", runs / f"{kind}-elastic", 1e-5)
+def test_a_run_stopped_on_four_goes_on_on_two_and_on_one_and_ends_on_three(runs, kind):
+    run = runs / f"{kind}-elastic"
+    assert_same(runs / "heads", run, 1e-5)
+    held = {path.stem: safetensors.torch.load_file(path) for path in folder_of(run).glob("*.safetensors")}
+    for step in (5, 10, 15):  # what was saved by so many processes came back on another number, bit for bit
+        assert same_tensors(held[f"{step}-ended"], held[f"{step}-resumed"])
+    last = newest_checkpoint(run)
+    whole = dict(last.model()) | {f"{key} of the optimizer": value for key, value in last.optimizer()}
+    assert same_tensors(whole, held["20-ended"]) and last.shards == (3 if kind == "fsdp-muon" else 0)
+
+
+def test_a_shard_that_another_process_finds_damaged_is_told_of_by_the_first(runs):
+    first, second = (seen(runs / "damaged", rank)["said"] for rank in (0, 1))
+    assert "step-00000010 is damaged: model-00002-of-00002.safetensors is not as it was written" in first
+    assert "Resuming after step 5" in first and not second
+
+
+def test_sharded_processes_that_do_not_see_one_run_folder_gather_their_checkpoints(runs):
+    run = runs / "apart"
+    assert newest_checkpoint(run).shards == 0 and newest_checkpoint(runs / "fsdp-muon-2").shards == 2
+    assert not (runs / "other").exists()
+    assert seen(run)["said"].count("Checkpoints are gathered by the first process: not all processes see") == 1
+    assert_same(runs / "fsdp-muon-2", run, 1e-5)
 
 
 def test_a_mix_of_datasets_is_the_same_on_any_number_of_processes(runs):
@@ -308,7 +336,7 @@ def until(condition: Callable[[], bool], process: subprocess.Popen, seconds: flo
 
 
 def test_killed_and_terminated_a_run_is_where_one_is_that_nothing_happened_to(place, play):
-    longer = ["--steps", 1000, "--save-every", 10, "--eval-every", 1000]  # it never comes to the end
+    longer = ["--steps", 1000, "--save-every", 10, "--eval-every", 1000, "--parallel", "fsdp"]  # too many to end
     out, command = place / "hit", [*TORCHRUN, "--standalone", "--max-restarts", 9, ROOT / "train.py"]
     process = start(*command, *flags_of(place, "hit", *longer))
 
@@ -334,6 +362,15 @@ def test_killed_and_terminated_a_run_is_where_one_is_that_nothing_happened_to(pl
     hit = newest_checkpoint(out)
     play(2, [{"flags": flags_of(place, "whole", *longer), "stop": hit.step}])
     assert same_checkpoint(newest_checkpoint(place / "whole"), hit)
+
+
+def test_a_sharded_process_whose_disk_is_full_says_so_and_ends_the_run(place, play):
+    asked = {"flags": flags_of(place, "full", "--parallel", "fsdp", "--save-every", 5), "full": 4096}
+    begun = time.monotonic()
+    with pytest.raises(AssertionError, match=r"model-00002-of-00002\.safetensors can't be written \(.*File too large"):
+        play(2, [asked])
+    assert time.monotonic() - begun < 15
+    assert list((place / "full" / "checkpoints").iterdir()) == []
 
 
 def test_a_process_that_hangs_ends_the_run(place, play):

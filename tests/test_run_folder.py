@@ -1,6 +1,7 @@
 """A run's folder: which checkpoints stay, what is verified when, who holds it, and its metrics."""
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ import torch
 from helpers import ROOT
 
 from engine.checkpoint import STATE, open_checkpoint
-from engine.parallel import ALONE
+from engine.parallel import ALONE, World
 from engine.run_folder import RunFolder, checkpoints_by_loss, list_checkpoints
 
 
@@ -165,20 +166,28 @@ def test_a_resumed_run_verifies_what_it_finds_once(folder, open_folder):
     assert sorted(read) == sorted(set(read)) and 3 in read
 
 
-def test_a_checkpoint_that_was_touched_is_verified_again(folder):
-    save(folder, 1)
-    os.utime(save(folder, 2) / "state.json", ns=(0, 0))
+def test_a_checkpoint_that_was_touched_or_not_verified_is_kept_until_two_are_newer_and_not_read(folder, open_folder):
+    for step in (1, 2):
+        save(folder, step)
+    folder.close()
+    resumed = open_folder(folder.path, True)
     with verified() as read:
-        save(folder, 3)
-    assert read == [2]
+        assert resumed.newest(pytest.fail).step == 2
+        weights = save(resumed, 3) / "model.safetensors"
+        assert steps(resumed) == [2, 3]
+        os.utime(weights, ns=(0, 0))
+        save(resumed, 4)
+        assert steps(resumed) == [2, 3, 4]  # 3 may be damaged: 2 is needed
+        save(resumed, 5)
+    assert steps(resumed) == [4, 5] and read == [2]
+    resumed.close()
+    for name in ("model.safetensors", "state.json"):
+        (list_checkpoints(folder.path)[0] / name).write_bytes(b"")
+    last = open_folder(folder.path, True)
+    assert last.newest(pytest.fail).step == 5
     with verified() as read:
-        save(folder, 4)
-    assert read == []
-    weights = list_checkpoints(folder.path)[-1] / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"?")  # the size is the same
-    with verified() as read:
-        save(folder, 5)
-    assert read == [4] and steps(folder) == [3, 4, 5]  # 4 is damaged: 3 is needed
+        save(last, 6)
+    assert steps(last) == [5, 6] and read == []
 
 
 # Written in the background.
@@ -191,7 +200,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_of_the_state_as_it_was(f
         assert written.wait(60)
         save_tokenizer(path)
 
-    folder.save(dict.fromkeys(STATE) | {"step": 1}, ALONE.gather_full(weights), {}, slow)
+    folder.save(dict.fromkeys(STATE) | {"step": 1}, weights, {}, slow)
     weights["weight"] += 1
     folder.check()
     assert steps(folder) == []
@@ -274,13 +283,16 @@ def test_what_a_kill_left_of_any_step_is_removed(folder):
 
 
 def test_processes_that_are_started_again_resume_and_those_of_another_launch_do_not(open_folder, tmp_path):
-    first = open_folder(tmp_path, False, "1 on here")
+    def launched(launch: str) -> World:
+        return dataclasses.replace(ALONE, launch=launch)
+
+    first = open_folder(tmp_path, False, launched("1 on here"))
     save(first, 1)
     first.close()
-    open_folder(tmp_path, False, "1 on here").close()
+    open_folder(tmp_path, False, launched("1 on here")).close()
     for launch in ("2 on here", ""):
         for _ in range(2):  # and again, when torchrun starts what was refused once more
             with pytest.raises(ValueError, match="already holds checkpoints; go on with --resume"):
-                RunFolder(tmp_path, False, launch)
-    open_folder(tmp_path, True, "2 on here").close()
-    open_folder(tmp_path, False, "2 on here").close()
+                RunFolder(tmp_path, False, launched(launch))
+    open_folder(tmp_path, True, launched("2 on here")).close()
+    open_folder(tmp_path, False, launched("2 on here")).close()
