@@ -20,7 +20,7 @@ from engine.tokenizer import Tokenizer, load_tokenizer
 
 Tensors = dict[str, Tensor]  # by their names
 GATHERED, SHARDED = 1, 2  # formats
-FILES = {"model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json"}  # of the first
+FILES = {"state.json", "tokenizer.json"}  # of either, beside those of tensors
 MOST_SHARDS = 99_999  # that their names have room for
 POLL = 0.1  # seconds between two looks for what another process writes
 STATE = {"step", "model", "settings", "documents", "elapsed_seconds", "best_val_loss", "data_sha256"}
@@ -85,6 +85,9 @@ class Checkpoint:
                 except safetensors.SafetensorError as error:
                     raise ValueError(f"{self.path / name} is damaged ({error})") from None
             for key, pieces in slices.items():
+                kinds = {(len(shape), *shape[1:]) for shape in (piece.get_shape() for piece in pieces)}
+                if len(pieces) > 1 and (len(kinds) > 1 or (0,) in kinds):
+                    raise ValueError(f"{self.path} is damaged: its shards don't have rows of one {key}")
                 yield key, SavedTensor(pieces)
 
 
@@ -119,7 +122,7 @@ def _complete(
     """Add what tells of the tensors' files to a directory that has them; the manifest last."""
     write_json(directory / "state.json", state)
     save_tokenizer(directory / "tokenizer.json")
-    written |= {name: sha256(directory / name) for name in ("state.json", "tokenizer.json")}
+    written |= {name: sha256(directory / name) for name in sorted(FILES)}
     write_json(directory / "manifest.json", manifest | {"files": written})
 
 
@@ -252,5 +255,5 @@ def _lacking(files: Any, shards: Any) -> str:
     """The files that a manifest should list and does not, as text."""
     if not isinstance(shards, int) or not 0 <= shards <= MOST_SHARDS:
         return f"1 to {MOST_SHARDS} shards, but {shards!r}"
-    needed = {"state.json", "tokenizer.json", *tensor_files("model", shards), *tensor_files("optimizer", shards)}
+    needed = {*FILES, *tensor_files("model", shards), *tensor_files("optimizer", shards)}
     return ", ".join(sorted(needed - files.keys() if isinstance(files, dict) else needed))

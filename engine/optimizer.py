@@ -192,8 +192,6 @@ class Optimizer:
             if name == "guard":
                 self.guard[what].copy_(value[...])
             else:  # a count of steps is a scalar, whatever the parameter
-                parameter = self.parameters[name]
-                scalar = len(value.shape) == 0
-                memory[name][what] = value[...].to(parameter.device) if scalar else held_like(parameter, value)
+                memory[name][what] = held_like(self.parameters[name], value)
         if self.scaling != bool(self.guard["loss_scale"] > 1):  # the run computed in another dtype
             self.guard["loss_scale"].fill_(FIRST_LOSS_SCALE if self.scaling else 1)

@@ -212,10 +212,10 @@ def rows_like(parameter: Tensor, full: Sliceable) -> Tensor:
 
 
 def held_like(parameter: Tensor, full: Sliceable) -> Tensor:
-    """A full tensor as the parameter is held: on its device, and sharded if it is."""
+    """A copy of a full tensor as the parameter is held: on its device, and sharded if it is; a scalar is not."""
+    if not is_sharded(parameter) or not full.shape:
+        return full[...].to(parameter.device, copy=True)
     held = rows_like(parameter, full).to(parameter.device, copy=True)
-    if not is_sharded(parameter):
-        return held
     from torch.distributed.tensor import DTensor
 
     placed = (parameter.device_mesh, parameter.placements)

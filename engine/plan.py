@@ -238,7 +238,8 @@ run    {self.steps:,} steps of {tokens:,} tokens = {self.steps * tokens:,}{f" ({
 here   {REACHED[kind]:.0%} of {speed / 1e12:,.2f} TFLOP/s, measured with matrix products on this {kind}
 H100   {REACHED["cuda"]:.0%} of {peak / 1e12:,.0f} TFLOP/s, bfloat16, from the data sheet and not measured;
        sends {NVLINK / 1e9:.0f} GB/s inside a machine of {MACHINE}, {NETWORK / 1e9:.0f} GB/s out of it
-save   {format_amount(saved, BYTES)}, in the first process's memory; {format_amount(saved / DISK, TIME)} to a disk
+save   {format_amount(saved, BYTES)}, {format_amount(saved / DISK, TIME)} to a disk of {DISK / 1e9:.0f} GB/s;
+       in the first process's memory with ddp, a w-th in each one's with fsdp
 !      more than the {GPU_MEMORY / 1e9:.0f} GB of an H100
 
 {table}"""

@@ -4,8 +4,9 @@
     torchrun … tests/in_turn.py RUNS     in the processes that torchrun started
 
 RUNS is JSON, a list of {"flags": …} with, if wanted, "stop": the step after which the last process asks to stop, or
-"hang": after which it hangs, "elsewhere": where the run folder is for all but the first process, and "watch", "mask",
-"hold" or "conclude": true. What process r saw of a run is then in OUT.seen/r.json.
+"hang": after which it hangs, "full": the bytes that it can write into a file, "elsewhere": where the run folder is for
+all but the first process, and "watch", "mask", "hold" or "conclude": true. What process r saw of a run is then in
+OUT.seen/r.json.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import importlib
 import io
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -182,6 +184,8 @@ def play(runs: list[dict[str, Any]]) -> None:
         for config, asked in zip(configs, runs, strict=True):
             folder_of(config.out).mkdir(exist_ok=True)
             train.total_memory = lambda device, asked=asked: asked.get("memory", 2**40)
+            if "full" in asked and world.rank == world.size - 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (asked["full"], resource.RLIM_INFINITY))
             stopper, watcher = Stopper(asked.get("stop"), asked.get("hang")), Watcher()
             observers = [Records(), stopper]
             observers += [watcher] if asked.get("watch") and world.is_first else []

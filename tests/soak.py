@@ -1,6 +1,7 @@
 """Training and preparing under fire. Torch is imported once, and each run is a fork.
 
-    python tests/soak.py events        killed at every change of a file, one after the other, then run again
+    python tests/soak.py events        killed at every change of a file, one after the other, then run again;
+                                       sharded, first the first of two processes and then the second
     python tests/soak.py kills 100     killed so many times at random moments
     python tests/soak.py long 20000    so many steps: memory and open files
 
@@ -9,16 +10,18 @@ The first two must end in what a run leaves that nothing happened to. Exit code 
 
 import collections
 import contextlib
+import functools
 import itertools
 import json
 import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import matplotlib.figure  # noqa: F401  as the next, or every fork would import it
 import torch
 import torch._dynamo
+import torch.distributed.fsdp
 from helpers import newest_checkpoint, numbers_text, same_checkpoint
 
 import prepare
@@ -42,6 +46,7 @@ SHAPE = "--num-layers 1 --num-heads 2 --d-model 16 --context-length 16 --batch-s
 SHAPE = [*SHAPE.split(), "--eval-tokens", "200", "--eval-every", "1000000", "--device", "cpu", "--resume"]
 CHANGES = {"os.rename": 2, "os.remove": 1, "os.mkdir": 2, "os.rmdir": 1, "os.truncate": None, "os.chmod": 2}
 CHANGES |= {"shutil.rmtree": 1, "tempfile.mkdtemp": None}  # events, and which argument is the folder's descriptor
+PATIENCE = 60  # seconds until a process of several is taken to hang
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
@@ -90,8 +95,8 @@ def make_data(out: Path, *flags: str) -> None:
 class Executioner:
     """An audit hook that kills this process at the fatal-th change of what is in a folder, and counts the changes."""
 
-    def __init__(self, folder: Path, fatal: int | None):
-        self.folder, self.fatal = os.path.join(folder, ""), fatal
+    def __init__(self, folder: Path, fatal: int | None, rank: int = 0):
+        self.folder, self.fatal, self.rank = os.path.join(folder, ""), fatal, rank
         self.seen: list[str] = []
         self.written: set[str] = set()  # files that are not only appended to
         self.number = itertools.count(1)
@@ -114,11 +119,16 @@ class Executioner:
         path, descriptor = os.fsdecode(arguments[0]), CHANGES.get(event)
         if descriptor and (arguments[descriptor] or -1) >= 0:
             path = os.path.join(os.readlink(f"/proc/self/fd/{arguments[descriptor]}"), path)
-        return path.startswith(self.folder)
+        looks = self.rank == 0 and "/shard-" in path and path.endswith(".lock")  # for as long as others write
+        looks |= event == "os.mkdir" and os.path.isdir(path)
+        return path.startswith(self.folder) and not looks
 
     def kill(self) -> None:
-        """End at once; what may not be on the disk yet, as it is not in its place, or was opened there, loses half."""
-        for path in Path(self.folder).rglob("*"):
+        """End at once; what may not be on the disk yet, as it is not in its place, or was opened there, loses half.
+
+        But the first of many processes goes on with what others had on the disk.
+        """
+        for path in Path(self.folder).rglob("*") if self.rank == 0 else ():
             if path.is_file() and (".partial" in str(path) or str(path) in self.written):
                 os.truncate(path, path.stat().st_size // 2)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -132,6 +142,8 @@ class Kind:
     act: Callable[[Path], Any]
     is_sound: Callable[[Path, Path, Path], bool]
     is_same: Callable[[Path, Path], bool]
+    processes: int = 1
+    victim: int = 0  # the rank of the one to kill
 
 
 def interrupted(folder: Path) -> None:
@@ -181,38 +193,59 @@ def losses(run: Path) -> list[tuple[int, float | None, float | None]]:
 
 
 def same_run(one: Path, other: Path) -> bool:
-    """The same files, weights, optimizer states, settings and losses."""
-    names = [sorted(contents(folder)) for folder in (one, other)]
+    """The same files, weights, optimizer states, settings and losses.
+
+    The first may have an older checkpoint too: killed before that was pruned, and then there was nothing more to save.
+    """
+    names = [contents(folder).keys() for folder in (one, other)]
+    older = all(name.startswith("run/checkpoints/step-") for name in names[0] - names[1])
     settings = [(folder / "run" / "config.toml").read_bytes() for folder in (one, other)]
     newest = [newest_checkpoint(folder / "run") for folder in (one, other)]
     same = losses(one / "run") == losses(other / "run") and same_checkpoint(*newest)
-    return same and names[0] == names[1] and settings[0] == settings[1]
+    return same and older and names[0] >= names[1] and settings[0] == settings[1]
 
 
 SIX_STEPS = ("--steps", 6, "--save-every", 2, "--log-every", 1)
 NEW = (dataset_is_whole, same_files)
-KINDS = {
-    "train": Kind(
-        lambda folder: make_data(folder / "data"),
-        lambda folder: train.main(training(folder / "run", *SIX_STEPS)),
-        run_is_whole,
-        same_run,
-    ),
-    "resume": Kind(
-        interrupted, lambda folder: train.main(training(folder / "run", *SIX_STEPS)), run_is_whole, same_run
-    ),
-    "prepare": Kind(lambda folder: None, lambda folder: make_data(folder / "data"), *NEW),
-    "prepare --force": Kind(
-        lambda folder: make_data(folder / "data", "--val-fraction", "0.3"),
-        lambda folder: make_data(folder / "data", "--force"),
-        *NEW,
-    ),
-    "prepare --merge": Kind(make_parts, lambda folder: prepare.main(["--merge", "--out", str(folder / "data")]), *NEW),
-}
+KINDS = (
+    {
+        "train": Kind(
+            lambda folder: make_data(folder / "data"),
+            lambda folder: train.main(training(folder / "run", *SIX_STEPS)),
+            run_is_whole,
+            same_run,
+        ),
+        "resume": Kind(
+            interrupted, lambda folder: train.main(training(folder / "run", *SIX_STEPS)), run_is_whole, same_run
+        ),
+    }
+    | {
+        f"train, {rank + 1} of 2 sharded": Kind(
+            lambda folder: make_data(folder / "data"),
+            lambda folder: train.main(training(folder / "run", *SIX_STEPS, "--parallel", "fsdp")),
+            run_is_whole,
+            same_run,
+            processes=2,
+            victim=rank,
+        )
+        for rank in (0, 1)
+    }
+    | {
+        "prepare": Kind(lambda folder: None, lambda folder: make_data(folder / "data"), *NEW),
+        "prepare --force": Kind(
+            lambda folder: make_data(folder / "data", "--val-fraction", "0.3"),
+            lambda folder: make_data(folder / "data", "--force"),
+            *NEW,
+        ),
+        "prepare --merge": Kind(
+            make_parts, lambda folder: prepare.main(["--merge", "--out", str(folder / "data")]), *NEW
+        ),
+    }
+)
 
 
-def events(folder: Path, name: str, every: int = 1) -> str:
-    """Kill one kind of command at the first, the last and every so many changes; tells how many there were.
+def events(folder: Path, name: str, choose: Callable[[int], Iterable[int]] = lambda n: range(1, n + 1)) -> str:
+    """Kill one kind of command at each of its n changes, or those chosen, from 1; tells how many there were.
 
     Raises AssertionError for a change that it did not recover from.
     """
@@ -224,19 +257,32 @@ def events(folder: Path, name: str, every: int = 1) -> str:
     shutil.copytree(now, before)
 
     def run(fatal: int | None = None) -> int:
-        def act() -> int | None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+
+        def act(rank: int) -> int | None:
             tempfile.tempdir = str(temporary)
-            executioner = Executioner(now, fatal)
+            if kind.processes > 1:
+                given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": kind.processes, "MASTER_PORT": port}
+                given |= {"LOCAL_WORLD_SIZE": kind.processes, "MASTER_ADDR": "127.0.0.1"}
+                os.environ.update({name: str(value) for name, value in given.items()})
+                signal.alarm(PATIENCE)
+            if rank != kind.victim:
+                return kind.act(now)
+            executioner = Executioner(now, fatal, rank)
             code = kind.act(now)
             (folder / "seen.json").write_text(json.dumps(executioner.seen))
             return code
 
-        return ended(forked(folder / "log", act))
+        children = [forked(folder / "log", functools.partial(act, rank)) for rank in range(kind.processes)]
+        codes = [ended(child) for child in children]
+        assert -signal.SIGALRM not in codes, (folder / "log").read_text()
+        return codes[kind.victim] or max(codes)
 
     assert run() == 0, (folder / "log").read_text()
     now.rename(after)
     seen = json.loads((folder / "seen.json").read_text())
-    for fatal in sorted({1, *range(every, len(seen) + 1, every), len(seen)}):
+    for fatal in choose(len(seen)):
         where = f"{name}, killed at change {fatal} of {len(seen)}, {seen[fatal - 1]}"
         shutil.copytree(before, now)
         assert run(fatal) == -signal.SIGKILL, where

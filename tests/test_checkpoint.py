@@ -5,6 +5,7 @@ import stat
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from helpers import same_checkpoint, same_tensors, seal
 
@@ -74,7 +75,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", [*sorted(FILES), "manifest.json"])
+@pytest.mark.parametrize("name", [*sorted(FILES), "model.safetensors", "optimizer.safetensors", "manifest.json"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_refused_by_name(tmp_path, name, damage):
     path = written(tmp_path)
@@ -159,7 +160,7 @@ def test_a_sharded_checkpoint_is_the_gathered_one_bit_for_bit(tmp_path, count):
     found, gathered = open_checkpoint(written_sharded(tmp_path, count)), open_checkpoint(tmp_path / "gathered")
     assert same_checkpoint(found, gathered) and same_tensors(dict(found.model()), MODEL)
     assert found.state == gathered.state and found.shards == count and gathered.shards == 0
-    files = {*tensor_files("model", count), *tensor_files("optimizer", count), "state.json", "tokenizer.json"}
+    files = {*tensor_files("model", count), *tensor_files("optimizer", count), *FILES}
     assert {file.name for file in found.path.iterdir()} == {*files, "manifest.json"}
     assert len({stat.S_IMODE(file.stat().st_mode) for file in found.path.iterdir()}) == 1
 
@@ -199,6 +200,16 @@ def test_a_shard_of_another_count_is_refused_by_name(tmp_path):
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match=rf"is damaged: its manifest.json does not list {one}"):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize(("name", "other"), [("matrix", torch.zeros(2, 4)), ("step", torch.tensor(1.0))])
+def test_shards_that_do_not_fit_each_other_are_refused_though_their_hashes_fit(tmp_path, name, other):
+    path = written_sharded(tmp_path)
+    for file in tensor_files("model", SHARDS)[1:3]:
+        safetensors.torch.save_file({name: other}, path / file)
+    seal(path)
+    with pytest.raises(ValueError, match=rf"is damaged: its shards don't have rows of one {name}"):
+        dict(open_checkpoint(path).model())
 
 
 @pytest.mark.parametrize("fault", ["failed", "ended", "hangs"])
