@@ -37,8 +37,9 @@ from engine.kernels import for_decoding
 from engine.optimizer import Optimizer, OptimizerConfig
 from engine.parallel import World
 from engine.plan import PEAK_FLOPS, Plan
+from engine.readers import read
 from engine.settings import parse
-from engine.sources import documents, find_sources
+from engine.sources import find_sources
 from engine.tokenizer import train_bpe
 from model import GPT, ModelConfig, MultiHeadAttention
 
@@ -245,7 +246,7 @@ class Bench:
     def prepare(self) -> dict[str, float]:
         """Encoding the standard library: prepare.py's way beside bare tiktoken with as many threads."""
         sources = find_sources(("stdlib",), None, "", Path())
-        text = "\n".join("".join(document()) for source in sources for document in documents(source))
+        text = "\n".join("".join(text.text for text in read(source)) for source in sources)
         tokenizer, threads = train_bpe([text], 4096), torch.get_num_threads()
         pieces = [text[i : i + 2**19] for i in range(0, len(text), 2**19)]
 

@@ -5,37 +5,45 @@ python prepare.py PAIRS.jsonl --prompt-field A --completion-field B        examp
 python prepare.py CHATS.jsonl --chat                                       examples: chats, and what the assistant says
 python prepare.py INPUT… --out data/NAME --part 3/16   the third of sixteen parts, each made on any machine
 python prepare.py --merge --out data/NAME              all parts → what one run without --part makes
+python prepare.py INPUT… --out data/NAME --ray local   the same by Ray: here, or on the cluster at an address
+python prepare.py --show data/NAME                     what is in there
 """
 
-import collections
+import contextlib
 import hashlib
-import itertools
+import io
 import json
-import os
 import re
+import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
-import numpy as np
+import filelock
 import tyro
 from tqdm import tqdm
 
+from engine.cluster import ray_cluster
 from engine.command import run_command
-from engine.dataset import SPLITS, find_parts, is_made, manifest_of, merge_parts, new_dataset, open_split, parts_of
-from engine.examples import chat_of, encode_example, is_target, learned_bytes, marked, pair_of, special_names
-from engine.files import held_alone, to_json
+from engine.dataset import manifest_of
+from engine.dataset_writer import DatasetWriter, is_made, new_dataset, stamp_of
+from engine.encoding import encoded, example_encoder, text_encoder
+from engine.examples import chat_of, pair_of, special_names
+from engine.files import held_alone, to_json, write_whole
+from engine.parts import content_of_parts, count_parts, find_parts, merge_parts, parts_of
+from engine.readers import FIELDS, kind_of
 from engine.settings import check_ranges, parse
-from engine.sources import Source, find_sources, kind_of
-from engine.splits import Corpus, Piece, assigned, documents_of
+from engine.sources import Source, find_sources
+from engine.splits import Corpus
+from engine.summary import describe, format_duration
 from engine.tokenizer import (
     LARGEST,
     PATTERNS,
     SMALLEST_BPE,
+    AnyCharacter,
     CharTokenizer,
     Tokenizer,
     load_tokenizer,
@@ -45,9 +53,10 @@ from engine.tokenizer import (
 
 PATTERN = "pairs"  # of a BPE trained on the text, unless the settings say otherwise
 VOCAB_SIZE = 4096  # of a BPE trained on the text, unless the settings say otherwise
-BATCH_CHARACTERS = 2**19  # about what one thread encodes at a time: enough to do, were documents ever so short
+TOKENIZER_BYTES = 2**27  # that a BPE is trained on, unless the settings say otherwise
 TRAINING_CHARACTERS = 2**16  # what the BPE trainer is fed at a time: more costs it memory, and time
 TRAINED = ("char", "bpe")  # tokenizers that are made from the text
+PARTS_PER_WORKER = 4  # with Ray: so many that none waits long for the last, and a lost one is no great loss
 progress = partial(tqdm, None, unit="B", unit_scale=True, disable=None, dynamic_ncols=True, leave=False)
 
 
@@ -56,8 +65,9 @@ class PrepareConfig:
     """Turn text into data/<name>/: a tokenizer, memory-mapped token shards and a manifest."""
 
     inputs: tyro.conf.Positional[tuple[str, ...]]
-    """Text files, folders, .jsonl or .ndjson, any of these gzipped, http(s) addresses, - for standard input, stdlib
-    (the sources of Python's standard library), or shakespeare (the tiny Shakespeare file, downloaded once)."""
+    """Files of text, .jsonl or .ndjson, .csv, .parquet, but Parquet any of these as .gz, .zst or .xz too; folders;
+    addresses (https://, s3://, gs://, …); hf:NAME, a Hugging Face dataset on the hub or in a folder; - for standard
+    input; stdlib (the sources of Python's standard library); shakespeare (the tiny file, downloaded once)."""
     # char, byte, bpe (trained on this text), a tiktoken encoding (gpt2, cl100k_base, …), or that of a path: a run, a
     # dataset or a tokenizer.json.
     tokenizer: str = "bpe"
@@ -66,25 +76,37 @@ class PrepareConfig:
     pattern: str | None = None
     # How many tokens a BPE trained on this text has; None: 4096.
     vocab_size: Annotated[int | None, f"at least {SMALLEST_BPE}, at most {LARGEST}"] = None
+    # Bytes of text that a BPE is trained on, from places spread over all of it; None: 128 MiB.
+    tokenizer_bytes: Annotated[int | None, "at least 1"] = None
     out: Path | None = None  # The folder to make; None: data/ and the first input's name.
-    # How much is kept for validation: whole documents, or where that can't be so, the tail of the text.
+    # How much is kept for validation: whole documents; of large ones, or if there are few, each one's tail.
     val_fraction: Annotated[float, "above 0, below 1"] = 0.1
     glob: str | None = None  # Which files of a folder to take, at any depth; None: all.
-    field: str | None = None  # The field of a .jsonl line that holds its text; None: text.
-    prompt_field: str | None = None  # For examples: the field of a .jsonl line with the prompt.
+    field: str | None = None  # The field, or column, that holds the text; None: text.
+    prompt_field: str | None = None  # For examples: the field with the prompt.
     completion_field: str | None = None  # The field with the completion, which alone is learned.
-    # Each .jsonl line is a chat, {"messages": [{"role": …, "content": …}, …]}: what the assistant says is learned.
+    # Each record is a chat, {"messages": [{"role": …, "content": …}, …]}: what the assistant says is learned.
     chat: bool = False
-    sha256: str = ""  # What a download must hash to.
+    hf_config: str | None = None  # The configuration of a Hugging Face dataset that has several.
+    hf_split: str | None = None  # The split of a Hugging Face dataset to take; None: train.
+    deduplicate: bool = False  # Leave out documents that are exact repeats of an earlier one.
+    sha256: str = ""  # What a download must hash to; it is then kept, and downloaded only once.
     errors: Literal["strict", "replace"] = "strict"  # Refuse bytes that are not UTF-8, or put U+FFFD in their place.
     force: bool = False  # Make it anew, and replace what other arguments, or other text, made there.
     part: str | None = None  # Make only one part of the work, say 3/16, the third of sixteen, in a folder beside --out.
     merge: bool = False  # Join all parts of --out to what one run without --part makes; it takes no input.
+    ray: str | None = None  # Have Ray make the parts, then merge: local, local:4 (workers), or a cluster's address.
+    show: Path | None = None  # Only print what is in this dataset; it takes no input.
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prepare or merge as the command line says, and say what to do next."""
+    """Prepare, merge or show as the command line says, and say what to do next."""
     config = parse(PrepareConfig, arguments)
+    if config.show is not None:
+        if config != PrepareConfig((), show=config.show):
+            raise ValueError("--show takes a dataset and nothing else: python prepare.py --show data/NAME")
+        print(f"{describe(config.show)}\n{outlook(config.show)}")
+        return
     out, changed = merge(config) if config.merge else prepare(config)
     if not changed:
         print(f"{out} is up to date: the same arguments and the same text made it. Nothing changed.")
@@ -93,45 +115,54 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if config.merge:
         print(f"Its parts are no longer needed: rm -r {parts_of(out)}")
+    if changed:
+        print(outlook(out))
     print(f"Train on it: python train.py --data {out} --out out/{out.name}")
 
 
-def prepare(config: PrepareConfig) -> tuple[Path, bool]:
+def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bool]:
     """Make the dataset that the config describes, or a part; return its folder, and whether it had to be made.
 
-    Raises ValueError for what can't be prepared. Until the end nothing is there, and then all of it.
+    threads encode; None: one a core. Raises ValueError for what can't be prepared. Until the end nothing is there, and
+    then all of it.
     """
     part, parts = check(config)
     given = None if config.tokenizer in TRAINED else named_tokenizer(config.tokenizer)
-    name = "stdin" if config.inputs[0] == "-" else Path(config.inputs[0].split("?")[0]).resolve().name.split(".")[0]
-    out = config.out or Path("data") / (name or "text")
+    out = config.out or Path("data") / name_of(config.inputs[0])
     with tempfile.TemporaryDirectory() as spool:
-        sources = sources_of(config, Path(spool))
-        with progress("reading", sum(os.path.getsize(source.path) for source in sources)) as bar:
-            corpus = Corpus(sources, config.val_fraction, bar.update)
-        if not corpus.bytes:
-            raise ValueError(f"{' '.join(config.inputs)}: no text in there; an empty corpus can't be prepared")
-        origin = origin_of(corpus, config, given)
+        corpus = Corpus(sources_of(config, Path(spool)), config.val_fraction)
+        origin, stretch = origin_of(corpus, config, given), corpus.stretch(part, parts)
+        whole = out
         if config.part:
-            origin["part"] = f"{part}/{parts}"
-            out = parts_of(out) / f"{part}-of-{parts}"
-        if is_made(out, origin, config.force):
+            origin |= {"part": f"{part}/{parts}", "listing": corpus.listing}
+            out = parts_of(whole) / f"{part}-of-{parts}"
+        if is_made(out, origin, config.force, corpus.stamp, lambda: corpus.content(*stretch)):
             return out, False
+        if config.ray or (config.deduplicate and not config.part):
+            return in_parts(replace(config, out=out)), True
         with held_alone(out):
-            tokenizer = given or trained_tokenizer(corpus, config)
+            tokenizer = given or trained_tokenizer(corpus, config, whole)
             if corpus.examples:
                 tokenizer = tokenizer.with_special(special_names(tokenizer, config.chat))
-            separator = origin.get("separator", "")
-            encode = partial(encode_examples if corpus.examples else partial(encode_text, separator), tokenizer)
-            unit, total = (" examples", corpus.documents) if corpus.examples else ("B", corpus.bytes)
-            with new_dataset(out, tokenizer, origin) as writers, progress("encoding", total // parts, unit=unit) as bar:
-                for split, found in encoded(assigned(corpus, part, parts), encode):
-                    writers[split].write(found.ids, *found.amounts)
-                    if corpus.examples:
-                        writers[f"{split}-lengths"].write(found.lengths)
-                    bar.update(len(found.lengths) if corpus.examples else found.amounts[0])
-    summarise(out)
+            with new_dataset(out, tokenizer, origin, corpus.stamp) as writer:
+                if not encode_into(writer, corpus, stretch, threads) and not config.part:
+                    raise ValueError(f"{' '.join(config.inputs)}: no text in there; an empty corpus can't be prepared")
+    print(describe(out))
     return out, True
+
+
+def encode_into(writer: DatasetWriter, corpus: Corpus, stretch: tuple[int, int], threads: int | None) -> int:
+    """Write the ids, and the ledger, of the texts that begin in a stretch of the corpus's bytes; returns their size."""
+    tokenizer, separator = writer.tokenizer, writer.origin.get("separator", "")
+    encode, total = example_encoder(tokenizer) if corpus.examples else text_encoder(tokenizer, separator), 0
+    with progress("encoding", min(stretch[1], corpus.bytes) - stretch[0] if corpus.counted else None) as bar:
+        for found in encoded(corpus.texts(*stretch), corpus.rule, encode, threads):
+            for split, ids in found.ids.items():
+                writer.write(split, ids)
+            writer.record(found.rows)
+            bar.update(found.size)
+            total += found.size
+    return total
 
 
 def merge(config: PrepareConfig) -> tuple[Path, bool]:
@@ -143,23 +174,56 @@ def merge(config: PrepareConfig) -> tuple[Path, bool]:
     if out is None or config != PrepareConfig((), out=out, force=config.force, merge=True):
         raise ValueError("--merge needs --out, the dataset whose parts to join, and takes nothing else but --force")
     parts = find_parts(out)
-    origin = {key: value for key, value in next(iter(parts.values()))["origin"].items() if key != "part"}
-    total = sum(counts["bytes"] for found in parts.values() for counts in found["splits"].values())
-    if is_made(out, origin, config.force):
+    first = next(iter(parts.values()))
+    origin = {key: value for key, value in first["origin"].items() if key not in ("part", "listing", "content")}
+    stamps, content = {stamp_of(part) or "" for part in parts}, content_of_parts(parts)
+    stamp = stamps.pop() if len(stamps) == 1 else ""
+    if is_made(out, origin, config.force, stamp, lambda: content):
         return out, False
-    with held_alone(out), progress("merging", total) as bar:
-        merge_parts(out, parts, origin, bar.update)
-    summarise(out)
+    total = sum(counts["tokens"] for found in parts.values() for counts in found["splits"].values())
+    with held_alone(out), progress("merging", total, unit=" tokens") as bar:
+        merge_parts(out, parts, {"content": content} | origin, stamp, bar.update)
+    print(describe(out))
     return out, True
+
+
+def in_parts(config: PrepareConfig) -> Path:
+    """Make a dataset in parts, those that are not there yet, and merge them; with Ray many parts at a time."""
+    out = config.out.resolve()
+    inputs = tuple(str(Path(name).resolve()) if Path(name).exists() else name for name in config.inputs)
+    whole = replace(config, ray=None, out=out, inputs=inputs if config.ray else config.inputs)
+    if config.ray:
+        with ray_cluster(config.ray) as (workers, run):
+            count = count_parts(out) or PARTS_PER_WORKER * workers
+            tasks = [replace(whole, part=f"{number}/{count}") for number in range(1, count + 1)]
+            with progress("parts", count, unit="") as bar:
+                for _ in run(prepare_quietly, tasks):
+                    bar.update()
+    else:
+        prepare_quietly(replace(whole, part="1/1"), None)
+    merge(PrepareConfig((), out=config.out, force=config.force, merge=True))
+    shutil.rmtree(parts_of(config.out))
+    return config.out
+
+
+def prepare_quietly(config: PrepareConfig, threads: int | None = 1) -> None:
+    """Make a part, and print nothing."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        prepare(config, threads)
 
 
 def check(config: PrepareConfig) -> tuple[int, int]:
     """Which part of how many to make: 1, 1 is all. Raises ValueError for arguments that can't lead anywhere."""
     if not config.inputs or "" in config.inputs:
-        advice = "give a file, a folder, an http(s) address, - for standard input, stdlib or shakespeare"
+        advice = "give a file, a folder, an address, hf:NAME, - for standard input, stdlib or shakespeare"
         raise ValueError(f"no input: {advice}")
     check_ranges(config)
-    for flag, value in (("--vocab-size", config.vocab_size), ("--pattern", config.pattern)):
+    of_bpe = {
+        "--vocab-size": config.vocab_size,
+        "--pattern": config.pattern,
+        "--tokenizer-bytes": config.tokenizer_bytes,
+    }
+    for flag, value in of_bpe.items():
         if value is not None and config.tokenizer != "bpe":
             raise ValueError(f"{flag} {value} is for --tokenizer bpe; {config.tokenizer} has its own")
     if config.pattern not in (None, *PATTERNS):
@@ -169,6 +233,9 @@ def check(config: PrepareConfig) -> tuple[int, int]:
     given = {"--chat": config.chat or None, "--prompt-field": config.prompt_field, "--field": config.field}
     if len(ways := [flag for flag, value in given.items() if value is not None]) > 1:
         raise ValueError(f"{' and '.join(ways)} exclude each other: a line is a chat, a pair, or text; give only one")
+    if config.ray and (config.part or "-" in config.inputs):
+        other = "--part" if config.part else "standard input"
+        raise ValueError(f"--ray {config.ray} and {other} exclude each other: Ray's workers make all parts, from files")
     match = re.fullmatch("([0-9]+)/([0-9]+)", "1/1" if config.part is None else config.part)
     part, parts = map(int, match.groups()) if match else (0, 0)
     if not 1 <= part <= parts:
@@ -181,16 +248,27 @@ def sources_of(config: PrepareConfig, spool: Path) -> list[Source]:
     turns_of = chat_of if config.chat else None
     if config.prompt_field is not None:
         turns_of = partial(pair_of, prompt_field=config.prompt_field, completion_field=config.completion_field)
-    found = find_sources(config.inputs, config.glob, config.sha256, spool)
-    others = [source.name for source in found if not kind_of(source.path)]
+    of_hub = {"config": config.hf_config, "split": config.hf_split or "train"}
+    found = find_sources(config.inputs, config.glob, config.sha256, spool, **of_hub)
+    others = [source.name for source in found if not kind_of(source)]
     if config.field is not None and len(others) == len(found):
-        raise ValueError(f"--field {config.field} is for JSON lines (.jsonl, .ndjson), and no input has them")
+        raise ValueError(f"--field {config.field} is for {FIELDS}, and no input has them")
+    if (config.hf_config or config.hf_split) and not any(name.startswith("hf:") for name in config.inputs):
+        raise ValueError("--hf-config and --hf-split are of Hugging Face datasets, hf:NAME, and no input is one")
     if turns_of and others:
         flag = "--chat" if config.chat else "--prompt-field"
         advice = "leave it out, convert it, or choose a folder's files with --glob '*.jsonl'"
-        raise ValueError(f"{flag} is for JSON lines (.jsonl, .ndjson), which {others[0]} is not; {advice}")
+        raise ValueError(f"{flag} is for {FIELDS}, which {others[0]} is not; {advice}")
     how = {"field": config.field or "text", "errors": config.errors, "turns_of": turns_of}
     return [replace(source, **how) for source in found]
+
+
+def name_of(source: str) -> str:
+    """A dataset's name after its first input."""
+    if source == "-":
+        return "stdin"
+    path = re.sub(r"[*?#].*", "", source.removeprefix("hf:")).rstrip("/")
+    return Path(path).resolve().name.split(".")[0] or "text"
 
 
 def origin_of(corpus: Corpus, config: PrepareConfig, given: Tokenizer | None) -> dict[str, Any]:
@@ -198,122 +276,73 @@ def origin_of(corpus: Corpus, config: PrepareConfig, given: Tokenizer | None) ->
     name = config.tokenizer
     if given and name != given.kind:  # a path, where another tokenizer may stand tomorrow
         name = f"{given.kind} {hashlib.sha256(to_json(given.state()).encode()).hexdigest()}"
-    origin = {"content": corpus.content, "tokenizer": name, "val_fraction": config.val_fraction}
+    origin = {"tokenizer": name, "val_fraction": config.val_fraction}
     if config.tokenizer == "bpe":
         origin["vocab_size"] = config.vocab_size or VOCAB_SIZE
     if config.pattern not in (None, PATTERN):
         origin["pattern"] = config.pattern
+    if config.tokenizer_bytes not in (None, TOKENIZER_BYTES):
+        origin["tokenizer_bytes"] = config.tokenizer_bytes
+    if config.deduplicate:
+        origin["deduplicate"] = True
     if corpus.examples:
         origin["examples"] = "chats" if config.chat else "pairs"
-    elif corpus.documents > 1 and (given.end_of_text is None if given else config.tokenizer == "char"):
+    elif not corpus.single and (given.end_of_text is None if given else config.tokenizer == "char"):
         origin["separator"] = "\n"
-    if corpus.documents > 1 and not corpus.by_document:
-        origin["split"] = "tail"
+    if corpus.rule.few and not corpus.single:
+        origin["split"] = "few"
     return origin
 
 
-def trained_tokenizer(corpus: Corpus, config: PrepareConfig) -> Tokenizer:
-    """The tokenizer, char or bpe, that the config names, made from the whole corpus."""
-    with progress("training tokenizer", corpus.bytes) as bar:
+def trained_tokenizer(corpus: Corpus, config: PrepareConfig, out: Path) -> Tokenizer:
+    """The tokenizer, char or bpe, that the config names, made from the corpus; a BPE once for all parts of out."""
+    if config.tokenizer == "char":
+        if config.part:
+            return AnyCharacter()
+        separator = origin_of(corpus, config, None).get("separator", "")
+        return CharTokenizer("".join(sorted(reduce(set.union, training_texts(corpus, None), {*separator}))))
+    size = config.tokenizer_bytes or TOKENIZER_BYTES
 
-        def texts() -> Iterator[str]:
-            for _, document in documents_of(corpus, 1, 1):
-                for piece in document():
-                    bar.update(len(piece.encode()))
-                    for text in (text for _, text in json.loads(piece)) if corpus.examples else (piece,):
-                        yield from (text[i : i + TRAINING_CHARACTERS] for i in range(0, len(text), TRAINING_CHARACTERS))
+    def train() -> Tokenizer:
+        return train_bpe(training_texts(corpus, size), config.vocab_size or VOCAB_SIZE, config.pattern or PATTERN)
 
-        if config.tokenizer == "bpe":
-            return train_bpe(texts(), config.vocab_size or VOCAB_SIZE, config.pattern or PATTERN)
-        separator = "" if corpus.examples else "\n" * (corpus.documents > 1)
-        return CharTokenizer("".join(sorted(reduce(set.union, texts(), {*separator}))))
-
-
-class Encoded(NamedTuple):
-    """What some pieces have for one split."""
-
-    ids: np.ndarray  # tokens (N,)
-    amounts: tuple[int, ...]  # UTF-8 bytes, documents that end, and of examples the targets
-    lengths: Sequence[int] = ()  # of examples, in tokens
+    if not config.part:
+        return train()
+    what = [corpus.stamp or corpus.listing, size, config.vocab_size, config.pattern]
+    shared = parts_of(out) / f"tokenizer-{hashlib.sha256(to_json(what).encode()).hexdigest()[:16]}.json"
+    shared.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(shared.with_suffix(".lock")):  # whoever comes first trains it, the others wait
+        if not shared.exists():
+            write_whole(shared, to_json(train().state(), indent=1).encode())
+    return load_tokenizer(shared)
 
 
-def encode_text(separator: str, tokenizer: Tokenizer, pieces: Sequence[Piece]) -> Encoded:
-    """Pieces of text of one split; a document ends with the end of text or, where there is none, with the separator."""
-    end = tokenizer.end_of_text
-    ending = tokenizer.encode(separator) if end is None else np.array([end], np.uint32)
-    ids, size = [ending[:0]], 0
-    for _, text, ends in pieces:
-        ids += tokenizer.encode(text), ending if ends else ending[:0]
-        size += len(text.encode()) + ends * len(separator)
-    return Encoded(np.concatenate(ids), (size, sum(ends for *_, ends in pieces)))
+def training_texts(corpus: Corpus, size: int | None) -> Iterator[str]:
+    """What a tokenizer is made from, a little at a time: all text, or about so many bytes of it."""
+    texts = (text.text for text in corpus.texts()) if size is None else corpus.sample(size)
+    with progress("training tokenizer", min(size or corpus.bytes, corpus.bytes) if corpus.counted else None) as bar:
+        for found in texts:
+            bar.update(len(found))
+            for text in (text for _, text in json.loads(found)) if corpus.examples else (found,):
+                yield from (text[i : i + TRAINING_CHARACTERS] for i in range(0, len(text), TRAINING_CHARACTERS))
 
 
-def encode_examples(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> Encoded:
-    """Examples of one split; bytes are those of what counts."""
-    turns = [json.loads(text) for _, text, _ in pieces]
-    found = [np.empty(0, np.int32), *(encode_example(tokenizer, one) for one in turns)]
-    amounts = (sum(map(learned_bytes, turns)), len(turns), sum(int(is_target(one).sum()) for one in found))
-    return Encoded(np.concatenate(found), amounts, np.array([len(one) for one in found[1:]], np.uint32))
+def outlook(out: Path) -> str:
+    """How often a default run sees the training text, and how long its matrix products take here."""
+    from engine.plan import speed_here  # torch takes more memory than all that is done before
+    from model import GPT
+    from train import TrainConfig
 
-
-def encoded(pieces: Iterable[Piece], encode: Callable[[list[Piece]], Encoded]) -> Iterator[tuple[str, Encoded]]:
-    """Each split's pieces, encoded on all cores, in order.
-
-    Threads are enough: tiktoken and NumPy work outside Python's lock. A few batches wait, never the whole corpus.
-    """
-    characters = 0
-
-    def batch_of(piece: Piece) -> int:
-        nonlocal characters
-        characters += len(piece[1]) + 1
-        return characters // BATCH_CHARACTERS
-
-    def encode_batch(batch: list[Piece]) -> list[tuple[str, Encoded]]:
-        """What one thread does at a time."""
-        return [(split, encode([piece for piece in batch if piece[0] == split])) for split in SPLITS]
-
-    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    waiting = collections.deque()
-    with ThreadPoolExecutor(workers) as pool:
-        for _, batch in itertools.groupby(pieces, batch_of):
-            waiting.append(pool.submit(encode_batch, list(batch)))
-            if len(waiting) > 2 * workers:
-                yield from waiting.popleft().result()
-        while waiting:
-            yield from waiting.popleft().result()
-
-
-def summarise(out: Path) -> None:
-    """Print what was made."""
-    manifest = manifest_of(out)
-    splits, found, origin = manifest["splits"], manifest["vocab_size"], manifest["origin"]
-    what = "examples" if "examples" in origin else "documents"
-    documents, size, tokens = (sum(c[key] for c in splits.values()) for key in ("documents", "bytes", "tokens"))
-    asked = origin.get("vocab_size", found)
-    fewer = f" (of {asked:,} asked: the text has no more pairs)" if found < asked else ""
-    print(f"{out}")
-    if origin.get("split"):
-        share, why = f"{origin['val_fraction']:.0%} of the text is", "whole documents can't be shared out like that"
-        if what == "examples":
-            share, why = f"{splits['val']['documents']:,} examples are", "so few can't be drawn by lot"
-        print(f"  the last {share} for validation: {why}")
-    print(f"  {what:<15}  {documents:>15,}")
-    print(f"  UTF-8 bytes      {size:>15,}" + "  of what is to be learned" * (what == "examples"))
-    print(f"  tokens           {tokens:>15,}")
-    if what == "examples":
-        print(f"  that count       {sum(counts['targets'] for counts in splits.values()):>15,}")
-    else:
-        print(f"  bytes per token  {size / max(1, tokens):>15.2f}")
-    print(f"  vocabulary       {found:>15,}  {manifest['tokenizer']['kind']}{fewer}")
-    for split, counts in splits.items():
-        names = [shard["file"] for shard in counts["shards"]]
-        files = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-        ends = "" if what == "examples" else " end here"
-        print(f"  {split:<5} tokens     {counts['tokens']:>15,}  {files} ({counts['documents']:,} {what}{ends})")
-    if what == "examples" and splits["train"]["documents"]:
-        first = marked(load_tokenizer(out / "tokenizer.json"), open_split(out, manifest, "train").example(0))
-        print("  The first example, what is to be learned between ⟦ and ⟧:")
-        print("\n".join(f"    {line}" for line in first.split("\n")))
+    config, manifest = TrainConfig(), manifest_of(out)
+    shape, counts = config.model, manifest["splits"]["train"]
+    tokens = config.steps * config.batch_size * shape.context_length
+    epochs = tokens / counts["tokens"]
+    if "examples" in manifest["origin"]:
+        epochs = config.steps * config.batch_size / counts["documents"]
+        tokens = epochs * counts["tokens"]
+    weights = GPT(replace(shape, vocab_size=1)).num_parameters + shape.d_model * manifest["vocab_size"]
+    seconds = format_duration(6 * weights * tokens / speed_here(shape.d_model))  # Kaplan et al. 2020, section 2.1
+    return f"  a default run   {epochs:>16,.2f}  epochs in {config.steps} steps, about {seconds} of computing here"
 
 
 if __name__ == "__main__":

@@ -1,26 +1,22 @@
-"""data/<name>/: a manifest, a tokenizer and memory-mapped shards of token ids; written, opened, verified, merged."""
+"""data/<name>/: a manifest, a tokenizer and memory-mapped shards of token ids; written, opened, verified."""
 
 import contextlib
 import hashlib
 import itertools
-import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from engine.files import inside, new_directory, parse_json, read_json, sha256, write_json
+from engine.files import inside, parse_json, read_json, sha256, write_json
+from engine.splits import SPLITS
 from engine.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT = 1
-SPLITS = ("train", "val")
 EXAMPLES_DTYPE, LENGTHS_DTYPE = "int32", "uint32"  # of examples' tokens, as no text's are, and of their lengths
-SHARD_TOKENS = 2**27  # 256 MiB of uint16
-OURS = re.compile(r"(manifest|tokenizer|verified)\.json|(train|val)(-lengths)?-[0-9]{5,}\.npy")  # a dataset's files
-HEADER = 128  # bytes of a shard's header: NumPy leaves room for an array of any length
 
 
 class ShardedTokens:
@@ -178,91 +174,7 @@ def verify_dataset(dataset: Dataset, again: bool) -> None:
         write_json(known, now)
 
 
-class ShardWriter:
-    """Writes a series of tokens as ``NAME-00000.npy``, … in a directory, in memory of one piece at a time."""
-
-    def __init__(self, directory: Path, name: str, dtype: str, counted: Sequence[str] = ("bytes", "documents")):
-        self.directory, self.name, self.dtype, self.counted = directory, name, np.dtype(dtype), counted
-        self.counts = {"tokens": 0} | dict.fromkeys(counted, 0) | {"shards": []}
-        self.file = None  # the shard that is open
-        self.room = 0  # tokens that it has room for
-
-    def write(self, ids: np.ndarray, *amounts: int) -> None:
-        """Append token ids (N,), and how much is in them of what is counted: UTF-8 bytes, documents that end, …"""
-        for what, amount in zip(self.counted, amounts, strict=False):
-            self.counts[what] += amount
-        while len(ids):
-            if self.file is None:
-                self.file = open(self.directory / f"{self.name}-{len(self.counts['shards']):05d}.npy", "wb")  # noqa: SIM115
-                self.file.seek(HEADER)
-                self.room = SHARD_TOKENS
-            piece, ids = ids[: self.room], ids[self.room :]
-            self.file.write(piece.astype(self.dtype, copy=False).data)
-            self.room -= len(piece)
-            self.counts["tokens"] += len(piece)
-            if not self.room:
-                self.close()
-
-    def close(self) -> dict[str, Any]:
-        """Complete the shard that is open, if any; return the counts and shards as the manifest has them."""
-        if self.file is not None:
-            tokens = SHARD_TOKENS - self.room
-            header = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": (tokens,)}
-            self.file.seek(0)
-            np.lib.format.write_array_header_1_0(self.file, header)
-            assert self.file.tell() == HEADER
-            self.file.close()
-            path = Path(self.file.name)
-            self.counts["shards"].append({"file": path.name, "tokens": tokens, "sha256": sha256(path)})
-            self.file = None
-        return self.counts
-
-
-@contextlib.contextmanager
-def new_dataset(out: Path, tokenizer: Tokenizer, origin: dict[str, Any]) -> Iterator[dict[str, ShardWriter]]:
-    """Fill the writers, one a split, that this yields; leaving it without an error makes ``out``, at once.
-
-    origin says what it is made from, and for a part which one. Of examples it yields writers of their lengths too,
-    ``SPLIT-lengths``. Raises ValueError if a split of a whole is too short.
-    """
-    examples = "examples" in origin
-    with new_directory(out) as directory:
-        tokenizer.save(directory / "tokenizer.json")
-        dtype = EXAMPLES_DTYPE if examples else "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-        counted = ("bytes", "documents", "targets")[: 2 + examples]
-        writers = {split: ShardWriter(directory, split, dtype, counted) for split in SPLITS}
-        lengths = {split: ShardWriter(directory, f"{split}-lengths", LENGTHS_DTYPE, ()) for split in SPLITS * examples}
-        yield writers | {writer.name: writer for writer in lengths.values()}
-        splits = {split: writer.close() for split, writer in writers.items()}
-        for split, writer in lengths.items():
-            splits[split]["lengths"] = writer.close()["shards"]
-        documents = sum(counts["documents"] for counts in splits.values())
-        for split, counts in splits.items():
-            if counts["tokens"] < 2 and "part" not in origin:
-                found = f"{counts['tokens']} tokens of {documents} {'examples' if examples else 'documents'}"
-                raise ValueError(f"the {split} split has {found}, too few; give more, or change --val-fraction")
-        identity = {"kind": tokenizer.kind, "sha256": sha256(directory / "tokenizer.json")}
-        manifest = {"format": FORMAT, "tokenizer": identity, "vocab_size": tokenizer.vocab_size, "dtype": dtype}
-        write_json(directory / "manifest.json", manifest | {"splits": splits, "origin": origin})
-
-
-def is_made(out: Path, origin: dict[str, Any], force: bool) -> bool:
-    """Whether out holds this very dataset, whole, and may keep it. Raises ValueError for what must not be replaced."""
-    names = sorted(path.name for path in out.iterdir()) if out.is_dir() else [""] * out.exists()
-    if not names:
-        return False
-    if not {"manifest.json", "tokenizer.json"} <= {*names}:
-        raise ValueError(f"{out} exists and is not a dataset; choose another directory with --out")
-    if foreign := [name for name in names if not OURS.fullmatch(name)]:
-        raise ValueError(f"{out} holds {foreign[0]}, which is no part of a dataset; move it, or choose another --out")
-    manifest = manifest_of(out)
-    other = _differences(manifest, manifest | {"origin": origin}) if manifest else "a manifest.json that is damaged"
-    if other and not force:
-        raise ValueError(f"{out} was made with {other}; use --force to replace it, or another --out")
-    return not force and _is_whole(out, manifest)
-
-
-def _is_whole(out: Path, manifest: dict[str, Any]) -> bool:
+def is_whole(out: Path, manifest: dict[str, Any]) -> bool:
     """Whether the files that a manifest names are there, in their lengths."""
     try:
         for series, dtype in _series(manifest).items():
@@ -281,69 +193,3 @@ def manifest_of(path: Path) -> dict[str, Any]:
         if isinstance(found, dict) and all(isinstance(found.get(key), dict) for key in keys):
             return found
     return {}
-
-
-def _differences(found: dict[str, Any], expected: dict[str, Any]) -> str:
-    """What a manifest's dataset was made with that another's was not; empty if with the same."""
-    names = {"content": "other text", "sha256": "another tokenizer.json"}
-    found, expected = (manifest["origin"] | manifest["tokenizer"] for manifest in (found, expected))
-    keys = [key for key in found.keys() | expected if found.get(key) != expected.get(key)]
-    return ", ".join(sorted(names.get(key, f"{key} {found[key]}" if key in found else f"no {key}") for key in keys))
-
-
-def parts_of(out: Path) -> Path:
-    """The folder of a dataset's parts."""
-    return out.parent / f"{out.name}.parts"
-
-
-def _remedy(part: Path) -> str:
-    return f"python prepare.py INPUT --out {part.parent.with_suffix('')} --part {part.name.replace('-of-', '/')}"
-
-
-def find_parts(out: Path) -> dict[Path, dict[str, Any]]:
-    """The folders and manifests of a dataset's parts, in order. Raises ValueError if they don't make a whole."""
-    folder = parts_of(out)
-    matches = [re.fullmatch("[0-9]+-of-([0-9]+)", path.name) for path in folder.glob("*")]
-    counts = sorted({int(match[1]) for match in matches if match})
-    if not counts:
-        raise ValueError(f"{folder} holds no parts; make each with: {_remedy(folder / '1-of-N')}")
-    if len(counts) > 1:
-        sorts = " and ".join(f"{folder}/*-of-{count}" for count in counts)
-        raise ValueError(f"there are parts of different counts, {sorts}; remove those that you don't want")
-    parts = {}
-    for number in range(1, counts[0] + 1):
-        part = folder / f"{number}-of-{counts[0]}"
-        parts[part] = manifest_of(part)
-        if not parts[part]:
-            state = "damaged; remove it, and" if part.exists() else "missing;"
-            raise ValueError(f"{part} is {state} make it with: {_remedy(part)}")
-        first, expected = next(iter(parts.items()))
-        expected = expected | {"origin": expected["origin"] | {"part": f"{number}/{counts[0]}"}}
-        if other := _differences(parts[part], expected):
-            raise ValueError(f"{part} was made with {other}, unlike {first}; make it again: {_remedy(part)} --force")
-    return parts
-
-
-def merge_parts(out: Path, parts: dict[Path, dict], origin: dict[str, Any], advance: Callable[[int], Any]) -> None:
-    """Join parts to the dataset that one run makes, byte for byte; advance is told the bytes of text.
-
-    Raises ValueError for a file that is not what was written.
-    """
-
-    def intact(part: Path, file: str, expected_sha256: str) -> Path:
-        path = inside(part, file)
-        if not path.is_file() or sha256(path) != expected_sha256:
-            raise ValueError(f"{path} is damaged; make it again: {_remedy(part)} --force")
-        return path
-
-    first, manifest = next(iter(parts.items()))
-    tokenizer = load_tokenizer(intact(first, "tokenizer.json", manifest["tokenizer"]["sha256"]))
-    with new_dataset(out, tokenizer, origin) as writers:
-        for part, found in parts.items():
-            for split, counts in found["splits"].items():
-                for series in _series(found):
-                    writer = writers[split if series == "shards" else f"{split}-{series}"]
-                    for shard in counts[series]:
-                        writer.write(np.load(intact(part, shard["file"], shard["sha256"]), mmap_mode="r"))
-                writers[split].write(np.empty(0), *(counts[what] for what in writers[split].counted))
-                advance(counts["bytes"])

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.device import mixed_precision
+from engine.device import choose_device, choose_dtype, mixed_precision
 from engine.kernels import recompute_activations
 from engine.optimizer import Optimizer, OptimizerConfig
 from engine.parallel import reduces_each
@@ -257,6 +257,13 @@ def measure_speed(device: torch.device, dtype: torch.dtype) -> float:
     a = torch.randn(size, size, device=device).to(dtype)
     timer = Timer("a @ a", globals={"a": a}, num_threads=torch.get_num_threads())
     return 2 * size**3 / timer.blocked_autorange(min_run_time=0.3).median
+
+
+@functools.cache
+def speed_here(width: int) -> float:
+    """FLOP/s that training a model of a width reaches on this machine's best device."""
+    device = choose_device("auto")
+    return measure_speed(device, choose_dtype("auto", device, width)) * REACHED[device.type]
 
 
 def format_amount(amount: float, units: tuple[tuple[float, str], ...]) -> str:

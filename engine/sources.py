@@ -1,21 +1,25 @@
-"""Where text comes from: files, folders, downloads, standard input → documents, a block at a time."""
+"""Where text comes from: files, folders, addresses, Hugging Face datasets, standard input → sources, opened."""
 
-import codecs
 import contextlib
+import functools
 import gzip
 import hashlib
-import http.client
+import importlib
+import io
 import json
+import lzma
 import os
 import re
 import shutil
+import sys
 import sysconfig
-import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, BinaryIO
+
+from fsspec.core import url_to_fs
 
 from engine.files import sha256
 
@@ -23,30 +27,108 @@ SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/t
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 # Of Python's standard library: what is not part of it, tests, which not every machine has, and tables.
 NOT_IN_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
-BLOCK = 2**20  # bytes read at a time
-NOT_UTF8 = "{} is not UTF-8 at byte {}; convert it, or use --errors replace"
+BLOCK = 2**18  # bytes fetched at a time from afar
+SILENCE = 60  # seconds in which a web server that sends nothing is given up
+# What file systems call that which changes when a file does.
+STAMPS = ("ETag", "etag", "mtime", "Last-Modified", "LastModified", "last_modified", "updated", "created")
+SHARD = 2**28  # bytes that a file of a streamed Hugging Face dataset counts as, whose size nobody tells
 
-# A document's text, read anew at each call, a block at a time.
-Document = Callable[[], Iterator[str]]
+
+class Unreadable(ValueError):
+    """What can't be read, and why, in one line."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file of documents, and how to read it."""
+    """A file of documents, or a dataset of rows, and how to read it."""
 
-    path: Path  # whose endings tell the kind of file
+    path: Path | str  # on this machine; or where its file system has it
     name: str  # as the user knows it
     field: str = "text"  # where a format with fields has the text
     errors: str = "strict"  # or replace: bytes that are not UTF-8 become U+FFFD
     turns_of: Callable[[dict[str, Any]], Any] | None = None  # what finds the turns in a record, where it is an example
+    fs: Any = None  # fsspec's file system; None: this machine's own
+    rows: Any = None  # a dataset of Hugging Face's library; None: a file
+
+    @functools.cached_property
+    def info(self) -> tuple[int, str]:
+        """Its bytes, and a text that changes when the file does; empty where nobody knows."""
+        if self.rows is not None:
+            size = self.rows.data.nbytes if hasattr(self.rows, "data") else self.rows.num_shards * SHARD
+            return size, self.rows._fingerprint if hasattr(self.rows, "data") else ""
+        if self.fs is None:
+            found = os.stat(self.path)
+            return found.st_size, str(found.st_mtime_ns)
+        with explained(self.name):
+            found = self.fs.info(self.path)
+        return found.get("size") or 0, str(next((found[key] for key in STAMPS if found.get(key)), ""))
+
+    @property
+    def size(self) -> int:
+        return self.info[0]
+
+    @property
+    def endings(self) -> list[str]:
+        """The endings of its name, the last first."""
+        name = self.path if self.fs is None else re.sub(r"[?#].*", "", str(self.path))
+        return [ending.lower() for ending in reversed(PurePath(name).suffixes)]
+
+    @property
+    def compression(self) -> str:
+        return self.endings[0] if self.endings and self.endings[0] in COMPRESSIONS else ""
+
+    @functools.cached_property
+    def seekable(self) -> bool:
+        """Whether it can be read from any byte on."""
+        return not self.compression and (self.fs is None or self.ranged)
+
+    @functools.cached_property
+    def ranged(self) -> bool:
+        """Whether its file system gives a range of its bytes: a web server may not know how to, and not say so."""
+        if not self.size or "http" not in self.fs.protocol:
+            return self.size > 0
+        with explained(self.name), self.fs.open(self.path, block_size=1) as file, contextlib.suppress(ValueError):
+            file.seek(self.size - 1)
+            return len(file.read(1)) == 1
+        return False
 
 
-def find_sources(inputs: tuple[str, ...], glob: str | None, expected_sha256: str, spool: Path) -> list[Source]:
+@contextlib.contextmanager
+def explained(name: str, advice: str = "check the address, the connection and your permission") -> Iterator[None]:
+    """Around what a library does: whatever it raises becomes Unreadable, naming what was to be read."""
+    try:
+        yield
+    except (Unreadable, MemoryError):
+        raise
+    except Exception as error:
+        if type(error) is FileNotFoundError:  # so fsspec calls whatever a web server said
+            error = error.__cause__ or error
+        said = " ".join(str(error).split())[:300]
+        raise Unreadable(f"{name} could not be read ({type(error).__name__}: {said}); {advice}") from None
+
+
+def needed(module: str, name: str, package: str = "") -> Any:
+    """A module that a bare install lacks. Raises Unreadable with the command that brings it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = package or module.partition(".")[0]
+        raise Unreadable(f'{name} needs the package {package}: pip install {package}, or -e ".[data]"') from None
+
+
+def find_sources(
+    inputs: tuple[str, ...],
+    glob: str | None,
+    expected_sha256: str,
+    spool: Path,
+    config: str | None = None,
+    split: str = "train",
+) -> list[Source]:
     """The files that the inputs stand for, in an order that is the same on every machine.
 
     glob chooses a folder's files, at any depth (None: all); expected_sha256 is what a download must hash to, if not
-    empty; spool is a folder for copies of pipes, as all is read more than once. Raises ValueError for an input that is
-    not there, and for a glob or hash without a folder or download.
+    empty; spool is a folder for copies of pipes, as all may be read more than once; config and split are of Hugging
+    Face datasets. Raises ValueError for an input that is not there, and a glob or hash without a folder or download.
     """
     sources, folders, downloads = [], 0, 0
     for name in inputs:
@@ -64,9 +146,15 @@ def find_sources(inputs: tuple[str, ...], glob: str | None, expected_sha256: str
             sources.append(Source(copy, "standard input" if name == "-" else name))
         elif name == "shakespeare":
             sources.append(Source(download(SHAKESPEARE, SHAKESPEARE_SHA256), name))
-        elif name.startswith(("http://", "https://")):
+        elif name.startswith("hf:"):
+            sources.append(Source(name, name, rows=_rows(name, config, split)))
+        elif "://" in name and expected_sha256:
             sources.append(Source(download(name, expected_sha256), name))
             downloads += 1
+        elif "://" in name:
+            found = _remote(name, glob)
+            folders += len(found) != 1 or found[0].name != name
+            sources += found
         elif path.is_dir():
             folders, pattern = folders + 1, "*" if glob is None else glob
             found = [path / file for file in _files(path, pattern, lambda entry: entry.name.startswith("."))]
@@ -76,7 +164,7 @@ def find_sources(inputs: tuple[str, ...], glob: str | None, expected_sha256: str
         elif path.exists():
             sources.append(Source(path, name))
         else:
-            advice = "give a file, a folder, an http(s) address, -, stdlib or shakespeare"
+            advice = "give a file, a folder, an address such as https:// or s3://, hf:NAME, -, stdlib or shakespeare"
             raise ValueError(f"{name} is not there: {advice}")
     if glob is not None and not folders:
         raise ValueError(f"--glob {glob} chooses files of a folder, and no input is one; leave it out")
@@ -87,8 +175,15 @@ def find_sources(inputs: tuple[str, ...], glob: str | None, expected_sha256: str
 
 def _begins_as_json_lines(path: Path) -> bool:
     with open(path, "rb") as file, contextlib.suppress(ValueError, RecursionError):
-        return isinstance(json.loads(file.readline(BLOCK), parse_int=str), dict)
+        return isinstance(json.loads(file.readline(2**20), parse_int=str), dict)
     return False
+
+
+def _check_pattern(glob: str) -> str:
+    pattern = glob.removeprefix("**/")
+    if not pattern or "**" in pattern or pattern.startswith("/"):
+        raise ValueError(f"--glob {glob!r} is not a pattern for files, such as *.txt or docs/*.md, sought at any depth")
+    return pattern
 
 
 def _files(folder: Path, glob: str, skip: Callable[[os.DirEntry], bool]) -> list[Path]:
@@ -96,9 +191,7 @@ def _files(folder: Path, glob: str, skip: Callable[[os.DirEntry], bool]) -> list
 
     Raises OSError for a folder that can't be read, ValueError for a link in a circle, or no pattern.
     """
-    pattern, found, waiting = glob.removeprefix("**/"), [], [str(folder)]
-    if not pattern or "**" in pattern or pattern.startswith("/"):
-        raise ValueError(f"--glob {glob!r} is not a pattern for files, such as *.txt or docs/*.md, sought at any depth")
+    pattern, found, waiting = _check_pattern(glob), [], [str(folder)]
     while waiting:
         here = waiting.pop()
         with os.scandir(here) as entries:
@@ -112,10 +205,53 @@ def _files(folder: Path, glob: str, skip: Callable[[os.DirEntry], bool]) -> list
     return sorted(found)
 
 
-def download(address: str, expected_sha256: str) -> Path:
-    """The file at an http(s) address, from the cache if it was downloaded before.
+def _file_system(address: str) -> tuple[Any, str]:
+    """The file system of an address, and the path there."""
+    options = {}
+    if address.startswith(("http://", "https://")):  # a stream lasts as long as the work on it
+        timeout = needed("aiohttp", address).ClientTimeout(sock_connect=SILENCE, sock_read=SILENCE)
+        options = {"client_kwargs": {"timeout": timeout}}
+    with explained(address):
+        try:
+            return url_to_fs(address, **options)
+        except ImportError as error:  # which says what to install
+            raise Unreadable(f"{address} can't be opened yet: {' '.join(str(error).split())}") from None
 
-    Raises ValueError if it can't be had, or does not hash to expected_sha256 (if that is not empty).
+
+def _remote(address: str, glob: str | None) -> list[Source]:
+    """The file at an address; or the files of a folder there, or that match its *, at any depth."""
+    pattern = _check_pattern("*" if glob is None else glob)
+    fs, path = _file_system(address)
+    with explained(address):
+        if "*" in path:
+            found = [one for one, info in fs.glob(path, detail=True).items() if info["type"] == "file"]
+        elif address.endswith("/") or fs.info(path)["type"] == "directory":
+            found = fs.find(path)
+        else:
+            return [Source(path, address, fs=fs)]
+        folder = f"{path}/".partition("*")[0].rpartition("/")[0]
+        below = ((one, PurePosixPath(one.removeprefix(folder))) for one in sorted(found))
+        found = [one for one, name in below if name.match(pattern) and not any(p[0] == "." for p in name.parts)]
+        if not found:
+            raise Unreadable(f"{address} has no files that match {pattern!r}; see --glob")
+        return [Source(one, fs.unstrip_protocol(one), fs=fs) for one in found]
+
+
+def _rows(name: str, config: str | None, split: str) -> Any:
+    """A dataset of Hugging Face's library: saved in a folder, or by its name on the hub or its folder, streamed."""
+    datasets, where = needed("datasets", name), name.removeprefix("hf:")
+    with explained(name, "check its name, --hf-config and --hf-split, and the connection"):
+        datasets.disable_progress_bars()
+        if any((Path(where) / file).is_file() for file in ("state.json", "dataset_dict.json")):
+            saved = datasets.load_from_disk(where)
+            return saved[split] if isinstance(saved, dict) else saved
+        return datasets.load_dataset(where, config, split=split, streaming=True)
+
+
+def download(address: str, expected_sha256: str) -> Path:
+    """The file at an address, from the cache if it was downloaded before.
+
+    Raises ValueError if it can't be had, or does not hash to expected_sha256.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-trainer"
     name = Path(re.sub("[?#].*", "", address.partition("://")[2])).name or "download"  # whose ending says what it is
@@ -124,95 +260,73 @@ def download(address: str, expected_sha256: str) -> Path:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with urllib.request.urlopen(address, timeout=60) as response, open(partial, "wb") as file:
-                shutil.copyfileobj(response, file)
-                size = response.headers["Content-Length"]
-                if size and file.tell() != int(size):
-                    raise ConnectionError(f"it broke off after {file.tell()} of {size} bytes")
+            fs, remote = _file_system(address)
+            with _Remote(Source(remote, address, fs=fs)) as found, open(partial, "wb") as file:
+                shutil.copyfileobj(found, file)
             partial.replace(path)
-        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: no address at all
-            advice = "check the address and the connection, or download it yourself and give the file"
-            raise ValueError(f"{address} could not be downloaded ({error}); {advice}") from None
         finally:
             partial.unlink(missing_ok=True)
     found = sha256(path)
-    if expected_sha256 and found != expected_sha256.lower():
+    if found != expected_sha256.lower():
         path.unlink()
         raise ValueError(f"{address} has SHA-256 {found}, not the expected {expected_sha256}; it changed, or broke off")
     return path
 
 
-def documents(source: Source) -> Iterator[Document]:
-    """The source's documents, each to be read as often as needed.
+class _Remote(io.RawIOBase):
+    """A file of fsspec's, whose errors name it."""
 
-    Here, or when a document is read, ValueError names the file and the byte, or the line, of what is not text.
-    """
-    return READERS[kind_of(source.path)](source)
+    def __init__(self, source: Source):
+        self.source = source
+        streamed = "http" in source.fs.protocol and not source.ranged
+        with explained(source.name):
+            self.file = source.fs.open(source.path, "rb", block_size=0 if streamed else BLOCK)
 
+    def readable(self) -> bool:
+        return True
 
-def kind_of(path: Path) -> str:
-    """The ending of a name that says how a file is read, "" for plain text; a compression's, or a date, may follow."""
-    endings = [ending.lower() for ending in reversed(path.suffixes)]
-    kind = next((one for one in endings if one not in COMPRESSIONS and not one[1:].replace("-", "").isdigit()), "")
-    return kind if kind in READERS else ""
+    def seekable(self) -> bool:
+        return self.source.seekable
+
+    def readinto(self, buffer: memoryview) -> int:
+        with explained(self.source.name):
+            data = self.file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self.file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self.file.tell()
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
 
 
 @contextlib.contextmanager
-def _opened(source: Source) -> Iterator[BinaryIO]:
-    """The source's bytes, uncompressed. Raises ValueError for a damaged compressed file."""
-    kind, opener, damages = COMPRESSIONS.get(source.path.suffix.lower(), COMPRESSIONS[""])
-    try:
-        with opener(source.path, "rb") as file:
-            yield file
-    except damages as error:
-        raise ValueError(f"{source.name} is a damaged {kind} file ({error}); get it again") from None
-
-
-def _decoded(source: Source) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")(source.errors)
-    offset = 0  # of the first byte that is not decoded yet
-    try:
-        with _opened(source) as file:
-            while block := file.read(BLOCK):
-                yield decoder.decode(block)
-                offset = file.tell() - len(decoder.getstate()[0])
-            yield decoder.decode(b"", final=True)
-    except UnicodeDecodeError as error:
-        raise ValueError(NOT_UTF8.format(source.name, offset + error.start)) from None
-
-
-def _json_lines(source: Source) -> Iterator[Document]:
-    """Each line that is not blank: the text in the field of its JSON object, or as JSON the turns of an example."""
-    with _opened(source) as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                text = _text_of(line, source, f"{source.name}, line {number}")
-                yield lambda text=text: iter((text,))
-
-
-def _text_of(line: bytes, source: Source, where: str) -> str:
-    try:
-        record = json.loads(line.decode("utf-8-sig", source.errors), parse_int=float)  # of any length
-    except UnicodeDecodeError as error:
-        raise ValueError(NOT_UTF8.format(where, error.start)) from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON ({error})") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"{where} is not an object with fields and values")
-    if source.turns_of:
+def opened(source: Source) -> Iterator[BinaryIO]:
+    """The source's bytes, uncompressed. Raises Unreadable for a damaged compressed file, or one out of reach."""
+    kind, package, damages = COMPRESSIONS[source.compression]
+    opener = needed(package, source.name, package).open if package else None
+    with open(source.path, "rb") if source.fs is None else io.BufferedReader(_Remote(source), BLOCK) as raw:
         try:
-            text = json.dumps(source.turns_of(record), ensure_ascii=False)
-        except ValueError as error:
-            raise ValueError(f"{where} {error}") from None
-    elif source.field not in record:
-        found = f"{where} has only {', '.join(map(repr, record))}"
-        raise ValueError(f"{found}; it should have the field {source.field!r} (see --field)")
-    elif not isinstance(text := record[source.field], str):
-        raise ValueError(f"{where}: the field {source.field!r} is not text (see --field)")
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")  # JSON can spell half a character
+            with opener(raw, "rb") if opener else contextlib.nullcontext(raw) as file:
+                yield file
+        except (EOFError, *damages) as error:
+            raise Unreadable(f"{source.name} is a damaged {kind} file ({error}); get it again") from None
+        except Exception as error:
+            if type(error).__name__ != "ZstdError":  # of a package that may not be there
+                raise
+            raise Unreadable(f"{source.name} is a damaged {kind} file ({error}); get it again") from None
 
 
-# How the documents of a kind of file are read, by an ending of its name; "" is one document of plain text.
-READERS = {"": lambda source: iter([lambda: _decoded(source)]), ".jsonl": _json_lines, ".ndjson": _json_lines}
-# What undoes a compression, by the last ending: its name, what opens a file, and the errors by which damage shows.
-COMPRESSIONS = {"": ("", open, ()), ".gz": ("gzip", gzip.open, (gzip.BadGzipFile, zlib.error, EOFError))}
+ZSTD = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+# What undoes a compression, by the last ending: its name, the module that opens it, and the errors that damage raises.
+COMPRESSIONS = {
+    "": ("", "", ()),
+    ".gz": ("gzip", "gzip", (gzip.BadGzipFile, zlib.error)),
+    ".xz": ("xz", "lzma", (lzma.LZMAError,)),
+    ".zst": ("zstd", ZSTD, ()),
+}

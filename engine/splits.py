@@ -1,128 +1,165 @@
-"""Which documents, cut where, belong to which split, and to which part of the work where many machines share it."""
+"""Which texts belong to which split and which part of the work, known from the list of sources and each text alone."""
 
 import hashlib
-import re
-from collections.abc import Callable, Iterator
-from typing import Any
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import NamedTuple
 
-from engine.sources import Document, Source, documents
+import numpy as np
 
-# All up to the last offset where text can be cut so that every BPE here encodes the two sides to the ids of the whole:
-# between a line's end and a next line that starts without space (o200k joins "\n" with "/"), or between two words.
-CUT = re.compile(r".+(?:(?<=\S\n)(?=[^\s/])|(?<=[A-Za-z])(?= [A-Za-z]))", re.DOTALL)
+from engine.ledger import content_of
+from engine.readers import LARGE, READERS, Text, can_be_cut, kind_of, read
+from engine.sources import Source
+
+SPLITS = ("train", "val")
+DRAWN = 4  # documents that should fall to the smaller split, so that drawing lots can be left to chance
+CERTAIN = 16  # documents that tell by their size how many there are, if that is so many times more than enough
+SAMPLE = 2**20  # bytes of text that a sample takes at a place
 
 
-Piece = tuple[str, str, bool]  # its split, its text, and whether it ends its document; examples are whole
+class Piece(NamedTuple):
+    """Text of one document for one split."""
+
+    split: str
+    text: str
+    ends: bool  # whether the document, or what this split has of it, ends here
+    last: bool  # whether the document ends here
+
+
+def digest_of(text: Text) -> bytes:
+    """32 bytes of BLAKE2b of a text and where it stands in its document."""
+    salt = text.offset.to_bytes(16, "little") if text.offset else b""
+    return hashlib.blake2b(text.text.encode(), salt=salt).digest()[:32]
+
+
+def lot_of(digest: bytes) -> float:
+    """A document's lot, from 0 to 1, drawn by the hash of its text: on any machine the same."""
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How texts are split: by what a text is and by this, whatever else there is and wherever it is read.
+
+    Documents are drawn by their hashes. A large one, or where documents are few each one, gives its tail.
+    """
+
+    val_fraction: float
+    few: bool  # documents, so that lots might leave a split with none
+    single: bool  # one document, which needs no end in the middle
+    examples: bool  # which are never cut
+    highest_lot: float  # that is drawn for validation
+
+    def pieces(self, text: Text, digest: bytes) -> list[Piece]:
+        """A text's one or two pieces."""
+        if self.examples or not (self.few or (text.size or 0) > LARGE):
+            return [Piece(SPLITS[lot_of(digest) <= self.highest_lot], text.text, text.ends, text.ends)]
+        data = text.text.encode()
+        size = len(data) if text.size is None else text.size
+        length = len(data) if text.length is None else text.length
+        left = int(size * (1 - self.val_fraction)) - text.offset  # bytes for training
+        if left >= length:
+            ends = text.ends or (left == length and not self.single)
+            return [Piece("train", text.text, ends, text.ends)]
+        left = left * len(data) // length  # more, where bytes that are not UTF-8 were replaced
+        cut = len(data[: max(0, left)].decode(errors="replace"))  # a character begun is for training
+        train = [Piece("train", text.text[:cut], not self.single, False)] if cut else []
+        return [*train, Piece("val", text.text[cut:], text.ends, text.ends)]
 
 
 class Corpus:
-    """All documents of some sources, and what reading them once has found."""
+    """The texts of some sources, end to end, which is also how their bytes are numbered; nothing is read twice."""
 
-    def __init__(self, sources: list[Source], val_fraction: float, advance: Callable[[int], Any]):
-        """Read everything; advance is told the bytes as they are read. Raises ValueError for what is not text."""
-        self.sources, self.val_fraction = sources, val_fraction
+    def __init__(self, sources: list[Source], val_fraction: float):
+        """Read only so many documents as tell whether there are few. Raises ValueError for what is not text."""
+        self.sources = sources
+        self.starts = [0, *itertools.accumulate(source.size for source in sources)]
+        self.bytes = self.starts[-1]
         self.examples = any(source.turns_of for source in sources)
-        self.sizes: list[int] = []  # UTF-8 bytes of each source
-        self.documents = drawn = 0
-        content = hashlib.blake2b()
-        for source in sources:
-            self.sizes.append(0)
-            for document in documents(source):
-                hasher = hashlib.blake2b()
-                before = self.sizes[-1]
-                for text in document():
-                    encoded = text.encode()
-                    hasher.update(encoded)
-                    self.sizes[-1] += len(encoded)
-                    advance(len(encoded))
-                self.documents += 1
-                drawn += (self.sizes[-1] - before) * is_for_validation(hasher.digest(), val_fraction)
-                content.update(hasher.digest())
-        self.bytes = sum(self.sizes)
-        least, most = val_fraction / 2, min(2 * val_fraction, (1 + val_fraction) / 2)
-        # Few documents, or one larger than all others, can't be shared out whole.
-        self.by_document = self.bytes > 0 and least <= drawn / self.bytes <= most
-        self.content = content.hexdigest()  # tells whether two corpora have the same documents, in the same order
+        self.single = len(sources) == 1 and not kind_of(sources[0])
+        least = DRAWN / min(val_fraction, 1 - val_fraction)
+        few = self.single or self._are_few(least)
+        highest = val_fraction
+        if few and self.examples:  # about as many as wanted, at least one, but not all
+            lots = sorted({lot_of(digest_of(text)) for text in self.texts()})  # repeats share one
+            count = min(max(1, round(val_fraction * len(lots))), len(lots) - 1)
+            highest = lots[count - 1] if count > 0 else -1.0
+        self.rule = Rule(val_fraction, few, self.single, self.examples, highest)
 
+    def _are_few(self, enough: float) -> bool:
+        """Whether there are fewer documents than enough. The first few tell where they are tiny beside all bytes."""
+        count = read_bytes = 0
+        for source in self.sources:
+            known = READERS[kind_of(source)].count(source)
+            for text in [] if known else read(source):
+                read_bytes += len(text.text.encode())
+                count += text.ends
+                if count >= enough or (count >= CERTAIN and count * self.bytes > CERTAIN * enough * read_bytes):
+                    return False
+            count += known or 0
+            if count >= enough:
+                return False
+        return True
 
-def is_for_validation(digest: bytes, val_fraction: float) -> bool:
-    """Whether a document's lot, drawn by the hash of its text, falls on validation: on any machine the same."""
-    return int.from_bytes(digest[:8], "big") / 2**64 < val_fraction
+    @property
+    def counted(self) -> bool:
+        """Whether its bytes are about those of its text."""
+        return not any(source.compression or kind_of(source) in (".parquet", "rows") for source in self.sources)
 
+    @property
+    def listing(self) -> str:
+        """What two copies of the same files have in common: their names and sizes, hashed."""
+        return self._hashed([(PurePath(source.name).name, source.size) for source in self.sources])
 
-def documents_of(corpus: Corpus, part: int, parts: int) -> Iterator[tuple[int, Document]]:
-    """The documents of one of so many parts, counted from 1, and the offset of each in all bytes.
+    @property
+    def stamp(self) -> str:
+        """What changes when a file does; empty where that can't be known."""
+        infos = [(PurePath(source.name).name, *source.info) for source in self.sources]
+        return self._hashed(infos) if all(stamp for *_, stamp in infos) else ""
 
-    A part's are those whose first byte falls in its stretch. The parts end to end are all documents in order; one may
-    be empty. A source that has none of a part is not read.
-    """
-    first, end = (corpus.bytes * number // parts for number in (part - 1, part))
-    end += part == parts  # for documents without text, after the last byte
-    source_end = 0
-    for source, size in zip(corpus.sources, corpus.sizes, strict=True):
-        offset, source_end = source_end, source_end + size
-        if offset >= end or source_end < first:
-            continue
-        previous = tuple  # no document yet, so no text; the last of a source need not be measured
-        for document in documents(source):
-            offset += sum(len(text.encode()) for text in previous())
+    def _hashed(self, found: object) -> str:
+        return hashlib.blake2b(repr(found).encode(), digest_size=16).hexdigest()
+
+    def stretch(self, part: int, parts: int) -> tuple[int, int]:
+        """The bytes of one of so many parts, counted from 1; the last has what comes after the last byte too."""
+        start, end = (self.bytes * number // parts for number in (part - 1, part))
+        return start, end + (part == parts)
+
+    def texts(self, start: int = 0, end: float = float("inf")) -> Iterator[Text]:
+        """What begins in bytes [start, end); a source that has none of it is not read."""
+        for number in range(max(0, bisect_left(self.starts, start) - 1), len(self.sources)):
+            source, offset = self.sources[number], self.starts[number]
             if offset >= end:
                 break
-            if offset >= first:
-                yield offset, document
-            previous = document
+            if offset + source.size > start or offset >= start:
+                yield from read(source, start - offset, end - offset)
 
+    def content(self, start: int, end: float) -> str:
+        """The digest of what begins in bytes [start, end), as a ledger of it has it."""
+        return content_of(np.frombuffer(digest_of(text)[8:24], "<u8").reshape(1, 2) for text in self.texts(start, end))
 
-def assigned(corpus: Corpus, part: int = 1, parts: int = 1) -> Iterator[Piece]:
-    """Every piece of a part's documents, with the split, train or val, that it is for.
+    def sample(self, size: int) -> Iterator[str]:
+        """About so many bytes of text, from places spread evenly, or if there are no more all: the same each time.
 
-    Whole documents are drawn for validation where that gives about the fraction wanted; else it is the text's tail.
-    Of examples it begins with a whole one, and each split has at least one if there are two.
-    """
-    boundary = int(corpus.bytes * (1 - corpus.val_fraction))
-    for offset, document in documents_of(corpus, part, parts):
-        if corpus.examples:
-            text = "".join(document())
-            encoded = text.encode()
-            is_val = offset > 0 and offset + len(encoded) > boundary
-            if corpus.by_document:
-                is_val = is_for_validation(hashlib.blake2b(encoded).digest(), corpus.val_fraction)
-            yield "val" if is_val else "train", text, True
-            continue
-        if corpus.by_document:
-            hasher = hashlib.blake2b()
-            for text in document():
-                hasher.update(text.encode())
-            split = "val" if is_for_validation(hasher.digest(), corpus.val_fraction) else "train"
-            yield from ((split, text, ends) for text, ends in pieces(document))
-            continue
-        left = boundary - offset  # bytes for training
-        for text, ends in pieces(document):
-            encoded = text.encode()
-            if left >= len(encoded):
-                yield "train", text, ends
-            else:
-                cut = len(encoded[: max(0, left)].decode(errors="replace"))  # a character begun is for training
-                if cut:
-                    yield "train", text[:cut], False
-                yield "val", text[cut:], ends
-            left -= len(encoded)
+        What can't be read from the middle gives its beginning, more of it for each place that it holds.
+        """
+        places, wanted = max(1, -(-(min(size, self.bytes) if self.counted else size) // SAMPLE)), {}
+        for place in (self.bytes * number // places for number in range(places)):
+            number = min(bisect_right(self.starts, place), len(self.sources)) - 1
+            begin = self.starts[number] + self._snap(self.sources[number], place - self.starts[number])
+            wanted[begin] = wanted.get(begin, 0) + -(-size // places)
+        begins = [*wanted, float("inf")]
+        left = 0  # what one place gives too much or too little, the next ones make up for
+        for begin, end in itertools.pairwise(begins):
+            left += wanted[begin]
+            for text in self.texts(begin, end) if left > 0 else ():
+                yield text.text
+                left -= len(text.text.encode())
+                if left <= 0:
+                    break
 
-
-def pieces(document: Document, length: int = 2**20, longest: int = 2**24) -> Iterator[tuple[str, bool]]:
-    """A document's text in pieces of about ``length`` characters, and whether each is the last.
-
-    They are cut where they encode apart to the ids of the whole, or where ``longest`` characters have no such place.
-    Memory is a few pieces, whatever the document.
-    """
-    waiting = ""
-    for text in document():
-        waiting += text
-        while len(waiting) > length:
-            match = CUT.match(waiting)
-            if not match and len(waiting) < longest:
-                break
-            cut = match.end() if match else longest
-            yield waiting[:cut], False
-            waiting = waiting[cut:]
-    yield waiting, True
+    def _snap(self, source: Source, offset: int) -> int:
+        return READERS[kind_of(source)].snap(source, offset) if can_be_cut(source) else 0

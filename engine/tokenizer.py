@@ -43,6 +43,7 @@ _HIDDEN = [byte for byte in range(256) if chr(byte) not in _ALPHABET]
 BYTE_OF = {c: ord(c) if ord(c) < 256 else _HIDDEN[ord(c) - 256] for c in _ALPHABET}
 TO_BYTES = ByteLevel(add_prefix_space=False, use_regex=False)
 MOST_SHOWN = 100  # characters that a message names
+CODE_POINTS = 0x110000  # of Unicode
 LARGEST = 2**24  # no vocabulary is so large
 SMALLEST_BPE = 256 + len(RESERVED)  # every byte, and the special tokens
 
@@ -123,7 +124,7 @@ class CharTokenizer(Tokenizer):
         self.vocab_size = len(characters) + len(self.special_tokens)
         self.text_of = [*characters, *sorted(self.special_tokens, key=self.special_tokens.get)]  # by id
         code_points = np.frombuffer(characters.encode("utf-32-le"), np.uint32)
-        self.ids = np.full(int(code_points.max()) + 2, -1, np.int32)  # the last stays unknown
+        self.ids = np.full(int(code_points.max(initial=0)) + 2, -1, np.int32)  # the last stays unknown
         self.ids[code_points] = np.arange(len(characters))
 
     def _encode(self, text: str) -> np.ndarray:
@@ -142,6 +143,27 @@ class CharTokenizer(Tokenizer):
     def state(self) -> dict[str, Any]:
         special = {"special_tokens": self.special_tokens} if self.special_tokens else {}
         return super().state() | {"characters": self.characters} | special
+
+
+class AnyCharacter(Tokenizer):
+    """Every character by its code point: encodes a part of a text while nobody knows the characters of all parts."""
+
+    kind = "char"
+
+    def __init__(self, names: Sequence[str] = ()):
+        self.special_tokens = {name: CODE_POINTS + index for index, name in enumerate(names)}
+        self.vocab_size = CODE_POINTS + len(names)
+
+    def _encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-32-le"), np.uint32)
+
+    def with_special(self, names: Sequence[str]) -> Tokenizer:
+        return AnyCharacter(names)
+
+    def seen(self, used: np.ndarray) -> CharTokenizer:
+        """The tokenizer of the characters whose ids are used, bool (vocab_size,)."""
+        characters = "".join(map(chr, np.flatnonzero(used[:CODE_POINTS]).tolist()))
+        return CharTokenizer(characters).with_special([*self.special_tokens])
 
 
 class ByteTokenizer(Tokenizer):

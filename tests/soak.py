@@ -85,6 +85,7 @@ def make_data(out: Path, *flags: str) -> None:
     """A small dataset of characters, or what the flags say."""
     text = out.parent / "text.txt"
     text.write_text(numbers_text(500), encoding="utf-8")
+    os.utime(text, (0, 0))  # the same file each time
     with contextlib.redirect_stdout(sys.stderr):
         prepare.main([str(text), "--tokenizer", "char", "--out", str(out), *flags])
 

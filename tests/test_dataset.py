@@ -1,4 +1,4 @@
-"""Shards and manifest, written, opened and verified; parts and their merging are in test_prepare.py."""
+"""Shards and manifest, written, opened and verified; parts and their merging are in test_parts.py."""
 
 import json
 import os
@@ -8,19 +8,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine import dataset as dataset_module
-from engine.dataset import (
-    FORMAT,
-    Examples,
-    ShardedTokens,
-    ShardWriter,
-    is_made,
-    new_dataset,
-    open_dataset,
-    verify_dataset,
-)
+from engine import dataset_writer
+from engine.dataset import FORMAT, Examples, ShardedTokens, open_dataset, verify_dataset
+from engine.dataset_writer import DatasetWriter, ShardWriter, is_made, new_dataset
 from engine.files import sha256, write_json
+from engine.ledger import ENDS, LAST, VAL, content_of
 from engine.tokenizer import ByteTokenizer, CharTokenizer
+
+
+def add(writer: DatasetWriter, split: str, ids: np.ndarray, size: int, targets: int = 0) -> None:
+    """One document of a split, with so many bytes."""
+    writer.write(split, ids)
+    writer.record(np.array([[1, 2, size, len(ids), targets, VAL * (split == "val") + ENDS + LAST]], np.uint64))
+
+
+def made(path: Path, origin: dict, force: bool = False, stamp: str = "s", content: str | None = None) -> bool:
+    """Whether the dataset is made; its text is only looked at if there is something to see."""
+    assert content is not None or stamp == "s"
+    return is_made(path, origin, force, stamp, lambda: content)
 
 
 @pytest.mark.parametrize("lengths", [[10], [3, 4, 3], [1] * 10, [0, 5, 0, 0, 5, 0]])
@@ -41,24 +46,24 @@ def test_slice_of_one_shard_is_no_copy():
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 def test_shards_hold_what_was_written(dtype: str, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(dataset_module, "SHARD_TOKENS", 300)
+    monkeypatch.setattr(dataset_writer, "SHARD_TOKENS", 300)
     ids = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, 1000, np.uint32, endpoint=True)
     writer = ShardWriter(tmp_path, "train", dtype)
     for piece in np.split(ids, [0, 1, 299, 300, 301, 950]):  # a piece may be empty, fill a shard, or span several
-        writer.write(piece, 7, 1)
-    counts = writer.close()
-    assert (counts["tokens"], counts["bytes"], counts["documents"]) == (1000, 7 * 7, 7)
-    assert [(shard["file"], shard["tokens"]) for shard in counts["shards"]] == [
+        writer.write(piece)
+    shards = writer.close()
+    assert writer.tokens == 1000
+    assert [(shard["file"], shard["tokens"]) for shard in shards] == [
         ("train-00000.npy", 300),
         ("train-00001.npy", 300),
         ("train-00002.npy", 300),
         ("train-00003.npy", 100),
     ]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [shard["file"] for shard in counts["shards"]]
-    arrays = [np.load(tmp_path / shard["file"], mmap_mode="r") for shard in counts["shards"]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [shard["file"] for shard in shards]
+    arrays = [np.load(tmp_path / shard["file"], mmap_mode="r") for shard in shards]
     assert all(isinstance(array, np.memmap) and array.dtype == dtype for array in arrays)
     np.testing.assert_array_equal(np.concatenate(arrays), ids)
-    assert [shard["sha256"] for shard in counts["shards"]] == [sha256(path) for path in sorted(tmp_path.iterdir())]
+    assert [shard["sha256"] for shard in shards] == [sha256(path) for path in sorted(tmp_path.iterdir())]
 
 
 def test_shard_is_what_numpy_saves(tmp_path: Path):
@@ -72,11 +77,11 @@ def test_shard_is_what_numpy_saves(tmp_path: Path):
 @pytest.fixture
 def dataset(tmp_path: Path, monkeypatch) -> Path:
     """A dataset of two shards of training tokens and one for validation."""
-    monkeypatch.setattr(dataset_module, "SHARD_TOKENS", 12)
+    monkeypatch.setattr(dataset_writer, "SHARD_TOKENS", 12)
     path = tmp_path / "data"
-    with new_dataset(path, ByteTokenizer(), {"content": "1"}) as writers:
+    with new_dataset(path, ByteTokenizer(), {"val_fraction": 0.1}, "s") as writer:
         for split, text in {"train": "text to train on", "val": "and to check"}.items():
-            writers[split].write(ByteTokenizer().encode(text), 2 * len(text), 1)
+            add(writer, split, ByteTokenizer().encode(text), 2 * len(text))
         assert not path.exists()
     return path
 
@@ -91,23 +96,33 @@ def test_dataset_opens(dataset: Path):
 
 def test_dataset_in_the_making_leaves_nothing_after_an_error(tmp_path: Path):
     with (
-        pytest.raises(ValueError, match="the train split has 1 tokens of 0 documents, too few"),
-        new_dataset(tmp_path / "data", ByteTokenizer(), {}) as writers,
+        pytest.raises(ValueError, match="the train split has 1 tokens of 1 documents, too few"),
+        new_dataset(tmp_path / "data", ByteTokenizer(), {}, "s") as writer,
     ):
-        writers["train"].write(np.array([1]))
+        add(writer, "train", np.array([1], np.uint32), 1)
     assert [*tmp_path.iterdir()] == []
 
 
 def test_dataset_is_made_if_of_the_same_origin(dataset: Path):
-    assert is_made(dataset, {"content": "1"}, force=False)
-    assert not is_made(dataset, {"content": "2"}, force=True)
+    origin, text = {"val_fraction": 0.1}, content_of([np.array([[1, 2]] * 2, np.uint64)])
+    assert made(dataset, origin) and not made(dataset, origin, force=True)
     (dataset.parent / "empty").mkdir()
     for name in ("empty", "not there"):
-        assert not is_made(dataset.parent / name, {"content": "1"}, force=False)
-    with pytest.raises(
-        ValueError, match=r"data was made with other text; use --force to replace it, or another --out$"
-    ):
-        is_made(dataset, {"content": "2"}, force=False)
+        assert not made(dataset.parent / name, origin)
+    message = r"data was made with {}; use --force to replace it, or another --out$"
+    with pytest.raises(ValueError, match=message.format("val_fraction 0.1")):
+        made(dataset, {"val_fraction": 0.2})
+    with pytest.raises(ValueError, match=message.format("other text")):
+        made(dataset, origin, stamp="t", content="0")
+    for stamp in ("", "t"):  # not known, and newer files
+        assert made(dataset, origin, stamp=stamp, content=text)
+    assert json.loads((dataset / "prepared_from.json").read_text()) == "t"
+
+
+def test_a_dataset_s_facts_are_counted(dataset: Path):
+    tokens = len({*"text to train on", *"and to check"})
+    facts = json.loads((dataset / "manifest.json").read_text())["facts"]
+    assert facts == {"documents": 2, "repeats": 1, "longest": 16, "vocabulary": tokens}
 
 
 def change_manifest(dataset: Path, **changes: object) -> None:
@@ -185,13 +200,12 @@ def test_token_outside_the_vocabulary_is_found(dataset: Path):
 @pytest.fixture
 def examples(tmp_path: Path, monkeypatch) -> Path:
     """A dataset of examples: of two, three, … tokens, all but the last of each a target that counts; many shards."""
-    monkeypatch.setattr(dataset_module, "SHARD_TOKENS", 5)
+    monkeypatch.setattr(dataset_writer, "SHARD_TOKENS", 5)
     path = tmp_path / "data"
-    with new_dataset(path, ByteTokenizer(), {"content": "1", "examples": "pairs"}) as writers:
+    with new_dataset(path, ByteTokenizer(), {"examples": "pairs"}, "s") as writer:
         for split, lengths in {"train": [2, 3, 4, 5, 6, 7], "val": [3, 3]}.items():
             for length in lengths:
-                writers[split].write(np.array([*range(length - 1), ~(length - 1)]), 3, 1, length - 2)
-            writers[f"{split}-lengths"].write(np.array(lengths))
+                add(writer, split, np.array([*range(length - 1), ~(length - 1)]), 3, length - 2)
     return path
 
 
@@ -288,9 +302,9 @@ def test_example_s_token_outside_the_vocabulary_is_found(token: int, examples: P
 
 @pytest.mark.parametrize("name", ["val-lengths-00000.npy", "train-lengths-00001.npy"])
 def test_what_lacks_its_lengths_is_not_made(name: str, examples: Path):
-    origin = {"content": "1", "examples": "pairs"}
-    assert is_made(examples, origin, force=False)
+    origin = {"examples": "pairs"}
+    assert made(examples, origin)
     (examples / name).write_bytes((examples / name).read_bytes()[:-1])
-    assert not is_made(examples, origin, force=False)
+    assert not made(examples, origin)
     with pytest.raises(ValueError, match="was made with examples pairs; use --force"):
-        is_made(examples, {"content": "1"}, force=False)
+        made(examples, {})

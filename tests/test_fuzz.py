@@ -4,17 +4,22 @@ FUZZ_CASES=10000 pytest tests/test_fuzz.py      as many cases for each
 """
 
 import copy
+import gzip
 import json
+import lzma
 import os
 import random
 import shutil
 from functools import partial
 from pathlib import Path
 
+import pyarrow
 import pytest
+from backports import zstd
 from helpers import train_tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import huggingface
@@ -24,9 +29,11 @@ from engine.dataset import open_dataset
 from engine.examples import chat_of, pair_of
 from engine.files import sha256, write_json
 from engine.huggingface_tokenizer import to_huggingface
+from engine.readers import read
 from engine.run_folder import list_checkpoints
 from engine.settings import load_settings
-from engine.sources import Source, documents
+from engine.sources import Source
+from engine.splits import Corpus
 from engine.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
@@ -190,7 +197,7 @@ def test_pairs_and_chats(tmp_path):
         path.write_bytes(content)
         turns_of = chat_of if chat else partial(pair_of, prompt_field="a", completion_field="c")
         source = Source(path, "examples.jsonl", turns_of=turns_of)
-        refused_cleanly(lambda: [json.loads("".join(document())) for document in documents(source)])
+        refused_cleanly(lambda: [json.loads(text.text) for text in read(source)])
 
     check()
     assert refusals
@@ -222,20 +229,48 @@ def test_models_from_elsewhere(tmp_path):
     assert refusals
 
 
-def test_jsonl(tmp_path):
-    path = tmp_path / "lines.jsonl"
+def written(kind: str, folder: Path) -> bytes:
+    """A small file of a kind, with three documents."""
+    path, texts = folder / f"whole{kind}", ["abc", "Some words, naïve.", "and\nlines"]
+    if kind == ".parquet":
+        parquet.write_table(pyarrow.table({"id": [1, 2, 3], "text": texts}), path, row_group_size=2)
+    elif kind == ".csv":
+        path.write_text("id,text\n" + "".join(f'{i},"{text}"\n' for i, text in enumerate(texts)), encoding="utf-8")
+    else:
+        compress = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstd.compress}[f".{kind.split('.')[-1]}"]
+        path.write_bytes(compress("".join(json.dumps({"text": text}) + "\n" for text in texts).encode()))
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".csv", ".parquet", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst"])
+def test_files_of_every_kind(kind, tmp_path):
+    path = tmp_path / f"file{kind}"
     lines = st.lists(st.one_of(values.map(json.dumps), st.text(max_size=20), st.just('{"text": "abc"}')), max_size=4)
+    lines = lines.map("\n".join).map(lambda text: text.encode("utf-8", "surrogatepass"))
+    content = st.one_of(lines, st.binary(max_size=60))
+    if kind != ".jsonl":
+        whole = written(kind, tmp_path)
+        edits = st.lists(st.tuples(st.integers(0, len(whole) - 1), st.integers(0, 255)), max_size=4)
+        content = st.one_of(content, st.tuples(st.integers(0, len(whole)), edits).map(lambda how: damaged(whole, *how)))
 
     @fuzz
-    @given(
-        st.one_of(lines.map("\n".join).map(lambda text: text.encode("utf-8", "surrogatepass")), st.binary(max_size=60))
-    )
-    def check(content):
+    @given(content, st.integers(0, 40), st.sampled_from(["strict", "replace"]))
+    def check(content, start, errors):
         path.write_bytes(content)
-        refused_cleanly(lambda: ["".join(d()) for d in documents(Source(path, path.name))])
+        source = Source(path, path.name, errors=errors)
+        refused_cleanly(lambda: ["".join(text.text) for text in read(source, start)])
+        refused_cleanly(lambda: Corpus([source], 0.1))
 
     check()
     assert refusals
+
+
+def damaged(content: bytes, length: int, edits: list[tuple[int, int]]) -> bytes:
+    """The first bytes of a content, some of them others."""
+    changed = bytearray(content)
+    for offset, byte in edits:
+        changed[offset] = byte
+    return bytes(changed[:length])
 
 
 def test_ten_thousand_strings_come_back_from_every_tokenizer(strings, code, tiktoken_cache):

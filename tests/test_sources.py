@@ -1,112 +1,46 @@
-"""Text from files, folders, .jsonl, gzip, pipes and downloads."""
+"""Files, folders, pipes, downloads, addresses: what is found, how it is opened, and what is said where it can't be."""
 
+import contextlib
 import gzip
 import hashlib
 import http.server
+import itertools
+import json
 import os
 import re
+import socket
 import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import fsspec
+import pyarrow
+import pyarrow.parquet
 import pytest
+from backports import zstd
+from fsspec.implementations.memory import MemoryFile
 
 from engine import sources
-from engine.sources import Source, documents, download, find_sources
+from engine.readers import can_be_cut, read
+from engine.sources import Source, download, explained, find_sources
 
 
-def texts(path: Path, **reading: object) -> list[str]:
-    return ["".join(document()) for document in [*documents(Source(path, path.name, **reading))]]
+def texts(source: Source) -> list[str]:
+    return [text.text for text in read(source)]
 
 
 def found(*inputs: object, glob: str | None = None, sha256: str = "", spool: Path = Path()) -> list[Source]:
     return find_sources(tuple(map(str, inputs)), glob, sha256, spool)
 
 
-@pytest.mark.parametrize("block", [1, 2, 3, 64])
-def test_text_is_whole_however_blocks_cut_its_characters(block: int, strings: list[str], tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(sources, "BLOCK", block)
-    text = "".join(strings)[:2000]
-    (tmp_path / "a.txt").write_bytes(text.encode())
-    assert texts(tmp_path / "a.txt") == [text]
-
-
-@pytest.mark.parametrize("block", [1, 4, 5, 6, 7, 100])
-@pytest.mark.parametrize(
-    "content, offset",
-    [(b"abc\xffdef", 3), (b"abcd\xc3\xa9\xe2\x82", 6), (b"abcd\xf0\x9f\x9aefgh", 4), (b"abcde\xed\xa0\x80", 5)],
-)
-@pytest.mark.parametrize("name, write", [("a.txt", bytes), ("a.txt.gz", gzip.compress)])
-def test_bytes_that_are_not_utf8_are_located(content, offset, block, name, write, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(sources, "BLOCK", block)
-    (tmp_path / name).write_bytes(write(content))
-    with pytest.raises(ValueError, match=rf"^{re.escape(name)} is not UTF-8 at byte {offset};"):
-        texts(tmp_path / name)
-    assert texts(tmp_path / name, errors="replace") == [content.decode(errors="replace")]
-
-
-@pytest.mark.parametrize("damage", [lambda z: z[:-9], lambda z: b"no" + z, lambda z: z[:10] + b"\xff\xff" + z[12:]])
-@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.gz"])
-def test_damaged_gzip_is_named(damage, name: str, tmp_path: Path):
-    (tmp_path / name).write_bytes(damage(gzip.compress(b'{"text": "hello"}\n' * 100)))
-    with pytest.raises(ValueError, match=rf"^{re.escape(name)} is a damaged gzip file"):
-        texts(tmp_path / name)
-
-
-@pytest.mark.parametrize("name, write", [("a.jsonl", bytes), ("a.jsonl.gz", gzip.compress)])
-def test_jsonl_has_a_document_a_line(name: str, write, tmp_path: Path):
-    lines = (
-        b'{"text": " one\\ntwo\\n"}\n\n  \r\n{"id": 1, "text": "\\u00e9\xc3\xa9"}\r\n{"text": ""}\n{"text": "\\ud83d!"}'
-    )
-    (tmp_path / name).write_bytes(write(lines))
-    assert texts(tmp_path / name) == [" one\ntwo\n", "éé", "", "\ufffd!"]  # half a character can't be encoded
-
-
-def test_jsonl_from_another_field_with_errors_replaced(tmp_path: Path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "no", "body": "yes\xff"}\n')
-    assert texts(tmp_path / "a.jsonl", field="body", errors="replace") == ["yes\ufffd"]
-
-
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        (b'{"text": "cut', "is not JSON"),
-        (b'{"body": "b", "id": 1}', "has only 'body', 'id'; it should have the field 'text'"),
-        (b'["text"]', "is not an object"),
-        (b"7", "is not an object"),
-        (b'{"text": 7.5}', "the field 'text' is not text"),
-        (b'{"text": 7}', "the field 'text' is not text"),
-        (b'{"text": "\xff"}', "is not UTF-8 at byte 10"),
-        (b"[" * 100_000, "is not JSON"),
-    ],
-)
-def test_bad_jsonl_line_is_numbered(line: bytes, message: str, tmp_path: Path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n\n' + line + b"\n")
-    with pytest.raises(ValueError, match=rf"^a\.jsonl, line 3:? {message}"):
-        texts(tmp_path / "a.jsonl")
-
-
-def turns_of(record: dict) -> list[tuple[str, str]]:
-    if "bad" in record:
-        raise ValueError("has something bad")
-    return [("user", record["q"]), ("assistant", record["a"])]
-
-
-def test_examples_are_the_json_of_their_turns(tmp_path: Path):
-    (tmp_path / "a.jsonl").write_text('{"a": "\\ud83d", "q": "é \\"x\\"\\n"}\n\n{"q": "", "a": "\\ud83d\\ude80"}\n')
-    found = texts(tmp_path / "a.jsonl", turns_of=turns_of)
-    assert found[0] == '[["user", "é \\"x\\"\\n"], ["assistant", "\ufffd"]]'
-    assert found[1] == '[["user", ""], ["assistant", "🚀"]]' and len(found) == 2
-
-
-@pytest.mark.parametrize(
-    "line, message", [('{"bad": 1}', "has something bad"), ("[1]", "is not an object with fields")]
-)
-def test_bad_example_is_numbered(line: str, message: str, tmp_path: Path):
-    (tmp_path / "a.jsonl").write_text(f'{{"q": "a", "a": "b"}}\n\n{line}\n')
-    with pytest.raises(ValueError, match=rf"^a\.jsonl, line 3 {message}"):
-        texts(tmp_path / "a.jsonl", turns_of=turns_of)
+def refused(*inputs: str, **options: str) -> str:
+    """The one line that is said of inputs that can't be found, or not be read; it begins with their name."""
+    with pytest.raises(ValueError) as error:
+        _ = [texts(source) for source in found(*inputs, **options)]
+    assert "\n" not in str(error.value) and str(error.value).startswith(inputs[0])
+    return str(error.value)
 
 
 def test_folder_gives_its_matching_files_but_no_hidden_ones(tmp_path: Path):
@@ -133,7 +67,7 @@ def test_pipe_is_read_more_than_once(tmp_path: Path):
     (source,) = found(tmp_path / "pipe", spool=tmp_path / "spool")
     assert source.path.is_file()
     writer.join()
-    assert [texts(source.path) for _ in range(2)] == [["through a pipe"]] * 2
+    assert [texts(source) for _ in range(2)] == [["through a pipe"]] * 2
 
 
 def test_standard_library_is_python_without_its_tests():
@@ -143,9 +77,10 @@ def test_standard_library_is_python_without_its_tests():
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves GET of /good, breaks off at /short and /chunked, has nothing else; it lists what it was asked for."""
+    """Serves its body, as the folder in an address says; it lists what it was asked for."""
 
     body = b"served text\n" * 1000
+    stamp = "Sat, 21 Nov 2026 12:00:00 GMT"
 
     def __init__(self):
         self.asked = []
@@ -159,21 +94,40 @@ class Server(http.server.ThreadingHTTPServer):
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
+    def do_HEAD(self) -> None:
+        self.answer(b"")
+
     def do_GET(self) -> None:
         self.server.asked.append(self.path)
+        self.answer(self.server.body)
+
+    def answer(self, body: bytes) -> None:
         self.close_connection = True
-        if self.path.startswith("/absent"):
-            self.send_error(404)
+        way, size, bounds = self.path.split("/")[1], len(self.server.body), self.headers.get("Range")
+        if way in ("absent", "forbidden"):
+            self.send_error({"absent": 404, "forbidden": 403}[way])
             return
-        self.send_response(200)
-        if self.path == "/chunked":
+        if way == "ranges" and bounds:
+            start, last = map(int, bounds.removeprefix("bytes=").split("-"))
+            body = body[start : last + 1]
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{start + len(body) - 1}/{size}")
+            size = len(body)
+        else:
+            self.send_response(200)
+        self.send_header("Last-Modified", self.server.stamp)
+        if way == "no-ranges-told":
+            self.send_header("Accept-Ranges", "none")
+        if way == "chunked":
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
-            self.wfile.write(b"ff\r\nonly the start")
+            self.wfile.write(b"ff\r\nonly the start" if body else b"")
             return
-        self.send_header("Content-Length", str(len(self.server.body)))
+        if way != "no-length":
+            self.send_header("Content-Length", str(size))
         self.end_headers()
-        self.wfile.write(self.server.body[: 100 if self.path == "/short" else None])
+        with contextlib.suppress(ConnectionError):  # the client has seen enough
+            self.wfile.write(body[: 100 if way == "short" else None])
 
     def log_message(self, *_: object) -> None:
         pass
@@ -193,18 +147,78 @@ def cached(tmp_path: Path) -> list[Path]:
     return [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
+@pytest.mark.parametrize("way", ["ranges", "no-ranges", "no-ranges-told", "no-length"])
+@pytest.mark.parametrize("size", [0, 1, 100, 2**20 + 1])
+def test_a_file_is_read_from_any_web_server(way: str, size: int, server: Server):
+    server.body = (b"a line of text\n" * (size // 15 + 1))[:size]
+    for name in ("a.txt", "a.txt.gz?version=1"):
+        if "gz" in name:
+            server.body = gzip.compress(server.body, 0)  # no smaller
+        (source,) = found(f"{server.address}/{way}/{name}")
+        assert source.name == f"{server.address}/{way}/{name}"
+        assert source.size == (0 if way == "no-length" else len(server.body))
+        ranged = way == "ranges" and "gz" not in name and size > 1
+        assert can_be_cut(source) == ranged or size <= 1
+        assert "".join(texts(source)).encode() == (b"a line of text\n" * (size // 15 + 1))[:size]
+        if ranged and size > 2**20:
+            parts = [[*read(source, start, end)] for start, end in itertools.pairwise((0, 300_000, 900_000, size))]
+            assert all(parts) and [text for some in parts for text in some] == [*read(source)]
+
+
+def test_json_lines_and_parquet_are_read_from_a_web_server(server: Server, tmp_path: Path):
+    lines = [f"line {number} " + "x" * 1000 for number in range(600)]
+    server.body = "".join(json.dumps({"text": line}) + "\n" for line in lines).encode()
+    for way in ("ranges", "no-ranges"):
+        (source,) = found(f"{server.address}/{way}/a.jsonl")
+        assert texts(source) == lines
+    pyarrow.parquet.write_table(pyarrow.table({"text": lines}), tmp_path / "a.parquet", row_group_size=100)
+    server.body = (tmp_path / "a.parquet").read_bytes()
+    (source,) = found(f"{server.address}/ranges/a.parquet")
+    assert texts(source) == lines
+    server.body *= 300
+    assert "could not be read" in refused(f"{server.address}/no-ranges/a.parquet")
+
+
+def test_the_stamp_of_a_served_file_changes_when_it_does(server: Server):
+    address = f"{server.address}/ranges/a.txt"
+    before = found(address)[0].info
+    assert found(address)[0].info == before and before[1]
+    server.stamp = "Sat, 21 Nov 2026 12:00:01 GMT"
+    assert found(address)[0].info != before
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("absent/a.txt", "404"), ("forbidden/a.txt", "403"), ("short/a.txt", "100"), ("chunked/a.txt", "Not enough data")],
+)
+def test_what_a_web_server_fails_at_is_one_line(path: str, said: str, server: Server):
+    line = refused(f"{server.address}/{path}")
+    assert " could not be read (" in line and said in line and line.endswith("your permission")
+
+
+def test_a_web_server_that_falls_silent_is_given_up(server: Server, monkeypatch):
+    monkeypatch.setattr(sources, "SILENCE", 0.2)
+    silent = socket.create_server(("127.0.0.1", 0))
+    with silent:
+        assert "imeout" in refused(f"http://127.0.0.1:{silent.getsockname()[1]}/a.txt")
+
+
 def test_download_happens_once(server: Server, tmp_path: Path):
-    expected = hashlib.sha256(server.body).hexdigest()
-    for _ in range(2):
-        (source,) = found(f"{server.address}/dir/good.txt?version=1", sha256=expected.upper())
+    server.body *= 100
+    for way in ("ranges", "no-ranges", "no-length"):
+        server.asked = []
+        expected, address = hashlib.sha256(server.body).hexdigest(), f"{server.address}/{way}/good.txt?version=1"
+        (source,) = found(address, sha256=expected.upper())
         assert source.path.name == "good.txt"  # whose ending says what it is
-        assert source.path.read_bytes() == server.body
-    assert server.asked == ["/dir/good.txt?version=1"]
-    assert cached(tmp_path) == [source.path]
+        assert source.path.read_bytes() == server.body and source.path in cached(tmp_path)
+        asked = len(server.asked)
+        assert found(address, sha256=expected) == [source] and len(server.asked) == asked
+    assert len(cached(tmp_path)) == 3
 
 
 def test_addresses_with_the_same_file_name_are_cached_apart(server: Server):
-    assert download(f"{server.address}/a/good", "") != download(f"{server.address}/b/good", "")
+    sha256 = hashlib.sha256(server.body).hexdigest()
+    assert download(f"{server.address}/a/good", sha256) != download(f"{server.address}/b/good", sha256)
 
 
 def test_shakespeare_is_downloaded_and_checked(server: Server, shakespeare: Path, monkeypatch):
@@ -220,10 +234,10 @@ def test_shakespeare_is_downloaded_and_checked(server: Server, shakespeare: Path
     "path, message",
     [
         ("/good", "has SHA-256 .* not the expected 0000"),
-        ("/short", ".* broke off after 100 of 12000 bytes"),
-        ("/chunked", "could not be downloaded"),
-        ("/absent", "could not be downloaded .*404"),
-        ("/ä ö", "could not be downloaded"),
+        ("/short", "could not be read .*100"),
+        ("/chunked", "could not be read"),
+        ("/absent", "could not be read .*404"),
+        ("/absent/ä ö", "could not be read .*404"),
     ],
 )
 def test_failed_download_leaves_nothing(path: str, message: str, server: Server, tmp_path: Path):
@@ -237,8 +251,101 @@ def test_failed_download_leaves_nothing(path: str, message: str, server: Server,
 def test_server_that_is_not_there_is_an_error(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with pytest.raises(ValueError, match=r"could not be downloaded .*refused"):
+    with pytest.raises(ValueError, match=r"could not be read .*Cannot connect"):
         download("http://127.0.0.1:9/text", "")
+    assert "Cannot connect" in refused("http://127.0.0.1:9/text")
+
+
+def test_only_a_file_that_is_not_there_is_explained_by_its_cause():
+    known = {FileNotFoundError("path"): "OSError: 404", PermissionError("denied"): "PermissionError: denied"}
+    for error, said in known.items():
+        with pytest.raises(ValueError, match=rf"^a could not be read \({said}\); check"), explained("a"):
+            raise error from OSError("404")
+
+
+@pytest.mark.parametrize("address", ["http://[::1", "nowhere://a/b.txt", "memory://nothing/there.txt"])
+def test_an_address_that_is_none_is_one_line(address: str):
+    assert "could not be read" in refused(address)
+
+
+# Other file systems, by the example of one in memory.
+
+
+@pytest.fixture
+def memory() -> Iterator[fsspec.AbstractFileSystem]:
+    system = fsspec.filesystem("memory")
+    yield system
+    system.rm("/", recursive=True)
+
+
+def test_files_of_another_file_system(memory: fsspec.AbstractFileSystem):
+    contents = {
+        "d/b.txt": "b",
+        "d/a.md": "a",
+        "d/deep/c.txt": "c",
+        "d/.hidden.txt": "h",
+        "d/.git/x.txt": "x",
+        "e.txt": "e",
+    }
+    for name, content in contents.items():
+        memory.pipe(f"/{name}", content.encode())
+
+    def named(*arguments: str, **options: str) -> dict[str, str]:
+        return {source.name: "".join(texts(source)) for source in found(*arguments, **options)}
+
+    assert named("memory://e.txt") == {"memory://e.txt": "e"}
+    assert [*named("memory://d").values()] == [*named("memory://d/").values()] == ["a", "b", "c"]
+    assert [*named("memory://d", glob="*.txt").values()] == ["b", "c"]
+    assert [*named("memory://d", glob="deep/*.txt").values()] == ["c"]
+    assert named("memory://d/*.txt") == {"memory:///d/b.txt": "b"}
+    assert [*named("memory://*/*").values()] == [*named("memory://d/*").values()] == ["a", "b"]
+    assert [*named("memory://d/**").values()] == ["a", "b", "c"]
+    assert [*named("memory://d/*", glob="*.txt").values()] == ["b"]
+    for address, options in (("memory://d", {"glob": "*.py"}), ("memory://d/*.md", {"glob": "*.py"})):
+        assert "has no files that match '*.py'" in refused(address, **options) and "could not" not in refused(
+            address, **options
+        )
+
+
+def test_a_large_file_of_another_file_system_is_read_in_stretches(memory: fsspec.AbstractFileSystem):
+    content = "a line of text\n" * 2**16
+    memory.pipe("/a.txt", content.encode())
+    memory.pipe("/a.txt.zst", zstd.compress(content.encode()))
+    (source,), (compressed,) = found("memory://a.txt"), found("memory://a.txt.zst")
+    assert can_be_cut(source) and not can_be_cut(compressed)
+    parts = [[*read(source, start, end)] for start, end in itertools.pairwise((0, 300_000, 900_000, source.size))]
+    assert all(parts) and [text for some in parts for text in some] == [*read(source)] == [*read(compressed)]
+    assert "".join(text.text for text in read(source)) == content
+    memory.pipe("/a.txt.zst", zstd.compress(content.encode())[:-9])
+    assert "is a damaged zstd file" in refused("memory://a.txt.zst")
+
+
+@pytest.mark.parametrize("when", ["info", "open", "read"])
+def test_what_another_file_system_refuses_is_one_line(when: str, memory: fsspec.AbstractFileSystem, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("access\ndenied")
+
+    memory.pipe("/a.txt", b"text")
+    owner = MemoryFile if when == "read" else type(memory)
+    monkeypatch.setattr(owner, when, refuse)
+    assert refused("memory://a.txt").startswith(
+        "memory://a.txt could not be read (PermissionError: access denied); check"
+    )
+
+
+@pytest.mark.parametrize(
+    ("address", "module"), [("abfs://bucket/a.txt", "adlfs"), ("http://127.0.0.1:9/a.txt", "aiohttp")]
+)
+def test_a_file_system_that_is_not_installed_is_told(address: str, module: str, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == module] + [module]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert "nstall" in refused(address) and module in refused(address)
+
+
+def test_a_dataset_that_is_unknown_is_one_line(run: Callable):
+    done = run("prepare.py", "hf:no-such-person/no-such-dataset", env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert re.match("error: hf:(.*) could not be read .*'no-such-person/no-such-dataset'.*--hf-config", done.stderr)
 
 
 # Folders, endings, and what an option is for.
@@ -304,7 +411,7 @@ def test_an_option_that_no_input_has_a_use_for_is_refused(option: dict, flag: st
 def test_the_ending_tells_how_a_file_is_read_whatever_its_case(name: str, is_json: bool, tmp_path: Path):
     line = b'{"text": "a document"}\n'
     (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith("GZ") else line)
-    assert texts(tmp_path / name) == (["a document"] if is_json else [line.decode()])
+    assert texts(*found(tmp_path / name)) == (["a document"] if is_json else [line.decode()])
 
 
 @pytest.mark.parametrize(
@@ -316,14 +423,4 @@ def test_json_lines_are_known_in_a_pipe_too(content: str, is_json: bool, tmp_pat
     writer.start()
     (source,) = found(tmp_path / "pipe", spool=tmp_path)
     writer.join()
-    assert texts(source.path) == (["a", "b"] if is_json else [content])
-
-
-def test_json_may_begin_with_a_byte_order_mark_and_have_numbers_of_any_length(tmp_path: Path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a", "id": ' + "7" * 5000 + "}\n", encoding="utf-8-sig")
-    assert texts(tmp_path / "a.jsonl") == ["a"]
-
-
-def test_an_address_that_is_none_is_one_line():
-    with pytest.raises(ValueError, match=r"http://\[::1 could not be downloaded \(Invalid IPv6 URL\)"):
-        found("http://[::1")
+    assert texts(source) == (["a", "b"] if is_json else [content])

@@ -130,7 +130,12 @@ def leaves(value, path: tuple = ()) -> list[tuple]:
     return [path, *(leaf for key, inner in items for leaf in leaves(inner, (*path, key)))]
 
 
-IGNORED = {"origin", "documents", "sha256"}  # where it came from; counted for interest; looked at by --verify-data
+IGNORED = {
+    "origin",
+    "facts",
+    "documents",
+    "sha256",
+}  # where it came from; for interest; for --verify-data
 
 
 def test_every_field_of_a_datasets_manifest_is_checked(copy):
