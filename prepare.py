@@ -12,52 +12,39 @@ python prepare.py --show data/NAME                     what is in there
 import contextlib
 import hashlib
 import io
-import json
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import filelock
 import tyro
-from tqdm import tqdm
 
 from engine.cluster import ray_cluster
-from engine.command import run_command
+from engine.command import progress, run_command
 from engine.dataset import manifest_of
-from engine.dataset_writer import DatasetWriter, is_made, new_dataset, stamp_of
-from engine.encoding import encoded, example_encoder, text_encoder
+from engine.dataset_writer import is_made, stamp_of
+from engine.encoding import make_dataset
 from engine.examples import chat_of, pair_of, special_names
-from engine.files import held_alone, to_json, write_whole
-from engine.parts import content_of_parts, count_parts, find_parts, merge_parts, parts_of
+from engine.files import held_alone, to_json
+from engine.ledger import content_of
+from engine.parts import Ledgers, count_parts, find_parts, merge_parts, parts_of, remove_parts
 from engine.readers import FIELDS, kind_of
 from engine.settings import check_ranges, parse
 from engine.sources import Source, find_sources
 from engine.splits import Corpus
 from engine.summary import describe, format_duration
-from engine.tokenizer import (
-    LARGEST,
-    PATTERNS,
-    SMALLEST_BPE,
-    AnyCharacter,
-    CharTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    named_tokenizer,
-    train_bpe,
-)
+from engine.tokenizer import LARGEST, PATTERNS, SMALLEST_BPE, AnyCharacter, Tokenizer, named_tokenizer
+from engine.tokenizer_training import bpe_tokenizer, char_tokenizer, shared_tokenizer
 
 PATTERN = "pairs"  # of a BPE trained on the text, unless the settings say otherwise
 VOCAB_SIZE = 4096  # of a BPE trained on the text, unless the settings say otherwise
 TOKENIZER_BYTES = 2**27  # that a BPE is trained on, unless the settings say otherwise
-TRAINING_CHARACTERS = 2**16  # what the BPE trainer is fed at a time: more costs it memory, and time
 TRAINED = ("char", "bpe")  # tokenizers that are made from the text
 PARTS_PER_WORKER = 4  # with Ray: so many that none waits long for the last, and a lost one is no great loss
-progress = partial(tqdm, None, unit="B", unit_scale=True, disable=None, dynamic_ncols=True, leave=False)
 
 
 @dataclass(frozen=True)
@@ -128,41 +115,46 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
     """
     part, parts = check(config)
     given = None if config.tokenizer in TRAINED else named_tokenizer(config.tokenizer)
-    out = config.out or Path("data") / name_of(config.inputs[0])
+    whole = out = config.out or Path("data") / name_of(config.inputs[0])
     with tempfile.TemporaryDirectory() as spool:
         corpus = Corpus(sources_of(config, Path(spool)), config.val_fraction)
         origin, stretch = origin_of(corpus, config, given), corpus.stretch(part, parts)
-        whole = out
         if config.part:
             origin |= {"part": f"{part}/{parts}", "listing": corpus.listing}
             out = parts_of(whole) / f"{part}-of-{parts}"
+        if inside := [name for name in config.inputs if Path(name).resolve().is_relative_to(parts_of(whole).resolve())]:
+            raise ValueError(
+                f"{inside[0]} lies in {parts_of(whole)}, which is for parts of {whole}; choose another --out"
+            )
         if is_made(out, origin, config.force, corpus.stamp, lambda: corpus.content(*stretch)):
             return out, False
-        if config.ray or (config.deduplicate and not config.part):
-            return in_parts(replace(config, out=out)), True
+        if config.ray:
+            by_ray(replace(config, out=out), given)
+            return out, True
         with held_alone(out):
-            tokenizer = given or trained_tokenizer(corpus, config, whole)
+            tokenizer = given or trained_tokenizer(corpus, config, origin, whole)
             if corpus.examples:
                 tokenizer = tokenizer.with_special(special_names(tokenizer, config.chat))
-            with new_dataset(out, tokenizer, origin, corpus.stamp) as writer:
-                if not encode_into(writer, corpus, stretch, threads) and not config.part:
-                    raise ValueError(f"{' '.join(config.inputs)}: no text in there; an empty corpus can't be prepared")
+            if config.deduplicate and not config.part:  # what is a repeat a merge knows
+                with apart(out) as other:
+                    origin |= {"part": "1/1", "listing": corpus.listing}
+                    make_dataset(parts_of(other) / "1-of-1", corpus, tokenizer, origin, stretch, threads)
+                    join(out, find_parts(other), corpus.stamp)
+            else:
+                make_dataset(out, corpus, tokenizer, origin, stretch, threads)
     print(describe(out))
     return out, True
 
 
-def encode_into(writer: DatasetWriter, corpus: Corpus, stretch: tuple[int, int], threads: int | None) -> int:
-    """Write the ids, and the ledger, of the texts that begin in a stretch of the corpus's bytes; returns their size."""
-    tokenizer, separator = writer.tokenizer, writer.origin.get("separator", "")
-    encode, total = example_encoder(tokenizer) if corpus.examples else text_encoder(tokenizer, separator), 0
-    with progress("encoding", min(stretch[1], corpus.bytes) - stretch[0] if corpus.counted else None) as bar:
-        for found in encoded(corpus.texts(*stretch), corpus.rule, encode, threads):
-            for split, ids in found.ids.items():
-                writer.write(split, ids)
-            writer.record(found.rows)
-            bar.update(found.size)
-            total += found.size
-    return total
+@contextlib.contextmanager
+def apart(out: Path) -> Iterator[Path]:
+    """A place for a dataset that is gone afterwards, beside out."""
+    place = out.resolve().with_name(f".{out.name}.apart")
+    shutil.rmtree(place, ignore_errors=True)  # left by a kill
+    try:
+        yield place / out.name
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def merge(config: PrepareConfig) -> tuple[Path, bool]:
@@ -174,42 +166,64 @@ def merge(config: PrepareConfig) -> tuple[Path, bool]:
     if out is None or config != PrepareConfig((), out=out, force=config.force, merge=True):
         raise ValueError("--merge needs --out, the dataset whose parts to join, and takes nothing else but --force")
     parts = find_parts(out)
-    first = next(iter(parts.values()))
-    origin = {key: value for key, value in first["origin"].items() if key not in ("part", "listing", "content")}
-    stamps, content = {stamp_of(part) or "" for part in parts}, content_of_parts(parts)
+    stamps, content = {stamp_of(part) or "" for part in parts}, content_of(Ledgers(parts))
     stamp = stamps.pop() if len(stamps) == 1 else ""
-    if is_made(out, origin, config.force, stamp, lambda: content):
+    if is_made(out, origin_of_whole(parts), config.force, stamp, lambda: content):
         return out, False
-    total = sum(counts["tokens"] for found in parts.values() for counts in found["splits"].values())
-    with held_alone(out), progress("merging", total, unit=" tokens") as bar:
-        merge_parts(out, parts, {"content": content} | origin, stamp, bar.update)
+    with held_alone(out):
+        join(out, parts, stamp)
     print(describe(out))
     return out, True
 
 
-def in_parts(config: PrepareConfig) -> Path:
-    """Make a dataset in parts, those that are not there yet, and merge them; with Ray many parts at a time."""
-    out = config.out.resolve()
-    inputs = tuple(str(Path(name).resolve()) if Path(name).exists() else name for name in config.inputs)
-    whole = replace(config, ray=None, out=out, inputs=inputs if config.ray else config.inputs)
-    if config.ray:
-        with ray_cluster(config.ray) as (workers, run):
-            count = count_parts(out) or PARTS_PER_WORKER * workers
-            tasks = [replace(whole, part=f"{number}/{count}") for number in range(1, count + 1)]
-            with progress("parts", count, unit="") as bar:
-                for _ in run(prepare_quietly, tasks):
-                    bar.update()
-    else:
-        prepare_quietly(replace(whole, part="1/1"), None)
+def join(out: Path, parts: dict[Path, dict[str, Any]], stamp: str) -> None:
+    """Merge parts that are whole."""
+    total = sum(counts["tokens"] for found in parts.values() for counts in found["splits"].values())
+    origin = {"content": content_of(Ledgers(parts))} | origin_of_whole(parts)
+    with progress("merging", total, unit=" tokens") as bar:
+        merge_parts(out, parts, origin, stamp, bar.update)
+
+
+def origin_of_whole(parts: dict[Path, dict[str, Any]]) -> dict[str, Any]:
+    """What a dataset is made from whose parts these are, but for the text."""
+    first = next(iter(parts.values()))["origin"]
+    return {key: value for key, value in first.items() if key not in ("part", "listing", "content")}
+
+
+def by_ray(config: PrepareConfig, given: Tokenizer | None) -> None:
+    """Have Ray make the parts that are not there yet, many at a time, and merge them."""
+    out = config.out.resolve()  # a worker may have another working directory
+    own = given and config.tokenizer != given.kind
+    tokenizer = str(Path(config.tokenizer).resolve()) if own else config.tokenizer
+    inputs = tuple(map(absolute, config.inputs))
+    whole = replace(config, ray=None, out=out, inputs=inputs, tokenizer=tokenizer)
+    with ray_cluster(config.ray) as (workers, run):
+        count = count_parts(out) or PARTS_PER_WORKER * workers
+        tasks = [replace(whole, part=f"{number}/{count}") for number in range(1, count + 1)]
+        with progress("parts", count, unit="") as bar:
+            for _ in run(prepare_part, tasks):
+                bar.update()
     merge(PrepareConfig((), out=config.out, force=config.force, merge=True))
-    shutil.rmtree(parts_of(config.out))
-    return config.out
+    remove_parts(config.out)
 
 
-def prepare_quietly(config: PrepareConfig, threads: int | None = 1) -> None:
-    """Make a part, and print nothing."""
+def absolute(name: str) -> str:
+    """An input, its path from the root if it has one."""
+    path = name.removeprefix("hf:")
+    if path in ("stdlib", "shakespeare") or not Path(path).exists():
+        return name
+    return name.removesuffix(path) + str(Path(path).resolve())
+
+
+def prepare_part(config: PrepareConfig) -> None:
+    """Make a part with one thread, and print nothing; force replaces one that is there only if it is another."""
     with contextlib.redirect_stdout(io.StringIO()):
-        prepare(config, threads)
+        try:
+            prepare(replace(config, force=False), threads=1)
+        except ValueError:
+            if not config.force:
+                raise
+            prepare(config, threads=1)
 
 
 def check(config: PrepareConfig) -> tuple[int, int]:
@@ -233,8 +247,9 @@ def check(config: PrepareConfig) -> tuple[int, int]:
     given = {"--chat": config.chat or None, "--prompt-field": config.prompt_field, "--field": config.field}
     if len(ways := [flag for flag, value in given.items() if value is not None]) > 1:
         raise ValueError(f"{' and '.join(ways)} exclude each other: a line is a chat, a pair, or text; give only one")
-    if config.ray and (config.part or "-" in config.inputs):
-        other = "--part" if config.part else "standard input"
+    piped = any(name == "-" or Path(name).is_fifo() for name in config.inputs)
+    if config.ray and (config.part or piped):
+        other = "--part" if config.part else "a pipe"
         raise ValueError(f"--ray {config.ray} and {other} exclude each other: Ray's workers make all parts, from files")
     match = re.fullmatch("([0-9]+)/([0-9]+)", "1/1" if config.part is None else config.part)
     part, parts = map(int, match.groups()) if match else (0, 0)
@@ -259,6 +274,10 @@ def sources_of(config: PrepareConfig, spool: Path) -> list[Source]:
         flag = "--chat" if config.chat else "--prompt-field"
         advice = "leave it out, convert it, or choose a folder's files with --glob '*.jsonl'"
         raise ValueError(f"{flag} is for {FIELDS}, which {others[0]} is not; {advice}")
+    for folder in (name for name in config.inputs if config.glob is None and Path(name).is_dir()):
+        kinds = {kind_of(source) != "": source.name for source in found if source.name.startswith(f"{Path(folder)}/")}
+        if len(kinds) > 1:
+            raise ValueError(f"{folder} has both {kinds[True]}, with fields, and {kinds[False]}, without: see --glob")
     how = {"field": config.field or "text", "errors": config.errors, "turns_of": turns_of}
     return [replace(source, **how) for source in found]
 
@@ -283,8 +302,10 @@ def origin_of(corpus: Corpus, config: PrepareConfig, given: Tokenizer | None) ->
         origin["pattern"] = config.pattern
     if config.tokenizer_bytes not in (None, TOKENIZER_BYTES):
         origin["tokenizer_bytes"] = config.tokenizer_bytes
-    if config.deduplicate:
-        origin["deduplicate"] = True
+    reading = ("deduplicate", "field", "prompt_field", "completion_field", "hf_config", "hf_split")
+    origin |= {name: getattr(config, name) for name in reading if getattr(config, name)}
+    if config.errors != "strict":
+        origin["errors"] = config.errors
     if corpus.examples:
         origin["examples"] = "chats" if config.chat else "pairs"
     elif not corpus.single and (given.end_of_text is None if given else config.tokenizer == "char"):
@@ -294,37 +315,17 @@ def origin_of(corpus: Corpus, config: PrepareConfig, given: Tokenizer | None) ->
     return origin
 
 
-def trained_tokenizer(corpus: Corpus, config: PrepareConfig, out: Path) -> Tokenizer:
+def trained_tokenizer(corpus: Corpus, config: PrepareConfig, origin: dict[str, Any], out: Path) -> Tokenizer:
     """The tokenizer, char or bpe, that the config names, made from the corpus; a BPE once for all parts of out."""
     if config.tokenizer == "char":
-        if config.part:
-            return AnyCharacter()
-        separator = origin_of(corpus, config, None).get("separator", "")
-        return CharTokenizer("".join(sorted(reduce(set.union, training_texts(corpus, None), {*separator}))))
-    size = config.tokenizer_bytes or TOKENIZER_BYTES
-
-    def train() -> Tokenizer:
-        return train_bpe(training_texts(corpus, size), config.vocab_size or VOCAB_SIZE, config.pattern or PATTERN)
-
+        is_apart = config.part or config.deduplicate
+        return AnyCharacter() if is_apart else char_tokenizer(corpus, origin.get("separator", ""))
+    settings = (config.tokenizer_bytes or TOKENIZER_BYTES, origin["vocab_size"], origin.get("pattern", PATTERN))
     if not config.part:
-        return train()
-    what = [corpus.stamp or corpus.listing, size, config.vocab_size, config.pattern]
-    shared = parts_of(out) / f"tokenizer-{hashlib.sha256(to_json(what).encode()).hexdigest()[:16]}.json"
-    shared.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(shared.with_suffix(".lock")):  # whoever comes first trains it, the others wait
-        if not shared.exists():
-            write_whole(shared, to_json(train().state(), indent=1).encode())
-    return load_tokenizer(shared)
-
-
-def training_texts(corpus: Corpus, size: int | None) -> Iterator[str]:
-    """What a tokenizer is made from, a little at a time: all text, or about so many bytes of it."""
-    texts = (text.text for text in corpus.texts()) if size is None else corpus.sample(size)
-    with progress("training tokenizer", min(size or corpus.bytes, corpus.bytes) if corpus.counted else None) as bar:
-        for found in texts:
-            bar.update(len(found))
-            for text in (text for _, text in json.loads(found)) if corpus.examples else (found,):
-                yield from (text[i : i + TRAINING_CHARACTERS] for i in range(0, len(text), TRAINING_CHARACTERS))
+        return bpe_tokenizer(corpus, *settings)
+    what = [corpus.stamp or corpus.listing, {key: value for key, value in origin.items() if key != "part"}]
+    name = hashlib.sha256(to_json(what).encode()).hexdigest()[:16]
+    return shared_tokenizer(parts_of(out) / f"tokenizer-{name}.json", lambda: bpe_tokenizer(corpus, *settings))
 
 
 def outlook(out: Path) -> str:
@@ -336,7 +337,7 @@ def outlook(out: Path) -> str:
     config, manifest = TrainConfig(), manifest_of(out)
     shape, counts = config.model, manifest["splits"]["train"]
     tokens = config.steps * config.batch_size * shape.context_length
-    epochs = tokens / counts["tokens"]
+    epochs = tokens / max(1, counts["tokens"])
     if "examples" in manifest["origin"]:
         epochs = config.steps * config.batch_size / counts["documents"]
         tokens = epochs * counts["tokens"]

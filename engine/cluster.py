@@ -20,9 +20,10 @@ def ray_cluster(address: str) -> Iterator[tuple[int, Callable[[Callable, Sequenc
     address is local, local:4 for so many workers on this machine, or that of a cluster, whose machines all have this
     project, and what it reads and writes, at the same paths. Raises ValueError if it can't be reached.
     """
-    ray, local = needed("ray", f"--ray {address}"), re.fullmatch("local(?::([1-9][0-9]*))?", address)
+    ray, local = needed("ray", f"--ray {address}", extra="ray"), re.fullmatch("local(?::([1-9][0-9]*))?", address)
     root = str(Path(__file__).resolve().parents[1])
-    options = {"num_cpus": int(local[1]) if local and local[1] else None} if local else {"address": address}
+    options = {"address": "local" if local else address}
+    options |= {"num_cpus": int(local[1])} if local and local[1] else {}
     try:
         if found := re.fullmatch(r"(?:ray://)?(.*):([0-9]+)", "" if local else address):
             socket.create_connection((found[1], int(found[2])), TIMEOUT).close()  # Ray itself tries for minutes

@@ -8,8 +8,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+
+from tqdm import tqdm
 
 STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 TOGETHER = 1.0  # seconds within which a second signal is the first, passed on
@@ -19,6 +22,8 @@ LONGEST = 1000  # characters of a message
 # How often OpenMP's threads look for work before they sleep. libgomp's own 300,000 take some 3 ms, in which a busy
 # neighbour's turn comes and stays; decoding's many small products suffer where threads sleep between them.
 SPINS = {"train": 3000, "decode": 12000}
+
+progress = partial(tqdm, None, unit="B", unit_scale=True, disable=None, dynamic_ncols=True, leave=False)
 
 
 def wait_briefly(work: Literal["train", "decode"]) -> None:

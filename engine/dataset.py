@@ -1,4 +1,4 @@
-"""data/<name>/: a manifest, a tokenizer and memory-mapped shards of token ids; written, opened, verified."""
+"""data/<name>/: a manifest, a tokenizer and memory-mapped shards of token ids; opened and verified."""
 
 import contextlib
 import hashlib
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from engine.files import inside, parse_json, read_json, sha256, write_json
-from engine.splits import SPLITS
+from engine.ledger import SPLITS
 from engine.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT = 1
@@ -180,6 +180,9 @@ def is_whole(out: Path, manifest: dict[str, Any]) -> bool:
         for series, dtype in _series(manifest).items():
             for shard in (shard for split in manifest["splits"].values() for shard in split[series]):
                 _open_shard(inside(out, shard["file"]), shard["tokens"], dtype)
+        ledger = manifest.get("ledger", [])  # a part's
+        if not all(inside(out, shard["file"]).is_file() for shard in ledger):
+            return False
         return sha256(out / "tokenizer.json") == manifest["tokenizer"]["sha256"]
     except (OSError, EOFError, ValueError, KeyError, TypeError):
         return False

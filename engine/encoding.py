@@ -6,14 +6,17 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from engine.command import progress
+from engine.dataset_writer import new_dataset
 from engine.examples import encode_example, is_target, learned_bytes
-from engine.ledger import ENDS, LAST, VAL
+from engine.ledger import ENDS, LAST, SPLITS, VAL
 from engine.readers import Text
-from engine.splits import SPLITS, Piece, Rule, digest_of
+from engine.splits import Corpus, Piece, Rule, digest_of
 from engine.tokenizer import Tokenizer
 
 BATCH_CHARACTERS = 2**19  # about what one thread encodes at a time: enough to do, were documents ever so short
@@ -88,3 +91,32 @@ def encoded(texts: Iterable[Text], rule: Rule, encode: Callable, threads: int | 
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+
+
+def make_dataset(
+    out: Path,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    origin: dict[str, Any],
+    stretch: tuple[int, int],
+    threads: int | None,
+) -> None:
+    """Make a dataset, or a part, of the texts that begin in a stretch of the corpus's bytes: see :func:`new_dataset`.
+
+    Raises ValueError if a whole has no text.
+    """
+    encode = example_encoder(tokenizer) if corpus.examples else text_encoder(tokenizer, origin.get("separator", ""))
+    total = 0
+    with (
+        new_dataset(out, tokenizer, origin, corpus.stamp) as writer,
+        progress("encoding", min(stretch[1], corpus.bytes) - stretch[0] if corpus.counted else None) as bar,
+    ):
+        for found in encoded(corpus.texts(*stretch), corpus.rule, encode, threads):
+            for split, ids in found.ids.items():
+                writer.write(split, ids)
+            writer.record(found.rows)
+            bar.update(found.size)
+            total += found.size
+        if not total and origin.get("part", "1/1") == "1/1":
+            names = " ".join(dict.fromkeys(source.name for source in corpus.sources[:3]))
+            raise ValueError(f"{names}: no text in there; an empty corpus can't be prepared")

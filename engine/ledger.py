@@ -1,14 +1,16 @@
 """What is known of each document while a dataset is made: a row of six numbers for each of its pieces, in order."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+SPLITS = ("train", "val")
 # Columns of a ledger, uint64 (N, 6). A document's digest is the sum of its pieces', and a corpus's that of all.
 DIGEST, BYTES, TOKENS, TARGETS, FLAGS = slice(0, 2), 2, 3, 4, 5
 COLUMNS = 6
 VAL, ENDS, LAST = 1, 2, 4  # flags: its split is val; what the split has of the document ends; the document ends
-ROWS = 2**20  # looked at at a time
+ROWS = 2**18  # looked at at a time
+COMPARED = 2**21  # documents compared at a time
 
 
 def content_of(ledgers: Iterable[np.ndarray]) -> str:
@@ -22,31 +24,40 @@ def of_split(rows: np.ndarray, split: str) -> np.ndarray:
     return rows[(rows[:, FLAGS] & np.uint64(VAL)) == (VAL if split == "val" else 0)]
 
 
-def per_document(ledgers: Iterable[np.ndarray]) -> np.ndarray:
-    """Digest, in two numbers, and tokens of each document, uint64 (D, 3), of ledgers end to end."""
-    found, left = [], np.empty((0, COLUMNS), np.uint64)
+def per_document(ledgers: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """Digest, in two numbers, and tokens of each document, uint64 (D, 3), some at a time, of ledgers end to end."""
+    left = np.empty((0, COLUMNS), np.uint64)
     for rows in (ledger[i : i + ROWS] for ledger in ledgers for i in range(0, len(ledger), ROWS)):
         rows = np.concatenate((left, rows))
         ends = np.flatnonzero(rows[:, FLAGS] & np.uint64(LAST))
         known = ends[-1] + 1 if len(ends) else 0
         if known:
-            starts = np.append(0, ends[:-1] + 1)
-            found.append(np.add.reduceat(rows[:known, [0, 1, TOKENS]], starts))
+            yield np.add.reduceat(rows[:known, [0, 1, TOKENS]], np.append(0, ends[:-1] + 1))
         left = rows[known:]
-    return np.concatenate([np.empty((0, 3), np.uint64), *found])
 
 
-def first_of_their_kind(documents: np.ndarray) -> np.ndarray:
-    """Which documents, bool (D,), are no repeats of an earlier one; of what :func:`per_document` gives."""
-    order = np.lexsort((documents[:, 1], documents[:, 0]))  # stable: of repeats the first comes first
-    ordered = documents[order, :2]
-    is_first = np.empty(len(documents), bool)
-    is_first[order] = np.append(True, (ordered[1:] != ordered[:-1]).any(1))[: len(documents)]
+def first_of_their_kind(ledgers: Iterable[np.ndarray]) -> np.ndarray:
+    """Which documents, bool (D,), are no repeats of an earlier one; ledgers are gone through as often as need be.
+
+    At a time only those are compared whose digests leave the same remainder, so that memory does not grow with them.
+    """
+    count = sum(map(len, per_document(ledgers)))
+    passes, is_first = -(-count // COMPARED), np.ones(count, bool)
+    for remainder in range(passes):
+        found, before = [], 0
+        for documents in per_document(ledgers):
+            own = np.flatnonzero(documents[:, 0] % np.uint64(passes) == remainder)
+            found.append(np.column_stack((documents[own, :2], own.astype(np.uint64) + np.uint64(before))))
+            before += len(documents)
+        some = np.concatenate(found)
+        some = some[np.lexsort((some[:, 1], some[:, 0]))]  # stable: of repeats the first comes first
+        repeated = (some[1:, :2] == some[:-1, :2]).all(1)
+        is_first[some[1:][repeated, 2].astype(np.int64)] = False
     return is_first
 
 
 def facts_of(ledgers: Iterable[np.ndarray]) -> dict[str, int]:
     """How many documents there are, how many of them are repeats, and the tokens of the longest."""
-    documents = per_document(ledgers)
-    repeats = len(documents) - int(first_of_their_kind(documents).sum())
-    return {"documents": len(documents), "repeats": repeats, "longest": int(documents[:, 2].max(initial=0))}
+    is_first = first_of_their_kind(ledgers)
+    longest = max((int(documents[:, 2].max()) for documents in per_document(ledgers)), default=0)
+    return {"documents": len(is_first), "repeats": len(is_first) - int(is_first.sum()), "longest": longest}

@@ -1,6 +1,8 @@
 """The parts of a dataset, made apart by any number of machines, and their merge to what one makes, byte for byte."""
 
+import contextlib
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -11,11 +13,11 @@ import numpy as np
 from engine.dataset import ShardedTokens, manifest_of
 from engine.dataset_writer import DatasetWriter, differences, new_dataset
 from engine.files import inside, sha256
-from engine.ledger import COLUMNS, FLAGS, LAST, TOKENS, VAL, content_of, first_of_their_kind, per_document
-from engine.splits import SPLITS
-from engine.tokenizer import CODE_POINTS, CharTokenizer, load_tokenizer
+from engine.ledger import COLUMNS, FLAGS, LAST, SPLITS, TOKENS, VAL, first_of_their_kind
+from engine.tokenizer import CODE_POINTS, CharTokenizer, Tokenizer, load_tokenizer
 
 ROWS = 2**20  # of a ledger, merged at a time
+PART = re.compile("[0-9]+-of-([0-9]+)")
 
 
 def parts_of(out: Path) -> Path:
@@ -29,7 +31,7 @@ def _remedy(part: Path) -> str:
 
 def count_parts(out: Path) -> int:
     """Of how many parts there are some, 0 if there is none. Raises ValueError for parts of different counts."""
-    matches = [re.fullmatch("[0-9]+-of-([0-9]+)", path.name) for path in parts_of(out).glob("*")]
+    matches = [PART.fullmatch(path.name) for path in parts_of(out).glob("*")]
     counts = sorted({int(match[1]) for match in matches if match})
     if len(counts) > 1:
         sorts = " and ".join(f"{parts_of(out)}/*-of-{count}" for count in counts)
@@ -59,9 +61,23 @@ def find_parts(out: Path) -> dict[Path, dict[str, Any]]:
     return parts
 
 
-def content_of_parts(parts: dict[Path, dict[str, Any]]) -> str:
-    """The digest of the text of all parts. Raises ValueError for a ledger that is damaged."""
-    return content_of(ledger for part in parts.items() for ledger in _ledger(*part))
+class Ledgers:
+    """The ledgers of parts, one after the other, mapped one at a time: a process may open only so many files."""
+
+    def __init__(self, parts: dict[Path, dict[str, Any]]):
+        """Raises ValueError for one that is damaged."""
+        self.files = {
+            part: [_intact(part, shard["file"], shard["sha256"]) for shard in found["ledger"]]
+            for part, found in parts.items()
+        }
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for part in self.files:
+            yield from self.of(part)
+
+    def of(self, part: Path) -> Iterator[np.ndarray]:
+        """One part's."""
+        yield from (np.load(file, mmap_mode="r").reshape(-1, COLUMNS) for file in self.files[part])
 
 
 def merge_parts(
@@ -72,25 +88,33 @@ def merge_parts(
     If origin says so, a document that is a repeat of an earlier one is left out. Raises ValueError for a file that is
     not what was written.
     """
-    tokenizer, ids_of = _common_tokenizer(parts)
-    ledgers = [(part, found, [*_ledger(part, found)]) for part, found in parts.items()]
-    kept = None
-    if origin.get("deduplicate"):
-        kept = first_of_their_kind(per_document(ledger for *_, some in ledgers for ledger in some))
+    (tokenizer, ids_of), ledgers = _common_tokenizer(parts), Ledgers(parts)
+    kept = first_of_their_kind(ledgers) if origin.get("deduplicate") else None
     number = 0  # of the document that comes next
     with new_dataset(out, tokenizer, origin, stamp) as writer:
-        for part, found, some in ledgers:
+        for part, found in parts.items():
             readers = {split: partial(_read, _tokens(part, found, split)) for split in SPLITS}
             offsets = dict.fromkeys(SPLITS, 0)
-            for rows in (ledger[i : i + ROWS] for ledger in some for i in range(0, len(ledger), ROWS)):
+            for rows in (ledger[i : i + ROWS] for ledger in ledgers.of(part) for i in range(0, len(ledger), ROWS)):
                 last = (rows[:, FLAGS] & np.uint64(LAST)) > 0
                 documents = number + np.append(0, np.cumsum(last)[:-1])
                 number += int(last.sum())
                 keep = np.ones(len(rows), bool) if kept is None else kept[documents]
-                _copy(writer, rows, keep, readers, offsets, ids_of.get(part), advance)
+                _copy(writer, rows, keep, readers, offsets, ids_of, advance)
                 writer.record(rows[keep])
         if kept is not None:
             writer.facts["dropped"] = int(len(kept) - kept.sum())
+
+
+def remove_parts(out: Path) -> None:
+    """Remove a dataset's parts, and the tokenizer that they share; what else is in their folder stays."""
+    for path in parts_of(out).iterdir() if parts_of(out).is_dir() else ():
+        if PART.fullmatch(path.name):
+            shutil.rmtree(path)
+        elif re.fullmatch(r"tokenizer-[0-9a-f]{16}\.(json|lock)", path.name):
+            path.unlink()
+    with contextlib.suppress(OSError):  # not empty
+        parts_of(out).rmdir()
 
 
 def _copy(
@@ -128,21 +152,14 @@ def _intact(part: Path, file: str, expected_sha256: str) -> Path:
     return path
 
 
-def _arrays(part: Path, shards: list[dict[str, Any]]) -> list[np.ndarray]:
-    return [np.load(_intact(part, shard["file"], shard["sha256"]), mmap_mode="r") for shard in shards]
-
-
-def _ledger(part: Path, found: dict[str, Any]) -> Iterator[np.ndarray]:
-    yield from (array.reshape(-1, COLUMNS) for array in _arrays(part, found["ledger"]))
-
-
 def _tokens(part: Path, found: dict[str, Any], split: str) -> ShardedTokens:
     for shard in found["splits"][split].get("lengths", []):  # which the ledger has too
         _intact(part, shard["file"], shard["sha256"])
-    return ShardedTokens(_arrays(part, found["splits"][split]["shards"]))
+    files = [_intact(part, shard["file"], shard["sha256"]) for shard in found["splits"][split]["shards"]]
+    return ShardedTokens([np.load(file, mmap_mode="r") for file in files])
 
 
-def _common_tokenizer(parts: dict[Path, dict[str, Any]]) -> tuple[Any, dict[Path, np.ndarray]]:
+def _common_tokenizer(parts: dict[Path, dict[str, Any]]) -> tuple[Tokenizer, np.ndarray | None]:
     """The tokenizer of all parts and, where they wrote code points, the ids that these become."""
     saved = {
         part: load_tokenizer(_intact(part, "tokenizer.json", found["tokenizer"]["sha256"]))
@@ -150,10 +167,10 @@ def _common_tokenizer(parts: dict[Path, dict[str, Any]]) -> tuple[Any, dict[Path
     }
     first = next(iter(saved.values()))
     if not isinstance(first, CharTokenizer) or next(iter(parts.values()))["origin"]["tokenizer"] != "char":
-        return first, {}
+        return first, None
     characters = "".join(sorted(set().union(*(tokenizer.characters for tokenizer in saved.values()))))
     common = CharTokenizer(characters).with_special([*first.special_tokens])
     ids_of = np.zeros(CODE_POINTS + len(common.special_tokens), np.int32)
     ids_of[: len(common.ids) - 1] = common.ids[:-1]
     ids_of[CODE_POINTS:] = [*common.special_tokens.values()]
-    return common, dict.fromkeys(parts, ids_of)
+    return common, ids_of

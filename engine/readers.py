@@ -50,6 +50,8 @@ def kind_of(source: Source) -> str:
         return "rows"
     dated = (one for one in source.endings if one != source.compression and not one[1:].replace("-", "").isdigit())
     kind = next(dated, "")
+    if kind == ".json" and source.compression:  # as large collections call their lines
+        return ".jsonl"
     return kind if kind in READERS else ""
 
 
@@ -176,7 +178,7 @@ def _json_lines(source: Source, start: float, end: float) -> Iterator[Text]:
 
 def _csv(source: Source, start: float, end: float) -> Iterator[Text]:
     """Each row below the first, which names the columns."""
-    csv.field_size_limit(2**31 - 1)
+    csv.field_size_limit(2**27)
 
     def lines() -> Iterator[str]:
         decoder, rest, offset = codecs.getincrementaldecoder("utf-8-sig")(source.errors), "", 0
@@ -216,10 +218,12 @@ def _footer(source: Source) -> Any:
     return _footer_then(source, source.info)
 
 
-@functools.lru_cache(256)
+@functools.lru_cache(16)
 def _footer_then(source: Source, info: tuple[int, str]) -> Any:
     parquet = needed("pyarrow.parquet", source.name)
-    with explained(source.name, "get it again"):
+    if source.compression:
+        raise Unreadable(f"{source.name} is compressed as a whole; Parquet has its own compression, so unpack it")
+    with explained(source.name, "get it again, or where a server can't give parts of it, download it (--sha256)"):
         return parquet.read_metadata(source.path, filesystem=source.fs)
 
 
@@ -275,7 +279,7 @@ def _saved_rows(source: Source, start: float, end: float) -> Iterator[Text]:
         if source.field not in names:
             text_of(dict.fromkeys(names), source, lambda: source.name)
         rows = rows.select_columns([source.field])
-    if hasattr(rows, "data"):  # on the disk: any row can be found
+    if not source.is_streamed:  # on the disk: any row can be found
         count, size = len(rows), max(1, source.size)
         first, last = (min(count, -(-int(min(max(0, x), size)) * count // size)) for x in (start, end))
         stretches = [("", first, rows.select(range(first, last)))] if first < last else []
@@ -318,7 +322,7 @@ def text_of(record: dict[str, Any], source: Source, where: Callable[[], str]) ->
 
 
 def _rows_of(source: Source) -> int | None:
-    return len(source.rows) if hasattr(source.rows, "data") else None
+    return None if source.is_streamed else len(source.rows)
 
 
 def _parquet_rows(source: Source) -> int:
@@ -330,7 +334,7 @@ def _group_of(source: Source, offset: int) -> int:
 
 
 def _file_of(source: Source, offset: int) -> int:
-    return offset if hasattr(source.rows, "data") else offset // SHARD * SHARD
+    return offset // SHARD * SHARD if source.is_streamed else offset
 
 
 READERS = {

@@ -27,10 +27,11 @@ SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/t
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 # Of Python's standard library: what is not part of it, tests, which not every machine has, and tables.
 NOT_IN_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
-BLOCK = 2**18  # bytes fetched at a time from afar
+AHEAD = 2**21  # bytes fetched at a time from afar
 SILENCE = 60  # seconds in which a web server that sends nothing is given up
 # What file systems call that which changes when a file does.
 STAMPS = ("ETag", "etag", "mtime", "Last-Modified", "LastModified", "last_modified", "updated", "created")
+SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")  # files of a folder that its save_to_disk makes
 SHARD = 2**28  # bytes that a file of a streamed Hugging Face dataset counts as, whose size nobody tells
 
 
@@ -49,13 +50,15 @@ class Source:
     turns_of: Callable[[dict[str, Any]], Any] | None = None  # what finds the turns in a record, where it is an example
     fs: Any = None  # fsspec's file system; None: this machine's own
     rows: Any = None  # a dataset of Hugging Face's library; None: a file
+    revision: str = ""  # of a dataset on the hub
 
     @functools.cached_property
     def info(self) -> tuple[int, str]:
         """Its bytes, and a text that changes when the file does; empty where nobody knows."""
         if self.rows is not None:
-            size = self.rows.data.nbytes if hasattr(self.rows, "data") else self.rows.num_shards * SHARD
-            return size, self.rows._fingerprint if hasattr(self.rows, "data") else ""
+            if self.is_streamed:
+                return self.rows.num_shards * SHARD, self.revision
+            return self.rows.data.nbytes, self.rows._fingerprint
         if self.fs is None:
             found = os.stat(self.path)
             return found.st_size, str(found.st_mtime_ns)
@@ -63,9 +66,12 @@ class Source:
             found = self.fs.info(self.path)
         return found.get("size") or 0, str(next((found[key] for key in STAMPS if found.get(key)), ""))
 
+    size = property(lambda self: self.info[0])
+
     @property
-    def size(self) -> int:
-        return self.info[0]
+    def is_streamed(self) -> bool:
+        """Whether it is a dataset of Hugging Face's whose rows come one after the other, nobody knows how many."""
+        return self.rows is not None and not hasattr(self.rows, "data")
 
     @property
     def endings(self) -> list[str]:
@@ -107,13 +113,13 @@ def explained(name: str, advice: str = "check the address, the connection and yo
         raise Unreadable(f"{name} could not be read ({type(error).__name__}: {said}); {advice}") from None
 
 
-def needed(module: str, name: str, package: str = "") -> Any:
+def needed(module: str, name: str, package: str = "", extra: str = "data") -> Any:
     """A module that a bare install lacks. Raises Unreadable with the command that brings it."""
     try:
         return importlib.import_module(module)
     except ImportError:
         package = package or module.partition(".")[0]
-        raise Unreadable(f'{name} needs the package {package}: pip install {package}, or -e ".[data]"') from None
+        raise Unreadable(f'{name} needs the package {package}: pip install {package}, or -e ".[{extra}]"') from None
 
 
 def find_sources(
@@ -138,16 +144,11 @@ def find_sources(
             found = _files(root, "*.py", lambda entry: entry.name in NOT_IN_STDLIB or entry.is_symlink())
             sources += [Source(root / path, str(path)) for path in found]
         elif name == "-" or path.is_fifo():
-            copy = spool / str(len(sources))
-            with open(copy, "wb") as file, open(0 if name == "-" else name, "rb", closefd=name != "-") as pipe:
-                shutil.copyfileobj(pipe, file)
-            if _begins_as_json_lines(copy):
-                copy = copy.rename(copy.with_suffix(".jsonl"))
-            sources.append(Source(copy, "standard input" if name == "-" else name))
+            sources.append(_piped(name, spool / str(len(sources))))
         elif name == "shakespeare":
             sources.append(Source(download(SHAKESPEARE, SHAKESPEARE_SHA256), name))
-        elif name.startswith("hf:"):
-            sources.append(Source(name, name, rows=_rows(name, config, split)))
+        elif name.startswith("hf:") and "://" not in name:
+            sources.append(_rows(name, config, split))
         elif "://" in name and expected_sha256:
             sources.append(Source(download(name, expected_sha256), name))
             downloads += 1
@@ -156,11 +157,8 @@ def find_sources(
             folders += len(found) != 1 or found[0].name != name
             sources += found
         elif path.is_dir():
-            folders, pattern = folders + 1, "*" if glob is None else glob
-            found = [path / file for file in _files(path, pattern, lambda entry: entry.name.startswith("."))]
-            if not found:
-                raise ValueError(f"{path} has no files that match {pattern!r}; see --glob")
-            sources += [Source(file, str(file)) for file in found]
+            folders += 1
+            sources += _folder(path, "*" if glob is None else glob)
         elif path.exists():
             sources.append(Source(path, name))
         else:
@@ -171,6 +169,23 @@ def find_sources(
     if expected_sha256 and not downloads:
         raise ValueError(f"--sha256 {expected_sha256} is of a download, and no input is one; leave it out")
     return sources
+
+
+def _piped(name: str, copy: Path) -> Source:
+    with open(copy, "wb") as file, open(0 if name == "-" else name, "rb", closefd=name != "-") as pipe:
+        shutil.copyfileobj(pipe, file)
+    if _begins_as_json_lines(copy):
+        copy = copy.rename(copy.with_suffix(".jsonl"))
+    return Source(copy, "standard input" if name == "-" else name)
+
+
+def _folder(path: Path, pattern: str) -> list[Source]:
+    if any((path / name).is_file() for name in SAVED_BY_DATASETS):
+        raise ValueError(f"{path} is a Hugging Face dataset, saved; give it as hf:{path}")
+    found = [path / file for file in _files(path, pattern, lambda entry: entry.name.startswith("."))]
+    if not found:
+        raise ValueError(f"{path} has no files that match {pattern!r}; see --glob")
+    return [Source(file, str(file)) for file in found]
 
 
 def _begins_as_json_lines(path: Path) -> bool:
@@ -237,15 +252,18 @@ def _remote(address: str, glob: str | None) -> list[Source]:
         return [Source(one, fs.unstrip_protocol(one), fs=fs) for one in found]
 
 
-def _rows(name: str, config: str | None, split: str) -> Any:
+def _rows(name: str, config: str | None, split: str) -> Source:
     """A dataset of Hugging Face's library: saved in a folder, or by its name on the hub or its folder, streamed."""
     datasets, where = needed("datasets", name), name.removeprefix("hf:")
     with explained(name, "check its name, --hf-config and --hf-split, and the connection"):
         datasets.disable_progress_bars()
-        if any((Path(where) / file).is_file() for file in ("state.json", "dataset_dict.json")):
+        if any((Path(where) / file).is_file() for file in SAVED_BY_DATASETS):
             saved = datasets.load_from_disk(where)
-            return saved[split] if isinstance(saved, dict) else saved
-        return datasets.load_dataset(where, config, split=split, streaming=True)
+            return Source(name, name, rows=saved[split] if isinstance(saved, dict) else saved)
+        hub = needed("huggingface_hub", name)
+        revision = None if Path(where).exists() else hub.HfApi().dataset_info(where).sha
+        rows = datasets.load_dataset(where, config, split=split, streaming=True, revision=revision)
+        return Source(name, name, rows=rows, revision=revision or "")
 
 
 def download(address: str, expected_sha256: str) -> Path:
@@ -277,10 +295,10 @@ class _Remote(io.RawIOBase):
     """A file of fsspec's, whose errors name it."""
 
     def __init__(self, source: Source):
-        self.source = source
+        self.source, self.file = source, io.BytesIO()
         streamed = "http" in source.fs.protocol and not source.ranged
         with explained(source.name):
-            self.file = source.fs.open(source.path, "rb", block_size=0 if streamed else BLOCK)
+            self.file = source.fs.open(source.path, "rb", block_size=0 if streamed else AHEAD)
 
     def readable(self) -> bool:
         return True
@@ -310,7 +328,7 @@ def opened(source: Source) -> Iterator[BinaryIO]:
     """The source's bytes, uncompressed. Raises Unreadable for a damaged compressed file, or one out of reach."""
     kind, package, damages = COMPRESSIONS[source.compression]
     opener = needed(package, source.name, package).open if package else None
-    with open(source.path, "rb") if source.fs is None else io.BufferedReader(_Remote(source), BLOCK) as raw:
+    with open(source.path, "rb") if source.fs is None else io.BufferedReader(_Remote(source), AHEAD) as raw:
         try:
             with opener(raw, "rb") if opener else contextlib.nullcontext(raw) as file:
                 yield file

@@ -10,12 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.ledger import content_of
+from engine.ledger import SPLITS, content_of
 from engine.readers import LARGE, READERS, Text, can_be_cut, kind_of, read
 from engine.sources import Source
 
-SPLITS = ("train", "val")
-DRAWN = 4  # documents that should fall to the smaller split, so that drawing lots can be left to chance
+DRAWN = 6  # documents that should fall to the smaller split, so that drawing lots can be left to chance
 CERTAIN = 16  # documents that tell by their size how many there are, if that is so many times more than enough
 SAMPLE = 2**20  # bytes of text that a sample takes at a place
 
@@ -92,12 +91,15 @@ class Corpus:
     def _are_few(self, enough: float) -> bool:
         """Whether there are fewer documents than enough. The first few tell where they are tiny beside all bytes."""
         count = read_bytes = 0
+        known_bytes = not any(source.is_streamed for source in self.sources)
         for source in self.sources:
             known = READERS[kind_of(source)].count(source)
             for text in [] if known else read(source):
                 read_bytes += len(text.text.encode())
                 count += text.ends
-                if count >= enough or (count >= CERTAIN and count * self.bytes > CERTAIN * enough * read_bytes):
+                if count >= enough or (
+                    known_bytes and count >= CERTAIN and count * self.bytes > CERTAIN * enough * read_bytes
+                ):
                     return False
             count += known or 0
             if count >= enough:

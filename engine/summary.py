@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from engine.dataset import Examples, Tokens, manifest_of, open_split
+from engine.dataset import Examples, Tokens, manifest_of, open_dataset
 from engine.examples import marked
-from engine.tokenizer import Tokenizer, load_tokenizer
+from engine.tokenizer import Tokenizer
 
 SAMPLE = 60  # tokens of a split that are shown
 RARE = 0.5  # a vocabulary of which less occurs is worth a line
@@ -37,9 +37,9 @@ def describe(out: Path) -> str:
         ending = "" if examples else " end here"
         lines += [_line(f"{split:<5} tokens", counts["tokens"], f"{files} ({counts['documents']:,} {what}{ending})")]
     if "part" not in origin:
-        tokenizer = load_tokenizer(out / "tokenizer.json")
+        opened = open_dataset(out)
         for split in splits:
-            lines += _sample(split, tokenizer, open_split(out, manifest, split))
+            lines += _sample(split, opened.tokenizer, getattr(opened, split))
     return "\n".join(lines)
 
 

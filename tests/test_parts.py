@@ -1,5 +1,6 @@
 """Parts of a dataset: what each reads, that they merge to what one run makes, and repeats that are left out."""
 
+import dataclasses
 import gzip
 import io
 import json
@@ -17,7 +18,7 @@ from pyarrow import parquet
 
 from engine import readers, sources
 from engine.dataset import open_dataset
-from engine.parts import parts_of
+from engine.parts import parts_of, remove_parts
 from prepare import PrepareConfig, merge, prepare
 
 ARGUMENTS = {"char": {}, "byte": {}, "bpe": {"vocab_size": 400}}
@@ -79,7 +80,7 @@ def in_parts(count: int, out: Path, **options: object) -> list[int]:
 
 @pytest.mark.parametrize("tokenizer", ARGUMENTS)
 def test_a_part_reads_its_bytes_and_hardly_more(tokenizer: str, corpus: str, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(sources, "BLOCK", 2**12)  # read ahead from afar: nothing beside the bytes of a real part
+    monkeypatch.setattr(sources, "AHEAD", 2**12)  # read ahead from afar: nothing beside the bytes of a real part
     monkeypatch.setattr(readers, "PIECE", 2**12)
     options = {"inputs": (corpus,), "tokenizer": tokenizer} | ARGUMENTS[tokenizer]
     prepare(PrepareConfig(**options, out=tmp_path / "whole"))
@@ -209,18 +210,52 @@ def test_a_bpe_is_trained_once_for_all_parts_on_as_much_as_asked(documents: list
         prepare(PrepareConfig(**options | {"tokenizer_bytes": None}, out=tmp_path / "whole"))
 
 
-def test_a_merge_that_fails_costs_no_part(documents: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_repeats_in_a_pipe_are_left_out_and_a_failure_leaves_nothing(
+    documents: list[str], run: Callable, tmp_path: Path
+):
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in documents[:100] * 2)
+    for text, code in (("x", 1), (lines, 0)):
+        done = run("prepare.py", "-", "--deduplicate", "--tokenizer", "byte", "--val-fraction", 0.2, input=text)
+        assert done.returncode == code, done.stderr
+        assert [path.name for path in (tmp_path / "data").glob("*")] == ["stdin"] * (not code)
+    assert "100  and 100 exact repeats, which were left out" in done.stdout
+
+
+READING = {"field": "body", "errors": "replace"}
+
+
+@pytest.mark.parametrize("name", READING)
+def test_text_read_in_another_way_is_another_text(name: str, documents: list[str], tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text, "body": text}) + "\n" for text in documents))
+    config = PrepareConfig((str(path),), "byte", out=tmp_path / "web")
+    other = dataclasses.replace(config, **{name: READING[name]})
+    prepare(config)
+    with pytest.raises(ValueError, match=f"was made with no {name}; use --force"):
+        prepare(other)
+    for part, one in (("1/2", config), ("2/2", other)):
+        prepare(dataclasses.replace(one, out=tmp_path / "parts", part=part))
+    with pytest.raises(ValueError, match=rf"2-of-2 was made with {name} \w+, unlike .*1-of-2; make it again"):
+        merge(PrepareConfig((), out=tmp_path / "parts", merge=True))
+
+
+def test_what_lies_among_the_parts_is_not_ours(documents: list[str], tmp_path: Path):
+    folder = tmp_path / "book.parts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("text")
+    with pytest.raises(
+        ValueError, match=r"book.parts lies in .*book.parts, which is for parts of .*book; choose another"
+    ):
+        prepare(PrepareConfig((str(folder),), "byte", out=tmp_path / "book", ray="local"))
+    (folder / "1-of-2").mkdir()
+    remove_parts(tmp_path / "book")
+    assert [path.name for path in folder.iterdir()] == ["a.txt"]
+
+
+def test_a_part_without_its_ledger_is_made_again(documents: list[str], tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    config = PrepareConfig((str(path),), "byte", out=tmp_path / "web", deduplicate=True)
-    monkeypatch.setattr("prepare.merge_parts", failing)
-    with pytest.raises(OSError, match="the disk is full"):
-        prepare(config)
-    monkeypatch.undo()
-    monkeypatch.setattr("prepare.encode_into", failing)
-    assert prepare(config) == (tmp_path / "web", True)
-    assert [found.name for found in tmp_path.iterdir() if "parts" in found.name] == []
-
-
-def failing(*_: object) -> Callable:
-    raise OSError("the disk is full")
+    config = PrepareConfig((str(path),), "byte", out=tmp_path / "web", part="1/1")
+    out, _ = prepare(config)
+    (out / "ledger-00000.npy").unlink()
+    assert prepare(config) == (out, True) and (out / "ledger-00000.npy").is_file()

@@ -345,7 +345,15 @@ def test_a_file_system_that_is_not_installed_is_told(address: str, module: str, 
 def test_a_dataset_that_is_unknown_is_one_line(run: Callable):
     done = run("prepare.py", "hf:no-such-person/no-such-dataset", env=os.environ | {"HF_HUB_OFFLINE": "1"})
     assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert re.match("error: hf:(.*) could not be read .*'no-such-person/no-such-dataset'.*--hf-config", done.stderr)
+    assert re.match("error: hf:no-such-person/no-such-dataset could not be read .*--hf-config", done.stderr)
+
+
+def test_a_saved_dataset_is_no_folder_of_texts_and_an_address_no_name(tmp_path: Path):
+    (tmp_path / "state.json").write_text("{}")
+    with pytest.raises(ValueError, match="is a Hugging Face dataset, saved; give it as hf:/"):
+        found(tmp_path)
+    with pytest.raises(ValueError, match="hf://datasets/nobody/nothing"):
+        found("hf://datasets/nobody/nothing/a.parquet")
 
 
 # Folders, endings, and what an option is for.
@@ -406,7 +414,15 @@ def test_an_option_that_no_input_has_a_use_for_is_refused(option: dict, flag: st
 
 @pytest.mark.parametrize(
     ("name", "is_json"),
-    [("a.JSONL", 1), ("a.ndjson", 1), ("a.jsonl.2024-01-01", 1), ("a.Jsonl.GZ", 1), ("a.jsonl.txt", 0), ("jsonl", 0)],
+    [
+        ("a.JSONL", 1),
+        ("a.ndjson", 1),
+        ("a.jsonl.2024-01-01", 1),
+        ("a.Jsonl.GZ", 1),
+        ("a.jsonl.txt", 0),
+        ("a.json", 0),
+        ("a.json.GZ", 1),
+    ],
 )
 def test_the_ending_tells_how_a_file_is_read_whatever_its_case(name: str, is_json: bool, tmp_path: Path):
     line = b'{"text": "a document"}\n'

@@ -254,7 +254,7 @@ def test_a_source_with_none_of_a_part_is_not_read(part: int, others: list[int], 
 
 
 def test_no_more_is_read_than_tells_that_documents_are_many(tmp_path: Path):
-    good, bad = [f"document {number}" for number in range(41)], ["this is no JSON\n"]
+    good, bad = [f"document {number}" for number in range(61)], ["this is no JSON\n"]
     lines = [json.dumps({"text": text}) + "\n" for text in good]
     (tmp_path / "a.jsonl").write_text("".join(lines + bad))
     (tmp_path / "few.jsonl").write_text("".join(lines[:30] + bad))
@@ -265,20 +265,20 @@ def test_no_more_is_read_than_tells_that_documents_are_many(tmp_path: Path):
         return Corpus([Source(tmp_path / name, name) for name in names], 0.1)
 
     assert not corpus("a.jsonl", "bad.jsonl").rule.few
-    assert not corpus(*["bad.txt"] * 40).rule.few and corpus(*["bad.txt"] * 39).rule.few
-    assert not corpus(*["bad.txt"] * 40, "bad.jsonl").rule.few
-    for names in (["few.jsonl"], [*["bad.txt"] * 39, "bad.jsonl"]):
+    assert not corpus(*["bad.txt"] * 60).rule.few and corpus(*["bad.txt"] * 59).rule.few
+    assert not corpus(*["bad.txt"] * 60, "bad.jsonl").rule.few
+    for names in (["few.jsonl"], [*["bad.txt"] * 59, "bad.jsonl"]):
         with pytest.raises(Unreadable, match="is not JSON"):
             corpus(*names)
-    for count in (39, 40):
+    for count in (59, 40):
         parquet = source_of(tmp_path / "a.parquet", [str(number) for number in range(count)], field="absent")
-        assert Corpus([parquet], 0.1).rule.few == (count < 40)  # told by its footer
+        assert Corpus([parquet], 0.1).rule.few == (count < 60)  # told by its footer
 
 
 def test_a_few_small_documents_before_larger_ones_are_not_many(tmp_path: Path):
     small, large = ["", "yes", "no", "a title", "hi"], ["words and words\n" * 2000] * 3
     assert corpus_of(tmp_path, [*small, *large]).rule.few
-    assert not corpus_of(tmp_path, [*small, *large] * 5).rule.few
+    assert not corpus_of(tmp_path, [*small, *large] * 8).rule.few
 
 
 # Examples, which are never cut. Here each is the text of a record.
