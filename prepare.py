@@ -336,14 +336,14 @@ def outlook(out: Path) -> str:
 
     config, manifest = TrainConfig(), manifest_of(out)
     shape, counts = config.model, manifest["splits"]["train"]
-    tokens = config.steps * config.batch_size * shape.context_length
-    epochs = tokens / max(1, counts["tokens"])
+    epochs = (tokens := config.steps * config.batch_size * shape.context_length) / max(1, counts["tokens"])
     if "examples" in manifest["origin"]:
         epochs = config.steps * config.batch_size / counts["documents"]
         tokens = epochs * counts["tokens"]
     weights = GPT(replace(shape, vocab_size=1)).num_parameters + shape.d_model * manifest["vocab_size"]
-    seconds = format_duration(6 * weights * tokens / speed_here(shape.d_model))  # Kaplan et al. 2020, section 2.1
-    return f"  a default run   {epochs:>16,.2f}  epochs in {config.steps} steps, about {seconds} of computing here"
+    speed, flops = speed_here(shape.d_model), 6 * weights * tokens  # Kaplan et al. 2020, section 2.1
+    time = f", about {format_duration(flops / speed)} of computing here" if speed else ""
+    return f"  a default run   {epochs:>16,.2f}  epochs in {config.steps} steps{time}"
 
 
 if __name__ == "__main__":

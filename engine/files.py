@@ -71,6 +71,17 @@ def lock(file: Path, what: Path) -> filelock.FileLock:
     return held
 
 
+def is_locked(file: Path) -> bool:
+    """Whether another process holds a file's lock, as far as this machine can tell."""
+    held = filelock.FileLock(file)
+    try:
+        held.acquire(blocking=False)
+    except filelock.Timeout:
+        return True
+    held.release()
+    return False
+
+
 @contextlib.contextmanager
 def held_alone(target: Path) -> Iterator[None]:
     """While this process makes or replaces a directory, no other does. Raises ValueError naming another at work."""

@@ -260,10 +260,13 @@ def measure_speed(device: torch.device, dtype: torch.dtype) -> float:
 
 
 @functools.cache
-def speed_here(width: int) -> float:
-    """FLOP/s that training a model of a width reaches on this machine's best device."""
+def speed_here(width: int) -> float | None:
+    """FLOP/s that training a model of a width reaches on this machine's best device; None if that has no room now."""
     device = choose_device("auto")
-    return measure_speed(device, choose_dtype("auto", device, width)) * REACHED[device.type]
+    try:
+        return measure_speed(device, choose_dtype("auto", device, width)) * REACHED[device.type]
+    except RuntimeError:  # another process may have all of a GPU
+        return None
 
 
 def format_amount(amount: float, units: tuple[tuple[float, str], ...]) -> str:

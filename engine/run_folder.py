@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.checkpoint import Checkpoint, Shard, Tensors, complete_shards, open_checkpoint, write_checkpoint
-from engine.files import lock, new_directory, read_json, write_whole
+from engine.files import is_locked, lock, new_directory, read_json, write_whole
 from engine.parallel import ALONE, Sliceable, World
 
 UNRECORDED = {"data", "out", "resume", "wandb", "verify_data"}  # settings whose change changes nothing
@@ -154,7 +154,8 @@ class RunFolder:
         """
         self.path, self.world = path, world
         self.first = world.only_first(Keeper, path, resume, world.launch)
-        self.shared = world.sharded and not world.any(not _is_launch(path, world.broadcast(world.launch)))
+        seen = _is_launch(path, world.broadcast(world.launch)) and (world.is_first or is_locked(path / ".lock"))
+        self.shared = world.sharded and not world.any(not seen)  # locks tell who is at work, if its disk knows them
         self.thread = ThreadPoolExecutor(1)
         self.pending: list[Future] = []
 

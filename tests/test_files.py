@@ -12,7 +12,18 @@ import numpy as np
 import pytest
 
 from engine import files
-from engine.files import exchange, inside, lock, new_directory, read_json, sha256, to_json, write_json, write_whole
+from engine.files import (
+    exchange,
+    inside,
+    is_locked,
+    lock,
+    new_directory,
+    read_json,
+    sha256,
+    to_json,
+    write_json,
+    write_whole,
+)
 
 
 def test_a_hash_is_that_of_the_bytes(tmp_path):
@@ -222,3 +233,10 @@ def test_a_lock_file_that_nobody_holds_is_no_lock(tmp_path):
     held = lock(tmp_path / ".lock", tmp_path)
     assert held.is_locked
     held.release()
+
+
+def test_a_lock_is_seen_by_others_as_long_as_it_is_held(tmp_path: Path):
+    held = lock(tmp_path / ".lock", tmp_path)
+    assert is_locked(tmp_path / ".lock")
+    held.release()
+    assert not is_locked(tmp_path / ".lock")

@@ -1,6 +1,7 @@
 """Many processes are one: losses, windows, gradients, resuming on other numbers, faults."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -103,9 +104,9 @@ def runs(place, play) -> Path:
         return {"flags": flags_of(place, f"{kind}-{size}", *KINDS[kind], *flags)}
 
     def parts(name: str, *stops: int | None) -> list[dict]:
-        kinds, heads = ("ddp-muon", "fsdp-muon"), MANY_HEADS if name == "elastic" else []
+        kinds, heads = ("ddp-muon", "fsdp-muon"), MANY_HEADS if name == "elastic" else micro
         flags = {kind: flags_of(place, f"{kind}-{name}", *KINDS[kind], "--resume", *heads) for kind in kinds}
-        return [{"flags": flags[kind], "stop": stop, "hold": bool(heads)} for kind in kinds for stop in stops]
+        return [{"flags": flags[kind], "stop": stop, "hold": heads is MANY_HEADS} for kind in kinds for stop in stops]
 
     def mixed(name: str, **asked: int) -> dict:
         data = ["--data", place / "data", place / "others", "--mix", 0.7, 0.3]
@@ -116,8 +117,8 @@ def runs(place, play) -> Path:
     play(1, [whole(kind, 1) for kind in ("ddp-muon", "ddp-adamw")] + [heads, mixed("mixed-1")])
     each = {"flags": flags_of(place, "each", *KINDS["fsdp-muon"], *micro), "memory": 1}
     narrow = [{"flags": flags_of(place, f"{kind}-narrow", *KINDS[kind], "--dtype", "bfloat16")} for kind in KINDS]
-    four = [whole(kind, 4, *(["--checkpoint-activations"] if kind == "fsdp-adamw" else [])) for kind in KINDS]
-    play(4, four + parts("again", 7, None) + parts("elastic", 5))  # from 4 …
+    four = whole("fsdp-adamw", 4, "--checkpoint-activations")
+    play(4, [four, *parts("elastic", 5)])  # from 4 …
     apart = [{"flags": flags_of(place, "apart", *KINDS["fsdp-muon"], "--resume"), "elsewhere": str(place / "other")}]
     apart = [run | {"stop": stop} for run in apart for stop in (7, None)]
     two = [whole(kind, 2, *micro) for kind in KINDS] + [each, *narrow, *apart, mixed("mixed-2", stop=7)]
@@ -126,12 +127,12 @@ def runs(place, play) -> Path:
     (list_checkpoints(damaged)[-1] / "model-00002-of-00002.safetensors").write_bytes(b"")
     play(1, parts("elastic", 15))  # … to 1 …
     again = {"flags": flags_of(place, "damaged", *KINDS["fsdp-muon"], "--resume", *MANY_HEADS), "stop": 6}
-    play(3, [whole(kind, 3, *micro) for kind in KINDS] + parts("elastic", None) + [again, mixed("mixed-2")])  # … to 3
+    three = [whole(kind, 3, *micro) for kind in KINDS] + parts("again", 7, None)
+    play(3, three + parts("elastic", None) + [again, mixed("mixed-2")])  # … to 3
     return place
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, size", [*itertools.product(KINDS, [2, 3]), ("fsdp-adamw", 4)])
 def test_many_processes_are_one_at_every_step(runs, kind, size):
     assert_same(runs / f"ddp-{kind.split('-')[1]}-1", runs / f"{kind}-{size}", 1e-5)
 
@@ -172,7 +173,7 @@ def test_a_mix_of_datasets_is_the_same_on_any_number_of_processes(runs):
 @pytest.mark.parametrize("kind", ["ddp-muon", "fsdp-muon"])
 def test_a_run_resumed_on_as_many_processes_is_the_same_bit_for_bit(runs, kind):
     assert "Resuming after step 7" in seen(runs / f"{kind}-again")["said"]
-    assert_same(runs / f"{kind}-4", runs / f"{kind}-again", 0)
+    assert_same(runs / f"{kind}-3", runs / f"{kind}-again", 0)
 
 
 def test_gradients_reduced_in_each_micro_batch_are_the_same(runs):
@@ -369,7 +370,7 @@ def test_a_sharded_process_whose_disk_is_full_says_so_and_ends_the_run(place, pl
     begun = time.monotonic()
     with pytest.raises(AssertionError, match=r"model-00002-of-00002\.safetensors can't be written \(.*File too large"):
         play(2, [asked])
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < 60  # ended, long before the timeout
     assert list((place / "full" / "checkpoints").iterdir()) == []
 
 
