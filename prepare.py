@@ -31,7 +31,7 @@ from engine.encoding import make_dataset
 from engine.examples import chat_of, pair_of, special_names
 from engine.files import held_alone, to_json
 from engine.ledger import content_of
-from engine.parts import Ledgers, count_parts, find_parts, merge_parts, parts_of, remove_parts
+from engine.parts import count_parts, find_parts, ledgers_of, merge_parts, parts_of, remove_parts
 from engine.readers import FIELDS, kind_of
 from engine.settings import check_ranges, parse
 from engine.sources import Source, find_sources
@@ -166,7 +166,7 @@ def merge(config: PrepareConfig) -> tuple[Path, bool]:
     if out is None or config != PrepareConfig((), out=out, force=config.force, merge=True):
         raise ValueError("--merge needs --out, the dataset whose parts to join, and takes nothing else but --force")
     parts = find_parts(out)
-    stamps, content = {stamp_of(part) or "" for part in parts}, content_of(Ledgers(parts))
+    stamps, content = {stamp_of(part) or "" for part in parts}, content_of(ledgers_of(parts))
     stamp = stamps.pop() if len(stamps) == 1 else ""
     if is_made(out, origin_of_whole(parts), config.force, stamp, lambda: content):
         return out, False
@@ -179,7 +179,7 @@ def merge(config: PrepareConfig) -> tuple[Path, bool]:
 def join(out: Path, parts: dict[Path, dict[str, Any]], stamp: str) -> None:
     """Merge parts that are whole."""
     total = sum(counts["tokens"] for found in parts.values() for counts in found["splits"].values())
-    origin = {"content": content_of(Ledgers(parts))} | origin_of_whole(parts)
+    origin = {"content": content_of(ledgers_of(parts))} | origin_of_whole(parts)
     with progress("merging", total, unit=" tokens") as bar:
         merge_parts(out, parts, origin, stamp, bar.update)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from engine.dataset import EXAMPLES_DTYPE, FORMAT, LENGTHS_DTYPE, is_whole, manifest_of
 from engine.files import new_directory, read_json, sha256, to_json, write_json, write_whole
-from engine.ledger import BYTES, COLUMNS, ENDS, FLAGS, SPLITS, TARGETS, TOKENS, content_of, facts_of, of_split
+from engine.ledger import BYTES, COLUMNS, ENDS, FLAGS, SPLITS, TARGETS, TOKENS, Ledgers, content_of, facts_of, of_split
 from engine.tokenizer import AnyCharacter, Tokenizer
 
 SHARD_TOKENS = 2**27  # 256 MiB of uint16
@@ -95,7 +95,7 @@ class DatasetWriter:
         """Complete all files. Raises ValueError if a split of a whole is too short."""
         is_part, splits = "part" in self.origin, {}
         ledger = self.ledger.close()
-        rows = [np.load(self.directory / shard["file"], mmap_mode="r").reshape(-1, COLUMNS) for shard in ledger]
+        rows = Ledgers(self.directory / shard["file"] for shard in ledger)
         facts = self.facts | facts_of(rows)
         for split in SPLITS:
             counts = {name: int(self.counts[split][name]) for name in COUNTED[: 2 + self.examples]}
@@ -114,7 +114,6 @@ class DatasetWriter:
         manifest |= {"splits": splits, "origin": {"content": content_of(rows)} | self.origin}
         manifest |= {"ledger": ledger} if is_part else {"facts": facts | {"vocabulary": int(used.sum())}}
         write_json(self.directory / "manifest.json", manifest)
-        del rows  # before their files go
         for shard in [] if is_part else ledger:
             (self.directory / shard["file"]).unlink()
 

@@ -1,6 +1,7 @@
 """What is known of each document while a dataset is made: a row of six numbers for each of its pieces, in order."""
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -10,7 +11,22 @@ DIGEST, BYTES, TOKENS, TARGETS, FLAGS = slice(0, 2), 2, 3, 4, 5
 COLUMNS = 6
 VAL, ENDS, LAST = 1, 2, 4  # flags: its split is val; what the split has of the document ends; the document ends
 ROWS = 2**18  # looked at at a time
-COMPARED = 2**21  # documents compared at a time
+COMPARED, PASSES = 2**20, 16  # documents compared at a time, unless that takes more passes than so many
+
+
+class Ledgers:
+    """Ledgers in files, end to end, a piece at a time: mapped into memory they would fill it."""
+
+    def __init__(self, files: Iterable[Path]):
+        self.files = list(files)
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for path in self.files:
+            with open(path, "rb") as file:
+                np.lib.format.read_magic(file)
+                np.lib.format.read_array_header_1_0(file)
+                while len(numbers := np.fromfile(file, np.uint64, ROWS * COLUMNS)):
+                    yield numbers.reshape(-1, COLUMNS)
 
 
 def content_of(ledgers: Iterable[np.ndarray]) -> str:
@@ -39,10 +55,10 @@ def per_document(ledgers: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
 def first_of_their_kind(ledgers: Iterable[np.ndarray]) -> np.ndarray:
     """Which documents, bool (D,), are no repeats of an earlier one; ledgers are gone through as often as need be.
 
-    At a time only those are compared whose digests leave the same remainder, so that memory does not grow with them.
+    At a time only those are compared whose digests leave the same remainder, so that memory grows slowly with them.
     """
     count = sum(map(len, per_document(ledgers)))
-    passes, is_first = -(-count // COMPARED), np.ones(count, bool)
+    passes, is_first = min(PASSES, -(-count // COMPARED)), np.ones(count, bool)
     for remainder in range(passes):
         found, before = [], 0
         for documents in per_document(ledgers):

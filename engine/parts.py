@@ -13,10 +13,9 @@ import numpy as np
 from engine.dataset import ShardedTokens, manifest_of
 from engine.dataset_writer import DatasetWriter, differences, new_dataset
 from engine.files import inside, sha256
-from engine.ledger import COLUMNS, FLAGS, LAST, SPLITS, TOKENS, VAL, first_of_their_kind
+from engine.ledger import FLAGS, LAST, SPLITS, TOKENS, VAL, Ledgers, first_of_their_kind
 from engine.tokenizer import CODE_POINTS, CharTokenizer, Tokenizer, load_tokenizer
 
-ROWS = 2**20  # of a ledger, merged at a time
 PART = re.compile("[0-9]+-of-([0-9]+)")
 
 
@@ -61,23 +60,14 @@ def find_parts(out: Path) -> dict[Path, dict[str, Any]]:
     return parts
 
 
-class Ledgers:
-    """The ledgers of parts, one after the other, mapped one at a time: a process may open only so many files."""
+def ledger_files(part: Path, found: dict[str, Any]) -> list[Path]:
+    """The files of a part's ledger. Raises ValueError for one that is damaged."""
+    return [_intact(part, shard["file"], shard["sha256"]) for shard in found["ledger"]]
 
-    def __init__(self, parts: dict[Path, dict[str, Any]]):
-        """Raises ValueError for one that is damaged."""
-        self.files = {
-            part: [_intact(part, shard["file"], shard["sha256"]) for shard in found["ledger"]]
-            for part, found in parts.items()
-        }
 
-    def __iter__(self) -> Iterator[np.ndarray]:
-        for part in self.files:
-            yield from self.of(part)
-
-    def of(self, part: Path) -> Iterator[np.ndarray]:
-        """One part's."""
-        yield from (np.load(file, mmap_mode="r").reshape(-1, COLUMNS) for file in self.files[part])
+def ledgers_of(parts: dict[Path, dict[str, Any]]) -> Ledgers:
+    """What all parts have recorded."""
+    return Ledgers(file for part in parts.items() for file in ledger_files(*part))
 
 
 def merge_parts(
@@ -88,14 +78,14 @@ def merge_parts(
     If origin says so, a document that is a repeat of an earlier one is left out. Raises ValueError for a file that is
     not what was written.
     """
-    (tokenizer, ids_of), ledgers = _common_tokenizer(parts), Ledgers(parts)
-    kept = first_of_their_kind(ledgers) if origin.get("deduplicate") else None
+    tokenizer, ids_of = _common_tokenizer(parts)
+    kept = first_of_their_kind(ledgers_of(parts)) if origin.get("deduplicate") else None
     number = 0  # of the document that comes next
     with new_dataset(out, tokenizer, origin, stamp) as writer:
         for part, found in parts.items():
             readers = {split: partial(_read, _tokens(part, found, split)) for split in SPLITS}
             offsets = dict.fromkeys(SPLITS, 0)
-            for rows in (ledger[i : i + ROWS] for ledger in ledgers.of(part) for i in range(0, len(ledger), ROWS)):
+            for rows in Ledgers(ledger_files(part, found)):
                 last = (rows[:, FLAGS] & np.uint64(LAST)) > 0
                 documents = number + np.append(0, np.cumsum(last)[:-1])
                 number += int(last.sum())
