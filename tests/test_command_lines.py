@@ -28,7 +28,7 @@ import sample
 import train
 from prepare import PrepareConfig
 
-LINES = int(os.environ.get("COMMAND_LINES", 200))
+LINES = int(os.environ.get("COMMAND_LINES", 150))
 SECONDS = 20  # that a command line may take
 ABSURD = [
     "",

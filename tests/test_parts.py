@@ -99,7 +99,7 @@ def test_parts_of_lines_and_of_groups_of_rows(documents: list[str], tmp_path: Pa
     parquet.write_table(pyarrow.table({"text": documents}), tmp_path / "a.parquet", row_group_size=20)
     whole = None
     for name in ("a.jsonl", "a.parquet"):
-        for count in (3, 16):
+        for count in (3, 7):
             out = tmp_path / f"{name}-{count}"
             in_parts(count, out, inputs=(str(tmp_path / name),), tokenizer="byte")
             tokens = {file: content for file, content in files(out).items() if file.endswith(".npy")}
