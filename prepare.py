@@ -166,9 +166,9 @@ def merge(config: PrepareConfig) -> tuple[Path, bool]:
     if out is None or config != PrepareConfig((), out=out, force=config.force, merge=True):
         raise ValueError("--merge needs --out, the dataset whose parts to join, and takes nothing else but --force")
     parts = find_parts(out)
-    stamps, content = {stamp_of(part) or "" for part in parts}, content_of(ledgers_of(parts))
+    stamps = {stamp_of(part) or "" for part in parts}
     stamp = stamps.pop() if len(stamps) == 1 else ""
-    if is_made(out, origin_of_whole(parts), config.force, stamp, lambda: content):
+    if is_made(out, origin_of_whole(parts), config.force, stamp, lambda: content_of(ledgers_of(parts))):
         return out, False
     with held_alone(out):
         join(out, parts, stamp)

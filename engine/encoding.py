@@ -16,7 +16,7 @@ from engine.dataset_writer import new_dataset
 from engine.examples import encode_example, is_target, learned_bytes
 from engine.ledger import ENDS, LAST, SPLITS, VAL
 from engine.readers import Text
-from engine.splits import Corpus, Piece, Rule, digest_of
+from engine.splits import RECORDED, Corpus, Piece, Rule, digest_of
 from engine.tokenizer import Tokenizer
 
 BATCH_CHARACTERS = 2**19  # about what one thread encodes at a time: enough to do, were documents ever so short
@@ -39,7 +39,7 @@ def encode_batch(texts: Iterable[Text], rule: Rule, encode: Callable[[Piece], tu
         for index, piece in enumerate(rule.pieces(text, digest)):
             found, size, targets = encode(piece)
             ids[piece.split].append(found)
-            digests.append(bytes(16) if index else digest[8:24])
+            digests.append(bytes(16) if index else digest[RECORDED])
             flags = VAL * (piece.split == "val") + ENDS * piece.ends + LAST * piece.last
             numbers.append((size, len(found), targets, flags))
     columns = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2), np.array(numbers, np.uint64).reshape(-1, 4)

@@ -66,7 +66,10 @@ class Source:
             found = self.fs.info(self.path)
         return found.get("size") or 0, str(next((found[key] for key in STAMPS if found.get(key)), ""))
 
-    size = property(lambda self: self.info[0])
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return self.info[0]
 
     @property
     def is_streamed(self) -> bool:
@@ -284,8 +287,7 @@ def download(address: str, expected_sha256: str) -> Path:
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
-    found = sha256(path)
-    if found != expected_sha256.lower():
+    if (found := sha256(path)) != expected_sha256.lower():
         path.unlink()
         raise ValueError(f"{address} has SHA-256 {found}, not the expected {expected_sha256}; it changed, or broke off")
     return path
@@ -332,10 +334,8 @@ def opened(source: Source) -> Iterator[BinaryIO]:
         try:
             with opener(raw, "rb") if opener else contextlib.nullcontext(raw) as file:
                 yield file
-        except (EOFError, *damages) as error:
-            raise Unreadable(f"{source.name} is a damaged {kind} file ({error}); get it again") from None
         except Exception as error:
-            if type(error).__name__ != "ZstdError":  # of a package that may not be there
+            if not isinstance(error, (EOFError, *damages)) and type(error).__name__ != "ZstdError":  # of an extra
                 raise
             raise Unreadable(f"{source.name} is a damaged {kind} file ({error}); get it again") from None
 

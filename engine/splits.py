@@ -16,6 +16,7 @@ from engine.sources import Source
 
 DRAWN = 6  # documents that should fall to the smaller split, so that drawing lots can be left to chance
 CERTAIN = 16  # documents that tell by their size how many there are, if that is so many times more than enough
+RECORDED = slice(8, 24)  # bytes of a text's digest that a ledger has; those before are its lot
 SAMPLE = 2**20  # bytes of text that a sample takes at a place
 
 
@@ -70,7 +71,7 @@ class Rule:
 
 
 class Corpus:
-    """The texts of some sources, end to end, which is also how their bytes are numbered; nothing is read twice."""
+    """The texts of some sources, end to end, which is also how their bytes are numbered."""
 
     def __init__(self, sources: list[Source], val_fraction: float):
         """Read only so many documents as tell whether there are few. Raises ValueError for what is not text."""
@@ -113,8 +114,8 @@ class Corpus:
 
     @property
     def listing(self) -> str:
-        """What two copies of the same files have in common: their names and sizes, hashed."""
-        return self._hashed([(PurePath(source.name).name, source.size) for source in self.sources])
+        """What two copies of the same files have in common: their names, sizes and, on the hub, revisions, hashed."""
+        return self._hashed([(PurePath(one.name).name, one.size, one.revision) for one in self.sources])
 
     @property
     def stamp(self) -> str:
@@ -141,7 +142,9 @@ class Corpus:
 
     def content(self, start: int, end: float) -> str:
         """The digest of what begins in bytes [start, end), as a ledger of it has it."""
-        return content_of(np.frombuffer(digest_of(text)[8:24], "<u8").reshape(1, 2) for text in self.texts(start, end))
+        return content_of(
+            np.frombuffer(digest_of(text)[RECORDED], "<u8").reshape(1, 2) for text in self.texts(start, end)
+        )
 
     def sample(self, size: int) -> Iterator[str]:
         """About so many bytes of text, from places spread evenly, or if there are no more all: the same each time.

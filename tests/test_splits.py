@@ -281,6 +281,13 @@ def test_a_few_small_documents_before_larger_ones_are_not_many(tmp_path: Path):
     assert not corpus_of(tmp_path, [*small, *large] * 8).rule.few
 
 
+def test_another_revision_of_a_dataset_is_another_corpus(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("text")
+    sources = [Source(tmp_path / "a.txt", "hf:a", revision=revision) for revision in ("1", "1", "2")]
+    listings = [Corpus([source], 0.1).listing for source in sources]
+    assert listings[0] == listings[1] != listings[2]
+
+
 # Examples, which are never cut. Here each is the text of a record.
 
 WHOLE = {"turns_of": lambda record: record["text"]}
