@@ -7,12 +7,13 @@ from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim.sgd import sgd
 
 from engine.device import fast_dtype
 from engine.parallel import ALONE, Sliceable, World, held_like, local
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: steep at zero, so five rounds are enough
-NEWTON_SCHULZ_ROUNDS = 5
+NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5  # a, b, c of each round (Jordan et al. 2024): steep at zero
+ROUNDS_ON_GRAM = 3  # in a row; each makes rounding errors up to a² larger, and bfloat16 does not bear a fourth
 WARMUP_STEPS = 10  # unless the settings say otherwise
 GUARD = ("loss_scale", "good_steps", "skipped", "skipped_in_a_row")
 FIRST_LOSS_SCALE = 2.0**16  # for float16, whose smallest numbers would underflow; then it adapts
@@ -51,14 +52,24 @@ def learning_rate_factor(step: int, steps: int, config: OptimizerConfig) -> floa
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """About the nearest semi-orthogonal matrix of each (…, rows, columns), by Newton–Schulz (Jordan et al. 2024)."""
-    a, b, c = NEWTON_SCHULZ
-    x = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(NEWTON_SCHULZ_ROUNDS):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if matrices.shape[-2] > matrices.shape[-1] else x
+    """About the nearest semi-orthogonal matrix of each (n, rows, columns), by Newton–Schulz (Jordan et al. 2024).
+
+    A round takes X to P X, where P = a I + b G + c G² and G = X Xᵀ, and so takes G to P G P. If X is wide, a few rounds
+    are done on the small G alone, and then X is multiplied by all their P at once (Zhang et al. 2026). If X is tall,
+    its transpose is meant.
+    """
+    tall, wide = matrices.shape[-2] > matrices.shape[-1], max(matrices.shape[-2:]) > 1.5 * min(matrices.shape[-2:])
+    at_once = ROUNDS_ON_GRAM if wide else 1  # of fewer operations only then
+    x = matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for first in range(0, len(NEWTON_SCHULZ), at_once):
+        gram, p, product = x.mT @ x if tall else x @ x.mT, None, None
+        for a, b, c in NEWTON_SCHULZ[first : first + at_once]:
+            gram = gram if p is None else p @ gram @ p
+            p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            p.diagonal(dim1=-2, dim2=-1).add_(a)
+            product = p if product is None else p @ product
+        x = x @ product if tall else product @ x
+    return x
 
 
 class Muon(torch.optim.Optimizer):
@@ -86,16 +97,22 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             matrices, momentum = [local(matrix) for matrix in group["params"]], group["momentum"]
             memory = [local(self.state[matrix]["momentum"]) for matrix in group["params"]]
-            before, gradients = torch.stack(memory), torch.stack([local(matrix.grad) for matrix in group["params"]])
-            gradients = torch.where(self.found_inf == 0, gradients, before)  # where nothing pulls, nothing changes
-            after = before.lerp(gradients, 1 - momentum)
-            torch._foreach_copy_(memory, after.unbind())
-            ahead = gradients.lerp(after, momentum).to(self.dtype)  # Nesterov: a look one step ahead
+            gradients = [local(matrix.grad).contiguous() for matrix in group["params"]]  # sgd asks for no strides
+            ahead = torch._foreach_mul(gradients, 1 - momentum)  # Nesterov: with momentum added, a look one step ahead
+            self._move(ahead, gradients, memory, lr=-momentum, momentum=momentum, dampening=momentum, weight_decay=0)
+            stack = torch.empty(len(ahead), *ahead[0].shape, dtype=self.dtype, device=ahead[0].device)
+            torch._foreach_copy_(stack.unbind(), ahead)
+            del ahead
             rows, columns = group["params"][0].shape
-            updates = self.world.distribute(orthogonalise, ahead, rows).to(after.dtype)
-            rate = group["lr"] * (1 - self.found_inf)
-            torch._foreach_mul_(matrices, 1 - rate * group["weight_decay"])
-            torch._foreach_add_(matrices, (updates * (-rate * 0.2 * math.sqrt(max(rows, columns)))).unbind())
+            updates = self.world.distribute(orthogonalise, stack, rows).to(matrices[0].dtype).unbind()
+            size = 0.2 * math.sqrt(max(rows, columns))
+            decay = group["weight_decay"] / size  # sgd takes lr * size * decay off
+            self._move(matrices, updates, [], lr=group["lr"] * size, momentum=0, dampening=0, weight_decay=decay)
+
+    def _move(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], memory: list[Tensor], **settings) -> None:
+        """Take a step of gradient descent, in one pass over the memory; none if found_inf."""
+        settings |= {"nesterov": False, "maximize": False, "fused": True, "found_inf": self.found_inf}
+        sgd(tensors, gradients, memory, **settings)
 
 
 class Optimizer:

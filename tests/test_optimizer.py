@@ -111,6 +111,30 @@ def test_orthogonalised_matrices_have_singular_values_near_one_and_the_same_vect
     assert orthogonalise(torch.zeros(shape)).abs().max() == 0  # nothing, and not NaN
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 0.25)])
+@pytest.mark.parametrize("orders", [0, 3, 6])  # of magnitude, over which the singular values spread
+@pytest.mark.parametrize("shape", [(64, 64), (64, 80), (64, 256), (256, 64)])
+def test_orthogonalised_matrices_are_as_exact_as_the_rounds_written_out(shape, orders, dtype, tolerance):
+    def written(x):
+        x = x / x.norm(dim=(-2, -1), keepdim=True)
+        for a, b, c in NEWTON_SCHULZ:
+            gram = x @ x.mT
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        return x
+
+    def error(result):
+        return ((result - exact).norm() / exact.norm()).item()
+
+    torch.manual_seed(0)
+    U, V = (torch.linalg.qr(torch.randn(3, side, 64, dtype=torch.double))[0] for side in shape)
+    matrices = (U * torch.logspace(0, -orders, 64) @ V.mT).to(dtype)
+    exact, result = written(matrices.double()), orthogonalise(matrices)
+    assert result.dtype == dtype and result.is_contiguous()
+    assert error(result) < min(2 * error(written(matrices)), tolerance)
+    one_by_one = torch.cat([orthogonalise(matrix[None]) for matrix in matrices])
+    assert (one_by_one - result).norm() / exact.norm() < tolerance / 10
+
+
 @pytest.mark.parametrize("shape", [(16, 64), (64, 16)])
 def test_muon_is_its_definition_and_pytorch_s(shape):
     torch.manual_seed(0)
@@ -120,11 +144,12 @@ def test_muon_is_its_definition_and_pytorch_s(shape):
     memory = [torch.zeros(shape, dtype=torch.double) for _ in ours]
     settings = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
     mine, reference = Muon(ours, **settings), torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", **settings)
-    a, b, c = NEWTON_SCHULZ
-    for _ in range(4):
+    a, b, c = NEWTON_SCHULZ[0]
+    for step in range(4):
         for index in range(3):
             gradient = torch.randn(shape)
-            ours[index].grad, theirs[index].grad = gradient.clone(), gradient.clone()
+            theirs[index].grad = gradient.clone()
+            ours[index].grad = gradient.clone() if step % 2 else gradient.mT.contiguous().mT  # in any layout
             memory[index] = 0.9 * memory[index] + 0.1 * gradient
             x = 0.1 * gradient + 0.9 * memory[index]
             x = x / x.norm()
