@@ -283,25 +283,27 @@ class Bench:
         return rates | {"ms a batch": each * 1e3, "growth in MiB": growth}
 
     def cost(self) -> dict[str, float]:
-        """How a step's time per token grows with context, width, depth and vocabulary; the same tokens a step."""
+        """How a step's time per token grows with context, width, depth and vocabulary; of as many tokens, if it can."""
         base = dataclasses.replace(SMALL, num_layers=4, num_heads=4, d_model=256)
         changes = [{"context_length": length} for length in (64, 256, 1024)]
+        changes += [{"context_length": length, "windows": (256,)} for length in (1024, 8192)]
         changes += [{"d_model": width, "num_heads": width // 64} for width in (128, 256, 512)]
         changes += [{"num_layers": layers} for layers in (2, 4, 8)] + [{"vocab_size": V} for V in (65, 4096, 50304)]
-        turns = {}
+        turns, counts = {}, {}
         for change in changes:
             shape = dataclasses.replace(base, **change)
-            rows, dtype = 4096 // shape.context_length, choose_dtype(self.config.dtype, self.device, shape.d_model)
+            dtype, rows = choose_dtype(self.config.dtype, self.device, shape.d_model), -(-4096 // shape.context_length)
             tokens = torch.randint(shape.vocab_size, (2, rows, shape.context_length), device=self.device)
             model = GPT(shape).to(self.device)
             name = ", ".join(f"{key} {value}" for key, value in change.items() if key != "num_heads")
+            counts[name] = rows * shape.context_length
             turns[name] = self.step(model, mean_loss(*tokens), self.optimizer(model, dtype), dtype)
         seconds = self.take_turns(turns, max(3, self.config.rounds // 3))
         print(
             f"\nA step of 4,096 tokens: {base.num_layers} layers, {base.d_model} wide, context 256, vocabulary 65, but"
         )
         for name, time_taken in seconds.items():
-            print(f"  {name:<44} {time_taken / 4096 * 1e6:>12,.1f} µs a token")
+            print(f"  {name:<44} {time_taken / counts[name] * 1e6:>12,.1f} µs a token")
         return seconds
 
 

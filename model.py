@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle, islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ class ModelConfig:
     num_heads: int = 3  # Attention heads in each block.
     num_kv_heads: int | None = None  # Keys and values that groups of heads share; None: each head has its own.
     head_dim: int | None = None  # Width of a head; None: d_model / num_heads.
+    windows: tuple[int, ...] | None = None  # Positions that layers see, repeated over them; 0: all. None: all see all.
     d_model: int = 192  # Width of the residual stream.
     d_ff: int | None = None  # Width of the feed-forward layer; None: four times d_model.
     dropout: float = 0.0  # Probability of dropping an activation while training.
@@ -49,16 +51,18 @@ class ModelConfig:
 
     head_width = property(lambda self: self.head_dim or self.d_model // self.num_heads)
     num_groups = property(lambda self: self.num_kv_heads or self.num_heads)
+    layer_windows = property(lambda self: list(islice(cycle(self.windows or (0,)), self.num_layers)))
     feed_forward_width = property(lambda self: self.d_ff or 4 * self.d_model)
     epsilon = property(lambda self: self.norm_epsilon or (1e-5 if self.norm == "layernorm" else 1e-6))
 
     def __post_init__(self):
         most = {"vocab_size": 2**24, "context_length": 10**7, "num_layers": 10**4, "num_heads": 10**4, "d_model": 10**6}
         most |= {"num_kv_heads": 10**4, "head_dim": 10**6, "rope_base": 10**12}
-        for name, limit in (most | {"d_ff": 10**7, "logit_softcap": 10**6, "norm_epsilon": 1}).items():
-            value, least = getattr(self, name), int(name in most)  # d_ff 0 used to say: not set
-            if value is not None and not least <= value <= limit:
-                raise ValueError(f"{name} is {value}; it must be from {least} to {limit}")
+        for name, high in (most | {"d_ff": 10**7, "logit_softcap": 10**6, "norm_epsilon": 1, "windows": 10**7}).items():
+            given, low = getattr(self, name), int(name in most)  # d_ff 0 used to say: not set
+            for value in given if isinstance(given, tuple) else (given,):
+                if value is not None and not low <= value <= high:
+                    raise ValueError(f"{name} is {value}; it must be from {low} to {high}")
         if not self.head_dim and self.d_model % self.num_heads:
             raise ValueError(f"d_model {self.d_model} does not divide into {self.num_heads} heads; change one of them")
         if self.num_heads % self.num_groups:
@@ -78,9 +82,10 @@ class Head(nn.Module):
     each of its heads. So do, in all heads of a block, the norms of queries and keys.
     """
 
-    def __init__(self, config: ModelConfig, before: Sequence["Head"] = ()):
+    def __init__(self, config: ModelConfig, before: Sequence["Head"] = (), window: int = 0):
         """``before`` are the block's heads up to this one, with whom it shares what is shared."""
         super().__init__()
+        self.window = window
         make = partial(nn.Linear, config.d_model, config.head_width, bias=config.bias)
         self.query = make()
         if len(before) % (config.num_heads // config.num_groups) == 0:  # the first of its group
@@ -97,8 +102,9 @@ class Head(nn.Module):
         query = rotate(self.query_norm(self.query(x)), rotation)  # (B, T, K)
         key = rotate(self.key_norm(self.key(x)), rotation)
         scores = query @ key.mT / math.sqrt(key.shape[-1])  # (B, T, T)
-        future = torch.ones_like(scores, dtype=torch.bool).triu(1)
-        return scores.masked_fill(future, -math.inf).softmax(dim=-1)
+        seen = torch.ones_like(scores, dtype=torch.bool).tril()
+        seen = seen.triu(1 - self.window) if self.window else seen  # the last ones alone: Beltagy et al. 2020
+        return scores.masked_fill(~seen, -math.inf).softmax(dim=-1)
 
     def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
         """The written-out definition, (B, T, D) → (B, T, K); MultiHeadAttention computes it for all heads at once."""
@@ -112,11 +118,11 @@ class MultiHeadAttention(nn.Module):
     as :meth:`loop`, many times faster.
     """
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, window: int = 0):
         super().__init__()
-        self.heads = nn.ModuleList()
+        self.heads, self.window = nn.ModuleList(), window
         for _ in range(config.num_heads):
-            self.heads.append(Head(config, self.heads))
+            self.heads.append(Head(config, self.heads, window))
         self.projection = nn.Linear(config.num_heads * config.head_width, config.d_model, bias=config.bias)
         self.dropout, self.num_groups, self.head_width = config.dropout, config.num_groups, config.head_width
         self.joined: Callable[[Tensor], Tensor] | None = None  # all heads as one layer, in a copy that only decodes
@@ -141,8 +147,8 @@ class MultiHeadAttention(nn.Module):
         query, key = self.heads[0].query_norm(query), self.heads[0].key_norm(key)
         query, key = rotate(query, rotation), rotate(key, rotation)
         if cache is not None:
-            key, value = cache.append(key, value)  # (B, G, all positions so far, K) each
-        mixed = attend(query, key, value, self.dropout if self.training else 0.0)  # (B, H, T, K)
+            key, value = cache.append(key, value)  # (B, G, all positions so far that can be seen, K) each
+        mixed = attend(query, key, value, self.dropout if self.training else 0.0, self.window)  # (B, H, T, K)
         mixed = mixed.transpose(1, 2).reshape(B, T, -1)  # heads side by side again
         return F.dropout(self.projection(mixed), self.dropout, self.training)
 
@@ -176,11 +182,11 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Attention, then a feed-forward layer, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, window: int = 0):
         super().__init__()
         self.post_norm = config.norm_placement == "post"
         self.attention_norm = make_norm(config)
-        self.attention = MultiHeadAttention(config)
+        self.attention = MultiHeadAttention(config, window)
         self.feed_forward_norm = make_norm(config)
         self.feed_forward = FeedForward(config)
 
@@ -208,7 +214,7 @@ class GPT(nn.Module):
         self.position_embedding = nn.Embedding(config.context_length, config.d_model) if learned else None
         normed = config.norm == "rmsnorm" and not config.tie_embeddings  # a tied one is kept at scale by its other use
         self.embedding_norm = make_norm(config) if normed else nn.Identity()
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, window) for window in config.layer_windows)
         self.final_norm = make_norm(config) if config.norm_placement == "pre" else nn.Identity()
         self.head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())

@@ -18,30 +18,36 @@ LENGTH_PENALTY = 0.6  # α of Wu et al. 2016, eq. 14
 class Cache:
     """The keys and values of one block's attention at the positions so far, so that a new token costs only its own."""
 
-    def __init__(self, batch_size: int, num_heads: int, length: int, head_dim: int, like: Tensor):
-        """Empty, with room for length positions; ``like`` is a tensor of the dtype and device."""
-        self.keys_values = like.new_empty(2, batch_size, num_heads, length, head_dim)  # (2, B, G, length, K)
-        self.length = length
-        self.filled = 0  # positions it holds
+    def __init__(self, batch_size: int, num_heads: int, length: int, head_dim: int, like: Tensor, window: int = 0):
+        """Empty, for up to length positions, each to see ``window`` or (0) all; ``like`` has the dtype and device."""
+        self.length, self.window = length, window or length
+        room = min(length, 2 * self.window)  # half would do; so what is held seldom moves
+        self.keys_values = like.new_empty(2, batch_size, num_heads, room, head_dim)  # (2, B, G, room, K)
+        self.filled = self.held = 0  # positions so far, and how many of the last of them are held
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store (B, H, T, K) keys and values of the next T positions; return all so far."""
-        start, self.filled = self.filled, self.filled + key.shape[2]
-        self.keys_values[0, :, :, start : self.filled] = key
-        self.keys_values[1, :, :, start : self.filled] = value
-        return self.keys_values[0, :, :, : self.filled], self.keys_values[1, :, :, : self.filled]
+        """Store (B, G, T, K) keys and values of the next T positions; return all so far that one of these may see."""
+        new, start, end = torch.stack((key, value)), self.held, self.held + key.shape[2]
+        self.filled += key.shape[2]
+        if end > self.keys_values.shape[3]:  # what the next position sees beside its own moves to the front
+            seen = torch.cat((self.keys_values[:, :, :, max(0, start + 1 - self.window) : start], new), dim=3)
+            self.held = min(self.window - 1, seen.shape[3])
+            self.keys_values[:, :, :, : self.held] = seen[:, :, :, seen.shape[3] - self.held :]
+            return seen.unbind()
+        self.keys_values[:, :, :, start:end], self.held = new, end
+        return self.keys_values[:, :, :, :end].unbind()
 
     def select(self, rows: Tensor) -> None:
         """Hold these rows only, (N,) integers, in this order; one may come several times."""
-        chosen = self.keys_values[:, rows, :, : self.filled]
-        self.keys_values = chosen.new_empty(*chosen.shape[:3], self.length, chosen.shape[-1])
-        self.keys_values[:, :, :, : self.filled] = chosen
+        chosen = self.keys_values[:, rows, :, : self.held]
+        self.keys_values = chosen.new_empty(*chosen.shape[:3], *self.keys_values.shape[3:])
+        self.keys_values[:, :, :, : self.held] = chosen
 
 
 def new_caches(model: torch.nn.Module, batch_size: int) -> list[Cache]:
-    """An empty cache for each block of the model, with room for its whole context."""
+    """An empty cache for each block of the model, with room for what it sees of a whole context."""
     c, like = model.config, next(model.parameters())
-    return [Cache(batch_size, c.num_groups, c.context_length, c.head_width, like) for _ in range(c.num_layers)]
+    return [Cache(batch_size, c.num_groups, c.context_length, c.head_width, like, w) for w in c.layer_windows]
 
 
 def window_start(length: int, context_length: int) -> int:
@@ -59,8 +65,7 @@ class Sequences:
     def __init__(self, model: torch.nn.Module, tokens: Tensor, never: Sequence[int] = (), use_cache: bool = True):
         """They begin with tokens (B, T), T ≥ 0; ``never`` are ids that must not come next.
 
-        The model is one that :func:`engine.kernels.for_decoding` returned, or any, slower; one that is training is
-        asked as it predicts, and left as it was.
+        The model is of :func:`engine.kernels.for_decoding`, or any, slower; one that trains predicts, and trains on.
         """
         self.model, self.tokens, self.start = model, tokens, 0  # the tokens from position start on
         self.never = torch.tensor(list(never), dtype=torch.long, device=tokens.device)
@@ -83,7 +88,7 @@ class Sequences:
         if (first := window_start(self.length, self.model.config.context_length)) != self.start:
             self.tokens, self.start = self.tokens[:, first - self.start :], first
             for cache in self.caches:
-                cache.filled = 0
+                cache.filled = cache.held = 0
         training = self.model.training
         if training:
             self.model.eval()
@@ -133,9 +138,8 @@ def generate(
     ``never`` are ids not to choose; for the model, see :class:`Sequences`. Without the cache the same tokens come,
     slower still: the definition for tests.
     """
-    prompt = prompt.view(-1, prompt.shape[-1])
     generator = torch.Generator(prompt.device).manual_seed(seed)
-    sequences = Sequences(model, prompt, never, use_cache)
+    sequences = Sequences(model, prompt.view(-1, prompt.shape[-1]), never, use_cache)
     for _ in range(max_new_tokens):
         chosen = choose(sequences.logits(), temperature, top_k, top_p, generator)
         sequences.append(chosen[:, None])
@@ -262,10 +266,9 @@ def texts(
 
 
 class Row:
-    """A prompt and the text that comes after it, one of a batch."""
+    """A prompt of a batch, its index says which, and the text that comes after it, of ``limit`` tokens at most."""
 
     def __init__(self, index: int, prompt: list[int], limit: int, stream: TextStream):
-        """index says which prompt it is; limit is the most tokens that may come after it."""
         self.index, self.prompt, self.limit, self.stream = index, prompt, limit, stream
         self.text, self.count = "", 0  # what has come, and its tokens
 
@@ -314,19 +317,18 @@ def _complete_batch(sequences: Sequences, rows: list[Row], draw: Callable[[Tenso
 
     Where a row's prompt goes on, its tokens come instead of those drawn, as in the code of Touvron et al. 2023.
     """
-    device = sequences.tokens.device
     while live := [row for row in rows if not row.stream.ended]:
         known = min(len(row.prompt) for row in live)
         if 2 * len(live) <= len(rows) or known > sequences.length:
             kept = [at for at, row in enumerate(rows) if not row.stream.ended]
-            sequences.select(torch.tensor(kept, device=device))
+            sequences.select(sequences.tokens.new_tensor(kept))
             rows = live
         if known > sequences.length:
-            sequences.append(torch.tensor([row.prompt[sequences.length : known] for row in rows], device=device))
+            sequences.append(sequences.tokens.new_tensor([row.prompt[sequences.length : known] for row in rows]))
         drawn, length = draw(sequences.logits()).tolist(), sequences.length
         tokens = [row.take(length, token) for row, token in zip(rows, drawn, strict=True)]
         yield from [row for row in live if row.stream.ended]
-        sequences.append(torch.tensor(tokens, device=device)[:, None])
+        sequences.append(sequences.tokens.new_tensor(tokens)[:, None])
 
 
 def search_text(

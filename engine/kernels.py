@@ -11,41 +11,89 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 IGNORED = -1  # a target that does not count
 LONGEST_PLAIN = 512  # positions up to which a CPU's bfloat16 attention holds all T × T weights
+NARROWEST_FLEX = 16  # the least width of a head that FlexAttention's kernels have
 WORTH_PACKING = 2**18  # elements of a weight; measured, smaller ones come from the processor's cache in any layout
 LOGITS_AT_ONCE = 2**25  # elements of (rows, V) float32 logits that may exist at one time: 128 MiB
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, window: int = 0) -> Tensor:
     """Causal attention of the last T of S positions: (B, H, T, K), and (B, G, S, K) twice → (B, H, T, K).
 
-    H / G queries in a row share a key and a value.
+    H / G queries in a row share a key and a value. With a window a position sees so many, its own the last of them.
     """
     T, S, grouped = query.shape[-2], key.shape[-2], query.shape[1] != key.shape[1]
+    if 0 < window < S:
+        if window < T:
+            return attend_locally(query, key, value, dropout, window)
+        key, value = (one[:, :, 1 - T - window :] for one in (key, value))
+        S = key.shape[-2]
     if T == 1:
         return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, enable_gqa=grouped)
-    if T != S:  # a later piece of a prompt: each position sees all before it, not just this piece
-        mask = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T)
+    if T != S:  # a later piece of a prompt: each position sees those before it too, not just this piece
+        mask = band(T, S, window, query.device)
         return F.scaled_dot_product_attention(query, key, value, mask, dropout, enable_gqa=grouped)
-    short = query.device.type == "cpu" and query.dtype == torch.bfloat16 and T <= LONGEST_PLAIN
-    # math_sdp_enabled is of all devices, in spite of its name; asking would cut a compiled graph in two
-    if short and (torch.compiler.is_compiling() or torch.backends.cuda.math_sdp_enabled()):
-        return plain_attention(query, key, value, dropout)
+    if T <= LONGEST_PLAIN and plain_is_quicker(query):
+        return plain_attention(query, key, value, dropout, band(T, T))
     return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
 
 
-def plain_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-    """Causal attention as three operations: (B, H, T, K), and (B, G, T, K) twice → (B, H, T, K).
+def band(T: int, S: int, window: int = 0, device: torch.device | None = None) -> Tensor:
+    """Which of S positions each of the last T sees, (T, S): those up to its own, of them the last ``window`` or all."""
+    mask = torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
+    return mask.triu(S - T - window + 1) if window else mask
+
+
+def attend_locally(query: Tensor, key: Tensor, value: Tensor, dropout: float, window: int) -> Tensor:
+    """As :func:`attend`, for T > window, at the cost of the band that is seen: Beltagy et al. 2020, section 3.1.
+
+    Queries come in blocks, each with the keys that its positions see: their own block and those before it.
+    """
+    (H, T, K), S = query.shape[1:], key.shape[-2]
+    # in a compiled graph alone: as it is written, FlexAttention holds all T × T weights
+    if query.is_cuda and torch.compiler.is_compiling() and T == S and K >= NARROWEST_FLEX and not dropout:
+        mask = create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < window), None, None, T, T, device=query.device)
+        return flex_attention(query, key, value, block_mask=mask, enable_gqa=key.shape[1] != H)
+    # the first positions see fewer: the other blocks are all alike
+    early = attend(query[:, :, :window], *(one[:, :, : S - T + window] for one in (key, value)), dropout, window)
+    size = max(32, min(window // 2, 128), window // 4)  # measured: larger ones see more in vain, smaller ones are many
+    blocks, before = -(-(T - window) // size), -(-(window - 1) // size)
+    end = blocks * size - (T - window)
+
+    def with_earlier(x: Tensor) -> Tensor:  # (B, G, S, K) → (B·H, blocks, (before + 1) · size, K)
+        x = F.pad(x, (0, 0, before * size - (S - T + window), end)).unflatten(2, (before + blocks, size))
+        x = torch.cat([x[:, :, i : i + blocks] for i in range(before + 1)], dim=3)
+        return (x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], dim=1)).flatten(0, 1)
+
+    queries = F.pad(query[:, :, window:], (0, 0, 0, end)).unflatten(2, (blocks, size)).flatten(0, 1)
+    keys, values, mask = with_earlier(key), with_earlier(value), band(size, (before + 1) * size, window, query.device)
+    if window <= LONGEST_PLAIN and plain_is_quicker(query):
+        late = plain_attention(queries, keys, values, dropout, mask)
+    else:
+        late = F.scaled_dot_product_attention(queries, keys, values, mask, dropout)
+    return torch.cat((early, late.unflatten(0, (-1, H)).flatten(2, 3)[:, :, : T - window]), dim=2)
+
+
+def plain_is_quicker(query: Tensor) -> bool:
+    """Whether PyTorch's fused attention is slow here: its backward pass is, on a CPU in bfloat16."""
+    # math_sdp_enabled is of all devices, in spite of its name; asking would cut a compiled graph in two
+    slow = query.device.type == "cpu" and query.dtype == torch.bfloat16
+    return slow and (torch.compiler.is_compiling() or torch.backends.cuda.math_sdp_enabled())
+
+
+def plain_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float, mask: Tensor) -> Tensor:
+    """Attention to what a mask (T, S) shows, as three operations: (B, H, T, K), and (B, G, S, K) twice → (B, H, T, K).
 
     The backward pass of PyTorch's fused one is slow on a CPU in bfloat16: this takes a third to a half of its time.
     """
     if query.shape[1] != key.shape[1]:
         key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for one in (key, value))
-    future = torch.full((query.shape[-2], key.shape[-2]), -math.inf, dtype=query.dtype).triu(1)
-    weights = torch.softmax(query / math.sqrt(query.shape[-1]) @ key.mT + future, dim=-1)  # (B, H, T, T)
+    hidden = torch.zeros(mask.shape, dtype=query.dtype).masked_fill(~mask, -math.inf)
+    weights = torch.softmax(query / math.sqrt(query.shape[-1]) @ key.mT + hidden, dim=-1)  # (B, H, T, S)
     return F.dropout(weights, dropout) @ value
 
 

@@ -106,7 +106,7 @@ class Plan:
         """The most bytes, weights and gradients apart, of a micro-batch; lean: with activation checkpointing."""
 
         def peak(layers: int) -> int:
-            return self._trace(layers, PeakMemory(), sequences, dtype, sharded, lean).peak
+            return self._trace(layers, PeakMemory(), sequences, dtype, sharded, lean, gpu).peak
 
         if not gpu:
             return self._over_layers(peak)
@@ -133,16 +133,22 @@ class Plan:
         return self._over_layers(peak) if self.optimizer == "muon" else 0.0  # AdamW's is fused
 
     def _over_layers(self, count: Callable[[int], float]) -> float:
-        """A count over the whole model. Blocks are alike: what one more takes is seen with few."""
-        if self.num_layers <= 3:
+        """A count over the whole model. Blocks, or patterns of them, are alike: few show what one more takes."""
+        pattern = len(self.model.config.windows or (0,))
+        more, few = divmod(self.num_layers - 2, pattern)
+        if more <= 1:
             return count(self.num_layers)
-        few = count(2)
-        return few + (self.num_layers - 2) * (count(3) - few)
+        start = count(few + 2)
+        return start + more * (count(few + 2 + pattern) - start)
 
-    def _trace(self, layers: int, counter: Any, sequences=1, dtype=torch.float32, sharded=False, lean=False) -> Any:
+    def _trace(
+        self, layers: int, counter: Any, sequences=1, dtype=torch.float32, sharded=False, lean=False, gpu=False
+    ) -> Any:
         """Show a counter a forward and a backward pass whose tensors have no values; returns the counter."""
         with torch.device("meta"):
             model = self.make(layers)
+        for block in model.blocks if gpu else ():
+            block.attention.window = 0  # a GPU's attention keeps as much with a window as without
         if sharded:
             model.blocks.to(dtype)  # in which FSDP gathers their weights
         if lean:

@@ -117,6 +117,8 @@ def from_values(cls: type, values: Any, source: str) -> Any:
         advice = f"did you mean {near[0]}?" if near else "see --help for all of them"
         raise ValueError(f"{source}: no setting is called {unknown[0]}; {advice}")
     hints, flags = get_type_hints(cls), []  # flags, so that the command line and the file are checked alike
+    for nested in filter(dataclasses.is_dataclass, list(hints.values())):
+        hints |= get_type_hints(nested)
     for name, value in values.items():
         if value and isinstance(value, list) and "tuple" in str(hints.get(name)):
             texts = [f"./{one}" if isinstance(one, str) and one.startswith("-") else str(one) for one in value]

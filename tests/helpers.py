@@ -37,7 +37,14 @@ VARIANTS = {
     "2017": dataclasses.replace(SMALL, **YEAR_2017),
     "swiglu": dataclasses.replace(SMALL, activation="swiglu", d_ff=40, logit_softcap=15.0),
     "qwen3": dataclasses.replace(
-        SMALL, num_heads=4, num_kv_heads=2, head_dim=10, norm="weighted_rmsnorm", activation="swiglu", rope_base=1e5
+        SMALL,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=10,
+        norm="weighted_rmsnorm",
+        activation="swiglu",
+        rope_base=1e5,
+        windows=(3, 0),
     ),
 }
 

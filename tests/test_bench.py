@@ -31,6 +31,7 @@ FIGURES = {
     "data": {"with loading", "without", "ms a batch", "growth in MiB"},
     "cost": {
         *(f"context_length {length}" for length in (64, 256, 1024)),
+        *(f"context_length {length}, windows (256,)" for length in (1024, 8192)),
         *(f"d_model {width}" for width in (128, 256, 512)),
         *(f"num_layers {layers}" for layers in (2, 4, 8)),
         *(f"vocab_size {size}" for size in (65, 4096, 50304)),

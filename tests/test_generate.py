@@ -57,6 +57,28 @@ def test_a_cache_goes_on_with_the_rows_that_are_selected():
     assert cache.keys_values[:, 2].any()
 
 
+@pytest.mark.parametrize("window", [1, 2, 5, 60])
+@pytest.mark.parametrize("pieces", [[1] * 50, [30] + [1] * 20, [3, 9, 1, 1, 20, 2, 14], [50]], ids=len)
+def test_a_cache_with_a_window_holds_what_it_shows_in_memory_that_stays(window, pieces):
+    cache = Cache(2, 3, 50, 4, torch.empty(0), window)
+    whole, rows, size = torch.randn(2, 2, 3, 50, 4), torch.tensor([1, 0]), cache.keys_values.numel()
+    for end, length in zip(itertools.accumulate(pieces), pieces, strict=True):
+        shown = torch.stack(cache.append(*whole[:, :, :, end - length : end]))
+        seen = min(end, length + window - 1)
+        assert cache.filled == end and shown[:, :, :, -seen:].equal(whole[:, :, :, end - seen : end])
+        cache.select(rows)
+        whole = whole[:, rows]
+    assert cache.keys_values.numel() == size == 2 * 2 * 3 * min(50, 2 * window) * 4
+
+
+def test_a_cache_with_a_window_seldom_moves_what_it_holds():
+    cache, starts = Cache(1, 1, 1000, 1, torch.empty(0), 10), []
+    for _ in range(500):
+        cache.append(*torch.zeros(2, 1, 1, 1, 1))
+        starts.append(cache.held)
+    assert sum(later < earlier for earlier, later in itertools.pairwise(starts)) <= 50
+
+
 def test_caches_have_the_shape_of_the_model_s_attention():
     caches = new_caches(randomised(SMALL).bfloat16(), 5)
     assert [cache.filled for cache in caches] == [0] * SMALL.num_layers and caches[0].length == 16

@@ -59,12 +59,14 @@ def assert_same_gradients(one: Tensor, other: Tensor, inputs: list[Tensor], tole
 # Attention.
 
 
-def written_out(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def written_out(query: Tensor, key: Tensor, value: Tensor, window: int = 0) -> Tensor:
     """Causal attention of the last T of S positions, as the papers write it, in double precision."""
     T, S = query.shape[-2], key.shape[-2]
-    scores = query.double() @ key.double().mT / math.sqrt(query.shape[-1])
-    future = torch.ones(T, S, dtype=torch.bool, device=query.device).triu(S - T + 1)
-    return scores.masked_fill(future, -math.inf).softmax(dim=-1) @ value.double()
+    key, value = (one.double().repeat_interleave(query.shape[1] // one.shape[1], dim=1) for one in (key, value))
+    scores = query.double() @ key.mT / math.sqrt(query.shape[-1])
+    back = torch.arange(S - T, S, device=query.device)[:, None] - torch.arange(S, device=query.device)
+    unseen = (back < 0) | (back >= (window or S))
+    return scores.masked_fill(unseen, -math.inf).softmax(dim=-1) @ value
 
 
 BRANCHES = {  # T, S, dtype, whether PyTorch's fused operation does it
@@ -83,10 +85,13 @@ def fixture_branch(request) -> tuple:
     return request.param
 
 
-def random_heads(T: int, S: int, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
-    """Queries, keys and values that need gradients."""
+def random_heads(
+    T: int, S: int, dtype: torch.dtype, device: str = "cpu", groups: int = 3, width: int = 8
+) -> list[Tensor]:
+    """Queries of three heads, keys and values of groups of them, that need gradients."""
     torch.manual_seed(0)
-    return [torch.randn(2, 3, length, 8).to(device, dtype).requires_grad_() for length in (T, S, S)]
+    sizes = ((3, T), (groups, S), (groups, S))
+    return [torch.randn(2, heads, length, width).to(device, dtype).requires_grad_() for heads, length in sizes]
 
 
 def test_each_way_to_attend_is_the_definition(branch):
@@ -106,6 +111,52 @@ def test_dropout_in_attention_is_right_in_the_mean(branch):
     dropped = attend(*inputs, dropout=0.3)
     assert not torch.equal(dropped[0], dropped[1])
     torch.testing.assert_close(dropped.double().mean(0), written_out(*inputs)[0], rtol=0, atol=0.05)
+
+
+LOCAL = {  # T, S, window
+    "shorter than the window": (20, 20, 21),
+    "as long as the window": (20, 20, 20),
+    "one longer": (21, 21, 20),
+    "blocks that divide it": (40 + 64, 40 + 64, 40),
+    "blocks that do not": (237, 237, 70),
+    "blocks larger than the window": (100, 100, 3),
+    "a window of one": (50, 50, 1),
+    "one token": (1, 30, 7),
+    "one token that sees itself": (1, 30, 1),
+    "a piece": (5, 30, 7),
+    "a piece longer than the window": (60, 95, 20),
+    "a piece with little before it": (60, 63, 20),
+    "a window without plain weights": (kernels.LONGEST_PLAIN + 7, kernels.LONGEST_PLAIN + 7, kernels.LONGEST_PLAIN + 1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("T", "S", "window"), LOCAL.values(), ids=LOCAL.keys())
+def test_attention_with_a_window_is_the_definition(T, S, window, dtype):
+    for groups in (3, 1):
+        inputs = random_heads(T, S, dtype, groups=groups)
+        mixed = attend(*inputs, window=window)
+        assert mixed.dtype == dtype and mixed.shape == inputs[0].shape
+        exact = written_out(*inputs, window)
+        assert_same_gradients(mixed, exact, inputs, 1e-5 if dtype == torch.float32 else 0.07)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_with_a_window_costs_its_band_not_the_square(dtype):
+    largest = []
+    for T in (1024, 2048):
+        with Seen() as seen:
+            attend(*random_heads(T, T, dtype), window=64).sum().backward()
+        largest.append(seen.largest)
+    assert largest[1] <= 2.1 * largest[0] < 2.1 * 6 * 1024 * 128
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_in_attention_with_a_window_is_right_in_the_mean(dtype):
+    inputs = [one.detach()[:1, :1].expand(10_000, 1, -1, -1) for one in random_heads(8, 8, dtype)]
+    dropped = attend(*inputs, dropout=0.3, window=3)
+    assert not torch.equal(dropped[0], dropped[1])
+    torch.testing.assert_close(dropped.double().mean(0), written_out(*inputs, 3)[0], rtol=0, atol=0.06)
 
 
 @pytest.mark.parametrize(("backend", "fused"), [(SDPBackend.FLASH_ATTENTION, True), (SDPBackend.MATH, False)])
@@ -319,7 +370,7 @@ def forget_compiled():
 
 
 def test_decoding_compiles_into_one_graph_whatever_the_length():
-    model = for_decoding(randomised(dataclasses.replace(SMALL, num_layers=1)), pack=False)
+    model = for_decoding(randomised(dataclasses.replace(SMALL, num_layers=1, windows=(5,))), pack=False)
     choice = {"max_new_tokens": 20, "temperature": 0}  # past the context
     plain = torch.stack(list(generate(model, torch.tensor([[1, 2, 3]] * 2), **choice)))
     model.compile(dynamic=True, fullgraph=True, backend="eager")

@@ -28,10 +28,9 @@ def random_batch(config: ModelConfig, rows: int = 3) -> tuple[torch.Tensor, torc
 # What a position sees.
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_position_depends_on_a_later_one_and_each_on_all_before(config, dtype):
-    model, length = randomised(config), 12
-    embedded = []
+def reaches(model: GPT, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """On which embeddings each position's logits depend, (T, T): by gradients through the forward pass."""
+    embedded, rows = [], []
 
     def cut(module, arguments, output):
         embedded.append(output.detach().requires_grad_())
@@ -39,12 +38,27 @@ def test_no_position_depends_on_a_later_one_and_each_on_all_before(config, dtype
 
     model.token_embedding.register_forward_hook(cut)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        logits = model(torch.randint(config.vocab_size, (1, length)))
+        logits = model(torch.randint(model.config.vocab_size, (1, length)))
     for position in range(length):
         one = logits[0, position, 0].float()  # a sum over all would be almost constant after a norm
         (gradient,) = torch.autograd.grad(one, embedded, retain_graph=True)
-        reached = gradient[0].abs().sum(dim=-1) > 0
-        assert reached[: position + 1].all() and not reached[position + 1 :].any()
+        rows.append(gradient[0].abs().sum(dim=-1) > 0)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_position_depends_on_a_later_one_and_each_on_all_before(config, dtype):
+    assert torch.equal(reaches(randomised(config), 12, dtype), torch.ones(12, 12, dtype=torch.bool).tril())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("windows", "layers", "sees"), [((5,), 1, 5), ((1,), 2, 1), ((5, 3), 2, 7), ((5,), 3, 13), ((2, 0), 2, 99)], ids=str
+)
+def test_a_position_sees_the_windows_of_its_layers_and_nothing_before(windows, layers, sees, dtype):
+    sizes = {"context_length": 40, "num_kv_heads": 1, "num_layers": layers, "windows": windows}
+    reached = reaches(randomised(dataclasses.replace(SMALL, **sizes)), 40, dtype)
+    assert torch.equal(reached, torch.ones(40, 40, dtype=torch.bool).tril().triu(1 - sees))
 
 
 @torch.no_grad()
@@ -362,8 +376,8 @@ def test_a_parameter_without_a_rule_stops_construction(monkeypatch):
         parameter_rules(SMALL, ["token_embedding.weight", "odd.gain"])
 
     class Odd(Head):
-        def __init__(self, config, before=()):
-            super().__init__(config, before)
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
             self.extra = nn.Linear(2, 2)
 
     monkeypatch.setattr(model_module, "Head", Odd)
@@ -382,6 +396,7 @@ def test_a_parameter_without_a_rule_stops_construction(monkeypatch):
         ({"num_layers": 0}, "num_layers is 0"),
         ({"context_length": -1}, "context_length is -1"),
         ({"dropout": 1.0}, "dropout is 1.0"),
+        ({"windows": (8, -1)}, "windows is -1; it must be from 0 to 10000000"),
         ({"position": "sinusoidal", "d_model": 21}, "sinusoidal positions come in pairs"),
     ],
 )

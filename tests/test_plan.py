@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from helpers import GPT2, YEAR_2017, numbers_text
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -30,6 +31,7 @@ KINDS = [
     {"num_heads": 8},
     {"d_model": 320, "context_length": 16},  # weights copied are a large part
     {"context_length": 640, "num_layers": 1},
+    {"windows": (40, 0)},
     {"vocab_size": 50304, "d_model": 64, "num_layers": 1},  # logits in pieces
 ]
 
@@ -69,6 +71,22 @@ def test_operations_are_those_that_pytorch_counts(kind):
     with FlopCounterMode(display=False) as counter, torch.autocast("cpu", BFLOAT16):  # whose attention is written out
         model(tokens, tokens).backward()
     assert plan_of(sizes).flops_per_token() * 3 * 96 == pytest.approx(counter.get_total_flops(), rel=1e-6)
+
+
+def test_operations_with_windows_are_those_of_the_band_in_every_pattern_of_layers():
+    shape = SMALL | {"context_length": 600, "num_layers": 8}
+
+    def count(windows: tuple[int, ...] | None) -> float:
+        return plan_of(shape | {"windows": windows}).flops_per_token()
+
+    full, local, mixed = count(None), count((64,)), count((64, 64, 0))
+    assert full - local == pytest.approx((full - mixed) * 8 / 6, rel=1e-6)  # 6 of 8 layers are local
+    attention = 12 * 8 * 128 * 600  # of full layers, per token: the scores and their use, forward and backward
+    assert (full - local) / attention == pytest.approx(1 - (64 + 32) / 600, abs=0.01)  # blocks of 32
+    model, tokens = GPT(ModelConfig(**shape | {"windows": (64, 64, 0)})), torch.zeros(1, 600, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(tokens, tokens).backward()
+    assert mixed * 600 == pytest.approx(counter.get_total_flops(), rel=1e-6)
 
 
 # Memory.

@@ -71,13 +71,19 @@ def test_flattened_settings_have_bare_names():
 
 
 @dataclass(frozen=True)
+class Nested:
+    counts: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
 class Several:
     places: tuple[Path, ...] = (Path("here"),)
     sizes: Annotated[tuple[float, ...] | None, "above 0"] = None
+    nested: Nested = Nested()
 
 
 def test_several_values_are_a_list_in_a_file_and_a_path_of_it_is_no_flag(tmp_path):
-    config = Several((Path("a b"), Path("--sizes"), Path("-")), (0.5, 1e-9))
+    config = Several((Path("a b"), Path("--sizes"), Path("-")), (0.5, 1e-9), Nested((256, -1, 0)))
     assert load_settings(Several, [written(tmp_path, to_toml(config))]) == config
     assert load_settings(Several, ["--places", "x", "y", "--sizes", "1", "2"]) == Several(
         (Path("x"), Path("y")), (1, 2)
