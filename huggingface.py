@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 import tyro
 
-from engine import gguf_file, hub
+from engine import families, gguf_file, hub
 from engine.checkpoint import load_model, write_checkpoint
 from engine.command import run_command
 from engine.families import FAMILIES, Family, Tensors, configuration, obstacles, read_configuration, renamed, restored
@@ -30,7 +30,7 @@ class ExportConfig:
 
     run: tyro.conf.Positional[Path]  # A run folder, for its best checkpoint, or a checkpoint's own folder.
     out: tyro.conf.Positional[Path]  # The directory to make.
-    family: Literal["auto", "llama", "qwen3", "gpt2", "apertus", "arcee", "nanochat"] = "auto"
+    family: Literal["auto", "llama", "qwen3", "mistral", "gpt2", "apertus", "arcee", "nanochat"] = "auto"
     """The kind of model to write it as; auto: of those that can hold it the one that most programs run."""
     gguf: Literal["f32", "bf16"] | None = None  # Also write a GGUF file, for llama.cpp, in this dtype.
 
@@ -88,7 +88,10 @@ def import_model(config: ImportConfig) -> None:
         raise ValueError(f"{config.out} already holds checkpoints; choose another folder")
     directory = hub.find_directory(config.source)
     source = str(directory / "config.json")
-    family, settings = read_configuration(hub.read_object(directory / "config.json"), source)
+    said = hub.read_object(directory / "config.json")
+    family, settings = read_configuration(said, source)
+    layers = from_values(ModelConfig, settings, source).num_layers  # a number, so far what the file said
+    settings["windows"] = families.read_windows(said, family, layers, source)
     shape, tensors = from_values(ModelConfig, settings, source), hub.read_tensors(directory)
     if shape.num_layers > len(tensors):
         raise ValueError(f"{source}: {shape.num_layers:,} layers can't be made of {len(tensors)} tensors")

@@ -1,9 +1,11 @@
 """Families of models as transformers has them: their settings and names of weights, and ours; one table for each."""
 
 import math
+import operator
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -79,6 +81,8 @@ GPT2_NAMES = {
 }
 # xIELU (Huang & Schlag 2024) with these, as they are stored, is ReLU²: softplus(alpha_p) is 1, softplus(alpha_n) is 0.
 XIELU = {"alpha_p": [math.log(math.e - 1)], "alpha_n": [-1e4], "beta": 0.0, "eps": -1e-6}
+# What a family can hold of the windows of a model's layers, beside none at all.
+ONE, ONE_AND_ALL = "one for all layers", "one in some layers, 0 in others"
 CONSTANTS = re.compile(r".*(attn\.(masked_)?bias|rotary_emb\.inv_freq)")  # names of no weights, in old files
 
 
@@ -94,6 +98,7 @@ class Family:
     fixed: dict[str, Any] = field(default_factory=dict)  # what else config.json has to say
     defaults: dict[str, Any] = field(default_factory=dict)  # what config.json need not say
     activations: dict[str, str] = field(default_factory=lambda: ACTIVATIONS)
+    windows: str | None = None  # ONE, or ONE_AND_ALL
     turns_back: bool = True  # RoPE turns the other way than ours
     transposed: bool = False  # the blocks' matrices are (input, output)
 
@@ -114,8 +119,16 @@ FAMILIES = {
         "Qwen3ForCausalLM",
         LLAMA | {"activation": ("swiglu",), "qk_norm": (True,), "bias": (False,)},
         SETTINGS | {"head_dim": "head_dim"},
-        fixed={"use_sliding_window": False},
         defaults={"head_dim": 128},
+        windows=ONE_AND_ALL,
+    ),
+    "mistral": Family(
+        "mistral",
+        "MistralForCausalLM",
+        LLAMA | {"activation": ("swiglu",), "qk_norm": (False,), "bias": (False,)},
+        SETTINGS | {"head_dim": "head_dim"},
+        defaults={"num_key_value_heads": 8},
+        windows=ONE,
     ),
     "gpt2": Family(
         "gpt2",
@@ -166,6 +179,9 @@ def obstacles(shape: Any, family: Family) -> list[str]:
         found.append(("num_heads", shape.num_heads, (f"a divisor of {shape.d_model}",)))
     if "num_kv_heads" not in family.settings:
         found.append(("num_kv_heads", shape.num_kv_heads, (shape.num_heads,)))
+    widths = set(shape.layer_windows)
+    if len(widths) > 1 if family.windows == ONE else len(widths - {0}) > (family.windows == ONE_AND_ALL):
+        found.append(("windows", shape.windows, (family.windows,)))
     return [
         f"{name} {value} (instead of {' or '.join(map(str, allowed))})"
         for name, value, allowed in found
@@ -256,7 +272,33 @@ def configuration(shape: Any, family: Family) -> dict[str, Any]:
         said |= dict.fromkeys(keys.split(), None if ours == "logit_softcap" and not value else value)
     if shape.position == "rope":
         said["rope_parameters"] = {"rope_type": "default", "rope_theta": shape.rope_base}
-    return said | family.fixed
+    return said | family.fixed | window_settings(shape.layer_windows, family)
+
+
+def window_settings(windows: list[int], family: Family) -> dict[str, Any]:
+    """What config.json has to say of the windows of a model's layers."""
+    width = max(windows) or None
+    if family.windows == ONE_AND_ALL and width:
+        types = ["sliding_attention" if window else "full_attention" for window in windows]
+        return {"use_sliding_window": True, "sliding_window": width, "layer_types": types}
+    return {None: {}, ONE: {"sliding_window": width}, ONE_AND_ALL: {"use_sliding_window": False}}[family.windows]
+
+
+def read_windows(said: dict[str, Any], family: Family, layers: int, source: str) -> list[Any] | None:
+    """The windows that config.json says, as ModelConfig has them. Raises ValueError for layers of another kind."""
+    width = said.get("sliding_window", 4096)
+    if not width or not family.windows or (family.windows == ONE_AND_ALL and not said.get("use_sliding_window")):
+        return None
+    if family.windows == ONE:
+        return [width]
+    kinds, first = ("full_attention", "sliding_attention"), said.get("max_window_layers", 28)
+    if (types := said.get("layer_types")) is None and isinstance(first, int):
+        types = [kinds[layer >= first] for layer in range(layers)]
+    if not isinstance(types, list) or len(types) != layers or any(one not in kinds for one in types):
+        raise ValueError(f"{source}: its layer_types must be {layers} of {' and '.join(kinds)} to be held here")
+    windows = [width * (one == kinds[1]) for one in types]
+    pattern = next(n for n in range(1, layers + 1) if all(map(operator.eq, windows, cycle(windows[:n]))))
+    return windows[:pattern] if any(windows) else None
 
 
 def read_configuration(said: dict[str, Any], source: str) -> tuple[Family, dict[str, Any]]:

@@ -22,6 +22,8 @@ def check(settings: dict[str, Any], tokenizer: Tokenizer) -> None:
         raise ValueError("--gguf needs a package: pip install gguf")
     kind = settings["model_type"]
     activation = settings.get("hidden_act", settings.get("activation_function"))
+    if settings.get("sliding_window"):
+        raise ValueError(f"llama.cpp has no windows in {kind} models; train without --windows, or leave --gguf out")
     if kind not in ACTIVATIONS:
         raise ValueError(f"llama.cpp knows no {kind} models; train without --logit-softcap, or see --family")
     if activation != ACTIVATIONS[kind]:

@@ -39,7 +39,11 @@ ROPE = {"position": "rope", "norm": "rmsnorm", "norm_placement": "pre", "logit_s
 # What a family is made for, and what else it holds, may be folded into it, or not.
 CAN_HOLD = {
     "llama": (ROPE | {"activation": "swiglu", "qk_norm": False}, {"bias", "tie", "grouped", "weighted", "scaled"}),
-    "qwen3": (ROPE | {"activation": "swiglu"}, {"tie", "grouped", "weighted", "scaled", "any head"}),
+    "qwen3": (ROPE | {"activation": "swiglu"}, {"tie", "grouped", "weighted", "scaled", "any head", "windows"}),
+    "mistral": (
+        ROPE | {"activation": "swiglu", "qk_norm": False},
+        {"tie", "grouped", "weighted", "scaled", "any head", "window"},
+    ),
     "apertus": (ROPE, {"tie", "grouped", "weighted", "scaled"}),
     "arcee": (ROPE | {"qk_norm": False}, {"bias", "tie", "grouped", "weighted", "scaled", "activation"}),
     "nanochat": (ROPE, {"grouped", "scaled", "cap", "activation"}),
@@ -73,6 +77,8 @@ def odd_shape(family: str, seed: int) -> ModelConfig:
         "activation": {"activation": draw.choice(("relu2", "gelu", "relu"))},
         "sinusoidal": {"position": "sinusoidal"},
         "any head": {"head_dim": draw.choice((4, 12))},
+        "window": {"windows": (draw.choice((2, 5, 12)),)},  # with 1, transformers' cache forgets nothing
+        "windows": {"windows": draw.choice(((5,), (4, 0), (0, 2), (7, 7, 0), (0, 9, 0)))},
     }
     for name, setting in choices.items():
         if name in allowed and draw.random() < 0.5:
@@ -174,11 +180,14 @@ SMOL = {
     "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
 }
+LOCAL = {"num_hidden_layers": 3, "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 2}
 MADE_ELSEWHERE = {
     "gpt2 124M": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config()),
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)),
     "smollm2": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL | SMOL)),
-    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, head_dim=20)),
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL | LOCAL, head_dim=20)),
+    "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SMALL, sliding_window=None)),
+    "mistral with windows": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SMALL | LOCAL)),
     "nanochat": lambda: transformers.NanoChatForCausalLM(transformers.NanoChatConfig(**SMALL)),
 }
 
@@ -224,6 +233,26 @@ def test_an_old_file_of_gpt2_has_half_precision_no_prefix_and_constants(tmp_path
             ("--family", "apertus"),
             r"can't hold logit_softcap 15.0 .*; take --family nanochat$",
         ),
+        (
+            {"windows": (4, 0)},
+            ("--family", "apertus"),
+            r"^apertus can't hold windows \(4, 0\) \(instead of None\); no family does",
+        ),
+        (
+            {"windows": (4, 0), "activation": "swiglu"},
+            ("--family", "mistral"),
+            r"can't hold qk_norm True .*, windows \(4, 0\) \(instead of one for all layers\); take --family qwen3$",
+        ),
+        (
+            {"windows": (4, 3), "activation": "swiglu"},
+            ("--family", "qwen3"),
+            r"^qwen3 can't hold windows \(4, 3\) \(instead of one in some layers, 0 in others\); no family does",
+        ),
+        (
+            {"windows": (4,), "activation": "swiglu"},
+            ("--gguf", "f32"),
+            r"^llama.cpp has no windows in qwen3 models; train without --windows, or leave --gguf out$",
+        ),
         ({"bias": True}, (), r"^apertus can't hold bias True \(instead of False\); no family does"),
         (
             {},
@@ -253,6 +282,7 @@ def pickled(directory: Path) -> None:
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
 
 
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
 BAD_DIRECTORIES = {
     "an unknown architecture": (
@@ -272,6 +302,13 @@ BAD_DIRECTORIES = {
     "an odd RoPE": (lambda d: spoil(d, rope_parameters=7), r"its RoPE is scaled \(7\)"),
     "another activation": (lambda d: spoil(d, hidden_act="mish"), "the activation 'mish' can't be held here"),
     "one bias": (lambda d: spoil(d, mlp_bias=True), "'mlp_bias': True} must be equal"),
+    "layers of another kind": (
+        lambda d: spoil(d, **QWEN3, layer_types=["full_attention", "chunked_attention"]),
+        "its layer_types must be 2 of full_attention and sliding_attention to be held here",
+    ),
+    "too few kinds of layers": (lambda d: spoil(d, **QWEN3, layer_types=["full_attention"]), "must be 2 of full_att"),
+    "a kind that is none": (lambda d: spoil(d, **QWEN3, max_window_layers="all"), "must be 2 of full_attention"),
+    "an odd window": (lambda d: spoil(d, **QWEN3, max_window_layers=0, sliding_window="x"), "config.json: .*windows"),
     "a pickle": (pickled, "pytorch_model.bin is pickled, and a pickle can run anything; if you trust it, convert it"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "has no model.safetensors; give one that has"),
     "half the weights": (lambda d: os.truncate(d / "model.safetensors", 9000), "model.safetensors is damaged"),
@@ -303,7 +340,7 @@ def test_a_missing_or_large_tokenizer_is_said(words: Tokenizer, tmp_path: Path):
 # GGUF.
 
 
-IN_LLAMA_CPP = [name for name in FAMILIES if name != "nanochat"]
+IN_LLAMA_CPP = [name for name in FAMILIES if name not in ("nanochat", "mistral")]
 
 
 @pytest.mark.parametrize(
@@ -311,7 +348,7 @@ IN_LLAMA_CPP = [name for name in FAMILIES if name != "nanochat"]
 )
 def test_gguf_has_every_tensor(family: str, dtype: str, words: Tokenizer, tmp_path: Path):
     reader = pytest.importorskip("gguf.gguf_reader")
-    plain = {"bias": family == "gpt2", "activation": FAMILIES[family].holds["activation"][0]}
+    plain = {"bias": family == "gpt2", "activation": FAMILIES[family].holds["activation"][0], "windows": None}
     shape = dataclasses.replace(odd_shape(family, 1), vocab_size=410, **plain)
     run = save_run(randomised(shape), tmp_path / "run", words)
     huggingface.main(["export", str(run), str(tmp_path / "hf"), "--family", family, "--gguf", dtype])
@@ -354,7 +391,7 @@ def gguf_names(family: str, layers: int) -> Callable[[str], str]:
 @pytest.mark.parametrize("family", IN_LLAMA_CPP)
 def test_llama_cpp_continues_as_we_do(family: str, words: Tokenizer, tmp_path: Path):
     llama_cpp = pytest.importorskip("llama_cpp")
-    plain = {"bias": family == "gpt2", "activation": FAMILIES[family].holds["activation"][0]}
+    plain = {"bias": family == "gpt2", "activation": FAMILIES[family].holds["activation"][0], "windows": None}
     model = randomised(dataclasses.replace(odd_shape(family, 2), vocab_size=410, context_length=96, **plain))
     run = save_run(model, tmp_path / "run", words)
     huggingface.main(["export", str(run), str(tmp_path / "hf"), "--family", family, "--gguf", "f32"])
