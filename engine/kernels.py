@@ -11,12 +11,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 IGNORED = -1  # a target that does not count
 LONGEST_PLAIN = 512  # positions up to which a CPU's bfloat16 attention holds all T × T weights
-NARROWEST_FLEX = 16  # the least width of a head that FlexAttention's kernels have
 WORTH_PACKING = 2**18  # elements of a weight; measured, smaller ones come from the processor's cache in any layout
 LOGITS_AT_ONCE = 2**25  # elements of (rows, V) float32 logits that may exist at one time: 128 MiB
 
@@ -53,11 +51,7 @@ def attend_locally(query: Tensor, key: Tensor, value: Tensor, dropout: float, wi
 
     Queries come in blocks, each with the keys that its positions see: their own block and those before it.
     """
-    (H, T, K), S = query.shape[1:], key.shape[-2]
-    # in a compiled graph alone: as it is written, FlexAttention holds all T × T weights
-    if query.is_cuda and torch.compiler.is_compiling() and T == S and K >= NARROWEST_FLEX and not dropout:
-        mask = create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < window), None, None, T, T, device=query.device)
-        return flex_attention(query, key, value, block_mask=mask, enable_gqa=key.shape[1] != H)
+    (H, T), S = query.shape[1:3], key.shape[-2]
     # the first positions see fewer: the other blocks are all alike
     early = attend(query[:, :, :window], *(one[:, :, : S - T + window] for one in (key, value)), dropout, window)
     size = max(32, min(window // 2, 128), window // 4)  # measured: larger ones see more in vain, smaller ones are many

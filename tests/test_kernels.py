@@ -85,13 +85,11 @@ def fixture_branch(request) -> tuple:
     return request.param
 
 
-def random_heads(
-    T: int, S: int, dtype: torch.dtype, device: str = "cpu", groups: int = 3, width: int = 8
-) -> list[Tensor]:
+def random_heads(T: int, S: int, dtype: torch.dtype, device: str = "cpu", groups: int = 3) -> list[Tensor]:
     """Queries of three heads, keys and values of groups of them, that need gradients."""
     torch.manual_seed(0)
     sizes = ((3, T), (groups, S), (groups, S))
-    return [torch.randn(2, heads, length, width).to(device, dtype).requires_grad_() for heads, length in sizes]
+    return [torch.randn(2, heads, length, 8).to(device, dtype).requires_grad_() for heads, length in sizes]
 
 
 def test_each_way_to_attend_is_the_definition(branch):
