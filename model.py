@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -28,12 +27,12 @@ class ModelConfig:
 
     vocab_size: int | None = None  # Tokens in the vocabulary; None: as many as the tokenizer has. More pads it.
     context_length: int = 128  # The most tokens that attention looks back over.
-    num_layers: int = 3  # Transformer blocks.
-    num_heads: int = 3  # Attention heads in each block.
+    num_layers: int = 2  # Transformer blocks.
+    num_heads: int = 2  # Attention heads in each block.
     num_kv_heads: int | None = None  # Keys and values that groups of heads share; None: each head has its own.
     head_dim: int | None = None  # Width of a head; None: d_model / num_heads.
     windows: tuple[int, ...] | None = None  # Positions that layers see, repeated over them; 0: all. None: all see all.
-    d_model: int = 192  # Width of the residual stream.
+    d_model: int = 128  # Width of the residual stream.
     d_ff: int | None = None  # Width of the feed-forward layer; None: four times d_model.
     dropout: float = 0.0  # Probability of dropping an activation while training.
     bias: bool = False  # Whether linear layers and layer norms have a bias.
@@ -51,7 +50,7 @@ class ModelConfig:
 
     head_width = property(lambda self: self.head_dim or self.d_model // self.num_heads)
     num_groups = property(lambda self: self.num_kv_heads or self.num_heads)
-    layer_windows = property(lambda self: list(islice(cycle(self.windows or (0,)), self.num_layers)))
+    layer_windows = property(lambda self: list((self.windows or (0,)) * self.num_layers)[: self.num_layers])
     feed_forward_width = property(lambda self: self.d_ff or 4 * self.d_model)
     epsilon = property(lambda self: self.norm_epsilon or (1e-5 if self.norm == "layernorm" else 1e-6))
 
@@ -319,7 +318,7 @@ def rotate(x: Tensor, rotation: Tensor | None) -> Tensor:
 class ParameterRule(NamedTuple):
     """What the rest of the project must know of a parameter: its optimizer group, and its normal first values."""
 
-    group: Literal["matrix", "embedding", "vector"]
+    group: Literal["matrix", "embedding", "head", "vector"]  # a tied embedding is of the head's
     std: float = 0.0
     mean: float = 0.0
 
@@ -332,7 +331,8 @@ def parameter_rules(config: ModelConfig, names: Sequence[str]) -> dict[str, Para
     itself), so GPT-2's rule holds: Radford et al. 2019, section 2.3.
     """
     # RMSNorm takes an embedding's scale away; what is left of it is how fast AdamW moves it.
-    embedding = ParameterRule("embedding", 0.02 if config.tie_embeddings or config.norm == "layernorm" else 0.1)
+    std = 0.02 if config.tie_embeddings or config.norm == "layernorm" else 0.1
+    embedding = ParameterRule("head" if config.tie_embeddings else "embedding", std)
     inner = ParameterRule("matrix", config.d_model**-0.5)
     smaller = math.sqrt(2 * config.num_layers) if config.tie_embeddings else math.inf
     by_ending = {
@@ -340,7 +340,7 @@ def parameter_rules(config: ModelConfig, names: Sequence[str]) -> dict[str, Para
         **dict.fromkeys([f"{part}.weight" for part in ("query", "key", "value", "expand", "gate")], inner),
         "projection.weight": ParameterRule("matrix", (config.num_heads * config.head_width) ** -0.5 / smaller),
         "contract.weight": ParameterRule("matrix", config.feed_forward_width**-0.5 / smaller),
-        "head.weight": ParameterRule("embedding"),
+        "head.weight": ParameterRule("head"),
         "norm.weight": ParameterRule("vector", mean=1.0),
         ".bias": ParameterRule("vector"),
     }

@@ -12,9 +12,19 @@ from torch.optim.sgd import sgd
 from engine.device import fast_dtype
 from engine.parallel import ALONE, Sliceable, World, held_like, local
 
-NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5  # a, b, c of each round (Jordan et al. 2024): steep at zero
-ROUNDS_ON_GRAM = 3  # in a row; each makes rounding errors up to a² larger, and bfloat16 does not bear a fourth
+# a, b, c of each round, each the best that follow those before, for singular values from 0.004 on: they end within 0.17
+# of 1 (Polar Express: Amsel et al. 2025, algorithm 1). All but the last bear values up to 1.02 times as large as they
+# should be, or a rounding error above the largest would grow without bounds (section 4.4).
+NEWTON_SCHULZ = (
+    (8.1775, -23.1787, 16.5051),
+    (3.9000, -2.7944, 0.5111),
+    (3.2623, -2.3513, 0.4626),
+    (2.3086, -1.6760, 0.4196),
+)
+ROUNDS_ON_GRAM = 2  # in a row; each makes rounding errors up to a² larger, and bfloat16 does not bear a third
+ROW_MEMORY, SMALLEST_SQUARE = 0.95, 1e-4  # of the squares of an update's rows, and the least, where 1 is usual
 WARMUP_STEPS = 10  # unless the settings say otherwise
+EMBEDDING_RATES = {"muon": 3.0, "adamw": 1.0}  # likewise
 GUARD = ("loss_scale", "good_steps", "skipped", "skipped_in_a_row")
 FIRST_LOSS_SCALE = 2.0**16  # for float16, whose smallest numbers would underflow; then it adapts
 MOST_SKIPPED = 50  # steps in a row without a finite gradient, after which a run ends
@@ -27,6 +37,8 @@ class OptimizerConfig:
 
     optimizer: Literal["muon", "adamw"] = "muon"  # For the matrices inside the blocks; the rest is AdamW's.
     learning_rate: Annotated[float, "at least 0"] = 0.01  # The largest; see decay.
+    # The token embedding's rate, as a multiple, where the output head is another matrix; None: 3 beside Muon, else 1.
+    embedding_rate: Annotated[float | None, "above 0"] = None
     weight_decay: Annotated[float, "at least 0"] = 0.1  # Pull of matrices towards zero, in units of the learning rate.
     beta1: Annotated[float, "at least 0, below 1"] = 0.9  # AdamW's memory of the gradient.
     beta2: Annotated[float, "at least 0, below 1"] = 0.95  # AdamW's memory of its square.
@@ -76,8 +88,9 @@ class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised (Jordan et al. 2024): every matrix moves equally far in all directions that matter.
 
     Matrices of one shape are stacked and orthogonalised in one batched call, distributed over the processes. Updates
-    are scaled to the size of AdamW's (Liu et al. 2025, eq. 4), so that one learning rate serves both. As in PyTorch's
-    fused optimizers, a ``found_inf`` that is not 0 makes a step change nothing.
+    are scaled to the size of AdamW's (Liu et al. 2025, eq. 4), so that one learning rate serves both; and the rows of a
+    tall matrix, by their mean squares of late, to one length, which a wide one's have (NorMuon: Li et al. 2025). As in
+    PyTorch's fused optimizers, a ``found_inf`` that is not 0 makes a step change nothing.
     """
 
     def __init__(self, matrices: Sequence[Tensor], world: World = ALONE, dtype=torch.float32, **settings: float):
@@ -90,6 +103,8 @@ class Muon(torch.optim.Optimizer):
         self.found_inf = torch.zeros((), device=matrices[0].device)
         for matrix in matrices:
             self.state[matrix]["momentum"] = torch.zeros_like(matrix)
+            if matrix.shape[0] > matrix.shape[1]:
+                self.state[matrix]["row_squares"] = torch.full_like(matrix[:, :1].detach(), 1 / len(matrix))
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -104,10 +119,23 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_copy_(stack.unbind(), ahead)
             del ahead
             rows, columns = group["params"][0].shape
-            updates = self.world.distribute(orthogonalise, stack, rows).to(matrices[0].dtype).unbind()
+            updates = self.world.distribute(orthogonalise, stack, rows).to(matrices[0].dtype)
+            if rows > columns:
+                squares = [local(self.state[matrix]["row_squares"]) for matrix in group["params"]]
+                updates *= self._row_scale(squares, updates, rows)
             size = 0.2 * math.sqrt(max(rows, columns))
             decay = group["weight_decay"] / size  # sgd takes lr * size * decay off
-            self._move(matrices, updates, [], lr=group["lr"] * size, momentum=0, dampening=0, weight_decay=decay)
+            self._move(
+                matrices, updates.unbind(), [], lr=group["lr"] * size, momentum=0, dampening=0, weight_decay=decay
+            )
+
+    def _row_scale(self, memory: Sequence[Tensor], updates: Tensor, rows: int) -> Tensor:
+        """What makes rows of updates (n, rows, columns) as long as each other, (n, rows, 1): their squares are kept."""
+        before = torch.stack(memory)
+        after = before.lerp(updates.square().mean(dim=-1, keepdim=True), 1 - ROW_MEMORY)
+        after = torch.where(self.found_inf == 0, after, before)
+        torch._foreach_copy_(memory, after.unbind())
+        return (rows * after).clamp(min=SMALLEST_SQUARE).rsqrt()
 
     def _move(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], memory: list[Tensor], **settings) -> None:
         """Take a step of gradient descent, in one pass over the memory; none if found_inf."""
@@ -127,7 +155,7 @@ class Optimizer:
         """dtype is what the model computes in: float32 is kept to throughout, and float16 needs its loss scaled."""
         self.config, self.world = config, world
         self.parameters = dict(model.named_parameters())
-        groups: dict[str, list[Tensor]] = {"embedding": [], "vector": [], "matrix": []}
+        groups: dict[str, list[Tensor]] = {"embedding": [], "head": [], "vector": [], "matrix": []}
         for name, parameter in self.parameters.items():
             groups[model.rules[name].group].append(parameter)
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -135,8 +163,11 @@ class Optimizer:
         if config.optimizer == "muon":
             fast = dtype if dtype == torch.float32 else fast_dtype(world.device)
             self.optimizers.append(Muon(groups.pop("matrix"), world, fast, momentum=config.momentum, **common))
-        adamw = [{"params": group} for name, group in groups.items() if group and name != "vector"]
-        adamw += [{"params": groups["vector"], "weight_decay": 0.0}] if groups["vector"] else []
+        own = {
+            "vector": {"weight_decay": 0.0},
+            "embedding": {"rate": config.embedding_rate or EMBEDDING_RATES[config.optimizer]},
+        }
+        adamw = [{"params": group} | own.get(name, {}) for name, group in groups.items() if group]
         betas = (config.beta1, config.beta2)
         self.optimizers.append(torch.optim.AdamW(adamw, betas=betas, fused=True, **common))
         self.scaling = dtype == torch.float16
@@ -162,7 +193,7 @@ class Optimizer:
         for optimizer in self.optimizers:
             optimizer.found_inf = found_inf
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group.get("rate", 1)
             optimizer.step()
             optimizer.zero_grad()
         self._count(found_inf)

@@ -218,8 +218,8 @@ def held_like(parameter: Tensor, full: Sliceable) -> Tensor:
     held = rows_like(parameter, full).to(parameter.device, copy=True)
     from torch.distributed.tensor import DTensor
 
-    placed = (parameter.device_mesh, parameter.placements)
-    return DTensor.from_local(held, *placed, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    placed, stride = (parameter.device_mesh, parameter.placements), torch.empty(full.shape, device="meta").stride()
+    return DTensor.from_local(held, *placed, run_check=False, shape=full.shape, stride=stride)
 
 
 @torch.no_grad()

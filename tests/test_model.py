@@ -368,7 +368,8 @@ def test_every_parameter_has_a_rule_and_its_group_fits_its_shape(config):
     assert model.rules.keys() == dict(model.named_parameters()).keys()
     for name, parameter in model.named_parameters():
         group = model.rules[name].group
-        assert group == ("vector" if parameter.ndim == 1 else "matrix" if "blocks" in name else "embedding"), name
+        outer = "head" if name == "head.weight" or config.tie_embeddings else "embedding"
+        assert group == ("vector" if parameter.ndim == 1 else "matrix" if "blocks" in name else outer), name
 
 
 def test_a_parameter_without_a_rule_stops_construction(monkeypatch):

@@ -92,7 +92,8 @@ def test_a_step_uses_the_learning_rate_of_the_schedule_and_returns_it():
         give_gradients(model, 1.0)
         rate, _ = optimizer.step(step, 10)
         assert rate == 0.5 * learning_rate_factor(step, 10, config)
-        assert {group["lr"] for one in optimizer.optimizers for group in one.param_groups} == {rate}
+        rates = [group["lr"] for one in optimizer.optimizers for group in one.param_groups]
+        assert sorted(rates) == [rate] * (len(rates) - 1) + [3 * rate]  # the embedding's
 
 
 # Muon.
@@ -135,6 +136,16 @@ def test_orthogonalised_matrices_are_as_exact_as_the_rounds_written_out(shape, o
     assert (one_by_one - result).norm() / exact.norm() < tolerance / 10
 
 
+@pytest.mark.parametrize("shape", [(64, 384), (64, 128), (512, 128)])
+def test_orthogonalised_matrices_are_bounded_whatever_bfloat16_rounds(shape):
+    torch.manual_seed(0)
+    n = min(shape)
+    U, V = (torch.linalg.qr(torch.randn(20, side, n))[0] for side in shape)
+    for values in (1 / torch.arange(1, n + 1), torch.logspace(0, -6, n), (torch.arange(n) == 0).float()):
+        result = orthogonalise((U * values @ V.mT).bfloat16())
+        assert torch.linalg.matrix_norm(result.float(), 2).max() < 1.22
+
+
 @pytest.mark.parametrize("shape", [(16, 64), (64, 16)])
 def test_muon_is_its_definition_and_pytorch_s(shape):
     torch.manual_seed(0)
@@ -142,9 +153,9 @@ def test_muon_is_its_definition_and_pytorch_s(shape):
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
     written = [p.detach().clone().double() for p in ours]
     memory = [torch.zeros(shape, dtype=torch.double) for _ in ours]
+    squares = [torch.full((shape[0], 1), 1 / shape[0], dtype=torch.double) for _ in ours]
     settings = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
     mine, reference = Muon(ours, **settings), torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", **settings)
-    a, b, c = NEWTON_SCHULZ[0]
     for step in range(4):
         for index in range(3):
             gradient = torch.randn(shape)
@@ -153,14 +164,18 @@ def test_muon_is_its_definition_and_pytorch_s(shape):
             memory[index] = 0.9 * memory[index] + 0.1 * gradient
             x = 0.1 * gradient + 0.9 * memory[index]
             x = x / x.norm()
-            for _ in range(5):
+            for a, b, c in NEWTON_SCHULZ:
                 x = a * x + b * x @ x.mT @ x + c * x @ x.mT @ x @ x.mT @ x
+            if shape[0] > shape[1]:  # no row is left behind
+                squares[index] = 0.95 * squares[index] + 0.05 * x.square().mean(dim=1, keepdim=True)
+                x = x / (shape[0] * squares[index]).sqrt()
             written[index] = written[index] * (1 - 0.02 * 0.1) - 0.02 * 0.2 * math.sqrt(64) * x
         mine.step()
         reference.step()
     for index in range(3):
         torch.testing.assert_close(ours[index].double(), written[index], rtol=0, atol=1e-5)
-        torch.testing.assert_close(ours[index], theirs[index], rtol=0, atol=0.003)  # which computes in bfloat16
+        if shape[0] < shape[1]:
+            torch.testing.assert_close(ours[index], theirs[index], rtol=0, atol=0.01)  # whose rounds are less exact
 
 
 def test_the_first_values_of_a_model_and_one_step_of_muon_are_of_one_size():

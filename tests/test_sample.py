@@ -41,7 +41,7 @@ def trained(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     (folder / "text.txt").write_text("äöü€ abcdefgh.\n" * 500, encoding="utf-8")
     prepare(PrepareConfig(inputs=(str(folder / "text.txt"),), tokenizer="byte", out=folder / "data"))
-    flags = f"--data {folder}/data --out {folder}/run --steps 120 --warmup-steps 2 --learning-rate 0.02"
+    flags = f"--data {folder}/data --out {folder}/run --steps 160 --warmup-steps 2 --learning-rate 0.02"
     assert train.main([*flags.split(), *SHAPE.split()]) == 0
     return folder / "run"
 
@@ -137,7 +137,7 @@ def test_prompts_come_from_files_and_standard_input_too(run, sampled, trained, t
 
 def test_a_checkpoint_serves_by_its_own_path_and_a_run_by_its_best(sampled, trained):
     best = sampled("--temperature", 0, "--max-new-tokens", 10)
-    assert sampled("--temperature", 0, "--max-new-tokens", 10, path=trained / "checkpoints" / "step-00000120") == best
+    assert sampled("--temperature", 0, "--max-new-tokens", 10, path=trained / "checkpoints" / "step-00000160") == best
 
 
 def test_a_function_samples_without_a_command_line(trained):
@@ -223,7 +223,7 @@ def test_weights_that_do_not_fit_their_settings_are_refused(trained):
     found = sample.find_checkpoint(trained)
     for name, value in (("num_layers", 3), ("num_layers", 10**9), ("d_ff", 7), ("bias", True)):
         found.state["model"][name] = value
-        with pytest.raises(ValueError, match=r"step-00000120.*(weights don't fit its state.json|num_layers is 10000)"):
+        with pytest.raises(ValueError, match=r"step-00000160.*(weights don't fit its state.json|num_layers is 10000)"):
             load_model(found, ModelConfig, GPT)
         found = sample.find_checkpoint(trained)
     assert found.path in list_checkpoints(trained)
@@ -234,7 +234,7 @@ def test_weights_that_do_not_fit_their_settings_are_refused(trained):
 
 def test_another_checkpoint_serves_where_the_best_is_damaged(trained, tmp_path, capsys):
     run = Path(shutil.copytree(trained, tmp_path / "run"))
-    shutil.copytree(run / "checkpoints" / "step-00000120", run / "checkpoints" / "step-00000119")
+    shutil.copytree(run / "checkpoints" / "step-00000160", run / "checkpoints" / "step-00000159")
     first, second = checkpoints_by_loss(run)
     (first / "model.safetensors").write_bytes(b"")
     flags = ["--max-new-tokens", "3", "--device", "cpu"]
