@@ -332,18 +332,18 @@ def outlook(out: Path) -> str:
     """How often a default run sees the training text, and how long its matrix products take here."""
     from engine.plan import speed_here  # torch takes more memory than all that is done before
     from model import GPT
-    from train import TrainConfig
+    from train import STEPS, TrainConfig
 
     config, manifest = TrainConfig(), manifest_of(out)
     shape, counts = config.model, manifest["splits"]["train"]
-    epochs = (tokens := config.steps * config.batch_size * shape.context_length) / max(1, counts["tokens"])
+    epochs = (tokens := STEPS * config.batch_size * shape.context_length) / max(1, counts["tokens"])
     if "examples" in manifest["origin"]:
-        epochs = config.steps * config.batch_size / counts["documents"]
+        epochs = STEPS * config.batch_size / counts["documents"]
         tokens = epochs * counts["tokens"]
     weights = GPT(replace(shape, vocab_size=1)).num_parameters + shape.d_model * manifest["vocab_size"]
     speed, flops = speed_here(shape.d_model), 6 * weights * tokens  # Kaplan et al. 2020, section 2.1
     time = f", about {format_duration(flops / speed)} of computing here" if speed else ""
-    return f"  a default run   {epochs:>16,.2f}  epochs in {config.steps} steps{time}"
+    return f"  a default run   {epochs:>16,.2f}  epochs in {STEPS:,} steps{time}"
 
 
 if __name__ == "__main__":

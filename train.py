@@ -3,32 +3,44 @@
 python train.py [config/NAME.toml] [--flags]      --help shows every setting
 """
 
-from engine.command import Interruption, command_line, run_command, wait_briefly
+from engine.command import STARTED, Interruption, command_line, run_command, wait_briefly
 
 if __name__ == "__main__":
     wait_briefly("train")  # before torch is loaded
 
 import math
 import signal
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine import batches
 from engine.checkpoint import Checkpoint, check_tokenizer, inherited, with_rows
-from engine.device import DTYPES, ask_for_determinism, choose_device, choose_dtype, mixed_precision, total_memory
+from engine.clock import EVERY, STEPS
+from engine.device import DTYPES, ask_for_determinism, choose_device, choose_dtype, total_memory
 from engine.kernels import IGNORED, compile_parts, recompute_activations
 from engine.mixture import Mixture, as_paths, open_mixture
-from engine.observers import Clock, MetricsFile, Terminal, WeightsAndBiases, conclude, describe, notify, say, warn
+from engine.observers import (
+    MetricsFile,
+    Terminal,
+    WeightsAndBiases,
+    conclude,
+    describe,
+    notify,
+    warn,
+)
 from engine.optimizer import Optimizer, OptimizerConfig
 from engine.parallel import ALONE, World, averaging, load, materialise, processes, reduces_each, replicate
 from engine.plan import Plan
+from engine.run import Run
 from engine.run_folder import UNRECORDED, RunFolder, changed_settings, find_checkpoint
-from engine.settings import check_ranges, flatten, load_settings, to_toml
+from engine.settings import check_ranges, flatten, given_settings, load_settings, to_toml
+from engine.sizing import outlook, sized
 from model import GPT, ModelConfig
 from prepare import PrepareConfig, prepare
 
@@ -41,11 +53,14 @@ class ChangeableConfig:
 
     data: tuple[Path, ...] = (BUILT_IN,)  # The dataset: what prepare.py made; or several, drawn from as --mix says.
     out: Path = Path("out/stdlib")  # The run folder, for checkpoints, metrics and pictures.
-    steps: Annotated[int, "at least 1, at most 1e9"] = 400  # Optimizer steps in all.
+    # Optimizer steps in all; None: 1,300, or as many as --minutes allow.
+    steps: Annotated[int | None, "at least 1, at most 1e9"] = None
+    minutes: Annotated[float | None, "above 0, at most 1e7"] = None  # How long to train, from start to exit.
     micro_batch_size: Annotated[int | None, "at least 0"] = None  # Sequences at once; None: all. Fewer save memory.
-    eval_every: Annotated[int, "at least 1"] = 200  # Steps between evaluations.
+    # Steps between evaluations; None: 650, with --minutes as few as take 4% of the time.
+    eval_every: Annotated[int | None, "at least 1"] = None
     eval_tokens: Annotated[int, "at least 0"] = 2**17  # Tokens of each validation split to evaluate on; 0: all.
-    save_every: Annotated[int, "at least 1"] = 200  # Steps between checkpoints; a new best evaluation is saved too.
+    save_every: Annotated[int | None, "at least 1"] = None  # Steps between saves, beside new bests; None: as above.
     log_every: Annotated[int, "at least 1"] = 10  # Steps between training records in metrics.jsonl.
     device: str = "auto"  # cpu, cuda, mps, or auto: the best there is.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # Of matrix products; auto: the fast one.
@@ -65,7 +80,8 @@ class ChangeableConfig:
 class TrainConfig(ChangeableConfig):
     """Train a GPT on a prepared dataset: python train.py [FILE.toml] [flags]. The file sets what the flags do not."""
 
-    batch_size: Annotated[int, "at least 1, at most 1e6"] = 32  # Sequences in one optimizer step, over all processes.
+    depth: Annotated[int | None, "at least 1, at most 24"] = None  # Layers, and all sizes; None: by time or steps.
+    batch_size: Annotated[int, "at least 1, at most 1e6"] = 16  # Sequences in one optimizer step, over all processes.
     seed: Annotated[int, "at least 0, below 9e18"] = 1  # Of the initial weights, the order of the data, and dropout.
     mix: Annotated[tuple[float, ...] | None, "above 0"] = None  # Share of sequences from each dataset; None: by tokens.
     long_examples: Literal["leave_out", "cut"] = "leave_out"  # What to do with examples longer than the context.
@@ -76,52 +92,23 @@ class TrainConfig(ChangeableConfig):
         object.__setattr__(self, "data", as_paths(self.data, self.mix))
         if found := [path for path in self.data if self.out.resolve().is_relative_to(path.resolve())]:
             raise ValueError(f"--out {self.out} lies in the dataset {found[0]}; choose a folder outside of it")
-        if 0 < self.steps <= (warmup := self.optimizer.warmup_steps or 0):
+        if self.steps and self.minutes:
+            raise ValueError(f"--steps {self.steps} and --minutes {self.minutes} both say how long; give one of them")
+        if self.steps and self.steps <= (warmup := self.optimizer.warmup_steps or 0):
             raise ValueError(f"--steps {self.steps} end before --warmup-steps {warmup} do; lower the warm-up")
-
-
-@dataclass
-class Run:
-    """What training works with, and how far it is. All processes have the same, but that only the first records."""
-
-    config: TrainConfig
-    world: World
-    dataset: Mixture
-    model: GPT
-    optimizer: Optimizer
-    folder: RunFolder
-    step: int = 0
-    saved: int = 0  # the step of the newest checkpoint
-    best_loss: float = math.inf
-    val_loss: float | None = None  # of this step, if it was evaluated
-    changes: list[dict[str, Any]] = field(default_factory=list)  # what resumes changed, and after which step
-
-    def __post_init__(self):
-        config, length = self.config, self.config.model.context_length
-        shape = (length, config.seed, config.batch_size, self.world.slice(config.batch_size), self.world.device)
-        self.batches = batches.Batches(self.dataset.train, *shape)
-        self.tokens_per_step = batches.tokens_per_step(self.dataset.train, length, config.batch_size)
-        self.replica: nn.Module = self.model  # as it trains: averaging its gradients with its peers'
-        self.reduces_each = False  # rather than in the last micro-batch of a step
-        self.clock = Clock(0.0, 0)
-
-    def autocast(self) -> torch.autocast:
-        return mixed_precision(DTYPES[self.config.dtype], self.world.device)
-
-    def say(self, text: str, end: str = "\n") -> None:
-        self.world.only_first(say, text, end)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Train as the command line says; returns the exit code."""
-    config = load_settings(TrainConfig, arguments)
+    config, given = load_settings(TrainConfig, arguments), given_settings(arguments)
     if config.plan:
-        print(plan(config))
+        print(plan(config, given))
         return 0
     with processes(config.device, config.parallel, config.timeout) as world, Interruption() as interruption:
         observers = [MetricsFile(), Terminal(), *([WeightsAndBiases()] if config.wandb else [])]
-        run = train(config, world, observers if world.is_first else (), lambda: bool(interruption.signal))
-        if run.step < config.steps or run.val_loss is None:
+        watching, begun = observers if world.is_first else (), STARTED if arguments is None else None
+        run = train(config, world, watching, lambda: bool(interruption.signal), begun, given)
+        if run.budget.share < 1 or run.val_loss is None:
             done = f"after step {run.step:,}, which is saved" if run.step else "before the first step"
             run.say(f"Interrupted {done}. Go on with: {world.launcher} {command_line(arguments, '--resume')}")
             return 128 + (interruption.signal or signal.SIGTERM)
@@ -129,13 +116,24 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def train(config: TrainConfig, world: World = ALONE, observers: Sequence[Any] = (), stop: Callable = bool) -> Run:
-    """Train until all steps are done, or stop() is true on any process (bool() never is); what is done is saved.
+def train(
+    config: TrainConfig,
+    world: World = ALONE,
+    observers: Sequence[Any] = (),
+    stop: Callable = bool,
+    begun: float | None = None,
+    given: Collection[str] | None = None,
+) -> Run:
+    """Train until all is done, or stop() is true on any process (bool() never is); what is done is saved.
 
-    Observers are notified on this process. Raises ValueError for settings that can't be trained with.
+    Observers are notified on this process. ``begun`` is when the minutes began, of time.monotonic(); None: now.
+    ``given`` names the settings that are not to be chosen; None: those that are no defaults. Raises ValueError for
+    settings that can't be trained with.
     """
+    begun = time.monotonic() if begun is None else begun
     check_ranges(config)
     observers, dataset = list(observers), open_data(config, world)
+    config = sized(config, given, dataset, world, begun, GPT)
     base = world.only_first(find_checkpoint, config.init_from) if config.init_from else None
     config = complete(config, dataset, world, base)
     dataset = batches.fitting(dataset, config.model.context_length, config.long_examples == "cut")
@@ -149,7 +147,7 @@ def train(config: TrainConfig, world: World = ALONE, observers: Sequence[Any] = 
     folder = RunFolder(config.out, config.resume, world)
     run = Run(config, world, dataset, model, optimizer, folder)
     try:
-        restore(run, base)
+        restore(run, base, begun)
         prepare_to_train(run)
         notify(observers, "started", run)
         loop(run, observers, stop)
@@ -164,37 +162,44 @@ def loop(run: Run, observers: list[Any], stop: Callable) -> None:
     """Evaluate, save, step and record, each when it is time; what an interruption left out comes after the resume."""
     config = run.config
     while True:
-        finished, record = run.step == config.steps, None
+        run.budget.advance(run.step, run.clock)
+        finished, record = run.budget.share >= 1, None
         with run.clock.pause():
-            due = run.step % config.save_every == 0 or finished
-            if run.step and run.val_loss is None and (run.step % config.eval_every == 0 or finished):
-                if (record := evaluate(run, stop)) is None:
-                    break
-                notify(observers, "recorded", run, record)
+            due = run.budget.is_due("save") or finished
+            if run.step and run.val_loss is None and (run.budget.is_due("evaluate") or finished):
+                with run.budget.timing("evaluate"):
+                    if (record := evaluate(run, stop)) is None:
+                        break
+                    notify(observers, "recorded", run, record)
                 if run.val_loss < run.best_loss:
                     run.best_loss, due = run.val_loss, True
             if due and (record or run.step > run.saved):
-                save(run)
+                with run.budget.timing("save"):
+                    save(run)
         if finished or run.world.any(stop()):
             break
         results = train_step(run)
         notify(observers, "stepped", run)
-        if run.step % config.log_every == 0 or run.step == config.steps:
-            notify(observers, "recorded", run, training_record(run, *results))
+        if run.step % config.log_every == 0 or run.step == run.budget.total:
+            notify(observers, "recorded", run, run.training_record(*results))
     if run.step > run.saved:
         save(run)
     run.folder.wait()
 
 
-def plan(config: TrainConfig) -> str:
+def plan(config: TrainConfig, given: Collection[str] | None = None) -> str:
     """What the run would take. Without the dataset its vocabulary must be given; ValueError if it is not."""
     epochs, device = [], choose_device(config.device)
-    if all(path.exists() for path in config.data) or not config.model.vocab_size or config.init_from:
+    here, existing = World(0, 1, device), all(path.exists() for path in config.data)
+    if existing or not config.model.vocab_size or config.init_from or config.minutes:
         dataset = open_data(config, ALONE)
+        if config.minutes:
+            return outlook(config, dataset, here, GPT)
+        config = sized(config, given, dataset, here, 0.0, GPT)
         base = find_checkpoint(config.init_from) if config.init_from else None
-        config, epochs = complete(config, dataset, World(0, 1, device), base), dataset.epochs
+        config, epochs = complete(config, dataset, here, base), dataset.epochs
     batches.check_sizes(config.batch_size, 1, config.micro_batch_size)
-    shape, training = config.model, (config.batch_size, config.micro_batch_size, config.steps)
+    shape, training = config.model, (config.batch_size, config.micro_batch_size, config.steps or STEPS)
     plan = Plan(lambda n: GPT(replace(shape, num_layers=n)), shape.num_layers, *training, config.optimizer.optimizer)
     dtype = choose_dtype(config.dtype, device, shape.d_model)
     return plan.describe(epochs, device, dtype)
@@ -224,10 +229,13 @@ def complete(config: TrainConfig, dataset: Mixture, world: World, base: Checkpoi
     batches.check_sizes(config.batch_size, world.size, config.micro_batch_size)
     batches.check_length(dataset, shape.context_length)
     dtype = choose_dtype(config.dtype, world.device, shape.d_model)
+    if not config.minutes:
+        every = {name: getattr(config, name) or EVERY for name in ("eval_every", "save_every")}
+        config = replace(config, steps=config.steps or STEPS, **every)
     return replace(config, model=replace(shape, vocab_size=size), dtype=str(dtype).removeprefix("torch."))
 
 
-def restore(run: Run, base: Checkpoint | None) -> None:
+def restore(run: Run, base: Checkpoint | None, begun: float) -> None:
     """Bring the run to the state of its newest whole checkpoint, or begin, with the base's weights if there is one.
 
     Only the first process need have them. Raises ValueError for a checkpoint made with settings that must not change.
@@ -245,12 +253,14 @@ def restore(run: Run, base: Checkpoint | None) -> None:
         run.optimizer.load_state(run.folder.tensors(found, "optimizer"))
         run.best_loss = math.inf if state["best_val_loss"] is None else state["best_val_loss"]
         run.val_loss = state.get("val_loss")
-        run.say(f"Resuming after step {run.step:,}{describe(changed, run)}")
     else:
         sizes = {name: len(parameter) for name, parameter in run.model.named_parameters()}
         weights = run.world.broadcast_tensors(with_rows(base.model(), sizes)) if base else run.model.initial_values()
         load(run.model, weights)
-    run.clock = Clock(state["elapsed_seconds"] if state else 0.0, run.step)
+    run.begin(time.monotonic() - begun, state)
+    if state:
+        total = state["step"] / state["share"] if "share" in state else state["settings"]["steps"]
+        run.say(f"Resuming after step {run.step:,}{describe(changed, run, total)}")
     run.folder.write_settings(to_toml(run.config))
 
 
@@ -291,20 +301,9 @@ def train_step(run: Run) -> tuple[Tensor, float, Tensor]:
             loss = run.replica(x, y)
             run.optimizer.scaled(loss * (world.size / counted)).backward()  # the processes' gradients are averaged
         total += loss.detach()
-    learning_rate, grad_norm = run.optimizer.step(run.step, config.steps)
+    learning_rate, grad_norm = run.optimizer.step(run.step, run.budget.total)
     run.step, run.val_loss = run.step + 1, None
     return total / counted, learning_rate, grad_norm
-
-
-def training_record(run: Run, loss: Tensor, learning_rate: float, grad_norm: Tensor) -> dict[str, Any]:
-    """A step's record for metrics.jsonl; here, and nowhere else in the loop, the device is waited for."""
-    run.folder.check()
-    digest = run.world.sum(torch.tensor(run.batches.digest, dtype=torch.float64))
-    speed = round(run.clock.steps_per_second(run.step) * run.tokens_per_step, 1)
-    record = {"step": run.step, "tokens": run.step * run.tokens_per_step, "train_loss": run.world.sum(loss).item()}
-    record |= {"learning_rate": learning_rate, "grad_norm": grad_norm.item(), "tokens_per_second": speed}
-    record |= {"elapsed_seconds": round(run.clock.elapsed, 3), "skipped_steps": run.optimizer.count_skipped(run.saved)}
-    return record | {"batch_digest": f"{int(digest):x}"}
 
 
 @torch.no_grad()
@@ -334,7 +333,12 @@ def save(run: Run) -> None:
     """Write a checkpoint of this step."""
     config, manifest = run.config, run.dataset.manifest
     state = {"step": run.step, "tokens": run.step * run.tokens_per_step, "elapsed_seconds": run.clock.elapsed}
-    state |= {"val_loss": run.val_loss, "best_val_loss": run.best_loss, "changes": run.changes}
+    state |= {
+        "share": run.budget.share,
+        "val_loss": run.val_loss,
+        "best_val_loss": run.best_loss,
+        "changes": run.changes,
+    }
     state |= {"model": asdict(config.model), "settings": flatten(config), "data_sha256": run.dataset.sha256}
     state |= {"examples": manifest["origin"].get("examples"), "documents": manifest["splits"]["train"]["documents"]}
     run.folder.save(state, run.model.state_dict(), run.optimizer.state(), run.dataset.tokenizer.save)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+STARTED = time.monotonic()  # about when this process began
 TOGETHER = 1.0  # seconds within which a second signal is the first, passed on
 NO_MEMORY = re.compile("out of memory|can.t allocate memory|Storage size calculation overflowed", re.IGNORECASE)
 PEER_LOST = re.compile("gloo|NCCL|by peer", re.IGNORECASE)

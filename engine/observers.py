@@ -1,6 +1,5 @@
 """What watches training, and what is said of it: the loop says what happened, and knows nothing of its observers."""
 
-import contextlib
 import itertools
 import json
 import math
@@ -9,7 +8,6 @@ import secrets
 import shutil
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,13 +21,15 @@ from engine.files import to_json, write_whole
 from engine.generate import generate_text, opening, texts
 from engine.kernels import for_decoding
 from engine.optimizer import learning_rate_factor
+from engine.parallel import load
 from engine.pictures import draw_loss
+from engine.run_folder import find_checkpoint
 from engine.settings import flatten
 
 RECENT = 40  # records that a loss is compared with
 SAMPLE_TOKENS = 200  # of the sample at the end
+FEWEST_TOKENS, LEAVING = 40, 0.7  # of it, when less than so many seconds are left of a run's minutes
 LOGGED_TOKENS = 100  # of each that is logged
-SAVED_PER_SECOND = 5e8  # bytes of a checkpoint, written and hashed
 SHUTDOWN = "30"  # seconds that torchrun gives processes to end, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise
 SPIKE = 6  # standard deviations above the recent mean: a loss to point out
 
@@ -47,33 +47,6 @@ def say(text: str, end: str = "\n", file: TextIO | None = None) -> None:
 def warn(text: str) -> None:
     """Print a line on stderr, above the progress bar."""
     say(f"warning: {text}", file=sys.stderr)
-
-
-class Clock:
-    """How long a run has trained, those parts before a resume too, and how fast it does."""
-
-    def __init__(self, elapsed: float, step: int):
-        self.begun = time.monotonic() - elapsed
-        self.since, self.since_step = time.monotonic(), step
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the run's first step, not counting those between an interruption and the resumption."""
-        return time.monotonic() - self.begun
-
-    def steps_per_second(self, step: int) -> float:
-        """The speed since the last call, pauses not counted."""
-        now = time.monotonic()
-        speed = (step - self.since_step) / max(now - self.since, 1e-9)
-        self.since, self.since_step = now, step
-        return speed
-
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Around something else than training, which is no part of its speed."""
-        paused = time.monotonic()
-        yield
-        self.since += time.monotonic() - paused
 
 
 def notify(observers: list[Any], what: str, *arguments: Any) -> None:
@@ -140,34 +113,38 @@ class Terminal:
 
     def started(self, run: Any) -> None:
         config, model, data = run.config, run.config.model, run.dataset
-        tokens = config.steps * run.tokens_per_step
         splits = [split for one in data.datasets for split in (one.train, one.val)]
         long = [split.too_long for split in splits if isinstance(split, Examples)]
         if any(long):
             done = "cut" if config.long_examples == "cut" else "left out"
             say(f"{sum(long):,} examples are longer than the context, {model.context_length} + 1 tokens: {done}")
+        each = f"of {config.batch_size} × {run.tokens_per_step // config.batch_size} tokens"
+        tokens = run.tokens_per_step * (config.steps or 0)
         epochs = ", ".join(f"{tokens / epoch:.1f}" for epoch in data.epochs)
+        if config.steps:
+            length = f"{config.steps:,} steps {each} = {tokens:,} ({epochs} epochs)"
+        else:
+            length = f"{config.minutes:g} minutes of steps {each}"
         say(
             f"data   {data.describe()}; vocabulary {data.tokenizer.vocab_size:,} ({data.tokenizer.kind})\n"
             f"model  {run.model.num_parameters:,} parameters: {model.num_layers} layers, {model.num_heads} heads, "
             f"d_model {model.d_model}, context {model.context_length}\n"
-            f"run    {config.steps:,} steps of {config.batch_size} × {run.tokens_per_step // config.batch_size} tokens "
-            f"= {tokens:,} ({epochs} epochs), {config.optimizer.optimizer}, on {run.world.size} × "
-            f"{run.world.device} in {config.dtype} → {config.out}"
+            f"run    {length}, {config.optimizer.optimizer}, on {run.world.size} × {run.world.device} "
+            f"in {config.dtype} → {config.out}"
         )
-        saved = sum(tensor.numel() * tensor.element_size() for tensor in run.optimizer.state().values())
-        seconds = (saved + 4 * run.model.num_parameters) / SAVED_PER_SECOND
+        seconds = run.save_seconds
         given = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN))
         if run.world.launch and seconds > given:
             advice = f"set TORCH_ELASTIC_SHUTDOWN_TIMEOUT={2 * seconds:.0f} before it, or a save at the end may be lost"
             say(f"a save may take {seconds:.0f} s, and torchrun kills {given:.0f} s after SIGTERM: {advice}")
         self.skipped = int(run.optimizer.guard["skipped"])
-        line = "step {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"  # fits 60 columns
-        total = run.config.steps
-        self.bar = tqdm(total=total, initial=run.step, bar_format=line, dynamic_ncols=True, disable=None)
+        line = "step {desc}|{bar}| {elapsed}<{remaining}{postfix}"  # fits 60 columns
+        self.bar = tqdm(total=1.0, initial=run.budget.share, bar_format=line, dynamic_ncols=True, disable=None)
+        self.of = f"/{config.steps}" if config.steps else ""
 
     def stepped(self, run: Any) -> None:
-        self.bar.update()
+        self.bar.set_description_str(f"{run.step}{self.of} ", refresh=False)
+        self.bar.update(run.budget.share - self.bar.n)
 
     def recorded(self, run: Any, record: dict[str, Any]) -> None:
         if "train_loss" in record:
@@ -222,11 +199,14 @@ def loss_of_each(record: dict[str, Any]) -> str:
     return each and f"loss {record['val_loss']:.4f}: {each}"
 
 
-def describe(changed: dict[str, Sequence], run: Any) -> str:
-    """What a resume changes, {name: (then, now)}, and what that makes of the learning rate, to be said."""
-    config, steps = run.config.optimizer, run.config.steps
+def describe(changed: dict[str, Sequence], run: Any, total: float) -> str:
+    """What a resume changes, {name: (then, now)}, and what that makes of the learning rate, to be said.
+
+    ``total`` are the steps that the run was to have.
+    """
+    config = run.config.optimizer
     own = {name: then for name, (then, _) in changed.items() if hasattr(config, name)}
-    schedules = ((replace(config, **own), changed.get("steps", [steps])[0]), (config, steps))
+    schedules = ((replace(config, **own), total), (config, run.budget.total))
     before, now = (one.learning_rate * learning_rate_factor(run.step, total, one) for one, total in schedules)
     listed = "".join(f", {name} {then} → {now}" for name, (then, now) in changed.items())
     return listed + (f"; the learning rate goes on at {now:.3g}, not {before:.3g}" if now != before else "")
@@ -238,12 +218,28 @@ def conclude(run: Any) -> None:
     skipped = int(run.optimizer.guard["skipped"])
     without = f", {skipped:,} of them skipped, as their gradients were not finite" if skipped else ""
     run.say(
-        f"\n{run.config.steps:,} steps in {run.clock.elapsed:,.1f} s{without}. Validation loss {run.val_loss:.4f} nats "
-        f"per token, perplexity {math.exp(min(run.val_loss, 700)):.2f}, {bits:.4f} bits per byte.\n\nA sample:\n"
+        f"\n{run.step:,} steps in {run.clock.elapsed:,.1f} s{without}. Validation loss {run.val_loss:.4f} nats "
+        f"per token, perplexity {math.exp(min(run.val_loss, 700)):.2f}, {bits:.4f} bits per byte."
     )
-    for text in sample(run, SAMPLE_TOKENS):
+    if run.best_loss < run.val_loss:
+        best, less = load_best(run), "less time" if run.config.minutes else "fewer steps"
+        run.say(
+            f"It was lowest, {run.best_loss:.4f}, at step {best:,} of {run.step:,}: since then the model learnt its "
+            f"text by heart. More text, {less} or more --dropout helps. That checkpoint is sampled from and exported."
+        )
+    run.say("\nA sample:\n")
+    for count, text in enumerate(sample(run, SAMPLE_TOKENS)):
         run.say(text, end="")
+        if run.world.any(count >= FEWEST_TOKENS and run.budget.left(run.clock) < LEAVING):
+            break
     run.say(f"\n\nMore of it: python sample.py {run.config.out}")
+
+
+def load_best(run: Any) -> int:
+    """The step of the checkpoint with the lowest validation loss, whose weights the model has then."""
+    best = run.world.only_first(find_checkpoint, run.config.out)
+    load(run.model, run.world.broadcast_tensors(best.model() or ()))
+    return run.world.broadcast(best.step if run.world.is_first else 0)
 
 
 def sample(run: Any, max_new_tokens: int) -> Iterator[str]:

@@ -62,7 +62,7 @@ def draw_attention(maps: np.ndarray, tokens: Sequence[str], path: Path, layer: i
         axes.set_title(f"layer {i + 1}, head {j + 1}", fontsize=8)
         axes.set_xticks(named, names, rotation=90, fontsize=6, parse_math=False)  # a lone $ is no mathematics
         axes.set_yticks(named, names, fontsize=6, parse_math=False)
-    figure.colorbar(image, ax=all_axes, shrink=0.6, label="attention weight (row looks at column)")
+    figure.colorbar(image, ax=all_axes, shrink=0.6, label="attention weight\n(row looks at column)")
     save(figure, path)
 
 

@@ -69,8 +69,11 @@ def changed_settings(
         refused.append("the text in --data")
     if refused:
         raise ValueError(f"--resume can't change {', '.join(refused)}; set it back, or choose another --out")
-    if settings["steps"] < state["step"]:
+    if (settings["steps"] or math.inf) < state["step"]:
         raise ValueError(f"--steps {settings['steps']} are fewer than the {state['step']} that are done; give more")
+    if "minutes" in changed and 60 * (settings["minutes"] or math.inf) < state["elapsed_seconds"]:
+        done = f"{state['elapsed_seconds'] / 60:.3g}"
+        raise ValueError(f"--minutes {settings['minutes']:g} are fewer than the {done} that are done; give more")
     return {name: pair for name, pair in changed.items() if name not in UNRECORDED}
 
 
@@ -154,7 +157,7 @@ class RunFolder:
         """
         self.path, self.world = path, world
         self.first = world.only_first(Keeper, path, resume, world.launch)
-        seen = _is_launch(path, world.broadcast(world.launch)) and (world.is_first or is_locked(path / ".lock"))
+        seen = is_launch(path, world.broadcast(world.launch)) and (world.is_first or is_locked(path / ".lock"))
         self.shared = world.sharded and not world.any(not seen)  # locks tell who is at work, if its disk knows them
         self.thread = ThreadPoolExecutor(1)
         self.pending: list[Future] = []
@@ -232,7 +235,7 @@ class RunFolder:
         self.first.release()
 
 
-def _is_launch(path: Path, launch: str) -> bool:
+def is_launch(path: Path, launch: str) -> bool:
     """Whether a run's folder was opened by the first process of that launch."""
     return (path / LAUNCH).is_file() and (path / LAUNCH).read_text(encoding="utf-8") == launch
 

@@ -45,6 +45,30 @@ def load_settings(cls: type, arguments: list[str] | None = None) -> Any:
     return parse(cls, arguments, default=defaults)
 
 
+def given_settings(arguments: list[str] | None = None) -> set[str]:
+    """The names of the settings that a command line, or the file it names, says: the others have their defaults."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    flags = [given[2:].split("=")[0].replace("-", "_") for given in arguments if given.startswith("--")]
+    named = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    values = tomllib.loads(Path(named).read_text(encoding="utf-8")) if named else {}
+    return {name.removeprefix("no_") for name in flags} | set(values)
+
+
+def differing(config: Any) -> set[str]:
+    """The names of the settings that are not their defaults."""
+    defaults = flatten(type(config)())
+    return {name for name, value in flatten(config).items() if value != defaults[name]}
+
+
+def with_values(config: Any, values: dict[str, Any]) -> Any:
+    """The dataclass with these fields, nested ones' too, by bare name, and the others as they are."""
+    found = {}
+    for one in dataclasses.fields(config):
+        value = getattr(config, one.name)
+        found[one.name] = with_values(value, values) if dataclasses.is_dataclass(value) else values.get(one.name, value)
+    return dataclasses.replace(config, **found)
+
+
 def parse(cls: type, arguments: Sequence[str] | None = None, **default: Any) -> Any:
     """An instance of ``cls`` from the command line; a mistake there is one line on stderr, and exit code 2."""
     try:

@@ -17,8 +17,9 @@ import torch
 from helpers import logged, tiny
 
 import train
+from engine.clock import Clock
 from engine.dataset import open_dataset
-from engine.observers import SPIKE, Clock, MetricsFile, Terminal, conclude
+from engine.observers import SPIKE, MetricsFile, Terminal, conclude
 from engine.parallel import ALONE
 from engine.settings import load_settings
 
@@ -384,7 +385,7 @@ def test_a_model_that_diverged_ends_without_a_sample(numbers, tmp_path, capsys):
 
 def test_a_save_that_takes_longer_than_torchrun_waits_is_told_of_at_the_start(numbers, tmp_path, monkeypatch, capsys):
     config = load_settings(train.TrainConfig, tiny(numbers, tmp_path, "--steps", 1))
-    monkeypatch.setattr("engine.observers.SAVED_PER_SECOND", 1000)
+    monkeypatch.setattr("engine.run.SAVED_PER_SECOND", 1000)
     train.train(config, dataclasses.replace(ALONE, launch="1 on here"), [Terminal()])
     assert "a save may take" in (said := capsys.readouterr().out) and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=" in said
     train.train(dataclasses.replace(config, resume=True), ALONE, [Terminal()])

@@ -538,6 +538,9 @@ OTHER_VALUES = {  # of every setting, another than in a tiny run
     "momentum": 0.5,
     "clip_norm": 0.0,
     "warmup_steps": 1,
+    "embedding_rate": 2.0,
+    "windows": (4,),
+    "depth": 3,
     "decay": "cosine",
     "final_learning_rate": 0.5,
 }
@@ -575,7 +578,7 @@ def test_a_resumed_run_may_change_where_and_how_fast_it_runs_how_long_and_what_i
     data = Path(shutil.copytree(numbers, tmp_path / "data"))
     values = {name: value for name, value in OTHER_VALUES.items() if name in CHANGEABLE}
     values |= {"data": data, "out": out, "init_from": short}  # once there is a checkpoint, that is what it goes on with
-    assert values.keys() == CHANGEABLE
+    assert values.keys() == CHANGEABLE - {"minutes"}  # which are instead of steps
     config = changed(numbers, short)
     assert [name for name in values if values[name] == flatten(config)[name]] == ["resume"]  # all are others
     moved = {name: values.pop(name) for name in ("data", "out", "init_from")}
@@ -584,7 +587,7 @@ def test_a_resumed_run_may_change_where_and_how_fast_it_runs_how_long_and_what_i
     assert run.step == found.step == 4
     (recorded,) = found.state["changes"]
     assert recorded.pop("step") == 2 and recorded["learning_rate"] == [0.01, 0.5]
-    assert recorded.keys() == CHANGEABLE - UNRECORDED - {"compile"}  # False is as not set, here
+    assert recorded.keys() == CHANGEABLE - UNRECORDED - {"compile", "minutes"}  # False is as not set, here
 
 
 @pytest.mark.parametrize("name", FIXED)

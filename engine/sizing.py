@@ -1,0 +1,192 @@
+"""How large a model to train, and how, for a text and a time: one dial, the depth, sets all the rest."""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.clock import STEPS
+from engine.dataset import Examples
+from engine.device import choose_dtype, mixed_precision
+from engine.mixture import Mixture
+from engine.observers import say
+from engine.optimizer import Optimizer
+from engine.parallel import World
+from engine.run_folder import is_launch
+from engine.settings import differing, flatten, load_settings, with_values
+
+HEAD = 64  # width of a head; a model has as many heads as layers
+BLOCKS = 12 * HEAD**2  # weights of a model's blocks, over the depth cubed
+DEPTHS = range(1, 25)
+CONTEXT, LONGEST = 256, 1024  # tokens of text, and of an example at most
+# Nats per token that a model with N weights in its blocks learns from T fresh tokens are E + A / N^α + B / T^β
+# (Hoffmann et al. 2022, section 3.3): (E, A, α, B, β), fitted to a few runs of minutes, on tiny Shakespeare by
+# characters and on Python's sources. Of another text they tell which size is best, but not how good it is.
+CHARACTERS, TOKENS = (1.0, 5.8, 0.25, 23.8, 0.3), (1.9, 15.8, 0.25, 104.0, 0.3)
+FEW = 512  # tokens of a vocabulary that are characters, or bytes, rather than pieces of words
+REPEATS = 15.4  # epochs after which more of them teach little: Muennighoff et al. 2023, section 5
+BATCH, GROWTH = 2048, 0.38  # tokens in a step for 1M in all, and the exponent by which it grows: Bergsma et al. 2025
+MINUTES = (1, 3, 10, 30, 60, 180)  # of the table
+TIMED = 3  # steps, of which the quickest tells the speed
+SHAPE = {"num_layers", "num_heads", "d_model"}  # who gives one of them chooses all sizes
+LENGTH = {"minutes", "steps", "depth"}  # who gives none of them trains with the defaults
+
+
+@dataclass(frozen=True)
+class Size:
+    """A depth, and what a run of that depth gets through."""
+
+    depth: int
+    tokens: float  # to train on in all
+    text: int  # tokens of the text
+    vocab_size: int
+    context: int = CONTEXT
+
+    @property
+    def loss(self) -> float:
+        """Nats per token that may be expected."""
+        again = max(0.0, self.tokens / self.text - 1)
+        fresh = min(self.tokens, self.text) * (1 + REPEATS * (1 - math.exp(-again / REPEATS)))
+        least, a, alpha, b, beta = CHARACTERS if self.vocab_size <= FEW else TOKENS
+        return least + a / (BLOCKS * self.depth**3) ** alpha + b / fresh**beta
+
+    @property
+    def operations(self) -> float:
+        """Multiplications for a token of training, about: of the blocks, attention, and the output head."""
+        width = HEAD * self.depth
+        return 3 * (BLOCKS * self.depth**3 + self.context * width * self.depth + self.vocab_size * width)
+
+    def settings(self, processes: int = 1) -> dict[str, Any]:
+        """All that follows, by the names of the settings."""
+        rows = BATCH * (self.tokens / 1e6) ** GROWTH / self.context
+        rows = max(1, round(rows / processes)) * processes
+        rate = 0.01 * math.sqrt(rows * self.context / BATCH)
+        found = {"depth": self.depth, "num_layers": self.depth, "num_heads": self.depth, "d_model": HEAD * self.depth}
+        return found | {"context_length": self.context, "batch_size": rows, "learning_rate": float(f"{rate:.2g}")}
+
+
+def sized(
+    config: Any,
+    given: Collection[str] | None,
+    data: Mixture,
+    world: World,
+    begun: float,
+    make: Callable[[Any], nn.Module],
+) -> Any:
+    """The settings, with those that were not given chosen, which is said; if the run is resumed, chosen as then.
+
+    Nothing is chosen where a size was given, or neither minutes, steps nor depth. ``given`` are settings' names, None:
+    of those that are no defaults; ``begun`` is when the minutes began; make(ModelConfig) is a model.
+    """
+    given = differing(config) if given is None else set(given)
+    if SHAPE & given or not LENGTH & given or config.init_from:
+        return config
+    saved = config.out / "config.toml"
+    again = config.resume or is_launch(config.out, world.launch)  # after a fault
+    if world.broadcast(again and saved.exists()):
+        then = world.broadcast(flatten(load_settings(type(config), [str(saved)])) if world.is_first else None)
+        names = Size(1, 1, 1, 1).settings().keys() - given if then["depth"] else ()
+        return with_values(config, {name: then[name] for name in names})
+    depths, rest, measure = _choices(config, data, world, make)
+    if config.minutes:
+        size, each = size_for_seconds(depths, lambda: 60 * config.minutes - (time.monotonic() - begun), rest, measure)
+        why = f"{config.minutes:g} minutes at {1 / each:,.0f} tokens/s"
+    else:
+        steps = config.steps or STEPS
+        size, why = size_for_steps(depths, steps, rest), f"{steps:,} steps"
+    chosen = {name: value for name, value in size.settings(world.size).items() if name not in given}
+    world.only_first(
+        say,
+        f"chosen {', '.join(f'{name} {value}' for name, value in chosen.items())}\n"
+        f"       for {why}: {size.tokens:,.0f} tokens, {size.tokens / size.text:.1f} epochs",
+    )
+    return with_values(config, chosen)
+
+
+def outlook(config: Any, data: Mixture, world: World, make: Callable[[Any], nn.Module]) -> str:
+    """A table, as text, of what may be learned here in how many minutes."""
+    depths, rest, measure = _choices(config, data, world, make)
+    lines = ["minutes  depth   parameters          tokens  epochs  expected loss, nats per token"]
+    for minutes in sorted({*MINUTES, config.minutes}):
+        size, _ = size_for_seconds(depths, lambda minutes=minutes: 60 * minutes, rest, measure)
+        parameters = BLOCKS * size.depth**3 + 2 * size.vocab_size * HEAD * size.depth
+        learned = f"{size.tokens:>14,.0f} {size.tokens / size.text:>7,.1f}  {size.loss:.2f}"
+        lines.append(f"{minutes:>7g} {size.depth:>6} {parameters:>12,}  {learned}")
+    return "\n".join(lines)
+
+
+def _choices(config: Any, data: Mixture, world: World, make: Callable[[Any], nn.Module]) -> tuple:
+    """The depths to choose from, what else a Size is made of, and what measures a depth's seconds for a token."""
+    vocab_size = config.model.vocab_size or data.tokenizer.vocab_size
+    depths, rest = [config.depth] if config.depth else DEPTHS, (len(data.train), vocab_size, context_for(data))
+
+    @functools.cache
+    def measure(depth: int) -> float:
+        own = Size(depth, 1e6, *rest).settings(world.size)
+        shape = {name: own[name] for name in ("num_layers", "num_heads", "d_model", "context_length")}
+        model = make(replace(config.model, vocab_size=vocab_size, **shape)).to(world.device)
+        spent = seconds_per_token(model, config, own["batch_size"] // world.size, world)
+        return float(world.sum(torch.tensor(spent, dtype=torch.float64))) / world.size**2  # as many at a time
+
+    return depths, rest, measure
+
+
+def context_for(data: Mixture) -> int:
+    """The context: all of an example, CONTEXT tokens of text, or as many as there are to validate on."""
+    splits = [split for one in data.datasets for split in (one.train, one.val)]
+    if isinstance(splits[0], Examples):
+        return min(LONGEST, max(int(split.lengths.max()) for split in splits) - 1)
+    return max(1, min(CONTEXT, *(len(split) - 1 for split in splits)))
+
+
+def size_for_seconds(
+    depths: Sequence[int], left: Callable[[], float], rest: tuple, measure: Callable[[int], float]
+) -> tuple[Size, float]:
+    """The size that learns most in the seconds that are left, and what a token takes it.
+
+    measure(depth) measures that in seconds, a few times; of the other depths it follows from their operations.
+    """
+    known: dict[int, float] = {}
+
+    def each(depth: int) -> float:
+        near = min(known, key=lambda other: abs(other - depth))
+        return known[near] * Size(depth, 1, *rest).operations / Size(near, 1, *rest).operations
+
+    depth = depths[min(1, len(depths) - 1)]
+    while depth not in known:
+        known[depth], seconds = measure(depth), left()
+        depth = min(depths, key=lambda depth: Size(depth, seconds / each(depth), *rest).loss)
+    return Size(depth, left() / each(depth), *rest), each(depth)
+
+
+def size_for_steps(depths: Sequence[int], steps: int, rest: tuple) -> Size:
+    """The largest size that learns more in so many steps than a smaller one does by as many operations."""
+    tokens = (steps * BATCH / 1e6**GROWTH) ** (1 / (1 - GROWTH))  # as there are so many in a step for so many in all
+    best = depths[0]
+    for depth in depths:
+        budget = tokens * Size(depth, tokens, *rest).operations
+        sizes = {other: Size(other, budget / Size(other, 1, *rest).operations, *rest) for other in depths}
+        if min(depths, key=lambda other: sizes[other].loss) >= depth:
+            best = depth
+    return Size(best, tokens, *rest)
+
+
+def seconds_per_token(model: nn.Module, config: Any, rows: int, world: World) -> float:
+    """What a token of training takes this process: the quickest of a few steps of so many sequences."""
+    dtype = choose_dtype(config.dtype, world.device, model.config.d_model)
+    optimizer = Optimizer(model, config.optimizer, World(0, 1, world.device), dtype)
+    example = torch.zeros(2, rows, model.config.context_length, dtype=torch.long, device=world.device)
+    seconds = []
+    for _ in range(TIMED):
+        begun = time.monotonic()
+        with mixed_precision(dtype, world.device):
+            loss = model(*example)
+        (loss / example[0].numel()).backward()
+        optimizer.step(0, 10**9)[1].item()  # waits for the device
+        seconds.append(time.monotonic() - begun)
+    return min(seconds) / example[0].numel()

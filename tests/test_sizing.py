@@ -1,0 +1,86 @@
+"""The size chosen for a time, steps or a depth: what follows, what is given stays, what is resumed is the same."""
+
+import dataclasses
+
+import pytest
+from helpers import newest_checkpoint, numbers_text
+
+import train
+from engine.mixture import open_mixture
+from engine.sizing import DEPTHS, Size, context_for, size_for_seconds, size_for_steps
+from prepare import PrepareConfig, prepare
+
+REST = (1_000_000, 65, 256)  # tokens of the text, vocabulary, context
+
+
+def seconds_a_token(depth: int) -> float:
+    return 3e-6 * depth**3 + 5e-6 * depth
+
+
+def test_more_time_makes_larger_models_up_to_the_largest():
+    depths = [size_for_seconds(DEPTHS, lambda s=s: s, REST, seconds_a_token)[0].depth for s in (6, 60, 600, 6000, 1e9)]
+    assert depths == sorted(depths) and depths[0] <= 2 and depths[-1] == DEPTHS[-1] and len(set(depths)) >= 4
+    size, each = size_for_seconds(DEPTHS, lambda: 60.0, REST, seconds_a_token)
+    assert size.tokens == pytest.approx(60 / each) and each == pytest.approx(seconds_a_token(size.depth))
+
+
+def test_the_size_is_the_one_that_learns_most_of_those_that_were_measured():
+    asked = []
+
+    def measure(depth: int) -> float:
+        asked.append(depth)
+        return seconds_a_token(depth)
+
+    size, _ = size_for_seconds(DEPTHS, lambda: 120.0, REST, measure)
+    losses = {depth: Size(depth, 120 / seconds_a_token(depth), *REST).loss for depth in DEPTHS}
+    assert losses[size.depth] <= min(losses.values()) * 1.005
+    assert size.depth in asked and len(asked) <= 4
+
+
+def test_more_steps_make_larger_models_and_a_depth_is_taken():
+    depths = [size_for_steps(DEPTHS, steps, REST).depth for steps in (10, 300, 3000, 100_000)]
+    assert depths == sorted(depths) and len(set(depths)) >= 3
+    assert size_for_steps([7], 10, REST).depth == 7
+
+
+def test_what_follows_from_a_size_divides_over_the_processes():
+    for processes in (1, 3, 8):
+        settings = Size(3, 2e6, *REST).settings(processes)
+        assert settings["batch_size"] % processes == 0 and settings["d_model"] % settings["num_heads"] == 0
+    large, small = (Size(3, tokens, *REST).settings() for tokens in (1e9, 1e6))
+    assert large["batch_size"] > small["batch_size"] and large["learning_rate"] > small["learning_rate"]
+
+
+def test_a_small_text_has_a_small_context(tmp_path, numbers):
+    (tmp_path / "short.txt").write_text(numbers_text(60), encoding="utf-8")
+    prepare(PrepareConfig(inputs=(str(tmp_path / "short.txt"),), out=tmp_path / "short", tokenizer="char"))
+    data = open_mixture([tmp_path / "short"])
+    assert context_for(data) == len(data.datasets[0].val) - 1 < 256
+    assert context_for(open_mixture([numbers])) == 256
+
+
+def small(numbers, out, **values) -> train.TrainConfig:
+    return train.TrainConfig(data=numbers, out=out, device="cpu", eval_tokens=500, **values)
+
+
+def test_what_is_given_stays_and_the_rest_is_chosen_also_when_resumed(numbers, tmp_path, capsys):
+    settings = small(numbers, tmp_path / "run", steps=3, batch_size=2)
+    run = train.train(dataclasses.replace(settings, optimizer=dataclasses.replace(settings.optimizer, clip_norm=0.5)))
+    config = run.config
+    assert config.batch_size == 2 and config.optimizer.clip_norm == 0.5 and config.depth == 1
+    assert (config.model.num_layers, config.model.num_heads, config.model.d_model) == (1, 1, 64)
+    assert capsys.readouterr().out.startswith("chosen depth 1, num_layers 1, ")
+    resumed = train.train(small(numbers, tmp_path / "run", steps=500, batch_size=2, resume=True), stop=lambda: True)
+    assert (
+        resumed.config.model == config.model
+        and resumed.config.optimizer.learning_rate == config.optimizer.learning_rate
+    )
+    assert newest_checkpoint(tmp_path / "run").state["settings"]["depth"] == 1
+
+
+def test_a_depth_alone_sets_the_sizes_and_who_gives_one_of_them_gives_all(numbers, tmp_path):
+    shape = train.train(small(numbers, tmp_path / "a", depth=2), stop=lambda: True).config.model
+    assert (shape.num_layers, shape.num_heads, shape.d_model) == (2, 2, 128)
+    given = small(numbers, tmp_path / "b", steps=3, model=train.ModelConfig(num_layers=1))
+    shape = train.train(given, stop=lambda: True).config.model
+    assert (shape.num_layers, shape.num_heads, shape.d_model) == (1, 2, 128)
