@@ -11,6 +11,7 @@ import pty
 import re
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import termios
@@ -502,6 +503,12 @@ def test_what_was_said_before_an_interrupt_is_the_turn(endless, capsys):
         sample.answer(config, model, CHAT, [("user", "hello")], [])
 
 
+def hear_ctrl_c() -> None:
+    """Have Ctrl-C reach the process, also if this one was started to ignore it, as in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 class Terminal:
     """A command in a pseudo-terminal of its own, and what it has shown."""
 
@@ -511,7 +518,7 @@ class Terminal:
             [sys.executable, *map(str, command)],
             **dict.fromkeys(("stdin", "stdout", "stderr"), slave),
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C reaches it
+            preexec_fn=hear_ctrl_c,
         )
         os.close(slave)
 
