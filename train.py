@@ -259,7 +259,7 @@ def restore(run: Run, base: Checkpoint | None, begun: float) -> None:
         load(run.model, weights)
     run.begin(time.monotonic() - begun, state)
     if state:
-        total = state["step"] / state["share"] if "share" in state else state["settings"]["steps"]
+        total = state["settings"]["steps"] or state["step"] / state["share"]
         run.say(f"Resuming after step {run.step:,}{describe(changed, run, total)}")
     run.folder.write_settings(to_toml(run.config))
 
@@ -333,12 +333,8 @@ def save(run: Run) -> None:
     """Write a checkpoint of this step."""
     config, manifest = run.config, run.dataset.manifest
     state = {"step": run.step, "tokens": run.step * run.tokens_per_step, "elapsed_seconds": run.clock.elapsed}
-    state |= {
-        "share": run.budget.share,
-        "val_loss": run.val_loss,
-        "best_val_loss": run.best_loss,
-        "changes": run.changes,
-    }
+    state |= {"share": run.budget.share, "val_loss": run.val_loss, "best_val_loss": run.best_loss}
+    state |= {"changes": run.changes}
     state |= {"model": asdict(config.model), "settings": flatten(config), "data_sha256": run.dataset.sha256}
     state |= {"examples": manifest["origin"].get("examples"), "documents": manifest["splits"]["train"]["documents"]}
     run.folder.save(state, run.model.state_dict(), run.optimizer.state(), run.dataset.tokenizer.save)

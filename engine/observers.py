@@ -31,6 +31,7 @@ SAMPLE_TOKENS = 200  # of the sample at the end
 FEWEST_TOKENS, LEAVING = 40, 0.7  # of it, when less than so many seconds are left of a run's minutes
 LOGGED_TOKENS = 100  # of each that is logged
 SHUTDOWN = "30"  # seconds that torchrun gives processes to end, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise
+SAME_RATE = 0.01  # within which two learning rates are alike: a share of the time is never quite the same
 SPIKE = 6  # standard deviations above the recent mean: a loss to point out
 
 
@@ -209,7 +210,11 @@ def describe(changed: dict[str, Sequence], run: Any, total: float) -> str:
     schedules = ((replace(config, **own), total), (config, run.budget.total))
     before, now = (one.learning_rate * learning_rate_factor(run.step, total, one) for one, total in schedules)
     listed = "".join(f", {name} {then} → {now}" for name, (then, now) in changed.items())
-    return listed + (f"; the learning rate goes on at {now:.3g}, not {before:.3g}" if now != before else "")
+    return listed + (
+        f"; the learning rate goes on at {now:.3g}, not {before:.3g}"
+        if not math.isclose(now, before, rel_tol=SAME_RATE)
+        else ""
+    )
 
 
 def conclude(run: Any) -> None:

@@ -77,14 +77,16 @@ def test_a_run_of_steps_goes_by_its_steps():
     assert budget.total == 10 and budget.left(Clock(0.0, 0)) == math.inf
 
 
-def test_a_run_of_minutes_decays_evaluates_saves_and_goes_on_where_it_was(numbers, tmp_path):
+def test_a_run_of_minutes_decays_evaluates_saves_and_goes_on_where_it_was(numbers, tmp_path, capsys):
     out, short = tmp_path / "run", ("--minutes", (CLOSING + 4) / 60, "--eval-every", 10**6)
     settings = load_settings(train.TrainConfig, tiny(numbers, out, *short))
     begun, asked = time.monotonic(), itertools.count()
     stopped = train.train(settings, observers=[MetricsFile()], stop=lambda: next(asked) > 30, begun=begun)
     assert 0 < stopped.budget.share < 1 and stopped.saved == stopped.step
     resumed = load_settings(train.TrainConfig, tiny(numbers, out, *short, "--resume"))
+    capsys.readouterr()
     run = train.train(resumed, observers=[MetricsFile()])
+    assert capsys.readouterr().out.startswith(f"Resuming after step {stopped.step}\n")  # the learning rate is as before
     assert run.step > stopped.step and run.budget.share == 1 and run.saved == run.step and run.val_loss < 2
     assert run.clock.elapsed < CLOSING + 4
     share = list(logged(out, "share").values())
