@@ -3,18 +3,18 @@
 w is the number of processes, m that of the micro-batches that each has in a step.
 """
 
+import contextlib
 import functools
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
@@ -60,12 +60,15 @@ class PeakMemory(TorchDispatchMode):
         self.now -= self.sizes.pop(key)
 
 
-class AttentionWithoutDropout(TorchFunctionMode):
-    """Has attention drop nothing: a GPU's kernel drops without keeping anything, which a CPU's can't."""
-
-    def __torch_function__(self, function, types, arguments=(), keywords=None):
-        dropping = function is nn.functional.scaled_dot_product_attention
-        return function(*arguments, **(keywords or {}) | ({"dropout_p": 0.0} if dropping else {}))
+@contextlib.contextmanager
+def attention_without_dropout() -> Iterator[None]:
+    """Have attention drop nothing: a GPU's kernel drops without keeping anything, which a CPU's can't."""
+    dropping = nn.functional.scaled_dot_product_attention  # a TorchFunctionMode would not see what is recomputed
+    nn.functional.scaled_dot_product_attention = lambda *given, **named: dropping(*given, **named | {"dropout_p": 0.0})
+    try:
+        yield
+    finally:
+        nn.functional.scaled_dot_product_attention = dropping
 
 
 @dataclass(eq=False)
@@ -110,7 +113,7 @@ class Plan:
 
         if not gpu:
             return self._over_layers(peak)
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), AttentionWithoutDropout():  # what a GPU does
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), attention_without_dropout():  # what a GPU does
             return self._over_layers(peak)
 
     @functools.cache  # noqa: B019

@@ -153,6 +153,8 @@ def test_a_gpu_s_attention_keeps_nothing_that_grows_with_the_square_of_the_conte
         return long.activations(2, BFLOAT16, gpu) / short.activations(8, BFLOAT16, gpu)
 
     assert ratio(gpu=True) == pytest.approx(1, rel=0.02) and ratio(gpu=False) > 1.2
+    plan = plan_of(SMALL | {"dropout": dropout})
+    assert plan.activations(6, BFLOAT16, gpu=True, lean=True) < plan.activations(6, BFLOAT16, gpu=True)
     plan = plan_of(SMALL)
     assert plan.activations(6, FLOAT32, gpu=True) == plan.activations(6, FLOAT32, gpu=False)
 
