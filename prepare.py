@@ -41,7 +41,6 @@ from engine.tokenizer import LARGEST, PATTERNS, SMALLEST_BPE, AnyCharacter, Toke
 from engine.tokenizer_training import bpe_tokenizer, char_tokenizer, shared_tokenizer
 
 PATTERN = "pairs"  # of a BPE trained on the text, unless the settings say otherwise
-VOCAB_SIZE = 4096  # of a BPE trained on the text, unless the settings say otherwise
 TOKENIZER_BYTES = 2**27  # that a BPE is trained on, unless the settings say otherwise
 TRAINED = ("char", "bpe")  # tokenizers that are made from the text
 PARTS_PER_WORKER = 4  # with Ray: so many that none waits long for the last, and a lost one is no great loss
@@ -61,7 +60,7 @@ class PrepareConfig:
     # How a BPE trained on this text cuts it into words; None: pairs. What is to become a GGUF file needs another: gpt2,
     # llama3, qwen2 or smollm.
     pattern: str | None = None
-    # How many tokens a BPE trained on this text has; None: 4096.
+    # How many tokens a BPE trained on this text has; None: 1024 to 8192, up to the root of its bytes.
     vocab_size: Annotated[int | None, f"at least {SMALLEST_BPE}, at most {LARGEST}"] = None
     # Bytes of text that a BPE is trained on, from places spread over all of it; None: 128 MiB.
     tokenizer_bytes: Annotated[int | None, "at least 1"] = None
@@ -296,8 +295,8 @@ def origin_of(corpus: Corpus, config: PrepareConfig, given: Tokenizer | None) ->
     if given and name != given.kind:  # a path, where another tokenizer may stand tomorrow
         name = f"{given.kind} {hashlib.sha256(to_json(given.state()).encode()).hexdigest()}"
     origin = {"tokenizer": name, "val_fraction": config.val_fraction}
-    if config.tokenizer == "bpe":
-        origin["vocab_size"] = config.vocab_size or VOCAB_SIZE
+    if config.vocab_size:
+        origin["vocab_size"] = config.vocab_size
     if config.pattern not in (None, PATTERN):
         origin["pattern"] = config.pattern
     if config.tokenizer_bytes not in (None, TOKENIZER_BYTES):
@@ -320,7 +319,7 @@ def trained_tokenizer(corpus: Corpus, config: PrepareConfig, origin: dict[str, A
     if config.tokenizer == "char":
         is_apart = config.part or config.deduplicate
         return AnyCharacter() if is_apart else char_tokenizer(corpus, origin.get("separator", ""))
-    settings = (config.tokenizer_bytes or TOKENIZER_BYTES, origin["vocab_size"], origin.get("pattern", PATTERN))
+    settings = (config.tokenizer_bytes or TOKENIZER_BYTES, config.vocab_size, origin.get("pattern", PATTERN))
     if not config.part:
         return bpe_tokenizer(corpus, *settings)
     what = [corpus.stamp or corpus.listing, {key: value for key, value in origin.items() if key != "part"}]

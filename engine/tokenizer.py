@@ -46,6 +46,7 @@ MOST_SHOWN = 100  # characters that a message names
 CODE_POINTS = 0x110000  # of Unicode
 LARGEST = 2**24  # no vocabulary is so large
 SMALLEST_BPE = 256 + len(RESERVED)  # every byte, and the special tokens
+FEWEST_FITTING, MOST_FITTING = 1024, 8192  # tokens of a BPE whose size the text decides
 
 
 class Tokenizer:
@@ -222,16 +223,25 @@ class BPETokenizer(Tokenizer):
         return super().state() | ours
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, pattern: str = "pairs") -> BPETokenizer:
+def train_bpe(texts: Iterable[str], vocab_size: int | None, pattern: str = "pairs") -> BPETokenizer:
     """A byte-level BPE of at most vocab_size tokens (fewer if there are no more pairs), trained on pieces of text.
 
     Hugging Face's library trains it; tiktoken runs it, several times faster. The last ids are special tokens. pattern
     is a name of PATTERNS; with any but pairs, 300,000 like characters in a row take most of a minute, here and encoded.
+    With vocab_size None :func:`fitting_vocabulary` tells it.
     """
-    assert SMALLEST_BPE <= vocab_size <= LARGEST
-    trained = train_huggingface(texts, vocab_size - len(RESERVED), pattern)
-    ranks = {bytes(map(BYTE_OF.get, token)): rank for token, rank in trained.get_vocab().items()}
+    assert vocab_size is None or SMALLEST_BPE <= vocab_size <= LARGEST
+    sizes: list[int] = []
+    counted = (sizes.append(len(text.encode())) or text for text in texts)
+    trained = train_huggingface(counted, (vocab_size or MOST_FITTING) - len(RESERVED), pattern)
+    most = (vocab_size or fitting_vocabulary(sum(sizes))) - len(RESERVED)  # a smaller vocabulary is another's beginning
+    ranks = {bytes(map(BYTE_OF.get, token)): rank for token, rank in trained.get_vocab().items() if rank < most}
     return from_ranks("bpe", PATTERNS[pattern], ranks, {name: len(ranks) + i for i, name in enumerate(RESERVED)})
+
+
+def fitting_vocabulary(size: int) -> int:
+    """How many tokens suit so many bytes of text: 1,024 to 8,192, the power of two up to their square root."""
+    return max(FEWEST_FITTING, min(MOST_FITTING, 1 << max(0, size.bit_length() - 1) // 2))
 
 
 def train_huggingface(texts: Iterable[str], vocab_size: int, pattern: str = "pairs") -> tokenizers.Tokenizer:

@@ -20,7 +20,7 @@ def char_tokenizer(corpus: Corpus, separator: str) -> Tokenizer:
     return CharTokenizer("".join(sorted(reduce(set.union, training_texts(corpus, None), {*separator}))))
 
 
-def bpe_tokenizer(corpus: Corpus, size: int, vocab_size: int, pattern: str) -> Tokenizer:
+def bpe_tokenizer(corpus: Corpus, size: int, vocab_size: int | None, pattern: str) -> Tokenizer:
     """A BPE trained on about so many bytes of a corpus: see :func:`engine.tokenizer.train_bpe`."""
     return train_bpe(training_texts(corpus, size), vocab_size, pattern)
 

@@ -27,6 +27,7 @@ from engine.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
     Tokenizer,
+    fitting_vocabulary,
     load_tokenizer,
     named_tokenizer,
     train_bpe,
@@ -148,6 +149,11 @@ def test_bpe_has_as_many_tokens_as_asked_or_as_the_text_has(code: str):
     assert train_bpe([code], 500).vocab_size == 500
     assert train_bpe(["aa"], 500).vocab_size == SMALLEST_BPE + 1
     assert train_bpe([], SMALLEST_BPE).vocab_size == SMALLEST_BPE
+
+
+def test_the_text_decides_how_many_tokens_fit(code: str):
+    assert [fitting_vocabulary(size) for size in (0, 10**6, 10**7, 2**26, 10**12)] == [1024, 1024, 2048, 8192, 8192]
+    assert train_bpe([code, code], None).state() == train_bpe([code, code], 1024).state()
 
 
 def test_bpe_takes_digits_in_pairs():
