@@ -51,6 +51,12 @@ def test_what_follows_from_a_size_divides_over_the_processes():
     assert large["batch_size"] > small["batch_size"] and large["learning_rate"] > small["learning_rate"]
 
 
+def test_a_text_that_comes_again_often_is_not_to_be_learned_by_heart():
+    each = [Size(2, epochs * 1e6, 10**6, 65).settings() for epochs in (0.5, 4, 16, 1000)]
+    assert [one["weight_decay"] for one in each] == [0.1, 0.1, 0.4, 0.5]
+    assert [one["dropout"] for one in each] == [0, 0, 0.1, 0.3]
+
+
 def test_a_small_text_has_a_small_context(tmp_path, numbers):
     (tmp_path / "short.txt").write_text(numbers_text(60), encoding="utf-8")
     prepare(PrepareConfig(inputs=(str(tmp_path / "short.txt"),), out=tmp_path / "short", tokenizer="char"))
