@@ -1,4 +1,4 @@
-"""Autoregressive decoding: the cache of keys and values, the choice of the next token, the loops, tokens → text."""
+"""Autoregressive decoding: the cache of keys and values, the loops, tokens → text."""
 
 import codecs
 import math
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.choice import check_finite, choose
 from engine.tokenizer import Tokenizer
 
-COLDEST = 1e-4  # a temperature below it could only choose the most likely token, were its quotients finite
 LENGTH_PENALTY = 0.6  # α of Wu et al. 2016, eq. 14
 
 
@@ -97,28 +97,6 @@ class Sequences:
         if training:
             self.model.train()
         return logits.index_fill(-1, self.never, -torch.inf) if len(self.never) else logits
-
-
-def check_finite(logits: Tensor) -> None:
-    """Raise ValueError unless logits are finite, or -inf for what must not be chosen."""
-    if not (logits < torch.inf).all():  # nor NaN
-        raise ValueError("the model's logits are not finite: it diverged in training; try an earlier checkpoint")
-
-
-def choose(logits: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator) -> Tensor:
-    """Draw token ids (B,) from logits (B, V), at temperature 0 the most likely.
-
-    top_k keeps the k most likely (None: all); top_p the fewest that together have probability p (Holtzman et al. 2020).
-    """
-    check_finite(logits)
-    if temperature < COLDEST:
-        return logits.argmax(dim=-1)
-    logits = logits.float() / temperature
-    values, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))  # in falling order
-    probabilities = values.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    probabilities = probabilities.masked_fill(before >= top_p, 0)
-    return ids.gather(-1, torch.multinomial(probabilities, 1, generator=generator))[:, 0]
 
 
 @torch.inference_mode()
