@@ -3,11 +3,13 @@
 import argparse
 import os
 import random
+import shutil
 import string
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,3 +95,31 @@ def strings() -> list[str]:
     pure = ["".join(chance.choices(sort, k=length)) for sort in sorts for length in (1, 2, 5, 50, 500)]
     mixed = ["".join(chance.choice(chance.choice(sorts)) for _ in range(500)) for _ in range(10)]
     return ["", *pure, *mixed]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A headless Chromium, the system's or playwright's own."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    with playwright.sync_playwright() as started:
+        try:
+            opened = started.chromium.launch(executable_path=found, args=["--no-sandbox"])  # root has none
+        except playwright.Error as error:
+            pytest.skip(f"no Chromium can be started here: {error.message.splitlines()[0]}")
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page of the browser; afterwards, nothing was wrong in its console, and no request had left this machine."""
+    context, problems = browser.new_context(), []
+    page, here = context.new_page(), ("file:", "data:", "blob:", "http://127.0.0.1:", "http://localhost:")
+    page.set_default_timeout(10_000)
+    page.on("console", lambda said: problems.append(said.text) if said.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("request", lambda sent: problems.append(sent.url) if not sent.url.startswith(here) else None)
+    yield page
+    context.close()
+    assert not problems
