@@ -28,6 +28,7 @@ import tyro
 from torch import Tensor
 from tqdm import tqdm
 
+from engine.attention import attention_maps, token_label
 from engine.checkpoint import load_model
 from engine.device import choose_device
 from engine.examples import Turn, around, chat_of, encode_chat, end_of_turn
@@ -294,17 +295,6 @@ def write(tokens: Iterator[Tensor], prompt: str, tokenizer: Tokenizer, config: S
         print(f"--- sample {number} ---\n{prompt}{''.join(parts)}")
 
 
-@torch.no_grad()
-def attention_maps(model: GPT, tokens: Tensor) -> Tensor:
-    """Every head's attention over one sequence, computed by the heads themselves: (T,) ids → (L, H, T, T)."""
-    x, rotation, maps = model.embed(tokens[None]), model.rotation(0, len(tokens)), []
-    for block in model.blocks:
-        seen = x if block.post_norm else block.attention_norm(x)
-        maps.append(torch.stack([head.attention(seen, rotation)[0] for head in block.attention.heads]))
-        x = block(x, rotation)
-    return torch.stack(maps)
-
-
 def draw(config: SampleConfig, model: GPT, tokenizer: Tokenizer, tokens: Tensor) -> None:
     """Draw the prompt's attention maps. Raises ValueError for a layer that is not there, or too long a prompt."""
     if config.layer is not None and not 1 <= config.layer <= model.config.num_layers:
@@ -312,7 +302,7 @@ def draw(config: SampleConfig, model: GPT, tokenizer: Tokenizer, tokens: Tensor)
     if len(tokens) > model.config.context_length:
         raise ValueError(f"the prompt has {len(tokens)} tokens; a picture shows at most {model.config.context_length}")
     maps = attention_maps(model, tokens).float().cpu().numpy()
-    labels = [tokenizer.decode([token]) for token in tokens.tolist()]
+    labels = [token_label(tokenizer, token) for token in tokens.tolist()]
     draw_attention(maps, labels, config.attention, config.layer - 1 if config.layer else None)
     print(f"{config.attention}: {model.config.num_heads} heads a layer, {len(tokens)} tokens")
 

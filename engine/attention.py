@@ -1,0 +1,28 @@
+"""Who attends to whom: each head's weights over a sequence."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.tokenizer import Tokenizer
+
+
+@torch.no_grad()
+def attention_maps(model: Any, tokens: Tensor) -> Tensor:
+    """Every head's attention over one sequence, computed by the heads themselves: (T,) ids → (L, H, T, T)."""
+    x, rotation, maps = model.embed(tokens[None]), model.rotation(0, len(tokens)), []
+    for block in model.blocks:
+        seen = x if block.post_norm else block.attention_norm(x)
+        maps.append(torch.stack([head.attention(seen, rotation)[0] for head in block.attention.heads]))
+        x = block(x, rotation)
+    return torch.stack(maps)
+
+
+def token_label(tokenizer: Tokenizer, token: int) -> str:
+    """A token's text; the bytes of one that is a part of a character, as ⟨e2 82⟩."""
+    content = tokenizer.decode_bytes([token])
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return f"⟨{content.hex(' ')}⟩"
