@@ -3,6 +3,7 @@
 python sample.py out/NAME [--prompt TEXT | --prompt-file FILE | -] [--num-samples N] [--temperature T] …
 python sample.py out/NAME --prompt TEXT --beams 4                         the best text that a beam search finds
 python sample.py out/NAME --prompts-file in.jsonl --out out.jsonl         many prompts, {"prompt": TEXT} in each line
+python sample.py out/NAME --page                                          the same and what is behind it, in a browser
 python sample.py out/NAME --chat [--system TEXT]                          talk with a model that was trained on chats
 python sample.py out/NAME --chat --prompts-file in.jsonl --out out.jsonl  answer {"messages": […]} in each line
 """
@@ -34,7 +35,9 @@ from engine.device import choose_device
 from engine.examples import Turn, around, chat_of, encode_chat, end_of_turn
 from engine.files import parse_json, to_json, write_whole
 from engine.generate import complete, generate_text, opening, search_text, texts
+from engine.inside import Inside
 from engine.kernels import for_decoding
+from engine.page_server import serve
 from engine.pictures import draw_attention
 from engine.run_folder import find_checkpoint
 from engine.settings import parse
@@ -46,11 +49,13 @@ SHOWN = 40  # characters of a turn that a message names
 APART = {
     "chat": ("stdin", "prompt", "prompt_file", "num_samples", "attention"),
     "prompts_file": ("stdin", "prompt", "prompt_file", "num_samples", "attention", "system"),
+    "page": ("chat", "prompts_file", "beams", "num_samples", "stop", "compile", "attention"),
     "beams": ("num_samples", "temperature", "top_k", "top_p", "seed", "batch_size", "attention"),
 }
 # A setting, and the other that it has an effect with.
 TOGETHER = {
     "layer": ("attention", "chooses what --attention FILE.png draws"),
+    "port": ("page", "is where a --page is served"),
     "system": ("chat", "is what a --chat begins with"),
     "out": ("prompts_file", "is for the lines of --prompts-file FILE.jsonl"),
     "prompts_file": ("out", "needs --out FILE.jsonl to write to"),
@@ -87,6 +92,10 @@ class SampleConfig:
     compile: bool = False  # Compile the model first: worth its wait for long texts.
     attention: Path | None = None  # Instead of writing on, draw who attends to whom in the prompt, as a PNG.
     layer: int | None = None  # Which layer to draw, from 1; None: a grid of all.
+    # A page on this machine: write, see what was likely, what surprises, who attends to whom; switch heads off.
+    page: bool = False
+    # Where it is served; 0: at any port that is free. An SSH tunnel needs the same number on both ends.
+    port: Annotated[int, "at least 0, at most 65535"] = 0
 
     choice = property(lambda self: {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "seed")})
 
@@ -128,6 +137,8 @@ def main(arguments: list[str] | None = None) -> None:
         return complete_file(config, model, tokenizer, start)
     if config.chat:
         return chat(config, model, tokenizer)
+    if config.page:
+        return look_inside(config, model, tokenizer, start)
     text = read_prompt(config)
     prompt = tokenizer.encode(text).tolist() or start
     if config.attention:
@@ -305,6 +316,14 @@ def draw(config: SampleConfig, model: GPT, tokenizer: Tokenizer, tokens: Tensor)
     labels = [token_label(tokenizer, token) for token in tokens.tolist()]
     draw_attention(maps, labels, config.attention, config.layer - 1 if config.layer else None)
     print(f"{config.attention}: {model.config.num_heads} heads a layer, {len(tokens)} tokens")
+
+
+def look_inside(config: SampleConfig, model: GPT, tokenizer: Tokenizer, start: list[int]) -> None:
+    """Serve the page until Ctrl-C; it begins with the prompt and the settings given."""
+    settings = config.choice | {"text": read_prompt(config), "max_new_tokens": config.max_new_tokens}
+    about = settings | {"name": config.path.resolve().name}
+    with contextlib.closing(Inside(model, tokenizer, start, about)) as inside:
+        serve(inside.answers, config.port)
 
 
 if __name__ == "__main__":
