@@ -17,6 +17,7 @@ import threading
 import time
 import webbrowser
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -128,8 +129,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Refuse, saying why, and take what the client still sends, so that it reads on; also http.server's own."""
+        message = message or HTTPStatus(code).phrase
         if code != 400:
-            asked = f"{self.command} {getattr(self, 'path', '').partition('?')[0]}"
+            asked = f"{self.command} {self.path.partition('?')[0]}" if self.command else "a request"
             print(f"refused: {asked[:80]!a}: {message}", file=sys.stderr)
         self.begin(code, "application/json")
         if self.command != "HEAD":
