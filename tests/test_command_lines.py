@@ -85,6 +85,7 @@ OF = {  # what only some settings can sensibly have
     "nanogpt": ["none"],
     "compile": ["False", "None"],  # to compile takes too long here
 }
+UNASKED = ("wandb", "compile", "page")  # flags that wait for others, take long, or serve until Ctrl-C
 
 
 def plain(hint: Any) -> Any:
@@ -121,7 +122,7 @@ def line_of(command: str, cls: type, chance: random.Random) -> list[str]:
     first = [value_of(name, kind, chance) for name, kind, positional in settings if positional]
     for name, kind, positional in chance.sample(settings, min(len(settings), chance.choice([0, 1, 1, 2, 2, 3, 6]))):
         flag = f"--{chance.choice(['', 'no-'] if kind is bool else [''])}{name.replace('_', chance.choice('-_'))}"
-        if name not in ("wandb", "compile") or kind is not bool:
+        if name not in UNASKED or kind is not bool:
             values = [value_of(name, kind, chance) for _ in range(chance.choice([1, 2]) if "tuple" in str(kind) else 1)]
             flags += [] if positional else [flag] if kind is bool else [flag, *values]
     if command == "bench":  # which takes long, unless it refuses
@@ -229,4 +230,4 @@ def test_every_setting_comes_up():
         given = {word for _ in range(2000) for word in line_of(command, cls, chance)}
         for name, kind, positional in settings_of(cls):
             flags = {f"--{prefix}{name.replace('_', joint)}" for prefix in ("", "no-") for joint in "-_"}
-            assert positional or flags & given or (name in ("wandb", "compile") and kind is bool), name
+            assert positional or flags & given or (name in UNASKED and kind is bool), name
