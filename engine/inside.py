@@ -56,10 +56,12 @@ def logits_after(model: nn.Module, ids: Sequence[int]) -> Iterator[Tensor]:
 def visible(tokenizer: Tokenizer, token: int) -> str:
     """A token for the eye: · is a space, ⏎ a line's end, ⇥ a tab, ⟨e2 82⟩ bytes that are part of a character."""
     try:
-        text = token_label(tokenizer, token)
+        content, label = tokenizer.decode_bytes([token]), token_label(tokenizer, token)
     except (KeyError, IndexError, ValueError):  # of a model with more tokens than its tokenizer
         return f"⟨unused {token}⟩"
-    return "".join(STAND_INS.get(c) or (c if c.isprintable() else repr(c)[1:-1]) for c in text)
+    if label.encode() != content:
+        return label
+    return "".join(STAND_INS.get(c) or (c if c.isprintable() else repr(c)[1:-1]) for c in label)
 
 
 class Watched(nn.Module):
@@ -123,6 +125,7 @@ class Inside:
         self.maps = lru_cache(1)(self._maps)
         self.never = torch.tensor(not_text(tokenizer, model), dtype=torch.long, device=self.device)
         self.longest = min(model.config.context_length, MOST_TOKENS // 2)  # of a prompt
+        self.most_new = MOST_TOKENS - self.longest
         self.computing, self.writing = threading.Lock(), object()
         self.answers = {name: getattr(self, name) for name in ("about", "read", "write", "attention")}
 
@@ -161,7 +164,7 @@ class Inside:
         heads = {(number("layer", i, *limits["layer"]), number("head", j, *limits["head"])) for i, j in pairs}
         given["off"] = tuple(sorted(heads))
         limits |= {"temperature": (0.0, 100), "top_k": (1, 2**24), "top_p": (0.001, 1), "seed": (0, 2**53 - 1)}
-        limits |= {"max_new_tokens": (1, MOST_TOKENS - len(given["ids"]))}
+        limits |= {"max_new_tokens": (1, self.most_new)}
         for name in [name for name in limits if name in given and not (name == "top_k" and given[name] is None)]:
             number(name.replace("_", " "), given[name], *limits[name])
         return Question(**given)
@@ -170,8 +173,9 @@ class Inside:
         """Yields what the page must know of the model, and begins with."""
         c = self.model.config
         shape = {"layers": c.num_layers, "heads": c.num_heads, "context_length": c.context_length}
-        limits = {"longest": self.longest, "most_tokens": MOST_TOKENS, "most_characters": MOST_CHARACTERS}
-        yield shape | limits | {"most_bits": math.log2(self.tokenizer.vocab_size), "settings": self.settings}
+        limits = {"longest": self.longest, "most_new": self.most_new, "most_characters": MOST_CHARACTERS}
+        settings = self.settings | {"max_new_tokens": min(self.settings["max_new_tokens"], self.most_new)}
+        yield shape | limits | {"most_bits": math.log2(self.tokenizer.vocab_size), "settings": settings}
 
     def read(self, asked: Any) -> Iterator[dict]:
         """Yields {tokens: as :meth:`_described` has them, next: what is likely after the last}."""

@@ -324,6 +324,13 @@ def test_what_is_written_is_what_generation_writes_with_the_numbers_that_reading
     assert last == {"text": "", "end": "it is as long as was asked"}
 
 
+def test_the_longest_text_that_can_be_written_can_be_read(inside):
+    (about,) = inside.about({})
+    assert about["longest"] + about["most_new"] == MOST_TOKENS and about["longest"] == SMALL.context_length
+    (answer,) = inside.read({"ids": [*range(32)] * (MOST_TOKENS // 32), "max_new_tokens": about["most_new"]})
+    assert len(answer["tokens"]) == MOST_TOKENS and answer["next"]["likely"]
+
+
 def test_an_end_of_text_ends_it_and_what_is_no_text_never_comes():
     model = randomised(VARIANTS["default"].__class__(vocab_size=300, context_length=16, num_layers=1, d_model=16))
     with torch.no_grad():
