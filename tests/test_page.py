@@ -70,7 +70,7 @@ def serving(answers: dict[str, Any]) -> Iterator[PageServer]:
 
 def asked(server: PageServer, name: str, question: Any) -> Iterator[dict]:
     """What the server answers, object by object; closing it closes the connection."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     with contextlib.closing(connection):
         connection.request("POST", f"/{name}", json.dumps(question), {"X-Token": server.token})
         answer = connection.getresponse()
@@ -84,7 +84,7 @@ def one(server: PageServer, name: str, question: Any) -> dict:
 
 
 def connected(server: PageServer) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.server_port), timeout=20)
+    return socket.create_connection(("127.0.0.1", server.server_port), timeout=60)
 
 
 def sent(server: PageServer, request: bytes) -> bytes:
@@ -431,14 +431,14 @@ def test_ctrl_c_ends_the_command_cleanly_while_it_writes(trained):
     with subprocess.Popen(list(map(str, [*command, "--prompt", "1 is"])), **pipes) as process:
         address = process.stdout.readline()
         port, token = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/\?token=(\S{40,})\n", address).groups()
-        connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
         for name, expected in (("about", "settings"), ("write", "tokens")):
             question = json.dumps({"text": "1 is", "max_new_tokens": 2000} if name == "write" else {})
             connection.request("POST", f"/{name}", question, {"X-Token": token})
             answer = connection.getresponse()
             assert expected in json.loads(answer.readline())
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130 and process.stderr.read() == "interrupted\n" and not process.stdout.read()
+        assert process.wait(60) == 130 and process.stderr.read() == "interrupted\n" and not process.stdout.read()
         connection.close()
 
 
