@@ -34,8 +34,7 @@ from model import GPT, ModelConfig, MultiHeadAttention, rotate
 from sample import attention_maps
 from train import TrainConfig, train
 
-TEXT = "class Queue:\n    def put(self, item):\n        self.items.append(item)\n\n"
-TEXT += "    def get(self):\n        return self.items.pop(0)\n"
+TEXT = "class Queue:\n    def put(self, item):\n        self.items.append(item)\n        return self\n"
 HABITS = {"previous": "previous token", "same": "after the same token", "line": "line start", "first": "first token"}
 DECODER_2017 = {"position": "sinusoidal", "norm_placement": "post", "norm": "layernorm", "activation": "relu"}
 DECODER_2017 |= {"bias": True, "qk_norm": False, "tie_embeddings": True, "scale_embeddings": True}
@@ -60,6 +59,8 @@ class AttentionConfig:
     what: tyro.conf.Positional[Literal["numbers", "heads", "history"]]  # Which of them.
     run: Path = Path("out/heads")  # The trained model whose heads are looked at.
     data: Path | None = None  # A dataset: heads look at its validation text, history trains on it; None: the guide's.
+    habits: tuple[Literal["previous", "same", "line", "first"], ...] = tuple(HABITS)  # Whose best heads are drawn.
+    text: str = TEXT  # What these heads read.
     out: Path = Path(__file__).parent  # The folder for the pictures.
     steps: Annotated[int, "at least 11"] = 200  # Optimizer steps of each run of the history.
     seeds: Annotated[int, "at least 1"] = 1  # How many runs each row of the history is the mean of.
@@ -83,9 +84,8 @@ def seeded(**shape: Any) -> GPT:
     """A model in float64, for figures that are the same everywhere, with random matrices where the first are zeros."""
     torch.manual_seed(0)
     model = GPT(ModelConfig(vocab_size=64, **shape)).double()
-    for parameter in model.parameters():
-        if not parameter.any():
-            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    for parameter in (parameter for parameter in model.parameters() if not parameter.any()):
+        nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     return model
 
 
@@ -238,24 +238,24 @@ def score_heads(model: GPT, tokens: Tokens, texts: Sequence[str], windows: int =
 
 
 def heads(config: AttentionConfig) -> str:
-    """A table of every head's habits; of each that some head has, a picture of its best head, reading TEXT."""
+    """A table of every head's habits, and a picture of the best head of each that is asked for."""
     found = find_checkpoint(config.run)
     model, tokenizer = load_model(found, ModelConfig, GPT), load_tokenizer(found.path / "tokenizer.json")
     data = open_dataset(config.data or Path(found.state["settings"]["data"][0]))
     texts = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
     scores, alike = score_heads(model, data.val, texts)
-    tokens = torch.from_numpy(tokenizer.encode(TEXT).astype(np.int64))[: model.config.context_length]
+    tokens = torch.from_numpy(tokenizer.encode(config.text).astype(np.int64))[: model.config.context_length]
     names = [texts[token].replace("\n", "⏎").replace(" ", "·") for token in tokens.tolist()]
     maps, where = attention_maps(model, tokens), habits(tokens, texts)
-    places = [(f"layer {i + 1}, head {j + 1}", scores[:, i, j]) for i, j in np.ndindex(scores.shape[1:])]
-    cells = [[place, *(f"{score:.3f}" for score in its)] for place, its in [*places, ("all alike", alike)]]
+    named = {f"layer {i + 1}, head {j + 1}": scores[:, i, j] for i, j in np.ndindex(scores.shape[1:])}
+    cells = [[name, *(f"{score:.3f}" for score in its)] for name, its in (named | {"all alike": alike}).items()]
     for index, (name, said) in enumerate(HABITS.items()):
         best = scores[index].argmax().item()
         title = f"{cells[best][0]}: {said}, mean weight {cells[best][index + 1]}"
-        if scores[index].max() > 2 * alike[index]:
+        if name in config.habits:
             draw(maps.flatten(0, 1)[best], where[name], names, title, config.out / f"attention-{name}.png")
         cells[best][index + 1] = f"**{cells[best][index + 1]}**"
-    rows = [["", *HABITS.values()], ["---"] * (len(HABITS) + 1), *cells]
+    rows = [["", *HABITS.values()], ["---"] * len(cells[0]), *cells]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -265,7 +265,7 @@ def draw(weights: Tensor, where: Tensor, names: list[str], title: str, path: Pat
 
     figure = Figure(figsize=(7.5, 6.8), layout="constrained")
     axes = figure.add_subplot(xlabel="looked at", ylabel="looks", title=title)
-    image = axes.imshow(weights.masked_fill(~band(*weights.shape), math.nan), cmap="cividis", vmin=0, vmax=1)
+    image = axes.imshow(weights.masked_fill(~band(*weights.shape), math.nan).numpy(), "cividis", vmin=0, vmax=1)
     rows, looked_at = where.nonzero(as_tuple=True)
     axes.scatter(looked_at, rows, 45, marker="s", facecolors="none", edgecolors="#d55e00", label="this habit")
     for axis, angle in ((axes.xaxis, 90), (axes.yaxis, 0)):
