@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from engine.attention import attention_maps
 from engine.checkpoint import load_model
 from engine.command import run_command
 from engine.dataset import Tokens, open_dataset
@@ -31,7 +32,6 @@ from engine.run_folder import find_checkpoint
 from engine.settings import parse, with_values
 from engine.tokenizer import ByteTokenizer, load_tokenizer
 from model import GPT, ModelConfig, MultiHeadAttention, rotate
-from sample import attention_maps
 from train import TrainConfig, train
 
 TEXT = "class Queue:\n    def put(self, item):\n        self.items.append(item)\n        return self\n"
