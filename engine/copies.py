@@ -1,5 +1,6 @@
 """Which runs of a text stand word for word in the training data, and where: what a model has memorised."""
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -7,18 +8,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.dataset import EXAMPLES_DTYPE, Dataset, Examples, Tokens
+from engine.dataset import Dataset, Examples, Tokens
 from engine.tokenizer import Tokenizer
 
 WORD = 8  # bytes that are compared at once
 ANCHOR = 2 * WORD  # bytes of a run that are looked up
 SHORTEST = ANCHOR + WORD  # bytes of a run that counts: any so many hold an anchor that begins at a multiple of WORD
 CHUNK = 2**21  # bytes of the training data that are looked at together
-FEW = 8  # places of an anchor in the texts that are tried one by one
+FEW = 8  # places of an anchor in the texts that are looked at one by one
+SLICE = 2**16  # anchors that are followed together
 SLOTS = 20  # bits of a hash
 BREAK, END = b"\xff", b"\xfe"  # no UTF-8 has them: a special token in the data, the end of a text
 OFFSET = 2**40  # more bytes than any data; a run is one number, length · OFFSET + OFFSET - 1 - where it begins
 ODD = tuple(map(np.uint64, (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)))  # multipliers of hashes
+INVERSE = np.uint64(pow(int(ODD[0]), -1, 2**64))
 
 
 class Place(NamedTuple):
@@ -67,11 +70,11 @@ def validation_texts(datasets: Sequence[Dataset], like: Sequence[str]) -> list[s
     """
     pieces = []
     for number, text in enumerate(like):
-        dataset, size = datasets[number % len(datasets)], len(text.encode())
-        tokens, special = _tokens(dataset.val), _special(dataset.tokenizer)
-        start = max(0, len(tokens) - size) * number // max(1, len(like) - 1)
-        ids = [i for i in _plain(tokens[start : start + size]).tolist() if i not in special]
-        pieces.append(dataset.tokenizer.decode_bytes(ids).decode(errors="ignore")[: len(text)])
+        dataset, size = datasets[number % len(datasets)], len(text.encode())  # as many tokens are enough
+        start = max(0, len(dataset.val) - size) * number // max(1, len(like) - 1)
+        ids = ids_of(dataset.val, start, size)
+        ids = ids[~np.isin(ids, special_ids(dataset.tokenizer))]
+        pieces.append(dataset.tokenizer.decode_bytes(ids.tolist()).decode(errors="ignore")[: len(text)])
     return pieces
 
 
@@ -94,46 +97,39 @@ def apart(text: bytes, lengths: np.ndarray) -> list[tuple[int, int, int]]:
         ends[:start] = np.minimum(ends[:start], start)
 
 
-def _tokens(split: Tokens | Examples) -> Tokens:
-    return split.tokens if isinstance(split, Examples) else split
+def ids_of(split: Tokens | Examples, start: int, count: int) -> np.ndarray:
+    """Token ids of a split from start on, those of examples that don't count as the others: (count,) or to its end."""
+    ids = getattr(split, "tokens", split)[start : start + count]
+    return np.where(ids < 0, ~ids, ids) if isinstance(split, Examples) else ids
 
 
-def _plain(ids: np.ndarray) -> np.ndarray:
-    """Token ids as they are, also those that examples have as ~id."""
-    return np.where(ids < 0, ~ids, ids) if ids.dtype == EXAMPLES_DTYPE else ids
-
-
-def _special(tokenizer: Tokenizer) -> set[int]:
+def special_ids(tokenizer: Tokenizer) -> list[int]:
     """The ids that no text has."""
-    return {*tokenizer.unused_ids(), *tokenizer.special_tokens.values()}
+    return sorted({*tokenizer.unused_ids(), *tokenizer.special_tokens.values()})
 
 
 class Source:
     """The bytes of datasets' training splits, end to end, a special token being one BREAK."""
 
     def __init__(self, datasets: Sequence[Dataset]):
-        self.datasets = datasets
-        self.blocks: list[tuple[int, int, int, int, int]] = []  # first byte; dataset, token, bytes, specials before
+        self.datasets, self.number = datasets, -1
+        self.blocks: list[tuple[int, ...]] = []  # of each its first byte and dataset; tokens, bytes, specials before it
 
     def spell(self, number: int, token: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """A dataset's next bytes (M,), CHUNK at most, where each token (N,) ends in them, and which are special."""
         if number != self.number:  # the table of this one's tokens
             self.number, tokenizer = number, self.datasets[number].tokenizer
-            special = _special(tokenizer)
-            known = [BREAK if i in special else tokenizer.decode_bytes([i]) for i in range(tokenizer.vocab_size)]
+            self.special = np.isin(np.arange(tokenizer.vocab_size), special_ids(tokenizer))
+            known = [BREAK if no else tokenizer.decode_bytes([i]) for i, no in enumerate(self.special.tolist())]
             self.bytes = np.frombuffer(b"".join(known), np.uint8)
             self.lengths = np.array([*map(len, known)], np.int32)
             self.starts = np.cumsum(self.lengths, dtype=np.int32) - self.lengths
-            self.special = np.isin(np.arange(len(known)), [*special])
-        step = max(1, CHUNK // int(self.lengths.max()))
-        ids = _plain(_tokens(self.datasets[number].train)[token : token + step])
+        ids = ids_of(self.datasets[number].train, token, max(1, CHUNK // int(self.lengths.max())))
         lengths = self.lengths[ids]
         ends = np.cumsum(lengths, dtype=np.int32)
         sources = np.repeat(self.starts[ids] - ends + lengths, lengths)
         sources += np.arange(len(sources), dtype=np.int32)
         return self.bytes[sources], ends, self.special[ids]
-
-    number = -1  # the dataset that the table is of
 
     def __iter__(self) -> Iterator[np.ndarray]:
         first = 0
@@ -145,17 +141,17 @@ class Source:
                 yield spelled
                 token, first, before = token + len(ends), first + len(spelled), before + len(spelled)
                 specials += int(special.sum())
-            yield np.frombuffer(BREAK, np.uint8)
+            yield np.frombuffer(BREAK, np.uint8)  # no run goes on in the next dataset
             first += 1
 
     def buffers(self, ahead: int) -> Iterator[tuple[np.ndarray, int]]:
         """Bytes to look at, with the WORD before and so many ahead of them; and where the first of all these stands."""
         parts, size, offset = [np.full(WORD, BREAK[0], np.uint8)], WORD, -WORD
         end = np.full(ahead + 2 * WORD, BREAK[0], np.uint8)
-        for last, part in ((last, part) for last, parts_ in ((False, self), (True, [end])) for part in parts_):
+        for part in itertools.chain(self, [end]):
             parts.append(part)
             size += len(part)
-            if last or size > CHUNK + ahead:
+            if part is end or size > CHUNK + ahead:
                 joined = np.concatenate(parts)
                 seen = (size - WORD - ahead) // WORD * WORD
                 yield joined, offset
@@ -163,25 +159,26 @@ class Source:
 
     def places(self, offsets: Iterable[int]) -> dict[int, Place]:
         """Where these bytes stand."""
-        found, block = {}, None
-        for offset in sorted(offsets):
-            at = self.blocks[bisect_right(self.blocks, offset, key=lambda one: one[0]) - 1]
-            if at != block:
-                block, (first, number, token, before, specials) = at, at
-                _, ends, special = self.spell(number, token)
-            index = int(np.searchsorted(ends, offset - first, "right"))
-            passed = specials + int(special[:index].sum())
-            found[offset] = self._place(number, token + index, before + offset - first - passed, passed)
+        found, block_of = {}, lambda offset: bisect_right(self.blocks, offset, key=lambda block: block[0]) - 1
+        for block, some in itertools.groupby(sorted(offsets), block_of):
+            first, number, token, before, specials = self.blocks[block]
+            _, ends, special = self.spell(number, token)
+            for offset in some:
+                index = int(np.searchsorted(ends, offset - first, "right"))
+                passed = specials + int(special[:index].sum())
+                found[offset] = self._place(number, token + index, before + offset - first - passed, passed)
         return found
 
-    def _place(self, number: int, token: int, byte: int, specials: int) -> Place:
+    def _place(self, number: int, token: int, byte: int, document: int | None) -> Place:
         dataset = self.datasets[number]
-        tokens, series = _tokens(dataset.train), dataset.manifest["splits"]["train"]["shards"]
-        shard = bisect_right(tokens.starts, token) - 1
-        document = specials if dataset.tokenizer.end_of_text is not None else None
-        if isinstance(dataset.train, Examples):
-            document = int(np.searchsorted(dataset.train.starts, token, "right")) - 1
-        return Place(dataset.path / series[shard]["file"], token - tokens.starts[shard], document, byte)
+        split, shards = dataset.train, dataset.manifest["splits"]["train"]["shards"]
+        starts = getattr(split, "tokens", split).starts
+        shard = bisect_right(starts, token) - 1
+        if isinstance(split, Examples):
+            document = int(np.searchsorted(split.starts, token, "right")) - 1
+        elif dataset.tokenizer.end_of_text is None:
+            document = None
+        return Place(dataset.path / shards[shard]["file"], token - starts[shard], document, byte)
 
 
 def equal_bytes(x: np.ndarray) -> np.ndarray:
@@ -203,8 +200,7 @@ class Texts:
         self.longest, joined = max(map(len, texts)), END * WORD + END.join([*texts, b""])
         self.size = size = len(joined)
         self.firsts = np.cumsum([WORD] + [len(text) + 1 for text in texts[:-1]]).tolist()
-        padding = self.longest + 8 * WORD
-        padded = np.frombuffer(joined + bytes(padding - (size + padding) % WORD), np.uint64)
+        padded = np.frombuffer(joined + bytes(-size % WORD + (self.longest // WORD + 8) * WORD), np.uint64)
         self.words = word_at(padded, np.arange(len(padded) * WORD - 2 * WORD))  # big-endian, at each byte
         rank, depth = np.unique(self.words[:size], return_inverse=True)[1], WORD
         while depth < ANCHOR or (depth <= self.longest and rank.max() + 1 < size):  # Manber and Myers 1990
@@ -215,8 +211,7 @@ class Texts:
         self.order = np.argsort(rank, kind="stable")  # the suffix array
         self.counts = np.bincount(anchors)  # places of each anchor, which stand together in the order
         self.lows = np.cumsum(self.counts) - self.counts
-        at = self.order[self.lows]
-        self.anchors = self.words[at].byteswap(), self.words[at + WORD].byteswap()
+        self.anchors = [self.words[self.order[self.lows] + skipped].byteswap() for skipped in (0, WORD)]
         slots = self._slots(*self.anchors)
         by_slot = np.argsort(slots, kind="stable")
         repeats = np.append(False, np.diff(slots[by_slot]) == 0)
@@ -253,82 +248,65 @@ class Texts:
 class Scan:
     """What is known of texts' runs while the training data is read.
 
-    A run of SHORTEST bytes holds an anchor, ANCHOR bytes that begin at a multiple of WORD in the data. Only the first
-    anchor of a run matters. If it has few places in the texts, the run at each is extended, unless one as long is
-    known. If it has many, as spaces have, one of the best places is found by binary search for each of the WORD bytes
-    where the run may begin, and once for the same data; :meth:`longest` gives the other places their due. That data
-    is the same is told by a hash of 64 bits.
+    A run of SHORTEST bytes holds an anchor, ANCHOR bytes that begin at a multiple of WORD in the data. For each of the
+    WORD bytes where a run with this as its first anchor may begin, one place in the texts with the longest run is found
+    by binary search; :meth:`longest` gives the other places their due. Most anchors are spared that: one with a single
+    place where no longer run can be gained, one with several where the data is as it was before, by a hash of 64 bits.
     """
 
     def __init__(self, texts: Texts):
         self.texts, self.ahead = texts, texts.longest + 6 * WORD
         self.best = np.zeros(texts.size, np.int64)  # the longest run found from each byte of the texts
         self.seen = np.zeros(2**SLOTS, np.uint64)  # hashes of data lately seen
-        most = 2 * (CHUNK + self.ahead) // WORD
-        self.powers, self.inverses = (
-            np.cumprod(np.full(most, base, np.uint64)) for base in (ODD[0], pow(int(ODD[0]), -1, 2**64))
-        )
+        powers = (np.full(2 * (CHUNK + self.ahead) // WORD, base, np.uint64) for base in (ODD[0], INVERSE))
+        self.powers, self.inverses = map(np.cumprod, powers)
 
     def read(self, buffer: np.ndarray, offset: int) -> None:
         """Take in bytes as :meth:`Source.buffers` gives them."""
         self.offset, end = offset, (len(buffer) - self.ahead) // WORD  # the first word that is not to be looked at
         self.data = buffer[: len(buffer) // WORD * WORD].view("<u8")
         found = self.texts.find(self.data[1:end], self.data[2 : end + 1])
-        at = np.flatnonzero(found >= 0)
-        counts, found, at = self.texts.counts[found[at]], found[at], at + 1
-        chosen = counts == 1
-        if not chosen.all():
-            several = np.flatnonzero(~chosen)
-            chosen[several[self._is_new(at, several, end)]] = True
-        for few in (True, False):
-            which = np.flatnonzero(chosen & ((counts <= FEW) == few))
-            for some in (which[first : first + 2**16] for first in range(0, len(which), 2**16)):
-                (self._try_each if few else self._search)(at[some], found[some])
+        at = np.flatnonzero(found >= 0) + 1
+        found = found[at - 1]
+        chosen = self.texts.counts[found] == 1
+        if len(several := np.flatnonzero(~chosen)):
+            chosen[self._new(at, several, end)] = True
+        at, found = at[chosen], found[chosen]
+        for some in (slice(first, first + SLICE) for first in range(0, len(at), SLICE)):
+            self._search(self._may_gain(at[some], found[some]))
 
-    def _is_new(self, at: np.ndarray, several: np.ndarray, end: int) -> np.ndarray:
-        """Of which anchors (N,) all that a run could have from there on has not been seen before, bool (N,)."""
+    def _may_gain(self, at: np.ndarray, found: np.ndarray) -> np.ndarray:
+        """Which anchors, at words (N,) of the data, may begin a run that is longer than is known: words (≤ N,)."""
+        texts, many = self.texts, self.texts.counts[found] > FEW
+        counts, low = np.where(many, 0, texts.counts[found]), texts.lows[found]
+        place = texts.order[np.arange(counts.sum()) + np.repeat(low - np.cumsum(counts) + counts, counts)]
+        one = np.repeat(np.arange(len(at)), counts)
+        differs = texts.words[place - WORD] ^ self.data[at[one] - 1].byteswap()
+        begins = np.flatnonzero(differs)  # elsewhere the anchor before is of the run too
+        place, one, left = place[begins], one[begins], equal_bytes(differs[begins].byteswap())
+        reach = np.maximum.accumulate((self.best // OFFSET) + np.arange(texts.size))
+        last = np.maximum(reach[place - left] - place, ANCHOR) - WORD + 1  # a longer run has this word too
+        same = texts.words[place + last] == word_at(self.data, at[one] * WORD + last)
+        many[one[same]] = True
+        return at[many]
+
+    def _new(self, at: np.ndarray, several: np.ndarray, end: int) -> np.ndarray:
+        """Those of several anchors, of all at words (N,), from which on the data has not been seen: indices."""
         lasts = at[np.append(np.diff(at) != 1, True)]  # no run goes far beyond the last of anchors in a row
         first, last = at[several] - 1, lasts[np.searchsorted(lasts, at[several])]
         stop = np.minimum(np.where(last < end - 1, last, len(self.data)), first + self.texts.longest // WORD) + 3
         mixed = (self.data ^ (self.data >> np.uint64(29))) * ODD[1]
-        mixed = (mixed ^ (mixed >> np.uint64(32))) * self.powers[: len(mixed)]
-        sums = np.append(np.uint64(0), np.cumsum(mixed))
-        hashes = (sums[stop] - sums[first]) * self.inverses[first]
+        sums = np.append(np.uint64(0), np.cumsum((mixed ^ (mixed >> np.uint64(32))) * self.powers[: len(mixed)]))
+        hashes, which = np.unique((sums[stop] - sums[first]) * self.inverses[first], return_index=True)
         slots = (hashes * ODD[2] >> np.uint64(64 - SLOTS)).astype(np.int64)
-        new = np.flatnonzero(self.seen[slots] != hashes)
-        self.seen[slots[new]] = hashes[new]
-        owner = np.zeros(2**SLOTS, np.int32)
-        owner[slots[new]] = new
-        owners = owner[slots[new]]
-        result = np.zeros(len(several), bool)
-        result[new[(owners == new) | (hashes[owners] != hashes[new])]] = True
-        return result
+        new = self.seen[slots] != hashes
+        self.seen[slots] = hashes
+        return several[which[new]]
 
-    def _try_each(self, at: np.ndarray, found: np.ndarray) -> None:
-        """Extend anchors, at words (N,) of the data, at each of their places in the texts."""
-        texts, counts = self.texts, self.texts.counts[found]
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        place, at = texts.order[np.repeat(texts.lows[found], counts) + within], np.repeat(at, counts)
-        differs = texts.words[place - WORD] ^ self.data[at - 1].byteswap()
-        first = np.flatnonzero(differs)  # elsewhere the anchor before belongs to the run too
-        left = equal_bytes(differs[first].byteswap())
-        start, data, length = place[first] - left, at[first] * WORD - left, left + ANCHOR
-        reach = np.maximum.accumulate((self.best // OFFSET) + np.arange(texts.size))
-        beyond = np.maximum(reach[start] - start, length) - WORD + 1  # a longer run has this word too
-        longer = texts.words[start + beyond] == word_at(self.data, data + beyond)
-        start, data, length = start[longer], data[longer], length[longer]
-        left = np.arange(len(start))
-        while len(left):
-            more = equal_bytes(texts.words[start[left] + length[left]] ^ word_at(self.data, data[left] + length[left]))
-            length[left] += more
-            left = left[more == WORD]
-        self._record(start, data, length)
-
-    def _search(self, at: np.ndarray, found: np.ndarray) -> None:
+    def _search(self, at: np.ndarray) -> None:
         """Find a longest run from each byte after the word before anchors, at words (N,) of the data."""
         data = (at[:, None] * WORD - np.arange(WORD)).reshape(-1)
-        words = (word_at(self.data, data + skipped).byteswap() for skipped in (0, WORD))
-        found = self.texts.find(*words)
+        found = self.texts.find(*(word_at(self.data, data + skipped).byteswap() for skipped in (0, WORD)))
         data, found = data[found >= 0], found[found >= 0]
         low, length = self.texts.lows[found], ANCHOR
         high = low + self.texts.counts[found]
@@ -340,8 +318,9 @@ class Scan:
             for near in (start - 1, start):  # those before and after have most in common
                 fits = np.flatnonzero(ended & (near >= low) & (near < high))
                 place = self.texts.order[near[fits]]
-                more = equal_bytes(self.texts.words[place + length] ^ word[fits])
-                self._record(place, data[fits], length + more)
+                run = length + equal_bytes(self.texts.words[place + length] ^ word[fits])
+                code = (run + 1) * OFFSET - 1 - self.offset - data[fits]
+                np.maximum.at(self.best, place, np.where(run >= SHORTEST, code, 0))
             data, low, high, length = data[~ended], start[~ended], end[~ended], length + WORD
 
     def _bound(self, low: np.ndarray, high: np.ndarray, skipped: int, word: np.ndarray) -> np.ndarray:
@@ -355,11 +334,6 @@ class Scan:
             left = left[low[left] < high[left]]
         return low
 
-    def _record(self, place: np.ndarray, data: np.ndarray, length: np.ndarray) -> None:
-        counts = length >= SHORTEST
-        run = length * OFFSET + OFFSET - 1 - (self.offset + data)
-        np.maximum.at(self.best, place[counts], run[counts])
-
     def longest(self) -> tuple[np.ndarray, np.ndarray]:
         """The length of the longest run from each byte of the texts, 0 if none, and where it begins in the data."""
         order, common = self.texts.order, self.texts.common()
@@ -367,12 +341,10 @@ class Scan:
         for way in (range(1, len(runs)), range(len(runs) - 2, -1, -1)):  # what places have in common they share
             for at in way:
                 near, shared = runs[at - way.step], common[max(at, at - way.step)]
-                near = min(near, shared * OFFSET + near % OFFSET)
-                runs[at] = max(runs[at], near)
+                runs[at] = max(runs[at], min(near, shared * OFFSET + near % OFFSET))
         best, place = np.zeros_like(self.best), np.arange(len(runs))
         best[order] = runs
-        begin = OFFSET - 1 - best % OFFSET
-        reach = (best // OFFSET + place) * OFFSET + OFFSET - 1 - (begin - place + len(runs))
+        reach = (best // OFFSET + place) * OFFSET + best % OFFSET + place - len(runs)
         reach = np.maximum.accumulate(np.where(best // OFFSET, reach, 0))  # a run's rest is a run
         length = np.maximum(reach // OFFSET - place, 0)
         return length, OFFSET - 1 - reach % OFFSET + place - len(runs)
