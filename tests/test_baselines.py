@@ -76,7 +76,7 @@ def test_chunks_and_shards_do_not_show_and_only_so_many_tokens_count(numbers, mo
 
 
 def test_of_examples_the_targets_count_and_no_pair_joins_two(tmp_path):
-    lines = [{"p": f"{n % 7}", "c": "xy"[n % 2] * (n % 3 + 1)} for n in range(40)]
+    lines = [{"p": "abc"[: n % 4], "c": "xy"[n % 2] * (n % 3 + 1)} for n in range(40)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     fields = {"prompt_field": "p", "completion_field": "c", "tokenizer": "byte"}
     prepare(PrepareConfig((str(tmp_path / "a.jsonl"),), out=tmp_path / "data", **fields))
