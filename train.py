@@ -27,6 +27,7 @@ from engine.kernels import IGNORED, compile_parts, recompute_activations
 from engine.mixture import Mixture, as_paths, open_mixture
 from engine.observers import (
     MetricsFile,
+    Report,
     Terminal,
     WeightsAndBiases,
     conclude,
@@ -105,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(plan(config, given))
         return 0
     with processes(config.device, config.parallel, config.timeout) as world, Interruption() as interruption:
-        observers = [MetricsFile(), Terminal(), *([WeightsAndBiases()] if config.wandb else [])]
+        observers = [MetricsFile(), Terminal(), Report(), *([WeightsAndBiases()] if config.wandb else [])]
         watching, begun = observers if world.is_first else (), STARTED if arguments is None else None
         run = train(config, world, watching, lambda: bool(interruption.signal), begun, given)
         if run.budget.share < 1 or run.val_loss is None:

@@ -1,7 +1,6 @@
 """What watches training, and what is said of it: the loop says what happened, and knows nothing of its observers."""
 
 import itertools
-import json
 import math
 import os
 import secrets
@@ -11,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -23,7 +23,8 @@ from engine.kernels import for_decoding
 from engine.optimizer import learning_rate_factor
 from engine.parallel import load
 from engine.pictures import draw_loss
-from engine.run_folder import find_checkpoint
+from engine.report_page import about, attention_of, describe_run, new_samples, write_page
+from engine.run_folder import find_checkpoint, read_records
 from engine.settings import flatten
 
 RECENT = 40  # records that a loss is compared with
@@ -66,26 +67,27 @@ def notify(observers: list[Any], what: str, *arguments: Any) -> None:
                 observers.remove(observer)
 
 
+def records_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """The records of a .jsonl file up to a step; others are dropped from it, and what is no record is put aside."""
+    records, damaged = read_records(path)
+    records = [record for record in records if record["step"] <= step]
+    if damaged:
+        aside = path.with_suffix(".damaged")
+        write_whole(aside, (aside.read_bytes() if aside.exists() else b"") + b"".join(damaged))
+        warn(f"{path} has {len(damaged)} lines that are no records; they are in {aside} now")
+    kept = "".join(f"{to_json(record)}\n" for record in records).encode()
+    if kept != (path.read_bytes() if path.exists() else b""):
+        write_whole(path, kept)
+    return records
+
+
 class MetricsFile:
     """Writes every record to metrics.jsonl, points out losses that jump, and draws the loss after each evaluation."""
 
     def started(self, run: Any) -> None:
         """Records after the step that is resumed from are dropped: they come again. What is no record is put aside."""
-        self.path, self.records, damaged = run.config.out / "metrics.jsonl", [], []
-        found = self.path.read_bytes() if self.path.exists() else b""
-        for line in filter(bytes.strip, found.split(b"\n")[:-1]):  # a kill may have torn the last
-            try:
-                if (record := json.loads(line))["step"] <= run.step:
-                    self.records.append(record)
-            except (ValueError, TypeError, KeyError, RecursionError):
-                damaged.append(line + b"\n")
-        if damaged:
-            aside = self.path.with_suffix(".damaged")
-            write_whole(aside, (aside.read_bytes() if aside.exists() else b"") + b"".join(damaged))
-            warn(f"{self.path} has {len(damaged)} lines that are no records; they are in {aside} now")
-        kept = "".join(f"{to_json(record)}\n" for record in self.records).encode()
-        if kept != found:
-            write_whole(self.path, kept)
+        self.path = run.config.out / "metrics.jsonl"
+        self.records = records_until(self.path, run.step)
 
     def recorded(self, run: Any, record: dict[str, Any]) -> None:
         """Write the record, with ``loss_z_score`` if it is of training."""
@@ -160,6 +162,27 @@ class Terminal:
     def closed(self) -> None:
         if hasattr(self, "bar"):
             self.bar.close()
+
+
+class Report:
+    """Makes report.html, a page to look at, at each evaluation, and keeps what it shows: about.json, samples.jsonl."""
+
+    def started(self, run: Any) -> None:
+        """Samples after the step that is resumed from are dropped: they come again."""
+        records_until(run.config.out / "samples.jsonl", run.step)
+        write_whole(run.config.out / "about.json", to_json(about(run), indent=1).encode())
+
+    def recorded(self, run: Any, record: dict[str, Any]) -> None:
+        if "val_loss" not in record:
+            return
+        out, attention = run.config.out, None
+        if not run.world.sharded:  # every process would have to take part
+            model = for_decoding(run.model)
+            samples = new_samples(model, run.dataset, run.step, run.config.seed)
+            with open(out / "samples.jsonl", "a", encoding="utf-8") as file:
+                file.write("".join(f"{to_json(one)}\n" for one in samples))
+            attention = attention_of(model, run.dataset)
+        write_page([describe_run(out, run.dataset, attention)], out / "report.html")
 
 
 class WeightsAndBiases:

@@ -1,6 +1,7 @@
 """out/<run>/: its lock, its settings, and which checkpoints stay."""
 
 import contextlib
+import json
 import math
 import re
 import shutil
@@ -51,6 +52,23 @@ def find_checkpoint(path: Path) -> Checkpoint:
     if damage:
         raise damage
     raise ValueError(f"{path} holds no checkpoint; give a run folder such as out/stdlib, or train one: python train.py")
+
+
+def read_records(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """The records of a .jsonl file, if it is there, each with its step; and the lines that are none.
+
+    A last line without an end is neither: a kill has torn it, or it is just being written.
+    """
+    records, damaged = [], []
+    content = path.read_bytes() if path.exists() else b""
+    for line in filter(bytes.strip, content.split(b"\n")[:-1]):
+        try:
+            if not isinstance((record := json.loads(line))["step"], int):
+                raise TypeError("a step is a whole number")
+            records.append(record)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            damaged.append(line + b"\n")
+    return records, damaged
 
 
 def changed_settings(

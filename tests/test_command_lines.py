@@ -195,6 +195,7 @@ def clear(place: Path, arguments: list[str]) -> set[str]:
     named = {value.split("/")[0] for given in arguments for value in (given, given.partition("=")[2])} | {"cache"}
     if "" in named or "." in named:  # which is here
         named |= {".lock", ".lock.owner", "config.toml", "checkpoints", "metrics.jsonl", "loss.png"}
+        named |= {"about.json", "samples.jsonl", "report.html"}
     for name in made & named:
         (shutil.rmtree if (place / name).is_dir() else os.remove)(place / name)
     return made - named

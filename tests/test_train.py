@@ -94,6 +94,7 @@ def test_the_whole_road(run, tmp_path, monkeypatch):
     assert all(text in done.stdout for text in ("Validation loss", "bits per byte", "python sample.py out/n"))
     out = tmp_path / "out" / "n"
     files = {".lock", ".lock.owner", "config.toml", "metrics.jsonl", "loss.png", "checkpoints"}
+    files |= {"about.json", "samples.jsonl", "report.html"}
     assert {path.name for path in out.iterdir()} == files
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     losses, validation = logged(out, "train_loss"), logged(out, "val_loss")

@@ -1,0 +1,84 @@
+"""Make a page to look at of a run, or of several to compare: out/<run>/ → report.html.
+
+python report.py out/NAME                     out/NAME/report.html, as the run itself makes it at each evaluation
+python report.py out/A out/B … [--out FILE]   compare.html beside out/A
+"""
+
+from engine.command import run_command, wait_briefly
+
+if __name__ == "__main__":
+    wait_briefly("decode")  # before torch is loaded
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from engine.checkpoint import check_tokenizer, load_model
+from engine.mixture import Mixture, as_paths, open_mixture
+from engine.report_page import attention_of, describe_data, describe_run, write_page
+from engine.run_folder import find_checkpoint, list_checkpoints
+from engine.settings import parse
+from model import GPT, ModelConfig
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Make a page to look at of a run, or of several to compare."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]  # Run folders: of one, all there is; of several, what differs.
+    out: Path | None = None  # The page; None: report.html in the run's folder, or compare.html beside the first.
+
+    def __post_init__(self):
+        if not self.runs:
+            raise ValueError("give a run's folder, such as out/stdlib, or several to compare")
+        if self.out and (self.out.suffix != ".html" or not self.out.parent.is_dir()):
+            wrong = "is in no folder; make that first" if self.out.suffix == ".html" else "is a page; end it in .html"
+            raise ValueError(f"--out {self.out} {wrong}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Make the page that the command line says."""
+    config = parse(ReportConfig, arguments)
+    print(report(config))
+
+
+def report(config: ReportConfig) -> Path:
+    """Make the page; its path. Raises ValueError for a folder that holds no run."""
+    first, *others = config.runs
+    if others:
+        runs = [describe_run(folder) for folder in config.runs]
+        path = config.out or first.resolve().parent / "compare.html"
+    else:
+        runs, path = [whole_run(first)], config.out or first / "report.html"
+    write_page(runs, path)
+    return path
+
+
+def whole_run(folder: Path) -> dict[str, Any]:
+    """All that can be shown of a run; its notes say what can't be, and why. Raises ValueError if there is none."""
+    run = describe_run(folder)
+    try:
+        dataset = dataset_of(run["settings"])
+        run["data"] = describe_data(dataset)
+        if not list_checkpoints(folder):
+            raise ValueError(f"{folder} holds no checkpoint")
+        found = find_checkpoint(folder)
+        check_tokenizer(found.path, dataset.tokenizer, dataset.path)
+        run["attention"] = attention_of(load_model(found, ModelConfig, GPT), dataset)
+    except ValueError as error:
+        run["notes"].append(f"The {'attention' if run['data'] else 'data'} can't be shown: {error}.")
+    return run
+
+
+def dataset_of(settings: dict[str, Any]) -> Mixture:
+    """The data that a run of these settings was trained on. Raises ValueError if it is not where the run had it."""
+    data, mix = settings.get("data") or (), settings.get("mix")
+    named = data if isinstance(data, list) and all(isinstance(one, str) for one in data) else [str(data)]
+    shares = mix if isinstance(mix, list) and all(isinstance(one, float) for one in mix) else None
+    return open_mixture(as_paths(named, shares), shares)
+
+
+if __name__ == "__main__":
+    run_command(main)
