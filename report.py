@@ -74,7 +74,7 @@ def whole_run(folder: Path) -> dict[str, Any]:
 
 def dataset_of(settings: dict[str, Any]) -> Mixture:
     """The data that a run of these settings was trained on. Raises ValueError if it is not where the run had it."""
-    data, mix = settings.get("data") or (), settings.get("mix")
+    data, mix = settings.get("data", []), settings.get("mix")
     named = data if isinstance(data, list) and all(isinstance(one, str) for one in data) else [str(data)]
     shares = mix if isinstance(mix, list) and all(isinstance(one, float) for one in mix) else None
     return open_mixture(as_paths(named, shares), shares)

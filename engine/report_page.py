@@ -73,26 +73,26 @@ def beginnings(dataset: Mixture, length: int) -> list[list[int]]:
         ids = val[start : start + LINE + length].tolist()
         ends = [at for at, token in enumerate(ids[:LINE]) if tokenizer.decode_bytes([token]).endswith(b"\n")]
         first = ends[0] + 1 if start and ends else 0
-        found.append([token for token in ids[first : first + length] if token != tokenizer.end_of_text])
+        line = [token for token in ids[first : first + length] if token != tokenizer.end_of_text]
+        found.append(line or ids[:length])
     return found
 
 
 def new_samples(model: Any, dataset: Mixture, step: int, seed: int) -> list[dict[str, Any]]:
     """What the model writes after the same prompts each time: {"step", "prompt", "text"} of each, drawn alike."""
     tokenizer, examples = dataset.tokenizer, isinstance(dataset.datasets[0].val, Examples)
-    start = opening(tokenizer, dataset.manifest["splits"]["train"]["documents"])
-    prompts = [ids for ids in beginnings(dataset, PROMPT_TOKENS) if ids]
-    texts = ["", *map(tokenizer.decode, prompts)] if not examples else [*map(tokenizer.decode, prompts)]
-    prompts = [start, *prompts] if not examples else prompts
-    end = end_of_turn(tokenizer) if examples else None
+    prompts = [(tokenizer.decode(ids), ids) for ids in beginnings(dataset, PROMPT_TOKENS) if ids]
+    if not (examples and prompts):
+        prompts.insert(0, ("", opening(tokenizer, dataset.manifest["splits"]["train"]["documents"])))
+    ends = [end for end in [end_of_turn(tokenizer)] if examples and end is not None]
     choice = {"temperature": 0.8, "top_k": None, "top_p": 0.95, "seed": seed}
-    ends, limited = [] if end is None else [end], [(ids, SAMPLE_TOKENS) for ids in prompts]
+    limited = [(ids, SAMPLE_TOKENS) for _, ids in prompts]
     try:
-        found = complete(model, tokenizer, limited, len(limited), ends=ends, **choice)
-        written = {index: text for index, text, _ in found}
+        found = complete(model, tokenizer, limited, len(prompts), ends=ends, **choice)
+        texts = {index: text for index, text, _ in found}
     except ValueError as error:  # it diverged
-        written = dict.fromkeys(range(len(prompts)), f"none: {error}")
-    return [{"step": step, "prompt": prompt, "text": written[index]} for index, prompt in enumerate(texts)]
+        texts = dict.fromkeys(range(len(prompts)), f"none: {error}")
+    return [{"step": step, "prompt": prompt, "text": texts[index]} for index, (prompt, _) in enumerate(prompts)]
 
 
 def attention_of(model: Any, dataset: Mixture) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def describe_run(
 
 def records_of(path: Path) -> list[dict[str, Any]]:
     """The records of a .jsonl file, by their steps."""
-    found = [record for record in read_records(path)[0] if 0 <= record["step"] < LARGE]
+    found = [record for record in read_records(path)[0] if type(record["step"]) is int and 0 <= record["step"] < LARGE]
     return sorted(found, key=lambda record: record["step"])
 
 
