@@ -24,6 +24,7 @@ from helpers import exit_code_of, numbers_text, train_tiny
 import bench
 import huggingface
 import prepare
+import report
 import sample
 import train
 from prepare import PrepareConfig
@@ -65,6 +66,7 @@ OF = {  # what only some settings can sensibly have
     "prompts_file": ["prompts.jsonl", "chats.jsonl", "none"],
     "family": ["auto", "llama", "apertus", "gpt2"],
     "run": ["out/run", "out/none"],
+    "runs": ["out/run", "out/none", "data/numbers", "text.txt"],
     "source": ["hf", "out/run", "none"],
     "inputs": ["text.txt", "lines.jsonl", "chats.jsonl", "folder", "none.txt", "-", "http://127.0.0.1:9/a.txt"],
     "path": ["out/run", "out/none", "out/run/checkpoints/step-00000004", "text.txt"],
@@ -142,6 +144,7 @@ COMMANDS = {
     "train": (train, train.TrainConfig),
     "prepare": (prepare, PrepareConfig),
     "sample": (sample, sample.SampleConfig),
+    "report": (report, report.ReportConfig),
     "bench": (bench, bench.BenchConfig),
 }
 
@@ -205,7 +208,7 @@ def clear(place: Path, arguments: list[str]) -> set[str]:
 def test_any_command_line_ends_in_one_line_at_most(command, place, monkeypatch):
     module, cls = COMMANDS[command]
     chance, codes = random.Random(command), {0: 0, 1: 0, 2: 0}
-    for _ in range(LINES // {"bench": 20, "export": 4, "import": 10}.get(command, 3)):
+    for _ in range(LINES // {"bench": 20, "export": 4, "import": 10, "report": 5}.get(command, 3)):
         arguments = line_of(command, cls, chance)
         streams = [io.TextIOWrapper(io.BytesIO(b"a prompt, or some text\n" * 20), "utf-8") for _ in range(3)]
         streams[1:] = [io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2)]
