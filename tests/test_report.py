@@ -216,7 +216,7 @@ def test_losses_that_are_not_finite_are_gaps(run_a):
 @pytest.mark.parametrize(
     "gone, kept, note",
     [
-        ("checkpoints", "data", "holds no checkpoint"),
+        ("checkpoints", "data", "holds no checkpoint."),
         ("metrics.jsonl", "attention", None),
         ("about.json", "attention", None),
         ("samples.jsonl", "attention", None),
@@ -380,6 +380,7 @@ def test_heads_and_layers_and_tokens_are_chosen_by_mouse_and_by_keyboard(page, p
     output = opened(page, place / "a" / "report.html").locator("#attention output")
     assert output.inner_text() == said(0, 0, 15, int(maps[0, 0, 15].argmax()))
     page.get_by_label("Layer", exact=True).press("ArrowDown")
+    assert output.inner_text() == said(1, 0, 15, int(maps[0, 0, 15].argmax()))
     page.get_by_label("Head", exact=True).select_option("2")
     assert output.inner_text() == said(1, 1, 15, int(maps[0, 0, 15].argmax()))
     page.locator("#sentence").press("ArrowLeft")
