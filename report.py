@@ -16,8 +16,9 @@ from typing import Any
 import tyro
 
 from engine.checkpoint import check_tokenizer, load_model
+from engine.copies import SHORTEST, Place, copied, validation_texts
 from engine.mixture import Mixture, as_paths, open_mixture
-from engine.report_page import attention_of, describe_data, describe_run, write_page
+from engine.report_page import attention_of, describe_data, describe_run, weighed, write_page
 from engine.run_folder import find_checkpoint, list_checkpoints
 from engine.settings import parse
 from model import GPT, ModelConfig
@@ -61,7 +62,7 @@ def whole_run(folder: Path) -> dict[str, Any]:
     run = describe_run(folder)
     try:
         dataset = dataset_of(run["settings"])
-        run["data"] = describe_data(dataset)
+        run |= {"data": describe_data(dataset), "baselines": weighed(dataset), "copies": copies_of(run, dataset)}
         if not list_checkpoints(folder):
             raise ValueError(f"{folder} holds no checkpoint")
         found = find_checkpoint(folder)
@@ -70,6 +71,28 @@ def whole_run(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         run["notes"].append(f"The {'attention' if run['data'] else 'data'} can't be shown: {error}.")
     return run
+
+
+def copies_of(run: dict[str, Any], dataset: Mixture) -> dict[str, Any] | None:
+    """What the last samples have word for word of the training text, and the yardstick: what validation text has."""
+    texts = [one["text"] for one in run["samples"] if one["step"] == run["samples"][-1]["step"]]
+    if not texts:
+        return None
+    pieces = validation_texts(dataset.datasets, texts)
+    found = copied([*texts, *pieces], dataset.datasets)
+    longest = [max((one.length for one in runs), default=0) for runs in found[len(texts) :]]
+    yardstick = (
+        f"The yardstick, validation text in {len(pieces)} pieces as long as these samples: their longest runs have "
+        f"{', '.join(map(str, longest))} characters (0: none of {SHORTEST} bytes). So much is common; longer is copied."
+    )
+    shown = [[(one.start, one.length, told(one.place)) for one in runs] for runs in found[: len(texts)]]
+    return {"samples": shown, "yardstick": yardstick}
+
+
+def told(place: Place) -> str:
+    """Where a run stands in the training data."""
+    document = "" if place.document is None else f"document {place.document:,}, "
+    return f"{document}byte {place.byte:,} of the text, token {place.token:,} of {place.shard.name}"
 
 
 def dataset_of(settings: dict[str, Any]) -> Mixture:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from engine.dataset import Dataset, Examples, Tokens
 from engine.tokenizer import Tokenizer
@@ -45,14 +46,13 @@ def copied(texts: Sequence[str], datasets: Sequence[Dataset]) -> list[list[Copy]
     """For each text the longest runs that stand in the training splits, longest first; they don't overlap.
 
     A run counts from SHORTEST bytes of UTF-8 on, ends where a document does, and is of whole characters. The longest
-    is taken first, then the longest of what is left. Reads all training data once, in bounded memory; texts together
-    should be a few MB at most.
+    is taken first, then the longest of what is left. Reads all training data once, in bounded memory; texts: a few MB.
     """
     encoded = [text.encode() for text in texts]
     if max(map(len, encoded), default=0) < SHORTEST:
         return [[] for _ in texts]
     source, scan = Source(datasets), Scan(Texts(encoded))
-    for buffer, offset in source.buffers(scan.ahead):
+    for buffer, offset in tqdm(source.buffers(scan.ahead), "looking for copies", disable=None, leave=False):
         scan.read(buffer, offset)
     lengths, offsets = scan.longest()
     found = [

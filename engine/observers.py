@@ -23,7 +23,7 @@ from engine.kernels import for_decoding
 from engine.optimizer import learning_rate_factor
 from engine.parallel import load
 from engine.pictures import draw_loss
-from engine.report_page import about, attention_of, describe_run, new_samples, write_page
+from engine.report_page import about, attention_of, describe_run, new_samples, weighed, write_page
 from engine.run_folder import find_checkpoint, read_records
 from engine.settings import flatten
 
@@ -171,6 +171,7 @@ class Report:
         """Samples after the step that is resumed from are dropped: they come again."""
         records_until(run.config.out / "samples.jsonl", run.step)
         write_whole(run.config.out / "about.json", to_json(about(run), indent=1).encode())
+        self.baselines = weighed(run.dataset)
 
     def recorded(self, run: Any, record: dict[str, Any]) -> None:
         if "val_loss" not in record:
@@ -182,7 +183,7 @@ class Report:
             with open(out / "samples.jsonl", "a", encoding="utf-8") as file:
                 file.write("".join(f"{to_json(one)}\n" for one in samples))
             attention = attention_of(model, run.dataset)
-        write_page([describe_run(out, run.dataset, attention)], out / "report.html")
+        write_page([describe_run(out, run.dataset, attention, baselines=self.baselines)], out / "report.html")
 
 
 class WeightsAndBiases:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from engine.attention import attention_maps, token_label
+from engine.baselines import baselines
 from engine.dataset import Examples
 from engine.device import total_memory
 from engine.examples import end_of_turn
@@ -268,6 +269,15 @@ def describe_data(dataset: Mixture) -> list[dict[str, str]]:
         }
         for one, share in zip(dataset.datasets, dataset.shares, strict=True)
     ]
+
+
+def weighed(dataset: Mixture) -> dict[str, float]:
+    """The losses of the simplest models, {name: nats per token}; on a mix, as its sequences are drawn."""
+    each = [baselines(one) for one in dataset.datasets]
+    return {
+        alike[0].name: sum(share * one.loss for share, one in zip(dataset.shares, alike, strict=True))
+        for alike in zip(*each, strict=True)
+    }
 
 
 def shown_samples(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

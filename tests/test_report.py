@@ -60,6 +60,20 @@ def made(folder: Path, *others: Path) -> Any:
 # What a run keeps, and what its page shows.
 
 
+def test_a_quotation_in_a_sample_is_told_from_what_is_common(run_a, numbers):
+    samples = [json.loads(line) for line in (run_a / "samples.jsonl").read_text().splitlines()]
+    train = open_mixture([numbers]).datasets[0].train
+    quotation = open_mixture([numbers]).tokenizer.decode(train[500:700].tolist())
+    samples[-1]["text"] = f"@{quotation}@"
+    (run_a / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples))
+    page = made(run_a)
+    (start, length, where), *_ = page["copies"]["samples"][2]
+    assert (start, length) == (1, 200) and where == "byte 500 of the text, token 500 of train-00000.npy"
+    assert page["copies"]["yardstick"].startswith("The yardstick, validation text in 3 pieces")
+    assert set(page["baselines"]) == {"uniform", "unigram", "bigram"} == set(shown(run_a / "report.html")["baselines"])
+    assert page["baselines"]["uniform"] == pytest.approx(math.log(open_mixture([numbers]).tokenizer.vocab_size))
+
+
 def test_a_run_makes_its_page_at_each_evaluation(place, numbers):
     page, run = shown(place / "a" / "report.html"), place / "a"
     losses, validation = logged(run, "train_loss"), logged(run, "val_loss")
