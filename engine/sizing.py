@@ -29,9 +29,9 @@ CONTEXT, LONGEST = 256, 1024  # tokens of text, and of an example at most
 # characters and on Python's sources. Of another text they tell which size is best, but not how good it is.
 CHARACTERS, TOKENS = (1.0, 5.8, 0.25, 23.8, 0.3), (1.9, 15.8, 0.25, 104.0, 0.3)
 FEW = 512  # tokens of a vocabulary that are characters, or bytes, rather than pieces of words
-# Epochs that teach as much as new text, and after which more of them teach little: Muennighoff et al. 2023, section 5.
-AS_NEW, REPEATS = 4, 15.4
-MOST_DECAY, MOST_DROPOUT = 5, 0.3  # against learning by heart: times the usual weight decay
+REPEATS = 15.4  # epochs after which more of them teach little: Muennighoff et al. 2023, section 5
+HARMLESS = 8  # epochs up to which what is against learning by heart costs more than it gains (docs/sizing.md)
+MOST_DECAY, MOST_DROPOUT = 5, 0.2  # the first in times the usual
 BATCH, GROWTH = 2048, 0.38  # tokens in a step for 1M in all, and the exponent by which it grows: Bergsma et al. 2025
 MINUTES = (1, 3, 10, 30, 60, 180)  # of the table
 TIMED = 3  # steps, of which the quickest tells the speed
@@ -68,11 +68,11 @@ class Size:
         rows = BATCH * (self.tokens / 1e6) ** GROWTH / self.context
         rows = max(1, round(rows / processes)) * processes
         rate = OptimizerConfig.learning_rate * math.sqrt(rows * self.context / BATCH)
-        repeats = max(1.0, self.tokens / self.text / AS_NEW)
-        decay = OptimizerConfig.weight_decay * min(repeats, MOST_DECAY)
+        repeats = max(1.0, self.tokens / self.text / HARMLESS)
+        decay = OptimizerConfig.weight_decay * min(repeats**2, MOST_DECAY)
         found = {"depth": self.depth, "num_layers": self.depth, "num_heads": self.depth, "d_model": HEAD * self.depth}
         found |= {"context_length": self.context, "batch_size": rows, "learning_rate": float(f"{rate:.2g}")}
-        dropout = min(MOST_DROPOUT, 0.05 * math.log2(repeats))
+        dropout = min(MOST_DROPOUT, 0.1 * math.log2(repeats))
         return found | {"weight_decay": round(decay, 2), "dropout": round(dropout, 2)}
 
 
