@@ -73,7 +73,7 @@ class Size:
         found = {"depth": self.depth, "num_layers": self.depth, "num_heads": self.depth, "d_model": HEAD * self.depth}
         found |= {"context_length": self.context, "batch_size": rows, "learning_rate": float(f"{rate:.2g}")}
         dropout = min(MOST_DROPOUT, 0.1 * math.log2(repeats))
-        return found | {"weight_decay": round(decay, 2), "dropout": round(dropout, 2)}
+        return found | {"weight_decay": round(decay, 2), "dropout": round(20 * dropout) / 20}
 
 
 def sized(
