@@ -24,7 +24,7 @@ NEWTON_SCHULZ = (
 ROUNDS_ON_GRAM = 2  # in a row; each makes rounding errors up to a² larger, and bfloat16 does not bear a third
 ROW_MEMORY, SMALLEST_SQUARE = 0.95, 1e-4  # of the squares of an update's rows, and the least, where 1 is usual
 WARMUP_STEPS = 10  # unless the settings say otherwise
-RATES = {"muon": {"embedding": 3.0, "head": 2.0}, "adamw": {"embedding": 1.0, "head": 1.0}}  # likewise
+EMBEDDING_RATES = {"muon": 3.0, "adamw": 1.0}  # likewise
 GUARD = ("loss_scale", "good_steps", "skipped", "skipped_in_a_row")
 FIRST_LOSS_SCALE = 2.0**16  # for float16, whose smallest numbers would underflow; then it adapts
 MOST_SKIPPED = 50  # steps in a row without a finite gradient, after which a run ends
@@ -39,7 +39,6 @@ class OptimizerConfig:
     learning_rate: Annotated[float, "at least 0"] = 0.01  # The largest; see decay.
     # The token embedding's rate, as a multiple, where the output head is another matrix; None: 3 beside Muon, else 1.
     embedding_rate: Annotated[float | None, "above 0"] = None
-    head_rate: Annotated[float | None, "above 0"] = None  # The output head's rate, likewise; None: 2 beside Muon.
     weight_decay: Annotated[float, "at least 0"] = 0.1  # Pull of matrices towards zero, in units of the learning rate.
     beta1: Annotated[float, "at least 0, below 1"] = 0.9  # AdamW's memory of the gradient.
     beta2: Annotated[float, "at least 0, below 1"] = 0.95  # AdamW's memory of its square.
@@ -166,8 +165,7 @@ class Optimizer:
             self.optimizers.append(Muon(groups.pop("matrix"), world, fast, momentum=config.momentum, **common))
         own = {
             "vector": {"weight_decay": 0.0},
-            "embedding": {"rate": config.embedding_rate or RATES[config.optimizer]["embedding"]},
-            "head": {"rate": config.head_rate or RATES[config.optimizer]["head"]},
+            "embedding": {"rate": config.embedding_rate or EMBEDDING_RATES[config.optimizer]},
         }
         adamw = [{"params": group} | own.get(name, {}) for name, group in groups.items() if group]
         betas = (config.beta1, config.beta2)

@@ -540,7 +540,6 @@ OTHER_VALUES = {  # of every setting, another than in a tiny run
     "clip_norm": 0.0,
     "warmup_steps": 1,
     "embedding_rate": 2.0,
-    "head_rate": 0.5,
     "windows": (4,),
     "depth": 3,
     "decay": "cosine",
