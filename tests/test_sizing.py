@@ -52,7 +52,7 @@ def test_what_follows_from_a_size_divides_over_the_processes():
 
 
 def test_a_text_that_comes_again_often_is_not_to_be_learned_by_heart():
-    each = [Size(2, epochs * 1e6, 10**6, 65).settings() for epochs in (0.5, 8, 16, 1000)]
+    each = [Size(2, epochs * 1e6, 10**6, 65).settings() for epochs in (0.5, 12, 24, 1000)]
     assert [one["weight_decay"] for one in each] == [0.1, 0.1, 0.4, 0.5]
     assert [one["dropout"] for one in each] == [0, 0, 0.1, 0.2]
 
