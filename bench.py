@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
-import platform
 import resource
 import statistics
 import sys
@@ -38,6 +37,7 @@ from engine.optimizer import Optimizer, OptimizerConfig
 from engine.parallel import World
 from engine.plan import PEAK_FLOPS, Plan
 from engine.readers import read
+from engine.report_page import processor_name
 from engine.settings import parse
 from engine.sources import find_sources
 from engine.tokenizer import train_bpe
@@ -99,7 +99,7 @@ class Bench:
 
     def __init__(self, config: BenchConfig, device: torch.device):
         self.config, self.device, self.cuda = config, device, device.type == "cuda"
-        self.name = torch.cuda.get_device_name(device) if self.cuda else platform.processor() or platform.machine()
+        self.name = torch.cuda.get_device_name(device) if self.cuda else processor_name()
         self.dtype = choose_dtype(config.dtype, device, SMALL.d_model)
 
     def take_turns(self, contestants: dict[str, Callable[[], Any]], rounds: int | None = None) -> dict[str, float]:

@@ -18,7 +18,7 @@ import tyro
 from engine.checkpoint import check_tokenizer, load_model
 from engine.copies import SHORTEST, Place, copied, validation_texts
 from engine.mixture import Mixture, as_paths, open_mixture
-from engine.report_page import attention_of, describe_data, describe_run, weighed, write_page
+from engine.report_page import attention_of, baseline_losses, describe_data, describe_run, write_page
 from engine.run_folder import find_checkpoint, list_checkpoints
 from engine.settings import parse
 from model import GPT, ModelConfig
@@ -62,7 +62,8 @@ def whole_run(folder: Path) -> dict[str, Any]:
     run = describe_run(folder)
     try:
         dataset = dataset_of(run["settings"])
-        run |= {"data": describe_data(dataset), "baselines": weighed(dataset), "copies": copies_of(run, dataset)}
+        run |= {"data": describe_data(dataset), "baselines": baseline_losses(dataset)}
+        run["copies"] = copies_of(run, dataset)
         if not list_checkpoints(folder):
             raise ValueError(f"{folder} holds no checkpoint")
         found = find_checkpoint(folder)
@@ -85,11 +86,11 @@ def copies_of(run: dict[str, Any], dataset: Mixture) -> dict[str, Any] | None:
         f"The yardstick, validation text in {len(pieces)} pieces as long as these samples: their longest runs have "
         f"{', '.join(map(str, longest))} characters (0: none of {SHORTEST} bytes). So much is common; longer is copied."
     )
-    shown = [[(one.start, one.length, told(one.place)) for one in runs] for runs in found[: len(texts)]]
+    shown = [[(one.start, one.length, format_place(one.place)) for one in runs] for runs in found[: len(texts)]]
     return {"samples": shown, "yardstick": yardstick}
 
 
-def told(place: Place) -> str:
+def format_place(place: Place) -> str:
     """Where a run stands in the training data."""
     document = "" if place.document is None else f"document {place.document:,}, "
     return f"{document}byte {place.byte:,} of the text, token {place.token:,} of {place.shard.name}"

@@ -23,7 +23,7 @@ from engine.kernels import for_decoding
 from engine.optimizer import learning_rate_factor
 from engine.parallel import load
 from engine.pictures import draw_loss
-from engine.report_page import about, attention_of, describe_run, new_samples, weighed, write_page
+from engine.report_page import about, attention_of, baseline_losses, describe_run, new_samples, write_page
 from engine.run_folder import find_checkpoint, read_records
 from engine.settings import flatten
 
@@ -171,7 +171,7 @@ class Report:
         """Samples after the step that is resumed from are dropped: they come again."""
         records_until(run.config.out / "samples.jsonl", run.step)
         write_whole(run.config.out / "about.json", to_json(about(run), indent=1).encode())
-        self.baselines = weighed(run.dataset)
+        self.baselines = baseline_losses(run.dataset)
 
     def recorded(self, run: Any, record: dict[str, Any]) -> None:
         if "val_loss" not in record:

@@ -36,15 +36,16 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
+# What the page may do beside running its own scripts: ask its server, and show the pictures that it holds.
+POLICY = "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
-def content_policy(page: bytes) -> str:
-    """The Content-Security-Policy under which a page may run its own script and style, and ask its server: no more."""
-    found = {name: re.search(b"<%s>(.*?)</%s>" % (name, name), page, re.DOTALL)[1] for name in (b"script", b"style")}
-    hashes = {name: base64.b64encode(hashlib.sha256(part).digest()).decode() for name, part in found.items()}
-    own = "".join(f"{name.decode()}-src 'sha256-{digest}'; " for name, digest in hashes.items())
-    nothing_else = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    return f"default-src 'none'; {own}connect-src 'self'; img-src data:; {nothing_else}"
+def own_scripts_alone(page: str) -> str:
+    """The beginning of a Content-Security-Policy under which a page may run its own scripts and styles, and no more."""
+    hashes = {"style": "", "script": ""}
+    for kind, content in re.findall(r"<(style|script)>(.*?)</\1>", page, re.DOTALL):
+        hashes[kind] += f" 'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+    return f"default-src 'none'; style-src{hashes['style']}; script-src{hashes['script']}"
 
 
 class Reader(io.RawIOBase):
@@ -153,7 +154,7 @@ class PageServer(ThreadingHTTPServer):
     def __init__(self, answers: dict[str, Callable[[Any], Iterator[dict]]], port: int = 0, page: Path = PAGE):
         """At a port, or 0: any that is free. Raises ValueError if it can't be had."""
         self.answers, self.page, self.token = answers, page.read_bytes(), secrets.token_urlsafe(32)
-        self.headers = HEADERS | {"Content-Security-Policy": content_policy(self.page)}
+        self.headers = HEADERS | {"Content-Security-Policy": f"{own_scripts_alone(self.page.decode())}; {POLICY}"}
         self.room = threading.Semaphore(MOST_CONNECTIONS)
         try:
             super().__init__(("127.0.0.1", port), Handler)

@@ -1,7 +1,6 @@
 """A run's page: records, settings, samples and attention in one HTML file, which needs no server and no network."""
 
 import base64
-import hashlib
 import itertools
 import json
 import math
@@ -25,6 +24,7 @@ from engine.examples import end_of_turn
 from engine.files import read_json, to_json, write_whole
 from engine.generate import complete, opening
 from engine.mixture import Mixture
+from engine.page_server import own_scripts_alone
 from engine.run_folder import read_records
 from engine.settings import flatten
 
@@ -271,7 +271,7 @@ def describe_data(dataset: Mixture) -> list[dict[str, str]]:
     ]
 
 
-def weighed(dataset: Mixture) -> dict[str, float]:
+def baseline_losses(dataset: Mixture) -> dict[str, float]:
     """The losses of the simplest models, {name: nats per token}; on a mix, as its sequences are drawn."""
     each = [baselines(one) for one in dataset.datasets]
     return {
@@ -298,10 +298,7 @@ def write_page(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """
     template = (WEB / "report.html").read_text(encoding="utf-8")
     page = re.sub(r"\{\{(uPlot\S+)\}\}", lambda found: (WEB / found[1]).read_text(encoding="utf-8"), template)
-    hashes: dict[str, str] = {"style": "", "script": ""}
-    for kind, content in re.findall(r"<(style|script)>(.*?)</\1>", page, re.S):
-        hashes[kind] += f" 'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
-    policy = f"default-src 'none'; style-src{hashes['style']}; script-src{hashes['script']}"
+    policy = own_scripts_alone(page)
     data = to_json({"runs": list(runs)}).replace("<", "\\u003c")
     for name, value in (("policy", policy), ("data", data)):
         page = page.replace(f"{{{{{name}}}}}", value)
