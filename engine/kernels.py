@@ -35,7 +35,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, wind
     if T != S:  # a later piece of a prompt: each position sees those before it too, not just this piece
         mask = band(T, S, window, query.device)
         return F.scaled_dot_product_attention(query, key, value, mask, dropout, enable_gqa=grouped)
-    if T <= LONGEST_PLAIN and plain_is_quicker(query):
+    if plain_is_quicker(query, T, dropout):
         return plain_attention(query, key, value, dropout, band(T, T))
     return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
 
@@ -65,18 +65,18 @@ def attend_locally(query: Tensor, key: Tensor, value: Tensor, dropout: float, wi
 
     queries = F.pad(query[:, :, window:], (0, 0, 0, end)).unflatten(2, (blocks, size)).flatten(0, 1)
     keys, values, mask = with_earlier(key), with_earlier(value), band(size, (before + 1) * size, window, query.device)
-    if window <= LONGEST_PLAIN and plain_is_quicker(query):
+    if plain_is_quicker(query, window, dropout):
         late = plain_attention(queries, keys, values, dropout, mask)
     else:
         late = F.scaled_dot_product_attention(queries, keys, values, mask, dropout)
     return torch.cat((early, late.unflatten(0, (-1, H)).flatten(2, 3)[:, :, : T - window]), dim=2)
 
 
-def plain_is_quicker(query: Tensor) -> bool:
-    """Whether PyTorch's fused attention is slow here: its backward pass is, on a CPU in bfloat16."""
+def plain_is_quicker(query: Tensor, length: int, dropout: float) -> bool:
+    """Whether PyTorch's fused attention is slow here: on a CPU its backward pass is in bfloat16, and its dropout."""
     # math_sdp_enabled is of all devices, in spite of its name; asking would cut a compiled graph in two
-    slow = query.device.type == "cpu" and query.dtype == torch.bfloat16
-    return slow and (torch.compiler.is_compiling() or torch.backends.cuda.math_sdp_enabled())
+    slow = query.device.type == "cpu" and (dropout or (query.dtype == torch.bfloat16 and length <= LONGEST_PLAIN))
+    return bool(slow) and (torch.compiler.is_compiling() or torch.backends.cuda.math_sdp_enabled())
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float, mask: Tensor) -> Tensor:
@@ -88,7 +88,19 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float, m
         key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for one in (key, value))
     hidden = torch.zeros(mask.shape, dtype=query.dtype).masked_fill(~mask, -math.inf)
     weights = torch.softmax(query / math.sqrt(query.shape[-1]) @ key.mT + hidden, dim=-1)  # (B, H, T, S)
-    return F.dropout(weights, dropout) @ value
+    return drop(weights, dropout) @ value
+
+
+def drop(x: Tensor, probability: float) -> Tensor:
+    """x with each element zeroed at that probability, the others enlarged to make up for it (Hinton et al. 2012).
+
+    A CPU draws numbers one after another, 64 bits at a time: here that is four elements' lots, each of 2**16 values.
+    """
+    if not probability or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return F.dropout(x, probability)
+    drawn = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+    kept = drawn[: x.numel()].view(x.shape) >= min(round(probability * 2**16), 2**16 - 1) - 2**15
+    return kept.view(torch.int8).to(x.dtype).div_(1 - probability) * x  # as int8: bool is slow to convert
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:

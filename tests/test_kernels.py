@@ -18,6 +18,7 @@ from engine.kernels import (
     PackedLinear,
     attend,
     compile_parts,
+    drop,
     for_decoding,
     output_loss,
     recompute_activations,
@@ -109,6 +110,24 @@ def test_dropout_in_attention_is_right_in_the_mean(branch):
     dropped = attend(*inputs, dropout=0.3)
     assert not torch.equal(dropped[0], dropped[1])
     torch.testing.assert_close(dropped.double().mean(0), written_out(*inputs)[0], rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("probability", [0.05, 0.5, 0.9999999])
+def test_dropping_zeroes_at_the_probability_and_enlarges_the_rest(probability, dtype):
+    torch.manual_seed(0)
+    x = torch.randn(3, 333, 1001).to(dtype).requires_grad_()
+    dropped = drop(x, probability)
+    kept = dropped != 0
+    assert dropped.dtype == dtype
+    torch.testing.assert_close(kept.float().mean().item(), 1 - probability, rtol=0, atol=0.001)
+    torch.testing.assert_close(kept.float().mean(dim=(0, 1)), torch.full((1001,), 1 - probability), rtol=0, atol=0.08)
+    torch.testing.assert_close(dropped[kept], (x / (1 - probability))[kept])
+    dropped.sum().backward()
+    torch.testing.assert_close(x.grad, kept.to(dtype) / (1 - probability))
+    torch.manual_seed(0)
+    torch.randn(3, 333, 1001)
+    assert torch.equal(drop(x, probability), dropped) and not torch.equal(drop(x, probability), dropped)
 
 
 LOCAL = {  # T, S, window
