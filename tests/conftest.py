@@ -19,6 +19,14 @@ from helpers import ROOT, SHARED, numbers_text, train_tiny
 
 from prepare import PrepareConfig, prepare
 
+LONG = ("test_parallel", "test_states", "test_train", "test_kernels", "test_readme", "test_huggingface", "test_kills")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest, so that no core waits for another's last file."""
+    order = {name: index for index, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
+
 
 @pytest.fixture(scope="session")
 def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -182,7 +182,7 @@ SMOL = {
 }
 LOCAL = {"num_hidden_layers": 3, "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 2}
 MADE_ELSEWHERE = {
-    "gpt2 124M": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config()),
+    "gpt2 124M's width": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, vocab_size=5000)),
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)),
     "smollm2": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL | SMOL)),
     "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL | LOCAL, head_dim=20)),
@@ -200,7 +200,7 @@ def test_a_model_made_by_transformers_continues_identically(name: str, tmp_path:
     for parameter in theirs.parameters():  # weights of norms and biases that begin as 1 and 0 would hide mistakes
         if parameter.ndim == 1:
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    theirs.save_pretrained(tmp_path / "hf", max_shard_size="100MB")
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size="20MB")
     huggingface.main(["import", str(tmp_path / "hf"), str(tmp_path / "run"), "--tokenizer", "byte"])
     model = load_model(find_checkpoint(tmp_path / "run"), ModelConfig, GPT)
     tokens = torch.randint(256, (1, 24))
