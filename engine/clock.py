@@ -96,7 +96,8 @@ class TimeBudget(StepBudget):
         seen, and a save, in seconds. ``every`` may be None: the time decides. ``step`` and ``share`` are done.
         """
         super().__init__(0, every, step)
-        self.seconds, self.costs, self.world, self.first, self.share = seconds, costs, world, step, share
+        self.seconds = max(0.0, world.broadcast(seconds))  # the first's: each process took its own time to start
+        self.costs, self.world, self.first, self.share = costs, world, step, share
         self.marked = dict.fromkeys(every, share)  # the share at which each was done last
         self.step_seconds = self.stepping = 0.0  # a step's seconds, of late; all steps' so far
         self.evaluation_seconds = 0.0  # as the first process expects

@@ -30,11 +30,14 @@ CONTEXT, LONGEST = 256, 1024  # tokens of text, and of an example at most
 CHARACTERS, TOKENS = (1.0, 5.8, 0.25, 23.8, 0.3), (1.9, 15.8, 0.25, 104.0, 0.3)
 FEW = 512  # tokens of a vocabulary that are characters, or bytes, rather than pieces of words
 REPEATS = 15.4  # epochs after which more of them teach little: Muennighoff et al. 2023, section 5
-HARMLESS = 12  # epochs up to which what is against learning by heart costs more than it gains (docs/sizing.md)
+# Up to so many epochs, or epochs times weights for each token of the text, what is against learning by heart costs more
+# than it gains (docs/sizing.md).
+HARMLESS_EPOCHS, HARMLESS_WEIGHTS = 6, 8
 MOST_DECAY, MOST_DROPOUT = 5, 0.2  # the first in times the usual
 BATCH, GROWTH = 2048, 0.38  # tokens in a step for 1M in all, and the exponent by which it grows: Bergsma et al. 2025
 MINUTES = (1, 3, 10, 30, 60, 180)  # of the table
 TIMED = 3  # steps, of which the quickest tells the speed
+LEAST_SECONDS = 1.0  # that are planned for, however long the start took
 SHAPE = {"num_layers", "num_heads", "d_model"}  # who gives one of them chooses all sizes
 LENGTH = {"minutes", "steps", "depth"}  # who gives none of them trains with the defaults
 
@@ -48,6 +51,7 @@ class Size:
     text: int  # tokens of the text
     vocab_size: int
     context: int = CONTEXT
+    rows: int | None = None  # of a batch; None: as many as the tokens ask for
 
     @property
     def loss(self) -> float:
@@ -66,13 +70,15 @@ class Size:
     def settings(self, processes: int = 1) -> dict[str, Any]:
         """All that follows, by the names of the settings."""
         rows = BATCH * (self.tokens / 1e6) ** GROWTH / self.context
-        rows = max(1, round(rows / processes)) * processes
+        rows = self.rows or max(1, round(rows / processes)) * processes
         rate = OptimizerConfig.learning_rate * math.sqrt(rows * self.context / BATCH)
-        repeats = max(1.0, self.tokens / self.text / HARMLESS)
-        decay = OptimizerConfig.weight_decay * min(repeats**2, MOST_DECAY)
+        epochs = self.tokens / self.text
+        weights = epochs * BLOCKS * self.depth**3 / self.text
+        excess = max(1.0, min((epochs / HARMLESS_EPOCHS) ** 2, weights / HARMLESS_WEIGHTS))
+        decay = OptimizerConfig.weight_decay * min(excess, MOST_DECAY)
         found = {"depth": self.depth, "num_layers": self.depth, "num_heads": self.depth, "d_model": HEAD * self.depth}
         found |= {"context_length": self.context, "batch_size": rows, "learning_rate": float(f"{rate:.2g}")}
-        dropout = min(MOST_DROPOUT, 0.1 * math.log2(repeats))
+        dropout = min(MOST_DROPOUT, 0.05 * math.log2(excess))
         return found | {"weight_decay": round(decay, 2), "dropout": round(20 * dropout) / 20}
 
 
@@ -87,10 +93,14 @@ def sized(
     """The settings, with those that were not given chosen, which is said; if the run is resumed, chosen as then.
 
     Nothing is chosen where a size was given, or neither minutes, steps nor depth. ``given`` are settings' names, None:
-    of those that are no defaults; ``begun`` is when the minutes began; make(ModelConfig) is a model.
+    of those that are no defaults; ``begun`` is when the minutes began; make(ModelConfig) is a model. Raises ValueError
+    for a depth beside other sizes.
     """
-    given = differing(config) if given is None else set(given)
+    given, depth, model = differing(config) if given is None else set(given), config.depth, config.model
     if SHAPE & given or not LENGTH & given or config.init_from:
+        shape = (model.num_layers, model.num_heads, model.d_model)
+        if depth and (config.init_from or shape != (depth, depth, HEAD * depth)):
+            raise ValueError(f"--depth {depth} sets all sizes, but others are given too; leave out --depth, or those")
         return config
     saved = config.out / "config.toml"
     again = config.resume or is_launch(config.out, world.launch)  # after a fault
@@ -98,9 +108,13 @@ def sized(
         then = world.broadcast(flatten(load_settings(type(config), [str(saved)])) if world.is_first else None)
         names = Size(1, 1, 1, 1).settings().keys() - given if then["depth"] else ()
         return with_values(config, {name: then[name] for name in names})
-    depths, rest, measure = _choices(config, data, world, make)
+    depths, rest, _, measure = _choices(config, given, data, world, make)
+
+    def left() -> float:  # the first process's: all must choose alike
+        return world.broadcast(max(LEAST_SECONDS, 60 * config.minutes - (time.monotonic() - begun)))
+
     if config.minutes:
-        size, each = size_for_seconds(depths, lambda: 60 * config.minutes - (time.monotonic() - begun), rest, measure)
+        size, each = size_for_seconds(depths, left, rest, measure)
         why = f"{config.minutes:g} minutes at {1 / each:,.0f} tokens/s"
     else:
         steps = config.steps or STEPS
@@ -114,32 +128,41 @@ def sized(
     return with_values(config, chosen)
 
 
-def outlook(config: Any, data: Mixture, world: World, make: Callable[[Any], nn.Module]) -> str:
-    """A table, as text, of what may be learned here in how many minutes."""
-    depths, rest, measure = _choices(config, data, world, make)
+def outlook(
+    config: Any, given: Collection[str] | None, data: Mixture, world: World, make: Callable[[Any], nn.Module]
+) -> str:
+    """A table, as text, of what may be learned here in how many minutes; the arguments are as for :func:`sized`."""
+    given = differing(config) if given is None else set(given)
+    depths, rest, shaped, measure = _choices(config, given, data, world, make)
     lines = ["minutes  depth   parameters          tokens  epochs  expected loss, nats per token"]
     for minutes in sorted({*MINUTES, config.minutes}):
         size, _ = size_for_seconds(depths, lambda minutes=minutes: 60 * minutes, rest, measure)
-        parameters = BLOCKS * size.depth**3 + 2 * size.vocab_size * HEAD * size.depth
+        with torch.device("meta"):
+            parameters = shaped(size.depth).num_parameters
         learned = f"{size.tokens:>14,.0f} {size.tokens / size.text:>7,.1f}  {size.loss:.2f}"
         lines.append(f"{minutes:>7g} {size.depth:>6} {parameters:>12,}  {learned}")
     return "\n".join(lines)
 
 
-def _choices(config: Any, data: Mixture, world: World, make: Callable[[Any], nn.Module]) -> tuple:
-    """The depths to choose from, what else a Size is made of, and what measures a depth's seconds for a token."""
-    vocab_size = config.model.vocab_size or data.tokenizer.vocab_size
-    depths, rest = [config.depth] if config.depth else DEPTHS, (len(data.train), vocab_size, context_for(data))
+def _choices(config: Any, given: set[str], data: Mixture, world: World, make: Callable[[Any], nn.Module]) -> tuple:
+    """The depths to choose from, what else a Size is made of, a depth's model, and its measured time for a token."""
+    vocab_size, shared = config.model.vocab_size or data.tokenizer.vocab_size, config.model.num_kv_heads or 1
+    depths = [config.depth] if config.depth else [depth for depth in DEPTHS if depth % shared == 0] or DEPTHS
+    context = config.model.context_length if "context_length" in given else context_for(data)
+    rest = (len(data.train), vocab_size, context, config.batch_size if "batch_size" in given else None)
+
+    def shaped(depth: int) -> Any:
+        own = Size(depth, 1e6, *rest).settings()
+        shape = {name: own[name] for name in ("num_layers", "num_heads", "d_model", "context_length")}
+        return make(replace(config.model, vocab_size=vocab_size, **shape))
 
     @functools.cache
     def measure(depth: int) -> float:
-        own = Size(depth, 1e6, *rest).settings(world.size)
-        shape = {name: own[name] for name in ("num_layers", "num_heads", "d_model", "context_length")}
-        model = make(replace(config.model, vocab_size=vocab_size, **shape)).to(world.device)
-        spent = seconds_per_token(model, config, own["batch_size"] // world.size, world)
+        rows = Size(depth, 1e6, *rest).settings(world.size)["batch_size"] // world.size
+        spent = seconds_per_token(shaped(depth).to(world.device), config, max(1, rows), world)
         return float(world.sum(torch.tensor(spent, dtype=torch.float64))) / world.size**2  # as many at a time
 
-    return depths, rest, measure
+    return depths, rest, shaped, measure
 
 
 def context_for(data: Mixture) -> int:

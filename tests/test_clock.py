@@ -16,6 +16,12 @@ from engine.parallel import ALONE
 from engine.settings import load_settings
 
 
+def test_all_processes_have_the_first_one_s_seconds():
+    other = SimpleNamespace(broadcast=lambda value: 50.0, is_first=False)
+    assert TimeBudget(-3.0, {"save": None}, {}, other).seconds == 50
+    assert TimeBudget(-3.0, {"save": None}, {}, ALONE).seconds == 0
+
+
 def drive(seconds, step_seconds, evaluation=0.0, save=0.0, every=None, share=0.0, elapsed=0.0):
     """Run a time budget against a simulated clock: (elapsed at the end, steps, shares, shares of the evaluations)."""
     clock = SimpleNamespace(elapsed=elapsed + 1e-6, paused=0.0)

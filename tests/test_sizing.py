@@ -1,9 +1,10 @@
 """The size chosen for a time, steps or a depth: what follows, what is given stays, what is resumed is the same."""
 
 import dataclasses
+import time
 
 import pytest
-from helpers import newest_checkpoint, numbers_text
+from helpers import exit_code_of, newest_checkpoint, numbers_text
 
 import train
 from engine.mixture import open_mixture
@@ -52,9 +53,42 @@ def test_what_follows_from_a_size_divides_over_the_processes():
 
 
 def test_a_text_that_comes_again_often_is_not_to_be_learned_by_heart():
-    each = [Size(2, epochs * 1e6, 10**6, 65).settings() for epochs in (0.5, 12, 24, 1000)]
+    each = [Size(4, epochs * 1e6, 10**6, 65).settings() for epochs in (0.5, 6, 12, 1000)]
     assert [one["weight_decay"] for one in each] == [0.1, 0.1, 0.4, 0.5]
     assert [one["dropout"] for one in each] == [0, 0, 0.1, 0.2]
+    too_small, once = Size(1, 12e6, 10**6, 65).settings(), Size(20, 1e6, 10**6, 65).settings()
+    assert [one["weight_decay"] for one in (too_small, once)] == [0.1, 0.1] and not once["dropout"]
+
+
+def test_a_given_context_batch_and_shared_keys_are_counted_with(numbers, tmp_path, capsys):
+    flags, data = ["--data", str(numbers), "--device", "cpu", "--minutes", "5", "--plan"], open_mixture([numbers])
+    train.main([*flags, "--num-kv-heads", "2", "--tie-embeddings"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert {int(row[1]) % 2 for row in rows} == {0}
+    for row in rows:
+        shape = {"num_layers": int(row[1]), "num_heads": int(row[1]), "d_model": 64 * int(row[1]), "num_kv_heads": 2}
+        size = train.GPT(
+            train.ModelConfig(vocab_size=data.tokenizer.vocab_size, tie_embeddings=True, **shape)
+        ).num_parameters
+        assert int(row[2].replace(",", "")) == size
+    small_rate, rate = (Size(2, 1e6, *REST[:2], 64, rows).settings()["learning_rate"] for rows in (8, 32))
+    assert rate == pytest.approx(2 * small_rate) and Size(2, 1e6, *REST[:2], 64, 5).settings(5)["batch_size"] == 5
+    given = small(numbers, tmp_path / "run", steps=3, model=train.ModelConfig(context_length=32))
+    chosen = size_for_steps(DEPTHS, 3, (len(data.train), data.tokenizer.vocab_size, 32)).settings()
+    assert train.train(given, stop=lambda: True).config.batch_size == chosen["batch_size"]
+
+
+@pytest.mark.parametrize("flags", [("--depth", "2", "--d-model", "64"), ("--depth", "2", "--init-from", "{run}")])
+def test_a_depth_beside_other_sizes_is_refused(numbers, tmp_path, flags, capsys):
+    train.train(small(numbers, tmp_path / "base", steps=1))
+    flags = [flag.format(run=tmp_path / "base") for flag in flags]
+    assert exit_code_of(lambda: train.main(["--data", str(numbers), "--out", str(tmp_path / "run"), *flags])) == 1
+    assert "--depth 2 sets all sizes, but others are given too; leave out" in capsys.readouterr().err
+
+
+def test_minutes_that_are_over_before_the_start_still_make_a_run(numbers, tmp_path):
+    begun = time.monotonic() - 100
+    assert train.train(small(numbers, tmp_path / "late", minutes=0.1), begun=begun).val_loss is not None
 
 
 def test_a_small_text_has_a_small_context(tmp_path, numbers):
