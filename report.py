@@ -15,6 +15,7 @@ from typing import Any
 
 import tyro
 
+from engine.batches import fitting
 from engine.checkpoint import check_tokenizer, load_model
 from engine.copies import SHORTEST, Place, copied, validation_texts
 from engine.mixture import Mixture, as_paths, open_mixture
@@ -62,7 +63,9 @@ def whole_run(folder: Path) -> dict[str, Any]:
     run = describe_run(folder)
     try:
         dataset = dataset_of(run["settings"])
-        run |= {"data": describe_data(dataset), "baselines": baseline_losses(dataset)}
+        length, cut = run["settings"].get("context_length"), run["settings"].get("long_examples") == "cut"
+        trained_on = fitting(dataset, length, cut) if isinstance(length, int) else dataset
+        run |= {"data": describe_data(dataset), "baselines": baseline_losses(trained_on)}
         run["copies"] = copies_of(run, dataset)
         if not list_checkpoints(folder):
             raise ValueError(f"{folder} holds no checkpoint")
@@ -76,7 +79,8 @@ def whole_run(folder: Path) -> dict[str, Any]:
 
 def copies_of(run: dict[str, Any], dataset: Mixture) -> dict[str, Any] | None:
     """What the last samples have word for word of the training text, and the yardstick: what validation text has."""
-    texts = [one["text"] for one in run["samples"] if one["step"] == run["samples"][-1]["step"]]
+    last = [one["text"] for one in run["samples"] if one["step"] == run["samples"][-1]["step"]]
+    texts = [text.encode(errors="replace").decode() for text in last]  # half a character is none
     if not texts:
         return None
     pieces = validation_texts(dataset.datasets, texts)

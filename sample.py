@@ -29,7 +29,7 @@ import tyro
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.attention import attention_maps, token_label
+from engine.attention import attention_maps, visible
 from engine.checkpoint import load_model
 from engine.device import choose_device
 from engine.examples import Turn, around, chat_of, encode_chat, end_of_turn
@@ -313,7 +313,7 @@ def draw(config: SampleConfig, model: GPT, tokenizer: Tokenizer, tokens: Tensor)
     if len(tokens) > model.config.context_length:
         raise ValueError(f"the prompt has {len(tokens)} tokens; a picture shows at most {model.config.context_length}")
     maps = attention_maps(model, tokens).float().cpu().numpy()
-    labels = [token_label(tokenizer, token) for token in tokens.tolist()]
+    labels = [visible(tokenizer, token) for token in tokens.tolist()]
     draw_attention(maps, labels, config.attention, config.layer - 1 if config.layer else None)
     print(f"{config.attention}: {model.config.num_heads} heads a layer, {len(tokens)} tokens")
 

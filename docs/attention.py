@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from engine.attention import attention_maps
+from engine.attention import attention_maps, visible
 from engine.checkpoint import load_model
 from engine.command import run_command
 from engine.dataset import Tokens, open_dataset
@@ -47,7 +47,7 @@ HISTORY = [  # each adds to those before
     ("no biases", {"bias": False}),
     ("an output head of its own", {"tie_embeddings": False}),
     ("ReLU²", {"activation": "relu2"}),
-    ("queries and keys normed", {"qk_norm": True}),
+    ("queries and keys normalised", {"qk_norm": True}),
     ("Muon: today's recipe", {"optimizer": "muon", "learning_rate": 1e-2}),
 ]
 
@@ -97,7 +97,7 @@ def columns(*rows: Sequence) -> str:
 
 def scale() -> str:
     """Scores of heads as they are initialised, their softmax over 64 positions, and how much it moves when they do."""
-    rows = [("d_k", "variance", "largest weight", "gradient", "variance / √d_k", "largest weight", "gradient")]
+    rows = [("d_k", "variance", "largest weight", "gradient", "scaled variance", "largest weight", "gradient")]
     for width in (4, 16, 64, 256):
         head = seeded(d_model=256, num_heads=1, head_dim=width, qk_norm=False).blocks[0].attention.heads[0]
         x, cells = torch.randn(64, 64, 256, dtype=torch.float64), [width]
@@ -245,7 +245,7 @@ def heads(config: AttentionConfig) -> str:
     texts = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
     scores, alike = score_heads(model, data.val, texts)
     tokens = torch.from_numpy(tokenizer.encode(config.text).astype(np.int64))[: model.config.context_length]
-    names = [texts[token].replace("\n", "⏎").replace(" ", "·") for token in tokens.tolist()]
+    names = [visible(tokenizer, token) for token in tokens.tolist()]
     maps, where = attention_maps(model, tokens), habits(tokens, texts)
     named = {f"layer {i + 1}, head {j + 1}": scores[:, i, j] for i, j in np.ndindex(scores.shape[1:])}
     cells = [[name, *(f"{score:.3f}" for score in its)] for name, its in (named | {"all alike": alike}).items()]

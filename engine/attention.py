@@ -8,6 +8,8 @@ from torch import Tensor
 
 from engine.tokenizer import Tokenizer
 
+STAND_INS = {" ": "·", "\n": "⏎", "\t": "⇥"}
+
 
 @torch.no_grad()
 def attention_by_layer(model: Any, tokens: Tensor) -> Iterator[Tensor]:
@@ -24,10 +26,13 @@ def attention_maps(model: Any, tokens: Tensor) -> Tensor:
     return torch.stack([*attention_by_layer(model, tokens)])
 
 
-def token_label(tokenizer: Tokenizer, token: int) -> str:
-    """A token's text; the bytes of one that is a part of a character, as ⟨e2 82⟩."""
-    content = tokenizer.decode_bytes([token])
+def visible(tokenizer: Tokenizer, token: int) -> str:
+    """A token for the eye: · is a space, ⏎ a line's end, ⇥ a tab, ⟨e2 82⟩ bytes that are part of a character."""
     try:
-        return content.decode()
+        content = tokenizer.decode_bytes([token])
+    except (KeyError, IndexError, ValueError):  # of a model with more tokens than its tokenizer
+        return f"⟨unused {token}⟩"
+    try:
+        return "".join(STAND_INS.get(c) or (c if c.isprintable() else repr(c)[1:-1]) for c in content.decode())
     except UnicodeDecodeError:
         return f"⟨{content.hex(' ')}⟩"

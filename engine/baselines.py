@@ -1,7 +1,6 @@
 """What the simplest models reach on the same data: every token as likely, unigrams, bigrams."""
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
@@ -11,17 +10,8 @@ CHUNK = 2**22  # tokens that are counted at once
 MOST = 2**25  # tokens of a split that are counted, the first ones
 
 
-class Baseline(NamedTuple):
-    """A model's validation loss, as records of a run have it."""
-
-    name: str
-    loss: float  # nats per token
-    perplexity: float
-    bits_per_byte: float
-
-
-def baselines(dataset: Dataset) -> list[Baseline]:
-    """The validation losses of a uniform, a unigram and a bigram model.
+def baselines(dataset: Dataset) -> dict[str, float]:
+    """The validation losses of a uniform, a unigram and a bigram model, {name: nats per token}.
 
     They learn from the training split, at most its first MOST tokens, and are measured on at most as many. All
     targets count that count in training: not a split's first token, nor an example's prompt.
@@ -42,12 +32,7 @@ def baselines(dataset: Dataset) -> list[Baseline]:
         "unigram": -np.log(unigrams[after] / unigrams.sum()),
         "bigram": -np.log(_kneser_ney(pairs, counts, size, before, after)),
     }
-    found = []
-    for name, values in losses.items():
-        loss = float(np.average(values, weights=val_counts))
-        bits = loss / math.log(2) / dataset.bytes_per_token("val")
-        found.append(Baseline(name, loss, math.exp(loss), bits))
-    return found
+    return {name: float(np.average(values, weights=val_counts)) for name, values in losses.items()}
 
 
 def _kneser_ney(pairs: np.ndarray, counts: np.ndarray, size: int, before: np.ndarray, after: np.ndarray) -> np.ndarray:
@@ -71,12 +56,13 @@ def count_pairs(split: Tokens | Examples, size: int) -> tuple[np.ndarray, np.nda
     """
     tokens = getattr(split, "tokens", split)
     pairs = counts = np.empty(0, np.int64)
-    for start in range(0, min(len(split), MOST) - 1, CHUNK):
+    for start in range(0, min(len(tokens), MOST) - 1, CHUNK):
         ids = np.asarray(tokens[start : min(start + CHUNK, MOST - 1) + 1], np.int64)
         counted = ids[1:] >= 0
-        if isinstance(split, Examples):  # the first of an example has none before it
-            first, end = np.searchsorted(split.starts, (start + 1, start + len(ids)))
-            counted[split.starts[first:end] - start - 1] = False
+        if isinstance(split, Examples):  # the first of an example has none before it; some are left out, or cut
+            at = np.arange(start + 1, start + len(ids))
+            example = np.searchsorted(split.starts, at, "right") - 1
+            counted &= (at > split.starts[example]) & (at < split.starts[example] + split.lengths[example])
         ids = np.where(ids < 0, ~ids, ids)
         new, times = np.unique((ids[:-1] * size + ids[1:])[counted], return_counts=True)
         pairs, where = np.unique(np.concatenate((pairs, new)), return_inverse=True)

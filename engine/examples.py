@@ -1,6 +1,7 @@
 """Prompts with completions, and chats → token ids, and which of them count as targets."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,16 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
     """The id that ends what somebody says in a chat; None if the tokenizer has no tokens for chats."""
     found = [tokenizer.special_tokens[name] for name in (CHATML[1], END_OF_TURN) if name in tokenizer.special_tokens]
     return found[0] if found else None
+
+
+def ends_of(tokenizer: Tokenizer) -> list[int]:
+    """The ids, one at most, after which the other's turn comes."""
+    return [end for end in [end_of_turn(tokenizer)] if end is not None]
+
+
+def prompt_of(example: Iterable[int]) -> list[int]:
+    """The token ids of an example before the first that counts."""
+    return [~token for token in itertools.takewhile(lambda token: token < 0, example)]
 
 
 def around(tokenizer: Tokenizer, who: str) -> tuple[list[int], list[int], list[int]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.attention import attention_by_layer, token_label
+from engine.attention import attention_by_layer, visible
 from engine.choice import candidates
 from engine.generate import Sequences, TextStream, generate_text, not_text, window_start
 from engine.kernels import for_decoding
@@ -21,7 +21,6 @@ LIKELIEST = 10
 MOST_TOKENS = 2048  # of a text that is looked at
 MOST_CHARACTERS = 50_000  # of a prompt: tokenizing ever more of one kind can take minutes
 ROWS = 64  # positions whose probabilities, (ROWS, V), exist at one time
-STAND_INS = {" ": "·", "\n": "⏎", "\t": "⇥"}
 
 
 def switch_off(model: nn.Module, heads: Iterable[tuple[int, int]]) -> None:
@@ -51,17 +50,6 @@ def logits_after(model: nn.Module, ids: Sequence[int]) -> Iterator[Tensor]:
         start, end = window_of(at, len(ids), model.config.context_length)
         yield from model(torch.tensor([ids[start:end]], device=device))[0, at - start :].split(ROWS)
         at = end
-
-
-def visible(tokenizer: Tokenizer, token: int) -> str:
-    """A token for the eye: · is a space, ⏎ a line's end, ⇥ a tab, ⟨e2 82⟩ bytes that are part of a character."""
-    try:
-        content, label = tokenizer.decode_bytes([token]), token_label(tokenizer, token)
-    except (KeyError, IndexError, ValueError):  # of a model with more tokens than its tokenizer
-        return f"⟨unused {token}⟩"
-    if label.encode() != content:
-        return label
-    return "".join(STAND_INS.get(c) or (c if c.isprintable() else repr(c)[1:-1]) for c in label)
 
 
 class Watched(nn.Module):
@@ -192,9 +180,10 @@ class Inside:
         question, end = self.question(asked), "it is as long as was asked"
         self.writing = mine = object()
         prompt, most = [*question.ids], question.max_new_tokens
-        model = Watched(self._model(question.off))
-        ids = generate_text(model, self.tokenizer, [prompt], most, seed=question.seed, **question.choice)
-        every = Sequences(self.model, torch.tensor([prompt], device=self.device)) if question.off else None
+        with self.computing:
+            model = Watched(self._model(question.off))
+            ids = generate_text(model, self.tokenizer, [prompt], most, seed=question.seed, **question.choice)
+            every = Sequences(self.model, torch.tensor([prompt], device=self.device)) if question.off else None
         stream = TextStream(self.tokenizer)
         for count in range(most + 1):
             with self.computing, torch.inference_mode():

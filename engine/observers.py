@@ -1,6 +1,5 @@
 """What watches training, and what is said of it: the loop says what happened, and knows nothing of its observers."""
 
-import itertools
 import math
 import os
 import secrets
@@ -16,7 +15,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from engine.dataset import Examples
-from engine.examples import end_of_turn
+from engine.examples import ends_of, prompt_of
 from engine.files import to_json, write_whole
 from engine.generate import generate_text, opening, texts
 from engine.kernels import for_decoding
@@ -276,11 +275,9 @@ def sample(run: Any, max_new_tokens: int) -> Iterator[str]:
     data, val, sharded = run.dataset, run.dataset.datasets[0].val, run.world.sharded
     prompt = opening(data.tokenizer, data.manifest["splits"]["train"]["documents"])
     if isinstance(val, Examples):
-        ids = val.example(0).tolist()
-        prompt = [~token for token in itertools.takewhile(lambda token: token < 0, ids)] or prompt
+        prompt = prompt_of(val.example(0).tolist()) or prompt
         yield f"{data.tokenizer.decode(prompt)} → "
-    end = end_of_turn(data.tokenizer) if isinstance(val, Examples) else None
-    ends = [] if end is None else [end]
+    ends = ends_of(data.tokenizer) if isinstance(val, Examples) else []
     model = run.model.eval() if sharded else for_decoding(run.model)
     choice = {"temperature": 0.8, "top_p": 0.95, "seed": run.config.seed, "use_cache": not sharded}
     tokens = generate_text(model, data.tokenizer, [prompt], max_new_tokens, ends, **choice)

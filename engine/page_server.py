@@ -151,9 +151,9 @@ class PageServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = MOST_CONNECTIONS
 
-    def __init__(self, answers: dict[str, Callable[[Any], Iterator[dict]]], port: int = 0, page: Path = PAGE):
+    def __init__(self, answers: dict[str, Callable[[Any], Iterator[dict]]], port: int = 0):
         """At a port, or 0: any that is free. Raises ValueError if it can't be had."""
-        self.answers, self.page, self.token = answers, page.read_bytes(), secrets.token_urlsafe(32)
+        self.answers, self.page, self.token = answers, PAGE.read_bytes(), secrets.token_urlsafe(32)
         self.headers = HEADERS | {"Content-Security-Policy": f"{own_scripts_alone(self.page.decode())}; {POLICY}"}
         self.room = threading.Semaphore(MOST_CONNECTIONS)
         try:

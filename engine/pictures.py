@@ -51,7 +51,7 @@ def draw_attention(maps: np.ndarray, tokens: Sequence[str], path: Path, layer: i
     rows = math.ceil(len(shown) / columns)
     side = min(max(2.2, 0.17 * length + 0.8), WIDEST_PICTURE / max(rows, columns))
     named = range(0, length, math.ceil(length / max(1, side / 0.14)))  # as many names as there is room for
-    names = [tokens[i].replace("\n", "⏎").replace(" ", "·") for i in named]
+    names = [tokens[i] for i in named]
     figure = Figure(figsize=(side * columns, side * rows), layout="constrained")
     all_axes = figure.subplots(rows, columns, squeeze=False)
     for axes in all_axes.flat[len(shown) :]:

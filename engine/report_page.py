@@ -1,7 +1,6 @@
 """A run's page: records, settings, samples and attention in one HTML file, which needs no server and no network."""
 
 import base64
-import itertools
 import json
 import math
 import os
@@ -16,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.attention import attention_maps, token_label
+from engine.attention import attention_maps, visible
 from engine.baselines import baselines
 from engine.dataset import Examples
 from engine.device import total_memory
-from engine.examples import end_of_turn
+from engine.examples import ends_of, prompt_of
 from engine.files import read_json, to_json, write_whole
 from engine.generate import complete, opening
 from engine.mixture import Mixture
@@ -36,6 +35,7 @@ LONGEST = 2000  # characters of a sample that are shown
 PROMPTS, PROMPT_TOKENS, SAMPLE_TOKENS = 2, 12, 70  # of validation text, beside the opening; and what comes after
 SENTENCE_TOKENS = 32  # whose attention is shown
 LARGE = 2**53  # up to which JavaScript's numbers count
+MOST_SECONDS = 1e9  # of a run: timedelta holds not many more
 LINE = 256  # tokens within which a line of validation text should begin
 CURVES = ("train_loss", "learning_rate", "grad_norm", "tokens_per_second")
 
@@ -68,7 +68,7 @@ def beginnings(dataset: Mixture, length: int) -> list[list[int]]:
     val, tokenizer, found = dataset.datasets[0].val, dataset.tokenizer, []
     if isinstance(val, Examples):
         examples = [val.example(index).tolist() for index in range(min(PROMPTS + 1, val.num_examples))]
-        return [[~token for token in itertools.takewhile(lambda token: token < 0, ids)] for ids in examples]
+        return [prompt_of(ids) for ids in examples]
     for index in range(PROMPTS):
         start = index * len(val) // PROMPTS
         ids = val[start : start + LINE + length].tolist()
@@ -85,7 +85,7 @@ def new_samples(model: Any, dataset: Mixture, step: int, seed: int) -> list[dict
     prompts = [(tokenizer.decode(ids), ids) for ids in beginnings(dataset, PROMPT_TOKENS) if ids]
     if not (examples and prompts):
         prompts.insert(0, ("", opening(tokenizer, dataset.manifest["splits"]["train"]["documents"])))
-    ends = [end for end in [end_of_turn(tokenizer)] if examples and end is not None]
+    ends = ends_of(tokenizer) if examples else []
     choice = {"temperature": 0.8, "top_k": None, "top_p": 0.95, "seed": seed}
     limited = [(ids, SAMPLE_TOKENS) for _, ids in prompts]
     try:
@@ -111,7 +111,7 @@ def attention_of(model: Any, dataset: Mixture) -> dict[str, Any]:
     kept_layers = min(layers, fit // kept_heads)
     weights = np.nan_to_num(maps[:kept_layers, :kept_heads] * 255).round().astype(np.uint8)
     return {
-        "tokens": [token_label(tokenizer, token) for token in ids],
+        "tokens": [visible(tokenizer, token) for token in ids],
         "layers": kept_layers,
         "heads": kept_heads,
         "of": [layers, heads],
@@ -241,10 +241,11 @@ def figures(training: Sequence, evaluations: Sequence, settings: dict[str, Any],
         if np.isfinite(lately).any():
             found["training loss, mean of the last 5%"] = f"{np.nanmean(lately):.4f}"
         planned = f" of {settings['steps']:,}" if isinstance(settings.get("steps"), int) else ""
-        found["steps"] = f"{last['step']:,}{planned}"
+        found["steps"] = f"{max(one['step'] for one in (last, *evaluations[-1:])):,}{planned}"
         amounts = {name: numbers([last], name)[0] for name in ("tokens", "elapsed_seconds", "skipped_steps")}
         found["tokens"] = f"{amounts['tokens']:,.0f}"
-        found["hours:minutes:seconds"] = str(timedelta(seconds=round(np.nan_to_num(amounts["elapsed_seconds"]))))
+        seconds = min(np.nan_to_num(amounts["elapsed_seconds"]), MOST_SECONDS)
+        found["hours:minutes:seconds"] = str(timedelta(seconds=round(seconds)))
         speeds = numbers(training, "tokens_per_second")
         found["tokens per second, median"] = (
             f"{np.nanmedian(np.append(speeds, 0) if np.isnan(speeds).all() else speeds):,.0f}"
@@ -274,10 +275,7 @@ def describe_data(dataset: Mixture) -> list[dict[str, str]]:
 def baseline_losses(dataset: Mixture) -> dict[str, float]:
     """The losses of the simplest models, {name: nats per token}; on a mix, as its sequences are drawn."""
     each = [baselines(one) for one in dataset.datasets]
-    return {
-        alike[0].name: sum(share * one.loss for share, one in zip(dataset.shares, alike, strict=True))
-        for alike in zip(*each, strict=True)
-    }
+    return {name: dataset.mean(one[name] for one in each) for name in each[0]}
 
 
 def shown_samples(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

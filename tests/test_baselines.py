@@ -1,5 +1,6 @@
 """The losses of the simplest models, against ones worked out by hand."""
 
+import collections
 import itertools
 import json
 import math
@@ -10,7 +11,9 @@ import pytest
 
 import engine.baselines
 from engine.baselines import baselines, count_pairs
+from engine.batches import fitting
 from engine.dataset import Dataset, ShardedTokens, open_dataset
+from engine.mixture import Mixture
 from engine.tokenizer import CharTokenizer
 from prepare import PrepareConfig, prepare
 
@@ -28,10 +31,6 @@ def letters(numbers) -> Dataset:
     )
 
 
-def losses(dataset: Dataset) -> dict[str, float]:
-    return {one.name: one.loss for one in baselines(dataset)}
-
-
 def test_losses_are_those_worked_out_by_hand(letters):
     # Pairs: ab twice, ba twice, ac, cc, cb once each; so D = 3 / (3 + 2 · 2). Targets: 2 a, 3 b, 2 c.
     a, b, c = 2 / 8, 3 / 8, 3 / 8  # q: one kind of token stands before a, two before b and c; five kinds of pairs
@@ -47,11 +46,7 @@ def test_losses_are_those_worked_out_by_hand(letters):
         "unigram": -sum(map(math.log, (0.4, 0.3, 0.3, 0.4))) / 4,
         "bigram": -sum(map(math.log, bigram)) / 4,
     }
-    found = baselines(letters)
-    assert {one.name: one.loss for one in found} == pytest.approx(expected)
-    for one in found:
-        assert one.perplexity == pytest.approx(math.exp(one.loss))
-        assert one.bits_per_byte == pytest.approx(one.loss / math.log(2) / 2)
+    assert baselines(letters) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("train", ["ababaccb", "aaaa", "abcabcabc", "ab"])
@@ -60,7 +55,7 @@ def test_probabilities_after_any_token_sum_to_one(letters, train):
     for name in ("unigram", "bigram"):
         for before in "abc":
             pairs = [letters.tokenizer.encode(before + after) for after in "abc"]
-            chances = [math.exp(-losses(replace(letters, val=pair))[name]) for pair in pairs]
+            chances = [math.exp(-baselines(replace(letters, val=pair))[name]) for pair in pairs]
             assert sum(chances) == pytest.approx(1) and min(chances) > 0
 
 
@@ -71,8 +66,8 @@ def test_chunks_and_shards_do_not_show_and_only_so_many_tokens_count(numbers, mo
     split = replace(dataset, train=ShardedTokens([tokens[:777], tokens[777:]]))
     assert baselines(split) == expected
     monkeypatch.setattr(engine.baselines, "MOST", 2500)
-    assert losses(dataset) == losses(replace(dataset, train=tokens[:2500], val=dataset.val[:2500]))
-    assert losses(dataset)["bigram"] != pytest.approx(expected[2].loss)
+    assert baselines(dataset) == baselines(replace(dataset, train=tokens[:2500], val=dataset.val[:2500]))
+    assert baselines(dataset)["bigram"] != pytest.approx(expected["bigram"])
 
 
 def test_of_examples_the_targets_count_and_no_pair_joins_two(tmp_path):
@@ -93,12 +88,20 @@ def test_of_examples_the_targets_count_and_no_pair_joins_two(tmp_path):
             monkeypatch.setattr(engine.baselines, "CHUNK", chunk)
             pairs, counts = count_pairs(dataset.train, 257)
             assert dict(zip(pairs.tolist(), counts.tolist(), strict=True)) == expected
-    assert 0 < losses(dataset)["bigram"] < losses(dataset)["unigram"] < math.log(257)
+    for cut in (False, True):  # as a run has them
+        split = fitting(Mixture((dataset,), (1.0,)), 5, cut).datasets[0].train
+        expected = collections.Counter()
+        for number in range(split.num_examples):
+            for before, after in itertools.pairwise(split.example(number).tolist()):
+                expected.update([max(before, ~before) * 257 + after] if after >= 0 else [])
+        pairs, counts = count_pairs(split, 257)
+        assert dict(zip(pairs.tolist(), counts.tolist(), strict=True)) == expected
+    assert 0 < baselines(dataset)["bigram"] < baselines(dataset)["unigram"] < math.log(257)
 
 
 def test_a_model_of_pairs_learns_what_is_sure(numbers):
     tokenizer = CharTokenizer("abc")
     tokens = np.tile(tokenizer.encode("abc"), 1000)
-    found = losses(replace(open_dataset(numbers), tokenizer=tokenizer, train=tokens, val=tokens[:300]))
+    found = baselines(replace(open_dataset(numbers), tokenizer=tokenizer, train=tokens, val=tokens[:300]))
     assert found["uniform"] == pytest.approx(math.log(3)) and found["unigram"] == pytest.approx(math.log(3), abs=1e-3)
     assert found["bigram"] < 1e-3

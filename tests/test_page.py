@@ -24,9 +24,9 @@ from helpers import ROOT, SMALL, VARIANTS, randomised
 
 import sample
 from engine import page_server
-from engine.attention import attention_maps
+from engine.attention import attention_maps, visible
 from engine.generate import generate_text, window_start
-from engine.inside import LIKELIEST, MOST_TOKENS, Inside, visible
+from engine.inside import LIKELIEST, MOST_TOKENS, Inside
 from engine.page_server import LONGEST_BODY, PageServer
 from engine.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, named_tokenizer, train_bpe
 from model import GPT

@@ -101,7 +101,8 @@ def test_samples_follow_the_same_prompts_at_each_evaluation(place):
 def test_attention_is_what_the_heads_compute(place, numbers, source):
     page = shown(place / "a" / "report.html")["attention"] if source == "live" else made(place / "a")["attention"]
     model, dataset = load_model(find_checkpoint(place / "a"), ModelConfig, GPT), open_mixture([numbers])
-    tokens = torch.from_numpy(dataset.tokenizer.encode("".join(page["tokens"])).astype(np.int64))
+    text = "".join(page["tokens"]).replace("·", " ").replace("⏎", "\n")
+    tokens = torch.from_numpy(dataset.tokenizer.encode(text).astype(np.int64))
     maps = np.frombuffer(base64.b64decode(page["weights"]), np.uint8).reshape(2, 2, 16, 16) / 255
     np.testing.assert_allclose(maps, attention_maps(model, tokens).numpy(), atol=0.003)
     assert (page["layers"], page["heads"], page["of"]) == (2, 2, [2, 2])
@@ -273,6 +274,7 @@ def test_records_of_any_kind_make_a_page(run_a):
     for name in ("metrics.jsonl", "samples.jsonl"):
         records = [{key: chance.choice(odd) for key in chance.sample(keys, 5)} for _ in range(400)]
         records = [record | {"step": chance.choice([1, 2, 3, True, *odd]), "text": "\ud800"} for record in records]
+        records.append({"step": 4, "train_loss": 1.0, "elapsed_seconds": 1e308, "prompt": "", "text": "\ud800"})
         (run_a / name).write_text("".join(f"{json.dumps(record)}\n" for record in records))
     (run_a / "about.json").write_text('{"machine": 7, "defaults": [], "parameters": "many"}')
     with open(run_a / "config.toml", "a") as file:
@@ -308,6 +310,7 @@ def test_markup_in_a_run_stays_text(run_a):
 
 def test_the_policy_names_the_scripts_and_styles_of_the_template_alone(place):
     text = (place / "a" / "report.html").read_text("utf-8")
+    assert text.index('charset="utf-8"') < 1024  # as HTML asks
     policy = re.search('Content-Security-Policy" content="(.*?)"', text)[1]
     inline = re.findall(r"<(script|style)>(.*?)</\1>", text, re.S)
     hashes = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for _, content in inline]
@@ -389,7 +392,7 @@ def test_heads_and_layers_and_tokens_are_chosen_by_mouse_and_by_keyboard(page, p
     maps = np.frombuffer(base64.b64decode(found["weights"]), np.uint8).reshape(2, 2, 16, 16) / 255
 
     def said(layer: int, head: int, row: int, column: int) -> str:
-        row_, column_ = (f"“{found['tokens'][i].replace(' ', '·')}” (token {i + 1})" for i in (row, column))
+        row_, column_ = (f"“{found['tokens'][i]}” (token {i + 1})" for i in (row, column))
         weight = f"{maps[layer, head, row, column]:.3f}"
         return f"Layer {layer + 1}, head {head + 1}: {row_} looks at {column_} with weight {weight}"
 
