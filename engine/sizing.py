@@ -99,7 +99,7 @@ def sized(
     given, depth, model = differing(config) if given is None else set(given), config.depth, config.model
     if SHAPE & given or not LENGTH & given or config.init_from:
         shape = (model.num_layers, model.num_heads, model.d_model)
-        if depth and (config.init_from or shape != (depth, depth, HEAD * depth)):
+        if depth and not config.resume and (config.init_from or shape != (depth, depth, HEAD * depth)):
             raise ValueError(f"--depth {depth} sets all sizes, but others are given too; leave out --depth, or those")
         return config
     saved = config.out / "config.toml"
