@@ -22,6 +22,11 @@ from prepare import PrepareConfig, prepare
 LONG = ("test_parallel", "test_states", "test_train", "test_kernels", "test_readme", "test_huggingface", "test_kills")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: tests wait for processes that start, end or are to be given up."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest, so that no core waits for another's last file."""
     order = {name: index for index, name in enumerate(LONG)}
