@@ -149,7 +149,7 @@ class MultiHeadAttention(nn.Module):
             key, value = cache.append(key, value)  # (B, G, all positions so far that can be seen, K) each
         mixed = attend(query, key, value, self.dropout if self.training else 0.0, self.window)  # (B, H, T, K)
         mixed = mixed.transpose(1, 2).reshape(B, T, -1)  # heads side by side again
-        return drop(self.projection(mixed), self.dropout if self.training else 0.0)
+        return drop(self.projection(mixed), self.dropout, self.training)
 
 
 class FeedForward(nn.Module):
@@ -175,7 +175,7 @@ class FeedForward(nn.Module):
             hidden = F.relu(hidden)
         else:  # Shazeer 2020, SwiGLU
             hidden = F.silu(self.gate(x)) * hidden
-        return drop(self.contract(hidden), self.dropout if self.training else 0.0)
+        return drop(self.contract(hidden), self.dropout, self.training)
 
 
 class Block(nn.Module):
@@ -248,7 +248,7 @@ class GPT(nn.Module):
             x = x * math.sqrt(self.config.d_model)
         if self.config.position != "rope":
             x = x + self.positions(start, start + tokens.shape[1])
-        return drop(self.embedding_norm(x), self.config.dropout if self.training else 0.0)
+        return drop(self.embedding_norm(x), self.config.dropout, self.training)
 
     def positions(self, start: int, end: int) -> Tensor:
         """What is added to the embeddings at positions start…end, (T, D): learned, or Vaswani et al. 2017, 3.5."""

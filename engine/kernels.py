@@ -91,13 +91,13 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float, m
     return drop(weights, dropout) @ value
 
 
-def drop(x: Tensor, probability: float) -> Tensor:
+def drop(x: Tensor, probability: float, training: bool = True) -> Tensor:
     """x with each element zeroed at that probability, the others enlarged to make up for it (Hinton et al. 2012).
 
     A CPU draws numbers one after another, 64 bits at a time: here that is four elements' lots, each of 2**16 values.
     """
-    if not probability or x.device.type != "cpu" or torch.compiler.is_compiling():
-        return F.dropout(x, probability)
+    if not (probability and training) or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return F.dropout(x, probability, training)
     drawn = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
     kept = drawn[: x.numel()].view(x.shape) >= min(round(probability * 2**16), 2**16 - 1) - 2**15
     return kept.view(torch.int8).to(x.dtype).div_(1 - probability) * x  # as int8: bool is slow to convert
