@@ -329,15 +329,15 @@ def trained_tokenizer(corpus: Corpus, config: PrepareConfig, origin: dict[str, A
 
 def outlook(out: Path) -> str:
     """How often a default run sees the training text, and how long its matrix products take here."""
-    from engine.plan import speed_here  # torch takes more memory than all that is done before
-    from model import GPT
-    from train import STEPS, TrainConfig
+    from engine.clock import BATCH_SIZE, STEPS  # torch takes more memory than all that is done before
+    from engine.plan import speed_here
+    from model import GPT, ModelConfig
 
-    config, manifest = TrainConfig(), manifest_of(out)
-    shape, counts = config.model, manifest["splits"]["train"]
-    epochs = (tokens := STEPS * config.batch_size * shape.context_length) / max(1, counts["tokens"])
+    shape, manifest = ModelConfig(), manifest_of(out)
+    counts = manifest["splits"]["train"]
+    epochs = (tokens := STEPS * BATCH_SIZE * shape.context_length) / max(1, counts["tokens"])
     if "examples" in manifest["origin"]:
-        epochs = STEPS * config.batch_size / counts["documents"]
+        epochs = STEPS * BATCH_SIZE / counts["documents"]
         tokens = epochs * counts["tokens"]
     weights = GPT(replace(shape, vocab_size=1)).num_parameters + shape.d_model * manifest["vocab_size"]
     speed, flops = speed_here(shape.d_model), 6 * weights * tokens  # Kaplan et al. 2020, section 2.1

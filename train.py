@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine import batches
 from engine.checkpoint import Checkpoint, check_tokenizer, inherited, with_rows
-from engine.clock import EVERY, STEPS
+from engine.clock import BATCH_SIZE, EVERY, STEPS
 from engine.device import DTYPES, ask_for_determinism, choose_device, choose_dtype, total_memory
 from engine.kernels import IGNORED, compile_parts, recompute_activations
 from engine.mixture import Mixture, as_paths, open_mixture
@@ -82,7 +82,8 @@ class TrainConfig(ChangeableConfig):
     """Train a GPT on a prepared dataset: python train.py [FILE.toml] [flags]. The file sets what the flags do not."""
 
     depth: Annotated[int | None, "at least 1, at most 24"] = None  # Layers, and all sizes; None: by time or steps.
-    batch_size: Annotated[int, "at least 1, at most 1e6"] = 16  # Sequences in one optimizer step, over all processes.
+    # Sequences in one optimizer step, over all processes.
+    batch_size: Annotated[int, "at least 1, at most 1e6"] = BATCH_SIZE
     seed: Annotated[int, "at least 0, below 9e18"] = 1  # Of the initial weights, the order of the data, and dropout.
     mix: Annotated[tuple[float, ...] | None, "above 0"] = None  # Share of sequences from each dataset; None: by tokens.
     long_examples: Literal["leave_out", "cut"] = "leave_out"  # What to do with examples longer than the context.

@@ -9,7 +9,8 @@ import torch
 
 from engine.parallel import World
 
-STEPS, EVERY = 2000, 1000  # of a run, between its evaluations, and its saves, unless the settings say otherwise
+# Of a run, between its evaluations and its saves, and sequences in a step, unless the settings say otherwise.
+STEPS, EVERY, BATCH_SIZE = 2000, 1000, 16
 PART = 0.04  # of a run's time that evaluations before the last may take; and saves
 MARKS = 9  # evaluations, and saves, before the last of a run on time; more if it takes hours
 SELDOM = 600.0  # seconds between them then

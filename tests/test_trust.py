@@ -72,6 +72,22 @@ def test_no_source_file_can_run_what_it_reads(path):
             assert given.get("shell", "False") == "False" and name not in ("os.system", "os.popen"), ast.unparse(node)
 
 
+COMMANDS = {path.stem for path in ROOT.glob("*.py")} - {"model"}
+
+
+@pytest.mark.parametrize("path", [*ROOT.glob("*.py"), *ROOT.glob("engine/*.py")], ids=lambda path: path.name)
+def test_imports_run_one_way(path):
+    allowed = {"train": {"model", "prepare"}, "model": set()}.get(path.stem, {"model"})
+    if path.parent.name == "engine":
+        allowed = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            named = [getattr(node, "module", None) or alias.name for alias in node.names]
+            assert {name.split(".")[0] for name in named} & (COMMANDS | {"model"}) <= allowed, ast.unparse(node)
+            if path.stem == "model":
+                assert {name for name in named if name.startswith("engine")} <= {"engine.kernels"}
+
+
 # Files that are not what they seem.
 
 
