@@ -24,8 +24,9 @@ from engine.settings import parse
 
 HERE = Path(__file__).resolve().parent
 DAYS = (datetime.date(1900, 1, 1).toordinal(), datetime.date(2099, 12, 31).toordinal())
-SHAPE = "--num-layers 3 --num-heads 4 --d-model 128 --context-length 64 --batch-size 128 --eval-tokens 0"
-CHAT_SHAPE = "--num-layers 4 --num-heads 4 --d-model 192 --context-length 256 --batch-size 32"
+SHAPE = "--num-layers 3 --num-heads 4 --d-model 128 --context-length 64 --batch-size 128 --learning-rate 0.01"
+SHAPE += " --eval-tokens 0"
+CHAT_SHAPE = "--num-layers 4 --num-heads 4 --d-model 192 --context-length 256 --batch-size 32 --learning-rate 0.01"
 NAMES = "Ada Alan Grace Linus Margaret Dennis Barbara Ken Edsger Donald Frances Tim Radia John Katherine"
 TOWNS = "Paris Lima Oslo Cairo Kyoto Delhi Quito Accra Rome Hanoi Perth Turin Leeds Izmir Busan Osaka Basel"
 ANIMALS = "cat dog horse owl fox whale tiger rabbit falcon otter turtle wolf goat crow bear"

@@ -36,7 +36,7 @@ class OptimizerConfig:
     """How parameters are moved."""
 
     optimizer: Literal["muon", "adamw"] = "muon"  # For the matrices inside the blocks; the rest is AdamW's.
-    learning_rate: Annotated[float, "at least 0"] = 0.01  # The largest; see decay.
+    learning_rate: Annotated[float, "at least 0"] = 0.014  # The largest; see decay.
     # The token embedding's rate, as a multiple, where the output head is another matrix; None: 3 beside Muon, else 1.
     embedding_rate: Annotated[float | None, "above 0"] = None
     weight_decay: Annotated[float, "at least 0"] = 0.1  # Pull of matrices towards zero, in units of the learning rate.

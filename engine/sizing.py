@@ -23,7 +23,8 @@ from engine.settings import differing, flatten, load_settings, with_values
 HEAD = 64  # width of a head; a model has as many heads as layers
 BLOCKS = 12 * HEAD**2  # weights of a model's blocks, over the depth cubed
 DEPTHS = range(1, 25)
-CONTEXT, LONGEST = 256, 1024  # tokens of text, and of an example at most
+# Tokens of text, if of 1M in all, in characters or pieces of words; the least; and of an example at most.
+CONTEXT, SHORTEST, LONGEST = {True: 135, False: 80}, 64, 1024
 # Nats per token that a model with N weights in its blocks learns from T fresh tokens are E + A / N^α + B / T^β
 # (Hoffmann et al. 2022, section 3.3): (E, A, α, B, β), fitted to a few runs of minutes, on tiny Shakespeare by
 # characters and on Python's sources. Of another text they tell which size is best, but not how good it is.
@@ -34,9 +35,11 @@ REPEATS = 15.4  # epochs after which more of them teach little: Muennighoff et a
 # than it gains (docs/sizing.md).
 HARMLESS_EPOCHS, HARMLESS_WEIGHTS = 6, 8
 MOST_DECAY, MOST_DROPOUT = 5, 0.2  # the first in times the usual
-BATCH, GROWTH = 2048, 0.38  # tokens in a step for 1M in all, and the exponent by which it grows: Bergsma et al. 2025
+# Tokens in a step for 1M in all, their learning rate, and the exponent by which a batch grows: Bergsma et al. 2025.
+BATCH, RATE, GROWTH = 2048, 0.01, 0.38
 MINUTES = (1, 3, 10, 30, 60, 180)  # of the table
 TIMED = 3  # steps, of which the quickest tells the speed
+TIMED_TOKENS = 1e6  # in all; as many sequences, as long, as follow from these are timed
 LEAST_SECONDS = 1.0  # that are planned for, however long the start took
 SHAPE = {"num_layers", "num_heads", "d_model"}  # who gives one of them chooses all sizes
 LENGTH = {"minutes", "steps", "depth"}  # who gives none of them trains with the defaults
@@ -50,8 +53,15 @@ class Size:
     tokens: float  # to train on in all
     text: int  # tokens of the text
     vocab_size: int
-    context: int = CONTEXT
-    rows: int | None = None  # of a batch; None: as many as the tokens ask for
+    longest: int  # context that the text has room for
+    context: int | None = None  # None: as long as the tokens ask for
+    rows: int | None = None  # of a batch; likewise
+
+    @property
+    def length(self) -> int:
+        """The context: a power of two that grows as batches do."""
+        asked = CONTEXT[self.vocab_size <= FEW] * (self.tokens / 1e6) ** GROWTH
+        return self.context or min(self.longest, max(SHORTEST, 2 ** round(math.log2(asked))))
 
     @property
     def loss(self) -> float:
@@ -65,19 +75,19 @@ class Size:
     def operations(self) -> float:
         """Multiplications for a token of training, about: of the blocks, attention, and the output head."""
         width = HEAD * self.depth
-        return 3 * (BLOCKS * self.depth**3 + self.context * width * self.depth + self.vocab_size * width)
+        return 3 * (BLOCKS * self.depth**3 + self.length * width * self.depth + self.vocab_size * width)
 
     def settings(self, processes: int = 1) -> dict[str, Any]:
         """All that follows, by the names of the settings."""
-        rows = BATCH * (self.tokens / 1e6) ** GROWTH / self.context
+        rows = BATCH * (self.tokens / 1e6) ** GROWTH / self.length
         rows = self.rows or max(1, round(rows / processes)) * processes
-        rate = OptimizerConfig.learning_rate * math.sqrt(rows * self.context / BATCH)
+        rate = RATE * math.sqrt(rows * self.length / BATCH)
         epochs = self.tokens / self.text
         weights = epochs * BLOCKS * self.depth**3 / self.text
         excess = max(1.0, min((epochs / HARMLESS_EPOCHS) ** 2, weights / HARMLESS_WEIGHTS))
         decay = OptimizerConfig.weight_decay * min(excess, MOST_DECAY)
         found = {"depth": self.depth, "num_layers": self.depth, "num_heads": self.depth, "d_model": HEAD * self.depth}
-        found |= {"context_length": self.context, "batch_size": rows, "learning_rate": float(f"{rate:.2g}")}
+        found |= {"context_length": self.length, "batch_size": rows, "learning_rate": float(f"{rate:.2g}")}
         dropout = min(MOST_DROPOUT, 0.05 * math.log2(excess))
         return found | {"weight_decay": round(decay, 2), "dropout": round(20 * dropout) / 20}
 
@@ -106,7 +116,7 @@ def sized(
     again = config.resume or is_launch(config.out, world.launch)  # after a fault
     if world.broadcast(again and saved.exists()):
         then = world.broadcast(flatten(load_settings(type(config), [str(saved)])) if world.is_first else None)
-        names = Size(1, 1, 1, 1).settings().keys() - given if then["depth"] else ()
+        names = Size(1, 1, 1, 1, 1).settings().keys() - given if then["depth"] else ()
         return with_values(config, {name: then[name] for name in names})
     depths, rest, _, measure = _choices(config, given, data, world, make)
 
@@ -148,29 +158,30 @@ def _choices(config: Any, given: set[str], data: Mixture, world: World, make: Ca
     """The depths to choose from, what else a Size is made of, a depth's model, and its measured time for a token."""
     vocab_size, shared = config.model.vocab_size or data.tokenizer.vocab_size, config.model.num_kv_heads or 1
     depths = [config.depth] if config.depth else [depth for depth in DEPTHS if depth % shared == 0] or DEPTHS
-    context = config.model.context_length if "context_length" in given else context_for(data)
-    rest = (len(data.train), vocab_size, context, config.batch_size if "batch_size" in given else None)
+    longest, fitting = context_for(data)
+    context = config.model.context_length if "context_length" in given else fitting
+    rest = (len(data.train), vocab_size, longest, context, config.batch_size if "batch_size" in given else None)
 
     def shaped(depth: int) -> Any:
-        own = Size(depth, 1e6, *rest).settings()
+        own = Size(depth, TIMED_TOKENS, *rest).settings()
         shape = {name: own[name] for name in ("num_layers", "num_heads", "d_model", "context_length")}
         return make(replace(config.model, vocab_size=vocab_size, **shape))
 
     @functools.cache
     def measure(depth: int) -> float:
-        rows = Size(depth, 1e6, *rest).settings(world.size)["batch_size"] // world.size
+        rows = Size(depth, TIMED_TOKENS, *rest).settings(world.size)["batch_size"] // world.size
         spent = seconds_per_token(shaped(depth).to(world.device), config, max(1, rows), world)
         return float(world.sum(torch.tensor(spent, dtype=torch.float64))) / world.size**2  # as many at a time
 
     return depths, rest, shaped, measure
 
 
-def context_for(data: Mixture) -> int:
-    """The context: all of an example, CONTEXT tokens of text, or as many as there are to validate on."""
+def context_for(data: Mixture) -> tuple[int, int | None]:
+    """The longest context that there is to validate on, and the one that is asked for: all of an example."""
     splits = [split for one in data.datasets for split in (one.train, one.val)]
     if isinstance(splits[0], Examples):
-        return min(LONGEST, max(int(split.lengths.max()) for split in splits) - 1)
-    return max(1, min(CONTEXT, *(len(split) - 1 for split in splits)))
+        return (longest := min(LONGEST, max(int(split.lengths.max()) for split in splits) - 1)), longest
+    return max(1, min(len(split) - 1 for split in splits)), None
 
 
 def size_for_seconds(
@@ -178,19 +189,24 @@ def size_for_seconds(
 ) -> tuple[Size, float]:
     """The size that learns most in the seconds that are left, and what a token takes it.
 
-    measure(depth) measures that in seconds, a few times; of the other depths it follows from their operations.
+    measure(depth) measures that in seconds, a few times; of the other depths, and of a longer context, it follows from
+    the operations.
     """
     known: dict[int, float] = {}
 
-    def each(depth: int) -> float:
-        near = min(known, key=lambda other: abs(other - depth))
-        return known[near] * Size(depth, 1, *rest).operations / Size(near, 1, *rest).operations
+    def within(seconds: float, depth: int) -> Size:
+        near, size = min(known, key=lambda other: abs(other - depth)), Size(depth, TIMED_TOKENS, *rest)
+        speed = Size(near, TIMED_TOKENS, *rest).operations / known[near]
+        for _ in range(2):  # more tokens make a longer context, which takes longer
+            size = replace(size, tokens=seconds * speed / size.operations)
+        return size
 
     depth = depths[min(1, len(depths) - 1)]
     while depth not in known:
         known[depth], seconds = measure(depth), left()
-        depth = min(depths, key=lambda depth: Size(depth, seconds / each(depth), *rest).loss)
-    return Size(depth, left() / each(depth), *rest), each(depth)
+        depth = min(depths, key=lambda depth: within(seconds, depth).loss)
+    size = within(seconds := left(), depth)
+    return size, seconds / size.tokens
 
 
 def size_for_steps(depths: Sequence[int], steps: int, rest: tuple) -> Size:
@@ -199,7 +215,7 @@ def size_for_steps(depths: Sequence[int], steps: int, rest: tuple) -> Size:
     best = depths[0]
     for depth in depths:
         budget = tokens * Size(depth, tokens, *rest).operations
-        sizes = {other: Size(other, budget / Size(other, 1, *rest).operations, *rest) for other in depths}
+        sizes = {other: Size(other, budget / Size(other, tokens, *rest).operations, *rest) for other in depths}
         if min(depths, key=lambda other: sizes[other].loss) >= depth:
             best = depth
     return Size(best, tokens, *rest)

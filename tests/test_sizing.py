@@ -8,10 +8,10 @@ from helpers import exit_code_of, newest_checkpoint, numbers_text
 
 import train
 from engine.mixture import open_mixture
-from engine.sizing import DEPTHS, Size, context_for, size_for_seconds, size_for_steps
+from engine.sizing import DEPTHS, TIMED_TOKENS, Size, context_for, size_for_seconds, size_for_steps
 from prepare import PrepareConfig, prepare
 
-REST = (1_000_000, 65, 256)  # tokens of the text, vocabulary, context
+REST = (1_000_000, 65, 256)  # tokens of the text, vocabulary, longest context
 
 
 def seconds_a_token(depth: int) -> float:
@@ -53,10 +53,10 @@ def test_what_follows_from_a_size_divides_over_the_processes():
 
 
 def test_a_text_that_comes_again_often_is_not_to_be_learned_by_heart():
-    each = [Size(4, epochs * 1e6, 10**6, 65).settings() for epochs in (0.5, 6, 12, 1000)]
+    each = [Size(4, epochs * 1e6, *REST).settings() for epochs in (0.5, 6, 12, 1000)]
     assert [one["weight_decay"] for one in each] == [0.1, 0.1, 0.4, 0.5]
     assert [one["dropout"] for one in each] == [0, 0, 0.1, 0.2]
-    too_small, once = Size(1, 12e6, 10**6, 65).settings(), Size(20, 1e6, 10**6, 65).settings()
+    too_small, once = Size(1, 12e6, *REST).settings(), Size(20, 1e6, *REST).settings()
     assert [one["weight_decay"] for one in (too_small, once)] == [0.1, 0.1] and not once["dropout"]
 
 
@@ -70,10 +70,10 @@ def test_a_given_context_batch_and_shared_keys_are_counted_with(numbers, tmp_pat
     assert sizes == {f"{model.num_parameters:,}"}
     shared = small(numbers, tmp_path / "shared", minutes=0.05, model=train.ModelConfig(num_kv_heads=2))
     assert train.train(shared, stop=lambda: True).config.depth % 2 == 0
-    small_rate, rate = (Size(2, 1e6, *REST[:2], 64, rows).settings()["learning_rate"] for rows in (8, 32))
-    assert rate == pytest.approx(2 * small_rate) and Size(2, 1e6, *REST[:2], 64, 5).settings(5)["batch_size"] == 5
+    small_rate, rate = (Size(2, 1e6, *REST, 64, rows).settings()["learning_rate"] for rows in (8, 32))
+    assert rate == pytest.approx(2 * small_rate) and Size(2, 1e6, *REST, 64, 5).settings(5)["batch_size"] == 5
     given = small(numbers, tmp_path / "run", steps=3, model=train.ModelConfig(context_length=32))
-    chosen = size_for_steps(DEPTHS, 3, (len(data.train), data.tokenizer.vocab_size, 32)).settings()
+    chosen = size_for_steps(DEPTHS, 3, (len(data.train), data.tokenizer.vocab_size, 32, 32)).settings()
     assert train.train(given, stop=lambda: True).config.batch_size == chosen["batch_size"]
 
 
@@ -94,8 +94,21 @@ def test_a_small_text_has_a_small_context(tmp_path, numbers):
     (tmp_path / "short.txt").write_text(numbers_text(60), encoding="utf-8")
     prepare(PrepareConfig(inputs=(str(tmp_path / "short.txt"),), out=tmp_path / "short", tokenizer="char"))
     data = open_mixture([tmp_path / "short"])
-    assert context_for(data) == len(data.datasets[0].val) - 1 < 256
-    assert context_for(open_mixture([numbers])) == 256
+    longest = len(data.datasets[0].val) - 1
+    assert context_for(data) == (longest, None) and longest < 256
+    assert Size(2, 1e8, 1000, 65, *context_for(data)).length == longest
+
+
+def test_contexts_grow_with_all_that_is_trained_on_and_characters_need_longer_ones():
+    words = [Size(2, tokens, 10**7, 4096, 10**6).length for tokens in (1, 2e6, 7e6, 1e8, 1e10)]
+    assert words == [64, 128, 128, 512, 2048]
+    assert [Size(2, tokens, 10**7, 65, 10**6).length for tokens in (1, 3e6, 1e8)] == [64, 256, 1024]
+
+
+def test_a_longer_contexts_time_is_counted():
+    measured = Size(2, TIMED_TOKENS, 10**12, 4096, 10**6).operations
+    size, each = size_for_seconds([2], lambda: 1e6, (10**12, 4096, 10**6), lambda depth: 1e-4)
+    assert size.length > 1024 and each == pytest.approx(1e-4 * size.operations / measured) and each > 1.5e-4
 
 
 def small(numbers, out, **values) -> train.TrainConfig:
