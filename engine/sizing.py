@@ -23,8 +23,8 @@ from engine.settings import differing, flatten, load_settings, with_values
 HEAD = 64  # width of a head; a model has as many heads as layers
 BLOCKS = 12 * HEAD**2  # weights of a model's blocks, over the depth cubed
 DEPTHS = range(1, 25)
-# Tokens of text, if of 1M in all, in characters or pieces of words; the least; and of an example at most.
-CONTEXT, SHORTEST, LONGEST = {True: 135, False: 80}, 64, 1024
+CONTEXT_OF_CHARACTERS, CONTEXT_OF_TOKENS = 135, 80  # for 1M in all (docs/sizing.md)
+SHORTEST, LONGEST = 64, 1024  # context of text at least, and of an example at most
 # Nats per token that a model with N weights in its blocks learns from T fresh tokens are E + A / N^α + B / T^β
 # (Hoffmann et al. 2022, section 3.3): (E, A, α, B, β), fitted to a few runs of minutes, on tiny Shakespeare by
 # characters and on Python's sources. Of another text they tell which size is best, but not how good it is.
@@ -60,8 +60,9 @@ class Size:
     @property
     def length(self) -> int:
         """The context: a power of two that grows as batches do."""
-        asked = CONTEXT[self.vocab_size <= FEW] * (self.tokens / 1e6) ** GROWTH
-        return self.context or min(self.longest, max(SHORTEST, 2 ** round(math.log2(asked))))
+        asked = CONTEXT_OF_CHARACTERS if self.vocab_size <= FEW else CONTEXT_OF_TOKENS
+        grown = 2 ** round(math.log2(asked * (self.tokens / 1e6) ** GROWTH))
+        return self.context or min(self.longest, max(SHORTEST, grown))
 
     @property
     def loss(self) -> float:
