@@ -23,7 +23,7 @@ from engine.settings import differing, flatten, load_settings, with_values
 HEAD = 64  # width of a head; a model has as many heads as layers
 BLOCKS = 12 * HEAD**2  # weights of a model's blocks, over the depth cubed
 DEPTHS = range(1, 25)
-CONTEXT_OF_CHARACTERS, CONTEXT_OF_TOKENS = 135, 80  # for 1M in all (docs/sizing.md)
+CONTEXT_OF_CHARACTERS, CONTEXT_OF_TOKENS = 130, 80  # for 1M in all (docs/sizing.md)
 SHORTEST, LONGEST = 64, 1024  # context of text at least, and of an example at most
 # Nats per token that a model with N weights in its blocks learns from T fresh tokens are E + A / N^α + B / T^β
 # (Hoffmann et al. 2022, section 3.3): (E, A, α, B, β), fitted to a few runs of minutes, on tiny Shakespeare by
