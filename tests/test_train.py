@@ -587,7 +587,7 @@ def test_a_resumed_run_may_change_where_and_how_fast_it_runs_how_long_and_what_i
     found = newest_checkpoint(out)
     assert run.step == found.step == 4
     (recorded,) = found.state["changes"]
-    assert recorded.pop("step") == 2 and recorded["learning_rate"] == [0.01, 0.5]
+    assert recorded.pop("step") == 2 and recorded["learning_rate"] == [config.optimizer.learning_rate, 0.5]
     assert recorded.keys() == CHANGEABLE - UNRECORDED - {"compile", "minutes"}  # False is as not set, here
 
 
@@ -848,7 +848,7 @@ def test_a_closed_pipe_costs_nothing(numbers, tmp_path):
 
 
 def test_a_resume_says_what_it_changes_and_where_that_leaves_the_learning_rate(numbers, trained, tmp_path, capsys):
-    trained("run", "--steps", 4)
+    trained("run", "--steps", 4, "--learning-rate", 0.01)
     capsys.readouterr()
     trained("run", "--steps", 8, "--learning-rate", 0.005, "--resume")
     said = capsys.readouterr().out.splitlines()[0]
