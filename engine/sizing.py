@@ -24,7 +24,7 @@ HEAD = 64  # width of a head; a model has as many heads as layers
 BLOCKS = 12 * HEAD**2  # weights of a model's blocks, over the depth cubed
 DEPTHS = range(1, 25)
 CONTEXT_OF_CHARACTERS, CONTEXT_OF_TOKENS = 130, 80  # for 1M in all (docs/sizing.md)
-SHORTEST, LONGEST = 64, 1024  # context of text at least, and of an example at most
+SHORTEST, LONGEST = 64, 1024  # context of text at least, and of examples at most
 # Nats per token that a model with N weights in its blocks learns from T fresh tokens are E + A / N^α + B / T^β
 # (Hoffmann et al. 2022, section 3.3): (E, A, α, B, β), fitted to a few runs of minutes, on tiny Shakespeare by
 # characters and on Python's sources. Of another text they tell which size is best, but not how good it is.
@@ -53,16 +53,16 @@ class Size:
     tokens: float  # to train on in all
     text: int  # tokens of the text
     vocab_size: int
-    longest: int  # context that the text has room for
-    context: int | None = None  # None: as long as the tokens ask for
-    rows: int | None = None  # of a batch; likewise
+    shortest: int  # context
+    longest: int
+    rows: int | None = None  # of a batch; None: as many as the tokens ask for
 
     @property
-    def length(self) -> int:
-        """The context: a power of two that grows as batches do."""
+    def context(self) -> int:
+        """Of the model, in tokens: a power of two that grows as batches do, between the shortest and the longest."""
         asked = CONTEXT_OF_CHARACTERS if self.vocab_size <= FEW else CONTEXT_OF_TOKENS
         grown = 2 ** round(math.log2(asked * (self.tokens / 1e6) ** GROWTH))
-        return self.context or min(self.longest, max(SHORTEST, grown))
+        return min(self.longest, max(self.shortest, grown))
 
     @property
     def loss(self) -> float:
@@ -76,19 +76,19 @@ class Size:
     def operations(self) -> float:
         """Multiplications for a token of training, about: of the blocks, attention, and the output head."""
         width = HEAD * self.depth
-        return 3 * (BLOCKS * self.depth**3 + self.length * width * self.depth + self.vocab_size * width)
+        return 3 * (BLOCKS * self.depth**3 + self.context * width * self.depth + self.vocab_size * width)
 
     def settings(self, processes: int = 1) -> dict[str, Any]:
         """All that follows, by the names of the settings."""
-        rows = BATCH * (self.tokens / 1e6) ** GROWTH / self.length
+        rows = BATCH * (self.tokens / 1e6) ** GROWTH / self.context
         rows = self.rows or max(1, round(rows / processes)) * processes
-        rate = RATE * math.sqrt(rows * self.length / BATCH)
+        rate = RATE * math.sqrt(rows * self.context / BATCH)
         epochs = self.tokens / self.text
         weights = epochs * BLOCKS * self.depth**3 / self.text
         excess = max(1.0, min((epochs / HARMLESS_EPOCHS) ** 2, weights / HARMLESS_WEIGHTS))
         decay = OptimizerConfig.weight_decay * min(excess, MOST_DECAY)
         found = {"depth": self.depth, "num_layers": self.depth, "num_heads": self.depth, "d_model": HEAD * self.depth}
-        found |= {"context_length": self.length, "batch_size": rows, "learning_rate": float(f"{rate:.2g}")}
+        found |= {"context_length": self.context, "batch_size": rows, "learning_rate": float(f"{rate:.2g}")}
         dropout = min(MOST_DROPOUT, 0.05 * math.log2(excess))
         return found | {"weight_decay": round(decay, 2), "dropout": round(20 * dropout) / 20}
 
@@ -117,7 +117,7 @@ def sized(
     again = config.resume or is_launch(config.out, world.launch)  # after a fault
     if world.broadcast(again and saved.exists()):
         then = world.broadcast(flatten(load_settings(type(config), [str(saved)])) if world.is_first else None)
-        names = Size(1, 1, 1, 1, 1).settings().keys() - given if then["depth"] else ()
+        names = Size(1, 1, 1, 1, 1, 1).settings().keys() - given if then["depth"] else ()
         return with_values(config, {name: then[name] for name in names})
     depths, rest, _, measure = _choices(config, given, data, world, make)
 
@@ -159,9 +159,8 @@ def _choices(config: Any, given: set[str], data: Mixture, world: World, make: Ca
     """The depths to choose from, what else a Size is made of, a depth's model, and its measured time for a token."""
     vocab_size, shared = config.model.vocab_size or data.tokenizer.vocab_size, config.model.num_kv_heads or 1
     depths = [config.depth] if config.depth else [depth for depth in DEPTHS if depth % shared == 0] or DEPTHS
-    longest, fitting = context_for(data)
-    context = config.model.context_length if "context_length" in given else fitting
-    rest = (len(data.train), vocab_size, longest, context, config.batch_size if "batch_size" in given else None)
+    contexts = (config.model.context_length,) * 2 if "context_length" in given else contexts_for(data)
+    rest = (len(data.train), vocab_size, *contexts, config.batch_size if "batch_size" in given else None)
 
     def shaped(depth: int) -> Any:
         own = Size(depth, TIMED_TOKENS, *rest).settings()
@@ -177,12 +176,12 @@ def _choices(config: Any, given: set[str], data: Mixture, world: World, make: Ca
     return depths, rest, shaped, measure
 
 
-def context_for(data: Mixture) -> tuple[int, int | None]:
-    """The longest context that there is to validate on, and the one that is asked for: all of an example."""
+def contexts_for(data: Mixture) -> tuple[int, int]:
+    """The shortest and the longest context to choose from: all of an example; of text, what each split has."""
     splits = [split for one in data.datasets for split in (one.train, one.val)]
     if isinstance(splits[0], Examples):
-        return (longest := min(LONGEST, max(int(split.lengths.max()) for split in splits) - 1)), longest
-    return max(1, min(len(split) - 1 for split in splits)), None
+        return (min(LONGEST, max(int(split.lengths.max()) for split in splits) - 1),) * 2
+    return SHORTEST, max(1, min(len(split) - 1 for split in splits))
 
 
 def size_for_seconds(

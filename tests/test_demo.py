@@ -63,3 +63,12 @@ def test_dates_are_learned_and_measured_by_one_command(tmp_path: Path):
     assert not {pair["completion"] for pair in pairs} & {answer["expected"] for answer in answers}
     right = sum(answer["completion"] == answer["expected"] for answer in answers)
     assert f"{right} of 30" in said
+    assert f"{right} of 30" in said
+
+
+def test_a_chat_is_learned_by_one_command(tmp_path: Path):
+    said = run(tmp_path, "chat", "--examples", 200, "--steps", 1)
+    assert "Talk to it: python sample.py out/chat --chat --max-new-tokens 30" in said
+    command = [sys.executable, ROOT / "sample.py", "out/chat", "--chat", "--max-new-tokens", "5"]
+    done = subprocess.run(command, cwd=tmp_path, input="Hello!\n", capture_output=True, encoding="utf-8", timeout=60)
+    assert done.returncode == 0 and not done.stderr

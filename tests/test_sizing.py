@@ -8,10 +8,10 @@ from helpers import exit_code_of, newest_checkpoint, numbers_text
 
 import train
 from engine.mixture import open_mixture
-from engine.sizing import DEPTHS, TIMED_TOKENS, Size, context_for, size_for_seconds, size_for_steps
+from engine.sizing import DEPTHS, SHORTEST, TIMED_TOKENS, Size, contexts_for, size_for_seconds, size_for_steps
 from prepare import PrepareConfig, prepare
 
-REST = (1_000_000, 65, 256)  # tokens of the text, vocabulary, longest context
+REST = (1_000_000, 65, 64, 256)  # tokens of the text, vocabulary, shortest and longest context
 
 
 def seconds_a_token(depth: int) -> float:
@@ -70,8 +70,8 @@ def test_a_given_context_batch_and_shared_keys_are_counted_with(numbers, tmp_pat
     assert sizes == {f"{model.num_parameters:,}"}
     shared = small(numbers, tmp_path / "shared", minutes=0.05, model=train.ModelConfig(num_kv_heads=2))
     assert train.train(shared, stop=lambda: True).config.depth % 2 == 0
-    small_rate, rate = (Size(2, 1e6, *REST, 64, rows).settings()["learning_rate"] for rows in (8, 32))
-    assert rate == pytest.approx(2 * small_rate) and Size(2, 1e6, *REST, 64, 5).settings(5)["batch_size"] == 5
+    small_rate, rate = (Size(2, 1e6, *REST[:2], 64, 64, rows).settings()["learning_rate"] for rows in (8, 32))
+    assert rate == pytest.approx(2 * small_rate) and Size(2, 1e6, *REST[:2], 64, 64, 5).settings(5)["batch_size"] == 5
     given = small(numbers, tmp_path / "run", steps=3, model=train.ModelConfig(context_length=32))
     chosen = size_for_steps(DEPTHS, 3, (len(data.train), data.tokenizer.vocab_size, 32, 32)).settings()
     assert train.train(given, stop=lambda: True).config.batch_size == chosen["batch_size"]
@@ -95,20 +95,20 @@ def test_a_small_text_has_a_small_context(tmp_path, numbers):
     prepare(PrepareConfig(inputs=(str(tmp_path / "short.txt"),), out=tmp_path / "short", tokenizer="char"))
     data = open_mixture([tmp_path / "short"])
     longest = len(data.datasets[0].val) - 1
-    assert context_for(data) == (longest, None) and longest < 256
-    assert Size(2, 1e8, 1000, 65, *context_for(data)).length == longest
+    assert contexts_for(data) == (SHORTEST, longest) and longest < 256
+    assert Size(2, 1e8, 1000, 65, *contexts_for(data)).context == longest
 
 
 def test_contexts_grow_with_all_that_is_trained_on_and_characters_need_longer_ones():
-    words = [Size(2, tokens, 10**7, 4096, 10**6).length for tokens in (1, 2e6, 7e6, 1e8, 1e10)]
+    words = [Size(2, tokens, 10**7, 4096, SHORTEST, 10**6).context for tokens in (1, 2e6, 7e6, 1e8, 1e10)]
     assert words == [64, 128, 128, 512, 2048]
-    assert [Size(2, tokens, 10**7, 65, 10**6).length for tokens in (1, 3e6, 1e8)] == [64, 256, 1024]
+    assert [Size(2, tokens, 10**7, 65, SHORTEST, 10**6).context for tokens in (1, 3e6, 1e8)] == [64, 256, 1024]
 
 
 def test_a_longer_contexts_time_is_counted():
-    measured = Size(2, TIMED_TOKENS, 10**12, 4096, 10**6).operations
-    size, each = size_for_seconds([2], lambda: 1e6, (10**12, 4096, 10**6), lambda depth: 1e-4)
-    assert size.length > 1024 and each == pytest.approx(1e-4 * size.operations / measured) and each > 1.5e-4
+    measured = Size(2, TIMED_TOKENS, 10**12, 4096, SHORTEST, 10**6).operations
+    size, each = size_for_seconds([2], lambda: 1e6, (10**12, 4096, SHORTEST, 10**6), lambda depth: 1e-4)
+    assert size.context > 1024 and each == pytest.approx(1e-4 * size.operations / measured) and each > 1.5e-4
 
 
 def small(numbers, out, **values) -> train.TrainConfig:
