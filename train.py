@@ -54,7 +54,7 @@ class ChangeableConfig:
 
     data: tuple[Path, ...] = (BUILT_IN,)  # The dataset: what prepare.py made; or several, drawn from as --mix says.
     out: Path = Path("out/stdlib")  # The run folder, for checkpoints, metrics and pictures.
-    # Optimizer steps in all; None: 1,150, or as many as --minutes allow.
+    # Optimizer steps in all; None: 1,200, or as many as --minutes allow.
     steps: Annotated[int | None, "at least 1, at most 1e9"] = None
     minutes: Annotated[float | None, "above 0, at most 1e7"] = None  # How long to train, from start to exit.
     micro_batch_size: Annotated[int | None, "at least 0"] = None  # Sequences at once; None: all. Fewer save memory.

@@ -113,34 +113,33 @@ class Muon(torch.optim.Optimizer):
             matrices, momentum = [local(matrix) for matrix in group["params"]], group["momentum"]
             memory = [local(self.state[matrix]["momentum"]) for matrix in group["params"]]
             gradients = [local(matrix.grad).contiguous() for matrix in group["params"]]  # sgd asks for no strides
-            ahead = torch._foreach_mul(gradients, 1 - momentum)  # Nesterov: with momentum added, a look one step ahead
-            self._move(ahead, gradients, memory, lr=-momentum, momentum=momentum, dampening=momentum, weight_decay=0)
+            self._move(memory, gradients, lr=momentum - 1, weight_decay=-1)  # towards the gradient: a mean
+            ahead = torch._foreach_lerp(gradients, memory, momentum)  # Nesterov: a look one step ahead
+            rows, columns = group["params"][0].shape
             stack = torch.empty(len(ahead), *ahead[0].shape, dtype=self.dtype, device=ahead[0].device)
             torch._foreach_copy_(stack.unbind(), ahead)
             del ahead
-            rows, columns = group["params"][0].shape
             updates = self.world.distribute(orthogonalise, stack, rows).to(matrices[0].dtype)
             if rows > columns:
                 squares = [local(self.state[matrix]["row_squares"]) for matrix in group["params"]]
                 updates *= self._row_scale(squares, updates, rows)
             size = 0.2 * math.sqrt(max(rows, columns))
-            decay = group["weight_decay"] / size  # sgd takes lr * size * decay off
-            self._move(
-                matrices, updates.unbind(), [], lr=group["lr"] * size, momentum=0, dampening=0, weight_decay=decay
-            )
+            self._move(matrices, updates.unbind(), lr=group["lr"] * size, weight_decay=group["weight_decay"] / size)
 
     def _row_scale(self, memory: Sequence[Tensor], updates: Tensor, rows: int) -> Tensor:
         """What makes rows of updates (n, rows, columns) as long as each other, (n, rows, 1): their squares are kept."""
         before = torch.stack(memory)
-        after = before.lerp(updates.square().mean(dim=-1, keepdim=True), 1 - ROW_MEMORY)
+        norms = torch.linalg.vector_norm(updates, dim=-1, keepdim=True)
+        after = before.lerp(norms.square() / updates.shape[-1], 1 - ROW_MEMORY)
         after = torch.where(self.found_inf == 0, after, before)
         torch._foreach_copy_(memory, after.unbind())
         return (rows * after).clamp(min=SMALLEST_SQUARE).rsqrt()
 
-    def _move(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], memory: list[Tensor], **settings) -> None:
-        """Take a step of gradient descent, in one pass over the memory; none if found_inf."""
-        settings |= {"nesterov": False, "maximize": False, "fused": True, "found_inf": self.found_inf}
-        sgd(tensors, gradients, memory, **settings)
+    def _move(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], lr: float, weight_decay: float) -> None:
+        """Take lr * (gradient + weight_decay * tensor) off, in one pass over the memory; nothing if found_inf."""
+        momentum = {"momentum": 0, "dampening": 0, "nesterov": False}
+        settings = {"lr": lr, "weight_decay": weight_decay, "maximize": False, "fused": True} | momentum
+        sgd(tensors, gradients, [], found_inf=self.found_inf, **settings)
 
 
 class Optimizer:

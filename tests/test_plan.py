@@ -305,7 +305,7 @@ def test_the_command_plans_with_a_dataset_or_a_vocabulary_and_makes_nothing(tmp_
     flags = [*flags.split(), "--device", "cpu"]
     assert train.main([*flags, "--vocab-size", "300", "--data", "nowhere"]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"^run    1,150 steps of 64 tokens = 73,600$", said, re.MULTILINE)
+    assert re.search(r"^run    1,200 steps of 64 tokens = 76,800$", said, re.MULTILINE)
     with pytest.raises(ValueError, match="nowhere holds no dataset"):
         train.main([*flags, "--data", "nowhere"])
     (tmp_path / "text.txt").write_text(numbers_text(100), encoding="utf-8")

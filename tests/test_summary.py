@@ -40,7 +40,7 @@ def test_a_dataset_is_told_and_told_again(prepare, tmp_path: Path):
     for split in ("train", "val"):
         assert re.search(rf"  From the middle of {split}:\n    .*word word", printed)
     outlook = line(printed, "a default run")
-    assert re.fullmatch(r"[0-9.,]+ epochs in 1,150 steps, about [0-9]+ (seconds|minutes) .*", outlook)
+    assert re.fullmatch(r"[0-9.,]+ epochs in 1,200 steps, about [0-9]+ (seconds|minutes) .*", outlook)
     again = prepare("--show", "data/a")
     told = printed[: printed.index("  a default run")]
     assert again.startswith(told) and "  a default run" in again and "python train.py" not in again
