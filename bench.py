@@ -197,7 +197,8 @@ class Bench:
         optimizer = self.optimizer(GPT(SMALL).to(self.device), self.dtype)
         for parameter in optimizer.parameters.values():
             parameter.grad = torch.randn_like(parameter)
-        muon = self.take_turns({"muon": optimizer.optimizers[0].step}, 5)["muon"]
+        none = torch.zeros((), device=self.device)
+        muon = self.take_turns({"muon": lambda: optimizer.optimizers[0].step(1e-3, none)}, 5)["muon"]
         at_64 = muon / (muon + (step_seconds - muon) * 64 / self.config.batch_size)  # all else grows with the batch
         print(f"  Muon takes {muon * 1e3:.1f} ms, {muon / step_seconds:.1%} of a step; {at_64:.1%} at a batch of 64")
         return at_64

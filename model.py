@@ -198,6 +198,13 @@ class Block(nn.Module):
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
+class Embedding(nn.Embedding):
+    """A vector for each token; the model gives their first values, as PyTorch's way to them may import the compiler."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class GPT(nn.Module):
     """Token ids in, logits of the next token out."""
 
@@ -208,9 +215,9 @@ class GPT(nn.Module):
             raise ValueError("vocab_size is None; a model needs the size of its tokenizer's vocabulary")
         self.config = config
         self.seed = int(torch.randint(2**62, (), device="cpu"))  # now: layers draw of their own on some devices
-        self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.token_embedding = Embedding(config.vocab_size, config.d_model)
         learned = config.position == "learned"
-        self.position_embedding = nn.Embedding(config.context_length, config.d_model) if learned else None
+        self.position_embedding = Embedding(config.context_length, config.d_model) if learned else None
         normed = config.norm == "rmsnorm" and not config.tie_embeddings  # a tied one is kept at scale by its other use
         self.embedding_norm = make_norm(config) if normed else nn.Identity()
         self.blocks = nn.ModuleList(Block(config, window) for window in config.layer_windows)

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from engine.device import fast_dtype
@@ -84,62 +85,103 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     return x
 
 
-class Muon(torch.optim.Optimizer):
+class Group(NamedTuple):
+    """Parameters that are moved alike, and by which multiple of the learning rate."""
+
+    parameters: list[Tensor]
+    weight_decay: float
+    rate: float = 1.0
+
+
+class Muon:
     """Momentum, orthogonalised (Jordan et al. 2024): every matrix moves equally far in all directions that matter.
 
     Matrices of one shape are stacked and orthogonalised in one batched call, distributed over the processes. Updates
     are scaled to the size of AdamW's (Liu et al. 2025, eq. 4), so that one learning rate serves both; and the rows of a
-    tall matrix, by their mean squares of late, to one length, which a wide one's have (NorMuon: Li et al. 2025). As in
-    PyTorch's fused optimizers, a ``found_inf`` that is not 0 makes a step change nothing.
+    tall matrix, by their mean squares of late, to one length, which a wide one's have (NorMuon: Li et al. 2025).
     """
 
-    def __init__(self, matrices: Sequence[Tensor], world: World = ALONE, dtype=torch.float32, **settings: float):
-        """dtype is what to orthogonalise in; the settings are lr, momentum and weight_decay."""
-        groups: dict[torch.Size, list[Tensor]] = {}
+    # Neither this nor AdamW is a torch.optim.Optimizer, which imports the compiler: a third of a short run's start.
+
+    def __init__(
+        self,
+        matrices: Sequence[Tensor],
+        world: World = ALONE,
+        dtype: torch.dtype = torch.float32,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+    ):
+        """dtype is what to orthogonalise in."""
+        alike: dict[torch.Size, list[Tensor]] = {}
         for matrix in matrices:
-            groups.setdefault(matrix.shape, []).append(matrix)
-        super().__init__([{"params": alike} for alike in groups.values()], settings)
-        self.world, self.dtype = world, dtype
-        self.found_inf = torch.zeros((), device=matrices[0].device)
+            alike.setdefault(matrix.shape, []).append(matrix)
+        self.groups = [Group(same, weight_decay) for same in alike.values()]
+        self.world, self.dtype, self.momentum = world, dtype, momentum
+        self.state = {matrix: {"momentum": torch.zeros_like(matrix)} for matrix in matrices}
         for matrix in matrices:
-            self.state[matrix]["momentum"] = torch.zeros_like(matrix)
             if matrix.shape[0] > matrix.shape[1]:
                 self.state[matrix]["row_squares"] = torch.full_like(matrix[:, :1].detach(), 1 / len(matrix))
 
     @torch.no_grad()
-    def step(self, closure=None):
-        """One update from the gradients that are there; every matrix must have one."""
-        for group in self.param_groups:
-            matrices, momentum = [local(matrix) for matrix in group["params"]], group["momentum"]
-            memory = [local(self.state[matrix]["momentum"]) for matrix in group["params"]]
-            gradients = [local(matrix.grad).contiguous() for matrix in group["params"]]  # sgd asks for no strides
-            self._move(memory, gradients, lr=momentum - 1, weight_decay=-1)  # towards the gradient: a mean
-            ahead = torch._foreach_lerp(gradients, memory, momentum)  # Nesterov: a look one step ahead
-            rows, columns = group["params"][0].shape
+    def step(self, learning_rate: float, found_inf: Tensor) -> None:
+        """One update from the gradients, which every matrix must have; with a found_inf that is not 0, none."""
+        for group in self.groups:
+            matrices, (rows, columns) = [local(matrix) for matrix in group.parameters], group.parameters[0].shape
+            memory = [local(self.state[matrix]["momentum"]) for matrix in group.parameters]
+            gradients = [local(matrix.grad).contiguous() for matrix in group.parameters]  # sgd asks for no strides
+            _descend(memory, gradients, self.momentum - 1, -1, found_inf)  # towards the gradient: a running mean
+            ahead = torch._foreach_lerp(gradients, memory, self.momentum)  # Nesterov: a look one step ahead
             stack = torch.empty(len(ahead), *ahead[0].shape, dtype=self.dtype, device=ahead[0].device)
             torch._foreach_copy_(stack.unbind(), ahead)
             del ahead
             updates = self.world.distribute(orthogonalise, stack, rows).to(matrices[0].dtype)
             if rows > columns:
-                squares = [local(self.state[matrix]["row_squares"]) for matrix in group["params"]]
-                updates *= self._row_scale(squares, updates, rows)
+                squares = [local(self.state[matrix]["row_squares"]) for matrix in group.parameters]
+                updates *= _row_scale(squares, updates, rows, found_inf)
             size = 0.2 * math.sqrt(max(rows, columns))
-            self._move(matrices, updates.unbind(), lr=group["lr"] * size, weight_decay=group["weight_decay"] / size)
+            _descend(matrices, updates.unbind(), learning_rate * size, group.weight_decay / size, found_inf)
 
-    def _row_scale(self, memory: Sequence[Tensor], updates: Tensor, rows: int) -> Tensor:
-        """What makes rows of updates (n, rows, columns) as long as each other, (n, rows, 1): their squares are kept."""
-        before = torch.stack(memory)
-        norms = torch.linalg.vector_norm(updates, dim=-1, keepdim=True)
-        after = before.lerp(norms.square() / updates.shape[-1], 1 - ROW_MEMORY)
-        after = torch.where(self.found_inf == 0, after, before)
-        torch._foreach_copy_(memory, after.unbind())
-        return (rows * after).clamp(min=SMALLEST_SQUARE).rsqrt()
 
-    def _move(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], lr: float, weight_decay: float) -> None:
-        """Take lr * (gradient + weight_decay * tensor) off, in one pass over the memory; nothing if found_inf."""
-        momentum = {"momentum": 0, "dampening": 0, "nesterov": False}
-        settings = {"lr": lr, "weight_decay": weight_decay, "maximize": False, "fused": True} | momentum
-        sgd(tensors, gradients, [], found_inf=self.found_inf, **settings)
+def _row_scale(memory: Sequence[Tensor], updates: Tensor, rows: int, found_inf: Tensor) -> Tensor:
+    """What makes rows of updates (n, rows, columns) as long as each other, (n, rows, 1): their squares are kept."""
+    before = torch.stack(memory)
+    norms = torch.linalg.vector_norm(updates, dim=-1, keepdim=True)
+    after = before.lerp(norms.square() / updates.shape[-1], 1 - ROW_MEMORY)
+    after = torch.where(found_inf == 0, after, before)
+    torch._foreach_copy_(memory, after.unbind())
+    return (rows * after).clamp(min=SMALLEST_SQUARE).rsqrt()
+
+
+def _descend(
+    tensors: Sequence[Tensor], gradients: Sequence[Tensor], rate: float, weight_decay: float, found_inf: Tensor
+) -> None:
+    """Take rate * (gradient + weight_decay * tensor) off, in one pass over the memory; nothing if found_inf."""
+    plain = {"momentum": 0, "dampening": 0, "nesterov": False, "maximize": False}
+    sgd(tensors, gradients, [], lr=rate, weight_decay=weight_decay, fused=True, found_inf=found_inf, **plain)
+
+
+class AdamW:
+    """Adam whose weight decay is its own (Loshchilov and Hutter 2019), by PyTorch's fused kernel."""
+
+    def __init__(self, groups: Sequence[Group], beta1: float, beta2: float):
+        self.groups, self.betas = groups, {"beta1": beta1, "beta2": beta2}
+        self.state = {
+            parameter: {"step": torch.zeros((), device=parameter.device)}
+            | {what: torch.zeros_like(parameter) for what in ("exp_avg", "exp_avg_sq")}
+            for group in groups
+            for parameter in group.parameters
+        }
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, found_inf: Tensor) -> None:
+        """One update of what has a gradient; with a found_inf that is not 0, none."""
+        for group in self.groups:
+            moved = [parameter for parameter in group.parameters if parameter.grad is not None]
+            held = [[local(parameter) for parameter in moved], [local(parameter.grad) for parameter in moved]]
+            held += [[local(self.state[parameter][what]) for parameter in moved] for what in ("exp_avg", "exp_avg_sq")]
+            steps, settings = [self.state[parameter]["step"] for parameter in moved], {"eps": 1e-8} | self.betas
+            settings |= {"lr": learning_rate * group.rate, "weight_decay": group.weight_decay, "fused": True}
+            adamw(*held, [], steps, found_inf=found_inf, amsgrad=False, maximize=False, **settings)
 
 
 class Optimizer:
@@ -157,18 +199,17 @@ class Optimizer:
         groups: dict[str, list[Tensor]] = {"embedding": [], "head": [], "vector": [], "matrix": []}
         for name, parameter in self.parameters.items():
             groups[model.rules[name].group].append(parameter)
-        self.optimizers: list[torch.optim.Optimizer] = []
-        common = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+        self.optimizers: list[Muon | AdamW] = []
         if config.optimizer == "muon":
             fast = dtype if dtype == torch.float32 else fast_dtype(world.device)
-            self.optimizers.append(Muon(groups.pop("matrix"), world, fast, momentum=config.momentum, **common))
-        own = {
-            "vector": {"weight_decay": 0.0},
-            "embedding": {"rate": config.embedding_rate or EMBEDDING_RATES[config.optimizer]},
-        }
-        adamw = [{"params": group} | own.get(name, {}) for name, group in groups.items() if group]
-        betas = (config.beta1, config.beta2)
-        self.optimizers.append(torch.optim.AdamW(adamw, betas=betas, fused=True, **common))
+            self.optimizers.append(Muon(groups.pop("matrix"), world, fast, config.momentum, config.weight_decay))
+        decay, rates = {"vector": 0.0}, {"embedding": config.embedding_rate or EMBEDDING_RATES[config.optimizer]}
+        alike = [
+            Group(parameters, decay.get(name, config.weight_decay), rates.get(name, 1.0))
+            for name, parameters in groups.items()
+            if parameters
+        ]
+        self.optimizers.append(AdamW(alike, config.beta1, config.beta2))
         self.scaling = dtype == torch.float16
         self.guard = {name: torch.zeros((), device=world.device) for name in GUARD}
         self.guard["loss_scale"] += FIRST_LOSS_SCALE if self.scaling else 1
@@ -190,11 +231,9 @@ class Optimizer:
             torch._foreach_mul_([local(gradient) for gradient in gradients], clip / self.guard["loss_scale"])
         found_inf = (~norm.isfinite()).float()
         for optimizer in self.optimizers:
-            optimizer.found_inf = found_inf
-            for group in optimizer.param_groups:
-                group["lr"] = rate * group.get("rate", 1)
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(rate, found_inf)
+        for parameter in self.parameters.values():
+            parameter.grad = None
         self._count(found_inf)
         return rate, norm
 
@@ -221,7 +260,7 @@ class Optimizer:
 
     def _memory(self) -> dict[str, dict[str, Tensor]]:
         """What the optimizers remember of each parameter, by its name."""
-        held = {p: o.state[p] for o in self.optimizers for group in o.param_groups for p in group["params"]}
+        held = {parameter: state for one in self.optimizers for parameter, state in one.state.items()}
         return {name: held[parameter] for name, parameter in self.parameters.items()}
 
     def state(self) -> dict[str, Tensor]:

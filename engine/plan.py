@@ -130,7 +130,7 @@ class Plan:
                 for parameter in model.parameters():
                     parameter.grad = torch.empty_like(parameter)
                 held, counter.peak = counter.now, counter.now
-                optimizer.optimizers[0].step()
+                optimizer.optimizers[0].step(0.0, torch.zeros(()))
             return counter.peak - held
 
         return self._over_layers(peak) if self.optimizer == "muon" else 0.0  # AdamW's is fused

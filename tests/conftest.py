@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: so small a model only waits for a second thread
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # nor do a few sums pay for compiling what finds the vector instructions
+os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
 
 from helpers import ROOT, SHARED, numbers_text, train_tiny
 

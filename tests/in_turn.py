@@ -88,14 +88,19 @@ class Stopper:
 
 
 class Gradients:
-    """Whose ``note`` is called before each optimizer moves its parameters, while their gradients are there."""
+    """Whose ``note`` is called before the optimizers move the parameters, while the gradients are there."""
 
     def started(self, run: Any) -> None:
-        self.names = {parameter: name for name, parameter in run.optimizer.parameters.items()}
-        for optimizer in run.optimizer.optimizers:
-            optimizer.register_step_pre_hook(lambda optimizer, *_: self.note(optimizer))
+        self.parameters, first = run.optimizer.parameters, run.optimizer.optimizers[0]
+        move = first.step
 
-    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        def step(*how: Any) -> None:
+            self.note()
+            move(*how)
+
+        first.step = step
+
+    def note(self) -> None:
         raise NotImplementedError
 
 
@@ -111,8 +116,8 @@ class Watcher(Gradients):
             self.profiler.start()
             self.seen |= {"parameters": 0, "gradients": 0}
 
-    def note(self, optimizer: torch.optim.Optimizer) -> None:
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+    def note(self) -> None:
+        for parameter in self.parameters.values():
             self.seen["parameters"] += local(parameter).nbytes
             self.seen["gradients"] += local(parameter.grad).nbytes
 
@@ -134,9 +139,8 @@ class Masked(Gradients):
         super().started(run)
         settings = (LENGTH, run.config.seed, ROWS, slice(0, ROWS), run.world.device)
         self.whole, self.rows, self.digest = Batches(run.dataset.train, *settings), run.world.slice(ROWS), 0
-        self.gradients = {}
         torch.manual_seed(1)
-        load(run.model, [(name, 0.2 * torch.randn(parameter.shape)) for parameter, name in self.names.items()])
+        load(run.model, [(name, 0.2 * torch.randn(parameter.shape)) for name, parameter in self.parameters.items()])
         run.batches = self
 
     def get(self, step: int) -> tuple[Tensor, Tensor]:
@@ -146,9 +150,8 @@ class Masked(Gradients):
         self.batch = {"inputs": inputs, "targets": targets}
         return inputs[self.rows], targets[self.rows]
 
-    def note(self, optimizer: torch.optim.Optimizer) -> None:
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            self.gradients[self.names[parameter]] = parameter.grad.clone()
+    def note(self) -> None:
+        self.gradients = {name: parameter.grad.clone() for name, parameter in self.parameters.items()}
 
     def stepped(self, run: Any) -> None:
         kept = run.world.gather_full(self.gradients)

@@ -34,7 +34,7 @@ from prepare import PrepareConfig, prepare
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 BYTES = ByteTokenizer()
-SHAPES = int(os.environ.get("SHAPES", "10"))
+SHAPES = int(os.environ.get("SHAPES", "6"))
 ROPE = {"position": "rope", "norm": "rmsnorm", "norm_placement": "pre", "logit_softcap": 0.0}
 # What a family is made for, and what else it holds, may be folded into it, or not.
 CAN_HOLD = {

@@ -8,7 +8,7 @@ def sample(kind: str, n: int) -> list[int]:
     """The changes of a file, of n, to be killed at."""
     if KINDS[kind].processes > 1:  # which take longer
         return [n // 2] if KINDS[kind].victim == 0 else [n]
-    every = {"train": 45, "resume": 30}.get(kind, 3)
+    every = {"train": 90, "resume": 60}.get(kind, 5)
     return sorted({1, *range(every, n + 1, every), n})
 
 

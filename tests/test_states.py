@@ -34,7 +34,7 @@ import train
 from engine.checkpoint import Checkpoint, open_checkpoint
 from engine.run_folder import list_checkpoints
 
-SEQUENCES = int(os.environ.get("SEQUENCES", 12))
+SEQUENCES = int(os.environ.get("SEQUENCES", 9))
 # Of a schedule that does not look at its end, so that the weights follow from the text and the step alone.
 SHAPE = "--num-layers 1 --num-heads 2 --d-model 8 --context-length 8 --batch-size 2 --dropout 0.1 --decay inverse_sqrt"
 SHAPE = [*SHAPE.split(), "--eval-every", "1000000", "--eval-tokens", "30", "--save-every", "2", "--device", "cpu"]
