@@ -124,16 +124,15 @@ class Muon:
 
     @torch.no_grad()
     def step(self, learning_rate: float, found_inf: Tensor) -> None:
-        """One update from the gradients, which every matrix must have; with a found_inf that is not 0, none."""
+        """One update from the gradients, which are used up; with a found_inf that is not 0, none."""
         for group in self.groups:
             matrices, (rows, columns) = [local(matrix) for matrix in group.parameters], group.parameters[0].shape
             memory = [local(self.state[matrix]["momentum"]) for matrix in group.parameters]
             gradients = [local(matrix.grad).contiguous() for matrix in group.parameters]  # sgd asks for no strides
             _descend(memory, gradients, self.momentum - 1, -1, found_inf)  # towards the gradient: a running mean
-            ahead = torch._foreach_lerp(gradients, memory, self.momentum)  # Nesterov: a look one step ahead
-            stack = torch.empty(len(ahead), *ahead[0].shape, dtype=self.dtype, device=ahead[0].device)
-            torch._foreach_copy_(stack.unbind(), ahead)
-            del ahead
+            torch._foreach_lerp_(gradients, memory, self.momentum)  # Nesterov: a look one step ahead
+            stack = torch.empty(len(matrices), *matrices[0].shape, dtype=self.dtype, device=matrices[0].device)
+            torch._foreach_copy_(stack.unbind(), gradients)
             updates = self.world.distribute(orthogonalise, stack, rows).to(matrices[0].dtype)
             if rows > columns:
                 squares = [local(self.state[matrix]["row_squares"]) for matrix in group.parameters]
