@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from engine.cluster import ray_cluster
 from engine.files import held_alone
 
 WORKERS = int(os.environ.get("WORKERS", "2"))
-pytest.importorskip("ray")
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")  # to import it takes seconds
 
 
 def workers() -> list[int]:
