@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import secrets
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from engine.tokenizer import Tokenizer
 LIKELIEST = 10
 MOST_TOKENS = 2048  # of a text that is looked at
 MOST_CHARACTERS = 50_000  # of a prompt: tokenizing ever more of one kind can take minutes
+MOST_TURNS, NEAR = 2**52, 1000  # a page begins at any turn; another's is not so near
 ROWS = 64  # positions whose probabilities, (ROWS, V), exist at one time
 
 
@@ -80,6 +82,7 @@ class Question:
     layer: int = 1
     head: int = 1
     at: int = 0  # which token looks at those before it
+    turn: int | None = None  # of the texts of one page, in the order in which they were asked for
 
     choice = property(lambda self: {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")})
 
@@ -114,7 +117,7 @@ class Inside:
         self.never = torch.tensor(not_text(tokenizer, model), dtype=torch.long, device=self.device)
         self.longest = min(model.config.context_length, MOST_TOKENS // 2)  # of a prompt
         self.most_new = MOST_TOKENS - self.longest
-        self.computing, self.writing = threading.Lock(), object()
+        self.computing, self.beginning, self.writing = threading.Lock(), threading.Lock(), 0
         self.answers = {name: getattr(self, name) for name in ("about", "read", "write", "attention")}
 
     def close(self) -> None:
@@ -152,7 +155,7 @@ class Inside:
         heads = {(number("layer", i, *limits["layer"]), number("head", j, *limits["head"])) for i, j in pairs}
         given["off"] = tuple(sorted(heads))
         limits |= {"temperature": (0.0, 100), "top_k": (1, 2**24), "top_p": (0.001, 1), "seed": (0, 2**53 - 1)}
-        limits |= {"max_new_tokens": (1, self.most_new)}
+        limits |= {"max_new_tokens": (1, self.most_new), "turn": (0, MOST_TURNS)}
         for name in [name for name in limits if name in given and not (name == "top_k" and given[name] is None)]:
             number(name.replace("_", " "), given[name], *limits[name])
         return Question(**given)
@@ -175,10 +178,13 @@ class Inside:
     def write(self, asked: Any) -> Iterator[dict]:
         """Yields what :meth:`read` does, for each new token {token, text: what is sure now}, at last {text, end: why}.
 
-        Another text to write ends this one, before its next token.
+        Another text to write ends this one, before its next token; unless it is an earlier one that arrives late.
         """
         question, end = self.question(asked), "it is as long as was asked"
-        self.writing = mine = object()
+        mine = secrets.randbelow(MOST_TURNS) if question.turn is None else question.turn
+        with self.beginning:
+            if not 0 < self.writing - mine < NEAR:
+                self.writing = mine
         prompt, most = [*question.ids], question.max_new_tokens
         with self.computing:
             model = Watched(self._model(question.off))
@@ -187,7 +193,7 @@ class Inside:
         stream = TextStream(self.tokenizer)
         for count in range(most + 1):
             with self.computing, torch.inference_mode():
-                if self.writing is not mine:
+                if self.writing != mine:
                     end = "another was begun"
                     break
                 if not count:

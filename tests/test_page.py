@@ -236,6 +236,14 @@ def test_what_breaks_is_a_line_and_the_server_lives(capfd):
     assert capfd.readouterr().err == "error: RuntimeError: a defect of ours\n"
 
 
+def test_an_earlier_click_that_arrives_late_ends_nothing(server):
+    newest, late = (asked(server, "write", {"text": TEXT, "max_new_tokens": 2000, "turn": turn}) for turn in (9, 8))
+    assert next(newest)["tokens"] and [*late] == [{"text": "", "end": "another was begun"}]
+    assert "token" in next(newest)
+    elsewhere = asked(server, "write", {"text": TEXT, "turn": 2**40})
+    assert next(elsewhere)["tokens"] and [*newest][-1]["end"] == "another was begun"
+
+
 def test_ten_impatient_clicks_make_one_text(server):
     clicks = [asked(server, "write", {"text": TEXT, "max_new_tokens": 2000}) for _ in range(10)]
     for click in clicks:
