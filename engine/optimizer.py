@@ -101,7 +101,7 @@ class Muon:
     tall matrix, by their mean squares of late, to one length, which a wide one's have (NorMuon: Li et al. 2025).
     """
 
-    # Neither this nor AdamW is a torch.optim.Optimizer, which imports the compiler: a third of a short run's start.
+    # Neither this nor AdamW is a torch.optim.Optimizer, which imports the compiler: a second of every start.
 
     def __init__(
         self,

@@ -293,10 +293,9 @@ def test_evaluations_and_what_is_made_of_them_are_no_part_of_the_speed(numbers, 
 # Weights & Biases.
 
 
-def test_weights_and_biases_and_the_compiler_are_imported_only_when_asked(numbers, tmp_path, monkeypatch, capsys):
+def test_weights_and_biases_is_imported_only_when_asked(numbers, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "wandb", None)  # to import it is an error now
-        patch.setitem(sys.modules, "torch._dynamo", None)  # a second of every start
         assert train.main(tiny(numbers, tmp_path / "quiet", "--steps", 1)) == 0
         capsys.readouterr()
         assert train.main(tiny(numbers, tmp_path / "asked", "--steps", 3, "--wandb")) == 0

@@ -13,6 +13,8 @@ from engine.optimizer import (
     MOST_SKIPPED,
     NEWTON_SCHULZ,
     STEPS_TO_GROW,
+    AdamW,
+    Group,
     Muon,
     Optimizer,
     OptimizerConfig,
@@ -92,8 +94,39 @@ def test_a_step_uses_the_learning_rate_of_the_schedule_and_returns_it():
         give_gradients(model, 1.0)
         rate, _ = optimizer.step(step, 10)
         assert rate == 0.5 * learning_rate_factor(step, 10, config)
-    rates = [group.rate for one in optimizer.optimizers for group in one.groups]
-    assert sorted(rates) == [1] * (len(rates) - 1) + [3]  # the embedding's
+
+
+def test_every_optimizer_moves_by_the_rate_of_the_step_and_the_embedding_by_three_times_it_beside_muon():
+    config = OptimizerConfig(learning_rate=0.5, warmup_steps=4, weight_decay=0.0, clip_norm=0.0)
+    model, optimizer = made(config)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    rate, _ = optimizer.step(1, 10)
+    assert rate == 0.25
+    for name, parameter in model.named_parameters():
+        moved = (parameter.detach() - before[name]).square().mean().sqrt().item() / rate
+        expected = {"embedding": 3, "head": 1, "vector": 1, "matrix": 0.2}[model.rules[name].group]
+        assert moved == pytest.approx(expected, rel=0.25 if expected == 0.2 else 1e-3), name
+
+
+def test_adamw_is_pytorch_s_bit_for_bit():
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape)) for shape in ((5, 3), (7,))]
+    theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
+    mine = AdamW([Group([ours[0]], 0.1, 2.0), Group([ours[1]], 0.0)], 0.9, 0.95)
+    alike = [{"params": [theirs[0]], "lr": 0.04, "weight_decay": 0.1}, {"params": [theirs[1]], "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(alike, lr=0.02, betas=(0.9, 0.95), fused=True)
+    for _ in range(5):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        mine.step(0.02, torch.zeros(()))
+        reference.step()
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+        assert all(torch.equal(mine.state[one][what], value) for what, value in reference.state[other].items())
 
 
 # Muon.

@@ -253,7 +253,7 @@ def masked(place, play) -> Path:
                 name = f"masked-{parallel}-{size}{'-micro' * bool(micro)}"
                 runs.append({"flags": flags_of(place, name, "--parallel", parallel, *micro, *flags), "mask": True})
                 examples = flags_of(place, f"pairs-{name}", "--parallel", parallel, *micro, *flags, "--steps", EXAMPLES)
-                runs += [{"flags": [*examples, "--data", str(place / "pairs")], "mask": True}] * (size < 3)
+                runs += [{"flags": [*examples, "--data", str(place / "pairs")], "mask": True}] * (size < 4)
         play(size, runs)
     return place
 
@@ -291,7 +291,7 @@ def test_a_steps_gradient_is_that_of_the_mean_over_all_targets_that_count(masked
 
 
 @pytest.mark.parametrize("micro", ["", "-micro"])
-@pytest.mark.parametrize("process", ["ddp-1", "ddp-2", "fsdp-2"])
+@pytest.mark.parametrize("process", ["ddp-1", "ddp-2", "fsdp-2", "ddp-3", "fsdp-3"])
 def test_a_steps_gradient_on_examples_is_that_of_the_mean_over_all_completions(masked, process, micro):
     run, alone = masked / f"pairs-masked-{process}{micro}", masked / "pairs-masked-ddp-1"
     model, shapes = model_of(run).double(), set()

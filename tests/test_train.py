@@ -89,8 +89,11 @@ def test_the_whole_road(run, tmp_path, monkeypatch):
     (tmp_path / "numbers.txt").write_text(numbers_text(3000), encoding="utf-8")
     assert run("prepare.py", "numbers.txt", "--vocab-size", 300).returncode == 0
     flags = [flag for flag in TINY if flag not in ("--eval-tokens", "2000")]
-    done = run("train.py", "--data", "data/numbers", "--out", "out/n", "--steps", 60, "--eval-every", 30, *flags)
-    assert done.returncode == 0 and not done.stderr, done.stderr
+    named = {"env": os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}}  # each import, on standard error
+    flags = ["--data", "data/numbers", "--out", "out/n", "--steps", 60, "--eval-every", 30, *flags]
+    done = run("train.py", *flags, **named)
+    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert done.returncode == 0 and not said, said
     assert all(text in done.stdout for text in ("Validation loss", "bits per byte", "python sample.py out/n"))
     out = tmp_path / "out" / "n"
     files = {".lock", ".lock.owner", "config.toml", "metrics.jsonl", "loss.png", "checkpoints"}
@@ -103,7 +106,9 @@ def test_the_whole_road(run, tmp_path, monkeypatch):
     last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-2])
     assert last["tokens"] == 60 * 4 * 16 and last["tokens_per_second"] > 0 and last["elapsed_seconds"] > 0
     assert logged(out, "val_perplexity")[60] == pytest.approx(math.exp(validation[60]))
-    sampled = run("sample.py", "out/n", "--max-new-tokens", 20, "--prompt", "7 is")
+    sampled = run("sample.py", "out/n", "--max-new-tokens", 20, "--prompt", "7 is", **named)
+    for errors in (done.stderr, sampled.stderr):
+        assert "| torch" in errors.replace("  ", "") and "torch._dynamo" not in errors  # the compiler: a second
     assert sampled.returncode == 0 and sampled.stdout.startswith("7 is") and len(sampled.stdout) > 20
     monkeypatch.chdir(tmp_path)
     assert train.main(["out/n/config.toml", "--out", "out/again"]) == 0  # the resolved settings make the same run
