@@ -39,7 +39,7 @@ from engine.plan import PEAK_FLOPS, Plan
 from engine.readers import read
 from engine.report_page import processor_name
 from engine.settings import parse
-from engine.sources import find_sources
+from engine.sources import find_sources, needed
 from engine.tokenizer import train_bpe
 from model import GPT, ModelConfig, MultiHeadAttention
 
@@ -141,8 +141,7 @@ class Bench:
 
     def train(self) -> dict[str, float]:
         """The same architecture, batch and optimizer step, ours and Hugging Face's; and our default recipe."""
-        from transformers import GPT2Config, GPT2LMHeadModel
-
+        transformers = needed("transformers", "bench.py train", extra="dev")
         shape = dataclasses.replace(SMALL, **GPT2)
         inputs, targets = self.batch(shape)
 
@@ -158,7 +157,7 @@ class Bench:
         sizes = {"n_positions": shape.context_length, "n_embd": shape.d_model, "n_layer": shape.num_layers}
         sizes |= {"vocab_size": shape.vocab_size, "n_head": shape.num_heads, "use_cache": False}
         none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        theirs = GPT2LMHeadModel(GPT2Config(**sizes, **none)).to(self.device)
+        theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **none)).to(self.device)
         contestants = {
             "ours, GPT-2's architecture, AdamW": ours(shape, "adamw"),
             "Hugging Face GPT2LMHeadModel, AdamW": self.step(theirs, their_loss, fused_adamw(theirs)),
@@ -223,11 +222,10 @@ class Bench:
 
     def decode(self) -> dict[str, float]:
         """GPT-2-124M's shape, greedy: ours beside Hugging Face generate; how the time grows; a batch of eight."""
-        from transformers import GPT2Config, GPT2LMHeadModel
-
+        transformers = needed("transformers", "bench.py decode", extra="dev")
         shape = ModelConfig(vocab_size=50257, context_length=1024, num_layers=12, num_heads=12, d_model=768, **GPT2)
         model = for_decoding(GPT(shape).to(self.device))
-        theirs = GPT2LMHeadModel(GPT2Config()).to(self.device).eval()
+        theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config()).to(self.device).eval()
         theirs.generation_config.pad_token_id = 0
         prompt = torch.randint(shape.vocab_size, (1, 8), device=self.device)
         length = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False}

@@ -29,9 +29,9 @@ class ModelConfig:
     context_length: int = 128  # The most tokens that attention looks back over.
     num_layers: int = 2  # Transformer blocks.
     num_heads: int = 2  # Attention heads in each block.
-    num_kv_heads: int | None = None  # Keys and values that groups of heads share; None: each head has its own.
+    num_kv_heads: int | None = None  # Key-value heads (grouped-query attention); None: one for each head.
     head_dim: int | None = None  # Width of a head; None: d_model / num_heads.
-    windows: tuple[int, ...] | None = None  # Positions that layers see, repeated over them; 0: all. None: all see all.
+    windows: tuple[int, ...] | None = None  # Sliding windows of layers, repeated over them; 0: sees all. None: all do.
     d_model: int = 128  # Width of the residual stream.
     d_ff: int | None = None  # Width of the feed-forward layer; None: four times d_model.
     dropout: float = 0.0  # Probability of dropping an activation while training.

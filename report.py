@@ -1,6 +1,6 @@
 """Make a page to look at of a run, or of several to compare: out/<run>/ → report.html.
 
-python report.py out/NAME                     out/NAME/report.html, as the run itself makes it at each evaluation
+python report.py out/NAME                     out/NAME/report.html, as the run makes it, with what its samples copy
 python report.py out/A out/B … [--out FILE]   compare.html beside out/A
 """
 

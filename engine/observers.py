@@ -252,8 +252,8 @@ def conclude(run: Any) -> None:
     if run.best_loss < run.val_loss:
         best, less = load_best(run), "less time" if run.config.minutes else "fewer steps"
         run.say(
-            f"It was lowest, {run.best_loss:.4f}, at step {best:,} of {run.step:,}: since then the model learnt its "
-            f"text by heart. More text, {less} or more --dropout helps. That checkpoint is sampled from and exported."
+            f"It was lowest, {run.best_loss:.4f}, at step {best:,} of {run.step:,}: since then the model "
+            f"overfits. More text, {less} or more --dropout helps. That checkpoint is sampled from and exported."
         )
     run.say("\nA sample:\n")
     for count, text in enumerate(sample(run, SAMPLE_TOKENS)):

@@ -31,7 +31,7 @@ SHORTEST, LONGEST = 64, 1024  # context of text at least, and of examples at mos
 CHARACTERS, TOKENS = (1.0, 5.8, 0.25, 23.8, 0.3), (1.9, 15.8, 0.25, 104.0, 0.3)
 FEW = 512  # tokens of a vocabulary that are characters, or bytes, rather than pieces of words
 REPEATS = 15.4  # epochs after which more of them teach little: Muennighoff et al. 2023, section 5
-# Up to so many epochs, or epochs times weights for each token of the text, what is against learning by heart costs more
+# Up to so many epochs, or epochs times weights for each token of the text, what is against overfitting costs more
 # than it gains (docs/sizing.md).
 HARMLESS_EPOCHS, HARMLESS_WEIGHTS = 6, 8
 MOST_DECAY, MOST_DROPOUT = 5, 0.2  # the first in times the usual

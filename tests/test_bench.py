@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import math
+import sys
 from functools import partial
 
 import pytest
@@ -72,6 +73,13 @@ def test_each_stage_prints_a_table_and_its_figures_as_json(measured, stage):
     assert all(math.isfinite(figure) and (figure > 0 or name == "growth in MiB") for name, figure in figures.items())
     assert any(next(iter(figures)) in line for line in lines[1:-1])
     assert "muon share at 64" not in figures or figures["muon share at 64"] < 1
+
+
+@pytest.mark.parametrize("stage", ["train", "decode"])
+def test_without_its_peer_it_says_what_to_install(monkeypatch, stage):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match=f"^bench.py {stage} needs the package transformers: pip install transformers"):
+        bench.main([stage, "--device", "cpu"])
 
 
 def test_nanogpt_is_raced_where_it_is_given(measured, tmp_path):
