@@ -40,8 +40,8 @@ from engine.parallel import ALONE, World, averaging, load, materialise, processe
 from engine.plan import Plan
 from engine.run import Run
 from engine.run_folder import UNRECORDED, RunFolder, changed_settings, find_checkpoint
-from engine.settings import check_ranges, flatten, given_settings, load_settings, to_toml
-from engine.sizing import outlook, sized
+from engine.settings import check_ranges, differing, flatten, given_settings, load_settings, to_toml
+from engine.sizing import chooses, outlook, sized
 from model import GPT, ModelConfig
 from prepare import PrepareConfig, prepare
 
@@ -134,12 +134,15 @@ def train(
     """
     begun = time.monotonic() if begun is None else begun
     check_ranges(config)
+    given = differing(config) if given is None else set(given)
     observers, dataset = list(observers), open_data(config, world)
+    asked = flatten(config) | {"the text in data": dataset.sha256, "the settings given": sorted(given)}
+    world.check_same(asked, but=UNRECORDED | {"device"})
     config = sized(config, given, dataset, world, begun, GPT)
     base = world.only_first(find_checkpoint, config.init_from) if config.init_from else None
     config = complete(config, dataset, world, base)
     dataset = batches.fitting(dataset, config.model.context_length, config.long_examples == "cut")
-    world.check_same(flatten(config) | {"the text in data": dataset.sha256}, but=UNRECORDED | {"device"})
+    world.check_same({"dtype": config.dtype})  # "auto" is each machine's own
     ask_for_determinism(config.deterministic)
     torch.manual_seed(config.seed)
     with torch.device("meta"):
@@ -165,7 +168,6 @@ def loop(run: Run, observers: list[Any], stop: Callable) -> None:
     """Evaluate, save, step and record, each when it is time; what an interruption left out comes after the resume."""
     config = run.config
     while True:
-        run.budget.advance(run.step, run.clock)
         finished, record = run.budget.share >= 1, None
         with run.clock.pause():
             due = run.budget.is_due("save") or finished
@@ -182,6 +184,7 @@ def loop(run: Run, observers: list[Any], stop: Callable) -> None:
         if finished or run.world.any(stop()):
             break
         results = train_step(run)
+        run.budget.advance(run.step, run.clock)
         notify(observers, "stepped", run)
         if run.step % config.log_every == 0 or run.step == run.budget.total:
             notify(observers, "recorded", run, run.training_record(*results))
@@ -194,7 +197,10 @@ def plan(config: TrainConfig, given: Collection[str] | None = None) -> str:
     """What the run would take. Without the dataset its vocabulary must be given; ValueError if it is not."""
     epochs, device = [], choose_device(config.device)
     here, existing = World(0, 1, device), all(path.exists() for path in config.data)
-    if existing or not config.model.vocab_size or config.init_from or config.minutes:
+    given = differing(config) if given is None else set(given)
+    if config.minutes and not chooses(config, given):
+        raise ValueError("--plan tells what --minutes would choose, but the size is given; give --steps, not --minutes")
+    if existing or not config.model.vocab_size or config.init_from or chooses(config, given):
         dataset = open_data(config, ALONE)
         if config.minutes:
             return outlook(config, given, dataset, here, GPT)
@@ -244,13 +250,13 @@ def restore(run: Run, base: Checkpoint | None, begun: float) -> None:
     Only the first process need have them. Raises ValueError for a checkpoint made with settings that must not change.
     """
     found = run.folder.newest(run.say)
-    if found and found.sha256["tokenizer.json"] != run.dataset.manifest["tokenizer"]["sha256"]:
-        raise ValueError(f"{found.path} is damaged: its tokenizer.json is not the one of {run.dataset.path}")
     state = found.state if found else None
     if state:
         run.step = run.saved = state["step"]
         may_change = {one.name for kind in (ChangeableConfig, OptimizerConfig) for one in fields(kind)} - {"optimizer"}
         changed = changed_settings(state, flatten(run.config), may_change, run.dataset.sha256)
+        if found.sha256["tokenizer.json"] != run.dataset.manifest["tokenizer"]["sha256"]:
+            raise ValueError(f"{found.path} is damaged: its tokenizer.json is not the one of {run.dataset.path}")
         run.changes = [*state.get("changes", []), *([{"step": run.step} | changed] if changed else [])]
         load(run.model, run.folder.tensors(found, "model"))
         run.optimizer.load_state(run.folder.tensors(found, "optimizer"))

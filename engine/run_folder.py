@@ -25,7 +25,8 @@ GRACE = 20.0  # seconds that closing waits for other processes' shards; torchrun
 
 def list_checkpoints(run: Path) -> list[Path]:
     """The checkpoint folders of a run, oldest first."""
-    return sorted(path for path in (run / "checkpoints").glob("step-*") if NAME.fullmatch(path.name))
+    found = [path for path in (run / "checkpoints").glob("step-*") if NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def checkpoints_by_loss(run: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 import functools
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +17,8 @@ from engine.mixture import Mixture
 from engine.observers import say
 from engine.optimizer import Optimizer, OptimizerConfig
 from engine.parallel import World
-from engine.run_folder import is_launch
-from engine.settings import differing, flatten, load_settings, with_values
+from engine.run_folder import is_launch, list_checkpoints
+from engine.settings import flatten, load_settings, with_values
 
 HEAD = 64  # width of a head; a model has as many heads as layers
 BLOCKS = 12 * HEAD**2  # weights of a model's blocks, over the depth cubed
@@ -41,6 +41,7 @@ MINUTES = (1, 3, 10, 30, 60, 180)  # of the table
 TIMED = 3  # steps, of which the quickest tells the speed
 TIMED_TOKENS = 1e6  # in all; as many sequences, as long, as follow from these are timed
 LEAST_SECONDS = 1.0  # that are planned for, however long the start took
+SETTLED = 4  # rounds in which a number of tokens and what follows from it come to agree
 SHAPE = {"num_layers", "num_heads", "d_model"}  # who gives one of them chooses all sizes
 LENGTH = {"minutes", "steps", "depth"}  # who gives none of them trains with the defaults
 
@@ -78,10 +79,10 @@ class Size:
         width = HEAD * self.depth
         return 3 * (BLOCKS * self.depth**3 + self.context * width * self.depth + self.vocab_size * width)
 
-    def settings(self, processes: int = 1) -> dict[str, Any]:
-        """All that follows, by the names of the settings."""
+    def settings(self, multiple: int = 1) -> dict[str, Any]:
+        """All that follows, by the names of the settings; a batch that is not given is a multiple of that."""
         rows = BATCH * (self.tokens / 1e6) ** GROWTH / self.context
-        rows = self.rows or max(1, round(rows / processes)) * processes
+        rows = self.rows or max(1, round(rows / multiple)) * multiple
         rate = RATE * math.sqrt(rows * self.context / BATCH)
         epochs = self.tokens / self.text
         weights = epochs * BLOCKS * self.depth**3 / self.text
@@ -93,9 +94,14 @@ class Size:
         return found | {"weight_decay": round(decay, 2), "dropout": round(20 * dropout) / 20}
 
 
+def chooses(config: Any, given: set[str]) -> bool:
+    """Whether sizes are chosen: for minutes, steps or a depth, if none is given, nor a model to begin with."""
+    return bool(LENGTH & given) and not SHAPE & given and not config.init_from
+
+
 def sized(
     config: Any,
-    given: Collection[str] | None,
+    given: set[str],
     data: Mixture,
     world: World,
     begun: float,
@@ -103,19 +109,18 @@ def sized(
 ) -> Any:
     """The settings, with those that were not given chosen, which is said; if the run is resumed, chosen as then.
 
-    Nothing is chosen where a size was given, or neither minutes, steps nor depth. ``given`` are settings' names, None:
-    of those that are no defaults; ``begun`` is when the minutes began; make(ModelConfig) is a model. Raises ValueError
+    ``given`` are settings' names; ``begun`` is when the minutes began; make(ModelConfig) is a model. Raises ValueError
     for a depth beside other sizes.
     """
-    given, depth, model = differing(config) if given is None else set(given), config.depth, config.model
-    if SHAPE & given or not LENGTH & given or config.init_from:
+    depth, model = config.depth, config.model
+    if not chooses(config, given):
         shape = (model.num_layers, model.num_heads, model.d_model)
         if depth and not config.resume and (config.init_from or shape != (depth, depth, HEAD * depth)):
             raise ValueError(f"--depth {depth} sets all sizes, but others are given too; leave out --depth, or those")
         return config
     saved = config.out / "config.toml"
     again = config.resume or is_launch(config.out, world.launch)  # after a fault
-    if world.broadcast(again and saved.exists()):
+    if world.broadcast(again and saved.exists() and bool(list_checkpoints(config.out))):
         then = world.broadcast(flatten(load_settings(type(config), [str(saved)])) if world.is_first else None)
         names = Size(1, 1, 1, 1, 1, 1).settings().keys() - given if then["depth"] else ()
         return with_values(config, {name: then[name] for name in names})
@@ -130,7 +135,8 @@ def sized(
     else:
         steps = config.steps or STEPS
         size, why = size_for_steps(depths, steps, rest), f"{steps:,} steps"
-    chosen = {name: value for name, value in size.settings(world.size).items() if name not in given}
+    found = size.settings(world.size * (config.micro_batch_size or 1))
+    chosen = {name: value for name, value in found.items() if name not in given}
     world.only_first(
         say,
         f"chosen {', '.join(f'{name} {value}' for name, value in chosen.items())}\n"
@@ -139,11 +145,8 @@ def sized(
     return with_values(config, chosen)
 
 
-def outlook(
-    config: Any, given: Collection[str] | None, data: Mixture, world: World, make: Callable[[Any], nn.Module]
-) -> str:
+def outlook(config: Any, given: set[str], data: Mixture, world: World, make: Callable[[Any], nn.Module]) -> str:
     """A table, as text, of what may be learned here in how many minutes; the arguments are as for :func:`sized`."""
-    given = differing(config) if given is None else set(given)
     depths, rest, shaped, measure = _choices(config, given, data, world, make)
     lines = ["minutes  depth   parameters          tokens  epochs  expected loss, nats per token"]
     for minutes in sorted({*MINUTES, config.minutes}):
@@ -169,8 +172,9 @@ def _choices(config: Any, given: set[str], data: Mixture, world: World, make: Ca
 
     @functools.cache
     def measure(depth: int) -> float:
-        rows = Size(depth, TIMED_TOKENS, *rest).settings(world.size)["batch_size"] // world.size
-        spent = seconds_per_token(shaped(depth).to(world.device), config, max(1, rows), world)
+        rows = max(1, Size(depth, TIMED_TOKENS, *rest).settings(world.size)["batch_size"] // world.size)
+        rows = min(rows, config.micro_batch_size or rows)
+        spent = seconds_per_token(shaped(depth).to(world.device), config, rows, world)
         return float(world.sum(torch.tensor(spent, dtype=torch.float64))) / world.size**2  # as many at a time
 
     return depths, rest, shaped, measure
@@ -212,6 +216,9 @@ def size_for_seconds(
 def size_for_steps(depths: Sequence[int], steps: int, rest: tuple) -> Size:
     """The largest size that learns more in so many steps than a smaller one does by as many operations."""
     tokens = (steps * BATCH / 1e6**GROWTH) ** (1 / (1 - GROWTH))  # as there are so many in a step for so many in all
+    for _ in range(SETTLED):  # in whole sequences, or in as many, or as long ones, as are given
+        any_depth = Size(depths[0], tokens, *rest)
+        tokens = steps * any_depth.settings()["batch_size"] * any_depth.context
     best = depths[0]
     for depth in depths:
         budget = tokens * Size(depth, tokens, *rest).operations

@@ -4,8 +4,8 @@
     torchrun … tests/in_turn.py RUNS     in the processes that torchrun started
 
 RUNS is JSON, a list of {"flags": …} with, if wanted, "stop": the step after which the last process asks to stop, or
-"hang": after which it hangs, "full": the bytes that it can write into a file, "elsewhere": where the run folder is for
-all but the first process, and "watch", "mask", "hold" or "conclude": true. What process r saw of a run is then in
+"hang": after which it hangs, "full": the bytes that it can write into a file, "others": more flags, of all processes
+but the first, and "watch", "mask", "hold" or "conclude": true. What process r saw of a run is then in
 OUT.seen/r.json.
 """
 
@@ -31,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import train
+from engine import observers
 from engine.batches import Batches
 from engine.dataset import Examples
 from engine.files import to_json
@@ -42,7 +43,7 @@ from engine.settings import load_settings
 ROWS, LENGTH = 12, 16  # of the batches that are masked
 WATCHED = 3  # the step, counted from 1, that is watched
 PATIENCE = 120  # seconds that all runs of a line may take
-train.SAMPLE_TOKENS = 3  # each is a round of messages
+observers.SAMPLE_TOKENS = 3  # each is a round of messages
 
 
 def masks() -> dict[str, Tensor]:
@@ -179,10 +180,8 @@ def folder_of(out: Path) -> Path:
 
 def play(runs: list[dict[str, Any]]) -> None:
     """Do all the runs, in this process and its peers, with the patience of the first."""
-    outs = [
-        ["--out", asked["elsewhere"]] if "elsewhere" in asked and os.environ["RANK"] != "0" else [] for asked in runs
-    ]
-    configs = [load_settings(train.TrainConfig, [*asked["flags"], *out]) for asked, out in zip(runs, outs, strict=True)]
+    flags = [asked["flags"] + asked.get("others", []) * (os.environ["RANK"] != "0") for asked in runs]
+    configs = [load_settings(train.TrainConfig, given) for given in flags]
     with processes("cpu", timeout=configs[0].timeout) as world:
         for config, asked in zip(configs, runs, strict=True):
             folder_of(config.out).mkdir(exist_ok=True)
@@ -190,20 +189,20 @@ def play(runs: list[dict[str, Any]]) -> None:
             if "full" in asked and world.rank == world.size - 1:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (asked["full"], resource.RLIM_INFINITY))
             stopper, watcher = Stopper(asked.get("stop"), asked.get("hang")), Watcher()
-            observers = [Records(), stopper]
-            observers += [watcher] if asked.get("watch") and world.is_first else []
-            observers += [Masked()] if asked.get("mask") else []
-            observers += [holder := Holder()] if asked.get("hold") else []
+            watching = [Records(), stopper]
+            watching += [watcher] if asked.get("watch") and world.is_first else []
+            watching += [Masked()] if asked.get("mask") else []
+            watching += [holder := Holder()] if asked.get("hold") else []
             with contextlib.redirect_stdout(io.StringIO()) as said:
                 peers = dataclasses.replace(world, sharded=config.parallel == "fsdp")
-                run = train.train(config, peers, observers, lambda stopper=stopper: stopper.asked)
+                run = train.train(config, peers, watching, lambda stopper=stopper: stopper.asked)
                 if asked.get("conclude"):
                     train.conclude(run)
                 if asked.get("hold"):
                     holder.note(run, "ended")
-            assert run.step == (asked.get("stop") or config.steps)
+            assert run.step == (asked.get("stop") or config.steps or run.step)
             assert run.replica is run.model  # a DDP that outlives its process group may hang in its destructor
-            seen = watcher.seen | {"said": said.getvalue()}
+            seen = watcher.seen | {"said": said.getvalue(), "share": run.budget.share, "steps": run.step}
             (folder_of(config.out) / f"{world.rank}.json").write_text(json.dumps(seen))
 
 

@@ -23,11 +23,11 @@ def test_all_processes_have_the_first_one_s_seconds():
 
 
 def drive(seconds, step_seconds, evaluation=0.0, save=0.0, every=None, share=0.0, elapsed=0.0):
-    """Run a time budget against a simulated clock: (elapsed at the end, steps, shares, shares of the evaluations)."""
+    """Run a time budget against a simulated clock: (end, steps, shares, those of evaluations, of saves)."""
     clock = SimpleNamespace(elapsed=elapsed + 1e-6, paused=0.0)
     costs = {"evaluate": evaluation / step_seconds(0), "save": save}
     budget = TimeBudget(seconds, {"evaluate": every, "save": every}, costs, ALONE, share=share)
-    shares, evaluated, step = [], [], 0
+    shares, evaluated, saved, step = [], [], [], 0
     while True:
         budget.advance(step, clock)
         shares.append(budget.share)
@@ -38,15 +38,18 @@ def drive(seconds, step_seconds, evaluation=0.0, save=0.0, every=None, share=0.0
             budget.costs["evaluate"] = seconds / step_seconds(clock.elapsed)
             clock.elapsed, clock.paused = clock.elapsed + seconds, clock.paused + seconds
             evaluated.append(budget.share)
+        if step and budget.share < 1 and budget.is_due("save"):
+            with budget.timing("save"):
+                saved.append(budget.share)
         if budget.share >= 1:
             seconds = evaluation * step_seconds(clock.elapsed) / step_seconds(0)
-            return clock.elapsed + seconds + save + CLOSING, step, shares, evaluated
+            return clock.elapsed + seconds + save + CLOSING, step, shares, evaluated, saved
         step, clock.elapsed = step + 1, clock.elapsed + step_seconds(clock.elapsed)
 
 
 @pytest.mark.parametrize("evaluation", [0.01, 1.0, 5.0])
 def test_a_run_of_minutes_ends_on_time_with_its_last_evaluation_and_save(evaluation):
-    end, _, shares, _ = drive(120, lambda now: 0.35, evaluation, save=0.5)
+    end, _, shares, *_ = drive(120, lambda now: 0.35, evaluation, save=0.5)
     assert end == pytest.approx(120, abs=0.5)
     assert shares == sorted(shares) and shares[0] == 0 and shares[-1] == 1 and shares[-2] > 0.99
 
@@ -58,9 +61,15 @@ def test_a_run_of_minutes_ends_on_time_beside_another_process_that_takes_a_core(
 
 @pytest.mark.parametrize(("evaluation", "times"), [(0.001, 9), (1.0, 4), (2.0, 2), (4.0, 1), (9.0, 0)])
 def test_evaluations_before_the_last_are_spread_evenly_and_take_a_small_part_of_the_time(evaluation, times):
-    *_, evaluated = drive(120, lambda now: 0.1, evaluation)
+    *_, evaluated, _ = drive(120, lambda now: 0.1, evaluation)
     assert evaluated == pytest.approx([(n + 1) / (times + 1) for n in range(times)], abs=0.02)
     assert drive(120, lambda now: 0.1, every=100)[3][0] == pytest.approx(0.085, abs=0.01)  # unless steps are given
+
+
+@pytest.mark.parametrize(("save", "times"), [(0.001, 9), (1.0, 4), (2.0, 2), (4.0, 1), (9.0, 0)])
+def test_saves_before_the_last_are_spread_evenly_and_take_a_small_part_of_the_time(save, times):
+    *_, saved = drive(120, lambda now: 0.1, save=save)
+    assert saved == pytest.approx([(n + 1) / (times + 1) for n in range(times)], abs=0.02)
 
 
 def test_the_steps_of_a_run_of_minutes_are_told_from_its_share():
@@ -96,7 +105,7 @@ def test_a_run_of_minutes_decays_evaluates_saves_and_goes_on_where_it_was(number
     assert run.step > stopped.step and run.budget.share == 1 and run.saved == run.step and run.val_loss < 2
     assert run.clock.elapsed < CLOSING + 4
     share = list(logged(out, "share").values())
-    assert share == sorted(share) and share[-1] > 0.9
+    assert share == sorted(share) and share[-1] == 1 and max(logged(out, "train_loss")) == run.step
     assert list(logged(out, "learning_rate").values())[-1] < 0.1 * settings.optimizer.learning_rate
     state = json.loads((out / "checkpoints" / f"step-{run.step:08d}" / "state.json").read_text())
     assert state["share"] == 1

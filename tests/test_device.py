@@ -73,6 +73,7 @@ def test_freed_memory_is_used_again():
     assert min(faults[-8:]) == 0, faults  # without, each time anew
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
 def test_total_memory_is_the_machines():
     with open("/proc/meminfo") as file:
         assert total_memory(torch.device("cpu")) / 2**10 == pytest.approx(int(file.readline().split()[1]), rel=1e-3)

@@ -72,6 +72,13 @@ def test_observers_are_told_what_happens_in_order(numbers, tmp_path):
     assert diary.entries[:2] == [("started", 3), ("stepped", 4)]
 
 
+def test_observers_know_how_far_the_run_is(numbers, tmp_path):
+    told = []
+    watching = SimpleNamespace(stepped=lambda run: told.append(run.budget.share))
+    observed(numbers, tmp_path, "--steps", 4, observers=[watching])
+    assert told == [0.25, 0.5, 0.75, 1]
+
+
 def test_observers_of_a_run_that_never_started_are_closed(numbers, tmp_path):
     observed(numbers, tmp_path, "--steps", 1, observers=[])
     observers = [Diary(), MetricsFile(), Terminal()]
@@ -196,6 +203,9 @@ def test_a_z_score_counts_deviations_from_the_recent_losses_that_are_finite(tmp_
     losses = torch.tensor([2.0 + step % 2 for step in range(160, 200) if step % 5])
     assert metrics.z_score(4.0) == pytest.approx((4 - losses.mean().item()) / losses.std().item())
     assert metrics.z_score(float("nan")) == metrics.z_score(float("inf")) == 0.0
+    expected = metrics.z_score(4.0)
+    metrics.records = [one for record in metrics.records for one in ({"val_loss": 9.0}, record, {"val_loss": 9.0})]
+    assert metrics.z_score(4.0) == expected  # evaluations between them do not count
 
 
 @pytest.mark.parametrize("line", [b"", b" ", b"torn", b"{}", b"[1]", b"7", b'{"step": "1"}', b"\xff", b"[" * 9999])

@@ -80,6 +80,9 @@ def test_schedules():
     assert learning_rate_factor(110, 110, cosine) == pytest.approx(0.1)
     old = dataclasses.replace(linear, decay="inverse_sqrt")
     assert learning_rate_factor(39, 110, old) == pytest.approx(0.5)  # four times the warm-up: half
+    default = OptimizerConfig()
+    assert [learning_rate_factor(s, 100, default) for s in (0, 8, 9, 10)] == pytest.approx([0.1, 0.9, 1, 1])
+    assert [learning_rate_factor(s, 4, default) for s in range(4)] == pytest.approx([1 / 3, 2 / 3, 1, 1])
     for decay in ("linear", "cosine", "inverse_sqrt"):
         without = OptimizerConfig(warmup_steps=0, decay=decay)
         assert learning_rate_factor(0, 1, without) == 1

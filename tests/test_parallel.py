@@ -82,6 +82,12 @@ def flags_of(place: Path, name: str, *flags: object) -> list[str]:
     return list(map(str, ["--data", place / "data", "--out", place / name, *SHAPE, "--steps", STEPS, *flags]))
 
 
+def timed_flags(place: Path, name: str, minutes: float = 0.08) -> list[str]:
+    """Of a run on time, whose size is chosen."""
+    flags = ["--data", place / "data", "--out", place / name, "--minutes", minutes, "--log-every", 1]
+    return list(map(str, [*flags, "--eval-tokens", 500, "--device", "cpu", "--dtype", "float32"]))
+
+
 def seen(run: Path, rank: int = 0) -> dict:
     return json.loads((folder_of(run) / f"{rank}.json").read_text())
 
@@ -119,9 +125,11 @@ def runs(place, play) -> Path:
     narrow = [{"flags": flags_of(place, f"{kind}-narrow", *KINDS[kind], "--dtype", "bfloat16")} for kind in KINDS]
     four = whole("fsdp-adamw", 4, "--checkpoint-activations")
     play(4, [four, *parts("elastic", 3)])  # from 4 …
-    apart = [{"flags": flags_of(place, "apart", *KINDS["fsdp-muon"], "--resume"), "elsewhere": str(place / "other")}]
+    apart = [{"flags": flags_of(place, "apart", *KINDS["fsdp-muon"], "--resume")}]
+    apart[0]["others"] = ["--out", str(place / "other")]
     apart = [run | {"stop": stop} for run in apart for stop in (7, None)]
-    two = [whole(kind, 2, *micro) for kind in KINDS] + [each, *narrow, *apart, mixed("mixed-2", stop=7)]
+    timed = {"flags": timed_flags(place, "timed")}
+    two = [timed] + [whole(kind, 2, *micro) for kind in KINDS] + [each, *narrow, *apart, mixed("mixed-2", stop=7)]
     play(2, two + parts("elastic", 6))  # … to 2 …
     damaged = shutil.copytree(place / "fsdp-muon-elastic", place / "damaged")
     (list_checkpoints(damaged)[-1] / "model-00002-of-00002.safetensors").write_bytes(b"")
@@ -135,6 +143,15 @@ def runs(place, play) -> Path:
 @pytest.mark.parametrize("kind, size", [*itertools.product(KINDS, [2, 3]), ("fsdp-adamw", 4)])
 def test_many_processes_are_one_at_every_step(runs, kind, size):
     assert_same(runs / f"ddp-{kind.split('-')[1]}-1", runs / f"{kind}-{size}", 1e-5)
+
+
+def test_processes_agree_on_the_size_for_a_time_and_on_how_much_of_it_is_gone(runs):
+    first, second = (seen(runs / "timed", rank) for rank in (0, 1))
+    assert first["said"].startswith("chosen depth ") and not second["said"]
+    assert first["share"] == second["share"] == 1 and first["steps"] == second["steps"] > 0
+    found, rates = newest_checkpoint(runs / "timed"), list(logged(runs / "timed", "learning_rate").values())
+    assert found.step == first["steps"] and found.state["settings"]["batch_size"] % 2 == 0
+    assert rates[-1] < 0.2 * max(rates)
 
 
 @pytest.mark.parametrize("kind", ["ddp-muon", "fsdp-muon"])
@@ -374,6 +391,13 @@ def test_a_sharded_process_whose_disk_is_full_says_so_and_ends_the_run(place, pl
         play(2, [asked])
     assert time.monotonic() - begun < 60  # ended, long before the timeout
     assert list((place / "full" / "checkpoints").iterdir()) == []
+
+
+def test_settings_that_differ_are_told_before_a_size_is_chosen_together(place, play):
+    asked = {"flags": [*timed_flags(place, "differ", 1), "--timeout", "5"], "others": ["--d-model", "64"]}
+    differing = r"process 1 of 2 does not fit the first: d_model 128 → 64, the settings given .*; start all alike"
+    with pytest.raises(AssertionError, match=f"{differing}|process 0 of 2 does not fit the first: another"):
+        play(2, [asked])
 
 
 def test_a_process_that_hangs_ends_the_run(place, play):

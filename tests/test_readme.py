@@ -87,7 +87,8 @@ def shortened(script: str, given: list[str]) -> list[str]:
         length = "--minutes 0.01" if "--minutes" in given else "--steps 2 --warmup-steps 0"
         length += " --depth 1" * ("--minutes" in given and "--plan" in given)  # of which the speed is measured soon
         length += " --context-length 64" * (not {"--context-length", "--init-from"} & {*given})
-        return [*given, *TINY.split()[6 if "--init-from" in given else 0 :], *length.split()]
+        sized = "--init-from" in given or {"--minutes", "--plan"} <= {*given}  # by another model, or to be chosen
+        return [*given, *TINY.split()[6 if sized else 0 :], *length.split()]
     if script == "sample.py" and "--page" not in given:
         return [*given, "--max-new-tokens", "3"]
     return given + (["--examples", "100", "--test", "5", "--steps", "2"] if script == "demo.py" else [])

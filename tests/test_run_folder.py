@@ -266,6 +266,12 @@ def test_a_folder_belongs_to_one_run_of_a_process_until_it_is_closed(open_folder
 # Whose it is.
 
 
+def test_steps_of_nine_digits_are_newer_than_those_of_eight(folder):
+    for step in (99_999_980, 99_999_990, 100_000_000):
+        save(folder, step)
+    assert steps(folder) == [99_999_990, 100_000_000] and folder.newest(pytest.fail).step == 100_000_000
+
+
 @pytest.mark.parametrize("name", ["step-00000001.keep", "step-best", "step-1", "mine", ".mine", ".step-00000009.keep"])
 def test_copies_by_other_names_are_the_users(folder, name):
     kept = shutil.copytree(save(folder, 1), folder.path / "checkpoints" / name)

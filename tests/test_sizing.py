@@ -7,6 +7,7 @@ import pytest
 from helpers import exit_code_of, newest_checkpoint, numbers_text
 
 import train
+from engine import sizing
 from engine.mixture import open_mixture
 from engine.sizing import DEPTHS, SHORTEST, TIMED_TOKENS, Size, contexts_for, size_for_seconds, size_for_steps
 from prepare import PrepareConfig, prepare
@@ -44,6 +45,16 @@ def test_more_steps_make_larger_models_and_a_depth_is_taken():
     assert size_for_steps([7], 10, REST).depth == 7
 
 
+@pytest.mark.parametrize("given", [(64, 256), (64, 256, 256), (128, 128), (8192, 8192), (64, 10**6, 3)])
+def test_the_tokens_are_those_of_so_many_steps_whatever_batch_or_context_is_given(given):
+    for steps in (1, 30, 1000, 100_000):
+        size = size_for_steps(DEPTHS, steps, (1_000_000, 65, *given))
+        settings = size.settings()
+        assert size.tokens == steps * settings["batch_size"] * settings["context_length"]
+    few, many = (size_for_steps(DEPTHS, 1000, (*REST, rows)) for rows in (None, 256))  # 3 and 65 epochs
+    assert few.depth < many.depth and few.settings()["dropout"] == 0 < many.settings()["dropout"]
+
+
 def test_what_follows_from_a_size_divides_over_the_processes():
     for processes in (1, 3, 8):
         settings = Size(3, 2e6, *REST).settings(processes)
@@ -75,6 +86,37 @@ def test_a_given_context_batch_and_shared_keys_are_counted_with(numbers, tmp_pat
     given = small(numbers, tmp_path / "run", steps=3, model=train.ModelConfig(context_length=32))
     chosen = size_for_steps(DEPTHS, 3, (len(data.train), data.tokenizer.vocab_size, 32, 32)).settings()
     assert train.train(given, stop=lambda: True).config.batch_size == chosen["batch_size"]
+
+
+def test_batches_are_of_whole_micro_batches_and_no_more_is_timed_at_once(numbers, tmp_path, monkeypatch):
+    timed = []
+    monkeypatch.setattr(sizing, "seconds_per_token", lambda model, config, rows, world: timed.append(rows) or 1e-6)
+    for name, given in {"chosen": {}, "given": {"batch_size": 512}}.items():
+        settings = small(numbers, tmp_path / name, minutes=0.1, micro_batch_size=4, **given)
+        config = train.train(settings, stop=lambda: True).config
+        assert config.batch_size % 4 == 0 and config.batch_size >= given.get("batch_size", 4)
+    assert set(timed) == {4}
+
+
+def test_a_run_that_saved_nothing_is_no_model_for_the_next(numbers, tmp_path, capsys):
+    first = train.train(small(numbers, tmp_path / "run", steps=3), stop=lambda: True)
+    second = train.train(small(numbers, tmp_path / "run", steps=10**5, resume=True), stop=lambda: True)
+    assert first.config.depth == 1 < second.config.depth and capsys.readouterr().out.count("chosen depth") == 2
+
+
+@pytest.mark.parametrize("flags", ["--minutes 9 --d-model 64", "--minutes 9 --init-from {run}"])
+def test_a_plan_by_minutes_is_of_what_they_choose(numbers, tmp_path, flags, capsys):
+    train.train(small(numbers, tmp_path / "base", steps=1))
+    flags = flags.format(run=tmp_path / "base").split()
+    assert exit_code_of(lambda: train.main(["--data", str(numbers), *flags, "--plan"])) == 1
+    assert "--plan tells what --minutes would choose, but the size is given; give" in capsys.readouterr().err
+
+
+def test_a_plan_that_needs_the_text_says_so(tmp_path, capsys):
+    flags = ["--data", str(tmp_path / "none"), "--vocab-size", "65", "--plan"]
+    assert train.main([*flags, "--num-layers", "1"]) == 0  # which does not
+    assert exit_code_of(lambda: train.main([*flags, "--depth", "12"])) == 1
+    assert f"{tmp_path / 'none'}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [("--depth", "2", "--d-model", "64"), ("--depth", "2", "--init-from", "{run}")])

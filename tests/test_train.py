@@ -612,6 +612,13 @@ def test_all_that_a_resumed_run_may_not_change_is_told_at_once(short, numbers):
         train.train(config)
 
 
+def test_a_resumed_run_may_not_change_its_tokenizer(short, tmp_path):
+    (tmp_path / "numbers.txt").write_text(numbers_text(2000), encoding="utf-8")
+    prepare(PrepareConfig(inputs=(str(tmp_path / "numbers.txt"),), tokenizer="byte", out=tmp_path / "bytes"))
+    with pytest.raises(ValueError, match=r"^--resume can't change vocab_size .* → 257, the text in --data; set"):
+        train_tiny(tmp_path / "bytes", short, "--resume")
+
+
 def test_a_resumed_run_may_not_change_its_text(short, numbers, tmp_path):
     data = Path(shutil.copytree(numbers, tmp_path / "data"))
     manifest = (data / "manifest.json").read_text()
@@ -684,7 +691,7 @@ def test_each_preset_builds_takes_steps_and_lowers_the_loss(path):
     assert losses[-1] < losses[0] - 0.05
 
 
-def test_each_preset_says_what_it_is():
+def test_presets_have_the_sizes_that_they_tell():
     sizes = {}
     for path in PRESETS:
         shape = load_settings(train.TrainConfig, [str(path)]).model
@@ -694,6 +701,7 @@ def test_each_preset_says_what_it_is():
     assert sizes["shakespeare-char"] == pytest.approx(10.7e6, rel=0.01)
     assert sizes["shakespeare-char-cpu"] <= 0.85e6
     assert sizes["gpt2-124m"] == pytest.approx(124e6, rel=0.01)
+    assert sizes["124m"] == pytest.approx(162e6, rel=0.01)
 
 
 # As a library.
