@@ -41,7 +41,7 @@ class DemoConfig:
     data: Path = Path("data")  # The folder for examples and dataset.
     examples: Annotated[int, "at least 100"] = 40_000  # How many to train on.
     steps: Annotated[int | None, "at least 1"] = None  # Optimizer steps; None: 600 for dates, 400 for a chat.
-    test: Annotated[int, "at least 1"] = 2000  # How many unseen dates to measure on.
+    test: Annotated[int, "at least 1, at most 70000"] = 2000  # How many unseen dates to measure on.
     seed: Annotated[int, "at least 0"] = 1  # Of the examples.
 
 

@@ -30,7 +30,7 @@ class ExportConfig:
 
     run: tyro.conf.Positional[Path]  # A run folder, for its best checkpoint, or a checkpoint's own folder.
     out: tyro.conf.Positional[Path]  # The directory to make.
-    family: Literal["auto", "llama", "qwen3", "mistral", "gpt2", "apertus", "arcee", "nanochat"] = "auto"
+    family: Literal["auto", *FAMILIES] = "auto"
     """The kind of model to write it as; auto: of those that can hold it the one that most programs run."""
     gguf: Literal["f32", "bf16"] | None = None  # Also write a GGUF file, for llama.cpp, in this dtype.
 
@@ -74,11 +74,12 @@ def export_model(config: ExportConfig) -> None:
         tensors = renamed(folded(model, shape), family)
         safetensors.torch.save_file(tensors, directory / "model.safetensors", {"format": "pt"})
         write_json(directory / "config.json", settings)
-        hub.write_tokenizer(directory, tokenizer, shape.context_length, found.talks)
+        template = hub.chat_template(tokenizer, found.talks)
+        hub.write_tokenizer(directory, tokenizer, shape.context_length, template)
         hub.write_card(directory / "README.md", config.out.resolve().name, found.state, model.num_parameters)
         if config.gguf:
             file = directory / f"{config.out.resolve().name}-{config.gguf}.gguf"
-            gguf_file.write(file, settings, tensors, tokenizer, config.gguf)
+            gguf_file.write(file, settings, tensors, tokenizer, template, config.gguf)
         print(hub.check(directory, model, tokenizer, found.state))
 
 

@@ -12,6 +12,7 @@ python prepare.py --show data/NAME                     what is in there
 import contextlib
 import hashlib
 import io
+import os
 import re
 import shutil
 import tempfile
@@ -147,13 +148,13 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
 
 @contextlib.contextmanager
 def apart(out: Path) -> Iterator[Path]:
-    """A place for a dataset that is gone afterwards, beside out."""
-    place = out.resolve().with_name(f".{out.name}.apart")
-    shutil.rmtree(place, ignore_errors=True)  # left by a kill
+    """A path for a dataset that is gone afterwards, beside out."""
+    folder = out.resolve().with_name(f".{out.name}.apart")
+    shutil.rmtree(folder, ignore_errors=True)  # left by a kill
     try:
-        yield place / out.name
+        yield folder / out.name
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def merge(config: PrepareConfig) -> tuple[Path, bool]:
@@ -191,9 +192,9 @@ def origin_of_whole(parts: dict[Path, dict[str, Any]]) -> dict[str, Any]:
 
 def by_ray(config: PrepareConfig, given: Tokenizer | None) -> None:
     """Have Ray make the parts that are not there yet, many at a time, and merge them."""
-    out = config.out.resolve()  # a worker may have another working directory
+    out = config.out.absolute()  # a worker may have another working directory
     own = given and config.tokenizer != given.kind
-    tokenizer = str(Path(config.tokenizer).resolve()) if own else config.tokenizer
+    tokenizer = str(Path(config.tokenizer).absolute()) if own else config.tokenizer
     inputs = tuple(map(absolute, config.inputs))
     whole = replace(config, ray=None, out=out, inputs=inputs, tokenizer=tokenizer)
     with ray_cluster(config.ray) as (workers, run):
@@ -211,7 +212,7 @@ def absolute(name: str) -> str:
     path = name.removeprefix("hf:")
     if path in ("stdlib", "shakespeare") or not Path(path).exists():
         return name
-    return name.removesuffix(path) + str(Path(path).resolve())
+    return name.removesuffix(path) + str(Path(path).absolute())  # a link's own name tells what it is
 
 
 def prepare_part(config: PrepareConfig) -> None:
@@ -274,7 +275,8 @@ def sources_of(config: PrepareConfig, spool: Path) -> list[Source]:
         advice = "leave it out, convert it, or choose a folder's files with --glob '*.jsonl'"
         raise ValueError(f"{flag} is for {FIELDS}, which {others[0]} is not; {advice}")
     for folder in (name for name in config.inputs if config.glob is None and Path(name).is_dir()):
-        kinds = {kind_of(source) != "": source.name for source in found if source.name.startswith(f"{Path(folder)}/")}
+        local = [source for source in found if source.fs is None and source.rows is None]
+        kinds = {kind_of(one) != "": one.name for one in local if Path(one.path).is_relative_to(folder)}
         if len(kinds) > 1:
             raise ValueError(f"{folder} has both {kinds[True]}, with fields, and {kinds[False]}, without: see --glob")
     how = {"field": config.field or "text", "errors": config.errors, "turns_of": turns_of}
@@ -286,7 +288,7 @@ def name_of(source: str) -> str:
     if source == "-":
         return "stdin"
     path = re.sub(r"[*?#].*", "", source.removeprefix("hf:")).rstrip("/")
-    return Path(path).resolve().name.split(".")[0] or "text"
+    return Path(os.path.abspath(path)).name.split(".")[0] or "text"
 
 
 def origin_of(corpus: Corpus, config: PrepareConfig, given: Tokenizer | None) -> dict[str, Any]:

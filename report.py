@@ -16,7 +16,7 @@ from typing import Any
 import tyro
 
 from engine.batches import fitting
-from engine.checkpoint import check_tokenizer, load_model
+from engine.checkpoint import load_model
 from engine.copies import SHORTEST, Place, copied, validation_texts
 from engine.mixture import Mixture, as_paths, open_mixture
 from engine.report_page import attention_of, baseline_losses, describe_data, describe_run, write_page
@@ -63,14 +63,15 @@ def whole_run(folder: Path) -> dict[str, Any]:
     run = describe_run(folder)
     try:
         dataset = dataset_of(run["settings"])
+        found = find_checkpoint(folder) if list_checkpoints(folder) else None
+        if found and found.state["data_sha256"] != dataset.sha256:
+            raise ValueError(f"{dataset.path} is not the text that it was trained on; prepare that again")
         length, cut = run["settings"].get("context_length"), run["settings"].get("long_examples") == "cut"
         trained_on = fitting(dataset, length, cut) if isinstance(length, int) else dataset
         run |= {"data": describe_data(dataset), "baselines": baseline_losses(trained_on)}
         run["copies"] = copies_of(run, dataset)
-        if not list_checkpoints(folder):
+        if not found:
             raise ValueError(f"{folder} holds no checkpoint")
-        found = find_checkpoint(folder)
-        check_tokenizer(found.path, dataset.tokenizer, dataset.path)
         run["attention"] = attention_of(load_model(found, ModelConfig, GPT), dataset)
     except ValueError as error:
         run["notes"].append(f"The {'attention' if run['data'] else 'data'} can't be shown: {error}.")

@@ -115,7 +115,7 @@ def example_numbers(examples: Examples, seed: int, step: int, batch_size: int) -
 def _examples_of_epoch(examples: Examples, seed: int, epoch: int, step: int, batch_size: int) -> np.ndarray:
     """Those of a batch that are of one epoch.
 
-    An epoch's batches are cut into groups. A group's examples are sorted by length and shared out, so that each batch
+    An epoch's batches are cut into groups. A group's examples are sorted by length and distributed, so that each batch
     has like lengths, to its batches in a pseudo-random order, so that the short don't always come first.
     """
     size = examples.num_examples
@@ -209,8 +209,7 @@ def fitting(mixture: Mixture, context_length: int, cut: bool) -> Mixture:
     datasets = list(mixture.datasets)
     for index, one in enumerate(datasets):
         if isinstance(one.train, Examples):
-            train, val = (split.fitting(context_length, cut) for split in (one.train, one.val))
-            datasets[index] = replace(one, train=train, val=val)
+            datasets[index] = one.fitting(context_length, cut)
     return replace(mixture, datasets=tuple(datasets))
 
 

@@ -49,7 +49,7 @@ def ray_cluster(address: str) -> Iterator[tuple[int, Callable[[Callable, Sequenc
                 raise error.cause from None
             except ray.exceptions.RayError as error:
                 said = " ".join(str(error).split())[:300]
-                raise RuntimeError(f"Ray gave up a task ({said}); run the same again for what is missing") from None
+                raise ValueError(f"Ray gave up a task ({said}); run the same again for what is missing") from None
 
     try:
         yield max(1, int(ray.cluster_resources().get("CPU", 1))), run

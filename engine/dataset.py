@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.examples import is_target
 from engine.files import inside, parse_json, read_json, sha256, write_json
 from engine.ledger import SPLITS
 from engine.tokenizer import Tokenizer, load_tokenizer
@@ -90,6 +91,22 @@ class Dataset:
         """UTF-8 bytes of text that one token of the split stands for, on average; of examples, what counts of both."""
         counts = self.manifest["splits"][split]
         return counts["bytes"] / counts.get("targets", counts["tokens"])
+
+    def fitting(self, context_length: int, cut: bool) -> "Dataset":
+        """With the examples that fit alone: see :meth:`Examples.fitting`. What is left of val is counted anew."""
+        train, val = (split.fitting(context_length, cut) for split in (self.train, self.val))
+        splits = self.manifest["splits"]
+        if val.too_long:
+            splits = splits | {"val": splits["val"] | _counted(val, self.tokenizer)}
+        return replace(self, train=train, val=val, manifest=self.manifest | {"splits": splits})
+
+
+def _counted(examples: Examples, tokenizer: Tokenizer) -> dict[str, int]:
+    """The targets of examples, and the UTF-8 bytes of their text."""
+    every = [examples.example(index) for index in range(examples.num_examples)]
+    ids = np.concatenate([example[is_target(example)] for example in every])
+    text = ids[~np.isin(ids, [*tokenizer.special_tokens.values()])]
+    return {"targets": len(ids), "bytes": len(tokenizer.decode_bytes(text.tolist()))}
 
 
 def open_dataset(path: Path) -> Dataset:

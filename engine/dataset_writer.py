@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from engine.dataset import EXAMPLES_DTYPE, FORMAT, LENGTHS_DTYPE, is_whole, manifest_of
-from engine.files import new_directory, read_json, sha256, to_json, write_json, write_whole
-from engine.ledger import BYTES, COLUMNS, ENDS, FLAGS, SPLITS, TARGETS, TOKENS, Ledgers, content_of, facts_of, of_split
+from engine.files import new_directory, read_json, sha256, write_json
+from engine.ledger import BYTES, COLUMNS, ENDS, FLAGS, SPLITS, TARGETS, TOKENS, Ledgers, content_of, facts_of, is_of
 from engine.tokenizer import AnyCharacter, Tokenizer
 
 SHARD_TOKENS = 2**27  # 256 MiB of uint16
@@ -85,7 +85,7 @@ class DatasetWriter:
         """Append what the ledger says of the token ids, (pieces, COLUMNS)."""
         self.ledger.write(rows.ravel())
         for split in SPLITS:
-            own = of_split(rows, split)
+            own = rows[is_of(rows, split)]
             amounts = {"bytes": own[:, BYTES].sum(), "documents": np.count_nonzero(own[:, FLAGS] & np.uint64(ENDS))}
             self.counts[split].update(amounts | {"targets": own[:, TARGETS].sum()})
             if self.examples:
@@ -159,7 +159,8 @@ def is_made(out: Path, origin: dict[str, Any], force: bool, stamp: str, content:
         raise ValueError(f"{out} was made with {other}; use --force to replace it, or another --out")
     if not (whole := is_whole(out, manifest)) or not stamp or stamp_of(out) == stamp:
         return whole
-    write_whole(out / STAMP, to_json(stamp).encode())  # the same text in files that are newer
+    with contextlib.suppress(OSError):  # a folder that is only read is compared each time
+        write_json(out / STAMP, stamp)  # the same text in files that are newer
     return True
 
 

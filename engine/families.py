@@ -321,9 +321,12 @@ def read_configuration(said: dict[str, Any], source: str) -> tuple[Family, dict[
     if missing := [name for name in ("vocab_size", "context_length", "num_layers", "num_heads") if name not in values]:
         raise ValueError(f"{source} does not say {family.settings[missing[0]]}")
     known = {theirs: ours for ours, theirs in (ACTIVATIONS | family.activations).items()} | SAME_ACTIVATIONS
-    if (activation := known.get(str(values["activation"]), values["activation"])) not in family.holds["activation"]:
-        raise ValueError(f"{source}: the activation {activation!r} can't be held here; {', '.join(known)} can")
-    values["activation"] = activation
+    if (named := said.get(family.settings["activation"])) is not None:
+        values["activation"] = known.get(str(named))
+    if values["activation"] not in family.holds["activation"]:
+        raise ValueError(f"{source}: the activation {named!r} can't be held here; {', '.join(known)} can")
+    if odd := [name for name, allowed in family.holds.items() if values[name] not in allowed]:
+        raise ValueError(f"{source}: with {odd[0]} {values[odd[0]]!r} it can't be held here")
     if values["position"] == "rope":
         values["rope_base"] = plain_rope_base(said, source)
     return family, values

@@ -124,9 +124,8 @@ def write_whole(path: Path, content: bytes) -> None:
         partial.write_bytes(content)
         flush(partial)
         partial.replace(path)
-    except OSError:
+    finally:
         partial.unlink(missing_ok=True)
-        raise
     flush(path.parent)
 
 

@@ -44,10 +44,11 @@ class Cache:
         self.keys_values[:, :, :, : self.held] = chosen
 
 
-def new_caches(model: torch.nn.Module, batch_size: int) -> list[Cache]:
-    """An empty cache for each block of the model, with room for what it sees of a whole context."""
+def new_caches(model: torch.nn.Module, batch_size: int, longest: float = math.inf) -> list[Cache]:
+    """An empty cache for each block of the model, with room for what it sees of so many tokens, a context at most."""
     c, like = model.config, next(model.parameters())
-    return [Cache(batch_size, c.num_groups, c.context_length, c.head_width, like, w) for w in c.layer_windows]
+    length = min(c.context_length, longest)
+    return [Cache(batch_size, c.num_groups, length, c.head_width, like, window) for window in c.layer_windows]
 
 
 def window_start(length: int, context_length: int) -> int:
@@ -62,14 +63,21 @@ def window_start(length: int, context_length: int) -> int:
 class Sequences:
     """Token sequences of one length that grow side by side, and a model's logits of what comes next."""
 
-    def __init__(self, model: torch.nn.Module, tokens: Tensor, never: Sequence[int] = (), use_cache: bool = True):
-        """They begin with tokens (B, T), T ≥ 0; ``never`` are ids that must not come next.
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tokens: Tensor,
+        longest: int,
+        never: Sequence[int] = (),
+        use_cache: bool = True,
+    ):
+        """They begin with tokens (B, T), T ≥ 0, and grow to ``longest``; ``never`` are ids that must not come next.
 
         The model is of :func:`engine.kernels.for_decoding`, or any, slower; one that trains predicts, and trains on.
         """
         self.model, self.tokens, self.start = model, tokens, 0  # the tokens from position start on
         self.never = torch.tensor(list(never), dtype=torch.long, device=tokens.device)
-        self.caches = new_caches(model, len(tokens)) if use_cache else []
+        self.caches = new_caches(model, len(tokens), longest) if use_cache else []
 
     length = property(lambda self: self.start + self.tokens.shape[1])
 
@@ -117,7 +125,8 @@ def generate(
     slower still: the definition for tests.
     """
     generator = torch.Generator(prompt.device).manual_seed(seed)
-    sequences = Sequences(model, prompt.view(-1, prompt.shape[-1]), never, use_cache)
+    longest = prompt.shape[-1] + max_new_tokens
+    sequences = Sequences(model, prompt.view(-1, prompt.shape[-1]), longest, never, use_cache)
     for _ in range(max_new_tokens):
         chosen = choose(sequences.logits(), temperature, top_k, top_p, generator)
         sequences.append(chosen[:, None])
@@ -140,7 +149,7 @@ def beam_search(
     ``ends``, which it keeps, when ``stopped`` says so, or after max_new_tokens; ``never`` are ids not to choose. The
     most likely continuations go on, as many as there are beams; the search is over when none can beat the best done.
     """
-    sequences, beam_ids = Sequences(model, prompt.view(1, -1), never), [[]]
+    sequences, beam_ids = Sequences(model, prompt.view(1, -1), len(prompt) + max_new_tokens, never), [[]]
     log_p = torch.zeros(1, device=prompt.device)  # of each beam
     best, best_score = [], -math.inf
     for length in range(1, max_new_tokens + 1):
@@ -285,7 +294,8 @@ def complete(
     for first in range(0, len(rows), batch_size):
         batch = rows[first : first + batch_size]
         nothing = torch.empty(len(batch), 0, dtype=torch.long, device=device)
-        sequences = Sequences(model, nothing, not_text(tokenizer, model, ends))
+        longest = max(len(row.prompt) + row.limit for row in batch)
+        sequences = Sequences(model, nothing, longest, not_text(tokenizer, model, ends))
         for row in _complete_batch(sequences, batch, draw):
             yield row.index, row.text, row.count
 

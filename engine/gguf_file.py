@@ -36,8 +36,15 @@ def check(settings: dict[str, Any], tokenizer: Tokenizer) -> None:
         raise ValueError(f"llama.cpp cuts text in other ways than this {tokenizer.kind} tokenizer; {advice}")
 
 
-def write(path: Path, settings: dict[str, Any], tensors: dict[str, Tensor], tokenizer: Tokenizer, dtype: str) -> None:
-    """Write the model and its tokenizer; dtype, bf16 or f32, is that of its matrices."""
+def write(
+    path: Path,
+    settings: dict[str, Any],
+    tensors: dict[str, Tensor],
+    tokenizer: Tokenizer,
+    template: str | None,
+    dtype: str,
+) -> None:
+    """Write the model, its tokenizer and its chats' template; dtype, bf16 or f32, is that of its matrices."""
     import gguf
 
     kind = settings["model_type"]
@@ -45,6 +52,8 @@ def write(path: Path, settings: dict[str, Any], tensors: dict[str, Tensor], toke
     writer = gguf.GGUFWriter(path, kind)
     heads, layers = _add_shape(writer, settings)
     _add_tokenizer(writer, tokenizer, settings["vocab_size"])
+    if template:
+        writer.add_chat_template(template)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16 if dtype == "bf16" else gguf.LlamaFileType.ALL_F32)
     names = gguf.get_tensor_name_map(architecture, layers)
     embedding = "transformer.wte.weight" if kind == "gpt2" else "model.embed_tokens.weight"

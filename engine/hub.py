@@ -11,18 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from engine.dataset import Examples
-from engine.examples import end_of_turn
+from engine.examples import CHATML, end_of_turn
 from engine.files import inside, read_json, write_json
 from engine.huggingface_tokenizer import from_huggingface, to_huggingface
 from engine.mixture import as_paths, open_mixture
 from engine.tokenizer import Tokenizer
 
-CHECKED = 4  # context lengths of text on which an export is compared
+CHECKED, LONGEST_CHECKED = 4, 1024  # pieces of text on which an export is compared, and their tokens at most
 TOLERANCE = 1e-4  # of the largest logit
-# Chats as they were learned here: engine/examples.py. Hugging Face's libraries read such templates with Jinja.
-CHAT_TEMPLATE = (
+# Chats as they are learned here, without ChatML's tokens and with them: engine/examples.py. Jinja reads such templates.
+PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+CHATML_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 CARD = """---
 license: {unknown}
@@ -117,7 +121,7 @@ def read_tokenizer(directory: Path) -> Tokenizer:
     said = read_object(directory / "tokenizer_config.json") if (directory / "tokenizer_config.json").is_file() else {}
     end, template = said.get("eos_token"), read_template(directory)
     end = end.get("content") if isinstance(end, dict) else end
-    template = template if template != CHAT_TEMPLATE else None
+    template = None if template in (PLAIN_TEMPLATE, CHATML_TEMPLATE) else template
     return from_huggingface(read_object(directory / "tokenizer.json"), end, template)
 
 
@@ -135,10 +139,15 @@ def token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
     return {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text, "pad_token_id": None}
 
 
-def write_tokenizer(directory: Path, tokenizer: Tokenizer, context_length: int, talks: bool) -> None:
-    """Write tokenizer.json, tokenizer_config.json and generation_config.json; talks: of a model of chats."""
+def chat_template(tokenizer: Tokenizer, talks: bool) -> str | None:
+    """How chats become text: as an imported tokenizer says, or for a model that talks as they are learned here."""
+    learned = CHATML_TEMPLATE if tokenizer.special_tokens.keys() >= {*CHATML} else PLAIN_TEMPLATE
+    return tokenizer.chat_template or (learned if talks else None)
+
+
+def write_tokenizer(directory: Path, tokenizer: Tokenizer, context_length: int, template: str | None) -> None:
+    """Write tokenizer.json, tokenizer_config.json and generation_config.json."""
     to_huggingface(tokenizer).save(str(directory / "tokenizer.json"))
-    template = tokenizer.chat_template or (CHAT_TEMPLATE if talks else None)
     said = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context_length}
     said |= {"clean_up_tokenization_spaces": False} | ({"chat_template": template} if template else {})
     if tokenizer.end_of_text is not None:
@@ -186,10 +195,12 @@ def check(directory: Path, model: nn.Module, tokenizer: Tokenizer, state: dict[s
     transformers.utils.logging.disable_progress_bar()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
     words = transformers.AutoTokenizer.from_pretrained(directory)
-    length = model.config.context_length
+    length = min(model.config.context_length, LONGEST_CHECKED)
     ids, source = held_out(tokenizer, state, CHECKED * length)
-    text = tokenizer.decode([token for token in ids if token != tokenizer.end_of_text])
-    if words.encode(text, add_special_tokens=False) != tokenizer.encode(text).tolist():
+    special = {*tokenizer.special_tokens.values()}
+    text = tokenizer.decode([token for token in ids if token not in special])
+    theirs_of_text = words.encode(text, add_special_tokens=False, split_special_tokens=True)
+    if theirs_of_text != tokenizer.encode(text).tolist():
         raise ValueError(f"transformers makes other token ids of {source}; this is a defect: please report it")
     furthest, largest = 0.0, 0.0
     for start in range(0, len(ids), length):

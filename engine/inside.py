@@ -189,7 +189,8 @@ class Inside:
         with self.computing:
             model = Watched(self._model(question.off))
             ids = generate_text(model, self.tokenizer, [prompt], most, seed=question.seed, **question.choice)
-            every = Sequences(self.model, torch.tensor([prompt], device=self.device)) if question.off else None
+            begun = torch.tensor([prompt], device=self.device)
+            every = Sequences(self.model, begun, len(prompt) + most) if question.off else None
         stream = TextStream(self.tokenizer)
         for count in range(most + 1):
             with self.computing, torch.inference_mode():

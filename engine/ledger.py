@@ -1,12 +1,13 @@
 """What is known of each document while a dataset is made: a row of six numbers for each of its pieces, in order."""
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 SPLITS = ("train", "val")
-# Columns of a ledger, uint64 (N, 6). A document's digest is the sum of its pieces', and a corpus's that of all.
+# Columns of a ledger, uint64 (N, 6). A document's digest is the sum of its pieces'.
 DIGEST, BYTES, TOKENS, TARGETS, FLAGS = slice(0, 2), 2, 3, 4, 5
 COLUMNS = 6
 VAL, ENDS, LAST = 1, 2, 4  # flags: its split is val; what the split has of the document ends; the document ends
@@ -30,14 +31,16 @@ class Ledgers:
 
 
 def content_of(ledgers: Iterable[np.ndarray]) -> str:
-    """The digest of all text of some ledgers, in hexadecimal: the same however it was cut into parts."""
-    total = sum((rows[:, DIGEST].sum(0) for rows in ledgers), np.zeros(2, np.uint64))
-    return "".join(f"{int(number):016x}" for number in total)
+    """The digest of all text of some ledgers, in hexadecimal: in this order, however it was cut into parts."""
+    found = hashlib.blake2b(digest_size=16)
+    for digests in (rows[:, DIGEST] for rows in ledgers):
+        found.update(digests[digests.any(1)].tobytes())  # a text's second piece has none
+    return found.hexdigest()
 
 
-def of_split(rows: np.ndarray, split: str) -> np.ndarray:
-    """The rows of a split."""
-    return rows[(rows[:, FLAGS] & np.uint64(VAL)) == (VAL if split == "val" else 0)]
+def is_of(rows: np.ndarray, split: str) -> np.ndarray:
+    """Which rows are of a split, bool (N,)."""
+    return (rows[:, FLAGS] & np.uint64(VAL) > 0) == (split == "val")
 
 
 def per_document(ledgers: Iterable[np.ndarray]) -> Iterator[np.ndarray]:

@@ -13,7 +13,7 @@ import numpy as np
 from engine.dataset import ShardedTokens, manifest_of
 from engine.dataset_writer import DatasetWriter, differences, new_dataset
 from engine.files import inside, sha256
-from engine.ledger import FLAGS, LAST, SPLITS, TOKENS, VAL, Ledgers, first_of_their_kind
+from engine.ledger import FLAGS, LAST, SPLITS, TOKENS, Ledgers, first_of_their_kind, is_of
 from engine.tokenizer import CODE_POINTS, CharTokenizer, Tokenizer, load_tokenizer
 
 PART = re.compile("[0-9]+-of-([0-9]+)")
@@ -118,7 +118,7 @@ def _copy(
 ) -> None:
     """Copy the tokens of the rows that are kept; offsets, where each split's begin, go on to their end."""
     for split in SPLITS:
-        own = (rows[:, FLAGS] & np.uint64(VAL) > 0) == (split == "val")
+        own = is_of(rows, split)
         ends = offsets[split] + np.cumsum(rows[own, TOKENS]).astype(np.int64)
         edges = np.flatnonzero(np.diff(np.concatenate(([0], keep[own].view(np.int8), [0]))))
         starts = np.append(offsets[split], ends)

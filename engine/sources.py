@@ -1,5 +1,6 @@
 """Where text comes from: files, folders, addresses, Hugging Face datasets, standard input → sources, opened."""
 
+import codecs
 import contextlib
 import functools
 import gzip
@@ -193,7 +194,10 @@ def _folder(path: Path, pattern: str) -> list[Source]:
 
 def _begins_as_json_lines(path: Path) -> bool:
     with open(path, "rb") as file, contextlib.suppress(ValueError, RecursionError):
-        return isinstance(json.loads(file.readline(2**20), parse_int=str), dict)
+        line = file.readline(2**20)
+        if line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):  # else it may be all of a text
+            line += b"" if line.endswith(b"\n") else file.readline()
+        return isinstance(json.loads(line, parse_int=str), dict)
     return False
 
 

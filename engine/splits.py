@@ -15,7 +15,6 @@ from engine.readers import LARGE, READERS, Text, can_be_cut, kind_of, read
 from engine.sources import Source
 
 DRAWN = 6  # documents that should fall to the smaller split, so that drawing lots can be left to chance
-CERTAIN = 16  # documents that tell by their size how many there are, if that is so many times more than enough
 RECORDED = slice(8, 24)  # bytes of a text's digest that a ledger has; those before are its lot
 SAMPLE = 2**20  # bytes of text that a sample takes at a place
 
@@ -90,17 +89,13 @@ class Corpus:
         self.rule = Rule(val_fraction, few, self.single, self.examples, highest)
 
     def _are_few(self, enough: float) -> bool:
-        """Whether there are fewer documents than enough. The first few tell where they are tiny beside all bytes."""
-        count = read_bytes = 0
-        known_bytes = not any(source.is_streamed for source in self.sources)
+        """Whether there are fewer documents than enough."""
+        count = 0
         for source in self.sources:
             known = READERS[kind_of(source)].count(source)
             for text in [] if known else read(source):
-                read_bytes += len(text.text.encode())
                 count += text.ends
-                if count >= enough or (
-                    known_bytes and count >= CERTAIN and count * self.bytes > CERTAIN * enough * read_bytes
-                ):
+                if count >= enough:
                     return False
             count += known or 0
             if count >= enough:

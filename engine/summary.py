@@ -52,8 +52,8 @@ def _how_split(origin: dict[str, Any], splits: dict[str, Any], examples: bool) -
         return []
     if examples:
         return [f"  {splits['val']['documents']:,} examples are for validation: so few can't be drawn by lot"]
-    share = f"{origin['val_fraction']:.0%}"
-    return [f"  the last {share} of each document is for validation: so few can't be shared out whole"]
+    share = f"{100 * origin['val_fraction']:.3g}%"
+    return [f"  the last {share} of each document is for validation: so few can't be drawn whole"]
 
 
 def _repeats(facts: dict[str, Any], origin: dict[str, Any]) -> str:

@@ -108,7 +108,10 @@ class Tokenizer:
         if not new:
             return self
         special = self.special_tokens | {name: self.vocab_size + index for index, name in enumerate(new)}
-        return from_state(self.state() | {"special_tokens": special})
+        state = self.state() | {"special_tokens": special}
+        if END_OF_TURN in new:  # chats are another's no more
+            state.pop("chat_template", None)
+        return from_state(state)
 
     def extends(self, other: "Tokenizer") -> bool:
         """Whether this is the other tokenizer, or that one given more special tokens."""

@@ -368,7 +368,7 @@ def test_evaluation_of_examples_with_a_limit_takes_all_lengths(limit: int):
 def test_a_dataset_is_made_to_fit_the_context():
     lengths = {"train": [3, 9, 20], "val": [9, 3]}
     splits = {split: examples_of(some) for split, some in lengths.items()}
-    dataset = Dataset(Path("data"), {}, ByteTokenizer(), **splits, sha256="")
+    dataset = Dataset(Path("data"), {"splits": {}}, ByteTokenizer(), **splits, sha256="")
     for cut, left in ((False, ([3, 9], [9, 3])), (True, ([3, 9, 9], [9, 3]))):
         (fitted,) = fitting(Mixture((dataset,), (1.0,)), 8, cut).datasets
         assert (fitted.train.lengths.tolist(), fitted.val.lengths.tolist()) == left

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -76,6 +77,23 @@ def test_a_worker_is_killed_and_the_merge_fails_and_yet_all_is_as_one_process_ma
     one, by_ray = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "ray"))
     stamps = [files.pop("prepared_from.json") for files in (one, by_ray)]
     assert one == by_ray and stamps[0] != stamps[1]
+
+
+def test_a_task_that_ray_gives_up_is_one_line(monkeypatch):
+    class Lost(Exception):
+        pass
+
+    def get(done: object) -> None:
+        raise Lost("the worker died\nmany times")
+
+    exceptions = SimpleNamespace(RayError=Lost, RayTaskError=ZeroDivisionError)
+    fake = SimpleNamespace(init=lambda **_: None, shutdown=lambda: None, cluster_resources=dict, exceptions=exceptions)
+    fake.remote = lambda **_: lambda function: SimpleNamespace(remote=lambda task: task)
+    fake.wait, fake.get = lambda waiting: (waiting[:1], waiting[1:]), get
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    said = r"^Ray gave up a task \(the worker died many times\); run the same again for what is missing$"
+    with ray_cluster("local") as (_, run), pytest.raises(ValueError, match=said):
+        list(run(print, [1, 2]))
 
 
 def test_a_cluster_that_is_not_there_is_one_line():

@@ -14,6 +14,7 @@ from engine.dataset_writer import DatasetWriter, ShardWriter, is_made, new_datas
 from engine.files import sha256, write_json
 from engine.ledger import ENDS, LAST, VAL, content_of
 from engine.tokenizer import ByteTokenizer, CharTokenizer
+from prepare import PrepareConfig, prepare
 
 
 def add(writer: DatasetWriter, split: str, ids: np.ndarray, size: int, targets: int = 0) -> None:
@@ -240,6 +241,23 @@ def test_examples_are_made_to_fit(cut: bool, examples: Path):
     assert len(fitting) == 9 + 12 * cut
     everything = train.fitting(6, cut)
     assert everything.too_long == 0 and everything.lengths.tolist() == train.lengths.tolist()
+
+
+def test_bits_per_byte_are_of_the_examples_that_are_left(tmp_path: Path):
+    """Half of the completions are y, one byte and the end of text, and half 1,000 bytes long."""
+    rows = [{"prompt": f"{n}?", "completion": "y" if n % 2 else f"{n}, " * 250} for n in range(100)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = {"prompt_field": "prompt", "completion_field": "completion", "val_fraction": 0.5}
+    prepare(PrepareConfig((str(tmp_path / "a.jsonl"),), tokenizer="byte", out=tmp_path / "data", **fields))
+    dataset = open_dataset(tmp_path / "data")
+    assert dataset.bytes_per_token("val") > 0.99
+    assert dataset.fitting(64, cut=False).bytes_per_token("val") == 0.5
+    assert dataset.fitting(2000, cut=False).bytes_per_token("val") == dataset.bytes_per_token("val")
+    cut = dataset.fitting(64, cut=True)  # whose long ones lost their ends
+    val = [cut.val.example(index) for index in range(cut.val.num_examples)]
+    ends = sum(int(example[-1] == cut.tokenizer.end_of_text) for example in val)
+    targets = sum(int((example[1:] >= 0).sum()) for example in val)
+    assert 0 < ends < len(val) and cut.bytes_per_token("val") == (targets - ends) / targets
 
 
 def test_an_example_with_nothing_to_learn_when_cut_is_left_out():

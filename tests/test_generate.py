@@ -85,6 +85,22 @@ def test_caches_have_the_shape_of_the_model_s_attention():
     assert caches[0].keys_values.shape == (2, 5, 3, 16, 8) and caches[0].keys_values.dtype == torch.bfloat16
 
 
+def test_caches_have_room_for_what_is_asked_and_no_more():
+    model = randomised(dataclasses.replace(SMALL, context_length=10**5))
+    held, append = [], Cache.append
+
+    def seen(cache: Cache, *new: torch.Tensor) -> tuple:
+        held.append(cache.keys_values.shape[3])
+        return append(cache, *new)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Cache, "append", seen)
+        list(generate(model, torch.zeros(2, 3, dtype=torch.long), 5))
+        beam_search(model, torch.zeros(3, dtype=torch.long), 2, 5)
+        list(complete(model, ByteTokenizer(), [([1, 2], 6), ([3, 4, 5], 5)], 2, temperature=0, top_k=None, top_p=1.0))
+    assert set(held) == {8}
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("prompt_length", [1, 5, 16, 40])
 def test_decoding_with_a_cache_gives_the_tokens_without_one_past_the_context_too(name, prompt_length):

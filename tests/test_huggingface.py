@@ -23,11 +23,11 @@ from helpers import VARIANTS, numbers_text, randomised, train_tiny
 import huggingface
 from engine.checkpoint import load_model, write_checkpoint
 from engine.command import explain
-from engine.examples import encode_chat, end_of_turn
+from engine.examples import CHATML, encode_chat, end_of_turn, special_names
 from engine.families import FAMILIES
 from engine.generate import generate
 from engine.run_folder import find_checkpoint
-from engine.tokenizer import ByteTokenizer, Tokenizer, train_bpe
+from engine.tokenizer import ByteTokenizer, Tokenizer, from_state, train_bpe
 from model import GPT, ModelConfig
 from prepare import PrepareConfig, prepare
 
@@ -327,6 +327,25 @@ def test_a_directory_that_can_not_be_held_is_refused_in_one_line(name: str, tmp_
     assert not (tmp_path / "run").exists()
 
 
+EXACT = {"gpt2": {"activation_function": "gelu"}, "llama": {"hidden_act": "gelu"}, "nanochat": {"hidden_act": "gelu"}}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_exact_gelu_is_not_taken_for_the_one_by_tanh(name: str, tmp_path: Path):
+    small = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=12, vocab_size=300))
+    (small if name == "gpt2" else MADE_ELSEWHERE[name]()).save_pretrained(tmp_path / "hf")
+    spoil(tmp_path / "hf", **EXACT[name])
+    said = refusal("import", tmp_path / "hf", tmp_path / "run", "--tokenizer", "byte")
+    assert "the activation 'gelu' can't be held here; " in said
+
+
+def test_what_the_kind_of_model_itself_can_not_hold_is_refused(tmp_path: Path):
+    MADE_ELSEWHERE["nanochat"]().save_pretrained(tmp_path / "hf")
+    spoil(tmp_path / "hf", tie_word_embeddings=True)
+    said = refusal("import", tmp_path / "hf", tmp_path / "run", "--tokenizer", "byte")
+    assert said.endswith("config.json: with tie_embeddings True it can't be held here")
+
+
 def test_a_missing_or_large_tokenizer_is_said(words: Tokenizer, tmp_path: Path):
     MADE_ELSEWHERE["llama"]().save_pretrained(tmp_path / "hf")
     said = refusal("import", tmp_path / "hf", tmp_path / "run")
@@ -413,11 +432,42 @@ def test_a_run_on_several_datasets_is_compared_on_the_first_and_its_card_names_t
     assert f"trained from {numbers}, {more.out}." in (tmp_path / "hf" / "README.md").read_text(encoding="utf-8")
 
 
+def test_a_long_context_is_compared_in_part(tmp_path: Path, monkeypatch):
+    seen, forward = [], GPT.forward
+    monkeypatch.setattr(GPT, "forward", lambda self, tokens: seen.append(tokens.shape[1]) or forward(self, tokens))
+    shape = dataclasses.replace(VARIANTS["default"], vocab_size=257, context_length=5000)
+    huggingface.main(["export", str(save_run(randomised(shape), tmp_path / "run")), str(tmp_path / "hf")])
+    assert seen == [1024] * 4
+
+
 # Chats, and the hub.
 
 
-def test_the_chat_template_makes_the_tokens_that_were_learned(words: Tokenizer, tmp_path: Path):
-    model = randomised(dataclasses.replace(VARIANTS["default"], vocab_size=400))
+def test_a_model_of_chats_or_of_text_that_spells_special_tokens_is_compared_on_it(tmp_path, capsys):
+    turns = [{"role": "user", "content": "two?"}, {"role": "assistant", "content": "<|end|> said"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n" * 40, encoding="utf-8")
+    chats = "".join(
+        json.dumps({"messages": [*turns, turns[0] | {"content": str(n)}, turns[1]]}) + "\n" for n in range(40)
+    )
+    (tmp_path / "chats.jsonl").write_text(chats, encoding="utf-8")
+    (tmp_path / "text.txt").write_text("<|endoftext|> it spells. " * 200, encoding="utf-8")
+    for name, more in (("chats.jsonl", {"chat": True}), ("text.txt", {})):
+        data = tmp_path / name.partition(".")[0]
+        prepare(PrepareConfig((str(tmp_path / name),), tokenizer="byte", out=data, **more))
+        train_tiny(data, tmp_path / f"run-{name}", "--steps", 1, "--context-length", 64)
+        huggingface.main(["export", str(tmp_path / f"run-{name}"), str(tmp_path / f"hf-{name}")])
+        assert f"({data}'s validation split) the logits differ by at most" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["ours", "ChatML", "another's template, of no roles"])
+def test_the_chat_template_makes_the_tokens_that_were_learned(kind: str, words: Tokenizer, tmp_path: Path):
+    if kind == "ChatML":
+        words = words.with_special(CHATML)
+    elif kind != "ours":
+        words = from_state(words.state() | {"special_tokens": {words.end_name: words.end_of_text}})
+        words.chat_template = "{{ messages }}"
+        words = words.with_special(special_names(words, chat=True))
+    model = randomised(dataclasses.replace(VARIANTS["default"], vocab_size=410))
     for name, examples in (("text", None), ("hf", "chats")):
         huggingface.main(
             ["export", str(save_run(model, tmp_path / f"run-{name}", words, examples)), str(tmp_path / name)]
@@ -435,6 +485,11 @@ def test_the_chat_template_makes_the_tokens_that_were_learned(words: Tokenizer, 
     assert theirs.eos_token_id == words.end_of_text
     ends = json.loads((tmp_path / "hf" / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
     assert ends == [words.end_of_text, end_of_turn(words)]
+    reader = pytest.importorskip("gguf.gguf_reader")
+    flags = ["--family", "apertus", "--gguf", "f32"]
+    huggingface.main(["export", str(tmp_path / "run-hf"), str(tmp_path / "gguf"), *flags])
+    said = reader.GGUFReader(tmp_path / "gguf" / "gguf-f32.gguf").fields["tokenizer.chat_template"].contents()
+    assert said == theirs.chat_template
 
 
 @pytest.fixture(name="hub")

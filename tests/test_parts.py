@@ -1,5 +1,6 @@
 """Parts of a dataset: what each reads, that they merge to what one run makes, and repeats that are left out."""
 
+import contextlib
 import dataclasses
 import gzip
 import io
@@ -16,6 +17,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from pyarrow import parquet
 
+import prepare as command
 from engine import readers, sources
 from engine.dataset import open_dataset
 from engine.parts import parts_of, remove_parts
@@ -170,6 +172,23 @@ def test_other_files_are_another_corpus(documents: list[str], tmp_path: Path):
         prepare(PrepareConfig((str(tmp_path / folder),), "byte", out=tmp_path / "web", part=f"{part}/2"))
     with pytest.raises(ValueError, match=r"2-of-2 was made with other text, unlike .*1-of-2; make it again: "):
         merge(PrepareConfig((), out=tmp_path / "web", merge=True))
+
+
+def test_links_are_read_by_their_own_names_and_a_linked_folder_is_filled(documents, tmp_path: Path, monkeypatch):
+    """As in a cache of Hugging Face's hub, where what a name leads to has no ending."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "0f3a").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    (tmp_path / "train.jsonl").symlink_to("blobs/0f3a")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "ray_cluster", lambda address: contextlib.nullcontext((2, map)))
+    one, made = prepare(PrepareConfig(("train.jsonl",), "byte"))
+    assert made and one == Path("data/train")
+    prepare(PrepareConfig(("train.jsonl",), "byte", out=Path("link"), ray="local"))
+    assert (tmp_path / "link").is_symlink() and not (tmp_path / "link.parts").exists()
+    here, there = files(one), files(tmp_path / "elsewhere")
+    assert here.keys() == there.keys() and all(here[name] == there[name] for name in here)
 
 
 def touch(path: Path) -> None:

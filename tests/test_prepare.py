@@ -1,5 +1,6 @@
 """Text → data/<name>/, through the command's main, or the command itself where a process matters."""
 
+import contextlib
 import csv
 import gzip
 import hashlib
@@ -187,6 +188,38 @@ def test_same_again_changes_nothing(prepare, tmp_path: Path):
     before = snapshot(tmp_path / "data")
     assert "Nothing changed" in prepare("a.txt")
     assert snapshot(tmp_path / "data") == before
+
+
+def test_the_same_lines_in_another_order_are_other_text(prepare, tmp_path: Path):
+    lines = [json.dumps({"text": f"document {number}"}) + "\n" for number in range(100)]
+    for order in (lines, lines[::-1]):
+        (tmp_path / "a.jsonl").write_text("".join(order))
+        prepare("a.jsonl", expect_error=None if order is lines else "^data/a was made with other text; use --force")
+
+
+def test_an_interruption_while_newer_files_are_noted_leaves_a_dataset(prepare, tmp_path: Path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text to prepare\n" * 10)
+    prepare("a.txt")
+    os.utime(tmp_path / "a.txt", ns=(1, 1))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr("engine.files.flush", interrupt)
+        command.main(["a.txt"])
+    assert "Nothing changed" in prepare("a.txt")
+
+
+def test_a_folder_of_both_kinds_is_refused_by_any_name(prepare, tmp_path: Path, monkeypatch):
+    (tmp_path / "posts").mkdir()
+    (tmp_path / "posts" / "a.jsonl").write_text('{"text": "a"}\n' * 9)
+    (tmp_path / "posts" / "README.txt").write_text("what this is")
+    said = "has both .*a.jsonl, with fields, and .*README.txt, without: see --glob$"
+    for name in ("posts", "./posts/", tmp_path / "posts"):
+        prepare(name, expect_error=f"^{name} {said}")
+    monkeypatch.chdir(tmp_path / "posts")
+    prepare(".", expect_error=f"^. {said}")
 
 
 @pytest.mark.parametrize(
@@ -518,9 +551,11 @@ def test_few_documents_give_their_tails_and_that_is_said(prepare, tmp_path: Path
     (tmp_path / "book.txt").write_text("a" * 60_000)
     (tmp_path / "note.txt").write_text("b" * 49)
     printed = prepare("book.txt", "note.txt", "--tokenizer", "byte", "--out", "data/both")
-    assert "the last 10% of each document is for validation: so few can't be shared out whole" in printed
+    assert "the last 10% of each document is for validation: so few can't be drawn whole" in printed
     dataset = open_dataset(tmp_path / "data" / "both")
     assert (len(dataset.train), len(dataset.val)) == (54_000 + 44 + 2, 6_000 + 5 + 2)  # and the ends of texts
+    printed = prepare("book.txt", "note.txt", "--tokenizer", "byte", "--out", "data/few", "--val-fraction", 0.004)
+    assert "the last 0.4% of each document is for validation" in printed
 
 
 def test_a_million_spaces_in_a_row_are_text(prepare, tmp_path: Path):

@@ -254,6 +254,17 @@ def test_without_its_data_a_run_has_its_curves(run_a):
     assert "data/gone holds no dataset" in page["notes"][0]
 
 
+def test_other_text_in_place_of_the_run_s_is_not_told_as_its_own(numbers, tmp_path):
+    data = Path(shutil.copytree(numbers, tmp_path / "data"))
+    train_tiny(data, tmp_path / "run", "--steps", 2, observers=[Report()])
+    (data / "manifest.json").write_text((data / "manifest.json").read_text() + "\n")
+    page = made(tmp_path / "run")
+    assert (page["data"], page["baselines"], page["copies"], page["attention"]) == ([], {}, None, None)
+    assert page["notes"] == [
+        f"The data can't be shown: {data} is not the text that it was trained on; prepare that again."
+    ]
+
+
 def test_what_is_no_run_is_told_in_a_line(run_a, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for folder, reason in (("empty", "holds no run"), ("missing", "is no folder"), ("a/config.toml", "is no folder")):

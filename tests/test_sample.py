@@ -298,7 +298,7 @@ def test_a_file_of_prompts_is_completed_line_by_line_as_each_alone(sampled, trai
     records = [{"prompt": prompt, "id": at, "nested": {"of": [at, None, "ß"]}} for at, prompt in enumerate(prompts)]
     written = "\n\n".join(json.dumps(record) for record in records)  # blank lines between
     (tmp_path / "in.jsonl").write_text(f"\ufeff{written}\n", encoding="utf-8")
-    flags = ["--temperature", "0", "--max-new-tokens", "40", "--stop", "h", "--stop", "€ c", "--device", "cpu"]
+    flags = ["--temperature", "0", "--max-new-tokens", "40", "--stop", "h", "--stop", "€ a", "--device", "cpu"]
     files = ["--prompts-file", f"{tmp_path}/in.jsonl", "--out", f"{tmp_path}/out.jsonl"]
     sample.main([str(trained), *files, "--batch-size", "3", *flags])
     told = capsys.readouterr()
@@ -307,6 +307,7 @@ def test_a_file_of_prompts_is_completed_line_by_line_as_each_alone(sampled, trai
     alone = [sampled("--prompt", prompt, *flags).removesuffix("\n")[len(prompt) :] for prompt in prompts]
     expected = [record | {"completion": text} for record, text in zip(records, alone, strict=True)]
     assert lines(tmp_path / "out.jsonl") == expected and len(set(alone)) > 2
+    assert not any(stop in text for text in alone for stop in ("h", "€ a"))
     assert not list(tmp_path.glob(".*partial"))
 
 

@@ -440,3 +440,15 @@ def test_json_lines_are_known_in_a_pipe_too(content: str, is_json: bool, tmp_pat
     (source,) = found(tmp_path / "pipe", spool=tmp_path)
     writer.join()
     assert texts(source) == (["a", "b"] if is_json else [content])
+
+
+@pytest.mark.parametrize("before", ["", "\ufeff", " "])
+def test_json_lines_are_known_in_a_pipe_by_a_long_first_one_too(before: str, tmp_path: Path):
+    book = "x" * 2**20
+    content = before + "".join(json.dumps({"text": text}) + "\n" for text in (book, "b"))
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=(content, "utf-8"))
+    writer.start()
+    (source,) = found(tmp_path / "pipe", spool=tmp_path)
+    writer.join()
+    assert "".join(texts(source)) == f"{book}b"  # a long one comes in pieces

@@ -281,6 +281,12 @@ def test_a_few_small_documents_before_larger_ones_are_not_many(tmp_path: Path):
     assert not corpus_of(tmp_path, [*small, *large] * 8).rule.few
 
 
+def test_few_documents_with_much_beside_their_text_are_few(tmp_path: Path):
+    lines = [json.dumps({"text": f"text {number}", "embedding": [0.5] * 4000}) + "\n" for number in range(20)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    assert Corpus([Source(tmp_path / "a.jsonl", "a.jsonl")], 0.1).rule.few
+
+
 def test_another_revision_of_a_dataset_is_another_corpus(tmp_path: Path):
     (tmp_path / "a.txt").write_text("text")
     sources = [Source(tmp_path / "a.txt", "hf:a", revision=revision) for revision in ("1", "1", "2")]
@@ -405,19 +411,14 @@ def test_the_stamp_changes_with_a_file_and_the_listing_with_its_size(tmp_path: P
     stamp, listing = known()
     assert stamp != before[0] and listing == before[1]
     (tmp_path / "b.txt").write_text("texts")
-    assert known()[1] != listing
-    os.rename(tmp_path / "b.txt", tmp_path / "c.txt")
-    assert Corpus([Source(tmp_path / name, name) for name in ("a.txt", "c.txt")], 0.1).listing != known_listing(
-        tmp_path
-    )
-
-
-def known_listing(folder: Path) -> str:
-    """That of two copies elsewhere."""
-    (folder / "copy").mkdir()
+    assert (of_both := known()[1]) != listing
+    (tmp_path / "copy").mkdir()
     for name, text in (("a.txt", "TEXT"), ("b.txt", "TEXTS")):
-        (folder / "copy" / name).write_text(text)
-    return Corpus([Source(folder / "copy" / name, f"copy/{name}") for name in ("a.txt", "b.txt")], 0.1).listing
+        (tmp_path / "copy" / name).write_text(text)
+    copies = [Source(tmp_path / "copy" / name, f"copy/{name}") for name in ("a.txt", "b.txt")]
+    assert Corpus(copies, 0.1).listing == of_both
+    os.rename(tmp_path / "b.txt", tmp_path / "c.txt")
+    assert Corpus([Source(tmp_path / name, name) for name in ("a.txt", "c.txt")], 0.1).listing != of_both
 
 
 def test_bytes_are_counted_where_they_are_those_of_the_text(tmp_path: Path):
