@@ -16,11 +16,11 @@ from typing import Any
 import tyro
 
 from engine.batches import fitting
-from engine.checkpoint import load_model
+from engine.checkpoint import Checkpoint, load_model
 from engine.copies import SHORTEST, Place, copied, validation_texts
 from engine.mixture import Mixture, as_paths, open_mixture
 from engine.report_page import attention_of, baseline_losses, describe_data, describe_run, write_page
-from engine.run_folder import find_checkpoint, list_checkpoints
+from engine.run_folder import find_checkpoint
 from engine.settings import parse
 from model import GPT, ModelConfig
 
@@ -63,19 +63,27 @@ def whole_run(folder: Path) -> dict[str, Any]:
     run = describe_run(folder)
     try:
         dataset = dataset_of(run["settings"])
-        found = find_checkpoint(folder) if list_checkpoints(folder) else None
+        found, missing = checkpoint_of(folder)
         if found and found.state["data_sha256"] != dataset.sha256:
             raise ValueError(f"{dataset.path} is not the text that it was trained on; prepare that again")
         length, cut = run["settings"].get("context_length"), run["settings"].get("long_examples") == "cut"
         trained_on = fitting(dataset, length, cut) if isinstance(length, int) else dataset
         run |= {"data": describe_data(dataset), "baselines": baseline_losses(trained_on)}
         run["copies"] = copies_of(run, dataset)
-        if not found:
-            raise ValueError(f"{folder} holds no checkpoint")
+        if missing:
+            raise missing
         run["attention"] = attention_of(load_model(found, ModelConfig, GPT), dataset)
     except ValueError as error:
         run["notes"].append(f"The {'attention' if run['data'] else 'data'} can't be shown: {error}.")
     return run
+
+
+def checkpoint_of(folder: Path) -> tuple[Checkpoint | None, ValueError | None]:
+    """The best checkpoint of a run; or why there is none."""
+    try:
+        return find_checkpoint(folder), None
+    except ValueError as error:
+        return None, error
 
 
 def copies_of(run: dict[str, Any], dataset: Mixture) -> dict[str, Any] | None:

@@ -86,7 +86,8 @@ class SampleConfig:
     top_p: Annotated[float, "above 0, at most 1"] = 0.95
     # Instead of drawing tokens, search the best text, keeping so many beginnings at a time; 1 is greedy.
     beams: Annotated[int | None, "at least 1"] = None
-    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # A text that ends a sample, and is not written; or several.
+    # A text that ends a sample, and is not written; --stop may be given several times.
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     seed: Annotated[int, "at least 0, below 9e18"] = 1  # The same seed gives the same text.
     device: str = "auto"  # cpu, cuda, mps, or auto: the best there is.
     compile: bool = False  # Compile the model first: worth its wait for long texts.

@@ -103,10 +103,12 @@ class Dataset:
 
 def _counted(examples: Examples, tokenizer: Tokenizer) -> dict[str, int]:
     """The targets of examples, and the UTF-8 bytes of their text."""
-    every = [examples.example(index) for index in range(examples.num_examples)]
-    ids = np.concatenate([example[is_target(example)] for example in every])
-    text = ids[~np.isin(ids, [*tokenizer.special_tokens.values()])]
-    return {"targets": len(ids), "bytes": len(tokenizer.decode_bytes(text.tolist()))}
+    counts = np.zeros(tokenizer.vocab_size, np.int64)  # of each id
+    for index in range(examples.num_examples):
+        example = examples.example(index)
+        np.add.at(counts, example[is_target(example)], 1)
+    text = np.setdiff1d(np.flatnonzero(counts), [*tokenizer.special_tokens.values()]).tolist()
+    return {"targets": int(counts.sum()), "bytes": sum(int(counts[i]) * len(tokenizer.decode_bytes([i])) for i in text)}
 
 
 def open_dataset(path: Path) -> Dataset:

@@ -105,7 +105,7 @@ class MetricsFile:
     def z_score(self, loss: float) -> float:
         """How many standard deviations a training loss lies above the mean of the last few; 0 before there are any."""
         losses = (record["train_loss"] for record in reversed(self.records) if "train_loss" in record)
-        recent = [one for one in itertools.islice(losses, RECENT) if math.isfinite(one)]
+        recent = [one for one in itertools.islice(losses, RECENT) if one is not None and math.isfinite(one)]
         if len(recent) < RECENT // 2 or not math.isfinite(loss):
             return 0.0
         return (loss - statistics.fmean(recent)) / max(statistics.stdev(recent), 1e-9)

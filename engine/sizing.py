@@ -57,6 +57,7 @@ class Size:
     shortest: int  # context
     longest: int
     rows: int | None = None  # of a batch; None: as many as the tokens ask for
+    multiple: int = 1  # that these are of
 
     @property
     def context(self) -> int:
@@ -79,10 +80,10 @@ class Size:
         width = HEAD * self.depth
         return 3 * (BLOCKS * self.depth**3 + self.context * width * self.depth + self.vocab_size * width)
 
-    def settings(self, multiple: int = 1) -> dict[str, Any]:
-        """All that follows, by the names of the settings; a batch that is not given is a multiple of that."""
+    def settings(self) -> dict[str, Any]:
+        """All that follows, by the names of the settings."""
         rows = BATCH * (self.tokens / 1e6) ** GROWTH / self.context
-        rows = self.rows or max(1, round(rows / multiple)) * multiple
+        rows = self.rows or max(1, round(rows / self.multiple)) * self.multiple
         rate = RATE * math.sqrt(rows * self.context / BATCH)
         epochs = self.tokens / self.text
         weights = epochs * BLOCKS * self.depth**3 / self.text
@@ -135,8 +136,7 @@ def sized(
     else:
         steps = config.steps or STEPS
         size, why = size_for_steps(depths, steps, rest), f"{steps:,} steps"
-    found = size.settings(world.size * (config.micro_batch_size or 1))
-    chosen = {name: value for name, value in found.items() if name not in given}
+    chosen = {name: value for name, value in size.settings().items() if name not in given}
     world.only_first(
         say,
         f"chosen {', '.join(f'{name} {value}' for name, value in chosen.items())}\n"
@@ -163,7 +163,8 @@ def _choices(config: Any, given: set[str], data: Mixture, world: World, make: Ca
     vocab_size, shared = config.model.vocab_size or data.tokenizer.vocab_size, config.model.num_kv_heads or 1
     depths = [config.depth] if config.depth else [depth for depth in DEPTHS if depth % shared == 0] or DEPTHS
     contexts = (config.model.context_length,) * 2 if "context_length" in given else contexts_for(data)
-    rest = (len(data.train), vocab_size, *contexts, config.batch_size if "batch_size" in given else None)
+    rows, multiple = config.batch_size if "batch_size" in given else None, world.size * (config.micro_batch_size or 1)
+    rest = (len(data.train), vocab_size, *contexts, rows, multiple)
 
     def shaped(depth: int) -> Any:
         own = Size(depth, TIMED_TOKENS, *rest).settings()
@@ -172,8 +173,7 @@ def _choices(config: Any, given: set[str], data: Mixture, world: World, make: Ca
 
     @functools.cache
     def measure(depth: int) -> float:
-        rows = max(1, Size(depth, TIMED_TOKENS, *rest).settings(world.size)["batch_size"] // world.size)
-        rows = min(rows, config.micro_batch_size or rows)
+        rows = max(1, Size(depth, TIMED_TOKENS, *rest).settings()["batch_size"] // world.size)
         spent = seconds_per_token(shaped(depth).to(world.device), config, rows, world)
         return float(world.sum(torch.tensor(spent, dtype=torch.float64))) / world.size**2  # as many at a time
 
@@ -236,9 +236,10 @@ def seconds_per_token(model: nn.Module, config: Any, rows: int, world: World) ->
     seconds = []
     for _ in range(TIMED):
         begun = time.monotonic()
-        with mixed_precision(dtype, world.device):
-            loss = model(*example)
-        (loss / example[0].numel()).backward()
+        for micro in example.split(config.micro_batch_size or rows, dim=1):
+            with mixed_precision(dtype, world.device):
+                loss = model(*micro)
+            (loss / example[0].numel()).backward()
         optimizer.step(0, 10**9)[1].item()  # waits for the device
         seconds.append(time.monotonic() - begun)
     return min(seconds) / example[0].numel()

@@ -114,8 +114,9 @@ class Tokenizer:
         return from_state(state)
 
     def extends(self, other: "Tokenizer") -> bool:
-        """Whether this is the other tokenizer, or that one given more special tokens."""
-        return other.with_special(list(self.special_tokens)).state() == self.state()
+        """Whether this is the other tokenizer, or that one given more special tokens; whatever is said of chats."""
+        other = other.with_special(list(self.special_tokens))
+        return other.state() | {"chat_template": None} == self.state() | {"chat_template": None}
 
 
 class CharTokenizer(Tokenizer):

@@ -445,7 +445,6 @@ def test_a_long_context_is_compared_in_part(tmp_path: Path, monkeypatch):
 
 def test_a_model_of_chats_or_of_text_that_spells_special_tokens_is_compared_on_it(tmp_path, capsys):
     turns = [{"role": "user", "content": "two?"}, {"role": "assistant", "content": "<|end|> said"}]
-    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n" * 40, encoding="utf-8")
     chats = "".join(
         json.dumps({"messages": [*turns, turns[0] | {"content": str(n)}, turns[1]]}) + "\n" for n in range(40)
     )

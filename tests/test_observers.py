@@ -190,7 +190,7 @@ def test_a_bare_nan_of_an_earlier_version_becomes_null(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(LINES[0] + '{"step": 2, "train_loss": NaN}\n')
     metrics = metrics_of(tmp_path, 2)
     assert stored(tmp_path)[1] == {"step": 2, "train_loss": None}
-    assert metrics.z_score(3.0) == 0.0
+    assert metrics.z_score(3.0) == metrics_of(tmp_path, 2).z_score(3.0) == 0.0  # as null too
 
 
 def test_a_z_score_counts_deviations_from_the_recent_losses_that_are_finite(tmp_path):

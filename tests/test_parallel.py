@@ -128,7 +128,7 @@ def runs(place, play) -> Path:
     apart = [{"flags": flags_of(place, "apart", *KINDS["fsdp-muon"], "--resume")}]
     apart[0]["others"] = ["--out", str(place / "other")]
     apart = [run | {"stop": stop} for run in apart for stop in (7, None)]
-    timed = {"flags": timed_flags(place, "timed")}
+    timed = {"flags": timed_flags(place, "timed"), "others": ["--verify-data"]}  # which may differ
     two = [timed] + [whole(kind, 2, *micro) for kind in KINDS] + [each, *narrow, *apart, mixed("mixed-2", stop=7)]
     play(2, two + parts("elastic", 6))  # … to 2 …
     damaged = shutil.copytree(place / "fsdp-muon-elastic", place / "damaged")
@@ -149,9 +149,8 @@ def test_processes_agree_on_the_size_for_a_time_and_on_how_much_of_it_is_gone(ru
     first, second = (seen(runs / "timed", rank) for rank in (0, 1))
     assert first["said"].startswith("chosen depth ") and not second["said"]
     assert first["share"] == second["share"] == 1 and first["steps"] == second["steps"] > 0
-    found, rates = newest_checkpoint(runs / "timed"), list(logged(runs / "timed", "learning_rate").values())
+    found = newest_checkpoint(runs / "timed")
     assert found.step == first["steps"] and found.state["settings"]["batch_size"] % 2 == 0
-    assert rates[-1] < 0.2 * max(rates)
 
 
 @pytest.mark.parametrize("kind", ["ddp-muon", "fsdp-muon"])

@@ -1,6 +1,5 @@
 """Text → data/<name>/, through the command's main, or the command itself where a process matters."""
 
-import contextlib
 import csv
 import gzip
 import hashlib
@@ -201,14 +200,19 @@ def test_an_interruption_while_newer_files_are_noted_leaves_a_dataset(prepare, t
     (tmp_path / "a.txt").write_text("text to prepare\n" * 10)
     prepare("a.txt")
     os.utime(tmp_path / "a.txt", ns=(1, 1))
+    opened, write = [], Path.write_bytes
 
-    def interrupt(*_: object) -> None:
+    def write_half(path: Path, content: bytes) -> None:
+        opened.append(path)
+        write(path, content[: len(content) // 2])
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-        patch.setattr("engine.files.flush", interrupt)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "write_bytes", write_half)
+        patch.setattr(Path, "write_text", lambda path, text, encoding: write_half(path, text.encode()))
         command.main(["a.txt"])
-    assert "Nothing changed" in prepare("a.txt")
+    assert opened and "Nothing changed" in prepare("a.txt")
+    assert json.loads((tmp_path / "data" / "a" / "prepared_from.json").read_text())  # whole by now
 
 
 def test_a_folder_of_both_kinds_is_refused_by_any_name(prepare, tmp_path: Path, monkeypatch):

@@ -233,7 +233,7 @@ def test_losses_that_are_not_finite_are_gaps(run_a):
 @pytest.mark.parametrize(
     "gone, kept, note",
     [
-        ("checkpoints", "data", "holds no checkpoint."),
+        ("checkpoints", "data", "holds no checkpoint;"),
         ("metrics.jsonl", "attention", None),
         ("about.json", "attention", None),
         ("samples.jsonl", "attention", None),
@@ -252,6 +252,15 @@ def test_without_its_data_a_run_has_its_curves(run_a):
     page = made(run_a)
     assert page["attention"] is None and page["data"] == [] and page["training"]["step"]
     assert "data/gone holds no dataset" in page["notes"][0]
+
+
+def test_a_damaged_checkpoint_costs_the_attention_alone(run_a):
+    for weights in run_a.glob("checkpoints/*/model.safetensors"):
+        weights.write_bytes(b"")
+    page = made(run_a)
+    assert page["data"] and page["baselines"] and page["attention"] is None
+    (note,) = page["notes"]
+    assert note.startswith("The attention can't be shown: ") and "model.safetensors is not as it was written" in note
 
 
 def test_other_text_in_place_of_the_run_s_is_not_told_as_its_own(numbers, tmp_path):

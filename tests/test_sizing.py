@@ -7,7 +7,6 @@ import pytest
 from helpers import exit_code_of, newest_checkpoint, numbers_text
 
 import train
-from engine import sizing
 from engine.mixture import open_mixture
 from engine.sizing import DEPTHS, SHORTEST, TIMED_TOKENS, Size, contexts_for, size_for_seconds, size_for_steps
 from prepare import PrepareConfig, prepare
@@ -45,7 +44,10 @@ def test_more_steps_make_larger_models_and_a_depth_is_taken():
     assert size_for_steps([7], 10, REST).depth == 7
 
 
-@pytest.mark.parametrize("given", [(64, 256), (64, 256, 256), (128, 128), (8192, 8192), (64, 10**6, 3)])
+GIVEN = [(64, 256), (64, 256, 256), (128, 128), (8192, 8192), (64, 10**6, 3), (64, 256, None, 128)]
+
+
+@pytest.mark.parametrize("given", GIVEN)
 def test_the_tokens_are_those_of_so_many_steps_whatever_batch_or_context_is_given(given):
     for steps in (1, 30, 1000, 100_000):
         size = size_for_steps(DEPTHS, steps, (1_000_000, 65, *given))
@@ -57,7 +59,7 @@ def test_the_tokens_are_those_of_so_many_steps_whatever_batch_or_context_is_give
 
 def test_what_follows_from_a_size_divides_over_the_processes():
     for processes in (1, 3, 8):
-        settings = Size(3, 2e6, *REST).settings(processes)
+        settings = Size(3, 2e6, *REST, None, processes).settings()
         assert settings["batch_size"] % processes == 0 and settings["d_model"] % settings["num_heads"] == 0
     large, small = (Size(3, tokens, *REST).settings() for tokens in (1e9, 1e6))
     assert large["batch_size"] > small["batch_size"] and large["learning_rate"] > small["learning_rate"]
@@ -82,25 +84,26 @@ def test_a_given_context_batch_and_shared_keys_are_counted_with(numbers, tmp_pat
     shared = small(numbers, tmp_path / "shared", minutes=0.05, model=train.ModelConfig(num_kv_heads=2))
     assert train.train(shared, stop=lambda: True).config.depth % 2 == 0
     small_rate, rate = (Size(2, 1e6, *REST[:2], 64, 64, rows).settings()["learning_rate"] for rows in (8, 32))
-    assert rate == pytest.approx(2 * small_rate) and Size(2, 1e6, *REST[:2], 64, 64, 5).settings(5)["batch_size"] == 5
+    assert rate == pytest.approx(2 * small_rate) and Size(2, 1e6, *REST[:2], 64, 64, 5, 4).settings()["batch_size"] == 5
     given = small(numbers, tmp_path / "run", steps=3, model=train.ModelConfig(context_length=32))
     chosen = size_for_steps(DEPTHS, 3, (len(data.train), data.tokenizer.vocab_size, 32, 32)).settings()
     assert train.train(given, stop=lambda: True).config.batch_size == chosen["batch_size"]
 
 
 def test_batches_are_of_whole_micro_batches_and_no_more_is_timed_at_once(numbers, tmp_path, monkeypatch):
-    timed = []
-    monkeypatch.setattr(sizing, "seconds_per_token", lambda model, config, rows, world: timed.append(rows) or 1e-6)
-    for name, given in {"chosen": {}, "given": {"batch_size": 512}}.items():
-        settings = small(numbers, tmp_path / name, minutes=0.1, micro_batch_size=4, **given)
+    rows, forward = [], train.GPT.forward
+    monkeypatch.setattr(train.GPT, "forward", lambda self, x, y: rows.append(len(x)) or forward(self, x, y))
+    for given in (None, 16):
+        settings = small(numbers, tmp_path / f"{given}", minutes=0.1, micro_batch_size=4)
+        settings = dataclasses.replace(settings, batch_size=given) if given else settings
         config = train.train(settings, stop=lambda: True).config
-        assert config.batch_size % 4 == 0 and config.batch_size >= given.get("batch_size", 4)
-    assert set(timed) == {4}
+        assert config.batch_size % 4 == 0 and config.batch_size == (given or config.batch_size)
+    assert set(rows) == {4} and len(rows) >= 3 * (1 + 4)
 
 
 def test_a_run_that_saved_nothing_is_no_model_for_the_next(numbers, tmp_path, capsys):
     first = train.train(small(numbers, tmp_path / "run", steps=3), stop=lambda: True)
-    second = train.train(small(numbers, tmp_path / "run", steps=10**5, resume=True), stop=lambda: True)
+    second = train.train(small(numbers, tmp_path / "run", steps=300, resume=True), stop=lambda: True)
     assert first.config.depth == 1 < second.config.depth and capsys.readouterr().out.count("chosen depth") == 2
 
 
