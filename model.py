@@ -314,7 +314,10 @@ def angles(start: int, end: int, width: int, base: float, device: torch.device) 
 
 
 def rotate(x: Tensor, rotation: Tensor | None) -> Tensor:
-    """Rotate each pair (i, i + K / 2) of x's last dimension by its position's angle: (…, T, K), (2, T, K / 2)."""
+    """Rotate each pair (i, i + K / 2) of x's last dimension by its position's angle: (…, T, K), (2, T, K / 2).
+
+    Clockwise, and halves for neighbours, unlike Su et al. 2021, eq. 34: scores are the same.
+    """
     if rotation is None:
         return x
     cos, sin = rotation.to(x.dtype)

@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def numbers(config: AttentionConfig) -> str:
     """Every quick figure of the guide, as sections of a name and lines: the same on each machine."""
-    sections = [scale, stable_softmax, mask, list_of_heads, cross, examples, positions, window, tying, norms, dropout]
+    sections = [scale, stable_softmax, mask, list_of_heads, cross, examples, positions, window, norms, tying, dropout]
     return "\n\n".join(f"{section.__name__.replace('_', ' ')}\n{section()}" for section in sections)
 
 
