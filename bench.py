@@ -46,6 +46,7 @@ from model import GPT, ModelConfig, MultiHeadAttention
 GPT2 = {"position": "learned", "norm": "layernorm", "activation": "gelu", "qk_norm": False}
 GPT2 |= {"tie_embeddings": True, "bias": True}
 SMALL = ModelConfig(vocab_size=65, context_length=256, num_layers=6, num_heads=6, d_model=384)
+BATCHES = 10_000  # that show whether loading keeps memory
 STAGES = Literal["all", "train", "attention", "decode", "prepare", "data", "cost"]
 
 
@@ -273,12 +274,12 @@ class Bench:
         rates = {name: fixed[0].numel() / time for name, time in seconds.items()}
         show("Steps with and without loading data", "tokens/s", rates, "without")
         before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-        for step in range(10_000):
+        for step in range(BATCHES):
             loader.get(step)
-        each = (time.perf_counter() - begun) / 10_000
+        each = (time.perf_counter() - begun) / BATCHES
         growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
         print(f"  a batch takes {each * 1e3:.3f} ms, {each / seconds['without']:.2%} of a step")
-        print(f"  peak memory has grown by {growth:.1f} MiB after 10,000 batches")
+        print(f"  peak memory has grown by {growth:.1f} MiB after {BATCHES:,} batches")
         return rates | {"ms a batch": each * 1e3, "growth in MiB": growth}
 
     def cost(self) -> dict[str, float]:

@@ -22,6 +22,8 @@ from helpers import ROOT, SHARED, numbers_text, train_tiny
 from prepare import PrepareConfig, prepare
 
 LONG = ("test_parallel", "test_states", "test_train", "test_kernels", "test_readme", "test_huggingface", "test_kills")
+LONG += ("test_plan", "test_prepare", "test_demo", "test_tokenizer", "test_cluster", "test_sample", "test_bench")
+LONG += ("test_trust", "test_generate")
 
 
 def pytest_xdist_auto_num_workers() -> int:

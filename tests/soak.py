@@ -37,6 +37,7 @@ from helpers import newest_checkpoint, numbers_text, same_checkpoint
 
 import prepare
 import train
+from engine import observers, report_page
 from engine.checkpoint import open_checkpoint
 from engine.observers import MetricsFile
 from engine.run_folder import list_checkpoints
@@ -63,6 +64,7 @@ def forked(log: Path, act: Callable[[], int | None]) -> int:
             os.dup2(output.fileno(), descriptor)
         sys.stdout = sys.stderr = output
         torch.set_num_threads(1)
+        observers.SAMPLE_TOKENS = report_page.SAMPLE_TOKENS = 3  # of a sharded model each is a round of messages
         code = act() or 0
         output.flush()
         os._exit(code)

@@ -45,6 +45,7 @@ def measured(monkeypatch, capsys):
     """What bench.py prints: all its stages have models of 16, 24 or 8 wide, one turn, and a file in place of many."""
     take_turns = bench.Bench.take_turns
     monkeypatch.setattr(bench, "SMALL", TINY)
+    monkeypatch.setattr(bench, "BATCHES", 200)
     monkeypatch.setattr(bench.Bench, "take_turns", lambda self, contestants, _=1: take_turns(self, contestants, 1))
     monkeypatch.setattr(bench, "find_sources", lambda _, *more: find_sources((argparse.__file__,), *more))
 

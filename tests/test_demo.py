@@ -1,16 +1,19 @@
 """demo.py: what it makes up is right, and its one command does all that it says."""
 
 import datetime
+import importlib
+import io
 import json
 import random
 import re
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from helpers import ROOT
+import pytest
 
 import demo
+import sample
 from engine.examples import chat_of
 
 READ = ["%d %B %Y", "%B %d, %Y", "%b %d, %Y", "the %d of %B %Y", "%A, %d %b %Y", "%d.%m.%Y", "%d/%m/%Y"]
@@ -45,15 +48,31 @@ def test_answers_in_chats_are_right():
     assert known == {True, False}
 
 
-def run(folder: Path, *arguments: object) -> str:
-    command = [sys.executable, ROOT / "demo.py", *map(str, arguments)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8", timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch, capsys) -> Callable[..., str]:
+    """Runs demo.py in tmp_path, and the scripts that it calls in this process; returns what they print."""
+
+    def called(script: str, *given: object) -> None:
+        importlib.import_module(script.removesuffix(".py")).main([*map(str, given)])
+
+    def run(*arguments: object) -> str:
+        demo.main([*map(str, arguments)])
+        return capsys.readouterr().out
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "run_script", called)
+    return run
 
 
-def test_dates_are_learned_and_measured_by_one_command(tmp_path: Path):
-    said = run(tmp_path, "dates", "--examples", 300, "--test", 30, "--steps", 2)
+def test_a_script_is_run_as_it_is_shown(capfd):
+    demo.run_script("prepare.py", "--help")
+    assert capfd.readouterr().out.startswith("$ python prepare.py --help\n")
+    with pytest.raises(SystemExit, match="1"):
+        demo.run_script("prepare.py", "bok.txt")
+
+
+def test_dates_are_learned_and_measured_by_one_command(run, tmp_path: Path):
+    said = run("dates", "--examples", 300, "--test", 30, "--steps", 2)
     assert re.search(r"^\d+ of 30 unseen dates are right to the last character: \d+\.\d\d%$", said, re.MULTILINE)
     pairs, answers = (
         [json.loads(line) for line in (tmp_path / "data" / f"dates-{name}.jsonl").read_text().splitlines()]
@@ -65,9 +84,9 @@ def test_dates_are_learned_and_measured_by_one_command(tmp_path: Path):
     assert f"{right} of 30" in said
 
 
-def test_a_chat_is_learned_by_one_command(tmp_path: Path):
-    said = run(tmp_path, "chat", "--examples", 200, "--steps", 1)
+def test_a_chat_is_learned_by_one_command(run, monkeypatch, capsys):
+    said = run("chat", "--examples", 200, "--steps", 1)
     assert "Talk to it: python sample.py out/chat --chat --max-new-tokens 30" in said
-    command = [sys.executable, ROOT / "sample.py", "out/chat", "--chat", "--max-new-tokens", "5"]
-    done = subprocess.run(command, cwd=tmp_path, input="Hello!\n", capture_output=True, encoding="utf-8", timeout=60)
-    assert done.returncode == 0 and not done.stderr
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello!\n"), "utf-8"))
+    sample.main(["out/chat", "--chat", "--max-new-tokens", "5"])
+    assert capsys.readouterr().out

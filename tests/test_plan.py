@@ -174,6 +174,15 @@ def test_optimizer_state_is_two_numbers_a_weight_or_muons_one(optimizer):
     assert plan.matrix_weights == 2 * 12 * 128**2
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_an_update_is_traced_and_not_done(optimizer, monkeypatch):
+    def done(*operation: object) -> None:
+        raise AssertionError(operation)
+
+    monkeypatch.setattr(torch._subclasses.fake_tensor, "run_fallback_kernel", done)
+    assert plan_of(SMALL, optimizer=optimizer).update(BFLOAT16) >= 0
+
+
 def test_sharding_divides_all_but_what_is_gathered(large):
     P, block = large.parameters, 12 * 4096**2
     around = P - 32 * block

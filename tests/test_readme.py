@@ -37,7 +37,7 @@ import demo
 import prepare
 import sample
 import train
-from engine import sources
+from engine import observers, report_page, sources
 from engine.files import sha256
 from engine.settings import load_settings, parse
 
@@ -155,6 +155,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         monkeypatch.setattr(prepare, "ray_cluster", no_cluster)
         monkeypatch.setattr(demo, "run_script", lambda script, *given: perform([script, *map(str, given)]))
         if not AS_USERS:
+            for module in (observers, report_page):
+                monkeypatch.setattr(module, "SAMPLE_TOKENS", 5)
             monkeypatch.setattr(sysconfig, "get_path", lambda name: str(Path(email.__file__).parent))
         fsspec.register_implementation("s3", Bucket, clobber=True)
         Bucket().pipe("/bucket/web/a.jsonl.zst", zstd.compress(b'{"text": "in a bucket"}\n' * 50))

@@ -31,8 +31,10 @@ from soak import Executioner, ended, forked
 import prepare
 import sample
 import train
+from engine import observers, report_page
 from engine.checkpoint import Checkpoint, open_checkpoint
 from engine.run_folder import list_checkpoints
+from engine.settings import load_settings
 
 SEQUENCES = int(os.environ.get("SEQUENCES", 9))
 # Of a schedule that does not look at its end, so that the weights follow from the text and the step alone.
@@ -69,7 +71,8 @@ def weights(text: int, step: int, folder: Path) -> dict:
         place = folder / f"reference {text} {step}"
         (place.with_suffix(".txt")).write_text(numbers_text(text))
         assert called(prepare.main, place.with_suffix(".txt"), "--tokenizer", "char", "--out", place / "data")[0] == 0
-        assert called(train.main, *SHAPE, "--data", place / "data", "--out", place / "run", "--steps", step)[0] == 0
+        flags = [*SHAPE, "--data", place / "data", "--out", place / "run", "--steps", step]
+        train.train(load_settings(train.TrainConfig, [*map(str, flags)]))
         known[text, step] = load_file(newest_whole(place / "run").path / "model.safetensors")
         shutil.rmtree(place)
     return known[text, step]
@@ -226,7 +229,9 @@ class Accidents(RuleBasedStateMachine):
             assert newest_whole(self.run_folder(run)).step >= step
 
 
-def test_in_any_order_nothing_is_lost_and_every_answer_is_right():
+def test_in_any_order_nothing_is_lost_and_every_answer_is_right(monkeypatch):
+    monkeypatch.setattr(observers, "SAMPLE_TOKENS", 3)
+    monkeypatch.setattr(report_page, "SAMPLE_TOKENS", 3)
     options = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
     run_state_machine_as_test(Accidents, settings=settings(max_examples=SEQUENCES, stateful_step_count=12, **options))
     assert all(happened[one] for one in ("killed out", "killed data", "train 0 resume", "train 1", "sample 0")), (

@@ -851,10 +851,10 @@ def test_an_evaluation_that_is_interrupted_comes_after_the_resume(numbers, train
 
 
 def test_a_closed_pipe_costs_nothing(numbers, tmp_path):
-    command = shlex.join([sys.executable, str(ROOT / "train.py"), *tiny(numbers, tmp_path / "run", "--steps", 30)])
+    command = shlex.join([sys.executable, str(ROOT / "train.py"), *tiny(numbers, tmp_path / "run", "--steps", 6)])
     done = subprocess.run(f"{command} --eval-every 2 | head -1", shell=True, capture_output=True, encoding="utf-8")
     assert done.stdout.startswith("data   ") and done.stdout.count("\n") == 1 and not done.stderr
-    assert newest_checkpoint(tmp_path / "run").step == 30
+    assert newest_checkpoint(tmp_path / "run").step == 6
 
 
 # Longer, shorter, colder: what a resume changes.

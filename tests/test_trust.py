@@ -253,7 +253,7 @@ def test_a_disk_that_fills_up_while_logging_leaves_what_was_there(copy, small_di
     room = os.statvfs(small_disk)
     (small_disk / "filler").write_bytes(b"x" * (room.f_bavail * room.f_bsize - 8192))
     with pytest.raises(OSError, match="No space left"):
-        train_tiny(copy / "data", small_disk / "run", "--resume", "--steps", 100_000)
+        train_tiny(copy / "data", small_disk / "run", "--resume", "--steps", 100_000, "--save-every", 100)
     (small_disk / "filler").unlink()
     assert newest_checkpoint(small_disk / "run").step == 4
     assert train_tiny(copy / "data", small_disk / "run", "--resume", "--steps", 6).step == 6
