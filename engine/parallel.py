@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import threading
+import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -317,3 +318,4 @@ def processes(device: str, parallel: str = "ddp", timeout: float = 600) -> Itera
         leaving.join(2)
         raise
     dist.destroy_process_group()
+    time.sleep(0.1)  # its threads still drop what was sent last; one that needs Python's lock as Python ends aborts it
