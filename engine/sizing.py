@@ -30,12 +30,12 @@ SHORTEST, LONGEST = 64, 1024  # context of text at least, and of examples at mos
 # characters and on Python's sources. Of another text they tell which size is best, but not how good it is.
 CHARACTERS, TOKENS = (1.0, 5.8, 0.25, 23.8, 0.3), (1.9, 15.8, 0.25, 104.0, 0.3)
 FEW = 512  # tokens of a vocabulary that are characters, or bytes, rather than pieces of words
-REPEATS = 15.4  # epochs after which more of them teach little: Muennighoff et al. 2023, section 5
+REPEATS = 15.4  # epochs after which more of them teach little
 # Up to so many epochs, or epochs times weights for each token of the text, what is against overfitting costs more
 # than it gains (docs/sizing.md).
 HARMLESS_EPOCHS, HARMLESS_WEIGHTS = 6, 8
 MOST_DECAY, MOST_DROPOUT = 5, 0.2  # the first in times the usual
-# Tokens in a step for 1M in all, their learning rate, and the exponent by which a batch grows: Bergsma et al. 2025.
+# Tokens in a step for 1M fresh ones, their learning rate, and the exponent by which a batch grows: Bergsma et al. 2025.
 BATCH, RATE, GROWTH = 2048, 0.01, 0.38
 MINUTES = (1, 3, 10, 30, 60, 180)  # of the table
 TIMED = 3  # steps, of which the quickest tells the speed
@@ -67,12 +67,16 @@ class Size:
         return min(self.longest, max(self.shortest, grown))
 
     @property
+    def fresh(self) -> float:
+        """Fresh tokens that teach as much as these, some of which come again: Muennighoff et al. 2023, section 5."""
+        again = max(0.0, self.tokens / self.text - 1)
+        return min(self.tokens, self.text) * (1 + REPEATS * (1 - math.exp(-again / REPEATS)))
+
+    @property
     def loss(self) -> float:
         """Nats per token that may be expected."""
-        again = max(0.0, self.tokens / self.text - 1)
-        fresh = min(self.tokens, self.text) * (1 + REPEATS * (1 - math.exp(-again / REPEATS)))
         least, a, alpha, b, beta = CHARACTERS if self.vocab_size <= FEW else TOKENS
-        return least + a / (BLOCKS * self.depth**3) ** alpha + b / fresh**beta
+        return least + a / (BLOCKS * self.depth**3) ** alpha + b / self.fresh**beta
 
     @property
     def operations(self) -> float:
@@ -82,7 +86,7 @@ class Size:
 
     def settings(self) -> dict[str, Any]:
         """All that follows, by the names of the settings."""
-        rows = BATCH * (self.tokens / 1e6) ** GROWTH / self.context
+        rows = BATCH * (self.fresh / 1e6) ** GROWTH / self.context
         rows = self.rows or max(1, round(rows / self.multiple)) * self.multiple
         rate = RATE * math.sqrt(rows * self.context / BATCH)
         epochs = self.tokens / self.text
@@ -193,8 +197,8 @@ def size_for_seconds(
 ) -> tuple[Size, float]:
     """The size that learns most in the seconds that are left, and what a token takes it.
 
-    measure(depth) measures that in seconds, a few times; of the other depths, and of a longer context, it follows from
-    the operations.
+    measure(depth) measures that in seconds, a few times, until it has for the best depth and the next; of the others,
+    and of a longer context, it follows from the operations, of which a larger model does more in a second.
     """
     known: dict[int, float] = {}
 
@@ -205,11 +209,12 @@ def size_for_seconds(
             size = replace(size, tokens=seconds * speed / size.operations)
         return size
 
-    depth = depths[min(1, len(depths) - 1)]
-    while depth not in known:
-        known[depth], seconds = measure(depth), left()
-        depth = min(depths, key=lambda depth: within(seconds, depth).loss)
-    size = within(seconds := left(), depth)
+    unknown = depths[:2][-1:]
+    while unknown:
+        known[unknown[0]], seconds = measure(unknown[0]), left()
+        best = min(range(len(depths)), key=lambda index: within(seconds, depths[index]).loss)
+        unknown = [depth for depth in depths[best : best + 2] if depth not in known]
+    size = within(seconds := left(), depths[best])
     return size, seconds / size.tokens
 
 

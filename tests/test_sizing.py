@@ -25,17 +25,18 @@ def test_more_time_makes_larger_models_up_to_the_largest():
     assert size.tokens == pytest.approx(60 / each) and each == pytest.approx(seconds_a_token(size.depth))
 
 
-def test_the_size_is_the_one_that_learns_most_of_those_that_were_measured():
+@pytest.mark.parametrize("seconds_each", [seconds_a_token, lambda depth: 1e-5 * depth**1.5])
+def test_the_size_is_the_one_that_learns_most_of_those_that_were_measured(seconds_each):
     asked = []
 
     def measure(depth: int) -> float:
         asked.append(depth)
-        return seconds_a_token(depth)
+        return seconds_each(depth)
 
     size, _ = size_for_seconds(DEPTHS, lambda: 120.0, REST, measure)
-    losses = {depth: Size(depth, 120 / seconds_a_token(depth), *REST).loss for depth in DEPTHS}
+    losses = {depth: Size(depth, 120 / seconds_each(depth), *REST).loss for depth in DEPTHS}
     assert losses[size.depth] <= min(losses.values()) * 1.005
-    assert size.depth in asked and len(asked) <= 4
+    assert {size.depth, size.depth + 1} <= {*asked} and len({*asked}) == len(asked) <= 4
 
 
 def test_more_steps_make_larger_models_and_a_depth_is_taken():
@@ -63,6 +64,9 @@ def test_what_follows_from_a_size_divides_over_the_processes():
         assert settings["batch_size"] % processes == 0 and settings["d_model"] % settings["num_heads"] == 0
     large, small = (Size(3, tokens, *REST).settings() for tokens in (1e9, 1e6))
     assert large["batch_size"] > small["batch_size"] and large["learning_rate"] > small["learning_rate"]
+    again, more = (Size(3, tokens, *REST).settings()["batch_size"] for tokens in (2e7, 1e9))
+    assert small["batch_size"] < again < 0.9 * Size(3, 2e7, 10**8, *REST[1:]).settings()["batch_size"]
+    assert more == large["batch_size"]  # what has come again so often teaches no more
 
 
 def test_a_text_that_comes_again_often_is_not_to_be_learned_by_heart():
