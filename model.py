@@ -33,7 +33,7 @@ class ModelConfig:
     head_dim: int | None = None  # Width of a head; None: d_model / num_heads.
     windows: tuple[int, ...] | None = None  # Sliding windows of layers, repeated over them; 0: sees all. None: all do.
     d_model: int = 128  # Width of the residual stream.
-    d_ff: int | None = None  # Width of the feed-forward layer; None: four times d_model.
+    d_ff: int | None = None  # Width of the feed-forward layer; None: 4 times d_model, of SwiGLU 8/3 (in whole 32s).
     dropout: float = 0.0  # Probability of dropping an activation while training.
     bias: bool = False  # Whether linear layers and layer norms have a bias.
     position: Literal["rope", "learned", "sinusoidal"] = "rope"  # How the model knows a token's position.
@@ -42,7 +42,7 @@ class ModelConfig:
     norm: Literal["rmsnorm", "weighted_rmsnorm", "layernorm"] = "rmsnorm"
     norm_epsilon: float | None = None  # What a norm adds to the mean square; None: 1e-6, for layer norm 1e-5.
     norm_placement: Literal["pre", "post"] = "pre"  # Before each sub-layer, or after its residual sum (2017).
-    activation: Literal["relu2", "gelu", "relu", "swiglu"] = "relu2"  # Non-linearity of the feed-forward layer.
+    activation: Literal["swiglu", "relu2", "gelu", "relu"] = "swiglu"  # Non-linearity of the feed-forward layer.
     qk_norm: bool = True  # RMS-normalise queries and keys, before RoPE.
     tie_embeddings: bool = False  # Use the token embedding as the output head too.
     scale_embeddings: bool = False  # Multiply token embeddings by the square root of d_model (2017).
@@ -51,8 +51,13 @@ class ModelConfig:
     head_width = property(lambda self: self.head_dim or self.d_model // self.num_heads)
     num_groups = property(lambda self: self.num_kv_heads or self.num_heads)
     layer_windows = property(lambda self: list((self.windows or (0,)) * self.num_layers)[: self.num_layers])
-    feed_forward_width = property(lambda self: self.d_ff or 4 * self.d_model)
     epsilon = property(lambda self: self.norm_epsilon or (1e-5 if self.norm == "layernorm" else 1e-6))
+
+    @property
+    def feed_forward_width(self) -> int:
+        """Of SwiGLU, as many weights in three matrices as of the others in two: Shazeer 2020, section 3."""
+        gated = 32 * math.ceil(self.d_model / 12)  # whole 32s: the processor's units of bfloat16
+        return self.d_ff or (gated if self.activation == "swiglu" else 4 * self.d_model)
 
     def __post_init__(self):
         most = {"vocab_size": 2**24, "context_length": 10**7, "num_layers": 10**4, "num_heads": 10**4, "d_model": 10**6}
@@ -153,7 +158,7 @@ class MultiHeadAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear layers with a non-linearity between, at each position on its own."""
+    """Two linear layers with a non-linearity between, or one that gates another; at each position on its own."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -167,14 +172,14 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) → (B, T, D)."""
         hidden = self.expand(x)  # (B, T, F)
-        if self.activation == "relu2":  # So et al. 2021, Primer
+        if self.activation == "swiglu":  # Shazeer 2020
+            hidden = F.silu(self.gate(x)) * hidden
+        elif self.activation == "relu2":  # So et al. 2021, Primer
             hidden = F.relu(hidden).square()
         elif self.activation == "gelu":  # Hendrycks & Gimpel 2016; the tanh form is GPT-2's
             hidden = F.gelu(hidden, approximate="tanh")
-        elif self.activation == "relu":
+        else:
             hidden = F.relu(hidden)
-        else:  # Shazeer 2020, SwiGLU
-            hidden = F.silu(self.gate(x)) * hidden
         return drop(self.contract(hidden), self.dropout, self.training)
 
 

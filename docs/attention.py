@@ -46,7 +46,7 @@ HISTORY = [  # each adds to those before
     ("RMSNorm", {"norm": "rmsnorm"}),
     ("no biases", {"bias": False}),
     ("an output head of its own", {"tie_embeddings": False}),
-    ("ReLU²", {"activation": "relu2"}),
+    ("SwiGLU", {"activation": "swiglu"}),
     ("queries and keys normalised", {"qk_norm": True}),
     ("Muon: today's recipe", {"optimizer": "muon", "learning_rate": 1e-2}),
 ]

@@ -37,17 +37,18 @@ transformers.utils.logging.disable_progress_bar()
 BYTES = ByteTokenizer()
 SHAPES = int(os.environ.get("SHAPES", "6"))
 ROPE = {"position": "rope", "norm": "rmsnorm", "norm_placement": "pre", "logit_softcap": 0.0}
+SQUARED = ROPE | {"activation": "relu2"}
 # What a family is made for, and what else it holds, may be folded into it, or not.
 CAN_HOLD = {
-    "llama": (ROPE | {"activation": "swiglu", "qk_norm": False}, {"bias", "tie", "grouped", "weighted", "scaled"}),
-    "qwen3": (ROPE | {"activation": "swiglu"}, {"tie", "grouped", "weighted", "scaled", "any head", "windows"}),
+    "llama": (ROPE | {"qk_norm": False}, {"bias", "tie", "grouped", "weighted", "scaled"}),
+    "qwen3": (ROPE, {"tie", "grouped", "weighted", "scaled", "any head", "windows"}),
     "mistral": (
-        ROPE | {"activation": "swiglu", "qk_norm": False},
+        ROPE | {"qk_norm": False},
         {"tie", "grouped", "weighted", "scaled", "any head", "window"},
     ),
-    "apertus": (ROPE, {"tie", "grouped", "weighted", "scaled"}),
-    "arcee": (ROPE | {"qk_norm": False}, {"bias", "tie", "grouped", "weighted", "scaled", "activation"}),
-    "nanochat": (ROPE, {"grouped", "scaled", "cap", "activation"}),
+    "apertus": (SQUARED, {"tie", "grouped", "weighted", "scaled"}),
+    "arcee": (SQUARED | {"qk_norm": False}, {"bias", "tie", "grouped", "weighted", "scaled", "activation"}),
+    "nanochat": (SQUARED, {"grouped", "scaled", "cap", "activation"}),
     "gpt2": (
         {"position": "learned", "norm": "layernorm", "activation": "gelu", "qk_norm": False},
         {"bias", "tie", "scaled", "activation", "sinusoidal"},
@@ -229,41 +230,41 @@ def test_an_old_file_of_gpt2_has_half_precision_no_prefix_and_constants(tmp_path
 @pytest.mark.parametrize(
     ("settings", "flags", "said"),
     [
-        ({"norm_placement": "post"}, (), r"^apertus can't hold norm_placement post \(instead of pre\); no family does"),
+        ({"norm_placement": "post"}, (), r"^qwen3 can't hold norm_placement post \(instead of pre\); no family does"),
         ({"position": "learned"}, (), r"can't hold position learned \(instead of rope\)"),
         (
-            {"logit_softcap": 15.0},
+            {"logit_softcap": 15.0, "activation": "relu2"},
             ("--family", "apertus"),
             r"can't hold logit_softcap 15.0 .*; take --family nanochat$",
         ),
         (
-            {"windows": (4, 0)},
+            {"windows": (4, 0), "activation": "relu2"},
             ("--family", "apertus"),
             r"^apertus can't hold windows \(4, 0\) \(instead of None\); no family does",
         ),
         (
-            {"windows": (4, 0), "activation": "swiglu"},
+            {"windows": (4, 0)},
             ("--family", "mistral"),
             r"can't hold qk_norm True .*, windows \(4, 0\) \(instead of one for all layers\); take --family qwen3$",
         ),
         (
-            {"windows": (4, 3), "activation": "swiglu"},
+            {"windows": (4, 3)},
             ("--family", "qwen3"),
             r"^qwen3 can't hold windows \(4, 3\) \(instead of one in some layers, 0 in others\); no family does",
         ),
         (
-            {"windows": (4,), "activation": "swiglu"},
+            {"windows": (4,)},
             ("--gguf", "f32"),
             r"^llama.cpp has no windows in qwen3 models; train without --windows, or leave --gguf out$",
         ),
-        ({"bias": True}, (), r"^apertus can't hold bias True \(instead of False\); no family does"),
+        ({"bias": True}, (), r"^llama can't hold qk_norm True \(instead of False\); no family does"),
         (
             {},
             ("--gguf", "f32"),
             r"^llama.cpp cuts text in other ways than this byte tokenizer; prepare .* --pattern gpt2",
         ),
         (
-            {"logit_softcap": 5.0},
+            {"logit_softcap": 5.0, "activation": "relu2"},
             ("--gguf", "f32"),
             r"^llama.cpp knows no nanochat models; train without --logit-softcap",
         ),
@@ -488,8 +489,7 @@ def test_the_chat_template_makes_the_tokens_that_were_learned(kind: str, words: 
     ends = json.loads((tmp_path / "hf" / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
     assert ends == [words.end_of_text, end_of_turn(words)]
     reader = pytest.importorskip("gguf.gguf_reader")
-    flags = ["--family", "apertus", "--gguf", "f32"]
-    huggingface.main(["export", str(tmp_path / "run-hf"), str(tmp_path / "gguf"), *flags])
+    huggingface.main(["export", str(tmp_path / "run-hf"), str(tmp_path / "gguf"), "--gguf", "f32"])
     said = reader.GGUFReader(tmp_path / "gguf" / "gguf-f32.gguf").fields["tokenizer.chat_template"].contents()
     assert said == theirs.chat_template
 

@@ -259,7 +259,7 @@ def test_a_block_normalises_before_its_layers_or_after_their_sums():
 
 @torch.no_grad()
 def test_softcap_bounds_logits():
-    model = randomised(VARIANTS["swiglu"])
+    model = randomised(VARIANTS["relu2"])
     model.head.weight.mul_(100)
     logits = model(torch.randint(37, (1, 16)))
     assert 14 < logits.abs().max() <= 15
@@ -411,9 +411,14 @@ def test_a_model_needs_a_vocabulary():
         GPT(dataclasses.replace(SMALL, vocab_size=None))
 
 
-def test_the_feed_forward_layer_is_four_times_as_wide_unless_told():
-    assert SMALL.feed_forward_width == 96 and dataclasses.replace(SMALL, d_ff=40).feed_forward_width == 40
-    assert GPT(VARIANTS["swiglu"]).blocks[0].feed_forward.gate.weight.shape == (40, 24)
+def test_the_feed_forward_layer_is_four_times_as_wide_or_three_matrices_of_as_many_weights_unless_told():
+    assert VARIANTS["gpt2"].feed_forward_width == 96 and VARIANTS["relu2"].feed_forward_width == 40
+    assert [dataclasses.replace(SMALL, d_model=width, num_heads=2).feed_forward_width for width in (24, 96, 132)] == [
+        64,
+        256,
+        352,
+    ]
+    assert GPT(SMALL).blocks[0].feed_forward.gate.weight.shape == (64, 24)
 
 
 def test_parameters_are_counted_as_by_hand():

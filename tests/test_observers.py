@@ -231,7 +231,7 @@ def test_the_terminal_says_what_is_about_to_happen_and_each_evaluation(numbers, 
     dataset = open_dataset(numbers)
     sizes = f"{len(dataset.train):,} tokens to train on, {len(dataset.val):,} to validate"
     assert data == f"data   {numbers}: {sizes}; vocabulary {dataset.tokenizer.vocab_size} (char)"
-    assert model == "model  6,880 parameters: 2 layers, 2 heads, d_model 16, context 16"
+    assert model == "model  8,928 parameters: 2 layers, 2 heads, d_model 16, context 16"
     assert run == f"run    4 steps of 4 × 16 tokens = 256 (0.0 epochs), muon, on 1 × cpu in float32 → {tmp_path}"
     losses, bits = logged(tmp_path, "val_loss"), logged(tmp_path, "val_bits_per_byte")
     expected = [f"step {n:>6,}  validation loss {losses[n]:.4f}, {bits[n]:.4f} bits per byte  (" for n in (2, 4)]

@@ -64,7 +64,7 @@ def test_every_parameter_is_in_exactly_one_group_and_only_matrices_decay(kind, n
 def test_muon_gets_the_matrices_of_the_blocks_each_head_on_its_own():
     muon = made(OptimizerConfig())[1].optimizers[0]
     shapes = {tuple(group.parameters[0].shape): len(group.parameters) for group in muon.groups}
-    assert shapes == {(4, 8): 2 * 2 * 3, (8, 8): 2, (32, 8): 2, (8, 32): 2}
+    assert shapes == {(4, 8): 2 * 2 * 3, (8, 8): 2, (32, 8): 2 * 2, (8, 32): 2}
     assert len(made(OptimizerConfig(optimizer="adamw"))[1].optimizers) == 1
 
 

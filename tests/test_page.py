@@ -348,7 +348,7 @@ def test_an_end_of_text_ends_it_and_what_is_no_text_never_comes():
     assert all(row[3] == pytest.approx(1 / 257, rel=1e-3) for row in token["token"]["likely"] if "unused" not in row[0])
 
 
-@pytest.mark.parametrize("name", ["default", "gpt2", "2017", "swiglu"])
+@pytest.mark.parametrize("name", ["default", "gpt2", "2017", "relu2"])
 def test_a_head_switched_off_is_one_whose_values_are_zero(name):
     model = randomised(VARIANTS[name])
     without = copy.deepcopy(model)

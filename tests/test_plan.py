@@ -24,7 +24,7 @@ KINDS = [
     {},
     GPT2,
     YEAR_2017,
-    {"activation": "swiglu"},
+    {"activation": "relu2"},
     {"qk_norm": False},
     {"position": "learned"},
     {"dropout": 0.1},
@@ -34,6 +34,8 @@ KINDS = [
     {"windows": (40, 0)},
     {"vocab_size": 50304, "d_model": 64, "num_layers": 1},  # logits in pieces
 ]
+
+LARGE_BLOCK = 4 * 4096**2 + 3 * 4096 * 10944  # weights
 
 
 def plan_of(sizes: dict, **training) -> Plan:
@@ -64,7 +66,7 @@ def test_gpt2_is_counted_as_by_hand(gpt2):
     assert gpt2.flops_per_token() == pytest.approx(by_hand, rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", [{}, GPT2, {"activation": "swiglu", "num_layers": 6}], ids=["default", "gpt2", "deep"])
+@pytest.mark.parametrize("kind", [{}, GPT2, {"activation": "relu2", "num_layers": 6}], ids=["default", "gpt2", "deep"])
 def test_operations_are_those_that_pytorch_counts(kind):
     sizes = SMALL | {"context_length": 96} | kind
     model, tokens = GPT(ModelConfig(**sizes)), torch.zeros(3, 96, dtype=torch.long)
@@ -171,7 +173,7 @@ def test_optimizer_state_is_two_numbers_a_weight_or_muons_one(optimizer):
     of_matrices = 4 if optimizer == "muon" else 8
     expected = 8 * (plan.parameters - plan.matrix_weights) + of_matrices * plan.matrix_weights
     assert plan.memory(1, 1, 1, False)["optimizer state"] == expected
-    assert plan.matrix_weights == 2 * 12 * 128**2
+    assert plan.matrix_weights == 2 * (4 * 128**2 + 3 * 128 * 352)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -184,7 +186,7 @@ def test_an_update_is_traced_and_not_done(optimizer, monkeypatch):
 
 
 def test_sharding_divides_all_but_what_is_gathered(large):
-    P, block = large.parameters, 12 * 4096**2
+    P, block = large.parameters, LARGE_BLOCK
     around = P - 32 * block
     assert around == 2 * 50304 * 4096
     whole, eighth = large.memory(8, 1, 8, False), large.memory(8, 1, 8, True)
@@ -206,7 +208,7 @@ def test_gradients_that_fit_are_whole_until_the_last_micro_batch(gpt2):
 
 
 def test_two_processes_send_what_is_counted_by_hand(large):
-    P, matrices, block = large.parameters, 32 * 12 * 4096**2, 12 * 4096**2
+    P, matrices, block = large.parameters, 32 * LARGE_BLOCK, LARGE_BLOCK
     assert large.traffic(3, 2, False) == {"weights": 0, "gradients": 4 * P, "muon": matrices}
     weights = 3 / 2 * (4 * (P - 32 * block) + 2 * 2 * 32 * block)
     assert large.traffic(3, 2, True) == {"weights": weights, "gradients": 3 * 2 * P, "muon": matrices}
@@ -236,7 +238,7 @@ def test_efficiency_falls_with_processes_and_rises_with_tokens(large, sharded):
 
     by_processes = [efficiency(2**20 // w, w) for w in (1, 2, 8, 16, 64, 256)]
     assert by_processes[0] == 1
-    assert by_processes == sorted(by_processes, reverse=True) and by_processes[-1] < 0.98
+    assert by_processes == sorted(by_processes, reverse=True) and by_processes[-1] < 0.985
     by_tokens = [efficiency(2**power, 64) for power in range(10, 17)]
     assert by_tokens == sorted(by_tokens) and by_tokens[0] < 0.7 < 0.98 < by_tokens[-1]
     assert efficiency(2**17, 64, dataclasses.replace(large, optimizer="adamw")) == 1  # all of it hides
