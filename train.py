@@ -8,10 +8,11 @@ from engine.command import STARTED, Interruption, command_line, run_command, wai
 if __name__ == "__main__":
     wait_briefly("train")  # before torch is loaded
 
+import contextlib
 import math
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -41,11 +42,12 @@ from engine.plan import Plan
 from engine.run import Run
 from engine.run_folder import UNRECORDED, RunFolder, changed_settings, find_checkpoint
 from engine.settings import check_ranges, differing, flatten, given_settings, load_settings, to_toml
-from engine.sizing import chooses, outlook, sized
+from engine.sizing import FEW, chooses, outlook, sized
 from model import GPT, ModelConfig
 from prepare import PrepareConfig, prepare
 
 BUILT_IN = Path("data/stdlib")
+WINDOW_WARMUP, NARROW = 0.2, 16  # of a run, and the tokens that its first block sees meanwhile (docs/recipe.md)
 
 
 @dataclass(frozen=True)
@@ -243,7 +245,11 @@ def complete(config: TrainConfig, dataset: Mixture, world: World, base: Checkpoi
     if not config.minutes:
         every = {name: getattr(config, name) or EVERY for name in ("eval_every", "save_every")}
         config = replace(config, steps=config.steps or STEPS, **every)
-    return replace(config, model=replace(shape, vocab_size=size), dtype=str(dtype).removeprefix("torch."))
+    optimizer = config.optimizer
+    if optimizer.window_warmup is None:
+        optimizer = replace(optimizer, window_warmup=0.0 if base or size <= FEW else WINDOW_WARMUP)
+    config = replace(config, model=replace(shape, vocab_size=size), optimizer=optimizer)
+    return replace(config, dtype=str(dtype).removeprefix("torch."))
 
 
 def restore(run: Run, base: Checkpoint | None, begun: float) -> None:
@@ -308,13 +314,31 @@ def train_step(run: Run) -> tuple[Tensor, float, Tensor]:
     pieces = list(zip(inputs.split(micro), targets.split(micro), strict=True))
     total = torch.zeros((), device=world.device)
     for index, (x, y) in enumerate(pieces):
-        with averaging(run.replica, now=run.reduces_each or index == len(pieces) - 1), run.autocast():
+        ready = run.reduces_each or index == len(pieces) - 1
+        with averaging(run.replica, now=ready), run.autocast(), narrow_window(run):
             loss = run.replica(x, y)
             run.optimizer.scaled(loss * (world.size / counted)).backward()  # the processes' gradients are averaged
         total += loss.detach()
     learning_rate, grad_norm = run.optimizer.step(run.step, run.budget.total)
     run.step, run.val_loss = run.step + 1, None
     return total / counted, learning_rate, grad_norm
+
+
+@contextlib.contextmanager
+def narrow_window(run: Run) -> Iterator[None]:
+    """Early in the run, have the first block's attention see the last few positions alone.
+
+    So its heads soon look at the previous token, from which those of the next block learn to find what followed the
+    same token before (induction heads, Olsson et al. 2022); with all in view that takes many times as long.
+    """
+    attention, config = run.model.blocks[0].attention, run.config
+    whole = attention.window
+    if run.budget.share < config.optimizer.window_warmup:
+        attention.window = min(whole or NARROW, NARROW)
+    try:
+        yield
+    finally:
+        attention.window = whole
 
 
 @torch.no_grad()

@@ -47,6 +47,8 @@ class OptimizerConfig:
     clip_norm: Annotated[float, "at least 0"] = 1.0  # The largest norm of the gradient, all together; 0: any.
     # Steps in which the learning rate rises from zero; None: 10, in a shorter run all but the last.
     warmup_steps: Annotated[int | None, "at least 0"] = None
+    # Part of the run in which the first block sees 16 tokens at most; None: 0.2, of characters or --init-from 0.
+    window_warmup: Annotated[float | None, "at least 0, at most 1"] = None
     decay: Literal["linear", "cosine", "inverse_sqrt"] = "linear"  # How it falls from there on.
     # What it falls to by the last step, as a fraction of the largest.
     final_learning_rate: Annotated[float, "at least 0"] = 0.0

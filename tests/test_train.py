@@ -260,6 +260,30 @@ def test_evaluating_and_logging_more_often_does_not_disturb_training(trained):
     assert same_checkpoint(newest_checkpoint(one), newest_checkpoint(other))
 
 
+@pytest.mark.parametrize(
+    ("flags", "windows"),
+    [
+        (("--window-warmup", 0.3), [16] * 3 + [0] * 7),
+        ((), [0] * 10),  # characters
+        (("--vocab-size", 600), [16] * 2 + [0] * 8),
+        (("--vocab-size", 600, "--windows", 4), [4] * 10),
+        (("--vocab-size", 600, "--windows", 40), [16] * 2 + [40] * 8),
+    ],
+)
+def test_the_first_block_sees_few_tokens_early_in_a_run_but_in_no_evaluation(numbers, tmp_path, flags, windows):
+    seen = {True: [], False: []}
+
+    class Watcher:
+        def started(self, run: train.Run) -> None:
+            attention = run.model.blocks[0].attention
+            attention.register_forward_pre_hook(lambda layer, _: seen[layer.training].append(layer.window))
+
+    train_tiny(numbers, tmp_path / "run", "--steps", 10, "--eval-every", 1, *flags, observers=[Watcher()])
+    assert seen[True] == windows and set(seen[False]) == {windows[-1]}
+    tuned = train_tiny(numbers, tmp_path / "tuned", "--steps", 1, "--init-from", tmp_path / "run")
+    assert tuned.config.optimizer.window_warmup == 0
+
+
 def test_dropout_is_drawn_anew_at_each_step(trained):
     seeds = []
 
@@ -549,6 +573,7 @@ OTHER_VALUES = {  # of every setting, another than in a tiny run
     "depth": 3,
     "decay": "cosine",
     "final_learning_rate": 0.5,
+    "window_warmup": 0.5,
 }
 CHANGEABLE = {field.name for cls in (train.ChangeableConfig, OptimizerConfig) for field in dataclasses.fields(cls)} - {
     "optimizer"
