@@ -1,7 +1,7 @@
 """Every figure and picture of docs/attention.md, in its order.
 
 python docs/attention.py numbers                          what the formulas say, in seconds
-python docs/attention.py heads [--run out/heads]          each head's habits, and a picture of each habit's best head
+python docs/attention.py heads [--run out/stdlib]          each head's habits, and a picture of each habit's best head
 python docs/attention.py history [--steps 200 --seeds 1]  what each design choice since 2017 changed
 """
 
@@ -57,7 +57,7 @@ class AttentionConfig:
     """Print the figures of docs/attention.md, and draw its pictures."""
 
     what: tyro.conf.Positional[Literal["numbers", "heads", "history"]]  # Which of them.
-    run: Path = Path("out/heads")  # The trained model whose heads are looked at.
+    run: Path = Path("out/stdlib")  # The trained model whose heads are looked at.
     data: Path | None = None  # A dataset: heads look at its validation text, history trains on it; None: the guide's.
     habits: tuple[Literal["previous", "same", "line", "first"], ...] = tuple(HABITS)  # Whose best heads are drawn.
     text: str = TEXT  # What these heads read.
