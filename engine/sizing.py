@@ -23,7 +23,8 @@ from engine.settings import flatten, load_settings, with_values
 HEAD = 64  # width of a head; a model has as many heads as layers
 BLOCKS = 12 * HEAD**2  # weights of a model's blocks, over the depth cubed
 DEPTHS = range(1, 25)
-CONTEXT_OF_CHARACTERS, CONTEXT_OF_TOKENS = 130, 80  # for 1M in all (docs/sizing.md)
+# For 1M in all, and the exponent by which it grows; characters reach the end of what helps sooner (docs/sizing.md).
+CONTEXT_OF_CHARACTERS, CONTEXT_OF_TOKENS = (170, 0.25), (80, 0.38)
 SHORTEST, LONGEST = 64, 1024  # context of text at least, and of examples at most
 # Nats per token that a model with N weights in its blocks learns from T fresh tokens are E + A / N^α + B / T^β
 # (Hoffmann et al. 2022, section 3.3): (E, A, α, B, β), fitted to a few runs of minutes, on tiny Shakespeare by
@@ -61,9 +62,9 @@ class Size:
 
     @property
     def context(self) -> int:
-        """Of the model, in tokens: a power of two that grows as batches do, between the shortest and the longest."""
-        asked = CONTEXT_OF_CHARACTERS if self.vocab_size <= FEW else CONTEXT_OF_TOKENS
-        grown = 2 ** round(math.log2(asked * (self.tokens / 1e6) ** GROWTH))
+        """Of the model, in tokens: a power of two that grows with all tokens, between the shortest and the longest."""
+        asked, growth = CONTEXT_OF_CHARACTERS if self.vocab_size <= FEW else CONTEXT_OF_TOKENS
+        grown = 2 ** round(math.log2(asked * (self.tokens / 1e6) ** growth))
         return min(self.longest, max(self.shortest, grown))
 
     @property

@@ -21,8 +21,8 @@ def seconds_a_token(depth: int) -> float:
 def test_more_time_makes_larger_models_up_to_the_largest():
     depths = [size_for_seconds(DEPTHS, lambda s=s: s, REST, seconds_a_token)[0].depth for s in (6, 60, 600, 6000, 1e9)]
     assert depths == sorted(depths) and depths[0] <= 2 and depths[-1] == DEPTHS[-1] and len(set(depths)) >= 4
-    size, each = size_for_seconds(DEPTHS, lambda: 60.0, REST, seconds_a_token)
-    assert size.tokens == pytest.approx(60 / each) and each == pytest.approx(seconds_a_token(size.depth))
+    size, each = size_for_seconds(DEPTHS, lambda: 40.0, REST, seconds_a_token)
+    assert size.tokens == pytest.approx(40 / each) and each == pytest.approx(seconds_a_token(size.depth))
 
 
 @pytest.mark.parametrize("seconds_each", [seconds_a_token, lambda depth: 1e-5 * depth**1.5])
@@ -151,7 +151,7 @@ def test_a_small_text_has_a_small_context(tmp_path, numbers):
 def test_contexts_grow_with_all_that_is_trained_on_and_characters_need_longer_ones():
     words = [Size(2, tokens, 10**7, 4096, SHORTEST, 10**6).context for tokens in (1, 2e6, 7e6, 1e8, 1e10)]
     assert words == [64, 128, 128, 512, 2048]
-    assert [Size(2, tokens, 10**7, 65, SHORTEST, 10**6).context for tokens in (1, 3e6, 1e8)] == [64, 256, 1024]
+    assert [Size(2, tokens, 10**7, 65, SHORTEST, 10**6).context for tokens in (1, 3e6, 1e8)] == [64, 256, 512]
 
 
 def test_a_longer_contexts_time_is_counted():
