@@ -1,7 +1,7 @@
 """Every figure and picture of docs/attention.md, in its order.
 
 python docs/attention.py numbers                          what the formulas say, in seconds
-python docs/attention.py heads [--run out/stdlib]          each head's habits, and a picture of each habit's best head
+python docs/attention.py heads [--run out/stdlib]         each head's habits, and a picture of each habit's best head
 python docs/attention.py history [--steps 200 --seeds 1]  what each design choice since 2017 changed
 """
 

@@ -35,8 +35,6 @@ KINDS = [
     {"vocab_size": 50304, "d_model": 64, "num_layers": 1},  # logits in pieces
 ]
 
-LARGE_BLOCK = 4 * 4096**2 + 3 * 4096 * 10944  # weights
-
 
 def plan_of(sizes: dict, **training) -> Plan:
     config = ModelConfig(**sizes)
@@ -52,7 +50,7 @@ def gpt2() -> Plan:
 @pytest.fixture(scope="module")
 def large() -> Plan:
     sizes = {"vocab_size": 50304, "context_length": 2048, "num_layers": 32, "num_heads": 4, "d_model": 4096}
-    return plan_of(sizes, optimizer="muon", batch_size=512, micro_batch_size=8)
+    return plan_of(sizes | {"activation": "relu2"}, optimizer="muon", batch_size=512, micro_batch_size=8)
 
 
 # Operations.
@@ -186,7 +184,7 @@ def test_an_update_is_traced_and_not_done(optimizer, monkeypatch):
 
 
 def test_sharding_divides_all_but_what_is_gathered(large):
-    P, block = large.parameters, LARGE_BLOCK
+    P, block = large.parameters, 12 * 4096**2
     around = P - 32 * block
     assert around == 2 * 50304 * 4096
     whole, eighth = large.memory(8, 1, 8, False), large.memory(8, 1, 8, True)
@@ -208,7 +206,7 @@ def test_gradients_that_fit_are_whole_until_the_last_micro_batch(gpt2):
 
 
 def test_two_processes_send_what_is_counted_by_hand(large):
-    P, matrices, block = large.parameters, 32 * LARGE_BLOCK, LARGE_BLOCK
+    P, matrices, block = large.parameters, 32 * 12 * 4096**2, 12 * 4096**2
     assert large.traffic(3, 2, False) == {"weights": 0, "gradients": 4 * P, "muon": matrices}
     weights = 3 / 2 * (4 * (P - 32 * block) + 2 * 2 * 32 * block)
     assert large.traffic(3, 2, True) == {"weights": weights, "gradients": 3 * 2 * P, "muon": matrices}
@@ -238,7 +236,7 @@ def test_efficiency_falls_with_processes_and_rises_with_tokens(large, sharded):
 
     by_processes = [efficiency(2**20 // w, w) for w in (1, 2, 8, 16, 64, 256)]
     assert by_processes[0] == 1
-    assert by_processes == sorted(by_processes, reverse=True) and by_processes[-1] < 0.985
+    assert by_processes == sorted(by_processes, reverse=True) and by_processes[-1] < 0.98
     by_tokens = [efficiency(2**power, 64) for power in range(10, 17)]
     assert by_tokens == sorted(by_tokens) and by_tokens[0] < 0.7 < 0.98 < by_tokens[-1]
     assert efficiency(2**17, 64, dataclasses.replace(large, optimizer="adamw")) == 1  # all of it hides
