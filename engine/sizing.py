@@ -22,7 +22,7 @@ from engine.settings import flatten, load_settings, with_values
 
 HEAD = 64  # width of a head; a model has as many heads as layers
 BLOCKS = 12 * HEAD**2  # weights of a model's blocks, over the depth cubed
-DEPTHS = range(1, 25)
+DEPTHS = range(2, 25)  # to choose from: one layer was never the best, as it can compose nothing (docs/sizing.md)
 # For 1M in all, and the exponent by which it grows; characters reach the end of what helps sooner (docs/sizing.md).
 CONTEXT_OF_CHARACTERS, CONTEXT_OF_TOKENS = (170, 0.25), (80, 0.38)
 SHORTEST, LONGEST = 64, 1024  # context of text at least, and of examples at most
@@ -210,7 +210,7 @@ def size_for_seconds(
             size = replace(size, tokens=seconds * speed / size.operations)
         return size
 
-    unknown = depths[:2][-1:]
+    unknown = depths[:1]
     while unknown:
         known[unknown[0]], seconds = measure(unknown[0]), left()
         best = min(range(len(depths)), key=lambda index: within(seconds, depths[index]).loss)

@@ -20,7 +20,7 @@ def seconds_a_token(depth: int) -> float:
 
 def test_more_time_makes_larger_models_up_to_the_largest():
     depths = [size_for_seconds(DEPTHS, lambda s=s: s, REST, seconds_a_token)[0].depth for s in (6, 60, 600, 6000, 1e9)]
-    assert depths == sorted(depths) and depths[0] <= 2 and depths[-1] == DEPTHS[-1] and len(set(depths)) >= 4
+    assert depths == sorted(depths) and depths[0] == 2 and depths[-1] == DEPTHS[-1] and len(set(depths)) >= 4
     size, each = size_for_seconds(DEPTHS, lambda: 40.0, REST, seconds_a_token)
     assert size.tokens == pytest.approx(40 / each) and each == pytest.approx(seconds_a_token(size.depth))
 
@@ -107,8 +107,8 @@ def test_batches_are_of_whole_micro_batches_and_no_more_is_timed_at_once(numbers
 
 def test_a_run_that_saved_nothing_is_no_model_for_the_next(numbers, tmp_path, capsys):
     first = train.train(small(numbers, tmp_path / "run", steps=3), stop=lambda: True)
-    second = train.train(small(numbers, tmp_path / "run", steps=300, resume=True), stop=lambda: True)
-    assert first.config.depth == 1 < second.config.depth and capsys.readouterr().out.count("chosen depth") == 2
+    second = train.train(small(numbers, tmp_path / "run", steps=3000, resume=True), stop=lambda: True)
+    assert first.config.depth == 2 < second.config.depth and capsys.readouterr().out.count("chosen depth") == 2
 
 
 @pytest.mark.parametrize("flags", ["--minutes 9 --d-model 64", "--minutes 9 --init-from {run}"])
@@ -168,15 +168,15 @@ def test_what_is_given_stays_and_the_rest_is_chosen_also_when_resumed(numbers, t
     settings = small(numbers, tmp_path / "run", steps=3, batch_size=2)
     run = train.train(dataclasses.replace(settings, optimizer=dataclasses.replace(settings.optimizer, clip_norm=0.5)))
     config = run.config
-    assert config.batch_size == 2 and config.optimizer.clip_norm == 0.5 and config.depth == 1
-    assert (config.model.num_layers, config.model.num_heads, config.model.d_model) == (1, 1, 64)
-    assert capsys.readouterr().out.startswith("chosen depth 1, num_layers 1, ")
+    assert config.batch_size == 2 and config.optimizer.clip_norm == 0.5 and config.depth == 2
+    assert (config.model.num_layers, config.model.num_heads, config.model.d_model) == (2, 2, 128)
+    assert capsys.readouterr().out.startswith("chosen depth 2, num_layers 2, ")
     resumed = train.train(small(numbers, tmp_path / "run", steps=500, batch_size=2, resume=True), stop=lambda: True)
     assert (
         resumed.config.model == config.model
         and resumed.config.optimizer.learning_rate == config.optimizer.learning_rate
     )
-    assert newest_checkpoint(tmp_path / "run").state["settings"]["depth"] == 1
+    assert newest_checkpoint(tmp_path / "run").state["settings"]["depth"] == 2
 
 
 def test_a_depth_alone_sets_the_sizes_and_who_gives_one_of_them_gives_all(numbers, tmp_path):
