@@ -31,12 +31,12 @@ SHORTEST, LONGEST = 64, 1024  # context of text at least, and of examples at mos
 # characters and on Python's sources. Of another text they tell which size is best, but not how good it is.
 CHARACTERS, TOKENS = (1.0, 5.8, 0.25, 23.8, 0.3), (1.9, 15.8, 0.25, 104.0, 0.3)
 FEW = 512  # tokens of a vocabulary that are characters, or bytes, rather than pieces of words
-REPEATS = 15.4  # epochs after which more of them teach little
-# Up to so many epochs, or epochs times weights for each token of the text, what is against overfitting costs more
-# than it gains (docs/sizing.md).
-HARMLESS_EPOCHS, HARMLESS_WEIGHTS = 6, 8
+REPEATS = 8  # epochs after which more of them teach little (docs/sizing.md)
+# What is against overfitting costs more than it gains up to so much of √(epochs³ · weights of the blocks for each token
+# of the text), and is in proportion to it from there on (docs/sizing.md).
+HARMLESS = 22
 MOST_DECAY, MOST_DROPOUT = 5, 0.2  # the first in times the usual
-# Tokens in a step for 1M fresh ones, their learning rate, and the exponent by which a batch grows: Bergsma et al. 2025.
+# Tokens in a step for 1M different ones, their learning rate, and the exponent of growth: Bergsma et al. 2025.
 BATCH, RATE, GROWTH = 2048, 0.01, 0.38
 MINUTES = (1, 3, 10, 30, 60, 180)  # of the table
 TIMED = 3  # steps, of which the quickest tells the speed
@@ -87,12 +87,10 @@ class Size:
 
     def settings(self) -> dict[str, Any]:
         """All that follows, by the names of the settings."""
-        rows = BATCH * (self.fresh / 1e6) ** GROWTH / self.context
+        rows = BATCH * (min(self.tokens, self.text) / 1e6) ** GROWTH / self.context
         rows = self.rows or max(1, round(rows / self.multiple)) * self.multiple
         rate = RATE * math.sqrt(rows * self.context / BATCH)
-        epochs = self.tokens / self.text
-        weights = epochs * BLOCKS * self.depth**3 / self.text
-        excess = max(1.0, min((epochs / HARMLESS_EPOCHS) ** 2, weights / HARMLESS_WEIGHTS))
+        excess = max(1.0, math.sqrt((self.tokens / self.text) ** 3 * BLOCKS * self.depth**3 / self.text) / HARMLESS)
         decay = OptimizerConfig.weight_decay * min(excess, MOST_DECAY)
         found = {"depth": self.depth, "num_layers": self.depth, "num_heads": self.depth, "d_model": HEAD * self.depth}
         found |= {"context_length": self.context, "batch_size": rows, "learning_rate": float(f"{rate:.2g}")}

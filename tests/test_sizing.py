@@ -62,19 +62,21 @@ def test_what_follows_from_a_size_divides_over_the_processes():
     for processes in (1, 3, 8):
         settings = Size(3, 2e6, *REST, None, processes).settings()
         assert settings["batch_size"] % processes == 0 and settings["d_model"] % settings["num_heads"] == 0
-    large, small = (Size(3, tokens, *REST).settings() for tokens in (1e9, 1e6))
+    large, small = (Size(3, tokens, 10**9, *REST[1:]).settings() for tokens in (1e9, 1e6))
     assert large["batch_size"] > small["batch_size"] and large["learning_rate"] > small["learning_rate"]
-    again, more = (Size(3, tokens, *REST).settings()["batch_size"] for tokens in (2e7, 1e9))
-    assert small["batch_size"] < again < 0.9 * Size(3, 2e7, 10**8, *REST[1:]).settings()["batch_size"]
-    assert more == large["batch_size"]  # what has come again so often teaches no more
+    again = Size(3, 1e9, *REST).settings()  # what comes again asks for no more
+    assert again["batch_size"] * again["context_length"] == small["batch_size"] * small["context_length"]
+    fewer = Size(3, 1e6, 100_000, *REST[1:]).settings()["batch_size"]
+    assert fewer == pytest.approx(small["batch_size"] * 0.1**0.38, abs=0.5)
 
 
 def test_a_text_that_comes_again_often_is_not_to_be_learned_by_heart():
     each = [Size(4, epochs * 1e6, *REST).settings() for epochs in (0.5, 6, 12, 1000)]
-    assert [one["weight_decay"] for one in each] == [0.1, 0.1, 0.4, 0.5]
+    assert [one["weight_decay"] for one in each] == [0.1, 0.12, 0.34, 0.5]
     assert [one["dropout"] for one in each] == [0, 0, 0.1, 0.2]
-    too_small, once = Size(1, 12e6, *REST).settings(), Size(20, 1e6, *REST).settings()
-    assert [one["weight_decay"] for one in (too_small, once)] == [0.1, 0.1] and not once["dropout"]
+    small, large, once = (Size(*size, *REST).settings() for size in ((1, 12e6), (12, 6e6), (20, 1e6)))
+    assert [one["weight_decay"] for one in (small, large, once)] == [0.1, 0.5, 0.1]
+    assert [one["dropout"] for one in (small, large, once)] == [0, 0.15, 0]
 
 
 def test_a_given_context_batch_and_shared_keys_are_counted_with(numbers, tmp_path, capsys):
