@@ -23,6 +23,7 @@ from engine.settings import flatten, load_settings, with_values
 HEAD = 64  # width of a head; a model has as many heads as layers
 BLOCKS = 12 * HEAD**2  # weights of a model's blocks, over the depth cubed
 DEPTHS = range(2, 25)  # to choose from: one layer was never the best, as it can compose nothing (docs/sizing.md)
+MOST_WEIGHTS = 32  # of the blocks for each token of the text, where the size is chosen: more were not tried
 # For 1M in all, and the exponent by which it grows; characters reach the end of what helps sooner (docs/sizing.md).
 CONTEXT_OF_CHARACTERS, CONTEXT_OF_TOKENS = (170, 0.25), (80, 0.38)
 SHORTEST, LONGEST = 64, 1024  # context of text at least, and of examples at most
@@ -164,7 +165,9 @@ def outlook(config: Any, given: set[str], data: Mixture, world: World, make: Cal
 def _choices(config: Any, given: set[str], data: Mixture, world: World, make: Callable[[Any], nn.Module]) -> tuple:
     """The depths to choose from, what else a Size is made of, a depth's model, and its measured time for a token."""
     vocab_size, shared = config.model.vocab_size or data.tokenizer.vocab_size, config.model.num_kv_heads or 1
-    depths = [config.depth] if config.depth else [depth for depth in DEPTHS if depth % shared == 0] or DEPTHS
+    fitting = [depth for depth in DEPTHS if depth % shared == 0] or DEPTHS
+    depths = [depth for depth in fitting if BLOCKS * depth**3 <= MOST_WEIGHTS * len(data.train)] or fitting[:1]
+    depths = [config.depth] if config.depth else depths
     contexts = (config.model.context_length,) * 2 if "context_length" in given else contexts_for(data)
     rows, multiple = config.batch_size if "batch_size" in given else None, world.size * (config.micro_batch_size or 1)
     rest = (len(data.train), vocab_size, *contexts, rows, multiple)

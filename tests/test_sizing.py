@@ -110,7 +110,8 @@ def test_batches_are_of_whole_micro_batches_and_no_more_is_timed_at_once(numbers
 def test_a_run_that_saved_nothing_is_no_model_for_the_next(numbers, tmp_path, capsys):
     first = train.train(small(numbers, tmp_path / "run", steps=3), stop=lambda: True)
     second = train.train(small(numbers, tmp_path / "run", steps=3000, resume=True), stop=lambda: True)
-    assert first.config.depth == 2 < second.config.depth and capsys.readouterr().out.count("chosen depth") == 2
+    assert capsys.readouterr().out.count("chosen depth") == 2
+    assert (first.config.depth, second.config.depth) == (2, 3)  # a fourth layer's weights are too many for the text
 
 
 @pytest.mark.parametrize("flags", ["--minutes 9 --d-model 64", "--minutes 9 --init-from {run}"])
