@@ -24,8 +24,8 @@ HEAD = 64  # width of a head; a model has as many heads as layers
 BLOCKS = 12 * HEAD**2  # weights of a model's blocks, over the depth cubed
 DEPTHS = range(2, 25)  # to choose from: one layer was never the best, as it can compose nothing (docs/sizing.md)
 MOST_WEIGHTS = 32  # of the blocks for each token of the text, where the size is chosen: more were not tried
-# For 1M in all, and the exponent by which it grows; characters reach the end of what helps sooner (docs/sizing.md).
-CONTEXT_OF_CHARACTERS, CONTEXT_OF_TOKENS = (170, 0.25), (80, 0.38)
+# For 1M in all, and the exponent by which it grows; the last, at most, for 1M different ones (docs/sizing.md).
+CONTEXT_OF_CHARACTERS, CONTEXT_OF_TOKENS, CONTEXT_OF_TEXT = (170, 0.25), (68, 1.0), (450, 0.17)
 SHORTEST, LONGEST = 64, 1024  # context of text at least, and of examples at most
 # Nats per token that a model with N weights in its blocks learns from T fresh tokens are E + A / N^α + B / T^β
 # (Hoffmann et al. 2022, section 3.3): (E, A, α, B, β), fitted to a few runs of minutes, on tiny Shakespeare by
@@ -37,6 +37,7 @@ REPEATS = 8  # epochs after which more of them teach little (docs/sizing.md)
 # of the text), and is in proportion to it from there on (docs/sizing.md).
 HARMLESS = 22
 MOST_DECAY, MOST_DROPOUT = 5, 0.2  # the first in times the usual
+LEAST_BATCH = 0.5  # of the usual tokens in a step: where decay can do no more, the noise of fewer helps
 # Tokens in a step for 1M different ones, their learning rate, and the exponent of growth: Bergsma et al. 2025.
 BATCH, RATE, GROWTH = 2048, 0.01, 0.38
 MINUTES = (1, 3, 10, 30, 60, 180)  # of the table
@@ -64,9 +65,16 @@ class Size:
     @property
     def context(self) -> int:
         """Of the model, in tokens: a power of two that grows with all tokens, between the shortest and the longest."""
-        asked, growth = CONTEXT_OF_CHARACTERS if self.vocab_size <= FEW else CONTEXT_OF_TOKENS
-        grown = 2 ** round(math.log2(asked * (self.tokens / 1e6) ** growth))
-        return min(self.longest, max(self.shortest, grown))
+
+        def grown(asked: float, growth: float, tokens: float) -> float:
+            return asked * (tokens / 1e6) ** growth
+
+        if self.vocab_size <= FEW:
+            asked = grown(*CONTEXT_OF_CHARACTERS, self.tokens)
+        else:
+            different = min(self.tokens, self.text)
+            asked = min(grown(*CONTEXT_OF_TOKENS, self.tokens), grown(*CONTEXT_OF_TEXT, different))
+        return min(self.longest, max(self.shortest, 2 ** round(math.log2(asked))))
 
     @property
     def fresh(self) -> float:
@@ -88,10 +96,11 @@ class Size:
 
     def settings(self) -> dict[str, Any]:
         """All that follows, by the names of the settings."""
-        rows = BATCH * (min(self.tokens, self.text) / 1e6) ** GROWTH / self.context
+        excess = max(1.0, math.sqrt((self.tokens / self.text) ** 3 * BLOCKS * self.depth**3 / self.text) / HARMLESS)
+        fewer = max(LEAST_BATCH, min(1.0, math.sqrt(MOST_DECAY / excess)))
+        rows = fewer * BATCH * (min(self.tokens, self.text) / 1e6) ** GROWTH / self.context
         rows = self.rows or max(1, round(rows / self.multiple)) * self.multiple
         rate = RATE * math.sqrt(rows * self.context / BATCH)
-        excess = max(1.0, math.sqrt((self.tokens / self.text) ** 3 * BLOCKS * self.depth**3 / self.text) / HARMLESS)
         decay = OptimizerConfig.weight_decay * min(excess, MOST_DECAY)
         found = {"depth": self.depth, "num_layers": self.depth, "num_heads": self.depth, "d_model": HEAD * self.depth}
         found |= {"context_length": self.context, "batch_size": rows, "learning_rate": float(f"{rate:.2g}")}
@@ -232,7 +241,9 @@ def size_for_steps(depths: Sequence[int], steps: int, rest: tuple) -> Size:
         sizes = {other: Size(other, budget / Size(other, tokens, *rest).operations, *rest) for other in depths}
         if min(depths, key=lambda other: sizes[other].loss) >= depth:
             best = depth
-    return Size(best, tokens, *rest)
+    size = Size(best, tokens, *rest)
+    rows, context = size.settings()["batch_size"], size.context  # whose batch may be smaller than another's
+    return replace(size, tokens=steps * rows * context, rows=rows, shortest=context, longest=context)
 
 
 def seconds_per_token(model: nn.Module, config: Any, rows: int, world: World) -> float:

@@ -64,7 +64,7 @@ def test_what_follows_from_a_size_divides_over_the_processes():
         assert settings["batch_size"] % processes == 0 and settings["d_model"] % settings["num_heads"] == 0
     large, small = (Size(3, tokens, 10**9, *REST[1:]).settings() for tokens in (1e9, 1e6))
     assert large["batch_size"] > small["batch_size"] and large["learning_rate"] > small["learning_rate"]
-    again = Size(3, 1e9, *REST).settings()  # what comes again asks for no more
+    again = Size(3, 4e6, *REST).settings()  # what comes again asks for no more
     assert again["batch_size"] * again["context_length"] == small["batch_size"] * small["context_length"]
     fewer = Size(3, 1e6, 100_000, *REST[1:]).settings()["batch_size"]
     assert fewer == pytest.approx(small["batch_size"] * 0.1**0.38, abs=0.5)
@@ -77,6 +77,13 @@ def test_a_text_that_comes_again_often_is_not_to_be_learned_by_heart():
     small, large, once = (Size(*size, *REST).settings() for size in ((1, 12e6), (12, 6e6), (20, 1e6)))
     assert [one["weight_decay"] for one in (small, large, once)] == [0.1, 0.5, 0.1]
     assert [one["dropout"] for one in (small, large, once)] == [0, 0.15, 0]
+
+
+def test_the_batch_is_smaller_where_decay_can_do_no_more_but_not_below_half():
+    each = [Size(4, epochs * 1e6, *REST).settings() for epochs in (12, 20, 30, 1000)]
+    assert [one["batch_size"] for one in each] == [8, 7, 5, 4]
+    assert [one["learning_rate"] for one in each] == [0.01, 0.0094, 0.0079, 0.0071]
+    assert Size(4, 30e6, *REST, 8).settings()["batch_size"] == 8  # given
 
 
 def test_a_given_context_batch_and_shared_keys_are_counted_with(numbers, tmp_path, capsys):
@@ -152,8 +159,9 @@ def test_a_small_text_has_a_small_context(tmp_path, numbers):
 
 
 def test_contexts_grow_with_all_that_is_trained_on_and_characters_need_longer_ones():
-    words = [Size(2, tokens, 10**7, 4096, SHORTEST, 10**6).context for tokens in (1, 2e6, 7e6, 1e8, 1e10)]
-    assert words == [64, 128, 128, 512, 2048]
+    words = [Size(2, tokens, 10**10, 4096, SHORTEST, 10**6).context for tokens in (1, 2e6, 4e6, 9e6, 1e8, 1e10)]
+    assert words == [64, 128, 256, 512, 1024, 2048]
+    assert [Size(2, 1e8, text, 4096, SHORTEST, 10**6).context for text in (10**5, 10**6, 10**8)] == [256, 512, 1024]
     assert [Size(2, tokens, 10**7, 65, SHORTEST, 10**6).context for tokens in (1, 3e6, 1e8)] == [64, 256, 512]
 
 
