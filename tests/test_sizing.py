@@ -50,7 +50,7 @@ GIVEN = [(64, 256), (64, 256, 256), (128, 128), (8192, 8192), (64, 10**6, 3), (6
 
 @pytest.mark.parametrize("given", GIVEN)
 def test_the_tokens_are_those_of_so_many_steps_whatever_batch_or_context_is_given(given):
-    for steps in (1, 30, 1000, 100_000):
+    for steps in (1, 30, 1000, 10_000, 100_000):
         size = size_for_steps(DEPTHS, steps, (1_000_000, 65, *given))
         settings = size.settings()
         assert size.tokens == steps * settings["batch_size"] * settings["context_length"]
