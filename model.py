@@ -26,7 +26,7 @@ class ModelConfig:
     """What a GPT is made of. The defaults are today's recipe for small models."""
 
     vocab_size: int | None = None  # Tokens in the vocabulary; None: as many as the tokenizer has. More pads it.
-    context_length: int = 128  # The most tokens that attention looks back over.
+    context_length: int = 256  # The most tokens that attention looks back over.
     num_layers: int = 2  # Transformer blocks.
     num_heads: int = 2  # Attention heads in each block.
     num_kv_heads: int | None = None  # Key-value heads (grouped-query attention); None: one for each head.

@@ -10,7 +10,7 @@ import torch
 from engine.parallel import World
 
 # Of a run, between its evaluations and its saves, and sequences in a step, unless the settings say otherwise.
-STEPS, EVERY, BATCH_SIZE = 1200, 500, 32
+STEPS, EVERY, BATCH_SIZE = 1200, 500, 16
 PART = 0.04  # of a run's time that evaluations before the last may take; and saves
 MARKS = 9  # evaluations, and saves, before the last of a run on time; more if it takes hours
 SELDOM = 600.0  # seconds between them then
