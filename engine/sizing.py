@@ -65,15 +65,10 @@ class Size:
     @property
     def context(self) -> int:
         """Of the model, in tokens: a power of two that grows with all tokens, between the shortest and the longest."""
-
-        def grown(asked: float, growth: float, tokens: float) -> float:
-            return asked * (tokens / 1e6) ** growth
-
+        bounds = [(CONTEXT_OF_TOKENS, self.tokens), (CONTEXT_OF_TEXT, min(self.tokens, self.text))]
         if self.vocab_size <= FEW:
-            asked = grown(*CONTEXT_OF_CHARACTERS, self.tokens)
-        else:
-            different = min(self.tokens, self.text)
-            asked = min(grown(*CONTEXT_OF_TOKENS, self.tokens), grown(*CONTEXT_OF_TEXT, different))
+            bounds = [(CONTEXT_OF_CHARACTERS, self.tokens)]
+        asked = min(first * (tokens / 1e6) ** growth for (first, growth), tokens in bounds)
         return min(self.longest, max(self.shortest, 2 ** round(math.log2(asked))))
 
     @property
@@ -242,7 +237,7 @@ def size_for_steps(depths: Sequence[int], steps: int, rest: tuple) -> Size:
         if min(depths, key=lambda other: sizes[other].loss) >= depth:
             best = depth
     size = Size(best, tokens, *rest)
-    rows, context = size.settings()["batch_size"], size.context  # whose batch may be smaller than another's
+    rows, context = size.settings()["batch_size"], size.context  # its own, not those of the first depth
     return replace(size, tokens=steps * rows * context, rows=rows, shortest=context, longest=context)
 
 

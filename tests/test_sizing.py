@@ -106,7 +106,7 @@ def test_a_given_context_batch_and_shared_keys_are_counted_with(numbers, tmp_pat
 def test_batches_are_of_whole_micro_batches_and_no_more_is_timed_at_once(numbers, tmp_path, monkeypatch):
     rows, forward = [], train.GPT.forward
     monkeypatch.setattr(train.GPT, "forward", lambda self, x, y: rows.append(len(x)) or forward(self, x, y))
-    for given in (None, 16):
+    for given in (None, 12):
         settings = small(numbers, tmp_path / f"{given}", minutes=0.1, micro_batch_size=4)
         settings = dataclasses.replace(settings, batch_size=given) if given else settings
         config = train.train(settings, stop=lambda: True).config
