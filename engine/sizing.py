@@ -30,7 +30,7 @@ SHORTEST, LONGEST = 64, 1024  # context of text at least, and of examples at mos
 # Nats per token that a model with N weights in its blocks learns from T fresh tokens are E + A / N^α + B / T^β
 # (Hoffmann et al. 2022, section 3.3): (E, A, α, B, β), fitted to a few runs of minutes, on tiny Shakespeare by
 # characters and on Python's sources. Of another text they tell which size is best, but not how good it is.
-CHARACTERS, TOKENS = (1.0, 5.8, 0.25, 23.8, 0.3), (1.9, 15.8, 0.25, 104.0, 0.3)
+CHARACTERS, TOKENS = (1.0, 5.8, 0.25, 23.8, 0.3), (1.2, 15.8, 0.25, 480.0, 0.4)
 FEW = 512  # tokens of a vocabulary that are characters, or bytes, rather than pieces of words
 REPEATS = 8  # epochs after which more of them teach little (docs/sizing.md)
 # What is against overfitting costs more than it gains up to so much of √(epochs³ · weights of the blocks for each token

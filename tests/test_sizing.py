@@ -58,6 +58,15 @@ def test_the_tokens_are_those_of_so_many_steps_whatever_batch_or_context_is_give
     assert few.depth < many.depth and few.settings()["dropout"] == 0 < many.settings()["dropout"]
 
 
+def test_the_expected_loss_is_about_what_was_measured():
+    """Minutes on Python's sources: depth, tokens, and nats per token of docs/sizing.md."""
+    runs = [(2, 1.3e6, 3.62), (2, 3.5e6, 2.92), (2, 4.9e6, 2.78), (2, 9.7e6, 2.55), (2, 30.2e6, 2.47), (3, 13.1e6, 2.37)]
+    expected = [Size(depth, tokens, 2_807_314, 2048, 64, 1024).loss for depth, tokens, _ in runs]
+    assert expected == pytest.approx([loss for *_, loss in runs], rel=0.035)
+    ten_minutes, thirty = (Size(3, tokens, 2_807_314, 2048, 64, 1024).loss for tokens in (4.8e6, 13.1e6))
+    assert expected[3] < ten_minutes and thirty < expected[4]
+
+
 def test_what_follows_from_a_size_divides_over_the_processes():
     for processes in (1, 3, 8):
         settings = Size(3, 2e6, *REST, None, processes).settings()
