@@ -41,7 +41,7 @@ LEAST_BATCH = 0.5  # of the usual tokens in a step: where decay can do no more, 
 # Tokens in a step for 1M different ones, their learning rate, and the exponent of growth: Bergsma et al. 2025.
 BATCH, RATE, GROWTH = 2048, 0.01, 0.38
 MINUTES = (1, 3, 10, 30, 60, 180)  # of the table
-TIMED = 3  # steps, of which the quickest tells the speed
+TIMED = 5  # steps, of which the quickest tells the speed: the first three of a process are slow
 TIMED_TOKENS = 1e6  # in all; as many sequences, as long, as follow from these are timed
 LEAST_SECONDS = 1.0  # that are planned for, however long the start took
 SETTLED = 4  # rounds in which a number of tokens and what follows from it come to agree
