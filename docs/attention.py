@@ -81,11 +81,15 @@ def numbers(config: AttentionConfig) -> str:
 
 
 def seeded(**shape: Any) -> GPT:
-    """A model in float64, for figures that are the same everywhere, with random matrices where the first are zeros."""
+    """A model in float64, for figures that are the same everywhere, with random matrices that keep a variance."""
     torch.manual_seed(0)
     model = GPT(ModelConfig(vocab_size=64, **shape)).double()
-    for parameter in (parameter for parameter in model.parameters() if not parameter.any()):
-        nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    for name, parameter in model.named_parameters():
+        std = parameter.shape[-1] ** -0.5
+        if not parameter.any():
+            nn.init.normal_(parameter, std=std)
+        elif model.rules[name].group == "matrix":
+            parameter.data *= std / model.rules[name].std
     return model
 
 

@@ -28,11 +28,12 @@ MOST_WEIGHTS = 32  # of the blocks for each token of the text, where the size is
 CONTEXT_OF_CHARACTERS, CONTEXT_OF_TOKENS, CONTEXT_OF_TEXT = (170, 0.25), (68, 1.0), (450, 0.17)
 SHORTEST, LONGEST = 64, 1024  # context of text at least, and of examples at most
 # Nats per token that a model with N weights in its blocks learns from T fresh tokens are E + A / N^α + B / T^β
-# (Hoffmann et al. 2022, section 3.3): (E, A, α, B, β), fitted to a few runs of minutes, on tiny Shakespeare by
-# characters and on Python's sources. Of another text they tell which size is best, but not how good it is.
-CHARACTERS, TOKENS = (1.0, 5.8, 0.25, 23.8, 0.3), (1.2, 15.8, 0.25, 480.0, 0.4)
+# (Hoffmann et al. 2022, section 3.3): (E, A, B) fitted to runs of minutes, on tiny Shakespeare by characters and on
+# Python's sources, with α and β the same (docs/sizing.md). Of another text they rank sizes, but do not tell the loss.
+CHARACTERS, TOKENS = (1.17, 24.5, 172.0), (1.38, 80.0, 1110.0)
+OF_WEIGHTS, OF_TOKENS = 0.4, 0.46  # α, β
 FEW = 512  # tokens of a vocabulary that are characters, or bytes, rather than pieces of words
-REPEATS = 8  # epochs after which more of them teach little (docs/sizing.md)
+REPEATS = 4  # epochs after which more of them teach little (docs/sizing.md)
 # What is against overfitting costs more than it gains up to so much of √(epochs³ · weights of the blocks for each token
 # of the text), and is in proportion to it from there on (docs/sizing.md).
 HARMLESS = 22
@@ -80,8 +81,8 @@ class Size:
     @property
     def loss(self) -> float:
         """Nats per token that may be expected."""
-        least, a, alpha, b, beta = CHARACTERS if self.vocab_size <= FEW else TOKENS
-        return least + a / (BLOCKS * self.depth**3) ** alpha + b / self.fresh**beta
+        least, a, b = CHARACTERS if self.vocab_size <= FEW else TOKENS
+        return least + a / (BLOCKS * self.depth**3) ** OF_WEIGHTS + b / self.fresh**OF_TOKENS
 
     @property
     def operations(self) -> float:

@@ -363,6 +363,12 @@ def test_a_tied_model_s_sub_layers_add_little_each_so_that_their_sum_does_not_gr
         assert rules["token_embedding.weight"].std == rules["position_embedding.weight"].std == 0.02
 
 
+def test_the_first_matrices_of_a_model_with_its_own_head_are_half_as_large():
+    own, tied = (GPT(dataclasses.replace(SMALL, tie_embeddings=tied)).rules for tied in (False, True))
+    for name in ("attention.heads.0.query", "attention.heads.0.value", "feed_forward.expand"):
+        assert 2 * own[f"blocks.0.{name}.weight"].std == tied[f"blocks.0.{name}.weight"].std == SMALL.d_model**-0.5
+
+
 def test_every_parameter_has_a_rule_and_its_group_fits_its_shape(config):
     model = GPT(config)
     assert model.rules.keys() == dict(model.named_parameters()).keys()
