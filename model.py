@@ -342,9 +342,9 @@ def parameter_rules(config: ModelConfig, names: Sequence[str]) -> dict[str, Para
     """The rule for each parameter's name. Raises ValueError if there is none.
 
     A model with its own output head starts from nothing said: the head and each sub-layer's last matrix are zero, so
-    every block is the identity and the first loss is ln V. With tied embeddings that cannot be (a token would predict
-    itself), so GPT-2's rule holds: Radford et al. 2019, section 2.3. Its own other matrices are half as large as keeps
-    a variance: that trains 1 to 5% better (docs/recipe.md).
+    every block is the identity and the first loss is ln V; the others are half as large as keeps a variance, which
+    trains up to 5% better (docs/recipe.md). With tied embeddings that cannot be (a token would predict itself), so
+    GPT-2's rule holds: Radford et al. 2019, section 2.3.
     """
     # RMSNorm takes an embedding's scale away; what is left of it is how fast AdamW moves it.
     std = 0.02 if config.tie_embeddings or config.norm == "layernorm" else 0.1
