@@ -37,7 +37,7 @@ REPEATS = 4  # epochs after which more of them teach little (docs/sizing.md)
 # What is against overfitting costs more than it gains up to so much of √(epochs³ · weights of the blocks for each token
 # of the text), and is in proportion to it from there on (docs/sizing.md).
 HARMLESS = 22
-MOST_DECAY, MOST_DROPOUT = 5, 0.2  # the first in times the usual
+MOST_DECAY, MOST_DROPOUT = 5, 0.4  # the first in times the usual
 LEAST_BATCH = 0.5  # of the usual tokens in a step: where decay can do no more, the noise of fewer helps
 # Tokens in a step for 1M different ones, their learning rate, and the exponent of growth: Bergsma et al. 2025.
 BATCH, RATE, GROWTH = 2048, 0.01, 0.38
