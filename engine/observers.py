@@ -236,7 +236,7 @@ def describe(changed: dict[str, Sequence], run: Any, total: float) -> str:
     listed = "".join(f", {name} {then} → {now}" for name, (then, now) in changed.items())
     return listed + (
         f"; the learning rate goes on at {now:.3g}, not {before:.3g}"
-        if not math.isclose(now, before, rel_tol=SAME_RATE)
+        if changed and not math.isclose(now, before, rel_tol=SAME_RATE)
         else ""
     )
 
