@@ -100,7 +100,7 @@ def test_a_run_of_minutes_decays_evaluates_saves_and_goes_on_where_it_was(number
     assert 0 < stopped.budget.share < 1 and stopped.saved == stopped.step
     resumed = load_settings(train.TrainConfig, tiny(numbers, out, *short, "--resume"))
     capsys.readouterr()
-    run = train.train(resumed, observers=[MetricsFile()], begun=time.monotonic() - 2)  # a slow start changes no setting
+    run = train.train(resumed, observers=[MetricsFile()], begun=time.monotonic() - 4)  # a slow start changes no setting
     assert capsys.readouterr().out.startswith(f"Resuming after step {stopped.step}\n")
     assert run.step > stopped.step and run.budget.share == 1 and run.saved == run.step and run.val_loss < 2
     assert run.clock.elapsed < CLOSING + 6
