@@ -103,7 +103,7 @@ def test_a_run_of_minutes_decays_evaluates_saves_and_goes_on_where_it_was(number
     run = train.train(resumed, observers=[MetricsFile()], begun=time.monotonic() - 4)  # a slow start changes no setting
     assert capsys.readouterr().out.startswith(f"Resuming after step {stopped.step}\n")
     assert run.step > stopped.step and run.budget.share == 1 and run.saved == run.step and run.val_loss < 2
-    assert run.clock.elapsed < CLOSING + 6
+    assert run.clock.elapsed < CLOSING + 2  # what the start took is gone
     share = list(logged(out, "share").values())
     assert share == sorted(share) and share[-1] == 1 and max(logged(out, "train_loss")) == run.step
     assert list(logged(out, "learning_rate").values())[-1] < 0.1 * settings.optimizer.learning_rate
