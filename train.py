@@ -56,7 +56,7 @@ class ChangeableConfig:
 
     data: tuple[Path, ...] = (BUILT_IN,)  # The dataset: what prepare.py made; or several, drawn from as --mix says.
     out: Path = Path("out/stdlib")  # The run folder, for checkpoints, metrics and pictures.
-    # Optimizer steps in all; None: 1,200, or as many as --minutes allow.
+    # Optimizer steps in all; None: 1,200. With --minutes, at most; None: as many as they allow, or teach something.
     steps: Annotated[int | None, "at least 1, at most 1e9"] = None
     minutes: Annotated[float | None, "above 0, at most 1e7"] = None  # How long to train, from start to exit.
     micro_batch_size: Annotated[int | None, "at least 0"] = None  # Sequences at once; None: all. Fewer save memory.
@@ -97,8 +97,6 @@ class TrainConfig(ChangeableConfig):
         object.__setattr__(self, "data", as_paths(self.data, self.mix))
         if found := [path for path in self.data if self.out.resolve().is_relative_to(path.resolve())]:
             raise ValueError(f"--out {self.out} lies in the dataset {found[0]}; choose a folder outside of it")
-        if self.steps and self.minutes:
-            raise ValueError(f"--steps {self.steps} and --minutes {self.minutes} both say how long; give one of them")
         if self.steps and self.steps <= (warmup := self.optimizer.warmup_steps or 0):
             raise ValueError(f"--steps {self.steps} end before --warmup-steps {warmup} do; lower the warm-up")
 
@@ -276,8 +274,7 @@ def restore(run: Run, base: Checkpoint | None, begun: float) -> None:
         load(run.model, weights)
     run.begin(time.monotonic() - begun, state)
     if state:
-        total = state["settings"]["steps"] or state["step"] / state["share"]
-        run.say(f"Resuming after step {run.step:,}{describe(changed, run, total)}")
+        run.say(f"Resuming after step {run.step:,}{describe(changed, run, run.step / state['share'])}")
     run.folder.write_settings(to_toml(run.config))
 
 

@@ -1,6 +1,7 @@
 """How long a run has trained, how far it is, and when it is time to evaluate and to save."""
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from typing import Literal
@@ -49,7 +50,7 @@ class Clock:
 class StepBudget:
     """A run's length in optimizer steps, and when it is time to evaluate and to save: every so many of them."""
 
-    def __init__(self, steps: int, every: dict[str, int], step: int = 0):
+    def __init__(self, steps: float, every: dict[str, int], step: int = 0):
         """``every`` has the steps between two times to "evaluate", and to "save"; ``step`` are done."""
         self.steps, self.every, self.step = steps, every, step
 
@@ -85,18 +86,26 @@ class TimeBudget(StepBudget):
     """A run's length in seconds: it ends on time, with the last evaluation, save and sample.
 
     Evaluations before the last, and saves, are spread evenly, as many as take PART of the time. All processes go by the
-    first one's clock.
+    first one's clock. It ends sooner if it is of a number of steps that are done sooner.
     """
 
     share = 0.0
 
     def __init__(
-        self, seconds: float, every: dict[str, int | None], costs: dict[str, float], world: World, step=0, share=0.0
+        self,
+        seconds: float,
+        every: dict[str, int | None],
+        costs: dict[str, float],
+        world: World,
+        step: int = 0,
+        share: float = 0.0,
+        steps: int | None = None,
     ):
         """``seconds`` are the clock's when all is over. ``costs`` are what an evaluation takes, in steps, until one was
-        seen, and a save, in seconds. ``every`` may be None: the time decides. ``step`` and ``share`` are done.
+        seen, and a save, in seconds. ``every`` may be None: the time decides. ``step`` and ``share`` are done, of
+        ``steps`` at most.
         """
-        super().__init__(0, every, step)
+        super().__init__(steps or math.inf, every, step)
         self.seconds = max(0.0, world.broadcast(seconds))  # the first's: each process took its own time to start
         self.costs, self.world, self.first, self.share = costs, world, step, share
         self.marked = dict.fromkeys(every, share)  # the share at which each was done last
@@ -118,7 +127,7 @@ class TimeBudget(StepBudget):
         gone = (clock.elapsed + self.step_seconds / 2) / training if step else 0.0
         mine = torch.tensor([gone, evaluation] if self.world.is_first else [0.0, 0.0], dtype=torch.float64)
         gone, self.evaluation_seconds = self.world.sum(mine).tolist()
-        self.share = min(1.0, max(self.share, gone))
+        self.share = min(1.0, max(self.share, gone, step / self.steps))
 
     def is_due(self, what: Literal["evaluate", "save"]) -> bool:
         if self.every[what]:

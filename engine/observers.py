@@ -126,6 +126,7 @@ class Terminal:
         epochs = ", ".join(f"{tokens / epoch:.1f}" for epoch in data.epochs)
         if config.steps:
             length = f"{config.steps:,} steps {each} = {tokens:,} ({epochs} epochs)"
+            length += f", within {config.minutes:g} minutes" if config.minutes else ""
         else:
             length = f"{config.minutes:g} minutes of steps {each}"
         say(

@@ -57,13 +57,14 @@ class Run:
         """Start the clock, after so many seconds of starting up, where the state's had stopped."""
         config, self.clock = self.config, Clock(state["elapsed_seconds"] if state else 0.0, self.step)
         every = {"evaluate": config.eval_every, "save": config.save_every}
-        if config.steps:
+        if not config.minutes:
             self.budget = StepBudget(config.steps, every, self.step)
         else:
             share = state["share"] if state and state["settings"].get("minutes") == config.minutes else 0.0
             evaluated = sum(min(len(one.val), config.eval_tokens or len(one.val)) for one in self.dataset.datasets)
             costs = {"evaluate": evaluated / self.tokens_per_step / 3, "save": self.save_seconds}
-            self.budget = TimeBudget(60 * config.minutes - startup, every, costs, self.world, self.step, share)
+            done = (self.step, share, config.steps)
+            self.budget = TimeBudget(60 * config.minutes - startup, every, costs, self.world, *done)
             self.budget.advance(self.step, self.clock)
 
     def say(self, text: str, end: str = "\n") -> None:

@@ -23,7 +23,7 @@ from engine.settings import flatten, load_settings, with_values
 HEAD = 64  # width of a head; a model has as many heads as layers
 BLOCKS = 12 * HEAD**2  # weights of a model's blocks, over the depth cubed
 DEPTHS = range(2, 25)  # to choose from: one layer was never the best, as it can compose nothing (docs/sizing.md)
-MOST_WEIGHTS = 32  # of the blocks for each token of the text, where the size is chosen: more were not tried
+MOST_WEIGHTS = 64  # of the blocks for each token of the text, where the size is chosen (docs/sizing.md)
 # For 1M in all, and the exponent by which it grows; the last, at most, for 1M different ones (docs/sizing.md).
 CONTEXT_OF_CHARACTERS, CONTEXT_OF_TOKENS, CONTEXT_OF_TEXT = (170, 0.25), (68, 1.0), (450, 0.17)
 SHORTEST, LONGEST = 64, 1024  # context of text at least, and of examples at most
@@ -34,10 +34,12 @@ CHARACTERS, TOKENS = (1.17, 24.5, 172.0), (1.38, 80.0, 1110.0)
 OF_WEIGHTS, OF_TOKENS = 0.4, 0.46  # α, β
 FEW = 512  # tokens of a vocabulary that are characters, or bytes, rather than pieces of words
 REPEATS = 4  # epochs after which more of them teach little (docs/sizing.md)
-# What is against overfitting costs more than it gains up to so much of √(epochs³ · weights of the blocks for each token
-# of the text), and is in proportion to it from there on (docs/sizing.md).
-HARMLESS = 22
+# Weight decay costs more than it gains up to so much of √(epochs³ · weights of the blocks for each token of the text),
+# and is in proportion to it from there on; so does dropout up to so much of epochs · weights / √(tokens of the text),
+# the first epoch not counted, and rises by so much with each doubling from there on (docs/sizing.md).
+HARMLESS, WITHOUT_DROPOUT, DROPOUT = 22, 27_000, 0.075
 MOST_DECAY, MOST_DROPOUT = 5, 0.4  # the first in times the usual
+MOST_EXCESS = 20  # times what is harmless, where a run on time ends: more epochs teach less (docs/sizing.md)
 LEAST_BATCH = 0.5  # of the usual tokens in a step: where decay can do no more, the noise of fewer helps
 # Tokens in a step for 1M different ones, their learning rate, and the exponent of growth: Bergsma et al. 2025.
 BATCH, RATE, GROWTH = 2048, 0.01, 0.38
@@ -85,6 +87,16 @@ class Size:
         return least + a / (BLOCKS * self.depth**3) ** OF_WEIGHTS + b / self.fresh**OF_TOKENS
 
     @property
+    def excess(self) -> float:
+        """How much the text invites overfitting, as a multiple of what is harmless."""
+        return math.sqrt((self.tokens / self.text) ** 3 * BLOCKS * self.depth**3 / self.text) / HARMLESS
+
+    @property
+    def most_tokens(self) -> float:
+        """Those after which more would teach less: of MOST_EXCESS."""
+        return self.text * ((MOST_EXCESS * HARMLESS) ** 2 * self.text / (BLOCKS * self.depth**3)) ** (1 / 3)
+
+    @property
     def operations(self) -> float:
         """Multiplications for a token of training, about: of the blocks, attention, and the output head."""
         width = HEAD * self.depth
@@ -92,7 +104,7 @@ class Size:
 
     def settings(self) -> dict[str, Any]:
         """All that follows, by the names of the settings."""
-        excess = max(1.0, math.sqrt((self.tokens / self.text) ** 3 * BLOCKS * self.depth**3 / self.text) / HARMLESS)
+        excess = max(1.0, self.excess)
         fewer = max(LEAST_BATCH, min(1.0, math.sqrt(MOST_DECAY / excess)))
         rows = fewer * BATCH * (min(self.tokens, self.text) / 1e6) ** GROWTH / self.context
         rows = self.rows or max(1, round(rows / self.multiple)) * self.multiple
@@ -100,7 +112,8 @@ class Size:
         decay = OptimizerConfig.weight_decay * min(excess, MOST_DECAY)
         found = {"depth": self.depth, "num_layers": self.depth, "num_heads": self.depth, "d_model": HEAD * self.depth}
         found |= {"context_length": self.context, "batch_size": rows, "learning_rate": float(f"{rate:.2g}")}
-        dropout = min(MOST_DROPOUT, 0.05 * math.log2(excess))
+        again = (self.tokens / self.text - 1) * BLOCKS * self.depth**3 / math.sqrt(self.text)
+        dropout = min(MOST_DROPOUT, DROPOUT * math.log2(max(1.0, again / WITHOUT_DROPOUT)))
         return found | {"weight_decay": round(decay, 2), "dropout": round(20 * dropout) / 20}
 
 
@@ -120,7 +133,7 @@ def sized(
     """The settings, with those that were not given chosen, which is said; if the run is resumed, chosen as then.
 
     ``given`` are settings' names; ``begun`` is when the minutes began; make(ModelConfig) is a model. Raises ValueError
-    for a depth beside other sizes.
+    for a depth beside other sizes, and for both minutes and steps.
     """
     depth, model = config.depth, config.model
     if not chooses(config, given):
@@ -132,8 +145,8 @@ def sized(
     again = config.resume or is_launch(config.out, world.launch)  # after a fault
     if world.broadcast(again and saved.exists() and bool(list_checkpoints(config.out))):
         then = world.broadcast(flatten(load_settings(type(config), [str(saved)])) if world.is_first else None)
-        names = Size(1, 1, 1, 1, 1, 1).settings().keys() - given if then["depth"] else ()
-        return with_values(config, {name: then[name] for name in names})
+        names = Size(1, 1, 1, 1, 1, 1).settings().keys() | ({"steps"} if then["minutes"] else set())
+        return with_values(config, {name: then[name] for name in names - given if then["depth"]})
     depths, rest, _, measure = _choices(config, given, data, world, make)
 
     def left() -> float:  # the first process's: all must choose alike
@@ -141,15 +154,19 @@ def sized(
 
     if config.minutes:
         size, each = size_for_seconds(depths, left, rest, measure)
-        why = f"{config.minutes:g} minutes at {1 / each:,.0f} tokens/s"
+        why, found = f"{config.minutes:g} minutes at {1 / each:,.0f} tokens/s", size.settings()
+        if size.tokens >= size.most_tokens:
+            found["steps"] = math.ceil(size.tokens / (found["batch_size"] * found["context_length"]))
     else:
         steps = config.steps or STEPS
         size, why = size_for_steps(depths, steps, rest), f"{steps:,} steps"
-    chosen = {name: value for name, value in size.settings().items() if name not in given}
+        found = size.settings()
+    chosen = {name: value for name, value in found.items() if name not in given}
     world.only_first(
         say,
         f"chosen {', '.join(f'{name} {value}' for name, value in chosen.items())}\n"
-        f"       for {why}: {size.tokens:,.0f} tokens, {size.tokens / size.text:.1f} epochs",
+        f"       for {why}: {size.tokens:,.0f} tokens, {size.tokens / size.text:.1f} epochs"
+        + ("; more would overfit" if "steps" in found else ""),
     )
     return with_values(config, chosen)
 
@@ -163,12 +180,15 @@ def outlook(config: Any, given: set[str], data: Mixture, world: World, make: Cal
         with torch.device("meta"):
             parameters = shaped(size.depth).num_parameters
         learned = f"{size.tokens:>14,.0f} {size.tokens / size.text:>7,.1f}  {size.loss:.2f}"
+        learned += "  ends sooner" if size.tokens >= size.most_tokens else ""
         lines.append(f"{minutes:>7g} {size.depth:>6} {parameters:>12,}  {learned}")
     return "\n".join(lines)
 
 
 def _choices(config: Any, given: set[str], data: Mixture, world: World, make: Callable[[Any], nn.Module]) -> tuple:
     """The depths to choose from, what else a Size is made of, a depth's model, and its measured time for a token."""
+    if {"steps", "minutes"} <= given:
+        raise ValueError(f"--steps {config.steps} and --minutes {config.minutes} both say how long; give one of them")
     vocab_size, shared = config.model.vocab_size or data.tokenizer.vocab_size, config.model.num_kv_heads or 1
     fitting = [depth for depth in DEPTHS if depth % shared == 0] or DEPTHS
     depths = [depth for depth in fitting if BLOCKS * depth**3 <= MOST_WEIGHTS * len(data.train)] or fitting[:1]
@@ -202,7 +222,7 @@ def contexts_for(data: Mixture) -> tuple[int, int]:
 def size_for_seconds(
     depths: Sequence[int], left: Callable[[], float], rest: tuple, measure: Callable[[int], float]
 ) -> tuple[Size, float]:
-    """The size that learns most in the seconds that are left, and what a token takes it.
+    """The size that learns most in the seconds that are left, or sooner, and what a token takes it.
 
     measure(depth) measures that in seconds, a few times, until it has for the best depth and the next; of the others,
     and of a longer context, it follows from the operations, of which a larger model does more in a second.
@@ -213,7 +233,7 @@ def size_for_seconds(
         near, size = min(known, key=lambda other: abs(other - depth)), Size(depth, TIMED_TOKENS, *rest)
         speed = Size(near, TIMED_TOKENS, *rest).operations / known[near]
         for _ in range(2):  # more tokens make a longer context, which takes longer
-            size = replace(size, tokens=seconds * speed / size.operations)
+            size = replace(size, tokens=min(seconds * speed / size.operations, size.most_tokens))
         return size
 
     unknown = depths[:1]
@@ -221,8 +241,8 @@ def size_for_seconds(
         known[unknown[0]], seconds = measure(unknown[0]), left()
         best = min(range(len(depths)), key=lambda index: within(seconds, depths[index]).loss)
         unknown = [depth for depth in depths[best : best + 2] if depth not in known]
-    size = within(seconds := left(), depths[best])
-    return size, seconds / size.tokens
+    size = within(left(), depths[best])
+    return size, known[size.depth] * size.operations / Size(size.depth, TIMED_TOKENS, *rest).operations
 
 
 def size_for_steps(depths: Sequence[int], steps: int, rest: tuple) -> Size:

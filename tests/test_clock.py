@@ -22,11 +22,11 @@ def test_all_processes_have_the_first_one_s_seconds():
     assert TimeBudget(-3.0, {"save": None}, {}, ALONE).seconds == 0
 
 
-def drive(seconds, step_seconds, evaluation=0.0, save=0.0, every=None, share=0.0, elapsed=0.0):
+def drive(seconds, step_seconds, evaluation=0.0, save=0.0, every=None, share=0.0, elapsed=0.0, steps=None):
     """Run a time budget against a simulated clock: (end, steps, shares, those of evaluations, of saves)."""
     clock = SimpleNamespace(elapsed=elapsed + 1e-6, paused=0.0)
     costs = {"evaluate": evaluation / step_seconds(0), "save": save}
-    budget = TimeBudget(seconds, {"evaluate": every, "save": every}, costs, ALONE, share=share)
+    budget = TimeBudget(seconds, {"evaluate": every, "save": every}, costs, ALONE, share=share, steps=steps)
     shares, evaluated, saved, step = [], [], [], 0
     while True:
         budget.advance(step, clock)
@@ -57,6 +57,15 @@ def test_a_run_of_minutes_ends_on_time_with_its_last_evaluation_and_save(evaluat
 def test_a_run_of_minutes_ends_on_time_beside_another_process_that_takes_a_core():
     end, *_ = drive(120, lambda now: 0.35 if now < 60 else 1.0, 4.0)
     assert end == pytest.approx(120, rel=0.03)
+
+
+def test_a_run_of_minutes_and_steps_ends_with_what_is_over_first():
+    end, step, shares, *_ = drive(120, lambda now: 0.35, steps=100)
+    assert step == 100 and end < 40 and shares == [step / 100 for step in range(101)]
+    end, step, shares, *_ = drive(120, lambda now: 0.35, steps=1000)
+    assert step < 400 and end == pytest.approx(120, abs=0.5) and shares[-1] == 1
+    end, step, shares, *_ = drive(120, lambda now: 0.1 if now < 5 else 1.0, steps=1000)  # 5% in 4% of the time
+    assert end == pytest.approx(120, rel=0.03) and shares == sorted(shares) and step < 200
 
 
 @pytest.mark.parametrize(("evaluation", "times"), [(0.001, 9), (1.0, 4), (2.0, 2), (4.0, 1), (9.0, 0)])

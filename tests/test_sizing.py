@@ -1,6 +1,7 @@
 """The size chosen for a time, steps or a depth: what follows, what is given stays, what is resumed is the same."""
 
 import dataclasses
+import itertools
 import time
 
 import pytest
@@ -8,7 +9,16 @@ from helpers import exit_code_of, newest_checkpoint, numbers_text
 
 import train
 from engine.mixture import open_mixture
-from engine.sizing import DEPTHS, SHORTEST, TIMED_TOKENS, Size, contexts_for, size_for_seconds, size_for_steps
+from engine.sizing import (
+    DEPTHS,
+    MOST_EXCESS,
+    SHORTEST,
+    TIMED_TOKENS,
+    Size,
+    contexts_for,
+    size_for_seconds,
+    size_for_steps,
+)
 from prepare import PrepareConfig, prepare
 
 REST = (1_000_000, 65, 64, 256)  # tokens of the text, vocabulary, shortest and longest context
@@ -19,7 +29,8 @@ def seconds_a_token(depth: int) -> float:
 
 
 def test_more_time_makes_larger_models_up_to_the_largest():
-    depths = [size_for_seconds(DEPTHS, lambda s=s: s, REST, seconds_a_token)[0].depth for s in (6, 60, 600, 6000, 1e9)]
+    rest = (10**10, *REST[1:])  # a text that does not end
+    depths = [size_for_seconds(DEPTHS, lambda s=s: s, rest, seconds_a_token)[0].depth for s in (6, 60, 600, 6000, 1e9)]
     assert depths == sorted(depths) and depths[0] == 2 and depths[-1] == DEPTHS[-1] and len(set(depths)) >= 4
     size, each = size_for_seconds(DEPTHS, lambda: 40.0, REST, seconds_a_token)
     assert size.tokens == pytest.approx(40 / each) and each == pytest.approx(seconds_a_token(size.depth))
@@ -89,10 +100,20 @@ def test_what_follows_from_a_size_divides_over_the_processes():
 def test_a_text_that_comes_again_often_is_not_to_be_learned_by_heart():
     each = [Size(4, epochs * 1e6, *REST).settings() for epochs in (0.5, 6, 12, 1000)]
     assert [one["weight_decay"] for one in each] == [0.1, 0.12, 0.34, 0.5]
-    assert [one["dropout"] for one in each] == [0, 0, 0.1, 0.4]
+    assert [one["dropout"] for one in each] == [0, 0, 0.05, 0.4]
     small, large, once = (Size(*size, *REST).settings() for size in ((1, 12e6), (12, 6e6), (20, 1e6)))
     assert [one["weight_decay"] for one in (small, large, once)] == [0.1, 0.5, 0.1]
-    assert [one["dropout"] for one in (small, large, once)] == [0, 0.15, 0]
+    assert [one["dropout"] for one in (small, large, once)] == [0, 0.3, 0]
+
+
+def test_dropout_is_what_was_best_for_small_texts():
+    """Runs of docs/sizing.md: depth, epochs, tokens of the text, and the best dropout of those that were tried."""
+    runs = [(2, 15, 9e4, 0), (2, 17, 52e3, 0.05), (3, 14, 9e4, 0.1), (3, 12, 52e3, 0.1), (3, 12.5, 109e3, 0.1)]
+    runs += [(4, 8, 9e4, 0.1), (4, 10, 52e3, 0.2), (4, 25, 109e3, 0.2)]
+    for depth, epochs, text, best in runs:
+        assert Size(depth, epochs * text, int(text), 1024, 64, 256).settings()["dropout"] == pytest.approx(
+            best, abs=0.055
+        )
 
 
 def test_the_batch_is_smaller_where_decay_can_do_no_more_but_not_below_half():
@@ -158,6 +179,35 @@ def test_a_depth_beside_other_sizes_is_refused(numbers, tmp_path, flags, capsys)
     flags = [flag.format(run=tmp_path / "base") for flag in flags]
     assert exit_code_of(lambda: train.main(["--data", str(numbers), "--out", str(tmp_path / "run"), *flags])) == 1
     assert "--depth 2 sets all sizes, but others are given too; leave out" in capsys.readouterr().err
+
+
+def test_the_tokens_are_no_more_than_teach_something():
+    rest = (100_000, 1024, 64, 256)
+    for depth in (2, 4, 8):
+        few, many = (size_for_seconds([depth], lambda s=s: s, rest, lambda depth: 1e-4)[0] for s in (50, 1e6))
+        assert few.tokens == pytest.approx(50 / 1e-4, rel=0.4) and few.tokens < few.most_tokens
+        assert many.tokens == many.most_tokens and many.excess == pytest.approx(MOST_EXCESS)
+
+
+def test_a_run_on_time_ends_when_more_would_overfit_and_again_when_resumed(numbers, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("engine.sizing.MOST_EXCESS", 0.05)  # a few steps
+    settings, asked = small(numbers, tmp_path / "run", minutes=5), itertools.count()
+    stopped = train.train(settings, stop=lambda: next(asked) >= 3)
+    assert stopped.step == 3 < stopped.config.steps and " epochs; more would overfit\n" in capsys.readouterr().out
+    monkeypatch.undo()
+    run = train.train(dataclasses.replace(settings, resume=True))
+    assert run.config == dataclasses.replace(stopped.config, resume=True)
+    assert run.step == run.saved == run.config.steps and run.budget.share == 1 and run.clock.elapsed < 60
+
+
+def test_minutes_and_steps_are_not_both_given_where_sizes_are_chosen(numbers, tmp_path, capsys):
+    flags = ["--data", str(numbers), "--out", str(tmp_path / "run"), "--minutes", "1", "--steps", "2"]
+    for more in ([], ["--plan"]):
+        assert exit_code_of(lambda more=more: train.main([*flags, *more])) == 1
+        assert "--steps 2 and --minutes 1.0 both say how long; give one of them" in capsys.readouterr().err
+    train.main([*flags, "--num-layers", "1", "--d-model", "24", "--num-heads", "2"])
+    said = capsys.readouterr().out
+    assert "run    2 steps of 16 × " in said and " epochs), within 1 minutes, muon" in said and "\n2 steps in " in said
 
 
 def test_minutes_that_are_over_before_the_start_still_make_a_run(numbers, tmp_path):
