@@ -126,8 +126,10 @@ def test_the_batch_is_smaller_where_decay_can_do_no_more_but_not_below_half():
 def test_a_given_context_batch_and_shared_keys_are_counted_with(numbers, tmp_path, capsys):
     data = open_mixture([numbers])
     flags = ["--data", str(numbers), "--device", "cpu", "--depth", "2", "--num-kv-heads", "1", "--tie-embeddings"]
-    train.main([*flags, "--minutes", "5", "--plan"])
-    sizes = {line.split()[2] for line in capsys.readouterr().out.splitlines()[1:]}
+    train.main([*flags, "--minutes", "0.001", "--plan"])
+    rows = capsys.readouterr().out.splitlines()[1:]
+    sizes, (first, *_, last) = {row.split()[2] for row in rows}, rows
+    assert first.startswith("  0.001 ") and "ends sooner" not in first and last.endswith("  ends sooner")
     shape = {"num_layers": 2, "num_heads": 2, "d_model": 128, "num_kv_heads": 1, "tie_embeddings": True}
     model = train.GPT(train.ModelConfig(vocab_size=data.tokenizer.vocab_size, **shape))
     assert sizes == {f"{model.num_parameters:,}"}
@@ -191,13 +193,13 @@ def test_the_tokens_are_no_more_than_teach_something():
 
 def test_a_run_on_time_ends_when_more_would_overfit_and_again_when_resumed(numbers, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("engine.sizing.MOST_EXCESS", 0.05)  # a few steps
-    settings, asked = small(numbers, tmp_path / "run", minutes=5), itertools.count()
+    settings, asked = small(numbers, tmp_path / "run", minutes=0.5), itertools.count()
     stopped = train.train(settings, stop=lambda: next(asked) >= 3)
     assert stopped.step == 3 < stopped.config.steps and " epochs; more would overfit\n" in capsys.readouterr().out
     monkeypatch.undo()
     run = train.train(dataclasses.replace(settings, resume=True))
     assert run.config == dataclasses.replace(stopped.config, resume=True)
-    assert run.step == run.saved == run.config.steps and run.budget.share == 1 and run.clock.elapsed < 60
+    assert run.step == run.saved == run.config.steps and run.budget.share == 1
 
 
 def test_minutes_and_steps_are_not_both_given_where_sizes_are_chosen(numbers, tmp_path, capsys):
