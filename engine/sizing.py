@@ -35,9 +35,9 @@ OF_WEIGHTS, OF_TOKENS = 0.4, 0.46  # α, β
 FEW = 512  # tokens of a vocabulary that are characters, or bytes, rather than pieces of words
 REPEATS = 4  # epochs after which more of them teach little (docs/sizing.md)
 # Weight decay costs more than it gains up to so much of √(epochs³ · weights of the blocks for each token of the text),
-# and is in proportion to it from there on; so does dropout up to so much of epochs · weights / √(tokens of the text),
+# and is in proportion to it from there on; so does dropout up to so much of epochs · weights / (tokens of the text)^¼,
 # the first epoch not counted, and rises by so much with each doubling from there on (docs/sizing.md).
-HARMLESS, WITHOUT_DROPOUT, DROPOUT = 22, 27_000, 0.075
+HARMLESS, WITHOUT_DROPOUT, DROPOUT = 22, 460_000, 0.075
 MOST_DECAY, MOST_DROPOUT = 5, 0.4  # the first in times the usual
 MOST_EXCESS = 20  # times what is harmless, where a run on time ends: more epochs teach less (docs/sizing.md)
 LEAST_BATCH = 0.5  # of the usual tokens in a step: where decay can do no more, the noise of fewer helps
@@ -112,7 +112,7 @@ class Size:
         decay = OptimizerConfig.weight_decay * min(excess, MOST_DECAY)
         found = {"depth": self.depth, "num_layers": self.depth, "num_heads": self.depth, "d_model": HEAD * self.depth}
         found |= {"context_length": self.context, "batch_size": rows, "learning_rate": float(f"{rate:.2g}")}
-        again = (self.tokens / self.text - 1) * BLOCKS * self.depth**3 / math.sqrt(self.text)
+        again = (self.tokens / self.text - 1) * BLOCKS * self.depth**3 / self.text**0.25
         dropout = min(MOST_DROPOUT, DROPOUT * math.log2(max(1.0, again / WITHOUT_DROPOUT)))
         return found | {"weight_decay": round(decay, 2), "dropout": round(20 * dropout) / 20}
 
