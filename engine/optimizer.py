@@ -135,11 +135,10 @@ class Muon:
             torch._foreach_lerp_(gradients, memory, self.momentum)  # Nesterov: a look one step ahead
             stack = torch.empty(len(matrices), *matrices[0].shape, dtype=self.dtype, device=matrices[0].device)
             torch._foreach_copy_(stack.unbind(), gradients)
-            updates = self.world.distribute(orthogonalise, stack, rows)
-            if rows > columns:
+            updates = self.world.distribute(orthogonalise, stack, rows).to(matrices[0].dtype)
+            if rows > columns:  # cast already: the norms and the product would each cast anew
                 squares = [local(self.state[matrix]["row_squares"]) for matrix in group.parameters]
-                updates = updates * _row_scale(squares, updates, rows, found_inf)  # in the parameters' dtype, at once
-            updates = updates.to(matrices[0].dtype)
+                updates.mul_(_row_scale(squares, updates, rows, found_inf))
             size = 0.2 * math.sqrt(max(rows, columns))
             _descend(matrices, updates.unbind(), learning_rate * size, group.weight_decay / size, found_inf)
 
@@ -147,7 +146,7 @@ class Muon:
 def _row_scale(memory: Sequence[Tensor], updates: Tensor, rows: int, found_inf: Tensor) -> Tensor:
     """What makes rows of updates (n, rows, columns) as long as each other, (n, rows, 1): their squares are kept."""
     before = torch.stack(memory)
-    norms = torch.linalg.vector_norm(updates, dim=-1, keepdim=True, dtype=before.dtype)
+    norms = torch.linalg.vector_norm(updates, dim=-1, keepdim=True)
     after = before.lerp(norms.square() / updates.shape[-1], 1 - ROW_MEMORY)
     after = torch.where(found_inf == 0, after, before)
     torch._foreach_copy_(memory, after.unbind())
