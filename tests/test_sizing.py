@@ -110,7 +110,8 @@ def test_dropout_is_what_was_best_for_small_texts():
     """Runs of docs/sizing.md: depth, epochs, tokens of the text, and the best dropout of those that were tried."""
     runs = [(2, 15, 9e4, 0), (2, 17, 52e3, 0.05), (3, 14, 9e4, 0.1), (3, 12, 52e3, 0.1), (3, 12.5, 109e3, 0.1)]
     runs += [(4, 8, 9e4, 0.1), (4, 10, 52e3, 0.2), (4, 25, 109e3, 0.2)]
-    assert Size(4, 8.7e6, *SHAKESPEARE).settings()["dropout"] == 0.05  # without, it overfits
+    for tokens in (7e6, 8.7e6):  # without, the first learns less, and the second overfits
+        assert Size(4, tokens, *SHAKESPEARE).settings()["dropout"] == 0.05
     for depth, epochs, text, best in runs:
         assert Size(depth, epochs * text, int(text), 1024, 64, 256).settings()["dropout"] == pytest.approx(
             best, abs=0.055
