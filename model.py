@@ -284,8 +284,8 @@ class GPT(nn.Module):
         """Every parameter's name and first value, one at a time, on the CPU; ``torch.manual_seed`` decides them all."""
         generator = torch.Generator().manual_seed(self.seed)
         for name, parameter in self.named_parameters():
-            (_, std, mean), value = self.rules[name], torch.empty(parameter.shape, device="cpu")
-            yield name, value.normal_(mean, std, generator=generator) if std else value.fill_(mean)
+            rule, value = self.rules[name], torch.empty(parameter.shape, device="cpu")
+            yield name, value.normal_(rule.mean, rule.std, generator=generator) if rule.std else value.fill_(rule.mean)
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
@@ -336,6 +336,7 @@ class ParameterRule(NamedTuple):
     group: Literal["matrix", "embedding", "head", "vector"]  # a tied embedding is of the head's
     std: float = 0.0
     mean: float = 0.0
+    joined: int = 1  # how many such matrices in a row Muon takes for one, of all their rows
 
 
 def parameter_rules(config: ModelConfig, names: Sequence[str]) -> dict[str, ParameterRule]:
@@ -350,10 +351,12 @@ def parameter_rules(config: ModelConfig, names: Sequence[str]) -> dict[str, Para
     std = 0.02 if config.tie_embeddings or config.norm == "layernorm" else 0.1
     embedding = ParameterRule("head" if config.tie_embeddings else "embedding", std)
     inner = ParameterRule("matrix", config.d_model**-0.5 * (1 if config.tie_embeddings else 0.5))
+    gated = inner._replace(joined=2 if config.activation == "swiglu" else 1)  # gate and expand are halves of one
     smaller = math.sqrt(2 * config.num_layers) if config.tie_embeddings else math.inf
     by_ending = {
         **dict.fromkeys(("token_embedding.weight", "position_embedding.weight"), embedding),
-        **dict.fromkeys([f"{part}.weight" for part in ("query", "key", "value", "expand", "gate")], inner),
+        **dict.fromkeys([f"{part}.weight" for part in ("query", "key", "value")], inner),
+        **dict.fromkeys(("gate.weight", "expand.weight"), gated),
         "projection.weight": ParameterRule("matrix", (config.num_heads * config.head_width) ** -0.5 / smaller),
         "contract.weight": ParameterRule("matrix", config.feed_forward_width**-0.5 / smaller),
         "head.weight": ParameterRule("head"),

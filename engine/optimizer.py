@@ -1,5 +1,6 @@
 """Which optimizer moves which parameter, how far at each step, and the state they keep."""
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -66,25 +67,29 @@ def learning_rate_factor(step: int, steps: int, config: OptimizerConfig) -> floa
     return config.final_learning_rate + (1 - config.final_learning_rate) * left
 
 
-def orthogonalise(matrices: Tensor) -> Tensor:
+def orthogonalise(matrices: Tensor, joined: int = 1) -> Tensor:
     """About the nearest semi-orthogonal matrix of each (n, rows, columns), by Newton–Schulz (Jordan et al. 2024).
 
     A round takes X to P X, where P = a I + b G + c G² and G = X Xᵀ, and so takes G to P G P. If X is wide, a few rounds
     are done on the small G alone, and then X is multiplied by all their P at once (Zhang et al. 2026). If X is tall,
-    its transpose is meant.
+    its transpose is meant. Before, X is divided by √‖G‖: no singular value is above that, and ‖X‖ is up to twice as
+    large (Grishina et al. 2025). Each ``joined`` matrices in a row are taken for one, of all their rows.
     """
-    tall, wide = matrices.shape[-2] > matrices.shape[-1], max(matrices.shape[-2:]) > 1.5 * min(matrices.shape[-2:])
+    x = matrices.reshape(-1, joined * matrices.shape[-2], matrices.shape[-1])
+    tall, wide = x.shape[-2] > x.shape[-1], max(x.shape[-2:]) > 1.5 * min(x.shape[-2:])
     at_once = ROUNDS_ON_GRAM if wide else 1  # of fewer operations only then
-    x = matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for first in range(0, len(NEWTON_SCHULZ), at_once):
         gram, p, product = x.mT @ x if tall else x @ x.mT, None, None
+        if first == 0:
+            square = gram.norm(dim=(-2, -1), keepdim=True) + 1e-14
+            gram, x = gram / square, x / square.sqrt()
         for a, b, c in NEWTON_SCHULZ[first : first + at_once]:
             gram = gram if p is None else p @ gram @ p
             p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
             p.diagonal(dim1=-2, dim2=-1).add_(a)
             product = p if product is None else p @ product
         x = x @ product if tall else product @ x
-    return x
+    return x.view_as(matrices)
 
 
 class Group(NamedTuple):
@@ -93,6 +98,7 @@ class Group(NamedTuple):
     parameters: list[Tensor]
     weight_decay: float
     rate: float = 1.0
+    joined: int = 1  # how many in a row Muon takes for one matrix, of all their rows
 
 
 class Muon:
@@ -107,22 +113,19 @@ class Muon:
 
     def __init__(
         self,
-        matrices: Sequence[Tensor],
+        groups: Sequence[Group],
         world: World = ALONE,
         dtype: torch.dtype = torch.float32,
         momentum: float = 0.9,
-        weight_decay: float = 0.0,
     ):
-        """dtype is what to orthogonalise in."""
-        alike: dict[torch.Size, list[Tensor]] = {}
-        for matrix in matrices:
-            alike.setdefault(matrix.shape, []).append(matrix)
-        self.groups = [Group(same, weight_decay) for same in alike.values()]
-        self.world, self.dtype, self.momentum = world, dtype, momentum
-        self.state = {matrix: {"momentum": torch.zeros_like(matrix)} for matrix in matrices}
-        for matrix in matrices:
-            if matrix.shape[0] > matrix.shape[1]:
-                self.state[matrix]["row_squares"] = torch.full_like(matrix[:, :1].detach(), 1 / len(matrix))
+        """The matrices of a group have one shape. dtype is what to orthogonalise in."""
+        self.groups, self.world, self.dtype, self.momentum = groups, world, dtype, momentum
+        self.state = {}
+        for group in groups:
+            for matrix in group.parameters:
+                self.state[matrix] = {"momentum": torch.zeros_like(matrix)}
+                if (rows := group.joined * matrix.shape[0]) > matrix.shape[1]:
+                    self.state[matrix]["row_squares"] = torch.full_like(matrix[:, :1].detach(), 1 / rows)
 
     @torch.no_grad()
     def step(self, learning_rate: float, found_inf: Tensor) -> None:
@@ -135,8 +138,9 @@ class Muon:
             torch._foreach_lerp_(gradients, memory, self.momentum)  # Nesterov: a look one step ahead
             stack = torch.empty(len(matrices), *matrices[0].shape, dtype=self.dtype, device=matrices[0].device)
             torch._foreach_copy_(stack.unbind(), gradients)
-            updates = self.world.distribute(orthogonalise, stack, rows).to(matrices[0].dtype)
-            if rows > columns:  # cast already: the norms and the product would each cast anew
+            work = functools.partial(orthogonalise, joined=group.joined)
+            updates = self.world.distribute(work, stack, rows, group.joined).to(matrices[0].dtype)
+            if (rows := group.joined * rows) > columns:  # cast already: the norms and the product would each cast anew
                 squares = [local(self.state[matrix]["row_squares"]) for matrix in group.parameters]
                 updates.mul_(_row_scale(squares, updates, rows, found_inf))
             size = 0.2 * math.sqrt(max(rows, columns))
@@ -198,12 +202,18 @@ class Optimizer:
         self.config, self.world = config, world
         self.parameters = dict(model.named_parameters())
         groups: dict[str, list[Tensor]] = {"embedding": [], "head": [], "vector": [], "matrix": []}
+        matrices: dict[tuple[int, torch.Size], list[Tensor]] = {}  # Muon's
         for name, parameter in self.parameters.items():
-            groups[model.rules[name].group].append(parameter)
+            rule = model.rules[name]
+            if rule.group == "matrix" and config.optimizer == "muon":
+                matrices.setdefault((rule.joined, parameter.shape), []).append(parameter)
+            else:
+                groups[rule.group].append(parameter)
         self.optimizers: list[Muon | AdamW] = []
         if config.optimizer == "muon":
             fast = dtype if dtype == torch.float32 else fast_dtype(world.device)
-            self.optimizers.append(Muon(groups.pop("matrix"), world, fast, config.momentum, config.weight_decay))
+            same = [Group(these, config.weight_decay, joined=joined) for (joined, _), these in matrices.items()]
+            self.optimizers.append(Muon(same, world, fast, config.momentum))
         decay, rates = {"vector": 0.0}, {"embedding": config.embedding_rate or EMBEDDING_RATES[config.optimizer]}
         alike = [
             Group(parameters, decay.get(name, config.weight_decay), rates.get(name, 1.0))

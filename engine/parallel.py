@@ -164,16 +164,17 @@ class World:
         mine = {name: local(tensor) for name, tensor in tensors.items() if is_sharded(tensor) or self.is_first}
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in mine.items()}
 
-    def distribute(self, work: Callable[[Tensor], Tensor], stack: Tensor, rows: int) -> Tensor:
+    def distribute(self, work: Callable[[Tensor], Tensor], stack: Tensor, rows: int, joined: int = 1) -> Tensor:
         """work(stack), which does the same to each matrix of a stack (n, rows, columns): each process does its slice.
 
         All have the whole stack, and the results are gathered; or sharded, each has its rows of every matrix, which
-        travels to one process and its result back.
+        travels to one process and its result back. Each ``joined`` matrices in a row stay together.
         """
         if self.size == 1:
             return work(stack)
         n, held, columns = stack.shape
-        each, height = -(-n // self.size), -(-rows // self.size) if self.sharded else rows
+        each = joined * -(-n // (joined * self.size))
+        height = -(-rows // self.size) if self.sharded else rows
         stack = F.pad(stack, (0, 0, 0, height - held, 0, each * self.size - n))
         if not self.sharded:
             done = work(stack[each * self.rank : each * (self.rank + 1)]).contiguous()

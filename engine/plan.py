@@ -88,11 +88,12 @@ class Plan:
         with torch.device("meta"):
             self.model = self.make(self.num_layers)
         named = dict(self.model.named_parameters())
-        matrices = [parameter for name, parameter in named.items() if self.model.rules[name].group == "matrix"]
+        rules = self.model.rules
+        matrices = [(rules[name].joined, matrix) for name, matrix in named.items() if rules[name].group == "matrix"]
         self.parameters = sum(parameter.numel() for parameter in named.values())
         self.block = sum(parameter.numel() for parameter in self.model.blocks[0].parameters())
-        self.matrices = Counter(matrix.shape for matrix in matrices)  # how many of each shape Muon would move
-        self.matrix_weights = sum(matrix.numel() for matrix in matrices)
+        self.matrices = Counter((joined, matrix.shape) for joined, matrix in matrices)  # how many Muon would move
+        self.matrix_weights = sum(matrix.numel() for _, matrix in matrices)
         self.around = self.parameters - self.num_layers * self.block
         self.state = 8 * self.parameters - 4 * self.matrix_weights * (self.optimizer == "muon")
 
@@ -195,7 +196,8 @@ class Plan:
         FSDP sends them there and back.
         """
         others, P = (w - 1) / w, self.parameters
-        padded = sum(math.ceil(n / w) * w * size.numel() for size, n in self.matrices.items())
+        whole = [(joined * w, size.numel(), n) for (joined, size), n in self.matrices.items()]
+        padded = sum(math.ceil(n / each) * each * numel for each, numel, n in whole)
         moved = others * 2 * padded * (self.optimizer == "muon")
         if not sharded:
             return {"weights": 0.0, "gradients": 2 * others * 4 * P, "muon": moved}

@@ -347,7 +347,7 @@ def test_first_values_are_what_the_rules_say():
         torch.manual_seed(0)
         model = GPT(dataclasses.replace(config, vocab_size=2000, d_model=96, d_ff=None))
         for name, value in model.named_parameters():
-            _, std, mean = model.rules[name]
+            _, std, mean, _ = model.rules[name]
             assert value.std().item() == pytest.approx(std, rel=0.1), name
             assert value.mean().item() == pytest.approx(mean, abs=5 * std / math.sqrt(value.numel())), name
         last = [p for name, p in model.named_parameters() if name.endswith(("projection.weight", "contract.weight"))]

@@ -135,6 +135,15 @@ def test_adamw_is_pytorch_s_bit_for_bit():
 # Muon.
 
 
+def rounds_written_out(x):
+    """Newton–Schulz as the papers have it: what orthogonalise must come to."""
+    x = x / (x @ x.mT).norm(dim=(-2, -1), keepdim=True).sqrt()
+    for a, b, c in NEWTON_SCHULZ:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
 @pytest.mark.parametrize("shape", [(3, 16, 64), (2, 64, 16), (1, 32, 32)])
 def test_orthogonalised_matrices_have_singular_values_near_one_and_the_same_vectors(shape):
     torch.manual_seed(0)
@@ -149,25 +158,18 @@ def test_orthogonalised_matrices_have_singular_values_near_one_and_the_same_vect
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 0.25)])
-@pytest.mark.parametrize("orders", [0, 3, 6])  # of magnitude, over which the singular values spread
+@pytest.mark.parametrize("orders", [0.3, 3, 6])  # of magnitude, over which the singular values spread
 @pytest.mark.parametrize("shape", [(64, 64), (64, 80), (64, 256), (256, 64)])
 def test_orthogonalised_matrices_are_as_exact_as_the_rounds_written_out(shape, orders, dtype, tolerance):
-    def written(x):
-        x = x / x.norm(dim=(-2, -1), keepdim=True)
-        for a, b, c in NEWTON_SCHULZ:
-            gram = x @ x.mT
-            x = a * x + (b * gram + c * gram @ gram) @ x
-        return x
-
     def error(result):
         return ((result - exact).norm() / exact.norm()).item()
 
     torch.manual_seed(0)
     U, V = (torch.linalg.qr(torch.randn(3, side, 64, dtype=torch.double))[0] for side in shape)
     matrices = (U * torch.logspace(0, -orders, 64) @ V.mT).to(dtype)
-    exact, result = written(matrices.double()), orthogonalise(matrices)
+    exact, result = rounds_written_out(matrices.double()), orthogonalise(matrices)
     assert result.dtype == dtype and result.is_contiguous()
-    assert error(result) < min(2 * error(written(matrices)), tolerance)
+    assert error(result) < min(2 * error(rounds_written_out(matrices)), tolerance)
     one_by_one = torch.cat([orthogonalise(matrix[None]) for matrix in matrices])
     assert (one_by_one - result).norm() / exact.norm() < tolerance / 10
 
@@ -182,37 +184,44 @@ def test_orthogonalised_matrices_are_bounded_whatever_bfloat16_rounds(shape):
         assert torch.linalg.matrix_norm(result.float(), 2).max() < 1.22
 
 
-@pytest.mark.parametrize("shape", [(16, 64), (64, 16)])
-def test_muon_is_its_definition_and_pytorch_s(shape):
+@pytest.mark.parametrize(("shape", "joined"), [((16, 64), 1), ((64, 16), 1), ((24, 32), 2)])
+def test_muon_is_its_definition_and_pytorch_s(shape, joined):
     torch.manual_seed(0)
-    ours = [nn.Parameter(torch.randn(shape)) for _ in range(3)]
+    ours = [nn.Parameter(torch.randn(shape)) for _ in range(4)]
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
-    written = [p.detach().clone().double() for p in ours]
-    memory = [torch.zeros(shape, dtype=torch.double) for _ in ours]
-    squares = [torch.full((shape[0], 1), 1 / shape[0], dtype=torch.double) for _ in ours]
-    settings = {"momentum": 0.9, "weight_decay": 0.1}
-    reference = torch.optim.Muon(theirs, lr=0.02, adjust_lr_fn="match_rms_adamw", **settings)
-    mine = Muon(ours, **settings)
+    written = [torch.cat(ours[i : i + joined]).detach().double() for i in range(0, 4, joined)]
+    memory = [torch.zeros_like(p) for p in written]
+    rows, columns = written[0].shape
+    squares = [torch.full((rows, 1), 1 / rows, dtype=torch.double) for _ in written]
+    reference = torch.optim.Muon(theirs, lr=0.02, adjust_lr_fn="match_rms_adamw", momentum=0.9, weight_decay=0.1)
+    mine = Muon([Group(ours, 0.1, joined=joined)], momentum=0.9)
     for step in range(4):
-        for index in range(3):
-            gradient = torch.randn(shape)
-            theirs[index].grad = gradient.clone()
-            ours[index].grad = gradient.clone() if step % 2 else gradient.mT.contiguous().mT  # in any layout
+        for one, other in zip(ours, theirs, strict=True):
+            other.grad = torch.randn(shape)
+            one.grad = other.grad.clone() if step % 2 else other.grad.mT.contiguous().mT  # in any layout
+        for index in range(len(written)):
+            gradient = torch.cat([p.grad for p in theirs[index * joined : (index + 1) * joined]])
             memory[index] = 0.9 * memory[index] + 0.1 * gradient
-            x = 0.1 * gradient + 0.9 * memory[index]
-            x = x / x.norm()
-            for a, b, c in NEWTON_SCHULZ:
-                x = a * x + b * x @ x.mT @ x + c * x @ x.mT @ x @ x.mT @ x
-            if shape[0] > shape[1]:  # no row is left behind
+            x = rounds_written_out(0.1 * gradient + 0.9 * memory[index])
+            if rows > columns:  # no row is left behind
                 squares[index] = 0.95 * squares[index] + 0.05 * x.square().mean(dim=1, keepdim=True)
-                x = x / (shape[0] * squares[index]).sqrt()
-            written[index] = written[index] * (1 - 0.02 * 0.1) - 0.02 * 0.2 * math.sqrt(64) * x
+                x = x / (rows * squares[index]).sqrt()
+            written[index] = written[index] * (1 - 0.02 * 0.1) - 0.02 * 0.2 * math.sqrt(max(rows, columns)) * x
         mine.step(0.02, torch.zeros(()))
         reference.step()
-    for index in range(3):
-        torch.testing.assert_close(ours[index].double(), written[index], rtol=0, atol=1e-5)
-        if shape[0] < shape[1]:
-            torch.testing.assert_close(ours[index], theirs[index], rtol=0, atol=0.01)  # whose rounds are less exact
+    torch.testing.assert_close(torch.cat(ours).double(), torch.cat(written), rtol=0, atol=1e-5)
+    if rows < columns:
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0.01)  # whose rounds are less exact
+
+
+def test_the_gate_and_what_it_gates_are_orthogonalised_as_one():
+    model, optimizer = made(OptimizerConfig())
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    joined = {tuple(map(names.get, group.parameters)) for group in optimizer.optimizers[0].groups if group.joined == 2}
+    layers = [f"blocks.{layer}.feed_forward.{which}.weight" for layer in range(2) for which in ("gate", "expand")]
+    assert joined == {tuple(layers)}
+    rules = GPT(dataclasses.replace(model.config, activation="relu2")).rules
+    assert {rule.joined for rule in rules.values()} == {1}
 
 
 def test_the_first_values_of_a_model_and_one_step_of_muon_are_of_one_size():

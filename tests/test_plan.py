@@ -218,6 +218,8 @@ def test_matrices_too_few_for_all_processes_are_padded(gpt2):
     muon = dataclasses.replace(gpt2, optimizer="muon")
     heads, rest = 12 * 3 * 12 * 64 * 768, 768**2 + 2 * 4 * 768**2  # 432 matrices, and 12 of each of three shapes
     assert muon.traffic(1, 64, False)["muon"] == pytest.approx(63 / 64 * 2 * (heads * 448 / 432 + 64 * rest))
+    pairs = plan_of(SMALL, optimizer="muon")  # 2 layers: each process has a pair, or nothing
+    assert pairs.traffic(1, 4, False)["muon"] == 3 / 4 * 2 * (24 * 32 + 4 * 128 + 4 * 2 * 352 + 4 * 352) * 128
 
 
 def test_a_network_slows_an_exchange_of_all_with_all_more_than_a_ring():
