@@ -164,7 +164,7 @@ class World:
         mine = {name: local(tensor) for name, tensor in tensors.items() if is_sharded(tensor) or self.is_first}
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in mine.items()}
 
-    def distribute(self, work: Callable[[Tensor], Tensor], stack: Tensor, rows: int, joined: int = 1) -> Tensor:
+    def distribute(self, work: Callable[[Tensor], Tensor], stack: Tensor, rows: int, joined: int) -> Tensor:
         """work(stack), which does the same to each matrix of a stack (n, rows, columns): each process does its slice.
 
         All have the whole stack, and the results are gathered; or sharded, each has its rows of every matrix, which

@@ -158,9 +158,10 @@ def test_orthogonalised_matrices_have_singular_values_near_one_and_the_same_vect
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 0.25)])
-@pytest.mark.parametrize("orders", [0.3, 3, 6])  # of magnitude, over which the singular values spread
+# Orders of magnitude over which singular values spread; if all are equal, one rounding of their bound moves them all.
+@pytest.mark.parametrize(("orders", "times"), [(0, 5), (0.3, 2), (3, 2), (6, 2)])
 @pytest.mark.parametrize("shape", [(64, 64), (64, 80), (64, 256), (256, 64)])
-def test_orthogonalised_matrices_are_as_exact_as_the_rounds_written_out(shape, orders, dtype, tolerance):
+def test_orthogonalised_matrices_are_as_exact_as_the_rounds_written_out(shape, orders, times, dtype, tolerance):
     def error(result):
         return ((result - exact).norm() / exact.norm()).item()
 
@@ -169,7 +170,7 @@ def test_orthogonalised_matrices_are_as_exact_as_the_rounds_written_out(shape, o
     matrices = (U * torch.logspace(0, -orders, 64) @ V.mT).to(dtype)
     exact, result = rounds_written_out(matrices.double()), orthogonalise(matrices)
     assert result.dtype == dtype and result.is_contiguous()
-    assert error(result) < min(2 * error(rounds_written_out(matrices)), tolerance)
+    assert error(result) < min(times * error(rounds_written_out(matrices)), tolerance)
     one_by_one = torch.cat([orthogonalise(matrix[None]) for matrix in matrices])
     assert (one_by_one - result).norm() / exact.norm() < tolerance / 10
 
