@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from engine.batches import Batches
 from engine.device import choose_device, choose_dtype, keep_freed_memory, mixed_precision
+from engine.errors import UserError
 from engine.generate import generate
 from engine.kernels import for_decoding
 from engine.optimizer import Optimizer, OptimizerConfig
@@ -63,9 +64,9 @@ class BenchConfig:
 
     def __post_init__(self):
         if self.nanogpt and not (self.nanogpt / "model.py").is_file():
-            raise ValueError(f"--nanogpt {self.nanogpt} has no model.py; give the folder of a clone")
+            raise UserError(f"--nanogpt {self.nanogpt} has no model.py; give the folder of a clone")
         if self.nanogpt and self.stage not in ("all", "train"):
-            raise ValueError(f"--nanogpt runs in the stage train, not in {self.stage}; leave it out")
+            raise UserError(f"--nanogpt runs in the stage train, not in {self.stage}; leave it out")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -16,6 +16,7 @@ import tyro
 from engine import families, gguf_file, hub
 from engine.checkpoint import load_model, write_checkpoint
 from engine.command import run_command
+from engine.errors import UserError
 from engine.families import FAMILIES, Family, Tensors, configuration, obstacles, read_configuration, renamed, restored
 from engine.files import new_directory, write_json
 from engine.run_folder import find_checkpoint
@@ -61,9 +62,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def export_model(config: ExportConfig) -> None:
-    """Export. Raises ValueError for what no family holds; until the end nothing is there, and then all."""
+    """Export. Raises UserError for what no family holds; until the end nothing is there, and then all."""
     if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
-        raise ValueError(f"{config.out} is there already; remove it, or choose another directory")
+        raise UserError(f"{config.out} is there already; remove it, or choose another directory")
     found = find_checkpoint(config.run)
     tokenizer, model = load_tokenizer(found.path / "tokenizer.json"), load_model(found, ModelConfig, GPT)
     family, shape = choose_family(model.config, config.family)
@@ -84,9 +85,9 @@ def export_model(config: ExportConfig) -> None:
 
 
 def import_model(config: ImportConfig) -> None:
-    """Import. Raises ValueError naming what can't be held here; nothing is written then."""
+    """Import. Raises UserError naming what can't be held here; nothing is written then."""
     if (config.out / "checkpoints").exists():
-        raise ValueError(f"{config.out} already holds checkpoints; choose another folder")
+        raise UserError(f"{config.out} already holds checkpoints; choose another folder")
     directory = hub.find_directory(config.source)
     source = str(directory / "config.json")
     said = hub.read_object(directory / "config.json")
@@ -95,11 +96,11 @@ def import_model(config: ImportConfig) -> None:
     settings["windows"] = families.read_windows(said, family, layers, source)
     shape, tensors = from_values(ModelConfig, settings, source), hub.read_tensors(directory)
     if shape.num_layers > len(tensors):
-        raise ValueError(f"{source}: {shape.num_layers:,} layers can't be made of {len(tensors)} tensors")
+        raise UserError(f"{source}: {shape.num_layers:,} layers can't be made of {len(tensors)} tensors")
     tokenizer = named_tokenizer(config.tokenizer) if config.tokenizer else hub.read_tokenizer(directory)
     if tokenizer.vocab_size > shape.vocab_size:
         sizes = f"{tokenizer.vocab_size:,} tokens, but the model only {shape.vocab_size:,}"
-        raise ValueError(f"the tokenizer of {config.tokenizer or directory} has {sizes}; give --tokenizer NAME")
+        raise UserError(f"the tokenizer of {config.tokenizer or directory} has {sizes}; give --tokenizer NAME")
     sizes = {name: parameter.shape for name, parameter in blank_model(shape).named_parameters()}
     tensors = restored(tensors, sizes, family, str(directory))
     state = {"step": 0, "model": asdict(shape), "settings": {}, "documents": 2, "elapsed_seconds": 0.0}
@@ -132,7 +133,7 @@ def choose_family(config: ModelConfig, asked: str) -> tuple[Family, ModelConfig]
     name = asked if asked != "auto" else able[0] if able else min(missed, key=lambda one: len(missed[one]))
     if missed[name]:
         advice = f"take --family {able[0]}" if able else f"no family does; {name} comes nearest: train without"
-        raise ValueError(f"{name} can't hold {', '.join(missed[name])}; {advice}")
+        raise UserError(f"{name} can't hold {', '.join(missed[name])}; {advice}")
     return FAMILIES[name], shapes[name]
 
 

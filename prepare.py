@@ -29,6 +29,7 @@ from engine.command import progress, run_command
 from engine.dataset import manifest_of
 from engine.dataset_writer import is_made, stamp_of
 from engine.encoding import make_dataset
+from engine.errors import UserError
 from engine.examples import chat_of, pair_of, special_names
 from engine.files import held_alone, to_json
 from engine.ledger import content_of
@@ -91,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
     config = parse(PrepareConfig, arguments)
     if config.show is not None:
         if config != PrepareConfig((), show=config.show):
-            raise ValueError("--show takes a dataset and nothing else: python prepare.py --show data/NAME")
+            raise UserError("--show takes a dataset and nothing else: python prepare.py --show data/NAME")
         print(f"{describe(config.show)}\n{outlook(config.show)}")
         return
     out, changed = merge(config) if config.merge else prepare(config)
@@ -110,7 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
 def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bool]:
     """Make the dataset that the config describes, or a part; return its folder, and whether it had to be made.
 
-    threads encode; None: one a core. Raises ValueError for what can't be prepared. Until the end nothing is there, and
+    threads encode; None: one a core. Raises UserError for what can't be prepared. Until the end nothing is there, and
     then all of it.
     """
     part, parts = check(config)
@@ -123,7 +124,7 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
             origin |= {"part": f"{part}/{parts}", "listing": corpus.listing}
             out = parts_of(whole) / f"{part}-of-{parts}"
         if inside := [name for name in config.inputs if Path(name).resolve().is_relative_to(parts_of(whole).resolve())]:
-            raise ValueError(
+            raise UserError(
                 f"{inside[0]} lies in {parts_of(whole)}, which is for parts of {whole}; choose another --out"
             )
         if is_made(out, origin, config.force, corpus.stamp, lambda: corpus.content(*stretch)):
@@ -160,11 +161,11 @@ def apart(out: Path) -> Iterator[Path]:
 def merge(config: PrepareConfig) -> tuple[Path, bool]:
     """Join the parts of a dataset to what one run makes, byte for byte; return its folder, and whether it had to be.
 
-    Raises ValueError for a part that is missing, damaged, or of other text or arguments than the first.
+    Raises UserError for a part that is missing, damaged, or of other text or arguments than the first.
     """
     out = config.out
     if out is None or config != PrepareConfig((), out=out, force=config.force, merge=True):
-        raise ValueError("--merge needs --out, the dataset whose parts to join, and takes nothing else but --force")
+        raise UserError("--merge needs --out, the dataset whose parts to join, and takes nothing else but --force")
     parts = find_parts(out)
     stamps = {stamp_of(part) or "" for part in parts}
     stamp = stamps.pop() if len(stamps) == 1 else ""
@@ -227,10 +228,10 @@ def prepare_part(config: PrepareConfig) -> None:
 
 
 def check(config: PrepareConfig) -> tuple[int, int]:
-    """Which part of how many to make: 1, 1 is all. Raises ValueError for arguments that can't lead anywhere."""
+    """Which part of how many to make: 1, 1 is all. Raises UserError for arguments that can't lead anywhere."""
     if not config.inputs or "" in config.inputs:
         advice = "give a file, a folder, an address, hf:NAME, - for standard input, stdlib or shakespeare"
-        raise ValueError(f"no input: {advice}")
+        raise UserError(f"no input: {advice}")
     check_ranges(config)
     of_bpe = {
         "--vocab-size": config.vocab_size,
@@ -239,27 +240,27 @@ def check(config: PrepareConfig) -> tuple[int, int]:
     }
     for flag, value in of_bpe.items():
         if value is not None and config.tokenizer != "bpe":
-            raise ValueError(f"{flag} {value} is for --tokenizer bpe; {config.tokenizer} has its own")
+            raise UserError(f"{flag} {value} is for --tokenizer bpe; {config.tokenizer} has its own")
     if config.pattern not in (None, *PATTERNS):
-        raise ValueError(f"--pattern {config.pattern} is unknown; the known ones are {', '.join(PATTERNS)}")
+        raise UserError(f"--pattern {config.pattern} is unknown; the known ones are {', '.join(PATTERNS)}")
     if (config.prompt_field is None) != (config.completion_field is None):
-        raise ValueError("--prompt-field and --completion-field go together: give both, or --field for plain text")
+        raise UserError("--prompt-field and --completion-field go together: give both, or --field for plain text")
     given = {"--chat": config.chat or None, "--prompt-field": config.prompt_field, "--field": config.field}
     if len(ways := [flag for flag, value in given.items() if value is not None]) > 1:
-        raise ValueError(f"{' and '.join(ways)} exclude each other: a line is a chat, a pair, or text; give only one")
+        raise UserError(f"{' and '.join(ways)} exclude each other: a line is a chat, a pair, or text; give only one")
     piped = any(name == "-" or Path(name).is_fifo() for name in config.inputs)
     if config.ray and (config.part or piped):
         other = "--part" if config.part else "a pipe"
-        raise ValueError(f"--ray {config.ray} and {other} exclude each other: Ray's workers make all parts, from files")
+        raise UserError(f"--ray {config.ray} and {other} exclude each other: Ray's workers make all parts, from files")
     match = re.fullmatch("([0-9]+)/([0-9]+)", "1/1" if config.part is None else config.part)
     part, parts = map(int, match.groups()) if match else (0, 0)
     if not 1 <= part <= parts:
-        raise ValueError(f"--part is {config.part!r}; of three parts it must be 1/3, 2/3 or 3/3")
+        raise UserError(f"--part is {config.part!r}; of three parts it must be 1/3, 2/3 or 3/3")
     return part, parts
 
 
 def sources_of(config: PrepareConfig, spool: Path) -> list[Source]:
-    """The files to read, and how. Raises ValueError for what the fields, or a chat, can't be read from."""
+    """The files to read, and how. Raises UserError for what the fields, or a chat, can't be read from."""
     turns_of = chat_of if config.chat else None
     if config.prompt_field is not None:
         turns_of = partial(pair_of, prompt_field=config.prompt_field, completion_field=config.completion_field)
@@ -267,18 +268,18 @@ def sources_of(config: PrepareConfig, spool: Path) -> list[Source]:
     found = find_sources(config.inputs, config.glob, config.sha256, spool, **of_hub)
     others = [source.name for source in found if not kind_of(source)]
     if config.field is not None and len(others) == len(found):
-        raise ValueError(f"--field {config.field} is for {FIELDS}, and no input has them")
+        raise UserError(f"--field {config.field} is for {FIELDS}, and no input has them")
     if (config.hf_config or config.hf_split) and not any(name.startswith("hf:") for name in config.inputs):
-        raise ValueError("--hf-config and --hf-split are of Hugging Face datasets, hf:NAME, and no input is one")
+        raise UserError("--hf-config and --hf-split are of Hugging Face datasets, hf:NAME, and no input is one")
     if turns_of and others:
         flag = "--chat" if config.chat else "--prompt-field"
         advice = "leave it out, convert it, or choose a folder's files with --glob '*.jsonl'"
-        raise ValueError(f"{flag} is for {FIELDS}, which {others[0]} is not; {advice}")
+        raise UserError(f"{flag} is for {FIELDS}, which {others[0]} is not; {advice}")
     for folder in (name for name in config.inputs if config.glob is None and Path(name).is_dir()):
         local = [source for source in found if source.fs is None and source.rows is None]
         kinds = {kind_of(one) != "": one.name for one in local if Path(one.path).is_relative_to(folder)}
         if len(kinds) > 1:
-            raise ValueError(f"{folder} has both {kinds[True]}, with fields, and {kinds[False]}, without: see --glob")
+            raise UserError(f"{folder} has both {kinds[True]}, with fields, and {kinds[False]}, without: see --glob")
     how = {"field": config.field or "text", "errors": config.errors, "turns_of": turns_of}
     return [replace(source, **how) for source in found]
 

@@ -18,6 +18,7 @@ import tyro
 from engine.batches import fitting
 from engine.checkpoint import Checkpoint, load_model
 from engine.copies import SHORTEST, Place, copied, validation_texts
+from engine.errors import UserError
 from engine.mixture import Mixture, as_paths, open_mixture
 from engine.report_page import attention_of, baseline_losses, describe_data, describe_run, write_page
 from engine.run_folder import find_checkpoint
@@ -34,10 +35,10 @@ class ReportConfig:
 
     def __post_init__(self):
         if not self.runs:
-            raise ValueError("give a run's folder, such as out/stdlib, or several to compare")
+            raise UserError("give a run's folder, such as out/stdlib, or several to compare")
         if self.out and (self.out.suffix != ".html" or not self.out.parent.is_dir()):
             wrong = "is in no folder; make that first" if self.out.suffix == ".html" else "is a page; end it in .html"
-            raise ValueError(f"--out {self.out} {wrong}")
+            raise UserError(f"--out {self.out} {wrong}")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def report(config: ReportConfig) -> Path:
-    """Make the page; its path. Raises ValueError for a folder that holds no run."""
+    """Make the page; its path. Raises UserError for a folder that holds no run."""
     first, *others = config.runs
     if others:
         runs = [describe_run(folder) for folder in config.runs]
@@ -59,13 +60,13 @@ def report(config: ReportConfig) -> Path:
 
 
 def whole_run(folder: Path) -> dict[str, Any]:
-    """All that can be shown of a run; its notes say what can't be, and why. Raises ValueError if there is none."""
+    """All that can be shown of a run; its notes say what can't be, and why. Raises UserError if there is none."""
     run = describe_run(folder)
     try:
         dataset = dataset_of(run["settings"])
         found, missing = checkpoint_of(folder)
         if found and found.state["data_sha256"] != dataset.sha256:
-            raise ValueError(f"{dataset.path} is not the text that it was trained on; prepare that again")
+            raise UserError(f"{dataset.path} is not the text that it was trained on; prepare that again")
         length, cut = run["settings"].get("context_length"), run["settings"].get("long_examples") == "cut"
         trained_on = fitting(dataset, length, cut) if isinstance(length, int) else dataset
         run |= {"data": describe_data(dataset), "baselines": baseline_losses(trained_on)}
@@ -110,7 +111,7 @@ def format_place(place: Place) -> str:
 
 
 def dataset_of(settings: dict[str, Any]) -> Mixture:
-    """The data that a run of these settings was trained on. Raises ValueError if it is not where the run had it."""
+    """The data that a run of these settings was trained on. Raises UserError if it is not where the run had it."""
     data, mix = settings.get("data", []), settings.get("mix")
     named = data if isinstance(data, list) and all(isinstance(one, str) for one in data) else [str(data)]
     shares = mix if isinstance(mix, list) and all(isinstance(one, float) for one in mix) else None

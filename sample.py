@@ -32,6 +32,7 @@ from tqdm import tqdm
 from engine.attention import attention_maps, visible
 from engine.checkpoint import load_model
 from engine.device import choose_device
+from engine.errors import UserError
 from engine.examples import Turn, around, chat_of, encode_chat, end_of_turn
 from engine.files import parse_json, to_json, write_whole
 from engine.generate import complete, generate_text, opening, search_text, texts
@@ -102,21 +103,21 @@ class SampleConfig:
 
     def __post_init__(self):
         if "" in self.stop:
-            raise ValueError("--stop '' would end every sample before it begins; give some text")
+            raise UserError("--stop '' would end every sample before it begins; give some text")
         if self.attention and self.attention.suffix.lower() != ".png":
-            raise ValueError(f"--attention {self.attention} is to be a PNG; give it a name that ends in .png")
+            raise UserError(f"--attention {self.attention} is to be a PNG; give it a name that ends in .png")
         if bool(self.stdin) + bool(self.prompt) + (self.prompt_file is not None) > 1:
-            raise ValueError("give one prompt: --prompt, --prompt-file or -")
+            raise UserError("give one prompt: --prompt, --prompt-file or -")
         if self.beams and self.chat and not self.prompts_file:
-            raise ValueError("--beams can't be used in a conversation, which is written as it comes; leave it out")
+            raise UserError("--beams can't be used in a conversation, which is written as it comes; leave it out")
         changed = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
         flag = {name: f"--{name.replace('_', '-')}" for name in changed} | {"stdin": "-"}
         for name, others in APART.items():
             if name in changed and (clash := [other for other in others if other in changed]):
-                raise ValueError(f"{flag[name]} and {flag[clash[0]]} can't be used together; leave one out")
+                raise UserError(f"{flag[name]} and {flag[clash[0]]} can't be used together; leave one out")
         for name, (other, why) in TOGETHER.items():
             if name in changed and other not in changed:
-                raise ValueError(f"{flag[name]} {getattr(self, name)} {why}; give both")
+                raise UserError(f"{flag[name]} {getattr(self, name)} {why}; give both")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -131,7 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = load_tokenizer(found.path / "tokenizer.json")
     if config.chat and not (found.talks and end_of_turn(tokenizer) is not None):
         advice = "prepare some with prepare.py … --chat, and train on them with train.py … --init-from"
-        raise ValueError(f"{found.path} has not learned chats; {advice}")
+        raise UserError(f"{found.path} has not learned chats; {advice}")
     model = load_model(found, ModelConfig, GPT).to(device)
     start = opening(tokenizer, found.state["documents"])
     if config.prompts_file:
@@ -165,12 +166,12 @@ def sample(config: SampleConfig, model: GPT, tokenizer: Tokenizer, prompt: list[
 
 
 def turns_of(record: dict[str, Any]) -> list[Turn]:
-    """The turns of a record's chat. Raises ValueError if it is none, or the assistant has the last word."""
+    """The turns of a record's chat. Raises UserError if it is none, or the assistant has the last word."""
     if isinstance(messages := record.get("messages"), list):
         record = record | {"messages": [*messages, {"role": "assistant", "content": "what is to come"}]}
     *turns, _ = chat_of(record)
     if not turns or turns[-1][0] == "assistant":
-        raise ValueError("has no question at the end of its messages; remove what the assistant is to say")
+        raise UserError("has no question at the end of its messages; remove what the assistant is to say")
     return turns
 
 
@@ -179,7 +180,7 @@ def fit_chat(tokenizer: Tokenizer, turns: list[Turn], length: int, most: int) ->
 
     Half of the context, or ``most`` tokens if that is less, is kept free for the answer, which ends where the context
     does. To that end the oldest turns are forgotten, but for a system's first, and no answer is kept without its
-    question; a last turn that alone is too long loses its beginning. Raises ValueError if even that is not enough.
+    question; a last turn that alone is too long loses its beginning. Raises UserError if even that is not enough.
     """
     *said, begin = encode_chat(tokenizer, turns)
     room = length - min(most, length // 2) - len(begin)
@@ -192,7 +193,7 @@ def fit_chat(tokenizer: Tokenizer, turns: list[Turn], length: int, most: int) ->
         role, text = turns[-1]
         if excess >= len(tokenizer.encode(text)):
             taken = f"of its {length} tokens {sum(map(len, said[:first]))} are the system's turn"
-            raise ValueError(f"no question fits in the model's context: {taken}; shorten that")
+            raise UserError(f"no question fits in the model's context: {taken}; shorten that")
         before = len(around(tokenizer, role)[0])
         parts[-1] = parts[-1][:before] + parts[-1][before + excess :]
         shown = repr(text if len(text) < SHOWN else text[:SHOWN] + "…")
@@ -202,25 +203,25 @@ def fit_chat(tokenizer: Tokenizer, turns: list[Turn], length: int, most: int) ->
 
 
 def encode_record(record: Any, config: SampleConfig, tokenizer: Tokenizer, length: int) -> tuple[list[int], int]:
-    """A line's prompt, or chat as :func:`fit_chat` has it, and the most tokens that may follow. Raises ValueError."""
+    """A line's prompt, or chat as :func:`fit_chat` has it, and the most tokens that may follow. Raises UserError."""
     to_json(record).encode()  # JSON can spell half a character
     if not isinstance(record, dict) or "completion" in record:
-        raise ValueError("has a 'completion' already; rename it" if isinstance(record, dict) else "is no JSON object")
+        raise UserError("has a 'completion' already; rename it" if isinstance(record, dict) else "is no JSON object")
     if config.chat:
         return fit_chat(tokenizer, turns_of(record), length, config.max_new_tokens)
     if not isinstance(record.get("prompt"), str):
-        raise ValueError(f"should have a text 'prompt' (for chats see --chat), but has {', '.join(map(repr, record))}")
+        raise UserError(f"should have a text 'prompt' (for chats see --chat), but has {', '.join(map(repr, record))}")
     return tokenizer.encode(record["prompt"]).tolist(), config.max_new_tokens
 
 
 def complete_file(config: SampleConfig, model: GPT, tokenizer: Tokenizer, start: list[int]) -> None:
     """Write --out: the lines of --prompts-file, each with its completion; and on stderr how fast that was.
 
-    An empty prompt is start. Raises ValueError naming a line that is not fit, or an --out that can't be made.
+    An empty prompt is start. Raises UserError naming a line that is not fit, or an --out that can't be made.
     """
     if config.out.exists() or not config.out.parent.is_dir():
         wrong = "exists; remove it, or choose another" if config.out.exists() else "is in no folder; make that first"
-        raise ValueError(f"--out {config.out} {wrong}")
+        raise UserError(f"--out {config.out} {wrong}")
     records, prompts, ends = [], [], [end_of_turn(tokenizer)] * config.chat
     for number, line in enumerate(config.prompts_file.read_bytes().removeprefix(BOM_UTF8).split(b"\n"), 1):
         if line.strip():
@@ -228,10 +229,10 @@ def complete_file(config: SampleConfig, model: GPT, tokenizer: Tokenizer, start:
             try:
                 ids, most = encode_record(records[-1], config, tokenizer, model.config.context_length)
             except ValueError as error:
-                raise ValueError(f"{where}: {error}") from None
+                raise UserError(f"{where}: {error}") from None
             prompts.append((ids or start, most))
     if not records:
-        raise ValueError(f'{config.prompts_file} has no lines; give one for each prompt, {{"prompt": TEXT}}')
+        raise UserError(f'{config.prompts_file} has no lines; give one for each prompt, {{"prompt": TEXT}}')
     model, total, began = decoder_of(config, model), 0, time.perf_counter()
     if config.beams:
         search = partial(search_text, model, tokenizer, beams=config.beams, stops=config.stop, ends=ends)
@@ -249,7 +250,7 @@ def complete_file(config: SampleConfig, model: GPT, tokenizer: Tokenizer, start:
 def chat(config: SampleConfig, model: GPT, tokenizer: Tokenizer) -> None:
     """Talk: each line of standard input is the user's turn, until Ctrl-C or Ctrl-D, or its end."""
     if not sys.stdin:
-        raise ValueError("standard input is closed; a chat reads it, or give --prompts-file FILE.jsonl")
+        raise UserError("standard input is closed; a chat reads it, or give --prompts-file FILE.jsonl")
     sys.stdin.reconfigure(errors="replace")
     talking = sys.stdin.isatty() and sys.stdout.isatty()
     if talking:
@@ -284,16 +285,16 @@ def answer(config: SampleConfig, model: GPT, tokenizer: Tokenizer, turns: list[T
 
 
 def read_prompt(config: SampleConfig) -> str:
-    """The text to continue. Raises ValueError for a file that is not UTF-8."""
+    """The text to continue. Raises UserError for a file that is not UTF-8."""
     if not config.stdin and not config.prompt_file:
         return config.prompt
     if not config.prompt_file and not sys.stdin:
-        raise ValueError("standard input is closed; give the prompt with --prompt or --prompt-file")
+        raise UserError("standard input is closed; give the prompt with --prompt or --prompt-file")
     raw = config.prompt_file.read_bytes() if config.prompt_file else sys.stdin.buffer.read()
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"the prompt is not UTF-8 at byte {error.start}; convert it") from None
+        raise UserError(f"the prompt is not UTF-8 at byte {error.start}; convert it") from None
 
 
 def write(tokens: Iterator[Tensor], prompt: str, tokenizer: Tokenizer, config: SampleConfig) -> None:
@@ -308,11 +309,11 @@ def write(tokens: Iterator[Tensor], prompt: str, tokenizer: Tokenizer, config: S
 
 
 def draw(config: SampleConfig, model: GPT, tokenizer: Tokenizer, tokens: Tensor) -> None:
-    """Draw the prompt's attention maps. Raises ValueError for a layer that is not there, or too long a prompt."""
+    """Draw the prompt's attention maps. Raises UserError for a layer that is not there, or too long a prompt."""
     if config.layer is not None and not 1 <= config.layer <= model.config.num_layers:
-        raise ValueError(f"--layer {config.layer} is not there; the model has layers 1 to {model.config.num_layers}")
+        raise UserError(f"--layer {config.layer} is not there; the model has layers 1 to {model.config.num_layers}")
     if len(tokens) > model.config.context_length:
-        raise ValueError(f"the prompt has {len(tokens)} tokens; a picture shows at most {model.config.context_length}")
+        raise UserError(f"the prompt has {len(tokens)} tokens; a picture shows at most {model.config.context_length}")
     maps = attention_maps(model, tokens).float().cpu().numpy()
     labels = [visible(tokenizer, token) for token in tokens.tolist()]
     draw_attention(maps, labels, config.attention, config.layer - 1 if config.layer else None)

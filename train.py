@@ -24,6 +24,7 @@ from engine import batches
 from engine.checkpoint import Checkpoint, check_tokenizer, inherited, with_rows
 from engine.clock import BATCH_SIZE, EVERY, STEPS
 from engine.device import DTYPES, ask_for_determinism, choose_device, choose_dtype, total_memory
+from engine.errors import UserError
 from engine.kernels import IGNORED, compile_parts, recompute_activations
 from engine.mixture import Mixture, as_paths, open_mixture
 from engine.observers import (
@@ -96,9 +97,9 @@ class TrainConfig(ChangeableConfig):
     def __post_init__(self):
         object.__setattr__(self, "data", as_paths(self.data, self.mix))
         if found := [path for path in self.data if self.out.resolve().is_relative_to(path.resolve())]:
-            raise ValueError(f"--out {self.out} lies in the dataset {found[0]}; choose a folder outside of it")
+            raise UserError(f"--out {self.out} lies in the dataset {found[0]}; choose a folder outside of it")
         if self.steps and self.steps <= (warmup := self.optimizer.warmup_steps or 0):
-            raise ValueError(f"--steps {self.steps} end before --warmup-steps {warmup} do; lower the warm-up")
+            raise UserError(f"--steps {self.steps} end before --warmup-steps {warmup} do; lower the warm-up")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -130,7 +131,7 @@ def train(
     """Train until all is done, or stop() is true on any process (bool() never is); what is done is saved.
 
     Observers are notified on this process. ``begun`` is when the minutes began, of time.monotonic(); None: now.
-    ``given`` names the settings that are not to be chosen; None: those that are no defaults. Raises ValueError for
+    ``given`` names the settings that are not to be chosen; None: those that are no defaults. Raises UserError for
     settings that can't be trained with.
     """
     begun = time.monotonic() if begun is None else begun
@@ -201,7 +202,7 @@ def plan(config: TrainConfig, given: Collection[str] | None = None) -> str:
     here, existing = World(0, 1, device), all(path.exists() for path in config.data)
     given = differing(config) if given is None else set(given)
     if config.minutes and not chooses(config, given):
-        raise ValueError("--plan tells what --minutes would choose, but the size is given; give --steps, not --minutes")
+        raise UserError("--plan tells what --minutes would choose, but the size is given; give --steps, not --minutes")
     if existing or not config.model.vocab_size or config.init_from or chooses(config, given):
         dataset = open_data(config, ALONE)
         if config.minutes:
@@ -229,14 +230,14 @@ def open_data(config: TrainConfig, world: World) -> Mixture:
 
 
 def complete(config: TrainConfig, dataset: Mixture, world: World, base: Checkpoint | None) -> TrainConfig:
-    """The settings with what follows from data, machine and base. Raises ValueError for what does not fit them."""
+    """The settings with what follows from data, machine and base. Raises UserError for what does not fit them."""
     need, shape = dataset.tokenizer.vocab_size, config.model
     if base:
         world.only_first(check_tokenizer, base.path, dataset.tokenizer, dataset.path)
         shape = inherited(world.broadcast(base.state["model"] if world.is_first else None), shape, config.init_from)
         shape = replace(shape, vocab_size=max(shape.vocab_size, need))
     if (size := shape.vocab_size or need) < need:
-        raise ValueError(f"--vocab-size {size} is too small: {dataset.path} needs {need}; leave it out, or raise it")
+        raise UserError(f"--vocab-size {size} is too small: {dataset.path} needs {need}; leave it out, or raise it")
     batches.check_sizes(config.batch_size, world.size, config.micro_batch_size)
     batches.check_length(dataset, shape.context_length)
     dtype = choose_dtype(config.dtype, world.device, shape.d_model)
@@ -253,7 +254,7 @@ def complete(config: TrainConfig, dataset: Mixture, world: World, base: Checkpoi
 def restore(run: Run, base: Checkpoint | None, begun: float) -> None:
     """Bring the run to the state of its newest whole checkpoint, or begin, with the base's weights if there is one.
 
-    Only the first process need have them. Raises ValueError for a checkpoint made with settings that must not change.
+    Only the first process need have them. Raises UserError for a checkpoint made with settings that must not change.
     """
     found = run.folder.newest(run.say)
     state = found.state if found else None
@@ -262,7 +263,7 @@ def restore(run: Run, base: Checkpoint | None, begun: float) -> None:
         may_change = {one.name for kind in (ChangeableConfig, OptimizerConfig) for one in fields(kind)} - {"optimizer"}
         changed = changed_settings(state, flatten(run.config), may_change, run.dataset.sha256)
         if found.sha256["tokenizer.json"] != run.dataset.manifest["tokenizer"]["sha256"]:
-            raise ValueError(f"{found.path} is damaged: its tokenizer.json is not the one of {run.dataset.path}")
+            raise UserError(f"{found.path} is damaged: its tokenizer.json is not the one of {run.dataset.path}")
         run.changes = [*state.get("changes", []), *([{"step": run.step} | changed] if changed else [])]
         load(run.model, run.folder.tensors(found, "model"))
         run.optimizer.load_state(run.folder.tensors(found, "optimizer"))

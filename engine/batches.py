@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.dataset import Examples, Tokens
+from engine.errors import UserError
 from engine.kernels import IGNORED
 from engine.mixture import MixedTokens, Mixture, draw
 
@@ -58,12 +59,12 @@ def windows_per_epoch(num_tokens: int, context_length: int) -> int:
     """How many windows of context_length + 1 tokens, stride context_length, one epoch visits.
 
     One fewer than would fit from the start, where there are two, so that any offset below context_length has as many.
-    Raises ValueError if not even one fits.
+    Raises UserError if not even one fits.
     """
     fitting = (num_tokens - 1) // context_length
     if fitting < 1:
         few = f"{num_tokens} tokens are too few for one window of context_length {context_length} + 1"
-        raise ValueError(f"{few}; prepare more text, or lower --context-length to at most {num_tokens - 1}")
+        raise UserError(f"{few}; prepare more text, or lower --context-length to at most {num_tokens - 1}")
     return max(1, fitting - 1)
 
 
@@ -205,7 +206,7 @@ class Batches:
 
 
 def fitting(mixture: Mixture, context_length: int, cut: bool) -> Mixture:
-    """The datasets without the examples that are too long, or with them cut. Raises ValueError if none is left."""
+    """The datasets without the examples that are too long, or with them cut. Raises UserError if none is left."""
     datasets = list(mixture.datasets)
     for index, one in enumerate(datasets):
         if isinstance(one.train, Examples):
@@ -221,31 +222,31 @@ def tokens_per_step(tokens: Tokens | Examples | MixedTokens, context_length: int
 
 
 def check_length(mixture: Mixture, context_length: int) -> None:
-    """Raise ValueError if a text is too short for one window; of examples :func:`fitting` tells."""
+    """Raise UserError if a text is too short for one window; of examples :func:`fitting` tells."""
     for one in mixture.datasets:
         for split in (split for split in (one.train, one.val) if not isinstance(split, Examples)):
             try:
                 windows_per_epoch(len(split), context_length)
             except ValueError as error:
-                raise ValueError(f"{one.path}: {error}") from None
+                raise UserError(f"{one.path}: {error}") from None
 
 
 def check_sizes(batch_size: int, processes: int, micro_batch_size: int | None) -> None:
-    """Raise ValueError if batches don't divide over the processes, or a process's sequences over micro-batches."""
+    """Raise UserError if batches don't divide over the processes, or a process's sequences over micro-batches."""
     rows, left = divmod(batch_size, processes)
     if left:
         near = " or ".join(str(n * processes) for n in (rows, rows + 1) if n)
-        raise ValueError(f"--batch-size {batch_size} does not divide over {processes} processes; try {near}")
+        raise UserError(f"--batch-size {batch_size} does not divide over {processes} processes; try {near}")
     if micro_batch_size and (micro_batch_size < 1 or rows % micro_batch_size):
         divisors = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
-        raise ValueError(f"--micro-batch-size {micro_batch_size} does not divide {rows}; try one of {divisors}")
+        raise UserError(f"--micro-batch-size {micro_batch_size} does not divide {rows}; try one of {divisors}")
 
 
 def evaluation_windows(num_tokens: int, context_length: int, limit: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Starts of fixed windows, and how many leading targets of each count in the window before: int64 (N,) each.
 
     Every token but the first counts once, as the last window reaches back to be full; or, with a limit, about that
-    many tokens in windows spread evenly. Raises ValueError if not even one window fits.
+    many tokens in windows spread evenly. Raises UserError if not even one window fits.
     """
     windows_per_epoch(num_tokens, context_length)
     in_line = np.arange(0, num_tokens - 1, context_length, dtype=np.int64)

@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from engine.errors import UserError
 from engine.files import inside, new_directory, read_json, settle, sha256, to_json, write_json, write_whole
 from engine.settings import from_values
 from engine.tokenizer import Tokenizer, load_tokenizer
@@ -83,11 +84,11 @@ class Checkpoint:
                     for key in file.keys():  # noqa: SIM118
                         slices.setdefault(key, []).append(file.get_slice(key))
                 except safetensors.SafetensorError as error:
-                    raise ValueError(f"{self.path / name} is damaged ({error})") from None
+                    raise UserError(f"{self.path / name} is damaged ({error})") from None
             for key, pieces in slices.items():
                 kinds = {(len(shape), *shape[1:]) for shape in (piece.get_shape() for piece in pieces)}
                 if len(pieces) > 1 and (len(kinds) > 1 or (0,) in kinds):
-                    raise ValueError(f"{self.path} is damaged: its shards don't have rows of one {key}")
+                    raise UserError(f"{self.path} is damaged: its shards don't have rows of one {key}")
                 yield key, SavedTensor(pieces)
 
 
@@ -180,7 +181,7 @@ def complete_shards(
 
 
 def load_model(found: Checkpoint, config_class: type, model_class: type[nn.Module]) -> nn.Module:
-    """The model as it was at the checkpoint, ready to predict. Raises ValueError if its files don't fit each other."""
+    """The model as it was at the checkpoint, ready to predict. Raises UserError if its files don't fit each other."""
     weights, shape = dict(found.model()), found.state["model"]
     try:
         config = from_values(config_class, shape, str(found.path / "state.json"))
@@ -191,27 +192,27 @@ def load_model(found: Checkpoint, config_class: type, model_class: type[nn.Modul
         model.load_state_dict(weights, assign=True)
     except (RuntimeError, TypeError, OverflowError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{found.path} is damaged: its weights don't fit its state.json ({reason})") from None
+        raise UserError(f"{found.path} is damaged: its weights don't fit its state.json ({reason})") from None
     return model.eval()
 
 
 def check_tokenizer(base: Path, tokenizer: Tokenizer, data: Path) -> None:
-    """Raise ValueError for a dataset whose tokenizer is not that of the checkpoint at base, nor an extension of it."""
+    """Raise UserError for a dataset whose tokenizer is not that of the checkpoint at base, nor an extension of it."""
     if not tokenizer.extends(load_tokenizer(base / "tokenizer.json")):
         advice = f"prepare it with that one: python prepare.py INPUT --out {data} --force --tokenizer {base}"
-        raise ValueError(f"{data} has another tokenizer than {base}; {advice}")
+        raise UserError(f"{data} has another tokenizer than {base}; {advice}")
 
 
 def inherited(shape: dict[str, Any], config: Any, source: Path) -> Any:
     """The model's settings of a checkpoint's state, but for dropout those of config, which may not say otherwise.
 
-    Raises ValueError, naming the source, for a setting that config has neither by default nor from there.
+    Raises UserError, naming the source, for a setting that config has neither by default nor from there.
     """
     found = from_values(type(config), shape, str(source))
     for name, own in dataclasses.asdict(found).items():
         given, default = getattr(config, name), getattr(type(config), name)
         if name != "dropout" and given not in (default, own):
-            raise ValueError(f"{name} is {given}, but {source} has {own}; leave it out")
+            raise UserError(f"{name} is {given}, but {source} has {own}; leave it out")
     return dataclasses.replace(found, dropout=config.dropout)
 
 
@@ -226,28 +227,28 @@ def with_rows(tensors: Iterable[tuple[str, Tensor]], sizes: dict[str, int]) -> I
 
 
 def open_checkpoint(path: Path, share: slice = slice(None)) -> Checkpoint:
-    """The checkpoint in a folder. Raises ValueError naming the file that is missing or not as it was written.
+    """The checkpoint in a folder. Raises UserError naming the file that is missing or not as it was written.
 
     The share is which of its files to hash, in the order of their names: peers may hash the others.
     """
     if not (path / "manifest.json").is_file():
-        raise ValueError(f"{path} holds no checkpoint: it has no manifest.json")
+        raise UserError(f"{path} holds no checkpoint: it has no manifest.json")
     manifest = read_json(path / "manifest.json")
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if found not in (GATHERED, SHARDED):
-        raise ValueError(f"{path} has format {found!r}, but this version reads {GATHERED} and {SHARDED}")
+        raise UserError(f"{path} has format {found!r}, but this version reads {GATHERED} and {SHARDED}")
     files, shards = manifest.get("files"), manifest.get("shards") if found == SHARDED else 0
     if lacking := _lacking(files, shards):
-        raise ValueError(f"{path} is damaged: its manifest.json does not list {lacking}")
+        raise UserError(f"{path} is damaged: its manifest.json does not list {lacking}")
     for name in files:
         if not inside(path, name).is_file():
-            raise ValueError(f"{path} is damaged: {name} is missing")
+            raise UserError(f"{path} is damaged: {name} is missing")
     for name in sorted(files)[share]:
         if sha256(path / name) != files[name]:
-            raise ValueError(f"{path} is damaged: {name} is not as it was written")
+            raise UserError(f"{path} is damaged: {name} is not as it was written")
     state = read_json(path / "state.json")
     if not isinstance(state, dict) or not state.keys() >= STATE:
-        raise ValueError(f"{path} is damaged: its state.json does not have all of {', '.join(sorted(STATE))}")
+        raise UserError(f"{path} is damaged: its state.json does not have all of {', '.join(sorted(STATE))}")
     return Checkpoint(path, state, files, shards)
 
 

@@ -3,13 +3,15 @@
 import torch
 from torch import Tensor
 
+from engine.errors import UserError
+
 COLDEST = 1e-4  # a temperature below it could only choose the most likely token, were its quotients finite
 
 
 def check_finite(logits: Tensor) -> None:
-    """Raise ValueError unless logits are finite, or -inf for what must not be chosen."""
+    """Raise UserError unless logits are finite, or -inf for what must not be chosen."""
     if not (logits < torch.inf).all():  # nor NaN
-        raise ValueError("the model's logits are not finite: it diverged in training; try an earlier checkpoint")
+        raise UserError("the model's logits are not finite: it diverged in training; try an earlier checkpoint")
 
 
 def candidates(logits: Tensor, temperature: float, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]:

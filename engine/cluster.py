@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.errors import UserError
 from engine.sources import needed
 
 TIMEOUT = 10  # seconds to reach a cluster
@@ -18,7 +19,7 @@ def ray_cluster(address: str) -> Iterator[tuple[int, Callable[[Callable, Sequenc
     """How many workers there are, and run(function, tasks), which yields results as they are done.
 
     address is local, local:4 for so many workers on this machine, or that of a cluster, whose machines all have this
-    project, and what it reads and writes, at the same paths. Raises ValueError if it can't be reached.
+    project, and what it reads and writes, at the same paths. Raises UserError if it can't be reached.
     """
     ray, local = needed("ray", f"--ray {address}", extra="ray"), re.fullmatch("local(?::([1-9][0-9]*))?", address)
     root = str(Path(__file__).resolve().parents[1])
@@ -34,7 +35,7 @@ def ray_cluster(address: str) -> Iterator[tuple[int, Callable[[Callable, Sequenc
     except Exception as error:
         said = " ".join(str(error).split())[:300]
         advice = "give local, local:4 for four workers, or the address of a cluster that runs"
-        raise ValueError(f"--ray {address} can't be reached ({type(error).__name__}: {said}); {advice}") from None
+        raise UserError(f"--ray {address} can't be reached ({type(error).__name__}: {said}); {advice}") from None
 
     def run(function: Callable, tasks: Sequence[Any]) -> Iterator[Any]:
         remote = ray.remote(num_cpus=1, max_retries=RETRIES)(function)
@@ -49,7 +50,7 @@ def ray_cluster(address: str) -> Iterator[tuple[int, Callable[[Callable, Sequenc
                 raise error.cause from None
             except ray.exceptions.RayError as error:
                 said = " ".join(str(error).split())[:300]
-                raise ValueError(f"Ray gave up a task ({said}); run the same again for what is missing") from None
+                raise UserError(f"Ray gave up a task ({said}); run the same again for what is missing") from None
 
     try:
         yield max(1, int(ray.cluster_resources().get("CPU", 1))), run

@@ -6,13 +6,13 @@ import shlex
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from tqdm import tqdm
+
+from engine.errors import UserError
 
 STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 STARTED = time.monotonic()  # about when this process began
@@ -67,28 +67,37 @@ def command_line(arguments: Sequence[str] | None, flag: str) -> str:
     return shlex.join([sys.argv[0], *(argument for argument in given if argument != flag), flag])
 
 
-def explain(error: Exception) -> str:
-    """A user's mistake, or the machine's refusal, in one line; raises the error again if it is a defect of ours.
+def explain(error: Exception) -> str | None:
+    """Describe an error that is not a bug in one line; None for a bug.
 
-    A ValueError is the user's mistake if this project raised it; a library's is a defect.
+    Not bugs are: a mistake of the user, too little memory, a lost rank, and what the operating system refuses.
     """
-    said = " ".join(str(error).split())[:LONGEST]
-    if isinstance(error, MemoryError) or NO_MEMORY.search(said):
-        return f"not enough memory ({said[:200]}); make the model, or what it works on at once, smaller"
-    if isinstance(error, RuntimeError) and PEER_LOST.search(said):
-        return f"another process ended, or can't be reached ({said[:200]}); its own error says why"
+    message = " ".join(str(error).split())[:LONGEST]
+    if isinstance(error, UserError):
+        return message
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and NO_MEMORY.search(message)):
+        return f"not enough memory ({message[:200]}); make the model, or what it works on at once, smaller"
+    if isinstance(error, RuntimeError) and PEER_LOST.search(message):
+        return f"another process ended, or can't be reached ({message[:200]}); its own error says why"
     if isinstance(error, OSError):
-        return " ".join(f"{error.strerror}: {error.filename}".split())[:LONGEST] if error.filename else said
-    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve().parent
-    engine = Path(__file__).resolve().parent
-    if not isinstance(error, ValueError) or raised_in not in (engine, engine.parent):
-        raise error
-    return said
+        return " ".join(f"{error.strerror}: {error.filename}".split())[:LONGEST] if error.filename else message
+    return None
+
+
+def take_debug_flag(arguments: list[str]) -> bool:
+    """Remove ``--debug`` from a command line, in place; return whether it was there."""
+    debug = "--debug" in arguments
+    arguments[:] = [argument for argument in arguments if argument != "--debug"]
+    return debug
 
 
 def run_command(main: Callable[[], int | None]) -> None:
-    """Run a command's main and exit: what can be explained is one line on stderr, and exit code 1."""
+    """Run a command's main and exit: an error that can be explained is one line on stderr, and exit code 1.
+
+    A bug keeps its traceback; with ``--debug`` on the command line every error does.
+    """
     code = 1
+    debug = take_debug_flag(sys.argv)
     sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal that lacks a character shows ?
@@ -100,7 +109,10 @@ def run_command(main: Callable[[], int | None]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = 130
-    except (MemoryError, RuntimeError, OSError, ValueError) as error:
-        sys.stderr.write(f"error: {explain(error)}\n")  # at once, though others may be writing too
+    except Exception as error:
+        line = None if debug else explain(error)
+        if line is None:
+            raise
+        sys.stderr.write(f"error: {line}\n")  # one write: other ranks may write at the same time
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is said and saved: a late Ctrl-C has nothing to stop
     sys.exit(code)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.errors import UserError
 from engine.examples import is_target
 from engine.files import inside, parse_json, read_json, sha256, write_json
 from engine.ledger import SPLITS
@@ -71,7 +72,7 @@ class Examples:
         if len(left_out) == self.num_examples:
             found = f"all {len(long):,} examples have more than --context-length {context_length} + 1 tokens"
             least = f"; raise it to at least {self.lengths.min() - 1}, or use --long-examples cut"
-            raise ValueError(f"{found}{', and cut off they have nothing to learn; raise it' if cut else least}")
+            raise UserError(f"{found}{', and cut off they have nothing to learn; raise it' if cut else least}")
         starts, lengths = np.delete(self.starts, left_out), np.delete(cut_to.lengths, left_out)
         return replace(self, starts=starts, lengths=lengths, too_long=len(long))
 
@@ -112,20 +113,20 @@ def _counted(examples: Examples, tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def open_dataset(path: Path) -> Dataset:
-    """Map the dataset in a folder into memory. Raises ValueError for what is missing, damaged or of another version."""
+    """Map the dataset in a folder into memory. Raises UserError for what is missing, damaged or of another version."""
     if not (path / "manifest.json").is_file():
-        raise ValueError(f"{path} holds no dataset; make it with: python prepare.py INPUT --out {path}")
+        raise UserError(f"{path} holds no dataset; make it with: python prepare.py INPUT --out {path}")
     try:
         content = (path / "manifest.json").read_bytes()
         manifest = parse_json(content, path / "manifest.json")
         if manifest["format"] != FORMAT:
-            raise ValueError(f"it has format {manifest['format']}, but this version reads {FORMAT}")
+            raise UserError(f"it has format {manifest['format']}, but this version reads {FORMAT}")
         if sha256(path / "tokenizer.json") != manifest["tokenizer"]["sha256"]:
-            raise ValueError("tokenizer.json is not the one that made the tokens beside it")
+            raise UserError("tokenizer.json is not the one that made the tokens beside it")
         splits = {split: open_split(path, manifest, split) for split in SPLITS}
         tokenizer = load_tokenizer(path / "tokenizer.json")
         if manifest["vocab_size"] != tokenizer.vocab_size:
-            raise ValueError(f"it has {manifest['vocab_size']} tokens, but tokenizer.json {tokenizer.vocab_size}")
+            raise UserError(f"it has {manifest['vocab_size']} tokens, but tokenizer.json {tokenizer.vocab_size}")
         return Dataset(path, manifest, tokenizer, **splits, sha256=hashlib.sha256(content).hexdigest())
     except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError) as error:
         raise _unusable(path, error) from None
@@ -139,12 +140,12 @@ def open_split(path: Path, manifest: dict[str, Any], split: str) -> Tokens | Exa
         for series, dtype in _series(manifest).items()
     )
     if len(tokens) != counts["tokens"] or min(counts["tokens"], counts["bytes"], counts.get("targets", 1)) < 1:
-        raise ValueError(f"its {split} split counts {counts['tokens']} tokens and {counts['bytes']} bytes")
+        raise UserError(f"its {split} split counts {counts['tokens']} tokens and {counts['bytes']} bytes")
     if not lengths:
         return tokens
     ends = np.cumsum(lengths[0][:], dtype=np.int64)
     if len(ends) != counts["documents"] or ends[-1] != len(tokens) or not lengths[0][:].all():
-        raise ValueError(f"its {split} split's examples don't have the lengths that it counts")
+        raise UserError(f"its {split} split's examples don't have the lengths that it counts")
     return Examples(tokens, np.append(0, ends[:-1]), np.diff(ends, prepend=0))
 
 
@@ -154,22 +155,22 @@ def _series(manifest: dict[str, Any]) -> dict[str, str]:
     return {"shards": manifest["dtype"]} | ({"lengths": LENGTHS_DTYPE} if examples else {})
 
 
-def _unusable(path: Path, error: Exception) -> ValueError:
+def _unusable(path: Path, error: Exception) -> UserError:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    return ValueError(f"{path} can't be used ({reason}); prepare it again with --force --out {path}")
+    return UserError(f"{path} can't be used ({reason}); prepare it again with --force --out {path}")
 
 
 def _open_shard(path: Path, tokens: int, dtype: str) -> np.ndarray:
     array = np.load(path, mmap_mode="r")
     if dtype not in ("uint16", "uint32", EXAMPLES_DTYPE) or array.shape != (tokens,) or array.dtype != dtype:
-        raise ValueError(f"{path.name} holds {array.dtype} {array.shape}, not {dtype} ({tokens},)")
+        raise UserError(f"{path.name} holds {array.dtype} {array.shape}, not {dtype} ({tokens},)")
     if path.stat().st_size != array.offset + array.nbytes:
-        raise ValueError(f"{path.name} has {path.stat().st_size} bytes, not {array.offset + array.nbytes}")
+        raise UserError(f"{path.name} has {path.stat().st_size} bytes, not {array.offset + array.nbytes}")
     return array
 
 
 def verify_dataset(dataset: Dataset, again: bool) -> None:
-    """Check every token: the shards' hashes, and that each id is in the vocabulary. Raises ValueError if not so.
+    """Check every token: the shards' hashes, and that each id is in the vocabulary. Raises UserError if not so.
 
     Once is enough for files that have not been touched since, unless again: ``verified.json`` beside them remembers.
     """
@@ -184,11 +185,11 @@ def verify_dataset(dataset: Dataset, again: bool) -> None:
     arrays = [array for split in (dataset.train, dataset.val) for array in getattr(split, "tokens", split).arrays]
     for shard, array in itertools.zip_longest(shards, arrays, fillvalue=np.empty(0, np.int32)):
         if sha256(path / shard["file"]) != shard["sha256"]:
-            raise _unusable(path, ValueError(f"{shard['file']} is not as it was written"))
+            raise _unusable(path, UserError(f"{shard['file']} is not as it was written"))
         blocks = (array[i : i + 2**24] for i in range(0, len(array), 2**24))
         largest = max((max(int(block.max()), ~int(block.min())) for block in blocks), default=0)  # ~id is one too
         if largest >= dataset.tokenizer.vocab_size:
-            raise _unusable(path, ValueError(f"{shard['file']} has token {largest} of {dataset.tokenizer.vocab_size}"))
+            raise _unusable(path, UserError(f"{shard['file']} has token {largest} of {dataset.tokenizer.vocab_size}"))
     with contextlib.suppress(OSError):  # a folder that is only read is verified each time
         write_json(known, now)
 

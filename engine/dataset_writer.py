@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from engine.dataset import EXAMPLES_DTYPE, FORMAT, LENGTHS_DTYPE, is_whole, manifest_of
+from engine.errors import UserError
 from engine.files import new_directory, read_json, sha256, write_json
 from engine.ledger import BYTES, COLUMNS, ENDS, FLAGS, SPLITS, TARGETS, TOKENS, Ledgers, content_of, facts_of, is_of
 from engine.tokenizer import AnyCharacter, Tokenizer
@@ -92,7 +93,7 @@ class DatasetWriter:
                 self.lengths[split].write(own[:, TOKENS])
 
     def close(self) -> None:
-        """Complete all files. Raises ValueError if a split of a whole is too short."""
+        """Complete all files. Raises UserError if a split of a whole is too short."""
         is_part, splits = "part" in self.origin, {}
         ledger = self.ledger.close()
         rows = Ledgers(self.directory / shard["file"] for shard in ledger)
@@ -105,7 +106,7 @@ class DatasetWriter:
             if splits[split]["tokens"] < 2 and not is_part:
                 what = f"{facts['documents']} {'examples' if self.examples else 'documents'}"
                 found = f"{splits[split]['tokens']} tokens of {what}"
-                raise ValueError(f"the {split} split has {found}, too few; give more, or change --val-fraction")
+                raise UserError(f"the {split} split has {found}, too few; give more, or change --val-fraction")
         used = np.logical_or(*(writer.used for writer in self.tokens.values()))
         tokenizer = self.tokenizer.seen(used) if isinstance(self.tokenizer, AnyCharacter) else self.tokenizer
         tokenizer.save(self.directory / "tokenizer.json")
@@ -123,7 +124,7 @@ def new_dataset(out: Path, tokenizer: Tokenizer, origin: dict[str, Any], stamp: 
     """Fill the writer that this yields; leaving it without an error makes ``out``, at once.
 
     origin says what it is made from, and for a part which one; stamp changes when a file that it is made from does.
-    Raises ValueError if a split of a whole is too short.
+    Raises UserError if a split of a whole is too short.
     """
     with new_directory(out) as directory:
         writer = DatasetWriter(directory, tokenizer, origin)
@@ -134,7 +135,7 @@ def new_dataset(out: Path, tokenizer: Tokenizer, origin: dict[str, Any], stamp: 
 
 
 def is_made(out: Path, origin: dict[str, Any], force: bool, stamp: str, content: Callable[[], str]) -> bool:
-    """Whether out holds this very dataset, whole, and may keep it. Raises ValueError for what must not be replaced.
+    """Whether out holds this very dataset, whole, and may keep it. Raises UserError for what must not be replaced.
 
     content gives the digest of the text, and is only asked if the stamp can't tell that the files are the same.
     """
@@ -142,9 +143,9 @@ def is_made(out: Path, origin: dict[str, Any], force: bool, stamp: str, content:
     if not names:
         return False
     if not {"manifest.json", "tokenizer.json"} <= {*names}:
-        raise ValueError(f"{out} exists and is not a dataset; choose another directory with --out")
+        raise UserError(f"{out} exists and is not a dataset; choose another directory with --out")
     if foreign := [name for name in names if not OURS.fullmatch(name)]:
-        raise ValueError(f"{out} holds {foreign[0]}, which is no part of a dataset; move it, or choose another --out")
+        raise UserError(f"{out} holds {foreign[0]}, which is no part of a dataset; move it, or choose another --out")
     manifest = manifest_of(out)
     if force:
         return False
@@ -156,7 +157,7 @@ def is_made(out: Path, origin: dict[str, Any], force: bool, stamp: str, content:
         if not other and not (stamp and stamp_of(out) == stamp) and content() != known:
             other = NAMES["content"]
     if other:
-        raise ValueError(f"{out} was made with {other}; use --force to replace it, or another --out")
+        raise UserError(f"{out} was made with {other}; use --force to replace it, or another --out")
     if not (whole := is_whole(out, manifest)) or not stamp or stamp_of(out) == stamp:
         return whole
     with contextlib.suppress(OSError):  # a folder that is only read is compared each time

@@ -7,6 +7,8 @@ import sys
 
 import torch
 
+from engine.errors import UserError
+
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # glibc's <malloc.h>
 NARROW = 64  # below it, converting to bfloat16 does not pay: at 64 it gains a third, at 128 a half, with AVX512-BF16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -28,7 +30,7 @@ def choose_device(name: str, local_rank: int = 0) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"--device {name} can't be used here ({reason}); try auto, cpu, cuda or mps") from None
+        raise UserError(f"--device {name} can't be used here ({reason}); try auto, cpu, cuda or mps") from None
     return device
 
 

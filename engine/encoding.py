@@ -13,6 +13,7 @@ import numpy as np
 
 from engine.command import progress
 from engine.dataset_writer import new_dataset
+from engine.errors import UserError
 from engine.examples import encode_example, is_target, learned_bytes
 from engine.ledger import ENDS, LAST, SPLITS, VAL
 from engine.readers import Text
@@ -103,7 +104,7 @@ def make_dataset(
 ) -> None:
     """Make a dataset, or a part, of the texts that begin in a stretch of the corpus's bytes: see :func:`new_dataset`.
 
-    Raises ValueError if a whole has no text.
+    Raises UserError if a whole has no text.
     """
     encode = example_encoder(tokenizer) if corpus.examples else text_encoder(tokenizer, origin.get("separator", ""))
     total = 0
@@ -119,4 +120,4 @@ def make_dataset(
             total += found.size
         if not total and origin.get("part", "1/1") == "1/1":
             names = " ".join(dict.fromkeys(source.name for source in corpus.sources[:3]))
-            raise ValueError(f"{names}: no text in there; an empty corpus can't be prepared")
+            raise UserError(f"{names}: no text in there; an empty corpus can't be prepared")

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.errors import UserError
 from engine.tokenizer import END_OF_TURN, ROLES, Tokenizer
 
 PROMPT, COMPLETION = "prompt", "completion"
@@ -17,36 +18,36 @@ Turn = tuple[str, str]  # who speaks, or prompt or completion; and the text
 
 
 def chat_of(record: dict[str, Any]) -> list[Turn]:
-    """The turns of ``{"messages": [{"role": …, "content": …}, …]}``. Raises ValueError for what is no chat to learn."""
+    """The turns of ``{"messages": [{"role": …, "content": …}, …]}``. Raises UserError for what is no chat to learn."""
     if "messages" not in record:
-        raise ValueError(f"has only {', '.join(map(repr, record))}; a chat should have 'messages' (see --chat)")
+        raise UserError(f"has only {', '.join(map(repr, record))}; a chat should have 'messages' (see --chat)")
     messages, form = record["messages"], '{"role": …, "content": …}'
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"has 'messages' that should be a list of {form}, and is not")
+        raise UserError(f"has 'messages' that should be a list of {form}, and is not")
     turns = []
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not message.keys() >= {"role", "content"}:
-            raise ValueError(f"has a message {number} that is not of the form {form}")
+            raise UserError(f"has a message {number} that is not of the form {form}")
         role, text = message["role"], message["content"]
         if not isinstance(role, str) or role not in ROLES:
-            raise ValueError(f"has a message {number} of the role {role!r}; the known ones are {', '.join(ROLES)}")
+            raise UserError(f"has a message {number} of the role {role!r}; the known ones are {', '.join(ROLES)}")
         if not isinstance(text, str):
-            raise ValueError(f"has a message {number} whose content is not text")
+            raise UserError(f"has a message {number} whose content is not text")
         turns.append((role, text))
     if not any(role == "assistant" and text for role, text in turns):
-        raise ValueError("has no message of the assistant with text: there would be nothing to learn")
+        raise UserError("has no message of the assistant with text: there would be nothing to learn")
     return turns
 
 
 def pair_of(record: dict[str, Any], prompt_field: str, completion_field: str) -> list[Turn]:
-    """A prompt and its completion. Raises ValueError for a field that is missing, no text, or an empty completion."""
+    """A prompt and its completion. Raises UserError for a field that is missing, no text, or an empty completion."""
     for field, flag in ((prompt_field, "--prompt-field"), (completion_field, "--completion-field")):
         if field not in record:
-            raise ValueError(f"has only {', '.join(map(repr, record))}; it should have {field!r} (see {flag})")
+            raise UserError(f"has only {', '.join(map(repr, record))}; it should have {field!r} (see {flag})")
         if not isinstance(record[field], str):
-            raise ValueError(f"has no text in {field!r} (see {flag})")
+            raise UserError(f"has no text in {field!r} (see {flag})")
     if not record[completion_field]:
-        raise ValueError(f"has an empty {completion_field!r}: there would be nothing to learn")
+        raise UserError(f"has an empty {completion_field!r}: there would be nothing to learn")
     return [(PROMPT, record[prompt_field]), (COMPLETION, record[completion_field])]
 
 

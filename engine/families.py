@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.errors import UserError
+
 Tensors = dict[str, Tensor]  # by their names
 
 # ModelConfig's settings, and the keys of config.json that say them. All are written; one that is missing is not set.
@@ -236,15 +238,15 @@ def restored(tensors: Tensors, sizes: Mapping[str, torch.Size], family: Family, 
         expected = (sum(sizes[name][0] for name in names), *sizes[names[0]][1:])
         if whole.shape != expected:
             was = f"has shape {tuple(whole.shape)}" if whole.numel() else "is missing"
-            raise ValueError(f"{source}: {theirs} {was}; its config.json makes it {tuple(expected)}")
+            raise UserError(f"{source}: {theirs} {was}; its config.json makes it {tuple(expected)}")
         for name, part in zip(names, whole.split([sizes[name][0] for name in names]), strict=True):
             found[name] = mirrored(name, part, family).contiguous()
     for name, value in xielu(count_layers(sizes), family).items():
         if not torch.allclose(tensors.pop(name, torch.tensor(math.nan)).float(), value, atol=1e-6):
-            raise ValueError(f"{source}: {name} is not that of ReLU², {value.tolist()}; an xIELU can't be held here")
+            raise UserError(f"{source}: {name} is not that of ReLU², {value.tolist()}; an xIELU can't be held here")
     tied = "" if "head.weight" in sizes else family.names["head"] + ".weight"
     if left := [name for name in tensors if not CONSTANTS.fullmatch(name) and name != tied]:
-        raise ValueError(f"{source} has {left[0]}, which its config.json leaves no place for")
+        raise UserError(f"{source} has {left[0]}, which its config.json leaves no place for")
     return found
 
 
@@ -285,7 +287,7 @@ def window_settings(windows: list[int], family: Family) -> dict[str, Any]:
 
 
 def read_windows(said: dict[str, Any], family: Family, layers: int, source: str) -> list[Any] | None:
-    """The windows that config.json says, as ModelConfig has them. Raises ValueError for layers of another kind."""
+    """The windows that config.json says, as ModelConfig has them. Raises UserError for layers of another kind."""
     width = said.get("sliding_window", 4096)
     if not width or not family.windows or (family.windows == ONE_AND_ALL and not said.get("use_sliding_window")):
         return None
@@ -295,49 +297,49 @@ def read_windows(said: dict[str, Any], family: Family, layers: int, source: str)
     if (types := said.get("layer_types")) is None and isinstance(first, int):
         types = [kinds[layer >= first] for layer in range(layers)]
     if not isinstance(types, list) or len(types) != layers or any(one not in kinds for one in types):
-        raise ValueError(f"{source}: its layer_types must be {layers} of {' and '.join(kinds)} to be held here")
+        raise UserError(f"{source}: its layer_types must be {layers} of {' and '.join(kinds)} to be held here")
     windows = [width * (one == kinds[1]) for one in types]
     pattern = next(n for n in range(1, layers + 1) if all(map(operator.eq, windows, cycle(windows[:n]))))
     return windows[:pattern] if any(windows) else None
 
 
 def read_configuration(said: dict[str, Any], source: str) -> tuple[Family, dict[str, Any]]:
-    """The family, and our settings. Raises ValueError naming the source for what can't be held here."""
+    """The family, and our settings. Raises UserError naming the source for what can't be held here."""
     listed = said.get("architectures")
     architecture = listed[0] if isinstance(listed, list) and listed else listed
     family = next((one for one in FAMILIES.values() if one.architecture == architecture), None)
     if not family:
         known = ", ".join(one.architecture for one in FAMILIES.values())
-        raise ValueError(f"{source}: the architecture {architecture!r} is unknown; the known ones are {known}")
+        raise UserError(f"{source}: the architecture {architecture!r} is unknown; the known ones are {known}")
     said, values = family.defaults | said, {name: allowed[0] for name, allowed in family.holds.items()}
     for key, expected in family.fixed.items():
         if said.get(key, expected) != expected:
-            raise ValueError(f"{source}: {key} is {said[key]!r}; only {expected!r} can be held here")
+            raise UserError(f"{source}: {key} is {said[key]!r}; only {expected!r} can be held here")
     for ours, keys in family.settings.items():
         given = {key: said[key] for key in keys.split() if said.get(key) is not None}
         if any(value != next(iter(given.values())) for value in given.values()):
-            raise ValueError(f"{source}: {given} must be equal to be held here")
+            raise UserError(f"{source}: {given} must be equal to be held here")
         values |= dict.fromkeys([ours] * len(given), next(iter(given.values()), None))
     if missing := [name for name in ("vocab_size", "context_length", "num_layers", "num_heads") if name not in values]:
-        raise ValueError(f"{source} does not say {family.settings[missing[0]]}")
+        raise UserError(f"{source} does not say {family.settings[missing[0]]}")
     known = {theirs: ours for ours, theirs in (ACTIVATIONS | family.activations).items()} | SAME_ACTIVATIONS
     if (named := said.get(family.settings["activation"])) is not None:
         values["activation"] = known.get(str(named))
     if values["activation"] not in family.holds["activation"]:
-        raise ValueError(f"{source}: the activation {named!r} can't be held here; {', '.join(known)} can")
+        raise UserError(f"{source}: the activation {named!r} can't be held here; {', '.join(known)} can")
     if odd := [name for name, allowed in family.holds.items() if values[name] not in allowed]:
-        raise ValueError(f"{source}: with {odd[0]} {values[odd[0]]!r} it can't be held here")
+        raise UserError(f"{source}: with {odd[0]} {values[odd[0]]!r} it can't be held here")
     if values["position"] == "rope":
         values["rope_base"] = plain_rope_base(said, source)
     return family, values
 
 
 def plain_rope_base(said: dict[str, Any], source: str) -> float:
-    """The base of RoPE that config.json says, in one of two ways. Raises ValueError if it is scaled, or partial."""
+    """The base of RoPE that config.json says, in one of two ways. Raises UserError if it is scaled, or partial."""
     rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
     rope = said | rope if isinstance(rope, dict) else {"rope_type": rope}
     kind, share = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor") or 1
     if kind != "default" or share != 1:
         found = f"scaled ({kind})" if share == 1 else f"only on {share} of each head"
-        raise ValueError(f"{source}: its RoPE is {found}; only a plain one can be held here")
+        raise UserError(f"{source}: its RoPE is {found}; only a plain one can be held here")
     return rope.get("rope_theta") or 10_000.0

@@ -16,6 +16,8 @@ from typing import Any
 
 import filelock
 
+from engine.errors import UserError
+
 AT_CURRENT_DIRECTORY, EXCHANGE = -100, 2  # Linux's <fcntl.h> and <linux/fs.h>
 
 
@@ -37,36 +39,36 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file. Raises ValueError if it is not one."""
+    """The value in a JSON file. Raises UserError if it is not one."""
     return parse_json(path.read_bytes(), path)
 
 
 def parse_json(content: bytes, path: Path) -> Any:
-    """The value that a file's content stands for. Raises ValueError naming the path if it is no JSON."""
+    """The value that a file's content stands for. Raises UserError naming the path if it is no JSON."""
     try:
         return json.loads(content.decode(), parse_constant=lambda name: None)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: not valid JSON ({error})") from None
+        raise UserError(f"{path} is damaged: not valid JSON ({error})") from None
 
 
 def inside(folder: Path, name: Any) -> Path:
-    """The path of a file that a manifest names. Raises ValueError for a name that leads out of the folder."""
+    """The path of a file that a manifest names. Raises UserError for a name that leads out of the folder."""
     if not isinstance(name, str) or name != Path(name).name or name in ("", ".."):
-        raise ValueError(f"{folder / 'manifest.json'} names {name!r}, which is no file's name in its folder")
+        raise UserError(f"{folder / 'manifest.json'} names {name!r}, which is no file's name in its folder")
     return folder / name
 
 
 def lock(file: Path, what: Path) -> filelock.FileLock:
     """Hold what the file stands for until the lock is released or the process ends.
 
-    Raises ValueError naming another process that holds it.
+    Raises UserError naming another process that holds it.
     """
     held, owner = filelock.FileLock(file), file.with_name(f"{file.name}.owner")
     try:
         held.acquire(blocking=False)
     except filelock.Timeout:
         name = owner.read_text(encoding="utf-8") if owner.exists() else "of another machine"
-        raise ValueError(f"{what} is in use by process {name}; wait for it, or choose another --out") from None
+        raise UserError(f"{what} is in use by process {name}; wait for it, or choose another --out") from None
     owner.write_text(f"{os.getpid()} on {platform.node()}", encoding="utf-8")
     return held
 
@@ -84,7 +86,7 @@ def is_locked(file: Path) -> bool:
 
 @contextlib.contextmanager
 def held_alone(target: Path) -> Iterator[None]:
-    """While this process makes or replaces a directory, no other does. Raises ValueError naming another at work."""
+    """While this process makes or replaces a directory, no other does. Raises UserError naming another at work."""
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     file = target.with_name(f".{target.name}.lock")

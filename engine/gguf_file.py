@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from engine.errors import UserError
 from engine.examples import end_of_turn
 from engine.huggingface_tokenizer import pre_tokenizer_name, to_huggingface
 from engine.tokenizer import PATTERNS, Tokenizer
@@ -17,23 +18,23 @@ INTERLEAVED = ("llama", "arcee")  # whose RoPE rotates neighbours there, and the
 
 
 def check(settings: dict[str, Any], tokenizer: Tokenizer) -> None:
-    """Raise ValueError, with the remedy, for a model that llama.cpp would not compute exactly as it is."""
+    """Raise UserError, with the remedy, for a model that llama.cpp would not compute exactly as it is."""
     if not importlib.util.find_spec("gguf"):
-        raise ValueError("--gguf needs a package: pip install gguf")
+        raise UserError("--gguf needs a package: pip install gguf")
     kind = settings["model_type"]
     activation = settings.get("hidden_act", settings.get("activation_function"))
     if settings.get("sliding_window"):
-        raise ValueError(f"llama.cpp has no windows in {kind} models; train without --windows, or leave --gguf out")
+        raise UserError(f"llama.cpp has no windows in {kind} models; train without --windows, or leave --gguf out")
     if kind not in ACTIVATIONS:
-        raise ValueError(f"llama.cpp knows no {kind} models; train without --logit-softcap, or see --family")
+        raise UserError(f"llama.cpp knows no {kind} models; train without --logit-softcap, or see --family")
     if activation != ACTIVATIONS[kind]:
-        raise ValueError(f"llama.cpp computes {ACTIVATIONS[kind]} in {kind} models, not {activation}; train with that")
+        raise UserError(f"llama.cpp computes {ACTIVATIONS[kind]} in {kind} models, not {activation}; train with that")
     if settings.get("mlp_bias"):
-        raise ValueError(f"llama.cpp's {kind} models have no biases in feed-forward layers; train with --no-bias")
+        raise UserError(f"llama.cpp's {kind} models have no biases in feed-forward layers; train with --no-bias")
     if pre_tokenizer_name(tokenizer) is None:
         known = " or ".join(f"--pattern {name}" for name in PATTERNS if name != "pairs")
         advice = f"prepare the text with --tokenizer bpe and {known}, or with --tokenizer gpt2"
-        raise ValueError(f"llama.cpp cuts text in other ways than this {tokenizer.kind} tokenizer; {advice}")
+        raise UserError(f"llama.cpp cuts text in other ways than this {tokenizer.kind} tokenizer; {advice}")
 
 
 def write(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.dataset import Examples
+from engine.errors import UserError
 from engine.examples import CHATML, end_of_turn
 from engine.files import inside, read_json, write_json
 from engine.huggingface_tokenizer import from_huggingface, to_huggingface
@@ -61,12 +62,12 @@ All settings:
 def find_directory(source: str) -> Path:
     """The directory, or a copy of the model of that name on Hugging Face's hub, downloaded once.
 
-    Raises ValueError if it is not there.
+    Raises UserError if it is not there.
     """
     if Path(source).is_dir():
         return Path(source)
     if source.count("/") != 1 or source.startswith((".", "/", "~")):
-        raise ValueError(f"{source} is no directory, nor a name on Hugging Face's hub, such as openai-community/gpt2")
+        raise UserError(f"{source} is no directory, nor a name on Hugging Face's hub, such as openai-community/gpt2")
     from huggingface_hub import snapshot_download
 
     try:
@@ -74,27 +75,27 @@ def find_directory(source: str) -> Path:
     except Exception as error:  # whatever the network, its libraries or the hub may raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         advice = "check the name and the connection, or give a directory"
-        raise ValueError(f"{source} could not be downloaded ({reason}); {advice}") from None
+        raise UserError(f"{source} could not be downloaded ({reason}); {advice}") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises ValueError if there is none."""
+    """The JSON object in a file. Raises UserError if there is none."""
     if not path.is_file():
-        raise ValueError(f"{path.parent} has no {path.name}; give a directory that transformers could load")
+        raise UserError(f"{path.parent} has no {path.name}; give a directory that transformers could load")
     found = read_json(path)
     if not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged: it holds no settings")
+        raise UserError(f"{path} is damaged: it holds no settings")
     return found
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a model's safetensors. Raises ValueError if they are damaged, or only pickled."""
+    """All tensors of a model's safetensors. Raises UserError if they are damaged, or only pickled."""
     index = directory / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file():
         weights = read_object(index).get("weight_map")
         if not isinstance(weights, dict) or not weights:
-            raise ValueError(f"{index} is damaged: it has no weight_map")
+            raise UserError(f"{index} is damaged: it has no weight_map")
         names = sorted({inside(directory, name).name for name in weights.values()})
     found: dict[str, Tensor] = {}
     for path in (directory / name for name in names):
@@ -103,21 +104,21 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
             held = f"; {pickled[0]} is pickled, and a pickle can run anything" if pickled else ""
             convert = "AutoModelForCausalLM.from_pretrained(…).save_pretrained(…)"
             advice = f"if you trust it, convert it with transformers: {convert}" if pickled else "give one that has"
-            raise ValueError(f"{directory} has no {path.name}{held}; {advice}")
+            raise UserError(f"{directory} has no {path.name}{held}; {advice}")
         try:
             with safetensors.safe_open(path, "pt") as file:
                 found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except safetensors.SafetensorError as error:
-            raise ValueError(f"{path} is damaged ({error})") from None
+            raise UserError(f"{path} is damaged ({error})") from None
     if odd := [name for name, tensor in found.items() if not tensor.is_floating_point() and "attn." not in name]:
-        raise ValueError(f"{directory}: {odd[0]} is {found[odd[0]].dtype}; quantised weights can't be read here")
+        raise UserError(f"{directory}: {odd[0]} is {found[odd[0]].dtype}; quantised weights can't be read here")
     return found
 
 
 def read_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a model. Raises ValueError if there is none, or of a kind that can't be had here."""
+    """The tokenizer of a model. Raises UserError if there is none, or of a kind that can't be had here."""
     if not (directory / "tokenizer.json").is_file():
-        raise ValueError(f"{directory} has no tokenizer.json; give the tokenizer that it was trained with: --tokenizer")
+        raise UserError(f"{directory} has no tokenizer.json; give the tokenizer that it was trained with: --tokenizer")
     said = read_object(directory / "tokenizer_config.json") if (directory / "tokenizer_config.json").is_file() else {}
     end, template = said.get("eos_token"), read_template(directory)
     end = end.get("content") if isinstance(end, dict) else end
@@ -186,7 +187,7 @@ def held_out(tokenizer: Tokenizer, state: dict[str, Any], length: int) -> tuple[
 
 @torch.no_grad()
 def check(directory: Path, model: nn.Module, tokenizer: Tokenizer, state: dict[str, Any]) -> str:
-    """What transformers makes of a directory, compared with ours. Raises ValueError if it differs."""
+    """What transformers makes of a directory, compared with ours. Raises UserError if it differs."""
     if not importlib.util.find_spec("transformers"):
         return "Not checked: transformers is not installed (pip install transformers)"
     import transformers
@@ -201,13 +202,13 @@ def check(directory: Path, model: nn.Module, tokenizer: Tokenizer, state: dict[s
     text = tokenizer.decode([token for token in ids if token not in special])
     theirs_of_text = words.encode(text, add_special_tokens=False, split_special_tokens=True)
     if theirs_of_text != tokenizer.encode(text).tolist():
-        raise ValueError(f"transformers makes other token ids of {source}; this is a defect: please report it")
+        raise UserError(f"transformers makes other token ids of {source}; this is a defect: please report it")
     furthest, largest = 0.0, 0.0
     for start in range(0, len(ids), length):
         tokens = torch.tensor([ids[start : start + length]])
         ours, found = model(tokens), theirs(tokens).logits
         furthest, largest = max(furthest, (ours - found).abs().max().item()), max(largest, ours.abs().max().item())
     if not furthest <= TOLERANCE * max(1.0, largest):
-        raise ValueError(f"transformers' logits differ by up to {furthest:.2g}; this is a defect: please report it")
+        raise UserError(f"transformers' logits differ by up to {furthest:.2g}; this is a defect: please report it")
     compared = f"on {len(ids):,} tokens ({source}) the logits differ by at most {furthest:.1g} of {largest:.3g}"
     return f"Checked with transformers {transformers.__version__}: {compared}, and the token ids not at all"

@@ -8,6 +8,7 @@ from tokenizers import Regex, decoders, models
 from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import Split
 
+from engine.errors import UserError
 from engine.tokenizer import (
     BYTE_OF,
     END_OF_TEXT,
@@ -75,20 +76,20 @@ def from_huggingface(
     """The tokenizer with the ids of a parsed tokenizer.json: a byte-level BPE, or what :func:`to_huggingface` makes.
 
     Every added token becomes a special one: text never becomes it, and none is put around text. end_of_text names the
-    one that ends a document. With a normalizer NFC, text decodes to that form. Raises ValueError for other kinds.
+    one that ends a document. With a normalizer NFC, text decodes to that form. Raises UserError for other kinds.
     """
     try:
         added = sorted(tokenizer_json["added_tokens"], key=lambda token: token["id"])
         special = {token["content"]: token["id"] for token in added}
         tokenizer = _ours_again(tokenizer_json, special) or _imported_bpe(tokenizer_json, special)
     except Exception as error:  # whatever tiktoken and Hugging Face's library may raise
-        reason = " ".join(str(error if type(error) is ValueError else repr(error)).split())
+        reason = " ".join(str(error if isinstance(error, UserError) else repr(error)).split())
         advice = "choose another one with --tokenizer NAME, and train with it from the beginning"
-        raise ValueError(f"the model's tokenizer can't be used here: {reason}; {advice}") from None
+        raise UserError(f"the model's tokenizer can't be used here: {reason}; {advice}") from None
     tokenizer.end_name, tokenizer.chat_template = end_of_text or END_OF_TEXT, chat_template
     if tokenizer.end_of_text is None and (end_of_text or tokenizer.kind != "char"):
         known = ", ".join([*special][:MOST_SHOWN]) or "none"
-        raise ValueError(f"{tokenizer.end_name} is no special token; name the one that ends a document, of {known}")
+        raise UserError(f"{tokenizer.end_name} is no special token; name the one that ends a document, of {known}")
     return tokenizer
 
 
@@ -115,25 +116,25 @@ def _imported_bpe(saved: dict[str, Any], special: dict[str, int]) -> BPETokenize
     ranks = {bytes(map(BYTE_OF.get, name)): number for name, number in vocab.items()}
     order, numbers = [vocab[left + right] for left, right in merges], {*ranks.values(), *special.values()}
     if len(numbers) < len(ranks) + len(special) or not 0 <= min(numbers) <= max(numbers) < LARGEST:
-        raise ValueError(f"two tokens have one id, or one is not of 0 to {LARGEST}")
+        raise UserError(f"two tokens have one id, or one is not of 0 to {LARGEST}")
     if order != sorted(order) or b"" in ranks or not BYTES.keys() <= ranks.keys():
-        raise ValueError("its ids are not in the order of its merges, or a byte has none")
+        raise UserError("its ids are not in the order of its merges, or a byte has none")
     if not whole_words or {*merges} != {*_merges(ranks)}:  # tiktoken makes any pair that is a token, in any word
         unlike = models.BPE(model["vocab"], merges)
         wrong = (name for name, number in vocab.items() if [token.id for token in unlike.tokenize(name)] != [number])
         if name := next(wrong, None):
-            raise ValueError(f"its merges do not make its token {name!r}")
+            raise UserError(f"its merges do not make its token {name!r}")
     ours = from_ranks("bpe", _pattern(saved["pre_tokenizer"]), ranks, special)
     ours.normalizer = "NFC" if saved["normalizer"] else None
     plain = saved | {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
     probe = PROBE + b"".join(ranks).decode(errors="ignore")
     if tokenizers.Tokenizer.from_str(json.dumps(plain)).encode(probe).ids != ours.encode(probe).tolist():
-        raise ValueError("its regex means something else to tiktoken")
+        raise UserError("its regex means something else to tiktoken")
     return ours
 
 
 def _refuse_others(saved: dict[str, Any]) -> None:
-    """Raise ValueError for what changes ids and is not done here."""
+    """Raise UserError for what changes ids and is not done here."""
     model, normalizer = saved["model"], saved["normalizer"]
     kind = model.get("type", "BPE")
     found = [] if kind == "BPE" else [f"a {kind} model"]
@@ -143,7 +144,7 @@ def _refuse_others(saved: dict[str, Any]) -> None:
     ordinary = [t["content"] for t in saved["added_tokens"] if not t["special"] and t["content"][0] not in "<["]
     found += [f"the added token {ordinary[0]!r}, which is ordinary text"] if ordinary else []
     if found:
-        raise ValueError(f"it has {' and '.join(found)}")
+        raise UserError(f"it has {' and '.join(found)}")
 
 
 def _pattern(pre_tokenizer: dict[str, Any] | None) -> str:
@@ -159,4 +160,4 @@ def _pattern(pre_tokenizer: dict[str, Any] | None) -> str:
             {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
         ]:
             return next((known for known in LLAMA_CPP if unrepeated(known) == regex), regex)
-    raise ValueError(f"it has the pre-tokenizer {json.dumps(pre_tokenizer)}")
+    raise UserError(f"it has the pre-tokenizer {json.dumps(pre_tokenizer)}")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from engine.attention import attention_by_layer, visible
 from engine.choice import candidates
+from engine.errors import UserError
 from engine.generate import Sequences, TextStream, generate_text, not_text, window_start
 from engine.kernels import for_decoding
 from engine.tokenizer import Tokenizer
@@ -88,17 +89,17 @@ class Question:
 
 
 def number(name: str, value: Any, low: float, high: float) -> Any:
-    """The value. Raises ValueError unless it is a number from low to high, a whole one if low is."""
+    """The value. Raises UserError unless it is a number from low to high, a whole one if low is."""
     kinds, kind = ((int,), "whole number") if isinstance(low, int) else ((int, float), "number")
     if type(value) not in kinds or not low <= value <= high:
-        raise ValueError(f"{name} is {str(value)[:40]!r}; it must be a {kind} from {low:,} to {high:,}")
+        raise UserError(f"{name} is {str(value)[:40]!r}; it must be a {kind} from {low:,} to {high:,}")
     return value
 
 
 def numbers(name: str, values: Any, most: int, *limits: int) -> tuple[int, ...]:
-    """A list of at most so many whole numbers, as a tuple. Raises ValueError if it is none."""
+    """A list of at most so many whole numbers, as a tuple. Raises UserError if it is none."""
     if not isinstance(values, list) or len(values) > most:
-        raise ValueError(f"{name} must be a list of at most {most:,}; send that")
+        raise UserError(f"{name} must be a list of at most {most:,}; send that")
     return tuple(number(name, value, *limits) for value in values)
 
 
@@ -133,24 +134,24 @@ class Inside:
         return next(itertools.islice(maps, layer - 1, None)).float().cpu()
 
     def question(self, asked: Any) -> Question:
-        """What was asked, checked. Raises ValueError naming what is not as it should be."""
+        """What was asked, checked. Raises UserError naming what is not as it should be."""
         c, given = self.model.config, dict(asked) if isinstance(asked, dict) else {"the question": asked}
         if unknown := given.keys() - Question.__dataclass_fields__.keys():
-            raise ValueError(f"{min(unknown)[:40]!r} is not to be asked; ask for {', '.join(vars(Question()))}")
+            raise UserError(f"{min(unknown)[:40]!r} is not to be asked; ask for {', '.join(vars(Question()))}")
         if not isinstance(text := given.get("text", ""), str) or len(text) > MOST_CHARACTERS:
-            raise ValueError(f"the text must be at most {MOST_CHARACTERS:,} characters; shorten it")
+            raise UserError(f"the text must be at most {MOST_CHARACTERS:,} characters; shorten it")
         if "ids" in given:
             given["ids"] = numbers("ids", given["ids"], MOST_TOKENS, 0, c.vocab_size - 1)
         else:
             given["ids"] = tuple(self.tokenizer.encode(text).tolist() or self.start)
             if len(given["ids"]) > self.longest:
                 found = f"the text has {len(given['ids']):,} tokens, more than the {self.longest:,} that fit"
-                raise ValueError(f"{found}; shorten it")
+                raise UserError(f"{found}; shorten it")
         if not given["ids"]:
-            raise ValueError("there are no ids; give at least one")
+            raise UserError("there are no ids; give at least one")
         pairs = given.get("off", [])
         if not isinstance(pairs, list) or not all(isinstance(one, list) and len(one) == 2 for one in pairs):
-            raise ValueError("off must be a list of [layer, head]; send that")
+            raise UserError("off must be a list of [layer, head]; send that")
         limits = {"layer": (1, c.num_layers), "head": (1, c.num_heads), "at": (0, len(given["ids"]) - 1)}
         heads = {(number("layer", i, *limits["layer"]), number("head", j, *limits["head"])) for i, j in pairs}
         given["off"] = tuple(sorted(heads))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from engine.dataset import Dataset, Examples, Tokens, open_dataset, verify_dataset
+from engine.errors import UserError
 from engine.tokenizer import Tokenizer
 
 ONE = 2**32  # the share that is all; in whole numbers, so that counts are exact
@@ -136,33 +137,33 @@ class Mixture:
 def as_paths(given: str | Path | Sequence[str | Path], mix: Sequence[float] | None = None) -> tuple[Path, ...]:
     """The folders of datasets, of which one may be given as it is.
 
-    Raises ValueError if there is none, or a mix does not have a share for each of several.
+    Raises UserError if there is none, or a mix does not have a share for each of several.
     """
     paths = tuple(map(Path, [given] if isinstance(given, str | Path) else given))
     if not paths:
-        raise ValueError("--data names no dataset; give at least one")
+        raise UserError("--data names no dataset; give at least one")
     if mix is not None and len(paths) == 1:
-        raise ValueError(f"--mix is for several datasets, but --data is only {paths[0]}; leave it out, or give more")
+        raise UserError(f"--mix is for several datasets, but --data is only {paths[0]}; leave it out, or give more")
     if mix is not None and len(mix) != len(paths):
-        raise ValueError(f"--mix has {len(mix)} shares for {len(paths)} datasets in --data; give one for each")
+        raise UserError(f"--mix has {len(mix)} shares for {len(paths)} datasets in --data; give one for each")
     return paths
 
 
 def open_mixture(paths: Sequence[Path], mix: Sequence[float] | None = None) -> Mixture:
     """Map datasets into memory, to be drawn from in proportion to mix, by default to their tokens.
 
-    Raises ValueError for a dataset that can't be used, or not beside the others.
+    Raises UserError for a dataset that can't be used, or not beside the others.
     """
     datasets = [open_dataset(path) for path in paths]
     first, known = datasets[0], {}
     for one in datasets if len(datasets) > 1 else ():
         if isinstance(one.train, Examples):
-            raise ValueError(f"{one.path} is of examples, which can't be mixed; train on it alone")
+            raise UserError(f"{one.path} is of examples, which can't be mixed; train on it alone")
         if one.manifest["tokenizer"]["sha256"] != first.manifest["tokenizer"]["sha256"]:
             remedy = f"python prepare.py INPUT --out {one.path} --force --tokenizer {first.path}"
-            raise ValueError(f"{one.path} has another tokenizer than {first.path}; prepare it with that one: {remedy}")
+            raise UserError(f"{one.path} has another tokenizer than {first.path}; prepare it with that one: {remedy}")
         if one.sha256 in known:
-            raise ValueError(f"{one.path} is the same dataset as {known[one.sha256]}; give it once")
+            raise UserError(f"{one.path} is the same dataset as {known[one.sha256]}; give it once")
         known[one.sha256] = one.path
     weights = [len(one.train) for one in datasets] if mix is None else mix
     weights = [max(weight / max(weights), 1 / ONE) for weight in weights]

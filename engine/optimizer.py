@@ -12,6 +12,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from engine.device import fast_dtype
+from engine.errors import UserError
 from engine.parallel import ALONE, Sliceable, World, held_like, local
 
 # a, b, c of each round, each the best that follow those before, for singular values from 0.004 on: they end within 0.17
@@ -260,10 +261,10 @@ class Optimizer:
             guard["good_steps"].mul_(1 - grown)
 
     def count_skipped(self, saved: int) -> int:
-        """How many steps were skipped. Raises ValueError after too many in a row; saved is the step to resume from."""
+        """How many steps were skipped. Raises UserError after too many in a row; saved is the step to resume from."""
         skipped, in_a_row = (int(self.guard[what].item()) for what in ("skipped", "skipped_in_a_row"))
         if in_a_row >= MOST_SKIPPED:
-            raise ValueError(
+            raise UserError(
                 f"the last {in_a_row} steps had no finite gradient, and changed nothing; lower --learning-rate, set "
                 f"--clip-norm, or compute in another --dtype, and go on with --resume from step {saved:,}"
             )
@@ -280,12 +281,12 @@ class Optimizer:
         return {f"{name}.{what}": value for name, held in memory.items() for what, value in held.items()}
 
     def load_state(self, state: Iterable[tuple[str, Sliceable]]) -> None:
-        """Remember what :meth:`state` returned. Raises ValueError if it belongs to other parameters."""
+        """Remember what :meth:`state` returned. Raises UserError if it belongs to other parameters."""
         memory = {"guard": self.guard} | self._memory()
         for key, value in state:
             name, what = key.rsplit(".", 1)
             if name not in memory:
-                raise ValueError(f"the optimizer state has {key}, but the model has no parameter {name}")
+                raise UserError(f"the optimizer state has {key}, but the model has no parameter {name}")
             if name == "guard":
                 self.guard[what].copy_(value[...])
             else:  # a count of steps is a scalar, whatever the parameter

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
+from engine.errors import UserError
 from engine.files import parse_json, to_json
 
 PAGE = Path(__file__).with_name("web") / "page.html"
@@ -152,7 +153,7 @@ class PageServer(ThreadingHTTPServer):
     request_queue_size = MOST_CONNECTIONS
 
     def __init__(self, answers: dict[str, Callable[[Any], Iterator[dict]]], port: int = 0):
-        """At a port, or 0: any that is free. Raises ValueError if it can't be had."""
+        """At a port, or 0: any that is free. Raises UserError if it can't be had."""
         self.answers, self.page, self.token = answers, PAGE.read_bytes(), secrets.token_urlsafe(32)
         self.headers = HEADERS | {"Content-Security-Policy": f"{own_scripts_alone(self.page.decode())}; {POLICY}"}
         self.room = threading.Semaphore(MOST_CONNECTIONS)
@@ -160,7 +161,7 @@ class PageServer(ThreadingHTTPServer):
             super().__init__(("127.0.0.1", port), Handler)
         except OSError as error:
             why = f"--port {port} can't be used ({error.strerror})"
-            raise ValueError(f"{why}; choose another, or leave it out for any that is free") from None
+            raise UserError(f"{why}; choose another, or leave it out for any that is free") from None
 
     address = property(lambda self: f"http://127.0.0.1:{self.server_port}/?token={self.token}")
 

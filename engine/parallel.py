@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from engine.device import choose_device, keep_freed_memory
+from engine.errors import UserError
 
 FROM_TORCHRUN = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -109,12 +110,12 @@ class World:
             raise errors[0]
 
     def check_same(self, settings: dict[str, Any], but: Container[str] = ()) -> None:
-        """Raise ValueError, on every process, unless all were given the same; the message names what is not."""
+        """Raise UserError, on every process, unless all were given the same; the message names what is not."""
         pairs = [(name, self.broadcast(value), value) for name, value in settings.items() if name not in but]
         other = [f"{name} {first!r} → {value!r}" for name, first, value in pairs if first != value]
         if self.any(bool(other)):
             found = ", ".join(other) or "another process has other settings, or text"
-            raise ValueError(f"process {self.rank} of {self.size} does not fit the first: {found}; start all alike")
+            raise UserError(f"process {self.rank} of {self.size} does not fit the first: {found}; start all alike")
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The first process's value, or another's, anything that JSON can hold; the others' is not looked at."""
@@ -226,15 +227,15 @@ def held_like(parameter: Tensor, full: Sliceable) -> Tensor:
 
 @torch.no_grad()
 def load(model: nn.Module, saved: Iterable[tuple[str, Sliceable]]) -> None:
-    """Set every parameter by its name, one at a time. Raises ValueError if the names or shapes are not the model's."""
+    """Set every parameter by its name, one at a time. Raises UserError if the names or shapes are not the model's."""
     parameters = dict(model.named_parameters())
     for name, full in saved:
         if name not in parameters or parameters[name].shape != full.shape:
-            raise ValueError(f"the checkpoint has {name} {tuple(full.shape)}, but the model has no such parameter")
+            raise UserError(f"the checkpoint has {name} {tuple(full.shape)}, but the model has no such parameter")
         parameter = parameters.pop(name)
         local(parameter).copy_(rows_like(parameter, full))
     if parameters:
-        raise ValueError(f"the checkpoint lacks the parameter {next(iter(parameters))}")
+        raise UserError(f"the checkpoint lacks the parameter {next(iter(parameters))}")
 
 
 def materialise(model: nn.Module, world: World, dtype: torch.dtype) -> nn.Module:
@@ -296,7 +297,7 @@ def processes(device: str, parallel: str = "ddp", timeout: float = 600) -> Itera
     missing = [name for name in FROM_TORCHRUN if given[1] != "1" and name not in os.environ]
     if missing or not all(number.isdecimal() for number in given):
         wrong = f"{missing[0]} is not set" if missing else "RANK or LOCAL_RANK is no number"
-        raise ValueError(f"WORLD_SIZE is {given[1]}, but {wrong}; start many processes with torchrun")
+        raise UserError(f"WORLD_SIZE is {given[1]}, but {wrong}; start many processes with torchrun")
     rank, size, here = map(int, given)
     chosen = choose_device(device, here)
     keep_freed_memory()

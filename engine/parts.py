@@ -12,6 +12,7 @@ import numpy as np
 
 from engine.dataset import ShardedTokens, manifest_of
 from engine.dataset_writer import DatasetWriter, differences, new_dataset
+from engine.errors import UserError
 from engine.files import inside, sha256
 from engine.ledger import FLAGS, LAST, SPLITS, TOKENS, Ledgers, first_of_their_kind, is_of
 from engine.tokenizer import CODE_POINTS, CharTokenizer, Tokenizer, load_tokenizer
@@ -29,39 +30,39 @@ def _remedy(part: Path) -> str:
 
 
 def count_parts(out: Path) -> int:
-    """Of how many parts there are some, 0 if there is none. Raises ValueError for parts of different counts."""
+    """Of how many parts there are some, 0 if there is none. Raises UserError for parts of different counts."""
     matches = [PART.fullmatch(path.name) for path in parts_of(out).glob("*")]
     counts = sorted({int(match[1]) for match in matches if match})
     if len(counts) > 1:
         sorts = " and ".join(f"{parts_of(out)}/*-of-{count}" for count in counts)
-        raise ValueError(f"there are parts of different counts, {sorts}; remove those that you don't want")
+        raise UserError(f"there are parts of different counts, {sorts}; remove those that you don't want")
     return counts[0] if counts else 0
 
 
 def find_parts(out: Path) -> dict[Path, dict[str, Any]]:
-    """The folders and manifests of a dataset's parts, in order. Raises ValueError if they don't make a whole."""
+    """The folders and manifests of a dataset's parts, in order. Raises UserError if they don't make a whole."""
     folder, count = parts_of(out), count_parts(out)
     if not count:
-        raise ValueError(f"{folder} holds no parts; make each with: {_remedy(folder / '1-of-N')}")
+        raise UserError(f"{folder} holds no parts; make each with: {_remedy(folder / '1-of-N')}")
     parts = {}
     for number in range(1, count + 1):
         part = folder / f"{number}-of-{count}"
         parts[part] = manifest_of(part)
         if not parts[part]:
             state = "damaged; remove it, and" if part.exists() else "missing;"
-            raise ValueError(f"{part} is {state} make it with: {_remedy(part)}")
+            raise UserError(f"{part} is {state} make it with: {_remedy(part)}")
         first, expected = next(iter(parts.items()))
         own = {"part": f"{number}/{count}", "content": parts[part]["origin"].get("content")}
         expected = expected | {"origin": expected["origin"] | own}
         if expected["tokenizer"]["kind"] == "char":  # each knows its own characters
             expected["tokenizer"] = parts[part]["tokenizer"]
         if other := differences(parts[part], expected):
-            raise ValueError(f"{part} was made with {other}, unlike {first}; make it again: {_remedy(part)} --force")
+            raise UserError(f"{part} was made with {other}, unlike {first}; make it again: {_remedy(part)} --force")
     return parts
 
 
 def ledger_files(part: Path, found: dict[str, Any]) -> list[Path]:
-    """The files of a part's ledger. Raises ValueError for one that is damaged."""
+    """The files of a part's ledger. Raises UserError for one that is damaged."""
     return [_intact(part, shard["file"], shard["sha256"]) for shard in found["ledger"]]
 
 
@@ -75,7 +76,7 @@ def merge_parts(
 ) -> None:
     """Join parts to the dataset that one run makes, byte for byte; advance is told the tokens.
 
-    If origin says so, a document that is a repeat of an earlier one is left out. Raises ValueError for a file that is
+    If origin says so, a document that is a repeat of an earlier one is left out. Raises UserError for a file that is
     not what was written.
     """
     tokenizer, ids_of = _common_tokenizer(parts)
@@ -138,7 +139,7 @@ def _read(tokens: ShardedTokens, start: int, end: int, block: int = 2**22) -> It
 def _intact(part: Path, file: str, expected_sha256: str) -> Path:
     path = inside(part, file)
     if not path.is_file() or sha256(path) != expected_sha256:
-        raise ValueError(f"{path} is damaged; make it again: {_remedy(part)} --force")
+        raise UserError(f"{path} is damaged; make it again: {_remedy(part)} --force")
     return path
 
 

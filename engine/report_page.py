@@ -19,6 +19,7 @@ from engine.attention import attention_maps, visible
 from engine.baselines import baselines
 from engine.dataset import Examples
 from engine.device import total_memory
+from engine.errors import UserError
 from engine.examples import ends_of, prompt_of
 from engine.files import read_json, to_json, write_whole
 from engine.generate import complete, opening
@@ -125,21 +126,21 @@ def attention_of(model: Any, dataset: Mixture) -> dict[str, Any]:
 def describe_run(
     folder: Path, dataset: Mixture | None = None, attention: dict[str, Any] | None = None, **more: Any
 ) -> dict[str, Any]:
-    """All that the page shows of the run in a folder. Raises ValueError if there is none, or its settings are damaged.
+    """All that the page shows of the run in a folder. Raises UserError if there is none, or its settings are damaged.
 
     ``more`` may be ``notes``: lines that say what is missing; ``baselines``: {name: nats per token}; and ``copies``:
     {"samples": for each of the last samples [(start, length, where), …] in characters, "yardstick": a line}.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; give a run's, such as out/stdlib, or train one: python train.py")
+        raise UserError(f"{folder} is no folder; give a run's, such as out/stdlib, or train one: python train.py")
     settings, metrics = folder / "config.toml", folder / "metrics.jsonl"
     if not (settings.exists() or metrics.exists()):
-        raise ValueError(f"{folder} holds no run: neither config.toml nor metrics.jsonl; give a folder of train.py's")
+        raise UserError(f"{folder} holds no run: neither config.toml nor metrics.jsonl; give a folder of train.py's")
     try:
         values = tomllib.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {}
         values = json.loads(json.dumps(values, default=str))  # TOML has dates too
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{settings} is not valid TOML: {error}") from None
+        raise UserError(f"{settings} is not valid TOML: {error}") from None
     known = read_json(folder / "about.json") if (folder / "about.json").exists() else {}
     known = {name: value for name, value in known.items() if value} if isinstance(known, dict) else {}
     records, samples = (records_of(folder / name) for name in ("metrics.jsonl", "samples.jsonl"))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.checkpoint import Checkpoint, Shard, Tensors, complete_shards, open_checkpoint, write_checkpoint
+from engine.errors import UserError
 from engine.files import is_locked, lock, new_directory, read_json, write_whole
 from engine.parallel import ALONE, Sliceable, World
 
@@ -39,7 +40,7 @@ def checkpoints_by_loss(run: Path) -> list[Path]:
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at path, or the best whole one of the run at path. Raises ValueError if there is none."""
+    """The checkpoint at path, or the best whole one of the run at path. Raises UserError if there is none."""
     damage = None
     for candidate in [path] if (path / "manifest.json").is_file() else checkpoints_by_loss(path):
         try:
@@ -52,7 +53,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
             return found
     if damage:
         raise damage
-    raise ValueError(f"{path} holds no checkpoint; give a run folder such as out/stdlib, or train one: python train.py")
+    raise UserError(f"{path} holds no checkpoint; give a run folder such as out/stdlib, or train one: python train.py")
 
 
 def read_records(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
@@ -77,7 +78,7 @@ def changed_settings(
 ) -> dict[str, tuple[Any, Any]]:
     """What this run has other than the one that made a checkpoint's state: {name: (then, now)}.
 
-    Raises ValueError for a setting, or text, that must stay; and for fewer steps than are done.
+    Raises UserError for a setting, or text, that must stay; and for fewer steps than are done.
     """
     was = state["settings"]
     changed = {  # 0 used to say: not set
@@ -87,12 +88,12 @@ def changed_settings(
     if state["data_sha256"] != data_sha256:
         refused.append("the text in --data")
     if refused:
-        raise ValueError(f"--resume can't change {', '.join(refused)}; set it back, or choose another --out")
+        raise UserError(f"--resume can't change {', '.join(refused)}; set it back, or choose another --out")
     if (settings["steps"] or math.inf) < state["step"]:
-        raise ValueError(f"--steps {settings['steps']} are fewer than the {state['step']} that are done; give more")
+        raise UserError(f"--steps {settings['steps']} are fewer than the {state['step']} that are done; give more")
     if "minutes" in changed and 60 * (settings["minutes"] or math.inf) < state["elapsed_seconds"]:
         done = f"{state['elapsed_seconds'] / 60:.3g}"
-        raise ValueError(f"--minutes {settings['minutes']:g} are fewer than the {done} that are done; give more")
+        raise UserError(f"--minutes {settings['minutes']:g} are fewer than the {done} that are done; give more")
     return {name: pair for name, pair in changed.items() if name not in UNRECORDED}
 
 
@@ -107,7 +108,7 @@ class Keeper:
         again = launch and launched.exists() and launched.read_text(encoding="utf-8") == launch
         if list_checkpoints(path) and not (resume or again):
             self.lock.release()
-            raise ValueError(f"{path} already holds checkpoints; go on with --resume, or choose another --out")
+            raise UserError(f"{path} already holds checkpoints; go on with --resume, or choose another --out")
         if launch:
             launched.write_text(launch, encoding="utf-8")
         self.whole: dict[Path, Any] = {}  # checkpoints known to be whole, and what they looked like then
@@ -172,7 +173,7 @@ class RunFolder:
     def __init__(self, path: Path, resume: bool = False, world: World = ALONE):
         """Make or open the folder; what started the processes (World.launch) may start them again after a fault.
 
-        Raises ValueError if another process has it, or for checkpoints that are not to be resumed.
+        Raises UserError if another process has it, or for checkpoints that are not to be resumed.
         """
         self.path, self.world = path, world
         self.first = world.only_first(Keeper, path, resume, world.launch)
@@ -196,7 +197,7 @@ class RunFolder:
                 return found
             say(f"skipped: {damage}")
         if names:
-            raise ValueError(f"every checkpoint in {self.path} is damaged; remove the folder to start again")
+            raise UserError(f"every checkpoint in {self.path} is damaged; remove the folder to start again")
         return None
 
     def _open(self, path: Path) -> tuple[Checkpoint | None, str | None]:

@@ -16,6 +16,8 @@ from typing import Any, get_type_hints
 
 import tyro
 
+from engine.errors import UserError
+
 LIMITS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
 
 
@@ -23,11 +25,11 @@ def load_settings(cls: type, arguments: list[str] | None = None) -> Any:
     """An instance of the dataclass ``cls``, from ``[FILE.toml] [--flags]`` (default: this process's command line).
 
     Flags carry bare field names, also those of nested dataclasses; so do the keys of the file, which has no sections.
-    Raises ValueError for an unknown key or a value of the wrong type; the command line's mistakes exit with 2.
+    Raises UserError for an unknown key or a value of the wrong type; the command line's mistakes exit with 2.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if odd := [given for given in arguments if given != given.encode(errors="replace").decode()]:
-        raise ValueError(f"{odd[0]!r} is not UTF-8, which config.toml has to be; choose another name")
+        raise UserError(f"{odd[0]!r} is not UTF-8, which config.toml has to be; choose another name")
     for name, hint in get_type_hints(cls).items():  # where None is a third choice too, --flag is True
         for flag, value in ((f"--{name}", True), (f"--no-{name}", False)):
             for at in [at for at, given in enumerate(arguments) if hint == bool | None and given == flag]:
@@ -37,11 +39,11 @@ def load_settings(cls: type, arguments: list[str] | None = None) -> Any:
     if arguments and not arguments[0].startswith("-"):
         path = Path(arguments.pop(0))
         if path.suffix != ".toml":
-            raise ValueError(f"{path} is not a settings file: it should end in .toml (flags begin with --)")
+            raise UserError(f"{path} is not a settings file: it should end in .toml (flags begin with --)")
         try:
             defaults = from_values(cls, tomllib.loads(path.read_text(encoding="utf-8")), str(path))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ValueError(f"{path} is not valid TOML: {error}") from None
+            raise UserError(f"{path} is not valid TOML: {error}") from None
     return parse(cls, arguments, default=defaults)
 
 
@@ -73,7 +75,7 @@ def parse(cls: type, arguments: Sequence[str] | None = None, **default: Any) -> 
     """An instance of ``cls`` from the command line; a mistake there is one line on stderr, and exit code 2."""
     try:
         return _parse(cls, arguments, **default)
-    except ValueError as error:
+    except UserError as error:
         print(f"error: {' '.join(str(error).split())[:1000]} (see --help)", file=sys.stderr)
         sys.exit(2)
 
@@ -90,13 +92,13 @@ def _parse(cls: type, arguments: Sequence[str] | None, *config: Any, **default: 
         lines = [line.strip("│| ") for line in printed.getvalue().splitlines()[1:]]
         message = " ".join(line for line in lines if line.strip("─╰╯-+"))
         message = re.split("Argument helptext:|For full helptext", message)[0].strip()
-        raise ValueError(re.sub(r"^Error parsing (\w+Config|model|optimizer): ", "", message)) from None
+        raise UserError(re.sub(r"^Error parsing (\w+Config|model|optimizer): ", "", message)) from None
     check_ranges(found)
     return found
 
 
 def check_ranges(config: Any) -> None:
-    """Raise ValueError for a setting outside of the range beside its type: ``Annotated[float, "at least 0, below 1"]``.
+    """Raise UserError for a setting outside of the range beside its type: ``Annotated[float, "at least 0, below 1"]``.
 
     None, which stands for "not set", is in every range; NaN and infinity in none.
     """
@@ -106,11 +108,11 @@ def check_ranges(config: Any) -> None:
             check_ranges(value)
         for one in value if isinstance(value, tuple | list) else (value,):
             if isinstance(one, float) and not math.isfinite(one):
-                raise ValueError(f"{flag} is {one}; it must be a finite number")
+                raise UserError(f"{flag} is {one}; it must be a finite number")
             for allowed in filter(lambda said: isinstance(said, str), getattr(hint, "__metadata__", ())):
                 limits = (limit.rsplit(" ", 1) for limit in allowed.split(", "))
                 if one is not None and not all(LIMITS[words](one, float(number)) for words, number in limits):
-                    raise ValueError(f"{flag} is {one}; it must be {allowed}")
+                    raise UserError(f"{flag} is {one}; it must be {allowed}")
 
 
 def flatten(config: Any) -> dict[str, Any]:
@@ -131,15 +133,15 @@ def flatten(config: Any) -> dict[str, Any]:
 def from_values(cls: type, values: Any, source: str) -> Any:
     """An instance of the dataclass with these fields, nested ones' too, by bare name; the others have their defaults.
 
-    Raises ValueError naming the source for what does not fit.
+    Raises UserError naming the source for what does not fit.
     """
     if not isinstance(values, dict):
-        raise ValueError(f"{source}: settings are names and values, not {values!r}")
+        raise UserError(f"{source}: settings are names and values, not {values!r}")
     known = flatten(cls())
     if unknown := [name for name in values if name not in known]:
         near = difflib.get_close_matches(unknown[0], known, 1)
         advice = f"did you mean {near[0]}?" if near else "see --help for all of them"
-        raise ValueError(f"{source}: no setting is called {unknown[0]}; {advice}")
+        raise UserError(f"{source}: no setting is called {unknown[0]}; {advice}")
     hints, flags = get_type_hints(cls), []  # flags, so that the command line and the file are checked alike
     for nested in filter(dataclasses.is_dataclass, list(hints.values())):
         hints |= get_type_hints(nested)
@@ -152,7 +154,7 @@ def from_values(cls: type, values: Any, source: str) -> Any:
     try:
         return _parse(cls, flags, tyro.conf.FlagConversionOff)
     except ValueError as error:
-        raise ValueError(f"{source}: {error}") from None
+        raise UserError(f"{source}: {error}") from None
 
 
 def to_toml(config: Any) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 from engine.clock import STEPS
 from engine.dataset import Examples
 from engine.device import choose_dtype, mixed_precision
+from engine.errors import UserError
 from engine.mixture import Mixture
 from engine.observers import say
 from engine.optimizer import Optimizer, OptimizerConfig
@@ -132,14 +133,14 @@ def sized(
 ) -> Any:
     """The settings, with those that were not given chosen, which is said; if the run is resumed, chosen as then.
 
-    ``given`` are settings' names; ``begun`` is when the minutes began; make(ModelConfig) is a model. Raises ValueError
+    ``given`` are settings' names; ``begun`` is when the minutes began; make(ModelConfig) is a model. Raises UserError
     for a depth beside other sizes, and for both minutes and steps.
     """
     depth, model = config.depth, config.model
     if not chooses(config, given):
         shape = (model.num_layers, model.num_heads, model.d_model)
         if depth and not config.resume and (config.init_from or shape != (depth, depth, HEAD * depth)):
-            raise ValueError(f"--depth {depth} sets all sizes, but others are given too; leave out --depth, or those")
+            raise UserError(f"--depth {depth} sets all sizes, but others are given too; leave out --depth, or those")
         return config
     saved = config.out / "config.toml"
     again = config.resume or is_launch(config.out, world.launch)  # after a fault
@@ -188,7 +189,7 @@ def outlook(config: Any, given: set[str], data: Mixture, world: World, make: Cal
 def _choices(config: Any, given: set[str], data: Mixture, world: World, make: Callable[[Any], nn.Module]) -> tuple:
     """The depths to choose from, what else a Size is made of, a depth's model, and its measured time for a token."""
     if {"steps", "minutes"} <= given:
-        raise ValueError(f"--steps {config.steps} and --minutes {config.minutes} both say how long; give one of them")
+        raise UserError(f"--steps {config.steps} and --minutes {config.minutes} both say how long; give one of them")
     vocab_size, shared = config.model.vocab_size or data.tokenizer.vocab_size, config.model.num_kv_heads or 1
     fitting = [depth for depth in DEPTHS if depth % shared == 0] or DEPTHS
     depths = [depth for depth in fitting if BLOCKS * depth**3 <= MOST_WEIGHTS * len(data.train)] or fitting[:1]

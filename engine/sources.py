@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 from fsspec.core import url_to_fs
 
+from engine.errors import UserError
 from engine.files import sha256
 
 SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -36,7 +37,7 @@ SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")  # files of a folder tha
 SHARD = 2**28  # bytes that a file of a streamed Hugging Face dataset counts as, whose size nobody tells
 
 
-class Unreadable(ValueError):
+class Unreadable(UserError):
     """What can't be read, and why, in one line."""
 
 
@@ -138,7 +139,7 @@ def find_sources(
 
     glob chooses a folder's files, at any depth (None: all); expected_sha256 is what a download must hash to, if not
     empty; spool is a folder for copies of pipes, as all may be read more than once; config and split are of Hugging
-    Face datasets. Raises ValueError for an input that is not there, and a glob or hash without a folder or download.
+    Face datasets. Raises UserError for an input that is not there, and a glob or hash without a folder or download.
     """
     sources, folders, downloads = [], 0, 0
     for name in inputs:
@@ -167,11 +168,11 @@ def find_sources(
             sources.append(Source(path, name))
         else:
             advice = "give a file, a folder, an address such as https:// or s3://, hf:NAME, -, stdlib or shakespeare"
-            raise ValueError(f"{name} is not there: {advice}")
+            raise UserError(f"{name} is not there: {advice}")
     if glob is not None and not folders:
-        raise ValueError(f"--glob {glob} chooses files of a folder, and no input is one; leave it out")
+        raise UserError(f"--glob {glob} chooses files of a folder, and no input is one; leave it out")
     if expected_sha256 and not downloads:
-        raise ValueError(f"--sha256 {expected_sha256} is of a download, and no input is one; leave it out")
+        raise UserError(f"--sha256 {expected_sha256} is of a download, and no input is one; leave it out")
     return sources
 
 
@@ -185,10 +186,10 @@ def _piped(name: str, copy: Path) -> Source:
 
 def _folder(path: Path, pattern: str) -> list[Source]:
     if any((path / name).is_file() for name in SAVED_BY_DATASETS):
-        raise ValueError(f"{path} is a Hugging Face dataset, saved; give it as hf:{path}")
+        raise UserError(f"{path} is a Hugging Face dataset, saved; give it as hf:{path}")
     found = [path / file for file in _files(path, pattern, lambda entry: entry.name.startswith("."))]
     if not found:
-        raise ValueError(f"{path} has no files that match {pattern!r}; see --glob")
+        raise UserError(f"{path} has no files that match {pattern!r}; see --glob")
     return [Source(file, str(file)) for file in found]
 
 
@@ -204,7 +205,7 @@ def _begins_as_json_lines(path: Path) -> bool:
 def _check_pattern(glob: str) -> str:
     pattern = glob.removeprefix("**/")
     if not pattern or "**" in pattern or pattern.startswith("/"):
-        raise ValueError(f"--glob {glob!r} is not a pattern for files, such as *.txt or docs/*.md, sought at any depth")
+        raise UserError(f"--glob {glob!r} is not a pattern for files, such as *.txt or docs/*.md, sought at any depth")
     return pattern
 
 
@@ -220,7 +221,7 @@ def _files(folder: Path, glob: str, skip: Callable[[os.DirEntry], bool]) -> list
             for entry in (entry for entry in entries if not skip(entry)):
                 if entry.is_dir():
                     if entry.is_symlink() and Path(here).resolve().is_relative_to(Path(entry.path).resolve()):
-                        raise ValueError(f"{entry.path} is a link that leads back to a folder around it; remove it")
+                        raise UserError(f"{entry.path} is a link that leads back to a folder around it; remove it")
                     waiting.append(entry.path)
                 elif entry.is_file() and PurePath(entry.path).match(pattern):
                     found.append(Path(entry.path).relative_to(folder))
@@ -276,7 +277,7 @@ def _rows(name: str, config: str | None, split: str) -> Source:
 def download(address: str, expected_sha256: str) -> Path:
     """The file at an address, from the cache if it was downloaded before.
 
-    Raises ValueError if it can't be had, or does not hash to expected_sha256.
+    Raises UserError if it can't be had, or does not hash to expected_sha256.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-trainer"
     name = Path(re.sub("[?#].*", "", address.partition("://")[2])).name or "download"  # whose ending says what it is
@@ -293,7 +294,7 @@ def download(address: str, expected_sha256: str) -> Path:
             partial.unlink(missing_ok=True)
     if (found := sha256(path)) != expected_sha256.lower():
         path.unlink()
-        raise ValueError(f"{address} has SHA-256 {found}, not the expected {expected_sha256}; it changed, or broke off")
+        raise UserError(f"{address} has SHA-256 {found}, not the expected {expected_sha256}; it changed, or broke off")
     return path
 
 

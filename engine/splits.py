@@ -73,7 +73,7 @@ class Corpus:
     """The texts of some sources, end to end, which is also how their bytes are numbered."""
 
     def __init__(self, sources: list[Source], val_fraction: float):
-        """Read only so many documents as tell whether there are few. Raises ValueError for what is not text."""
+        """Read only so many documents as tell whether there are few. Raises UserError for what is not text."""
         self.sources = sources
         self.starts = [0, *itertools.accumulate(source.size for source in sources)]
         self.bytes = self.starts[-1]

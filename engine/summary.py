@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.dataset import Examples, Tokens, manifest_of, open_dataset
+from engine.errors import UserError
 from engine.examples import marked
 from engine.tokenizer import Tokenizer
 
@@ -12,10 +13,10 @@ RARE = 0.5  # a vocabulary of which less occurs is worth a line
 
 
 def describe(out: Path) -> str:
-    """The lines that tell a dataset, or a part of one. Raises ValueError if there is none."""
+    """The lines that tell a dataset, or a part of one. Raises UserError if there is none."""
     manifest = manifest_of(out)
     if not manifest:
-        raise ValueError(f"{out} holds no dataset; make it with: python prepare.py INPUT --out {out}")
+        raise UserError(f"{out} holds no dataset; make it with: python prepare.py INPUT --out {out}")
     splits, origin, facts = manifest["splits"], manifest["origin"], manifest.get("facts", {})
     examples = "examples" in origin
     what = "examples" if examples else "documents"

@@ -16,6 +16,7 @@ from tokenizers import Regex, models
 from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import ByteLevel, Split
 
+from engine.errors import UserError
 from engine.files import read_json, write_json
 
 END_OF_TEXT = "<|endoftext|>"
@@ -71,13 +72,13 @@ class Tokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Token ids, uint32 (N,), of ordinary text only: a spelled-out ``<|endoftext|>`` is so many characters.
 
-        Raises ValueError naming a character that has no ids.
+        Raises UserError naming a character that has no ids.
         """
         try:
             return self._encode(text)  # each kind has its own
         except UnicodeEncodeError as error:
             half = f"{text[error.start]!r}, half of a character, at {error.start}"
-            raise ValueError(f"the text has {half}; remove it") from None
+            raise UserError(f"the text has {half}; remove it") from None
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """The UTF-8 bytes that the ids stand for; a single id may be only part of a character."""
@@ -139,7 +140,7 @@ class CharTokenizer(Tokenizer):
             character = text[int(np.argmax(ids < 0))]
             unknown = f"does not know the character {character!r} (U+{ord(character):04X})"
             known = repr(self.characters[:MOST_SHOWN]) + " …" * (len(self.characters) > MOST_SHOWN)
-            raise ValueError(f"the tokenizer {unknown}; its {len(self.characters):,} are {known}")
+            raise UserError(f"the tokenizer {unknown}; its {len(self.characters):,} are {known}")
         return ids.astype(np.uint32)
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
@@ -209,7 +210,7 @@ class BPETokenizer(Tokenizer):
             raise
         except ValueError as error:  # its regex gave up
             found = f"{self.kind} can't take so many like characters in a row ({error})"
-            raise ValueError(f"{found}; cut them, or use --tokenizer bpe, which does") from None
+            raise UserError(f"{found}; cut them, or use --tokenizer bpe, which does") from None
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         return self.encoding.decode_bytes(ids)
@@ -275,7 +276,7 @@ def named_tokenizer(kind: str) -> Tokenizer:
     """The byte tokenizer; one of tiktoken's by its name, downloaded once if need be; or the one saved at a path.
 
     A path is a tokenizer.json of ours, or the folder of a dataset, a checkpoint or a run, whose newest checkpoint's it
-    is. Raises ValueError for an unknown name, for a path without a tokenizer, or if the download fails.
+    is. Raises UserError for an unknown name, for a path without a tokenizer, or if the download fails.
     """
     if kind == "byte":
         return ByteTokenizer()
@@ -286,20 +287,20 @@ def named_tokenizer(kind: str) -> Tokenizer:
             return load_tokenizer(found[-1])
         known = ", ".join(("char", "byte", "bpe", *encodings))
         paths = "a tokenizer.json, or a dataset's, checkpoint's or run's folder that has one"
-        raise ValueError(f"--tokenizer {kind} is unknown; the known ones are {known}, and the path of {paths}")
+        raise UserError(f"--tokenizer {kind} is unknown; the known ones are {known}, and the path of {paths}")
     try:
         return BPETokenizer(tiktoken.get_encoding(kind))
     except Exception as error:  # whatever the network, its libraries or a damaged file may raise
         failed = f"tiktoken's encoding {kind} could not be downloaded ({type(error).__name__})"
         advice = "set TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer bpe"
-        raise ValueError(f"{failed}; connect to the internet once, or {advice}") from None
+        raise UserError(f"{failed}; connect to the internet once, or {advice}") from None
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer saved at path. Raises ValueError if the file is no tokenizer of ours."""
+    """The tokenizer saved at path. Raises UserError if the file is no tokenizer of ours."""
     saved = read_json(path)
     if isinstance(saved, dict) and saved.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {saved.get('format')!r}, but this version reads {FORMAT}; prepare again")
+        raise UserError(f"{path} has format {saved.get('format')!r}, but this version reads {FORMAT}; prepare again")
     try:
         return from_state(saved)
     except BaseException as error:  # a panic of tiktoken's Rust is no Exception
@@ -307,27 +308,27 @@ def load_tokenizer(path: Path) -> Tokenizer:
         if not isinstance(error, known) and type(error).__name__ != "PanicException":
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{path} is damaged ({reason}); prepare the data again") from None
+        raise UserError(f"{path} is damaged ({reason}); prepare the data again") from None
 
 
 def from_state(saved: dict[str, Any]) -> Tokenizer:
     """The tokenizer whose :meth:`Tokenizer.state` this is. Raises all sorts of errors if it is none."""
     special = dict(saved.get("special_tokens", {}))
     if not all(isinstance(name, str) and name and 0 <= number < LARGEST for name, number in special.items()):
-        raise ValueError(f"its special tokens are not names with numbers below {LARGEST}")
+        raise UserError(f"its special tokens are not names with numbers below {LARGEST}")
     if saved["kind"] in ("char", "byte"):
         first = len(saved["characters"]) if saved["kind"] == "char" else 256
         if sorted(special.values()) != list(range(first, first + len(special))):
-            raise ValueError(f"its special tokens' numbers do not follow on {first - 1}")
+            raise UserError(f"its special tokens' numbers do not follow on {first - 1}")
         given = [saved["characters"]] if saved["kind"] == "char" else []
         tokenizer = {"char": CharTokenizer, "byte": ByteTokenizer}[saved["kind"]](*given, special)
     else:
         ranks = {base64.b64decode(t, validate=True): i for i, t in enumerate(saved["tokens"].split(" ")) if t}
         if b"" in ranks or not all(bytes((byte,)) in ranks for byte in range(256)):  # tiktoken would panic
-            raise ValueError("a token is empty, or a byte has none")
+            raise UserError("a token is empty, or a byte has none")
         tokenizer = from_ranks(saved["kind"], saved["pattern"], ranks, dict(saved["special_tokens"]))
     tokenizer.end_name, tokenizer.chat_template = saved.get("end_name", END_OF_TEXT), saved.get("chat_template")
     tokenizer.normalizer = saved.get("normalizer")
     if tokenizer.end_of_text is None and saved["kind"] != "char":
-        raise ValueError("it has no end of text")
+        raise UserError("it has no end of text")
     return tokenizer

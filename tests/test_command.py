@@ -14,7 +14,8 @@ import pytest
 import torch
 from helpers import ROOT, exit_code_of
 
-from engine.command import SPINS, TOGETHER, Interruption, command_line, wait_briefly
+from engine.command import SPINS, TOGETHER, Interruption, command_line, explain, wait_briefly
+from engine.errors import UserError
 from engine.settings import load_settings
 from train import TrainConfig
 
@@ -246,3 +247,20 @@ def test_output_that_is_closed_or_can_not_say_a_character_stops_nothing():
     assert process.communicate(timeout=60) == ("", "") and process.returncode == 0
     process = python(f"import sys\nsys.stdout.reconfigure(encoding='latin-1')\n{says}")
     assert process.communicate(timeout=60) == ("? done\n", "") and process.returncode == 0
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(("flags", "shows_traceback"), [((), False), (("--debug",), True)])
+def test_a_mistake_of_the_user_is_one_line_unless_debugging(run, flags, shows_traceback):
+    process = run("train.py", "--data", "nowhere", *flags)
+    assert process.returncode == 1 and "nowhere" in process.stderr
+    assert ("Traceback" in process.stderr) == shows_traceback
+    assert shows_traceback or process.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), KeyError("a bug"), RuntimeError("a bug")])
+def test_a_bug_keeps_its_traceback_whichever_file_raises_it(error):
+    assert explain(error) is None
+    assert explain(UserError("--steps: must be at least 1 (got 0). Use a larger value.")).startswith("--steps")
