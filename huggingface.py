@@ -13,15 +13,26 @@ import safetensors.torch
 import torch
 import tyro
 
-from engine import families, gguf_file, hub
-from engine.checkpoint import load_model, write_checkpoint
-from engine.command import run_command
-from engine.errors import UserError
-from engine.families import FAMILIES, Family, Tensors, configuration, obstacles, read_configuration, renamed, restored
-from engine.files import new_directory, write_json
-from engine.run_folder import find_checkpoint
-from engine.settings import from_values, parse
-from engine.tokenizer import load_tokenizer, named_tokenizer
+from engine.core.cli import run_command
+from engine.core.errors import UserError
+from engine.core.files import new_directory, write_json
+from engine.core.settings import from_values, parse
+from engine.data.tokenizer import load_tokenizer, named_tokenizer
+from engine.huggingface import directory as hub
+from engine.huggingface import families
+from engine.huggingface import gguf as gguf_file
+from engine.huggingface.families import (
+    FAMILIES,
+    Family,
+    Tensors,
+    configuration,
+    obstacles,
+    read_configuration,
+    renamed,
+    restored,
+)
+from engine.training.checkpoint import load_model, write_checkpoint
+from engine.training.run_dir import find_checkpoint
 from model import BASE, GPT, ModelConfig
 
 

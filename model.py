@@ -1,7 +1,7 @@
 """GPT: a decoder-only Transformer language model.
 
 Read it from top to bottom: one Head, MultiHeadAttention as a list of heads plus a projection, FeedForward, Block, GPT;
-then positions, and first values. This is the definition: quicker ways to the same numbers are in engine/kernels.py.
+then positions, and first values. This is the definition: quicker ways to the same numbers are in engine/nn.
 
     B batch  T time (positions)  D d_model  H heads  G groups of heads  K head_dim  F d_ff  V vocabulary  L layers
 """
@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.kernels import attend, drop, output_loss, soft_cap
+from engine.nn.attention import attend, drop
+from engine.nn.loss import output_loss, soft_cap
 
 BASE = 10_000.0  # of the frequencies of positions, RoPE's unless the settings say otherwise, and the sinusoids'
 

@@ -24,23 +24,23 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from engine.cluster import ray_cluster
-from engine.command import progress, run_command
-from engine.dataset import manifest_of
-from engine.dataset_writer import is_made, stamp_of
-from engine.encoding import make_dataset
-from engine.errors import UserError
-from engine.examples import chat_of, pair_of, special_names
-from engine.files import held_alone, to_json
-from engine.ledger import content_of
-from engine.parts import count_parts, find_parts, ledgers_of, merge_parts, parts_of, remove_parts
-from engine.readers import FIELDS, kind_of
-from engine.settings import check_ranges, parse
-from engine.sources import Source, find_sources
-from engine.splits import Corpus
-from engine.summary import describe, format_duration
-from engine.tokenizer import LARGEST, PATTERNS, SMALLEST_BPE, AnyCharacter, Tokenizer, named_tokenizer
-from engine.tokenizer_training import bpe_tokenizer, char_tokenizer, shared_tokenizer
+from engine.core.cli import progress, run_command
+from engine.core.errors import UserError
+from engine.core.files import held_alone, to_json
+from engine.core.settings import check_ranges, parse
+from engine.data.chat import chat_of, pair_of, special_names
+from engine.data.cluster import ray_cluster
+from engine.data.dataset import manifest_of
+from engine.data.encoding import make_dataset
+from engine.data.ledger import content_of
+from engine.data.parts import count_parts, find_parts, ledgers_of, merge_parts, parts_of, remove_parts
+from engine.data.readers import FIELDS, kind_of
+from engine.data.sources import Source, find_sources
+from engine.data.splits import Corpus
+from engine.data.summary import describe, format_duration
+from engine.data.tokenizer import LARGEST, PATTERNS, SMALLEST_BPE, AnyCharacter, Tokenizer, named_tokenizer
+from engine.data.tokenizer_training import bpe_tokenizer, char_tokenizer, shared_tokenizer
+from engine.data.writer import is_made, stamp_of
 
 PATTERN = "pairs"  # of a BPE trained on the text, unless the settings say otherwise
 TOKENIZER_BYTES = 2**27  # that a BPE is trained on, unless the settings say otherwise
@@ -332,8 +332,8 @@ def trained_tokenizer(corpus: Corpus, config: PrepareConfig, origin: dict[str, A
 
 def outlook(out: Path) -> str:
     """How often a default run sees the training text, and how long its matrix products take here."""
-    from engine.clock import BATCH_SIZE, STEPS  # torch takes more memory than all that is done before
-    from engine.plan import speed_here
+    from engine.training.budget import BATCH_SIZE, STEPS  # torch takes more memory than all that is done before
+    from engine.training.estimate import speed_here
     from model import GPT, ModelConfig
 
     shape, manifest = ModelConfig(), manifest_of(out)

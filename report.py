@@ -4,7 +4,7 @@ python report.py out/NAME                     out/NAME/report.html, as the run m
 python report.py out/A out/B … [--out FILE]   compare.html beside out/A
 """
 
-from engine.command import run_command, wait_briefly
+from engine.core.cli import run_command, wait_briefly
 
 if __name__ == "__main__":
     wait_briefly("decode")  # before torch is loaded
@@ -15,14 +15,14 @@ from typing import Any
 
 import tyro
 
-from engine.batches import fitting
-from engine.checkpoint import Checkpoint, load_model
-from engine.copies import SHORTEST, Place, copied, validation_texts
-from engine.errors import UserError
-from engine.mixture import Mixture, as_paths, open_mixture
-from engine.report_page import attention_of, baseline_losses, describe_data, describe_run, write_page
-from engine.run_folder import find_checkpoint
-from engine.settings import parse
+from engine.core.errors import UserError
+from engine.core.settings import parse
+from engine.data.batches import fitting
+from engine.data.mixture import Mixture, as_paths, open_mixture
+from engine.report.memorization import SHORTEST, Place, copied, validation_texts
+from engine.report.page import attention_of, baseline_losses, describe_data, describe_run, write_page
+from engine.training.checkpoint import Checkpoint, load_model
+from engine.training.run_dir import find_checkpoint
 from model import GPT, ModelConfig
 
 

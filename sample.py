@@ -8,7 +8,7 @@ python sample.py out/NAME --chat [--system TEXT]                          talk w
 python sample.py out/NAME --chat --prompts-file in.jsonl --out out.jsonl  answer {"messages": […]} in each line
 """
 
-from engine.command import run_command, wait_briefly
+from engine.core.cli import run_command, wait_briefly
 
 if __name__ == "__main__":
     wait_briefly("decode")  # before torch is loaded
@@ -29,20 +29,20 @@ import tyro
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.attention import attention_maps, visible
-from engine.checkpoint import load_model
-from engine.device import choose_device
-from engine.errors import UserError
-from engine.examples import Turn, around, chat_of, encode_chat, end_of_turn
-from engine.files import parse_json, to_json, write_whole
-from engine.generate import complete, generate_text, opening, search_text, texts
-from engine.inside import Inside
-from engine.kernels import for_decoding
-from engine.page_server import serve
-from engine.pictures import draw_attention
-from engine.run_folder import find_checkpoint
-from engine.settings import parse
-from engine.tokenizer import Tokenizer, load_tokenizer
+from engine.core.device import choose_device
+from engine.core.errors import UserError
+from engine.core.files import parse_json, to_json, write_whole
+from engine.core.settings import parse
+from engine.data.chat import Turn, around, chat_of, encode_chat, end_of_turn
+from engine.data.tokenizer import Tokenizer, load_tokenizer
+from engine.generation.attention_maps import attention_maps, visible
+from engine.generation.generate import complete, generate_text, opening, search_text, texts
+from engine.generation.pictures import draw_attention
+from engine.nn.inference import for_decoding
+from engine.report.inspector import Inside
+from engine.report.server import serve
+from engine.training.checkpoint import load_model
+from engine.training.run_dir import find_checkpoint
 from model import GPT, ModelConfig
 
 SHOWN = 40  # characters of a turn that a message names

@@ -3,7 +3,7 @@
 python train.py [config/NAME.toml] [--flags]      --help shows every setting
 """
 
-from engine.command import STARTED, Interruption, command_line, run_command, wait_briefly
+from engine.core.cli import STARTED, Interruption, command_line, run_command, wait_briefly
 
 if __name__ == "__main__":
     wait_briefly("train")  # before torch is loaded
@@ -20,30 +20,24 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from engine import batches
-from engine.checkpoint import Checkpoint, check_tokenizer, inherited, with_rows
-from engine.clock import BATCH_SIZE, EVERY, STEPS
-from engine.device import DTYPES, ask_for_determinism, choose_device, choose_dtype, total_memory
-from engine.errors import UserError
-from engine.kernels import IGNORED, compile_parts, recompute_activations
-from engine.mixture import Mixture, as_paths, open_mixture
-from engine.observers import (
-    MetricsFile,
-    Report,
-    Terminal,
-    WeightsAndBiases,
-    conclude,
-    describe,
-    notify,
-    warn,
-)
-from engine.optimizer import Optimizer, OptimizerConfig
-from engine.parallel import ALONE, World, averaging, load, materialise, processes, reduces_each, replicate
-from engine.plan import Plan
-from engine.run import Run
-from engine.run_folder import UNRECORDED, RunFolder, changed_settings, find_checkpoint
-from engine.settings import check_ranges, differing, flatten, given_settings, load_settings, to_toml
-from engine.sizing import FEW, chooses, outlook, sized
+from engine.core.cli import warn
+from engine.core.device import DTYPES, ask_for_determinism, choose_device, choose_dtype, total_memory
+from engine.core.distributed import ALONE, World, averaging, load, materialise, processes, reduces_each, replicate
+from engine.core.errors import UserError
+from engine.core.settings import check_ranges, differing, flatten, given_settings, load_settings, to_toml
+from engine.data import batches
+from engine.data.mixture import Mixture, as_paths, open_mixture
+from engine.nn.loss import IGNORED
+from engine.report.callback import Report
+from engine.training.acceleration import compile_parts, recompute_activations
+from engine.training.budget import BATCH_SIZE, EVERY, STEPS
+from engine.training.callbacks import MetricsFile, Terminal, WeightsAndBiases, conclude, describe, notify
+from engine.training.checkpoint import Checkpoint, check_tokenizer, inherited, with_rows
+from engine.training.estimate import Plan
+from engine.training.optimizer import Optimizer, OptimizerConfig
+from engine.training.run_dir import UNRECORDED, RunFolder, changed_settings, find_checkpoint
+from engine.training.sizing import FEW, chooses, outlook, sized
+from engine.training.trainer import Run
 from model import GPT, ModelConfig
 from prepare import PrepareConfig, prepare
 

@@ -21,16 +21,16 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from engine.attention import attention_maps, visible
-from engine.checkpoint import load_model
-from engine.command import run_command
-from engine.dataset import Tokens, open_dataset
-from engine.examples import COMPLETION, PROMPT, encode_example, is_target, marked
-from engine.kernels import attend, band
-from engine.pictures import save
-from engine.run_folder import find_checkpoint
-from engine.settings import parse, with_values
-from engine.tokenizer import ByteTokenizer, load_tokenizer
+from engine.core.cli import run_command
+from engine.core.settings import parse, with_values
+from engine.data.chat import COMPLETION, PROMPT, encode_example, is_target, marked
+from engine.data.dataset import Tokens, open_dataset
+from engine.data.tokenizer import ByteTokenizer, load_tokenizer
+from engine.generation.attention_maps import attention_maps, visible
+from engine.generation.pictures import save
+from engine.nn.attention import attend, band
+from engine.training.checkpoint import load_model
+from engine.training.run_dir import find_checkpoint
 from model import GPT, ModelConfig, MultiHeadAttention, rotate
 from train import TrainConfig, train
 

@@ -21,8 +21,16 @@ from helpers import ROOT, SHARED, numbers_text, train_tiny
 
 from prepare import PrepareConfig, prepare
 
-LONG = ("test_parallel", "test_states", "test_train", "test_kernels", "test_readme", "test_huggingface", "test_kills")
-LONG += ("test_plan", "test_prepare", "test_demo", "test_tokenizer", "test_cluster", "test_sample", "test_bench")
+LONG = (
+    "test_distributed",
+    "test_states",
+    "test_train",
+    "test_kernels",
+    "test_readme",
+    "test_huggingface",
+    "test_kills",
+)
+LONG += ("test_estimate", "test_prepare", "test_dates", "test_tokenizer", "test_cluster", "test_sample", "test_speed")
 LONG += ("test_trust", "test_generate")
 
 

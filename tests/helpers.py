@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 import train
-from engine.checkpoint import Checkpoint, open_checkpoint
-from engine.command import run_command
-from engine.files import sha256
-from engine.observers import MetricsFile
-from engine.run_folder import list_checkpoints
-from engine.settings import load_settings
+from engine.core.cli import run_command
+from engine.core.files import sha256
+from engine.core.settings import load_settings
+from engine.training.callbacks import MetricsFile
+from engine.training.checkpoint import Checkpoint, open_checkpoint
+from engine.training.run_dir import list_checkpoints
 from model import GPT, ModelConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,7 +93,7 @@ class Undrawn(MetricsFile):
     """Writes every record, and draws nothing: a picture takes longer than ten steps."""
 
     def recorded(self, run: Any, record: dict[str, Any]) -> None:
-        with unittest.mock.patch("engine.observers.draw_loss"):
+        with unittest.mock.patch("engine.training.callbacks.draw_loss"):
             super().recorded(run, record)
 
 

@@ -31,14 +31,14 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import train
-from engine import observers
-from engine.batches import Batches
-from engine.dataset import Examples
-from engine.files import to_json
-from engine.kernels import IGNORED
-from engine.observers import MetricsFile
-from engine.parallel import load, local, processes
-from engine.settings import load_settings
+from engine.core.distributed import load, local, processes
+from engine.core.files import to_json
+from engine.core.settings import load_settings
+from engine.data.batches import Batches
+from engine.data.dataset import Examples
+from engine.nn.loss import IGNORED
+from engine.training import callbacks as observers
+from engine.training.callbacks import MetricsFile
 
 ROWS, LENGTH = 12, 16  # of the batches that are masked
 WATCHED = 3  # the step, counted from 1, that is watched

@@ -37,11 +37,12 @@ from helpers import newest_checkpoint, numbers_text, same_checkpoint
 
 import prepare
 import train
-from engine import observers, report_page
-from engine.checkpoint import open_checkpoint
-from engine.observers import MetricsFile
-from engine.run_folder import list_checkpoints
-from engine.settings import load_settings
+from engine.core.settings import load_settings
+from engine.report import page as report_page
+from engine.training import callbacks as observers
+from engine.training.callbacks import MetricsFile
+from engine.training.checkpoint import open_checkpoint
+from engine.training.run_dir import list_checkpoints
 
 SHAPE = "--num-layers 1 --num-heads 2 --d-model 16 --context-length 16 --batch-size 4 --warmup-steps 2 --dropout 0.1"
 SHAPE = [*SHAPE.split(), "--eval-tokens", "200", "--eval-every", "1000000", "--device", "cpu", "--resume"]

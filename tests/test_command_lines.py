@@ -21,12 +21,12 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 from helpers import exit_code_of, numbers_text, train_tiny
 
-import bench
 import huggingface
 import prepare
 import report
 import sample
 import train
+from benchmarks import speed
 from prepare import PrepareConfig
 
 LINES = int(os.environ.get("COMMAND_LINES", 150))
@@ -146,7 +146,7 @@ COMMANDS = {
     "prepare": (prepare, PrepareConfig),
     "sample": (sample, sample.SampleConfig),
     "report": (report, report.ReportConfig),
-    "bench": (bench, bench.BenchConfig),
+    "bench": (speed, speed.BenchConfig),
 }
 
 

@@ -17,7 +17,7 @@ from helpers import ROOT, numbers_text, train_tiny
 
 import prepare
 import sample
-from engine.settings import load_settings, parse
+from engine.core.settings import load_settings, parse
 from train import TrainConfig
 
 GUIDES = [ROOT / "docs" / "attention.md", ROOT / "docs" / "attention.zh.md"]

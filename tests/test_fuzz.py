@@ -24,17 +24,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import huggingface
 import train
-from engine.checkpoint import load_model, open_checkpoint
-from engine.dataset import open_dataset
-from engine.examples import chat_of, pair_of
-from engine.files import sha256, write_json
-from engine.huggingface_tokenizer import to_huggingface
-from engine.readers import read
-from engine.run_folder import list_checkpoints
-from engine.settings import load_settings
-from engine.sources import Source
-from engine.splits import Corpus
-from engine.tokenizer import (
+from engine.core.files import sha256, write_json
+from engine.core.settings import load_settings
+from engine.data.chat import chat_of, pair_of
+from engine.data.dataset import open_dataset
+from engine.data.huggingface_tokenizer import to_huggingface
+from engine.data.readers import read
+from engine.data.sources import Source
+from engine.data.splits import Corpus
+from engine.data.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
     load_tokenizer,
@@ -42,6 +40,8 @@ from engine.tokenizer import (
     train_bpe,
     train_huggingface,
 )
+from engine.training.checkpoint import load_model, open_checkpoint
+from engine.training.run_dir import list_checkpoints
 from huggingface import ImportConfig
 from model import GPT, ModelConfig
 from prepare import PrepareConfig, prepare

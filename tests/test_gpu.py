@@ -18,14 +18,17 @@ from helpers import GPT2, ROOT, VARIANTS, assert_same_run, logged, randomised
 from test_kernels import assert_same_gradients, loss_written_out, random_heads, written_out
 
 import train
-from engine import kernels
-from engine.device import DTYPES, mixed_precision
-from engine.generate import generate
-from engine.kernels import attend, for_decoding, output_loss, recompute_activations
-from engine.observers import MetricsFile
-from engine.parallel import World
-from engine.plan import Plan
-from engine.settings import load_settings
+from engine.core.device import DTYPES, mixed_precision
+from engine.core.distributed import World
+from engine.core.settings import load_settings
+from engine.generation.generate import generate
+from engine.nn import loss as output
+from engine.nn.attention import attend
+from engine.nn.inference import for_decoding
+from engine.nn.loss import output_loss
+from engine.training.acceleration import recompute_activations
+from engine.training.callbacks import MetricsFile
+from engine.training.estimate import Plan
 from model import GPT, ModelConfig
 
 FLAGS = "--num-layers 2 --num-heads 2 --d-model 16 --context-length 16 --batch-size 4 --warmup-steps 2 --log-every 1"
@@ -76,11 +79,11 @@ def test_attention_with_a_window_is_the_definition(device, compiled, dtype):
 @pytest.mark.parametrize("rows", [100, 5], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("cap", [0.0, 3.0])
 def test_the_output_loss_is_the_definition(device, monkeypatch, rows, cap):
-    monkeypatch.setattr(kernels, "LOGITS_AT_ONCE", rows * 37)
+    monkeypatch.setattr(output, "LOGITS_AT_ONCE", rows * 37)
     torch.manual_seed(0)
     x, weight = (torch.randn(n, 24).to(device).requires_grad_() for n in (48, 37))
     targets = torch.randint(37, (48,)).to(device)
-    targets[:7] = kernels.IGNORED
+    targets[:7] = output.IGNORED
     loss = output_loss(x, weight, targets, cap)
     assert_same_gradients(loss, loss_written_out(x, weight, targets, cap), [x, weight], 1e-3)
 
@@ -113,7 +116,7 @@ def test_the_loss_in_bfloat16_is_close_to_that_in_float32(device, name):
 
 @pytest.mark.parametrize(("name", "dtype"), [("default", torch.bfloat16), ("gpt2", torch.float32)])
 def test_a_model_compiles_into_one_graph_that_computes_what_it_does_as_written(device, name, dtype, monkeypatch):
-    monkeypatch.setattr(kernels, "LOGITS_AT_ONCE", 20 * 37)  # in pieces too
+    monkeypatch.setattr(output, "LOGITS_AT_ONCE", 20 * 37)  # in pieces too
     model = randomised(dataclasses.replace(VARIANTS[name], num_layers=1)).to(device)
     tokens = torch.randint(37, (2, 3, 16)).to(device)
     results = []

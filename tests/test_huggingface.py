@@ -21,14 +21,14 @@ import transformers
 from helpers import VARIANTS, numbers_text, randomised, train_tiny
 
 import huggingface
-from engine import hub
-from engine.checkpoint import load_model, write_checkpoint
-from engine.command import explain
-from engine.examples import CHATML, encode_chat, end_of_turn, special_names
-from engine.families import FAMILIES
-from engine.generate import generate
-from engine.run_folder import find_checkpoint
-from engine.tokenizer import ByteTokenizer, Tokenizer, from_state, train_bpe
+from engine.core.cli import explain
+from engine.data.chat import CHATML, encode_chat, end_of_turn, special_names
+from engine.data.tokenizer import ByteTokenizer, Tokenizer, from_state, train_bpe
+from engine.generation.generate import generate
+from engine.huggingface import directory as hub
+from engine.huggingface.families import FAMILIES
+from engine.training.checkpoint import load_model, write_checkpoint
+from engine.training.run_dir import find_checkpoint
 from model import GPT, ModelConfig
 from prepare import PrepareConfig, prepare
 

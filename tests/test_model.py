@@ -11,8 +11,8 @@ from helpers import SMALL, VARIANTS, randomised
 from torch import nn
 
 import model as model_module
-from engine.generate import new_caches
-from engine.parallel import ALONE, load, materialise
+from engine.core.distributed import ALONE, load, materialise
+from engine.generation.generate import new_caches
 from model import GPT, Block, FeedForward, Head, ModelConfig, MultiHeadAttention, angles, parameter_rules, rotate
 
 

@@ -22,9 +22,10 @@ from backports import zstd
 from pyarrow import parquet
 
 import prepare as command
-from engine import dataset_writer, encoding
-from engine.dataset import FORMAT, Dataset, open_dataset
-from engine.files import held_alone
+from engine.core.files import held_alone
+from engine.data import encoding
+from engine.data import writer as dataset_writer
+from engine.data.dataset import FORMAT, Dataset, open_dataset
 from prepare import PrepareConfig
 
 OFFLINE = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")

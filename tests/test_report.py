@@ -17,12 +17,13 @@ import torch
 from helpers import ROOT, assert_same_run, exit_code_of, logged, randomised, train_tiny
 
 import report
-from engine.attention import attention_maps
-from engine.checkpoint import load_model
-from engine.mixture import open_mixture
-from engine.observers import Report, records_until
-from engine.report_page import MAP_BYTES, POINTS, attention_of, describe_run, new_samples, thinned, write_page
-from engine.run_folder import find_checkpoint
+from engine.data.mixture import open_mixture
+from engine.generation.attention_maps import attention_maps
+from engine.report.callback import Report
+from engine.report.page import MAP_BYTES, POINTS, attention_of, describe_run, new_samples, thinned, write_page
+from engine.training.callbacks import records_until
+from engine.training.checkpoint import load_model
+from engine.training.run_dir import find_checkpoint
 from model import GPT, ModelConfig
 
 EVIL = "</script><img src=x onerror=\"document.title='taken'\"><!--"
@@ -319,7 +320,7 @@ def poisoned(folder: Path) -> Path:
 
 
 def test_markup_in_a_run_stays_text(run_a):
-    template = (ROOT / "engine" / "web" / "report.html").read_text("utf-8")
+    template = (ROOT / "engine" / "report" / "web" / "report.html").read_text("utf-8")
     folder = poisoned(run_a)
     page = made(folder)
     text = (folder.parent / "page.html").read_text("utf-8")

@@ -26,10 +26,10 @@ from helpers import ROOT, VARIANTS, exit_code_of, randomised, seal
 
 import sample
 import train
-from engine.checkpoint import load_model, open_checkpoint, write_checkpoint
-from engine.examples import encode_chat, encode_example
-from engine.run_folder import checkpoints_by_loss, list_checkpoints
-from engine.tokenizer import RESERVED, ByteTokenizer, CharTokenizer, Tokenizer, load_tokenizer
+from engine.data.chat import encode_chat, encode_example
+from engine.data.tokenizer import RESERVED, ByteTokenizer, CharTokenizer, Tokenizer, load_tokenizer
+from engine.training.checkpoint import load_model, open_checkpoint, write_checkpoint
+from engine.training.run_dir import checkpoints_by_loss, list_checkpoints
 from model import GPT, ModelConfig
 from prepare import PrepareConfig, prepare
 

@@ -31,10 +31,11 @@ from soak import Executioner, ended, forked
 import prepare
 import sample
 import train
-from engine import observers, report_page
-from engine.checkpoint import Checkpoint, open_checkpoint
-from engine.run_folder import list_checkpoints
-from engine.settings import load_settings
+from engine.core.settings import load_settings
+from engine.report import page as report_page
+from engine.training import callbacks as observers
+from engine.training.checkpoint import Checkpoint, open_checkpoint
+from engine.training.run_dir import list_checkpoints
 
 SEQUENCES = int(os.environ.get("SEQUENCES", 9))
 # Of a schedule that does not look at its end, so that the weights follow from the text and the step alone.

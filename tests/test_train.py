@@ -33,12 +33,12 @@ from helpers import (
 
 import sample
 import train
-from engine.command import Interruption
-from engine.dataset import open_dataset
-from engine.observers import MetricsFile
-from engine.optimizer import Optimizer, OptimizerConfig
-from engine.run_folder import UNRECORDED, RunFolder, list_checkpoints
-from engine.settings import flatten, load_settings
+from engine.core.cli import Interruption
+from engine.core.settings import flatten, load_settings
+from engine.data.dataset import open_dataset
+from engine.training.callbacks import MetricsFile
+from engine.training.optimizer import Optimizer, OptimizerConfig
+from engine.training.run_dir import UNRECORDED, RunFolder, list_checkpoints
 from model import GPT, ModelConfig
 from prepare import PrepareConfig, prepare
 

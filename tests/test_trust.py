@@ -18,10 +18,10 @@ from helpers import ROOT, TINY, assert_same_run, logged, newest_checkpoint, numb
 
 import sample
 import train
-from engine.dataset import open_dataset, verify_dataset
-from engine.files import sha256
-from engine.optimizer import MOST_SKIPPED
-from engine.settings import load_settings
+from engine.core.files import sha256
+from engine.core.settings import load_settings
+from engine.data.dataset import open_dataset, verify_dataset
+from engine.training.optimizer import MOST_SKIPPED
 from prepare import PrepareConfig, prepare
 
 
@@ -58,7 +58,7 @@ FORBIDDEN = {"eval", "exec", "compile", "__import__", "breakpoint"}
 DANGEROUS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"}
 
 
-@pytest.mark.parametrize("path", [*ROOT.glob("*.py"), *ROOT.glob("engine/*.py")], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*ROOT.glob("*.py"), *ROOT.glob("engine/**/*.py")], ids=lambda path: path.name)
 def test_no_source_file_can_run_what_it_reads(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -73,19 +73,40 @@ def test_no_source_file_can_run_what_it_reads(path):
 
 
 COMMANDS = {path.stem for path in ROOT.glob("*.py")} - {"model"}
+LAYERS = ("core", "nn", "model", "data", "generation", "training", "huggingface", "report", "commands")
 
 
-@pytest.mark.parametrize("path", [*ROOT.glob("*.py"), *ROOT.glob("engine/*.py")], ids=lambda path: path.name)
-def test_imports_run_one_way(path):
-    allowed = {"train": {"model", "prepare"}, "model": set()}.get(path.stem, {"model"})
-    if path.parent.name == "engine":
-        allowed = set()
+def layer_of(name: str) -> str | None:
+    """The layer of a dotted module name; None for a module of another project."""
+    first, _, rest = name.partition(".")
+    if first == "engine":
+        return rest.split(".")[0] or None
+    if first in COMMANDS | {"benchmarks", "examples"}:
+        return "commands"
+    return "model" if first == "model" else None
+
+
+def imported_modules(path: Path) -> list[tuple[str, str]]:
+    """(dotted name, source line) of every import in a file, wherever it stands."""
+    imports = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            named = [getattr(node, "module", None) or alias.name for alias in node.names]
-            assert {name.split(".")[0] for name in named} & (COMMANDS | {"model"}) <= allowed, ast.unparse(node)
-            if path.stem == "model":
-                assert {name for name in named if name.startswith("engine")} <= {"engine.kernels"}
+        if isinstance(node, ast.ImportFrom):
+            imports += [(f"{node.module}.{alias.name}", ast.unparse(node)) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            imports += [(alias.name, ast.unparse(node)) for alias in node.names]
+    return imports
+
+
+@pytest.mark.parametrize("path", [*ROOT.glob("*.py"), *ROOT.glob("engine/**/*.py")], ids=lambda path: str(path.name))
+def test_imports_run_one_way(path):
+    own = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for name, line in imported_modules(path):
+        layer = layer_of(name)
+        if layer == "commands":
+            assert (own, name.split(".")[0]) == ("train", "prepare"), line
+        elif layer:
+            assert LAYERS.index(layer) <= LAYERS.index(layer_of(own)), line
+            assert own != "model" or layer == "nn", line
 
 
 # Files that are not what they seem.
@@ -302,10 +323,10 @@ import os
 import sys
 
 import train
-from engine.command import run_command
-from engine.observers import MetricsFile
-from engine.parallel import processes
-from engine.settings import load_settings
+from engine.core.cli import run_command
+from engine.training.callbacks import MetricsFile
+from engine.core.distributed import processes
+from engine.core.settings import load_settings
 
 
 class Spoiling:
