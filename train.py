@@ -22,7 +22,16 @@ from torch import Tensor
 
 from engine.core.cli import warn
 from engine.core.device import DTYPES, ask_for_determinism, choose_device, choose_dtype, total_memory
-from engine.core.distributed import ALONE, World, averaging, load, materialise, processes, reduces_each, replicate
+from engine.core.distributed import (
+    SINGLE_PROCESS,
+    DistributedContext,
+    averaging,
+    load,
+    materialise,
+    processes,
+    reduces_each,
+    replicate,
+)
 from engine.core.errors import UserError
 from engine.core.settings import check_ranges, differing, flatten, given_settings, load_settings, to_toml
 from engine.data import batches
@@ -35,7 +44,7 @@ from engine.training.callbacks import MetricsFile, Terminal, WeightsAndBiases, c
 from engine.training.checkpoint import Checkpoint, check_tokenizer, inherited, with_rows
 from engine.training.estimate import Plan
 from engine.training.optimizer import Optimizer, OptimizerConfig
-from engine.training.run_dir import UNRECORDED, RunFolder, changed_settings, find_checkpoint
+from engine.training.run_dir import UNRECORDED, RunDir, changed_settings, find_checkpoint
 from engine.training.sizing import FEW, chooses, outlook, sized
 from engine.training.trainer import Run
 from model import GPT, ModelConfig
@@ -104,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     with processes(config.device, config.parallel, config.timeout) as world, Interruption() as interruption:
         observers = [MetricsFile(), Terminal(), Report(), *([WeightsAndBiases()] if config.wandb else [])]
-        watching, begun = observers if world.is_first else (), STARTED if arguments is None else None
+        watching, begun = observers if world.is_main_process else (), STARTED if arguments is None else None
         run = train(config, world, watching, lambda: bool(interruption.signal), begun, given)
         if run.budget.share < 1 or run.val_loss is None:
             done = f"after step {run.step:,}, which is saved" if run.step else "before the first step"
@@ -116,7 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def train(
     config: TrainConfig,
-    world: World = ALONE,
+    world: DistributedContext = SINGLE_PROCESS,
     observers: Sequence[Any] = (),
     stop: Callable = bool,
     begun: float | None = None,
@@ -146,7 +155,7 @@ def train(
         model = GPT(config.model)
     model = materialise(model, world, DTYPES[config.dtype])
     optimizer = Optimizer(model, config.optimizer, world, DTYPES[config.dtype])
-    folder = RunFolder(config.out, config.resume, world)
+    folder = RunDir(config.out, config.resume, world)
     run = Run(config, world, dataset, model, optimizer, folder)
     try:
         restore(run, base, begun)
@@ -193,12 +202,12 @@ def loop(run: Run, observers: list[Any], stop: Callable) -> None:
 def plan(config: TrainConfig, given: Collection[str] | None = None) -> str:
     """What the run would take. Without the dataset vocabulary and sizes must be given; ValueError if not."""
     epochs, device = [], choose_device(config.device)
-    here, existing = World(0, 1, device), all(path.exists() for path in config.data)
+    here, existing = DistributedContext(0, 1, device), all(path.exists() for path in config.data)
     given = differing(config) if given is None else set(given)
     if config.minutes and not chooses(config, given):
         raise UserError("--plan tells what --minutes would choose, but the size is given; give --steps, not --minutes")
     if existing or not config.model.vocab_size or config.init_from or chooses(config, given):
-        dataset = open_data(config, ALONE)
+        dataset = open_data(config, SINGLE_PROCESS)
         if config.minutes:
             return outlook(config, given, dataset, here, GPT)
         config = sized(config, given, dataset, here, 0.0, GPT)
@@ -211,10 +220,10 @@ def plan(config: TrainConfig, given: Collection[str] | None = None) -> str:
     return plan.describe(epochs, device, dtype)
 
 
-def open_data(config: TrainConfig, world: World) -> Mixture:
+def open_data(config: TrainConfig, world: DistributedContext) -> Mixture:
     """The datasets; the built-in one is prepared first if need be. Each machine verifies its own copies."""
     with world.patience():
-        if BUILT_IN in config.data and not BUILT_IN.exists() and world.is_first:
+        if BUILT_IN in config.data and not BUILT_IN.exists() and world.is_main_process:
             prepare(PrepareConfig(inputs=("stdlib",), out=BUILT_IN))
     with world.patience():
         mixture = open_mixture(config.data, config.mix)
@@ -223,12 +232,14 @@ def open_data(config: TrainConfig, world: World) -> Mixture:
     return mixture
 
 
-def complete(config: TrainConfig, dataset: Mixture, world: World, base: Checkpoint | None) -> TrainConfig:
+def complete(config: TrainConfig, dataset: Mixture, world: DistributedContext, base: Checkpoint | None) -> TrainConfig:
     """The settings with what follows from data, machine and base. Raises UserError for what does not fit them."""
     need, shape = dataset.tokenizer.vocab_size, config.model
     if base:
         world.only_first(check_tokenizer, base.path, dataset.tokenizer, dataset.path)
-        shape = inherited(world.broadcast(base.state["model"] if world.is_first else None), shape, config.init_from)
+        shape = inherited(
+            world.broadcast(base.state["model"] if world.is_main_process else None), shape, config.init_from
+        )
         shape = replace(shape, vocab_size=max(shape.vocab_size, need))
     if (size := shape.vocab_size or need) < need:
         raise UserError(f"--vocab-size {size} is too small: {dataset.path} needs {need}; leave it out, or raise it")

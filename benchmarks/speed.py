@@ -30,7 +30,7 @@ import tyro
 from torch import Tensor, nn
 
 from engine.core.device import choose_device, choose_dtype, keep_freed_memory, mixed_precision
-from engine.core.distributed import World
+from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
 from engine.core.settings import parse
 from engine.data.batches import Batches
@@ -134,7 +134,7 @@ class Bench:
         return step
 
     def optimizer(self, model: nn.Module, dtype: torch.dtype, kind: str = "muon") -> Optimizer:
-        return Optimizer(model, OptimizerConfig(optimizer=kind), World(0, 1, self.device), dtype)
+        return Optimizer(model, OptimizerConfig(optimizer=kind), DistributedContext(0, 1, self.device), dtype)
 
     def batch(self, shape: ModelConfig) -> tuple[Tensor, Tensor]:
         """Random inputs and targets."""

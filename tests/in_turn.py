@@ -66,11 +66,11 @@ class Records(MetricsFile):
     """Writes every record to metrics.jsonl, on the first process, and draws nothing."""
 
     def started(self, run: Any) -> None:
-        if run.world.is_first:
+        if run.world.is_main_process:
             super().started(run)
 
     def recorded(self, run: Any, record: dict[str, Any]) -> None:
-        if run.world.is_first:
+        if run.world.is_main_process:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(f"{to_json(record)}\n")
 
@@ -156,7 +156,7 @@ class Masked(Gradients):
 
     def stepped(self, run: Any) -> None:
         kept = run.world.gather_full(self.gradients)
-        if run.world.is_first:
+        if run.world.is_main_process:
             safetensors.torch.save_file(kept | self.batch, folder_of(run.config.out) / f"{run.step}.safetensors")
 
 
@@ -169,7 +169,7 @@ class Holder:
     def note(self, run: Any, when: str) -> None:
         states = (run.model.state_dict(), {f"{key} of the optimizer": x for key, x in run.optimizer.state().items()})
         model, optimizer = (run.world.gather_full(state) for state in states)
-        if run.world.is_first:
+        if run.world.is_main_process:
             safetensors.torch.save_file(model | optimizer, folder_of(run.config.out) / f"{run.step}-{when}.safetensors")
 
 
@@ -190,7 +190,7 @@ def play(runs: list[dict[str, Any]]) -> None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (asked["full"], resource.RLIM_INFINITY))
             stopper, watcher = Stopper(asked.get("stop"), asked.get("hang")), Watcher()
             watching = [Records(), stopper]
-            watching += [watcher] if asked.get("watch") and world.is_first else []
+            watching += [watcher] if asked.get("watch") and world.is_main_process else []
             watching += [Masked()] if asked.get("mask") else []
             watching += [holder := Holder()] if asked.get("hold") else []
             with contextlib.redirect_stdout(io.StringIO()) as said:

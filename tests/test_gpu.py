@@ -19,7 +19,7 @@ from test_kernels import assert_same_gradients, loss_written_out, random_heads, 
 
 import train
 from engine.core.device import DTYPES, mixed_precision
-from engine.core.distributed import World
+from engine.core.distributed import DistributedContext
 from engine.core.settings import load_settings
 from engine.generation.generate import generate
 from engine.nn import loss as output
@@ -139,7 +139,7 @@ def train_on(
     data: Path,
     out: Path,
     *flags: object,
-    world: World | None = None,
+    world: DistributedContext | None = None,
     observers: Sequence[Any] = (),
     stop: Callable[[], bool] = lambda: False,
     compiled: bool = False,
@@ -148,7 +148,7 @@ def train_on(
     arguments = ["--data", data, "--out", out, *FLAGS.split(), *flags]
     config = load_settings(train.TrainConfig, list(map(str, arguments)))
     config = dataclasses.replace(config, compile=compiled, device=str(device))
-    train.train(config, world or World(0, 1, device), [MetricsFile(), *observers], stop)
+    train.train(config, world or DistributedContext(0, 1, device), [MetricsFile(), *observers], stop)
     return out
 
 
@@ -198,11 +198,11 @@ def test_recomputing_activations_changes_no_loss(plain, trained):
 
 
 @contextlib.contextmanager
-def group_of_one(device: torch.device) -> Iterator[World]:
+def group_of_one(device: torch.device) -> Iterator[DistributedContext]:
     """A sharded world of this process alone: NCCL's on a GPU."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    yield World(0, 1, device, sharded=True)
+    yield DistributedContext(0, 1, device, sharded=True)
     dist.destroy_process_group()
 
 

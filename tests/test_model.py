@@ -11,7 +11,7 @@ from helpers import SMALL, VARIANTS, randomised
 from torch import nn
 
 import model as model_module
-from engine.core.distributed import ALONE, load, materialise
+from engine.core.distributed import SINGLE_PROCESS, load, materialise
 from engine.generation.generate import new_caches
 from model import GPT, Block, FeedForward, Head, ModelConfig, MultiHeadAttention, angles, parameter_rules, rotate
 
@@ -332,7 +332,7 @@ def test_a_model_made_without_memory_and_filled_has_the_first_values_of_one_made
     torch.manual_seed(5)
     with torch.device("meta"):
         model = GPT(config)
-    filled = materialise(model, ALONE, torch.float32)
+    filled = materialise(model, SINGLE_PROCESS, torch.float32)
     load(filled, filled.initial_values())
     torch.manual_seed(6)
     other = GPT(config)

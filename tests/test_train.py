@@ -38,7 +38,7 @@ from engine.core.settings import flatten, load_settings
 from engine.data.dataset import open_dataset
 from engine.training.callbacks import MetricsFile
 from engine.training.optimizer import Optimizer, OptimizerConfig
-from engine.training.run_dir import UNRECORDED, RunFolder, list_checkpoints
+from engine.training.run_dir import UNRECORDED, RunDir, list_checkpoints
 from model import GPT, ModelConfig
 from prepare import PrepareConfig, prepare
 
@@ -740,7 +740,7 @@ def library(data: Path, out: Path, **values: Any) -> train.TrainConfig:
 
 def assert_free(out: Path) -> None:
     """Nobody holds the run folder."""
-    RunFolder(out, resume=True).close()
+    RunDir(out, resume=True).close()
 
 
 def test_train_returns_the_run_in_silence_and_leaves_only_what_is_needed_to_go_on(numbers, tmp_path, capfd):

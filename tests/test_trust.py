@@ -346,7 +346,7 @@ def main():
     with processes("cpu", timeout=60) as world:
         for name, last in (("recovers", 6), ("never", 1000)):
             config = load_settings(train.TrainConfig, ["--out", f"{out}/{name}", *flags])
-            train.train(config, world, [Spoiling(last), *([MetricsFile()] if world.is_first else [])])
+            train.train(config, world, [Spoiling(last), *([MetricsFile()] if world.is_main_process else [])])
 
 
 os.environ["RANK"] = "0" if os.fork() else "1"  # one import of torch serves both

@@ -39,7 +39,7 @@ class Sliceable(Protocol):
 
 
 @dataclass(frozen=True)
-class World:
+class DistributedContext:
     """This process among its peers, and its device."""
 
     rank: int
@@ -50,7 +50,7 @@ class World:
     launch: str = ""  # names the torchrun that started the processes, and starts them again after one failed
 
     @property
-    def is_first(self) -> bool:
+    def is_main_process(self) -> bool:
         """Whether this is the process that speaks and writes."""
         return self.rank == 0
 
@@ -63,7 +63,7 @@ class World:
 
     def only_first(self, make: Callable[..., Any], *arguments: Any) -> Any:
         """What make(*arguments) makes, on the first process; something silent instead on the others."""
-        return make(*arguments) if self.is_first else Silent()
+        return make(*arguments) if self.is_main_process else Silent()
 
     def slice(self, total: int) -> slice:
         """This process's slice of ``total`` things in order; sizes differ by one at most."""
@@ -140,7 +140,7 @@ class World:
         if self.size == 1:
             yield from tensors
             return
-        mine = iter(tensors if self.is_first else ())
+        mine = iter(tensors if self.is_main_process else ())
         while True:
             name, tensor = next(mine, ("", None))
             header = self.broadcast(None if tensor is None else [name, list(tensor.shape), str(tensor.dtype)])
@@ -156,13 +156,13 @@ class World:
         full = {}
         for name, tensor in tensors.items():
             gathered = tensor.full_tensor() if is_sharded(tensor) else tensor.detach()
-            if self.is_first:
+            if self.is_main_process:
                 full[name] = gathered.to("cpu", copy=not is_sharded(tensor))
         return full
 
     def snapshot(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """A copy on the CPU of this process's rows of every tensor; of what is not sharded only the first has one."""
-        mine = {name: local(tensor) for name, tensor in tensors.items() if is_sharded(tensor) or self.is_first}
+        mine = {name: local(tensor) for name, tensor in tensors.items() if is_sharded(tensor) or self.is_main_process}
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in mine.items()}
 
     def distribute(self, work: Callable[[Tensor], Tensor], stack: Tensor, rows: int, joined: int) -> Tensor:
@@ -192,7 +192,7 @@ class World:
         return returned.view(-1, height, columns)[:n, :held]
 
 
-ALONE = World(0, 1, torch.device("cpu"))
+SINGLE_PROCESS = DistributedContext(0, 1, torch.device("cpu"))
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -238,7 +238,7 @@ def load(model: nn.Module, saved: Iterable[tuple[str, Sliceable]]) -> None:
         raise UserError(f"the checkpoint lacks the parameter {next(iter(parameters))}")
 
 
-def materialise(model: nn.Module, world: World, dtype: torch.dtype) -> nn.Module:
+def materialise(model: nn.Module, world: DistributedContext, dtype: torch.dtype) -> nn.Module:
     """Move a model from the meta device to this process's, for :func:`load` to fill; returns it.
 
     Sharded, each process holds its rows of every parameter; they are gathered where they are used, those of ``blocks``
@@ -256,7 +256,7 @@ def materialise(model: nn.Module, world: World, dtype: torch.dtype) -> nn.Module
     return model.to_empty(device=world.device)
 
 
-def replicate(model: nn.Module, world: World, *example: Tensor) -> nn.Module:
+def replicate(model: nn.Module, world: DistributedContext, *example: Tensor) -> nn.Module:
     """The model as it trains: its gradients are averaged over all processes while the backward pass runs.
 
     DDP rearranges its buckets after the first backward pass. An example micro-batch, which counts for nothing, goes
@@ -286,8 +286,8 @@ def averaging(model: nn.Module, now: bool) -> contextlib.AbstractContextManager:
 
 
 @contextlib.contextmanager
-def processes(device: str, parallel: str = "ddp", timeout: float = 600) -> Iterator[World]:
-    """This process's World: alone, or one of those that torchrun started, joined until the block ends.
+def processes(device: str, parallel: str = "ddp", timeout: float = 600) -> Iterator[DistributedContext]:
+    """This process's DistributedContext: alone, or one of those that torchrun started, joined until the block ends.
 
     A process that waits longer than timeout seconds for another gives up with an error; torchrun then ends them all.
     """
@@ -302,7 +302,7 @@ def processes(device: str, parallel: str = "ddp", timeout: float = 600) -> Itera
     chosen = choose_device(device, here)
     keep_freed_memory()
     if size == 1:
-        yield World(rank, size, chosen)
+        yield DistributedContext(rank, size, chosen)
         return
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     wait = datetime.timedelta(seconds=timeout)
@@ -313,7 +313,7 @@ def processes(device: str, parallel: str = "ddp", timeout: float = 600) -> Itera
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
     launch = f"{os.getppid()} on {platform.node()}"
     try:
-        yield World(rank, size, chosen, here, parallel == "fsdp", launch)
+        yield DistributedContext(rank, size, chosen, here, parallel == "fsdp", launch)
     except BaseException:  # its peers may not answer any more, but what is left to the end of the process may abort it
         leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
         leaving.start()

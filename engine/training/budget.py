@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from engine.core.distributed import World
+from engine.core.distributed import DistributedContext
 
 # Of a run, between its evaluations and its saves, and sequences in a step, unless the settings say otherwise.
 STEPS, EVERY, BATCH_SIZE = 1200, 500, 16
@@ -96,7 +96,7 @@ class TimeBudget(StepBudget):
         seconds: float,
         every: dict[str, int | None],
         costs: dict[str, float],
-        world: World,
+        world: DistributedContext,
         step: int = 0,
         share: float = 0.0,
         steps: int | None = None,
@@ -125,7 +125,7 @@ class TimeBudget(StepBudget):
         evaluation = self.step_seconds * self.costs["evaluate"]
         training = max(self.seconds - evaluation - self.costs["save"] - CLOSING, 1e-9)
         gone = (clock.elapsed + self.step_seconds / 2) / training if step else 0.0
-        mine = torch.tensor([gone, evaluation] if self.world.is_first else [0.0, 0.0], dtype=torch.float64)
+        mine = torch.tensor([gone, evaluation] if self.world.is_main_process else [0.0, 0.0], dtype=torch.float64)
         gone, self.evaluation_seconds = self.world.sum(mine).tolist()
         self.share = min(1.0, max(self.share, gone, step / self.steps))
 

@@ -231,7 +231,7 @@ def load_best(run: Any) -> int:
     """The step of the checkpoint with the lowest validation loss, whose weights the model has then."""
     best = run.world.only_first(find_checkpoint, run.config.out)
     load(run.model, run.world.broadcast_tensors(best.model() or ()))
-    return run.world.broadcast(best.step if run.world.is_first else 0)
+    return run.world.broadcast(best.step if run.world.is_main_process else 0)
 
 
 def sample(run: Any, max_new_tokens: int) -> Iterator[str]:

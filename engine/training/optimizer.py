@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from engine.core.device import fast_dtype
-from engine.core.distributed import ALONE, Sliceable, World, held_like, local
+from engine.core.distributed import SINGLE_PROCESS, DistributedContext, Sliceable, held_like, local
 from engine.core.errors import UserError
 
 # a, b, c of each round, each the best that follow those before, for singular values from 0.004 on: they end within 0.17
@@ -115,7 +115,7 @@ class Muon:
     def __init__(
         self,
         groups: Sequence[Group],
-        world: World = ALONE,
+        world: DistributedContext = SINGLE_PROCESS,
         dtype: torch.dtype = torch.float32,
         momentum: float = 0.9,
     ):
@@ -197,7 +197,11 @@ class Optimizer:
     """
 
     def __init__(
-        self, model: nn.Module, config: OptimizerConfig, world: World = ALONE, dtype: torch.dtype = torch.float32
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        world: DistributedContext = SINGLE_PROCESS,
+        dtype: torch.dtype = torch.float32,
     ):
         """dtype is what the model computes in: float32 is kept to throughout, and float16 needs its loss scaled."""
         self.config, self.world = config, world

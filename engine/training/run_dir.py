@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.core.distributed import ALONE, Sliceable, World
+from engine.core.distributed import SINGLE_PROCESS, DistributedContext, Sliceable
 from engine.core.errors import UserError
 from engine.core.files import is_locked, lock, new_directory, read_json, write_whole
 from engine.training.checkpoint import Checkpoint, Shard, Tensors, complete_shards, open_checkpoint, write_checkpoint
@@ -101,7 +101,7 @@ class Keeper:
     """What only the first process does in a run's folder: hold it, begin and end checkpoints, prune them."""
 
     def __init__(self, path: Path, resume: bool, launch: str):
-        """Make or open the folder, for the process that launch names; ValueError as for :class:`RunFolder`."""
+        """Make or open the folder, for the process that launch names; ValueError as for :class:`RunDir`."""
         path.mkdir(parents=True, exist_ok=True)
         self.path, self.lock = path, lock(path / ".lock", path)
         launched = path / LAUNCH
@@ -163,21 +163,21 @@ class Keeper:
         self.lock.release()
 
 
-class RunFolder:
+class RunDir:
     """A run's folder, held by the first process alone; all call what is here together.
 
     Checkpoints are written in the background, one after the other; an error there is raised by whatever is called next.
     Sharded processes that all see the folder write and read what each of them holds; else all passes through the first.
     """
 
-    def __init__(self, path: Path, resume: bool = False, world: World = ALONE):
-        """Make or open the folder; what started the processes (World.launch) may start them again after a fault.
+    def __init__(self, path: Path, resume: bool = False, world: DistributedContext = SINGLE_PROCESS):
+        """Make or open the folder; the launcher (DistributedContext.launch) may start the processes again after a fault.
 
         Raises UserError if another process has it, or for checkpoints that are not to be resumed.
         """
         self.path, self.world = path, world
         self.first = world.only_first(Keeper, path, resume, world.launch)
-        seen = is_launch(path, world.broadcast(world.launch)) and (world.is_first or is_locked(path / ".lock"))
+        seen = is_launch(path, world.broadcast(world.launch)) and (world.is_main_process or is_locked(path / ".lock"))
         self.shared = world.sharded and not world.any(not seen)  # locks tell who is at work, if its disk knows them
         self.thread = ThreadPoolExecutor(1)
         self.pending: list[Future] = []

@@ -12,7 +12,7 @@ from torch import nn
 
 from engine.core.cli import say
 from engine.core.device import choose_dtype, mixed_precision
-from engine.core.distributed import World
+from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
 from engine.core.settings import flatten, load_settings, with_values
 from engine.data.dataset import Examples
@@ -127,7 +127,7 @@ def sized(
     config: Any,
     given: set[str],
     data: Mixture,
-    world: World,
+    world: DistributedContext,
     begun: float,
     make: Callable[[Any], nn.Module],
 ) -> Any:
@@ -145,7 +145,7 @@ def sized(
     saved = config.out / "config.toml"
     again = config.resume or is_launch(config.out, world.launch)  # after a fault
     if world.broadcast(again and saved.exists() and bool(list_checkpoints(config.out))):
-        then = world.broadcast(flatten(load_settings(type(config), [str(saved)])) if world.is_first else None)
+        then = world.broadcast(flatten(load_settings(type(config), [str(saved)])) if world.is_main_process else None)
         names = Size(1, 1, 1, 1, 1, 1).settings().keys() | ({"steps"} if then["minutes"] else set())
         return with_values(config, {name: then[name] for name in names - given if then["depth"]})
     depths, rest, _, measure = _choices(config, given, data, world, make)
@@ -172,7 +172,9 @@ def sized(
     return with_values(config, chosen)
 
 
-def outlook(config: Any, given: set[str], data: Mixture, world: World, make: Callable[[Any], nn.Module]) -> str:
+def outlook(
+    config: Any, given: set[str], data: Mixture, world: DistributedContext, make: Callable[[Any], nn.Module]
+) -> str:
     """A table, as text, of what may be learned here in how many minutes; the arguments are as for :func:`sized`."""
     depths, rest, shaped, measure = _choices(config, given, data, world, make)
     lines = ["minutes  depth   parameters          tokens  epochs  expected loss, nats per token"]
@@ -186,7 +188,9 @@ def outlook(config: Any, given: set[str], data: Mixture, world: World, make: Cal
     return "\n".join(lines)
 
 
-def _choices(config: Any, given: set[str], data: Mixture, world: World, make: Callable[[Any], nn.Module]) -> tuple:
+def _choices(
+    config: Any, given: set[str], data: Mixture, world: DistributedContext, make: Callable[[Any], nn.Module]
+) -> tuple:
     """The depths to choose from, what else a Size is made of, a depth's model, and its measured time for a token."""
     if {"steps", "minutes"} <= given:
         raise UserError(f"--steps {config.steps} and --minutes {config.minutes} both say how long; give one of them")
@@ -263,10 +267,10 @@ def size_for_steps(depths: Sequence[int], steps: int, rest: tuple) -> Size:
     return replace(size, tokens=steps * rows * context, rows=rows, shortest=context, longest=context)
 
 
-def seconds_per_token(model: nn.Module, config: Any, rows: int, world: World) -> float:
+def seconds_per_token(model: nn.Module, config: Any, rows: int, world: DistributedContext) -> float:
     """What a token of training takes this process: the quickest of a few steps of so many sequences."""
     dtype = choose_dtype(config.dtype, world.device, model.config.d_model)
-    optimizer = Optimizer(model, config.optimizer, World(0, 1, world.device), dtype)
+    optimizer = Optimizer(model, config.optimizer, DistributedContext(0, 1, world.device), dtype)
     example = torch.zeros(2, rows, model.config.context_length, dtype=torch.long, device=world.device)
     seconds = []
     for _ in range(TIMED):

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from engine.core.cli import say
 from engine.core.device import DTYPES, mixed_precision
-from engine.core.distributed import World
+from engine.core.distributed import DistributedContext
 from engine.data.batches import Batches, tokens_per_step
 from engine.data.mixture import Mixture
 from engine.training.budget import Clock, StepBudget, TimeBudget
 from engine.training.optimizer import Optimizer
-from engine.training.run_dir import RunFolder
+from engine.training.run_dir import RunDir
 
 SAVED_PER_SECOND = 5e8  # bytes of a checkpoint, written and hashed
 
@@ -24,11 +24,11 @@ class Run:
     """What training works with, and how far it is. All processes have the same, but that only the first records."""
 
     config: Any  # a TrainConfig
-    world: World
+    world: DistributedContext
     dataset: Mixture
     model: nn.Module
     optimizer: Optimizer
-    folder: RunFolder
+    folder: RunDir
     step: int = 0
     saved: int = 0  # the step of the newest checkpoint
     best_loss: float = math.inf

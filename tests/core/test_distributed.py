@@ -23,7 +23,7 @@ from helpers import ROOT, logged, newest_checkpoint, numbers_text, same_checkpoi
 from in_turn import LENGTH, ROWS, folder_of, masks
 
 import train
-from engine.core.distributed import World, processes
+from engine.core.distributed import DistributedContext, processes
 from engine.core.settings import load_settings
 from engine.data.dataset import open_dataset
 from engine.training.run_dir import list_checkpoints
@@ -420,9 +420,9 @@ def main():
         steps = 12 if sys.argv[1] == "differ" and world.rank else 10
         world.check_same({"steps": steps, "out": world.rank, "seed": 1}, but={"out"})
         with world.patience():
-            if world.is_first and sys.argv[1] == "work":
+            if world.is_main_process and sys.argv[1] == "work":
                 time.sleep(3)
-            if world.is_first and sys.argv[1] == "hang":
+            if world.is_main_process and sys.argv[1] == "hang":
                 os.kill(os.getpid(), signal.SIGSTOP)
         os.write(1, b"went on\\n")
 
@@ -512,7 +512,7 @@ def start(*command: object) -> subprocess.Popen:
     return subprocess.Popen(list(map(str, command)), env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
 
 
-class Elsewhere(World):
+class Elsewhere(DistributedContext):
     """A process that need not wait for any other."""
 
     def patience(self) -> contextlib.AbstractContextManager:
@@ -581,4 +581,4 @@ LAUNCHERS += [(4, 2, "torchrun --nnodes 2 RENDEZVOUS --nproc-per-node 2")]
 def test_what_to_go_on_with_has_as_many_machines(size, nodes, said, monkeypatch):
     monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert World(0, size, torch.device("cpu")).launcher == said
+    assert DistributedContext(0, size, torch.device("cpu")).launcher == said

@@ -10,7 +10,7 @@ import pytest
 from helpers import logged, tiny
 
 import train
-from engine.core.distributed import ALONE
+from engine.core.distributed import SINGLE_PROCESS
 from engine.core.settings import load_settings
 from engine.training.budget import CLOSING, Clock, StepBudget, TimeBudget
 from engine.training.callbacks import MetricsFile
@@ -19,14 +19,14 @@ from engine.training.callbacks import MetricsFile
 def test_all_processes_have_the_first_one_s_seconds():
     other = SimpleNamespace(broadcast=lambda value: 50.0, is_first=False)
     assert TimeBudget(-3.0, {"save": None}, {}, other).seconds == 50
-    assert TimeBudget(-3.0, {"save": None}, {}, ALONE).seconds == 0
+    assert TimeBudget(-3.0, {"save": None}, {}, SINGLE_PROCESS).seconds == 0
 
 
 def drive(seconds, step_seconds, evaluation=0.0, save=0.0, every=None, share=0.0, elapsed=0.0, steps=None):
     """Run a time budget against a simulated clock: (end, steps, shares, those of evaluations, of saves)."""
     clock = SimpleNamespace(elapsed=elapsed + 1e-6, paused=0.0)
     costs = {"evaluate": evaluation / step_seconds(0), "save": save}
-    budget = TimeBudget(seconds, {"evaluate": every, "save": every}, costs, ALONE, share=share, steps=steps)
+    budget = TimeBudget(seconds, {"evaluate": every, "save": every}, costs, SINGLE_PROCESS, share=share, steps=steps)
     shares, evaluated, saved, step = [], [], [], 0
     while True:
         budget.advance(step, clock)
@@ -82,7 +82,7 @@ def test_saves_before_the_last_are_spread_evenly_and_take_a_small_part_of_the_ti
 
 
 def test_the_steps_of_a_run_of_minutes_are_told_from_its_share():
-    budget = TimeBudget(CLOSING + 100, {"evaluate": None, "save": None}, {"evaluate": 0, "save": 0}, ALONE)
+    budget = TimeBudget(CLOSING + 100, {"evaluate": None, "save": None}, {"evaluate": 0, "save": 0}, SINGLE_PROCESS)
     assert budget.total == math.inf
     for step in range(51):
         budget.advance(step, SimpleNamespace(elapsed=step + 1e-6, paused=0.0))

@@ -17,7 +17,7 @@ import torch
 from helpers import logged, tiny
 
 import train
-from engine.core.distributed import ALONE
+from engine.core.distributed import SINGLE_PROCESS
 from engine.core.settings import load_settings
 from engine.data.dataset import open_dataset
 from engine.training.budget import Clock
@@ -396,9 +396,11 @@ def test_a_model_that_diverged_ends_without_a_sample(numbers, tmp_path, capsys):
 def test_a_save_that_takes_longer_than_torchrun_waits_is_told_of_at_the_start(numbers, tmp_path, monkeypatch, capsys):
     config = load_settings(train.TrainConfig, tiny(numbers, tmp_path, "--steps", 1))
     monkeypatch.setattr("engine.training.trainer.SAVED_PER_SECOND", 1000)
-    train.train(config, dataclasses.replace(ALONE, launch="1 on here"), [Terminal()])
+    train.train(config, dataclasses.replace(SINGLE_PROCESS, launch="1 on here"), [Terminal()])
     assert "a save may take" in (said := capsys.readouterr().out) and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=" in said
-    train.train(dataclasses.replace(config, resume=True), ALONE, [Terminal()])
+    train.train(dataclasses.replace(config, resume=True), SINGLE_PROCESS, [Terminal()])
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1e6")
-    train.train(dataclasses.replace(config, resume=True), dataclasses.replace(ALONE, launch="1 on here"), [Terminal()])
+    train.train(
+        dataclasses.replace(config, resume=True), dataclasses.replace(SINGLE_PROCESS, launch="1 on here"), [Terminal()]
+    )
     assert "a save may take" not in capsys.readouterr().out

@@ -15,16 +15,16 @@ import pytest
 import torch
 from helpers import ROOT
 
-from engine.core.distributed import ALONE, World
+from engine.core.distributed import SINGLE_PROCESS, DistributedContext
 from engine.training.checkpoint import STATE, open_checkpoint
-from engine.training.run_dir import RunFolder, checkpoints_by_loss, list_checkpoints
+from engine.training.run_dir import RunDir, checkpoints_by_loss, list_checkpoints
 
 
 def save_tokenizer(path: Path) -> None:
     path.write_text("{}")
 
 
-def save(folder: RunFolder, step: int, val_loss: float | None = None, save_tokenizer=save_tokenizer) -> Path:
+def save(folder: RunDir, step: int, val_loss: float | None = None, save_tokenizer=save_tokenizer) -> Path:
     """A checkpoint of that step, on the disk."""
     model = {"weight": torch.full((3,), float(step))}
     state = dict.fromkeys(STATE) | {"step": step, "val_loss": val_loss}
@@ -34,18 +34,18 @@ def save(folder: RunFolder, step: int, val_loss: float | None = None, save_token
 
 
 @pytest.fixture
-def open_folder() -> Iterator[Callable[..., RunFolder]]:
+def open_folder() -> Iterator[Callable[..., RunDir]]:
     """Opens run folders, and closes them in the end."""
     with contextlib.ExitStack() as opened:
-        yield lambda *arguments: opened.enter_context(contextlib.closing(RunFolder(*arguments)))
+        yield lambda *arguments: opened.enter_context(contextlib.closing(RunDir(*arguments)))
 
 
 @pytest.fixture
-def folder(open_folder, tmp_path) -> RunFolder:
+def folder(open_folder, tmp_path) -> RunDir:
     return open_folder(tmp_path / "run")
 
 
-def steps(folder: RunFolder) -> list[int]:
+def steps(folder: RunDir) -> list[int]:
     return [int(path.name.removeprefix("step-")) for path in list_checkpoints(folder.path)]
 
 
@@ -116,7 +116,7 @@ def test_checkpoints_that_are_not_to_be_resumed_are_not_overwritten(folder, open
     save(folder, 1)
     folder.close()
     with pytest.raises(ValueError, match=r"already holds checkpoints; go on with --resume, or choose another --out"):
-        RunFolder(folder.path)
+        RunDir(folder.path)
     assert open_folder(folder.path, True).newest(pytest.fail).step == 1
 
 
@@ -248,16 +248,16 @@ def test_a_folder_belongs_to_one_process_until_it_dies(open_folder, tmp_path):
         refusal = rf"{tmp_path} is in use by process {process.pid} on .*; wait for it, or choose another --out"
         for _ in range(2):  # being refused changes nothing
             with pytest.raises(ValueError, match=refusal):
-                RunFolder(tmp_path)
+                RunDir(tmp_path)
         process.send_signal(signal.SIGKILL)
         process.wait()
     open_folder(tmp_path)
 
 
 def test_a_folder_belongs_to_one_run_of_a_process_until_it_is_closed(open_folder, tmp_path):
-    folder = RunFolder(tmp_path)
+    folder = RunDir(tmp_path)
     with pytest.raises(ValueError, match=rf"in use by process {os.getpid()} on "):
-        RunFolder(tmp_path)
+        RunDir(tmp_path)
     folder.close()
     open_folder(tmp_path).write_settings("steps = 1\n")
     assert (tmp_path / "config.toml").read_text() == "steps = 1\n"
@@ -289,8 +289,8 @@ def test_what_a_kill_left_of_any_step_is_removed(folder):
 
 
 def test_processes_that_are_started_again_resume_and_those_of_another_launch_do_not(open_folder, tmp_path):
-    def launched(launch: str) -> World:
-        return dataclasses.replace(ALONE, launch=launch)
+    def launched(launch: str) -> DistributedContext:
+        return dataclasses.replace(SINGLE_PROCESS, launch=launch)
 
     first = open_folder(tmp_path, False, launched("1 on here"))
     save(first, 1)
@@ -299,6 +299,6 @@ def test_processes_that_are_started_again_resume_and_those_of_another_launch_do_
     for launch in ("2 on here", ""):
         for _ in range(2):  # and again, when torchrun starts what was refused once more
             with pytest.raises(ValueError, match="already holds checkpoints; go on with --resume"):
-                RunFolder(tmp_path, False, launched(launch))
+                RunDir(tmp_path, False, launched(launch))
     open_folder(tmp_path, True, launched("2 on here")).close()
     open_folder(tmp_path, False, launched("2 on here")).close()
