@@ -1,4 +1,4 @@
-"""Take a model to Hugging Face's form, or bring one from there: out/<run>/ ↔ model directories.
+"""Export a run to a directory that transformers loads, or import one: out/<run>/ ↔ hf/<name>/.
 
 python huggingface.py export out/NAME hf/NAME [--family NAME] [--gguf f32]
 python huggingface.py import DIRECTORY_OR_HUB_NAME out/NAME [--tokenizer NAME]
@@ -7,7 +7,7 @@ python huggingface.py import DIRECTORY_OR_HUB_NAME out/NAME [--tokenizer NAME]
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import safetensors.torch
 import torch
@@ -15,45 +15,36 @@ import tyro
 
 from engine.core.cli import run_command
 from engine.core.errors import UserError
-from engine.core.files import new_directory, write_json
+from engine.core.files import atomic_directory, write_json
 from engine.core.settings import from_values, parse
 from engine.data.tokenizer import load_tokenizer, named_tokenizer
-from engine.huggingface import directory as hub
-from engine.huggingface import families
+from engine.huggingface import convert, directory
 from engine.huggingface import gguf as gguf_file
-from engine.huggingface.families import (
-    FAMILIES,
-    Family,
-    Tensors,
-    configuration,
-    obstacles,
-    read_configuration,
-    renamed,
-    restored,
-)
+from engine.huggingface.families import FAMILIES, Family, unsupported_settings
+from engine.nn.positions import FREQUENCY_BASE
 from engine.training.checkpoint import load_model, write_checkpoint
 from engine.training.run_dir import find_checkpoint
-from model import BASE, GPT, ModelConfig
+from model import GPT, ModelConfig
 
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Write a run's best checkpoint as a directory that transformers loads, and check that it computes the same."""
+    """Write a run's best checkpoint as a directory that transformers loads, and compare the two."""
 
-    run: tyro.conf.Positional[Path]  # A run folder, for its best checkpoint, or a checkpoint's own folder.
-    out: tyro.conf.Positional[Path]  # The directory to make.
-    family: Literal["auto", *FAMILIES] = "auto"
-    """The kind of model to write it as; auto: of those that can hold it the one that most programs run."""
-    gguf: Literal["f32", "bf16"] | None = None  # Also write a GGUF file, for llama.cpp, in this dtype.
+    run: tyro.conf.Positional[Path]  # A run folder, for its best checkpoint, or a checkpoint.
+    out: tyro.conf.Positional[Path]  # The directory to create.
+    family: Literal["auto", "llama", "qwen3", "mistral", "gpt2", "nanochat"] = "auto"
+    """The model class to export as. auto: the first that supports the model."""
+    gguf: Literal["f32", "bf16"] | None = None  # Also write a GGUF file for llama.cpp.
 
 
 @dataclass(frozen=True)
 class ImportConfig:
-    """Bring a model that transformers could load into a run folder, for sample.py and train.py --init-from."""
+    """Convert a model of transformers to a run folder, for sample.py and train.py --init-from."""
 
     source: tyro.conf.Positional[str]  # A directory, or a name on Hugging Face's hub.
-    out: tyro.conf.Positional[Path]  # The run folder to make.
-    tokenizer: str | None = None  # A tokenizer's name, as prepare.py takes it; None: the model's own.
+    out: tyro.conf.Positional[Path]  # The run folder to create.
+    tokenizer: str | None = None  # A tokenizer's name, as for prepare.py. None: the model's own.
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -63,112 +54,145 @@ def main(arguments: list[str] | None = None) -> None:
         | Annotated[ImportConfig, tyro.conf.subcommand("import")]
     )
     config = parse(commands, arguments)
-    if isinstance(config, ImportConfig):
+    if isinstance(config, ExportConfig):
+        print(export_model(config))
+        print(f'Load it: transformers.AutoModelForCausalLM.from_pretrained("{config.out}")')
+    else:
         import_model(config)
-        print(f"Write with it: python sample.py {config.out}")
-        print(f"Train it further: python train.py config/finetune.toml --init-from {config.out} --data data/NAME")
-        return
-    export_model(config)
-    print(f'Load it: transformers.AutoModelForCausalLM.from_pretrained("{config.out}")')
+        finetune = f"python train.py config/finetune.toml --init-from {config.out} --data data/NAME"
+        print(f"Generate text: python sample.py {config.out}\nTrain it further: {finetune}")
 
 
-def export_model(config: ExportConfig) -> None:
-    """Export. Raises UserError for what no family holds; until the end nothing is there, and then all."""
+@torch.no_grad()
+def export_model(config: ExportConfig) -> str:
+    """Export a run, and report how it compares with transformers.
+
+    Raises UserError for a model that no family supports. After any error nothing is written.
+    """
     if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
-        raise UserError(f"{config.out} is there already; remove it, or choose another directory")
-    found = find_checkpoint(config.run)
-    tokenizer, model = load_tokenizer(found.path / "tokenizer.json"), load_model(found, ModelConfig, GPT)
-    family, shape = choose_family(model.config, config.family)
-    settings = configuration(shape, family) | hub.token_ids(tokenizer)
+        raise UserError(f"{config.out}: already exists. Remove it or choose another directory.")
+    checkpoint = find_checkpoint(config.run)
+    tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
+    model = load_model(checkpoint)
+    family, model_config = choose_family(model.config, config.family)
+    tensors = convert.to_hf(rewrite_params(model, model_config), family)
+    hf_config = convert.to_hf_config(model_config, family) | directory.special_token_ids(tokenizer)
     if config.gguf:
-        gguf_file.check(settings, tokenizer)
-    with new_directory(config.out) as directory, torch.no_grad():
-        tensors = renamed(folded(model, shape), family)
-        safetensors.torch.save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-        write_json(directory / "config.json", settings)
-        template = hub.chat_template(tokenizer, found.talks)
-        hub.write_tokenizer(directory, tokenizer, shape.context_length, template)
-        hub.write_card(directory / "README.md", config.out.resolve().name, found.state, model.num_parameters)
+        gguf_file.check_supported(hf_config, tokenizer)
+    template = directory.chat_template(tokenizer, checkpoint.is_chat_model)
+    name = config.out.resolve().name
+    with atomic_directory(config.out) as path:
+        safetensors.torch.save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        write_json(path / "config.json", hf_config)
+        directory.write_tokenizer(path, tokenizer, model_config.context_length, template)
+        directory.write_card(path / "README.md", name, checkpoint.state, model.num_parameters)
         if config.gguf:
-            file = directory / f"{config.out.resolve().name}-{config.gguf}.gguf"
-            gguf_file.write(file, settings, tensors, tokenizer, template, config.gguf)
-        print(hub.check(directory, model, tokenizer, found.state))
+            file = path / f"{name}-{config.gguf}.gguf"
+            gguf_file.write(file, hf_config, tensors, tokenizer, template, config.gguf)
+        return directory.compare_with_transformers(path, model, tokenizer)
 
 
 def import_model(config: ImportConfig) -> None:
-    """Import. Raises UserError naming what can't be held here; nothing is written then."""
+    """Import a model. Raises UserError, before anything is written, for an unsupported one."""
     if (config.out / "checkpoints").exists():
-        raise UserError(f"{config.out} already holds checkpoints; choose another folder")
-    directory = hub.find_directory(config.source)
-    source = str(directory / "config.json")
-    said = hub.read_object(directory / "config.json")
-    family, settings = read_configuration(said, source)
-    layers = from_values(ModelConfig, settings, source).num_layers  # a number, so far what the file said
-    settings["windows"] = families.read_windows(said, family, layers, source)
-    shape, tensors = from_values(ModelConfig, settings, source), hub.read_tensors(directory)
-    if shape.num_layers > len(tensors):
-        raise UserError(f"{source}: {shape.num_layers:,} layers can't be made of {len(tensors)} tensors")
-    tokenizer = named_tokenizer(config.tokenizer) if config.tokenizer else hub.read_tokenizer(directory)
-    if tokenizer.vocab_size > shape.vocab_size:
-        sizes = f"{tokenizer.vocab_size:,} tokens, but the model only {shape.vocab_size:,}"
-        raise UserError(f"the tokenizer of {config.tokenizer or directory} has {sizes}; give --tokenizer NAME")
-    sizes = {name: parameter.shape for name, parameter in blank_model(shape).named_parameters()}
-    tensors = restored(tensors, sizes, family, str(directory))
-    state = {"step": 0, "model": asdict(shape), "settings": {}, "documents": 2, "elapsed_seconds": 0.0}
-    state |= {"best_val_loss": None, "val_loss": None, "data_sha256": "", "imported": config.source}
-    state |= {"examples": "chats" if hub.read_template(directory) else None}
-    write_checkpoint(config.out / "checkpoints" / "step-00000000", state, tensors, {}, tokenizer.save)
+        raise UserError(f"{config.out}: already has checkpoints. Choose another folder.")
+    path = directory.find_directory(config.source)
+    source = str(path / "config.json")
+    hf_config = directory.read_object(path / "config.json")
+    family, settings = convert.from_hf_config(hf_config, source)
+    model_config = from_values(ModelConfig, settings, source)
+    tensors = directory.read_tensors(path)
+    if model_config.num_layers > len(tensors):
+        got = f"got {len(tensors)} for {model_config.num_layers:,} layers"
+        raise UserError(f"{source}: each layer must have tensors ({got}).")
+    name = config.tokenizer
+    tokenizer = named_tokenizer(name) if name else directory.read_tokenizer(path)
+    model = meta_model(model_config)
+    num_rows = len(model.token_embedding.weight)
+    if tokenizer.vocab_size > num_rows:
+        sizes = f"got {tokenizer.vocab_size:,} tokens, the model has {num_rows:,}"
+        raise UserError(f"--tokenizer: must be that of the model ({sizes}).")
+    shapes = {name: param.shape for name, param in model.named_parameters()}
+    params = convert.from_hf(tensors, shapes, family, str(path))
+    state = {
+        "step": 0,
+        "model": asdict(model_config),
+        "settings": {},
+        "documents": 2,
+        "elapsed_seconds": 0.0,
+        "best_val_loss": None,
+        "val_loss": None,
+        "data_sha256": "",
+        "imported": config.source,
+        "examples": "chats" if directory.read_template(path) else None,
+    }
+    checkpoint = config.out / "checkpoints" / "step-00000000"
+    write_checkpoint(checkpoint, state, params, {}, tokenizer.save)
 
 
-def held(config: ModelConfig, family: Family) -> ModelConfig:
-    """The same function in the family's words, with every setting said; some may still be what it can't hold."""
-    holds, changes = family.holds, {"scale_embeddings": False, "rope_base": config.rope_base or BASE}
-    changes |= {"num_kv_heads": config.num_groups, "head_dim": config.head_width, "d_ff": config.feed_forward_width}
-    changes |= {"norm_epsilon": config.epsilon}
-    if config.norm == "rmsnorm" and "weighted_rmsnorm" in holds["norm"]:  # its weights are 1
+def choose_family(config: ModelConfig, name: str) -> tuple[Family, ModelConfig]:
+    """Return the named family, or the first that supports the model; and the settings there.
+
+    Raises UserError, naming every unsupported setting, if there is none.
+    """
+    configs = {key: rewrite_config(config, family) for key, family in FAMILIES.items()}
+    unsupported = {key: unsupported_settings(configs[key], FAMILIES[key]) for key in FAMILIES}
+    supporting = [key for key in FAMILIES if not unsupported[key]]
+    if name == "auto":
+        name = min(FAMILIES, key=lambda key: len(unsupported[key]))
+    if unsupported[name]:
+        fix = f"Use --family {supporting[0]}." if supporting else "Train without, to export."
+        raise UserError(f"--family {name}: unsupported {', '.join(unsupported[name])}. {fix}")
+    return FAMILIES[name], configs[name]
+
+
+def rewrite_config(config: ModelConfig, family: Family) -> ModelConfig:
+    """Express the same function with the family's settings where it can, and no setting None."""
+    supports = family.supported_values()
+    changes: dict[str, Any] = {
+        "scale_embeddings": False,
+        "rope_base": config.rope_base or FREQUENCY_BASE,
+        "num_kv_heads": config.num_groups,
+        "head_dim": config.head_width,
+        "d_ff": config.feed_forward_width,
+        "norm_epsilon": config.epsilon,
+    }
+    if config.norm == "rmsnorm" and "weighted_rmsnorm" in supports["norm"]:
         changes["norm"] = "weighted_rmsnorm"
-    if config.position == "sinusoidal" and "learned" in holds["position"]:  # they become the table
+    if config.position == "sinusoidal" and "learned" in supports["position"]:
         changes["position"] = "learned"
-    if config.scale_embeddings and config.tie_embeddings and holds["norm"] != ("rmsnorm",):  # the head is not scaled
-        changes["tie_embeddings"] = False
-    if holds.get("bias") == (True,):  # those that are missing are 0
+    if config.scale_embeddings and config.tie_embeddings and "rmsnorm" not in supports["norm"]:
+        changes["tie_embeddings"] = False  # the head is not scaled
+    if supports.get("bias") == (True,):
         changes["bias"] = True
-    return replace(config, **changes, **({} if "dropout" in family.settings else {"dropout": 0.0}))
+    if "dropout" not in family.settings:
+        changes["dropout"] = 0.0
+    return replace(config, **changes)
 
 
-def choose_family(config: ModelConfig, asked: str) -> tuple[Family, ModelConfig]:
-    """The family asked for, or the first that holds the model; and the model in its words. ValueError if none does."""
-    shapes = {name: held(config, family) for name, family in FAMILIES.items()}
-    missed = {name: obstacles(shapes[name], family) for name, family in FAMILIES.items()}
-    able = [name for name in FAMILIES if not missed[name]]
-    name = asked if asked != "auto" else able[0] if able else min(missed, key=lambda one: len(missed[one]))
-    if missed[name]:
-        advice = f"take --family {able[0]}" if able else f"no family does; {name} comes nearest: train without"
-        raise UserError(f"{name} can't hold {', '.join(missed[name])}; {advice}")
-    return FAMILIES[name], shapes[name]
+def rewrite_params(model: GPT, config: ModelConfig) -> convert.Tensors:
+    """Compute the parameters of the same function with the settings of :func:`rewrite_config`."""
+    params: convert.Tensors = dict(model.named_parameters())
+    embedding = params["token_embedding.weight"]
+    if model.config.scale_embeddings:
+        params["token_embedding.weight"] = embedding * math.sqrt(config.d_model)
+    if model.config.norm == "rmsnorm" != config.norm:
+        params["token_embedding.weight"] = model.embedding_norm(params["token_embedding.weight"])
+    if model.config.position != config.position:
+        params["position_embedding.weight"] = model.positions(0, config.context_length)
+    if model.config.tie_embeddings != config.tie_embeddings:
+        params["head.weight"] = embedding
+    neutral = {  # the values of norm weights and biases that the model does without
+        name: torch.full(param.shape, float(name.endswith("norm.weight")))
+        for name, param in meta_model(config).named_parameters()
+    }
+    return neutral | params
 
 
-def folded(model: GPT, shape: ModelConfig) -> Tensors:
-    """The model's parameters in the form that :func:`held` gave its shape: the same function."""
-    given, config = dict(model.named_parameters()), model.config
-    embedding = given["token_embedding.weight"]
-    if config.scale_embeddings:
-        given["token_embedding.weight"] = embedding * math.sqrt(config.d_model)
-    if config.norm == "rmsnorm" != shape.norm:
-        given["token_embedding.weight"] = model.embedding_norm(given["token_embedding.weight"])
-    if config.position != shape.position:
-        given["position_embedding.weight"] = model.positions(0, config.context_length)
-    if config.tie_embeddings != shape.tie_embeddings:
-        given["head.weight"] = embedding
-    blank = blank_model(shape)
-    values = {name: torch.full(p.shape, blank.rules[name].mean) for name, p in blank.named_parameters()}
-    return {name: given.get(name, value) for name, value in values.items()}
-
-
-def blank_model(shape: ModelConfig) -> GPT:
-    """A model without values, for the names and shapes of its parameters."""
+def meta_model(config: ModelConfig) -> GPT:
+    """Build a model without values, for the names and shapes of its parameters."""
     with torch.device("meta"):
-        return GPT(shape)
+        return GPT(config)
 
 
 if __name__ == "__main__":

@@ -1,51 +1,48 @@
 """Turn text into data/<name>/: a tokenizer, memory-mapped token shards and a manifest.
 
 python prepare.py INPUT… [--tokenizer NAME] [--vocab-size N] [--out data/NAME] [--val-fraction F]
-python prepare.py PAIRS.jsonl --prompt-field A --completion-field B        examples: prompts, and what comes after them
-python prepare.py CHATS.jsonl --chat                                       examples: chats, and what the assistant says
-python prepare.py INPUT… --out data/NAME --part 3/16   the third of sixteen parts, each made on any machine
-python prepare.py --merge --out data/NAME              all parts → what one run without --part makes
-python prepare.py INPUT… --out data/NAME --ray local   the same by Ray: here, or on the cluster at an address
-python prepare.py --show data/NAME                     what is in there
+python prepare.py PAIRS.jsonl --prompt-field A --completion-field B   prompts with completions
+python prepare.py CHATS.jsonl --chat                                  chats
+python prepare.py INPUT… --ray local                                  on a Ray cluster
+python prepare.py --show data/NAME                                    describe a dataset
+
+A run that was interrupted continues when the same command is run again.
 """
 
-import contextlib
-import hashlib
-import io
+import json
 import os
 import re
-import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
+from annotated_types import Ge, Gt, Le, Lt
 
 from engine.core.cli import progress, run_command
 from engine.core.errors import UserError
-from engine.core.files import held_alone, to_json
+from engine.core.files import exclusive_lock
 from engine.core.settings import check_ranges, parse
-from engine.data.chat import chat_of, pair_of, special_names
-from engine.data.cluster import ray_cluster
-from engine.data.dataset import manifest_of
-from engine.data.encoding import make_dataset
-from engine.data.ledger import content_of
-from engine.data.parts import count_parts, find_parts, ledgers_of, merge_parts, parts_of, remove_parts
-from engine.data.readers import FIELDS, kind_of
-from engine.data.sources import Source, find_sources
-from engine.data.splits import Corpus
-from engine.data.summary import describe, format_duration
-from engine.data.tokenizer import LARGEST, PATTERNS, SMALLEST_BPE, AnyCharacter, Tokenizer, named_tokenizer
-from engine.data.tokenizer_training import bpe_tokenizer, char_tokenizer, shared_tokenizer
-from engine.data.writer import is_made, stamp_of
+from engine.data.chat import parse_chat, parse_pair, render_with_targets, special_token_names
+from engine.data.dataset import Examples, Tokens, is_up_to_date, open_dataset
+from engine.data.inputs.readers import KINDS_WITH_FIELDS, kind_of
+from engine.data.inputs.sources import Source, find_sources
+from engine.data.splits import Corpus, content_hash
+from engine.data.tokenizer import Tokenizer, named_tokenizer
+from engine.data.tokenizer_json import MAX_VOCAB_SIZE, SPLIT_PATTERNS
+from engine.data.tokenizer_training import MIN_BPE_VOCAB_SIZE, train_bpe_tokenizer, train_char_tokenizer
+from engine.data.writer import remove_work_folder, write_dataset
 
-PATTERN = "pairs"  # of a BPE trained on the text, unless the settings say otherwise
-TOKENIZER_BYTES = 2**27  # that a BPE is trained on, unless the settings say otherwise
-TRAINED = ("char", "bpe")  # tokenizers that are made from the text
-PARTS_PER_WORKER = 4  # with Ray: so many that none waits long for the last, and a lost one is no great loss
+DEFAULT_PATTERN = "pairs"
+DEFAULT_TOKENIZER_BYTES = 2**27
+TRAINED_TOKENIZERS = ("char", "bpe")
+MAX_TRAINER_CHARACTERS = 2**16  # given to the BPE trainer at a time, to limit its memory
+NUM_SAMPLE_TOKENS = 60  # of a split that are shown
+MIN_VOCABULARY_USE = 0.5  # less, of a large vocabulary, gets advice
+MIN_WARNED_VOCABULARY = 1000
 
 
 @dataclass(frozen=True)
@@ -53,299 +50,282 @@ class PrepareConfig:
     """Turn text into data/<name>/: a tokenizer, memory-mapped token shards and a manifest."""
 
     inputs: tyro.conf.Positional[tuple[str, ...]]
-    """Files of text, .jsonl or .ndjson, .csv, .parquet, but Parquet any of these as .gz, .zst or .xz too; folders;
-    addresses (https://, s3://, gs://, …); hf:NAME, a Hugging Face dataset on the hub or in a folder; - for standard
-    input; stdlib (the sources of Python's standard library); shakespeare (the tiny file, downloaded once)."""
-    # char, byte, bpe (trained on this text), a tiktoken encoding (gpt2, cl100k_base, …), or that of a path: a run, a
-    # dataset or a tokenizer.json.
+    """Files of text, .jsonl or .ndjson, .csv, .parquet, all but Parquet also as .gz, .zst or .xz;
+    folders; addresses (https://, s3://, gs://, …); hf:NAME, a Hugging Face dataset on the hub or
+    in a folder; - for standard input; stdlib (the sources of Python's standard library);
+    shakespeare (the tiny file, downloaded once)."""
     tokenizer: str = "bpe"
-    # How a BPE trained on this text cuts it into words; None: pairs. What is to become a GGUF file needs another: gpt2,
-    # llama3, qwen2 or smollm.
+    """char, byte, bpe (trained on this text), a tiktoken encoding (gpt2, cl100k_base, …), or the
+    path of a run, a dataset or a tokenizer.json."""
     pattern: str | None = None
-    # How many tokens a BPE trained on this text has; None: 1024 to 8192, up to the root of its bytes.
-    vocab_size: Annotated[int | None, f"at least {SMALLEST_BPE}, at most {LARGEST}"] = None
-    # Bytes of text that a BPE is trained on, from places spread over all of it; None: 128 MiB.
-    tokenizer_bytes: Annotated[int | None, "at least 1"] = None
-    out: Path | None = None  # The folder to make; None: data/ and the first input's name.
-    # How much is kept for validation: whole documents; of large ones, or if there are few, each one's tail.
-    val_fraction: Annotated[float, "above 0, below 1"] = 0.1
-    glob: str | None = None  # Which files of a folder to take, at any depth; None: all.
-    field: str | None = None  # The field, or column, that holds the text; None: text.
-    prompt_field: str | None = None  # For examples: the field with the prompt.
-    completion_field: str | None = None  # The field with the completion, which alone is learned.
-    # Each record is a chat, {"messages": [{"role": …, "content": …}, …]}: what the assistant says is learned.
+    """How a BPE trained on this text splits it into words; None: pairs. For export to GGUF choose
+    gpt2, llama3, qwen2 or smollm."""
+    vocab_size: Annotated[int | None, Ge(MIN_BPE_VOCAB_SIZE), Le(MAX_VOCAB_SIZE)] = None
+    """Tokens of a BPE trained on this text; None: 1024 to 8192, up to the root of its bytes."""
+    tokenizer_bytes: Annotated[int | None, Ge(1)] = None
+    """Bytes of text that a BPE is trained on; None: 128 MiB. Of more text, the beginning of each
+    unit of work is used."""
+    out: Path | None = None
+    """The folder to make; None: data/ and the first input's name."""
+    val_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
+    """Fraction for validation: whole documents; of large ones, or if there are few, the tails."""
+    glob: str | None = None
+    """Which files of a folder to take, at any depth; None: all."""
+    field: str | None = None
+    """The field or column that holds the text; None: text."""
+    prompt_field: str | None = None
+    """For examples: the field with the prompt."""
+    completion_field: str | None = None
+    """For examples: the field with the completion, which alone is learned."""
     chat: bool = False
-    hf_config: str | None = None  # The configuration of a Hugging Face dataset that has several.
-    hf_split: str | None = None  # The split of a Hugging Face dataset to take; None: train.
-    deduplicate: bool = False  # Leave out documents that are exact repeats of an earlier one.
-    sha256: str = ""  # What a download must hash to; it is then kept, and downloaded only once.
-    errors: Literal["strict", "replace"] = "strict"  # Refuse bytes that are not UTF-8, or put U+FFFD in their place.
-    force: bool = False  # Make it anew, and replace what other arguments, or other text, made there.
-    part: str | None = None  # Make only one part of the work, say 3/16, the third of sixteen, in a folder beside --out.
-    merge: bool = False  # Join all parts of --out to what one run without --part makes; it takes no input.
-    ray: str | None = None  # Have Ray make the parts, then merge: local, local:4 (workers), or a cluster's address.
-    show: Path | None = None  # Only print what is in this dataset; it takes no input.
+    """Each record is a chat, {"messages": [{"role": …, "content": …}, …]}; what the assistant
+    says is learned."""
+    hf_config: str | None = None
+    """The configuration of a Hugging Face dataset that has several."""
+    hf_split: str | None = None
+    """The split of a Hugging Face dataset; None: train."""
+    deduplicate: bool = False
+    """Leave out documents that repeat an earlier one exactly."""
+    sha256: str = ""
+    """The hash of a download, which is then kept and downloaded only once."""
+    errors: Literal["strict", "replace"] = "strict"
+    """Refuse bytes that are not UTF-8, or replace them by U+FFFD."""
+    force: bool = False
+    """Make the dataset again, and replace one made with other arguments or of other text."""
+    ray: str | None = None
+    """Encode on Ray: local, local:4 (workers), or the address of a cluster."""
+    show: Path | None = None
+    """Only describe this dataset."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prepare, merge or show as the command line says, and say what to do next."""
+    """Prepare or show, and print the next command."""
     config = parse(PrepareConfig, arguments)
     if config.show is not None:
         if config != PrepareConfig((), show=config.show):
-            raise UserError("--show takes a dataset and nothing else: python prepare.py --show data/NAME")
-        print(f"{describe(config.show)}\n{outlook(config.show)}")
+            raise UserError("--show: takes a dataset and nothing else. Leave the rest out.")
+        print(describe(config.show))
         return
-    out, changed = merge(config) if config.merge else prepare(config)
-    if not changed:
-        print(f"{out} is up to date: the same arguments and the same text made it. Nothing changed.")
-    if config.part:
-        print(f"Once all parts are there: python prepare.py --merge --out {out.parent.with_suffix('')}")
-        return
-    if config.merge:
-        print(f"Its parts are no longer needed: rm -r {parts_of(out)}")
-    if changed:
-        print(outlook(out))
+    out, is_new = prepare(config)
+    if is_new:
+        print(describe(out))
+    else:
+        print(f"{out} is up to date: nothing changed.")
     print(f"Train on it: python train.py --data {out} --out out/{out.name}")
 
 
 def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bool]:
-    """Make the dataset that the config describes, or a part; return its folder, and whether it had to be made.
+    """Make the dataset that the config describes. Returns its folder and whether it is new.
 
-    threads encode; None: one a core. Raises UserError for what can't be prepared. Until the end nothing is there, and
-    then all of it.
+    threads encode; None: one for each core. Raises UserError for what cannot be prepared.
     """
-    part, parts = check(config)
-    given = None if config.tokenizer in TRAINED else named_tokenizer(config.tokenizer)
-    whole = out = config.out or Path("data") / name_of(config.inputs[0])
+    check(config)
+    tokenizer = None
+    if config.tokenizer not in TRAINED_TOKENIZERS:
+        tokenizer = named_tokenizer(config.tokenizer)
+    out = config.out or Path("data") / name_of(config.inputs[0])
     with tempfile.TemporaryDirectory() as spool:
         corpus = Corpus(sources_of(config, Path(spool)), config.val_fraction)
-        origin, stretch = origin_of(corpus, config, given), corpus.stretch(part, parts)
-        if config.part:
-            origin |= {"part": f"{part}/{parts}", "listing": corpus.listing}
-            out = parts_of(whole) / f"{part}-of-{parts}"
-        if inside := [name for name in config.inputs if Path(name).resolve().is_relative_to(parts_of(whole).resolve())]:
-            raise UserError(
-                f"{inside[0]} lies in {parts_of(whole)}, which is for parts of {whole}; choose another --out"
-            )
-        if is_made(out, origin, config.force, corpus.stamp, lambda: corpus.content(*stretch)):
+        origin = origin_of(corpus, config, tokenizer)
+        if is_up_to_date(out, origin, config.force, corpus.version, lambda: content_hash(corpus.digests())):
+            remove_work_folder(out)
             return out, False
-        if config.ray:
-            by_ray(replace(config, out=out), given)
-            return out, True
-        with held_alone(out):
-            tokenizer = given or trained_tokenizer(corpus, config, origin, whole)
+        with exclusive_lock(out):
+            if tokenizer is None:
+                tokenizer = train_tokenizer(corpus, config, origin.get("separator", ""))
             if corpus.examples:
-                tokenizer = tokenizer.with_special(special_names(tokenizer, config.chat))
-            if config.deduplicate and not config.part:  # what is a repeat a merge knows
-                with apart(out) as other:
-                    origin |= {"part": "1/1", "listing": corpus.listing}
-                    make_dataset(parts_of(other) / "1-of-1", corpus, tokenizer, origin, stretch, threads)
-                    join(out, find_parts(other), corpus.stamp)
-            else:
-                make_dataset(out, corpus, tokenizer, origin, stretch, threads)
-    print(describe(out))
+                tokenizer = tokenizer.with_special(special_token_names(tokenizer, config.chat))
+            write_dataset(out, corpus, tokenizer, origin, threads, config.ray)
     return out, True
 
 
-@contextlib.contextmanager
-def apart(out: Path) -> Iterator[Path]:
-    """A path for a dataset that is gone afterwards, beside out."""
-    folder = out.resolve().with_name(f".{out.name}.apart")
-    shutil.rmtree(folder, ignore_errors=True)  # left by a kill
-    try:
-        yield folder / out.name
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def merge(config: PrepareConfig) -> tuple[Path, bool]:
-    """Join the parts of a dataset to what one run makes, byte for byte; return its folder, and whether it had to be.
-
-    Raises UserError for a part that is missing, damaged, or of other text or arguments than the first.
-    """
-    out = config.out
-    if out is None or config != PrepareConfig((), out=out, force=config.force, merge=True):
-        raise UserError("--merge needs --out, the dataset whose parts to join, and takes nothing else but --force")
-    parts = find_parts(out)
-    stamps = {stamp_of(part) or "" for part in parts}
-    stamp = stamps.pop() if len(stamps) == 1 else ""
-    if is_made(out, origin_of_whole(parts), config.force, stamp, lambda: content_of(ledgers_of(parts))):
-        return out, False
-    with held_alone(out):
-        join(out, parts, stamp)
-    print(describe(out))
-    return out, True
-
-
-def join(out: Path, parts: dict[Path, dict[str, Any]], stamp: str) -> None:
-    """Merge parts that are whole."""
-    total = sum(counts["tokens"] for found in parts.values() for counts in found["splits"].values())
-    origin = {"content": content_of(ledgers_of(parts))} | origin_of_whole(parts)
-    with progress("merging", total, unit=" tokens") as bar:
-        merge_parts(out, parts, origin, stamp, bar.update)
-
-
-def origin_of_whole(parts: dict[Path, dict[str, Any]]) -> dict[str, Any]:
-    """What a dataset is made from whose parts these are, but for the text."""
-    first = next(iter(parts.values()))["origin"]
-    return {key: value for key, value in first.items() if key not in ("part", "listing", "content")}
-
-
-def by_ray(config: PrepareConfig, given: Tokenizer | None) -> None:
-    """Have Ray make the parts that are not there yet, many at a time, and merge them."""
-    out = config.out.absolute()  # a worker may have another working directory
-    own = given and config.tokenizer != given.kind
-    tokenizer = str(Path(config.tokenizer).absolute()) if own else config.tokenizer
-    inputs = tuple(map(absolute, config.inputs))
-    whole = replace(config, ray=None, out=out, inputs=inputs, tokenizer=tokenizer)
-    with ray_cluster(config.ray) as (workers, run):
-        count = count_parts(out) or PARTS_PER_WORKER * workers
-        tasks = [replace(whole, part=f"{number}/{count}") for number in range(1, count + 1)]
-        with progress("parts", count, unit="") as bar:
-            for _ in run(prepare_part, tasks):
-                bar.update()
-    merge(PrepareConfig((), out=config.out, force=config.force, merge=True))
-    remove_parts(config.out)
-
-
-def absolute(name: str) -> str:
-    """An input, its path from the root if it has one."""
-    path = name.removeprefix("hf:")
-    if path in ("stdlib", "shakespeare") or not Path(path).exists():
-        return name
-    return name.removesuffix(path) + str(Path(path).absolute())  # a link's own name tells what it is
-
-
-def prepare_part(config: PrepareConfig) -> None:
-    """Make a part with one thread, and print nothing; force replaces one that is there only if it is another."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        try:
-            prepare(replace(config, force=False), threads=1)
-        except ValueError:
-            if not config.force:
-                raise
-            prepare(config, threads=1)
-
-
-def check(config: PrepareConfig) -> tuple[int, int]:
-    """Which part of how many to make: 1, 1 is all. Raises UserError for arguments that can't lead anywhere."""
+def check(config: PrepareConfig) -> None:
+    """Raise UserError for arguments that contradict each other."""
     if not config.inputs or "" in config.inputs:
-        advice = "give a file, a folder, an address, hf:NAME, - for standard input, stdlib or shakespeare"
-        raise UserError(f"no input: {advice}")
+        kinds = "a file, a folder, an address, hf:NAME, - for standard input, stdlib or shakespeare"
+        raise UserError(f"no input. Give {kinds}.")
     check_ranges(config)
-    of_bpe = {
+    bpe_flags = {
         "--vocab-size": config.vocab_size,
         "--pattern": config.pattern,
         "--tokenizer-bytes": config.tokenizer_bytes,
     }
-    for flag, value in of_bpe.items():
+    for flag, value in bpe_flags.items():
         if value is not None and config.tokenizer != "bpe":
-            raise UserError(f"{flag} {value} is for --tokenizer bpe; {config.tokenizer} has its own")
-    if config.pattern not in (None, *PATTERNS):
-        raise UserError(f"--pattern {config.pattern} is unknown; the known ones are {', '.join(PATTERNS)}")
+            raise UserError(f"{flag}: needs --tokenizer bpe (got {config.tokenizer}). Leave it out.")
+    if config.pattern not in (None, *SPLIT_PATTERNS):
+        names = ", ".join(SPLIT_PATTERNS)
+        raise UserError(f"--pattern: must be one of {names} (got {config.pattern}).")
     if (config.prompt_field is None) != (config.completion_field is None):
-        raise UserError("--prompt-field and --completion-field go together: give both, or --field for plain text")
-    given = {"--chat": config.chat or None, "--prompt-field": config.prompt_field, "--field": config.field}
-    if len(ways := [flag for flag, value in given.items() if value is not None]) > 1:
-        raise UserError(f"{' and '.join(ways)} exclude each other: a line is a chat, a pair, or text; give only one")
-    piped = any(name == "-" or Path(name).is_fifo() for name in config.inputs)
-    if config.ray and (config.part or piped):
-        other = "--part" if config.part else "a pipe"
-        raise UserError(f"--ray {config.ray} and {other} exclude each other: Ray's workers make all parts, from files")
-    match = re.fullmatch("([0-9]+)/([0-9]+)", "1/1" if config.part is None else config.part)
-    part, parts = map(int, match.groups()) if match else (0, 0)
-    if not 1 <= part <= parts:
-        raise UserError(f"--part is {config.part!r}; of three parts it must be 1/3, 2/3 or 3/3")
-    return part, parts
+        raise UserError("--prompt-field: needs --completion-field, and the reverse. Give both.")
+    record_flags = {
+        "--chat": config.chat,
+        "--prompt-field": config.prompt_field is not None,
+        "--field": config.field is not None,
+    }
+    used_flags = [flag for flag, is_used in record_flags.items() if is_used]
+    if len(used_flags) > 1:
+        raise UserError(f"{' and '.join(used_flags)}: exclude each other. Give one.")
+    has_pipe = any(name == "-" or Path(name).is_fifo() for name in config.inputs)
+    if config.ray and has_pipe:
+        raise UserError(f"--ray {config.ray}: its workers cannot read a pipe. Give files.")
 
 
 def sources_of(config: PrepareConfig, spool: Path) -> list[Source]:
-    """The files to read, and how. Raises UserError for what the fields, or a chat, can't be read from."""
-    turns_of = chat_of if config.chat else None
-    if config.prompt_field is not None:
-        turns_of = partial(pair_of, prompt_field=config.prompt_field, completion_field=config.completion_field)
-    of_hub = {"config": config.hf_config, "split": config.hf_split or "train"}
-    found = find_sources(config.inputs, config.glob, config.sha256, spool, **of_hub)
-    others = [source.name for source in found if not kind_of(source)]
-    if config.field is not None and len(others) == len(found):
-        raise UserError(f"--field {config.field} is for {FIELDS}, and no input has them")
-    if (config.hf_config or config.hf_split) and not any(name.startswith("hf:") for name in config.inputs):
-        raise UserError("--hf-config and --hf-split are of Hugging Face datasets, hf:NAME, and no input is one")
-    if turns_of and others:
+    """Find the files to read. Raises UserError for files that lack what the flags need."""
+    turns_of: Callable[[dict[str, Any]], Any] | None = parse_chat if config.chat else None
+    if config.prompt_field is not None and config.completion_field is not None:
+        turns_of = partial(
+            parse_pair,
+            prompt_field=config.prompt_field,
+            completion_field=config.completion_field,
+        )
+    split = config.hf_split or "train"
+    sources = find_sources(config.inputs, config.glob, config.sha256, spool, config.hf_config, split)
+    plain = [source.name for source in sources if not kind_of(source)]
+    if config.field is not None and len(plain) == len(sources):
+        raise UserError(f"--field {config.field}: needs {KINDS_WITH_FIELDS}. Leave it out.")
+    is_hub = any(name.startswith("hf:") for name in config.inputs)
+    if (config.hf_config or config.hf_split) and not is_hub:
+        raise UserError("--hf-config, --hf-split: no input is hf:NAME. Leave them out.")
+    if turns_of and plain:
         flag = "--chat" if config.chat else "--prompt-field"
-        advice = "leave it out, convert it, or choose a folder's files with --glob '*.jsonl'"
-        raise UserError(f"{flag} is for {FIELDS}, which {others[0]} is not; {advice}")
-    for folder in (name for name in config.inputs if config.glob is None and Path(name).is_dir()):
-        local = [source for source in found if source.fs is None and source.rows is None]
-        kinds = {kind_of(one) != "": one.name for one in local if Path(one.path).is_relative_to(folder)}
-        if len(kinds) > 1:
-            raise UserError(f"{folder} has both {kinds[True]}, with fields, and {kinds[False]}, without: see --glob")
-    how = {"field": config.field or "text", "errors": config.errors, "turns_of": turns_of}
-    return [replace(source, **how) for source in found]
+        advice = "Convert it, or choose files with --glob '*.jsonl'"
+        raise UserError(f"{flag}: needs {KINDS_WITH_FIELDS} (got {plain[0]}). {advice}.")
+    for name in config.inputs:
+        if config.glob is None and Path(name).is_dir():
+            check_folder(Path(name), sources)
+    field = config.field or "text"
+    return [replace(source, field=field, errors=config.errors, turns_of=turns_of) for source in sources]
+
+
+def check_folder(folder: Path, sources: list[Source]) -> None:
+    """Raise UserError for a folder of both plain text and records."""
+    names = {
+        bool(kind_of(source)): source.name
+        for source in sources
+        if isinstance(source.path, Path) and source.path.is_relative_to(folder.absolute())
+    }
+    if len(names) > 1:
+        kinds = f"records ({names[True]}) and plain text ({names[False]})"
+        raise UserError(f"{folder}: has both {kinds}. Choose with --glob.")
 
 
 def name_of(source: str) -> str:
-    """A dataset's name after its first input."""
+    """Return a dataset's name, given its first input."""
     if source == "-":
         return "stdin"
     path = re.sub(r"[*?#].*", "", source.removeprefix("hf:")).rstrip("/")
     return Path(os.path.abspath(path)).name.split(".")[0] or "text"
 
 
-def origin_of(corpus: Corpus, config: PrepareConfig, given: Tokenizer | None) -> dict[str, Any]:
-    """What a dataset is made from: two of the same origin are the same. given is a tokenizer that is not trained."""
+def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return the settings that, with the text, determine the dataset.
+
+    tokenizer is None if it is to be trained.
+    """
     name = config.tokenizer
-    if given and name != given.kind:  # a path, where another tokenizer may stand tomorrow
-        name = f"{given.kind} {hashlib.sha256(to_json(given.state()).encode()).hexdigest()}"
-    origin = {"tokenizer": name, "val_fraction": config.val_fraction}
-    if config.vocab_size:
-        origin["vocab_size"] = config.vocab_size
-    if config.pattern not in (None, PATTERN):
-        origin["pattern"] = config.pattern
-    if config.tokenizer_bytes not in (None, TOKENIZER_BYTES):
-        origin["tokenizer_bytes"] = config.tokenizer_bytes
-    reading = ("deduplicate", "field", "prompt_field", "completion_field", "hf_config", "hf_split")
-    origin |= {name: getattr(config, name) for name in reading if getattr(config, name)}
-    if config.errors != "strict":
-        origin["errors"] = config.errors
-    if corpus.examples:
-        origin["examples"] = "chats" if config.chat else "pairs"
-    elif not corpus.single and (given.end_of_text is None if given else config.tokenizer == "char"):
-        origin["separator"] = "\n"
-    if corpus.rule.few and not corpus.single:
-        origin["split"] = "few"
-    return origin
+    if tokenizer and name != tokenizer.kind:  # a path, whose tokenizer may change
+        name = f"{tokenizer.kind} {tokenizer.fingerprint}"
+    if config.tokenizer in TRAINED_TOKENIZERS:
+        has_end = config.tokenizer == "bpe"
+    else:
+        has_end = tokenizer is not None and tokenizer.end_of_text is not None
+    needs_separator = not (corpus.examples or corpus.single or has_end)
+    optional = {
+        "vocab_size": config.vocab_size,
+        "pattern": config.pattern if config.pattern != DEFAULT_PATTERN else None,
+        "tokenizer_bytes": config.tokenizer_bytes,
+        "deduplicate": config.deduplicate,
+        "field": config.field,
+        "prompt_field": config.prompt_field,
+        "completion_field": config.completion_field,
+        "hf_config": config.hf_config,
+        "hf_split": config.hf_split,
+        "errors": config.errors if config.errors != "strict" else None,
+        "examples": ("chats" if config.chat else "pairs") if corpus.examples else None,
+        "separator": "\n" if needs_separator else None,
+        "split": "few" if corpus.rule.few and not corpus.single else None,
+    }
+    if config.tokenizer_bytes == DEFAULT_TOKENIZER_BYTES:
+        del optional["tokenizer_bytes"]
+    settings = {key: value for key, value in optional.items() if value}
+    return {"tokenizer": name, "val_fraction": config.val_fraction, **settings}
 
 
-def trained_tokenizer(corpus: Corpus, config: PrepareConfig, origin: dict[str, Any], out: Path) -> Tokenizer:
-    """The tokenizer, char or bpe, that the config names, made from the corpus; a BPE once for all parts of out."""
+def train_tokenizer(corpus: Corpus, config: PrepareConfig, separator: str) -> Tokenizer:
+    """Make a char or BPE tokenizer from the text."""
     if config.tokenizer == "char":
-        is_apart = config.part or config.deduplicate
-        return AnyCharacter() if is_apart else char_tokenizer(corpus, origin.get("separator", ""))
-    settings = (config.tokenizer_bytes or TOKENIZER_BYTES, config.vocab_size, origin.get("pattern", PATTERN))
-    if not config.part:
-        return bpe_tokenizer(corpus, *settings)
-    what = [corpus.stamp or corpus.listing, {key: value for key, value in origin.items() if key != "part"}]
-    name = hashlib.sha256(to_json(what).encode()).hexdigest()[:16]
-    return shared_tokenizer(parts_of(out) / f"tokenizer-{name}.json", lambda: bpe_tokenizer(corpus, *settings))
+        return train_char_tokenizer(training_texts(corpus, None), separator)
+    texts = training_texts(corpus, config.tokenizer_bytes or DEFAULT_TOKENIZER_BYTES)
+    return train_bpe_tokenizer(texts, config.vocab_size, config.pattern or DEFAULT_PATTERN)
 
 
-def outlook(out: Path) -> str:
-    """How often a default run sees the training text, and how long its matrix products take here."""
-    from engine.training.budget import BATCH_SIZE, STEPS  # torch takes more memory than all that is done before
-    from engine.training.estimate import speed_here
-    from model import GPT, ModelConfig
+def training_texts(corpus: Corpus, max_bytes: int | None) -> Iterator[str]:
+    """Yield short strings of all text, or of a sample of about ``max_bytes``."""
+    total = min(max_bytes or corpus.bytes, corpus.bytes) if corpus.is_plain else None
+    with progress("training tokenizer", total) as bar:
+        for document in corpus.sample(max_bytes):
+            bar.update(len(document))
+            turns = [text for _, text in json.loads(document)] if corpus.examples else [document]
+            for text in turns:
+                for start in range(0, len(text), MAX_TRAINER_CHARACTERS):
+                    yield text[start : start + MAX_TRAINER_CHARACTERS]
 
-    shape, manifest = ModelConfig(), manifest_of(out)
-    counts = manifest["splits"]["train"]
-    epochs = (tokens := STEPS * BATCH_SIZE * shape.context_length) / max(1, counts["tokens"])
-    if "examples" in manifest["origin"]:
-        epochs = STEPS * BATCH_SIZE / counts["documents"]
-        tokens = epochs * counts["tokens"]
-    weights = GPT(replace(shape, vocab_size=1)).num_parameters + shape.d_model * manifest["vocab_size"]
-    speed, flops = speed_here(shape.d_model), 6 * weights * tokens  # Kaplan et al. 2020, section 2.1
-    time = f", about {format_duration(flops / speed)} of computing here" if speed else ""
-    return f"  a default run   {epochs:>16,.2f}  epochs in {STEPS:,} steps{time}"
+
+def describe(out: Path) -> str:
+    """Describe a dataset in lines. Raises UserError if there is none."""
+    dataset = open_dataset(out)
+    splits = dataset.manifest["splits"]
+    origin = dataset.manifest["origin"]
+    facts = dataset.manifest["facts"]
+    is_examples = "examples" in origin
+    what = "examples" if is_examples else "documents"
+    repeats = f"{facts['repeats']:,} of them exact repeats (see --deduplicate)"
+    if "dropped" in facts:
+        repeats = f"without {facts['dropped']:,} exact repeats"
+    rows = [
+        (what, facts["documents"], repeats if "dropped" in facts or facts["repeats"] else ""),
+        ("UTF-8 bytes", sum_counts(splits, "bytes"), "of the targets" if is_examples else ""),
+        ("tokens", sum_counts(splits, "tokens"), f"{facts['longest']:,} in the longest"),
+    ]
+    if is_examples:
+        rows.append(("targets", sum_counts(splits, "targets"), ""))
+    size = dataset.manifest["vocab_size"]
+    use = facts["vocabulary"] / size
+    is_rare = use < MIN_VOCABULARY_USE and size > MIN_WARNED_VOCABULARY
+    advice = "; --tokenizer bpe makes a smaller one, which trains faster" if is_rare else ""
+    kind = dataset.manifest["tokenizer"]["kind"]
+    rows.append(("vocabulary", size, f"{kind}, {use:.0%} of it used{advice}"))
+    for split, counts in splits.items():
+        note = f"{counts['documents']:,} {what}" + ("" if is_examples else " end here")
+        if split == "val" and origin.get("split") == "few" and not is_examples:
+            note += f": the last {100 * origin['val_fraction']:.3g}% of each"
+        rows.append((f"{split:<5} tokens", counts["tokens"], note))
+    lines = [f"  {name:<15}  {amount:>15,}  {note}".rstrip() for name, amount, note in rows]
+    for split in splits:
+        lines += describe_sample(split, dataset.tokenizer, getattr(dataset, split))
+    return "\n".join([f"{out}", *lines])
+
+
+def sum_counts(splits: dict[str, Any], name: str) -> int:
+    """Sum a count of all splits of a manifest."""
+    return sum(counts[name] for counts in splits.values())
+
+
+def describe_sample(split: str, tokenizer: Tokenizer, tokens: Tokens | Examples) -> list[str]:
+    """Show a few tokens of a split as text, or the first training example."""
+    if isinstance(tokens, Examples):
+        if split == "val":
+            return []
+        title = "  The first example, its targets between ⟦ and ⟧:"
+        text = render_with_targets(tokenizer, tokens.example(0))
+    else:
+        title = f"  From the middle of {split}:"
+        start = max(0, len(tokens) // 2 - NUM_SAMPLE_TOKENS // 2)
+        sample = tokenizer.decode(tokens[start : start + NUM_SAMPLE_TOKENS].tolist())
+        text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in sample)
+    return [title, *(f"    {line}" for line in text.split("\n"))]
 
 
 if __name__ == "__main__":

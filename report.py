@@ -1,13 +1,13 @@
-"""Make a page to look at of a run, or of several to compare: out/<run>/ → report.html.
+"""Write the page of a run, or of several to compare: out/<run>/ → report.html.
 
-python report.py out/NAME                     out/NAME/report.html, as the run makes it, with what its samples copy
-python report.py out/A out/B … [--out FILE]   compare.html beside out/A
+python report.py out/NAME                     out/NAME/report.html, with memorized passages
+python report.py out/A out/B … [--out FILE]   out/compare.html
 """
 
-from engine.core.cli import run_command, wait_briefly
+from engine.core.cli import run_command, tune_openmp_spinning
 
 if __name__ == "__main__":
-    wait_briefly("decode")  # before torch is loaded
+    tune_openmp_spinning("decode")  # before torch is loaded
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,105 +17,103 @@ import tyro
 
 from engine.core.errors import UserError
 from engine.core.settings import parse
-from engine.data.batches import fitting
+from engine.data.batches import drop_long_examples
 from engine.data.mixture import Mixture, as_paths, open_mixture
-from engine.report.memorization import SHORTEST, Place, copied, validation_texts
-from engine.report.page import attention_of, baseline_losses, describe_data, describe_run, write_page
-from engine.training.checkpoint import Checkpoint, load_model
-from engine.training.run_dir import find_checkpoint
-from model import GPT, ModelConfig
+from engine.report.baselines import mixture_baselines
+from engine.report.memorization import MIN_PASSAGE_BYTES, find_passages, sample_validation
+from engine.report.page import describe_data, describe_run, write_page
+from engine.report.samples import compute_attention
+from engine.training.checkpoint import load_model, open_checkpoint
+from engine.training.run_dir import find_checkpoint, list_checkpoints
 
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """Make a page to look at of a run, or of several to compare."""
+    """Write the page of a run, or of several to compare."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]  # Run folders: of one, all there is; of several, what differs.
-    out: Path | None = None  # The page; None: report.html in the run's folder, or compare.html beside the first.
+    runs: tyro.conf.Positional[tuple[Path, ...]]  # Run folders; several are compared.
+    out: Path | None = None  # The page. None: RUN/report.html, or compare.html beside the first.
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.runs:
-            raise UserError("give a run's folder, such as out/stdlib, or several to compare")
-        if self.out and (self.out.suffix != ".html" or not self.out.parent.is_dir()):
-            wrong = "is in no folder; make that first" if self.out.suffix == ".html" else "is a page; end it in .html"
-            raise UserError(f"--out {self.out} {wrong}")
+            raise UserError("runs: must name at least one folder. Give one, such as out/stdlib.")
+        if self.out and self.out.suffix != ".html":
+            raise UserError(f"--out: must end in .html (got {self.out}).")
+        if self.out and not self.out.parent.is_dir():
+            raise UserError(f"--out: the folder {self.out.parent} was not found. Create it first.")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Make the page that the command line says."""
-    config = parse(ReportConfig, arguments)
-    print(report(config))
+    """Write the page that the command line names, and print its path."""
+    print(report(parse(ReportConfig, arguments)))
 
 
 def report(config: ReportConfig) -> Path:
-    """Make the page; its path. Raises UserError for a folder that holds no run."""
-    first, *others = config.runs
-    if others:
-        runs = [describe_run(folder) for folder in config.runs]
-        path = config.out or first.resolve().parent / "compare.html"
+    """Write a page and return its path. Raises UserError for a folder that is not a run."""
+    first = config.runs[0]
+    if len(config.runs) == 1:
+        path = config.out or first / "report.html"
+        runs = [describe_fully(first)]
     else:
-        runs, path = [whole_run(first)], config.out or first / "report.html"
+        path = config.out or first.resolve().parent / "compare.html"
+        runs = [describe_run(folder) for folder in config.runs]
     write_page(runs, path)
     return path
 
 
-def whole_run(folder: Path) -> dict[str, Any]:
-    """All that can be shown of a run; its notes say what can't be, and why. Raises UserError if there is none."""
+def describe_fully(folder: Path) -> dict[str, Any]:
+    """Describe a run with its data and its model, and note what is missing.
+
+    Raises UserError if the folder is not a run.
+    """
     run = describe_run(folder)
     try:
-        dataset = dataset_of(run["settings"])
-        found, missing = checkpoint_of(folder)
-        if found and found.state["data_sha256"] != dataset.sha256:
-            raise UserError(f"{dataset.path} is not the text that it was trained on; prepare that again")
-        length, cut = run["settings"].get("context_length"), run["settings"].get("long_examples") == "cut"
-        trained_on = fitting(dataset, length, cut) if isinstance(length, int) else dataset
-        run |= {"data": describe_data(dataset), "baselines": baseline_losses(trained_on)}
-        run["copies"] = copies_of(run, dataset)
-        if missing:
-            raise missing
-        run["attention"] = attention_of(load_model(found, ModelConfig, GPT), dataset)
-    except ValueError as error:
-        run["notes"].append(f"The {'attention' if run['data'] else 'data'} can't be shown: {error}.")
+        data = open_data(run["settings"])
+        check_data(folder, data)
+        context_length = run["settings"].get("context_length")
+        cut = run["settings"].get("long_examples") == "cut"
+        run["data"] = describe_data(data)
+        run["memorization"] = describe_memorization(run["samples"], data)
+        run["baselines"] = mixture_baselines(drop_long_examples(data, context_length, cut))
+        run["attention"] = compute_attention(load_model(find_checkpoint(folder)), data)
+    except UserError as error:
+        missing = "attention" if run["data"] else "data"
+        run["notes"].append(f"The {missing} cannot be shown. {error}")
     return run
 
 
-def checkpoint_of(folder: Path) -> tuple[Checkpoint | None, ValueError | None]:
-    """The best checkpoint of a run; or why there is none."""
-    try:
-        return find_checkpoint(folder), None
-    except ValueError as error:
-        return None, error
+def open_data(settings: dict[str, Any]) -> Mixture:
+    """Open the data of a run. Raises UserError if it is not where the run found it."""
+    data = settings.get("data", [])
+    paths = as_paths(data if isinstance(data, list) else str(data), settings.get("mix"))
+    return open_mixture(paths, settings.get("mix"))
 
 
-def copies_of(run: dict[str, Any], dataset: Mixture) -> dict[str, Any] | None:
-    """What the last samples have word for word of the training text, and the yardstick: what validation text has."""
-    last = [one["text"] for one in run["samples"] if one["step"] == run["samples"][-1]["step"]]
-    texts = [text.encode(errors="replace").decode() for text in last]  # half a character is none
-    if not texts:
+def check_data(folder: Path, data: Mixture) -> None:
+    """Raise UserError if the newest checkpoint was trained on other data."""
+    for path in list_checkpoints(folder)[-1:]:
+        if open_checkpoint(path).state["data_sha256"] != data.sha256:
+            raise UserError(f"{data.path}: is not what the run was trained on. Prepare that again.")
+
+
+def describe_memorization(samples: list[dict[str, Any]], data: Mixture) -> dict[str, Any] | None:
+    """Find the passages of the last samples in the training text; for comparison, of validation."""
+    if not samples:
         return None
-    pieces = validation_texts(dataset.datasets, texts)
-    found = copied([*texts, *pieces], dataset.datasets)
-    longest = [max((one.length for one in runs), default=0) for runs in found[len(texts) :]]
-    yardstick = (
-        f"The yardstick, validation text in {len(pieces)} pieces as long as these samples: their longest runs have "
-        f"{', '.join(map(str, longest))} characters (0: none of {SHORTEST} bytes). So much is common; longer is copied."
+    last_step = samples[-1]["step"]
+    texts = [sample["text"] for sample in samples if sample["step"] == last_step]
+    texts = [text.encode(errors="replace").decode() for text in texts]  # no half characters
+    val_texts = sample_validation(texts, data.datasets)
+    passages, fraction = find_passages(texts + val_texts, data.datasets)
+    lengths = [max((length for _, length, _ in p), default=0) for p in passages[len(texts) :]]
+    note = (
+        f"For comparison, {len(lengths)} pieces of validation text of the same lengths: their "
+        f"longest such passages have {', '.join(map(str, lengths))} characters. "
+        f"Passages of less than {MIN_PASSAGE_BYTES} bytes are not counted."
     )
-    shown = [[(one.start, one.length, format_place(one.place)) for one in runs] for runs in found[: len(texts)]]
-    return {"samples": shown, "yardstick": yardstick}
-
-
-def format_place(place: Place) -> str:
-    """Where a run stands in the training data."""
-    document = "" if place.document is None else f"document {place.document:,}, "
-    return f"{document}byte {place.byte:,} of the text, token {place.token:,} of {place.shard.name}"
-
-
-def dataset_of(settings: dict[str, Any]) -> Mixture:
-    """The data that a run of these settings was trained on. Raises UserError if it is not where the run had it."""
-    data, mix = settings.get("data", []), settings.get("mix")
-    named = data if isinstance(data, list) and all(isinstance(one, str) for one in data) else [str(data)]
-    shares = mix if isinstance(mix, list) and all(isinstance(one, float) for one in mix) else None
-    return open_mixture(as_paths(named, shares), shares)
+    if fraction < 1:
+        note += f" Only {fraction:.2%} of the training text was searched."
+    return {"passages": passages[: len(texts)], "note": note}
 
 
 if __name__ == "__main__":

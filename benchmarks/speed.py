@@ -1,324 +1,311 @@
-"""How fast each stage is, beside its peers, in one run.
+"""Measure how fast each stage is, next to other projects, in one process.
 
-    python -m benchmarks.speed [train|attention|decode|prepare|data|cost|all] [--device cpu] [--nanogpt DIR]
+    python -m benchmarks.speed [STAGE] [--device cpu] [--nanogpt DIR]
 
-Contestants take turns, and medians are compared: a noisy machine is noisy for all of them. The last line is JSON.
+Contestants take turns and medians are compared, because a machine's load varies. The last line
+printed is JSON.
 """
 
-from engine.core.cli import run_command, wait_briefly
+from engine.core.cli import run_command, tune_openmp_spinning
 
 if __name__ == "__main__":
-    wait_briefly("decode")  # before torch is loaded
+    tune_openmp_spinning("decode")  # before torch is loaded
 
-import contextlib
 import dataclasses
-import importlib.util
+import itertools
 import json
 import resource
 import statistics
-import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import tyro
+from annotated_types import Ge, Le
 from torch import Tensor, nn
 
+from benchmarks import peers
 from engine.core.device import choose_device, choose_dtype, keep_freed_memory, mixed_precision
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
 from engine.core.settings import parse
 from engine.data.batches import Batches
-from engine.data.readers import read
-from engine.data.sources import find_sources, needed
-from engine.data.tokenizer import train_bpe
+from engine.data.tokenizer import BPETokenizer
+from engine.data.tokenizer_training import train_bpe_tokenizer
 from engine.generation.generate import generate
 from engine.nn.inference import for_decoding
-from engine.report.page import processor_name
-from engine.training.estimate import PEAK_FLOPS, Plan
-from engine.training.optimizer import Optimizer, OptimizerConfig
-from model import GPT, ModelConfig, MultiHeadAttention
+from engine.report.samples import processor_name
+from engine.training.optimizer import Optimizer, OptimizerConfig, with_default_rates
+from model import GPT, ModelConfig
 
-GPT2 = {"position": "learned", "norm": "layernorm", "activation": "gelu", "qk_norm": False}
-GPT2 |= {"tie_embeddings": True, "bias": True}
-SMALL = ModelConfig(vocab_size=65, context_length=256, num_layers=6, num_heads=6, d_model=384)
-BATCHES = 10_000  # that show whether loading keeps memory
-STAGES = Literal["all", "train", "attention", "decode", "prepare", "data", "cost"]
+SMALL_CONFIG = ModelConfig(65, context_length=256, num_layers=6, num_heads=6, d_model=384)
+GPT2_SETTINGS: dict[str, Any] = {
+    **{"position": "learned", "norm": "layernorm", "activation": "gelu", "qk_norm": False},
+    **{"tie_embeddings": True, "bias": True},
+}
+NUM_LOADED_BATCHES = 10_000
+NUM_NEW_TOKENS = 64
+PRESET_BATCH_SIZE = 64
+PIECE_CHARACTERS = 2**19  # encoded by a thread at a time
+Stage = Literal["train", "attention", "decode", "prepare", "data"]
+Call = Callable[[], Any]
+Batch = tuple[Tensor, Tensor]  # inputs and targets
+Rates = dict[str, float]
 
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Measure each stage beside its peers, in one run."""
+    """Measure each stage next to other projects, in one process."""
 
-    stage: tyro.conf.Positional[STAGES] = "all"  # The stage to measure.
-    device: str = "auto"  # cpu, cuda, mps, or auto: the best there is.
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # What training's matrix products compute in.
-    batch_size: Annotated[int, "at least 1, at most 1e6"] = 16  # Sequences in a training step.
-    rounds: Annotated[int, "at least 1"] = 10  # Turns that each contestant takes.
-    nanogpt: Path | None = None  # A clone of nanoGPT, to race it too.
+    stage: tyro.conf.Positional[Stage | Literal["all"]] = "all"  # The stage to measure.
+    device: str = "auto"  # cpu, cuda, mps, or auto: the best available.
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Of the matrix products in training.
+    batch_size: Annotated[int, Ge(1), Le(10**6)] = 16  # Sequences in a training step.
+    rounds: Annotated[int, Ge(1)] = 10  # Turns of each contestant.
+    nanogpt: Path | None = None  # A clone of nanoGPT, to measure it too.
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.nanogpt and not (self.nanogpt / "model.py").is_file():
-            raise UserError(f"--nanogpt {self.nanogpt} has no model.py; give the folder of a clone")
+            raise UserError(f"--nanogpt: model.py not found in {self.nanogpt}. Give a clone of it.")
         if self.nanogpt and self.stage not in ("all", "train"):
-            raise UserError(f"--nanogpt runs in the stage train, not in {self.stage}; leave it out")
+            raise UserError(f"--nanogpt: is for the stage train (got {self.stage}). Leave it out.")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure the stages that the command line names; the last line printed is JSON."""
+    """Measure the stages that the command line names."""
     config = parse(BenchConfig, arguments)
     bench = Bench(config, choose_device(config.device))
     keep_freed_memory()
-    print(f"{bench.device} ({bench.name}), {torch.get_num_threads()} threads, torch {torch.__version__}")
-    stages = STAGES.__args__[1:] if config.stage == "all" else (config.stage,)
+    versions = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
+    print(f"{bench.device} ({bench.device_name}), {versions}")
+    stages = get_args(Stage) if config.stage == "all" else [config.stage]
     print(json.dumps({stage: getattr(bench, stage)() for stage in stages}))
 
 
-def mean_loss(inputs: Tensor, targets: Tensor) -> Callable[[nn.Module], Tensor]:
-    """What one of our models is trained with: a function of the model."""
-    return lambda model: model(inputs, targets) / targets.numel()
-
-
-def fused_adamw(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-
-
-def show(title: str, unit: str, rows: dict[str, float], baseline: str) -> dict[str, float]:
-    """Print a table of rates, each also as a multiple of the baseline's; return the rates."""
+def print_rates(title: str, unit: str, rates: Rates, baseline: str) -> None:
+    """Print a table of rates, and each as a multiple of the baseline's."""
     print(f"\n{title}")
-    for name, rate in rows.items():
-        print(f"  {name:<44} {rate:>12,.1f} {unit}  {rate / rows[baseline]:>6.2f} ×")
-    return rows
+    for name, rate in rates.items():
+        print(f"  {name:<44} {rate:>12,.1f} {unit}  {rate / rates[baseline]:>6.2f} ×")
+
+
+def decode_greedily(model: Any, prompt: Tensor) -> None:
+    list(generate(model, prompt, NUM_NEW_TOKENS, temperature=0))
 
 
 class Bench:
-    """The stages, each a method that prints its table and returns the figures."""
+    """The stages; each prints a table and returns its figures."""
 
     def __init__(self, config: BenchConfig, device: torch.device):
-        self.config, self.device, self.cuda = config, device, device.type == "cuda"
-        self.name = torch.cuda.get_device_name(device) if self.cuda else processor_name()
-        self.dtype = choose_dtype(config.dtype, device, SMALL.d_model)
+        self.config = config
+        self.device = device
+        self.is_cuda = device.type == "cuda"
+        self.device_name = torch.cuda.get_device_name(device) if self.is_cuda else processor_name()
+        self.dtype = choose_dtype(config.dtype, device, SMALL_CONFIG.d_model)
 
-    def take_turns(self, contestants: dict[str, Callable[[], Any]], rounds: int | None = None) -> dict[str, float]:
-        """Median seconds of each contestant's call, after one call of each to warm up."""
+    def take_turns(self, contestants: dict[str, Call], num_rounds: int | None = None) -> Rates:
+        """Return the median seconds of each contestant, after one warmup call of each."""
         seconds: dict[str, list[float]] = {name: [] for name in contestants}
-        for round_number in range((rounds or self.config.rounds) + 1):
+        for round_number in range((num_rounds or self.config.rounds) + 1):
             for name, call in contestants.items():
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 call()
-                if self.cuda:
+                if self.is_cuda:
                     torch.cuda.synchronize(self.device)
                 if round_number:
-                    seconds[name].append(time.perf_counter() - begun)
+                    seconds[name].append(time.perf_counter() - start)
         return {name: statistics.median(times) for name, times in seconds.items()}
 
-    def step(self, model: nn.Module, loss_of: Callable, optimizer: Any, dtype: torch.dtype | None = None) -> Callable:
-        """A training step: forward in mixed precision, backward, clip, update."""
+    def random_batch(self, config: ModelConfig) -> Batch:
+        """Draw inputs and targets."""
+        shape = (self.config.batch_size, config.context_length + 1)
+        tokens = torch.randint(config.vocab_size or 0, shape, device=self.device)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def make_optimizer(self, model: GPT, name: Literal["muon", "adamw"]) -> Optimizer:
+        """Make the trainer's optimizer."""
+        config = with_default_rates(OptimizerConfig(optimizer=name), model.config.d_model)
+        return Optimizer(model, config, DistributedContext(0, 1, self.device), self.dtype)
+
+    def make_step(self, loss: Call, optimizer: Any, dtype: torch.dtype | None = None) -> Call:
+        """Make a training step: forward in mixed precision, backward, clip, update."""
 
         def step() -> None:
             with mixed_precision(dtype or self.dtype, self.device):
-                loss = loss_of(model)
-            loss.backward()
+                value = loss()
+            value.backward()
             if isinstance(optimizer, Optimizer):
                 optimizer.step(0, 1000)
-            else:
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
+                return
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            nn.utils.clip_grad_norm_(params, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
 
         return step
 
-    def optimizer(self, model: nn.Module, dtype: torch.dtype, kind: str = "muon") -> Optimizer:
-        return Optimizer(model, OptimizerConfig(optimizer=kind), DistributedContext(0, 1, self.device), dtype)
+    def make_model_step(self, model: GPT, batch: Batch, optimizer: Any) -> Call:
+        """Make a training step of a model of this project."""
+        if self.is_cuda:
+            model.compile()
+        return self.make_step(lambda: model(*batch) / batch[1].numel(), optimizer)
 
-    def batch(self, shape: ModelConfig) -> tuple[Tensor, Tensor]:
-        """Random inputs and targets."""
-        tokens = torch.randint(shape.vocab_size, (self.config.batch_size, shape.context_length + 1), device=self.device)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    def train(self) -> Rates:
+        """Compare training steps of one architecture, and the default recipe."""
+        config = dataclasses.replace(SMALL_CONFIG, **GPT2_SETTINGS)
+        batch = self.random_batch(config)
+        inputs, targets = batch
 
-    def train(self) -> dict[str, float]:
-        """The same architecture, batch and optimizer step, ours and Hugging Face's; and our default recipe."""
-        transformers = needed("transformers", "benchmarks.speed train", extra="dev")
-        shape = dataclasses.replace(SMALL, **GPT2)
-        inputs, targets = self.batch(shape)
+        def hf_loss() -> Tensor:
+            logits = hf_model(inputs, use_cache=False).logits.float()
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-        def ours(shape: ModelConfig, kind: str) -> Callable:
-            model = GPT(shape).to(self.device)
-            if self.cuda:
-                model.compile()
-            return self.step(model, mean_loss(inputs, targets), self.optimizer(model, self.dtype, kind))
-
-        def their_loss(model: nn.Module) -> Tensor:
-            return nn.functional.cross_entropy(model(inputs).logits.float().flatten(0, 1), targets.flatten())
-
-        sizes = {"n_positions": shape.context_length, "n_embd": shape.d_model, "n_layer": shape.num_layers}
-        sizes |= {"vocab_size": shape.vocab_size, "n_head": shape.num_heads, "use_cache": False}
-        none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **none)).to(self.device)
+        hf_model = peers.make_hf_gpt2(config).to(self.device)
+        gpt2 = GPT(config).to(self.device)
+        recipe = GPT(SMALL_CONFIG).to(self.device)
+        adamw = self.make_optimizer(gpt2, "adamw")
+        hf_adamw = peers.make_adamw(hf_model)
+        muon = self.make_optimizer(recipe, "muon")
         contestants = {
-            "ours, GPT-2's architecture, AdamW": ours(shape, "adamw"),
-            "Hugging Face GPT2LMHeadModel, AdamW": self.step(theirs, their_loss, fused_adamw(theirs)),
-            "ours, default recipe, Muon": ours(SMALL, "muon"),
+            "ours, GPT-2's architecture, AdamW": self.make_model_step(gpt2, batch, adamw),
+            "Hugging Face GPT2LMHeadModel, AdamW": self.make_step(hf_loss, hf_adamw),
+            "ours, default recipe, Muon": self.make_model_step(recipe, batch, muon),
         }
         if self.config.nanogpt:
-            contestants["nanoGPT as it ships"] = self.nanogpt_step(shape, inputs, targets)
+            nanogpt, optimizer = peers.make_nanogpt(self.config.nanogpt, config, self.device)
+            dtype = torch.bfloat16 if self.is_cuda else torch.float32  # as its train.py
+            nanogpt_step = self.make_step(lambda: nanogpt(*batch)[1], optimizer, dtype)
+            contestants["nanoGPT as it ships"] = nanogpt_step
         seconds = self.take_turns(contestants)
         rates = {name: inputs.numel() / time for name, time in seconds.items()}
-        size = f"{shape.num_layers} layers, {shape.d_model} wide, {len(inputs)} × {shape.context_length} tokens"
-        show(f"Training step: {size}, {self.dtype}", "tokens/s", rates, "Hugging Face GPT2LMHeadModel, AdamW")
-        if peak := next((peak for chip, peak in PEAK_FLOPS.items() if chip in self.name), None):
-            plan = Plan(lambda layers: GPT(dataclasses.replace(shape, num_layers=layers)), shape.num_layers)
-            used = rates["ours, GPT-2's architecture, AdamW"] * plan.flops_per_token() / peak
-            print(f"  model FLOP utilisation {used:.1%} of {peak / 1e12:.0f} TFLOP/s")
-            print(f"  peak memory {torch.cuda.max_memory_allocated(self.device) / 2**30:.1f} GiB")
-        return rates | {"muon share at 64": self.muon_share(seconds["ours, default recipe, Muon"])}
+        title = f"Training step of {tuple(inputs.shape)} tokens, {self.dtype}"
+        print_rates(title, "tokens/s", rates, "Hugging Face GPT2LMHeadModel, AdamW")
+        muon_fraction = self.measure_muon(seconds["ours, default recipe, Muon"])
+        return rates | {"muon share at 64": muon_fraction}
 
-    def nanogpt_step(self, shape: ModelConfig, inputs: Tensor, targets: Tensor) -> Callable:
-        """nanoGPT's own model and optimizer, in float32 on a CPU, as its train.py runs them there."""
-        specification = importlib.util.spec_from_file_location("nanogpt_model", self.config.nanogpt / "model.py")
-        module = importlib.util.module_from_spec(specification)
-        sys.modules["nanogpt_model"] = module
-        specification.loader.exec_module(module)
-        sizes = {"block_size": shape.context_length, "vocab_size": shape.vocab_size, "n_embd": shape.d_model}
-        sizes |= {"n_layer": shape.num_layers, "n_head": shape.num_heads, "dropout": 0.0, "bias": shape.bias}
-        with contextlib.redirect_stdout(sys.stderr):
-            model = module.GPT(module.GPTConfig(**sizes)).to(self.device)
-            optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), self.device.type)
-        model = torch.compile(model) if self.cuda else model
-        dtype = torch.bfloat16 if self.cuda else torch.float32
-        return self.step(model, lambda model: model(inputs, targets)[1], optimizer, dtype)
+    def measure_muon(self, step_seconds: float) -> float:
+        """Return the fraction of a step that Muon takes at the presets' batch size."""
+        model = GPT(SMALL_CONFIG).to(self.device)
+        optimizer = self.make_optimizer(model, "muon")
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        seconds = self.take_turns({"muon": optimizer.optimizers[0].step}, 5)["muon"]
+        scale = PRESET_BATCH_SIZE / self.config.batch_size  # of the other parts of a step
+        other_seconds = scale * max(0.0, step_seconds - seconds)
+        fraction = seconds / (seconds + other_seconds)
+        size = f"{PRESET_BATCH_SIZE} sequences"
+        print(f"  Muon takes {seconds * 1e3:.1f} ms, {fraction:.1%} of a step of {size}")
+        return fraction
 
-    def muon_share(self, step_seconds: float) -> float:
-        """The fraction of a default training step that Muon's update takes, here and at the preset's batch of 64."""
-        optimizer = self.optimizer(GPT(SMALL).to(self.device), self.dtype)
-        for parameter in optimizer.parameters.values():
-            parameter.grad = torch.randn_like(parameter)
-        none = torch.zeros((), device=self.device)
-        muon = self.take_turns({"muon": lambda: optimizer.optimizers[0].step(1e-3, none)}, 5)["muon"]
-        at_64 = muon / (muon + (step_seconds - muon) * 64 / self.config.batch_size)  # all else grows with the batch
-        print(f"  Muon takes {muon * 1e3:.1f} ms, {muon / step_seconds:.1%} of a step; {at_64:.1%} at a batch of 64")
-        return at_64
-
-    def attention(self) -> dict[str, float]:
-        """What the list of heads costs: whole training steps and decoding, against one joined matrix."""
-        inputs, targets = self.batch(SMALL)
-        steps, decoders = {}, {}
+    def attention(self) -> Rates:
+        """Compare the list of heads with one joined matrix, in training and in decoding."""
+        batch = self.random_batch(SMALL_CONFIG)
+        steps: dict[str, Call] = {}
+        decoders: dict[str, Call] = {}
         for name in ("list of heads", "one joined matrix"):
-            model = GPT(SMALL).to(self.device)
-            for block in model.blocks if name != "list of heads" else ():
-                block.attention = JoinedAttention(SMALL).to(self.device)
+            model = GPT(SMALL_CONFIG).to(self.device)
+            if name == "one joined matrix":
+                for block in model.blocks:
+                    block.attention = peers.JoinedAttention(SMALL_CONFIG).to(self.device)
             decoder = for_decoding(model, pack=False)
-            decoders[name] = lambda m=decoder: list(generate(m, inputs[:1, :1], 64, temperature=0))
-            if self.cuda:
-                model.compile()
-            steps[name] = self.step(model, mean_loss(inputs, targets), fused_adamw(model))
-        rates = {f"{name}, training": inputs.numel() / time for name, time in self.take_turns(steps).items()}
-        show(f"Heads, {SMALL.d_model} wide, {self.dtype}", "tokens/s", rates, "one joined matrix, training")
-        more = {f"{name}, decoding": 64 / time for name, time in self.take_turns(decoders).items()}
-        return rates | show("", "tokens/s", more, "one joined matrix, decoding")
+            decoders[f"{name}, decoding"] = partial(decode_greedily, decoder, batch[0][:1, :1])
+            steps[f"{name}, training"] = self.make_model_step(model, batch, peers.make_adamw(model))
+        num_tokens = batch[0].numel()
+        training = {name: num_tokens / time for name, time in self.take_turns(steps).items()}
+        turns = self.take_turns(decoders)
+        decoding = {name: NUM_NEW_TOKENS / time for name, time in turns.items()}
+        title = f"Heads, {SMALL_CONFIG.d_model} wide, {self.dtype}"
+        print_rates(title, "tokens/s", training, "one joined matrix, training")
+        print_rates(title, "tokens/s", decoding, "one joined matrix, decoding")
+        return training | decoding
 
-    def decode(self) -> dict[str, float]:
-        """GPT-2-124M's shape, greedy: ours beside Hugging Face generate; how the time grows; a batch of eight."""
-        transformers = needed("transformers", "benchmarks.speed decode", extra="dev")
-        shape = ModelConfig(vocab_size=50257, context_length=1024, num_layers=12, num_heads=12, d_model=768, **GPT2)
-        model = for_decoding(GPT(shape).to(self.device))
-        theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config()).to(self.device).eval()
-        theirs.generation_config.pad_token_id = 0
-        prompt = torch.randint(shape.vocab_size, (1, 8), device=self.device)
-        length = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False}
-        turns = {
-            "ours": lambda: list(generate(model, prompt, 64, temperature=0)),
-            "Hugging Face generate": lambda: theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **length),
-            "ours, batch of 8": lambda: list(generate(model, prompt.expand(8, -1), 64, temperature=0)),
+    def decode(self) -> Rates:
+        """Compare greedy decoding with GPT-2 124M's shape, also late in a text and in a batch."""
+        config = ModelConfig(50257, 1024, num_layers=12, num_heads=12, d_model=768, **GPT2_SETTINGS)
+        hf_model = peers.make_hf_gpt2(config).to(self.device).eval()
+        model: Any = for_decoding(GPT(config).to(self.device))
+        prompt = torch.randint(config.vocab_size or 0, (1, 8), device=self.device)
+        length = dict.fromkeys(("max_new_tokens", "min_new_tokens"), NUM_NEW_TOKENS)
+        options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, **length}
+        contestants: dict[str, Call] = {
+            "ours": partial(decode_greedily, model, prompt),
+            "Hugging Face generate": partial(hf_model.generate, prompt, **options),
+            "ours, batch of 8": partial(decode_greedily, model, prompt.expand(8, -1)),
         }
-        seconds = self.take_turns(turns, max(3, self.config.rounds // 2))
-        rates = {name: 64 * (8 if "8" in name else 1) / time for name, time in seconds.items()}
-        show("Decoding 64 tokens, GPT-2 124M's shape, float32", "tokens/s", rates, "Hugging Face generate")
-        gaps = np.diff([time.perf_counter() for _ in generate(model, prompt, 1010, temperature=0)])
-        early, late = float(np.median(gaps[24:88])), float(np.median(gaps[-64:]))
-        print(f"  a token takes {early * 1e3:.1f} ms near token 64 and {late * 1e3:.1f} ms near token 1,000")
-        return rates | {"ms near token 64": early * 1e3, "ms near token 1,000": late * 1e3}
+        seconds = self.take_turns(contestants, max(3, self.config.rounds // 2))
+        rates = {name: NUM_NEW_TOKENS / time for name, time in seconds.items()}
+        rates["ours, batch of 8"] *= 8
+        title = f"Decoding {NUM_NEW_TOKENS} tokens, GPT-2 124M's shape, float32"
+        print_rates(title, "tokens/s", rates, "Hugging Face generate")
+        times = [time.perf_counter() for _ in generate(model, prompt, 1010, temperature=0)]
+        milliseconds = 1e3 * np.diff(times)
+        early = float(np.median(milliseconds[24:88]))
+        late = float(np.median(milliseconds[-64:]))
+        print(f"  a token takes {early:.1f} ms near token 64 and {late:.1f} ms near token 1,000")
+        return rates | {"ms near token 64": early, "ms near token 1,000": late}
 
-    def prepare(self) -> dict[str, float]:
-        """Encoding the standard library: prepare.py's way beside bare tiktoken with as many threads."""
-        sources = find_sources(("stdlib",), None, "", Path())
-        text = "\n".join("".join(text.text for text in read(source)) for source in sources)
-        tokenizer, threads = train_bpe([text], 4096), torch.get_num_threads()
-        pieces = [text[i : i + 2**19] for i in range(0, len(text), 2**19)]
+    def prepare(self) -> Rates:
+        """Compare encoding of Python's standard library with tiktoken alone."""
+        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        text = "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+        num_threads = torch.get_num_threads()
+        starts = range(0, len(text), PIECE_CHARACTERS)
+        pieces = [text[start : start + PIECE_CHARACTERS] for start in starts]
+        tokenizer = train_bpe_tokenizer(pieces, 4096, "pairs")
+        assert isinstance(tokenizer, BPETokenizer)
 
-        def ours() -> None:
-            with ThreadPoolExecutor(threads) as pool:
+        def encode() -> None:
+            with ThreadPoolExecutor(num_threads) as pool:
                 list(pool.map(tokenizer.encode, pieces))
 
-        batch = tokenizer.encoding.encode_ordinary_batch
-        turns = {"ours": ours, "tiktoken": lambda: batch(pieces, num_threads=threads)}
-        seconds = self.take_turns(turns, max(3, self.config.rounds // 2))
-        rates = {name: len(text.encode()) / 1e6 / time for name, time in seconds.items()}
-        return show("Encoding with a BPE of 4,096 tokens", "MB/s", rates, "tiktoken")
-
-    def data(self) -> dict[str, float]:
-        """Assembling batches: alone, ahead of time beside a step, and its memory."""
-        tokens = np.random.default_rng(0).integers(0, 65, 10_000_000, dtype=np.uint16)
-        loader = Batches(tokens, SMALL.context_length, 1, self.config.batch_size, slice(None), self.device)
-        model, fixed, number = GPT(SMALL).to(self.device), loader.get(0), iter(range(10**9))
-        optimizer = fused_adamw(model)
-        turns = {
-            "with loading": self.step(model, lambda m: mean_loss(*loader.get(next(number)))(m), optimizer),
-            "without": self.step(model, mean_loss(*fixed), optimizer),
+        encode_batch = tokenizer.encoding.encode_ordinary_batch
+        contestants: dict[str, Call] = {
+            "ours": encode,
+            "tiktoken": partial(encode_batch, pieces, num_threads=num_threads),
         }
-        seconds = self.take_turns(turns)
-        rates = {name: fixed[0].numel() / time for name, time in seconds.items()}
-        show("Steps with and without loading data", "tokens/s", rates, "without")
-        before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-        for step in range(BATCHES):
-            loader.get(step)
-        each = (time.perf_counter() - begun) / BATCHES
+        seconds = self.take_turns(contestants, max(3, self.config.rounds // 2))
+        rates = {name: len(text.encode()) / 1e6 / time for name, time in seconds.items()}
+        print_rates("Encoding with a BPE of 4,096 tokens", "MB/s", rates, "tiktoken")
+        return rates
+
+    def data(self) -> Rates:
+        """Measure the assembly of batches: in a training step, alone, and its memory."""
+        tokens = np.random.default_rng(0).integers(0, 65, 10_000_000, dtype=np.uint16)
+        sizes = (SMALL_CONFIG.context_length, 1, self.config.batch_size)
+        batches = Batches(tokens, *sizes, slice(None), self.device)
+        fixed_batch = batches.get(0)
+        numbers = itertools.count()
+        model = GPT(SMALL_CONFIG).to(self.device)
+        optimizer = peers.make_adamw(model)
+
+        def loaded_loss() -> Tensor:
+            inputs, targets = batches.get(next(numbers))
+            return model(inputs, targets) / targets.numel()
+
+        steps = {
+            "with loading": self.make_step(loaded_loss, optimizer),
+            "without": self.make_model_step(model, fixed_batch, optimizer),
+        }
+        seconds = self.take_turns(steps)
+        rates = {name: fixed_batch[0].numel() / time for name, time in seconds.items()}
+        print_rates("Training steps with and without loading", "tokens/s", rates, "without")
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        start = time.perf_counter()
+        for step in range(NUM_LOADED_BATCHES):
+            batches.get(step)
+        batch_seconds = (time.perf_counter() - start) / NUM_LOADED_BATCHES
         growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
-        print(f"  a batch takes {each * 1e3:.3f} ms, {each / seconds['without']:.2%} of a step")
-        print(f"  peak memory has grown by {growth:.1f} MiB after {BATCHES:,} batches")
-        return rates | {"ms a batch": each * 1e3, "growth in MiB": growth}
-
-    def cost(self) -> dict[str, float]:
-        """How a step's time per token grows with context, width, depth and vocabulary; of as many tokens, if it can."""
-        base = dataclasses.replace(SMALL, num_layers=4, num_heads=4, d_model=256)
-        changes = [{"context_length": length} for length in (64, 256, 1024)]
-        changes += [{"context_length": length, "windows": (256,)} for length in (1024, 8192)]
-        changes += [{"d_model": width, "num_heads": width // 64} for width in (128, 256, 512)]
-        changes += [{"num_layers": layers} for layers in (2, 4, 8)] + [{"vocab_size": V} for V in (65, 4096, 50304)]
-        turns, counts = {}, {}
-        for change in changes:
-            shape = dataclasses.replace(base, **change)
-            dtype, rows = choose_dtype(self.config.dtype, self.device, shape.d_model), -(-4096 // shape.context_length)
-            tokens = torch.randint(shape.vocab_size, (2, rows, shape.context_length), device=self.device)
-            model = GPT(shape).to(self.device)
-            name = ", ".join(f"{key} {value}" for key, value in change.items() if key != "num_heads")
-            counts[name] = rows * shape.context_length
-            turns[name] = self.step(model, mean_loss(*tokens), self.optimizer(model, dtype), dtype)
-        seconds = self.take_turns(turns, max(3, self.config.rounds // 3))
-        print(
-            f"\nA step of 4,096 tokens: {base.num_layers} layers, {base.d_model} wide, context 256, vocabulary 65, but"
-        )
-        for name, time_taken in seconds.items():
-            print(f"  {name:<44} {time_taken / counts[name] * 1e6:>12,.1f} µs a token")
-        return seconds
-
-
-class JoinedAttention(MultiHeadAttention):
-    """The same attention with one joined query-key-value matrix in place of the heads' own."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__(config)
-        self.weight = nn.Parameter(super().join_heads()[0].detach().clone())
-        for head in self.heads:  # count as heads, hold nothing
-            head.query.weight = head.key.weight = head.value.weight = None
-
-    def join_heads(self) -> tuple[Tensor, None]:
-        return self.weight, None
+        print(f"  a batch takes {batch_seconds * 1e3:.3f} ms")
+        print(f"  peak memory grew by {growth:.1f} MiB in {NUM_LOADED_BATCHES:,} batches")
+        return rates | {"ms a batch": batch_seconds * 1e3, "growth in MiB": growth}
 
 
 if __name__ == "__main__":

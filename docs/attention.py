@@ -5,6 +5,7 @@ python docs/attention.py heads [--run out/stdlib]         each head's habits, an
 python docs/attention.py history [--steps 200 --seeds 1]  what each design choice since 2017 changed
 """
 
+import contextlib
 import math
 import sys
 import tempfile
@@ -17,21 +18,23 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 import tyro
+from annotated_types import Ge
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from engine.core.cli import run_command
 from engine.core.settings import parse, with_values
-from engine.data.chat import COMPLETION, PROMPT, encode_example, is_target, marked
+from engine.data.chat import COMPLETION, PROMPT, encode_example, is_target, render_with_targets
 from engine.data.dataset import Tokens, open_dataset
 from engine.data.tokenizer import ByteTokenizer, load_tokenizer
-from engine.generation.attention_maps import attention_maps, visible
+from engine.generation.attention_maps import attention_maps, token_label
 from engine.generation.pictures import save
-from engine.nn.attention import attend, band
+from engine.nn.attention import attend, causal_mask
+from engine.nn.positions import rotate
 from engine.training.checkpoint import load_model
 from engine.training.run_dir import find_checkpoint
-from model import GPT, ModelConfig, MultiHeadAttention, rotate
+from model import GPT, ModelConfig, MultiHeadAttention
 from train import TrainConfig, train
 
 TEXT = "class Queue:\n    def put(self, item):\n        self.items.append(item)\n        return self\n"
@@ -62,10 +65,10 @@ class AttentionConfig:
     habits: tuple[Literal["previous", "same", "line", "first"], ...] = tuple(HABITS)  # Whose best heads are drawn.
     text: str = TEXT  # What these heads read.
     out: Path = Path(__file__).parent  # The folder for the pictures.
-    steps: Annotated[int, "at least 11"] = 200  # Optimizer steps of each run of the history.
-    seeds: Annotated[int, "at least 1"] = 1  # How many runs each row of the history is the mean of.
-    layers: Annotated[int, "at least 1"] = 2  # The depth of the history's models.
-    width: Annotated[int, "at least 8"] = 64  # Their d_model; they have 4 heads.
+    steps: Annotated[int, Ge(11)] = 200  # Optimizer steps of each run of the history.
+    seeds: Annotated[int, Ge(1)] = 1  # How many runs each row of the history is the mean of.
+    layers: Annotated[int, Ge(1)] = 2  # The depth of the history's models.
+    width: Annotated[int, Ge(8)] = 64  # Their d_model; they have 4 heads.
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -88,8 +91,8 @@ def seeded(**shape: Any) -> GPT:
         std = parameter.shape[-1] ** -0.5
         if not parameter.any():
             nn.init.normal_(parameter, std=std)
-        elif model.rules[name].group == "matrix":
-            parameter.data *= std / model.rules[name].std
+        elif model.specs[name].group == "matrix":
+            parameter.data *= std / model.specs[name].std
     return model
 
 
@@ -132,7 +135,7 @@ def list_of_heads() -> str:
     """The most that any output of the joined heads differs from the loop over them, and from PyTorch's own."""
     ours: MultiHeadAttention = seeded(num_heads=4, position="learned", qk_norm=False).blocks[0].attention
     theirs = nn.MultiheadAttention(128, 4, bias=False, batch_first=True, dtype=torch.float64)
-    theirs.in_proj_weight.data, theirs.out_proj.weight = ours.join_heads()[0].data, ours.projection.weight
+    theirs.in_proj_weight.data, theirs.out_proj.weight = ours.fused_qkv.concatenate()[0].data, ours.projection.weight
     x, hidden = torch.randn(2, 10, 128, dtype=torch.float64), torch.ones(10, 10, dtype=torch.bool).triu(1)
     joined, pytorch = ours(x, None), theirs(x, x, x, attn_mask=hidden, need_weights=False)[0]
     pairs = {"the loop over the list": ours.loop(x, None), "nn.MultiheadAttention": pytorch}
@@ -142,7 +145,8 @@ def list_of_heads() -> str:
 def cross() -> str:
     """Attention of a completion to prompt and completion, put together from attention to each."""
     query, key, value = torch.randn(3, 1, 1, 12, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    scores = (query @ key.mT / 4).masked_fill(~band(12, 12), -math.inf)[..., 8:, :]  # of the last four: the completion
+    scores = (query @ key.mT / 4).masked_fill(~causal_mask(12, 12), -math.inf)
+    scores = scores[..., 8:, :]  # of the last four: the completion
     parts = [(scores[..., some].softmax(-1) @ value[..., some, :]) for some in (slice(0, 8), slice(8, 12))]
     share = scores.softmax(dim=-1)[..., :8].sum(dim=-1, keepdim=True)
     off = (attend(query, key, value)[..., 8:, :] - (share * parts[0] + (1 - share) * parts[1])).abs().max()
@@ -154,7 +158,8 @@ def examples() -> str:
     """An example as it is learned: what counts as a target stands between the brackets."""
     tokenizer, turns = ByteTokenizer(), [(PROMPT, "the 9th of June 1999\n"), (COMPLETION, "1999-06-09")]
     example = encode_example(tokenizer, turns)
-    return f"{marked(tokenizer, example)}\ntokens  {len(example)}\ntargets that count  {is_target(example).sum()}"
+    rendered = render_with_targets(tokenizer, example)
+    return f"{rendered}\ntokens  {len(example)}\ntargets that count  {is_target(example).sum()}"
 
 
 def positions() -> str:
@@ -173,7 +178,7 @@ def positions() -> str:
 
 def window() -> str:
     """Attention to the last two positions alone, and how many scores windows save."""
-    seen = [f"{band(2048, 2048, last).sum().item():,}" for last in (0, 256)]
+    seen = [f"{causal_mask(2048, 2048, last).sum().item():,}" for last in (0, 256)]
     return f"{mask(2)}\nscores of 2,048 tokens: {seen[0]}, in windows of 256: {seen[1]}"
 
 
@@ -204,7 +209,7 @@ def dropout() -> str:
     """What dropout leaves of one row of equal weights."""
     torch.manual_seed(0)
     zeros, value = torch.zeros(1, 10_000, 10, 10), torch.eye(10).expand(1, 10_000, 10, 10)
-    rows = attend(zeros, zeros, value, dropout=0.1)[0, :, -1]  # (10,000, 10) weights
+    rows = attend(zeros, zeros, value, dropout_p=0.1)[0, :, -1]  # (10,000, 10) weights
     return (
         f"dropped {(rows == 0).float().mean():.2f}, others 0.100 → {rows.max():.3f}, mean sum {rows.sum(-1).mean():.2f}"
     )
@@ -244,12 +249,12 @@ def score_heads(model: GPT, tokens: Tokens, texts: Sequence[str], windows: int =
 def heads(config: AttentionConfig) -> str:
     """A table of every head's habits, and a picture of the best head of each that is asked for."""
     found = find_checkpoint(config.run)
-    model, tokenizer = load_model(found, ModelConfig, GPT), load_tokenizer(found.path / "tokenizer.json")
+    model, tokenizer = load_model(found), load_tokenizer(found.path / "tokenizer.json")
     data = open_dataset(config.data or Path(found.state["settings"]["data"][0]))
     texts = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
     scores, alike = score_heads(model, data.val, texts)
     tokens = torch.from_numpy(tokenizer.encode(config.text).astype(np.int64))[: model.config.context_length]
-    names = [visible(tokenizer, token) for token in tokens.tolist()]
+    names = [token_label(tokenizer, token) for token in tokens.tolist()]
     maps, where = attention_maps(model, tokens), habits(tokens, texts)
     named = {f"layer {i + 1}, head {j + 1}": scores[:, i, j] for i, j in np.ndindex(scores.shape[1:])}
     cells = [[name, *(f"{score:.3f}" for score in its)] for name, its in (named | {"all alike": alike}).items()]
@@ -269,7 +274,7 @@ def draw(weights: Tensor, where: Tensor, names: list[str], title: str, path: Pat
 
     figure = Figure(figsize=(7.5, 6.8), layout="constrained")
     axes = figure.add_subplot(xlabel="looked at", ylabel="looks", title=title)
-    image = axes.imshow(weights.masked_fill(~band(*weights.shape), math.nan).numpy(), "cividis", vmin=0, vmax=1)
+    image = axes.imshow(weights.masked_fill(~causal_mask(*weights.shape), math.nan).numpy(), "cividis", vmin=0, vmax=1)
     rows, looked_at = where.nonzero(as_tuple=True)
     axes.scatter(looked_at, rows, 45, marker="s", facecolors="none", edgecolors="#d55e00", label="this habit")
     for axis, angle in ((axes.xaxis, 90), (axes.yaxis, 0)):
@@ -290,7 +295,8 @@ def history(config: AttentionConfig) -> str:
         for seed in range(1, config.seeds + 1):
             with tempfile.TemporaryDirectory() as folder:
                 own = {"seed": seed, "out": Path(folder) / "run"}
-                losses.append(train(with_values(TrainConfig(), values | own)).val_loss)
+                with contextlib.redirect_stdout(sys.stderr):
+                    losses.append(train(with_values(TrainConfig(), values | own)).val_loss)
         flags = [f"--no-{k}" if v is False else f"--{k}" if v is True else f"--{k} {v}" for k, v in change.items()]
         shown, loss = f"`{' '.join(flags).replace('_', '-')}`" if flags else "", fmean(losses)
         lines.append(f"| {said} | {shown} | {loss:.3f} | {'' if before is None else f'{loss - before:+.3f}'} |")

@@ -23,14 +23,13 @@ from prepare import PrepareConfig, prepare
 
 LONG = (
     "test_distributed",
-    "test_states",
     "test_train",
     "test_kernels",
     "test_readme",
     "test_huggingface",
     "test_kills",
 )
-LONG += ("test_estimate", "test_prepare", "test_dates", "test_tokenizer", "test_cluster", "test_sample", "test_speed")
+LONG += ("test_estimate", "test_prepare", "test_dates", "test_tokenizer", "test_sample", "test_speed")
 LONG += ("test_trust", "test_generate")
 
 

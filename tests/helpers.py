@@ -8,7 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
+from tokenizers import decoders, models, processors, trainers
+from tokenizers.pre_tokenizers import Metaspace
 
 import train
 from engine.core.cli import run_command
@@ -16,7 +19,9 @@ from engine.core.files import sha256
 from engine.core.settings import load_settings
 from engine.training.callbacks import MetricsFile
 from engine.training.checkpoint import Checkpoint, open_checkpoint
+from engine.training.config import TrainConfig
 from engine.training.run_dir import list_checkpoints
+from engine.training.trainer import Callback, Trainer
 from model import GPT, ModelConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,6 +31,24 @@ SHARED = ROOT.parent / "shared"
 def numbers_text(count: int) -> str:
     """A text that is quickly learned: one number is followed by the next."""
     return "".join(f"{number} is followed by {number + 1}.\n" for number in range(count))
+
+
+def train_sentencepiece(texts: list[str]) -> tokenizers.Tokenizer:
+    """A Unigram with byte fallback and Metaspace, as models that use SentencePiece have it."""
+    special = ["<unk>", "<s>", "</s>"]
+    trained = tokenizers.Tokenizer(models.Unigram())
+    trained.pre_tokenizer = Metaspace(prepend_scheme="first")
+    options: dict[str, Any] = {"special_tokens": special, "unk_token": "<unk>", "show_progress": False}
+    trained.train_from_iterator(texts, trainers.UnigramTrainer(vocab_size=500, **options))
+    document = json.loads(trained.to_str())
+    document["model"]["vocab"] += [[f"<0x{byte:02X}>", -100.0] for byte in range(256)]
+    document["model"]["byte_fallback"] = True
+    made = tokenizers.Tokenizer.from_str(json.dumps(document))
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.post_processor = processors.TemplateProcessing("<s> $0", None, [("<s>", 1)])
+    return made
 
 
 SMALL = ModelConfig(vocab_size=37, context_length=16, num_layers=2, num_heads=3, d_model=24)
@@ -59,8 +82,8 @@ def randomised(config: ModelConfig, seed: int = 0) -> GPT:
 
 
 def newest_checkpoint(run: Path) -> Checkpoint:
-    """The newest checkpoint of a run; ValueError if it is not whole."""
-    return open_checkpoint(list_checkpoints(run)[-1])
+    """Return the newest checkpoint of a run. Raises UserError if a file of it is corrupted."""
+    return open_checkpoint(list_checkpoints(run)[-1]).verify()
 
 
 def same_checkpoint(one: Checkpoint, other: Checkpoint) -> bool:
@@ -89,25 +112,27 @@ def tiny(data: Path, out: Path, *flags: object) -> list[str]:
     return list(map(str, ["--data", data, "--out", out, *TINY, *flags]))
 
 
-class Undrawn(MetricsFile):
+class MetricsWithoutPlot(MetricsFile):
     """Writes every record, and draws nothing: a picture takes longer than ten steps."""
 
-    def recorded(self, run: Any, record: dict[str, Any]) -> None:
+    def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
         with unittest.mock.patch("engine.training.callbacks.draw_loss"):
-            super().recorded(run, record)
+            super().on_record(trainer, record)
 
 
 def train_tiny(
     data: Path,
     out: Path,
     *flags: object,
-    observers: Sequence[Any] = (),
-    stop: Callable[[], bool] = lambda: False,
-) -> train.Run:
-    """A tiny run in this process, which writes its metrics too; the observers are told after that."""
-    config = load_settings(train.TrainConfig, tiny(data, out, *flags))
-    watching = [Undrawn(), *observers, *([stop] if hasattr(stop, "stepped") else [])]
-    return train.train(config, observers=watching, stop=stop)
+    callbacks: Sequence[Callback] = (),
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Trainer:
+    """Train a tiny model in this process, with metrics; the callbacks are called after the metrics are written."""
+    config = load_settings(TrainConfig, tiny(data, out, *flags))
+    all_callbacks = [MetricsWithoutPlot(), *callbacks]
+    if isinstance(should_stop, Callback):
+        all_callbacks.append(should_stop)
+    return train.train(config, callbacks=all_callbacks, should_stop=should_stop)
 
 
 def assert_same_run(one: Path, other: Path) -> None:

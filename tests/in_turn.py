@@ -31,19 +31,23 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import train
-from engine.core.distributed import load, local, processes
+from engine.core.distributed import init_distributed
 from engine.core.files import to_json
 from engine.core.settings import load_settings
+from engine.core.sharding import load_parameters, local
 from engine.data.batches import Batches
 from engine.data.dataset import Examples
-from engine.nn.loss import IGNORED
-from engine.training import callbacks as observers
-from engine.training.callbacks import MetricsFile
+from engine.nn.loss import IGNORE_INDEX
+from engine.training import callbacks as callbacks_module
+from engine.training import trainer as trainer_module
+from engine.training.callbacks import MetricsFile, print_summary
+from engine.training.config import TrainConfig
+from engine.training.trainer import Callback, Trainer
 
 ROWS, LENGTH = 12, 16  # of the batches that are masked
 WATCHED = 3  # the step, counted from 1, that is watched
 PATIENCE = 120  # seconds that all runs of a line may take
-observers.SAMPLE_TOKENS = 3  # each is a round of messages
+callbacks_module.FINAL_SAMPLE_TOKENS = 3  # each is a round of messages
 
 
 def masks() -> dict[str, Tensor]:
@@ -65,34 +69,34 @@ def masks() -> dict[str, Tensor]:
 class Records(MetricsFile):
     """Writes every record to metrics.jsonl, on the first process, and draws nothing."""
 
-    def started(self, run: Any) -> None:
-        if run.world.is_main_process:
-            super().started(run)
+    def on_train_start(self, trainer: Trainer) -> None:
+        if trainer.dist.is_main_process:
+            super().on_train_start(trainer)
 
-    def recorded(self, run: Any, record: dict[str, Any]) -> None:
-        if run.world.is_main_process:
+    def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        if trainer.dist.is_main_process:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(f"{to_json(record)}\n")
 
 
-class Stopper:
+class Stopper(Callback):
     """On the last process only: asks to stop after a step, or after another one hangs."""
 
     def __init__(self, step: int | None, hanging: int | None):
         self.step, self.hanging, self.asked = step, hanging, False
 
-    def stepped(self, run: Any) -> None:
-        if run.world.rank == run.world.size - 1:
-            self.asked = run.step == self.step
-            if run.step == self.hanging:
+    def on_step(self, trainer: Trainer) -> None:
+        if trainer.dist.rank == trainer.dist.size - 1:
+            self.asked = trainer.step == self.step
+            if trainer.step == self.hanging:
                 os.kill(os.getpid(), signal.SIGSTOP)
 
 
-class Gradients:
+class Gradients(Callback):
     """Whose ``note`` is called before the optimizers move the parameters, while the gradients are there."""
 
-    def started(self, run: Any) -> None:
-        self.parameters, first = run.optimizer.parameters, run.optimizer.optimizers[0]
+    def on_train_start(self, trainer: Trainer) -> None:
+        self.parameters, first = trainer.optimizer.parameters, trainer.optimizer.optimizers[0]
         move = first.step
 
         def step(*how: Any) -> None:
@@ -111,8 +115,8 @@ class Watcher(Gradients):
     def __init__(self):
         self.seen = {"parameters": 0, "gradients": 0}
 
-    def recorded(self, run: Any, record: dict[str, Any]) -> None:
-        if run.step == WATCHED - 1:
+    def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        if trainer.step == WATCHED - 1:
             self.profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
             self.profiler.start()
             self.seen |= {"parameters": 0, "gradients": 0}
@@ -122,12 +126,12 @@ class Watcher(Gradients):
             self.seen["parameters"] += local(parameter).nbytes
             self.seen["gradients"] += local(parameter.grad).nbytes
 
-    def stepped(self, run: Any) -> None:
-        if run.step == WATCHED:
+    def on_step(self, trainer: Trainer) -> None:
+        if trainer.step == WATCHED:
             self.profiler.stop()
             events = [event for event in self.profiler.events() if event.name.startswith("gloo:")]
             self.seen["messages"] = [(event.name.removeprefix("gloo:"), event.input_shapes[0]) for event in events]
-            self.seen["optimizer"] = sum(local(value).nbytes for value in run.optimizer.state().values())
+            self.seen["optimizer"] = sum(local(value).nbytes for value in trainer.optimizer.state().values())
 
 
 class Masked(Gradients):
@@ -136,41 +140,50 @@ class Masked(Gradients):
     OUT.seen/s.safetensors has the batch of step s, counted from 1, and the gradient of all processes together.
     """
 
-    def started(self, run: Any) -> None:
-        super().started(run)
-        settings = (LENGTH, run.config.seed, ROWS, slice(0, ROWS), run.world.device)
-        self.whole, self.rows, self.digest = Batches(run.dataset.train, *settings), run.world.slice(ROWS), 0
+    def on_train_start(self, trainer: Trainer) -> None:
+        super().on_train_start(trainer)
+        settings = (LENGTH, trainer.config.seed, ROWS, slice(0, ROWS), trainer.dist.device)
+        self.whole, self.rows, self.digest = Batches(trainer.data.train, *settings), trainer.dist.rank_slice(ROWS), 0
         torch.manual_seed(1)
-        load(run.model, [(name, 0.2 * torch.randn(parameter.shape)) for name, parameter in self.parameters.items()])
-        run.batches = self
+        load_parameters(
+            trainer.model, [(name, 0.2 * torch.randn(parameter.shape)) for name, parameter in self.parameters.items()]
+        )
+        trainer.batches = self
 
     def get(self, step: int) -> tuple[Tensor, Tensor]:
         inputs, targets = self.whole.get(step)
         if not isinstance(self.whole.tokens, Examples):
-            targets = torch.where(list(masks().values())[step], targets, IGNORED)
+            targets = torch.where(list(masks().values())[step], targets, IGNORE_INDEX)
         self.batch = {"inputs": inputs, "targets": targets}
         return inputs[self.rows], targets[self.rows]
 
     def note(self) -> None:
         self.gradients = {name: parameter.grad.clone() for name, parameter in self.parameters.items()}
 
-    def stepped(self, run: Any) -> None:
-        kept = run.world.gather_full(self.gradients)
-        if run.world.is_main_process:
-            safetensors.torch.save_file(kept | self.batch, folder_of(run.config.out) / f"{run.step}.safetensors")
+    def on_step(self, trainer: Trainer) -> None:
+        kept = trainer.dist.gather_full(self.gradients)
+        if trainer.dist.is_main_process:
+            safetensors.torch.save_file(
+                kept | self.batch, folder_of(trainer.config.out) / f"{trainer.step}.safetensors"
+            )
 
 
-class Holder:
+class Holder(Callback):
     """Writes all weights and optimizer state, gathered, to OUT.seen/s-resumed.safetensors, s steps being done."""
 
-    def started(self, run: Any) -> None:
-        self.note(run, "resumed")
+    def on_train_start(self, trainer: Trainer) -> None:
+        self.note(trainer, "resumed")
 
-    def note(self, run: Any, when: str) -> None:
-        states = (run.model.state_dict(), {f"{key} of the optimizer": x for key, x in run.optimizer.state().items()})
-        model, optimizer = (run.world.gather_full(state) for state in states)
-        if run.world.is_main_process:
-            safetensors.torch.save_file(model | optimizer, folder_of(run.config.out) / f"{run.step}-{when}.safetensors")
+    def note(self, trainer: Trainer, when: str) -> None:
+        states = (
+            trainer.model.state_dict(),
+            {f"{key} of the optimizer": x for key, x in trainer.optimizer.state().items()},
+        )
+        model, optimizer = (trainer.dist.gather_full(state) for state in states)
+        if trainer.dist.is_main_process:
+            safetensors.torch.save_file(
+                model | optimizer, folder_of(trainer.config.out) / f"{trainer.step}-{when}.safetensors"
+            )
 
 
 def folder_of(out: Path) -> Path:
@@ -181,29 +194,29 @@ def folder_of(out: Path) -> Path:
 def play(runs: list[dict[str, Any]]) -> None:
     """Do all the runs, in this process and its peers, with the patience of the first."""
     flags = [asked["flags"] + asked.get("others", []) * (os.environ["RANK"] != "0") for asked in runs]
-    configs = [load_settings(train.TrainConfig, given) for given in flags]
-    with processes("cpu", timeout=configs[0].timeout) as world:
+    configs = [load_settings(TrainConfig, given) for given in flags]
+    with init_distributed("cpu", timeout=configs[0].timeout) as dist:
         for config, asked in zip(configs, runs, strict=True):
             folder_of(config.out).mkdir(exist_ok=True)
-            train.total_memory = lambda device, asked=asked: asked.get("memory", 2**40)
-            if "full" in asked and world.rank == world.size - 1:
+            trainer_module.total_memory = lambda device, asked=asked: asked.get("memory", 2**40)
+            if "full" in asked and dist.rank == dist.size - 1:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (asked["full"], resource.RLIM_INFINITY))
             stopper, watcher = Stopper(asked.get("stop"), asked.get("hang")), Watcher()
             watching = [Records(), stopper]
-            watching += [watcher] if asked.get("watch") and world.is_main_process else []
+            watching += [watcher] if asked.get("watch") and dist.is_main_process else []
             watching += [Masked()] if asked.get("mask") else []
             watching += [holder := Holder()] if asked.get("hold") else []
             with contextlib.redirect_stdout(io.StringIO()) as said:
-                peers = dataclasses.replace(world, sharded=config.parallel == "fsdp")
+                peers = dataclasses.replace(dist, sharded=config.parallel == "fsdp")
                 run = train.train(config, peers, watching, lambda stopper=stopper: stopper.asked)
                 if asked.get("conclude"):
-                    train.conclude(run)
+                    print_summary(run)
                 if asked.get("hold"):
                     holder.note(run, "ended")
             assert run.step == (asked.get("stop") or config.steps or run.step)
-            assert run.replica is run.model  # a DDP that outlives its process group may hang in its destructor
-            seen = watcher.seen | {"said": said.getvalue(), "share": run.budget.share, "steps": run.step}
-            (folder_of(config.out) / f"{world.rank}.json").write_text(json.dumps(seen))
+            assert run.ddp_model is run.model  # a DDP that outlives its process group may hang in its destructor
+            seen = watcher.seen | {"said": said.getvalue(), "share": run.budget.progress, "steps": run.step}
+            (folder_of(config.out) / f"{dist.rank}.json").write_text(json.dumps(seen))
 
 
 def forked(size: int, runs: list[dict[str, Any]]) -> int:

@@ -1,11 +1,11 @@
-"""Training and preparing under fire. Torch is imported once, and each run is a fork.
+"""Kill training and preparing, run them again, and compare with a run that was not killed.
 
-    python tests/soak.py events        killed at every change of a file, one after the other, then run again;
-                                       sharded, first the first of two processes and then the second
-    python tests/soak.py kills 100     killed so many times at random moments
-    python tests/soak.py long 20000    so many steps: memory and open files
+    python tests/soak.py events        killed at every change of a file, one after the other
+    python tests/soak.py ranks         two FSDP ranks under torchrun: each killed at each stage of a save
+    python tests/soak.py kills 100     killed 100 times at random moments
+    python tests/soak.py long 20000    20,000 steps: memory and open files must not grow
 
-The first two must end in what a run leaves that nothing happened to. Exit code 0: all is well.
+Torch is imported once, and each run is a fork, except under torchrun. Exit code 0: no difference.
 """
 
 import collections
@@ -18,18 +18,19 @@ import random
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: a fork has no threads but its own
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: a fork has only one thread
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import matplotlib.figure  # noqa: F401  as the next, or every fork would import it
+import matplotlib.figure  # noqa: F401  these three, or every fork would import them
 import torch
 import torch._dynamo
 import torch.distributed.fsdp
@@ -37,26 +38,39 @@ from helpers import newest_checkpoint, numbers_text, same_checkpoint
 
 import prepare
 import train
+from engine.core.cli import run_command
 from engine.core.settings import load_settings
-from engine.report import page as report_page
-from engine.training import callbacks as observers
+from engine.report import samples as report_samples
+from engine.training import callbacks, checkpoint, run_dir
 from engine.training.callbacks import MetricsFile
 from engine.training.checkpoint import open_checkpoint
+from engine.training.config import TrainConfig
 from engine.training.run_dir import list_checkpoints
+from engine.training.trainer import Callback, Trainer
 
-SHAPE = "--num-layers 1 --num-heads 2 --d-model 16 --context-length 16 --batch-size 4 --warmup-steps 2 --dropout 0.1"
-SHAPE = [*SHAPE.split(), "--eval-tokens", "200", "--eval-every", "1000000", "--device", "cpu", "--resume"]
-CHANGES = {"os.rename": 2, "os.remove": 1, "os.mkdir": 2, "os.rmdir": 1, "os.truncate": None, "os.chmod": 2}
-CHANGES |= {"shutil.rmtree": 1, "tempfile.mkdtemp": None}  # events, and which argument is the folder's descriptor
-PATIENCE = 60  # seconds until a process of several is taken to hang
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+SHAPE = "--num-layers 1 --num-heads 2 --d-model 16 --context-length 16 --batch-size 4"
+FLAGS = "--warmup-steps 2 --dropout 0.1 --eval-tokens 200 --eval-every 1000000 --device cpu --resume"
+SIX_STEPS = ("--steps", 6, "--save-every", 2, "--log-every", 1)
+FSDP = ("--parallel", "fsdp")
+FILE_EVENTS = {  # audit events, and which argument is the directory's descriptor
+    "os.rename": 2,
+    "os.remove": 1,
+    "os.mkdir": 2,
+    "os.rmdir": 1,
+    "os.truncate": None,
+    "os.chmod": 2,
+    "shutil.rmtree": 1,
+    "tempfile.mkdtemp": None,
+}
+WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+RUN_TIMEOUT_SECONDS = 60
 
 
-# Runs in forks.
+# Runs.
 
 
-def forked(log: Path, act: Callable[[], int | None]) -> int:
-    """Begin to do something in a child, whose output goes to a log; returns its process id."""
+def fork(log: Path, function: Callable[[], int | None]) -> int:
+    """Call a function in a child process, whose output goes to a log; return its process id."""
     if child := os.fork():
         return child
     try:
@@ -65,8 +79,8 @@ def forked(log: Path, act: Callable[[], int | None]) -> int:
             os.dup2(output.fileno(), descriptor)
         sys.stdout = sys.stderr = output
         torch.set_num_threads(1)
-        observers.SAMPLE_TOKENS = report_page.SAMPLE_TOKENS = 3  # of a sharded model each is a round of messages
-        code = act() or 0
+        callbacks.FINAL_SAMPLE_TOKENS = report_samples.NEW_TOKENS = 3
+        code = function() or 0
         output.flush()
         os._exit(code)
     except BaseException as error:
@@ -74,283 +88,379 @@ def forked(log: Path, act: Callable[[], int | None]) -> int:
         os._exit(99)
 
 
-def ended(child: int) -> int:
-    """The exit code of a child, negative for a signal."""
+def wait_for(child: int) -> int:
+    """Return the exit code of a child process, negative for a signal."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def training(out: Path, *flags: object) -> list[str]:
-    """The arguments of train.py."""
-    return ["--data", str(out.parent / "data"), "--out", str(out), *SHAPE, *map(str, flags)]
+def run_ranks(log: Path, num_ranks: int, function: Callable[[int], int | None]) -> list[int]:
+    """Call function(rank) in a process for each rank; return their exit codes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+    def start(rank: int) -> int | None:
+        if num_ranks > 1:
+            variables = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": num_ranks,
+                "LOCAL_WORLD_SIZE": num_ranks,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            os.environ.update({name: str(value) for name, value in variables.items()})
+            signal.alarm(RUN_TIMEOUT_SECONDS)
+        return function(rank)
+
+    children = [fork(log, functools.partial(start, rank)) for rank in range(num_ranks)]
+    return [wait_for(child) for child in children]
 
 
-def make_data(out: Path, *flags: str) -> None:
-    """A small dataset of characters, or what the flags say."""
-    text = out.parent / "text.txt"
+def train_arguments(run: Path, *flags: object) -> list[str]:
+    """Return the command line of train.py for a run on the dataset beside it."""
+    paths = ["--data", run.parent / "data", "--out", run]
+    return list(map(str, [*paths, *SHAPE.split(), *FLAGS.split(), *flags]))
+
+
+def make_data(data: Path, *flags: str) -> None:
+    """Prepare a small dataset of characters."""
+    text = data.parent / "text.txt"
     text.write_text(numbers_text(500), encoding="utf-8")
     os.utime(text, (0, 0))  # the same file each time
     with contextlib.redirect_stdout(sys.stderr):
-        prepare.main([str(text), "--tokenizer", "char", "--out", str(out), *flags])
+        prepare.main([str(text), "--tokenizer", "char", "--out", str(data), *flags])
 
 
 # Killed at every change of a file.
 
 
-class Executioner:
-    """An audit hook that kills this process at the fatal-th change of what is in a folder, and counts the changes."""
+class Killer:
+    """An audit hook that kills this process at the n-th change of a file in a folder."""
 
     def __init__(self, folder: Path, fatal: int | None, rank: int = 0):
-        self.folder, self.fatal, self.rank = os.path.join(folder, ""), fatal, rank
-        self.seen: list[str] = []
-        self.written: set[str] = set()  # files that are not only appended to
-        self.number = itertools.count(1)
-        sys.addaudithook(self.hear)
+        self.folder = os.path.join(folder, "")
+        self.fatal = fatal
+        self.rank = rank
+        self.events: list[str] = []
+        self.rewritten: set[str] = set()  # files that were opened to be written anew
+        self.counter = itertools.count(1)
+        sys.addaudithook(self.hook)
 
-    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self.is_change(event, arguments):
-            self.seen.append(event)
+            self.events.append(event)
             if event == "open" and arguments[2] & os.O_TRUNC:
-                self.written.add(os.fsdecode(arguments[0]))
-            if next(self.number) == self.fatal:
+                self.rewritten.add(os.fsdecode(arguments[0]))
+            if next(self.counter) == self.fatal:
                 self.is_change = lambda *_: False
                 self.kill()
 
     def is_change(self, event: str, arguments: tuple[Any, ...]) -> bool:
-        if event == "ctypes.dlsym":  # no event tells of the system call that exchanges two directories
-            return arguments[1] == "renameat2"
-        if not (event in CHANGES or (event == "open" and arguments[2] & WRITING)) or isinstance(arguments[0], int):
+        is_write = event in FILE_EVENTS or (event == "open" and arguments[2] & WRITE_FLAGS)
+        if not is_write or isinstance(arguments[0], int):
             return False
-        path, descriptor = os.fsdecode(arguments[0]), CHANGES.get(event)
-        if descriptor and (arguments[descriptor] or -1) >= 0:
-            path = os.path.join(os.readlink(f"/proc/self/fd/{arguments[descriptor]}"), path)
-        looks = self.rank == 0 and "/shard-" in path and path.endswith(".lock")  # for as long as others write
-        looks |= event == "os.mkdir" and os.path.isdir(path)
-        return path.startswith(self.folder) and not looks
+        path = os.fsdecode(arguments[0])
+        index = FILE_EVENTS.get(event)
+        if index and (arguments[index] or -1) >= 0:
+            path = os.path.join(os.readlink(f"/proc/self/fd/{arguments[index]}"), path)
+        exists = event == "os.mkdir" and os.path.isdir(path)
+        return path.startswith(self.folder) and not exists
 
     def kill(self) -> None:
-        """End at once; what may not be on the disk yet, as it is not in its place, or was opened there, loses half.
-
-        But the first of many processes goes on with what others had on the disk.
-        """
+        """Kill this process; on rank 0, files not renamed or linked into place lose half."""
         for path in Path(self.folder).rglob("*") if self.rank == 0 else ():
-            if path.is_file() and (".partial" in str(path) or str(path) in self.written):
+            is_rewritten = str(path) in self.rewritten and path.stat().st_nlink == 1
+            if path.is_file() and (".partial" in str(path) or is_rewritten):
                 os.truncate(path, path.stat().st_size // 2)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@dataclass
-class Kind:
-    """A command to kill; what is there before it, what it leaves, and what must hold even in between."""
+def make_killed_run(folder: Path) -> None:
+    """Train to step 5 and be killed; the checkpoints are of steps 2 and 4."""
 
-    begin: Callable[[Path], Any]
-    act: Callable[[Path], Any]
-    is_sound: Callable[[Path, Path, Path], bool]
-    is_same: Callable[[Path, Path], bool]
-    processes: int = 1
-    victim: int = 0  # the rank of the one to kill
-
-
-def interrupted(folder: Path) -> None:
-    """A run that was killed at step 5; its checkpoints are of steps 2 and 4."""
-
-    class Killer:
-        def recorded(self, run: Any, record: dict[str, Any]) -> None:
-            if run.step == 5:
-                run.folder.wait()
+    class KillAtStepFive(Callback):
+        def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
+            if trainer.step == 5:
+                assert trainer.run_dir is not None
+                trainer.run_dir.wait()
                 os.kill(os.getpid(), signal.SIGKILL)
 
     make_data(folder / "data")
-    config = load_settings(train.TrainConfig, training(folder / "run", *SIX_STEPS))
-    child = forked(folder.with_suffix(".log"), lambda: train.train(config, observers=[MetricsFile(), Killer()]))
-    assert ended(child) == -signal.SIGKILL and [step for step, *_ in losses(folder / "run")] == [1, 2, 3, 4, 5]
+    config = load_settings(TrainConfig, train_arguments(folder / "run", *SIX_STEPS))
+    hooks = [MetricsFile(), KillAtStepFive()]
+    child = fork(folder.with_suffix(".log"), lambda: train.train(config, callbacks=hooks))
+    assert wait_for(child) == -signal.SIGKILL
+    assert [step for step, *_ in losses_of(folder / "run")] == [1, 2, 3, 4, 5]
 
 
-def make_parts(folder: Path) -> None:
-    for part in ("1/2", "2/2"):
-        make_data(folder / "data", "--part", part)
+def contents_of(folder: Path) -> dict[str, bytes]:
+    """Return every file in a folder, except locks, by its path in it."""
+    files = [file for file in folder.rglob("*") if file.is_file() and ".lock" not in file.name]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
-def contents(path: Path) -> dict[str, bytes]:
-    """Every file in a folder, by its path in it."""
-    files = [file for file in path.rglob("*") if file.is_file() and ".lock" not in file.name]  # which say nothing
-    return {str(file.relative_to(path)): file.read_bytes() for file in files}
-
-
-def run_is_whole(now: Path, before: Path, after: Path) -> bool:
-    """All that has its name is complete: checkpoints, settings, records and the picture."""
-    found, end = contents(now / "run"), contents(after / "run")
-    settled = all(found[name] == end[name] for name in ("config.toml", "loss.png") if name in found)
-    return settled and all(open_checkpoint(path) for path in list_checkpoints(now / "run"))
-
-
-def dataset_is_whole(now: Path, before: Path, after: Path) -> bool:
-    return contents(now / "data") in (contents(before / "data"), contents(after / "data"))
-
-
-def same_files(one: Path, other: Path) -> bool:
-    return contents(one) == contents(other)
-
-
-def losses(run: Path) -> list[tuple[int, float | None, float | None]]:
-    records = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+def losses_of(run: Path) -> list[tuple[int, float | None, float | None]]:
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = map(json.loads, lines)
     return [(record["step"], record.get("train_loss"), record.get("val_loss")) for record in records]
 
 
-def same_run(one: Path, other: Path) -> bool:
-    """The same files, weights, optimizer states, settings and losses.
+def is_sound_run(now: Path, before: Path, after: Path) -> bool:
+    """Return whether every file in place is complete: checkpoints, settings and the picture."""
+    files = contents_of(now / "run")
+    expected = contents_of(after / "run")
+    for path in list_checkpoints(now / "run"):
+        open_checkpoint(path).verify()
+    return all(files[name] == expected[name] for name in ("config.toml", "loss.png") if name in files)
 
-    The first may have an older checkpoint too: killed before that was pruned, and then there was nothing more to save.
+
+def is_sound_dataset(now: Path, before: Path, after: Path) -> bool:
+    """Return whether the dataset is the old or the new one."""
+    files = contents_of(now / "data") or contents_of(now / ".data.replaced")
+    return files in (contents_of(before / "data"), contents_of(after / "data"))
+
+
+def is_same_dataset(now: Path, after: Path) -> bool:
+    return contents_of(now) == contents_of(after)
+
+
+def is_same_run(now: Path, after: Path) -> bool:
+    """Return whether two runs have the same files, weights, optimizer states and losses.
+
+    The first may have an older checkpoint too: killed before the prune, with nothing left to save.
     """
-    names = [contents(folder).keys() for folder in (one, other)]
-    older = all(name.startswith("run/checkpoints/step-") for name in names[0] - names[1])
-    settings = [(folder / "run" / "config.toml").read_bytes() for folder in (one, other)]
-    newest = [newest_checkpoint(folder / "run") for folder in (one, other)]
-    same = losses(one / "run") == losses(other / "run") and same_checkpoint(*newest)
-    return same and older and names[0] >= names[1] and settings[0] == settings[1]
+    names = contents_of(now).keys()
+    expected = contents_of(after).keys()
+    is_older_only = all(name.startswith("run/checkpoints/step-") for name in names - expected)
+    settings = [(folder / "run" / "config.toml").read_bytes() for folder in (now, after)]
+    newest = [newest_checkpoint(folder / "run") for folder in (now, after)]
+    is_same = losses_of(now / "run") == losses_of(after / "run") and same_checkpoint(*newest)
+    return is_same and is_older_only and names >= expected and settings[0] == settings[1]
 
 
-SIX_STEPS = ("--steps", 6, "--save-every", 2, "--log-every", 1)
-NEW = (dataset_is_whole, same_files)
-KINDS = (
-    {
-        "train": Kind(
-            lambda folder: make_data(folder / "data"),
-            lambda folder: train.main(training(folder / "run", *SIX_STEPS)),
-            run_is_whole,
-            same_run,
-        ),
-        "resume": Kind(
-            interrupted, lambda folder: train.main(training(folder / "run", *SIX_STEPS)), run_is_whole, same_run
-        ),
-    }
-    | {
-        f"train, {rank + 1} of 2 sharded": Kind(
-            lambda folder: make_data(folder / "data"),
-            lambda folder: train.main(training(folder / "run", *SIX_STEPS, "--parallel", "fsdp")),
-            run_is_whole,
-            same_run,
-            processes=2,
-            victim=rank,
-        )
-        for rank in (0, 1)
-    }
-    | {
-        "prepare": Kind(lambda folder: None, lambda folder: make_data(folder / "data"), *NEW),
-        "prepare --force": Kind(
-            lambda folder: make_data(folder / "data", "--val-fraction", "0.3"),
-            lambda folder: make_data(folder / "data", "--force"),
-            *NEW,
-        ),
-        "prepare --merge": Kind(
-            make_parts, lambda folder: prepare.main(["--merge", "--out", str(folder / "data")]), *NEW
-        ),
-    }
-)
+@dataclass
+class Kind:
+    """A command to kill: its folder before, the command, and checks after a kill and at the end."""
+
+    begin: Callable[[Path], Any]
+    command: Callable[[Path], Any]
+    is_sound: Callable[[Path, Path, Path], bool]
+    is_same: Callable[[Path, Path], bool]
+    num_ranks: int = 1
+    victim: int = 0  # the rank to kill
 
 
-def events(folder: Path, name: str, choose: Callable[[int], Iterable[int]] = lambda n: range(1, n + 1)) -> str:
-    """Kill one kind of command at each of its n changes, or those chosen, from 1; tells how many there were.
+def train_kind(begin: Callable[[Path], Any], *flags: str, **ranks: int) -> Kind:
+    def command(folder: Path) -> int:
+        return train.main(train_arguments(folder / "run", *SIX_STEPS, *flags))
 
-    Raises AssertionError for a change that it did not recover from.
+    return Kind(begin, command, is_sound_run, is_same_run, **ranks)
+
+
+def prepare_kind(begin: Callable[[Path], Any], command: Callable[[Path], Any]) -> Kind:
+    return Kind(begin, command, is_sound_dataset, is_same_dataset)
+
+
+def make_default_data(folder: Path) -> None:
+    make_data(folder / "data")
+
+
+KINDS = {
+    "train": train_kind(make_default_data),
+    "resume": train_kind(make_killed_run),
+    "train, rank 0 of 2 sharded": train_kind(make_default_data, *FSDP, num_ranks=2, victim=0),
+    "train, rank 1 of 2 sharded": train_kind(make_default_data, *FSDP, num_ranks=2, victim=1),
+    "prepare": prepare_kind(lambda folder: None, make_default_data),
+    "prepare --force": prepare_kind(
+        lambda folder: make_data(folder / "data", "--val-fraction", "0.3"),
+        lambda folder: make_data(folder / "data", "--force"),
+    ),
+}
+
+
+def events(
+    folder: Path,
+    name: str,
+    choose: Callable[[int], Iterable[int]] = lambda num_events: range(1, num_events + 1),
+) -> str:
+    """Kill one kind of command at each of its file events, or the chosen ones, counted from 1.
+
+    Raises AssertionError for an event from which it did not recover.
     """
-    kind, now, before, after = KINDS[name], folder / "now", folder / "before", folder / "after"
-    temporary = folder / "temporary"
+    kind = KINDS[name]
+    now, before, after, temporary = (folder / name for name in ("now", "before", "after", "tmp"))
+    log = folder / "log"
     for path in (now, temporary):
         path.mkdir()
     kind.begin(now)
     shutil.copytree(now, before)
 
     def run(fatal: int | None = None) -> int:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-
-        def act(rank: int) -> int | None:
+        def start(rank: int) -> int | None:
             tempfile.tempdir = str(temporary)
-            if kind.processes > 1:
-                given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": kind.processes, "MASTER_PORT": port}
-                given |= {"LOCAL_WORLD_SIZE": kind.processes, "MASTER_ADDR": "127.0.0.1"}
-                os.environ.update({name: str(value) for name, value in given.items()})
-                signal.alarm(PATIENCE)
             if rank != kind.victim:
-                return kind.act(now)
-            executioner = Executioner(now, fatal, rank)
-            code = kind.act(now)
-            (folder / "seen.json").write_text(json.dumps(executioner.seen))
+                return kind.command(now)
+            killer = Killer(now, fatal, rank)
+            code = kind.command(now)
+            (folder / "events.json").write_text(json.dumps(killer.events))
             return code
 
-        children = [forked(folder / "log", functools.partial(act, rank)) for rank in range(kind.processes)]
-        codes = [ended(child) for child in children]
-        assert -signal.SIGALRM not in codes, (folder / "log").read_text()
+        codes = run_ranks(log, kind.num_ranks, start)
+        assert -signal.SIGALRM not in codes, log.read_text()
         return codes[kind.victim] or max(codes)
 
-    assert run() == 0, (folder / "log").read_text()
+    assert run() == 0, log.read_text()
     now.rename(after)
-    seen = json.loads((folder / "seen.json").read_text())
+    seen = json.loads((folder / "events.json").read_text())
     for fatal in choose(len(seen)):
-        where = f"{name}, killed at change {fatal} of {len(seen)}, {seen[fatal - 1]}"
+        where = f"{name}, killed at event {fatal} of {len(seen)}, {seen[fatal - 1]}"
         shutil.copytree(before, now)
         assert run(fatal) == -signal.SIGKILL, where
-        assert kind.is_sound(now, before, after), f"{where}: something is there that is not whole"
-        assert run() == 0, f"{where}: {(folder / 'log').read_text()[-2000:]}"
-        assert kind.is_same(now, after), f"{where}: run again, it does not end as it should"
+        assert kind.is_sound(now, before, after), f"{where}: left an incomplete file"
+        assert run() == 0, f"{where}: {log.read_text()[-2000:]}"
+        assert kind.is_same(now, after), f"{where}: the second run ended differently"
         shutil.rmtree(now)
-    told = ", ".join(f"{count} {event}" for event, count in sorted(collections.Counter(seen).items()))
-    return f"{name}: {len(seen)} changes ({told})"
+    counts = sorted(collections.Counter(seen).items())
+    return f"{name}: {len(seen)} events ({', '.join(f'{n} {event}' for event, n in counts)})"
 
 
-# Killed at random, and left alone.
+# Ranks killed at each stage of a sharded save, and restarted by torchrun.
+
+STAGES = {  # and the steps from the start of an attempt to the checkpoint that must then be found
+    "before writing": {2},
+    "while writing": {2},
+    "before reporting": {2},
+    "before the rename": {2, 4},  # rank 0 may complete it without rank 1
+    "after the rename": {4},
+}
+ALL_KILLS = [(stage, rank) for stage in STAGES for rank in (0, 1)][:-1]
 
 
-def kills(folder: Path, times: int) -> str:
+def kill_in_call(module: Any, name: str, number: int, before: bool = False) -> None:
+    """Patch a function so that its n-th call kills this process, before or after its work."""
+    function = getattr(module, name)
+    counter = itertools.count(1)
+
+    def patched(*arguments: Any) -> Any:
+        is_fatal = next(counter) == number
+        result = None if is_fatal and before else function(*arguments)
+        if is_fatal:
+            if name == "_write_tensors":
+                os.truncate(arguments[0], arguments[0].stat().st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(module, name, patched)
+
+
+def kill_in_second_save(stage: str, rank: int, attempt: int) -> None:
+    """Patch this process to be killed at a stage of the second checkpoint that it saves."""
+    if stage == "before writing":
+        kill_in_call(run_dir, "write_shard", 2, before=True)
+    elif stage == "while writing":
+        kill_in_call(checkpoint, "_write_tensors", 4)  # two files in each save
+    elif stage == "before reporting":
+        kill_in_call(run_dir, "write_shard", 2)
+    elif rank > 0:  # resuming calls it too
+        kill_in_call(run_dir.RunDir, "_write_and_prune", 3 if attempt else 2, before=True)
+    elif stage == "before the rename":
+        kill_in_call(checkpoint, "_write_manifest", 2)
+    else:
+        kill_in_call(run_dir, "complete_shards", 2)
+
+
+def train_killed(run: str, kills: str, *flags: str) -> None:
+    """Train under torchrun; its n-th attempt is killed by the n-th of the kills."""
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    callbacks.FINAL_SAMPLE_TOKENS = report_samples.NEW_TOKENS = 3
+    for stage, victim in json.loads(kills)[attempt : attempt + 1]:
+        if victim == rank:
+            kill_in_second_save(stage, rank, attempt)
+    run_command(lambda: train.main(train_arguments(Path(run), *flags)))
+
+
+def ranks(folder: Path, kills: list[tuple[str, int]] = ALL_KILLS) -> str:
+    """Kill ranks as listed, each in the next attempt of one run, and compare how it ends."""
     make_data(folder / "data")
-    flags = ("--save-every", 7, "--log-every", 50, "--decay", "inverse_sqrt")  # which does not look at the last step
+    steps = 4 * (len(kills) + 1)
+    flags = list(map(str, [*FSDP, "--steps", steps, "--save-every", 2, "--log-every", 1]))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += [
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        str(len(kills)),
+        __file__,
+        "train_killed",
+    ]
+    command = [*torchrun, str(folder / "killed"), json.dumps(kills), *flags]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=600)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert "skipped" not in done.stdout, done.stdout
+    lines = [line for line in done.stdout.splitlines() if line.startswith("Resuming after step ")]
+    resumed = [int(line.split()[3].strip(",;")) for line in lines]
+    assert len(resumed) == len(kills), done.stdout
+    for (stage, rank), start, found in zip(kills, [0, *resumed], resumed, strict=False):
+        assert found - start in STAGES[stage], f"rank {rank} killed {stage}: {start} → {found}"
+    arguments = train_arguments(folder / "whole", *flags)
+    assert run_ranks(folder / "log", 2, lambda rank: train.main(arguments)) == [0, 0]
+    newest = [newest_checkpoint(folder / name) for name in ("killed", "whole")]
+    assert newest[0].step == steps and newest[0].shards == 2 and same_checkpoint(*newest)
+    return f"{len(kills)} kills of ranks, resumed after steps {resumed} to the same weights"
 
-    def run(name: str, steps: int) -> int:
-        arguments = training(folder / name, *flags, "--steps", steps)
-        return forked(folder / f"{name}.log", lambda: train.main(arguments))
 
-    for number in range(times):
-        child = run("killed", 1_000_000)
+# Killed at random, and not killed.
+
+
+def kills(folder: Path, num_kills: int) -> str:
+    make_data(folder / "data")
+    flags = ("--save-every", 7, "--log-every", 50, "--decay", "inverse_sqrt")  # of any length
+
+    def start(name: str, steps: int) -> int:
+        arguments = train_arguments(folder / name, *flags, "--steps", steps)
+        return fork(folder / f"{name}.log", lambda: train.main(arguments))
+
+    for number in range(num_kills):
+        child = start("killed", 1_000_000)
         time.sleep(random.Random(number).uniform(0.02, 0.6))
         os.kill(child, signal.SIGKILL)
-        assert ended(child) == -signal.SIGKILL
+        assert wait_for(child) == -signal.SIGKILL
     reached = newest_checkpoint(folder / "killed").step if list_checkpoints(folder / "killed") else 0
-    assert all(ended(run(name, reached + 10)) == 0 for name in ("killed", "whole"))
-    assert same_checkpoint(newest_checkpoint(folder / "whole"), newest_checkpoint(folder / "killed"))
-    return f"{times} kills, up to step {reached}; resumed to the same weights"
+    assert all(wait_for(start(name, reached + 10)) == 0 for name in ("killed", "whole"))
+    assert same_checkpoint(*(newest_checkpoint(folder / name) for name in ("killed", "whole")))
+    return f"{num_kills} kills, up to step {reached}, resumed to the same weights"
 
 
 def long(folder: Path, steps: int) -> str:
     make_data(folder / "data")
     flags = ("--steps", steps, "--save-every", 500, "--log-every", 100)
-    child = forked(folder / "log", lambda: train.main(training(folder / "long", *flags)))
-    seen = []
+    arguments = train_arguments(folder / "long", *flags)
+    child = fork(folder / "log", lambda: train.main(arguments))
+    usage = []
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         if list_checkpoints(folder / "long"):
-            pages = int(Path(f"/proc/{child}/statm").read_text().split()[1])
-            seen.append((pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(os.listdir(f"/proc/{child}/fd"))))
+            num_pages = int(Path(f"/proc/{child}/statm").read_text().split()[1])
+            mebibytes = num_pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+            usage.append((mebibytes, len(os.listdir(f"/proc/{child}/fd"))))
         time.sleep(0.2)
-    early, late = seen[len(seen) // 10], seen[len(seen) * 9 // 10]
-    told = [f"{memory:.1f} MiB and {files} open files" for memory, files in (early, late)]
+    early = usage[len(usage) // 10]
+    late = usage[len(usage) * 9 // 10]
     assert newest_checkpoint(folder / "long").step == steps
-    assert late[0] < early[0] * 1.05 + 5 and late[1] <= early[1] + 2, told
-    return f"{steps} steps: {told[0]} at a tenth of the way, {told[1]} at nine tenths"
-
-
-@contextlib.contextmanager
-def temporary_folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp())
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    assert late[0] < early[0] * 1.05 + 5 and late[1] <= early[1] + 2, (early, late)
+    return f"{steps} steps: (MiB, open files) {early} at 10% of the time, {late} at 90%"
 
 
 if __name__ == "__main__":
-    mode, *numbers = sys.argv[1:]
-    for name in KINDS if mode == "events" else ("",):
-        with temporary_folder() as place:
-            if mode == "events":
-                print(f"{events(place, name)}: killed at each, and recovered from each", flush=True)
-            else:
-                print({"kills": kills, "long": long}[mode](place, *map(int, numbers)))
+    mode, *arguments = sys.argv[1:]
+    if mode == "train_killed":
+        train_killed(*arguments)
+    elif mode == "events":
+        for name in KINDS:
+            with tempfile.TemporaryDirectory() as temporary:
+                print(events(Path(temporary), name), flush=True)
+    else:
+        function = {"ranks": ranks, "kills": kills, "long": long}[mode]
+        with tempfile.TemporaryDirectory() as temporary:
+            print(function(Path(temporary), *map(int, arguments)))

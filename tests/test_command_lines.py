@@ -27,6 +27,7 @@ import report
 import sample
 import train
 from benchmarks import speed
+from engine.training.config import TrainConfig
 from prepare import PrepareConfig
 
 LINES = int(os.environ.get("COMMAND_LINES", 150))
@@ -64,7 +65,7 @@ OF = {  # what only some settings can sensibly have
     "completion_field": ["text", "none"],
     "init_from": ["out/run", "out/none"],
     "prompts_file": ["prompts.jsonl", "chats.jsonl", "none"],
-    "family": ["auto", "llama", "apertus", "gpt2"],
+    "family": ["auto", "llama", "nanochat", "gpt2"],
     "run": ["out/run", "out/none"],
     "runs": ["out/run", "out/run", "out/none"],
     "source": ["hf", "out/run", "none"],
@@ -142,7 +143,7 @@ def main_of(command: str) -> SimpleNamespace:
 COMMANDS = {
     "export": (main_of("export"), huggingface.ExportConfig),
     "import": (main_of("import"), huggingface.ImportConfig),
-    "train": (train, train.TrainConfig),
+    "train": (train, TrainConfig),
     "prepare": (prepare, PrepareConfig),
     "sample": (sample, sample.SampleConfig),
     "report": (report, report.ReportConfig),
@@ -198,7 +199,7 @@ def clear(place: Path, arguments: list[str]) -> set[str]:
     made = {path.name for path in place.iterdir()} - KEPT
     named = {value.split("/")[0] for given in arguments for value in (given, given.partition("=")[2])} | {"cache"}
     if "" in named or "." in named:  # which is here
-        named |= {".lock", ".lock.owner", "config.toml", "checkpoints", "metrics.jsonl", "loss.png"}
+        named |= {".lock", "config.toml", "checkpoints", "metrics.jsonl", "loss.png"}
         named |= {"about.json", "samples.jsonl", "report.html"}
     for name in made & named:
         (shutil.rmtree if (place / name).is_dir() else os.remove)(place / name)

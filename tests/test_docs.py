@@ -26,6 +26,7 @@ PAIRS = [
     for path in sorted([*ROOT.glob("*.zh.md"), *ROOT.glob("docs/*.zh.md")])
 ]
 NAMED = re.compile(r"`([\w/]+\.py): ([\w.]+)`")  # `model.py: Head.attention`
+COMMAND = re.compile(r"^(?:python|torchrun|pip) ", re.MULTILINE)
 FIGURE = r"(?<![A-Za-z0-9.])\d+(?:[.,]\d+)*"
 
 
@@ -77,17 +78,29 @@ def contents(section: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda path: path.name)
-def test_two_languages_have_the_same_sections_commands_figures_and_pictures(one, other):
-    mine, others = (sections(path.read_text(encoding="utf-8")) for path in (one, other))
-    assert len(mine) == len(others), "headings"
-    for section, translated in zip(mine, others, strict=True):
-        expected, found = contents(section), contents(translated)
-        # each names the other once, at its top
-        for links, path in ((expected["links"], other), (found["links"], one)):
-            links[:] = [link for link in links if link != path.name]
-        for kind, what in expected.items():
-            assert found[kind] == what, f"{other.name}, {translated.splitlines()[:1]}: {kind}"
+@pytest.mark.parametrize(
+    ("page", "translation"),
+    [pair for pair in PAIRS if pair[0].name != "README.md"],
+    ids=lambda path: path.name,
+)
+def test_two_languages_have_the_same_sections_commands_figures_and_pictures(page, translation):
+    english = sections(page.read_text(encoding="utf-8"))
+    chinese = sections(translation.read_text(encoding="utf-8"))
+    assert len(english) == len(chinese), "headings"
+    for section, translated in zip(english, chinese, strict=True):
+        expected = contents(section)
+        actual = contents(translated)
+        # Each links to its translation once, at its top.
+        expected["links"] = [link for link in expected["links"] if link != translation.name]
+        actual["links"] = [link for link in actual["links"] if link != page.name]
+        for kind, values in expected.items():
+            assert actual[kind] == values, f"{translation.name}, {translated[:40]!r}: {kind}"
+
+
+def test_both_readmes_have_the_same_commands():
+    pages = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md")]
+    english, chinese = ([block for block in code_blocks(page) if COMMAND.search(block)] for page in pages)
+    assert english == chinese and english
 
 
 def test_a_difference_between_two_languages_is_seen():

@@ -1,6 +1,6 @@
-"""What a GPU does is what a CPU does: attention, the loss, training in every dtype, compiled, sharded, resumed.
+"""A GPU computes what a CPU does: attention, the loss, training in every dtype, compiled, sharded, resumed.
 
-Most tests run on a CPU too, so that what they are made of is tried everywhere.
+Most tests run on a CPU too, so that the tests themselves are tested.
 """
 
 import contextlib
@@ -9,26 +9,27 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import GPT2, ROOT, VARIANTS, assert_same_run, logged, randomised
-from test_kernels import assert_same_gradients, loss_written_out, random_heads, written_out
+from reference import assert_same_gradients, attention_definition, loss_definition, random_heads
 
 import train
-from engine.core.device import DTYPES, mixed_precision
+from engine.core.device import DTYPE_BY_NAME, mixed_precision
 from engine.core.distributed import DistributedContext
 from engine.core.settings import load_settings
 from engine.generation.generate import generate
-from engine.nn import loss as output
+from engine.nn import loss as loss_module
+from engine.nn.acceleration import checkpoint_activations
 from engine.nn.attention import attend
 from engine.nn.inference import for_decoding
-from engine.nn.loss import output_loss
-from engine.training.acceleration import recompute_activations
+from engine.nn.loss import IGNORE_INDEX, training_loss
 from engine.training.callbacks import MetricsFile
-from engine.training.estimate import Plan
+from engine.training.config import TrainConfig
+from engine.training.estimate import Hardware, activation_bytes
+from engine.training.trainer import Callback, Trainer
 from model import GPT, ModelConfig
 
 FLAGS = "--num-layers 2 --num-heads 2 --d-model 16 --context-length 16 --batch-size 4 --warmup-steps 2 --log-every 1"
@@ -52,55 +53,56 @@ def device_named(name: str) -> torch.device:
     return torch.device(name, 0) if name == "cuda" else torch.device(name)
 
 
-# The model, and its kernels.
+# The model, and its fast implementations.
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", DTYPE_BY_NAME.values(), ids=str)
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 9), (4, 9), (20, 20), (600, 600)], ids=str)
-def test_each_way_to_attend_is_the_definition(device, sizes, dtype):
+def test_attention_is_the_definition(device, sizes, dtype):
     inputs = random_heads(*sizes, dtype, device)
     mixed = attend(*inputs)
     assert mixed.dtype == dtype and mixed.device == device
-    assert_same_gradients(mixed, written_out(*inputs), inputs, 1e-3 if dtype == torch.float32 else 0.05)
+    assert_same_gradients(mixed, attention_definition(*inputs), inputs, 1e-3 if dtype == torch.float32 else 0.05)
 
 
 @pytest.mark.parametrize(
     ("compiled", "dtype"), [(False, torch.float32), (False, torch.bfloat16), (True, torch.bfloat16)], ids=str
 )
 def test_attention_with_a_window_is_the_definition(device, compiled, dtype):
-    inputs = random_heads(300, 300, dtype, device, groups=1)
+    inputs = random_heads(300, 300, dtype, device, num_groups=1)
     backend = "inductor" if device.type == "cuda" else "aot_eager"
-    way = torch.compile(attend, fullgraph=True, backend=backend) if compiled else attend
-    mixed, tolerance = way(*inputs, window=70), 1e-3 if dtype == torch.float32 else 0.07
-    assert_same_gradients(mixed, written_out(*inputs, 70), inputs, tolerance)
+    compute = torch.compile(attend, fullgraph=True, backend=backend) if compiled else attend
+    mixed = compute(*inputs, window=70)
+    tolerance = 1e-3 if dtype == torch.float32 else 0.07
+    assert_same_gradients(mixed, attention_definition(*inputs, 70), inputs, tolerance)
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("rows", [100, 5], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("rows", [100, 5], ids=["whole", "in chunks"])
 @pytest.mark.parametrize("cap", [0.0, 3.0])
 def test_the_output_loss_is_the_definition(device, monkeypatch, rows, cap):
-    monkeypatch.setattr(output, "LOGITS_AT_ONCE", rows * 37)
+    monkeypatch.setattr(loss_module, "MAX_LOGITS", rows * 37)
     torch.manual_seed(0)
     x, weight = (torch.randn(n, 24).to(device).requires_grad_() for n in (48, 37))
     targets = torch.randint(37, (48,)).to(device)
-    targets[:7] = output.IGNORED
-    loss = output_loss(x, weight, targets, cap)
-    assert_same_gradients(loss, loss_written_out(x, weight, targets, cap), [x, weight], 1e-3)
+    targets[:7] = IGNORE_INDEX
+    loss = training_loss(x, weight, targets, cap)
+    assert_same_gradients(loss, loss_definition(x, weight, targets, cap), [x, weight], 1e-3)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_loss_logits_and_tokens_are_those_of_a_cpu(device, name):
+def test_loss_logits_and_tokens_equal_those_of_a_cpu(device, name):
     model = randomised(VARIANTS[name])
     tokens = torch.randint(37, (2, 3, 16))
     with torch.no_grad():
         loss, logits = model(*tokens), model(tokens[0])
-    written = torch.stack(list(generate(model, tokens[0, :, :4], 20, temperature=0, use_cache=False)))
+    expected = torch.stack(list(generate(model, tokens[0, :, :4], 20, temperature=0, use_cache=False)))
     model.to(device)
     with torch.no_grad():
         torch.testing.assert_close(model(*tokens.to(device)).cpu(), loss, rtol=1e-4, atol=1e-3)
         torch.testing.assert_close(model(tokens[0].to(device)).cpu(), logits, rtol=1e-3, atol=1e-3)
     decoded = generate(for_decoding(model), tokens[0, :, :4].to(device), 20, temperature=0)
-    assert torch.equal(torch.stack(list(decoded)).cpu(), written)
+    assert torch.equal(torch.stack(list(decoded)).cpu(), expected)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -115,8 +117,8 @@ def test_the_loss_in_bfloat16_is_close_to_that_in_float32(device, name):
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("default", torch.bfloat16), ("gpt2", torch.float32)])
-def test_a_model_compiles_into_one_graph_that_computes_what_it_does_as_written(device, name, dtype, monkeypatch):
-    monkeypatch.setattr(output, "LOGITS_AT_ONCE", 20 * 37)  # in pieces too
+def test_a_model_compiles_into_one_graph_with_the_same_results(device, name, dtype, monkeypatch):
+    monkeypatch.setattr(loss_module, "MAX_LOGITS", 20 * 37)  # in chunks too
     model = randomised(dataclasses.replace(VARIANTS[name], num_layers=1)).to(device)
     tokens = torch.randint(37, (2, 3, 16)).to(device)
     results = []
@@ -140,15 +142,15 @@ def train_on(
     out: Path,
     *flags: object,
     world: DistributedContext | None = None,
-    observers: Sequence[Any] = (),
-    stop: Callable[[], bool] = lambda: False,
+    callbacks: Sequence[Callback] = (),
+    should_stop: Callable[[], bool] = lambda: False,
     compiled: bool = False,
 ) -> Path:
     """A tiny run on a device; returns its folder."""
     arguments = ["--data", data, "--out", out, *FLAGS.split(), *flags]
-    config = load_settings(train.TrainConfig, list(map(str, arguments)))
+    config = load_settings(TrainConfig, list(map(str, arguments)))
     config = dataclasses.replace(config, compile=compiled, device=str(device))
-    train.train(config, world or DistributedContext(0, 1, device), [MetricsFile(), *observers], stop)
+    train.train(config, world or DistributedContext(0, 1, device), [MetricsFile(), *callbacks], should_stop)
     return out
 
 
@@ -164,14 +166,14 @@ def plain(device, numbers, tmp_path_factory) -> Path:
     return train_on(device, numbers, tmp_path_factory.mktemp("plain") / str(device.type))
 
 
-class StopAt:
-    """Says to stop after a step."""
+class StopAt(Callback):
+    """Stops after a step."""
 
     def __init__(self, step: int):
         self.step, self.now = step, False
 
-    def stepped(self, run: train.Run) -> None:
-        self.now = run.step == self.step
+    def on_step(self, trainer: Trainer) -> None:
+        self.now = trainer.step == self.step
 
     def __call__(self) -> bool:
         return self.now
@@ -179,20 +181,20 @@ class StopAt:
 
 def test_a_run_that_was_stopped_resumes_bit_for_bit(trained):
     whole, stop = trained("whole", "--dropout", 0.1), StopAt(13)
-    stopped = trained("stopped", "--dropout", 0.1, observers=[stop], stop=stop)
+    stopped = trained("stopped", "--dropout", 0.1, callbacks=[stop], should_stop=stop)
     assert max(logged(stopped, "train_loss")) == 13
     assert_same_run(whole, trained("stopped", "--dropout", 0.1, "--resume"))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_training_in_two_bytes_learns_as_in_four(plain, trained, dtype):
+def test_training_in_16_bits_learns_as_in_32(plain, trained, dtype):
     exact, half = logged(plain, "train_loss"), trained("half", "--dtype", dtype)
     losses = logged(half, "train_loss")
     assert losses[30] < losses[1] - 0.5 and losses[30] == pytest.approx(exact[30], abs=0.1)
     assert logged(half, "skipped_steps")[30] < 10
 
 
-def test_recomputing_activations_changes_no_loss(plain, trained):
+def test_checkpointing_activations_does_not_change_the_loss(plain, trained):
     lean = trained("lean", "--checkpoint-activations")
     assert logged(lean, "train_loss") == pytest.approx(logged(plain, "train_loss"), abs=1e-5)
 
@@ -229,11 +231,11 @@ def test_torchrun_with_one_process_is_a_plain_run(gpu, numbers, tmp_path, parall
     assert logged(tmp_path / parallel, "train_loss") == pytest.approx(logged(plain, "train_loss"), abs=1e-4)
 
 
-class NoMoreCompiling:
+class NoMoreCompiling(Callback):
     """Makes compiling an error between the third step and the last, after which an evaluation compiles its own."""
 
-    def stepped(self, run: train.Run) -> None:
-        torch.compiler.set_stance("fail_on_recompile" if 3 <= run.step < run.config.steps else "default")
+    def on_step(self, trainer: Trainer) -> None:
+        torch.compiler.set_stance("fail_on_recompile" if 3 <= trainer.step < trainer.config.steps else "default")
 
     def closed(self) -> None:
         torch.compiler.set_stance("default")
@@ -243,7 +245,7 @@ class NoMoreCompiling:
 def test_nothing_is_compiled_after_the_first_steps(gpu, numbers, tmp_path):
     flags = ["--micro-batch-size", 2]
     plain = train_on(gpu, numbers, tmp_path / "plain", *flags)
-    options = {"compiled": True, "observers": [NoMoreCompiling()]}
+    options = {"compiled": True, "callbacks": [NoMoreCompiling()]}
     compiled = train_on(gpu, numbers, tmp_path / "compiled", *flags, **options)
     assert logged(compiled, "train_loss") == pytest.approx(logged(plain, "train_loss"), abs=1e-2)
 
@@ -255,7 +257,7 @@ def test_a_plan_s_memory_is_what_a_micro_batch_allocates(gpu, kind, lean):
     shape = dataclasses.replace(shape, **kind)
     model, tokens = GPT(shape).to(gpu), torch.randint(shape.vocab_size, (2, 8, shape.context_length), device=gpu)
     if lean:
-        recompute_activations(model)
+        checkpoint_activations(model)
     for _ in range(2):  # gradients, and what libraries keep, are there before the second
         torch.cuda.synchronize(gpu)
         torch.cuda.reset_peak_memory_stats(gpu)
@@ -265,5 +267,5 @@ def test_a_plan_s_memory_is_what_a_micro_batch_allocates(gpu, kind, lean):
         loss.backward()
         del loss
     measured = torch.cuda.max_memory_allocated(gpu) - before
-    plan = Plan(lambda layers: GPT(dataclasses.replace(shape, num_layers=layers)), shape.num_layers)
-    assert plan.activations(8, torch.bfloat16, gpu=True, lean=lean) == pytest.approx(measured, rel=0.2)
+    hardware = Hardware(torch.bfloat16, is_gpu=True)
+    assert activation_bytes(shape, 8, hardware, lean) == pytest.approx(measured, rel=0.2)

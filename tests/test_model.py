@@ -1,4 +1,4 @@
-"""The model: causality, the list of heads and its definitions, the cache, the loss, first values."""
+"""The model: causality, the list of heads, the cache, the loss, specs of parameters, devices."""
 
 import dataclasses
 import math
@@ -11,9 +11,16 @@ from helpers import SMALL, VARIANTS, randomised
 from torch import nn
 
 import model as model_module
-from engine.core.distributed import SINGLE_PROCESS, load, materialise
+from engine.core.distributed import SINGLE_PROCESS
+from engine.core.sharding import load_parameters, shard_and_allocate
 from engine.generation.generate import new_caches
-from model import GPT, Block, FeedForward, Head, ModelConfig, MultiHeadAttention, angles, parameter_rules, rotate
+from engine.nn import loss as loss_module
+from engine.nn.positions import angles, rotate
+from engine.nn.specs import ParameterSpec, match_specs
+from engine.training.optimizer import Optimizer, OptimizerConfig, with_default_rates
+from model import GPT, Block, FeedForward, Head, ModelConfig, MultiHeadAttention
+
+DTYPE_BY_NAME = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(params=VARIANTS, name="config")
@@ -25,40 +32,45 @@ def random_batch(config: ModelConfig, rows: int = 3) -> tuple[torch.Tensor, torc
     return torch.randint(config.vocab_size, (2, rows, config.context_length)).unbind(0)
 
 
-# What a position sees.
+# Causality.
 
 
-def reaches(model: GPT, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """On which embeddings each position's logits depend, (T, T): by gradients through the forward pass."""
-    embedded, rows = [], []
+def dependencies(model: GPT, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """Which embeddings the logits of each position depend on, (T, T), by gradients."""
+    embedded = []
 
-    def cut(module, arguments, output):
+    def detach(module, arguments, output):
         embedded.append(output.detach().requires_grad_())
         return embedded[0]
 
-    model.token_embedding.register_forward_hook(cut)
+    model.token_embedding.register_forward_hook(detach)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         logits = model(torch.randint(model.config.vocab_size, (1, length)))
+    rows = []
     for position in range(length):
-        one = logits[0, position, 0].float()  # a sum over all would be almost constant after a norm
-        (gradient,) = torch.autograd.grad(one, embedded, retain_graph=True)
-        rows.append(gradient[0].abs().sum(dim=-1) > 0)
+        logit = logits[0, position, 0].float()  # the sum of all is almost constant after a norm
+        (grad,) = torch.autograd.grad(logit, embedded, retain_graph=True)
+        rows.append(grad[0].abs().sum(dim=-1) > 0)
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_position_depends_on_a_later_one_and_each_on_all_before(config, dtype):
-    assert torch.equal(reaches(randomised(config), 12, dtype), torch.ones(12, 12, dtype=torch.bool).tril())
+@pytest.mark.parametrize("dtype", DTYPE_BY_NAME)
+def test_each_position_depends_on_all_earlier_positions_and_on_no_later_one(config, dtype):
+    expected = torch.ones(12, 12, dtype=torch.bool).tril()
+    assert torch.equal(dependencies(randomised(config), 12, dtype), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPE_BY_NAME)
 @pytest.mark.parametrize(
-    ("windows", "layers", "sees"), [((5,), 1, 5), ((1,), 2, 1), ((5, 3), 2, 7), ((5,), 3, 13), ((2, 0), 2, 99)], ids=str
+    ("windows", "num_layers", "reach"),
+    [((5,), 1, 5), ((1,), 2, 1), ((5, 3), 2, 7), ((5,), 3, 13), ((2, 0), 2, 99)],
+    ids=str,
 )
-def test_a_position_sees_the_windows_of_its_layers_and_nothing_before(windows, layers, sees, dtype):
-    sizes = {"context_length": 40, "num_kv_heads": 1, "num_layers": layers, "windows": windows}
-    reached = reaches(randomised(dataclasses.replace(SMALL, **sizes)), 40, dtype)
-    assert torch.equal(reached, torch.ones(40, 40, dtype=torch.bool).tril().triu(1 - sees))
+def test_a_position_depends_on_the_windows_of_its_layers(windows, num_layers, reach, dtype):
+    changes = {"context_length": 40, "num_kv_heads": 1, "num_layers": num_layers}
+    config = dataclasses.replace(SMALL, windows=windows, **changes)
+    expected = torch.ones(40, 40, dtype=torch.bool).tril().triu(1 - reach)
+    assert torch.equal(dependencies(randomised(config), 40, dtype), expected)
 
 
 @torch.no_grad()
@@ -66,50 +78,56 @@ def test_the_loss_of_a_position_does_not_depend_on_later_tokens(config):
     model = randomised(config)
     tokens, targets = random_batch(config, rows=1)
     targets[:, 6:] = -1
-    others = tokens.clone()
-    others[:, 6:] = (tokens[:, 6:] + 1) % config.vocab_size
-    assert torch.equal(model(tokens, targets), model(others, targets))
-    others[:, 5] = (tokens[:, 5] + 1) % config.vocab_size
-    assert not torch.equal(model(tokens, targets), model(others, targets))
+    changed = tokens.clone()
+    changed[:, 6:] = (tokens[:, 6:] + 1) % config.vocab_size
+    assert torch.equal(model(tokens, targets), model(changed, targets))
+    changed[:, 5] = (tokens[:, 5] + 1) % config.vocab_size
+    assert not torch.equal(model(tokens, targets), model(changed, targets))
 
 
-@pytest.mark.parametrize("pieces", [[1] * 16, [7, 1, 1, 5, 2], [16]], ids=str)
+@pytest.mark.parametrize("sizes", [[1] * 16, [7, 1, 1, 5, 2], [16]], ids=str)
 @torch.no_grad()
-def test_a_cache_changes_nothing_however_the_tokens_come(config, pieces):
+def test_logits_with_a_cache_equal_those_without(config, sizes):
     model = randomised(config)
     tokens, _ = random_batch(config)
-    whole, caches, end = model(tokens), new_caches(model, 3), 0
-    for size in pieces:
+    expected = model(tokens)
+    caches = new_caches(model, 3)
+    end = 0
+    for size in sizes:
         logits = model(tokens[:, end : end + size], caches=caches)
         end += size
-        assert logits.shape == (3, 1, config.vocab_size) and caches[0].filled == end
-        torch.testing.assert_close(logits[:, 0], whole[:, end - 1], rtol=1e-4, atol=1e-5)
+        assert logits.shape == (3, 1, config.vocab_size)
+        assert caches[0].filled == end
+        torch.testing.assert_close(logits[:, 0], expected[:, end - 1], rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
-def test_too_many_tokens_are_refused():
+def test_more_tokens_than_the_context_are_refused():
     model = randomised(SMALL)
-    with pytest.raises(ValueError, match="17 tokens are more than the 16 that fit; give the last 16"):
+    with pytest.raises(ValueError, match=r"at most 16 positions .got 17"):
         model(torch.zeros(1, 17, dtype=torch.long))
     caches = new_caches(model, 1)
     model(torch.zeros(1, 16, dtype=torch.long), caches=caches)
-    with pytest.raises(ValueError, match="17 tokens"):
+    with pytest.raises(ValueError, match="got 17"):
         model(torch.zeros(1, 1, dtype=torch.long), caches=caches)
 
 
 # The list of heads.
 
 
-def test_joined_heads_equal_the_loop_over_them(config):
-    attention, rotation = randomised(config).blocks[0].attention, randomised(config).rotation(0, 10)
+def test_attention_of_all_heads_equals_the_loop_over_them(config):
+    model = randomised(config)
+    attention = model.blocks[0].attention
+    rotation = model.rotation(0, 10)
     x = torch.randn(2, 10, config.d_model, requires_grad=True)
     weight = torch.randn(2, 10, config.d_model)
     results = []
     for compute in (attention, attention.loop):
-        out = compute(x, rotation)
-        results.append([out, *torch.autograd.grad((out * weight).sum(), [x, *attention.parameters()])])
-    for joined, looped in zip(*results, strict=True):
-        torch.testing.assert_close(joined, looped, rtol=1e-5, atol=1e-5)
+        mixed = compute(x, rotation)
+        inputs = [x, *attention.parameters()]
+        results.append([mixed, *torch.autograd.grad((mixed * weight).sum(), inputs)])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -117,46 +135,56 @@ def test_attention_equals_torch_multihead_attention(bias):
     config = dataclasses.replace(SMALL, position="learned", qk_norm=False, bias=bias)
     torch.manual_seed(0)
     ours = MultiHeadAttention(config)
-    theirs = nn.MultiheadAttention(config.d_model, config.num_heads, bias=bias, batch_first=True)
+    width = config.d_model
+    theirs = nn.MultiheadAttention(width, config.num_heads, bias=bias, batch_first=True)
     for parameter in ours.parameters():
         nn.init.normal_(parameter, std=0.2)
-    joined_weight, joined_bias = ours.join_heads()
+    in_weight, in_bias = ours.fused_qkv.concatenate()
     with torch.no_grad():
-        theirs.in_proj_weight.copy_(joined_weight)
+        theirs.in_proj_weight.copy_(in_weight)
         if bias:
-            theirs.in_proj_bias.copy_(joined_bias)
+            theirs.in_proj_bias.copy_(in_bias)
         theirs.out_proj.load_state_dict(ours.projection.state_dict())
-    x, weight = torch.randn(2, 2, 10, config.d_model).unbind(0)
-    one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
-    mask = nn.Transformer.generate_square_subsequent_mask(10)
-    mine, other = ours(one, None), theirs(two, two, two, attn_mask=mask, need_weights=False, is_causal=True)[0]
-    torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
-    (mine * weight).sum().backward()
-    (other * weight).sum().backward()
-    pairs = [(one.grad, two.grad), (ours.projection.weight.grad, theirs.out_proj.weight.grad)]
+    x = torch.randn(2, 10, width)
+    x_ours = x.clone().requires_grad_()
+    x_theirs = x.clone().requires_grad_()
+    options = {"attn_mask": nn.Transformer.generate_square_subsequent_mask(10), "is_causal": True}
+    actual = ours(x_ours, None)
+    expected, _ = theirs(x_theirs, x_theirs, x_theirs, need_weights=False, **options)
+    weight = torch.randn(2, 10, width)
+    (actual * weight).sum().backward()
+    (expected * weight).sum().backward()
+    pairs = [
+        (actual, expected),
+        (x_ours.grad, x_theirs.grad),
+        (ours.projection.weight.grad, theirs.out_proj.weight.grad),
+    ]
     for kind in ("weight", "bias") if bias else ("weight",):
-        parts = [getattr(getattr(head, part), kind) for part in ("query", "key", "value") for head in ours.heads]
-        pairs.append((torch.cat([part.grad for part in parts]), getattr(theirs, f"in_proj_{kind}").grad))
+        grads = [getattr(layer, kind).grad for layer in ours.fused_qkv.layers]
+        pairs.append((torch.cat(grads), getattr(theirs, f"in_proj_{kind}").grad))
     for a, b in pairs:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_the_parameters_of_attention_are_those_of_its_heads_and_its_projection():
     names = {name for name, _ in MultiHeadAttention(SMALL).named_parameters()}
-    heads = {f"heads.{i}.{part}.weight" for i in range(3) for part in ("query", "key", "value")}
+    layers = ("query", "key", "value")
+    heads = {f"heads.{i}.{layer}.weight" for i in range(3) for layer in layers}
     assert names == heads | {"projection.weight"}
 
 
 @torch.no_grad()
 def test_a_head_s_attention_is_a_distribution_over_the_past(config):
-    head, rotation = randomised(config).blocks[0].attention.heads[0], randomised(config).rotation(0, 10)
-    weights = head.attention(torch.randn(2, 10, config.d_model), rotation)
+    model = randomised(config)
+    head = model.blocks[0].attention.heads[-1]
+    weights = head.attention(torch.randn(2, 10, config.d_model), model.rotation(0, 10))
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones(2, 10))
-    assert weights.triu(1).abs().max() == 0 and weights.tril().min() >= 0
+    assert weights.triu(1).abs().max() == 0
+    assert weights.min() >= 0
 
 
 @torch.no_grad()
-def test_normed_queries_and_keys_have_no_scale_of_their_own():
+def test_normalized_queries_and_keys_have_no_scale():
     for qk_norm in (True, False):
         model = randomised(dataclasses.replace(SMALL, qk_norm=qk_norm))
         tokens, _ = random_batch(SMALL)
@@ -168,23 +196,27 @@ def test_normed_queries_and_keys_have_no_scale_of_their_own():
 
 
 @torch.no_grad()
-def test_heads_of_a_group_share_their_key_and_value():
-    grouped = randomised(VARIANTS["qwen3"])
-    heads = grouped.blocks[0].attention.heads
-    assert [head.key is heads[0].key for head in heads] == [True, True, False, False]
-    assert all(head.key_norm is heads[0].key_norm for head in heads)
-    names = [name for name, _ in grouped.named_parameters() if name.startswith("blocks.0.") and "key" in name]
-    assert [name.split(".")[4:] for name in names] == [
-        ["0", "key", "weight"],
-        ["0", "key_norm", "weight"],
-        ["2", "key", "weight"],
+def test_heads_of_a_group_share_one_key_and_value_that_is_saved_once():
+    config = VARIANTS["qwen3"]
+    grouped = randomised(config)
+    names = [name for name in grouped.state_dict() if re.match(r"blocks\.0.*(key|value)", name)]
+    assert names == [
+        "blocks.0.attention.heads.0.key.weight",
+        "blocks.0.attention.heads.0.value.weight",
+        "blocks.0.attention.heads.0.key_norm.weight",
+        "blocks.0.attention.heads.2.key.weight",
+        "blocks.0.attention.heads.2.value.weight",
     ]
-    # each with a key and a value of its own that are equal, the model is the same
-    full = GPT(dataclasses.replace(VARIANTS["qwen3"], num_kv_heads=None)).eval()
+    assert list(grouped.state_dict()) == [name for name, _ in grouped.named_parameters()]
+    # The model equals one without groups whose heads have equal keys and values.
+    full = GPT(dataclasses.replace(config, num_kv_heads=None)).eval()
     weights = dict(grouped.named_parameters())
     for name, parameter in full.named_parameters():
-        shared = re.sub(r"heads\.[13]\.(key|value)\.", lambda found: f"heads.{int(found[0][6]) - 1}.{found[1]}.", name)
-        parameter.copy_(weights[shared])
+        match = re.search(r"heads\.([13])\.(key|value)\.", name)
+        if match:
+            first = int(match[1]) - 1
+            name = name.replace(match[0], f"heads.{first}.{match[2]}.")
+        parameter.copy_(weights[name])
     tokens, _ = random_batch(SMALL)
     torch.testing.assert_close(grouped(tokens), full(tokens), rtol=1e-4, atol=1e-5)
 
@@ -199,16 +231,20 @@ def test_rope_scores_depend_on_distance_alone():
     scores = rotate(query.expand(20, 8), rotation) @ rotate(key.expand(20, 8), rotation).T
     for distance in range(-10, 10):
         diagonal = scores.diagonal(distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-5)
+        expected = diagonal[:1].expand_as(diagonal)
+        torch.testing.assert_close(diagonal, expected, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(scores.diagonal(1)[0], scores.diagonal(0)[0], atol=1e-3)
 
 
-def test_rope_turns_pairs_as_complex_numbers():
+def test_rope_rotates_pairs_as_complex_numbers():
     rotation = GPT(SMALL).rotation(3, 8)  # (2, 5, 4)
     x = torch.randn(5, SMALL.head_width)
-    positions, frequencies = torch.arange(3.0, 8)[:, None], 10_000.0 ** (-torch.arange(4) / 4)
-    expected = torch.view_as_complex(torch.stack(x.chunk(2, dim=-1), dim=-1)) * torch.exp(-1j * positions * frequencies)
-    torch.testing.assert_close(rotate(x, rotation), torch.cat((expected.real, expected.imag), dim=-1))
+    positions = torch.arange(3.0, 8)[:, None]
+    frequencies = 10_000.0 ** (-torch.arange(4) / 4)
+    pairs = torch.view_as_complex(torch.stack(x.chunk(2, dim=-1), dim=-1))
+    expected = pairs * torch.exp(-1j * positions * frequencies)
+    expected = torch.cat((expected.real, expected.imag), dim=-1)
+    torch.testing.assert_close(rotate(x, rotation), expected)
     assert GPT(VARIANTS["gpt2"]).rotation(0, 4) is None
 
 
@@ -216,19 +252,22 @@ def test_sinusoidal_positions_are_those_of_2017():
     config = VARIANTS["2017"]
     model = randomised(config)
     tokens = torch.tensor([[5] * 16])
-    added = model.embed(tokens)[0] - model.token_embedding.weight[5] * math.sqrt(config.d_model)
-    position, i = torch.arange(16.0)[:, None], torch.arange(config.d_model // 2)
-    turns = position / 10_000 ** (2 * i / config.d_model)
+    embedding = model.token_embedding.weight[5] * math.sqrt(config.d_model)
+    added = model.embed(tokens)[0] - embedding
+    positions = torch.arange(16.0)[:, None]
+    i = torch.arange(config.d_model // 2)
+    turns = positions / 10_000 ** (2 * i / config.d_model)
     torch.testing.assert_close(added[:, 0::2], turns.sin(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(added[:, 1::2], turns.cos(), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(model.embed(tokens[:, :2], start=7)[0], model.embed(tokens)[0, 7:9])
+    later = model.embed(tokens[:, :2], start=7)[0]
+    torch.testing.assert_close(later, model.embed(tokens)[0, 7:9])
 
 
 # Layers.
 
 
 @pytest.mark.parametrize("name", ["gelu", "relu", "relu2", "swiglu"])
-def test_feed_forward_is_what_its_name_says(name):
+def test_feed_forward_has_the_activation_of_its_name(name):
     layer = FeedForward(dataclasses.replace(SMALL, activation=name))
     x = torch.randn(2, 5, 24)
     hidden = layer.expand(x)
@@ -241,13 +280,14 @@ def test_feed_forward_is_what_its_name_says(name):
     torch.testing.assert_close(layer(x), layer.contract(expected))
 
 
-def test_a_block_normalises_before_its_layers_or_after_their_sums():
+def test_a_block_normalizes_before_its_layers_or_after_their_sums():
     x = torch.randn(2, 5, 24)
     for name in ("gpt2", "2017"):
         block = Block(VARIANTS[name])
         for parameter in block.parameters():
             nn.init.normal_(parameter, std=0.2)
-        first, second = block.attention_norm, block.feed_forward_norm
+        first = block.attention_norm
+        second = block.feed_forward_norm
         if name == "gpt2":
             middle = x + block.attention(first(x), None)
             expected = middle + block.feed_forward(second(middle))
@@ -277,159 +317,192 @@ def test_dropout_is_off_in_evaluation_and_on_in_training():
 # The loss.
 
 
-@pytest.mark.parametrize("masked", [0, 5, 48], ids=["all count", "some count", "none counts"])
-def test_the_loss_is_the_summed_cross_entropy_of_the_targets_that_count(config, masked):
-    model = randomised(config)
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("num_ignored", [0, 5, 48])
+def test_the_loss_is_the_summed_cross_entropy_of_counted_targets(config, num_ignored, is_training):
+    model = randomised(config).train(is_training)
     tokens, targets = random_batch(config)
-    targets.view(-1)[:masked] = -1
-    logits = model(tokens)
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
-    loss, parameters = model(tokens, targets), list(model.parameters())
-    assert loss.shape == () and loss.dtype == torch.float32
+    targets.view(-1)[:num_ignored] = -1
+    logits = model(tokens).flatten(0, 1)
+    expected = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction="sum")
+    loss = model(tokens, targets)
+    assert loss.shape == ()
+    assert loss.dtype == torch.float32
+    assert (loss == 0) == (num_ignored == 48)
+    parameters = list(model.parameters())
     torch.testing.assert_close(loss, expected)
-    for ours, written in zip(
-        torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters), strict=True
-    ):
-        torch.testing.assert_close(ours, written, rtol=1e-4, atol=1e-5)
-        assert masked < 48 or not ours.any()
-    assert (loss == 0) == (masked == 48)
+    grads = torch.autograd.grad(loss, parameters)
+    for grad, expected_grad in zip(grads, torch.autograd.grad(expected, parameters), strict=True):
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-5)
 
 
-def test_the_losses_of_parts_add_up_to_that_of_the_whole(config):
+def test_the_losses_of_micro_batches_add_up_to_that_of_the_batch(config):
     model = randomised(config)
     tokens, targets = random_batch(config)
-    targets[0, :9] = -1  # parts in which different numbers count
-    whole = model(tokens, targets)
+    targets[0, :9] = -1
     parts = [model(tokens[i : i + 1], targets[i : i + 1]) for i in range(3)]
-    torch.testing.assert_close(whole, sum(parts))
+    torch.testing.assert_close(model(tokens, targets), sum(parts))
 
 
 @torch.no_grad()
-def test_bfloat16_on_a_cpu_is_close_to_float32(config):
+def test_the_loss_in_bfloat16_is_close_to_float32(config):
     model = randomised(config)
     tokens, targets = random_batch(config)
     exact = model(tokens, targets)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(tokens, targets)
-    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(exact.item(), rel=0.02)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(exact.item(), rel=0.02)
 
 
 @torch.no_grad()
-def test_first_loss_is_that_of_a_guess(config):
+def test_the_initial_loss_is_that_of_a_uniform_guess(config):
     torch.manual_seed(0)
-    model = GPT(config)
+    model = GPT(config).eval()
     tokens = torch.randint(config.vocab_size, (32, 17))
     loss = model(tokens[:, :-1], tokens[:, 1:]).item() / (32 * 16)
-    assert loss == pytest.approx(math.log(config.vocab_size), rel=0.02 if config.tie_embeddings else 1e-6)
+    rel = 0.02 if config.tie_embeddings else 1e-6
+    assert loss == pytest.approx(math.log(config.vocab_size), rel=rel)
 
 
-# First values, and rules.
+# Initialization and specs.
 
 
-def test_a_model_made_without_memory_and_filled_has_the_first_values_of_one_made_at_once(config):
+def test_a_model_made_on_the_meta_device_gets_the_same_initial_values(config):
     torch.manual_seed(5)
-    direct = GPT(config)
+    direct = GPT(config).state_dict()
     torch.manual_seed(5)
     with torch.device("meta"):
         model = GPT(config)
-    filled = materialise(model, SINGLE_PROCESS, torch.float32)
-    load(filled, filled.initial_values())
+    model = shard_and_allocate(model, SINGLE_PROCESS, torch.float32)
+    load_parameters(model, model.initial_values())
     torch.manual_seed(6)
-    other = GPT(config)
-    assert direct.state_dict().keys() == filled.state_dict().keys()
-    for name, value in direct.state_dict().items():
-        assert torch.equal(value, filled.state_dict()[name])
-        assert not direct.rules[name].std or not torch.equal(value, other.state_dict()[name])
+    reseeded = GPT(config).state_dict()
+    assert direct.keys() == model.state_dict().keys()
+    for name, value in direct.items():
+        assert torch.equal(value, model.state_dict()[name])
+        assert torch.equal(value, reseeded[name]) == (model.specs[name].std == 0)
 
 
-def test_first_values_are_what_the_rules_say():
-    for config in VARIANTS.values():
-        torch.manual_seed(0)
-        model = GPT(dataclasses.replace(config, vocab_size=2000, d_model=96, d_ff=None))
-        for name, value in model.named_parameters():
-            _, std, mean, _ = model.rules[name]
-            assert value.std().item() == pytest.approx(std, rel=0.1), name
-            assert value.mean().item() == pytest.approx(mean, abs=5 * std / math.sqrt(value.numel())), name
-        last = [p for name, p in model.named_parameters() if name.endswith(("projection.weight", "contract.weight"))]
-        assert len(last) == 4 and all(p.any() == config.tie_embeddings for p in last)
+def test_initial_values_have_the_mean_and_std_of_their_spec(config):
+    torch.manual_seed(0)
+    model = GPT(dataclasses.replace(config, vocab_size=2000, d_model=96, d_ff=None))
+    for name, value in model.named_parameters():
+        spec = model.specs[name]
+        assert value.std().item() == pytest.approx(spec.std, rel=0.1), name
+        tolerance = 5 * spec.std / math.sqrt(value.numel())
+        assert value.mean().item() == pytest.approx(spec.mean, abs=tolerance), name
 
 
-def test_a_tied_model_s_sub_layers_add_little_each_so_that_their_sum_does_not_grow():
-    for layers in (2, 8):
-        rules = GPT(dataclasses.replace(VARIANTS["gpt2"], num_layers=layers)).rules
-        assert rules["blocks.0.attention.projection.weight"].std == pytest.approx((2 * layers * 24) ** -0.5)
-        assert rules["blocks.1.feed_forward.contract.weight"].std == pytest.approx((2 * layers * 96) ** -0.5)
-        assert rules["blocks.1.feed_forward.expand.weight"].std == pytest.approx(24**-0.5)
-        assert rules["token_embedding.weight"].std == rules["position_embedding.weight"].std == 0.02
+def test_the_std_of_matrices_with_tied_embeddings_and_with_an_untied_head():
+    for num_layers in (2, 8):
+        specs = GPT(dataclasses.replace(VARIANTS["gpt2"], num_layers=num_layers)).specs
+        std = {name: spec.std for name, spec in specs.items()}
+        projection = std["blocks.0.attention.projection.weight"]
+        contract = std["blocks.1.feed_forward.contract.weight"]
+        assert projection == pytest.approx((2 * num_layers * 24) ** -0.5)
+        assert contract == pytest.approx((2 * num_layers * 96) ** -0.5)
+        assert std["blocks.1.feed_forward.expand.weight"] == 24**-0.5
+        assert std["token_embedding.weight"] == std["position_embedding.weight"] == 0.02
+    std = {name: spec.std for name, spec in GPT(SMALL).specs.items()}
+    assert std["blocks.0.attention.heads.0.query.weight"] == 24**-0.5 / 2
+    assert std["blocks.0.attention.projection.weight"] == std["head.weight"] == 0
 
 
-def test_the_first_matrices_of_a_model_with_its_own_head_are_half_as_large():
-    own, tied = (GPT(dataclasses.replace(SMALL, tie_embeddings=tied)).rules for tied in (False, True))
-    for name in ("attention.heads.0.query", "attention.heads.0.value", "feed_forward.expand"):
-        assert 2 * own[f"blocks.0.{name}.weight"].std == tied[f"blocks.0.{name}.weight"].std == SMALL.d_model**-0.5
-
-
-def test_every_parameter_has_a_rule_and_its_group_fits_its_shape(config):
+def test_every_parameter_has_one_spec_whose_group_fits_it(config):
     model = GPT(config)
-    assert model.rules.keys() == dict(model.named_parameters()).keys()
+    assert model.specs.keys() == dict(model.named_parameters()).keys()
     for name, parameter in model.named_parameters():
-        group = model.rules[name].group
         outer = "head" if name == "head.weight" or config.tie_embeddings else "embedding"
-        assert group == ("vector" if parameter.ndim == 1 else "matrix" if "blocks" in name else outer), name
+        expected = "matrix" if "blocks" in name else outer
+        assert model.specs[name].group == ("vector" if parameter.ndim == 1 else expected), name
+    stacks = [spec.stack for spec in model.specs.values()]
+    num_pairs = config.num_layers if config.activation == "swiglu" else 0
+    assert len(stacks) - len(set(stacks)) == num_pairs
 
 
-def test_a_parameter_without_a_rule_stops_construction(monkeypatch):
-    with pytest.raises(ValueError, match=r"no rule fits the parameter odd\.gain; add one to parameter_rules\(\)"):
-        parameter_rules(SMALL, ["token_embedding.weight", "odd.gain"])
+def test_a_parameter_without_exactly_one_spec_stops_construction(monkeypatch):
+    vector = ParameterSpec("vector")
+    assert match_specs({"a.weight": vector}, ["x.a.weight"])["x.a.weight"].stack == "x.a.weight"
+    with pytest.raises(ValueError, match=r"x\.a\.weight"):
+        match_specs({"a.weight": vector, ".weight": vector}, ["x.a.weight"])
 
-    class Odd(Head):
+    class HeadWithGain(Head):
         def __init__(self, *arguments):
             super().__init__(*arguments)
-            self.extra = nn.Linear(2, 2)
+            self.gain = nn.Parameter(torch.ones(2))
 
-    monkeypatch.setattr(model_module, "Head", Odd)
-    with pytest.raises(ValueError, match=r"no rule fits the parameter blocks\.0\.attention\.heads\.0\.extra\.weight"):
+    monkeypatch.setattr(model_module, "Head", HeadWithGain)
+    with pytest.raises(ValueError, match=r"blocks\.0\.attention\.heads\.0\.gain"):
         GPT(SMALL)
 
 
-# Shapes.
+# Devices.
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+@pytest.mark.parametrize("max_logits", [2**25, 5 * 37])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_training_step_creates_its_tensors_on_the_device_of_the_model(
+    config,
+    kind,
+    max_logits,
+    dropout,
+    monkeypatch,
+):
+    monkeypatch.setattr(loss_module, "MAX_LOGITS", max_logits)
+    with torch.device("meta"):
+        model = GPT(dataclasses.replace(config, dropout=dropout))
+    meta = torch.device("meta")
+    tokens = torch.zeros(2, 3, config.context_length, dtype=torch.long, device=meta)
+    dist_ctx = dataclasses.replace(SINGLE_PROCESS, device=meta)
+    optimizer_config = with_default_rates(OptimizerConfig(optimizer=kind), 384)
+    optimizer = Optimizer(model, optimizer_config, dist_ctx)
+    optimizer.scale_loss(model(*tokens)).backward()
+    assert optimizer.clip_gradients().device == meta
+    optimizer.update(0.01)
+    for name, tensor in optimizer.state().items():
+        assert tensor.device == meta or name.startswith("guard."), name
+    with torch.no_grad():
+        model.eval()
+        assert model(*tokens).device == meta
+        assert model(tokens[0, :, :5], caches=new_caches(model, 3)).device == meta
+
+
+# Settings.
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "name"),
     [
-        ({"num_heads": 5}, "d_model 24 does not divide into 5 heads"),
-        ({"d_model": 9}, "RoPE rotates pairs, but a head is 3 wide"),
-        ({"num_layers": 0}, "num_layers is 0"),
-        ({"context_length": -1}, "context_length is -1"),
-        ({"dropout": 1.0}, "dropout is 1.0"),
-        ({"windows": (8, -1)}, "windows is -1; it must be from 0 to 10000000"),
-        ({"position": "sinusoidal", "d_model": 21}, "sinusoidal positions come in pairs"),
+        ({"num_heads": 5}, "num_heads"),
+        ({"num_kv_heads": 2}, "num_kv_heads"),
+        ({"d_model": 9}, "head_dim"),
+        ({"num_layers": 0}, "num_layers"),
+        ({"context_length": -1}, "context_length"),
+        ({"d_ff": 0}, "d_ff"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"vocab_size": None}, "vocab_size"),
     ],
 )
-def test_impossible_shapes_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(SMALL, **changes)
+def test_impossible_settings_are_refused_by_name(changes, name):
+    with pytest.raises(ValueError, match=f"^{name} "):
+        GPT(dataclasses.replace(SMALL, **changes))
 
 
-def test_a_model_needs_a_vocabulary():
-    with pytest.raises(ValueError, match="vocab_size is None; a model needs the size of its tokenizer"):
-        GPT(dataclasses.replace(SMALL, vocab_size=None))
-
-
-def test_the_feed_forward_layer_is_four_times_as_wide_or_three_matrices_of_as_many_weights_unless_told():
-    assert VARIANTS["gpt2"].feed_forward_width == 96 and VARIANTS["relu2"].feed_forward_width == 40
-    assert [dataclasses.replace(SMALL, d_model=width, num_heads=2).feed_forward_width for width in (24, 96, 132)] == [
-        64,
-        256,
-        352,
-    ]
+def test_the_default_width_of_the_feed_forward_layer():
+    assert VARIANTS["gpt2"].feed_forward_width == 96
+    assert VARIANTS["relu2"].feed_forward_width == 40
+    configs = [dataclasses.replace(SMALL, d_model=d, num_heads=2) for d in (24, 96, 132)]
+    assert [config.feed_forward_width for config in configs] == [64, 256, 352]
     assert GPT(SMALL).blocks[0].feed_forward.gate.weight.shape == (64, 24)
 
 
-def test_parameters_are_counted_as_by_hand():
+def test_the_number_of_parameters():
     matrices = 2 * (4 * 24 * 24 + 2 * 24 * 96)
+    biases = 2 * (4 * 24 + 96 + 24)
+    norms = 2 * 2 * 2 * 24
     assert GPT(SMALL).num_parameters == 37 * 24 * 2 + matrices
-    biases, norms = 2 * (4 * 24 + 96 + 24), 2 * 2 * 2 * 24
-    assert GPT(VARIANTS["2017"]).num_parameters == 37 * 24 + matrices + biases + norms  # no final norm
-    assert GPT(VARIANTS["gpt2"]).num_parameters == 37 * 24 + 16 * 24 + matrices + biases + norms + 2 * 24
+    assert GPT(VARIANTS["2017"]).num_parameters == 37 * 24 + matrices + biases + norms
+    gpt2 = 37 * 24 + 16 * 24 + matrices + biases + norms + 2 * 24
+    assert GPT(VARIANTS["gpt2"]).num_parameters == gpt2

@@ -1,76 +1,99 @@
-"""Which device to compute on, in which dtype, and how it keeps memory."""
+"""Which device and dtype to compute with, and how the C library reuses memory."""
 
 import ctypes
 import math
 import os
 import sys
+from typing import Literal
 
 import torch
 
 from engine.core.errors import UserError
 
-MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # glibc's <malloc.h>
-NARROW = 64  # below it, converting to bfloat16 does not pay: at 64 it gains a third, at 128 a half, with AVX512-BF16
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEVICE_TYPES = ("cpu", "cuda", "mps")
+MIN_BFLOAT16_WIDTH = 64  # of a model on a CPU: narrower ones lose more by converting than they gain
+MALLOC_MMAP_THRESHOLD = -3  # options of mallopt: glibc's <malloc.h>
+MALLOC_TRIM_THRESHOLD = -1
+DTYPE_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device named, or for ``auto`` the best; of several GPUs the local_rank-th. ValueError if it is not there."""
+def choose_device(name: str, local_rank: int = 0, num_local_ranks: int = 1) -> torch.device:
+    """Return the named device, or the best one for ``auto``; ``cuda`` is the local rank's GPU.
+
+    Raises UserError for an unsupported or missing device, and for one GPU of several local ranks.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    device_type = name.partition(":")[0]
+    if device_type not in DEVICE_TYPES:
+        raise UserError(f"--device: unsupported device type (got {name}). Use auto, cpu, cuda or mps.")
     try:
         device = torch.device(name)
-        if device.type not in ("cpu", "cuda", "mps"):
-            raise RuntimeError("nothing trains there")
         if device.type == "cuda":
-            device = torch.device("cuda", local_rank if device.index is None else device.index)
-        if device.type == "cuda":
+            if device.index is None:
+                device = torch.device("cuda", local_rank)
+            elif num_local_ranks > 1:
+                raise UserError(f"--device: one GPU for {num_local_ranks} processes (got {name}). Use cuda.")
             torch.cuda.init()
-            torch.cuda.set_device(device)  # first, or the other GPUs' processes all take memory on this one
+            torch.cuda.set_device(device)  # else each process allocates memory on GPU 0 too
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"--device {name} can't be used here ({reason}); try auto, cpu, cuda or mps") from None
+        raise UserError(f"--device: {name} is not available ({reason}). Use auto, cpu, cuda or mps.") from None
     return device
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where its matrix products are at least twice as fast as float32's, else float32."""
+    """Return bfloat16 where its matrix products are at least twice as fast, else float32."""
     if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:  # with AMX 7 times as fast, with AVX512-BF16 twice
-        fast = device.type == "cpu" and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
-    return torch.bfloat16 if fast else torch.float32
+        is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif device.type == "cpu":
+        capabilities = torch.cpu.get_capabilities()
+        is_fast = capabilities.get("amx_tile", False) or capabilities.get("avx512_bf16", False)
+    else:
+        is_fast = False
+    return torch.bfloat16 if is_fast else torch.float32
 
 
 def choose_dtype(name: str, device: torch.device, width: int) -> torch.dtype:
-    """What a model of that d_model computes its matrix products in: the dtype named, or for ``auto`` the fast one."""
+    """Return the named dtype for matrix products; for ``auto`` the fast one for that d_model."""
     if name != "auto":
-        return DTYPES[name]
-    return torch.float32 if device.type == "cpu" and width < NARROW else fast_dtype(device)
+        return DTYPE_BY_NAME[name]
+    if device.type == "cpu" and width < MIN_BFLOAT16_WIDTH:
+        return torch.float32
+    return fast_dtype(device)
+
+
+def dtype_name(dtype: torch.dtype) -> Literal["float32", "bfloat16", "float16"]:
+    """Return the name of a dtype for ``--dtype``."""
+    if dtype == torch.float32:
+        return "float32"
+    return "bfloat16" if dtype == torch.bfloat16 else "float16"
 
 
 def mixed_precision(dtype: torch.dtype, device: torch.device) -> torch.autocast:
-    """Inside of it, matrix products compute in that dtype."""
+    """Return a context in which matrix products are computed in that dtype."""
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
-def ask_for_determinism(asked: bool) -> None:
-    """If asked, before its first use, have CUDA use only kernels that give the same bits each time: slower."""
-    if asked:
+def use_deterministic_kernels(enabled: bool) -> None:
+    """Make CUDA use only deterministic kernels, if called before the first use of CUDA."""
+    if enabled:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
 
 def total_memory(device: torch.device) -> float:
-    """Bytes of memory that the device has."""
+    """Return the bytes of memory of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+    if not hasattr(os, "sysconf"):
+        return math.inf
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep large freed blocks for new tensors: each 4 KiB got anew is a page fault."""
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):  # glibc
-        libc.mallopt(MMAP_THRESHOLD, 2**30)
-        libc.mallopt(TRIM_THRESHOLD, 2**31 - 1)
+    """Let glibc reuse large freed blocks, which saves a page fault for every 4 KiB of a tensor."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(MALLOC_MMAP_THRESHOLD, 2**30)
+        libc.mallopt(MALLOC_TRIM_THRESHOLD, 2**31 - 1)

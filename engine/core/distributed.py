@@ -1,4 +1,4 @@
-"""One process or many under torchrun, and how they train one model: the only home of torch.distributed."""
+"""Processes under torchrun: joining them, and what they exchange."""
 
 import contextlib
 import datetime
@@ -8,117 +8,142 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from engine.core.device import choose_device, keep_freed_memory
 from engine.core.errors import UserError
+from engine.core.sharding import is_sharded, local
 
-FROM_TORCHRUN = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-class Silent:
-    """Stands, on all processes but the first, for what only the first has: every method does nothing."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *arguments, **keywords: None
-
-
-class Sliceable(Protocol):
-    """A full tensor that may lie on a disk, where only the rows are read that are asked for."""
-
-    shape: torch.Size
-
-    def __getitem__(self, rows: Any) -> Tensor: ...
+Result = TypeVar("Result")
+NamedTensor = tuple[str, Tensor]
+HEARTBEAT_SECONDS = 1.0
+GROUP_SHUTDOWN_SECONDS = 2.0
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# torch 2.13 renamed all_gather_into_tensor, and warns of the old name.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """This process among its peers, and its device."""
+    """The rank of this process, the world size, and its device. All collectives are methods."""
 
     rank: int
     size: int
     device: torch.device
     local_rank: int = 0  # among the processes of its machine
-    sharded: bool = False  # each process holds its rows of every parameter (FSDP), not all of them (DDP)
-    launch: str = ""  # names the torchrun that started the processes, and starts them again after one failed
+    sharded: bool = False  # FSDP: each rank holds some rows of every parameter
+    launch: str = ""  # identifies the torchrun that started, and restarts, the processes
+    heartbeat_group: dist.ProcessGroup | None = None
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is the process that speaks and writes."""
+        """Whether this is rank 0, the only process that prints and writes."""
         return self.rank == 0
 
     @property
     def launcher(self) -> str:
-        """What starts a Python script on as many processes."""
-        machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
-        nodes = f"--nnodes {machines} RENDEZVOUS " if machines > 1 else ""
-        return "python" if self.size == 1 else f"torchrun {nodes}--nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+        """The command that starts a Python script on as many processes."""
+        if self.size == 1:
+            return "python"
+        num_machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+        machines = f"--nnodes {num_machines} RENDEZVOUS " if num_machines > 1 else ""
+        return f"torchrun {machines}--nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
 
-    def only_first(self, make: Callable[..., Any], *arguments: Any) -> Any:
-        """What make(*arguments) makes, on the first process; something silent instead on the others."""
-        return make(*arguments) if self.is_main_process else Silent()
+    @property
+    def is_restart(self) -> bool:
+        """Whether torchrun started this process again after a fault (``--max-restarts``)."""
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
-    def slice(self, total: int) -> slice:
-        """This process's slice of ``total`` things in order; sizes differ by one at most."""
+    def run_on_main(self, fn: Callable[..., Result], *args: Any) -> Result | None:
+        """Return fn(*args) on the main process, and None on the others."""
+        return fn(*args) if self.is_main_process else None
+
+    def broadcast_from_main(self, fn: Callable[..., Result], *args: Any) -> Result:
+        """Run fn(*args) on the main process, and return its result (of JSON types) on every rank.
+
+        fn may take any length of time. Its UserError is raised on every rank.
+        """
+        with self.keep_alive():
+            result = self.run_on_main(fn, *args)
+        return self.broadcast(result)
+
+    def rank_slice(self, total: int) -> slice:
+        """Return this rank's slice of ``total`` items; sizes differ by at most 1."""
         return slice(total * self.rank // self.size, total * (self.rank + 1) // self.size)
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum over all processes."""
+        """Return a new tensor with the sum over all ranks."""
+        total = value.clone()
         if self.size > 1:
-            dist.all_reduce(value)
-        return value
+            dist.all_reduce(total)
+        return total
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is true on any rank, without waiting for a GPU."""
+        return bool(self.sum(torch.tensor(float(flag)))) if self.size > 1 else flag
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """The norm of all gradients together, of which each process has all, or its rows."""
+        """Return the norm of all gradients together; of sharded ones each rank has some rows."""
         norm = nn.utils.get_total_norm([local(gradient) for gradient in gradients])
         return self.sum(norm.square()).sqrt() if self.sharded else norm
 
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is up on at least one process. The processors settle it: no GPU is waited for."""
-        return bool(self.sum(torch.tensor(float(flag)))) if self.size > 1 else flag
-
     @contextlib.contextmanager
-    def patience(self) -> Iterator[None]:
-        """Around work that some processes do alone for as long as it takes: at its end all have waited for each other.
+    def keep_alive(self) -> Iterator[None]:
+        """Let ranks work alone for any length of time; all leave the block together.
 
-        Meanwhile each gives word every second, so that only one that is gone, or stopped, is given up: RuntimeError.
+        Ranks exchange a heartbeat each second in a process group of its own. If one is dead or
+        stopped, the others raise RuntimeError after the timeout. A UserError of one rank is raised
+        on all.
         """
-        finished, errors = threading.Event(), []
-
-        def give_word() -> None:
-            try:
-                while self.any(not finished.is_set()):
-                    finished.wait(1)
-            except RuntimeError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=give_word, daemon=True)
-        thread.start()
-        try:
+        if self.size == 1:
             yield
-        finally:
-            finished.set()
-            thread.join()
-        if errors:
-            raise errors[0]
+            return
+        finished = threading.Event()
+        user_error = None
+        with ThreadPoolExecutor(1) as executor:
+            heartbeat = executor.submit(self._send_heartbeats, finished)
+            try:
+                yield
+            except UserError as error:
+                user_error = error
+            finally:
+                finished.set()
+        heartbeat.result()
+        message = self.broadcast_first_non_none(str(user_error) if user_error else None)
+        if message is not None:
+            raise UserError(message) from user_error
 
-    def check_same(self, settings: dict[str, Any], but: Container[str] = ()) -> None:
-        """Raise UserError, on every process, unless all were given the same; the message names what is not."""
-        pairs = [(name, self.broadcast(value), value) for name, value in settings.items() if name not in but]
-        other = [f"{name} {first!r} → {value!r}" for name, first, value in pairs if first != value]
-        if self.any(bool(other)):
-            found = ", ".join(other) or "another process has other settings, or text"
-            raise UserError(f"process {self.rank} of {self.size} does not fit the first: {found}; start all alike")
+    def _send_heartbeats(self, finished: threading.Event) -> None:
+        """Exchange messages until every rank has finished."""
+        num_working = torch.ones(1)
+        while num_working:
+            num_working.fill_(not finished.is_set())
+            dist.all_reduce(num_working, group=self.heartbeat_group)
+            finished.wait(HEARTBEAT_SECONDS)
+
+    def assert_equal_across_ranks(self, settings: dict, ignore: Container[str] = ()) -> None:
+        """Raise UserError on every rank unless all have the same settings, of JSON types."""
+        expected = self.broadcast(settings)
+        changes = [
+            f"{name} {expected.get(name)!r} → {settings.get(name)!r}"
+            for name in expected | settings
+            if name not in ignore and expected.get(name) != settings.get(name)
+        ]
+        text = f"rank {self.rank} was started with different settings than rank 0: "
+        text += f"{', '.join(changes)}. Start all ranks alike."
+        message = self.broadcast_first_non_none(text if changes else None)
+        if message is not None:
+            raise UserError(message)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """The first process's value, or another's, anything that JSON can hold; the others' is not looked at."""
+        """Return the value, of JSON types, of one rank; those of the others are ignored."""
         if self.size == 1:
             return value
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -128,31 +153,55 @@ class DistributedContext:
         dist.broadcast(text, source)
         return json.loads(bytes(text.tolist()))
 
-    def first_of(self, value: Any) -> Any:
-        """The value, as for :meth:`broadcast`, of the first process that has one; None if all have None."""
-        having = torch.zeros(self.size)
-        having[self.rank] = value is not None
-        having = self.sum(having)
-        return self.broadcast(value, int(having.argmax())) if having.any() else None
+    def gather_json(self, value: Any) -> list[Any]:
+        """Return the values, of JSON types, of all ranks, in the order of the ranks."""
+        if self.size == 1:
+            return [value]
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = torch.zeros(self.size, dtype=torch.long)
+        lengths[self.rank] = len(text)
+        lengths = self.sum(lengths)
+        padded = F.pad(text, (0, int(lengths.max()) - len(text)))
+        texts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(texts, padded)
+        pairs = zip(texts, lengths.tolist(), strict=True)
+        return [json.loads(bytes(text[:length].tolist())) for text, length in pairs]
 
-    def broadcast_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The first process's named tensors, one at a time: only it needs to have the file that they come from."""
+    def raise_error(self, error: BaseException | None) -> None:
+        """Raise on every rank if any rank has an error: its own, or an OSError with its message."""
+        message = self.broadcast_first_non_none(error and f"rank {self.rank}: {error}")
+        if error:
+            raise error
+        if message is not None:
+            raise OSError(message)
+
+    def broadcast_first_non_none(self, value: Any) -> Any:
+        """Return the value, of JSON types, of the first rank that has one; None without any."""
+        has_value = torch.zeros(self.size)
+        has_value[self.rank] = value is not None
+        has_value = self.sum(has_value)
+        return self.broadcast(value, int(has_value.argmax())) if has_value.any() else None
+
+    def broadcast_tensors(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        """Yield the named tensors of the main process on every rank, one at a time."""
         if self.size == 1:
             yield from tensors
             return
-        mine = iter(tensors if self.is_main_process else ())
-        while True:
-            name, tensor = next(mine, ("", None))
-            header = self.broadcast(None if tensor is None else [name, list(tensor.shape), str(tensor.dtype)])
-            if header is None:
-                return
-            if tensor is None:
-                tensor = torch.empty(header[1], dtype=getattr(torch, header[2].removeprefix("torch.")))
+        if self.is_main_process:
+            for name, tensor in tensors:
+                self.broadcast([name, list(tensor.shape), str(tensor.dtype)])
+                dist.broadcast(tensor, 0)
+                yield name, tensor
+            self.broadcast(None)
+            return
+        while (header := self.broadcast(None)) is not None:
+            name, shape, dtype = header
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
             dist.broadcast(tensor, 0)
-            yield header[0], tensor
+            yield name, tensor
 
     def gather_full(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """On the first process, a copy of every tensor, full and on the CPU; on the others nothing."""
+        """Return a full copy of every tensor on the main process's CPU, and {} on the others."""
         full = {}
         for name, tensor in tensors.items():
             gathered = tensor.full_tensor() if is_sharded(tensor) else tensor.detach()
@@ -161,163 +210,92 @@ class DistributedContext:
         return full
 
     def snapshot(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A copy on the CPU of this process's rows of every tensor; of what is not sharded only the first has one."""
-        mine = {name: local(tensor) for name, tensor in tensors.items() if is_sharded(tensor) or self.is_main_process}
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in mine.items()}
+        """Return a copy of this rank's rows on the CPU; only rank 0 has the unsharded tensors."""
+        return {
+            name: local(tensor).detach().to("cpu", copy=True)
+            for name, tensor in tensors.items()
+            if is_sharded(tensor) or self.is_main_process
+        }
 
-    def distribute(self, work: Callable[[Tensor], Tensor], stack: Tensor, rows: int, joined: int) -> Tensor:
-        """work(stack), which does the same to each matrix of a stack (n, rows, columns): each process does its slice.
+    def map_matrices_across_ranks(
+        self, fn: Callable[[Tensor], Tensor], stacked: Tensor, num_rows: int, group_size: int
+    ) -> Tensor:
+        """Return fn(stacked), of a stack of matrices (n, rows, columns), each rank computing some.
 
-        All have the whole stack, and the results are gathered; or sharded, each has its rows of every matrix, which
-        travels to one process and its result back. Each ``joined`` matrices in a row stay together.
+        ``fn`` treats each matrix alike; ``group_size`` consecutive ones stay on one rank. With DDP
+        every rank has the full stack and gathers the results. With FSDP every rank has some of the
+        ``num_rows`` rows: each matrix is sent to one rank, and its result back.
         """
         if self.size == 1:
-            return work(stack)
-        n, held, columns = stack.shape
-        each = joined * -(-n // (joined * self.size))
-        height = -(-rows // self.size) if self.sharded else rows
-        stack = F.pad(stack, (0, 0, 0, height - held, 0, each * self.size - n))
+            return fn(stacked)
+        n, num_local_rows, columns = stacked.shape
+        n_per_rank = group_size * -(-n // (group_size * self.size))
+        height = -(-num_rows // self.size) if self.sharded else num_rows
+        stacked = F.pad(stacked, (0, 0, 0, height - num_local_rows, 0, n_per_rank * self.size - n))
         if not self.sharded:
-            done = work(stack[each * self.rank : each * (self.rank + 1)]).contiguous()
-            gathered = torch.empty_like(stack)
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # until torch 2.12
-            gather(gathered, done)
-            return gathered[:n]
-        arrived = torch.empty_like(stack).view(self.size, each, height, columns)  # first index: from whom
-        dist.all_to_all_single(arrived, stack.view_as(arrived))
-        done = work(arrived.transpose(0, 1).reshape(each, self.size * height, columns)[:, :rows])
-        done = F.pad(done, (0, 0, 0, self.size * height - rows)).view(each, self.size, height, columns)
-        returned = torch.empty_like(arrived)
-        dist.all_to_all_single(returned, done.transpose(0, 1).contiguous())
-        return returned.view(-1, height, columns)[:n, :held]
+            results = torch.empty_like(stacked)
+            start = n_per_rank * self.rank
+            all_gather_single(results, fn(stacked[start : start + n_per_rank]).contiguous())
+            return results[:n]
+        received = torch.empty_like(stacked).view(self.size, n_per_rank, height, columns)
+        dist.all_to_all_single(received, stacked.view_as(received))  # first index: the sending rank
+        matrices = received.transpose(0, 1).reshape(n_per_rank, self.size * height, columns)
+        results = F.pad(fn(matrices[:, :num_rows]), (0, 0, 0, self.size * height - num_rows))
+        results = results.view(n_per_rank, self.size, height, columns).transpose(0, 1)
+        returned = torch.empty_like(received)
+        dist.all_to_all_single(returned, results.contiguous())
+        return returned.view(-1, height, columns)[:n, :num_local_rows]
 
 
-SINGLE_PROCESS = DistributedContext(0, 1, torch.device("cpu"))
+def single_process(device: torch.device) -> DistributedContext:
+    """Return the context of a process without peers."""
+    return DistributedContext(0, 1, device)
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether this is a DTensor, of which each process holds its rows."""
-    return hasattr(tensor, "full_tensor")
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor: all, or its local shard."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
-
-
-def rows_like(parameter: Tensor, full: Sliceable) -> Tensor:
-    """What this process holds of a full tensor that is sharded as the parameter is: all, or its rows."""
-    if not is_sharded(parameter):
-        return full[...]
-    n, mesh = full.shape[0], parameter.device_mesh
-    each = -(-n // mesh.size())
-    return full[min(n, each * mesh.get_local_rank()) : min(n, each * (mesh.get_local_rank() + 1))]
-
-
-def held_like(parameter: Tensor, full: Sliceable) -> Tensor:
-    """A copy of a full tensor as the parameter is held: on its device, and sharded if it is; a scalar is not."""
-    if not is_sharded(parameter) or not full.shape:
-        return full[...].to(parameter.device, copy=True)
-    held = rows_like(parameter, full).to(parameter.device, copy=True)
-    from torch.distributed.tensor import DTensor
-
-    placed, stride = (parameter.device_mesh, parameter.placements), torch.empty(full.shape, device="meta").stride()
-    return DTensor.from_local(held, *placed, run_check=False, shape=full.shape, stride=stride)
-
-
-@torch.no_grad()
-def load(model: nn.Module, saved: Iterable[tuple[str, Sliceable]]) -> None:
-    """Set every parameter by its name, one at a time. Raises UserError if the names or shapes are not the model's."""
-    parameters = dict(model.named_parameters())
-    for name, full in saved:
-        if name not in parameters or parameters[name].shape != full.shape:
-            raise UserError(f"the checkpoint has {name} {tuple(full.shape)}, but the model has no such parameter")
-        parameter = parameters.pop(name)
-        local(parameter).copy_(rows_like(parameter, full))
-    if parameters:
-        raise UserError(f"the checkpoint lacks the parameter {next(iter(parameters))}")
-
-
-def materialise(model: nn.Module, world: DistributedContext, dtype: torch.dtype) -> nn.Module:
-    """Move a model from the meta device to this process's, for :func:`load` to fill; returns it.
-
-    Sharded, each process holds its rows of every parameter; they are gathered where they are used, those of ``blocks``
-    in dtype (FSDP2: Zhao et al. 2023). What runs through the blocks keeps its own dtype, as it does unsharded.
-    """
-    if world.sharded:
-        from torch.distributed.device_mesh import init_device_mesh  # half a second, which sample.py need not wait
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        mesh = init_device_mesh(world.device.type, (world.size,))
-        policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh)
-    return model.to_empty(device=world.device)
-
-
-def replicate(model: nn.Module, world: DistributedContext, *example: Tensor) -> nn.Module:
-    """The model as it trains: its gradients are averaged over all processes while the backward pass runs.
-
-    DDP rearranges its buckets after the first backward pass. An example micro-batch, which counts for nothing, goes
-    first, so that a resumed run sums in the order of one that never stopped.
-    """
-    if world.sharded or world.size == 1:
-        return model
-    replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    replica(*example).backward()
-    replica.zero_grad()
-    return replica
-
-
-def reduces_each(parameters: int, memory: float) -> bool:
-    """Whether FSDP reduces gradients in each micro-batch: sends more, but never holds all of float32 at once.
-
-    It does where that would take more than a quarter of a device's memory, in bytes.
-    """
-    return 4 * parameters > memory / 4
-
-
-def averaging(model: nn.Module, now: bool) -> contextlib.AbstractContextManager:
-    """Around a backward pass: average gradients over the processes now, or leave it to a later micro-batch."""
-    if hasattr(model, "set_requires_gradient_sync"):  # sharded
-        model.set_requires_gradient_sync(now)
-    return contextlib.nullcontext() if now or not isinstance(model, DistributedDataParallel) else model.no_sync()
+SINGLE_PROCESS = single_process(torch.device("cpu"))
 
 
 @contextlib.contextmanager
-def processes(device: str, parallel: str = "ddp", timeout: float = 600) -> Iterator[DistributedContext]:
-    """This process's DistributedContext: alone, or one of those that torchrun started, joined until the block ends.
+def init_distributed(device: str = "auto", parallel: str = "ddp", timeout: float = 600) -> Iterator[DistributedContext]:
+    """Yield the context of this process: a single one, or one of those of torchrun.
 
-    A process that waits longer than timeout seconds for another gives up with an error; torchrun then ends them all.
+    A rank that waits longer than ``timeout`` seconds for another raises RuntimeError, and torchrun
+    ends all.
     """
-    given = [
-        os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
-    ]
-    missing = [name for name in FROM_TORCHRUN if given[1] != "1" and name not in os.environ]
-    if missing or not all(number.isdecimal() for number in given):
-        wrong = f"{missing[0]} is not set" if missing else "RANK or LOCAL_RANK is no number"
-        raise UserError(f"WORLD_SIZE is {given[1]}, but {wrong}; start many processes with torchrun")
-    rank, size, here = map(int, given)
-    chosen = choose_device(device, here)
+    rank, size, local_rank, num_local_ranks = _read_rank_variables()
+    chosen = choose_device(device, local_rank, num_local_ranks)
     keep_freed_memory()
     if size == 1:
-        yield DistributedContext(rank, size, chosen)
+        yield single_process(chosen)
         return
+    limit = datetime.timedelta(seconds=timeout)
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    wait = datetime.timedelta(seconds=timeout)
-    store, _, _ = next(dist.rendezvous("env://", timeout=wait))
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if os.environ.get("GROUP_WORLD_SIZE") == "1":  # torchrun reuses its store, with the dead processes' addresses
-        store = dist.PrefixStore(f"start {restarts}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
+    store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":  # a restart meets addresses of dead processes
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt {attempt}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    heartbeat_group = dist.new_group(timeout=limit, backend="gloo")
     launch = f"{os.getppid()} on {platform.node()}"
+    sharded = parallel == "fsdp"
     try:
-        yield DistributedContext(rank, size, chosen, here, parallel == "fsdp", launch)
-    except BaseException:  # its peers may not answer any more, but what is left to the end of the process may abort it
-        leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
-        leaving.start()
-        leaving.join(2)
+        yield DistributedContext(rank, size, chosen, local_rank, sharded, launch, heartbeat_group)
+    except BaseException:
+        # Peers may be gone. Leaving the group to the interpreter's exit can abort the process.
+        thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        thread.start()
+        thread.join(GROUP_SHUTDOWN_SECONDS)
         raise
     dist.destroy_process_group()
-    time.sleep(0.1)  # its threads still drop what was sent last; one that needs Python's lock as Python ends aborts it
+    time.sleep(0.1)  # gloo's threads still free buffers, and abort if Python ends meanwhile
+
+
+def _read_rank_variables() -> list[int]:
+    """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without torchrun 0, 1, 0, 1."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return [0, 1, 0, 1]
+    for name in (*RANK_VARIABLES, "MASTER_PORT"):
+        if not os.environ.get(name, "").isdecimal():
+            problem = f"must be a number (got {os.environ.get(name)!r})"
+            raise UserError(f"{name}: {problem}. Start several processes with torchrun.")
+    return [int(os.environ[name]) for name in RANK_VARIABLES]

@@ -4,6 +4,7 @@
 class UserError(ValueError):
     """A mistake of the user: a wrong flag, path or file.
 
-    A command prints it as one line without a traceback, and exits with 1. The message follows the template
-    ``<flag or path>: <problem> (got X). <Fix>.`` Every other exception is a bug and keeps its traceback.
+    A command prints it as one line without a traceback, and exits with 1. The message follows the
+    template ``<flag or path>: <problem> (got X). <Fix>.`` Every other exception is a bug and keeps
+    its traceback.
     """

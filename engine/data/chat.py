@@ -1,128 +1,187 @@
-"""Prompts with completions, and chats → token ids, and which of them count as targets."""
+"""Text, prompts with completions, and chats → token ids, and which of them are targets."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from engine.core.errors import UserError
-from engine.data.tokenizer import END_OF_TURN, ROLES, Tokenizer
+from engine.data.tokenizer import Tokenizer
+from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
 
-PROMPT, COMPLETION = "prompt", "completion"
-MOST_SHOWN, MOST_OF_TURN = 500, 200  # characters of an example that are shown
-LEARNED = (COMPLETION, "assistant")  # whose texts count
+PROMPT = "prompt"
+COMPLETION = "completion"
+TARGET_SPEAKERS = (COMPLETION, "assistant")  # whose texts are targets
 CHATML = ("<|im_start|>", "<|im_end|>")  # the tokens of many imported models' chats
+MESSAGE_FORM = '{"role": …, "content": …}'
+MAX_RENDERED_CHARACTERS = 500  # of an example
+MAX_RENDERED_TURN_CHARACTERS = 200
 
-Turn = tuple[str, str]  # who speaks, or prompt or completion; and the text
+Turn = tuple[str, str]  # speaker, or PROMPT or COMPLETION; and the text
 
 
-def chat_of(record: dict[str, Any]) -> list[Turn]:
-    """The turns of ``{"messages": [{"role": …, "content": …}, …]}``. Raises UserError for what is no chat to learn."""
+def parse_chat(record: dict[str, Any]) -> list[Turn]:
+    """Return the turns of ``{"messages": [{"role": …, "content": …}, …]}``.
+
+    Raises UserError for a chat that is malformed or has no target.
+    """
     if "messages" not in record:
-        raise UserError(f"has only {', '.join(map(repr, record))}; a chat should have 'messages' (see --chat)")
-    messages, form = record["messages"], '{"role": …, "content": …}'
+        fields = ", ".join(map(repr, record))
+        raise UserError(f"a chat must have 'messages' (got {fields}; see --chat)")
+    messages = record["messages"]
     if not isinstance(messages, list) or not messages:
-        raise UserError(f"has 'messages' that should be a list of {form}, and is not")
+        raise UserError(f"'messages' must be a list of {MESSAGE_FORM}")
     turns = []
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not message.keys() >= {"role", "content"}:
-            raise UserError(f"has a message {number} that is not of the form {form}")
-        role, text = message["role"], message["content"]
-        if not isinstance(role, str) or role not in ROLES:
-            raise UserError(f"has a message {number} of the role {role!r}; the known ones are {', '.join(ROLES)}")
+            raise UserError(f"message {number} must have the form {MESSAGE_FORM}")
+        role = message["role"]
+        text = message["content"]
+        if not isinstance(role, str) or role not in CHAT_ROLES:
+            roles = ", ".join(CHAT_ROLES)
+            raise UserError(f"the role of message {number} must be one of {roles} (got {role!r})")
         if not isinstance(text, str):
-            raise UserError(f"has a message {number} whose content is not text")
+            raise UserError(f"the content of message {number} must be text")
         turns.append((role, text))
     if not any(role == "assistant" and text for role, text in turns):
-        raise UserError("has no message of the assistant with text: there would be nothing to learn")
+        raise UserError("there is no message of the assistant with text to learn")
     return turns
 
 
-def pair_of(record: dict[str, Any], prompt_field: str, completion_field: str) -> list[Turn]:
-    """A prompt and its completion. Raises UserError for a field that is missing, no text, or an empty completion."""
+def parse_pair(record: dict[str, Any], prompt_field: str, completion_field: str) -> list[Turn]:
+    """Return a prompt and its completion. Raises UserError for a field without text."""
     for field, flag in ((prompt_field, "--prompt-field"), (completion_field, "--completion-field")):
         if field not in record:
-            raise UserError(f"has only {', '.join(map(repr, record))}; it should have {field!r} (see {flag})")
+            fields = ", ".join(map(repr, record))
+            raise UserError(f"there must be a field {field!r} (got {fields}; see {flag})")
         if not isinstance(record[field], str):
-            raise UserError(f"has no text in {field!r} (see {flag})")
+            raise UserError(f"{field!r} must be text (see {flag})")
     if not record[completion_field]:
-        raise UserError(f"has an empty {completion_field!r}: there would be nothing to learn")
+        raise UserError(f"{completion_field!r} is empty: there is nothing to learn")
     return [(PROMPT, record[prompt_field]), (COMPLETION, record[completion_field])]
 
 
-def special_names(tokenizer: Tokenizer, chat: bool) -> list[str]:
-    """The special tokens that a tokenizer needs to encode examples: see :meth:`Tokenizer.with_special`."""
+def special_token_names(tokenizer: Tokenizer, chat: bool) -> list[str]:
+    """Return the special tokens that a tokenizer needs to encode examples."""
     if not chat:
         return [tokenizer.end_name]
-    return [] if tokenizer.special_tokens.keys() >= {*CHATML} else [*ROLES.values(), END_OF_TURN]
+    has_chatml = tokenizer.special_tokens.keys() >= {*CHATML}
+    return [] if has_chatml else [*CHAT_ROLES.values(), END_OF_TURN]
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """The id that ends what somebody says in a chat; None if the tokenizer has no tokens for chats."""
-    found = [tokenizer.special_tokens[name] for name in (CHATML[1], END_OF_TURN) if name in tokenizer.special_tokens]
-    return found[0] if found else None
+    """Return the id that ends a turn of a chat; None without tokens for chats."""
+    for name in (CHATML[1], END_OF_TURN):
+        if name in tokenizer.special_tokens:
+            return tokenizer.special_tokens[name]
+    return None
 
 
-def ends_of(tokenizer: Tokenizer) -> list[int]:
-    """The ids, one at most, after which the other's turn comes."""
-    return [end for end in [end_of_turn(tokenizer)] if end is not None]
+def stop_ids(tokenizer: Tokenizer) -> list[int]:
+    """Return the ids, one at most, that end the assistant's turn."""
+    end = end_of_turn(tokenizer)
+    return [] if end is None else [end]
 
 
-def prompt_of(example: Iterable[int]) -> list[int]:
-    """The token ids of an example before the first that counts."""
+def prompt_ids(example: Iterable[int]) -> list[int]:
+    """Return the token ids of an example before its first target."""
     return [~token for token in itertools.takewhile(lambda token: token < 0, example)]
 
 
-def around(tokenizer: Tokenizer, who: str) -> tuple[list[int], list[int], list[int]]:
-    """The token ids that stand before a turn's text, that end it, and that stand after its end."""
+def turn_delimiters(tokenizer: Tokenizer, speaker: str) -> tuple[list[int], list[int], list[int]]:
+    """Return the token ids before a turn's text, at its end, and after its end."""
     special = tokenizer.special_tokens
-    if who in (PROMPT, COMPLETION):
-        return [], [special[tokenizer.end_name]] if who == COMPLETION else [], []
+    if speaker == PROMPT:
+        return [], [], []
+    if speaker == COMPLETION:
+        return [], [special[tokenizer.end_name]], []
     if CHATML[0] in special:
-        name, newline = (tokenizer.encode(text).tolist() for text in (f"{who}\n", "\n"))
+        name = tokenizer.encode(f"{speaker}\n").tolist()
+        newline = tokenizer.encode("\n").tolist()
         return [special[CHATML[0]], *name], [special[CHATML[1]]], newline
-    return [special[ROLES[who]]], [special[END_OF_TURN]], []
+    return [special[CHAT_ROLES[speaker]]], [special[END_OF_TURN]], []
 
 
 def encode_example(tokenizer: Tokenizer, turns: Sequence[Turn]) -> np.ndarray:
-    """An example's token ids, int32 (N,): as they are where they count as targets, and ~id where they do not."""
+    """Encode an example, int32 (N,): an id where it counts as a target, ~id elsewhere."""
     ids: list[int] = []
-    for who, text in turns:
-        before, end, after = around(tokenizer, who)
-        said = [*tokenizer.encode(text).tolist(), *end]
-        ids += [~i for i in before] + (said if who in LEARNED else [~i for i in said]) + [~i for i in after]
+    for speaker, text in turns:
+        before, end, after = turn_delimiters(tokenizer, speaker)
+        content = [*tokenizer.encode(text).tolist(), *end]
+        if speaker not in TARGET_SPEAKERS:
+            content = [~token for token in content]
+        ids += [~token for token in before] + content + [~token for token in after]
     return np.array(ids, np.int32)
 
 
-def learned_bytes(turns: Sequence[Turn]) -> int:
-    """UTF-8 bytes of the text that counts."""
-    return sum(len(text.encode()) for who, text in turns if who in LEARNED)
+def target_bytes(turns: Sequence[Turn]) -> int:
+    """Count the UTF-8 bytes of the texts that are targets."""
+    return sum(len(text.encode()) for speaker, text in turns if speaker in TARGET_SPEAKERS)
 
 
 def is_target(example: np.ndarray) -> np.ndarray:
-    """Which of an example's token ids (N,) are targets that count, bool (N,): never the first, which none precedes."""
+    """Return which token ids (N,) of an example are targets, bool (N,): never the first."""
     return (example >= 0) & (np.arange(len(example)) > 0)
 
 
-def marked(tokenizer: Tokenizer, example: np.ndarray) -> str:
-    """An encoded example as text, with ⟦ and ⟧ around what counts; some MOST_SHOWN characters, the middles left out."""
-    counts, shown = is_target(example), ""
-    for run in np.split(np.arange(len(example)), np.flatnonzero(np.diff(counts)) + 1):
+def render_with_targets(tokenizer: Tokenizer, example: np.ndarray) -> str:
+    """Decode an example, with ⟦ and ⟧ around its targets; long turns are shortened."""
+    targets = is_target(example)
+    rendered = ""
+    for run in np.split(np.arange(len(example)), np.flatnonzero(np.diff(targets)) + 1):
         ids = np.where(example[run] < 0, ~example[run], example[run])
         text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in tokenizer.decode(ids.tolist()))
-        if len(text) > MOST_OF_TURN:
-            text = f"{text[: MOST_OF_TURN // 2]} … {text[-MOST_OF_TURN // 2 :]}"
-        if len(shown) + len(text) > MOST_SHOWN:
-            return f"{shown} …"
-        shown += f"⟦{text}⟧" if counts[run[0]] else text
-    return shown
+        if len(text) > MAX_RENDERED_TURN_CHARACTERS:
+            half = MAX_RENDERED_TURN_CHARACTERS // 2
+            text = f"{text[:half]} … {text[-half:]}"
+        if len(rendered) + len(text) > MAX_RENDERED_CHARACTERS:
+            return f"{rendered} …"
+        rendered += f"⟦{text}⟧" if targets[run[0]] else text
+    return rendered
 
 
 def encode_chat(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[list[int]]:
-    """Each turn's token ids, and last those after which the assistant's next text begins."""
+    """Encode each turn, and at last what precedes the assistant's next text."""
     encoded = []
-    for who, text in turns:
-        before, end, after = around(tokenizer, who)
+    for speaker, text in turns:
+        before, end, after = turn_delimiters(tokenizer, speaker)
         encoded.append([*before, *tokenizer.encode(text).tolist(), *end, *after])
-    return [*encoded, around(tokenizer, "assistant")[0]]
+    return [*encoded, turn_delimiters(tokenizer, "assistant")[0]]
+
+
+# An encoder turns a text, and whether its document ends there, into token ids, the UTF-8 bytes
+# that count, and the number of targets.
+Encoder = Callable[[str, bool], tuple[np.ndarray, int, int]]
+
+
+def make_encoder(tokenizer: Tokenizer, separator: str, examples: bool) -> Encoder:
+    """Return an encoder of examples, or of text."""
+    return example_encoder(tokenizer) if examples else text_encoder(tokenizer, separator)
+
+
+def text_encoder(tokenizer: Tokenizer, separator: str) -> Encoder:
+    """Return an encoder of text. Documents end with the end of text, or with the separator."""
+    end = tokenizer.end_of_text
+    ending = tokenizer.encode(separator) if end is None else np.array([end], np.uint32)
+
+    def encode(text: str, ends: bool) -> tuple[np.ndarray, int, int]:
+        """Encode a text; its separator counts as a byte."""
+        ids = tokenizer.encode(text)
+        num_bytes = len(text.encode()) + ends * len(separator)
+        return np.concatenate((ids, ending)) if ends else ids, num_bytes, 0
+
+    return encode
+
+
+def example_encoder(tokenizer: Tokenizer) -> Encoder:
+    """Return an encoder of examples, given as JSON of their turns."""
+
+    def encode(text: str, ends: bool) -> tuple[np.ndarray, int, int]:
+        """Encode an example; the bytes of its targets count."""
+        turns = json.loads(text)
+        ids = encode_example(tokenizer, turns)
+        return ids, target_bytes(turns), int(is_target(ids).sum())
+
+    return encode

@@ -1,10 +1,10 @@
-"""data/<name>/: a manifest, a tokenizer and memory-mapped shards of token ids; opened and verified."""
+"""data/<name>/: its shards written, opened and verified."""
 
 import contextlib
 import hashlib
-import itertools
+import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,26 @@ from typing import Any
 import numpy as np
 
 from engine.core.errors import UserError
-from engine.core.files import inside, parse_json, read_json, sha256, write_json
+from engine.core.files import fsync, parse_json, read_json, safe_child_path, sha256, write_json
 from engine.data.chat import is_target
-from engine.data.ledger import SPLITS
+from engine.data.splits import SPLITS
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 
-FORMAT = 1
-EXAMPLES_DTYPE, LENGTHS_DTYPE = "int32", "uint32"  # of examples' tokens, as no text's are, and of their lengths
+FORMAT_VERSION = 1
+EXAMPLES_DTYPE = "int32"  # of the tokens of examples, and of nothing else
+LENGTHS_DTYPE = "uint32"
+MAX_VERIFIED_TOKENS = 2**24  # at a time
+MAX_SHARD_TOKENS = 2**27  # 256 MiB of uint16
+HEADER_BYTES = 128  # of a shard: NumPy's header with room for an array of any length
+VERSION_FILE = "prepared_from.json"  # holds the version of the text's files
+DATASET_FILES = re.compile(
+    r"(manifest|tokenizer|verified|prepared_from)\.json"
+    r"|(train|val)(-lengths)?-[0-9]{5,}(-[0-9]+)?\.npy"
+)
 
 
 class ShardedTokens:
-    """Several arrays, end to end, as one; only what is sliced is read."""
+    """Several arrays as one. Only what is sliced is read."""
 
     def __init__(self, arrays: Sequence[np.ndarray]):
         self.arrays = arrays
@@ -33,10 +42,12 @@ class ShardedTokens:
 
     def __getitem__(self, span: slice) -> np.ndarray:
         start, stop, _ = span.indices(len(self))
-        spanned = slice(bisect_right(self.starts, start) - 1, bisect_left(self.starts, stop))
-        arrays = zip(self.arrays[spanned], self.starts[spanned], strict=True)
-        found = [array[max(0, start - offset) : stop - offset] for array, offset in arrays]
-        return found[0] if len(found) == 1 else np.concatenate(found or [np.empty(0, np.uint16)])
+        touched = slice(bisect_right(self.starts, start) - 1, bisect_left(self.starts, stop))
+        arrays = zip(self.arrays[touched], self.starts[touched], strict=True)
+        slices = [array[max(0, start - offset) : stop - offset] for array, offset in arrays]
+        if len(slices) == 1:
+            return slices[0]
+        return np.concatenate(slices or [np.empty(0, np.uint16)])
 
 
 Tokens = np.ndarray | ShardedTokens  # token ids (N,)
@@ -44,175 +55,294 @@ Tokens = np.ndarray | ShardedTokens  # token ids (N,)
 
 @dataclass(frozen=True)
 class Examples:
-    """A split of examples. Its length is its number of tokens, as text's is."""
+    """A split of examples. Its length is its number of tokens, as of a split of text."""
 
-    tokens: Tokens  # int32, all examples end to end: an id where it counts as a target, ~id where it does not
+    tokens: Tokens  # int32, all examples: an id where it counts as a target, ~id elsewhere
     starts: np.ndarray  # int64 (N,), of each example in tokens
-    lengths: np.ndarray  # int64 (N,), of each in tokens
-    too_long: int = 0  # how many :meth:`fitting` has left out or cut
+    lengths: np.ndarray  # int64 (N,), of each example
+    too_long: int = 0  # how many examples drop_long has removed or cut
 
     def __len__(self) -> int:
         return int(self.lengths.sum())
 
     @property
     def num_examples(self) -> int:
+        """How many examples there are."""
         return len(self.lengths)
 
     def example(self, index: int) -> np.ndarray:
-        """One example's tokens, int32, read from the disk."""
+        """Read the tokens of one example, int32."""
         start = int(self.starts[index])
         return self.tokens[start : start + int(self.lengths[index])]
 
-    def fitting(self, context_length: int, cut: bool) -> "Examples":
-        """Those of at most context_length + 1 tokens; if cut, others' starts that have a target; ValueError if none."""
-        most = context_length + 1
-        long = np.flatnonzero(self.lengths > most)
-        cut_to = replace(self, lengths=np.minimum(self.lengths, most))
-        left_out = [i for i in long.tolist() if not (cut and (cut_to.example(i)[1:] >= 0).any())]
-        if len(left_out) == self.num_examples:
-            found = f"all {len(long):,} examples have more than --context-length {context_length} + 1 tokens"
-            least = f"; raise it to at least {self.lengths.min() - 1}, or use --long-examples cut"
-            raise UserError(f"{found}{', and cut off they have nothing to learn; raise it' if cut else least}")
-        starts, lengths = np.delete(self.starts, left_out), np.delete(cut_to.lengths, left_out)
-        return replace(self, starts=starts, lengths=lengths, too_long=len(long))
+    def drop_long(self, context_length: int, cut: bool) -> "Examples":
+        """Remove the examples of more than context_length + 1 tokens, or cut them.
+
+        An example without a target after the cut is removed. Raises UserError if none remains.
+        """
+        max_length = context_length + 1
+        long = np.flatnonzero(self.lengths > max_length).tolist()
+        shortened = replace(self, lengths=np.minimum(self.lengths, max_length))
+        removed = [i for i in long if not (cut and (shortened.example(i)[1:] >= 0).any())]
+        if len(removed) == self.num_examples:
+            reason = f"no example has a target within {max_length} tokens"
+            least = int(self.lengths.min()) - 1
+            advice = "Raise it" if cut else f"Raise it to {least}, or use --long-examples cut"
+            raise UserError(f"--context-length: {reason} (got {context_length}). {advice}.")
+        return replace(
+            self,
+            starts=np.delete(self.starts, removed),
+            lengths=np.delete(shortened.lengths, removed),
+            too_long=len(long),
+        )
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """What ``prepare.py`` made: two splits of text, or of examples, as token ids, and the tokenizer that made them."""
+    """A folder made by ``prepare.py``: two splits of text or of examples, and their tokenizer."""
 
     path: Path
     manifest: dict[str, Any]
     tokenizer: Tokenizer
     train: Tokens | Examples
     val: Tokens | Examples
-    sha256: str  # of the manifest that was opened, whatever is at path by now
+    sha256: str  # of the manifest as it was opened
 
     def bytes_per_token(self, split: str) -> float:
-        """UTF-8 bytes of text that one token of the split stands for, on average; of examples, what counts of both."""
+        """Return the mean UTF-8 bytes of text of one token; of examples, of one target."""
         counts = self.manifest["splits"][split]
         return counts["bytes"] / counts.get("targets", counts["tokens"])
 
-    def fitting(self, context_length: int, cut: bool) -> "Dataset":
-        """With the examples that fit alone: see :meth:`Examples.fitting`. What is left of val is counted anew."""
-        train, val = (split.fitting(context_length, cut) for split in (self.train, self.val))
+    def drop_long_examples(self, context_length: int, cut: bool) -> "Dataset":
+        """Apply Examples.drop_long to both splits, and count the targets of val again."""
+        if not isinstance(self.train, Examples) or not isinstance(self.val, Examples):
+            return self
+        train = self.train.drop_long(context_length, cut)
+        val = self.val.drop_long(context_length, cut)
         splits = self.manifest["splits"]
         if val.too_long:
-            splits = splits | {"val": splits["val"] | _counted(val, self.tokenizer)}
-        return replace(self, train=train, val=val, manifest=self.manifest | {"splits": splits})
+            counts = splits["val"] | _count_targets(val, self.tokenizer)
+            splits = {**splits, "val": counts}
+        return replace(self, train=train, val=val, manifest={**self.manifest, "splits": splits})
 
 
-def _counted(examples: Examples, tokenizer: Tokenizer) -> dict[str, int]:
-    """The targets of examples, and the UTF-8 bytes of their text."""
-    counts = np.zeros(tokenizer.vocab_size, np.int64)  # of each id
+def _count_targets(examples: Examples, tokenizer: Tokenizer) -> dict[str, int]:
+    """Count the targets of examples and the UTF-8 bytes of their text."""
+    counts = np.zeros(tokenizer.vocab_size, np.int64)
     for index in range(examples.num_examples):
         example = examples.example(index)
         np.add.at(counts, example[is_target(example)], 1)
-    text = np.setdiff1d(np.flatnonzero(counts), [*tokenizer.special_tokens.values()]).tolist()
-    return {"targets": int(counts.sum()), "bytes": sum(int(counts[i]) * len(tokenizer.decode_bytes([i])) for i in text)}
+    special_ids = [*tokenizer.special_tokens.values()]
+    text_ids = np.setdiff1d(np.flatnonzero(counts), special_ids).tolist()
+    num_bytes = sum(int(counts[i]) * len(tokenizer.decode_bytes([i])) for i in text_ids)
+    return {"targets": int(counts.sum()), "bytes": num_bytes}
 
 
 def open_dataset(path: Path) -> Dataset:
-    """Map the dataset in a folder into memory. Raises UserError for what is missing, damaged or of another version."""
+    """Map a dataset into memory. Raises UserError if it is missing, corrupted or unsupported."""
     if not (path / "manifest.json").is_file():
-        raise UserError(f"{path} holds no dataset; make it with: python prepare.py INPUT --out {path}")
+        advice = f"Make it with: python prepare.py INPUT --out {path}"
+        raise UserError(f"{path}: is not a dataset. {advice}")
     try:
         content = (path / "manifest.json").read_bytes()
         manifest = parse_json(content, path / "manifest.json")
-        if manifest["format"] != FORMAT:
-            raise UserError(f"it has format {manifest['format']}, but this version reads {FORMAT}")
+        if manifest["format"] != FORMAT_VERSION:
+            raise UserError(f"its format must be {FORMAT_VERSION} (got {manifest['format']})")
         if sha256(path / "tokenizer.json") != manifest["tokenizer"]["sha256"]:
-            raise UserError("tokenizer.json is not the one that made the tokens beside it")
-        splits = {split: open_split(path, manifest, split) for split in SPLITS}
+            raise UserError("tokenizer.json is not the one that encoded the text")
+        splits = {split: _open_split(path, manifest, split) for split in SPLITS}
         tokenizer = load_tokenizer(path / "tokenizer.json")
         if manifest["vocab_size"] != tokenizer.vocab_size:
-            raise UserError(f"it has {manifest['vocab_size']} tokens, but tokenizer.json {tokenizer.vocab_size}")
-        return Dataset(path, manifest, tokenizer, **splits, sha256=hashlib.sha256(content).hexdigest())
+            sizes = f"{tokenizer.vocab_size} (got {manifest['vocab_size']})"
+            raise UserError(f"its vocabulary size must be {sizes}")
     except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError) as error:
         raise _unusable(path, error) from None
+    return Dataset(path, manifest, tokenizer, **splits, sha256=hashlib.sha256(content).hexdigest())
 
 
-def open_split(path: Path, manifest: dict[str, Any], split: str) -> Tokens | Examples:
-    """Map one split into memory. Raises all sorts of errors if it is not as the manifest says, or empty."""
+def _open_split(path: Path, manifest: dict[str, Any], split: str) -> Tokens | Examples:
+    """Map a split into memory. Raises various errors if it is not as the manifest says."""
     counts = manifest["splits"][split]
     tokens, *lengths = (
-        ShardedTokens([_open_shard(inside(path, shard["file"]), shard["tokens"], dtype) for shard in counts[series]])
+        ShardedTokens([_open_shard(path, shard, dtype) for shard in counts[series]])
         for series, dtype in _series(manifest).items()
     )
-    if len(tokens) != counts["tokens"] or min(counts["tokens"], counts["bytes"], counts.get("targets", 1)) < 1:
-        raise UserError(f"its {split} split counts {counts['tokens']} tokens and {counts['bytes']} bytes")
+    if len(tokens) != counts["tokens"] or min(len(tokens), counts["bytes"]) < 1:
+        sizes = f"{counts['tokens']} tokens and {counts['bytes']} bytes"
+        raise UserError(f"its {split} split must have the tokens of its shards (got {sizes})")
     if not lengths:
         return tokens
     ends = np.cumsum(lengths[0][:], dtype=np.int64)
-    if len(ends) != counts["documents"] or ends[-1] != len(tokens) or not lengths[0][:].all():
-        raise UserError(f"its {split} split's examples don't have the lengths that it counts")
+    is_valid = len(ends) == counts["documents"] and ends[-1] == len(tokens)
+    if not is_valid or not lengths[0][:].all() or counts["targets"] < 1:
+        raise UserError(f"the lengths of the examples of its {split} split are wrong")
     return Examples(tokens, np.append(0, ends[:-1]), np.diff(ends, prepend=0))
 
 
 def _series(manifest: dict[str, Any]) -> dict[str, str]:
-    """The series of shards that each split has, and their dtypes."""
-    examples = manifest["dtype"] == EXAMPLES_DTYPE
-    return {"shards": manifest["dtype"]} | ({"lengths": LENGTHS_DTYPE} if examples else {})
+    """Return the dtypes of the series of shards that each split has, by their names."""
+    if manifest["dtype"] == EXAMPLES_DTYPE:
+        return {"shards": EXAMPLES_DTYPE, "lengths": LENGTHS_DTYPE}
+    return {"shards": manifest["dtype"]}
+
+
+def _open_shard(folder: Path, shard: dict[str, Any], dtype: str) -> np.ndarray:
+    path = safe_child_path(folder, shard["file"])
+    array = np.load(path, mmap_mode="r")
+    shape = (shard["tokens"],)
+    if dtype not in ("uint16", "uint32", EXAMPLES_DTYPE):
+        raise UserError(f"unsupported dtype {dtype}")
+    if array.shape != shape or array.dtype != dtype:
+        raise UserError(f"{path.name} must be {dtype} {shape} (got {array.dtype} {array.shape})")
+    if path.stat().st_size != array.offset + array.nbytes:
+        raise UserError(f"{path.name} has {path.stat().st_size} bytes, not those of its header")
+    return array
 
 
 def _unusable(path: Path, error: Exception) -> UserError:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    return UserError(f"{path} can't be used ({reason}); prepare it again with --force --out {path}")
-
-
-def _open_shard(path: Path, tokens: int, dtype: str) -> np.ndarray:
-    array = np.load(path, mmap_mode="r")
-    if dtype not in ("uint16", "uint32", EXAMPLES_DTYPE) or array.shape != (tokens,) or array.dtype != dtype:
-        raise UserError(f"{path.name} holds {array.dtype} {array.shape}, not {dtype} ({tokens},)")
-    if path.stat().st_size != array.offset + array.nbytes:
-        raise UserError(f"{path.name} has {path.stat().st_size} bytes, not {array.offset + array.nbytes}")
-    return array
+    return UserError(f"{path}: can't be used ({reason}). Prepare it again with --force.")
 
 
 def verify_dataset(dataset: Dataset, again: bool) -> None:
-    """Check every token: the shards' hashes, and that each id is in the vocabulary. Raises UserError if not so.
+    """Check the hash of every shard, and that every token id is in the vocabulary.
 
-    Once is enough for files that have not been touched since, unless again: ``verified.json`` beside them remembers.
+    Files that have not changed since are only checked if ``again``: verified.json remembers them.
+    Raises UserError for a shard that is corrupted.
     """
-    path, known = dataset.path, dataset.path / "verified.json"
-    splits, series = dataset.manifest["splits"], _series(dataset.manifest)
-    shards = [shard for one in series for split in SPLITS for shard in splits[split][one]]  # those of tokens first
-    stats = [(path / name).stat() for name in ("manifest.json", *(shard["file"] for shard in shards))]
-    now = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
+    memory = dataset.path / "verified.json"
+    shards = [
+        (series, shard)
+        for series in _series(dataset.manifest)
+        for split in SPLITS
+        for shard in dataset.manifest["splits"][split][series]
+    ]
+    stats = [(dataset.path / shard["file"]).stat() for _, shard in shards]
+    stats.insert(0, (dataset.path / "manifest.json").stat())
+    state = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
     with contextlib.suppress(OSError, ValueError):
-        if not again and read_json(known) == now:
+        if not again and read_json(memory) == state:
             return
-    arrays = [array for split in (dataset.train, dataset.val) for array in getattr(split, "tokens", split).arrays]
-    for shard, array in itertools.zip_longest(shards, arrays, fillvalue=np.empty(0, np.int32)):
-        if sha256(path / shard["file"]) != shard["sha256"]:
-            raise _unusable(path, UserError(f"{shard['file']} is not as it was written"))
-        blocks = (array[i : i + 2**24] for i in range(0, len(array), 2**24))
-        largest = max((max(int(block.max()), ~int(block.min())) for block in blocks), default=0)  # ~id is one too
-        if largest >= dataset.tokenizer.vocab_size:
-            raise _unusable(path, UserError(f"{shard['file']} has token {largest} of {dataset.tokenizer.vocab_size}"))
-    with contextlib.suppress(OSError):  # a folder that is only read is verified each time
-        write_json(known, now)
+    vocab_size = dataset.tokenizer.vocab_size
+    for series, shard in shards:
+        path = dataset.path / shard["file"]
+        if sha256(path) != shard["sha256"]:
+            raise _unusable(dataset.path, UserError(f"{path.name}: SHA-256 mismatch"))
+        largest = _largest_id(np.load(path, mmap_mode="r")) if series == "shards" else 0
+        if largest >= vocab_size:
+            error = UserError(f"{path.name} has token {largest} of {vocab_size}")
+            raise _unusable(dataset.path, error)
+    with contextlib.suppress(OSError):  # a read-only folder is verified each time
+        write_json(memory, state)
 
 
-def is_whole(out: Path, manifest: dict[str, Any]) -> bool:
-    """Whether the files that a manifest names are there, in their lengths."""
+def _largest_id(tokens: np.ndarray) -> int:
+    starts = range(0, len(tokens), MAX_VERIFIED_TOKENS)
+    blocks = [tokens[start : start + MAX_VERIFIED_TOKENS] for start in starts]
+    return max((max(int(block.max()), ~int(block.min())) for block in blocks), default=0)
+
+
+def has_all_files(out: Path, manifest: dict[str, Any]) -> bool:
+    """Return whether the files that a manifest names exist and have the right size."""
     try:
-        for series, dtype in _series(manifest).items():
-            for shard in (shard for split in manifest["splits"].values() for shard in split[series]):
-                _open_shard(inside(out, shard["file"]), shard["tokens"], dtype)
-        ledger = manifest.get("ledger", [])  # a part's
-        if not all(inside(out, shard["file"]).is_file() for shard in ledger):
-            return False
+        for split in SPLITS:
+            _open_split(out, manifest, split)
         return sha256(out / "tokenizer.json") == manifest["tokenizer"]["sha256"]
-    except (OSError, EOFError, ValueError, KeyError, TypeError):
+    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError):
         return False
 
 
-def manifest_of(path: Path) -> dict[str, Any]:
-    """The manifest of a dataset or a part of one; empty where there is none that can be read."""
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of a dataset; empty if there is none that can be read."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
-        found = read_json(path / "manifest.json")
-        keys = ("origin", "tokenizer", "splits")  # checkpoints have a manifest too, with others
-        if isinstance(found, dict) and all(isinstance(found.get(key), dict) for key in keys):
-            return found
+        manifest = read_json(path / "manifest.json")
+        keys = ("origin", "tokenizer", "splits")  # the manifest of a checkpoint has others
+        if isinstance(manifest, dict) and all(isinstance(manifest.get(key), dict) for key in keys):
+            return manifest
     return {}
+
+
+def is_up_to_date(
+    out: Path, origin: dict[str, Any], force: bool, version: str, hash_content: Callable[[], str]
+) -> bool:
+    """Return whether ``out`` is complete and of this origin and text.
+
+    version changes with the text's files. The content is only hashed if the version differs.
+
+    Raises UserError for a folder that must not be replaced.
+    """
+    names = sorted(path.name for path in out.iterdir()) if out.is_dir() else [""] * out.exists()
+    if not names:
+        return False
+    if not {"manifest.json", "tokenizer.json"} <= {*names}:
+        raise UserError(f"--out: {out} exists and is not a dataset. Choose another folder.")
+    foreign = [name for name in names if not DATASET_FILES.fullmatch(name)]
+    if foreign:
+        advice = "Move it, or choose another --out"
+        raise UserError(f"{out}: contains {foreign[0]}, not a file of a dataset. {advice}.")
+    if force:
+        return False
+    manifest = read_manifest(out)
+    if not manifest:
+        raise UserError(f"{out}: manifest.json is corrupted. Use --force to replace it.")
+    content = manifest["origin"].get("content")
+    difference = origin_difference(manifest["origin"], {"content": content, **origin})
+    is_same_text = False
+    with contextlib.suppress(OSError, ValueError):
+        is_same_text = bool(version) and read_json(out / VERSION_FILE) == version
+    if not difference and not is_same_text and hash_content() != content:
+        difference = "other text"
+    if difference:
+        advice = "Use --force to replace it, or another --out"
+        raise UserError(f"{out}: was made with {difference}. {advice}.")
+    return has_all_files(out, manifest)
+
+
+def origin_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """Name the settings of ``old`` that differ from ``new``; "" if none does."""
+    keys = sorted(key for key in old.keys() | new if old.get(key) != new.get(key))
+    return ", ".join(f"{key} {old[key]}" if key in old else f"no {key}" for key in keys)
+
+
+class ShardWriter:
+    """Writes an array in files of MAX_SHARD_TOKENS at most, without holding it in memory."""
+
+    def __init__(self, folder: Path, name: str, dtype: str):
+        self.folder = folder
+        self.name = name
+        self.dtype = np.dtype(dtype)
+        self.shards: list[dict[str, Any]] = []  # as the manifest lists them
+        self.file: Any = None
+        self.num_tokens = 0  # in the open file
+
+    def write(self, ids: np.ndarray) -> None:
+        """Append numbers (N,)."""
+        while len(ids):
+            if self.file is None:
+                number = f"-{len(self.shards)}" if self.shards else ""
+                path = self.folder / f"{self.name}{number}.npy"
+                self.file = open(path, "wb")  # noqa: SIM115
+                self.file.seek(HEADER_BYTES)
+            head = ids[: MAX_SHARD_TOKENS - self.num_tokens]
+            self.file.write(head.astype(self.dtype, copy=False).data)
+            self.num_tokens += len(head)
+            ids = ids[len(head) :]
+            if self.num_tokens == MAX_SHARD_TOKENS:
+                self.close()
+
+    def close(self) -> list[dict[str, Any]]:
+        """Complete the open file, if any, and return all shards."""
+        if self.file is not None:
+            self.file.seek(0)
+            descr = np.lib.format.dtype_to_descr(self.dtype)
+            header = {"descr": descr, "fortran_order": False, "shape": (self.num_tokens,)}
+            np.lib.format.write_array_header_1_0(self.file, header)
+            assert self.file.tell() == HEADER_BYTES
+            self.file.close()
+            path = Path(self.file.name)
+            fsync(path)
+            shard = {"file": path.name, "tokens": self.num_tokens, "sha256": sha256(path)}
+            self.shards.append(shard)
+            self.file = None
+            self.num_tokens = 0
+        return self.shards

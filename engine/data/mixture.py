@@ -1,4 +1,4 @@
-"""Several datasets as one: which share of the sequences is drawn from each, and which sequence is whose."""
+"""Several datasets as one: which fraction of the sequences comes from each."""
 
 import hashlib
 import math
@@ -13,158 +13,179 @@ from engine.core.errors import UserError
 from engine.data.dataset import Dataset, Examples, Tokens, open_dataset, verify_dataset
 from engine.data.tokenizer import Tokenizer
 
-ONE = 2**32  # the share that is all; in whole numbers, so that counts are exact
+FIXED_POINT_ONE = 2**32  # a weight of 1 as a whole number, which makes counts exact
 
 
 @dataclass(frozen=True)
 class MixedTokens:
-    """A split of several datasets. Its length is its number of tokens, as one's is."""
+    """The same split of several datasets. Its length is its number of tokens."""
 
-    parts: tuple[Tokens, ...]
-    shares: tuple[float, ...]  # of the sequences, drawn from each part; they sum to 1
+    datasets: tuple[Tokens, ...]
+    weights: tuple[float, ...]  # fraction of the sequences from each; they sum to 1
 
     def __len__(self) -> int:
-        return sum(map(len, self.parts))
+        return sum(map(len, self.datasets))
 
 
-def draw(shares: Sequence[float], serial: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which part each sequence comes from, and its serial number there, of serial numbers (N,), uint64: (N,) each.
+def assign_to_datasets(weights: Sequence[float], sequence_index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the dataset of each sequence, and its index there: (N,) each, from uint64 (N,).
 
-    The first part has sequence n if floor((n + 1) · share) > floor(n · share), and of it number floor(n · share); what
-    is left is numbered on and divided among the others in the same way. So after any n, each part's count is right but
-    for a few, its numbers come one after the other, and nothing is kept but the shares.
+    The first dataset has sequence n if floor((n + 1) * weight) > floor(n * weight), at index
+    floor(n * weight). The other sequences are numbered again and assigned likewise. So at any n
+    the counts are right within a few, and each dataset's indices are consecutive.
     """
 
-    def times(n: np.ndarray, share: np.uint64) -> np.ndarray:  # floor(n · share / ONE), in halves that fit into 64 bits
-        return (n >> np.uint64(32)) * share + ((n & np.uint64(ONE - 1)) * share >> np.uint64(32))
+    def scale(n: np.ndarray, weight: np.uint64) -> np.ndarray:
+        """Compute floor(n * weight / FIXED_POINT_ONE) in halves that fit into 64 bits."""
+        low = n & np.uint64(FIXED_POINT_ONE - 1)
+        return (n >> np.uint64(32)) * weight + (low * weight >> np.uint64(32))
 
-    part, number = np.full(len(serial), len(shares) - 1), serial.copy()
-    left = np.ones(len(serial), bool)
-    for index in range(len(shares) - 1):
-        share = np.uint64(round(ONE * shares[index] / sum(shares[index:])))
-        before, after = times(number, share), times(number + np.uint64(1), share)
-        own = left & (after > before)
-        part[own] = index
-        left &= ~own
-        number = np.where(own, before, np.where(left, number - before, number))
-    return part, number
+    dataset_index = np.full(len(sequence_index), len(weights) - 1)
+    index = sequence_index.copy()
+    unassigned = np.ones(len(sequence_index), bool)
+    for number in range(len(weights) - 1):
+        weight = np.uint64(round(FIXED_POINT_ONE * weights[number] / sum(weights[number:])))
+        before = scale(index, weight)
+        assigned = unassigned & (scale(index + np.uint64(1), weight) > before)
+        dataset_index[assigned] = number
+        unassigned &= ~assigned
+        index = np.where(assigned, before, np.where(unassigned, index - before, index))
+    return dataset_index, index
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The datasets that a model is trained on, mostly one; several are of text, and have the same tokenizer."""
+    """The datasets that a model is trained on: one, or several of text with one tokenizer."""
 
     datasets: tuple[Dataset, ...]
-    shares: tuple[float, ...]  # of the sequences, drawn from each; they sum to 1
+    weights: tuple[float, ...]  # fraction of the sequences from each; they sum to 1
 
     @property
     def path(self) -> Path:
-        """The first one's folder."""
+        """The folder of the first dataset."""
         return self.datasets[0].path
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """That of each."""
+        """The tokenizer of all datasets."""
         return self.datasets[0].tokenizer
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The first one's; with others, it counts only the documents to train on, of all."""
-        manifests = [one.manifest for one in self.datasets]
-        documents = sum(one["splits"]["train"]["documents"] for one in manifests)
-        several = {"splits": {"train": {"documents": documents}}} if len(manifests) > 1 else {}
-        return manifests[0] | several
+        """The first manifest; of several, with the sum of the training documents alone."""
+        first = self.datasets[0].manifest
+        if len(self.datasets) == 1:
+            return first
+        counts = [dataset.manifest["splits"]["train"]["documents"] for dataset in self.datasets]
+        return {**first, "splits": {"train": {"documents": sum(counts)}}}
 
     @property
     def sha256(self) -> str:
-        """Of one, its own; of several, that of theirs, in order."""
-        first, *others = (one.sha256 for one in self.datasets)
-        return hashlib.sha256("".join((first, *others)).encode()).hexdigest() if others else first
+        """The hash of the manifest; of several, the hash of their hashes."""
+        hashes = [dataset.sha256 for dataset in self.datasets]
+        return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
     @property
     def train(self) -> Tokens | Examples | MixedTokens:
-        """What is trained on."""
-        splits = tuple(one.train for one in self.datasets)
-        return MixedTokens(splits, self.shares) if len(splits) > 1 else splits[0]
+        """The training split."""
+        if len(self.datasets) == 1:
+            return self.datasets[0].train
+        splits = (dataset.train for dataset in self.datasets)
+        texts = tuple(split for split in splits if not isinstance(split, Examples))
+        return MixedTokens(texts, self.weights)
 
     @property
     def names(self) -> list[str]:
-        """What each is called in records: its folder's name, and a number if that is taken."""
+        """The names in records: each folder's name, with a number if it is taken."""
         names: list[str] = []
-        for folder in (one.path.absolute().name for one in self.datasets):
-            candidates = (folder if n == 1 else f"{folder}-{n}" for n in range(1, len(self.datasets) + 1))
+        for dataset in self.datasets:
+            folder = dataset.path.absolute().name
+            candidates = [folder, *(f"{folder}-{n}" for n in range(2, len(self.datasets) + 1))]
             names.append(next(name for name in candidates if name not in names))
         return names
 
     @property
     def epochs(self) -> list[float]:
-        """The tokens of training in which those of each come once."""
-        return [len(one.train) / share for one, share in zip(self.datasets, self.shares, strict=True)]
+        """The tokens of training in which each dataset is seen once."""
+        pairs = zip(self.datasets, self.weights, strict=True)
+        return [len(dataset.train) / weight for dataset, weight in pairs]
 
     def describe(self) -> str:
-        """How much there is of each, a line for each, with its share if there are others."""
-        shares = [f"{100 * share:.3g}% " if len(self.shares) > 1 else "" for share in self.shares]
-        return "\n       ".join(
-            f"{share}{one.path}: {len(one.train):,} tokens to train on, {len(one.val):,} to validate"
-            for share, one in zip(shares, self.datasets, strict=True)
-        )
+        """Return a line for each dataset: its tokens, and its weight if there are several."""
+        lines = []
+        for dataset, weight in zip(self.datasets, self.weights, strict=True):
+            percent = f"{100 * weight:.3g}% " if len(self.weights) > 1 else ""
+            train = f"{len(dataset.train):,} tokens to train on"
+            lines.append(f"{percent}{dataset.path}: {train}, {len(dataset.val):,} to validate")
+        return "\n       ".join(lines)
 
     def verify(self, again: bool) -> None:
-        """Check every token of each: see :func:`engine.data.dataset.verify_dataset`."""
-        for one in self.datasets:
-            verify_dataset(one, again)
+        """Verify each dataset: see verify_dataset."""
+        for dataset in self.datasets:
+            verify_dataset(dataset, again)
 
     def mean(self, values: Iterable[float]) -> float:
-        """The mean of one value of each, weighted by the shares, as training weights losses."""
-        return sum(value * share for value, share in zip(values, self.shares, strict=True))
+        """Average one value for each dataset by the weights."""
+        return sum(value * weight for value, weight in zip(values, self.weights, strict=True))
 
     def bytes_per_token(self, split: str) -> float:
-        """UTF-8 bytes of text that one token stands for, on average, where sequences are drawn by the shares."""
-        return self.mean(one.bytes_per_token(split) for one in self.datasets)
+        """Return the mean UTF-8 bytes of one token."""
+        return self.mean(dataset.bytes_per_token(split) for dataset in self.datasets)
 
     def evaluation(self, losses: Sequence[float]) -> dict[str, float]:
-        """What records hold of an evaluation, given the loss on each in nats per token: of all, and of each."""
+        """Return the record of an evaluation, given the loss on each in nats per token."""
         loss = self.mean(losses)
-        found = {"val_loss": loss, "val_bits_per_byte": loss / math.log(2) / self.bytes_per_token("val")}
-        found |= {"val_perplexity": math.exp(min(loss, 700))}
-        if len(losses) > 1:
-            for name, one, loss in zip(self.names, self.datasets, losses, strict=True):
-                bits = loss / math.log(2) / one.bytes_per_token("val")
-                found |= {f"val_loss/{name}": loss, f"val_bits_per_byte/{name}": bits}
-        return found
+        record = {
+            "val_loss": loss,
+            "val_bits_per_byte": loss / math.log(2) / self.bytes_per_token("val"),
+            "val_perplexity": math.exp(min(loss, 700)),
+        }
+        if len(losses) == 1:
+            return record
+        for name, dataset, loss in zip(self.names, self.datasets, losses, strict=True):
+            record[f"val_loss/{name}"] = loss
+            bits = loss / math.log(2) / dataset.bytes_per_token("val")
+            record[f"val_bits_per_byte/{name}"] = bits
+        return record
 
 
-def as_paths(given: str | Path | Sequence[str | Path], mix: Sequence[float] | None = None) -> tuple[Path, ...]:
-    """The folders of datasets, of which one may be given as it is.
-
-    Raises UserError if there is none, or a mix does not have a share for each of several.
-    """
-    paths = tuple(map(Path, [given] if isinstance(given, str | Path) else given))
+def as_paths(data: str | Path | Sequence[str | Path], mix: Sequence[float] | None = None) -> tuple[Path, ...]:
+    """Return the folders of datasets. Raises UserError if there is none, or mix does not fit."""
+    paths = tuple(map(Path, [data] if isinstance(data, str | Path) else data))
     if not paths:
-        raise UserError("--data names no dataset; give at least one")
+        raise UserError("--data: no dataset. Give at least one.")
     if mix is not None and len(paths) == 1:
-        raise UserError(f"--mix is for several datasets, but --data is only {paths[0]}; leave it out, or give more")
+        raise UserError(f"--mix: needs several datasets (got --data {paths[0]}). Leave it out.")
     if mix is not None and len(mix) != len(paths):
-        raise UserError(f"--mix has {len(mix)} shares for {len(paths)} datasets in --data; give one for each")
+        numbers = f"got {len(mix)} for {len(paths)} datasets"
+        raise UserError(f"--mix: needs one weight for each dataset in --data ({numbers}).")
     return paths
 
 
 def open_mixture(paths: Sequence[Path], mix: Sequence[float] | None = None) -> Mixture:
-    """Map datasets into memory, to be drawn from in proportion to mix, by default to their tokens.
+    """Open datasets to be mixed in proportion to mix, by default to their tokens.
 
-    Raises UserError for a dataset that can't be used, or not beside the others.
+    Raises UserError for a dataset that is unusable, or does not fit the others.
     """
-    datasets = [open_dataset(path) for path in paths]
-    first, known = datasets[0], {}
-    for one in datasets if len(datasets) > 1 else ():
-        if isinstance(one.train, Examples):
-            raise UserError(f"{one.path} is of examples, which can't be mixed; train on it alone")
-        if one.manifest["tokenizer"]["sha256"] != first.manifest["tokenizer"]["sha256"]:
-            remedy = f"python prepare.py INPUT --out {one.path} --force --tokenizer {first.path}"
-            raise UserError(f"{one.path} has another tokenizer than {first.path}; prepare it with that one: {remedy}")
-        if one.sha256 in known:
-            raise UserError(f"{one.path} is the same dataset as {known[one.sha256]}; give it once")
-        known[one.sha256] = one.path
-    weights = [len(one.train) for one in datasets] if mix is None else mix
-    weights = [max(weight / max(weights), 1 / ONE) for weight in weights]
-    return Mixture(tuple(datasets), tuple(weight / sum(weights) for weight in weights))
+    datasets = tuple(open_dataset(path) for path in paths)
+    if len(datasets) > 1:
+        _check_fit(datasets)
+    sizes = [len(dataset.train) for dataset in datasets] if mix is None else mix
+    sizes = [max(size / max(sizes), 1 / FIXED_POINT_ONE) for size in sizes]
+    return Mixture(datasets, tuple(size / sum(sizes) for size in sizes))
+
+
+def _check_fit(datasets: Sequence[Dataset]) -> None:
+    first = datasets[0]
+    paths: dict[str, Path] = {}
+    for dataset in datasets:
+        if isinstance(dataset.train, Examples):
+            raise UserError(f"{dataset.path}: examples cannot be mixed. Train on it alone.")
+        if dataset.tokenizer.fingerprint != first.tokenizer.fingerprint:
+            options = f"--out {dataset.path} --force --tokenizer {first.path}"
+            reason = f"has another tokenizer than {first.path}"
+            raise UserError(f"{dataset.path}: {reason}. Run python prepare.py INPUT {options}.")
+        if dataset.sha256 in paths:
+            same = paths[dataset.sha256]
+            raise UserError(f"{dataset.path}: is the same dataset as {same}. Give it once.")
+        paths[dataset.sha256] = dataset.path

@@ -1,44 +1,63 @@
-"""Tokenizers that are made from the text: its characters, or a byte-pair encoding trained on a sample of it."""
+"""Tokenizers made from text: its characters, or a byte-level BPE (Sennrich et al. 2016, on bytes as in GPT-2)."""
 
-import json
-from collections.abc import Callable, Iterator
-from functools import reduce
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
-import filelock
+import tokenizers
+from tokenizers import Regex
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from tokenizers.trainers import BpeTrainer
 
-from engine.core.cli import progress
-from engine.core.files import to_json, write_whole
-from engine.data.splits import Corpus
-from engine.data.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, train_bpe
+from engine.data.tokenizer import CharTokenizer, Tokenizer, from_document
+from engine.data.tokenizer_json import MAX_VOCAB_SIZE, SPECIAL_TOKENS, SPLIT_PATTERNS, bpe_document, huggingface_regex
 
-FED = 2**16  # characters that the BPE trainer is given at a time: more cost it memory, and time
-
-
-def char_tokenizer(corpus: Corpus, separator: str) -> Tokenizer:
-    """A tokenizer of all characters of a corpus, and of what separates its documents."""
-    return CharTokenizer("".join(sorted(reduce(set.union, training_texts(corpus, None), {*separator}))))
+MIN_BPE_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+MIN_CHOSEN_VOCAB_SIZE = 1024
+MAX_CHOSEN_VOCAB_SIZE = 8192
 
 
-def bpe_tokenizer(corpus: Corpus, size: int, vocab_size: int | None, pattern: str) -> Tokenizer:
-    """A BPE trained on about so many bytes of a corpus: see :func:`engine.data.tokenizer.train_bpe`."""
-    return train_bpe(training_texts(corpus, size), vocab_size, pattern)
+def train_char_tokenizer(texts: Iterable[str], separator: str) -> Tokenizer:
+    """A tokenizer of all characters of the texts and of the separator, in code point order."""
+    characters = {*separator}
+    for text in texts:
+        characters.update(text)
+    return CharTokenizer("".join(sorted(characters)))
 
 
-def shared_tokenizer(path: Path, train: Callable[[], Tokenizer]) -> Tokenizer:
-    """The tokenizer saved at path; whoever comes first trains it, the others wait."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(path.with_suffix(".lock")):
-        if not path.exists():
-            write_whole(path, to_json(train().state(), indent=1).encode())
-    return load_tokenizer(path)
+def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int | None, pattern: str = "pairs") -> Tokenizer:
+    """A byte-level BPE of at most vocab_size tokens; the last are the special tokens.
+
+    ``pattern`` is a name in SPLIT_PATTERNS. With vocab_size None :func:`choose_vocab_size` decides. Texts of at most
+    65,536 characters cost the least memory and time.
+    """
+    assert vocab_size is None or MIN_BPE_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE
+    num_bytes = 0
+
+    def counted_texts() -> Iterator[str]:
+        nonlocal num_bytes
+        for text in texts:
+            num_bytes += len(text.encode())
+            yield text
+
+    vocab = train_merges(counted_texts(), (vocab_size or MAX_CHOSEN_VOCAB_SIZE) - len(SPECIAL_TOKENS), pattern)
+    # The vocabulary of a smaller BPE is the beginning of a larger one's.
+    num_tokens = (vocab_size or choose_vocab_size(num_bytes)) - len(SPECIAL_TOKENS)
+    vocab = {token: rank for token, rank in vocab.items() if rank < num_tokens}
+    special = {name: len(vocab) + index for index, name in enumerate(SPECIAL_TOKENS)}
+    return from_document(bpe_document(vocab, SPLIT_PATTERNS[pattern], special))
 
 
-def training_texts(corpus: Corpus, size: int | None) -> Iterator[str]:
-    """What a tokenizer is made from, a little at a time: all text, or about so many bytes of it."""
-    texts = (text.text for text in corpus.texts()) if size is None else corpus.sample(size)
-    with progress("training tokenizer", min(size or corpus.bytes, corpus.bytes) if corpus.counted else None) as bar:
-        for found in texts:
-            bar.update(len(found))
-            for text in (text for _, text in json.loads(found)) if corpus.examples else (found,):
-                yield from (text[i : i + FED] for i in range(0, len(text), FED))
+def choose_vocab_size(num_bytes: int) -> int:
+    """The vocabulary size for a text: 1,024 to 8,192, the power of two up to the square root of its bytes."""
+    power_of_two = 1 << max(0, num_bytes.bit_length() - 1) // 2
+    return max(MIN_CHOSEN_VOCAB_SIZE, min(MAX_CHOSEN_VOCAB_SIZE, power_of_two))
+
+
+def train_merges(texts: Iterable[str], vocab_size: int, pattern: str) -> dict[str, int]:
+    """Train Hugging Face's BPE; returns its tokens in GPT-2's alphabet, with their ids."""
+    tokenizer = tokenizers.Tokenizer(BPE())
+    words = Split(Regex(huggingface_regex(SPLIT_PATTERNS[pattern])), behavior="isolated")
+    tokenizer.pre_tokenizer = Sequence([words, ByteLevel(add_prefix_space=False, use_regex=False)])
+    trainer = BpeTrainer(vocab_size=vocab_size, initial_alphabet=ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer.get_vocab()

@@ -1,38 +1,84 @@
-"""Who attends to whom: each head's weights over a sequence."""
+"""Attention maps: the weights of every head over a sequence, and their picture."""
 
-from collections.abc import Iterator
-from typing import Any
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.data.tokenizer import Tokenizer
+from engine.generation.pictures import save
+from model import GPT, Block, Head
 
-STAND_INS = {" ": "·", "\n": "⏎", "\t": "⇥"}
+VISIBLE_SPACES = {" ": "·", "\n": "⏎", "\t": "⇥"}
+MAX_PICTURE_INCHES = 40
+MIN_MAP_INCHES = 2.2
+INCHES_PER_TOKEN = 0.17
+MIN_INCHES_PER_LABEL = 0.14
 
 
 @torch.no_grad()
-def attention_by_layer(model: Any, tokens: Tensor) -> Iterator[Tensor]:
-    """Every head's attention over one sequence, computed by the heads themselves: (T,) ids → (H, T, T), L times."""
-    x, rotation = model.embed(tokens[None]), model.rotation(0, len(tokens))
-    for block in model.blocks:
-        seen = x if block.post_norm else block.attention_norm(x)
-        yield torch.stack([head.attention(seen, rotation)[0] for head in block.attention.heads])
+def attention_by_layer(model: GPT, tokens: Tensor) -> Iterator[Tensor]:
+    """Yield the weights of each layer's heads over one sequence: (T,) ids → L times (H, T, T)."""
+    x = model.embed(tokens[None])
+    rotation = model.rotation(0, len(tokens))
+    for block in cast(Iterable[Block], model.blocks):
+        attention_input = x if block.post_norm else block.attention_norm(x)
+        heads = cast(Iterable[Head], block.attention.heads)
+        yield torch.stack([head.attention(attention_input, rotation)[0] for head in heads])
         x = block(x, rotation)
 
 
-def attention_maps(model: Any, tokens: Tensor) -> Tensor:
-    """That of all layers: (T,) ids → (L, H, T, T)."""
+def attention_maps(model: GPT, tokens: Tensor) -> Tensor:
+    """Compute the weights of every head of every layer: (T,) ids → (L, H, T, T)."""
     return torch.stack([*attention_by_layer(model, tokens)])
 
 
-def visible(tokenizer: Tokenizer, token: int) -> str:
-    """A token for the eye: · is a space, ⏎ a line's end, ⇥ a tab, ⟨e2 82⟩ bytes that are part of a character."""
+def token_label(tokenizer: Tokenizer, token: int) -> str:
+    """Return a token as visible text: ``·`` a space, ``⏎`` a newline, ``⟨e2 82⟩`` single bytes."""
     try:
         content = tokenizer.decode_bytes([token])
-    except (KeyError, IndexError, ValueError):  # of a model with more tokens than its tokenizer
+    except (KeyError, IndexError, ValueError):  # the model's vocabulary may be larger
         return f"⟨unused {token}⟩"
     try:
-        return "".join(STAND_INS.get(c) or (c if c.isprintable() else repr(c)[1:-1]) for c in content.decode())
+        text = content.decode()
     except UnicodeDecodeError:
         return f"⟨{content.hex(' ')}⟩"
+    characters = [VISIBLE_SPACES.get(c) or (c if c.isprintable() else repr(c)[1:-1]) for c in text]
+    return "".join(characters)
+
+
+def draw_attention(maps: np.ndarray, labels: Sequence[str], path: Path, layer: int | None = None) -> None:
+    """Draw attention maps (L, H, T, T) as a PNG: the heads of one layer, or a grid of all layers.
+
+    A row of a map is a query's token, and a column a key's; the weights of a row sum to 1.
+    """
+    from matplotlib.figure import Figure  # takes half a second: imported only to draw
+
+    num_layers, num_heads, length, _ = maps.shape
+    layers = range(num_layers) if layer is None else [layer]
+    panels = [(i, j) for i in layers for j in range(num_heads)]
+    num_columns = num_heads if layer is None else math.ceil(math.sqrt(num_heads))
+    num_rows = math.ceil(len(panels) / num_columns)
+    side = max(MIN_MAP_INCHES, INCHES_PER_TOKEN * length + 0.8)
+    side = min(side, MAX_PICTURE_INCHES / max(num_rows, num_columns))
+    max_labels = max(1, side / MIN_INCHES_PER_LABEL)
+    ticks = range(0, length, math.ceil(length / max_labels))
+    tick_labels = [labels[i] for i in ticks]
+    figure = Figure(figsize=(side * num_columns, side * num_rows), layout="constrained")
+    all_axes = figure.subplots(num_rows, num_columns, squeeze=False)
+    for axes in all_axes.flat[len(panels) :]:
+        axes.axis("off")
+    for axes, (i, j) in zip(all_axes.flat, panels, strict=False):
+        weights = np.where(np.tri(length, dtype=bool), maps[i, j], np.nan)
+        image = axes.imshow(weights, cmap="viridis", vmin=0, vmax=1)
+        axes.set_title(f"layer {i + 1}, head {j + 1}", fontsize=8)
+        # parse_math=False: a token may be "$".
+        axes.set_xticks(ticks, tick_labels, rotation=90, fontsize=6, parse_math=False)
+        axes.set_yticks(ticks, tick_labels, fontsize=6, parse_math=False)
+    label = "attention weight\n(row looks at column)"
+    figure.colorbar(image, ax=all_axes, shrink=0.6, label=label)
+    save(figure, path)

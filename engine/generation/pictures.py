@@ -1,73 +1,57 @@
-"""Pictures of a run: its loss, and who attends to whom."""
+"""Pictures of a run, as PNG files: the loss curves."""
 
 import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from engine.core.files import atomic_write
 
-from engine.core.files import write_whole
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-WIDEST_PICTURE = 40  # inches
+DATASET_PREFIX = "val_loss/"  # of the metrics of each dataset of a mixture
+WARMUP_FRACTION = 0.05  # of the curve: these losses do not set the scale of the axis
 
 
 def draw_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Training and validation loss against optimizer steps, as a PNG; what is not finite is left out."""
-    from matplotlib.figure import Figure  # half a second: paid by those who draw
+    """Draw the losses in records of metrics.jsonl against the step. Non-finite ones are omitted."""
+    from matplotlib.figure import Figure  # takes half a second: imported only to draw
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel="optimizer steps", ylabel="loss (nats per token)")
-    keys = {"train_loss": ("training", "-"), "val_loss": ("validation", "o-")}
-    each = {key: (key.removeprefix("val_loss/"), ".:") for r in records for key in r if key.startswith("val_loss/")}
-    points = [(key, r["step"], r[key]) for r in records for key in keys | each if math.isfinite(r.get(key) or math.nan)]
-    for key, (label, style) in (keys | each).items():
-        if curve := [(step, loss) for found, step, loss in points if found == key]:
-            axes.plot(*zip(*curve, strict=True), style, label=label, linewidth=1, markersize=4)
-            if key in keys:
-                axes.set_title(f"{label} loss {curve[-1][1]:.4f} at step {curve[-1][0]:,}")
-            for text in axes.legend().get_texts():
-                text.set_parse_math(False)  # a folder's lone $ is no mathematics
-    later = [
-        loss for _, _, loss in points[len(points) // 20 :]
-    ]  # the first steps fall from ln V; show what comes after
-    if later and max(later) > min(later):
-        axes.set_ylim(min(later) - 0.05 * (max(later) - min(later)), max(later))
     axes.grid(alpha=0.3)
+    styles = {"train_loss": ("training", "-"), "val_loss": ("validation", "o-")}
+    all_keys = dict.fromkeys(key for record in records for key in record)
+    dataset_keys = [key for key in all_keys if key.startswith(DATASET_PREFIX)]
+    for key in dataset_keys:
+        styles[key] = (key.removeprefix(DATASET_PREFIX), ".:")
+    curves: dict[str, list[tuple[int, float]]] = {key: [] for key in styles}
+    losses = []  # in the order of steps
+    for record in records:
+        for key in styles:
+            loss = record.get(key)
+            if loss is not None and math.isfinite(loss):
+                curves[key].append((record["step"], loss))
+                losses.append(loss)
+    for key, (label, style) in styles.items():
+        if not curves[key]:
+            continue
+        axes.plot(*zip(*curves[key], strict=True), style, label=label, linewidth=1, markersize=4)
+        if key not in dataset_keys:
+            step, loss = curves[key][-1]
+            axes.set_title(f"{label} loss {loss:.4f} at step {step:,}")
+        for text in axes.legend().get_texts():
+            text.set_parse_math(False)  # a dataset's name may contain "$"
+    scale = losses[int(len(losses) * WARMUP_FRACTION) :]
+    if scale and max(scale) > min(scale):
+        axes.set_ylim(min(scale) - 0.05 * (max(scale) - min(scale)), max(scale))
     save(figure, path)
 
 
-def draw_attention(maps: np.ndarray, tokens: Sequence[str], path: Path, layer: int | None = None) -> None:
-    """Who attends to whom, (L, H, T, T), as a PNG: each head of one layer, or with layer None a grid of all layers.
-
-    Each row of a picture is a token that looks, each column one that is looked at; a row's weights sum to 1.
-    """
-    from matplotlib.figure import Figure
-
-    heads, length = maps.shape[1], maps.shape[-1]
-    shown = [(i, j) for i in (range(len(maps)) if layer is None else [layer]) for j in range(heads)]
-    columns = heads if layer is None else math.ceil(math.sqrt(heads))
-    rows = math.ceil(len(shown) / columns)
-    side = min(max(2.2, 0.17 * length + 0.8), WIDEST_PICTURE / max(rows, columns))
-    named = range(0, length, math.ceil(length / max(1, side / 0.14)))  # as many names as there is room for
-    names = [tokens[i] for i in named]
-    figure = Figure(figsize=(side * columns, side * rows), layout="constrained")
-    all_axes = figure.subplots(rows, columns, squeeze=False)
-    for axes in all_axes.flat[len(shown) :]:
-        axes.axis("off")
-    for axes, (i, j) in zip(all_axes.flat, shown, strict=False):
-        weights = np.where(np.tri(length, dtype=bool), maps[i, j], np.nan)
-        image = axes.imshow(weights, cmap="viridis", vmin=0, vmax=1)
-        axes.set_title(f"layer {i + 1}, head {j + 1}", fontsize=8)
-        axes.set_xticks(named, names, rotation=90, fontsize=6, parse_math=False)  # a lone $ is no mathematics
-        axes.set_yticks(named, names, fontsize=6, parse_math=False)
-    figure.colorbar(image, ax=all_axes, shrink=0.6, label="attention weight\n(row looks at column)")
-    save(figure, path)
-
-
-def save(figure: Any, path: Path) -> None:
-    """Write the picture whole or not at all, whatever its viewer is doing."""
+def save(figure: "Figure", path: Path) -> None:
+    """Write a figure as a PNG, atomically: a viewer may be reading the file."""
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=120)
-    write_whole(path, png.getvalue())
+    atomic_write(path, png.getvalue())

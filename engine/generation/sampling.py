@@ -1,39 +1,66 @@
-"""The choice of the next token: which may come, with which probabilities, and the draw."""
+"""Sampling: logits → the probabilities of the next token → a drawn token."""
+
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from engine.core.errors import UserError
 
-COLDEST = 1e-4  # a temperature below it could only choose the most likely token, were its quotients finite
+MIN_TEMPERATURE = 1e-4  # below it division overflows: the most likely token is chosen
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Keywords of sampling: a temperature of 0 is greedy, top_k=None keeps every token."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float
+    seed: int
+
+
+# Of sample.py and TextGenerator.
+DEFAULT_OPTIONS: SamplingOptions = {"temperature": 0.8, "top_k": None, "top_p": 0.95, "seed": 1}
 
 
 def check_finite(logits: Tensor) -> None:
-    """Raise UserError unless logits are finite, or -inf for what must not be chosen."""
-    if not (logits < torch.inf).all():  # nor NaN
-        raise UserError("the model's logits are not finite: it diverged in training; try an earlier checkpoint")
+    """Raise UserError unless logits are finite, or -inf for banned tokens."""
+    if not (logits < torch.inf).all():  # false for NaN too
+        raise UserError("the model's logits are not finite: it diverged. Use an earlier checkpoint.")
 
 
-def candidates(logits: Tensor, temperature: float, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]:
-    """The weights that tokens are drawn by, and the tokens' ids: logits (B, V) → (B, k) twice, in falling order.
+def filter_logits(
+    logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return weights to draw by, and their token ids: logits (B, V) → (B, k) twice, descending.
 
-    top_k keeps the k most likely (None: all); top_p the fewest that together have probability p (Holtzman et al. 2020):
-    the others weigh 0, so that weights need not sum to 1. At temperature 0 there is the most likely token alone.
+    top_k keeps the k most likely tokens; top_p keeps the fewest of those that have probability p
+    together (Holtzman et al. 2020). Other tokens have weight 0; weights need not sum to 1.
     """
     check_finite(logits)
-    if temperature < COLDEST:
+    if temperature < MIN_TEMPERATURE:
         ids = logits.argmax(dim=-1, keepdim=True)
         return torch.ones_like(ids, dtype=torch.float32), ids
     logits = logits.float() / temperature
     values, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))
-    probabilities = values.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    return probabilities.masked_fill(before >= top_p, 0), ids
+    probs = values.softmax(dim=-1)
+    probs_before = probs.cumsum(dim=-1) - probs
+    return probs.masked_fill(probs_before >= top_p, 0), ids
 
 
-def choose(logits: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator) -> Tensor:
-    """Draw token ids (B,) from the :func:`candidates` that logits (B, V) leave; at temperature 0 the most likely."""
-    weights, ids = candidates(logits, temperature, top_k, top_p)
+def draw(weights: Tensor, ids: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw one id from each row of :func:`filter_logits`: (B, k) twice → (B,)."""
     if weights.shape[-1] == 1:
         return ids[:, 0]
     return ids.gather(-1, torch.multinomial(weights, 1, generator=generator))[:, 0]
+
+
+def sample_token(
+    logits: Tensor,
+    generator: torch.Generator,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+) -> Tensor:
+    """Draw the next token of each row, (B, V) → (B,)."""
+    return draw(*filter_logits(logits, temperature, top_k, top_p), generator)

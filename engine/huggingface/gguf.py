@@ -1,7 +1,6 @@
-"""GGUF, the file that llama.cpp reads: from the tensors and settings of Hugging Face's form."""
+"""GGUF, the file format of llama.cpp, from a model in the layout of transformers."""
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,127 +8,142 @@ from torch import Tensor
 
 from engine.core.errors import UserError
 from engine.data.chat import end_of_turn
-from engine.data.huggingface_tokenizer import pre_tokenizer_name, to_huggingface
-from engine.data.tokenizer import PATTERNS, Tokenizer
+from engine.data.tokenizer import BPETokenizer, Tokenizer
+from engine.data.tokenizer_json import SPLIT_PATTERNS, TIKTOKEN_PATTERNS
 
-# The activations that llama.cpp computes in each kind of model, whatever a file might say.
-ACTIVATIONS = {"llama": "silu", "qwen3": "silu", "gpt2": "gelu_new", "apertus": "xielu", "arcee": "relu2"}
-INTERLEAVED = ("llama", "arcee")  # whose RoPE rotates neighbours there, and the halves of a head in Hugging Face's form
+# The activation that llama.cpp computes in each architecture, whatever the file says.
+LLAMA_CPP_ACTIVATIONS = {"llama": "silu", "qwen3": "silu", "gpt2": "gelu_new"}
+# llama.cpp's names for patterns that split text into words.
+PRE_TOKENIZER_NAMES = {
+    SPLIT_PATTERNS["gpt2"]: "gpt-2",
+    SPLIT_PATTERNS["llama3"]: "llama-bpe",
+    SPLIT_PATTERNS["qwen2"]: "qwen2",
+    SPLIT_PATTERNS["smollm"]: "smollm",
+    TIKTOKEN_PATTERNS["gpt2"]: "gpt-2",
+    TIKTOKEN_PATTERNS["cl100k_base"]: "llama-bpe",  # equal but for the end of text
+}
+# Method of GGUFWriter → keys of config.json that have its value.
+SIZE_KEYS = {
+    "add_context_length": "n_positions max_position_embeddings",
+    "add_embedding_length": "n_embd hidden_size",
+    "add_block_count": "n_layer num_hidden_layers",
+    "add_feed_forward_length": "n_inner intermediate_size",
+    "add_head_count": "n_head num_attention_heads",
+    "add_head_count_kv": "num_key_value_heads",
+    "add_layer_norm_eps": "layer_norm_epsilon",
+    "add_layer_norm_rms_eps": "rms_norm_eps",
+    "add_rope_dimension_count": "head_dim",
+    "add_key_length": "head_dim",
+    "add_value_length": "head_dim",
+    "add_vocab_size": "vocab_size",
+}
 
 
-def check(settings: dict[str, Any], tokenizer: Tokenizer) -> None:
-    """Raise UserError, with the remedy, for a model that llama.cpp would not compute exactly as it is."""
+def pre_tokenizer_name(tokenizer: Tokenizer) -> str | None:
+    """Return llama.cpp's name for how a tokenizer splits text into words, or None."""
+    if not isinstance(tokenizer, BPETokenizer):
+        return None
+    return PRE_TOKENIZER_NAMES.get(tokenizer.pattern)
+
+
+def check_supported(hf_config: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """Raise UserError for a model that llama.cpp would not compute exactly as it is."""
     if not importlib.util.find_spec("gguf"):
-        raise UserError("--gguf needs a package: pip install gguf")
-    kind = settings["model_type"]
-    activation = settings.get("hidden_act", settings.get("activation_function"))
-    if settings.get("sliding_window"):
-        raise UserError(f"llama.cpp has no windows in {kind} models; train without --windows, or leave --gguf out")
-    if kind not in ACTIVATIONS:
-        raise UserError(f"llama.cpp knows no {kind} models; train without --logit-softcap, or see --family")
-    if activation != ACTIVATIONS[kind]:
-        raise UserError(f"llama.cpp computes {ACTIVATIONS[kind]} in {kind} models, not {activation}; train with that")
-    if settings.get("mlp_bias"):
-        raise UserError(f"llama.cpp's {kind} models have no biases in feed-forward layers; train with --no-bias")
+        raise UserError("--gguf: needs the package gguf. Install it: pip install gguf")
+    architecture = hf_config["model_type"]
+    activation = hf_config.get("hidden_act", hf_config.get("activation_function"))
+    problem = None
+    if architecture not in LLAMA_CPP_ACTIVATIONS:
+        problem = f"{architecture} models (supported: {', '.join(LLAMA_CPP_ACTIVATIONS)})"
+    elif hf_config.get("sliding_window"):
+        problem = f"--windows in {architecture} models"
+    elif activation != LLAMA_CPP_ACTIVATIONS[architecture]:
+        problem = f"--activation {activation} in {architecture} models"
+    elif hf_config.get("mlp_bias"):
+        problem = f"--bias in {architecture} models"
+    if problem:
+        raise UserError(f"--gguf: llama.cpp does not support {problem}. Train without, or omit it.")
     if pre_tokenizer_name(tokenizer) is None:
-        known = " or ".join(f"--pattern {name}" for name in PATTERNS if name != "pairs")
-        advice = f"prepare the text with --tokenizer bpe and {known}, or with --tokenizer gpt2"
-        raise UserError(f"llama.cpp cuts text in other ways than this {tokenizer.kind} tokenizer; {advice}")
+        patterns = " or ".join(f"--pattern {name}" for name in SPLIT_PATTERNS if name != "pairs")
+        fix = f"Prepare the text with --tokenizer bpe and {patterns}, or with --tokenizer gpt2."
+        problem = f"llama.cpp does not support this {tokenizer.kind} tokenizer"
+        raise UserError(f"--gguf: {problem}. {fix}")
 
 
 def write(
     path: Path,
-    settings: dict[str, Any],
+    hf_config: dict[str, Any],
     tensors: dict[str, Tensor],
     tokenizer: Tokenizer,
     template: str | None,
     dtype: str,
 ) -> None:
-    """Write the model, its tokenizer and its chats' template; dtype, bf16 or f32, is that of its matrices."""
+    """Write a model, its tokenizer and its chat template; dtype, f32 or bf16, is of matrices."""
     import gguf
 
-    kind = settings["model_type"]
-    architecture = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
-    writer = gguf.GGUFWriter(path, kind)
-    heads, layers = _add_shape(writer, settings)
-    _add_tokenizer(writer, tokenizer, settings["vocab_size"])
+    architecture = hf_config["model_type"]
+    writer = gguf.GGUFWriter(path, architecture)
+    for method, keys in SIZE_KEYS.items():
+        for key in hf_config.keys() & set(keys.split()):
+            getattr(writer, method)(hf_config[key])
+    if "rope_parameters" in hf_config:
+        writer.add_rope_freq_base(hf_config["rope_parameters"]["rope_theta"])
+    _add_tokenizer(writer, tokenizer, hf_config["vocab_size"])
     if template:
         writer.add_chat_template(template)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16 if dtype == "bf16" else gguf.LlamaFileType.ALL_F32)
-    names = gguf.get_tensor_name_map(architecture, layers)
-    embedding = "transformer.wte.weight" if kind == "gpt2" else "model.embed_tokens.weight"
+    file_types = {"f32": gguf.LlamaFileType.ALL_F32, "bf16": gguf.LlamaFileType.MOSTLY_BF16}
+    writer.add_file_type(file_types[dtype])
+    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    num_layers = hf_config["n_layer" if architecture == "gpt2" else "num_hidden_layers"]
+    names = gguf.get_tensor_name_map(numbers[architecture], num_layers)
+    embedding = "transformer.wte.weight" if architecture == "gpt2" else "model.embed_tokens.weight"
     for name, tensor in ({"lm_head.weight": tensors[embedding]} | tensors).items():
-        if ".act_fn." in name:
-            continue
-        if kind in INTERLEAVED and (".q_proj." in name or ".k_proj." in name):
-            tensor = interleaved(tensor, heads[".k_proj." in name])
-        if kind == "gpt2" and ".h." in name and tensor.ndim == 2:
-            tensor = tensor.T
-        bf16 = dtype == "bf16" and tensor.ndim == 2 and ".wpe." not in name
-        into = gguf.GGMLQuantizationType.BF16 if bf16 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(
-            names.get_name(name, (".weight", ".bias")),
-            gguf.quants.quantize(tensor.contiguous().numpy(), into),
-            raw_dtype=into,
-        )
-    if kind == "apertus":
-        for which in ("alpha_p", "alpha_n", "beta", "eps"):
-            values = [float(tensors[f"model.layers.{layer}.mlp.act_fn.{which}"]) for layer in range(layers)]
-            getattr(writer, f"add_xielu_{which}")(values)
+        is_bf16 = dtype == "bf16" and tensor.ndim == 2 and ".wpe." not in name
+        tensor_type = gguf.GGMLQuantizationType.BF16 if is_bf16 else gguf.GGMLQuantizationType.F32
+        gguf_name = names.get_name(name, (".weight", ".bias"))
+        assert gguf_name is not None
+        array = gguf.quants.quantize(_rearrange(name, tensor, hf_config).numpy(), tensor_type)
+        writer.add_tensor(gguf_name, array, raw_dtype=tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def interleaved(tensor: Tensor, heads: int) -> Tensor:
-    """A query's or key's rows as neighbours (0, 1), (2, 3), … that were pairs (0, K/2), (1, K/2 + 1), …."""
-    halves = tensor.view(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
-    return halves.transpose(1, 2).reshape(tensor.shape)
+def _rearrange(name: str, tensor: Tensor, hf_config: dict[str, Any]) -> Tensor:
+    """Order a tensor's rows and columns as llama.cpp has them."""
+    architecture = hf_config["model_type"]
+    if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
+        # Its RoPE rotates the pairs (0, 1), (2, 3), …; transformers' (0, K/2), (1, K/2 + 1), …
+        key = "num_key_value_heads" if ".k_proj." in name else "num_attention_heads"
+        halves = tensor.unflatten(0, (hf_config[key], 2, -1))
+        tensor = halves.transpose(1, 2).reshape(tensor.shape)
+    if architecture == "gpt2" and ".h." in name and tensor.ndim == 2:
+        tensor = tensor.T
+    return tensor.contiguous()
 
 
-def _add_shape(writer: Any, settings: dict[str, Any]) -> tuple[tuple[int, int], int]:
-    """Say the model's sizes; returns its heads, of queries and of keys, and its layers."""
-
-    def said(*keys: str) -> Any:
-        return next(settings[key] for key in keys if key in settings)
-
-    heads, width = said("num_attention_heads", "n_head"), said("hidden_size", "n_embd")
-    grouped, layers = settings.get("num_key_value_heads", heads), said("num_hidden_layers", "n_layer")
-    writer.add_context_length(said("max_position_embeddings", "n_positions"))
-    writer.add_embedding_length(width)
-    writer.add_block_count(layers)
-    writer.add_feed_forward_length(said("intermediate_size", "n_inner"))
-    writer.add_head_count(heads)
-    if "rms_norm_eps" not in settings:
-        writer.add_layer_norm_eps(settings["layer_norm_epsilon"])
-        return (heads, grouped), layers
-    head_dim = settings.get("head_dim", width // heads)
-    writer.add_head_count_kv(grouped)
-    writer.add_layer_norm_rms_eps(settings["rms_norm_eps"])
-    writer.add_rope_freq_base(settings["rope_parameters"]["rope_theta"])
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_vocab_size(settings["vocab_size"])
-    return (heads, grouped), layers
-
-
-def _add_tokenizer(writer: Any, tokenizer: Tokenizer, size: int) -> None:
+def _add_tokenizer(writer: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Add the tokens, padded to the model's vocabulary, the merges and the special ids."""
     import gguf
 
-    model = json.loads(to_huggingface(tokenizer).to_str())["model"]
-    texts, kinds = [f"[PAD{number}]" for number in range(size)], [gguf.TokenType.UNUSED] * size
-    for known, kind in ((model["vocab"], gguf.TokenType.NORMAL), (tokenizer.special_tokens, gguf.TokenType.CONTROL)):
-        for text, number in known.items():
-            texts[number], kinds[number] = text, kind
+    bpe = tokenizer.document["model"]
+    texts = [f"[PAD{number}]" for number in range(vocab_size)]
+    kinds = [gguf.TokenType.UNUSED] * vocab_size
+    for text, number in bpe["vocab"].items():
+        texts[number] = text
+        kinds[number] = gguf.TokenType.NORMAL
+    for text, number in tokenizer.special_tokens.items():
+        texts[number] = text
+        kinds[number] = gguf.TokenType.CONTROL
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre_tokenizer_name(tokenizer))
     writer.add_token_list(texts)
     writer.add_token_types(kinds)
-    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in bpe["merges"]])
     writer.add_add_bos_token(False)
     writer.add_bos_token_id(tokenizer.end_of_text)
     writer.add_eos_token_id(tokenizer.end_of_text)
-    if (end := end_of_turn(tokenizer)) is not None:
-        writer.add_eot_token_id(end)
+    turn_end = end_of_turn(tokenizer)
+    if turn_end is not None:
+        writer.add_eot_token_id(turn_end)

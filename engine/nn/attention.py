@@ -1,96 +1,156 @@
-"""Causal attention in several implementations: PyTorch's fused kernel, a sliding window, plain products on a CPU.
+"""Fast implementations of causal attention: fused, with a sliding window, and on a CPU.
 
-``Head.attention`` in ``model.py`` is the definition; a test holds every branch equal to it, in values and gradients.
+``Head.attention`` in ``model.py`` is the definition. Tests hold every branch equal to it, in values
+and gradients.
 """
 
 import math
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LONGEST_PLAIN = 512  # positions up to which a CPU's bfloat16 attention holds all T × T weights
+from engine.nn.layers import dropout
+
+MAX_UNFUSED_POSITIONS = 512  # up to which bfloat16 attention on a CPU stores all T × T weights
+MIN_WINDOW_BLOCK = 32  # queries in a block of sliding-window attention
+MAX_WINDOW_BLOCK = 128  # likewise, unless the window is over four times as large
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, window: int = 0) -> Tensor:
-    """Causal attention of the last T of S positions: (B, H, T, K), and (B, G, S, K) twice → (B, H, T, K).
+class Cache(Protocol):
+    """Keys and values of the positions that one block has seen."""
 
-    H / G queries in a row share a key and a value. With a window a position sees so many, its own the last of them.
+    filled: int  # positions so far
+    length: int  # most positions
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Add (B, G, T, K) keys and values; return those of all visible positions, (B, G, S, K)."""
+        ...
+
+
+Caches = Sequence[Cache]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    window: int = 0,
+) -> Tensor:
+    """Causal attention of the last T of S positions.
+
+    (B, H, T, K), and (B, G, S, K) twice → (B, H, T, K). H / G consecutive queries share a key and
+    a value. With a window, a position sees that many positions, itself included.
     """
-    T, S, grouped = query.shape[-2], key.shape[-2], query.shape[1] != key.shape[1]
+    T = query.shape[-2]
+    S = key.shape[-2]
+    if 0 < window < T:
+        return sliding_window_attention(query, key, value, dropout_p, window)
     if 0 < window < S:
-        if window < T:
-            return attend_locally(query, key, value, dropout, window)
-        key, value = (one[:, :, 1 - T - window :] for one in (key, value))
-        S = key.shape[-2]
-    if T == 1:
-        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, enable_gqa=grouped)
-    if T != S:  # a later piece of a prompt: each position sees those before it too, not just this piece
-        mask = band(T, S, window, query.device)
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout, enable_gqa=grouped)
-    if plain_is_quicker(query, T, dropout):
-        return plain_attention(query, key, value, dropout, band(T, T))
-    return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=grouped)
+        S = min(S, T + window - 1)
+        key = key[:, :, -S:]
+        value = value[:, :, -S:]
+    mask = None
+    is_causal = False
+    if T > 1 and T == S:
+        if prefer_unfused_attention(query, T, dropout_p):
+            mask = causal_mask(T, T, device=query.device)
+            return unfused_attention(query, key, value, dropout_p, mask)
+        is_causal = True
+    elif T > 1:  # a later part of a prompt
+        mask = causal_mask(T, S, window, query.device)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
 
 
-def band(T: int, S: int, window: int = 0, device: torch.device | None = None) -> Tensor:
-    """Which of S positions each of the last T sees, (T, S): those up to its own, of them the last ``window`` or all."""
+def causal_mask(T: int, S: int, window: int = 0, device: torch.device | None = None) -> Tensor:
+    """Which of S positions each of the last T sees, (T, S): the last ``window`` up to its own."""
     mask = torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
     return mask.triu(S - T - window + 1) if window else mask
 
 
-def attend_locally(query: Tensor, key: Tensor, value: Tensor, dropout: float, window: int) -> Tensor:
-    """As :func:`attend`, for T > window, at the cost of the band that is seen: Beltagy et al. 2020, section 3.1.
+def sliding_window_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float,
+    window: int,
+) -> Tensor:
+    """As :func:`attend` for T > window, at the cost of the visible band only.
 
-    Queries come in blocks, each with the keys that its positions see: their own block and those before it.
+    Queries come in blocks, each with the keys that its positions see: those of its own block and of
+    the blocks before it (Beltagy et al. 2020, section 3.1).
     """
-    (H, T), S = query.shape[1:3], key.shape[-2]
-    # the first positions see fewer: the other blocks are all alike
-    early = attend(query[:, :, :window], *(one[:, :, : S - T + window] for one in (key, value)), dropout, window)
-    size = max(32, min(window // 2, 128), window // 4)  # measured: larger ones see more in vain, smaller ones are many
-    blocks, before = -(-(T - window) // size), -(-(window - 1) // size)
-    end = blocks * size - (T - window)
+    H, T = query.shape[1:3]
+    S = key.shape[-2]
+    # The first positions see fewer keys. All other blocks have one shape.
+    end_of_first = S - T + window
+    first_keys = key[:, :, :end_of_first]
+    first_values = value[:, :, :end_of_first]
+    first = attend(query[:, :, :window], first_keys, first_values, dropout_p, window)
+    # Measured: larger blocks compute more masked scores, smaller ones are too many.
+    size = max(MIN_WINDOW_BLOCK, min(window // 2, MAX_WINDOW_BLOCK), window // 4)
+    num_blocks = math.ceil((T - window) / size)
+    num_before = math.ceil((window - 1) / size)
+    padding = num_blocks * size - (T - window)
 
-    def with_earlier(x: Tensor) -> Tensor:  # (B, G, S, K) → (B·H, blocks, (before + 1) · size, K)
-        x = F.pad(x, (0, 0, before * size - (S - T + window), end)).unflatten(2, (before + blocks, size))
-        x = torch.cat([x[:, :, i : i + blocks] for i in range(before + 1)], dim=3)
-        return (x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], dim=1)).flatten(0, 1)
+    def split_keys(x: Tensor) -> Tensor:  # (B, G, S, K) → (B·H, blocks, (before + 1)·size, K)
+        x = F.pad(x, (0, 0, num_before * size - (S - T + window), padding))
+        x = x.unflatten(2, (num_before + num_blocks, size))
+        x = torch.cat([x[:, :, i : i + num_blocks] for i in range(num_before + 1)], dim=3)
+        return repeat_groups(x, H).flatten(0, 1)
 
-    queries = F.pad(query[:, :, window:], (0, 0, 0, end)).unflatten(2, (blocks, size)).flatten(0, 1)
-    keys, values, mask = with_earlier(key), with_earlier(value), band(size, (before + 1) * size, window, query.device)
-    if plain_is_quicker(query, window, dropout):
-        late = plain_attention(queries, keys, values, dropout, mask)
+    queries = F.pad(query[:, :, window:], (0, 0, 0, padding))
+    queries = queries.unflatten(2, (num_blocks, size)).flatten(0, 1)
+    keys = split_keys(key)
+    values = split_keys(value)
+    mask = causal_mask(size, (num_before + 1) * size, window, query.device)
+    if prefer_unfused_attention(query, window, dropout_p):
+        rest = unfused_attention(queries, keys, values, dropout_p, mask)
     else:
-        late = F.scaled_dot_product_attention(queries, keys, values, mask, dropout)
-    return torch.cat((early, late.unflatten(0, (-1, H)).flatten(2, 3)[:, :, : T - window]), dim=2)
+        rest = F.scaled_dot_product_attention(queries, keys, values, mask, dropout_p)
+    rest = rest.unflatten(0, (-1, H)).flatten(2, 3)[:, :, : T - window]
+    return torch.cat((first, rest), dim=2)
 
 
-def plain_is_quicker(query: Tensor, length: int, dropout: float) -> bool:
-    """Whether PyTorch's fused attention is slow here: on a CPU its backward pass is in bfloat16, and its dropout."""
-    # math_sdp_enabled is of all devices, in spite of its name; asking would cut a compiled graph in two
-    slow = query.device.type == "cpu" and (dropout or (query.dtype == torch.bfloat16 and length <= LONGEST_PLAIN))
-    return bool(slow) and (torch.compiler.is_compiling() or torch.backends.cuda.math_sdp_enabled())
+def repeat_groups(x: Tensor, num_heads: int) -> Tensor:
+    """Repeat the keys or values of each group for its heads: (B, G, …) → (B, H, …)."""
+    if x.shape[1] == num_heads:
+        return x
+    return x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
-def plain_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float, mask: Tensor) -> Tensor:
-    """Attention to what a mask (T, S) shows, as three operations: (B, H, T, K), and (B, G, S, K) twice → (B, H, T, K).
+def prefer_unfused_attention(query: Tensor, num_positions: int, dropout_p: float) -> bool:
+    """Whether PyTorch's fused attention is the slower one: on a CPU with dropout or short bfloat16.
 
-    The backward pass of PyTorch's fused one is slow on a CPU in bfloat16: this takes a third to a half of its time.
+    Its backward pass in bfloat16 takes two to three times as long there.
     """
-    if query.shape[1] != key.shape[1]:
-        key, value = (one.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for one in (key, value))
-    hidden = torch.zeros(mask.shape, dtype=query.dtype).masked_fill(~mask, -math.inf)
-    weights = torch.softmax(query / math.sqrt(query.shape[-1]) @ key.mT + hidden, dim=-1)  # (B, H, T, S)
-    return drop(weights, dropout) @ value
+    is_short = query.dtype == torch.bfloat16 and num_positions <= MAX_UNFUSED_POSITIONS
+    return query.device.type == "cpu" and (dropout_p > 0 or is_short)
 
 
-def drop(x: Tensor, probability: float, training: bool = True) -> Tensor:
-    """x with each element zeroed at that probability, the others enlarged to make up for it (Hinton et al. 2012).
-
-    A CPU draws numbers one after another, 64 bits at a time: here that is four elements' lots, each of 2**16 values.
-    """
-    if not (probability and training) or x.device.type != "cpu" or torch.compiler.is_compiling():
-        return F.dropout(x, probability, training)
-    drawn = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
-    kept = drawn[: x.numel()].view(x.shape) >= min(round(probability * 2**16), 2**16 - 1) - 2**15
-    return kept.view(torch.int8).to(x.dtype).div_(1 - probability) * x  # as int8: bool is slow to convert
+def unfused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float,
+    mask: Tensor,
+) -> Tensor:
+    """Attention to the positions of a mask (T, S), as separate operations. Shapes as in attend."""
+    key = repeat_groups(key, query.shape[1])
+    value = repeat_groups(value, query.shape[1])
+    bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
+    bias = bias.masked_fill(~mask, -math.inf)
+    scores = query / math.sqrt(query.shape[-1]) @ key.mT
+    weights = torch.softmax(scores + bias, dim=-1)  # (B, H, T, S)
+    return dropout(weights, dropout_p) @ value

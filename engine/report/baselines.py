@@ -1,70 +1,90 @@
-"""What the simplest models reach on the same data: every token as likely, unigrams, bigrams."""
+"""Baselines: the losses of a uniform, a unigram and a bigram model on the same data."""
 
 import math
 
 import numpy as np
 
 from engine.data.dataset import Dataset, Examples, Tokens
+from engine.data.mixture import Mixture
 
-CHUNK = 2**22  # tokens that are counted at once
-MOST = 2**25  # tokens of a split that are counted, the first ones
+COUNTED_CHUNK_TOKENS = 2**22  # counted at a time
+MAX_COUNTED_TOKENS = 2**25  # of a split, from its start
 
 
-def baselines(dataset: Dataset) -> dict[str, float]:
-    """The validation losses of a uniform, a unigram and a bigram model, {name: nats per token}.
+def mixture_baselines(data: Mixture) -> dict[str, float]:
+    """Compute the baselines of a mixture, weighted as its sequences are drawn."""
+    losses = [baseline_losses(dataset) for dataset in data.datasets]
+    return {name: data.mean(loss[name] for loss in losses) for name in losses[0]}
 
-    They learn from the training split, at most its first MOST tokens, and are measured on at most as many. All
-    targets count that count in training: not a split's first token, nor an example's prompt.
 
-    unigram: p(w) = (c(w) + 1) / (n + V), with c(w) of n targets being w, and V tokens in the vocabulary.
-    bigram: p(w | v) = (max(c(vw) - D, 0) + D · N(v·) · q(w)) / c(v), or q(w) where c(v) = 0: interpolated Kneser-Ney
-    (Kneser and Ney 1995, as in Chen and Goodman 1999, section 2.7). N(v·) counts the kinds of tokens after v, and
-    q(w) = (N(·w) + 1) / (N(··) + V), where N(·w) counts those before w, and N(··) all kinds of pairs. D = n1 / (n1 + 2
-    n2), with n1 pairs that occur once and n2 twice; 1/2 where no pair occurs once.
+def baseline_losses(dataset: Dataset) -> dict[str, float]:
+    """Compute the validation losses of three models, {name: nats per token}.
+
+    They learn from the first MAX_COUNTED_TOKENS of the training split, and are evaluated on as
+    many. The targets are those of training: not a split's first token, nor an example's prompt.
+
+    unigram: p(w) = (c(w) + 1) / (n + V), where w is c(w) of n targets, and V the vocabulary size.
+    bigram: p(w | v) = (max(c(vw) - D, 0) + D N(v*) q(w)) / c(v), or q(w) if c(v) = 0: interpolated
+    Kneser-Ney, 1995, as in Chen and Goodman 1999, section 2.7. q(w) = (N(*w) + 1) / (N(**) + V).
+    N counts different pairs: those that begin with v, those that end with w, all. D is
+    n1 / (n1 + 2 n2), where n1 pairs occur once and n2 twice; 1/2 if n1 = 0.
     """
-    size = dataset.tokenizer.vocab_size
-    pairs, counts = count_pairs(dataset.train, size)
-    val_pairs, val_counts = count_pairs(dataset.val, size)
-    before, after = np.divmod(val_pairs, size)
-    unigrams = np.bincount(pairs % size, counts, size) + 1
+    vocab_size = dataset.tokenizer.vocab_size
+    pairs, counts = count_pairs(dataset.train, vocab_size)
+    val_pairs, val_counts = count_pairs(dataset.val, vocab_size)
+    targets = val_pairs % vocab_size
+    unigrams = np.bincount(pairs % vocab_size, counts, vocab_size) + 1
     losses = {
-        "uniform": np.full(len(val_pairs), math.log(size)),
-        "unigram": -np.log(unigrams[after] / unigrams.sum()),
-        "bigram": -np.log(_kneser_ney(pairs, counts, size, before, after)),
+        "uniform": np.full(len(val_pairs), math.log(vocab_size)),
+        "unigram": -np.log(unigrams[targets] / unigrams.sum()),
+        "bigram": -np.log(bigram_probabilities(pairs, counts, vocab_size, val_pairs)),
     }
     return {name: float(np.average(values, weights=val_counts)) for name, values in losses.items()}
 
 
-def _kneser_ney(pairs: np.ndarray, counts: np.ndarray, size: int, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Probabilities (N,) of tokens after others (N,), given pairs of training and how often each occurs: (M,)."""
-    first, second = np.divmod(pairs, size)
-    total, kinds = np.bincount(first, counts, size)[before], np.bincount(first, minlength=size)[before]
-    once, twice = (np.count_nonzero(counts == times) for times in (1, 2))
-    discount = once / (once + 2 * twice) if once else 0.5
-    back_off = np.bincount(second, minlength=size) + 1
-    back_off = back_off[after] / back_off.sum()
-    wanted = before * size + after
-    index = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
-    seen = np.where(pairs[index] == wanted, np.maximum(counts[index] - discount, 0), 0)
-    return np.where(total > 0, (seen + discount * kinds * back_off) / np.maximum(total, 1), back_off)
+def bigram_probabilities(
+    pairs: np.ndarray,
+    counts: np.ndarray,
+    vocab_size: int,
+    val_pairs: np.ndarray,
+) -> np.ndarray:
+    """Compute p(w | v) of pairs (N,), given the pairs of training and their counts (M,)."""
+    first, second = np.divmod(pairs, vocab_size)
+    before, after = np.divmod(val_pairs, vocab_size)
+    total = np.bincount(first, counts, vocab_size)[before]
+    num_followers = np.bincount(first, minlength=vocab_size)[before]
+    num_once = np.count_nonzero(counts == 1)
+    num_twice = np.count_nonzero(counts == 2)
+    discount = num_once / (num_once + 2 * num_twice) if num_once else 0.5
+    continuations = np.bincount(second, minlength=vocab_size) + 1
+    backoff = continuations[after] / continuations.sum()
+    index = np.minimum(np.searchsorted(pairs, val_pairs), len(pairs) - 1)
+    is_known = pairs[index] == val_pairs
+    discounted = np.where(is_known, np.maximum(counts[index] - discount, 0), 0)
+    smoothed = (discounted + discount * num_followers * backoff) / np.maximum(total, 1)
+    return np.where(total > 0, smoothed, backoff)
 
 
-def count_pairs(split: Tokens | Examples, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The pairs of a target and the token before it, sorted, int64 (N,), and how often each occurs.
+def count_pairs(split: Tokens | Examples, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Count the pairs of a target and the token before it: sorted pairs, int64 (N,), and counts.
 
-    A pair is size · the token before + the target; size is that of the vocabulary.
+    A pair is vocab_size · the token before + the target.
     """
-    tokens = getattr(split, "tokens", split)
-    pairs = counts = np.empty(0, np.int64)
-    for start in range(0, min(len(tokens), MOST) - 1, CHUNK):
-        ids = np.asarray(tokens[start : min(start + CHUNK, MOST - 1) + 1], np.int64)
-        counted = ids[1:] >= 0
-        if isinstance(split, Examples):  # the first of an example has none before it; some are left out, or cut
-            at = np.arange(start + 1, start + len(ids))
-            example = np.searchsorted(split.starts, at, "right") - 1
-            counted &= (at > split.starts[example]) & (at < split.starts[example] + split.lengths[example])
+    tokens = split.tokens if isinstance(split, Examples) else split
+    pairs = np.empty(0, np.int64)
+    counts = np.empty(0, np.int64)
+    for start in range(0, min(len(tokens), MAX_COUNTED_TOKENS) - 1, COUNTED_CHUNK_TOKENS):
+        stop = min(start + COUNTED_CHUNK_TOKENS, MAX_COUNTED_TOKENS - 1) + 1
+        ids = np.asarray(tokens[start:stop], np.int64)
+        is_target = ids[1:] >= 0
+        if isinstance(split, Examples):  # examples may have been removed or cut
+            position = np.arange(start + 1, start + len(ids))
+            example = np.searchsorted(split.starts, position, "right") - 1
+            offset = position - split.starts[example]
+            is_target &= (offset > 0) & (offset < split.lengths[example])
         ids = np.where(ids < 0, ~ids, ids)
-        new, times = np.unique((ids[:-1] * size + ids[1:])[counted], return_counts=True)
-        pairs, where = np.unique(np.concatenate((pairs, new)), return_inverse=True)
-        counts = np.bincount(where, np.concatenate((counts, times))).astype(np.int64)
+        new_pairs = (ids[:-1] * vocab_size + ids[1:])[is_target]
+        new_pairs, new_counts = np.unique(new_pairs, return_counts=True)
+        pairs, index = np.unique(np.concatenate((pairs, new_pairs)), return_inverse=True)
+        counts = np.bincount(index, np.concatenate((counts, new_counts))).astype(np.int64)
     return pairs, counts

@@ -1,30 +1,38 @@
-"""The training callback that makes a run's page."""
+"""The training callback that writes a run's page."""
 
-from typing import Any
+from typing import Any, cast
 
-from engine.core.files import to_json, write_whole
+from engine.core.files import atomic_write, to_json
 from engine.nn.inference import for_decoding
-from engine.report.page import about, attention_of, baseline_losses, describe_run, new_samples, write_page
-from engine.training.callbacks import records_until
+from engine.report.baselines import mixture_baselines
+from engine.report.page import describe_run, write_page
+from engine.report.samples import compute_attention, describe_environment, generate_samples
+from engine.training.callbacks import truncate_records
+from engine.training.trainer import Callback, Trainer
+from model import GPT
 
 
-class Report:
-    """Makes report.html, a page to look at, at each evaluation, and keeps what it shows: about.json, samples.jsonl."""
+class Report(Callback):
+    """Writes report.html at each evaluation, and about.json and samples.jsonl, which it shows."""
 
-    def started(self, run: Any) -> None:
-        """Samples after the step that is resumed from are dropped: they come again."""
-        records_until(run.config.out / "samples.jsonl", run.step)
-        write_whole(run.config.out / "about.json", to_json(about(run), indent=1).encode())
-        self.baselines = baseline_losses(run.dataset)
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Drop the samples after the step that is resumed from: they are written again."""
+        truncate_records(trainer.config.out / "samples.jsonl", trainer.step)
+        about = to_json(describe_environment(trainer), indent=1)
+        atomic_write(trainer.config.out / "about.json", about.encode())
+        self.baselines = mixture_baselines(trainer.data)
 
-    def recorded(self, run: Any, record: dict[str, Any]) -> None:
+    def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """Write samples and the page after an evaluation; a sharded model is not sampled from."""
         if "val_loss" not in record:
             return
-        out, attention = run.config.out, None
-        if not run.world.sharded:  # every process would have to take part
-            model = for_decoding(run.model)
-            samples = new_samples(model, run.dataset, run.step, run.config.seed)
+        out = trainer.config.out
+        attention = None
+        if not trainer.dist.sharded:
+            model = cast(GPT, for_decoding(trainer.model))
+            samples = generate_samples(model, trainer.data, trainer.step, trainer.config.seed)
             with open(out / "samples.jsonl", "a", encoding="utf-8") as file:
-                file.write("".join(f"{to_json(one)}\n" for one in samples))
-            attention = attention_of(model, run.dataset)
-        write_page([describe_run(out, run.dataset, attention, baselines=self.baselines)], out / "report.html")
+                file.write("".join(f"{to_json(sample)}\n" for sample in samples))
+            attention = compute_attention(model, trainer.data)
+        run = describe_run(out, trainer.data, attention=attention, baselines=self.baselines)
+        write_page([run], out / "report.html")

@@ -1,261 +1,235 @@
-"""What a model makes of a text: what it holds likely, what surprises it, who attends to whom; also with heads off."""
+"""Answers the live page's questions: likely tokens, surprise, attention, also without some heads."""
 
 import itertools
 import math
-import secrets
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Annotated, Any, cast
 
 import torch
+from annotated_types import Ge, Le, Lt
 from torch import Tensor, nn
 
 from engine.core.errors import UserError
-from engine.data.tokenizer import Tokenizer
-from engine.generation.attention_maps import attention_by_layer, visible
-from engine.generation.generate import Sequences, TextStream, generate_text, not_text, window_start
-from engine.generation.sampling import candidates
+from engine.core.settings import from_values
+from engine.generation.attention_maps import attention_by_layer, token_label
+from engine.generation.generate import Sequences, banned_tokens, window_start
+from engine.generation.sampling import filter_logits, sample_token
+from engine.generation.text_generator import TextGenerator
+from engine.generation.text_stream import TextStream
 from engine.nn.inference import for_decoding
+from model import GPT, Block
 
-LIKELIEST = 10
-MOST_TOKENS = 2048  # of a text that is looked at
-MOST_CHARACTERS = 50_000  # of a prompt: tokenizing ever more of one kind can take minutes
-MOST_TURNS, NEAR = 2**52, 1000  # a page begins at any turn; another's is not so near
-ROWS = 64  # positions whose probabilities, (ROWS, V), exist at one time
+NUM_LIKELY = 10  # tokens in a table
+MAX_TOKENS = 2048  # of a text, prompt and continuation
+MAX_PROMPT_CHARACTERS = 50_000  # tokenizing more of one kind of character can take minutes
+MAX_LOGIT_ROWS = 64  # positions whose probabilities, (rows, V), exist at one time
+SIGNIFICANT_DIGITS = 5
+
+Heads = tuple[tuple[int, int], ...]  # (layer, head) from 1
+Lines = Generator[dict[str, Any], None, None]
 
 
-def switch_off(model: nn.Module, heads: Iterable[tuple[int, int]]) -> None:
-    """Have these heads, (layer, head) from 1, say nothing: the projection sees zeros in their columns."""
+@dataclass(frozen=True)
+class InspectRequest:
+    """A question about a text, or about a text's token ids."""
+
+    text: str = ""
+    ids: Annotated[tuple[int, ...], Ge(0)] = ()
+    off: Heads = ()  # heads that are switched off
+    temperature: Annotated[float, Ge(0), Le(100)] = 1.0
+    top_k: Annotated[int | None, Ge(1)] = None
+    top_p: Annotated[float, Ge(0.001), Le(1)] = 1.0
+    seed: Annotated[int, Ge(0), Lt(2**53)] = 1
+    max_new_tokens: Annotated[int, Ge(1)] = 1
+    layer: Annotated[int, Ge(1)] = 1
+    head: Annotated[int, Ge(1)] = 1
+    at: Annotated[int, Ge(0)] = 0  # the position whose attention is inspected
+
+
+class ModelInspector:
+    """Answers questions about one model: each method takes a JSON object and yields JSON objects.
+
+    They raise UserError for an unsuitable question, before the first object.
+    """
+
+    def __init__(self, model: TextGenerator, settings: dict[str, Any]):
+        """Settings are those that the page starts with."""
+        self.generator = model
+        self.tokenizer = model.tokenizer
+        self.config = model.model.config
+        self.settings = settings
+        banned = banned_tokens(model.tokenizer, model.model)
+        self.banned = torch.tensor(banned, dtype=torch.long, device=model.device)
+        self.max_prompt_tokens = min(self.config.context_length, MAX_TOKENS // 2)
+        self.max_new_tokens = MAX_TOKENS - self.max_prompt_tokens
+        self.ablate = lru_cache(maxsize=1)(self._ablate)
+        self.layer_maps = lru_cache(maxsize=1)(self._layer_maps)
+        methods = (self.about, self.read, self.write, self.attention)
+        self.answers = {method.__name__: method for method in methods}
+
+    def about(self, question: Any) -> Lines:
+        """Yield what the page must know about the model."""
+        max_new_tokens = min(self.settings["max_new_tokens"], self.max_new_tokens)
+        yield {
+            "layers": self.config.num_layers,
+            "heads": self.config.num_heads,
+            "context_length": self.config.context_length,
+            "max_prompt_tokens": self.max_prompt_tokens,
+            "max_new_tokens": self.max_new_tokens,
+            "max_characters": MAX_PROMPT_CHARACTERS,
+            "max_bits": math.log2(self.tokenizer.vocab_size),
+            "settings": {**self.settings, "max_new_tokens": max_new_tokens},
+        }
+
+    @torch.inference_mode()
+    def read(self, question: Any) -> Lines:
+        """Yield {tokens: as in :meth:`describe`, next: the likely tokens after the last}."""
+        request = self.parse(question)
+        ids = request.ids
+        tokens = [{"id": ids[0], "text": token_label(self.tokenizer, ids[0])}]
+        full = logits_after(self.generator.decoder, ids)
+        ablated = logits_after(self.ablate(request.off), ids) if request.off else None
+        for full_logits in full:
+            logits = full_logits if ablated is None else next(ablated)
+            next_ids = ids[len(tokens) : len(tokens) + len(logits)]
+            tokens += self.describe(next_ids, full_logits, logits, request)
+        yield {"tokens": tokens[: len(ids)], "next": tokens[-1]}
+
+    @torch.inference_mode()
+    def write(self, question: Any) -> Lines:
+        """Yield what :meth:`read` does; for each new token {token, text}; {text, end: reason}."""
+        request = self.parse(question)
+        yield from self.read(question)
+        prompt = torch.tensor([request.ids], device=self.generator.device)
+        max_length = len(request.ids) + request.max_new_tokens
+        sequences = [Sequences(self.generator.decoder, prompt, max_length)]
+        if request.off:
+            sequences.append(Sequences(self.ablate(request.off), prompt, max_length))
+        random = torch.Generator(prompt.device).manual_seed(request.seed)
+        stream = TextStream(self.tokenizer, prompt=request.ids)
+        for _ in range(request.max_new_tokens):
+            all_logits = [each.logits() for each in sequences]
+            logits = all_logits[-1].index_fill(-1, self.banned, -torch.inf)
+            chosen = sample_token(logits, random, request.temperature, request.top_k, request.top_p)
+            for each in sequences:
+                each.append(chosen[:, None])
+            (token,) = self.describe(chosen.tolist(), all_logits[0], all_logits[-1], request)
+            yield {"token": token, "text": stream.push(token["id"])}
+            if stream.ended:
+                break
+        end = "the model ended it" if stream.ended else "the length is reached"
+        yield {"text": stream.end(), "end": end}
+
+    def attention(self, question: Any) -> Lines:
+        """Yield {start, weights}: a head's weights at position ``at``, of those from start on."""
+        request = self.parse(question)
+        start, end = window_of(request.at, len(request.ids), self.config.context_length)
+        maps = self.layer_maps(request.ids[start:end], request.layer, request.off)  # (H, T, T)
+        position = request.at - start
+        weights = maps[request.head - 1, position, : position + 1]
+        yield {"start": start, "weights": round_values(weights)}
+
+    def _ablate(self, heads: Heads) -> GPT:
+        """Copy the model, and switch off some heads of the copy."""
+        model = cast(GPT, for_decoding(self.generator.model))
+        switch_off(model, heads)
+        return model
+
+    def _layer_maps(self, ids: tuple[int, ...], layer: int, off: Heads) -> Tensor:
+        """Compute the attention maps of one layer, (H, T, T)."""
+        model = self.ablate(off) if off else self.generator.decoder
+        maps = attention_by_layer(model, torch.tensor(ids, device=self.generator.device))
+        return next(itertools.islice(maps, layer - 1, None)).float().cpu()
+
+    def describe(
+        self, ids: Sequence[int], full_logits: Tensor, logits: Tensor, request: InspectRequest
+    ) -> list[dict[str, Any]]:
+        """Describe each row of logits (N, V): {likely: [[token, p, p, p], …]}.
+
+        The probabilities are those of the full model, without the heads that are off, and after
+        temperature, top-k and top-p. A row with an id of the token that came, in ids, also has its
+        {id, text, p: [p, p, p], bits: [full, without]}.
+        """
+        log_p = torch.stack((full_logits, logits)).float().log_softmax(dim=-1)
+        allowed = logits.index_fill(-1, self.banned, -torch.inf)
+        weights, kept = filter_logits(allowed, request.temperature, request.top_k, request.top_p)
+        drawn = torch.zeros_like(log_p[0])
+        drawn.scatter_(-1, kept, weights / weights.sum(dim=-1, keepdim=True))
+        p = torch.stack((*log_p.exp(), drawn), dim=-1)  # (N, V, 3)
+        likely = p[..., :2].amax(dim=-1).topk(min(NUM_LIKELY, p.shape[1])).indices  # (N, 10)
+        rows: list[dict[str, Any]] = []
+        for index, tokens in enumerate(likely.tolist()):
+            table = [[token_label(self.tokenizer, i), *round_values(p[index, i])] for i in tokens]
+            rows.append({"likely": table})
+        for index, token in enumerate(ids):
+            rows[index]["id"] = token
+            rows[index]["text"] = token_label(self.tokenizer, token)
+            rows[index]["p"] = round_values(p[index, token])
+            rows[index]["bits"] = round_values(log_p[:, index, token] / -math.log(2))
+        return rows
+
+    def parse(self, question: Any) -> InspectRequest:
+        """Check a question. Raises UserError naming an unsuitable field."""
+        request = from_values(InspectRequest, question, "the question")
+        if len(request.text) > MAX_PROMPT_CHARACTERS:
+            size = f"at most {MAX_PROMPT_CHARACTERS:,} characters (got {len(request.text):,})"
+            raise UserError(f"the text: must have {size}. Shorten it.")
+        if not request.ids:
+            ids = tuple(self.generator.encode_prompt(request.text))
+            if len(ids) > self.max_prompt_tokens:
+                size = f"at most {self.max_prompt_tokens:,} tokens (got {len(ids):,})"
+                raise UserError(f"the text: must have {size}. Shorten it.")
+            request = replace(request, ids=ids)
+        if any(len(pair) != 2 or min(pair) < 1 for pair in request.off):
+            raise UserError("the question: off must be a list of [layer, head], from 1.")
+        layers, heads = zip((request.layer, request.head), *request.off, strict=True)
+        limits = {
+            "number of ids": (len(request.ids), MAX_TOKENS),
+            "id": (max(request.ids), self.generator.model.token_embedding.num_embeddings - 1),
+            "layer": (max(layers), self.config.num_layers),
+            "head": (max(heads), self.config.num_heads),
+            "at": (request.at, len(request.ids) - 1),
+            "max_new_tokens": (request.max_new_tokens, self.max_new_tokens),
+        }
+        for name, (value, limit) in limits.items():
+            if value > limit:
+                raise UserError(f"the question: {name} must be at most {limit:,} (got {value:,}).")
+        return replace(request, off=tuple(sorted({*request.off})))
+
+
+def switch_off(model: GPT, heads: Heads) -> None:
+    """Replace the outputs of some heads by zeros, before the projection."""
     for layer, head in heads:
-        attention = model.blocks[layer - 1].attention
+        attention = cast(Block, model.blocks[layer - 1]).attention
         columns = slice((head - 1) * attention.head_width, head * attention.head_width)
-        attention.projection.register_forward_pre_hook(partial(_silence, columns))
+        attention.projection.register_forward_pre_hook(partial(_zero_columns, columns))
 
 
-def _silence(columns: slice, module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+def _zero_columns(columns: slice, module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
     mixed = inputs[0].clone()
     mixed[..., columns] = 0
     return mixed
 
 
-def window_of(at: int, length: int, context_length: int) -> tuple[int, int]:
-    """Which of ``length`` tokens are in the window of the one at a position, as it is when text is generated."""
-    start = window_start(at + 1, context_length)
+def window_of(position: int, length: int, context_length: int) -> tuple[int, int]:
+    """The start and end of the window in which generation predicts after a position."""
+    start = window_start(position + 1, context_length)
     return start, min(length, start + context_length)
 
 
-def logits_after(model: nn.Module, ids: Sequence[int]) -> Iterator[Tensor]:
-    """The logits of what follows each id, as generation has them: (N, V) for the next N ≤ ROWS of them."""
-    at, device = 0, next(model.parameters()).device
-    while at < len(ids):
-        start, end = window_of(at, len(ids), model.config.context_length)
-        yield from model(torch.tensor([ids[start:end]], device=device))[0, at - start :].split(ROWS)
-        at = end
+def logits_after(model: GPT, ids: Sequence[int]) -> Iterator[Tensor]:
+    """Yield the logits after each id as in generation, (N, V) for the next N ≤ MAX_LOGIT_ROWS."""
+    device = next(model.parameters()).device
+    position = 0
+    while position < len(ids):
+        start, end = window_of(position, len(ids), model.config.context_length)
+        logits = model(torch.tensor([ids[start:end]], device=device))[0, position - start :]
+        yield from logits.split(MAX_LOGIT_ROWS)
+        position = end
 
 
-class Watched(nn.Module):
-    """A model, and the logits that it gave last: what a token was chosen by."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model, self.config = model, model.config
-        self.eval()
-
-    def forward(self, tokens: Tensor, caches: Sequence | None = None) -> Tensor:
-        self.logits = self.model(tokens, caches=caches)
-        return self.logits
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is asked about a text, or (ids) a text's tokens."""
-
-    text: str = ""
-    ids: tuple[int, ...] = ()
-    off: tuple[tuple[int, int], ...] = ()  # heads that are switched off: (layer, head), from 1
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    seed: int = 1
-    max_new_tokens: int = 1
-    layer: int = 1
-    head: int = 1
-    at: int = 0  # which token looks at those before it
-    turn: int | None = None  # of the texts of one page, in the order in which they were asked for
-
-    choice = property(lambda self: {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")})
-
-
-def number(name: str, value: Any, low: float, high: float) -> Any:
-    """The value. Raises UserError unless it is a number from low to high, a whole one if low is."""
-    kinds, kind = ((int,), "whole number") if isinstance(low, int) else ((int, float), "number")
-    if type(value) not in kinds or not low <= value <= high:
-        raise UserError(f"{name} is {str(value)[:40]!r}; it must be a {kind} from {low:,} to {high:,}")
-    return value
-
-
-def numbers(name: str, values: Any, most: int, *limits: int) -> tuple[int, ...]:
-    """A list of at most so many whole numbers, as a tuple. Raises UserError if it is none."""
-    if not isinstance(values, list) or len(values) > most:
-        raise UserError(f"{name} must be a list of at most {most:,}; send that")
-    return tuple(number(name, value, *limits) for value in values)
-
-
-class Inside:
-    """Answers questions about one model: each method takes a JSON object and yields JSON objects.
-
-    One computation goes on at a time, and one text is written at a time. They raise ValueError for what can't be asked.
-    """
-
-    def __init__(self, model: nn.Module, tokenizer: Tokenizer, start: list[int], settings: dict[str, Any]):
-        """``start`` are the ids that an empty text begins with, ``settings`` what the page begins with."""
-        self.model, self.tokenizer, self.start, self.settings = for_decoding(model), tokenizer, start, settings
-        self.device = next(model.parameters()).device
-        self.without = lru_cache(1)(partial(self._without, model))  # (heads) → the model with these heads off
-        self.maps = lru_cache(1)(self._maps)
-        self.never = torch.tensor(not_text(tokenizer, model), dtype=torch.long, device=self.device)
-        self.longest = min(model.config.context_length, MOST_TOKENS // 2)  # of a prompt
-        self.most_new = MOST_TOKENS - self.longest
-        self.computing, self.beginning, self.writing = threading.Lock(), threading.Lock(), 0
-        self.answers = {name: getattr(self, name) for name in ("about", "read", "write", "attention")}
-
-    def close(self) -> None:
-        """Let what is computed end, and nothing more begin: a thread that computes while Python ends crashes it."""
-        self.computing.acquire()
-
-    def _without(self, model: nn.Module, heads: tuple[tuple[int, int], ...]) -> nn.Module:
-        switch_off(decoder := for_decoding(model), heads)
-        return decoder
-
-    def _maps(self, ids: tuple[int, ...], layer: int, off: tuple[tuple[int, int], ...]) -> Tensor:
-        maps = attention_by_layer(self._model(off), torch.tensor(ids, device=self.device))
-        return next(itertools.islice(maps, layer - 1, None)).float().cpu()
-
-    def question(self, asked: Any) -> Question:
-        """What was asked, checked. Raises UserError naming what is not as it should be."""
-        c, given = self.model.config, dict(asked) if isinstance(asked, dict) else {"the question": asked}
-        if unknown := given.keys() - Question.__dataclass_fields__.keys():
-            raise UserError(f"{min(unknown)[:40]!r} is not to be asked; ask for {', '.join(vars(Question()))}")
-        if not isinstance(text := given.get("text", ""), str) or len(text) > MOST_CHARACTERS:
-            raise UserError(f"the text must be at most {MOST_CHARACTERS:,} characters; shorten it")
-        if "ids" in given:
-            given["ids"] = numbers("ids", given["ids"], MOST_TOKENS, 0, c.vocab_size - 1)
-        else:
-            given["ids"] = tuple(self.tokenizer.encode(text).tolist() or self.start)
-            if len(given["ids"]) > self.longest:
-                found = f"the text has {len(given['ids']):,} tokens, more than the {self.longest:,} that fit"
-                raise UserError(f"{found}; shorten it")
-        if not given["ids"]:
-            raise UserError("there are no ids; give at least one")
-        pairs = given.get("off", [])
-        if not isinstance(pairs, list) or not all(isinstance(one, list) and len(one) == 2 for one in pairs):
-            raise UserError("off must be a list of [layer, head]; send that")
-        limits = {"layer": (1, c.num_layers), "head": (1, c.num_heads), "at": (0, len(given["ids"]) - 1)}
-        heads = {(number("layer", i, *limits["layer"]), number("head", j, *limits["head"])) for i, j in pairs}
-        given["off"] = tuple(sorted(heads))
-        limits |= {"temperature": (0.0, 100), "top_k": (1, 2**24), "top_p": (0.001, 1), "seed": (0, 2**53 - 1)}
-        limits |= {"max_new_tokens": (1, self.most_new), "turn": (0, MOST_TURNS)}
-        for name in [name for name in limits if name in given and not (name == "top_k" and given[name] is None)]:
-            number(name.replace("_", " "), given[name], *limits[name])
-        return Question(**given)
-
-    def about(self, asked: Any) -> Iterator[dict]:
-        """Yields what the page must know of the model, and begins with."""
-        c = self.model.config
-        shape = {"layers": c.num_layers, "heads": c.num_heads, "context_length": c.context_length}
-        limits = {"longest": self.longest, "most_new": self.most_new, "most_characters": MOST_CHARACTERS}
-        settings = self.settings | {"max_new_tokens": min(self.settings["max_new_tokens"], self.most_new)}
-        yield shape | limits | {"most_bits": math.log2(self.tokenizer.vocab_size), "settings": settings}
-
-    def read(self, asked: Any) -> Iterator[dict]:
-        """Yields {tokens: as :meth:`_described` has them, next: what is likely after the last}."""
-        question = self.question(asked)
-        with self.computing:
-            found = self._read(question)
-        yield found
-
-    def write(self, asked: Any) -> Iterator[dict]:
-        """Yields what :meth:`read` does, for each new token {token, text: what is sure now}, at last {text, end: why}.
-
-        Another text to write ends this one, before its next token; unless it is an earlier one that arrives late.
-        """
-        question, end = self.question(asked), "it is as long as was asked"
-        mine = secrets.randbelow(MOST_TURNS) if question.turn is None else question.turn
-        with self.beginning:
-            if not 0 < self.writing - mine < NEAR:
-                self.writing = mine
-        prompt, most = [*question.ids], question.max_new_tokens
-        with self.computing:
-            model = Watched(self._model(question.off))
-            ids = generate_text(model, self.tokenizer, [prompt], most, seed=question.seed, **question.choice)
-            begun = torch.tensor([prompt], device=self.device)
-            every = Sequences(self.model, begun, len(prompt) + most) if question.off else None
-        stream = TextStream(self.tokenizer)
-        for count in range(most + 1):
-            with self.computing, torch.inference_mode():
-                if self.writing != mine:
-                    end = "another was begun"
-                    break
-                if not count:
-                    found = self._read(question)
-                else:
-                    chosen = next(ids)
-                    now = model.logits[:, -1]
-                    (token,) = self._described(chosen.tolist(), every.logits() if every else now, now, question)
-                    if every:
-                        every.append(chosen[:, None])
-                    found = {"token": token, "text": stream.push(token["id"])}
-            yield found
-            if stream.ended:
-                end = "the model ended it"
-                break
-        yield {"text": stream.end(), "end": end}
-
-    def attention(self, asked: Any) -> Iterator[dict]:
-        """Yields {start, weights}: how a head looks from the token ``at``, at those from position start up to it."""
-        question = self.question(asked)
-        start, end = window_of(question.at, len(question.ids), self.model.config.context_length)
-        with self.computing:
-            maps = self.maps(question.ids[start:end], question.layer, question.off)  # (H, T, T)
-        weights = maps[question.head - 1, question.at - start, : question.at - start + 1]
-        yield {"start": start, "weights": rounded(weights)}
-
-    def _model(self, off: tuple[tuple[int, int], ...]) -> nn.Module:
-        return self.without(off) if off else self.model
-
-    def _read(self, question: Question) -> dict:
-        tokens, ids = [{"id": question.ids[0], "text": visible(self.tokenizer, question.ids[0])}], question.ids
-        pieces = logits_after(self.model, ids), logits_after(self._model(question.off), ids)
-        with torch.inference_mode():
-            for every, now in zip(*pieces, strict=True) if question.off else ((one, one) for one in pieces[0]):
-                tokens += self._described(ids[len(tokens) : len(tokens) + len(now)], every, now, question)
-        return {"tokens": tokens[: len(ids)], "next": tokens[-1]}
-
-    def _described(self, ids: Sequence[int], every: Tensor, now: Tensor, question: Question) -> list[dict]:
-        """For each row of logits (N, V), of all heads and of those not off: {likely: [[token, p, p, p], …]}.
-
-        The probabilities are: with all heads, without those that are off, and after temperature, top-k and top-p too.
-        Where ids say what came, there are also its {id, text, p: [p, p, p], bits: [of all heads, of those not off]}.
-        """
-        log_p = torch.stack((every, now)).float().log_softmax(dim=-1)
-        weights, kept = candidates(now.index_fill(-1, self.never, -torch.inf), **question.choice)
-        drawn = torch.zeros_like(log_p[0]).scatter(-1, kept, weights / weights.sum(dim=-1, keepdim=True))
-        p = torch.stack((*log_p.exp(), drawn), dim=-1)  # (N, V, 3)
-        likely = p[..., :2].amax(dim=-1).topk(min(LIKELIEST, p.shape[1])).indices  # (N, 10)
-        tables = p.gather(1, likely[..., None].expand(-1, -1, 3))
-        names = [[visible(self.tokenizer, token) for token in row] for row in likely.tolist()]
-        rows = [
-            {"likely": [[name, *rounded(row)] for name, row in zip(*pair, strict=True)]}
-            for pair in zip(names, tables, strict=True)
-        ]
-        for at, (token, row) in enumerate(zip(ids, rows, strict=False)):
-            row |= {"id": token, "text": visible(self.tokenizer, token), "p": rounded(p[at, token])}
-            row |= {"bits": rounded(log_p[:, at, token] / -math.log(2))}
-        return rows
-
-
-def rounded(values: Tensor) -> list[float]:
-    """To five digits, which are all that a page shows."""
-    return [float(f"{value:.5g}") for value in values.tolist()]
+def round_values(values: Tensor) -> list[float]:
+    """Round to as many digits as the page shows."""
+    return [float(f"{value:.{SIGNIFICANT_DIGITS}g}") for value in values.tolist()]

@@ -1,4 +1,4 @@
-"""How long a run has trained, how far it is, and when it is time to evaluate and to save."""
+"""The progress of a run, in steps or in minutes, and when to evaluate and to save."""
 
 import contextlib
 import math
@@ -10,139 +10,166 @@ import torch
 
 from engine.core.distributed import DistributedContext
 
-# Of a run, between its evaluations and its saves, and sequences in a step, unless the settings say otherwise.
-STEPS, EVERY, BATCH_SIZE = 1200, 500, 16
-PART = 0.04  # of a run's time that evaluations before the last may take; and saves
-MARKS = 9  # evaluations, and saves, before the last of a run on time; more if it takes hours
-SELDOM = 600.0  # seconds between them then
-CLOSING = 2.5  # seconds for the picture, the sample and the way out, after the last save
-SLOWLY = 0.9  # how much of the estimate of a step's seconds each step keeps
+DEFAULT_STEPS = 1200
+DEFAULT_INTERVAL_STEPS = 500  # between evaluations, and between saves
+# Of a run in minutes, before its last step; likewise for saves.
+MAX_EVAL_FRACTION = 0.04  # of the time
+NUM_EVALS = 9  # more in a long run: one in MIN_EVAL_INTERVAL_SECONDS
+MIN_EVAL_INTERVAL_SECONDS = 600.0
+SHUTDOWN_SECONDS = 2.5  # for picture, sample and exit, after the last save
+STEP_TIME_DECAY = 0.9  # of the moving average of a step's seconds
+
+Event = Literal["evaluate", "save"]
 
 
 class Clock:
-    """How long a run has trained, those parts before a resume too, and how fast it does."""
+    """How long a run has trained, before resumes too, and how fast it is."""
 
     def __init__(self, elapsed: float, step: int):
-        self.begun = time.monotonic() - elapsed
-        self.since, self.since_step, self.paused = time.monotonic(), step, 0.0
+        now = time.monotonic()
+        self.start_time = now - elapsed
+        self.paused = 0.0  # seconds
+        self.last_time = now  # of the last call of steps_per_second()
+        self.last_step = step
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the run's first step, not counting those between an interruption and the resumption."""
-        return time.monotonic() - self.begun
+        """Seconds since the first step, without those between an interruption and the resume."""
+        return time.monotonic() - self.start_time
 
     def steps_per_second(self, step: int) -> float:
-        """The speed since the last call, pauses not counted."""
+        """Return the speed since the last call, without pauses."""
         now = time.monotonic()
-        speed = (step - self.since_step) / max(now - self.since, 1e-9)
-        self.since, self.since_step = now, step
+        speed = (step - self.last_step) / max(now - self.last_time, 1e-9)
+        self.last_time = now
+        self.last_step = step
         return speed
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Around something else than training, which is no part of its speed."""
-        paused = time.monotonic()
+        """Do not count the time of this block as training."""
+        start = time.monotonic()
         yield
-        paused = time.monotonic() - paused
-        self.since, self.paused = self.since + paused, self.paused + paused
+        seconds = time.monotonic() - start
+        self.last_time += seconds
+        self.paused += seconds
 
 
 class StepBudget:
-    """A run's length in optimizer steps, and when it is time to evaluate and to save: every so many of them."""
+    """The length of a run in optimizer steps."""
 
-    def __init__(self, steps: float, every: dict[str, int], step: int = 0):
-        """``every`` has the steps between two times to "evaluate", and to "save"; ``step`` are done."""
-        self.steps, self.every, self.step = steps, every, step
-
-    @property
-    def share(self) -> float:
-        """How much of the run is done, 0…1."""
-        return self.step / self.steps
+    def __init__(self, steps: float, every: dict[Event, int | None], step: int = 0):
+        """``every`` holds the steps between evaluations and saves; ``step`` steps are done."""
+        self.steps = steps
+        self.every = every
+        self.step = step
+        self.progress = step / steps  # 0 to 1
 
     @property
-    def total(self) -> float:
-        """The steps of the whole run, as far as can be told."""
+    def exhausted(self) -> bool:
+        """Whether the run has made its last step."""
+        return self.progress >= 1
+
+    @property
+    def total_steps(self) -> float:
+        """The steps of the whole run, estimated if its length is in minutes."""
         return self.steps
 
-    def advance(self, step: int, clock: Clock) -> None:
-        """So many steps are done. All processes call it together."""
+    def update(self, step: int, clock: Clock) -> None:
+        """Set the number of steps done. All ranks must call it together."""
         self.step = step
+        self.progress = step / self.steps
 
-    def is_due(self, what: Literal["evaluate", "save"]) -> bool:
-        """Whether it is time for it, after the steps that are done."""
-        return self.step % self.every[what] == 0
+    def eval_due(self, step: int) -> bool:
+        """Whether to evaluate after this step."""
+        return self.is_due("evaluate", step)
+
+    def save_due(self, step: int) -> bool:
+        """Whether to save after this step."""
+        return self.is_due("save", step)
+
+    def is_due(self, event: Event, step: int) -> bool:
+        """Whether a number of steps has passed since the event."""
+        interval = self.every[event]
+        return interval is not None and step % interval == 0
 
     @contextlib.contextmanager
-    def timing(self, what: str) -> Iterator[None]:
-        """Around what was due."""
+    def timing(self, event: Event) -> Iterator[None]:
+        """Measure the event in this block."""
         yield
 
-    def left(self, clock: Clock) -> float:
-        """Seconds until the run has to end."""
-        return float("inf")
+    def seconds_left(self, clock: Clock) -> float:
+        """Seconds until the process must exit."""
+        return math.inf
 
 
 class TimeBudget(StepBudget):
-    """A run's length in seconds: it ends on time, with the last evaluation, save and sample.
+    """The length of a run in seconds, with its last evaluation, save and sample.
 
-    Evaluations before the last, and saves, are spread evenly, as many as take PART of the time. All processes go by the
-    first one's clock. It ends sooner if it is of a number of steps that are done sooner.
+    Evaluations, and saves, before the last ones are spread evenly, in MAX_EVAL_FRACTION of the
+    time. All ranks go by the clock of rank 0. ``steps`` is a maximum.
     """
-
-    share = 0.0
 
     def __init__(
         self,
         seconds: float,
-        every: dict[str, int | None],
-        costs: dict[str, float],
-        world: DistributedContext,
+        every: dict[Event, int | None],
+        costs: dict[Event, float],
+        dist: DistributedContext,
         step: int = 0,
-        share: float = 0.0,
+        progress: float = 0.0,
         steps: int | None = None,
     ):
-        """``seconds`` are the clock's when all is over. ``costs`` are what an evaluation takes, in steps, until one was
-        seen, and a save, in seconds. ``every`` may be None: the time decides. ``step`` and ``share`` are done, of
-        ``steps`` at most.
-        """
+        """``costs`` are first guesses: of an evaluation in steps, of a save in seconds."""
         super().__init__(steps or math.inf, every, step)
-        self.seconds = max(0.0, world.broadcast(seconds))  # the first's: each process took its own time to start
-        self.costs, self.world, self.first, self.share = costs, world, step, share
-        self.marked = dict.fromkeys(every, share)  # the share at which each was done last
-        self.step_seconds = self.stepping = 0.0  # a step's seconds, of late; all steps' so far
-        self.evaluation_seconds = 0.0  # as the first process expects
+        self.seconds = max(0.0, dist.broadcast(seconds))
+        self.costs = costs
+        self.dist = dist
+        self.first_step = step
+        self.progress = progress
+        self.last_done_at = dict.fromkeys(every, progress)
+        self.step_seconds = 0.0  # moving average
+        self.total_step_seconds = 0.0
+        self.eval_seconds = 0.0  # expected by rank 0
 
     @property
-    def total(self) -> float:
-        return self.step / self.share if self.share else float("inf")
+    def total_steps(self) -> float:
+        return self.step / self.progress if self.progress else math.inf
 
-    def advance(self, step: int, clock: Clock) -> None:
-        stepping = clock.elapsed - clock.paused
-        if step > self.first + 1:  # that one is slower than the others
-            seconds = (stepping - self.stepping) / (step - self.step)
-            self.step_seconds = SLOWLY * (self.step_seconds or seconds) + (1 - SLOWLY) * seconds
-        self.step, self.stepping = step, stepping
-        evaluation = self.step_seconds * self.costs["evaluate"]
-        training = max(self.seconds - evaluation - self.costs["save"] - CLOSING, 1e-9)
-        gone = (clock.elapsed + self.step_seconds / 2) / training if step else 0.0
-        mine = torch.tensor([gone, evaluation] if self.world.is_main_process else [0.0, 0.0], dtype=torch.float64)
-        gone, self.evaluation_seconds = self.world.sum(mine).tolist()
-        self.share = min(1.0, max(self.share, gone, step / self.steps))
+    def update(self, step: int, clock: Clock) -> None:
+        """Set the number of steps done, and the progress by the clock of rank 0."""
+        total_step_seconds = clock.elapsed - clock.paused
+        if step > self.first_step + 1:  # the first step of a process is slow
+            seconds = (total_step_seconds - self.total_step_seconds) / (step - self.step)
+            average = self.step_seconds or seconds
+            self.step_seconds = STEP_TIME_DECAY * average + (1 - STEP_TIME_DECAY) * seconds
+        self.step = step
+        self.total_step_seconds = total_step_seconds
+        eval_seconds = self.step_seconds * self.costs["evaluate"]
+        training_seconds = self.seconds - eval_seconds - self.costs["save"] - SHUTDOWN_SECONDS
+        elapsed = clock.elapsed + self.step_seconds / 2 if step else 0.0  # to the nearest step
+        values = [elapsed / max(training_seconds, 1e-9), eval_seconds]
+        shared = torch.tensor(values, dtype=torch.float64) * self.dist.is_main_process
+        fraction, self.eval_seconds = self.dist.sum(shared).tolist()  # those of rank 0
+        self.progress = min(1.0, max(self.progress, fraction, step / self.steps))
 
-    def is_due(self, what: Literal["evaluate", "save"]) -> bool:
-        if self.every[what]:
-            return super().is_due(what)
-        cost = self.evaluation_seconds if what == "evaluate" else self.costs["save"]
-        times = 1 + min(int(PART * self.seconds / max(cost, 1e-9)), max(MARKS, int(self.seconds / SELDOM)))
-        return self.share - self.marked[what] >= 1 / times and 1 - self.share >= 0.5 / times
+    def is_due(self, event: Event, step: int) -> bool:
+        if self.every[event]:
+            return super().is_due(event, step)
+        cost = self.eval_seconds if event == "evaluate" else self.costs["save"]
+        num_affordable = int(MAX_EVAL_FRACTION * self.seconds / max(cost, 1e-9))
+        num_wanted = max(NUM_EVALS, int(self.seconds / MIN_EVAL_INTERVAL_SECONDS))
+        interval = 1 / (1 + min(num_affordable, num_wanted))
+        is_near_end = 1 - self.progress < interval / 2
+        return self.progress - self.last_done_at[event] >= interval and not is_near_end
 
     @contextlib.contextmanager
-    def timing(self, what: str) -> Iterator[None]:
-        begun = time.monotonic()
+    def timing(self, event: Event) -> Iterator[None]:
+        start = time.monotonic()
         yield
-        self.marked[what] = self.share
-        if what == "evaluate" and self.step_seconds:
-            self.costs[what] = (time.monotonic() - begun) / self.step_seconds
+        self.last_done_at[event] = self.progress
+        if event == "evaluate" and self.step_seconds:
+            self.costs[event] = (time.monotonic() - start) / self.step_seconds
 
-    def left(self, clock: Clock) -> float:
+    def seconds_left(self, clock: Clock) -> float:
         return self.seconds - clock.elapsed

@@ -1,260 +1,265 @@
-"""One checkpoint: a run's whole state at one step, in a folder that is complete or not there."""
+"""One checkpoint: the state of a run at one step, written atomically and verified by hashes."""
 
 import contextlib
-import dataclasses
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import filelock
 import safetensors
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.core.errors import UserError
-from engine.core.files import inside, new_directory, read_json, settle, sha256, to_json, write_json, write_whole
+from engine.core.files import (
+    atomic_directory,
+    chmod_and_fsync,
+    read_json,
+    safe_child_path,
+    sha256,
+    write_json,
+)
 from engine.core.settings import from_values
-from engine.data.tokenizer import Tokenizer, load_tokenizer
+from model import GPT, ModelConfig
 
-Tensors = dict[str, Tensor]  # by their names
-GATHERED, SHARDED = 1, 2  # formats
-FILES = {"state.json", "tokenizer.json"}  # of either, beside those of tensors
-MOST_SHARDS = 99_999  # that their names have room for
-POLL = 0.1  # seconds between two looks for what another process writes
-STATE = {"step", "model", "settings", "documents", "elapsed_seconds", "best_val_loss", "data_sha256"}
+Tensors = dict[str, Tensor]
+TensorKind = Literal["model", "optimizer"]
+SaveTokenizer = Callable[[Path], None]
+FORMAT_GATHERED = 1
+FORMAT_SHARDED = 2
+COMMON_FILES = ("state.json", "tokenizer.json")  # of both formats
+MAX_SHARDS = 99_999  # five digits of a file name
+REQUIRED_STATE = {
+    "step",
+    "model",
+    "settings",
+    "documents",
+    "elapsed_seconds",
+    "best_val_loss",
+    "data_sha256",
+}
 
 
 class SavedTensor:
     """A full tensor on disk: ``saved[start:stop]`` reads these rows, ``saved[...]`` all."""
 
     def __init__(self, slices: list[Any]):
-        """The slices are safetensors', one for each shard that has rows, in their order."""
+        """Take the safetensors slice of each shard that has rows, in the order of the shards."""
         shapes = [piece.get_shape() for piece in slices]
-        self.slices, self.rows = slices, [shape[0] for shape in shapes] if len(slices) > 1 else []
-        self.shape = torch.Size([sum(self.rows), *shapes[0][1:]] if self.rows else shapes[0])
+        self.slices = slices
+        self.num_rows = [shape[0] for shape in shapes] if len(slices) > 1 else []
+        full_shape = [sum(self.num_rows), *shapes[0][1:]] if self.num_rows else shapes[0]
+        self.shape = torch.Size(full_shape)
 
     def __getitem__(self, rows: Any) -> Tensor:
-        if not self.rows:
+        if not self.num_rows:
             return self.slices[0][rows]
         start, stop, _ = (slice(None) if rows is ... else rows).indices(self.shape[0])
-        pieces, before = [], 0
-        for piece, count in zip(self.slices, self.rows, strict=True):
-            overlap = slice(max(start - before, 0), min(stop - before, count))
-            pieces += [piece[overlap]] if overlap.start < overlap.stop else []
-            before += count
+        pieces = []
+        offset = 0
+        for piece, num_rows in zip(self.slices, self.num_rows, strict=True):
+            overlap = slice(max(start - offset, 0), min(stop - offset, num_rows))
+            if overlap.start < overlap.stop:
+                pieces.append(piece[overlap])
+            offset += num_rows
         return torch.cat(pieces or [self.slices[0][:0]])
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk whose files are what its manifest says."""
+    """A checkpoint on disk; :meth:`verify` checks the files that are about to be read."""
 
     path: Path
-    state: dict[str, Any]  # step, settings, losses: what state.json holds
-    sha256: dict[str, str]  # of each of its files
-    shards: int = 0  # that its tensors are in; 0: gathered
+    state: dict[str, Any]  # the content of state.json
+    sha256: dict[str, str]  # by file name
+    shards: int = 0  # 0: gathered
 
     @property
     def step(self) -> int:
         return self.state["step"]
 
     @property
-    def talks(self) -> bool:
-        """Whether it has learned chats."""
+    def is_chat_model(self) -> bool:
+        """Whether the model was trained on chats."""
         return self.state.get("examples") == "chats"
 
+    @property
+    def model_files(self) -> list[str]:
+        """The names of the files that sampling and export read."""
+        return [*tensor_files("model", self.shards), *COMMON_FILES]
+
+    def verify(self, names: Iterable[str] | None = None) -> "Checkpoint":
+        """Compare files, by default all, with their hashes, and return the checkpoint.
+
+        Raises UserError naming a file that is missing or corrupted.
+        """
+        for name in self.sha256 if names is None else names:
+            _verify_file(self.path, name, self.sha256[name])
+        return self
+
     def model(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's parameters and their names, one at a time, on the CPU."""
+        """Yield the name and value of every parameter, on the CPU."""
         return ((name, saved[...]) for name, saved in self.saved("model"))
 
     def optimizer(self) -> Iterator[tuple[str, Tensor]]:
-        """The optimizer's state and its names, one at a time, on the CPU."""
+        """Yield the name and value of every tensor of the optimizer's state, on the CPU."""
         return ((name, saved[...]) for name, saved in self.saved("optimizer"))
 
-    def saved(self, kind: Literal["model", "optimizer"]) -> Iterator[tuple[str, SavedTensor]]:
-        """All tensors of that kind and their names, to be read before the next one comes."""
+    def saved(self, kind: TensorKind) -> Iterator[tuple[str, SavedTensor]]:
+        """Yield the name of every tensor of a kind, and the tensor, readable until the next."""
         slices: dict[str, list[Any]] = {}
-        with contextlib.ExitStack() as opened:
+        with contextlib.ExitStack() as stack:
             for name in tensor_files(kind, self.shards):
                 try:
-                    file = opened.enter_context(safetensors.safe_open(self.path / name, "pt"))
+                    file = stack.enter_context(safetensors.safe_open(self.path / name, "pt"))
                     for key in file.keys():  # noqa: SIM118
                         slices.setdefault(key, []).append(file.get_slice(key))
                 except safetensors.SafetensorError as error:
-                    raise UserError(f"{self.path / name} is damaged ({error})") from None
+                    raise UserError(f"{self.path / name}: corrupted ({error}).") from None
             for key, pieces in slices.items():
-                kinds = {(len(shape), *shape[1:]) for shape in (piece.get_shape() for piece in pieces)}
-                if len(pieces) > 1 and (len(kinds) > 1 or (0,) in kinds):
-                    raise UserError(f"{self.path} is damaged: its shards don't have rows of one {key}")
+                shapes = [piece.get_shape() for piece in pieces]
+                row_shapes = {tuple(shape[1:]) if shape else None for shape in shapes}
+                if len(pieces) > 1 and (len(row_shapes) > 1 or None in row_shapes):
+                    raise UserError(f"{self.path}: corrupted, its shards of {key} do not match.")
                 yield key, SavedTensor(pieces)
 
 
-def tensor_files(kind: Literal["model", "optimizer"], shards: int) -> list[str]:
-    """The names of the files with a checkpoint's tensors of that kind, one for each shard; 0 shards: gathered."""
-    return [f"{kind}-{n:05d}-of-{shards:05d}.safetensors" for n in range(1, shards + 1)] or [f"{kind}.safetensors"]
+def tensor_files(kind: TensorKind, shards: int) -> list[str]:
+    """Return the names of a checkpoint's tensor files, one for each shard; 0 shards: gathered."""
+    if not shards:
+        return [f"{kind}.safetensors"]
+    return [f"{kind}-{n:05d}-of-{shards:05d}.safetensors" for n in range(1, shards + 1)]
 
 
 def write_checkpoint(
-    path: Path, state: dict[str, Any], model: Tensors, optimizer: Tensors, save_tokenizer: Callable[[Path], None]
+    path: Path,
+    state: dict[str, Any],
+    model: Tensors,
+    optimizer: Tensors,
+    save_tokenizer: SaveTokenizer,
 ) -> None:
-    """Write a checkpoint, whole or not at all. Raises OSError if it can't be written."""
-    with new_directory(path) as directory:
-        written = {}
-        for kind, tensors in (("model", model), ("optimizer", optimizer)):
-            written |= _write_tensors(directory / tensor_files(kind, 0)[0], tensors)
-        _complete(directory, {"format": GATHERED}, written, state, save_tokenizer)
+    """Write a gathered checkpoint atomically. Raises OSError if it can't be written."""
+    with atomic_directory(path) as directory:
+        hashes = {
+            **_write_tensors(directory / "model.safetensors", model),
+            **_write_tensors(directory / "optimizer.safetensors", optimizer),
+        }
+        _write_manifest(directory, {"format": FORMAT_GATHERED}, hashes, state, save_tokenizer)
 
 
-def _write_tensors(file: Path, tensors: Tensors) -> dict[str, str]:
-    """Write a file; returns its name and hash. What was just written is read from memory, at the speed of hashing."""
-    try:
-        safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
-    except safetensors.SafetensorError as error:  # its way to say that the disk is full, say
-        raise OSError(f"{file} can't be written ({error})") from None
-    return {file.name: sha256(file)}
-
-
-def _complete(
-    directory: Path, manifest: dict[str, Any], written: dict[str, str], state: dict[str, Any], save_tokenizer: Callable
-) -> None:
-    """Add what tells of the tensors' files to a directory that has them; the manifest last."""
-    write_json(directory / "state.json", state)
-    save_tokenizer(directory / "tokenizer.json")
-    written |= {name: sha256(directory / name) for name in sorted(FILES)}
-    write_json(directory / "manifest.json", manifest | {"files": written})
-
-
-class Shard:
-    """One process's part of a checkpoint, written into the directory that will be one when all parts are there.
-
-    A lock says that the process is at work, and dies with it. What it leaves is a record of its files' hashes.
-    """
-
-    def __init__(self, directory: Path, number: int, shards: int):
-        """The shard with that number, from 1."""
-        self.directory, self.number, self.shards = directory, number, shards
-        self.record = directory / f"shard-{number:05d}.json"
-        self.lock = filelock.FileLock(self.record.with_suffix(".lock"), thread_local=False)
-
-    def begin(self) -> None:
-        """Say that this process will write it."""
-        self.lock.acquire(blocking=False)
-
-    def write(self, model: Tensors, optimizer: Tensors) -> None:
-        """Write it. Raises OSError if it can't be written."""
-        try:
-            written = {}
-            for kind, tensors in (("model", model), ("optimizer", optimizer)):
-                file = self.directory / tensor_files(kind, self.shards)[self.number - 1]
-                written |= _write_tensors(file, tensors)
-                settle(file)
-            write_whole(self.record, to_json(written).encode())
-        finally:
-            self.lock.release()
-
-    def collect(self, give_up: Callable[[], bool]) -> dict[str, str]:
-        """The hashes of its files, once its process is done. Raises OSError if that failed, ended, or is given up."""
-        while not give_up():
-            with contextlib.suppress(filelock.Timeout), self.lock.acquire(blocking=False):
-                if self.record.is_file():
-                    return read_json(self.record)
-                break
-            time.sleep(POLL)
-        what = f"shard {self.number} of {self.shards} of {self.directory}"
-        raise OSError(f"{what} was not written; the error of its process says why")
+def write_shard(
+    directory: Path,
+    rank: int,
+    shards: int,
+    model: Tensors,
+    optimizer: Tensors,
+) -> dict[str, str]:
+    """Write the files of one rank's shard and return their hashes."""
+    model_file = directory / tensor_files("model", shards)[rank]
+    optimizer_file = directory / tensor_files("optimizer", shards)[rank]
+    hashes = {**_write_tensors(model_file, model), **_write_tensors(optimizer_file, optimizer)}
+    chmod_and_fsync(model_file)
+    chmod_and_fsync(optimizer_file)
+    return hashes
 
 
 def complete_shards(
-    directory: Path, shards: int, state: dict[str, Any], save_tokenizer: Callable, give_up: Callable[[], bool]
+    path: Path,
+    directory: Path,
+    state: dict[str, Any],
+    save_tokenizer: SaveTokenizer,
+    hashes: dict[str, str],
 ) -> None:
-    """Make a directory a checkpoint when all its shards are written. Raises OSError if one is not, or is given up."""
-    parts, written = [Shard(directory, number, shards) for number in range(1, shards + 1)], {}
-    for part in parts:
-        written |= part.collect(give_up)
-    for part in parts:
-        part.record.unlink()
-        Path(part.lock.lock_file).unlink()
-    _complete(directory, {"format": SHARDED, "shards": shards}, written, state, save_tokenizer)
+    """Make a checkpoint of the shards in a directory, atomically, and remove the directory."""
+    manifest = {"format": FORMAT_SHARDED, "shards": len(hashes) // 2}
+    with atomic_directory(path) as target:
+        for name in hashes:
+            (directory / name).rename(target / name)
+        _write_manifest(target, manifest, hashes, state, save_tokenizer)
+    directory.rmdir()
 
 
-def load_model(found: Checkpoint, config_class: type, model_class: type[nn.Module]) -> nn.Module:
-    """The model as it was at the checkpoint, ready to predict. Raises UserError if its files don't fit each other."""
-    weights, shape = dict(found.model()), found.state["model"]
+def _write_tensors(file: Path, tensors: Tensors) -> dict[str, str]:
+    """Write a file and return its name and hash; it is read back from the page cache."""
     try:
-        config = from_values(config_class, shape, str(found.path / "state.json"))
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        safetensors.torch.save_file(contiguous, file)
+    except safetensors.SafetensorError as error:  # also for a full disk
+        raise OSError(f"{file}: can't be written ({error}).") from None
+    return {file.name: sha256(file)}
+
+
+def _write_manifest(
+    directory: Path,
+    manifest: dict[str, Any],
+    tensor_hashes: dict[str, str],
+    state: dict[str, Any],
+    save_tokenizer: SaveTokenizer,
+) -> None:
+    """Write the state, the tokenizer, and last the manifest, into a directory with tensors."""
+    write_json(directory / "state.json", state)
+    save_tokenizer(directory / "tokenizer.json")
+    common_hashes = {name: sha256(directory / name) for name in COMMON_FILES}
+    write_json(directory / "manifest.json", {**manifest, "files": tensor_hashes | common_hashes})
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Return the checkpoint in a folder; of its files only state.json is verified.
+
+    Raises UserError for a folder without a checkpoint, an unsupported format, and a manifest or
+    state that is corrupted.
+    """
+    if not (path / "manifest.json").is_file():
+        raise UserError(f"{path}: not a checkpoint (manifest.json not found).")
+    manifest = read_json(path / "manifest.json")
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if version not in (FORMAT_GATHERED, FORMAT_SHARDED):
+        raise UserError(
+            f"{path}: unsupported checkpoint format (got {version!r}). This version reads "
+            f"{FORMAT_GATHERED} and {FORMAT_SHARDED}; use the version that wrote it."
+        )
+    hashes = manifest.get("files")
+    shards = manifest.get("shards") if version == FORMAT_SHARDED else 0
+    if not isinstance(hashes, dict) or shards not in range(MAX_SHARDS + 1):
+        raise UserError(f"{path}: corrupted, its manifest.json has no files or shards.")
+    required = {*tensor_files("model", shards), *tensor_files("optimizer", shards), *COMMON_FILES}
+    if missing := ", ".join(sorted(required - hashes.keys())):
+        raise UserError(f"{path}: corrupted, its manifest.json does not list {missing}.")
+    for name in hashes:
+        safe_child_path(path, name)
+    _verify_file(path, "state.json", hashes["state.json"])
+    state = read_json(path / "state.json")
+    if not isinstance(state, dict) or not state.keys() >= REQUIRED_STATE:
+        names = ", ".join(sorted(REQUIRED_STATE))
+        raise UserError(f"{path}: corrupted, its state.json must have {names}.")
+    return Checkpoint(path, state, hashes, shards)
+
+
+def _verify_file(path: Path, name: str, expected: str) -> None:
+    """Raise UserError if a file of a checkpoint is missing or has another hash."""
+    if not (path / name).is_file():
+        raise UserError(f"{path}: corrupted, {name} not found.")
+    if sha256(path / name) != expected:
+        raise UserError(f"{path}: corrupted, SHA-256 mismatch of {name}.")
+
+
+def load_model(checkpoint: Checkpoint) -> GPT:
+    """Return the model of a checkpoint, ready to predict.
+
+    Raises UserError if its weights do not match its state.json.
+    """
+    weights = dict(checkpoint.model())
+    try:
+        source = str(checkpoint.path / "state.json")
+        config = from_values(ModelConfig, checkpoint.state["model"], source)
         if config.num_layers * config.num_heads > len(weights):
-            raise RuntimeError(f"{len(weights)} tensors can't be {config.num_layers} layers")
-        with torch.device("meta"):  # nothing is made before it is known that the weights fit
-            model = model_class(config)
+            raise RuntimeError(f"{len(weights)} tensors for {config.num_layers} layers")
+        with torch.device("meta"):  # no memory is allocated for a shape that does not match
+            model = GPT(config)
         model.load_state_dict(weights, assign=True)
     except (RuntimeError, TypeError, OverflowError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{found.path} is damaged: its weights don't fit its state.json ({reason})") from None
+        message = f"{checkpoint.path}: corrupted, its weights do not match its state.json"
+        raise UserError(f"{message} ({reason}).") from None
     return model.eval()
-
-
-def check_tokenizer(base: Path, tokenizer: Tokenizer, data: Path) -> None:
-    """Raise UserError for a dataset whose tokenizer is not that of the checkpoint at base, nor an extension of it."""
-    if not tokenizer.extends(load_tokenizer(base / "tokenizer.json")):
-        advice = f"prepare it with that one: python prepare.py INPUT --out {data} --force --tokenizer {base}"
-        raise UserError(f"{data} has another tokenizer than {base}; {advice}")
-
-
-def inherited(shape: dict[str, Any], config: Any, source: Path) -> Any:
-    """The model's settings of a checkpoint's state, but for dropout those of config, which may not say otherwise.
-
-    Raises UserError, naming the source, for a setting that config has neither by default nor from there.
-    """
-    found = from_values(type(config), shape, str(source))
-    for name, own in dataclasses.asdict(found).items():
-        given, default = getattr(config, name), getattr(type(config), name)
-        if name != "dropout" and given not in (default, own):
-            raise UserError(f"{name} is {given}, but {source} has {own}; leave it out")
-    return dataclasses.replace(found, dropout=config.dropout)
-
-
-def with_rows(tensors: Iterable[tuple[str, Tensor]], sizes: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
-    """Named tensors with so many rows: those that are missing, of new tokens, are the mean of those that are there.
-
-    So new tokens begin as likely as others: Hewitt 2021, "Initializing new word embeddings".
-    """
-    for name, tensor in tensors:
-        missing = sizes.get(name, 0) - len(tensor)
-        yield name, tensor if missing <= 0 else torch.cat((tensor, tensor.mean(0, keepdim=True).expand(missing, -1)))
-
-
-def open_checkpoint(path: Path, share: slice = slice(None)) -> Checkpoint:
-    """The checkpoint in a folder. Raises UserError naming the file that is missing or not as it was written.
-
-    The share is which of its files to hash, in the order of their names: peers may hash the others.
-    """
-    if not (path / "manifest.json").is_file():
-        raise UserError(f"{path} holds no checkpoint: it has no manifest.json")
-    manifest = read_json(path / "manifest.json")
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found not in (GATHERED, SHARDED):
-        raise UserError(f"{path} has format {found!r}, but this version reads {GATHERED} and {SHARDED}")
-    files, shards = manifest.get("files"), manifest.get("shards") if found == SHARDED else 0
-    if lacking := _lacking(files, shards):
-        raise UserError(f"{path} is damaged: its manifest.json does not list {lacking}")
-    for name in files:
-        if not inside(path, name).is_file():
-            raise UserError(f"{path} is damaged: {name} is missing")
-    for name in sorted(files)[share]:
-        if sha256(path / name) != files[name]:
-            raise UserError(f"{path} is damaged: {name} is not as it was written")
-    state = read_json(path / "state.json")
-    if not isinstance(state, dict) or not state.keys() >= STATE:
-        raise UserError(f"{path} is damaged: its state.json does not have all of {', '.join(sorted(STATE))}")
-    return Checkpoint(path, state, files, shards)
-
-
-def _lacking(files: Any, shards: Any) -> str:
-    """The files that a manifest should list and does not, as text."""
-    if not isinstance(shards, int) or not 0 <= shards <= MOST_SHARDS:
-        return f"1 to {MOST_SHARDS} shards, but {shards!r}"
-    needed = {*FILES, *tensor_files("model", shards), *tensor_files("optimizer", shards)}
-    return ", ".join(sorted(needed - files.keys() if isinstance(files, dict) else needed))

@@ -1,299 +1,341 @@
-"""Which optimizer moves which parameter, how far at each step, and the state they keep."""
+"""Which optimizer updates which parameter, the learning-rate schedule, and the saved state."""
 
-import functools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.optim.adamw import adamw
-from torch.optim.sgd import sgd
+from annotated_types import Ge, Gt, Le, Lt
+from torch import Tensor
 
 from engine.core.device import fast_dtype
-from engine.core.distributed import SINGLE_PROCESS, DistributedContext, Sliceable, held_like, local
+from engine.core.distributed import SINGLE_PROCESS, DistributedContext
 from engine.core.errors import UserError
+from engine.core.sharding import Sliceable, local, shard_like
+from engine.nn.specs import Specs
+from engine.nn.update_rules import AdamW, Muon, ParamGroup
+from model import GPT
 
-# a, b, c of each round, each the best that follow those before, for singular values from 0.004 on: they end within 0.17
-# of 1 (Polar Express: Amsel et al. 2025, algorithm 1). All but the last bear values up to 1.02 times as large as they
-# should be, or a rounding error above the largest would grow without bounds (section 4.4).
-NEWTON_SCHULZ = (
-    (8.1775, -23.1787, 16.5051),
-    (3.9000, -2.7944, 0.5111),
-    (3.2623, -2.3513, 0.4626),
-    (2.3086, -1.6760, 0.4196),
-)
-ROUNDS_ON_GRAM = 2  # in a row; each makes rounding errors up to a² larger, and bfloat16 does not bear a third
-ROW_MEMORY, SMALLEST_SQUARE = 0.95, 1e-4  # of the squares of an update's rows, and the least, where 1 is usual
-WARMUP_STEPS = 10  # unless the settings say otherwise
-EMBEDDING_RATES = {"muon": 3.0, "adamw": 1.0}  # likewise
-GUARD = ("loss_scale", "good_steps", "skipped", "skipped_in_a_row")
-FIRST_LOSS_SCALE = 2.0**16  # for float16, whose smallest numbers would underflow; then it adapts
-MOST_SKIPPED = 50  # steps in a row without a finite gradient, after which a run ends
-STEPS_TO_GROW = 2000  # good steps after which a loss scale doubles, as in torch.amp.GradScaler
+DEFAULT_WARMUP_STEPS = 10
+DEFAULT_WEIGHT_DECAY = 0.1
+MIN_ADAMW_RATE = 6e-4  # of config/gpt2-124m.toml
+MAX_ADAMW_RATE = 3e-3  # of config/transformer-2017.toml, 128 wide
+INITIAL_LOSS_SCALE = 2.0**16  # for float16, whose smallest numbers would underflow; then it adapts
+NUM_STEPS_TO_DOUBLE_SCALE = 2000  # finite steps in a row, as in torch.amp.GradScaler
+MAX_SKIPPED_STEPS = 50  # in a row, until a run ends
+GUARD_NAMES = ("loss_scale", "good_steps", "skipped", "skipped_in_a_row")
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """How parameters are moved."""
+    """The optimizer and its settings."""
 
-    optimizer: Literal["muon", "adamw"] = "muon"  # For the matrices inside the blocks; the rest is AdamW's.
-    learning_rate: Annotated[float, "at least 0"] = 0.014  # The largest; see decay.
-    # The token embedding's rate, as a multiple, where the output head is another matrix; None: 3 beside Muon, else 1.
-    embedding_rate: Annotated[float | None, "above 0"] = None
-    weight_decay: Annotated[float, "at least 0"] = 0.1  # Pull of matrices towards zero, in units of the learning rate.
-    beta1: Annotated[float, "at least 0, below 1"] = 0.9  # AdamW's memory of the gradient.
-    beta2: Annotated[float, "at least 0, below 1"] = 0.95  # AdamW's memory of its square.
-    momentum: Annotated[float, "at least 0, below 1"] = 0.9  # Muon's memory of the gradient.
-    clip_norm: Annotated[float, "at least 0"] = 1.0  # The largest norm of the gradient, all together; 0: any.
-    # Steps in which the learning rate rises from zero; None: 10, in a shorter run all but the last.
-    warmup_steps: Annotated[int | None, "at least 0"] = None
-    # Part of the run in which the first block sees 16 tokens at most; None: 0.2, of characters or --init-from 0.
-    window_warmup: Annotated[float | None, "at least 0, at most 1"] = None
-    decay: Literal["linear", "cosine", "inverse_sqrt"] = "linear"  # How it falls from there on.
-    # What it falls to by the last step, as a fraction of the largest.
-    final_learning_rate: Annotated[float, "at least 0"] = 0.0
+    # Muon updates the matrices inside the blocks, and AdamW the other parameters.
+    optimizer: Literal["muon", "adamw"] = "muon"
+    # The largest; see decay. None: 0.014 for Muon, by d_model for AdamW, or chosen with the size.
+    learning_rate: Annotated[float | None, Ge(0)] = None
+    # Multiple of the learning rate for an untied token embedding; None: 3 with Muon, else 1.
+    embedding_rate: Annotated[float | None, Gt(0)] = None
+    # Decay of matrices towards zero, in units of the learning rate; None: 0.1.
+    weight_decay: Annotated[float | None, Ge(0)] = None
+    beta1: Annotated[float, Ge(0), Lt(1)] = 0.9  # AdamW's running mean of the gradient.
+    beta2: Annotated[float, Ge(0), Lt(1)] = 0.95  # AdamW's running mean of its square.
+    momentum: Annotated[float, Ge(0), Lt(1)] = 0.9  # Muon's running mean of the gradient.
+    clip_norm: Annotated[float, Ge(0)] = 1.0  # Largest norm of all gradients together; 0: any.
+    # Steps of linear warmup; None: 10, in a shorter run all but the last.
+    warmup_steps: Annotated[int | None, Ge(0)] = None
+    # Fraction of the run in which the first block's window is 16 tokens; None: 0.2, or 0 for
+    # characters and with --init-from.
+    window_warmup: Annotated[float | None, Ge(0), Le(1)] = None
+    decay: Literal["linear", "cosine", "inverse_sqrt"] = "linear"  # Schedule after the warmup.
+    # Learning rate at the end, as a fraction of the largest.
+    final_learning_rate: Annotated[float, Ge(0)] = 0.0
 
 
-def learning_rate_factor(step: int, steps: int, config: OptimizerConfig) -> float:
-    """The fraction of the largest learning rate that optimizer step ``step`` (from 0) of ``steps`` uses."""
-    warmup = min(WARMUP_STEPS, steps - 1) if config.warmup_steps is None else config.warmup_steps
+class TorchOptimizer(Protocol):
+    """What is used of the interface of torch.optim.Optimizer."""
+
+    param_groups: list[ParamGroup]
+    state: Any  # {parameter: {key: tensor}}
+
+    def step(self) -> Any: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class Environment(NamedTuple):
+    """Where an optimizer runs."""
+
+    dist_ctx: DistributedContext
+    dtype: torch.dtype  # of large matrix products
+
+
+class OptimizerKind(NamedTuple):
+    """How to build an optimizer, and its default settings."""
+
+    build: Callable[[list[ParamGroup], OptimizerConfig, Environment], TorchOptimizer]
+    learning_rate: float | Callable[[int], float]  # or a function of d_model
+    weight_decay: float = DEFAULT_WEIGHT_DECAY
+    embedding_rate: float = 1.0  # of an untied token embedding
+    is_for_matrices: bool = False  # of the blocks only, and AdamW updates the other parameters
+
+
+def build_muon(
+    params: list[ParamGroup],
+    config: OptimizerConfig,
+    environment: Environment,
+) -> TorchOptimizer:
+    """Muon, distributed over the ranks."""
+    return Muon(
+        params,
+        momentum=config.momentum,
+        dist_ctx=environment.dist_ctx,
+        dtype=environment.dtype,
+    )
+
+
+def build_adamw(
+    params: list[ParamGroup],
+    config: OptimizerConfig,
+    environment: Environment,
+) -> TorchOptimizer:
+    """AdamW."""
+    return AdamW(params, betas=(config.beta1, config.beta2))
+
+
+def adamw_learning_rate(d_model: int) -> float:
+    """AdamW's learning rate, in inverse proportion to the width (Yang et al. 2021), as in the presets."""
+    return max(MIN_ADAMW_RATE, min(MAX_ADAMW_RATE, MAX_ADAMW_RATE * 128 / d_model))
+
+
+# Any optimizer with the interface of torch.optim.Optimizer can be added here, and its name to
+# OptimizerConfig.optimizer: "lion": OptimizerKind(lambda params, *_: Lion(params), 1e-4).
+OPTIMIZER_KINDS = {
+    "muon": OptimizerKind(build_muon, 0.014, embedding_rate=3.0, is_for_matrices=True),
+    "adamw": OptimizerKind(build_adamw, adamw_learning_rate),
+}
+
+
+def default_learning_rate(optimizer: str, d_model: int) -> float:
+    """Return the learning rate of an optimizer for a width, unless one is set."""
+    rate = OPTIMIZER_KINDS[optimizer].learning_rate
+    return rate(d_model) if callable(rate) else rate
+
+
+def with_default_rates(config: OptimizerConfig, d_model: int) -> OptimizerConfig:
+    """Replace a learning rate and weight decay of None by the optimizer's defaults."""
+    learning_rate = config.learning_rate
+    if learning_rate is None:
+        learning_rate = default_learning_rate(config.optimizer, d_model)
+    weight_decay = config.weight_decay
+    if weight_decay is None:
+        weight_decay = OPTIMIZER_KINDS[config.optimizer].weight_decay
+    return replace(config, learning_rate=learning_rate, weight_decay=weight_decay)
+
+
+def learning_rate_factor(step: int, num_steps: float, config: OptimizerConfig) -> float:
+    """The fraction of the largest learning rate at optimizer step ``step`` (from 0)."""
+    warmup: float = min(DEFAULT_WARMUP_STEPS, num_steps - 1)
+    if config.warmup_steps is not None:
+        warmup = config.warmup_steps
     if step < warmup:
         return (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - warmup)
     if config.decay == "inverse_sqrt":  # Vaswani et al. 2017, eq. 3
         return math.sqrt(max(1, warmup) / (step + 1))
-    left = 1 - done if config.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return config.final_learning_rate + (1 - config.final_learning_rate) * left
+    progress = (step - warmup) / max(1, num_steps - warmup)
+    remaining = 1 - progress if config.decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.final_learning_rate + (1 - config.final_learning_rate) * remaining
 
 
-def orthogonalise(matrices: Tensor, joined: int = 1) -> Tensor:
-    """About the nearest semi-orthogonal matrix of each (n, rows, columns), by Newton–Schulz (Jordan et al. 2024).
+def learning_rate_at(step: int, num_steps: float, config: OptimizerConfig) -> float:
+    """Return the learning rate of optimizer step ``step`` (from 0) of ``num_steps``."""
+    assert config.learning_rate is not None
+    return config.learning_rate * learning_rate_factor(step, num_steps, config)
 
-    A round takes X to P X, where P = a I + b G + c G² and G = X Xᵀ, and so takes G to P G P. If X is wide, a few rounds
-    are done on the small G alone, and then X is multiplied by all their P at once (Zhang et al. 2026). If X is tall,
-    its transpose is meant. Before, X is divided by √‖G‖: no singular value is above that, and ‖X‖ is up to twice as
-    large (Grishina et al. 2025). Each ``joined`` matrices in a row are taken for one, of all their rows.
+
+def group_matrices(
+    parameters: Mapping[str, Tensor],
+    specs: Specs,
+) -> dict[tuple[int, torch.Size], list[Tensor]]:
+    """Group the matrices of blocks by stack size and shape; those of a stack are in a row.
+
+    Raises ValueError if the matrices of a stack differ in shape.
     """
-    x = matrices.reshape(-1, joined * matrices.shape[-2], matrices.shape[-1])
-    tall, wide = x.shape[-2] > x.shape[-1], max(x.shape[-2:]) > 1.5 * min(x.shape[-2:])
-    at_once = ROUNDS_ON_GRAM if wide else 1  # of fewer operations only then
-    for first in range(0, len(NEWTON_SCHULZ), at_once):
-        gram, p, product = x.mT @ x if tall else x @ x.mT, None, None
-        if first == 0:
-            square = gram.norm(dim=(-2, -1), keepdim=True) + 1e-14
-            gram, x = gram / square, x / square.sqrt()
-        for a, b, c in NEWTON_SCHULZ[first : first + at_once]:
-            gram = gram if p is None else p @ gram @ p
-            p = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-            p.diagonal(dim1=-2, dim2=-1).add_(a)
-            product = p if product is None else p @ product
-        x = x @ product if tall else product @ x
-    return x.view_as(matrices)
-
-
-class Group(NamedTuple):
-    """Parameters that are moved alike, and by which multiple of the learning rate."""
-
-    parameters: list[Tensor]
-    weight_decay: float
-    rate: float = 1.0
-    joined: int = 1  # how many in a row Muon takes for one matrix, of all their rows
-
-
-class Muon:
-    """Momentum, orthogonalised (Jordan et al. 2024): every matrix moves equally far in all directions that matter.
-
-    Matrices of one shape are stacked and orthogonalised in one batched call, distributed over the processes. Updates
-    are scaled to the size of AdamW's (Liu et al. 2025, eq. 4), so that one learning rate serves both; and the rows of a
-    tall matrix, by their mean squares of late, to one length, which a wide one's have (NorMuon: Li et al. 2025).
-    """
-
-    # Neither this nor AdamW is a torch.optim.Optimizer, which imports the compiler: a second of every start.
-
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        world: DistributedContext = SINGLE_PROCESS,
-        dtype: torch.dtype = torch.float32,
-        momentum: float = 0.9,
-    ):
-        """The matrices of a group have one shape. dtype is what to orthogonalise in."""
-        self.groups, self.world, self.dtype, self.momentum = groups, world, dtype, momentum
-        self.state = {}
-        for group in groups:
-            for matrix in group.parameters:
-                self.state[matrix] = {"momentum": torch.zeros_like(matrix)}
-                if (rows := group.joined * matrix.shape[0]) > matrix.shape[1]:
-                    self.state[matrix]["row_squares"] = torch.full_like(matrix[:, :1].detach(), 1 / rows)
-
-    @torch.no_grad()
-    def step(self, learning_rate: float, found_inf: Tensor) -> None:
-        """One update from the gradients, which are used up; with a found_inf that is not 0, none."""
-        for group in self.groups:
-            matrices, (rows, columns) = [local(matrix) for matrix in group.parameters], group.parameters[0].shape
-            memory = [local(self.state[matrix]["momentum"]) for matrix in group.parameters]
-            gradients = [local(matrix.grad).contiguous() for matrix in group.parameters]  # sgd asks for no strides
-            _descend(memory, gradients, self.momentum - 1, -1, found_inf)  # towards the gradient: a running mean
-            torch._foreach_lerp_(gradients, memory, self.momentum)  # Nesterov: a look one step ahead
-            stack = torch.empty(len(matrices), *matrices[0].shape, dtype=self.dtype, device=matrices[0].device)
-            torch._foreach_copy_(stack.unbind(), gradients)
-            work = functools.partial(orthogonalise, joined=group.joined)
-            updates = self.world.distribute(work, stack, rows, group.joined).to(matrices[0].dtype)
-            if (rows := group.joined * rows) > columns:  # cast already: the norms and the product would each cast anew
-                squares = [local(self.state[matrix]["row_squares"]) for matrix in group.parameters]
-                updates.mul_(_row_scale(squares, updates, rows, found_inf))
-            size = 0.2 * math.sqrt(max(rows, columns))
-            _descend(matrices, updates.unbind(), learning_rate * size, group.weight_decay / size, found_inf)
-
-
-def _row_scale(memory: Sequence[Tensor], updates: Tensor, rows: int, found_inf: Tensor) -> Tensor:
-    """What makes rows of updates (n, rows, columns) as long as each other, (n, rows, 1): their squares are kept."""
-    before = torch.stack(memory)
-    norms = torch.linalg.vector_norm(updates, dim=-1, keepdim=True)
-    after = before.lerp(norms.square() / updates.shape[-1], 1 - ROW_MEMORY)
-    after = torch.where(found_inf == 0, after, before)
-    torch._foreach_copy_(memory, after.unbind())
-    return (rows * after).clamp(min=SMALLEST_SQUARE).rsqrt()
-
-
-def _descend(
-    tensors: Sequence[Tensor], gradients: Sequence[Tensor], rate: float, weight_decay: float, found_inf: Tensor
-) -> None:
-    """Take rate * (gradient + weight_decay * tensor) off, in one pass over the memory; nothing if found_inf."""
-    plain = {"momentum": 0, "dampening": 0, "nesterov": False, "maximize": False}
-    sgd(tensors, gradients, [], lr=rate, weight_decay=weight_decay, fused=True, found_inf=found_inf, **plain)
-
-
-class AdamW:
-    """Adam whose weight decay is its own (Loshchilov and Hutter 2019), by PyTorch's fused kernel."""
-
-    def __init__(self, groups: Sequence[Group], beta1: float, beta2: float):
-        self.groups, self.betas = groups, {"beta1": beta1, "beta2": beta2}
-        self.state = {
-            parameter: {"step": torch.zeros((), device=parameter.device)}
-            | {what: torch.zeros_like(parameter) for what in ("exp_avg", "exp_avg_sq")}
-            for group in groups
-            for parameter in group.parameters
-        }
-
-    @torch.no_grad()
-    def step(self, learning_rate: float, found_inf: Tensor) -> None:
-        """One update of what has a gradient; with a found_inf that is not 0, none."""
-        for group in self.groups:
-            moved = [parameter for parameter in group.parameters if parameter.grad is not None]
-            held = [[local(parameter) for parameter in moved], [local(parameter.grad) for parameter in moved]]
-            held += [[local(self.state[parameter][what]) for parameter in moved] for what in ("exp_avg", "exp_avg_sq")]
-            steps, settings = [self.state[parameter]["step"] for parameter in moved], {"eps": 1e-8} | self.betas
-            settings |= {"lr": learning_rate * group.rate, "weight_decay": group.weight_decay, "fused": True}
-            adamw(*held, [], steps, found_inf=found_inf, amsgrad=False, maximize=False, **settings)
+    stacks: dict[str, list[Tensor]] = {}
+    for name, parameter in parameters.items():
+        if specs[name].group == "matrix":
+            stacks.setdefault(specs[name].stack, []).append(parameter)
+    groups: dict[tuple[int, torch.Size], list[Tensor]] = {}
+    for stack, matrices in stacks.items():
+        shape = matrices[0].shape
+        if any(matrix.shape != shape for matrix in matrices):
+            raise ValueError(f"the matrices of stack {stack} must have one shape")
+        groups.setdefault((len(matrices), shape), []).extend(matrices)
+    return groups
 
 
 class Optimizer:
-    """All optimizers of a model as one: every parameter belongs to exactly one of them, by the model's ``rules``.
+    """All optimizers of a model as one: each parameter is in one group, by the model's specs.
 
-    A step whose gradient is not finite changes nothing, on any process; the device decides, and nobody waits for it.
+    A step whose gradient is not finite changes nothing, on any rank.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: GPT,
         config: OptimizerConfig,
-        world: DistributedContext = SINGLE_PROCESS,
+        dist_ctx: DistributedContext = SINGLE_PROCESS,
         dtype: torch.dtype = torch.float32,
     ):
-        """dtype is what the model computes in: float32 is kept to throughout, and float16 needs its loss scaled."""
-        self.config, self.world = config, world
-        self.parameters = dict(model.named_parameters())
-        groups: dict[str, list[Tensor]] = {"embedding": [], "head": [], "vector": [], "matrix": []}
-        matrices: dict[tuple[int, torch.Size], list[Tensor]] = {}  # Muon's
-        for name, parameter in self.parameters.items():
-            rule = model.rules[name]
-            if rule.group == "matrix" and config.optimizer == "muon":
-                matrices.setdefault((rule.joined, parameter.shape), []).append(parameter)
-            else:
-                groups[rule.group].append(parameter)
-        self.optimizers: list[Muon | AdamW] = []
-        if config.optimizer == "muon":
-            fast = dtype if dtype == torch.float32 else fast_dtype(world.device)
-            same = [Group(these, config.weight_decay, joined=joined) for (joined, _), these in matrices.items()]
-            self.optimizers.append(Muon(same, world, fast, config.momentum))
-        decay, rates = {"vector": 0.0}, {"embedding": config.embedding_rate or EMBEDDING_RATES[config.optimizer]}
-        alike = [
-            Group(parameters, decay.get(name, config.weight_decay), rates.get(name, 1.0))
-            for name, parameters in groups.items()
-            if parameters
-        ]
-        self.optimizers.append(AdamW(alike, config.beta1, config.beta2))
-        self.scaling = dtype == torch.float16
-        self.guard = {name: torch.zeros((), device=world.device) for name in GUARD}
-        self.guard["loss_scale"] += FIRST_LOSS_SCALE if self.scaling else 1
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """The loss to start the backward pass from: scaled; if not finite, no gradient is finite on any process."""
-        return loss * (self.guard["loss_scale"] + 0 * loss.detach())
-
-    def step(self, step: int, steps: int) -> tuple[float, Tensor]:
-        """Clip the gradients, update every parameter and forget the gradients.
-
-        Returns the learning rate of optimizer step ``step`` (from 0) of ``steps``, and the norm before clipping.
+        """dtype is that of the model's matrix products: float16 needs its loss scaled.
+        A learning rate or weight decay of None is the optimizer's default.
         """
-        rate = self.config.learning_rate * learning_rate_factor(step, steps, self.config)
-        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        norm = self.world.norm(gradients) / self.guard["loss_scale"]
-        if self.config.clip_norm or self.scaling:
-            clip = (self.config.clip_norm / (norm + 1e-6)).clamp(max=1) if self.config.clip_norm else 1
-            torch._foreach_mul_([local(gradient) for gradient in gradients], clip / self.guard["loss_scale"])
-        found_inf = (~norm.isfinite()).float()
-        for optimizer in self.optimizers:
-            optimizer.step(rate, found_inf)
+        config = with_default_rates(config, model.config.d_model)
+        self.config = config
+        self.dist_ctx = dist_ctx
+        self.parameters = dict(model.named_parameters())
+        kind = OPTIMIZER_KINDS[config.optimizer]
+        matrix_dtype = dtype if dtype == torch.float32 else fast_dtype(dist_ctx.device)
+        environment = Environment(dist_ctx, matrix_dtype)
+        groups = self._make_groups(model.specs, kind)
+        if kind.is_for_matrices:
+            rest = [group for group in groups if group["role"] != "matrix"]
+            matrices = [group for group in groups if group["role"] == "matrix"]
+            self.optimizers = [
+                kind.build(matrices, config, environment),
+                build_adamw(rest, config, environment),
+            ]
+        else:
+            self.optimizers = [kind.build(groups, config, environment)]
+        self.is_loss_scaled = dtype == torch.float16
+        self.guard = dict.fromkeys(GUARD_NAMES, 0.0)
+        self.guard["loss_scale"] = INITIAL_LOSS_SCALE if self.is_loss_scaled else 1.0
+
+    def _make_groups(self, specs: Specs, kind: OptimizerKind) -> list[ParamGroup]:
+        """The parameters in groups of one role; for a matrix optimizer also of one shape."""
+        members: dict[str, list[Tensor]] = {"embedding": [], "head": [], "vector": [], "matrix": []}
+        for name, parameter in self.parameters.items():
+            members[specs[name].group].append(parameter)
+        embedding_rate = self.config.embedding_rate or kind.embedding_rate
+        groups = [
+            self._make_group("embedding", members["embedding"], rate=embedding_rate),
+            self._make_group("head", members["head"]),
+            self._make_group("vector", members["vector"], weight_decay=0.0),
+        ]
+        if kind.is_for_matrices:
+            for (stack_size, _), matrices in group_matrices(self.parameters, specs).items():
+                groups.append(self._make_group("matrix", matrices, stack_size=stack_size))
+        else:
+            groups.append(self._make_group("matrix", members["matrix"]))
+        return [group for group in groups if group["params"]]
+
+    def _make_group(self, role: str, params: list[Tensor], **settings: float) -> ParamGroup:
+        defaults = {"weight_decay": self.config.weight_decay, "rate": 1.0, "stack_size": 1}
+        assert self.config.learning_rate is not None
+        lr = self.config.learning_rate * settings.get("rate", 1.0)
+        return {"params": params, "lr": lr, "role": role} | defaults | settings
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss to start the backward pass from: multiplied by the loss scale."""
+        return loss * self.guard["loss_scale"]
+
+    def step(self, step: int, num_steps: float) -> tuple[float, Tensor]:
+        """Clip the gradients, update every parameter, and drop the gradients.
+
+        Returns the learning rate of optimizer step ``step`` (from 0), and the norm of the gradients
+        before clipping. Like torch.amp.GradScaler, it waits for the device once.
+        """
+        learning_rate = learning_rate_at(step, num_steps, self.config)
+        norm = self.clip_gradients()
+        is_finite = bool(norm.isfinite())
+        if is_finite:
+            self.update(learning_rate)
         for parameter in self.parameters.values():
             parameter.grad = None
-        self._count(found_inf)
-        return rate, norm
+        self._update_guard(is_finite)
+        return learning_rate, norm
 
-    def _count(self, found_inf: Tensor) -> None:
-        """Count what was skipped; halve the loss scale after that, double it after many good steps."""
+    def clip_gradients(self) -> Tensor:
+        """Undo the loss scale, and clip the norm of all gradients; returns the norm before that."""
+        grads = [param.grad for param in self.parameters.values() if param.grad is not None]
+        loss_scale = self.guard["loss_scale"]
+        norm = self.dist_ctx.norm(grads) / loss_scale
+        factor = torch.ones_like(norm)
+        if self.config.clip_norm:
+            factor = (self.config.clip_norm / (norm + 1e-6)).clamp(max=1)
+        if self.config.clip_norm or self.is_loss_scaled:
+            torch._foreach_mul_([local(grad) for grad in grads], factor / loss_scale)
+        return norm
+
+    def update(self, learning_rate: float) -> None:
+        """Update every parameter from its gradient."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate * group["rate"]
+            optimizer.step()
+
+    def _update_guard(self, is_finite: bool) -> None:
+        """Count skipped steps, and adapt the loss scale to them."""
         guard = self.guard
-        guard["skipped"] += found_inf
-        guard["skipped_in_a_row"].add_(1).mul_(found_inf)
-        if self.scaling:
-            guard["good_steps"].add_(1).mul_(1 - found_inf)
-            grown = (guard["good_steps"] >= STEPS_TO_GROW).float()
-            guard["loss_scale"].mul_(2 ** (grown - found_inf))
-            guard["good_steps"].mul_(1 - grown)
+        guard["skipped"] += not is_finite
+        guard["skipped_in_a_row"] = 0.0 if is_finite else guard["skipped_in_a_row"] + 1
+        if not self.is_loss_scaled:
+            return
+        guard["good_steps"] = guard["good_steps"] + 1 if is_finite else 0.0
+        if not is_finite:
+            guard["loss_scale"] /= 2
+        elif guard["good_steps"] >= NUM_STEPS_TO_DOUBLE_SCALE:
+            guard["loss_scale"] *= 2
+            guard["good_steps"] = 0.0
 
     def count_skipped(self, saved: int) -> int:
-        """How many steps were skipped. Raises UserError after too many in a row; saved is the step to resume from."""
-        skipped, in_a_row = (int(self.guard[what].item()) for what in ("skipped", "skipped_in_a_row"))
-        if in_a_row >= MOST_SKIPPED:
-            raise UserError(
-                f"the last {in_a_row} steps had no finite gradient, and changed nothing; lower --learning-rate, set "
-                f"--clip-norm, or compute in another --dtype, and go on with --resume from step {saved:,}"
-            )
-        return skipped
+        """The number of skipped steps. Raises UserError for too many in a row.
 
-    def _memory(self) -> dict[str, dict[str, Tensor]]:
-        """What the optimizers remember of each parameter, by its name."""
-        held = {parameter: state for one in self.optimizers for parameter, state in one.state.items()}
-        return {name: held[parameter] for name, parameter in self.parameters.items()}
+        ``saved`` is the step of the newest checkpoint.
+        """
+        num_in_a_row = int(self.guard["skipped_in_a_row"])
+        if num_in_a_row >= MAX_SKIPPED_STEPS:
+            raise UserError(
+                f"--learning-rate: the gradients of {num_in_a_row} steps in a row were not finite. "
+                "Lower it, set --clip-norm, or compute in another --dtype, and continue with "
+                f"--resume from step {saved:,}."
+            )
+        return int(self.guard["skipped"])
+
+    def _parameter_states(self) -> dict[str, dict[str, Any]]:
+        """The state of each parameter, by its name."""
+        states = {}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                states.update({param: optimizer.state[param] for param in group["params"]})
+        return {name: states[parameter] for name, parameter in self.parameters.items()}
 
     def state(self) -> dict[str, Tensor]:
-        """Everything the optimizers remember, as ``{parameter name}.{what}`` and ``guard.{what}`` tensors."""
-        memory = {"guard": self.guard} | self._memory()
-        return {f"{name}.{what}": value for name, held in memory.items() for what, value in held.items()}
+        """The state of all optimizers, as ``{parameter name}.{key}`` and ``guard.{key}``."""
+        state = {f"guard.{key}": torch.tensor(value) for key, value in self.guard.items()}
+        for name, values in self._parameter_states().items():
+            for key, value in values.items():
+                if value is not None:
+                    state[f"{name}.{key}"] = torch.as_tensor(value)
+        return state
 
     def load_state(self, state: Iterable[tuple[str, Sliceable]]) -> None:
-        """Remember what :meth:`state` returned. Raises UserError if it belongs to other parameters."""
-        memory = {"guard": self.guard} | self._memory()
-        for key, value in state:
-            name, what = key.rsplit(".", 1)
-            if name not in memory:
-                raise UserError(f"the optimizer state has {key}, but the model has no parameter {name}")
+        """Restore what :meth:`state` returned. Raises UserError for unknown parameters."""
+        states = self._parameter_states()
+        for name_and_key, value in state:
+            name, key = name_and_key.rsplit(".", 1)
             if name == "guard":
-                self.guard[what].copy_(value[...])
-            else:  # a count of steps is a scalar, whatever the parameter
-                memory[name][what] = held_like(self.parameters[name], value)
-        if self.scaling != bool(self.guard["loss_scale"] > 1):  # the run computed in another dtype
-            self.guard["loss_scale"].fill_(FIRST_LOSS_SCALE if self.scaling else 1)
+                self.guard[key] = float(value[...])
+            elif name not in states:
+                raise UserError(f"--resume: the model has no parameter {name} (got {name_and_key})")
+            elif len(value.shape) == 0:
+                states[name][key] = value[...].clone()
+            else:
+                states[name][key] = shard_like(value, self.parameters[name])
+        for optimizer in self.optimizers:  # puts scalars on the device that each needs them on
+            optimizer.load_state_dict(optimizer.state_dict())
+        if self.is_loss_scaled != (self.guard["loss_scale"] > 1):  # the dtype was another
+            self.guard["loss_scale"] = INITIAL_LOSS_SCALE if self.is_loss_scaled else 1.0

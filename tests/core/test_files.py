@@ -1,32 +1,36 @@
-"""Files that are whole or not there, their hashes, strict JSON, and locks."""
+"""Atomic files and directories, hashes, strict JSON, and locks."""
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import stat
-import sys
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from engine.core import files
+from engine.core.errors import UserError
 from engine.core.files import (
-    exchange,
-    inside,
+    acquire_lock,
+    atomic_directory,
+    atomic_write,
+    exclusive_lock,
     is_locked,
-    lock,
-    new_directory,
     read_json,
+    safe_child_path,
     sha256,
     to_json,
     write_json,
-    write_whole,
 )
 
 
-def test_a_hash_is_that_of_the_bytes(tmp_path):
+def names_below(folder: Path) -> set[str]:
+    return {path.name for path in folder.rglob("*")}
+
+
+def test_hash_is_that_of_the_bytes(tmp_path):
     content = np.random.default_rng(0).bytes(3_000_000)
     (tmp_path / "file").write_bytes(content)
     assert sha256(tmp_path / "file") == hashlib.sha256(content).hexdigest()
@@ -35,125 +39,141 @@ def test_a_hash_is_that_of_the_bytes(tmp_path):
 # JSON.
 
 
-def test_json_is_strict_what_is_not_finite_is_null_and_the_value_itself_stays():
-    value = {"a": [1.5, float("nan"), (float("inf"), 2)], "b": {"c": float("-inf")}, "é": None, "d": True}
+def test_nan_and_infinity_become_null_and_the_value_is_unchanged():
+    value = {"a": [1.5, float("nan"), (float("inf"), 2)], "é": {"c": float("-inf")}}
     text = to_json(value)
-    assert json.loads(text, parse_constant=pytest.fail) == {"a": [1.5, None, [None, 2]], "b": {"c": None}} | {
-        "é": None,
-        "d": True,
-    }
+    parsed = json.loads(text, parse_constant=pytest.fail)
+    assert parsed == {"a": [1.5, None, [None, 2]], "é": {"c": None}}
     assert "é" in text and "\n" not in text
-    assert value["b"]["c"] == float("-inf")
+    assert value["é"] == {"c": float("-inf")}
 
 
-def test_json_comes_back_from_a_file(tmp_path):
+def test_json_is_read_back_from_a_file(tmp_path):
     value = {"text": "漢字 🚀", "numbers": [0.1 + 0.2, 10**30, -1], "nothing": None}
     write_json(tmp_path / "value.json", value)
     assert read_json(tmp_path / "value.json") == value
     assert (tmp_path / "value.json").read_bytes().endswith(b"}\n")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000], ids=["empty", "torn", "no text", "deep"])
-def test_what_is_not_json_is_refused_by_name_in_one_line(tmp_path, content):
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000], ids=["empty", "torn", "binary", "deep"])
+def test_corrupted_json_is_named_in_one_line(tmp_path, content):
     (tmp_path / "value.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"value\.json is damaged: not valid JSON \(") as caught:
+    with pytest.raises(UserError, match=r"value\.json: corrupted.*") as caught:
         read_json(tmp_path / "value.json")
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "..", "", ".", None, 3, ["x"]])
-def test_a_name_that_leads_out_of_its_folder_is_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=r"manifest\.json names .*, which is no file's name in its folder"):
-        inside(tmp_path, name)
+def test_path_outside_its_folder_is_refused(tmp_path, name):
+    with pytest.raises(UserError, match=r"manifest\.json: must name files of its own folder"):
+        safe_child_path(tmp_path, name)
+    assert safe_child_path(tmp_path, "train-00000.npy") == tmp_path / "train-00000.npy"
 
 
-def test_a_name_in_its_folder_is_a_path(tmp_path):
-    assert inside(tmp_path, "train-00000.npy") == tmp_path / "train-00000.npy"
+# Atomic files.
 
 
-# Whole files.
-
-
-def test_a_file_is_replaced_at_once(tmp_path):
+def test_file_is_replaced_and_an_open_one_keeps_its_content(tmp_path):
     path = tmp_path / "file"
-    write_whole(path, b"old")
-    with open(path, "rb") as reader:  # who had it open sees it whole
-        write_whole(path, b"the new one")
+    atomic_write(path, b"old")
+    with open(path, "rb") as reader:
+        atomic_write(path, b"the new one")
         assert reader.read() == b"old"
-    assert path.read_bytes() == b"the new one" and list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == b"the new one" and names_below(tmp_path) == {"file"}
 
 
-def test_a_file_that_can_not_be_written_stays_as_it_was(tmp_path, monkeypatch):
+def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     path = tmp_path / "file"
-    write_whole(path, b"old")
-
-    def fails(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fails)
+    atomic_write(path, b"old")
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="No space left"):
-        write_whole(path, b"new")
-    assert path.read_bytes() == b"old"
+        atomic_write(path, b"new")
+    assert path.read_bytes() == b"old" and names_below(tmp_path) == {"file"}
 
 
-# Whole directories.
-
-
-@pytest.fixture(params=["exchanged", "no such system call"])
-def any_system(request, monkeypatch) -> str:
-    """Linux, which swaps two names at once, and a system that can't."""
-    if request.param == "no such system call":
-        monkeypatch.setattr(sys, "platform", "other")
-    elif sys.platform != "linux":
-        pytest.skip("only Linux can")
-    return request.param
+# Atomic directories.
 
 
 def fill(target: Path, text: str) -> None:
-    with new_directory(target) as directory:
+    with atomic_directory(target) as directory:
         assert directory.parent == target.parent  # a rename needs the same file system
         (directory / text).write_text(text)
 
 
-def test_a_new_directory_is_there_when_it_is_whole(tmp_path):
-    with new_directory(tmp_path / "deep" / "target") as directory:
-        (directory / "file").write_text("x")
-        assert not (tmp_path / "deep" / "target").exists()
-    assert [path.name for path in (tmp_path / "deep").rglob("*")] == ["target", "file"]
+def test_directory_appears_when_it_is_complete_and_is_replaced_when_it_exists(tmp_path):
+    target = tmp_path / "deep" / "target"
+    with atomic_directory(target) as directory:
+        (directory / "one").write_text("x")
+        assert not target.exists()
+    assert names_below(tmp_path) == {"deep", "target", "one"}
+    fill(target, "two")
+    assert names_below(tmp_path) == {"deep", "target", "two"}
 
 
-def test_a_new_directory_replaces_the_one_that_was_there(tmp_path, any_system):
-    for text in ("one", "two", "three"):
-        fill(tmp_path / "target", text)
-        assert [path.name for path in tmp_path.rglob("*")] == ["target", text]  # and nothing is left
-
-
-def test_an_error_leaves_a_directory_as_it_was(tmp_path, any_system):
-    def fill_and_fail(target: Path) -> None:
-        with pytest.raises(KeyboardInterrupt), new_directory(target) as directory:
-            (directory / "two").write_text("")
-            raise KeyboardInterrupt
-
-    fill_and_fail(tmp_path / "target")
-    assert list(tmp_path.iterdir()) == []
+def test_directory_behind_a_symbolic_link_is_replaced(tmp_path):
     fill(tmp_path / "target", "one")
-    fill_and_fail(tmp_path / "target")
-    assert [path.name for path in tmp_path.rglob("*")] == ["target", "one"]
+    (tmp_path / "link").symlink_to("target")
+    with atomic_directory(tmp_path / "link") as directory:
+        (directory / "two").write_text("")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target" / "two").exists()
 
 
-def test_what_a_kill_left_is_removed_and_nothing_else(tmp_path):
-    names = [".target.partial.abc", ".target.partial.abc.old", ".target2.partial.abc", ".[x].partial.abc"]
-    for name in names:
+@pytest.mark.parametrize("exists", [False, True])
+def test_error_leaves_a_directory_as_it_was(tmp_path, exists):
+    target = tmp_path / "target"
+    if exists:
+        fill(target, "one")
+    before = names_below(tmp_path)
+    with pytest.raises(KeyboardInterrupt), atomic_directory(target) as directory:
+        (directory / "two").write_text("")
+        raise KeyboardInterrupt
+    assert names_below(tmp_path) == before
+
+
+@pytest.mark.parametrize("renames_until_failure", [0, 1])
+def test_failed_rename_leaves_a_directory_as_it_was(tmp_path, monkeypatch, renames_until_failure):
+    fill(tmp_path / "target", "one")
+    rename, results = Path.rename, [None] * renames_until_failure + [OSError("disk"), None, None]
+
+    def rename_or_fail(path: Path, to: Path) -> Path:
+        if error := results.pop(0):
+            raise error
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", rename_or_fail)
+    with pytest.raises(OSError, match="disk"):
+        fill(tmp_path / "target", "two")
+    assert names_below(tmp_path) == {"target", "one"}
+
+
+def test_directory_of_a_kill_between_two_renames_is_restored(tmp_path):
+    target = tmp_path / "target"
+    fill(target, "one")
+    target.rename(tmp_path / ".target.replaced")
+    with pytest.raises(RuntimeError), atomic_directory(target):
+        assert names_below(target) == {"one"}
+        raise RuntimeError
+    assert {path.name for path in tmp_path.iterdir()} == {"target"}
+    (tmp_path / ".target.replaced").mkdir()  # after both renames
+    fill(target, "two")
+    assert names_below(tmp_path) == {"target", "two"}
+
+
+def test_partial_directories_of_a_kill_are_removed_and_others_stay(tmp_path):
+    for name in (".target.partial.abc", ".target2.partial.abc", ".[x].partial.abc"):
         (tmp_path / name).mkdir()
     fill(tmp_path / "target", "one")
     fill(tmp_path / "[x]", "one")
     assert {path.name for path in tmp_path.iterdir()} == {".target2.partial.abc", "target", "[x]"}
 
 
-def test_everybody_may_read_a_new_directory_as_the_mask_says(tmp_path):
+def test_directory_has_the_permissions_of_the_umask(tmp_path):
     before = os.umask(0o027)
     try:
-        with new_directory(tmp_path / "target") as directory:
+        with atomic_directory(tmp_path / "target") as directory:
             (directory / "folder").mkdir()
             (directory / "file").touch(mode=0o600)
     finally:
@@ -162,81 +182,36 @@ def test_everybody_may_read_a_new_directory_as_the_mask_says(tmp_path):
     assert modes == {"target": 0o750, "folder": 0o750, "file": 0o640}
 
 
-needs_exchange = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can swap two names at once")
-
-
-@needs_exchange
-def test_while_a_directory_is_replaced_it_is_always_there(tmp_path):
-    fill(tmp_path / "target", "whole")
-    missing, done = [], threading.Event()
-
-    def look() -> None:
-        while not done.is_set():
-            try:
-                os.stat(tmp_path / "target" / "whole")
-            except OSError as error:
-                missing.append(error)
-
-    watcher = threading.Thread(target=look)
-    watcher.start()
-    for _ in range(50):
-        fill(tmp_path / "target", "whole")
-    done.set()
-    watcher.join()
-    assert missing == []
-
-
-@needs_exchange
-def test_two_names_are_swapped_or_nothing_is_done(tmp_path):
-    fill(tmp_path / "one", "1")
-    fill(tmp_path / "other", "2")
-    assert exchange(tmp_path / "one", tmp_path / "other")
-    assert (tmp_path / "one" / "2").exists() and (tmp_path / "other" / "1").exists()
-    assert not exchange(tmp_path / "one", tmp_path / "nothing")
-    assert (tmp_path / "one" / "2").exists() and not (tmp_path / "nothing").exists()
-
-
-def test_without_the_system_call_nothing_is_swapped(tmp_path, monkeypatch):
-    fill(tmp_path / "one", "1")
-    fill(tmp_path / "other", "2")
-    monkeypatch.setattr(sys, "platform", "other")
-    assert not exchange(tmp_path / "one", tmp_path / "other")
-    monkeypatch.undo()
-    monkeypatch.setattr(files.ctypes, "CDLL", lambda name: object())  # an old C library
-    assert not exchange(tmp_path / "one", tmp_path / "other")
-    assert (tmp_path / "one" / "1").exists()
-
-
 # Locks.
 
 
-def test_a_lock_names_its_owner_until_it_is_released(tmp_path):
-    held = lock(tmp_path / ".lock", tmp_path)
-    refusal = rf"{tmp_path} is in use by process {os.getpid()} on .+; wait for it, or choose another --out"
-    with pytest.raises(ValueError, match=refusal):
-        lock(tmp_path / ".lock", tmp_path)
-    held.release()
-    lock(tmp_path / ".lock", tmp_path).release()
+def test_lock_names_its_owner_until_it_is_released(tmp_path):
+    file = tmp_path / ".lock"
+    file.write_text("process 4711 on a dead machine")  # of a process that is gone
+    file_lock = acquire_lock(file, tmp_path)
+    assert is_locked(file)
+    with pytest.raises(UserError, match=rf"{tmp_path}: in use by process {os.getpid()} on .+"):
+        acquire_lock(file, tmp_path)
+    file_lock.release()
+    assert not is_locked(file)
+    acquire_lock(file, tmp_path).release()
 
 
-def test_a_lock_whose_owner_is_not_known_is_refused_all_the_same(tmp_path):
-    held = lock(tmp_path / ".lock", tmp_path)
-    (tmp_path / ".lock.owner").unlink()
-    with pytest.raises(ValueError, match=r"is in use by process of another machine"):
-        lock(tmp_path / ".lock", tmp_path)
-    held.release()
+def test_exclusive_lock_leaves_no_files(tmp_path):
+    with exclusive_lock(tmp_path / "deep" / "target"):
+        again = exclusive_lock(tmp_path / "deep" / "target")
+        with pytest.raises(UserError, match="in use by process"), again:
+            pass
+    with exclusive_lock(tmp_path / "deep" / "target"):
+        pass
+    assert names_below(tmp_path) == {"deep"}
 
 
-def test_a_lock_file_that_nobody_holds_is_no_lock(tmp_path):
-    (tmp_path / ".lock").write_text("4711 on a machine that went down")
-    (tmp_path / ".lock.owner").write_text("4711 on a machine that went down")
-    held = lock(tmp_path / ".lock", tmp_path)
-    assert held.is_locked
-    held.release()
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_file_system_without_locks_is_named_in_one_line(tmp_path, monkeypatch, number):
+    def fail(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
 
-
-def test_a_lock_is_seen_by_others_as_long_as_it_is_held(tmp_path: Path):
-    held = lock(tmp_path / ".lock", tmp_path)
-    assert is_locked(tmp_path / ".lock")
-    held.release()
-    assert not is_locked(tmp_path / ".lock")
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(UserError, match=rf"^{tmp_path}: the file system does not support locks"):
+        acquire_lock(tmp_path / ".lock", tmp_path)

@@ -8,26 +8,27 @@ import pytest
 import torch
 
 from engine.data.batches import (
-    GROUP,
+    MAX_GROUP_BATCHES,
+    ORDERS,
     Batches,
     check_length,
     check_sizes,
     derived_seed,
+    drop_long_examples,
     evaluation_batches,
     evaluation_windows,
-    example_numbers,
-    fitting,
+    example_indices,
     gather,
     padded_length,
     permute,
+    shuffled_window_starts,
     tokens_per_step,
-    window_starts,
     windows_per_epoch,
 )
 from engine.data.dataset import Dataset, Examples, ShardedTokens
-from engine.data.mixture import MixedTokens, Mixture, draw
+from engine.data.mixture import MixedTokens, Mixture, assign_to_datasets
 from engine.data.tokenizer import ByteTokenizer
-from engine.nn.loss import IGNORED
+from engine.nn.loss import IGNORE_INDEX
 
 SIZES = [1, 2, 3, 4, 5, 15, 16, 17, 100, 1000, 4097, 65536]
 
@@ -39,7 +40,7 @@ def permutation(size: int, key: int) -> np.ndarray:
 def starts_of(num_tokens: int, context_length: int, seed: int, step: int, batch_size: int) -> np.ndarray:
     """Where the windows of a batch start."""
     serial = step * batch_size + np.arange(batch_size, dtype=np.uint64)
-    return window_starts(num_tokens, context_length, seed, serial)
+    return shuffled_window_starts(num_tokens, context_length, seed, serial)
 
 
 def text_of(length: int) -> Dataset:
@@ -72,7 +73,11 @@ def test_permute_scatters_and_differs_between_keys():
 def test_permute_takes_a_key_for_each_index():
     keys = np.array([3, 7, 3], np.uint64)
     mixed = permute(np.array([5, 5, 6], np.uint64), 100, keys)
-    assert mixed.tolist() == [permutation(100, 3)[5], permutation(100, 7)[5], permutation(100, 3)[6]]
+    assert mixed.tolist() == [
+        permutation(100, 3)[5],
+        permutation(100, 7)[5],
+        permutation(100, 3)[6],
+    ]
 
 
 @pytest.mark.parametrize("num_tokens", [9, 10, 16, 17, 18, 24, 25, 26, 100, 1001])
@@ -101,7 +106,14 @@ def test_windows_of_an_epoch_come_in_another_order_in_another_epoch_and_with_ano
 
 
 def test_a_run_once_begun_finds_the_same_windows_in_every_version():
-    assert starts_of(1001, 8, seed=3, step=7, batch_size=6).tolist() == [291, 187, 35, 131, 411, 251]
+    assert starts_of(1001, 8, seed=3, step=7, batch_size=6).tolist() == [
+        291,
+        187,
+        35,
+        131,
+        411,
+        251,
+    ]
     assert derived_seed(1, 2, 3) == 6053372350886475030
     batches = Batches(np.arange(1001, dtype=np.uint16), 8, 1, 6, slice(None), torch.device("cpu"))
     batches.get(2)
@@ -154,6 +166,16 @@ def test_processes_have_a_batch_between_them_whatever_step_they_ask_for(processe
     assert len(digests) == 6
 
 
+def test_another_order_of_windows_is_one_function(monkeypatch):
+    def sequential(num_tokens: int, context_length: int, seed: int, index: np.ndarray):
+        return index % np.uint64(windows_per_epoch(num_tokens, context_length)) * context_length
+
+    monkeypatch.setitem(ORDERS, "sequential", sequential)
+    tokens = MixedTokens((np.arange(1001), np.arange(2000, 3001)), (0.5, 0.5))
+    loader = Batches(tokens, 8, 1, 6, slice(None), torch.device("cpu"), order="sequential")
+    assert sorted(loader.get(1)[0][:, 0].tolist()) == [24, 32, 40, 2024, 2032, 2040]
+
+
 def test_each_dataset_of_a_mix_comes_once_an_epoch_in_an_order_of_its_own():
     parts = tuple(np.arange(start, start + length) for start, length in ((0, 1001), (10_000, 1001), (20_000, 257)))
     mixed, steps, context_length = MixedTokens(parts, (0.5, 0.2, 0.3)), 120, 8
@@ -165,7 +187,7 @@ def test_each_dataset_of_a_mix_comes_once_an_epoch_in_an_order_of_its_own():
     for index, part in enumerate(parts):
         starts = rows[rows[:, 0] // 10_000 == index, 0] - index * 10_000
         size = windows_per_epoch(len(part), context_length)
-        assert abs(len(starts) - 6 * steps * mixed.shares[index]) < 3 and len(starts) > size
+        assert abs(len(starts) - 6 * steps * mixed.weights[index]) < 3 and len(starts) > size
         for epoch in range(len(starts) // size):
             visited = starts[epoch * size : (epoch + 1) * size].sort().values
             assert (visited.diff() == context_length).all() and len(visited) == size
@@ -185,7 +207,7 @@ def test_processes_have_a_batch_of_a_mix_between_them(processes: int):
         inputs = torch.cat([loader.get(step)[0] for loader in loaders])
         assert torch.equal(inputs, alone.get(step)[0])
         assert sum(loader.digest for loader in loaders) == alone.digest
-        drawn, _ = draw(shares, step * 6 + np.arange(6, dtype=np.uint64))
+        drawn, _ = assign_to_datasets(shares, step * 6 + np.arange(6, dtype=np.uint64))
         assert (inputs[:, 0] // 500).tolist() == drawn.tolist()
 
 
@@ -195,10 +217,10 @@ def test_each_token_but_the_first_counts_once_in_an_evaluation(num_tokens: int, 
     tokens = np.arange(num_tokens)
     counted, lengths = [], set()
     for rank in range(processes):
-        found = [*evaluation_batches(tokens, 8, 0, rank, processes, most_tokens=24)]
+        found = [*evaluation_batches(tokens, 8, 0, rank, processes, batch_tokens=24)]
         assert all(pair.dtype == torch.int64 and pair.shape[1] <= 3 and pair.shape[2] == 8 for pair in found)
         inputs, targets = torch.cat(found, dim=1)
-        counts = targets != IGNORED
+        counts = targets != IGNORE_INDEX
         assert (inputs[counts] + 1 == targets[counts]).all()
         counted += targets[counts].tolist()
         lengths.add((len(found), len(targets)))
@@ -207,7 +229,7 @@ def test_each_token_but_the_first_counts_once_in_an_evaluation(num_tokens: int, 
 
 
 def test_evaluation_with_a_limit_counts_about_that_many_spread_evenly():
-    starts, counted_before = evaluation_windows(100_001, 10, limit=1000)
+    starts, counted_before = evaluation_windows(100_001, 10, max_tokens=1000)
     assert len(starts) == len(np.unique(starts)) == 100
     assert starts[0] == 0 and starts[-1] == 100_001 - 10 - 1
     assert np.ptp(np.diff(starts)) <= 10
@@ -216,14 +238,14 @@ def test_evaluation_with_a_limit_counts_about_that_many_spread_evenly():
 
 @pytest.mark.parametrize("limit", [1, 10, 101, 99999])
 def test_evaluation_with_any_limit_counts_something(limit: int):
-    starts, counted_before = evaluation_windows(101, 10, limit=limit)
+    starts, counted_before = evaluation_windows(101, 10, max_tokens=limit)
     assert 0 < len(starts) <= 10
     assert (counted_before < 10).all()
 
 
 @pytest.mark.parametrize("function", [lambda: starts_of(8, 8, 0, 0, 1), lambda: evaluation_windows(8, 8)])
 def test_too_few_tokens_for_a_window(function):
-    with pytest.raises(ValueError, match=r"^8 tokens are too few .* lower --context-length to at most 7$"):
+    with pytest.raises(ValueError, match="--context-length"):
         function()
 
 
@@ -240,9 +262,9 @@ def test_batch_that_divides_is_taken(sizes):
 @pytest.mark.parametrize(
     "sizes, message",
     [
-        ((6, 4, None), "^--batch-size 6 does not divide over 4 processes; try 4 or 8$"),
-        ((2, 4, None), "^--batch-size 2 does not divide over 4 processes; try 4$"),
-        ((12, 2, 4), "^--micro-batch-size 4 does not divide 6; try one of 1, 2, 3, 6$"),
+        ((6, 4, None), "--batch-size.*4 processes.* 8"),
+        ((2, 4, None), "--batch-size.* Try 4"),
+        ((12, 2, 4), "--micro-batch-size.* 1, 2, 3, 6"),
     ],
 )
 def test_batch_that_does_not_divide_is_refused(sizes, message: str):
@@ -252,7 +274,7 @@ def test_batch_that_does_not_divide_is_refused(sizes, message: str):
 
 def test_a_text_too_short_for_a_window_is_refused_by_its_length():
     check_length(Mixture((text_of(9), text_of(9)), (0.5, 0.5)), 8)
-    with pytest.raises(ValueError, match=r"^data: 8 tokens are too few"):
+    with pytest.raises(ValueError, match="--context-length"):
         check_length(Mixture((text_of(9), text_of(8)), (0.5, 0.5)), 8)
 
 
@@ -275,18 +297,18 @@ def random_lengths(count: int, median: int = 60, most: int = 1025) -> np.ndarray
 
 def waste(examples: Examples, batch_size: int, steps: int) -> float:
     """The share of a training's inputs that are padding."""
-    found = [examples.lengths[example_numbers(examples, 1, step, batch_size)] for step in range(steps)]
+    found = [examples.lengths[example_indices(examples, 1, step, batch_size)] for step in range(steps)]
     return 1 - sum((one - 1).sum() for one in found) / sum(padded_length(one.max(), 1024) * len(one) for one in found)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 32])
 @pytest.mark.parametrize("count", [1, 2, 3, 31, 32, 33, 200])
 def test_each_example_comes_once_an_epoch(count: int, batch_size: int, monkeypatch):
-    monkeypatch.setattr("engine.data.batches.GROUP", 5)
+    monkeypatch.setattr("engine.data.batches.MAX_GROUP_BATCHES", 5)
     examples = examples_of(random_lengths(count))
     epochs = batch_size if count < 100 else 2
     steps = -(-epochs * count // batch_size)
-    numbers = np.concatenate([example_numbers(examples, 3, step, batch_size) for step in range(steps)])
+    numbers = np.concatenate([example_indices(examples, 3, step, batch_size) for step in range(steps)])
     orders = set()
     for epoch in range(epochs):
         order = numbers[epoch * count : (epoch + 1) * count]
@@ -299,15 +321,15 @@ def test_each_example_comes_once_an_epoch(count: int, batch_size: int, monkeypat
 def test_like_lengths_come_together_and_short_ones_not_first(count: int, most: float):
     lengths = random_lengths(count)
     examples = Examples(np.empty(0, np.int32), np.cumsum(lengths) - lengths, lengths)
-    steps = min(count // 32, 2 * GROUP)
+    steps = min(count // 32, 2 * MAX_GROUP_BATCHES)
     assert waste(examples, 32, steps) < most
-    longest = [examples.lengths[example_numbers(examples, 1, step, 32)].max() for step in range(100)]
+    longest = [examples.lengths[example_indices(examples, 1, step, 32)].max() for step in range(100)]
     assert abs(np.corrcoef(np.arange(100), longest)[0, 1]) < 0.5  # five deviations of a random order
 
 
 def test_a_run_once_begun_finds_the_same_examples_in_every_version():
     examples = examples_of(random_lengths(40))
-    assert example_numbers(examples, 3, 6, 6).tolist() == [18, 21, 37, 39, 30, 38]
+    assert example_indices(examples, 3, 6, 6).tolist() == [18, 21, 37, 39, 30, 38]
     batches = Batches(examples, 1024, 1, 6, slice(None), torch.device("cpu"))
     batches.get(2)
     assert batches.digest == 14270823520
@@ -323,13 +345,19 @@ def test_processes_have_a_batch_of_examples_between_them(processes: int):
         parts = [loader.get(step) for loader in loaders]
         assert len({part.shape for pair in parts for part in pair}) == 1
         inputs, targets = (torch.cat(part) for part in zip(*parts, strict=True))
-        numbers = example_numbers(examples, 1, step, 6)
+        numbers = example_indices(examples, 1, step, 6)
         length = examples.lengths[numbers].max() - 1
-        assert inputs.dtype == targets.dtype == torch.int64 and inputs.shape == (6, min(-(-length // 8) * 8, 20))
+        assert inputs.dtype == targets.dtype == torch.int64 and inputs.shape == (
+            6,
+            min(-(-length // 8) * 8, 20),
+        )
         for number, x, y in zip(numbers.tolist(), inputs.tolist(), targets.tolist(), strict=True):
             own = examples.lengths[number] - 1
-            assert x[:own] == [number, 1, *range(2, own)][:own] and y[:own] == [IGNORED, *range(2, own + 1)]
-            assert {*y[own:]} <= {IGNORED} and not any(x[own + 1 :])
+            assert x[:own] == [number, 1, *range(2, own)][:own] and y[:own] == [
+                IGNORE_INDEX,
+                *range(2, own + 1),
+            ]
+            assert {*y[own:]} <= {IGNORE_INDEX} and not any(x[own + 1 :])
         assert all(map(torch.equal, alone.get(step), (inputs, targets)))
         assert sum(loader.digest for loader in loaders) == alone.digest
 
@@ -337,7 +365,7 @@ def test_processes_have_a_batch_of_examples_between_them(processes: int):
 def test_the_last_token_of_the_longest_example_is_a_target():
     for length in (2, 8, 9, 10, 17, 21):
         _, targets = Batches(examples_of([length]), 20, 1, 1, slice(None), torch.device("cpu")).get(0)
-        assert targets.max() == (length - 1 if length > 2 else IGNORED)
+        assert targets.max() == (length - 1 if length > 2 else IGNORE_INDEX)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
@@ -345,11 +373,11 @@ def test_the_last_token_of_the_longest_example_is_a_target():
 def test_each_example_counts_once_in_an_evaluation(count: int, processes: int):
     examples, found, shapes = examples_of(random_lengths(count, median=12, most=33)), [], []
     for rank in range(processes):
-        pairs = [*evaluation_batches(examples, 32, 0, rank, processes, most_tokens=100)]
+        pairs = [*evaluation_batches(examples, 32, 0, rank, processes, batch_tokens=100)]
         assert all(pair.dtype == torch.int64 and pair[0].numel() <= 100 for pair in pairs)
         shapes.append([pair.shape for pair in pairs])
         rows = [row for pair in pairs for row in zip(*pair.tolist(), strict=True)]
-        found += [(x[0], sum(t != IGNORED for t in y)) for x, y in rows if any(x)]
+        found += [(x[0], sum(t != IGNORE_INDEX for t in y)) for x, y in rows if any(x)]
     assert sorted(found) == [(number, max(0, length - 2)) for number, length in enumerate(examples.lengths.tolist())]
     assert all(one == shapes[0] for one in shapes)  # processes that wait for each other take as many, as long
 
@@ -370,11 +398,11 @@ def test_a_dataset_is_made_to_fit_the_context():
     splits = {split: examples_of(some) for split, some in lengths.items()}
     dataset = Dataset(Path("data"), {"splits": {}}, ByteTokenizer(), **splits, sha256="")
     for cut, left in ((False, ([3, 9], [9, 3])), (True, ([3, 9, 9], [9, 3]))):
-        (fitted,) = fitting(Mixture((dataset,), (1.0,)), 8, cut).datasets
+        (fitted,) = drop_long_examples(Mixture((dataset,), (1.0,)), 8, cut).datasets
         assert (fitted.train.lengths.tolist(), fitted.val.lengths.tolist()) == left
         assert (fitted.train.too_long, fitted.val.too_long) == (1, 0)
-    with pytest.raises(ValueError, match=r"^all 3 examples have more than --context-length 1"):
-        fitting(Mixture((dataset,), (1.0,)), 1, cut=False)
+    with pytest.raises(ValueError, match="--context-length"):
+        drop_long_examples(Mixture((dataset,), (1.0,)), 1, cut=False)
     assert tokens_per_step(fitted.train, 8, 4) == 24 and tokens_per_step(np.arange(99), 8, 4) == 32
     text = Mixture((text_of(9),), (1.0,))
-    assert fitting(text, 8, cut=False) == text
+    assert drop_long_examples(text, 8, cut=False) == text

@@ -1,32 +1,30 @@
-"""Shards and manifest, written, opened and verified; parts and their merging are in test_parts.py."""
+"""Datasets as they are opened, verified and made to fit; and folders that must not be replaced."""
 
 import json
 import os
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from engine.core.errors import UserError
 from engine.core.files import sha256, write_json
-from engine.data import writer as dataset_writer
-from engine.data.dataset import FORMAT, Examples, ShardedTokens, open_dataset, verify_dataset
-from engine.data.ledger import ENDS, LAST, VAL, content_of
-from engine.data.tokenizer import ByteTokenizer, CharTokenizer
-from engine.data.writer import DatasetWriter, ShardWriter, is_made, new_dataset
+from engine.data import dataset as dataset_module
+from engine.data.dataset import (
+    FORMAT_VERSION,
+    Examples,
+    ShardedTokens,
+    ShardWriter,
+    is_up_to_date,
+    open_dataset,
+    verify_dataset,
+)
+from engine.data.tokenizer import CharTokenizer
 from prepare import PrepareConfig, prepare
-
-
-def add(writer: DatasetWriter, split: str, ids: np.ndarray, size: int, targets: int = 0) -> None:
-    """One document of a split, with so many bytes."""
-    writer.write(split, ids)
-    writer.record(np.array([[1, 2, size, len(ids), targets, VAL * (split == "val") + ENDS + LAST]], np.uint64))
-
-
-def made(path: Path, origin: dict, force: bool = False, stamp: str = "s", content: str | None = None) -> bool:
-    """Whether the dataset is made; its text is only looked at if there is something to see."""
-    assert content is not None or stamp == "s"
-    return is_made(path, origin, force, stamp, lambda: content)
 
 
 @pytest.mark.parametrize("lengths", [[10], [3, 4, 3], [1] * 10, [0, 5, 0, 0, 5, 0]])
@@ -40,90 +38,82 @@ def test_sharded_tokens_slice_like_one_array(lengths: list[int]):
             assert tokens[start:stop].dtype == np.uint16
 
 
-def test_slice_of_one_shard_is_no_copy():
+def test_a_slice_of_one_shard_is_not_a_copy():
     shards = np.split(np.arange(10, dtype=np.uint16), [4, 7])
-    assert all(ShardedTokens(shards)[start:stop].base is not None for start, stop in ((0, 4), (5, 6), (4, 7), (7, 10)))
+    for start, stop in ((0, 4), (5, 6), (4, 7), (7, 10)):
+        assert ShardedTokens(shards)[start:stop].base is not None
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_shards_hold_what_was_written(dtype: str, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(dataset_writer, "SHARD_TOKENS", 300)
-    ids = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, 1000, np.uint32, endpoint=True)
-    writer = ShardWriter(tmp_path, "train", dtype)
-    for piece in np.split(ids, [0, 1, 299, 300, 301, 950]):  # a piece may be empty, fill a shard, or span several
-        writer.write(piece)
+def test_shards_hold_what_was_written_as_numpy_saves_it(dtype: str, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(dataset_module, "MAX_SHARD_TOKENS", 300)
+    high = np.iinfo(dtype).max
+    ids = np.random.default_rng(0).integers(0, high, 1000, np.uint32, endpoint=True)
+    writer = ShardWriter(tmp_path, "train-00007", dtype)
+    for part in np.split(ids, [0, 1, 299, 300, 301, 950]):
+        writer.write(part)
     shards = writer.close()
-    assert writer.tokens == 1000
-    assert [(shard["file"], shard["tokens"]) for shard in shards] == [
-        ("train-00000.npy", 300),
-        ("train-00001.npy", 300),
-        ("train-00002.npy", 300),
-        ("train-00003.npy", 100),
-    ]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [shard["file"] for shard in shards]
-    arrays = [np.load(tmp_path / shard["file"], mmap_mode="r") for shard in shards]
+    names = ["train-00007.npy", "train-00007-1.npy", "train-00007-2.npy", "train-00007-3.npy"]
+    assert [shard["file"] for shard in shards] == names
+    assert [shard["tokens"] for shard in shards] == [300, 300, 300, 100]
+    assert [shard["sha256"] for shard in shards] == [sha256(tmp_path / name) for name in names]
+    arrays = [np.load(tmp_path / name, mmap_mode="r") for name in names]
     assert all(isinstance(array, np.memmap) and array.dtype == dtype for array in arrays)
     np.testing.assert_array_equal(np.concatenate(arrays), ids)
-    assert [shard["sha256"] for shard in shards] == [sha256(path) for path in sorted(tmp_path.iterdir())]
+    np.save(tmp_path / "saved.npy", ids[:300].astype(dtype))
+    assert (tmp_path / names[0]).read_bytes() == (tmp_path / "saved.npy").read_bytes()
 
 
-def test_shard_is_what_numpy_saves(tmp_path: Path):
-    writer = ShardWriter(tmp_path, "val", "uint16")
-    writer.write(np.arange(12345))
-    writer.close()
-    np.save(tmp_path / "theirs.npy", np.arange(12345, dtype=np.uint16))
-    assert (tmp_path / "val-00000.npy").read_bytes() == (tmp_path / "theirs.npy").read_bytes()
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the dataset text of two training shards, and examples of several."""
+    folder = tmp_path_factory.mktemp("prepared")
+    (folder / "text.txt").write_text("text to train on and to check" * 2)
+    rows = [{"q": "?" * n, "a": "!" * n} for n in range(1, 30)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dataset_module, "MAX_SHARD_TOKENS", 40)
+        settings: dict[str, Any] = {"tokenizer": "byte"}
+        prepare(PrepareConfig((str(folder / "text.txt"),), out=folder / "text", **settings))
+        settings |= {"prompt_field": "q", "completion_field": "a", "val_fraction": 0.3}
+        prepare(PrepareConfig((str(folder / "pairs.jsonl"),), out=folder / "examples", **settings))
+    return folder
 
 
 @pytest.fixture
-def dataset(tmp_path: Path, monkeypatch) -> Path:
-    """A dataset of two shards of training tokens and one for validation."""
-    monkeypatch.setattr(dataset_writer, "SHARD_TOKENS", 12)
-    path = tmp_path / "data"
-    with new_dataset(path, ByteTokenizer(), {"val_fraction": 0.1}, "s") as writer:
-        for split, text in {"train": "text to train on", "val": "and to check"}.items():
-            add(writer, split, ByteTokenizer().encode(text), 2 * len(text))
-        assert not path.exists()
-    return path
+def text(prepared: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(prepared / "text", tmp_path / "text"))
 
 
-def test_dataset_opens(dataset: Path):
-    opened = open_dataset(dataset)
-    assert len(opened.train.arrays) == 2
-    assert opened.tokenizer.decode(opened.train[:]) == "text to train on"
-    assert opened.tokenizer.decode(opened.val[:]) == "and to check"
-    assert opened.bytes_per_token("val") == 2
+@pytest.fixture
+def examples(prepared: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(prepared / "examples", tmp_path / "examples"))
 
 
-def test_dataset_in_the_making_leaves_nothing_after_an_error(tmp_path: Path):
-    with (
-        pytest.raises(ValueError, match="the train split has 1 tokens of 1 documents, too few"),
-        new_dataset(tmp_path / "data", ByteTokenizer(), {}, "s") as writer,
-    ):
-        add(writer, "train", np.array([1], np.uint32), 1)
-    assert [*tmp_path.iterdir()] == []
+def test_text_is_opened(text: Path):
+    dataset = open_dataset(text)
+    assert len(dataset.train.arrays) == 2
+    decoded = [dataset.tokenizer.decode(split[:]) for split in (dataset.train, dataset.val)]
+    assert "".join(decoded) == "text to train on and to check" * 2 + "<|endoftext|>"
+    assert dataset.bytes_per_token("train") == 1
 
 
-def test_dataset_is_made_if_of_the_same_origin(dataset: Path):
-    origin, text = {"val_fraction": 0.1}, content_of([np.array([[1, 2]] * 2, np.uint64)])
-    assert made(dataset, origin) and not made(dataset, origin, force=True)
-    (dataset.parent / "empty").mkdir()
-    for name in ("empty", "not there"):
-        assert not made(dataset.parent / name, origin)
-    message = r"data was made with {}; use --force to replace it, or another --out$"
-    with pytest.raises(ValueError, match=message.format("val_fraction 0.1")):
-        made(dataset, {"val_fraction": 0.2})
-    with pytest.raises(ValueError, match=message.format("other text")):
-        made(dataset, origin, stamp="t", content="0")
-    for stamp in ("", "t"):  # not known, and newer files
-        assert made(dataset, origin, stamp=stamp, content=text)
-    assert json.loads((dataset / "prepared_from.json").read_text()) == "t"
+def test_examples_are_opened(examples: Path):
+    dataset = open_dataset(examples)
+    verify_dataset(dataset, again=True)
+    assert len(dataset.train.tokens.arrays) > 5
+    lengths = []
+    for split in (dataset.train, dataset.val):
+        for index in range(split.num_examples):
+            example = split.example(index)
+            n = len(example) // 2
+            assert example.dtype == np.int32
+            assert example.tolist() == [~ord("?")] * n + [ord("!")] * n + [256]
+            lengths.append(n)
+    assert sorted(lengths) == list(range(1, 30))
 
 
-def test_a_dataset_s_facts_are_counted(dataset: Path):
-    tokens = len({*"text to train on", *"and to check"})
-    facts = json.loads((dataset / "manifest.json").read_text())["facts"]
-    assert facts == {"documents": 2, "repeats": 1, "longest": 16, "vocabulary": tokens}
+# Corrupted files.
 
 
 def change_manifest(dataset: Path, **changes: object) -> None:
@@ -131,198 +121,198 @@ def change_manifest(dataset: Path, **changes: object) -> None:
     write_json(dataset / "manifest.json", manifest | changes)
 
 
-def exchange_shards(dataset: Path) -> None:
+def change_split(dataset: Path, split: str, **changes: object) -> None:
+    splits = json.loads((dataset / "manifest.json").read_text())["splits"]
+    splits[split] |= changes
+    change_manifest(dataset, splits=splits)
+
+
+def swap_shards(dataset: Path) -> None:
     (dataset / "train-00000.npy").rename(dataset / "other.npy")
-    (dataset / "train-00001.npy").rename(dataset / "train-00000.npy")
-    (dataset / "other.npy").rename(dataset / "train-00001.npy")
+    (dataset / "train-00000-1.npy").rename(dataset / "train-00000.npy")
+    (dataset / "other.npy").rename(dataset / "train-00000-1.npy")
 
 
-DAMAGES = {
+def save_lengths(path: Path, lengths: list[int], dtype: type = np.uint32) -> None:
+    np.save(path / "val-lengths-00000.npy", np.array(lengths, dtype))
+
+
+VAL = "val-00000.npy"
+DAMAGES: dict[str, Callable[[Path], object]] = {
     "cut manifest": lambda path: (path / "manifest.json").write_text('{"format": 1'),
     "no object": lambda path: (path / "manifest.json").write_text("[]"),
-    "other format": lambda path: change_manifest(path, format=FORMAT + 1),
+    "another format": lambda path: change_manifest(path, format=FORMAT_VERSION + 1),
     "no splits": lambda path: change_manifest(path, splits={}),
     "no tokenizer": lambda path: (path / "tokenizer.json").unlink(),
-    "other tokenizer": lambda path: CharTokenizer("".join(map(chr, range(257)))).save(path / "tokenizer.json"),
-    "no shard": lambda path: (path / "val-00000.npy").unlink(),
-    "empty shard": lambda path: (path / "val-00000.npy").write_bytes(b""),
-    "cut shard": lambda path: (path / "val-00000.npy").write_bytes((path / "val-00000.npy").read_bytes()[:-1]),
-    "other file": lambda path: (path / "val-00000.npy").write_bytes(b"not an array at all"),
-    "exchanged shards": exchange_shards,
-    "shorter shard": lambda path: np.save(path / "val-00000.npy", np.zeros(11, np.uint16)),
-    "other dtype": lambda path: np.save(path / "val-00000.npy", np.zeros(12, np.uint32)),
+    "another tokenizer": lambda path: CharTokenizer("abc").save(path / "tokenizer.json"),
+    "no shard": lambda path: (path / VAL).unlink(),
+    "empty shard": lambda path: (path / VAL).write_bytes(b""),
+    "cut shard": lambda path: (path / VAL).write_bytes((path / VAL).read_bytes()[:-1]),
+    "another file": lambda path: (path / VAL).write_bytes(b"not an array at all"),
+    "swapped shards": swap_shards,
+    "shorter shard": lambda path: np.save(path / VAL, np.zeros(1, np.uint16)),
+    "another dtype": lambda path: np.save(path / VAL, np.load(path / VAL).astype(np.uint32)),
+    "a path outside": lambda path: change_split(
+        path, "val", shards=[{"file": "../text.txt", "tokens": 1, "sha256": ""}]
+    ),
+}
+DAMAGES_OF_EXAMPLES: dict[str, Callable[[Path], object]] = {
+    "wrong count": lambda path: change_split(path, "val", documents=1),
+    "no targets": lambda path: change_split(path, "val", targets=0),
+    "no lengths": lambda path: (path / "val-lengths-00000.npy").unlink(),
+    "fewer lengths": lambda path: save_lengths(path, [6]),
+    "an empty example": lambda path: save_lengths(path, [0, 6]),
+    "another dtype": lambda path: change_manifest(path, dtype="uint32"),
 }
 
 
+def assert_unusable(path: Path) -> None:
+    pattern = rf"^{re.escape(str(path))}: can't be used \(.*--force"
+    with pytest.raises(UserError, match=pattern) as error:
+        open_dataset(path)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
-def test_damaged_dataset_is_refused_with_a_remedy(damage, dataset: Path):
-    damage(dataset)
-    path = re.escape(str(dataset))
-    with pytest.raises(ValueError, match=rf"^{path} can't be used \(.*\); prepare it again with --force --out {path}$"):
-        open_dataset(dataset)
+def test_corrupted_text_is_refused(damage: Callable, text: Path):
+    damage(text)
+    assert_unusable(text)
 
 
-def test_folder_without_a_dataset_is_told_how_to_get_one(tmp_path: Path):
-    with pytest.raises(ValueError, match=f"holds no dataset; make it with: python prepare.py INPUT --out {tmp_path}$"):
+@pytest.mark.parametrize("damage", DAMAGES_OF_EXAMPLES.values(), ids=DAMAGES_OF_EXAMPLES.keys())
+def test_corrupted_examples_are_refused(damage: Callable, examples: Path):
+    damage(examples)
+    assert_unusable(examples)
+
+
+def test_a_folder_without_a_dataset_is_refused_with_the_command(tmp_path: Path):
+    with pytest.raises(UserError, match=rf"python prepare\.py INPUT --out {tmp_path}$"):
         open_dataset(tmp_path)
 
 
-def altered(path: Path, index: int, token: int) -> None:
+def change_token(path: Path, index: int, token: int) -> None:
     tokens = np.load(path)
     tokens[index] = token
     np.save(path, tokens)
 
 
-def test_verified_once_a_shard_is_hashed_again_when_it_was_touched_or_when_asked(dataset: Path):
-    shard = dataset / "train-00001.npy"
-    verify_dataset(open_dataset(dataset), again=False)
-    before = shard.stat()
-    altered(shard, 3, 7)
-    with pytest.raises(ValueError, match=r"train-00001\.npy is not as it was written"):
-        verify_dataset(open_dataset(dataset), again=False)
-    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))  # as a failing disk would: nobody touched it
-    verify_dataset(open_dataset(dataset), again=False)
-    with pytest.raises(ValueError, match=r"train-00001\.npy is not as it was written"):
-        verify_dataset(open_dataset(dataset), again=True)
+def test_a_changed_shard_is_found(text: Path):
+    shard = text / "train-00000-1.npy"
+    verify_dataset(open_dataset(text), again=False)
+    stat = shard.stat()
+    change_token(shard, 3, 7)
+    with pytest.raises(UserError, match=r"train-00000-1\.npy: SHA-256"):
+        verify_dataset(open_dataset(text), again=False)
+    os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as a failing disk leaves it
+    verify_dataset(open_dataset(text), again=False)
+    with pytest.raises(UserError, match=r"train-00000-1\.npy: SHA-256"):
+        verify_dataset(open_dataset(text), again=True)
 
 
-def test_token_outside_the_vocabulary_is_found(dataset: Path):
-    altered(dataset / "val-00000.npy", 5, 257)
-    splits = json.loads((dataset / "manifest.json").read_text())["splits"]
-    splits["val"]["shards"][0]["sha256"] = sha256(dataset / "val-00000.npy")
-    change_manifest(dataset, splits=splits)
-    with pytest.raises(ValueError, match=r"can't be used .*val-00000\.npy has token 257 of 257"):
-        verify_dataset(open_dataset(dataset), again=False)
-
-
-# Examples.
-
-
-@pytest.fixture
-def examples(tmp_path: Path, monkeypatch) -> Path:
-    """A dataset of examples: of two, three, … tokens, all but the last of each a target that counts; many shards."""
-    monkeypatch.setattr(dataset_writer, "SHARD_TOKENS", 5)
-    path = tmp_path / "data"
-    with new_dataset(path, ByteTokenizer(), {"examples": "pairs"}, "s") as writer:
-        for split, lengths in {"train": [2, 3, 4, 5, 6, 7], "val": [3, 3]}.items():
-            for length in lengths:
-                add(writer, split, np.array([*range(length - 1), ~(length - 1)]), 3, length - 2)
-    return path
-
-
-def test_examples_are_written_and_opened(examples: Path):
-    manifest = json.loads((examples / "manifest.json").read_text())
-    train = manifest["splits"]["train"]
-    assert manifest["dtype"] == "int32" and [train[key] for key in ("documents", "tokens", "targets", "bytes")] == [
-        6,
-        27,
-        15,
-        18,
-    ]
-    assert [entry["file"] for entry in train["lengths"]] == ["train-lengths-00000.npy", "train-lengths-00001.npy"]
-    assert [entry["tokens"] for entry in train["lengths"]] == [5, 1]
-    assert np.load(examples / "train-lengths-00000.npy").dtype == np.uint32
-    opened = open_dataset(examples)
-    verify_dataset(opened, again=True)
-    assert (len(opened.train), opened.train.num_examples, opened.val.num_examples) == (27, 6, 2)
-    for index in range(6):
-        found = opened.train.example(index)
-        assert found.dtype == np.int32 and found.tolist() == [*range(index + 1), ~(index + 1)]
-    assert opened.bytes_per_token("train") == 18 / 15
-
-
-@pytest.mark.parametrize("cut", [False, True])
-def test_examples_are_made_to_fit(cut: bool, examples: Path):
-    train = open_dataset(examples).train
-    fitting = train.fitting(3, cut)
-    assert fitting.too_long == 3 and fitting.lengths.tolist() == [2, 3, 4] + [4, 4, 4] * cut
-    assert [fitting.example(i).tolist() for i in range(3)] == [[0, ~1], [0, 1, ~2], [0, 1, 2, ~3]]
-    assert not cut or fitting.example(5).tolist() == [0, 1, 2, 3]
-    assert len(fitting) == 9 + 12 * cut
-    everything = train.fitting(6, cut)
-    assert everything.too_long == 0 and everything.lengths.tolist() == train.lengths.tolist()
-
-
-def test_bits_per_byte_are_of_the_examples_that_are_left(tmp_path: Path):
-    """Half of the completions are y, one byte and the end of text, and half 1,000 bytes long."""
-    rows = [{"prompt": f"{n}?", "completion": "y" if n % 2 else f"{n}, " * 250} for n in range(100)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    fields = {"prompt_field": "prompt", "completion_field": "completion", "val_fraction": 0.5}
-    prepare(PrepareConfig((str(tmp_path / "a.jsonl"),), tokenizer="byte", out=tmp_path / "data", **fields))
-    dataset = open_dataset(tmp_path / "data")
-    assert dataset.bytes_per_token("val") > 0.99
-    assert dataset.fitting(64, cut=False).bytes_per_token("val") == 0.5
-    assert dataset.fitting(2000, cut=False).bytes_per_token("val") == dataset.bytes_per_token("val")
-    cut = dataset.fitting(64, cut=True)  # whose long ones lost their ends
-    val = [cut.val.example(index) for index in range(cut.val.num_examples)]
-    ends = sum(int(example[-1] == cut.tokenizer.end_of_text) for example in val)
-    targets = sum(int((example[1:] >= 0).sum()) for example in val)
-    assert 0 < ends < len(val) and cut.bytes_per_token("val") == (targets - ends) / targets
-
-
-def test_an_example_with_nothing_to_learn_when_cut_is_left_out():
-    tokens = np.array([~1, ~2, ~3, 4, ~5, 6, ~7, 8], np.int32)
-    examples = Examples(tokens, np.array([0, 4]), np.array([4, 4]))
-    fitting = examples.fitting(2, cut=True)
-    assert (fitting.too_long, fitting.num_examples, fitting.example(0).tolist()) == (2, 1, [~5, 6, ~7])
-    with pytest.raises(
-        ValueError, match=r"^all 2 .* --context-length 2 .* raise it to at least 3, or use --long-examples"
-    ):
-        examples.fitting(2, cut=False)
-    with pytest.raises(ValueError, match=r"^all 1 .* --context-length 2 .* nothing to learn; raise it$"):
-        Examples(tokens[:4], np.array([0]), np.array([4])).fitting(2, cut=True)
-
-
-def rewrite_lengths(path: Path, lengths: list[int]) -> None:
-    np.save(path / "val-lengths-00000.npy", np.array(lengths, np.uint32))
-
-
-def miscount_examples(path: Path) -> None:
-    splits = json.loads((path / "manifest.json").read_text())["splits"]
-    splits["val"]["documents"] += 1
-    change_manifest(path, splits=splits)
-
-
-DAMAGES_OF_EXAMPLES = {
-    "miscounted examples": miscount_examples,
-    "no lengths": lambda path: (path / "val-lengths-00000.npy").unlink(),
-    "fewer lengths": lambda path: rewrite_lengths(path, [6]),
-    "other lengths": lambda path: rewrite_lengths(path, [3, 2]),
-    "an empty example": lambda path: rewrite_lengths(path, [0, 6]),
-    "lengths of another type": lambda path: np.save(path / "val-lengths-00000.npy", np.array([3, 3], np.int32)),
-    "tokens of another type": lambda path: change_manifest(path, dtype="uint32"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES_OF_EXAMPLES.values(), ids=DAMAGES_OF_EXAMPLES.keys())
-def test_damaged_examples_are_refused_with_a_remedy(damage, examples: Path):
-    damage(examples)
-    with pytest.raises(ValueError, match=r"can't be used \(.*\); prepare it again"):
-        open_dataset(examples)
-
-
-@pytest.mark.parametrize("name, index, value", [("val-lengths-00000", slice(2), [1, 5]), ("train-00003", 0, 200)])
-def test_examples_are_verified(name: str, index: int | slice, value: int, examples: Path):
-    altered(examples / f"{name}.npy", index, value)
-    with pytest.raises(ValueError, match=rf"{name}\.npy is not as it was written"):
+@pytest.mark.parametrize("name", ["val-lengths-00000", "train-00000-1"])
+def test_changed_examples_are_found(name: str, examples: Path):
+    path = examples / f"{name}.npy"
+    values = np.load(path)
+    np.save(path, values[::-1])
+    with pytest.raises(UserError, match=rf"{name}\.npy: SHA-256"):
         verify_dataset(open_dataset(examples), again=False)
 
 
 @pytest.mark.parametrize("token", [257, ~257])
-def test_example_s_token_outside_the_vocabulary_is_found(token: int, examples: Path):
-    altered(examples / "train-00002.npy", 1, token)
-    splits = json.loads((examples / "manifest.json").read_text())["splits"]
-    splits["train"]["shards"][2]["sha256"] = sha256(examples / "train-00002.npy")
-    change_manifest(examples, splits=splits)
-    with pytest.raises(ValueError, match=r"can't be used .*train-00002\.npy has token 257 of 257"):
+def test_a_token_outside_the_vocabulary_is_found(token: int, examples: Path):
+    path = examples / "train-00000-2.npy"
+    change_token(path, 1, token)
+    shards = json.loads((examples / "manifest.json").read_text())["splits"]["train"]["shards"]
+    shards[2]["sha256"] = sha256(path)
+    change_split(examples, "train", shards=shards)
+    with pytest.raises(UserError, match=r"train-00000-2\.npy has token 257 of 257"):
         verify_dataset(open_dataset(examples), again=False)
 
 
-@pytest.mark.parametrize("name", ["val-lengths-00000.npy", "train-lengths-00001.npy"])
-def test_what_lacks_its_lengths_is_not_made(name: str, examples: Path):
-    origin = {"examples": "pairs"}
-    assert made(examples, origin)
-    (examples / name).write_bytes((examples / name).read_bytes()[:-1])
-    assert not made(examples, origin)
-    with pytest.raises(ValueError, match="was made with examples pairs; use --force"):
-        made(examples, {})
+# Examples that are too long.
+
+
+def test_long_examples_are_dropped_or_cut():
+    lengths = np.arange(2, 8)
+    rows = [[*range(length - 1), ~(length - 1)] for length in lengths.tolist()]
+    tokens = np.concatenate(rows).astype(np.int32)
+    examples = Examples(tokens, np.cumsum(lengths) - lengths, lengths)
+    for cut in (False, True):
+        short = examples.drop_long(3, cut)
+        assert short.too_long == 3 and short.lengths.tolist() == [2, 3, 4] + [4, 4, 4] * cut
+        kept = [short.example(i).tolist() for i in range(3)]
+        assert kept == [[0, ~1], [0, 1, ~2], [0, 1, 2, ~3]]
+        assert not cut or short.example(5).tolist() == [0, 1, 2, 3]
+    assert examples.drop_long(6, cut=False).lengths.tolist() == lengths.tolist()
+
+
+def test_an_example_without_a_target_when_cut_is_dropped():
+    tokens = np.array([~1, ~2, ~3, 4, ~5, 6, ~7, 8], np.int32)
+    examples = Examples(tokens, np.array([0, 4]), np.array([4, 4]))
+    short = examples.drop_long(2, cut=True)
+    assert (short.too_long, short.num_examples) == (2, 1)
+    assert short.example(0).tolist() == [~5, 6, ~7]
+    with pytest.raises(UserError, match=r"^--context-length: .* 3, or use --long-examples cut"):
+        examples.drop_long(2, cut=False)
+    with pytest.raises(UserError, match=r"^--context-length: "):
+        Examples(tokens[:4], np.array([0]), np.array([4])).drop_long(2, cut=True)
+
+
+def test_bytes_per_token_are_of_the_examples_that_are_kept(tmp_path: Path):
+    """Half of the completions are y, one byte and the end of text, and half have 1,000 bytes."""
+    rows = [{"p": f"{n}?", "c": "y" if n % 2 else f"{n}, " * 250} for n in range(100)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields: dict[str, Any] = {"prompt_field": "p", "completion_field": "c", "val_fraction": 0.5}
+    inputs = (str(tmp_path / "a.jsonl"),)
+    prepare(PrepareConfig(inputs, tokenizer="byte", out=tmp_path / "data", **fields))
+    dataset = open_dataset(tmp_path / "data")
+    assert dataset.bytes_per_token("val") > 0.99
+    assert dataset.drop_long_examples(64, cut=False).bytes_per_token("val") == 0.5
+    short = dataset.drop_long_examples(64, cut=True)
+    val = [short.val.example(index) for index in range(short.val.num_examples)]
+    num_ends = sum(int(example[-1] == short.tokenizer.end_of_text) for example in val)
+    num_targets = sum(int((example[1:] >= 0).sum()) for example in val)
+    assert 0 < num_ends < len(val)
+    assert short.bytes_per_token("val") == (num_targets - num_ends) / num_targets
+
+
+# Folders that must not be replaced.
+
+
+def test_a_dataset_is_up_to_date_if_its_origin_and_text_are_the_same(text: Path):
+    manifest = json.loads((text / "manifest.json").read_text())
+    version = json.loads((text / "prepared_from.json").read_text())
+    content = manifest["origin"].pop("content")
+    origin = manifest["origin"]
+
+    def never() -> str:
+        raise AssertionError("the text need not be read")
+
+    assert is_up_to_date(text, origin, False, version, never)
+    assert not is_up_to_date(text, origin, True, version, never)
+    assert not is_up_to_date(text.parent / "absent", origin, False, version, never)
+    for unknown in ("", "another version"):
+        assert is_up_to_date(text, origin, False, unknown, lambda: content)
+        with pytest.raises(UserError, match=r"other text.*--force"):
+            is_up_to_date(text, origin, False, unknown, lambda: "other")
+    with pytest.raises(UserError, match=r"val_fraction 0\.1.*--force"):
+        is_up_to_date(text, origin | {"val_fraction": 0.2}, False, version, never)
+    (text / VAL).unlink()
+    assert not is_up_to_date(text, origin, False, version, never)
+
+
+NOT_DATASETS = [{"notes.txt": "mine"}, {"manifest.json": '{"format": 1}'}]
+
+
+@pytest.mark.parametrize("content", NOT_DATASETS)
+def test_a_folder_that_is_not_a_dataset_is_never_replaced(content: dict, tmp_path: Path):
+    for name, written in content.items():
+        (tmp_path / name).write_text(written)
+    with pytest.raises(UserError, match=r"^--out: .*not a dataset"):
+        is_up_to_date(tmp_path, {}, True, "", str)
+
+
+def test_a_dataset_with_other_files_is_never_replaced(text: Path):
+    (text / "checkpoints").mkdir()
+    with pytest.raises(UserError, match="contains checkpoints"):
+        is_up_to_date(text, {}, True, "", str)

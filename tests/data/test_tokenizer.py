@@ -12,340 +12,278 @@ import numpy as np
 import pytest
 import tiktoken
 import tokenizers
-from tokenizers import Regex, models
-from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+from helpers import train_sentencepiece
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Split
 
-from engine.data.huggingface_tokenizer import from_huggingface, pre_tokenizer_name, to_huggingface
+from engine.core.errors import UserError
 from engine.data.tokenizer import (
-    END_OF_TEXT,
-    END_OF_TURN,
-    PATTERNS,
-    RESERVED,
-    ROLES,
-    SMALLEST_BPE,
     BPETokenizer,
     ByteTokenizer,
     CharTokenizer,
+    HuggingFaceTokenizer,
     Tokenizer,
-    fitting_vocabulary,
+    from_document,
     load_tokenizer,
     named_tokenizer,
-    train_bpe,
-    train_huggingface,
 )
+from engine.data.tokenizer_json import (
+    CHAT_ROLES,
+    END_OF_TEXT,
+    END_OF_TURN,
+    EXTENSION_KEY,
+    MAX_VOCAB_SIZE,
+    SPECIAL_TOKENS,
+    SPLIT_PATTERNS,
+    bpe_document,
+    to_byte_level,
+)
+from engine.data.tokenizer_training import (
+    MIN_BPE_VOCAB_SIZE,
+    choose_vocab_size,
+    train_bpe_tokenizer,
+    train_char_tokenizer,
+)
+from engine.huggingface.gguf import pre_tokenizer_name
+
+NAMES = [*SPECIAL_TOKENS, "<|new|>"]
+BYTE_RANKS = {bytes((byte,)): byte for byte in range(256)}
+# Like p50k_base: the end of text stands amid the ranks, and one id has no token.
+GAPPED_RANKS = BYTE_RANKS | {b"ab": 257, b"abab": 258, b" ab": 260}
 
 
-def gapped() -> BPETokenizer:
-    """Built like p50k_base: the end of text stands amid the ranks, and one id stands for nothing."""
-    ranks = {bytes((byte,)): byte for byte in range(256)} | {b"ab": 257, b"abab": 258, b" ab": 260}
-    special = {END_OF_TEXT: 256}
-    return BPETokenizer(
-        tiktoken.Encoding("gapped", pat_str=r"\s?\w+|\W", mergeable_ranks=ranks, special_tokens=special)
-    )
+def gapped() -> Tokenizer:
+    vocab = {to_byte_level(token): rank for token, rank in GAPPED_RANKS.items()}
+    return from_document(bpe_document(vocab, SPLIT_PATTERNS["gpt2"], {END_OF_TEXT: 256}))
 
 
-@pytest.fixture(scope="module", params=["char", "byte", "gapped", "bpe", "gpt2", "cl100k_base"])
-def tokenizer(request: pytest.FixtureRequest, strings: list[str], code: str) -> Tokenizer:
+def load(document: dict[str, Any], folder: Path, end_of_text: str | None = None) -> Tokenizer:
+    """The tokenizer of a document that lies in a folder as a model's does."""
+    (folder / "tokenizer.json").write_text(json.dumps(document), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end_of_text}), encoding="utf-8")
+    return load_tokenizer(folder / "tokenizer.json")
+
+
+@pytest.fixture(scope="module", params=["char", "byte", "gapped", "bpe", "gpt2", "cl100k_base", "sentencepiece"])
+def tokenizer(request: pytest.FixtureRequest, strings: list[str], code: str, tmp_path_factory) -> Tokenizer:
     if request.param in ("gpt2", "cl100k_base"):
         request.getfixturevalue("tiktoken_cache")
         return named_tokenizer(request.param)
     make = {
-        "char": lambda: CharTokenizer("".join(sorted({*"".join(strings)}))),
+        "char": lambda: train_char_tokenizer(strings, "\n"),
         "byte": ByteTokenizer,
         "gapped": gapped,
-        "bpe": lambda: train_bpe([code], 1000),
+        "bpe": lambda: train_bpe_tokenizer([code], 1000, "pairs"),
+        "sentencepiece": lambda: load(
+            json.loads(train_sentencepiece([code]).to_str()), tmp_path_factory.mktemp("unigram"), "</s>"
+        ),
     }
     return make[request.param]()
+
+
+@pytest.fixture(scope="module")
+def random_strings() -> list[str]:
+    """Strings of any characters, of those at which words are split, and repetitions."""
+    chance = random.Random(1)
+    anything = [chr(code_point) for code_point in range(0x110000) if not 0xD800 <= code_point < 0xE000]
+    seams = ["'s", "'LL", "'\u017f", " the", "The", "12345", "...", "\r\n", "\n", "  ", "\t", "\u3000", "/"]
+    seams += ["e\u0301", "ab", "ba"]
+    lengths = [chance.randint(1, 60) for _ in range(500)]
+    texts = ["".join(chance.choices(pool, k=length)) for length in lengths for pool in (anything, seams)]
+    units = ("a", " ", "ab", "aab", "=-", "0", "\n")
+    return [*texts, *(unit * times for unit in units for times in (2, 3, 7, 50, 333))]
+
+
+# Every kind.
 
 
 def test_ids_decode_to_the_text(tokenizer: Tokenizer, strings: list[str]):
     for text in strings:
         ids = tokenizer.encode(text)
         assert ids.dtype == np.uint32 and (ids < tokenizer.vocab_size).all()
+        spaced = text
+        if tokenizer.adds_leading_space and text:  # before all but a space, as in SentencePiece
+            text = text.removeprefix(" ")
+            spaced = f" {text}"
         assert tokenizer.decode(ids) == tokenizer.decode(ids.tolist()) == text
-        assert b"".join(tokenizer.decode_bytes([i]) for i in ids) == text.encode()
+        assert b"".join(tokenizer.decode_bytes([i]) for i in ids) == spaced.encode()
 
 
-def test_part_of_a_character_decodes_to_a_replacement():
-    assert ByteTokenizer().decode("é".encode()[:1]) == "\ufffd"
+def test_text_never_becomes_a_special_token(tokenizer: Tokenizer, strings: list[str]):
+    extended = tokenizer.with_special(NAMES)
+    special = {*extended.special_tokens.values()}
+    for text in (*extended.special_tokens, "".join(extended.special_tokens), f"a{END_OF_TEXT}b"):
+        ids = extended.encode(text).tolist()
+        assert special.isdisjoint(ids) and extended.decode(ids) == text
 
 
-def test_spelled_out_end_of_text_is_ordinary_text(tokenizer: Tokenizer):
-    ids = tokenizer.encode(f"a{END_OF_TEXT}b")
-    assert tokenizer.end_of_text not in ids
-    assert tokenizer.decode(ids) == f"a{END_OF_TEXT}b"
+def test_special_tokens_get_the_next_ids(tokenizer: Tokenizer, strings: list[str]):
+    extended = tokenizer.with_special(NAMES)
+    assert extended.with_special(NAMES[::-1]) is extended
+    new = [name for name in NAMES if name not in tokenizer.special_tokens]
+    assert [extended.special_tokens[name] for name in new] == [*range(tokenizer.vocab_size, extended.vocab_size)]
+    assert extended.decode([extended.special_tokens[name] for name in NAMES]) == "".join(NAMES)
+    for text in strings:
+        np.testing.assert_array_equal(extended.encode(text), tokenizer.encode(text))
+
+
+def test_an_extension_is_recognized(tokenizer: Tokenizer):
+    extended = tokenizer.with_special(NAMES)
+    assert extended.is_extension_of(tokenizer) and extended.is_extension_of(extended)
+    assert extended.is_extension_of(tokenizer.with_chat_template("{{ messages }}"))
+    assert not tokenizer.is_extension_of(extended)
+    assert not CharTokenizer("abd").with_special(NAMES).is_extension_of(CharTokenizer("abc"))
+    assert (
+        not ByteTokenizer()
+        .with_special([END_OF_TURN])
+        .is_extension_of(ByteTokenizer().with_special([*CHAT_ROLES.values()]))
+    )
+
+
+def test_unused_ids_are_those_that_text_never_has(tokenizer: Tokenizer):
+    expected = {
+        "cl100k_base": [100256, *range(100258, 100277)],
+        "bpe": [259] if tokenizer.vocab_size == 261 else [996, 997, 998, 999],
+        "unigram": [0, 1],
+    }
+    assert tokenizer.unused_ids() == expected.get(tokenizer.kind, [])
+    assert tokenizer.end_of_text not in tokenizer.with_special(NAMES).unused_ids()
+
+
+def test_a_saved_tokenizer_loads_unchanged(tokenizer: Tokenizer, strings: list[str], tmp_path: Path, monkeypatch):
+    monkeypatch.delattr(tiktoken, "get_encoding")  # the file must suffice
+    for saved in (tokenizer, tokenizer.with_special(NAMES).with_chat_template("{{ messages }}")):
+        saved.save(tmp_path / "tokenizer.json")
+        loaded = load_tokenizer(tmp_path / "tokenizer.json")
+        assert type(loaded) is type(saved) and loaded.fingerprint == saved.fingerprint
+        for name in ("kind", "vocab_size", "end_of_text", "special_tokens", "chat_template"):
+            assert getattr(loaded, name) == getattr(saved, name)
+        assert loaded.unused_ids() == saved.unused_ids()
+        for text in strings:
+            np.testing.assert_array_equal(loaded.encode(text), saved.encode(text))
+
+
+def test_half_a_character_is_refused(tokenizer: Tokenizer):
+    with pytest.raises(UserError, match=r"'\\udc80'.* at 2|\(U\+DC80\)"):
+        tokenizer.encode("ab\udc80c")
 
 
 def test_end_of_text_decodes_to_its_name(tokenizer: Tokenizer):
     if tokenizer.kind == "char":
         assert tokenizer.end_of_text is None
     else:
-        assert tokenizer.decode([tokenizer.end_of_text]) == END_OF_TEXT
+        assert tokenizer.decode([tokenizer.special_tokens[tokenizer.end_name]]) == tokenizer.end_name
 
 
-def test_loaded_is_what_was_saved(tokenizer: Tokenizer, strings: list[str], tmp_path: Path, monkeypatch):
-    path = tmp_path / "tokenizer.json"
-    tokenizer.save(path)
-    monkeypatch.delattr(tiktoken, "get_encoding")  # the file must be enough
-    loaded = load_tokenizer(path)
-    for name in ("kind", "vocab_size", "end_of_text"):
-        assert getattr(loaded, name) == getattr(tokenizer, name)
-    unused = tokenizer.unused_ids()
-    assert loaded.unused_ids() == unused
-    for text in strings:
-        np.testing.assert_array_equal(loaded.encode(text), tokenizer.encode(text))
-    every_id = [i for i in range(tokenizer.vocab_size) if i not in unused]
-    assert loaded.decode_bytes(every_id) == tokenizer.decode_bytes(every_id)
+# The file is Hugging Face's.
 
 
-def test_unused_ids_are_all_ids_that_stand_for_nothing(tokenizer: Tokenizer):
-    expected = {"cl100k_base": [100256, *range(100258, 100277)], "gapped": [259], "bpe": [996, 997, 998, 999]}
-    assert tokenizer.unused_ids() == expected.get(tokenizer.kind, [])
-
-
-def test_half_a_character_is_refused(tokenizer: Tokenizer):
-    with pytest.raises(ValueError, match=r"the text has '\\udc80', half of a character, at 2|not know .*\(U\+DC80\)"):
-        tokenizer.encode("ab\udc80c")
-
-
-@pytest.mark.parametrize("unknown", ["é", "\U0001f680", "\ud83d"])
-def test_unknown_character_is_named(unknown: str):
-    with pytest.raises(ValueError, match=re.escape(f"{unknown!r} (U+{ord(unknown):04X})")):
-        CharTokenizer("abc").encode(f"ab{unknown}c?")
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_trained_bpe_encodes_as_hugging_face_does(pattern: str, strings: list[str], code: str):
-    # Two regex engines must cut text into the same words, whatever stands by a letter, a digit or a space.
-    code_points = [i for i in (*range(0x1000), *range(0x1000, 0x110000, 100)) if not 0xD800 <= i < 0xE000]
-    all_sorts = "".join(f"a{c} {c}1{c}{c}\n{c}" for c in map(chr, code_points))
-    texts = [*strings, all_sorts, code]
-    theirs, ours = train_huggingface(texts, 1000, pattern), train_bpe(texts, 1000 + len(RESERVED), pattern)
-    assert ours.vocab_size == 1000 + len(RESERVED)
+def test_tokenizers_gives_the_file_the_same_ids(
+    tokenizer: Tokenizer, strings: list[str], random_strings: list[str], shakespeare: Path, tmp_path: Path
+):
+    texts = [*strings, *random_strings, shakespeare.read_text(encoding="utf-8")[:100_000]]
+    if isinstance(tokenizer, CharTokenizer):
+        tokenizer = train_char_tokenizer(texts, "")
+    tokenizer.with_special(NAMES).save(tmp_path / "tokenizer.json")
+    reference = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    reference.encode_special_tokens = True
     for text in texts:
-        assert ours.encode(text).tolist() == theirs.encode(text).ids
+        assert reference.encode(text, add_special_tokens=False).ids == tokenizer.encode(text).tolist()
 
 
-def test_unknown_name_is_told_the_known_ones():
-    with pytest.raises(ValueError, match=r"^--tokenizer gpt5 is unknown; .* char, byte, bpe, .*gpt2.*path"):
-        named_tokenizer("gpt5")
+def test_transformers_gives_the_file_the_same_ids(tokenizer: Tokenizer, code: str, tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    if isinstance(tokenizer, CharTokenizer):
+        tokenizer = train_char_tokenizer([code], "")
+    tokenizer = tokenizer.with_special(NAMES)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end_name}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"clean_up_tokenization_spaces": False}))
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer.encode(code[:20_000]).tolist()
+    assert reference.encode(code[:20_000], add_special_tokens=False) == ids
+    assert reference.decode(ids) == code[:20_000]
+    special = [tokenizer.special_tokens[name] for name in NAMES]
+    assert reference.convert_tokens_to_ids(NAMES) == special and reference.eos_token_id == tokenizer.end_of_text
+    assert reference.encode("".join(NAMES), add_special_tokens=False) == special
 
 
-def test_path_names_a_tokenizer(tmp_path: Path, trained: Callable[..., Path]):
-    run = trained("run", "--steps", 2, "--save-every", 1)
-    newest = sorted((run / "checkpoints").iterdir())[-1]
-    CharTokenizer("xyz").save(newest / "tokenizer.json")
-    gapped().save(tmp_path / "tokenizer.json")
-    for path, kind in ((run, "char"), (newest, "char"), (tmp_path, "gapped"), (tmp_path / "tokenizer.json", "gapped")):
-        assert named_tokenizer(str(path)).kind == kind
-    assert named_tokenizer(str(run)).vocab_size == 3
-    with pytest.raises(ValueError, match=f"{re.escape(str(run / 'checkpoints'))} .*tokenizer.json, or a dataset's"):
-        named_tokenizer(str(run / "checkpoints"))
-    with pytest.raises(ValueError, match=f"^{re.escape(str(run / 'config.toml'))} is damaged"):
-        named_tokenizer(str(run / "config.toml"))
+@pytest.mark.parametrize("name", ["gpt2", "cl100k_base"])
+def test_named_encodings_give_the_ids_of_tiktoken(name: str, strings, random_strings, code: str, tiktoken_cache):
+    tokenizer = named_tokenizer(name)
+    reference = tiktoken.get_encoding(name)
+    assert tokenizer.vocab_size == reference.n_vocab and tokenizer.special_tokens.keys() == reference.special_tokens_set
+    for text in (*strings, *random_strings, code):
+        assert tokenizer.encode(text).tolist() == reference.encode_ordinary(text)
 
 
-def test_bpe_has_as_many_tokens_as_asked_or_as_the_text_has(code: str):
-    assert train_bpe([code], 500).vocab_size == 500
-    assert train_bpe(["aa"], 500).vocab_size == SMALLEST_BPE + 1
-    assert train_bpe([], SMALLEST_BPE).vocab_size == SMALLEST_BPE
-
-
-def test_the_text_decides_how_many_tokens_fit(code: str):
-    assert [fitting_vocabulary(size) for size in (0, 10**6, 10**7, 2**26, 10**12)] == [1024, 1024, 2048, 8192, 8192]
-    assert train_bpe([code, code], None).state() == train_bpe([code, code], 1024).state()
-
-
-def test_bpe_takes_digits_in_pairs():
-    assert len(train_bpe(["202420 " * 9], 500).encode("202420")) == 3
-
-
-@pytest.mark.parametrize("run", [" " * 300_000, "a" * 300_000, "\n" * 300_000, "-" * 300_000, "7" * 300_000])
-def test_no_word_of_a_trained_bpe_is_endless(run: str):
-    trained = train_bpe([run], 300)
-    assert all(len(token) <= 128 for token in trained.encoding._mergeable_ranks)
-    for text in (run, f"x{run}x", f"{run}\n{run}"):
-        assert trained.decode(trained.encode(text).tolist()) == text
-
-
-def test_a_character_that_a_large_tokenizer_does_not_know_is_named_with_some_that_it_does():
+def test_a_character_that_the_tokenizer_lacks_is_named():
+    for character in ("é", "\U0001f680", "\ud83d"):
+        with pytest.raises(UserError, match=re.escape(f"{character!r} (U+{ord(character):04X})")):
+            CharTokenizer("abc").encode(f"ab{character}c?")
     many = CharTokenizer("".join(map(chr, range(0x4E00, 0x9000))))
-    with pytest.raises(ValueError, match=re.escape("'a' (U+0061); its 16,896 are '一丁丂")) as caught:
+    with pytest.raises(UserError, match="16,896") as caught:
         many.encode("a")
     assert len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"format": 2},
-        {"kind": "char"},
-        {"kind": "char", "characters": ""},
-        {"kind": "char", "characters": "\ud800"},
-        {"tokens": None},
-        {"tokens": "a"},
-        {"tokens": "é"},
-        {"pattern": "("},
-        {"special_tokens": {}},
-        {"special_tokens": {END_OF_TEXT: -1}},
-        {"special_tokens": {END_OF_TEXT: 2**24}},
-        {"tokens": " ".join(["", *(base64.b64encode(bytes((byte,))).decode() for byte in range(255))])},
-    ],
-)
-def test_damaged_file_is_refused_by_name(changes: dict, tmp_path: Path):
-    path = tmp_path / "tokenizer.json"
-    gapped().save(path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(ValueError, match=f"^{re.escape(str(path))} (is damaged|has format 2).* again$"):
-        load_tokenizer(path)
+# Training.
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"format": 1', b"\xff"])
-def test_what_is_no_tokenizer_is_refused_by_name(content: bytes, tmp_path: Path):
-    path = tmp_path / "tokenizer.json"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"^{re.escape(str(path))} is damaged"):
-        load_tokenizer(path)
+@pytest.mark.parametrize("pattern", SPLIT_PATTERNS)
+def test_a_trained_bpe_encodes_as_hugging_faces_does(pattern: str, strings: list[str], code: str):
+    # Two regex engines must split text into the same words, whatever stands by a letter, a digit or a space.
+    code_points = [i for i in (*range(0x1000), *range(0x1000, 0x110000, 100)) if not 0xD800 <= i < 0xE000]
+    texts = [*strings, "".join(f"a{c} {c}1{c}{c}\n{c}" for c in map(chr, code_points)), code]
+    trained = train_bpe_tokenizer(texts, 1000 + len(SPECIAL_TOKENS), pattern)
+    assert isinstance(trained, BPETokenizer) and trained.vocab_size == 1000 + len(SPECIAL_TOKENS)
+    reference = tokenizers.Tokenizer(models.BPE())
+    words = Split(Regex(SPLIT_PATTERNS[pattern]), "isolated")
+    reference.pre_tokenizer = pre_tokenizers.Sequence([words, ByteLevel(add_prefix_space=False, use_regex=False)])
+    options: dict[str, Any] = {"initial_alphabet": ByteLevel.alphabet(), "show_progress": False}
+    reference.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=1000, **options))
+    for text in texts:
+        assert trained.encode(text).tolist() == reference.encode(text).ids
 
 
-NAMES = [*RESERVED, "<|new|>"]
+def test_a_bpe_has_as_many_tokens_as_the_text_gives(code: str):
+    assert train_bpe_tokenizer([code], 500, "pairs").vocab_size == 500
+    assert train_bpe_tokenizer(["aa"], 500, "pairs").vocab_size == MIN_BPE_VOCAB_SIZE + 1
+    assert train_bpe_tokenizer([], MIN_BPE_VOCAB_SIZE, "pairs").vocab_size == MIN_BPE_VOCAB_SIZE
 
 
-def test_special_tokens_come_last_and_no_text_becomes_one(tokenizer: Tokenizer, strings: list[str]):
-    extended = tokenizer.with_special(NAMES)
-    assert extended.with_special(NAMES[::-1]) is extended
-    assert extended.extends(tokenizer) and extended.extends(extended) and not tokenizer.extends(extended)
-    new = [name for name in NAMES if name not in tokenizer.special_tokens]
-    assert [extended.special_tokens[name] for name in new] == [*range(tokenizer.vocab_size, extended.vocab_size)]
-    assert extended.decode([extended.special_tokens[name] for name in NAMES]) == "".join(NAMES)
-    for text in strings:
-        np.testing.assert_array_equal(extended.encode(text), tokenizer.encode(text))
-    spelled = "".join(NAMES)
-    assert {*extended.special_tokens.values()}.isdisjoint(extended.encode(spelled).tolist())
-    assert extended.decode(extended.encode(spelled)) == spelled
-    assert {extended.special_tokens[name] for name in new} - {extended.end_of_text} <= {*extended.unused_ids()}
-    assert extended.end_of_text not in extended.unused_ids()
+def test_the_size_of_the_text_chooses_the_vocabulary_size(code: str):
+    assert [choose_vocab_size(size) for size in (0, 10**6, 10**7, 2**26, 10**12)] == [1024, 1024, 2048, 8192, 8192]
+    chosen, fixed = (train_bpe_tokenizer([code, code], size, "pairs") for size in (None, 1024))
+    assert chosen.document == fixed.document
 
 
-def test_special_tokens_are_saved(tokenizer: Tokenizer, tmp_path: Path):
-    extended = tokenizer.with_special(NAMES)
-    extended.save(tmp_path / "tokenizer.json")
-    assert load_tokenizer(tmp_path / "tokenizer.json").state() == extended.state()
+def test_a_bpe_takes_digits_in_pairs():
+    assert len(train_bpe_tokenizer(["202420 " * 9], 500, "pairs").encode("202420")) == 3
 
 
-def test_another_tokenizer_is_not_extended():
-    assert not CharTokenizer("abd").with_special(NAMES).extends(CharTokenizer("abc"))
-    assert not ByteTokenizer().with_special([END_OF_TURN]).extends(ByteTokenizer().with_special([*ROLES.values()]))
+@pytest.mark.parametrize("character", [" ", "a", "\n", "-", "7"])
+def test_no_word_of_a_trained_bpe_is_endless(character: str):
+    run = character * 300_000
+    trained = train_bpe_tokenizer([run], 300, "pairs")
+    assert all(len(trained.decode_bytes([i])) <= 128 for i in range(trained.vocab_size))
+    for text in (run, f"x{run}x", f"{run}\n{run}"):
+        assert trained.decode(trained.encode(text).tolist()) == text
 
 
-@pytest.fixture(scope="module")
-def random_strings() -> list[str]:
-    """A thousand, half of them of any characters, half of those that words are cut at; and runs and repetitions."""
-    chance = random.Random(1)
-    anything = [chr(code_point) for code_point in range(0x110000) if not 0xD800 <= code_point < 0xE000]
-    seams = [
-        "'s",
-        "'LL",
-        "'\u017f",
-        " the",
-        "The",
-        "12345",
-        "...",
-        "\r\n",
-        "\n",
-        "  ",
-        "\t",
-        "\u3000",
-        "/",
-        "e\u0301",
-        "ab",
-        "ba",
-    ]
-    lengths = [chance.randint(1, 60) for _ in range(500)]
-    found = ["".join(chance.choices(sort, k=length)) for length in lengths for sort in (anything, seams)]
-    return [
-        *found,
-        *(unit * times for unit in ("a", " ", "ab", "aab", "=-", "0", "\n") for times in (2, 3, 7, 50, 333)),
-    ]
+# Import.
 
 
-@pytest.fixture(scope="module")
-def exported(tokenizer: Tokenizer, random_strings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A tokenizer with special tokens added, the same in transformers, and its tokenizer.json."""
-    from transformers import AutoTokenizer
-
-    if tokenizer.kind == "char":
-        tokenizer = CharTokenizer("".join(sorted({*tokenizer.characters, *"".join(random_strings)})))
-    tokenizer, folder = tokenizer.with_special(NAMES), tmp_path_factory.mktemp("exported")
-    to_huggingface(tokenizer).save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
-    config |= {"clean_up_tokenization_spaces": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return tokenizer, AutoTokenizer.from_pretrained(folder), json.loads((folder / "tokenizer.json").read_text())
+def split_by(pattern: str) -> pre_tokenizers.PreTokenizer:
+    words = Split(Regex(SPLIT_PATTERNS[pattern]), "isolated")
+    return pre_tokenizers.Sequence([words, ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def test_transformers_gives_the_same_ids(exported: Any, strings: list[str], random_strings: list[str]):
-    ours, theirs, _ = exported
-    texts = [*random_strings, *(text for text in strings if text and END_OF_TEXT not in text)]
-    ids = [ours.encode(text).tolist() for text in texts]
-    assert theirs(texts)["input_ids"] == theirs(texts, add_special_tokens=False)["input_ids"] == ids
-    assert theirs.batch_decode(ids) == texts
-
-
-def test_transformers_gives_shakespeare_the_same_ids(exported: Any, shakespeare: Path):
-    ours, theirs, _ = exported
-    text = shakespeare.read_text(encoding="utf-8")[:100_000]  # more takes transformers seconds
-    ids = ours.encode(text).tolist()
-    assert theirs(text)["input_ids"] == ids and theirs.decode(ids) == text
-
-
-def test_transformers_reads_special_tokens_in_text_unless_it_is_told_not_to(exported: Any):
-    ours, theirs, _ = exported
-    named = [ours.special_tokens[name] for name in NAMES]
-    assert theirs.eos_token_id == ours.end_of_text and theirs.convert_tokens_to_ids(NAMES) == named
-    assert theirs.encode("".join(NAMES)) == named and theirs.decode(named) == "".join(NAMES)
-    assert theirs.encode("".join(NAMES), split_special_tokens=True) == ours.encode("".join(NAMES)).tolist()
-
-
-def test_what_was_exported_is_imported_unchanged(exported: Any):
-    ours, _, tokenizer_json = exported
-    again = from_huggingface(tokenizer_json)
-    same_kind = ours.kind in ("char", "byte", "bpe")
-    assert again.state() == (ours.state() if same_kind else ours.state() | {"kind": "bpe"})
-    if ours.vocab_size < 10_000:  # the large ones take seconds
-        assert json.loads(to_huggingface(again).to_str()) == tokenizer_json
-
-
-def test_hugging_face_does_not_drop_a_character_that_it_does_not_know():
-    with pytest.raises(Exception, match="Missing"):
-        to_huggingface(CharTokenizer("abc")).encode("abxc")
-
-
-def test_no_order_among_equal_merges_changes_ids():
-    chance = random.Random(2)
-    for _ in range(100):
-        words = sorted(
-            {"".join(chance.choices("ab", k=chance.randint(2, 6))) for _ in range(40)}, key=lambda w: len(w) // 3
-        )
-        ranks = {bytes((byte,)): byte for byte in range(256)} | {word.encode(): 256 + i for i, word in enumerate(words)}
-        special = {END_OF_TEXT: len(ranks)}
-        options = {"pat_str": r"[\s\S]+", "mergeable_ranks": ranks, "special_tokens": special}
-        ours = BPETokenizer(tiktoken.Encoding("any", **options))
-        theirs = to_huggingface(ours)
-        for _ in range(20):
-            text = "".join(chance.choices("ab", k=chance.choice((2, 3, 4, 5, 40))))
-            assert theirs.encode(text).ids == ours.encode(text).tolist()
-
-
-def words_of(pattern: str) -> Sequence:
-    return Sequence([Split(Regex(PATTERNS[pattern]), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-FAMILIES = {  # how the tokenizers of well-known models cut text; all of them are byte-level BPEs
+FAMILIES = {  # how known models with a byte-level BPE split text into words
     "GPT-2": ByteLevel(add_prefix_space=False, use_regex=True),
-    "Llama 3": words_of("llama3"),
-    "Qwen 2": words_of("qwen2"),
-    "SmolLM2": Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]),
+    "Llama 3": split_by("llama3"),
+    "Qwen 2": split_by("qwen2"),
+    "SmolLM2": pre_tokenizers.Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]),
 }
 
 
@@ -353,125 +291,299 @@ def original(family: str, texts: list[str]) -> tokenizers.Tokenizer:
     """A tokenizer as a family of models has it, trained on texts."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = FAMILIES[family]
+    made.decoder = decoders.ByteLevel()
     first = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"] if family == "SmolLM2" else []
-    options = {"initial_alphabet": ByteLevel.alphabet(), "special_tokens": first, "show_progress": False}
-    made.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(vocab_size=1500, **options))
+    options: dict[str, Any] = {
+        "initial_alphabet": ByteLevel.alphabet(),
+        "special_tokens": first,
+        "show_progress": False,
+    }
+    made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=1500, **options))
     if family == "Qwen 2":
-        made.normalizer = tokenizers.normalizers.NFC()
-        made.add_tokens([tokenizers.AddedToken("<tool_call>", special=False)])
+        made.normalizer = normalizers.NFC()
+        made.add_tokens([AddedToken("<tool_call>", special=False)])
     made.add_special_tokens(["<|end_of_text|>"] if family == "Llama 3" else ["<|endoftext|>"])
     if family == "Llama 3":
-        start = tokenizers.processors.TemplateProcessing("<|end_of_text|> $0", None, [("<|end_of_text|>", 1500)])
-        made.post_processor = start
+        template = processors.TemplateProcessing("<|end_of_text|> $0", None, [("<|end_of_text|>", 1500)])
+        made.post_processor = template
     return made
 
 
+def assert_same_ids(tokenizer: Tokenizer, document: dict[str, Any], texts: list[str]) -> None:
+    reference = tokenizers.Tokenizer.from_str(json.dumps(document))
+    for text in texts:
+        assert tokenizer.encode(text).tolist() == reference.encode(text, add_special_tokens=False).ids
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_imported_gives_the_ids_of_the_original(family: str, strings: list[str], random_strings: list[str], code: str):
-    theirs = original(family, [*strings, code])
-    tokenizer_json = json.loads(theirs.to_str())
+def test_tiktoken_runs_the_byte_level_bpe_of_known_models(
+    family: str, strings, random_strings, code: str, tmp_path: Path
+):
+    reference = original(family, [*strings, code])
+    document = json.loads(reference.to_str())
     if family == "GPT-2":  # as older files have it
-        tokenizer_json["model"]["merges"] = [" ".join(merge) for merge in tokenizer_json["model"]["merges"]]
-        del tokenizer_json["model"]["type"], tokenizer_json["pre_tokenizer"]["use_regex"]
-    ours = from_huggingface(tokenizer_json, "<|end_of_text|>" if family == "Llama 3" else None, "{{ messages }}")
-    assert ours.vocab_size == theirs.get_vocab_size() and ours.chat_template == "{{ messages }}"
-    assert ours.special_tokens == {added.content: i for i, added in theirs.get_added_tokens_decoder().items()}
-    assert ours.decode([ours.end_of_text]) == ("<|end_of_text|>" if family == "Llama 3" else "<|endoftext|>")
-    normal = theirs.normalizer.normalize_str if theirs.normalizer else str
-    for text in (*random_strings, *(text for text in strings if END_OF_TEXT not in text), code):
-        ids = ours.encode(text).tolist()
-        assert ids == theirs.encode(text, add_special_tokens=False).ids
-        assert ours.decode(ids) == normal(text)
-    again = json.loads(to_huggingface(ours).to_str())
-    assert from_huggingface(again, ours.end_name, ours.chat_template).state() == ours.state()
+        document["model"]["merges"] = [" ".join(merge) for merge in document["model"]["merges"]]
+        del document["model"]["type"], document["pre_tokenizer"]["use_regex"]
+    imported = load(document, tmp_path, "<|end_of_text|>" if family == "Llama 3" else None)
+    assert isinstance(imported, BPETokenizer)
+    assert imported.document | {"model": None} == document | {"model": None}
+    assert imported.vocab_size == reference.get_vocab_size()
+    added = reference.get_added_tokens_decoder()
+    assert imported.special_tokens == {token.content: number for number, token in added.items()}
+    texts = [*random_strings, *(text for text in strings if END_OF_TEXT not in text), code]
+    assert_same_ids(imported, document, texts)
+    normalize = reference.normalizer.normalize_str if reference.normalizer else str
+    assert all(imported.decode(imported.encode(text)) == normalize(text) for text in texts)
 
 
-def trained_json() -> dict[str, Any]:
-    return json.loads(original("Llama 3", ["hello low lower lowest " * 9]).to_str())
+CHANGES: dict[str, tuple[list, Any]] = {  # to a Llama 3-like file, after which tiktoken would give other ids
+    "unknown regex": (["pre_tokenizer", "pretokenizers", 0, "pattern", "Regex"], r"\s+|\S{1,3}"),
+    "inverted regex": (["pre_tokenizer", "pretokenizers", 0, "invert"], True),
+    "prefix space": (["pre_tokenizer", "pretokenizers", 1, "add_prefix_space"], True),
+    "no words": (["pre_tokenizer"], json.loads(ByteLevel(False, use_regex=False).__getstate__())),
+    "lowercase": (["normalizer"], {"type": "Lowercase"}),
+    "ordinary added token": (["added_tokens", 1], {"id": 1501, "content": "lo", "special": False}),
+    "merges in another order": (["model", "merges"], lambda merges: [*merges[3:], *merges[:3]]),
+    "a merge less": (["model", "merges"], lambda merges: merges[:20] + merges[21:]),
+}
 
 
-SENTENCEPIECE = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-ADDED = {"id": 5000, "content": "    ", "special": False}
+@pytest.mark.parametrize("change", CHANGES)
+def test_tokenizers_runs_what_tiktoken_cannot(change: str, strings, random_strings, code: str, tmp_path: Path):
+    document = json.loads(original("Llama 3", [*strings, code]).to_str())
+    (*path, key), value = CHANGES[change]
+    inner: Any = document
+    for step in path:
+        inner = inner[step]
+    if change == "ordinary added token":
+        value = inner[0] | value
+        inner.append(None)
+    inner[key] = value(inner[key]) if callable(value) else value
+    imported = load(document, tmp_path, "<|end_of_text|>")
+    assert isinstance(imported, HuggingFaceTokenizer)
+    assert_same_ids(imported, document, [*strings, *random_strings, code])
+
+
+def test_a_sentencepiece_like_bpe_keeps_its_ids_and_spaces(code: str, strings: list[str], tmp_path: Path):
+    trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    first = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    options: dict[str, Any] = {"special_tokens": first, "show_progress": False}
+    trained.train_from_iterator(code.splitlines(), trainers.BpeTrainer(vocab_size=800, **options))
+    trained.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    document = json.loads(trained.to_str())
+    document["added_tokens"] = document["added_tokens"][:3]
+    imported = load(document, tmp_path, "</s>")
+    assert imported.adds_leading_space and not imported.can_encode_pieces and imported.kind == "bpe"
+    assert_same_ids(imported, document, [*strings, code])
+    assert imported.decode(imported.encode(code)) == code
+    assert [imported.decode_bytes([i]) for i in imported.encode("é")][-2:] == [b"\xc3", b"\xa9"]
+    assert imported.decode([*imported.encode("a b"), 2]) == "a b</s>"
+
+
+def test_a_wordpiece_keeps_its_ids(code: str, tmp_path: Path):
+    trained = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    trained.normalizer = normalizers.BertNormalizer()
+    trained.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trained.decoder = decoders.WordPiece(cleanup=False)
+    options: dict[str, Any] = {"special_tokens": ["[UNK]", "[SEP]"], "show_progress": False}
+    trained.train_from_iterator([code], trainers.WordPieceTrainer(vocab_size=400, **options))
+    document = json.loads(trained.to_str())
+    imported = load(document, tmp_path, "[SEP]")
+    assert_same_ids(imported, document, [code, "Some \u6f22 Words"])
+    ids = imported.encode("Return the parser").tolist()
+    assert imported.decode(ids) == trained.decode(ids) == "return the parser"
+    assert not {1} & {*imported.encode("[SEP]").tolist()}
+
+
+def test_a_token_that_no_merge_makes_is_unused(tmp_path: Path):
+    document = json.loads(original("Llama 3", ["hello low lower lowest " * 9]).to_str())
+    number = max(document["model"]["vocab"].values()) + 2
+    document["model"]["vocab"]["zq"] = number
+    imported = load(document, tmp_path, "<|end_of_text|>")
+    assert isinstance(imported, BPETokenizer) and number in imported.unused_ids()
+    assert_same_ids(imported, document, ["zq", " zq zq"])
+
+
+def test_no_order_among_equal_merges_changes_ids():
+    chance = random.Random(2)
+    for _ in range(100):
+        words = sorted({"".join(chance.choices("ab", k=chance.randint(2, 6))) for _ in range(40)}, key=len)
+        vocab = {to_byte_level(token): rank for token, rank in BYTE_RANKS.items()}
+        vocab |= {word: 256 + index for index, word in enumerate(words)}
+        tokenizer = from_document(bpe_document(vocab, SPLIT_PATTERNS["gpt2"], {END_OF_TEXT: len(vocab)}))
+        assert isinstance(tokenizer, BPETokenizer)
+        texts = ["".join(chance.choices("ab", k=chance.choice((2, 3, 4, 5, 40)))) for _ in range(20)]
+        assert_same_ids(tokenizer, tokenizer.document, texts)
+
+
+def test_the_companion_names_the_end_of_text_and_the_chat_template(tmp_path: Path):
+    document = json.loads(original("GPT-2", ["abab"]).to_str())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    config = {"eos_token": {"content": "<|endoftext|>"}, "chat_template": "of the config"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(tmp_path / "tokenizer.json").chat_template == "of the config"
+    (tmp_path / "chat_template.jinja").write_text("of the template")
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    assert loaded.chat_template == "of the template"
+    assert loaded.document["model"][EXTENSION_KEY] == {"chat_template": "of the template"}
+    assert loaded.with_special(SPECIAL_TOKENS).chat_template is None
+    with pytest.raises(UserError, match=r"tokenizer.json .*'<\|eot\|>'"):
+        load(document, tmp_path, "<|eot|>")
+
+
+# Files that cannot be used.
 
 
 @pytest.mark.parametrize(
-    "path, value, found",
+    "path, value",
     [
-        (["model", "type"], "Unigram", "a Unigram model"),
-        (["model", "type"], "WordPiece", "a WordPiece model"),
-        (["model", "byte_fallback"], True, "byte_fallback"),
-        (["model", "dropout"], 0.1, "dropout"),
-        (["normalizer"], SENTENCEPIECE, "the normalizer .*Replace"),
-        (["pre_tokenizer"], {"type": "Metaspace"}, "the pre-tokenizer .*Metaspace"),
-        (["pre_tokenizer"], None, "the pre-tokenizer null"),
-        (["pre_tokenizer", "pretokenizers", 1, "add_prefix_space"], True, "the pre-tokenizer .*add_prefix_space"),
-        (["pre_tokenizer", "pretokenizers", 0, "invert"], True, "the pre-tokenizer .*invert"),
-        (["pre_tokenizer", "pretokenizers", 0, "pattern", "Regex"], r"\s+|\S{1,3}+", "regex means something else"),
-        (["pre_tokenizer", "pretokenizers", 0, "pattern", "Regex"], "(", "parenthesis"),
-        (["added_tokens", 0], ADDED, "the added token .* which is ordinary text"),
-        (["added_tokens", 0, "id"], 70, "two tokens have one id"),
-        (["added_tokens", 0, "id"], 2**24, "is not of 0 to"),
-        (["model", "vocab", "a"], -1, "is not of 0 to"),
-        (["model", "merges"], [["l", "o"], ["lo", "x"]], "KeyError"),
-        (["model", "merges", 1], 7, "TypeError"),
-        (["model"], {}, "KeyError"),
+        (["model"], None),
+        (["model"], {}),
+        (["model", "vocab"], None),
+        (["model", "vocab"], [["a"]]),
+        (["model", "vocab", "a"], "1"),
+        (["model", "vocab", "a"], -1),
+        (["model", "vocab", "a"], 65),  # of another token
+        (["model", "vocab", "\ud800"], 9999),
+        (["model", "merges"], [7]),
+        (["model", "merges"], None),
+        (["model", "merges"], [["l", "o", "w"]]),
+        (["model", "merges"], [["l", "absent"]]),
+        (["model", "type"], "Unigram"),
+        (["model", "type"], "absent"),
+        (["model", EXTENSION_KEY], {"end_of_text": 7}),
+        (["pre_tokenizer"], 7),
+        (["pre_tokenizer", "pretokenizers", 0, "pattern", "Regex"], "("),
+        (["normalizer"], {"type": "absent"}),
+        (["added_tokens"], None),
+        (["added_tokens", 0], 7),
+        (["added_tokens", 0, "content"], ""),
+        (["added_tokens", 0, "id"], 70),
+        (["added_tokens", 0, "id"], MAX_VOCAB_SIZE),
+        (["added_tokens", 0, "id"], None),
     ],
 )
-def test_what_gives_other_ids_here_is_refused_by_name(path: list, value: Any, found: str):
-    tokenizer_json = trained_json()
-    inner = tokenizer_json
+def test_a_malformed_file_is_refused_by_name(path: list, value: Any, tmp_path: Path):
+    document = json.loads(original("Llama 3", ["hello low lower lowest " * 9]).to_str())
+    inner = document
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = value
-    with pytest.raises(ValueError, match=f"^the model's tokenizer .*{found}.* --tokenizer NAME.*$"):
-        from_huggingface(tokenizer_json, "<|end_of_text|>")
+    with pytest.raises(UserError, match=f"^{re.escape(str(tmp_path / 'tokenizer.json'))} .*[^\n]$"):
+        load(document, tmp_path, "<|end_of_text|>").encode("lower")
 
 
-def test_a_token_that_no_merge_makes_is_imported_as_unused():
-    tokenizer_json = trained_json()
-    tokenizer_json["model"]["vocab"] |= {"zq": 4000}
-    ours = from_huggingface(tokenizer_json, "<|end_of_text|>")
-    assert ours.encode("zq").tolist() == tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json)).encode("zq").ids[1:]
-    assert ours.vocab_size == max(ours.special_tokens.values()) + 1 and 4000 not in ours.encode(" zq zq").tolist()
+@pytest.mark.parametrize("content", [b"", b"[]", b"7", b'{"format": 1', b"\xff"])
+def test_a_file_of_something_else_is_refused_by_name(content: bytes, tmp_path: Path):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=re.escape(str(path))):
+        load_tokenizer(path)
 
 
-def test_ids_in_another_order_than_the_merges_are_refused():
-    tokenizer_json = trained_json()
-    vocab = tokenizer_json["model"]["vocab"]
-    first, second = ("".join(merge) for merge in tokenizer_json["model"]["merges"][:2])
-    vocab[first], vocab[second] = vocab[second], vocab[first]
-    with pytest.raises(ValueError, match="not in the order of its merges"):
-        from_huggingface(tokenizer_json, "<|end_of_text|>")
+# The format of before.
 
 
-def test_merges_that_do_not_make_a_token_are_refused():
-    tokenizer_json = trained_json()
-    vocab, merges = tokenizer_json["model"]["vocab"], [["h", "e"], ["e", "l"], ["el", "l"], ["h", "ell"]]
-    kept = {name: number for name, number in vocab.items() if len(name) == 1}
-    kept |= {name: 300 + index for index, name in enumerate(("he", "el", "ell", "hell"))}
-    tokenizer_json["model"] |= {"vocab": kept, "merges": merges}
-    with pytest.raises(ValueError, match="do not make its token 'hell'"):
-        from_huggingface(tokenizer_json, "<|end_of_text|>")
+def old_bpe() -> dict[str, Any]:
+    tokens = [""] * 261
+    for token, rank in GAPPED_RANKS.items():
+        tokens[rank] = base64.b64encode(token).decode()
+    special = {END_OF_TEXT: 256}
+    parts = {"pattern": SPLIT_PATTERNS["gpt2"], "special_tokens": special, "tokens": " ".join(tokens)}
+    return {"format": 1, "kind": "bpe"} | parts
 
 
-@pytest.mark.parametrize("end_of_text", [None, "<|eot|>"])
-def test_end_of_text_must_be_one_of_the_added_tokens(end_of_text: str | None):
-    with pytest.raises(ValueError, match=r"is no special token; name the one .* of <\|end_of_text\|>$"):
-        from_huggingface(trained_json(), end_of_text)
+@pytest.mark.parametrize(
+    "saved, expected",
+    [
+        ({"format": 1, "kind": "char", "characters": "abc"}, CharTokenizer("abc")),
+        (
+            {"format": 1, "kind": "char", "characters": "ab", "special_tokens": {"<|end|>": 2}},
+            CharTokenizer("ab").with_special(["<|end|>"]),
+        ),
+        ({"format": 1, "kind": "byte"}, ByteTokenizer()),
+        (
+            {"format": 1, "kind": "byte", "special_tokens": {END_OF_TEXT: 256, "<|end|>": 257}},
+            ByteTokenizer().with_special(["<|end|>"]),
+        ),
+        (old_bpe(), gapped()),
+        (old_bpe() | {"chat_template": "{{ messages }}"}, gapped().with_chat_template("{{ messages }}")),
+    ],
+)
+def test_a_file_of_format_1_loads_as_the_same_tokenizer(saved: dict, expected: Tokenizer, tmp_path: Path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    assert type(loaded) is type(expected) and loaded.fingerprint == expected.fingerprint
+    assert loaded.encode("abab").tolist() == expected.encode("abab").tolist()
 
 
-def test_llama_cpp_has_names_for_the_cuts_that_it_knows(tiktoken_cache):
-    known = {"pairs": None, "gpt2": "gpt-2", "llama3": "llama-bpe", "qwen2": "qwen2", "smollm": "smollm"}
-    assert {name: pre_tokenizer_name(train_bpe(["ab ab"], 300, name)) for name in PATTERNS} == known
+def test_format_1_keeps_names_and_normalizers(tmp_path: Path):
+    saved = old_bpe() | {"kind": "gpt2", "normalizer": "NFC", "end_name": "<end>", "special_tokens": {"<end>": 256}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    assert loaded.kind == "gpt2" and loaded.end_of_text == 256
+    assert loaded.encode("e\u0301").tolist() == [*"é".encode()]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": 2},
+        {"kind": "char", "characters": 7},
+        {"kind": "char", "characters": "\ud800"},
+        {"tokens": None},
+        {"tokens": "a"},
+        {"tokens": "é"},
+        {"pattern": "("},
+        {"special_tokens": {}},
+        {"special_tokens": {END_OF_TEXT: -1}},
+    ],
+)
+def test_a_damaged_file_of_format_1_is_refused_by_name(changes: dict, tmp_path: Path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(old_bpe() | changes))
+    with pytest.raises(UserError, match=f"^{re.escape(str(path))} "):
+        load_tokenizer(path).encode("\xff lower")
+
+
+# Names.
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(UserError, match=r"^--tokenizer gpt5 .* char, byte, bpe, .*gpt2.*path"):
+        named_tokenizer("gpt5")
+
+
+def test_a_path_names_a_tokenizer(tmp_path: Path, trained: Callable[..., Path]):
+    run = trained("run", "--steps", 2, "--save-every", 1)
+    newest = sorted((run / "checkpoints").iterdir())[-1]
+    CharTokenizer("xyz").save(newest / "tokenizer.json")
+    gapped().save(tmp_path / "tokenizer.json")
+    for path, kind in ((run, "char"), (newest, "char"), (tmp_path, "bpe"), (tmp_path / "tokenizer.json", "bpe")):
+        assert named_tokenizer(str(path)).kind == kind
+    assert named_tokenizer(str(run)).vocab_size == 3
+    for path in (run / "checkpoints", run / "config.toml"):
+        with pytest.raises(UserError, match=re.escape(str(path))):
+            named_tokenizer(str(path))
+
+
+def test_llama_cpp_has_names_for_known_patterns(tiktoken_cache):
+    trained = {name: train_bpe_tokenizer(["ab ab"], 300, name) for name in SPLIT_PATTERNS}
+    expected = {"pairs": None, "gpt2": "gpt-2", "llama3": "llama-bpe", "qwen2": "qwen2", "smollm": "smollm"}
+    assert {name: pre_tokenizer_name(tokenizer) for name, tokenizer in trained.items()} == expected
     assert pre_tokenizer_name(named_tokenizer("gpt2")) == "gpt-2"
     assert pre_tokenizer_name(named_tokenizer("cl100k_base")) == "llama-bpe"
-    assert pre_tokenizer_name(gapped()) is pre_tokenizer_name(ByteTokenizer()) is None
+    assert pre_tokenizer_name(ByteTokenizer()) is None
 
 
 @pytest.mark.parametrize("name, pattern", [("gpt2", "gpt2"), ("cl100k_base", "llama3")])
 def test_patterns_of_llama_cpp_give_the_ids_of_tiktoken(name, pattern, strings, random_strings, tiktoken_cache):
-    ours = named_tokenizer(name)
-    options = {"mergeable_ranks": ours.encoding._mergeable_ranks, "special_tokens": {}}
-    other = tiktoken.Encoding(pattern, pat_str=PATTERNS[pattern], **options)
+    tokenizer = named_tokenizer(name)
+    assert isinstance(tokenizer, BPETokenizer)
+    ranks = {tokenizer.decode_bytes([i]): i for i in tokenizer.text_ids}
+    other = tiktoken.Encoding(name, pat_str=SPLIT_PATTERNS[pattern], mergeable_ranks=ranks, special_tokens={})
     for text in (*strings, *random_strings, "ab \n  ", "\n \n \t", " \r\n "):
-        assert other.encode_ordinary(text) == ours.encode(text).tolist()
+        assert other.encode_ordinary(text) == tokenizer.encode(text).tolist()

@@ -1,4 +1,4 @@
-"""How long a run trained and may train, in steps or minutes, and when evaluations and saves are due."""
+"""The length of a run in steps or minutes, and when evaluations and saves are due."""
 
 import itertools
 import json
@@ -7,116 +7,163 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers import logged, tiny
 
 import train
 from engine.core.distributed import SINGLE_PROCESS
 from engine.core.settings import load_settings
-from engine.training.budget import CLOSING, Clock, StepBudget, TimeBudget
+from engine.training.budget import SHUTDOWN_SECONDS, Clock, StepBudget, TimeBudget
 from engine.training.callbacks import MetricsFile
 
 
-def test_all_processes_have_the_first_one_s_seconds():
-    other = SimpleNamespace(broadcast=lambda value: 50.0, is_first=False)
-    assert TimeBudget(-3.0, {"save": None}, {}, other).seconds == 50
-    assert TimeBudget(-3.0, {"save": None}, {}, SINGLE_PROCESS).seconds == 0
-
-
-def drive(seconds, step_seconds, evaluation=0.0, save=0.0, every=None, share=0.0, elapsed=0.0, steps=None):
-    """Run a time budget against a simulated clock: (end, steps, shares, those of evaluations, of saves)."""
-    clock = SimpleNamespace(elapsed=elapsed + 1e-6, paused=0.0)
+def simulate(
+    seconds: float,
+    step_seconds,
+    evaluation: float = 0.0,
+    save: float = 0.0,
+    every: int | None = None,
+    steps: int | None = None,
+) -> SimpleNamespace:
+    """Run a time budget against a simulated clock; an evaluation slows down as steps do."""
+    clock = SimpleNamespace(elapsed=1e-6, paused=0.0)
     costs = {"evaluate": evaluation / step_seconds(0), "save": save}
-    budget = TimeBudget(seconds, {"evaluate": every, "save": every}, costs, SINGLE_PROCESS, share=share, steps=steps)
-    shares, evaluated, saved, step = [], [], [], 0
+    intervals = {"evaluate": every, "save": every}
+    budget = TimeBudget(seconds, intervals, costs, SINGLE_PROCESS, steps=steps)
+    run = SimpleNamespace(step=0, progress=[], evaluated_at=[], saved_at=[])
+
+    def evaluation_seconds() -> float:
+        return evaluation * step_seconds(clock.elapsed) / step_seconds(0)
+
     while True:
-        budget.advance(step, clock)
-        shares.append(budget.share)
-        if step and budget.share < 1 and budget.is_due("evaluate"):
+        budget.update(run.step, clock)
+        run.progress.append(budget.progress)
+        if budget.exhausted:
+            run.end = clock.elapsed + evaluation_seconds() + save + SHUTDOWN_SECONDS
+            return run
+        if run.step and budget.eval_due(run.step):
             with budget.timing("evaluate"):
                 pass
-            seconds = evaluation * step_seconds(clock.elapsed) / step_seconds(0)
-            budget.costs["evaluate"] = seconds / step_seconds(clock.elapsed)
-            clock.elapsed, clock.paused = clock.elapsed + seconds, clock.paused + seconds
-            evaluated.append(budget.share)
-        if step and budget.share < 1 and budget.is_due("save"):
+            budget.costs["evaluate"] = evaluation / step_seconds(0)
+            clock.paused += evaluation_seconds()
+            clock.elapsed += evaluation_seconds()
+            run.evaluated_at.append(budget.progress)
+        if run.step and budget.save_due(run.step):
             with budget.timing("save"):
-                saved.append(budget.share)
-        if budget.share >= 1:
-            seconds = evaluation * step_seconds(clock.elapsed) / step_seconds(0)
-            return clock.elapsed + seconds + save + CLOSING, step, shares, evaluated, saved
-        step, clock.elapsed = step + 1, clock.elapsed + step_seconds(clock.elapsed)
+                run.saved_at.append(budget.progress)
+        run.step += 1
+        clock.elapsed += step_seconds(clock.elapsed)
 
 
 @pytest.mark.parametrize("evaluation", [0.01, 1.0, 5.0])
-def test_a_run_of_minutes_ends_on_time_with_its_last_evaluation_and_save(evaluation):
-    end, _, shares, *_ = drive(120, lambda now: 0.35, evaluation, save=0.5)
-    assert end == pytest.approx(120, abs=0.5)
-    assert shares == sorted(shares) and shares[0] == 0 and shares[-1] == 1 and shares[-2] > 0.99
+def test_minutes_include_the_last_evaluation_and_save(evaluation):
+    run = simulate(120, lambda now: 0.35, evaluation, save=0.5)
+    assert run.end == pytest.approx(120, abs=0.5)
+    assert run.progress == sorted(run.progress)
+    assert run.progress[0] == 0
+    assert run.progress[-2] > 0.99
 
 
-def test_a_run_of_minutes_ends_on_time_beside_another_process_that_takes_a_core():
-    end, *_ = drive(120, lambda now: 0.35 if now < 60 else 1.0, 4.0)
-    assert end == pytest.approx(120, rel=0.03)
+def test_minutes_hold_when_the_machine_slows_down():
+    run = simulate(120, lambda now: 0.35 if now < 60 else 1.0, 4.0)
+    assert run.end == pytest.approx(120, rel=0.03)
 
 
-def test_a_run_of_minutes_and_steps_ends_with_what_is_over_first():
-    end, step, shares, *_ = drive(120, lambda now: 0.35, steps=100)
-    assert step == 100 and end < 40 and shares == [step / 100 for step in range(101)]
-    end, step, shares, *_ = drive(120, lambda now: 0.35, steps=1000)
-    assert step < 400 and end == pytest.approx(120, abs=0.5) and shares[-1] == 1
-    end, step, shares, *_ = drive(120, lambda now: 0.1 if now < 5 else 1.0, steps=1000)  # 5% in 4% of the time
-    assert end == pytest.approx(120, rel=0.03) and shares == sorted(shares) and step < 200
+def test_minutes_and_steps_end_with_the_first_of_both():
+    run = simulate(120, lambda now: 0.35, steps=100)
+    assert run.step == 100
+    assert run.progress == [step / 100 for step in range(101)]
+    run = simulate(120, lambda now: 0.35, steps=1000)
+    assert run.step < 400
+    assert run.end == pytest.approx(120, abs=0.5)
 
 
-@pytest.mark.parametrize(("evaluation", "times"), [(0.001, 9), (1.0, 4), (2.0, 2), (4.0, 1), (9.0, 0)])
-def test_evaluations_before_the_last_are_spread_evenly_and_take_a_small_part_of_the_time(evaluation, times):
-    *_, evaluated, _ = drive(120, lambda now: 0.1, evaluation)
-    assert evaluated == pytest.approx([(n + 1) / (times + 1) for n in range(times)], abs=0.02)
-    assert drive(120, lambda now: 0.1, every=100)[3][0] == pytest.approx(0.085, abs=0.01)  # unless steps are given
+COSTS = [(0.001, 9), (1.0, 4), (2.0, 2), (4.0, 1), (9.0, 0)]
 
 
-@pytest.mark.parametrize(("save", "times"), [(0.001, 9), (1.0, 4), (2.0, 2), (4.0, 1), (9.0, 0)])
-def test_saves_before_the_last_are_spread_evenly_and_take_a_small_part_of_the_time(save, times):
-    *_, saved = drive(120, lambda now: 0.1, save=save)
-    assert saved == pytest.approx([(n + 1) / (times + 1) for n in range(times)], abs=0.02)
+@pytest.mark.parametrize(("seconds", "number"), COSTS)
+def test_evaluations_and_saves_are_spread_evenly_in_a_fraction_of_the_time(seconds, number):
+    expected = [(index + 1) / (number + 1) for index in range(number)]
+    evaluated_at = simulate(120, lambda now: 0.1, evaluation=seconds).evaluated_at
+    assert evaluated_at == pytest.approx(expected, abs=0.02)
+    saved_at = simulate(120, lambda now: 0.1, save=seconds).saved_at
+    assert saved_at == pytest.approx(expected, abs=0.02)
 
 
-def test_the_steps_of_a_run_of_minutes_are_told_from_its_share():
-    budget = TimeBudget(CLOSING + 100, {"evaluate": None, "save": None}, {"evaluate": 0, "save": 0}, SINGLE_PROCESS)
-    assert budget.total == math.inf
+def test_an_interval_in_steps_holds_in_a_run_of_minutes():
+    run = simulate(120, lambda now: 0.1, every=100)
+    assert run.evaluated_at[0] == pytest.approx(0.085, abs=0.01)
+
+
+def test_total_steps_of_minutes_follow_from_the_progress():
+    intervals = {"evaluate": None, "save": None}
+    costs = {"evaluate": 0.0, "save": 0.0}
+    budget = TimeBudget(SHUTDOWN_SECONDS + 100, intervals, costs, SINGLE_PROCESS)
+    assert budget.total_steps == math.inf
     for step in range(51):
-        budget.advance(step, SimpleNamespace(elapsed=step + 1e-6, paused=0.0))
-    assert budget.share == pytest.approx(0.505, abs=1e-3) and budget.total == pytest.approx(99, abs=0.1)
-    assert budget.left(SimpleNamespace(elapsed=60)) == pytest.approx(42.5)
+        budget.update(step, SimpleNamespace(elapsed=step + 1e-6, paused=0.0))
+    assert budget.progress == pytest.approx(0.505, abs=1e-3)
+    assert budget.total_steps == pytest.approx(99, abs=0.1)
+    assert budget.seconds_left(SimpleNamespace(elapsed=60)) == pytest.approx(42.5)
 
 
-def test_a_run_of_steps_goes_by_its_steps():
+def test_all_ranks_go_by_the_clock_of_rank_0():
+    dist = SimpleNamespace(
+        broadcast=lambda value: 50.0,
+        is_main_process=False,
+        sum=lambda values: values + torch.tensor([0.25, 0.0]),
+    )
+    intervals = {"evaluate": None, "save": None}
+    budget = TimeBudget(-3.0, intervals, {"evaluate": 0.0, "save": 0.0}, dist)
+    assert budget.seconds == 50
+    budget.update(7, SimpleNamespace(elapsed=49.0, paused=0.0))
+    assert budget.progress == 0.25
+
+
+def test_steps():
     budget = StepBudget(10, {"evaluate": 4, "save": 5})
-    due = []
-    for step in range(11):
-        budget.advance(step, Clock(0.0, 0))
-        due.append((budget.is_due("evaluate"), budget.is_due("save")))
-    assert [step for step, (evaluate, _) in enumerate(due) if evaluate] == [0, 4, 8]
-    assert [step for step, (_, save) in enumerate(due) if save] == [0, 5, 10] and budget.share == 1
-    assert budget.total == 10 and budget.left(Clock(0.0, 0)) == math.inf
+    evaluated_at = []
+    saved_at = []
+    for step in range(1, 11):
+        assert not budget.exhausted
+        budget.update(step, Clock(0.0, 0))
+        evaluated_at += [step] * budget.eval_due(step)
+        saved_at += [step] * budget.save_due(step)
+    assert evaluated_at == [4, 8]
+    assert saved_at == [5, 10]
+    assert budget.exhausted
+    assert budget.total_steps == 10
+    assert budget.seconds_left(Clock(0.0, 0)) == math.inf
 
 
-def test_a_run_of_minutes_decays_evaluates_saves_and_goes_on_where_it_was(numbers, tmp_path, capsys):
-    out, short = tmp_path / "run", ("--minutes", (CLOSING + 6) / 60, "--eval-every", 10**6)
-    settings = load_settings(train.TrainConfig, tiny(numbers, out, *short))
-    begun, asked = time.monotonic(), itertools.count()
-    stopped = train.train(settings, observers=[MetricsFile()], stop=lambda: next(asked) > 30, begun=begun)
-    assert 0 < stopped.budget.share < 1 and stopped.saved == stopped.step
-    resumed = load_settings(train.TrainConfig, tiny(numbers, out, *short, "--resume"))
-    capsys.readouterr()
-    run = train.train(resumed, observers=[MetricsFile()], begun=time.monotonic() - 4)  # a slow start changes no setting
-    assert capsys.readouterr().out.startswith(f"Resuming after step {stopped.step}\n")
-    assert run.step > stopped.step and run.budget.share == 1 and run.saved == run.step and run.val_loss < 2
-    assert run.clock.elapsed < CLOSING + 2  # what the start took is gone
-    share = list(logged(out, "share").values())
-    assert share == sorted(share) and share[-1] == 1 and max(logged(out, "train_loss")) == run.step
-    assert list(logged(out, "learning_rate").values())[-1] < 0.1 * settings.optimizer.learning_rate
-    state = json.loads((out / "checkpoints" / f"step-{run.step:08d}" / "state.json").read_text())
-    assert state["share"] == 1
-    again = train.train(resumed)
-    assert again.step == run.step
+def test_pauses_do_not_count_in_the_speed(monkeypatch):
+    now = itertools.count(100.0)
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))  # a second passes at each look
+    clock = Clock(5.0, 10)
+    with clock.pause():
+        next(now)
+    assert clock.paused == 2
+    assert clock.steps_per_second(20) == 10 / 2
+    assert clock.elapsed == 10
+
+
+def test_a_run_of_minutes_continues_where_it_was_interrupted(numbers, tmp_path):
+    flags = ("--minutes", (SHUTDOWN_SECONDS + 6) / 60, "--eval-every", 10**6)
+    config = load_settings(train.TrainConfig, tiny(numbers, tmp_path, *flags))
+    calls = itertools.count()
+    interrupted = train.train(config, SINGLE_PROCESS, [MetricsFile()], lambda: next(calls) > 30)
+    assert 0 < interrupted.budget.progress < 1
+    resumed = load_settings(train.TrainConfig, tiny(numbers, tmp_path, *flags, "--resume"))
+    begun = time.monotonic() - 4  # a slow start
+    run = train.train(resumed, SINGLE_PROCESS, [MetricsFile()], lambda: False, begun)
+    assert run.step > interrupted.step
+    assert run.budget.exhausted
+    assert run.clock.elapsed < SHUTDOWN_SECONDS + 2
+    progress = list(logged(tmp_path, "share").values())
+    assert progress == sorted(progress)
+    assert progress[-1] == 1
+    rates = list(logged(tmp_path, "learning_rate").values())
+    assert rates[-1] < 0.5 * max(rates)
+    state = tmp_path / "checkpoints" / f"step-{run.step:08d}" / "state.json"
+    assert json.loads(state.read_text())["share"] == 1
+    assert train.train(resumed, SINGLE_PROCESS, []).step == run.step

@@ -1,6 +1,5 @@
-"""What watches training: what it is told and when, metrics and spikes, the terminal's lines, Weights & Biases."""
+"""Callbacks: when they are called, metrics and spikes, the lines on the terminal, Weights & Biases."""
 
-import dataclasses
 import functools
 import json
 import math
@@ -17,92 +16,97 @@ import torch
 from helpers import logged, tiny
 
 import train
-from engine.core.distributed import SINGLE_PROCESS
+from engine.core.errors import UserError
 from engine.core.settings import load_settings
 from engine.data.dataset import open_dataset
 from engine.training.budget import Clock
-from engine.training.callbacks import SPIKE, MetricsFile, Terminal, conclude
+from engine.training.callbacks import SPIKE_Z_SCORE, MetricsFile, Terminal, print_summary
+from engine.training.config import TrainConfig
+from engine.training.trainer import Callback, Trainer
 
 
-class Diary:
+class Diary(Callback):
     """Remembers what it was told."""
 
     def __init__(self):
         self.entries: list[tuple] = []
 
-    def started(self, run: Any) -> None:
-        self.entries.append(("started", run.step))
+    def on_train_start(self, trainer: Trainer) -> None:
+        self.entries.append(("started", trainer.step))
 
-    def stepped(self, run: Any) -> None:
-        self.entries.append(("stepped", run.step))
+    def on_step(self, trainer: Trainer) -> None:
+        self.entries.append(("stepped", trainer.step))
 
-    def recorded(self, run: Any, record: dict[str, Any]) -> None:
+    def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
         self.entries.append(("recorded", record["step"], "train_loss" if "train_loss" in record else "val_loss"))
 
-    def closed(self) -> None:
+    def on_train_end(self, trainer: Trainer) -> None:
         self.entries.append(("closed",))
 
 
-class Spoiling:
+class Spoiling(Callback):
     """Multiplies the training loss of one step."""
 
     def __init__(self, step: int, factor: float):
         self.step, self.factor = step, factor
 
-    def started(self, run: Any) -> None:
+    def on_train_start(self, trainer: Trainer) -> None:
         def spoil(model: torch.nn.Module, inputs: tuple, loss: torch.Tensor) -> torch.Tensor:
-            return loss * self.factor if model.training and run.step + 1 == self.step else loss
+            return loss * self.factor if model.training and trainer.step + 1 == self.step else loss
 
-        run.model.register_forward_hook(spoil)
+        trainer.model.register_forward_hook(spoil)
 
 
-def observed(numbers: Path, out: Path, *flags: object, observers: list[Any]) -> train.Run:
-    return train.train(load_settings(train.TrainConfig, tiny(numbers, out, *flags)), observers=observers)
+def observed(numbers: Path, out: Path, *flags: object, callbacks: list[Callback]) -> Trainer:
+    return train.train(load_settings(TrainConfig, tiny(numbers, out, *flags)), callbacks=callbacks)
 
 
 def test_observers_are_told_what_happens_in_order(numbers, tmp_path):
     diary = Diary()
     flags = ["--log-every", 2, "--eval-every", 3]
-    observed(numbers, tmp_path, "--steps", 3, *flags, observers=[diary])
+    observed(numbers, tmp_path, "--steps", 3, *flags, callbacks=[diary])
     first = [("started", 0), ("stepped", 1), ("stepped", 2), ("recorded", 2, "train_loss"), ("stepped", 3)]
     last = [("recorded", 3, "train_loss"), ("recorded", 3, "val_loss"), ("closed",)]  # the last step is told of anyway
     assert diary.entries == first + last
     diary = Diary()
-    observed(numbers, tmp_path, "--steps", 4, *flags, "--resume", observers=[diary])
+    observed(numbers, tmp_path, "--steps", 4, *flags, "--resume", callbacks=[diary])
     assert diary.entries[:2] == [("started", 3), ("stepped", 4)]
 
 
 def test_observers_know_how_far_the_run_is(numbers, tmp_path):
     told = []
-    watching = SimpleNamespace(stepped=lambda run: told.append(run.budget.share))
-    observed(numbers, tmp_path, "--steps", 4, observers=[watching])
+
+    class Progress(Callback):
+        def on_step(self, trainer: Trainer) -> None:
+            told.append(trainer.budget.progress)
+
+    observed(numbers, tmp_path, "--steps", 4, callbacks=[Progress()])
     assert told == [0.25, 0.5, 0.75, 1]
 
 
 def test_observers_of_a_run_that_never_started_are_closed(numbers, tmp_path):
-    observed(numbers, tmp_path, "--steps", 1, observers=[])
-    observers = [Diary(), MetricsFile(), Terminal()]
-    with pytest.raises(ValueError, match="--resume can't change seed"):
-        observed(numbers, tmp_path, "--steps", 2, "--resume", "--seed", 9, observers=observers)
-    assert observers[0].entries == [("closed",)]
+    observed(numbers, tmp_path, "--steps", 1, callbacks=[])
+    callbacks = [Diary(), MetricsFile(), Terminal()]
+    with pytest.raises(UserError, match="seed"):
+        observed(numbers, tmp_path, "--steps", 2, "--resume", "--seed", 9, callbacks=callbacks)
+    assert callbacks[0].entries == [("closed",)]
 
 
 # The metrics file.
 
 
 def test_a_spike_is_pointed_out(numbers, tmp_path, capsys):
-    observers = [Spoiling(50, 5.0), MetricsFile()]
-    observed(numbers, tmp_path, "--steps", 55, "--eval-every", 100, "--learning-rate", 1e-3, observers=observers)
+    callbacks = [Spoiling(50, 5.0), MetricsFile()]
+    observed(numbers, tmp_path, "--steps", 55, "--eval-every", 100, "--learning-rate", 1e-3, callbacks=callbacks)
     scores = logged(tmp_path, "loss_z_score")
-    assert scores[50] > SPIKE and max(score for step, score in scores.items() if step != 50) < SPIKE
-    said = [line for line in capsys.readouterr().out.splitlines() if "jumped" in line]
-    loss = logged(tmp_path, "train_loss")[50]
-    assert said == [f"step     50  the loss jumped to {loss:.4f}, {scores[50]:.0f} deviations above the recent mean"]
+    assert scores[50] > SPIKE_Z_SCORE and max(score for step, score in scores.items() if step != 50) < SPIKE_Z_SCORE
+    said = [line for line in capsys.readouterr().out.splitlines() if "spike" in line]
+    assert len(said) == 1 and f"{logged(tmp_path, 'train_loss')[50]:.4f}" in said[0]
 
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_null_and_training_goes_on(numbers, tmp_path, factor):
-    observed(numbers, tmp_path, "--steps", 6, "--eval-every", 3, observers=[Spoiling(2, factor), MetricsFile()])
+    observed(numbers, tmp_path, "--steps", 6, "--eval-every", 3, callbacks=[Spoiling(2, factor), MetricsFile()])
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert not [line for line in lines if "NaN" in line or "Infinity" in line]
     losses = logged(tmp_path, "train_loss")
@@ -114,19 +118,19 @@ def test_a_loss_that_is_not_finite_is_null_and_training_goes_on(numbers, tmp_pat
 def test_the_loss_is_drawn_after_each_evaluation_and_only_then(numbers, tmp_path):
     drawn = []
 
-    class Looking:
-        def stepped(self, run: Any) -> None:
+    class Looking(Callback):
+        def on_step(self, trainer: Trainer) -> None:
             drawn.append((tmp_path / "loss.png").exists())
 
-    observed(numbers, tmp_path, "--steps", 4, "--eval-every", 2, observers=[MetricsFile(), Looking()])
+    observed(numbers, tmp_path, "--steps", 4, "--eval-every", 2, callbacks=[MetricsFile(), Looking()])
     assert drawn == [False, False, True, True]
 
 
 def test_a_resumed_run_goes_on_in_its_metrics(numbers, tmp_path):
-    observed(numbers, tmp_path, "--steps", 3, "--save-every", 2, observers=[MetricsFile()])
+    observed(numbers, tmp_path, "--steps", 3, "--save-every", 2, callbacks=[MetricsFile()])
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": 4, "train_loss": 9.0}) + '\n{"step": 5, "train')  # then it was killed
-    observed(numbers, tmp_path, "--steps", 5, "--resume", observers=[MetricsFile()])
+    observed(numbers, tmp_path, "--steps", 5, "--resume", callbacks=[MetricsFile()])
     losses = logged(tmp_path, "train_loss")
     assert list(losses) == [1, 2, 3, 4, 5] and losses[4] < 5
     assert list(logged(tmp_path, "val_loss")) == [3, 5]
@@ -135,12 +139,12 @@ def test_a_resumed_run_goes_on_in_its_metrics(numbers, tmp_path):
 def metrics_of(path: Path, first_step: int) -> MetricsFile:
     """The metrics of a run at path that goes on after first_step."""
     metrics = MetricsFile()
-    metrics.started(SimpleNamespace(step=first_step, config=SimpleNamespace(out=path)))
+    metrics.on_train_start(SimpleNamespace(step=first_step, config=SimpleNamespace(out=path)))
     return metrics
 
 
 def add(metrics: MetricsFile, step: int, loss: float) -> None:
-    metrics.recorded(SimpleNamespace(step=step), {"step": step, "train_loss": loss})
+    metrics.on_record(SimpleNamespace(step=step), {"step": step, "train_loss": loss})
 
 
 def strict(line: str) -> dict:
@@ -190,7 +194,7 @@ def test_a_bare_nan_of_an_earlier_version_becomes_null(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(LINES[0] + '{"step": 2, "train_loss": NaN}\n')
     metrics = metrics_of(tmp_path, 2)
     assert stored(tmp_path)[1] == {"step": 2, "train_loss": None}
-    assert metrics.z_score(3.0) == metrics_of(tmp_path, 2).z_score(3.0) == 0.0  # as null too
+    assert metrics.loss_z_score(3.0) == metrics_of(tmp_path, 2).loss_z_score(3.0) == 0.0  # as null too
 
 
 def test_a_z_score_counts_deviations_from_the_recent_losses_that_are_finite(tmp_path):
@@ -199,13 +203,13 @@ def test_a_z_score_counts_deviations_from_the_recent_losses_that_are_finite(tmp_
         recent = step >= 160
         add(metrics, step, (2.0 + step % 2 if step % 5 else float("nan")) if recent else 50.0)
         if step == 18:
-            assert metrics.z_score(1e6) == 0.0  # too few to compare with
+            assert metrics.loss_z_score(1e6) == 0.0  # too few to compare with
     losses = torch.tensor([2.0 + step % 2 for step in range(160, 200) if step % 5])
-    assert metrics.z_score(4.0) == pytest.approx((4 - losses.mean().item()) / losses.std().item())
-    assert metrics.z_score(float("nan")) == metrics.z_score(float("inf")) == 0.0
-    expected = metrics.z_score(4.0)
+    assert metrics.loss_z_score(4.0) == pytest.approx((4 - losses.mean().item()) / losses.std().item())
+    assert metrics.loss_z_score(float("nan")) == metrics.loss_z_score(float("inf")) == 0.0
+    expected = metrics.loss_z_score(4.0)
     metrics.records = [one for record in metrics.records for one in ({"val_loss": 9.0}, record, {"val_loss": 9.0})]
-    assert metrics.z_score(4.0) == expected  # evaluations between them do not count
+    assert metrics.loss_z_score(4.0) == expected  # evaluations between them do not count
 
 
 @pytest.mark.parametrize("line", [b"", b" ", b"torn", b"{}", b"[1]", b"7", b'{"step": "1"}', b"\xff", b"[" * 9999])
@@ -215,7 +219,7 @@ def test_what_is_no_record_is_put_aside_and_the_others_are_kept(tmp_path, capsys
     assert [record["step"] for record in metrics.records] == [record["step"] for record in stored(tmp_path)] == [1, 2]
     said, aside = capsys.readouterr().err, tmp_path / "metrics.damaged"
     if line.strip():
-        assert said.count("\n") == 1 and "1 lines that are no records" in said and aside.read_bytes() == line + b"\n"
+        assert said.count("\n") == 1 and "metrics.jsonl" in said and aside.read_bytes() == line + b"\n"
     else:
         assert not said and not aside.exists()
 
@@ -224,7 +228,7 @@ def test_what_is_no_record_is_put_aside_and_the_others_are_kept(tmp_path, capsys
 
 
 def test_the_terminal_says_what_is_about_to_happen_and_each_evaluation(numbers, tmp_path, capsys):
-    observed(numbers, tmp_path, "--steps", 4, "--eval-every", 2, observers=[Terminal(), MetricsFile()])
+    observed(numbers, tmp_path, "--steps", 4, "--eval-every", 2, callbacks=[Terminal(), MetricsFile()])
     said, shown = capsys.readouterr()
     assert not shown  # no live line where there is no terminal
     data, model, run, *evaluations = said.splitlines()
@@ -232,7 +236,7 @@ def test_the_terminal_says_what_is_about_to_happen_and_each_evaluation(numbers, 
     sizes = f"{len(dataset.train):,} tokens to train on, {len(dataset.val):,} to validate"
     assert data == f"data   {numbers}: {sizes}; vocabulary {dataset.tokenizer.vocab_size} (char)"
     assert model == "model  8,928 parameters: 2 layers, 2 heads, d_model 16, context 16"
-    assert run == f"run    4 steps of 4 × 16 tokens = 256 (0.0 epochs), muon, on 1 × cpu in float32 → {tmp_path}"
+    assert run.startswith("run    4 steps, 4 × 16 tokens a step = 256 tokens") and run.endswith(f"→ {tmp_path}")
     losses, bits = logged(tmp_path, "val_loss"), logged(tmp_path, "val_bits_per_byte")
     expected = [f"step {n:>6,}  validation loss {losses[n]:.4f}, {bits[n]:.4f} bits per byte  (" for n in (2, 4)]
     assert [line[: line.index("(") + 1] for line in evaluations] == expected
@@ -257,7 +261,7 @@ class Screen:
 
 def test_on_a_terminal_a_line_shows_loss_and_speed(numbers, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", screen := Screen())
-    observed(numbers, tmp_path, "--steps", 3, observers=[Terminal()])
+    observed(numbers, tmp_path, "--steps", 3, callbacks=[Terminal()])
     assert "step 3/3 |" in screen.text and "loss " in screen.text and "tokens/s" in screen.text
 
 
@@ -291,12 +295,12 @@ def test_speed_is_that_since_the_last_time_without_the_pauses(now):
 
 
 def test_evaluations_and_what_is_made_of_them_are_no_part_of_the_speed(numbers, tmp_path):
-    class Slow:
-        def recorded(self, run: Any, record: dict[str, Any]) -> None:
-            if "val_loss" in record and run.step == 2:
+    class Slow(Callback):
+        def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
+            if "val_loss" in record and trainer.step == 2:
                 time.sleep(1)
 
-    observed(numbers, tmp_path, "--steps", 3, "--eval-every", 2, observers=[MetricsFile(), Slow()])
+    observed(numbers, tmp_path, "--steps", 3, "--eval-every", 2, callbacks=[MetricsFile(), Slow()])
     assert logged(tmp_path, "tokens_per_second")[3] > 64 / 0.9  # a step has 64 tokens
 
 
@@ -377,30 +381,33 @@ def test_weights_and_biases_has_settings_metrics_and_samples_of_one_run(numbers,
 
 
 def test_skipped_steps_are_told_as_they_happen_and_at_the_end(numbers, tmp_path, capsys):
-    observers = [Spoiling(2, math.nan), MetricsFile(), Terminal()]
-    run = observed(numbers, tmp_path, "--steps", 4, "--eval-every", 4, observers=observers)
-    conclude(run)
+    callbacks = [Spoiling(2, math.nan), MetricsFile(), Terminal()]
+    run = observed(numbers, tmp_path, "--steps", 4, "--eval-every", 4, callbacks=callbacks)
+    print_summary(run)
     said = capsys.readouterr().out
-    assert said.count("1 skipped since the last record: their gradients were not finite") == 1
-    assert "step      2  1 skipped" in said and ", 1 of them skipped, as their gradients were not finite. Val" in said
+    assert "step      2  skipped 1 steps" in said and "4 steps (1 skipped" in said
 
 
 def test_a_model_that_diverged_ends_without_a_sample(numbers, tmp_path, capsys):
-    run = observed(numbers, tmp_path, "--steps", 1, observers=[])
+    run = observed(numbers, tmp_path, "--steps", 1, callbacks=[])
     with torch.no_grad():
         run.model.token_embedding.weight.fill_(math.nan)
-    conclude(run)
-    assert "none: the model's logits are not finite" in capsys.readouterr().out
+    print_summary(run)
+    assert "none: " in capsys.readouterr().out
 
 
-def test_a_save_that_takes_longer_than_torchrun_waits_is_told_of_at_the_start(numbers, tmp_path, monkeypatch, capsys):
-    config = load_settings(train.TrainConfig, tiny(numbers, tmp_path, "--steps", 1))
-    monkeypatch.setattr("engine.training.trainer.SAVED_PER_SECOND", 1000)
-    train.train(config, dataclasses.replace(SINGLE_PROCESS, launch="1 on here"), [Terminal()])
-    assert "a save may take" in (said := capsys.readouterr().out) and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=" in said
-    train.train(dataclasses.replace(config, resume=True), SINGLE_PROCESS, [Terminal()])
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1e6")
-    train.train(
-        dataclasses.replace(config, resume=True), dataclasses.replace(SINGLE_PROCESS, launch="1 on here"), [Terminal()]
-    )
-    assert "a save may take" not in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("environment", "warns"),
+    [
+        ({}, False),
+        ({"TORCHELASTIC_RUN_ID": "none"}, True),
+        ({"TORCHELASTIC_RUN_ID": "none", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1e6"}, False),
+    ],
+    ids=["alone", "torchrun", "a longer limit"],
+)
+def test_a_save_longer_than_torchrun_waits_is_announced(numbers, tmp_path, monkeypatch, capsys, environment, warns):
+    monkeypatch.setattr("engine.training.trainer.CHECKPOINT_BYTES_PER_SECOND", 1000)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    train.train(load_settings(TrainConfig, tiny(numbers, tmp_path, "--steps", 1)), callbacks=[Terminal()])
+    assert ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in capsys.readouterr().out) == warns

@@ -1,6 +1,7 @@
-"""One checkpoint: complete, whole or not there, and verified."""
+"""One checkpoint: written atomically, verified where it is read, gathered or in shards."""
 
 import json
+import pickle
 import stat
 from pathlib import Path
 
@@ -9,230 +10,228 @@ import safetensors.torch
 import torch
 from helpers import same_checkpoint, same_tensors, seal
 
-from engine.core.files import new_directory
+from engine.core.errors import UserError
 from engine.training.checkpoint import (
-    FILES,
-    STATE,
-    Shard,
+    COMMON_FILES,
+    REQUIRED_STATE,
+    Checkpoint,
     complete_shards,
+    load_model,
     open_checkpoint,
     tensor_files,
     write_checkpoint,
+    write_shard,
 )
+from model import GPT, ModelConfig
+
+NUM_SHARDS = 4
+MODEL = {
+    "matrix": torch.randn(7, 3),
+    "one row": torch.randn(1, 5),
+    "vector": torch.randn(5),
+    "unsharded": torch.randn(3, 2),
+}
+OPTIMIZER = {
+    "matrix.momentum": torch.randn(3, 7).mT.bfloat16(),  # not contiguous
+    "matrix.step": torch.tensor(60.0),
+}
+GATHERED_FILES = ["model.safetensors", "optimizer.safetensors", *COMMON_FILES]
 
 
 def save_tokenizer(path: Path) -> None:
     path.write_text("{}")
 
 
-def written(folder: Path, step: int = 60, save_tokenizer=save_tokenizer, **state) -> Path:
-    model = {"weight": torch.full((3,), float(step))}
-    optimizer = {"weight.momentum": torch.full((2, 3), -float(step)).mT}  # not contiguous
-    path = folder / f"step-{step:08d}"
-    write_checkpoint(path, dict.fromkeys(STATE) | {"step": step} | state, model, optimizer, save_tokenizer)
+def make_state(**values) -> dict:
+    return dict.fromkeys(REQUIRED_STATE) | {"step": 60} | values
+
+
+def write_gathered(folder: Path, save_tokenizer=save_tokenizer, **state) -> Path:
+    path = folder / "step-00000060"
+    write_checkpoint(path, make_state(**state), MODEL, OPTIMIZER, save_tokenizer)
     return path
 
 
-def test_what_is_written_comes_back(tmp_path):
-    found = open_checkpoint(written(tmp_path))
-    assert found.path == tmp_path / "step-00000060" and found.step == 60
-    assert torch.equal(dict(found.model())["weight"], torch.full((3,), 60.0))
-    assert torch.equal(dict(found.optimizer())["weight.momentum"], torch.full((3, 2), -60.0))
-    files = {file.name for file in found.path.iterdir()}
-    assert files == {"model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json", "manifest.json"}
-    assert set(json.loads((found.path / "manifest.json").read_text())["files"]) == files - {"manifest.json"}
+def rows_of(tensors: dict[str, torch.Tensor], rank: int, shards: int) -> dict[str, torch.Tensor]:
+    """The rows that a rank has of each tensor, perhaps none; rank 0 has the unsharded tensors."""
+    rows = {}
+    for name, tensor in tensors.items():
+        if tensor.ndim and name != "unsharded":
+            height = -(-len(tensor) // shards)
+            rows[name] = tensor[height * rank : height * (rank + 1)]
+        elif rank == 0:
+            rows[name] = tensor
+    return rows
 
 
-def test_what_is_not_finite_is_null_in_the_state(tmp_path):
-    path = written(tmp_path, best_val_loss=float("inf"), val_loss=float("nan"))
-    assert "Infinity" not in (path / "state.json").read_text() and "NaN" not in (path / "state.json").read_text()
+def write_sharded(folder: Path, shards: int = NUM_SHARDS) -> Path:
+    path = folder / "step-00000060"
+    directory = folder / "shards"
+    directory.mkdir()
+    hashes = {}
+    for rank in range(shards):
+        rows = [rows_of(tensors, rank, shards) for tensors in (MODEL, OPTIMIZER)]
+        hashes |= write_shard(directory, rank, shards, *rows)
+    complete_shards(path, directory, make_state(), save_tokenizer, hashes)
+    return path
+
+
+# Written and read.
+
+
+def test_a_gathered_checkpoint_round_trips(tmp_path):
+    checkpoint = open_checkpoint(write_gathered(tmp_path)).verify()
+    assert checkpoint.step == 60
+    assert same_tensors(dict(checkpoint.model()), MODEL)
+    assert same_tensors(dict(checkpoint.optimizer()), OPTIMIZER)
+    files = {file.name for file in checkpoint.path.iterdir()}
+    assert files == {*GATHERED_FILES, "manifest.json"} == {*checkpoint.sha256, "manifest.json"}
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, NUM_SHARDS])
+def test_a_sharded_checkpoint_equals_the_gathered_one(tmp_path, shards):
+    (tmp_path / "gathered").mkdir()
+    gathered = open_checkpoint(write_gathered(tmp_path / "gathered")).verify()
+    sharded = open_checkpoint(write_sharded(tmp_path, shards)).verify()
+    assert same_checkpoint(sharded, gathered)
+    assert sharded.state == gathered.state
+    assert (sharded.shards, gathered.shards) == (shards, 0)
+    names = {*tensor_files("model", shards), *tensor_files("optimizer", shards), *COMMON_FILES}
+    assert {file.name for file in sharded.path.iterdir()} == {*names, "manifest.json"}
+    assert not (tmp_path / "shards").exists()
+
+
+@pytest.mark.parametrize("write", [write_gathered, write_sharded])
+def test_any_rows_of_a_tensor_can_be_read(tmp_path, write):
+    for name, saved in open_checkpoint(write(tmp_path)).saved("model"):
+        assert saved.shape == MODEL[name].shape
+        for start in range(len(MODEL[name]) + 1):
+            for stop in range(start, len(MODEL[name]) + 1):
+                assert torch.equal(saved[start:stop], MODEL[name][start:stop])
+
+
+def test_a_loss_that_is_not_finite_is_null_in_state_json(tmp_path):
+    path = write_gathered(tmp_path, best_val_loss=float("inf"), val_loss=float("nan"))
+    assert "Infinity" not in (path / "state.json").read_text()
     state = open_checkpoint(path).state
     assert state["best_val_loss"] is None and state["val_loss"] is None
 
 
-def test_everybody_may_read_what_was_written(tmp_path):
-    path = written(tmp_path)
+@pytest.mark.parametrize("write", [write_gathered, write_sharded])
+def test_files_have_the_permissions_of_the_umask(tmp_path, write):
+    path = write(tmp_path)
     (tmp_path / "plain").touch()
-    usual = stat.S_IMODE((tmp_path / "plain").stat().st_mode)
-    assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {usual}
+    expected = stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {expected}
 
 
-def test_writing_a_step_again_replaces_it(tmp_path):
-    written(tmp_path, val_loss=3.0)
-    assert open_checkpoint(written(tmp_path, val_loss=2.0)).state["val_loss"] == 2.0
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000060"]
-
-
-def test_a_write_that_fails_leaves_what_was_there(tmp_path):
-    def full(path: Path) -> None:
+def test_a_failed_write_leaves_the_old_checkpoint_and_a_complete_one_replaces_it(tmp_path):
+    def raise_disk_full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    written(tmp_path, 1, val_loss=3.0)
-    for step in (1, 2):
-        with pytest.raises(OSError, match="No space left"):
-            written(tmp_path, step, save_tokenizer=full)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    assert open_checkpoint(tmp_path / "step-00000001").state["val_loss"] == 3.0
+    path = write_gathered(tmp_path, val_loss=3.0)
+    with pytest.raises(OSError, match="No space left"):
+        write_gathered(tmp_path, raise_disk_full, val_loss=2.0)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert open_checkpoint(path).verify().state["val_loss"] == 3.0
+    write_gathered(tmp_path, val_loss=2.0)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert open_checkpoint(path).verify().state["val_loss"] == 2.0
 
+
+def test_a_model_is_loaded_without_naming_its_class(tmp_path):
+    config = ModelConfig(vocab_size=11, context_length=8, num_layers=1, num_heads=2, d_model=8)
+    model = GPT(config)
+    state = make_state(model={"vocab_size": 11, "context_length": 8, "num_layers": 1})
+    state["model"] |= {"num_heads": 2, "d_model": 8}
+    write_checkpoint(tmp_path / "one", state, model.state_dict(), {}, save_tokenizer)
+    loaded = load_model(open_checkpoint(tmp_path / "one"))
+    assert loaded.config == config and not loaded.training
+    assert same_tensors(loaded.state_dict(), model.state_dict())
+    for name, value in (("num_layers", 2), ("num_layers", 10**9), ("d_ff", 7), ("bias", True)):
+        wrong = Checkpoint(tmp_path / "one", make_state(model=state["model"] | {name: value}), {})
+        with pytest.raises(UserError, match=r"one.*state\.json"):
+            load_model(wrong)
+
+
+# Corrupted.
 
 DAMAGES = {
     "deleted": lambda path: path.unlink(),
     "emptied": lambda path: path.write_bytes(b""),
     "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "flipped": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
+    "pickle": lambda path: path.write_bytes(pickle.dumps([1])),
 }
 
 
-@pytest.mark.parametrize("name", [*sorted(FILES), "model.safetensors", "optimizer.safetensors", "manifest.json"])
+@pytest.mark.parametrize("name", [*GATHERED_FILES, "manifest.json"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_refused_by_name(tmp_path, name, damage):
-    path = written(tmp_path)
+    path = write_gathered(tmp_path)
     DAMAGES[damage](path / name)
-    with pytest.raises(ValueError, match="step-00000060") as caught:
-        open_checkpoint(path)
+    with pytest.raises(UserError, match="step-00000060") as caught:
+        open_checkpoint(path).verify()
     assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
-def test_what_is_no_tensor_file_is_refused_by_name_though_its_hash_fits(tmp_path, name):
-    path = written(tmp_path)
-    (path / name).write_bytes(b"nothing of the kind")
+@pytest.mark.parametrize("write", [write_gathered, write_sharded])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_only_the_files_that_are_read_are_verified(tmp_path, write, damage):
+    checkpoint = open_checkpoint(write(tmp_path))
+    for name in tensor_files("optimizer", checkpoint.shards):
+        DAMAGES[damage](checkpoint.path / name)
+    checkpoint = open_checkpoint(checkpoint.path)
+    assert same_tensors(dict(checkpoint.verify(checkpoint.model_files).model()), MODEL)
+    DAMAGES[damage](checkpoint.path / checkpoint.model_files[0])
+    with pytest.raises(UserError, match=checkpoint.model_files[0]):
+        checkpoint.verify(checkpoint.model_files)
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+def test_a_file_without_tensors_is_refused_though_its_hash_matches(tmp_path, kind):
+    path = write_gathered(tmp_path)
+    (path / f"{kind}.safetensors").write_bytes(b"not safetensors")
     seal(path)
-    found = open_checkpoint(path)
-    with pytest.raises(ValueError, match=rf"{name} is damaged \("):
-        list(found.model() if name.startswith("model") else found.optimizer())
+    with pytest.raises(UserError, match=rf"{kind}\.safetensors: corrupted"):
+        list(open_checkpoint(path).verify().saved(kind))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 3}, "has format 3, but this version reads 1 and 2"),
-        ({"format": None}, "has format None, but this version reads 1 and 2"),
-        ({"format": 2}, "its manifest.json does not list 1 to 99999 shards, but None"),
-        (
-            {"format": 2, "shards": 2},
-            r"its manifest.json does not list model-00001-of-00002\.safetensors, model-00002-of",
-        ),
-        ({"files": []}, r"its manifest\.json does not list model\.safetensors, "),
-        ({"files": {"../../secret": "0"}}, "names '../../secret', which is no file's name in its folder"),
+        ({"format": 3}, r"got 3.*reads 1 and 2"),
+        ({"format": None}, r"got None.*reads 1 and 2"),
+        ({"format": 2}, "manifest.json"),
+        ({"format": 2, "shards": 10**9}, "manifest.json"),
+        ({"format": 2, "shards": 2}, r"model-00001-of-00002\.safetensors, model-00002-of"),
+        ({"files": []}, "manifest.json"),
+        ({"files": {}}, r"model\.safetensors"),
+        ({"files": dict.fromkeys([*GATHERED_FILES, "../../secret"], "0")}, "'../../secret'"),
     ],
 )
-def test_a_manifest_that_can_not_be_is_refused(tmp_path, changes, message):
-    path = written(tmp_path)
+def test_an_impossible_manifest_is_refused(tmp_path, changes, message):
+    path = write_gathered(tmp_path)
     manifest = json.loads((path / "manifest.json").read_text())
-    if isinstance(changes.get("files"), dict):
-        changes = {"files": manifest["files"] | changes["files"]}
     (path / "manifest.json").write_text(json.dumps(manifest | changes))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         open_checkpoint(path)
 
 
-@pytest.mark.parametrize("state", ["[]", "{}", json.dumps(dict.fromkeys(STATE - {"documents"}))])
-def test_a_state_that_does_not_tell_enough_is_refused(tmp_path, state):
-    path = written(tmp_path)
+@pytest.mark.parametrize("state", ["[]", "{}", json.dumps(dict.fromkeys(REQUIRED_STATE - {"documents"}))])
+def test_a_state_that_lacks_a_value_is_refused(tmp_path, state):
+    path = write_gathered(tmp_path)
     (path / "state.json").write_text(state)
     seal(path)
-    with pytest.raises(ValueError, match=r"is damaged: its state\.json does not .* best_val_loss, "):
+    with pytest.raises(UserError, match=r"state\.json must have .*documents"):
         open_checkpoint(path)
 
 
-# Sharded.
-
-SHARDS = 4
-MODEL = {"matrix": torch.randn(7, 3), "one row": torch.randn(1, 5), "vector": torch.randn(5), "all": torch.randn(3, 2)}
-OPTIMIZER = {"matrix.momentum": torch.randn(7, 3).bfloat16(), "matrix.step": torch.tensor(60.0)}
-
-
-def held(tensors: dict[str, torch.Tensor], number: int, count: int) -> dict[str, torch.Tensor]:
-    """What process ``number`` has of tensors: its rows, which may be none; what is not sharded, if it is the first."""
-    each = {name: -(-len(tensor) // count) for name, tensor in tensors.items() if tensor.ndim and name != "all"}
-    mine = {name: tensors[name][n * (number - 1) : n * number] for name, n in each.items()}
-    return mine | {name: tensor for name, tensor in tensors.items() if number == 1 and name not in each}
-
-
-def written_sharded(folder: Path, count: int = SHARDS) -> Path:
-    path = folder / "step-00000060"
-    with new_directory(path) as directory:
-        for number in range(1, count + 1):
-            shard = Shard(directory, number, count)
-            shard.begin()
-            shard.write(held(MODEL, number, count), held(OPTIMIZER, number, count))
-        complete_shards(directory, count, dict.fromkeys(STATE) | {"step": 60}, save_tokenizer, lambda: False)
-    return path
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, SHARDS])
-def test_a_sharded_checkpoint_is_the_gathered_one_bit_for_bit(tmp_path, count):
-    state = dict.fromkeys(STATE) | {"step": 60}
-    write_checkpoint(tmp_path / "gathered", state, MODEL, OPTIMIZER, save_tokenizer)
-    found, gathered = open_checkpoint(written_sharded(tmp_path, count)), open_checkpoint(tmp_path / "gathered")
-    assert same_checkpoint(found, gathered) and same_tensors(dict(found.model()), MODEL)
-    assert found.state == gathered.state and found.shards == count and gathered.shards == 0
-    files = {*tensor_files("model", count), *tensor_files("optimizer", count), *FILES}
-    assert {file.name for file in found.path.iterdir()} == {*files, "manifest.json"}
-    assert len({stat.S_IMODE(file.stat().st_mode) for file in found.path.iterdir()}) == 1
-
-
-def test_any_rows_of_a_saved_tensor_are_read_alone(tmp_path):
-    state = dict.fromkeys(STATE) | {"step": 60}
-    write_checkpoint(tmp_path / "gathered", state, MODEL, OPTIMIZER, save_tokenizer)
-    for path in (written_sharded(tmp_path), tmp_path / "gathered"):
-        for name, saved in open_checkpoint(path).saved("model"):
-            assert saved.shape == MODEL[name].shape
-            for start in range(len(MODEL[name]) + 1):
-                for stop in range(start, len(MODEL[name]) + 1):
-                    assert torch.equal(saved[start:stop], MODEL[name][start:stop])
-
-
-@pytest.mark.parametrize("name", [tensor_files("model", SHARDS)[2], tensor_files("optimizer", SHARDS)[3]])
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_shard_is_refused_by_name_by_the_process_that_has_to_look(tmp_path, name, damage):
-    path = written_sharded(tmp_path)
-    DAMAGES[damage](path / name)
-    refused = []
-    for rank in range(3):
-        try:
-            open_checkpoint(path, slice(rank, None, 3))
-        except ValueError as error:
-            assert name in str(error)
-            refused.append(rank)
-    assert refused == [0, 1, 2] if damage == "deleted" else len(refused) == 1
-
-
-def test_a_shard_of_another_count_is_refused_by_name(tmp_path):
-    path = written_sharded(tmp_path)
-    manifest = json.loads((path / "manifest.json").read_text())
-    one, other = (tensor_files("model", count)[1] for count in (SHARDS, 3))
-    (path / one).rename(path / other)
-    manifest["files"][other] = manifest["files"].pop(one)
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=rf"is damaged: its manifest.json does not list {one}"):
-        open_checkpoint(path)
-
-
-@pytest.mark.parametrize(("name", "other"), [("matrix", torch.zeros(2, 4)), ("step", torch.tensor(1.0))])
-def test_shards_that_do_not_fit_each_other_are_refused_though_their_hashes_fit(tmp_path, name, other):
-    path = written_sharded(tmp_path)
-    for file in tensor_files("model", SHARDS)[1:3]:
-        safetensors.torch.save_file({name: other}, path / file)
+@pytest.mark.parametrize(("name", "tensor"), [("matrix", torch.zeros(2, 4)), ("step", torch.tensor(1.0))])
+def test_shards_of_different_shapes_are_refused_though_their_hashes_match(tmp_path, name, tensor):
+    path = write_sharded(tmp_path)
+    for file in tensor_files("model", NUM_SHARDS)[1:3]:
+        safetensors.torch.save_file({name: tensor}, path / file)
     seal(path)
-    with pytest.raises(ValueError, match=rf"is damaged: its shards don't have rows of one {name}"):
+    with pytest.raises(UserError, match=rf"corrupted, its shards of {name}"):
         dict(open_checkpoint(path).model())
-
-
-@pytest.mark.parametrize("fault", ["failed", "ended", "hangs"])
-def test_a_checkpoint_that_lacks_a_shard_is_not_there(tmp_path, fault):
-    given_up = iter([False, False, False, True])
-    said = r"shard 2 of 2 of .* was not written; the error of its process says why"
-    with pytest.raises(OSError, match=said), new_directory(tmp_path / "step-00000060") as directory:
-        shards = [Shard(directory, number, 2) for number in (1, 2)]
-        shards[0].begin()
-        shards[0].write(MODEL, OPTIMIZER)
-        if fault != "ended":
-            shards[1].begin()
-        if fault == "failed":
-            (directory / tensor_files("optimizer", 2)[1]).mkdir()
-            with pytest.raises(OSError, match="can't be written"):
-                shards[1].write(MODEL, OPTIMIZER)
-        complete_shards(directory, 2, dict.fromkeys(STATE), save_tokenizer, lambda: next(given_up))
-    assert list(tmp_path.iterdir()) == []

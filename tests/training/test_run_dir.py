@@ -1,12 +1,15 @@
-"""A run's folder: which checkpoints stay, what is verified when, who holds it, and its metrics."""
+"""A run's folder: which checkpoints stay, what is verified when, and who may use it.
+
+SEQUENCES=500 pytest -o addopts= tests/training/test_run_dir.py      more sequences in any order
+"""
 
 import contextlib
-import dataclasses
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,291 +17,457 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from engine.core.distributed import SINGLE_PROCESS, DistributedContext
-from engine.training.checkpoint import STATE, open_checkpoint
-from engine.training.run_dir import RunDir, checkpoints_by_loss, list_checkpoints
+from engine.core.errors import UserError
+from engine.training.checkpoint import REQUIRED_STATE, open_checkpoint
+from engine.training.run_dir import (
+    RunDir,
+    check_run_dir,
+    checkpoints_by_loss,
+    find_checkpoint,
+    list_checkpoints,
+    read_records,
+)
 
 
 def save_tokenizer(path: Path) -> None:
     path.write_text("{}")
 
 
-def save(folder: RunDir, step: int, val_loss: float | None = None, save_tokenizer=save_tokenizer) -> Path:
-    """A checkpoint of that step, on the disk."""
+def raise_disk_full(path: Path) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def make_state(step: int, **values) -> dict:
+    return dict.fromkeys(REQUIRED_STATE) | {"step": step} | values
+
+
+def save(run_dir: RunDir, step: int, val_loss: float | None = None, save_tokenizer=save_tokenizer):
+    """Save a checkpoint and wait for it; return its path."""
     model = {"weight": torch.full((3,), float(step))}
-    state = dict.fromkeys(STATE) | {"step": step, "val_loss": val_loss}
-    folder.save(state, model, {"weight.momentum": -model["weight"]}, save_tokenizer)
-    folder.wait()
-    return list_checkpoints(folder.path)[-1]
+    state = make_state(step, val_loss=val_loss)
+    run_dir.save(state, model, {"weight.momentum": -model["weight"]}, save_tokenizer)
+    run_dir.wait()
+    return list_checkpoints(run_dir.path)[-1]
 
 
 @pytest.fixture
-def open_folder() -> Iterator[Callable[..., RunDir]]:
-    """Opens run folders, and closes them in the end."""
-    with contextlib.ExitStack() as opened:
-        yield lambda *arguments: opened.enter_context(contextlib.closing(RunDir(*arguments)))
+def open_run_dir() -> Iterator[Callable[..., RunDir]]:
+    """Opens run folders, and closes them at the end."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *args, **kwargs: stack.enter_context(contextlib.closing(RunDir(*args, **kwargs)))
 
 
 @pytest.fixture
-def folder(open_folder, tmp_path) -> RunDir:
-    return open_folder(tmp_path / "run")
+def run_dir(open_run_dir, tmp_path) -> RunDir:
+    return open_run_dir(tmp_path / "run")
 
 
-def steps(folder: RunDir) -> list[int]:
-    return [int(path.name.removeprefix("step-")) for path in list_checkpoints(folder.path)]
+def steps(run_dir: RunDir) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in list_checkpoints(run_dir.path)]
 
 
 # Which checkpoints stay.
 
 
-def test_the_newest_two_and_the_best_are_kept(folder):
-    assert checkpoints_by_loss(folder.path) == []
-    for step, loss in [(1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 1.5)]:
-        save(folder, step, loss)
-    assert steps(folder) == [2, 4, 5]
-    assert checkpoints_by_loss(folder.path)[0].name == "step-00000002"
-    assert folder.newest(pytest.fail).step == 5
+@pytest.mark.parametrize(
+    ("keep", "expected"),
+    [(1, [2, 6]), (2, [2, 5, 6]), (3, [2, 4, 5, 6]), (None, [1, 2, 3, 4, 5, 6])],
+)
+def test_the_newest_checkpoints_and_the_best_stay(open_run_dir, tmp_path, keep, expected):
+    run_dir = open_run_dir(tmp_path, keep_checkpoints=keep)
+    assert checkpoints_by_loss(tmp_path) == []
+    for step, loss in [(1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 1.5), (6, float("nan"))]:
+        save(run_dir, step, loss)
+    assert steps(run_dir) == expected
+    assert find_checkpoint(tmp_path).step == 2
+    assert run_dir.newest(pytest.fail).step == 6
 
 
-def test_without_validation_the_newest_is_the_best(folder):
-    save(folder, 1)
-    save(folder, 2)
-    assert checkpoints_by_loss(folder.path)[0].name == "step-00000002"
+def test_without_validation_the_newest_checkpoint_is_the_best(run_dir):
+    for step in (1, 2):
+        save(run_dir, step)
+    assert find_checkpoint(run_dir.path).step == 2
 
 
-def test_a_loss_that_is_not_finite_is_never_the_best(folder):
-    for step, loss in [(1, float("nan")), (2, 5.0), (3, float("inf")), (4, float("nan"))]:
-        save(folder, step, loss)
-    assert checkpoints_by_loss(folder.path)[0].name == "step-00000002"
+def test_older_checkpoints_are_pruned_only_after_the_new_one_is_complete(run_dir):
+    for step in (1, 2):
+        save(run_dir, step)
+    with pytest.raises(OSError, match="No space left"):
+        save(run_dir, 3, save_tokenizer=raise_disk_full)
+    assert steps(run_dir) == [1, 2]
+    save(run_dir, 4)
+    assert steps(run_dir) == [2, 4]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json", "manifest.json"])
-def test_a_damaged_checkpoint_is_skipped_by_name_and_does_not_count_as_one_of_those_kept(folder, name):
-    save(folder, 1)
-    (save(folder, 2, 0.5) / name).write_bytes(b"")
-    warnings = []
-    assert folder.newest(warnings.append).step == 1
-    assert len(warnings) == 1 and name in warnings[0] and "step-00000002" in warnings[0]
-    save(folder, 3, 2.0)
-    assert steps(folder) == [1, 2, 3]  # only two of them are whole
-    save(folder, 4, 3.0)
-    assert steps(folder)[-2:] == [3, 4] and 1 not in steps(folder)
-    for path in list_checkpoints(folder.path):
+def test_a_damaged_checkpoint_is_skipped_by_name_and_does_not_count_as_kept(run_dir, name):
+    save(run_dir, 1)
+    (save(run_dir, 2, 0.5) / name).write_bytes(b"")
+    messages = []
+    assert run_dir.newest(messages.append).step == 1
+    assert len(messages) == 1 and name in messages[0] and "step-00000002" in messages[0]
+    save(run_dir, 3, 2.0)
+    assert steps(run_dir) == [1, 2, 3]  # two are complete
+    save(run_dir, 4, 3.0)
+    assert steps(run_dir)[-2:] == [3, 4] and 1 not in steps(run_dir)
+    for path in list_checkpoints(run_dir.path):
         (path / name).write_bytes(b"")
-    with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged; remove the folder to start again"):
-        folder.newest(warnings.append)
+    with pytest.raises(UserError, match="every checkpoint is corrupted"):
+        run_dir.newest(messages.append)
 
 
-def test_the_last_whole_ones_outlive_damaged_newer_ones(folder):
-    for step in (1, 2, 3):
-        save(folder, step)
-    (save(folder, 4) / "state.json").unlink()
-    save(folder, 5)
-    assert steps(folder) == [3, 4, 5]
-
-
-def test_what_a_kill_left_of_a_save_is_gone_after_a_resume(folder, open_folder):
-    save(folder, 1)
-    old = Path(shutil.copytree(list_checkpoints(folder.path)[0], folder.path / "old"))
-    for step in (2, 3):
-        save(folder, step)
-    folder.close()
-    old.rename(folder.path / "checkpoints" / "step-00000001")  # killed before it was pruned, ...
-    (folder.path / "checkpoints" / ".step-00000004.partial.abc").mkdir()  # ... and while a checkpoint was written
-    resumed = open_folder(folder.path, True)
-    assert resumed.newest(pytest.fail).step == 3
+def test_a_checkpoint_that_was_touched_or_not_verified_stays_until_two_are_newer(run_dir, open_run_dir):
+    for step in (1, 2):
+        save(run_dir, step)
+    run_dir.close()
+    resumed = open_run_dir(run_dir.path, resume=True)
+    assert resumed.newest(pytest.fail).step == 2
+    weights = save(resumed, 3) / "model.safetensors"
+    assert steps(resumed) == [2, 3]
+    os.utime(weights, ns=(0, 0))
+    save(resumed, 4)
+    assert steps(resumed) == [2, 3, 4]  # 3 may be corrupted, so 2 is needed
     save(resumed, 5)
-    assert {path.name for path in (folder.path / "checkpoints").iterdir()} == {"step-00000003", "step-00000005"}
+    assert steps(resumed) == [4, 5]
 
 
-def test_checkpoints_that_are_not_to_be_resumed_are_not_overwritten(folder, open_folder):
-    save(folder, 1)
-    folder.close()
-    with pytest.raises(ValueError, match=r"already holds checkpoints; go on with --resume, or choose another --out"):
-        RunDir(folder.path)
-    assert open_folder(folder.path, True).newest(pytest.fail).step == 1
+def test_what_a_kill_leaves_of_a_save_or_a_prune_is_removed_by_the_resume(run_dir, open_run_dir):
+    old = Path(shutil.copytree(save(run_dir, 1), run_dir.path / "old"))
+    for step in (2, 3):
+        save(run_dir, step)
+    run_dir.close()
+    checkpoints = run_dir.path / "checkpoints"
+    old.rename(checkpoints / "step-00000001")
+    for name in ("1.partial.old", "4.partial.abc", "4.shards.partial.abc"):
+        (checkpoints / f".step-0000000{name}").mkdir()
+    resumed = open_run_dir(run_dir.path, resume=True)
+    assert resumed.newest(pytest.fail).step == 3
+    resumed.wait()
+    save(resumed, 5)
+    assert {path.name for path in checkpoints.iterdir()} == {"step-00000003", "step-00000005"}
+
+
+def test_steps_of_nine_digits_are_newer_than_those_of_eight(run_dir):
+    for step in (99_999_980, 99_999_990, 100_000_000):
+        save(run_dir, step)
+    assert steps(run_dir) == [99_999_990, 100_000_000]
+
+
+@pytest.mark.parametrize("name", ["step-00000001.keep", "step-best", "step-1", "mine", ".mine", ".step-00000009.keep"])
+def test_copies_with_other_names_are_the_users(run_dir, name):
+    copied = shutil.copytree(save(run_dir, 1), run_dir.path / "checkpoints" / name)
+    for step in (2, 3, 4):
+        save(run_dir, step)
+    assert open_checkpoint(copied).verify().step == 1
+    assert steps(run_dir) == [3, 4]
 
 
 # What is verified when.
 
-opened: list[str] | None = None  # the files, while somebody looks
+opened: list[Path] | None = None  # by any call of open(), while a test records them
 
 
-def note(event: str, arguments: tuple) -> None:
-    if opened is not None and event == "open":
-        opened.append(str(arguments[0]))
+def record_open(event: str, arguments: tuple) -> None:
+    if opened is not None and event == "open" and not isinstance(arguments[0], int):
+        opened.append(Path(os.fsdecode(arguments[0])))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def watch_files():
-    sys.addaudithook(note)  # for good: Python knows no way to take it back
+def record_files():
+    sys.addaudithook(record_open)  # Python can't remove it
 
 
 @contextlib.contextmanager
-def verified() -> Iterator[list[int]]:
-    """The steps of those checkpoints whose weights are read within, but for one that is just being written."""
+def weights_read() -> Iterator[list[str]]:
+    """The names of the complete checkpoints whose weights are read within, once for each."""
     global opened
-    steps, opened = [], []
+    names: list[str] = []
+    opened = []
     try:
-        yield steps
+        yield names
     finally:
-        read, opened = [Path(path) for path in opened if Path(path).name == "model.safetensors"], None
-    steps += [int(path.parent.name.removeprefix("step-")) for path in read if path.parent.name.startswith("step-")]
+        paths = [path for path in opened if path.name == "model.safetensors"]
+        opened = None
+    names += [path.parent.name for path in paths if path.parent.name.startswith("step-")]
 
 
-def test_a_save_reads_no_known_checkpoint_again(folder):
+def test_a_save_reads_no_older_checkpoint(run_dir):
     for step in range(1, 6):
-        with verified() as read:
-            save(folder, step, 1 / step)
-        assert read == []
+        with weights_read() as names:
+            save(run_dir, step, 1 / step)
+        assert names == []
 
 
-def test_a_resumed_run_verifies_what_it_finds_once(folder, open_folder):
+def test_a_resume_verifies_the_newest_checkpoint_once(run_dir, open_run_dir):
     for step in (1, 2, 3):
-        save(folder, step)
-    folder.close()
-    resumed = open_folder(folder.path, True)
-    with verified() as read:
+        save(run_dir, step)
+    run_dir.close()
+    resumed = open_run_dir(run_dir.path, resume=True)
+    with weights_read() as names:
         resumed.newest(pytest.fail)
         save(resumed, 4)
         save(resumed, 5)
-    assert sorted(read) == sorted(set(read)) and 3 in read
+    assert names == ["step-00000003"]
 
 
-def test_a_checkpoint_that_was_touched_or_not_verified_is_kept_until_two_are_newer_and_not_read(folder, open_folder):
-    for step in (1, 2):
-        save(folder, step)
-    folder.close()
-    resumed = open_folder(folder.path, True)
-    with verified() as read:
-        assert resumed.newest(pytest.fail).step == 2
-        weights = save(resumed, 3) / "model.safetensors"
-        assert steps(resumed) == [2, 3]
-        os.utime(weights, ns=(0, 0))
-        save(resumed, 4)
-        assert steps(resumed) == [2, 3, 4]  # 3 may be damaged: 2 is needed
-        save(resumed, 5)
-    assert steps(resumed) == [4, 5] and read == [2]
-    resumed.close()
-    for name in ("model.safetensors", "state.json"):
-        (list_checkpoints(folder.path)[0] / name).write_bytes(b"")
-    last = open_folder(folder.path, True)
-    assert last.newest(pytest.fail).step == 5
-    with verified() as read:
-        save(last, 6)
-    assert steps(last) == [5, 6] and read == []
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"")])
+def test_the_optimizer_is_verified_to_resume_but_not_to_sample(run_dir, damage):
+    save(run_dir, 1)
+    damage(save(run_dir, 2) / "optimizer.safetensors")
+    assert find_checkpoint(run_dir.path).step == 2
+    messages = []
+    assert run_dir.newest(messages.append).step == 1
+    assert "optimizer.safetensors" in messages[0]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "tokenizer.json"])
+def test_the_next_best_checkpoint_is_found_if_the_best_is_damaged(run_dir, name, capsys):
+    best = save(run_dir, 1, 0.5)
+    for step, loss in ((2, 0.7), (3, 0.6)):
+        save(run_dir, step, loss)
+    (best / name).write_bytes(b"")
+    if name == "state.json":  # without its loss it is not the best
+        assert find_checkpoint(run_dir.path).step == 3
+        return
+    assert find_checkpoint(run_dir.path).step == 3
+    warning = capsys.readouterr().err
+    assert name in warning and "step-00000003" in warning and warning.count("\n") == 1
+    with pytest.raises(UserError, match=name):
+        find_checkpoint(best)
 
 
 # Written in the background.
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_of_the_state_as_it_was(folder):
-    weights, written = {"weight": torch.zeros(3)}, threading.Event()
+def test_training_continues_while_a_checkpoint_is_written_of_the_state_as_it_was(run_dir):
+    weights = {"weight": torch.zeros(3)}
+    may_write = threading.Event()
 
-    def slow(path: Path) -> None:
-        assert written.wait(60)
+    def save_slowly(path: Path) -> None:
+        assert may_write.wait(60)
         save_tokenizer(path)
 
-    folder.save(dict.fromkeys(STATE) | {"step": 1}, weights, {}, slow)
+    run_dir.save(make_state(1), weights, {}, save_slowly)
     weights["weight"] += 1
-    folder.check()
-    assert steps(folder) == []
-    written.set()
-    folder.wait()
-    assert torch.equal(dict(folder.newest(pytest.fail).model())["weight"], torch.zeros(3))
+    run_dir.check()
+    assert steps(run_dir) == []
+    may_write.set()
+    run_dir.wait()
+    assert torch.equal(dict(run_dir.newest(pytest.fail).model())["weight"], torch.zeros(3))
 
 
-def test_what_the_background_met_is_raised_by_the_next_call(folder):
-    def full(path: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    save(folder, 1)
+@pytest.mark.parametrize("call", ["wait", "check", "save"])
+def test_an_error_of_the_background_is_raised_by_the_next_call(run_dir, call):
+    save(run_dir, 1)
+    run_dir.save(make_state(2), {}, {}, raise_disk_full)
+    while not run_dir.pending.done():
+        threading.Event().wait(0.01)
     with pytest.raises(OSError, match="No space left"):
-        save(folder, 2, save_tokenizer=full)
-    for call in (folder.wait, folder.check, lambda: save(folder, 3)):
-        with pytest.raises(OSError, match="No space left"):
-            call()
-    assert [path.name for path in (folder.path / "checkpoints").iterdir()] == ["step-00000001"]
+        save(run_dir, 3) if call == "save" else getattr(run_dir, call)()
+    assert [path.name for path in (run_dir.path / "checkpoints").iterdir()] == ["step-00000001"]
 
 
-def test_closing_waits_for_what_is_being_written(folder):
+def test_closing_waits_for_the_write(run_dir):
     started = threading.Event()
 
-    def slow(path: Path) -> None:
+    def save_after_start(path: Path) -> None:
         started.set()
         save_tokenizer(path)
 
-    folder.save(dict.fromkeys(STATE) | {"step": 1}, {"weight": torch.zeros(3)}, {}, slow)
+    run_dir.save(make_state(1), {"weight": torch.zeros(3)}, {}, save_after_start)
     assert started.wait(60)
-    folder.close()
-    assert open_checkpoint(list_checkpoints(folder.path)[0]).step == 1
+    run_dir.close()
+    assert open_checkpoint(list_checkpoints(run_dir.path)[0]).verify().step == 1
 
 
-# Who holds it.
+def test_a_removed_run_folder_is_not_created_again(run_dir):
+    save(run_dir, 1)
+    shutil.rmtree(run_dir.path / "checkpoints")
+    save(run_dir, 2)
+    assert steps(run_dir) == [2]
+    shutil.rmtree(run_dir.path)
+    with pytest.raises(UserError, match=f"^{run_dir.path}: .*removed"):
+        save(run_dir, 3)
+    assert not run_dir.path.exists()
 
-HOLD = "import sys; from pathlib import Path; from engine.core.files import lock"
-HOLD += "; held = lock(Path(sys.argv[1]) / '.lock', Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+
+# Who may use it.
+
+HOLD_LOCK = """
+import sys
+from pathlib import Path
+from engine.training.run_dir import RunDir
+
+run_dir = RunDir(Path(sys.argv[1]))
+print("locked", flush=True)
+sys.stdin.read()
+"""
 
 
-def test_a_folder_belongs_to_one_process_until_it_dies(open_folder, tmp_path):
+def test_a_run_folder_belongs_to_one_process_until_it_is_killed(open_run_dir, tmp_path):
+    command = [sys.executable, "-c", HOLD_LOCK, tmp_path]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "encoding": "utf-8"}
-    with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], cwd=ROOT, **pipes) as process:
-        assert process.stdout.readline() == "held\n"
-        refusal = rf"{tmp_path} is in use by process {process.pid} on .*; wait for it, or choose another --out"
-        for _ in range(2):  # being refused changes nothing
-            with pytest.raises(ValueError, match=refusal):
-                RunDir(tmp_path)
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+        assert process.stdout.readline() == "locked\n"
+        for open_again in (check_run_dir, RunDir, check_run_dir):
+            with pytest.raises(UserError, match=rf"{tmp_path}.* in use by process {process.pid}"):
+                open_again(tmp_path, False)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    open_folder(tmp_path)
+    check_run_dir(tmp_path, False)
+    open_run_dir(tmp_path)
 
 
-def test_a_folder_belongs_to_one_run_of_a_process_until_it_is_closed(open_folder, tmp_path):
-    folder = RunDir(tmp_path)
-    with pytest.raises(ValueError, match=rf"in use by process {os.getpid()} on "):
+def test_a_run_folder_belongs_to_one_run_of_a_process_until_it_is_closed(open_run_dir, tmp_path):
+    run_dir = RunDir(tmp_path)
+    with pytest.raises(UserError, match=rf"in use by process {os.getpid()} on "):
         RunDir(tmp_path)
-    folder.close()
-    open_folder(tmp_path).write_settings("steps = 1\n")
+    run_dir.close()
+    open_run_dir(tmp_path).write_settings("steps = 1\n")
     assert (tmp_path / "config.toml").read_text() == "steps = 1\n"
 
 
-# Whose it is.
+def test_a_run_is_continued_only_if_resumed_or_restarted(run_dir, open_run_dir, monkeypatch):
+    check_run_dir(run_dir.path.with_name("new"), False)
+    assert not run_dir.path.with_name("new").exists()
+    save(run_dir, 1)
+    run_dir.close()
+    for refuse in (check_run_dir, RunDir, check_run_dir):
+        with pytest.raises(UserError, match=f"^{run_dir.path}: .*--resume"):
+            refuse(run_dir.path, False)
+    check_run_dir(run_dir.path, True)
+    RunDir(run_dir.path, True).close()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    with pytest.raises(UserError, match="--resume"):
+        RunDir(run_dir.path)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert open_run_dir(run_dir.path).newest(pytest.fail).step == 1
 
 
-def test_steps_of_nine_digits_are_newer_than_those_of_eight(folder):
-    for step in (99_999_980, 99_999_990, 100_000_000):
-        save(folder, step)
-    assert steps(folder) == [99_999_990, 100_000_000] and folder.newest(pytest.fail).step == 100_000_000
+def test_a_new_run_folder_is_removed_if_nothing_was_written_to_it(tmp_path):
+    RunDir(tmp_path / "unused").close()
+    assert not (tmp_path / "unused").exists()
+    (tmp_path / "mine").mkdir()
+    RunDir(tmp_path / "mine").close()
+    assert (tmp_path / "mine").is_dir()  # it was there before
+    used = RunDir(tmp_path / "used")
+    used.write_settings("steps = 1\n")
+    used.close()
+    assert (tmp_path / "used" / "config.toml").is_file()
+    removed = RunDir(tmp_path / "removed")
+    shutil.rmtree(tmp_path / "removed")
+    removed.close()
+    assert not (tmp_path / "removed").exists()
 
 
-@pytest.mark.parametrize("name", ["step-00000001.keep", "step-best", "step-1", "mine", ".mine", ".step-00000009.keep"])
-def test_copies_by_other_names_are_the_users(folder, name):
-    kept = shutil.copytree(save(folder, 1), folder.path / "checkpoints" / name)
-    for step in (2, 3, 4):
-        save(folder, step)
-    assert open_checkpoint(kept).step == 1
-    assert steps(folder) == [3, 4] and folder.newest(pytest.fail).step == 4
+# Its metrics.
 
 
-def test_what_a_kill_left_of_any_step_is_removed(folder):
-    left = folder.path / "checkpoints" / ".step-00000001.partial.x"
-    left.mkdir(parents=True)
-    save(folder, 2)
-    assert not left.exists()
+def test_records_are_read_and_corrupted_lines_are_set_apart(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert read_records(path) == ([], [])
+    corrupted = [b"{\n", b'{"step": "1"}\n', b"[]\n", b"\xff\n"]
+    path.write_bytes(b'{"step": 1}\n\n' + b"".join(corrupted) + b'{"step": 2}\n{"step": 3}')
+    assert read_records(path) == ([{"step": 1}, {"step": 2}], corrupted)
 
 
-def test_processes_that_are_started_again_resume_and_those_of_another_launch_do_not(open_folder, tmp_path):
-    def launched(launch: str) -> DistributedContext:
-        return dataclasses.replace(SINGLE_PROCESS, launch=launch)
+# In any order.
 
-    first = open_folder(tmp_path, False, launched("1 on here"))
-    save(first, 1)
-    first.close()
-    open_folder(tmp_path, False, launched("1 on here")).close()
-    for launch in ("2 on here", ""):
-        for _ in range(2):  # and again, when torchrun starts what was refused once more
-            with pytest.raises(ValueError, match="already holds checkpoints; go on with --resume"):
-                RunDir(tmp_path, False, launched(launch))
-    open_folder(tmp_path, True, launched("2 on here")).close()
-    open_folder(tmp_path, False, launched("2 on here")).close()
+
+class AnyOrder(RuleBasedStateMachine):
+    """Save, fail, be killed, resume, copy and damage in any order: nothing saved is lost."""
+
+    def __init__(self):
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.run_dir = RunDir(self.folder)
+        self.step = 0
+        self.complete: set[int] = set()  # steps of the checkpoints that were saved, not damaged
+        self.user_files: dict[Path, bytes] = {}
+
+    def teardown(self):
+        self.run_dir.close()
+        shutil.rmtree(self.folder)
+
+    def complete_on_disk(self) -> list[Path]:
+        paths = list_checkpoints(self.folder)
+        return [path for path in paths if int(path.name.removeprefix("step-")) in self.complete]
+
+    @rule(loss=st.sampled_from([None, 1.0, 2.0, 3.0]))
+    def save(self, loss):
+        self.step += 1
+        save(self.run_dir, self.step, loss)
+        self.complete.add(self.step)
+
+    @rule()
+    def fail_to_save(self):
+        with pytest.raises(OSError, match="No space left"):
+            save(self.run_dir, self.step + 1, 0.0, raise_disk_full)
+
+    @rule(name=st.sampled_from(["partial.a", "shards.partial.b", "partial.old"]))
+    def be_killed_in_a_save(self, name):
+        partial = self.folder / "checkpoints" / f".step-{self.step + 1:08d}.{name}"
+        partial.mkdir(parents=True, exist_ok=True)
+        (partial / "model.safetensors").write_bytes(b"half")
+
+    @rule()
+    def resume(self):
+        self.run_dir.close()
+        self.run_dir = RunDir(self.folder, resume=True)
+        checkpoint = self.run_dir.newest(lambda message: None) if self.complete else None
+        self.step = checkpoint.step if checkpoint else 0
+
+    @precondition(lambda self: self.complete)
+    @rule(name=st.sampled_from(["step-best", "step-00000001.keep", ".mine"]))
+    def copy_a_checkpoint(self, name):
+        target = self.folder / "checkpoints" / name
+        if not target.exists():
+            shutil.copytree(self.complete_on_disk()[-1], target)
+            self.user_files |= {path: path.read_bytes() for path in target.iterdir()}
+
+    @precondition(lambda self: len(self.complete_on_disk()) > 1)
+    @rule(name=st.sampled_from(["model.safetensors", "state.json", "manifest.json"]))
+    def damage_the_newest(self, name):
+        newest = self.complete_on_disk()[-1]
+        content = bytearray((newest / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (newest / name).write_bytes(content)
+        os.utime(newest / name, ns=(0, 0))  # a clock tick may be longer than the test's step
+        self.complete.remove(int(newest.name.removeprefix("step-")))
+
+    @precondition(lambda self: self.complete)
+    @rule()
+    def sample(self):
+        assert find_checkpoint(self.folder).step in self.complete
+
+    @invariant()
+    def no_file_of_the_user_is_lost(self):
+        assert all(path.read_bytes() == content for path, content in self.user_files.items())
+
+    @invariant()
+    def the_newest_complete_checkpoint_is_on_disk(self):
+        if self.complete:
+            newest = open_checkpoint(self.complete_on_disk()[-1]).verify()
+            assert newest.step == max(self.complete)
+
+
+def test_in_any_order_no_saved_checkpoint_and_no_file_of_the_user_is_lost():
+    options = settings(
+        max_examples=int(os.environ.get("SEQUENCES", 20)),
+        stateful_step_count=15,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(AnyOrder, settings=options)

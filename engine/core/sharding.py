@@ -1,0 +1,132 @@
+"""Tensors and models of several ranks: sharded by FSDP, or replicated by DDP."""
+
+import contextlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from engine.core.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor  # imported where used: it takes half a second
+
+    from engine.core.distributed import DistributedContext
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Sliceable(Protocol):
+    """A full tensor, possibly on a disk, from which single rows can be read."""
+
+    shape: torch.Size
+
+    def __getitem__(self, rows: Any) -> Tensor: ...
+
+
+def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Return whether this is a DTensor, of which each rank holds some rows."""
+    return hasattr(tensor, "full_tensor")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the rows of a tensor that this rank holds: all, unless it is sharded."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def local_shard(full: Sliceable, like: Tensor) -> Tensor:
+    """Return the rows of a full tensor that this rank holds of a parameter of that shape."""
+    if not is_sharded(like):
+        return full[...]
+    n = full.shape[0]
+    n_per_rank = -(-n // like.device_mesh.size())
+    start = min(n, n_per_rank * like.device_mesh.get_local_rank())
+    return full[start : min(n, start + n_per_rank)]
+
+
+def shard_like(full: Sliceable, param: Tensor) -> Tensor:
+    """Return a copy of a full tensor with the device and sharding of a parameter.
+
+    A scalar is never sharded.
+    """
+    if not is_sharded(param) or not full.shape:
+        return full[...].to(param.device, copy=True)
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local_shard(full, param).to(param.device, copy=True),
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=full.shape,
+        stride=torch.empty(full.shape, device="meta").stride(),
+    )
+
+
+@torch.no_grad()
+def load_parameters(model: nn.Module, tensors: Iterable[tuple[str, Sliceable]]) -> None:
+    """Set every parameter by its name, one at a time.
+
+    Raises UserError if the names or shapes are not those of the model.
+    """
+    params = dict(model.named_parameters())
+    for name, full in tensors:
+        if name not in params or params[name].shape != full.shape:
+            shape = tuple(full.shape)
+            raise UserError(f"checkpoint: {name} {shape} is not a parameter of the model.")
+        param = params.pop(name)
+        local(param).copy_(local_shard(full, param))
+    if params:
+        raise UserError(f"checkpoint: parameter {next(iter(params))} is missing.")
+
+
+def shard_and_allocate(model: Model, context: "DistributedContext", dtype: torch.dtype) -> Model:
+    """Move a model from the meta device to the context's, without values; return it.
+
+    Sharded (FSDP2: Zhao et al. 2023), ranks gather parameters where they are used, those of
+    ``blocks`` in dtype. Activations keep their own dtype, as without sharding.
+    """
+    if context.sharded:
+        from torch.distributed.device_mesh import init_device_mesh  # imported late: half a second
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = init_device_mesh(context.device.type, (context.size,))
+        policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for block in model.get_submodule("blocks").children():
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh)
+    return model.to_empty(device=context.device)
+
+
+def wrap_ddp(model: nn.Module, context: "DistributedContext", *example: Tensor) -> nn.Module:
+    """Return the model with gradients averaged over ranks in the backward pass.
+
+    DDP rearranges its buckets after the first backward pass. An example micro-batch comes first, so
+    that a resumed run sums in the same order as an uninterrupted one.
+    """
+    if context.sharded or context.size == 1:
+        return model
+    ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ddp_model(*example).backward()
+    ddp_model.zero_grad()
+    return ddp_model
+
+
+def should_reduce_every_microbatch(num_params: int, memory_bytes: float) -> bool:
+    """Return whether full float32 gradients would take over a quarter of a device's memory.
+
+    Then FSDP reduces them in every micro-batch: more traffic, but only some rows in memory.
+    """
+    return 4 * num_params > memory_bytes / 4
+
+
+def gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContextManager:
+    """Return a context for a backward pass that averages gradients over ranks, or does not yet."""
+    set_fsdp_sync = getattr(model, "set_requires_gradient_sync", None)
+    if set_fsdp_sync is not None:
+        set_fsdp_sync(enabled)
+    if isinstance(model, DistributedDataParallel) and not enabled:
+        return model.no_sync()
+    return contextlib.nullcontext()

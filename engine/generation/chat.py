@@ -1,0 +1,59 @@
+"""A conversation with a chat model, on standard input and output."""
+
+import contextlib
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Unpack
+
+from engine.core.errors import UserError
+from engine.generation.sampling import SamplingOptions
+from engine.generation.text_generator import TextGenerator
+
+
+def converse(
+    model: TextGenerator,
+    system: str,
+    max_new_tokens: int,
+    stop: Sequence[str],
+    **options: Unpack[SamplingOptions],
+) -> None:
+    """Answer each line of standard input until it ends, in a terminal until Ctrl-C or Ctrl-D."""
+    if not sys.stdin:
+        raise UserError("--chat: standard input is closed. Use --prompts-file FILE.jsonl.")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401, gives input() editing and a history
+    # In a terminal Ctrl-C ends an answer, and at the prompt the chat; in a pipe, the command.
+    interrupts = [KeyboardInterrupt] if is_terminal else []
+    turns = [("system", system)] if system else []
+    with contextlib.suppress(EOFError, *interrupts):
+        while True:
+            question = input("> " if is_terminal else "")
+            if not question:
+                continue
+            chat = [*turns, ("user", question)]
+            try:
+                pieces = model.stream_answer(chat, max_new_tokens, stop, **options)
+                answer = print_pieces(pieces, interrupts)
+                turns = [*chat, ("assistant", answer)]
+            except UserError as error:  # a character that the tokenizer lacks, for example
+                if not is_terminal:
+                    raise
+                print(f"error: {error}", file=sys.stderr)
+    if is_terminal:
+        print()
+
+
+def print_pieces(pieces: Iterator[str], interrupts: Sequence[type[BaseException]]) -> str:
+    """Print an answer as it is generated, up to one of the interrupts, and return it."""
+    answer = ""
+    with contextlib.suppress(*interrupts):
+        for piece in pieces:
+            answer += piece
+            print(piece, end="", flush=True)
+    print()
+    return answer

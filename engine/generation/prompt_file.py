@@ -1,0 +1,115 @@
+"""Completing a file of prompts, or answering a file of chats: JSON Lines → JSON Lines."""
+
+import sys
+import time
+from codecs import BOM_UTF8
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Unpack
+
+from tqdm import tqdm
+
+from engine.core.errors import UserError
+from engine.core.files import atomic_write, parse_json, to_json
+from engine.data.chat import Turn
+from engine.data.chat import parse_chat as parse_chat
+from engine.generation.beam_search import search_text
+from engine.generation.generate import complete
+from engine.generation.sampling import SamplingOptions
+from engine.generation.text_generator import TextGenerator, fit_chat
+
+Prompt = tuple[list[int], int]  # token ids, and the most new tokens
+
+
+def complete_file(
+    model: TextGenerator,
+    source: Path,
+    target: Path,
+    is_chat: bool,
+    max_new_tokens: int,
+    batch_size: int,
+    stop: tuple[str, ...] = (),
+    num_beams: int | None = None,
+    **options: Unpack[SamplingOptions],
+) -> None:
+    """Write the lines of a file, each with its completion, and print the speed.
+
+    Raises UserError for an unsuitable line, before anything is generated or written.
+    """
+    if target.exists():
+        raise UserError(f"--out: already exists (got {target}). Remove it, or choose another.")
+    if not target.parent.is_dir():
+        raise UserError(f"--out: its folder does not exist (got {target}). Create it first.")
+    records = []
+    prompts = []
+    for place, record in read_lines(source):
+        try:
+            prompts.append(encode_record(record, model, is_chat, max_new_tokens))
+        except (UserError, UnicodeEncodeError) as error:
+            raise UserError(f"{place}: {error}") from None
+        records.append(record)
+    if not records:
+        raise UserError(f'{source}: has no lines. Add one or more: {{"prompt": TEXT}}')
+    ends = model.answer_ends if is_chat else []
+    if num_beams:
+        completions = search_each(model, prompts, num_beams, stop, ends)
+    else:
+        completions = complete(model.decoder, model.tokenizer, prompts, batch_size, stop, ends, **options)
+    start_time = time.perf_counter()
+    total = 0
+    for index, text, num_tokens in tqdm(completions, total=len(records), disable=None, dynamic_ncols=True, leave=False):
+        records[index]["completion"] = text
+        total += num_tokens
+    atomic_write(target, "".join(f"{to_json(record)}\n" for record in records).encode())
+    seconds = time.perf_counter() - start_time
+    speed = f"{total:,} tokens in {seconds:,.1f} s, {total / seconds:,.0f} tokens/s"
+    print(f"{target}: {len(records):,} prompts, {speed}", file=sys.stderr)
+
+
+def read_lines(path: Path) -> Iterator[tuple[Path, Any]]:
+    """Yield each JSON value of a file, after its place: the path and the line's number."""
+    for number, line in enumerate(path.read_bytes().removeprefix(BOM_UTF8).split(b"\n"), 1):
+        if line.strip():
+            place = Path(f"{path}, line {number}")
+            yield place, parse_json(line, place)
+
+
+def encode_record(record: Any, model: TextGenerator, is_chat: bool, max_new_tokens: int) -> Prompt:
+    """Encode the prompt or chat of a line. Raises UserError or UnicodeEncodeError."""
+    to_json(record).encode()  # JSON can spell half of a character
+    if not isinstance(record, dict):
+        raise UserError(f"must be a JSON object (got {to_json(record)[:40]}).")
+    if "completion" in record:
+        raise UserError("already has a 'completion'. Rename it.")
+    if is_chat:
+        context_length = model.model.config.context_length
+        return fit_chat(model.tokenizer, parse_question(record), context_length, max_new_tokens)
+    if not isinstance(record.get("prompt"), str):
+        names = ", ".join(map(repr, record))
+        raise UserError(f"must have a text 'prompt' (got {names}). For chats, use --chat.")
+    return model.encode_prompt(record["prompt"]), max_new_tokens
+
+
+def parse_question(record: dict[str, Any]) -> list[Turn]:
+    """Return the turns of a chat to answer. Raises UserError unless the last is a question."""
+    messages = record.get("messages")
+    if isinstance(messages, list):
+        placeholder = {"role": "assistant", "content": "…"}  # parse_chat expects an answer
+        record = {"messages": [*messages, placeholder]}
+    turns = parse_chat(record)[:-1]
+    if not turns or turns[-1][0] == "assistant":
+        raise UserError("'messages' must end with a question. Remove the assistant's last one.")
+    return turns
+
+
+def search_each(
+    model: TextGenerator,
+    prompts: list[Prompt],
+    num_beams: int,
+    stop: tuple[str, ...],
+    ends: list[int],
+) -> Iterator[tuple[int, str, int]]:
+    """Yield (index, best text, number of tokens) of each prompt."""
+    for index, (ids, limit) in enumerate(prompts):
+        search = search_text(model.decoder, model.tokenizer, ids, limit, num_beams, stop, ends)
+        yield index, *search

@@ -1,0 +1,200 @@
+"""A GPT's settings and parameters ↔ config.json and tensors of a model family of transformers."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.core.errors import UserError
+from engine.huggingface.families import FAMILIES, Family
+from model import ModelConfig
+
+Tensors = dict[str, Tensor]
+Shapes = dict[str, torch.Size]
+TO_HF_ACTIVATION = {"relu2": "relu2", "gelu": "gelu_new", "relu": "relu", "swiglu": "silu"}
+FROM_HF_ACTIVATION = {
+    "relu2": "relu2",
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "relu": "relu",
+    "silu": "swiglu",
+}
+FULL_ATTENTION = "full_attention"
+SLIDING_ATTENTION = "sliding_attention"
+HF_CONSTANT_BUFFERS = re.compile(r".*(attn\.(masked_)?bias|rotary_emb\.inv_freq)")  # of old files
+
+
+def tensor_layout(names: Iterable[str], family: Family) -> dict[str, list[str]]:
+    """Map each tensor of a family to the parameters that it concatenates.
+
+    Raises UserError for a parameter that the family has no tensor for.
+    """
+    params_by_module: dict[str, list[str]] = {}
+    for name in names:  # all queries of a block, then all keys, then all values
+        params_by_module.setdefault(re.sub(r"heads\.\d+\.", "", name), []).append(name)
+    layout: dict[str, list[str]] = {}
+    for name, params in params_by_module.items():
+        module, _, kind = name.rpartition(".")
+        layer = re.search(r"\.\d+\.", module)
+        hf_module = family.modules.get(re.sub(r"\.\d+\.", ".N.", module))
+        if hf_module is None:
+            advice = "Train without it, or add it to engine/huggingface/families.py."
+            raise UserError(f"--family {family.model_type}: unsupported parameter {name}. {advice}")
+        hf_module = hf_module.replace(".N.", layer[0] if layer else "")
+        layout.setdefault(f"{hf_module}.{kind}", []).extend(params)
+    return layout
+
+
+def flip_rope_halves(name: str, value: Tensor, family: Family) -> Tensor:
+    """Negate the second half of a query's or key's rows if the family's RoPE rotates backwards.
+
+    model.py rotates (a, b) to (a cos + b sin, b cos - a sin). With -b the other direction gives
+    the same numbers but for the sign of the second half, which cancels in the scores.
+    """
+    if not family.flips_rope or not re.search(r"\.(query|key)\.(weight|bias)$", name):
+        return value
+    first_half, second_half = value.chunk(2)
+    return torch.cat((first_half, -second_half))
+
+
+def transpose(name: str, value: Tensor, family: Family) -> Tensor:
+    """Transpose a matrix of the blocks if the family stores it as (input, output)."""
+    is_transposed = family.transposed and name.startswith("blocks.") and value.ndim == 2
+    return value.T if is_transposed else value
+
+
+def to_hf(params: Tensors, family: Family) -> Tensors:
+    """Convert parameters to the family's tensors. Raises UserError for an unknown parameter."""
+    tensors = {}
+    for hf_name, names in tensor_layout(params, family).items():
+        value = torch.cat([flip_rope_halves(name, params[name], family) for name in names])
+        tensors[hf_name] = transpose(names[0], value, family).contiguous()
+    return tensors
+
+
+def from_hf(tensors: Tensors, shapes: Shapes, family: Family, source: str) -> Tensors:
+    """Convert the family's tensors to parameters of these shapes, in float32.
+
+    Raises UserError, naming the source, for a tensor that is missing, unknown, or misshapen.
+    """
+    prefix = family.modules["token_embedding"].split(".")[0] + "."  # old files omit it
+    for name in list(tensors):
+        if not name.startswith((prefix, "lm_head.")):
+            tensors[prefix + name] = tensors.pop(name)
+    params = {}
+    for hf_name, names in tensor_layout(shapes, family).items():
+        if hf_name not in tensors:
+            raise UserError(f"{source}: {hf_name} is missing. Check the sizes in its config.json.")
+        value = transpose(names[0], tensors.pop(hf_name).float(), family)
+        num_rows = [shapes[name][0] for name in names]
+        shape = (sum(num_rows), *shapes[names[0]][1:])
+        if value.shape != shape:
+            got = f"got {tuple(value.shape)}"
+            raise UserError(f"{source}: {hf_name} must have shape {shape}, by config.json ({got}).")
+        for name, rows in zip(names, value.split(num_rows), strict=True):
+            params[name] = flip_rope_halves(name, rows, family).contiguous()
+    if "head.weight" not in shapes:
+        tensors.pop("lm_head.weight", None)  # a copy of the tied embedding
+    for name in tensors:
+        if not HF_CONSTANT_BUFFERS.fullmatch(name):
+            raise UserError(f"{source}: unsupported tensor {name}, by its config.json.")
+    return params
+
+
+def to_hf_config(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """Convert settings that the family supports, none of them None, to those of config.json."""
+    hf_config: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "dtype": "float32",
+        **family.fixed,
+    }
+    for name, keys in family.settings.items():
+        value = getattr(config, name)
+        if name == "activation":
+            value = TO_HF_ACTIVATION[value]
+        elif name == "logit_softcap":
+            value = value or None
+        hf_config.update(dict.fromkeys(keys.split(), value))
+    if config.position == "rope":
+        hf_config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_base}
+    width = max(config.layer_windows) or None
+    if family.windows == "one for all layers":
+        hf_config["sliding_window"] = width
+    elif family.windows == "one width or 0 for each layer":
+        hf_config["use_sliding_window"] = width is not None
+        if width:
+            kinds = {0: FULL_ATTENTION, width: SLIDING_ATTENTION}
+            hf_config["sliding_window"] = width
+            hf_config["layer_types"] = [kinds[window] for window in config.layer_windows]
+    return hf_config
+
+
+def from_hf_config(hf_config: dict[str, Any], source: str) -> tuple[Family, dict[str, Any]]:
+    """Convert config.json to a family and the settings of ModelConfig.
+
+    Raises UserError, naming the source, for what ModelConfig cannot represent.
+    """
+    names = hf_config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else names
+    family = {family.architecture: family for family in FAMILIES.values()}.get(str(name))
+    if family is None:
+        supported = ", ".join(family.architecture for family in FAMILIES.values())
+        raise UserError(f"{source}: architectures must be one of {supported} (got {name!r}).")
+    hf_config = family.defaults | hf_config
+    for key, value in family.fixed.items():
+        if hf_config.get(key, value) != value:
+            raise UserError(f"{source}: {key} must be {value!r} (got {hf_config[key]!r}).")
+    supported_values = family.supported_values()
+    settings = {setting: values[0] for setting, values in supported_values.items()}
+    for setting, keys in family.settings.items():
+        hf_values = {key: hf_config[key] for key in keys.split() if hf_config.get(key) is not None}
+        if len(set(map(str, hf_values.values()))) > 1:
+            raise UserError(f"{source}: {' and '.join(hf_values)} must be equal (got {hf_values}).")
+        for value in hf_values.values():
+            settings[setting] = value
+    for setting in ("vocab_size", "context_length", "num_layers", "num_heads"):
+        if setting not in settings:
+            raise UserError(f"{source}: {family.settings[setting]} is missing.")
+    hf_activation = hf_config.get(family.settings["activation"])
+    if hf_activation is not None:
+        unknown = f"transformers' {hf_activation}"
+        settings["activation"] = FROM_HF_ACTIVATION.get(str(hf_activation), unknown)
+    for setting, values in supported_values.items():
+        if settings[setting] not in values:
+            allowed = " or ".join(map(str, values))
+            raise UserError(f"{source}: {setting} must be {allowed} (got {settings[setting]!r}).")
+    if settings["position"] == "rope":
+        settings["rope_base"] = read_rope_base(hf_config, source)
+    settings["windows"] = read_windows(hf_config, family, source)
+    return family, settings
+
+
+def read_rope_base(hf_config: dict[str, Any], source: str) -> float:
+    """Read RoPE's base, in the old or the new form. Raises UserError for scaled or partial RoPE."""
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    rope = hf_config | (rope if isinstance(rope, dict) else {"rope_type": rope})
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default" or (rope.get("partial_rotary_factor") or 1) != 1:
+        raise UserError(f"{source}: RoPE must be unscaled, and of whole heads (got {kind!r}).")
+    return rope.get("rope_theta") or 10_000.0
+
+
+def read_windows(hf_config: dict[str, Any], family: Family, source: str) -> list[Any] | None:
+    """Read the sliding windows of the layers; None if there are none."""
+    width = hf_config.get("sliding_window", 4096)
+    if family.windows == "one for all layers" and width:
+        return [width]
+    if family.windows == "none" or not width or not hf_config.get("use_sliding_window"):
+        return None
+    windows = {FULL_ATTENTION: 0, SLIDING_ATTENTION: width}
+    layer_types = hf_config.get("layer_types")
+    num_layers = hf_config["num_hidden_layers"]
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise UserError(f"{source}: layer_types must list {num_layers} layers.")
+    if not windows.keys() >= set(map(str, layer_types)):
+        allowed = " or ".join(windows)
+        raise UserError(f"{source}: layer_types must be {allowed} (got {layer_types}).")
+    return [windows[layer_type] for layer_type in layer_types]

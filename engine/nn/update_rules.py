@@ -1,0 +1,242 @@
+"""Muon and AdamW, with the interface of torch.optim.Optimizer.
+
+They do not derive from it: that imports PyTorch's compiler, a second of every start.
+"""
+
+import functools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from engine.core.distributed import SINGLE_PROCESS, DistributedContext
+from engine.core.sharding import local
+
+ParamGroup = dict[str, Any]  # as in torch.optim: "params", and settings by name
+
+# Polar Express coefficients (a, b, c) for singular values in [0.004, 1]: Amsel et al. 2025.
+# The result is within 0.17 of orthogonal. All but the last round allow values up to 1.02.
+NEWTON_SCHULZ_ROUNDS = (
+    (8.1775, -23.1787, 16.5051),
+    (3.9000, -2.7944, 0.5111),
+    (3.2623, -2.3513, 0.4626),
+    (2.3086, -1.6760, 0.4196),
+)
+NUM_GRAM_ROUNDS = 2  # in a row; each multiplies rounding errors by up to a², too much for a third
+ROW_MOMENTUM = 0.95  # of the mean squares of an update's rows
+MIN_ROW_SQUARE = 1e-4  # lower bound of these, relative to 1
+
+
+class GroupedOptimizer:
+    """The interface of torch.optim.Optimizer: parameters in groups, and their state."""
+
+    def __init__(self, params: Iterable[Tensor] | Iterable[ParamGroup], **defaults: object):
+        """params are tensors, or groups of them with settings that replace the defaults."""
+        groups: list[Any] = list(params)
+        if groups and isinstance(groups[0], Tensor):
+            groups = [{"params": groups}]
+        self.param_groups: list[ParamGroup] = [defaults | group for group in groups]
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = self.initial_state(parameter, group)
+
+    def initial_state(self, parameter: Tensor, group: ParamGroup) -> dict[str, Tensor]:
+        """The state of a parameter before the first step."""
+        raise NotImplementedError
+
+    def update_group(self, group: ParamGroup) -> None:
+        """Update the parameters of a group from their gradients, which it may overwrite."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter from its gradient, which it may overwrite."""
+        for group in self.param_groups:
+            self.update_group(group)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for parameter in self.state:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state and the settings, with the index of a parameter in place of itself."""
+        indices = {parameter: index for index, parameter in enumerate(self.state)}
+        groups = []
+        for group in self.param_groups:
+            groups.append(group | {"params": [indices[parameter] for parameter in group["params"]]})
+        state = {indices[parameter]: values for parameter, values in self.state.items()}
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned, on the devices of the parameters."""
+        parameters = list(self.state)
+        for index, values in state_dict["state"].items():
+            parameter = parameters[index]
+            for key, value in values.items():
+                self.state[parameter][key] = value.to(parameter.device)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+class Muon(GroupedOptimizer):
+    """Orthogonalized momentum: Jordan et al. 2024.
+
+    All matrices of a group have one shape, and are orthogonalized in one batched call that is
+    distributed over the ranks. Each ``stack_size`` of them in a row are blocks of rows of one
+    matrix. Updates are scaled to the size of AdamW's (Liu et al. 2025, eq. 4), and the rows of a
+    tall matrix, by their recent mean squares, to one length (NorMuon: Li et al. 2025).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[ParamGroup],
+        lr: float = 0.014,
+        momentum: float = 0.9,
+        weight_decay: float = 0.1,
+        dist_ctx: DistributedContext = SINGLE_PROCESS,
+        dtype: torch.dtype = torch.float32,
+    ):
+        """dtype is that of the orthogonalization. Raises ValueError for a group of many shapes."""
+        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, stack_size=1)
+        self.dist_ctx = dist_ctx
+        self.dtype = dtype
+        for group in self.param_groups:
+            shapes = {tuple(parameter.shape) for parameter in group["params"]}
+            if len(shapes) != 1:
+                raise ValueError(f"matrices of a group must have one shape (got {shapes})")
+
+    def initial_state(self, parameter: Tensor, group: ParamGroup) -> dict[str, Tensor]:
+        """A running mean of the gradient, and for a tall matrix the mean squares of its rows."""
+        state = {"momentum": torch.zeros_like(parameter)}
+        num_rows = group["stack_size"] * parameter.shape[0]
+        if num_rows > parameter.shape[1]:
+            state["row_squares"] = torch.full_like(parameter[:, :1].detach(), 1 / num_rows)
+        return state
+
+    def update_group(self, group: ParamGroup) -> None:
+        """Update the matrices of a group, and overwrite their gradients."""
+        params = group["params"]
+        stack_size = group["stack_size"]
+        num_rows, num_columns = params[0].shape
+        matrices = [local(param) for param in params]
+        grads = [local(param.grad) for param in params]
+        momenta = [local(self.state[param]["momentum"]) for param in params]
+        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+        torch._foreach_lerp_(grads, momenta, group["momentum"])  # Nesterov: one step ahead
+
+        shape = (len(matrices), *matrices[0].shape)
+        batch = torch.empty(shape, dtype=self.dtype, device=matrices[0].device)
+        torch._foreach_copy_(list(batch.unbind()), grads)
+        work = functools.partial(orthogonalize, stack_size=stack_size)
+        batch = self.dist_ctx.map_matrices_across_ranks(work, batch, num_rows, stack_size).to(matrices[0].dtype)
+        height = stack_size * num_rows
+        if height > num_columns:
+            row_squares = [local(self.state[param]["row_squares"]) for param in params]
+            batch.mul_(compute_row_scale(row_squares, batch, height))
+
+        # The weight decay is added to the update first, as in torch.optim.SGD.
+        scale = 0.2 * math.sqrt(max(height, num_columns))
+        updates = list(batch.unbind())
+        torch._foreach_add_(updates, matrices, alpha=group["weight_decay"] / scale)
+        torch._foreach_add_(matrices, updates, alpha=-group["lr"] * scale)
+
+
+def compute_row_scale(row_squares: list[Tensor], updates: Tensor, height: int) -> Tensor:
+    """The factors (n, rows, 1) that give rows of updates (n, rows, columns) one length.
+
+    row_squares are the running means of the rows' mean squares, which are updated.
+    """
+    norms = torch.linalg.vector_norm(updates, dim=-1, keepdim=True)
+    means = torch.stack(row_squares).lerp(norms.square() / updates.shape[-1], 1 - ROW_MOMENTUM)
+    torch._foreach_copy_(row_squares, list(means.unbind()))
+    return (height * means).clamp(min=MIN_ROW_SQUARE).rsqrt()
+
+
+def orthogonalize(matrices: Tensor, stack_size: int = 1) -> Tensor:
+    """Approximate the nearest semi-orthogonal matrix of each of (n, rows, columns).
+
+    Newton–Schulz: a round takes X to P X with P = a I + b G + c G² and G = X Xᵀ, hence G to P G P.
+    If X is wide, several rounds run on the small G alone, and X is multiplied by the product of
+    their P (Zhang et al. 2026); if it is tall, on Xᵀ. First, X is divided by √‖G‖, which bounds its
+    singular values and is at least ‖X‖ / 2 (Grishina et al. 2025). Each ``stack_size`` matrices in
+    a row are one matrix of all their rows.
+    """
+    num_columns = matrices.shape[-1]
+    x = matrices.reshape(-1, stack_size * matrices.shape[-2], num_columns)
+    num_rows = x.shape[-2]
+    is_tall = num_rows > num_columns
+    is_elongated = max(num_rows, num_columns) > 1.5 * min(num_rows, num_columns)
+    rounds_on_gram = NUM_GRAM_ROUNDS if is_elongated else 1  # otherwise more operations
+    for first in range(0, len(NEWTON_SCHULZ_ROUNDS), rounds_on_gram):
+        gram = x.mT @ x if is_tall else x @ x.mT
+        if first == 0:
+            gram_norm = gram.norm(dim=(-2, -1), keepdim=True) + 1e-14
+            gram = gram / gram_norm
+            x = x / gram_norm.sqrt()
+        p = evaluate_polynomial(gram, *NEWTON_SCHULZ_ROUNDS[first])
+        product = p
+        for coefficients in NEWTON_SCHULZ_ROUNDS[first + 1 : first + rounds_on_gram]:
+            gram = p @ gram @ p
+            p = evaluate_polynomial(gram, *coefficients)
+            product = p @ product
+        x = x @ product if is_tall else product @ x
+    return x.view_as(matrices)
+
+
+def evaluate_polynomial(gram: Tensor, a: float, b: float, c: float) -> Tensor:
+    """a I + b G + c G² of symmetric matrices (n, rows, rows)."""
+    result = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+    result.diagonal(dim1=-2, dim2=-1).add_(a)
+    return result
+
+
+class AdamW(GroupedOptimizer):
+    """Adam with decoupled weight decay: Loshchilov & Hutter 2019.
+
+    By PyTorch's fused kernel: separate foreach operations read and write memory many times.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[ParamGroup],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+    ):
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+    def initial_state(self, parameter: Tensor, group: ParamGroup) -> dict[str, Tensor]:
+        """The number of steps, and running means of the gradient and of its square."""
+        return {
+            "step": torch.zeros((), device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+
+    def update_group(self, group: ParamGroup) -> None:
+        """Update the parameters of a group that have a gradient."""
+        params = [param for param in group["params"] if param.grad is not None]
+        states = [self.state[param] for param in params]
+        beta1, beta2 = group["betas"]
+        adamw(
+            [local(param) for param in params],
+            [local(param.grad) for param in params],
+            [local(state["exp_avg"]) for state in states],
+            [local(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+        )

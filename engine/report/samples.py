@@ -1,0 +1,131 @@
+"""What a run records for its page: its machine, samples of text, and attention maps."""
+
+import base64
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.core.device import total_memory
+from engine.core.settings import flatten
+from engine.data.chat import prompt_ids, stop_ids
+from engine.data.dataset import Examples
+from engine.data.mixture import Mixture
+from engine.generation.attention_maps import attention_maps, token_label
+from engine.generation.generate import complete, initial_tokens
+from engine.training.trainer import Trainer
+from model import GPT
+
+NUM_PROMPTS = 2  # of validation text
+PROMPT_TOKENS = 12
+NEW_TOKENS = 70
+ATTENTION_TOKENS = 32
+MAX_LINE_TOKENS = 256  # searched for the start of a line
+MAX_ATTENTION_BYTES = 220_000  # before base64
+
+
+def describe_environment(trainer: Trainer) -> dict[str, Any]:
+    """Describe a run when it starts: parameters, machine, and the default of every setting."""
+    device = trainer.dist.device
+    has_affinity = hasattr(os, "sched_getaffinity")
+    machine = {
+        "processor": processor_name(),
+        "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
+        "memory": f"{total_memory(torch.device('cpu')) / 2**30:,.0f} GiB",
+        "device": str(device),
+    }
+    if device.type == "cuda":
+        memory = f"{total_memory(device) / 2**30:,.0f} GiB"
+        machine["GPU"] = f"{torch.cuda.get_device_name(device)}, {memory}"
+    machine["processes"] = trainer.dist.size
+    machine["system"] = platform.platform(terse=True)
+    machine["Python"] = platform.python_version()
+    machine["PyTorch"] = torch.__version__
+    defaults = flatten(type(trainer.config)())
+    return {"parameters": trainer.model.num_parameters, "machine": machine, "defaults": defaults}
+
+
+def processor_name() -> str:
+    """Return the processor's name, as far as the system tells."""
+    path = Path("/proc/cpuinfo")
+    text = path.read_text(errors="replace") if path.exists() else ""
+    match = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    return match[1] if match else platform.processor() or platform.machine()
+
+
+def choose_prompts(data: Mixture, num_tokens: int) -> list[list[int]]:
+    """Take the beginnings of lines of validation text as token ids; of examples, the prompts."""
+    val = data.datasets[0].val
+    tokenizer = data.tokenizer
+    if isinstance(val, Examples):
+        count = min(NUM_PROMPTS + 1, val.num_examples)
+        return [prompt_ids(val.example(index).tolist()) for index in range(count)]
+    prompts = []
+    for index in range(NUM_PROMPTS):
+        start = index * len(val) // NUM_PROMPTS
+        ids = val[start : start + MAX_LINE_TOKENS + num_tokens].tolist()
+        line_ends = [
+            position
+            for position, token in enumerate(ids[:MAX_LINE_TOKENS])
+            if tokenizer.decode_bytes([token]).endswith(b"\n")
+        ]
+        first = line_ends[0] + 1 if start and line_ends else 0
+        prompt = ids[first : first + num_tokens]
+        text_ids = [token for token in prompt if token != tokenizer.end_of_text]
+        prompts.append(text_ids or prompt)
+    return prompts
+
+
+def generate_samples(model: GPT, data: Mixture, step: int, seed: int) -> list[dict[str, Any]]:
+    """Continue the same prompts each time: records of step, prompt and text."""
+    tokenizer = data.tokenizer
+    has_examples = isinstance(data.datasets[0].val, Examples)
+    prompts = [ids for ids in choose_prompts(data, PROMPT_TOKENS) if ids]
+    names = [tokenizer.decode(ids) for ids in prompts]
+    if not (has_examples and prompts):
+        num_documents = data.manifest["splits"]["train"]["documents"]
+        prompts.insert(0, initial_tokens(tokenizer, num_documents))
+        names.insert(0, "")
+    requests = [(ids, NEW_TOKENS) for ids in prompts]
+    ends = stop_ids(tokenizer) if has_examples else []
+    options: dict[str, Any] = {"temperature": 0.8, "top_k": None, "top_p": 0.95, "seed": seed}
+    try:
+        completions = complete(model, tokenizer, requests, len(requests), ends=ends, **options)
+        texts = {index: text for index, text, _ in completions}
+    except ValueError as error:  # the model diverged
+        texts = dict.fromkeys(range(len(prompts)), f"none: {error}")
+    return [
+        {"step": step, "prompt": name, "text": texts[index]}  # in the order of the prompts
+        for index, name in enumerate(names)
+    ]
+
+
+def compute_attention(model: GPT, data: Mixture) -> dict[str, Any]:
+    """Compute attention maps of a line of validation text, one byte a weight.
+
+    They are of the first layers and heads that fit into MAX_ATTENTION_BYTES.
+    """
+    val = data.datasets[0].val
+    if isinstance(val, Examples):
+        ids = [max(token, ~token) for token in val.example(0).tolist()]
+    else:
+        ids = choose_prompts(data, ATTENTION_TOKENS)[-1]
+    ids = ids[: min(ATTENTION_TOKENS, model.config.context_length)]
+    tokens = torch.tensor(ids, device=next(model.parameters()).device)
+    maps = attention_maps(model, tokens).float().cpu().numpy()  # (L, H, T, T)
+    num_layers, num_heads = maps.shape[:2]
+    max_maps = MAX_ATTENTION_BYTES // len(ids) ** 2
+    kept_heads = min(num_heads, max(1, max_maps // num_layers))
+    kept_layers = min(num_layers, max_maps // kept_heads)
+    weights = np.nan_to_num(maps[:kept_layers, :kept_heads] * 255).round().astype(np.uint8)
+    return {
+        "tokens": [token_label(data.tokenizer, token) for token in ids],
+        "layers": kept_layers,
+        "heads": kept_heads,
+        "of": [num_layers, num_heads],
+        "weights": base64.b64encode(weights.tobytes()).decode(),
+    }

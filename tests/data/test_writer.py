@@ -1,0 +1,404 @@
+"""The same token stream however it is encoded: threads, units, Ray, and runs that were killed."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from helpers import train_sentencepiece
+
+import prepare as command
+from engine.core.errors import UserError
+from engine.data import splits, writer
+from engine.data.dataset import Examples, open_dataset, verify_dataset
+from engine.data.tokenizer import Tokenizer, from_document
+from engine.data.tokenizer_json import extended
+from engine.data.writer import ray_cluster, work_folder
+from prepare import PrepareConfig, prepare
+
+NUM_WORKERS = 4
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
+
+
+def stream(out: Path) -> dict[str, Any]:
+    """Return everything in a dataset that must not depend on how it was encoded."""
+    dataset = open_dataset(out)
+    verify_dataset(dataset, again=True)
+    facts: dict[str, Any] = {"tokenizer": (out / "tokenizer.json").read_bytes()}
+    for split in ("train", "val"):
+        tokens = getattr(dataset, split)
+        if isinstance(tokens, Examples):
+            facts[f"{split} lengths"] = tokens.lengths.tolist()
+            tokens = tokens.tokens
+        facts[split] = tokens[:].tolist()
+        counts = dataset.manifest["splits"][split].items()
+        facts[f"{split} counts"] = {name: n for name, n in counts if isinstance(n, int)}
+    return facts | dataset.manifest["facts"] | dataset.manifest["origin"]
+
+
+def units_of(out: Path) -> dict[str, tuple[int, int]]:
+    """Return the records of finished units, and what would change if one was written again."""
+    stats = {path.name: path.stat() for path in work_folder(out).glob("unit-*.json")}
+    return {name: (stat.st_mtime_ns, stat.st_ino) for name, stat in stats.items()}
+
+
+@pytest.fixture
+def many_units(monkeypatch):
+    """Make units and batches so small that a test has many."""
+    monkeypatch.setattr(splits, "MIN_UNIT_BYTES", 5000)
+    monkeypatch.setattr(splits, "MIN_BATCH_CHARACTERS", 500)
+
+
+@pytest.fixture(scope="module")
+def corpora(code: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write texts/, lines.jsonl, a.parquet with repeats, one.txt, chats.jsonl and pairs.jsonl."""
+    folder = tmp_path_factory.mktemp("corpora")
+    (folder / "texts").mkdir()
+    lengths = [0, 7, 3000, 1, 40_000, 0, *range(100, 2000, 200), 9000, 0]
+    for number, length in enumerate(lengths):
+        text = code[number * 100 :][:length]
+        (folder / "texts" / f"{number:02d}.txt").write_text(text, encoding="utf-8")
+    texts = ["", *(f"№ {i % 50}: naïve 🚀\n{code[: i % 50 * 20]}" for i in range(150)), code * 4]
+    lines = [json.dumps({"text": text}) for text in [*texts, code * 4]]
+    (folder / "lines.jsonl").write_text("\n".join(lines))
+    table = pyarrow.table({"text": [*texts, code * 4]})
+    pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=13)
+    (folder / "one.txt").write_text(code * 4, encoding="utf-8")
+    chats = []
+    for i in range(300):
+        roles = ("user", "assistant") * (1 + i % 4)
+        messages = [{"role": role, "content": f"{i % 200}: {role}é"} for role in roles]
+        chats.append(json.dumps({"messages": messages}) + "\n")
+    (folder / "chats.jsonl").write_text("".join(chats))
+    pairs = [json.dumps({"q": f"{i % 80} + 1 =", "a": f"{i % 80 + 1} é"}) for i in range(300)]
+    (folder / "pairs.jsonl").write_text("\n".join(pairs))
+    return folder
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "texts": {"tokenizer": "bpe", "vocab_size": 300},
+    "lines.jsonl": {"tokenizer": "char", "deduplicate": True},
+    "a.parquet": {"tokenizer": "byte", "deduplicate": True},
+    "one.txt": {"tokenizer": "bpe"},
+    "chats.jsonl": {"tokenizer": "byte", "chat": True},
+    "pairs.jsonl": {"prompt_field": "q", "completion_field": "a", "deduplicate": True},
+}
+
+
+def config_of(corpora: Path, name: str, out: Path, **settings: Any) -> PrepareConfig:
+    return PrepareConfig((str(corpora / name),), out=out, **CASES[name], **settings)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_threads_units_and_shards_do_not_change_the_stream(name, corpora, tmp_path, monkeypatch):
+    prepare(config_of(corpora, name, tmp_path / "one"), threads=1)
+    expected = stream(tmp_path / "one")
+    assert len([*(tmp_path / "one").glob("train-0*.npy")]) == 1
+    monkeypatch.setattr(splits, "MIN_UNIT_BYTES", 5000)
+    monkeypatch.setattr(splits, "MIN_BATCH_CHARACTERS", 500)
+    prepare(config_of(corpora, name, tmp_path / "threads"), threads=5)
+    assert stream(tmp_path / "threads") == expected
+    num_shards = len([*(tmp_path / "threads").glob("train-0*.npy")])
+    assert (num_shards > 4) == (name in ("texts", "a.parquet"))
+    monkeypatch.setattr("engine.data.dataset.MAX_SHARD_TOKENS", 3000)
+    prepare(config_of(corpora, name, tmp_path / "shards"))
+    assert stream(tmp_path / "shards") == expected
+    num_shards = len([*(tmp_path / "shards").glob("train-00000-*.npy")])
+    assert (num_shards > 3) == (name in ("lines.jsonl", "one.txt", "chats.jsonl"))
+
+
+@pytest.fixture
+def sentencepiece(code: str, tmp_path: Path) -> Tokenizer:
+    """Return a tokenizer that gives the pieces of a text other ids than the whole text."""
+    document = json.loads(train_sentencepiece([code]).to_str())
+    return from_document(extended(document, end_of_text="</s>"))
+
+
+@pytest.mark.parametrize("name", ["one.txt", "lines.jsonl"])
+def test_documents_are_encoded_whole_if_pieces_have_other_ids(
+    name, code, corpora, sentencepiece, many_units, tmp_path, monkeypatch
+):
+    for module in ("inputs.readers", "splits"):
+        monkeypatch.setattr(f"engine.data.{module}.LARGE_DOCUMENT_BYTES", 8000)
+    monkeypatch.setattr("engine.data.inputs.readers.PIECE_BYTES", 2000)
+    sentencepiece.save(tmp_path / "tokenizer.json")
+    config = PrepareConfig(
+        (str(corpora / name),),
+        out=tmp_path / "data",
+        tokenizer=str(tmp_path / "tokenizer.json"),
+    )
+    prepare(config)
+    dataset = open_dataset(tmp_path / "data")
+    content = (corpora / name).read_text(encoding="utf-8")
+    texts = [content]
+    if name == "lines.jsonl":
+        texts = [json.loads(line)["text"] for line in content.splitlines()]
+    expected = {text for text in texts if len(text) <= len(code)}
+    encoded = set()
+    for tokens in (dataset.train[:], dataset.val[:]):
+        for ids in np.split(tokens, np.flatnonzero(tokens == sentencepiece.end_of_text)):
+            text = sentencepiece.decode(ids[ids != sentencepiece.end_of_text])
+            assert any(text in whole for whole in texts)  # no space was added
+            encoded.add(text)
+    assert expected <= encoded
+    assert any(len(text) > 2 * len(code) for text in encoded)
+
+
+def test_a_document_that_is_too_large_to_encode_whole_is_refused(corpora, sentencepiece, tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.data.inputs.readers.LARGE_DOCUMENT_BYTES", 8000)
+    monkeypatch.setattr(splits, "MAX_WHOLE_DOCUMENT_BYTES", 9000)
+    sentencepiece.save(tmp_path / "tokenizer.json")
+    config = PrepareConfig(
+        (str(corpora / "one.txt"),),
+        out=tmp_path / "data",
+        tokenizer=str(tmp_path / "tokenizer.json"),
+    )
+    with pytest.raises(UserError, match="--tokenizer"):
+        prepare(config)
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("name", ["lines.jsonl", "a.parquet"])
+def test_deduplicated_documents_are_first_occurrences(name: str, many_units, corpora, tmp_path):
+    prepare(config_of(corpora, name, tmp_path / "data"))
+    dataset = open_dataset(tmp_path / "data")
+    facts = dataset.manifest["facts"]
+    assert (facts["documents"], facts["dropped"], facts["repeats"]) == (52, 101, 0)
+    text = dataset.tokenizer.decode(dataset.train[:]) + dataset.tokenizer.decode(dataset.val[:])
+    numbers = [int(line.split(":")[0][2:]) for line in text.split("\n") if line.startswith("№")]
+    assert sorted(numbers) == sorted({*numbers})
+
+
+def interrupt_after(count: int, monkeypatch) -> list[int]:
+    """Make encoding die after so many units; returns the numbers of the units it finishes."""
+    finished: list[int] = []
+    close = writer.UnitWriter.close
+
+    def close_or_die(self: writer.UnitWriter) -> None:
+        if len(finished) == count:
+            raise KeyboardInterrupt
+        close(self)
+        finished.append(self.unit.number)
+
+    monkeypatch.setattr(writer.UnitWriter, "close", close_or_die)
+    return finished
+
+
+@pytest.mark.parametrize("name", ["texts", "a.parquet"])
+def test_a_run_after_an_interruption_encodes_what_is_missing(name, many_units, corpora, tmp_path, monkeypatch):
+    out = tmp_path / "data"
+    prepare(config_of(corpora, name, tmp_path / "whole"))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_after(3, patch)
+        prepare(config_of(corpora, name, out))
+    assert not out.exists() and len(units_of(out)) == 3
+    finished = interrupt_after(1000, monkeypatch)
+    prepare(config_of(corpora, name, out))
+    num_units = len(open_dataset(tmp_path / "whole").train.arrays)
+    assert finished[0] == 3 and finished == list(range(3, finished[-1] + 1))
+    assert num_units <= finished[-1] + 1 and stream(out) == stream(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "whole"]
+
+
+def touch(corpora: Path, folder: Path) -> dict[str, Any]:
+    os.utime(corpora / "texts" / "02.txt", ns=(1, 1))
+    return {}
+
+
+def damage(corpora: Path, folder: Path) -> dict[str, Any]:
+    shard = next(folder.glob("train-00000*.npy"))
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    return {}
+
+
+def leave(corpora: Path, folder: Path) -> dict[str, Any]:
+    (folder / "train-99999.npy").write_bytes(b"of a unit that no longer exists")
+    return {}
+
+
+def change(corpora: Path, folder: Path) -> dict[str, Any]:
+    return {"val_fraction": 0.3}
+
+
+@pytest.mark.parametrize(("spoil", "num_kept"), [(touch, 2), (damage, 2), (leave, 3), (change, 0)])
+def test_a_unit_of_other_text_or_settings_is_encoded_again(spoil, num_kept, many_units, corpora, tmp_path, monkeypatch):
+    shutil.copytree(corpora / "texts", tmp_path / "texts")
+    out = tmp_path / "data"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_after(3, patch)
+        prepare(config_of(tmp_path, "texts", out))
+    settings = spoil(tmp_path, work_folder(out))
+    finished = interrupt_after(1000, monkeypatch)
+    prepare(config_of(tmp_path, "texts", out, **settings))
+    assert len({0, 1, 2} - {*finished}) == num_kept
+    prepare(config_of(tmp_path, "texts", tmp_path / "whole", **settings))
+    assert stream(out) == stream(tmp_path / "whole")
+    assert "train-99999.npy" not in [path.name for path in out.iterdir()]
+
+
+def test_an_error_in_a_later_unit_keeps_the_finished_ones(many_units, corpora, tmp_path):
+    shutil.copytree(corpora / "texts", tmp_path / "texts")
+    out = tmp_path / "data"
+    (tmp_path / "texts" / "99.txt").write_bytes(b"\xff" * 5000)
+    settings = {"tokenizer": "byte"}
+    config = PrepareConfig((str(tmp_path / "texts"),), out=out, **settings)
+    with pytest.raises(UserError, match=r"99\.txt"):
+        prepare(config)
+    assert len(units_of(out)) > 3 and not out.exists()
+    (tmp_path / "texts" / "99.txt").unlink()
+    prepare(config)
+    assert [path.name for path in tmp_path.iterdir() if "data" in path.name] == ["data"]
+
+
+# Processes that are killed.
+
+
+def start(folder: Path, *arguments: object, unit_bytes: int = 2**24) -> subprocess.Popen:
+    code = "import sys, prepare; from engine.data import splits; from engine.core.cli import run_command"
+    code += f"; splits.MIN_UNIT_BYTES = {unit_bytes}; run_command(prepare.main)"
+    program = [sys.executable, "-c", code, *map(str, arguments)]
+    # A background job of a shell ignores SIGINT, and its children inherit that.
+    restore = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    environment = os.environ | {"PYTHONPATH": str(Path(command.__file__).parent)}
+    return subprocess.Popen(
+        program,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=restore,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_run_leaves_no_dataset_and_the_next_one_continues(number, tmp_path: Path):
+    (tmp_path / "large").mkdir()
+    for index in range(6):
+        (tmp_path / "large" / f"{index}.txt").write_bytes(b"a line of text\n" * 1_200_000)
+    process = start(tmp_path, "large", "--tokenizer", "byte", "--out", "data")
+    while process.poll() is None and not units_of(tmp_path / "data"):
+        time.sleep(0.005)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    codes = {signal.SIGINT: 130, signal.SIGTERM: 128 + signal.SIGTERM}
+    assert process.returncode == codes.get(number, -number)
+    finished = units_of(tmp_path / "data")
+    assert 0 < len(finished) < 6 and not (tmp_path / "data").exists()
+    config = PrepareConfig((str(tmp_path / "large"),), tokenizer="byte", out=tmp_path / "data")
+    with pytest.MonkeyPatch.context() as patch:
+        encoded = interrupt_after(1000, patch)
+        prepare(config)
+    assert len(encoded) == 6 - len(finished)
+    assert open_dataset(tmp_path / "data").manifest["splits"]["train"]["bytes"] == 6 * 16_200_000
+
+
+def ray_workers() -> list[int]:
+    """Return the processes in which Ray encodes a unit."""
+    processes = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes().startswith(b"ray::encode_unit"):
+                processes.append(int(path.parent.name))
+        except OSError:
+            continue
+    return processes
+
+
+@needs_ray
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds workers in /proc")
+def test_ray_encodes_the_same_stream_though_a_worker_is_killed(code: str, tmp_path: Path):
+    (tmp_path / "texts").mkdir()
+    for number in range(40):
+        text = f"{number % 30}\n" + code * (1 + number % 3)
+        (tmp_path / "texts" / f"{number:02d}.txt").write_text(text, encoding="utf-8")
+    documents = [f"{number % 500}: {code[:2000]}" for number in range(1200)]
+    table = pyarrow.table({"text": documents})
+    pyarrow.parquet.write_table(
+        table, tmp_path / "a.parquet", row_group_size=100, compression="none", use_dictionary=False
+    )
+    inputs = ["texts", "a.parquet", "--vocab-size", "400", "--deduplicate"]
+    ray = ["--ray", f"local:{NUM_WORKERS}", "--out", "ray"]
+    process = start(tmp_path, *inputs, *ray, unit_bytes=2**16)
+    victims: list[int] = []
+    while process.poll() is None and not victims:
+        victims = ray_workers() if len(units_of(tmp_path / "ray")) > 3 else []
+        time.sleep(0.005)
+    os.kill(victims[0], signal.SIGKILL)
+    _, errors = process.communicate(timeout=150)
+    assert process.returncode == 0, errors
+    prepare(
+        PrepareConfig(
+            (str(tmp_path / "texts"), str(tmp_path / "a.parquet")),
+            vocab_size=400,
+            deduplicate=True,
+            out=tmp_path / "one",
+        )
+    )
+    assert stream(tmp_path / "ray") == stream(tmp_path / "one")
+    assert len(open_dataset(tmp_path / "ray").train.arrays) > 30
+
+
+@needs_ray
+def test_a_lost_task_and_an_unreachable_cluster_are_one_line(monkeypatch):
+    unreachable = pytest.raises(UserError, match=r"^--ray 127\.0\.0\.1:9: could not")
+    with unreachable as caught, ray_cluster("127.0.0.1:9"):
+        pass
+    assert "\n" not in str(caught.value)
+
+    class Lost(Exception):
+        pass
+
+    def get(task: object) -> None:
+        raise Lost("the worker died\nmany times")
+
+    exceptions = SimpleNamespace(RayError=Lost, RayTaskError=ZeroDivisionError)
+    fake = SimpleNamespace(init=lambda **_: None, shutdown=lambda: None, exceptions=exceptions)
+    fake.remote = lambda **_: lambda function: SimpleNamespace(remote=lambda *task: task)
+    fake.wait = lambda waiting: (waiting[:1], waiting[1:])
+    fake.get = get
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    with ray_cluster("local") as run, pytest.raises(UserError, match="the worker died many times"):
+        list(run(print, [(1,), (2,)]))
+
+
+def test_a_unit_that_ray_has_finished_is_not_encoded_again(many_units, corpora, tmp_path, monkeypatch):
+    """Ray's tasks are independent processes: here they run in this one, in another order."""
+    order: list[int] = []
+
+    def run(function: Callable, tasks: list[tuple]) -> Any:
+        for job, unit in tasks[::-1]:
+            if len(order) == 4:
+                raise KeyboardInterrupt
+            order.append(unit.number)
+            yield function(job, unit)
+
+    monkeypatch.setattr(writer, "ray_cluster", lambda address: contextlib.nullcontext(run))
+    out = tmp_path / "data"
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config_of(corpora, "texts", out, ray="local"))
+    finished = interrupt_after(1000, monkeypatch)
+    prepare(config_of(corpora, "texts", out))  # without Ray
+    assert not {*finished} & {*order} and len({*finished} | {*order}) == len(finished) + 4
+    prepare(config_of(corpora, "texts", tmp_path / "whole"))
+    assert stream(out) == stream(tmp_path / "whole")
+
+
+def test_token_arrays_are_as_numpy_saves_them(corpora, tmp_path: Path):
+    prepare(config_of(corpora, "one.txt", tmp_path / "data"))
+    tokens = np.load(tmp_path / "data" / "train-00000.npy")
+    np.save(tmp_path / "saved.npy", tokens)
+    assert (tmp_path / "saved.npy").read_bytes() == (tmp_path / "data" / "train-00000.npy").read_bytes()

@@ -1,0 +1,102 @@
+"""TextGenerator: text in, text out; fitting a chat into the context."""
+
+import itertools
+
+import pytest
+import torch
+from helpers import SMALL, randomised
+
+from engine.core.errors import UserError
+from engine.data.chat import encode_chat
+from engine.data.tokenizer import ByteTokenizer, CharTokenizer
+from engine.data.tokenizer_json import SPECIAL_TOKENS
+from engine.generation.generate import generate_text
+from engine.generation.text_generator import TextGenerator, fit_chat
+
+LETTERS = CharTokenizer("".join(map(chr, range(ord("!"), ord("!") + SMALL.vocab_size))))
+CHAT = ByteTokenizer().with_special(SPECIAL_TOKENS)
+OPTIONS = {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def generator() -> TextGenerator:
+    return TextGenerator(randomised(SMALL), LETTERS, initial_tokens=[0])
+
+
+def test_text_is_that_of_the_generated_ids_whole_or_streamed(generator):
+    prompt = LETTERS.encode("(&1").tolist()
+    steps = generate_text(generator.model, LETTERS, [prompt], 30, **OPTIONS)
+    expected = LETTERS.decode(torch.cat([*steps]).tolist())
+    assert generator.generate("(&1", max_new_tokens=30, **OPTIONS) == expected
+    pieces = list(generator.stream("(&1", 30, **OPTIONS))
+    assert "".join(pieces) == expected and len(pieces) >= 30
+    stopped = generator.generate("(&1", 30, stop=[expected[7:9]], **OPTIONS)
+    assert stopped == expected[: expected.index(expected[7:9])]
+
+
+def test_an_empty_prompt_is_the_initial_tokens(generator):
+    first = LETTERS.decode([0])
+    assert generator.generate(max_new_tokens=9) == generator.generate(first, max_new_tokens=9)
+
+
+def test_samples_are_drawn_in_one_batch_and_differ(generator):
+    texts = generator.generate_samples(3, "(", 20, **OPTIONS)
+    steps = generate_text(generator.model, LETTERS, [LETTERS.encode("(").tolist()] * 3, 20, **OPTIONS)
+    rows = torch.stack([*steps], dim=1).tolist()
+    assert texts == [LETTERS.decode(row) for row in rows] and len(set(texts)) == 3
+
+
+def test_an_answer_ends_with_its_turn():
+    class EndsTurn(torch.nn.Module):
+        """Always predicts x, and after three of them the end of the turn."""
+
+        def __init__(self):
+            super().__init__()
+            self.config = SMALL
+            self.weight = torch.nn.Parameter(torch.zeros(()))
+
+        def forward(self, tokens, caches):
+            caches[0].filled += tokens.shape[1]
+            (end,) = generator.answer_ends
+            is_last = caches[0].filled >= 7  # <user> h <end> <assistant> x x x
+            return torch.eye(CHAT.vocab_size)[end if is_last else ord("x")].view(1, 1, -1)
+
+    generator = TextGenerator(EndsTurn(), CHAT, [0], is_chat_model=True)
+    generator.decoder = generator.model
+    assert "".join(generator.stream_answer([("user", "h")], temperature=0)) == "xxx"
+    assert "".join(generator.stream_answer([("user", "h")], 2, temperature=0)) == "xx"
+
+
+def encode(*turns: tuple[str, str]) -> list[int]:
+    """The ids of a chat, up to where the answer starts."""
+    return [*itertools.chain(*encode_chat(CHAT, turns))]
+
+
+def test_the_oldest_turns_are_dropped_and_the_system_turn_never(capsys):
+    system = ("system", "be kind")
+    first = [("user", "one"), ("assistant", "two")]
+    second = [("user", "three"), ("assistant", "four")]
+    last = ("user", "five")
+    chat = [system, *first, *second, last]
+    length = len(encode(*chat))
+    for limit in (1, 20):  # tokens of the answer
+        assert fit_chat(CHAT, chat, length + limit, limit) == (encode(*chat), limit)
+        for context_length in (length - 1, length - 5):  # no answer stays without its question
+            ids, remaining = fit_chat(CHAT, chat, context_length + limit, limit)
+            assert ids == encode(system, *second, last) and remaining == limit
+        context_length = len(encode(system, last)) + limit
+        assert fit_chat(CHAT, chat, context_length, limit)[0] == encode(system, last)
+    ids = encode(last)
+    assert fit_chat(CHAT, [last], 20, 500) == (ids, 20 - len(ids))  # at least half of the context
+    assert capsys.readouterr().err == ""
+
+
+def test_a_turn_that_alone_is_too_long_loses_its_beginning(capsys):
+    turns = [("user", "dropped"), ("assistant", "too"), ("user", "0123456789")]
+    assert fit_chat(CHAT, turns, 16, 500) == (encode(("user", "56789")), 8)
+    warning = capsys.readouterr().err
+    assert "'0123456789'" in warning and "5 tokens" in warning and warning.count("\n") == 1
+    turns = [("system", "kind"), *turns]
+    assert fit_chat(CHAT, turns, 16, 2)[0] == encode(turns[0], ("user", "56789"))
+    with pytest.raises(UserError, match="system"):
+        fit_chat(CHAT, turns, 16, 7)

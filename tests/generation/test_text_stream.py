@@ -1,0 +1,71 @@
+"""Streaming text: whole characters, stop texts, ends."""
+
+import json
+
+import pytest
+import torch
+from helpers import numbers_text, train_sentencepiece
+
+from engine.data.tokenizer import ByteTokenizer, CharTokenizer, from_document
+from engine.data.tokenizer_json import extended
+from engine.generation.text_stream import TextStream, stream_texts
+
+
+def test_a_stream_never_cuts_a_character():
+    stream = TextStream(ByteTokenizer())
+    pieces = [stream.push(byte) for byte in "aé€😀".encode()]
+    assert pieces == ["a", "", "é", "", "", "€", "", "", "", "😀"]
+    stream.push(0xE2)
+    assert stream.end() == "�" and stream.end() == ""
+
+
+def test_a_stop_text_ends_the_stream_across_tokens_and_is_not_written():
+    stream = TextStream(ByteTokenizer(), ["END", "\n\n"])
+    pieces = [stream.push(byte) for byte in b"an EN ENDof"]
+    assert "".join(pieces) == "an EN " and stream.ended
+    assert pieces[3] == pieces[4] == ""  # EN may begin END
+    assert stream.end() == ""
+
+
+def test_the_beginning_of_a_stop_text_is_written_when_it_does_not_continue():
+    stream = TextStream(ByteTokenizer(), ["END"])
+    assert [stream.push(byte) for byte in b"EEN"] == ["", "E", ""]
+    assert stream.end() == "EN"
+
+
+def test_the_first_stop_text_of_a_token_counts():
+    class Words(CharTokenizer):
+        def decode_bytes(self, ids) -> bytes:
+            return b"one two three"
+
+    stream = TextStream(Words("a"), ["three", "two"])
+    assert stream.push(0) == "one " and stream.ended
+
+
+def test_the_end_of_text_and_given_ends_end_the_stream():
+    for ends in ([], [99]):
+        stream = TextStream(ByteTokenizer(), ends=ends)
+        assert [stream.push(token) for token in (97, *ends, 256, 98)] == [
+            "a",
+            *[""] * (2 + len(ends)),
+        ]
+        assert stream.ended
+
+
+def test_texts_stream_until_all_have_ended_and_no_step_is_wasted():
+    steps = iter(torch.tensor([[97, 256], [98, 256], [256, 256], [99, 99]]))
+    texts = list(stream_texts(steps, ByteTokenizer(), [[], []]))
+    assert texts == [["a", ""], ["b", ""], ["", ""], ["", ""]]
+    assert next(steps).tolist() == [99, 99]
+
+
+@pytest.mark.parametrize("prompt", ["", "7 is", "</s>"])
+def test_a_space_that_the_tokenizer_adds_is_not_written(prompt):
+    document = json.loads(train_sentencepiece([numbers_text(200)]).to_str())
+    tokenizer = from_document(extended(document, end_of_text="</s>"))
+    end = tokenizer.special_tokens["</s>"]
+    prompt_ids = [end] if prompt == "</s>" else tokenizer.encode(prompt).tolist()
+    stream = TextStream(tokenizer, prompt=prompt_ids)
+    ids = tokenizer.encode("followed by 8.").tolist()
+    text = "".join(map(stream.push, ids)) + stream.end()
+    assert text == (" followed by 8." if prompt == "7 is" else "followed by 8.")

@@ -1,0 +1,106 @@
+"""Activation checkpointing and compilation: the same results, and no name changes."""
+
+import pytest
+import torch
+from helpers import SMALL, VARIANTS, numbers_text, randomised
+from torch import nn
+
+from engine.nn.acceleration import checkpoint_activations, compile_modules
+from prepare import PrepareConfig, prepare
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled():
+    """Remove what a test compiled."""
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_checkpointed_activations_give_the_same_gradients_in_less_memory(name):
+    model = randomised(VARIANTS[name])
+    names = list(model.state_dict())
+    tokens = torch.randint(37, (2, 3, 16))
+    results = []
+    num_kept = []
+    for _ in range(2):
+        sizes = []
+
+        def record(x: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(x.numel())
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(record, lambda x: x):
+            loss = model(*tokens)
+        num_kept.append(sum(sizes))
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+        checkpoint_activations(model)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert num_kept[1] < num_kept[0] / 2
+    assert list(model.state_dict()) == names
+
+
+class CompiledOrNot(nn.Module):
+    """Zeros as it is, ones if compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.tensor([0.0, 1.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weights[int(torch.compiler.is_compiling())].expand(x.shape[1], 1)
+
+
+def test_modules_are_compiled_after_the_warmup():
+    module = CompiledOrNot()
+    x = torch.ones(2, 4)
+    assert module(x).tolist() == [[0], [0]]
+    assert compile_modules([module], lambda: module(x).sum().backward()) == ""
+    assert module(x).tolist() == [[4], [4]]
+    assert module.weights.grad.tolist() == [0, 8]
+    assert list(module.state_dict()) == ["weights"]
+
+
+def test_a_failed_warmup_returns_its_reason_and_leaves_modules_as_they_were():
+    modules = [CompiledOrNot(), CompiledOrNot()]
+
+    def fail():
+        raise RuntimeError("no compiler " + "x" * 300 + "\nand more")
+
+    reason = compile_modules(modules, fail)
+    assert reason.startswith("RuntimeError: no compiler x")
+    assert len(reason) == 200
+    for module in modules:
+        assert module(torch.ones(2, 4)).tolist() == [[0], [0]]
+
+
+def test_checkpointed_blocks_compile():
+    model = randomised(SMALL)
+    tokens = torch.randint(37, (2, 3, 16))
+    parameters = list(model.parameters())
+    loss = model(*tokens)
+    expected = [loss, *torch.autograd.grad(loss, parameters)]
+    checkpoint_activations(model)
+    model.forward = torch.compile(model.forward, backend="aot_eager")
+    loss = model(*tokens)
+    actual = [loss, *torch.autograd.grad(loss, parameters)]
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_training_continues_without_a_compiler_and_warns_once(run, tmp_path, monkeypatch):
+    (tmp_path / "numbers.txt").write_text(numbers_text(500), encoding="utf-8")
+    inputs = (str(tmp_path / "numbers.txt"),)
+    prepare(PrepareConfig(inputs=inputs, tokenizer="char", out=tmp_path / "data"))
+    (tmp_path / "compile.toml").write_text("compile = true\n")
+    monkeypatch.setenv("CXX", "/bin/false")
+    monkeypatch.delenv("TORCHINDUCTOR_VEC_ISA_OK")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    flags = "--data data --out out --steps 2 --num-layers 1 --num-heads 1 --d-model 8"
+    flags += " --context-length 8 --batch-size 2 --device cpu --eval-tokens 100"
+    done = run("train.py", "compile.toml", *flags.split())
+    assert done.returncode == 0
+    assert "2 steps in" in done.stdout
+    assert done.stderr.startswith("warning: ")
+    assert "/bin/false" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,104 @@
+"""Every branch of attention equals the definition, in values and gradients."""
+
+import pytest
+import torch
+from reference import OperationRecorder, assert_same_gradients, attention_definition, random_heads
+
+from engine.nn.attention import MAX_UNFUSED_POSITIONS, attend
+from engine.nn.layers import dropout
+
+LONG = MAX_UNFUSED_POSITIONS + 1
+BRANCHES = {  # T, S, dtype, whether PyTorch's fused operation computes it
+    "the first token": (1, 1, torch.float32, True),
+    "one token": (1, 9, torch.float32, True),
+    "a later chunk": (4, 9, torch.float32, True),
+    "a later chunk in bfloat16": (4, 9, torch.bfloat16, True),
+    "a sequence": (20, 20, torch.float32, True),
+    "a sequence in bfloat16 on a CPU": (20, 20, torch.bfloat16, False),
+    "a long sequence in bfloat16 on a CPU": (LONG, LONG, torch.bfloat16, True),
+}
+WINDOWS = {  # T, S, window
+    "shorter than the window": (20, 20, 21),
+    "as long as the window": (20, 20, 20),
+    "one longer": (21, 21, 20),
+    "blocks that divide it": (40 + 64, 40 + 64, 40),
+    "blocks that do not": (237, 237, 70),
+    "blocks larger than the window": (100, 100, 3),
+    "a window of one": (50, 50, 1),
+    "one token": (1, 30, 7),
+    "one token that sees itself": (1, 30, 1),
+    "a chunk": (5, 30, 7),
+    "a chunk longer than the window": (60, 95, 20),
+    "a chunk with little before it": (60, 63, 20),
+    "a window for fused attention": (LONG + 6, LONG + 6, LONG),
+}
+DTYPE_BY_NAME = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize(("T", "S", "dtype", "is_fused"), BRANCHES.values(), ids=BRANCHES.keys())
+def test_attention_is_the_definition(T, S, dtype, is_fused):
+    inputs = random_heads(T, S, dtype)
+    with OperationRecorder() as recorder:
+        mixed = attend(*inputs)
+    assert mixed.dtype == dtype
+    assert mixed.shape == inputs[0].shape
+    assert recorder.has_fused_attention == is_fused
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    assert_same_gradients(mixed, attention_definition(*inputs), inputs, tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BY_NAME)
+@pytest.mark.parametrize(("T", "S", "window"), WINDOWS.values(), ids=WINDOWS.keys())
+def test_attention_with_a_window_is_the_definition(T, S, window, dtype):
+    for num_groups in (3, 1):
+        inputs = random_heads(T, S, dtype, num_groups=num_groups)
+        mixed = attend(*inputs, window=window)
+        assert mixed.dtype == dtype
+        assert mixed.shape == inputs[0].shape
+        tolerance = 1e-5 if dtype == torch.float32 else 0.07
+        assert_same_gradients(mixed, attention_definition(*inputs, window), inputs, tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BY_NAME)
+def test_the_memory_of_a_window_grows_linearly_with_the_sequence(dtype):
+    largest = []
+    for T in (1024, 2048):
+        with OperationRecorder() as recorder:
+            attend(*random_heads(T, T, dtype), window=64).sum().backward()
+        largest.append(recorder.largest)
+    assert largest[1] <= 2.1 * largest[0] < 2.1 * 6 * 1024 * 128
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BY_NAME)
+@pytest.mark.parametrize(
+    ("T", "S", "window"),
+    [(1, 1, 0), (1, 9, 0), (4, 9, 0), (20, 20, 0), (8, 8, 3)],
+)
+def test_dropout_in_attention_preserves_the_mean(T, S, window, dtype):
+    heads = random_heads(T, S, dtype)
+    inputs = [head.detach()[:1, :1].expand(20_000, 1, -1, -1) for head in heads]
+    dropped = attend(*inputs, dropout_p=0.3, window=window)
+    assert not torch.equal(dropped[0], dropped[1])
+    expected = attention_definition(*inputs, window)[0]
+    torch.testing.assert_close(dropped.double().mean(0), expected, rtol=0, atol=0.06)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BY_NAME)
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.9999999])
+def test_dropout_zeroes_elements_with_its_probability_and_scales_the_others(p, dtype):
+    torch.manual_seed(0)
+    x = torch.randn(3, 333, 1001).to(dtype).requires_grad_()
+    dropped = dropout(x, p)
+    is_kept = dropped != 0
+    assert dropped.dtype == dtype
+    fractions = is_kept.float()
+    torch.testing.assert_close(fractions.mean().item(), 1 - p, rtol=0, atol=0.001)
+    columns = fractions.mean(dim=(0, 1))
+    torch.testing.assert_close(columns, torch.full((1001,), 1 - p), rtol=0, atol=0.08)
+    torch.testing.assert_close(dropped[is_kept], (x / (1 - p))[is_kept])
+    dropped.sum().backward()
+    torch.testing.assert_close(x.grad, is_kept.to(dtype) / (1 - p))
+    torch.manual_seed(0)
+    torch.randn(3, 333, 1001)
+    assert torch.equal(dropout(x, p), dropped)
+    assert not torch.equal(dropout(x, p), dropped)

@@ -1,0 +1,147 @@
+"""A copy of a model for decoding: the same logits, and the model itself unchanged."""
+
+import copy
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+from helpers import SMALL, VARIANTS, randomised
+from torch import nn
+
+from engine.generation.generate import generate, new_caches
+from engine.nn import inference
+from engine.nn.acceleration import checkpoint_activations, compile_modules
+from engine.nn.inference import PackedLinear, for_decoding
+from engine.nn.layers import FusedLinear
+
+
+@pytest.fixture(params=VARIANTS)
+def model(request) -> nn.Module:
+    return randomised(VARIANTS[request.param])
+
+
+@pytest.fixture(params=["packed", "too small to pack", "not to be packed"])
+def decode(request, monkeypatch):
+    """for_decoding where weights are packed, and where they are not."""
+    if request.param != "too small to pack":
+        monkeypatch.setattr(inference, "MIN_PACKED_ELEMENTS", 0)
+    return partial(for_decoding, pack=request.param != "not to be packed")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_a_packed_layer_is_the_linear_layer(dtype, bias):
+    torch.manual_seed(0)
+    layer = nn.Linear(40, 56, bias=bias).to(dtype)
+    packed = PackedLinear(layer.weight, layer.bias)
+    rtol = 1e-5 if dtype == torch.float32 else 0.02
+    for shape in ((1, 40), (2, 3, 40), (5, 1, 40), (300, 40)):
+        x = torch.randn(shape).to(dtype)
+        torch.testing.assert_close(packed(x), layer(x), rtol=rtol, atol=1e-2)
+
+
+def test_only_large_weights_on_a_cpu_are_packed():
+    large = torch.empty(512, 512)
+    assert PackedLinear.supports(large)
+    assert PackedLinear.supports(large.bfloat16())
+    for weight in (large[:-1], large.half(), torch.empty(512, 512, device="meta")):
+        assert not PackedLinear.supports(weight)
+
+
+@torch.no_grad()
+def test_a_decoder_gives_the_model_s_logits(model, decode):
+    tokens = torch.randint(37, (2, 9))
+    expected = model(tokens)
+    decoder = decode(model)
+    torch.testing.assert_close(decoder(tokens), expected, rtol=1e-4, atol=1e-5)
+    caches = new_caches(decoder, 2)
+    for end in (4, 5, 9):
+        logits = decoder(tokens[:, caches[0].filled : end], caches=caches)
+        torch.testing.assert_close(logits[:, 0], expected[:, end - 1], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_decoder_s_heads_still_compute_their_attention(model, decode):
+    x = torch.randn(1, 5, model.config.d_model)
+    rotation = model.rotation(0, 5)
+    heads = model.blocks[0].attention.heads
+    for head, copied in zip(heads, decode(model).blocks[0].attention.heads, strict=True):
+        expected = head.attention(x, rotation)
+        torch.testing.assert_close(copied.attention(x, rotation), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_decoder_leaves_the_model_unchanged_and_trainable(model, decode):
+    model.train()
+    parameters = list(model.parameters())
+    untouched = copy.deepcopy(model)
+    types = [type(module) for module in model.modules()]
+    decoder = decode(model)
+    assert not decoder.training
+    assert all(module.training for module in model.modules())
+    assert [type(module) for module in model.modules()] == types
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    tokens = torch.randint(37, (2, 3, 9))
+    model(*tokens).backward()
+    untouched(*tokens).backward()
+    for parameter, expected in zip(model.parameters(), untouched.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
+        assert torch.equal(parameter.grad, expected.grad)
+
+
+def test_a_decoder_shares_all_tensors_that_it_does_not_pack(model, decode):
+    decoder = decode(model)
+    shared = {id(parameter) for parameter in model.parameters()}
+    kept = {id(parameter) for parameter in decoder.parameters()}
+    is_packed = any(isinstance(module, PackedLinear) for module in decoder.modules())
+    assert kept < shared if is_packed else kept == shared
+    assert id(model.token_embedding.weight) in kept
+
+
+def test_a_decoder_packs_each_weight_once(model, monkeypatch):
+    monkeypatch.setattr(inference, "MIN_PACKED_ELEMENTS", 0)
+    decoder = for_decoding(model)
+    packed = [module for module in decoder.modules() if isinstance(module, PackedLinear)]
+    expected = model.head_weight().numel()
+    for name, parameter in model.named_parameters():
+        if model.specs[name].group == "matrix":
+            expected += parameter.numel()
+    assert sum(module.weight.numel() for module in packed) == expected
+
+
+def test_a_decoder_concatenates_the_heads_once_and_keeps_these_weights(decode):
+    model = randomised(SMALL)
+    decoder = decode(model)
+    assert not any(isinstance(module, FusedLinear) for module in decoder.modules())
+    project = decoder.blocks[0].attention.fused_qkv
+    x = torch.randn(1, 5, 24)
+    before = project(x)
+    with torch.no_grad():
+        for head in model.blocks[0].attention.heads:
+            head.query.weight.zero_()
+    assert torch.equal(project(x), before)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_what_speeds_up_training_is_not_copied(decode, is_compiled):
+    model = randomised(SMALL)
+    expected = list(generate(model, torch.tensor([[1, 2]]), 8, temperature=0))
+    checkpoint_activations(model)
+    if is_compiled:
+        compile_modules([model], lambda: None)  # which would compile at the first call
+    decoder = decode(model)
+    assert not any("forward" in vars(module) for module in decoder.modules())
+    assert list(generate(decoder, torch.tensor([[1, 2]]), 8, temperature=0)) == expected
+
+
+def test_decoding_compiles_into_one_graph_whatever_the_length():
+    shape = dataclasses.replace(SMALL, num_layers=1, num_heads=1, d_model=8, windows=(5,))
+    model = for_decoding(randomised(shape), pack=False)
+    prompt = torch.tensor([[1, 2, 3]] * 2)
+    options = {"max_new_tokens": 16, "temperature": 0}  # past the context
+    expected = torch.stack(list(generate(model, prompt, **options)))
+    model.compile(dynamic=True, fullgraph=True, backend="eager")
+    compiled = torch.stack(list(generate(model, prompt, **options)))
+    torch.compiler.reset()
+    assert torch.equal(compiled, expected)

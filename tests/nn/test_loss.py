@@ -1,0 +1,111 @@
+"""The output loss, whole or in chunks, equals the definition, in values and gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import VARIANTS, randomised
+from reference import OperationRecorder, assert_same_gradients, loss_definition
+
+import model as model_module
+from engine.nn import loss as loss_module
+from engine.nn.loss import IGNORE_INDEX, cross_entropy, output_loss, soft_cap, validation_loss
+
+
+def random_output(num_rows: int = 48, width: int = 3) -> tuple[torch.Tensor, ...]:
+    """Inputs and weight of an output layer of 37 tokens, and targets."""
+    torch.manual_seed(0)
+    x = torch.randn(num_rows, width).requires_grad_()
+    weight = torch.randn(37, width).requires_grad_()
+    return x, weight, torch.randint(37, (num_rows,))
+
+
+@pytest.mark.parametrize("rows", [100, 48, 5, 1])
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+@pytest.mark.parametrize("num_ignored", [0, 13, 48])
+def test_the_loss_is_the_definition_whole_or_in_chunks(monkeypatch, rows, cap, num_ignored):
+    monkeypatch.setattr(loss_module, "MAX_LOGITS", rows * 37 + 36)
+    x, weight, targets = random_output()
+    targets[torch.randperm(48)[:num_ignored]] = IGNORE_INDEX
+    with OperationRecorder() as recorder:
+        loss = validation_loss(x, weight, targets, cap)
+    assert recorder.largest <= max(min(rows, 48) * 37, 48 * 3)
+    assert loss.dtype == torch.float32
+    assert loss.shape == ()
+    expected = loss_definition(x, weight, targets, cap)
+    assert_same_gradients(loss, expected, [x, weight], 1e-4)
+    with torch.no_grad(), OperationRecorder() as recorder:
+        torch.testing.assert_close(validation_loss(x, weight, targets, cap), expected)
+    assert recorder.largest <= max(min(rows, 48) * 37, 48 * 3)
+
+
+def z_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy and a penalty of the normalizer: Chowdhery et al. 2022, section 5."""
+    z = logits.logsumexp(dim=-1) * (targets != IGNORE_INDEX)
+    return cross_entropy(logits, targets) + 0.1 * z.square().sum()
+
+
+def test_another_loss_of_logits_works_in_chunks_without_a_gradient_of_its_own(monkeypatch):
+    x, weight, targets = random_output()
+    targets[::5] = IGNORE_INDEX
+    whole = output_loss(z_loss, x, weight, targets, 3.0)
+    monkeypatch.setattr(loss_module, "MAX_LOGITS", 5 * 37)
+    chunked = output_loss(z_loss, x, weight, targets, 3.0)
+    assert_same_gradients(chunked, whole, [x, weight], 1e-5)
+    assert whole > 1.1 * validation_loss(x, weight, targets, 3.0)
+
+
+def test_another_training_loss_leaves_the_validation_loss_as_it_is(monkeypatch):
+    model = randomised(VARIANTS["default"])
+    tokens, targets = torch.randint(37, (2, 3, 16)).unbind(0)
+    monkeypatch.setattr(model_module, "training_loss", lambda x, *others: x.square().sum())
+    expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
+    torch.testing.assert_close(model.eval()(tokens, targets), expected)
+    assert not torch.isclose(model.train()(tokens, targets), expected)
+
+
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+def test_chunks_in_bfloat16_are_close_to_float32(monkeypatch, cap):
+    x, weight, targets = random_output(64, 24)
+    exact = validation_loss(x, weight, targets, cap)
+    monkeypatch.setattr(loss_module, "MAX_LOGITS", 37 * 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = validation_loss(x, weight, targets, cap)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(exact.item(), rel=0.01)
+    grads = torch.autograd.grad(loss, [x, weight])
+    exact_grads = torch.autograd.grad(exact, [x, weight])
+    for grad, exact_grad in zip(grads, exact_grads, strict=True):
+        assert grad.dtype == torch.float32
+        assert (grad - exact_grad).norm() < 0.02 * exact_grad.norm()
+
+
+def test_the_gradient_of_a_bfloat16_weight_is_summed_in_float32(monkeypatch):
+    monkeypatch.setattr(loss_module, "MAX_LOGITS", 37 * 4)  # a bfloat16 sum is inexact
+    *float32, targets = random_output(512, 24)
+    bfloat16 = [tensor.detach().bfloat16().requires_grad_() for tensor in float32]
+    exact = [tensor.detach().float().requires_grad_() for tensor in bfloat16]
+    grads = torch.autograd.grad(validation_loss(*bfloat16, targets), bfloat16)
+    exact_grads = torch.autograd.grad(validation_loss(*exact, targets), exact)
+    for grad, exact_grad in zip(grads, exact_grads, strict=True):
+        assert grad.dtype == torch.bfloat16
+        assert (grad.float() - exact_grad).norm() < 0.005 * exact_grad.norm()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_model_has_the_same_loss_and_gradients_in_chunks(monkeypatch, name):
+    model = randomised(VARIANTS[name])
+    tokens, targets = torch.randint(37, (2, 3, 16)).unbind(0)
+    results = []
+    for max_logits in (loss_module.MAX_LOGITS, 5 * 37):  # the last chunk has 3 of 5 rows
+        monkeypatch.setattr(loss_module, "MAX_LOGITS", max_logits)
+        loss = model(tokens, targets)
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    for whole, chunked in zip(*results, strict=True):
+        torch.testing.assert_close(whole, chunked, rtol=1e-4, atol=1e-5)
+
+
+def test_soft_cap_bounds_logits_and_0_leaves_them():
+    logits = torch.tensor([-1e9, -1.0, 0.0, 1e-3, 1e9])
+    assert soft_cap(logits, 0.0) is logits
+    expected = torch.tensor([-15, -0.99852, 0, 1e-3, 15])
+    torch.testing.assert_close(soft_cap(logits, 15.0), expected, rtol=1e-4, atol=0)

@@ -1,0 +1,78 @@
+"""The diffs in docs/architecture.md apply, each to one file, and training works with what they add."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, TINY, logged
+
+PAGE = ROOT / "docs" / "architecture.md"
+SOURCES = ("*.py", "engine", "config")
+
+
+def read_changes() -> dict[str, tuple[str, list[str]]]:
+    """The changes of the page: {title: (unified diff, flags that use it)}."""
+    text = PAGE.read_text(encoding="utf-8")
+    changes = {}
+    for title, body in re.findall(r"^### (.+?)\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL):
+        diff = re.search(r"```diff\n(.*?)```", body, re.DOTALL)
+        command = re.search(r"```text\npython train.py (.*?)\n```", body, re.DOTALL)
+        if diff and command:
+            changes[title] = (diff[1], command[1].split())
+    return changes
+
+
+CHANGES = read_changes()
+
+
+def copy_sources(target: Path) -> None:
+    """Copy what a training run imports."""
+    for pattern in SOURCES:
+        for path in ROOT.glob(pattern):
+            copy = shutil.copytree if path.is_dir() else shutil.copy
+            copy(path, target / path.name)
+
+
+def train_in(project: Path, data: Path, out: Path, *flags: str) -> dict[int, float]:
+    """Train a tiny model with the sources of a project; return its losses by step."""
+    command = [
+        sys.executable,
+        project / "train.py",
+        "--data",
+        data,
+        "--out",
+        out,
+        *TINY,
+        "--steps",
+        "12",
+    ]
+    subprocess.run([*command, *flags], check=True, capture_output=True, cwd=project, timeout=120)
+    return logged(out, "train_loss")
+
+
+def test_tree_lists_every_module_of_the_engine():
+    tree = PAGE.read_text(encoding="utf-8").split("```")[1]
+    listed = re.findall(r"^ {4,}(\w+\.py) ", tree, re.MULTILINE)
+    modules = [path.name for path in ROOT.glob("engine/**/*.py") if path.name != "__init__.py"]
+    assert sorted(listed) == sorted(modules)
+
+
+def test_page_has_the_four_changes():
+    assert len(CHANGES) == 4
+
+
+@pytest.mark.parametrize("title", CHANGES)
+def test_change_is_one_file_and_trains(title, numbers, tmp_path):
+    diff, flags = CHANGES[title]
+    project = tmp_path / "project"
+    project.mkdir()
+    copy_sources(project)
+    baseline = train_in(project, numbers, tmp_path / "baseline")
+    assert len(re.findall(r"^\+\+\+ ", diff, re.MULTILINE)) == 1
+    subprocess.run(["git", "apply", "-"], input=diff, encoding="utf-8", cwd=project, check=True)
+    losses = train_in(project, numbers, tmp_path / "changed", *flags)
+    assert losses[12] < losses[1]
+    assert losses != baseline  # the change had an effect
