@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import json
 import os
-import platform
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -39,7 +38,6 @@ class DistributedContext:
     device: torch.device
     local_rank: int = 0  # among the processes of its machine
     sharded: bool = False  # FSDP: each rank holds some rows of every parameter
-    launch: str = ""  # identifies the torchrun that started, and restarts, the processes
     heartbeat_group: dist.ProcessGroup | None = None
 
     @property
@@ -276,10 +274,9 @@ def init_distributed(device: str = "auto", parallel: str = "ddp", timeout: float
         store = dist.PrefixStore(f"attempt {attempt}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     heartbeat_group = dist.new_group(timeout=limit, backend="gloo")
-    launch = f"{os.getppid()} on {platform.node()}"
     sharded = parallel == "fsdp"
     try:
-        yield DistributedContext(rank, size, chosen, local_rank, sharded, launch, heartbeat_group)
+        yield DistributedContext(rank, size, chosen, local_rank, sharded, heartbeat_group)
     except BaseException:
         # Peers may be gone. Leaving the group to the interpreter's exit can abort the process.
         thread = threading.Thread(target=dist.destroy_process_group, daemon=True)

@@ -81,17 +81,6 @@ def acquire_lock(file: Path, target: Path) -> filelock.FileLock:
     return file_lock
 
 
-def is_locked(file: Path) -> bool:
-    """Return whether another process holds the lock of a file."""
-    file_lock = filelock.FileLock(file, fallback_to_soft=False)
-    try:
-        file_lock.acquire(blocking=False)
-    except filelock.Timeout:
-        return True
-    file_lock.release()
-    return False
-
-
 @contextlib.contextmanager
 def exclusive_lock(target: Path) -> Iterator[None]:
     """Let one process at a time make or replace a directory.

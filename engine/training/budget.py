@@ -154,6 +154,7 @@ class TimeBudget(StepBudget):
         self.progress = min(1.0, max(self.progress, fraction, step / self.steps))
 
     def is_due(self, event: Event, step: int) -> bool:
+        """Whether enough of the time has passed since the event, and the end is not near."""
         if self.every[event]:
             return super().is_due(event, step)
         cost = self.eval_seconds if event == "evaluate" else self.costs["save"]
