@@ -17,10 +17,10 @@ from engine.core.cli import run_command
 from engine.core.errors import UserError
 from engine.core.files import atomic_directory, write_json
 from engine.core.settings import from_values, parse
-from engine.data.tokenizer import load_tokenizer, named_tokenizer
+from engine.data.tokenizer import load_tokenizer, named_tokenizer, read_companion
 from engine.huggingface import convert, directory
 from engine.huggingface import gguf as gguf_file
-from engine.huggingface.families import FAMILIES, Family, unsupported_settings
+from engine.huggingface.families import MODEL_FAMILIES, Family, unsupported_settings
 from engine.nn.positions import FREQUENCY_BASE
 from engine.training.checkpoint import load_model, write_checkpoint
 from engine.training.run_dir import find_checkpoint
@@ -29,9 +29,9 @@ from model import GPT, ModelConfig
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Write a run's best checkpoint as a directory that transformers loads, and compare the two."""
+    """Export a run to a directory for transformers, and compare its results with the run's."""
 
-    run: tyro.conf.Positional[Path]  # A run folder, for its best checkpoint, or a checkpoint.
+    run: tyro.conf.Positional[Path]  # A run (its best checkpoint is used) or a checkpoint.
     out: tyro.conf.Positional[Path]  # The directory to create.
     family: Literal["auto", "llama", "qwen3", "mistral", "gpt2", "nanochat"] = "auto"
     """The model class to export as. auto: the first that supports the model."""
@@ -44,7 +44,7 @@ class ImportConfig:
 
     source: tyro.conf.Positional[str]  # A directory, or a name on Hugging Face's hub.
     out: tyro.conf.Positional[Path]  # The run folder to create.
-    tokenizer: str | None = None  # A tokenizer's name, as for prepare.py. None: the model's own.
+    tokenizer: str | None = None  # As for prepare.py. None: the model's own.
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -98,7 +98,7 @@ def import_model(config: ImportConfig) -> None:
         raise UserError(f"{config.out}: already has checkpoints. Choose another folder.")
     path = directory.find_directory(config.source)
     source = str(path / "config.json")
-    hf_config = directory.read_object(path / "config.json")
+    hf_config = directory.read_config(path)
     family, settings = convert.from_hf_config(hf_config, source)
     model_config = from_values(ModelConfig, settings, source)
     tensors = directory.read_tensors(path)
@@ -112,8 +112,7 @@ def import_model(config: ImportConfig) -> None:
     if tokenizer.vocab_size > num_rows:
         sizes = f"got {tokenizer.vocab_size:,} tokens, the model has {num_rows:,}"
         raise UserError(f"--tokenizer: must be that of the model ({sizes}).")
-    shapes = {name: param.shape for name, param in model.named_parameters()}
-    params = convert.from_hf(tensors, shapes, family, str(path))
+    params = convert.from_hf(tensors, dict(model.named_parameters()), family, str(path))
     state = {
         "step": 0,
         "model": asdict(model_config),
@@ -124,7 +123,7 @@ def import_model(config: ImportConfig) -> None:
         "val_loss": None,
         "data_sha256": "",
         "imported": config.source,
-        "examples": "chats" if directory.read_template(path) else None,
+        "examples": "chats" if "chat_template" in read_companion(path) else None,
     }
     checkpoint = config.out / "checkpoints" / "step-00000000"
     write_checkpoint(checkpoint, state, params, {}, tokenizer.save)
@@ -135,15 +134,17 @@ def choose_family(config: ModelConfig, name: str) -> tuple[Family, ModelConfig]:
 
     Raises UserError, naming every unsupported setting, if there is none.
     """
-    configs = {key: rewrite_config(config, family) for key, family in FAMILIES.items()}
-    unsupported = {key: unsupported_settings(configs[key], FAMILIES[key]) for key in FAMILIES}
-    supporting = [key for key in FAMILIES if not unsupported[key]]
+    configs = {key: rewrite_config(config, family) for key, family in MODEL_FAMILIES.items()}
+    unsupported = {
+        key: unsupported_settings(configs[key], MODEL_FAMILIES[key]) for key in MODEL_FAMILIES
+    }
+    supporting = [key for key in MODEL_FAMILIES if not unsupported[key]]
     if name == "auto":
-        name = min(FAMILIES, key=lambda key: len(unsupported[key]))
+        name = min(MODEL_FAMILIES, key=lambda key: len(unsupported[key]))
     if unsupported[name]:
         fix = f"Use --family {supporting[0]}." if supporting else "Train without, to export."
         raise UserError(f"--family {name}: unsupported {', '.join(unsupported[name])}. {fix}")
-    return FAMILIES[name], configs[name]
+    return MODEL_FAMILIES[name], configs[name]
 
 
 def rewrite_config(config: ModelConfig, family: Family) -> ModelConfig:

@@ -1,8 +1,8 @@
 """GPT: a decoder-only Transformer language model.
 
-Read it from top to bottom: one Head, MultiHeadAttention as a list of heads plus a projection,
-FeedForward, Block, GPT, and the initialization of every parameter. This is the definition. Fast
-implementations of the same mathematics are in engine/nn.
+Read from top to bottom: Head, MultiHeadAttention (a list of heads and a projection), FeedForward,
+Block, GPT, and the specs of all parameters. This is the definition; engine/nn has fast
+implementations of the same mathematics.
 
     B batch  T time (positions)  D d_model  H heads  G head groups  K head_dim  F d_ff  V vocabulary
 """
@@ -26,29 +26,34 @@ from engine.nn.specs import ParameterSpec, draw_initial_values, match_specs
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The architecture of a GPT. The defaults are today's recipe for small models."""
+    """Architecture of a GPT. The defaults are a modern recipe for small models."""
 
-    vocab_size: int | None = None  # Tokens in the vocabulary; None: the tokenizer's. More pad it.
-    context_length: int = 256  # Largest number of positions that attention spans.
-    num_layers: int = 2  # Transformer blocks.
-    num_heads: int = 2  # Attention heads in each block.
-    num_kv_heads: int | None = None  # Key-value heads (grouped-query attention); None: num_heads.
+    # Number of tokens in the vocabulary, padding included; None: that of the tokenizer.
+    vocab_size: int | None = None
+    context_length: int = 256  # Number of positions that attention spans.
+    num_layers: int = 2  # Number of Transformer blocks.
+    num_heads: int = 2  # Number of attention heads in each block.
+    num_kv_heads: int | None = None  # Number of key-value heads (grouped-query); None: num_heads.
     head_dim: int | None = None  # Width of a head; None: d_model / num_heads.
-    windows: tuple[int, ...] | None = None  # Sliding windows of layers, repeated; 0 or None: none.
+    # Sliding window of each layer in tokens, repeated over the layers; 0 or None: no window.
+    windows: tuple[int, ...] | None = None
     d_model: int = 128  # Width of the residual stream.
-    d_ff: int | None = None  # Width of the feed-forward layer; None: 4 d_model, of SwiGLU 8/3.
+    # Width of the feed-forward layer; None: 4 d_model, or about 8/3 d_model with SwiGLU.
+    d_ff: int | None = None
     dropout: float = 0.0  # Probability of zeroing an activation during training.
-    bias: bool = False  # Whether linear layers and layer norms have a bias.
-    position: Literal["rope", "learned", "sinusoidal"] = "rope"  # Encoding of positions.
-    rope_base: float | None = None  # RoPE's frequencies fall from 1 to 1 / this; None: 10,000.
-    norm: Literal["rmsnorm", "weighted_rmsnorm", "layernorm"] = "rmsnorm"  # rmsnorm: no weight.
-    norm_epsilon: float | None = None  # Added to the mean square; None: 1e-6, for layernorm 1e-5.
-    norm_placement: Literal["pre", "post"] = "pre"  # Before a sub-layer, or after its sum (2017).
-    activation: Literal["swiglu", "relu2", "gelu", "relu"] = "swiglu"  # Of the feed-forward layer.
-    qk_norm: bool = True  # RMS-normalize queries and keys, before RoPE.
+    bias: bool = False  # Add a bias to linear layers and layer norms.
+    position: Literal["rope", "learned", "sinusoidal"] = "rope"  # Position encoding.
+    rope_base: float | None = None  # Base of RoPE's frequencies; None: 10,000.
+    # Normalization layer; rmsnorm is the one without a weight.
+    norm: Literal["rmsnorm", "weighted_rmsnorm", "layernorm"] = "rmsnorm"
+    norm_epsilon: float | None = None  # Added to the mean square; None: 1e-6, or 1e-5 (layernorm).
+    # Normalize before each sub-layer (pre), or after its residual sum (post, 2017).
+    norm_placement: Literal["pre", "post"] = "pre"
+    activation: Literal["swiglu", "relu2", "gelu", "relu"] = "swiglu"  # Feed-forward activation.
+    qk_norm: bool = True  # Normalize queries and keys with an RMSNorm, before RoPE.
     tie_embeddings: bool = False  # Use the token embedding as the output head too.
     scale_embeddings: bool = False  # Multiply token embeddings by √d_model (2017).
-    logit_softcap: float = 0.0  # Squash logits smoothly into ± this; 0: off.
+    logit_softcap: float = 0.0  # Largest absolute logit, by a smooth bound; 0: no bound.
 
     @property
     def head_width(self) -> int:
@@ -69,7 +74,7 @@ class ModelConfig:
 
     @property
     def feed_forward_width(self) -> int:
-        """SwiGLU's three matrices have as many weights as others' two: Shazeer 2020, section 3."""
+        """By default SwiGLU's three matrices have as many weights as two: Shazeer 2020, sec. 3."""
         if self.activation == "swiglu":
             return self.d_ff or 32 * math.ceil(self.d_model / 12)  # a multiple of 32
         return self.d_ff or 4 * self.d_model
@@ -90,33 +95,33 @@ class ModelConfig:
 
 
 class Head(nn.Module):
-    """One attention head: Vaswani et al. 2017, eq. 1, with its own query, key and value.
+    """Attention head with its own query, key and value projections: Vaswani et al. 2017, eq. 1.
 
-    With grouped queries (Ainslie et al. 2023) the heads of a group share one key and one value
-    projection. All heads of a block share the norms of queries and keys.
+    With grouped-query attention (Ainslie et al. 2023), the heads of a group share one key and one
+    value projection. All heads of a block share the norms of queries and keys.
     """
 
     def __init__(self, config: ModelConfig, window: int, key_value: LayerPair, qk_norms: LayerPair):
-        """key_value and qk_norms are the layers of an earlier head to share, or () for its own."""
+        """Share the key_value and qk_norms layers of an earlier head; None: make new ones."""
         super().__init__()
         make_linear = partial(nn.Linear, config.d_model, config.head_width, bias=config.bias)
-        weighted = config.norm == "weighted_rmsnorm"
-        make_rms_norm = partial(RMSNorm, config.head_width, config.epsilon, weighted)
+        is_weighted = config.norm == "weighted_rmsnorm"
+        make_rms_norm = partial(RMSNorm, config.head_width, config.epsilon, is_weighted)
         make_qk_norm = make_rms_norm if config.qk_norm else nn.Identity
         self.query = make_linear()
-        if not key_value:
+        if key_value is None:
             self.key = make_linear()
             self.value = make_linear()
-        if not qk_norms:
+        if qk_norms is None:
             self.query_norm = make_qk_norm()
             self.key_norm = make_qk_norm()
-        # A tuple refers to layers without registering them: each is saved once, in its first head.
+        # Layers in a tuple are not registered: a shared layer is saved once, with its first head.
         self.key_value = key_value or (self.key, self.value)
         self.qk_norms = qk_norms or (self.query_norm, self.key_norm)
         self.window = window
 
     def attention(self, x: Tensor, rotation: Tensor | None) -> Tensor:
-        """Attention weights, (B, T, D) → (B, T, T): each row is a distribution over the past."""
+        """Return attention weights, (B, T, D) → (B, T, T): each row is a distribution."""
         key, _ = self.key_value
         query_norm, key_norm = self.qk_norms
         q = rotate(query_norm(self.query(x)), rotation)  # (B, T, K)
@@ -128,15 +133,15 @@ class Head(nn.Module):
         return scores.masked_fill(~mask, -math.inf).softmax(dim=-1)
 
     def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
-        """The definition, (B, T, D) → (B, T, K)."""
+        """Return the weighted mean of the values, (B, T, D) → (B, T, K)."""
         _, value = self.key_value
         return self.attention(x, rotation) @ value(x)
 
 
 class MultiHeadAttention(nn.Module):
-    """A list of heads, and a projection that mixes their outputs: Vaswani et al. 2017, 3.2.2.
+    """List of heads and a projection that mixes their outputs: Vaswani et al. 2017, section 3.2.2.
 
-    :meth:`loop` is the definition. :meth:`forward` computes the same for all heads at once.
+    :meth:`loop` is the definition; :meth:`forward` computes all heads at once.
     """
 
     def __init__(self, config: ModelConfig, window: int = 0):
@@ -144,11 +149,12 @@ class MultiHeadAttention(nn.Module):
         group_size = config.num_heads // config.num_groups
         heads: list[Head] = []
         for index in range(config.num_heads):
-            key_value = heads[-1].key_value if index % group_size else ()
-            heads.append(Head(config, window, key_value, heads[0].qk_norms if heads else ()))
+            key_value = heads[-1].key_value if index % group_size else None
+            qk_norms = heads[0].qk_norms if heads else None
+            heads.append(Head(config, window, key_value, qk_norms))
         self.heads = nn.ModuleList(heads)
-        width = config.num_heads * config.head_width
-        self.projection = nn.Linear(width, config.d_model, bias=config.bias)
+        heads_width = config.num_heads * config.head_width
+        self.projection = nn.Linear(heads_width, config.d_model, bias=config.bias)
         keys = [head.key for head in heads[::group_size]]
         values = [head.value for head in heads[::group_size]]
         self.fused_qkv = FusedLinear([head.query for head in heads] + keys + values)
@@ -160,11 +166,11 @@ class MultiHeadAttention(nn.Module):
         self.dropout = config.dropout
 
     def loop(self, x: Tensor, rotation: Tensor | None) -> Tensor:
-        """Attention head after head, (B, T, D) → (B, T, D), without dropout."""
+        """Compute one head after the other, without dropout: (B, T, D) → (B, T, D)."""
         return self.projection(torch.cat([head(x, rotation) for head in self.heads], dim=-1))
 
     def forward(self, x: Tensor, rotation: Tensor | None, cache: Cache | None = None) -> Tensor:
-        """(B, T, D) → (B, T, D). With a cache, x continues the positions that it holds."""
+        """Compute all heads, (B, T, D) → (B, T, D). With a cache, x follows its positions."""
         B, T, _ = x.shape
         qkv = self.fused_qkv(x).view(B, T, -1, self.head_width).transpose(1, 2)
         q, k, v = qkv.split((len(self.heads), self.num_groups, self.num_groups), dim=1)
@@ -172,27 +178,27 @@ class MultiHeadAttention(nn.Module):
         q = rotate(query_norm(q), rotation)  # (B, H, T, K)
         k = rotate(key_norm(k), rotation)  # (B, G, T, K)
         if cache is not None:
-            k, v = cache.append(k, v)  # those of all visible positions
+            k, v = cache.append(k, v)  # (B, G, S, K), of all visible positions
         mixed = attend(q, k, v, self.attention_dropout if self.training else 0.0, self.window)
         mixed = mixed.transpose(1, 2).reshape(B, T, -1)  # (B, H, T, K) → (B, T, H·K)
         return dropout(self.projection(mixed), self.dropout, self.training)
 
 
 class FeedForward(nn.Module):
-    """Two linear layers with a non-linearity or a gate between, at each position separately."""
+    """Two linear layers with a non-linearity or a gate between them, at each position."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         make_linear = partial(nn.Linear, bias=config.bias)
-        sizes = (config.d_model, config.feed_forward_width)
-        self.gate = make_linear(*sizes) if config.activation == "swiglu" else None
-        self.expand = make_linear(*sizes)
-        self.contract = make_linear(*reversed(sizes))
+        width = config.feed_forward_width
+        self.gate = make_linear(config.d_model, width) if config.activation == "swiglu" else None
+        self.expand = make_linear(config.d_model, width)
+        self.contract = make_linear(width, config.d_model)
         self.activation = config.activation
         self.dropout = config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, D) → (B, T, D)."""
+        """Apply the layers: (B, T, D) → (B, T, D)."""
         hidden = self.expand(x)  # (B, T, F)
         if self.gate is not None:  # SwiGLU: Shazeer 2020
             hidden = F.silu(self.gate(x)) * hidden
@@ -206,19 +212,19 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward layer, each added to the residual stream."""
+    """Attention and a feed-forward layer, each added to the residual stream."""
 
     def __init__(self, config: ModelConfig, window: int = 0):
         super().__init__()
         self.post_norm = config.norm_placement == "post"
-        norm = (config.norm, config.d_model, config.epsilon, config.bias)
-        self.attention_norm = make_norm(*norm)
+        new_norm = partial(make_norm, config.norm, config.d_model, config.epsilon, config.bias)
+        self.attention_norm = new_norm()
         self.attention = MultiHeadAttention(config, window)
-        self.feed_forward_norm = make_norm(*norm)
+        self.feed_forward_norm = new_norm()
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, rotation: Tensor | None, cache: Cache | None = None) -> Tensor:
-        """(B, T, D) → (B, T, D)."""
+        """Apply both sub-layers: (B, T, D) → (B, T, D). x follows the positions of the cache."""
         if self.post_norm:
             x = self.attention_norm(x + self.attention(x, rotation, cache))
             return self.feed_forward_norm(x + self.feed_forward(x))
@@ -227,25 +233,26 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token ids in, logits of the next token out."""
+    """Decoder-only Transformer: token ids in, logits of the next token out."""
 
     def __init__(self, config: ModelConfig):
-        """Raises ValueError without a vocab_size, or for a parameter without exactly one spec."""
+        """Raise ValueError without a vocab_size, or for a parameter without exactly one spec."""
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("vocab_size must be set (got None)")
         self.config = config
-        # Drawn first: the constructors of linear layers draw numbers on some devices only.
+        # Draw the seed first: on some devices, constructing a layer draws random numbers.
         self.seed = int(torch.randint(2**62, (), device="cpu"))
         self.token_embedding = make_embedding(config.vocab_size, config.d_model)
-        length = config.context_length if config.position == "learned" else 0
-        self.position_embedding = make_embedding(length, config.d_model) if length else None
-        norm = (config.norm, config.d_model, config.epsilon, config.bias)
-        tied = config.tie_embeddings  # its use as the head keeps a tied embedding at scale
-        normed = config.norm == "rmsnorm" and not tied
-        self.embedding_norm = make_norm(*norm) if normed else nn.Identity()
+        self.position_embedding = None
+        if config.position == "learned":
+            self.position_embedding = make_embedding(config.context_length, config.d_model)
+        new_norm = partial(make_norm, config.norm, config.d_model, config.epsilon, config.bias)
+        tied = config.tie_embeddings  # as the output head, it keeps its scale without a norm
+        has_embedding_norm = config.norm == "rmsnorm" and not tied
+        self.embedding_norm = new_norm() if has_embedding_norm else nn.Identity()
         self.blocks = nn.ModuleList(Block(config, window) for window in config.layer_windows)
-        self.final_norm = make_norm(*norm) if config.norm_placement == "pre" else nn.Identity()
+        self.final_norm = new_norm() if config.norm_placement == "pre" else nn.Identity()
         self.head = None if tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
         self.specs = parameter_specs(config, [name for name, _ in self.named_parameters()])
@@ -253,11 +260,12 @@ class GPT(nn.Module):
             self.load_state_dict(dict(self.initial_values()))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, caches: Caches = ()) -> Tensor:
-        """Logits (B, T, V), or, with targets, the loss summed over the counted ones.
+        """Return logits (B, T, V), or, with targets, the loss summed over the counted targets.
 
-        tokens and targets are (B, T) integers; a target of -1 is not counted. In evaluation mode
-        the loss is that of validation. With caches, one for each block, tokens continue what they
-        hold, and the logits (B, 1, V) are of the last position. ValueError for too many positions.
+        tokens and targets are (B, T) integers; a target of -1 is not counted. The loss is the
+        training loss, or in evaluation mode the validation loss. With caches, one for each block,
+        tokens follow the cached positions, and only the last position's logits are returned,
+        (B, 1, V). Raises ValueError for too many positions.
         """
         start = caches[0].filled if caches else 0
         max_length = caches[0].length if caches else self.config.context_length
@@ -277,7 +285,7 @@ class GPT(nn.Module):
         return soft_cap(logits, cap)
 
     def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
-        """Input of the first block: token ids (B, T), the first at position start → (B, T, D)."""
+        """Return the first block's input for tokens from position start: (B, T) → (B, T, D)."""
         x = self.token_embedding(tokens)
         if self.config.scale_embeddings:
             x = x * math.sqrt(self.config.d_model)
@@ -286,13 +294,13 @@ class GPT(nn.Module):
         return dropout(self.embedding_norm(x), self.config.dropout, self.training)
 
     def positions(self, start: int, end: int) -> Tensor:
-        """Embeddings of positions start…end, (T, D): learned or sinusoidal."""
+        """Return the embeddings, (T, D), of positions start to end - 1: learned or sinusoidal."""
         if self.position_embedding is not None:
             return self.position_embedding.weight[start:end]
         return sinusoids(start, end, self.config.d_model, self.token_embedding.weight.device)
 
     def rotation(self, start: int, end: int) -> Tensor | None:
-        """RoPE's cosines and sines at positions start…end, (2, T, K / 2); None without RoPE."""
+        """Return RoPE's cosines and sines, (2, T, K / 2), of positions start to end - 1."""
         if self.config.position != "rope":
             return None
         base = self.config.rope_base or FREQUENCY_BASE
@@ -300,23 +308,23 @@ class GPT(nn.Module):
         return rotations(start, end, self.config.head_width, base, device)
 
     def head_weight(self) -> Tensor:
-        """The weight of the output layer, (V, D)."""
+        """Return the weight of the output layer, (V, D)."""
         return self.token_embedding.weight if self.head is None else self.head.weight
 
     def initial_values(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter's name and initial value, on the CPU; self.seed determines them."""
+        """Yield the name and initial value of each parameter, on the CPU, drawn with self.seed."""
         return draw_initial_values(self.named_parameters(), self.specs, self.seed)
 
 
 def parameter_specs(config: ModelConfig, names: Iterable[str]) -> dict[str, ParameterSpec]:
-    """Find the one spec of each parameter by the end of its name, or raise ValueError.
+    """Return the spec of each parameter. Raises ValueError unless its name matches exactly one.
 
     With an untied head, the head and the last matrix of each sub-layer are zero: every block is the
-    identity, and the initial loss is ln V. The other matrices have half of the std that preserves
-    variance (docs/recipe.md). With tied embeddings GPT-2's rule holds: Radford et al. 2019, 2.3.
+    identity, and the initial loss is ln V. The other matrices have half the std that preserves
+    variance. Tied embeddings follow GPT-2: Radford et al. 2019, section 2.3.
     """
     tied = config.tie_embeddings
-    # A norm removes the scale of an embedding. It remains the inverse of AdamW's relative step.
+    # A norm follows an untied embedding, so its std only sets the relative size of AdamW's steps.
     embedding_std = 0.02 if tied or config.norm == "layernorm" else 0.1
     embedding = ParameterSpec("head" if tied else "embedding", embedding_std)
     hidden = ParameterSpec("matrix", config.d_model**-0.5 * (1 if tied else 0.5))

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,76 +27,77 @@ from engine.core.cli import progress, run_command
 from engine.core.errors import UserError
 from engine.core.files import exclusive_lock
 from engine.core.settings import check_ranges, parse
-from engine.data.chat import parse_chat, parse_pair, render_with_targets, special_token_names
-from engine.data.dataset import Examples, Tokens, is_up_to_date, open_dataset
-from engine.data.inputs.readers import KINDS_WITH_FIELDS, kind_of
-from engine.data.inputs.sources import Source, find_sources
+from engine.data import chat
+from engine.data.dataset import Dataset, Examples, is_up_to_date, open_dataset
+from engine.data.inputs.sources import Source, find_sources, kind_of
 from engine.data.splits import Corpus, content_hash
 from engine.data.tokenizer import Tokenizer, named_tokenizer
 from engine.data.tokenizer_json import MAX_VOCAB_SIZE, SPLIT_PATTERNS
-from engine.data.tokenizer_training import MIN_BPE_VOCAB_SIZE, train_bpe_tokenizer, train_char_tokenizer
+from engine.data.tokenizer_training import (
+    MIN_BPE_VOCAB_SIZE,
+    train_bpe_tokenizer,
+    train_char_tokenizer,
+)
 from engine.data.writer import remove_work_folder, write_dataset
 
 DEFAULT_PATTERN = "pairs"
 DEFAULT_TOKENIZER_BYTES = 2**27
 TRAINED_TOKENIZERS = ("char", "bpe")
 MAX_TRAINER_CHARACTERS = 2**16  # given to the BPE trainer at a time, to limit its memory
-NUM_SAMPLE_TOKENS = 60  # of a split that are shown
-MIN_VOCABULARY_USE = 0.5  # less, of a large vocabulary, gets advice
-MIN_WARNED_VOCABULARY = 1000
+NUM_SAMPLE_TOKENS = 60  # that are shown as text
 
 
 @dataclass(frozen=True)
 class PrepareConfig:
     """Turn text into data/<name>/: a tokenizer, memory-mapped token shards and a manifest."""
 
+    # Files of text, .jsonl, .ndjson, .csv (these also as .gz, .zst or .xz) or .parquet; folders;
+    # addresses (https://, s3://, gs://, …); hf:NAME (a Hugging Face dataset on the hub or in a
+    # folder); - (standard input); stdlib (the sources of Python's standard library);
+    # shakespeare (tiny Shakespeare, downloaded once).
     inputs: tyro.conf.Positional[tuple[str, ...]]
-    """Files of text, .jsonl or .ndjson, .csv, .parquet, all but Parquet also as .gz, .zst or .xz;
-    folders; addresses (https://, s3://, gs://, …); hf:NAME, a Hugging Face dataset on the hub or
-    in a folder; - for standard input; stdlib (the sources of Python's standard library);
-    shakespeare (the tiny file, downloaded once)."""
+    # char, byte, bpe (trained on this text), a tiktoken encoding (gpt2, cl100k_base, …), or the
+    # path of a run, a dataset or a tokenizer.json.
     tokenizer: str = "bpe"
-    """char, byte, bpe (trained on this text), a tiktoken encoding (gpt2, cl100k_base, …), or the
-    path of a run, a dataset or a tokenizer.json."""
+    # How a BPE trained on this text splits it into words. None: pairs, GPT-4's pattern with digits
+    # in pairs. For export to GGUF choose gpt2, llama3, qwen2 or smollm.
     pattern: str | None = None
-    """How a BPE trained on this text splits it into words; None: pairs. For export to GGUF choose
-    gpt2, llama3, qwen2 or smollm."""
     vocab_size: Annotated[int | None, Ge(MIN_BPE_VOCAB_SIZE), Le(MAX_VOCAB_SIZE)] = None
-    """Tokens of a BPE trained on this text; None: 1024 to 8192, up to the root of its bytes."""
+    """Tokens of a BPE trained on this text. None: chosen by its size, from 1,024 to 8,192."""
+    # Most bytes of text to train a BPE on; None: 128 MiB. Of more text, the beginning of each file
+    # or group of small files is used.
     tokenizer_bytes: Annotated[int | None, Ge(1)] = None
-    """Bytes of text that a BPE is trained on; None: 128 MiB. Of more text, the beginning of each
-    unit of work is used."""
     out: Path | None = None
-    """The folder to make; None: data/ and the first input's name."""
+    """Folder of the dataset; None: data/ and the name of the first input."""
     val_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
-    """Fraction for validation: whole documents; of large ones, or if there are few, the tails."""
+    """Fraction of the documents for validation; few or large ones give their last part instead."""
     glob: str | None = None
-    """Which files of a folder to take, at any depth; None: all."""
+    """Pattern of the files to take from folders, at any depth; None: all."""
     field: str | None = None
     """The field or column that holds the text; None: text."""
     prompt_field: str | None = None
-    """For examples: the field with the prompt."""
+    """The field with the prompt, for pairs of prompt and completion."""
     completion_field: str | None = None
-    """For examples: the field with the completion, which alone is learned."""
+    """The field with the completion. Only its tokens count for the loss."""
+    # Each record is a chat, {"messages": [{"role": …, "content": …}, …]}. The messages of the
+    # assistant are the targets.
     chat: bool = False
-    """Each record is a chat, {"messages": [{"role": …, "content": …}, …]}; what the assistant
-    says is learned."""
     hf_config: str | None = None
     """The configuration of a Hugging Face dataset that has several."""
     hf_split: str | None = None
     """The split of a Hugging Face dataset; None: train."""
     deduplicate: bool = False
     """Leave out documents that repeat an earlier one exactly."""
-    sha256: str = ""
-    """The hash of a download, which is then kept and downloaded only once."""
+    sha256: str | None = None
+    """Expected SHA-256 of the file at an address, which is then cached."""
     errors: Literal["strict", "replace"] = "strict"
-    """Refuse bytes that are not UTF-8, or replace them by U+FFFD."""
+    """Refuse bytes that are not UTF-8 (strict), or replace them by U+FFFD."""
     force: bool = False
-    """Make the dataset again, and replace one made with other arguments or of other text."""
+    """Prepare again, even over a dataset of other arguments or other text."""
     ray: str | None = None
     """Encode on Ray: local, local:4 (workers), or the address of a cluster."""
     show: Path | None = None
-    """Only describe this dataset."""
+    """Only print the summary of this dataset."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -125,16 +127,18 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
         tokenizer = named_tokenizer(config.tokenizer)
     out = config.out or Path("data") / name_of(config.inputs[0])
     with tempfile.TemporaryDirectory() as spool:
-        corpus = Corpus(sources_of(config, Path(spool)), config.val_fraction)
+        corpus = Corpus(list_sources(config, Path(spool)), config.val_fraction)
         origin = origin_of(corpus, config, tokenizer)
-        if is_up_to_date(out, origin, config.force, corpus.version, lambda: content_hash(corpus.digests())):
+        if is_up_to_date(
+            out, origin, config.force, corpus.version, lambda: content_hash(corpus.digests())
+        ):
             remove_work_folder(out)
             return out, False
         with exclusive_lock(out):
             if tokenizer is None:
                 tokenizer = train_tokenizer(corpus, config, origin.get("separator", ""))
             if corpus.examples:
-                tokenizer = tokenizer.with_special(special_token_names(tokenizer, config.chat))
+                tokenizer = tokenizer.with_special(chat.special_token_names(tokenizer, config.chat))
             write_dataset(out, corpus, tokenizer, origin, threads, config.ray)
     return out, True
 
@@ -145,70 +149,55 @@ def check(config: PrepareConfig) -> None:
         kinds = "a file, a folder, an address, hf:NAME, - for standard input, stdlib or shakespeare"
         raise UserError(f"no input. Give {kinds}.")
     check_ranges(config)
-    bpe_flags = {
-        "--vocab-size": config.vocab_size,
-        "--pattern": config.pattern,
-        "--tokenizer-bytes": config.tokenizer_bytes,
-    }
-    for flag, value in bpe_flags.items():
-        if value is not None and config.tokenizer != "bpe":
-            raise UserError(f"{flag}: needs --tokenizer bpe (got {config.tokenizer}). Leave it out.")
     if config.pattern not in (None, *SPLIT_PATTERNS):
         names = ", ".join(SPLIT_PATTERNS)
         raise UserError(f"--pattern: must be one of {names} (got {config.pattern}).")
-    if (config.prompt_field is None) != (config.completion_field is None):
-        raise UserError("--prompt-field: needs --completion-field, and the reverse. Give both.")
-    record_flags = {
-        "--chat": config.chat,
-        "--prompt-field": config.prompt_field is not None,
-        "--field": config.field is not None,
-    }
-    used_flags = [flag for flag, is_used in record_flags.items() if is_used]
-    if len(used_flags) > 1:
-        raise UserError(f"{' and '.join(used_flags)}: exclude each other. Give one.")
+    trains_bpe = config.tokenizer == "bpe"
+    has_address = any("://" in name for name in config.inputs)
+    has_folder = has_address or any(Path(name).is_dir() for name in config.inputs)
+    has_hub = any(name.startswith("hf:") for name in config.inputs)
     has_pipe = any(name == "-" or Path(name).is_fifo() for name in config.inputs)
-    if config.ray and has_pipe:
-        raise UserError(f"--ray {config.ray}: its workers cannot read a pipe. Give files.")
+    requirements = [
+        ("--vocab-size", config.vocab_size, trains_bpe, "--tokenizer bpe"),
+        ("--pattern", config.pattern, trains_bpe, "--tokenizer bpe"),
+        ("--tokenizer-bytes", config.tokenizer_bytes, trains_bpe, "--tokenizer bpe"),
+        ("--prompt-field", config.prompt_field, config.completion_field, "--completion-field"),
+        ("--completion-field", config.completion_field, config.prompt_field, "--prompt-field"),
+        ("--glob", config.glob, has_folder, "a folder as input"),
+        ("--sha256", config.sha256, has_address, "an address as input"),
+        ("--hf-config", config.hf_config, has_hub, "hf:NAME as input"),
+        ("--hf-split", config.hf_split, has_hub, "hf:NAME as input"),
+        ("--ray", config.ray, not has_pipe, "files instead of a pipe"),
+    ]
+    for flag, value, is_met, requirement in requirements:
+        if value and not is_met:
+            raise UserError(f"{flag}: needs {requirement}. Otherwise leave {flag} out.")
+    if sum(map(bool, (config.chat, config.prompt_field, config.field))) > 1:
+        raise UserError("--chat, --prompt-field, --field: exclude each other. Give one.")
 
 
-def sources_of(config: PrepareConfig, spool: Path) -> list[Source]:
-    """Find the files to read. Raises UserError for files that lack what the flags need."""
-    turns_of: Callable[[dict[str, Any]], Any] | None = parse_chat if config.chat else None
-    if config.prompt_field is not None and config.completion_field is not None:
+def list_sources(config: PrepareConfig, spool: Path) -> list[Source]:
+    """List the files to read. Raises UserError for files that lack the fields of the flags."""
+    turns_of: Callable[[dict[str, Any]], Any] | None = chat.parse_chat if config.chat else None
+    if config.prompt_field and config.completion_field:
         turns_of = partial(
-            parse_pair,
+            chat.parse_pair,
             prompt_field=config.prompt_field,
             completion_field=config.completion_field,
         )
-    split = config.hf_split or "train"
-    sources = find_sources(config.inputs, config.glob, config.sha256, spool, config.hf_config, split)
+    sources = find_sources(
+        config.inputs, spool, config.glob, config.sha256, config.hf_config, config.hf_split
+    )
     plain = [source.name for source in sources if not kind_of(source)]
-    if config.field is not None and len(plain) == len(sources):
-        raise UserError(f"--field {config.field}: needs {KINDS_WITH_FIELDS}. Leave it out.")
-    is_hub = any(name.startswith("hf:") for name in config.inputs)
-    if (config.hf_config or config.hf_split) and not is_hub:
-        raise UserError("--hf-config, --hf-split: no input is hf:NAME. Leave them out.")
-    if turns_of and plain:
-        flag = "--chat" if config.chat else "--prompt-field"
+    if plain and (turns_of or config.field):
+        flag = "--field" if config.field else "--chat" if config.chat else "--prompt-field"
+        kinds = "JSON lines, CSV, Parquet or a Hugging Face dataset"
         advice = "Convert it, or choose files with --glob '*.jsonl'"
-        raise UserError(f"{flag}: needs {KINDS_WITH_FIELDS} (got {plain[0]}). {advice}.")
-    for name in config.inputs:
-        if config.glob is None and Path(name).is_dir():
-            check_folder(Path(name), sources)
+        raise UserError(f"{flag}: needs {kinds} (got {plain[0]}). {advice}.")
     field = config.field or "text"
-    return [replace(source, field=field, errors=config.errors, turns_of=turns_of) for source in sources]
-
-
-def check_folder(folder: Path, sources: list[Source]) -> None:
-    """Raise UserError for a folder of both plain text and records."""
-    names = {
-        bool(kind_of(source)): source.name
-        for source in sources
-        if isinstance(source.path, Path) and source.path.is_relative_to(folder.absolute())
-    }
-    if len(names) > 1:
-        kinds = f"records ({names[True]}) and plain text ({names[False]})"
-        raise UserError(f"{folder}: has both {kinds}. Choose with --glob.")
+    return [
+        replace(source, field=field, errors=config.errors, turns_of=turns_of) for source in sources
+    ]
 
 
 def name_of(source: str) -> str:
@@ -225,17 +214,17 @@ def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None
     tokenizer is None if it is to be trained.
     """
     name = config.tokenizer
-    if tokenizer and name != tokenizer.kind:  # a path, whose tokenizer may change
-        name = f"{tokenizer.kind} {tokenizer.fingerprint}"
-    if config.tokenizer in TRAINED_TOKENIZERS:
-        has_end = config.tokenizer == "bpe"
-    else:
-        has_end = tokenizer is not None and tokenizer.end_of_text is not None
+    has_end = config.tokenizer == "bpe"
+    if tokenizer:
+        has_end = tokenizer.end_of_text is not None
+        if name != tokenizer.kind:  # a path, whose tokenizer may change
+            name = f"{tokenizer.kind} {tokenizer.fingerprint}"
     needs_separator = not (corpus.examples or corpus.single or has_end)
-    optional = {
+    tokenizer_bytes = config.tokenizer_bytes
+    settings = {
         "vocab_size": config.vocab_size,
         "pattern": config.pattern if config.pattern != DEFAULT_PATTERN else None,
-        "tokenizer_bytes": config.tokenizer_bytes,
+        "tokenizer_bytes": tokenizer_bytes if tokenizer_bytes != DEFAULT_TOKENIZER_BYTES else None,
         "deduplicate": config.deduplicate,
         "field": config.field,
         "prompt_field": config.prompt_field,
@@ -247,10 +236,8 @@ def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None
         "separator": "\n" if needs_separator else None,
         "split": "few" if corpus.rule.few and not corpus.single else None,
     }
-    if config.tokenizer_bytes == DEFAULT_TOKENIZER_BYTES:
-        del optional["tokenizer_bytes"]
-    settings = {key: value for key, value in optional.items() if value}
-    return {"tokenizer": name, "val_fraction": config.val_fraction, **settings}
+    changed = {key: value for key, value in settings.items() if value}
+    return {"tokenizer": name, "val_fraction": config.val_fraction, **changed}
 
 
 def train_tokenizer(corpus: Corpus, config: PrepareConfig, separator: str) -> Tokenizer:
@@ -276,56 +263,38 @@ def training_texts(corpus: Corpus, max_bytes: int | None) -> Iterator[str]:
 def describe(out: Path) -> str:
     """Describe a dataset in lines. Raises UserError if there is none."""
     dataset = open_dataset(out)
-    splits = dataset.manifest["splits"]
-    origin = dataset.manifest["origin"]
-    facts = dataset.manifest["facts"]
-    is_examples = "examples" in origin
-    what = "examples" if is_examples else "documents"
-    repeats = f"{facts['repeats']:,} of them exact repeats (see --deduplicate)"
+    manifest = dataset.manifest
+    facts = manifest["facts"]
+    repeats = f"{facts['repeats']:,} of them exact repeats, see --deduplicate"
     if "dropped" in facts:
         repeats = f"without {facts['dropped']:,} exact repeats"
+    used = facts["vocabulary"] / manifest["vocab_size"]
     rows = [
-        (what, facts["documents"], repeats if "dropped" in facts or facts["repeats"] else ""),
-        ("UTF-8 bytes", sum_counts(splits, "bytes"), "of the targets" if is_examples else ""),
-        ("tokens", sum_counts(splits, "tokens"), f"{facts['longest']:,} in the longest"),
+        ("documents", facts["documents"], repeats),
+        ("longest", facts["longest"], "tokens in one document"),
+        ("vocabulary", manifest["vocab_size"], f"{dataset.tokenizer.kind}, {used:.0%} of it used"),
     ]
-    if is_examples:
-        rows.append(("targets", sum_counts(splits, "targets"), ""))
-    size = dataset.manifest["vocab_size"]
-    use = facts["vocabulary"] / size
-    is_rare = use < MIN_VOCABULARY_USE and size > MIN_WARNED_VOCABULARY
-    advice = "; --tokenizer bpe makes a smaller one, which trains faster" if is_rare else ""
-    kind = dataset.manifest["tokenizer"]["kind"]
-    rows.append(("vocabulary", size, f"{kind}, {use:.0%} of it used{advice}"))
-    for split, counts in splits.items():
-        note = f"{counts['documents']:,} {what}" + ("" if is_examples else " end here")
-        if split == "val" and origin.get("split") == "few" and not is_examples:
-            note += f": the last {100 * origin['val_fraction']:.3g}% of each"
-        rows.append((f"{split:<5} tokens", counts["tokens"], note))
-    lines = [f"  {name:<15}  {amount:>15,}  {note}".rstrip() for name, amount, note in rows]
-    for split in splits:
-        lines += describe_sample(split, dataset.tokenizer, getattr(dataset, split))
-    return "\n".join([f"{out}", *lines])
+    for split, counts in manifest["splits"].items():
+        note = f"{counts['bytes']:,} UTF-8 bytes, {counts['documents']:,} documents end here"
+        if "examples" in manifest["origin"]:
+            note = f"{counts['targets']:,} targets, {counts['documents']:,} examples"
+        rows.append((f"{split} tokens", counts["tokens"], note))
+    lines = [f"  {name:<12}  {count:>15,}  {note}" for name, count, note in rows]
+    return "\n".join([f"{out}", *lines, describe_sample(dataset)])
 
 
-def sum_counts(splits: dict[str, Any], name: str) -> int:
-    """Sum a count of all splits of a manifest."""
-    return sum(counts[name] for counts in splits.values())
-
-
-def describe_sample(split: str, tokenizer: Tokenizer, tokens: Tokens | Examples) -> list[str]:
-    """Show a few tokens of a split as text, or the first training example."""
-    if isinstance(tokens, Examples):
-        if split == "val":
-            return []
-        title = "  The first example, its targets between ⟦ and ⟧:"
-        text = render_with_targets(tokenizer, tokens.example(0))
+def describe_sample(dataset: Dataset) -> str:
+    """Return the first training example, or text from the middle of the training tokens."""
+    train = dataset.train
+    if isinstance(train, Examples):
+        title = "The first example, its targets between ⟦ and ⟧"
+        text = chat.render_with_targets(dataset.tokenizer, train.example(0))
     else:
-        title = f"  From the middle of {split}:"
-        start = max(0, len(tokens) // 2 - NUM_SAMPLE_TOKENS // 2)
-        sample = tokenizer.decode(tokens[start : start + NUM_SAMPLE_TOKENS].tolist())
-        text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in sample)
-    return [title, *(f"    {line}" for line in text.split("\n"))]
+        title = "From the middle of train"
+        start = max(0, len(train) // 2 - NUM_SAMPLE_TOKENS // 2)
+        tokens = train[start : start + NUM_SAMPLE_TOKENS].tolist()
+        text = chat.escape_unprintable(dataset.tokenizer.decode(tokens))
+    return f"  {title}:\n{textwrap.indent(text, '    ')}"
 
 
 if __name__ == "__main__":

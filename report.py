@@ -9,6 +9,7 @@ from engine.core.cli import run_command, tune_openmp_spinning
 if __name__ == "__main__":
     tune_openmp_spinning("decode")  # before torch is loaded
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ import tyro
 from engine.core.errors import UserError
 from engine.core.settings import parse
 from engine.data.batches import drop_long_examples
+from engine.data.dataset import Dataset
 from engine.data.mixture import Mixture, as_paths, open_mixture
 from engine.report.baselines import mixture_baselines
-from engine.report.memorization import MIN_PASSAGE_BYTES, find_passages, sample_validation
+from engine.report.memorization import find_passages, read_ids
 from engine.report.page import describe_data, describe_run, write_page
 from engine.report.samples import compute_attention
 from engine.training.checkpoint import load_model, open_checkpoint
@@ -29,10 +31,11 @@ from engine.training.run_dir import find_checkpoint, list_checkpoints
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """Write the page of a run, or of several to compare."""
+    """Write the report of one run, or a comparison of several, as a page for a browser."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]  # Run folders; several are compared.
-    out: Path | None = None  # The page. None: RUN/report.html, or compare.html beside the first.
+    runs: tyro.conf.Positional[tuple[Path, ...]]  # Run directories; several are compared.
+    # The page to write. None: RUN/report.html, or compare.html beside the first run.
+    out: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -53,11 +56,10 @@ def report(config: ReportConfig) -> Path:
     first = config.runs[0]
     if len(config.runs) == 1:
         path = config.out or first / "report.html"
-        runs = [describe_fully(first)]
+        write_page([describe_fully(first)], path)
     else:
         path = config.out or first.resolve().parent / "compare.html"
-        runs = [describe_run(folder) for folder in config.runs]
-    write_page(runs, path)
+        write_page([describe_run(folder) for folder in config.runs], path)
     return path
 
 
@@ -67,14 +69,15 @@ def describe_fully(folder: Path) -> dict[str, Any]:
     Raises UserError if the folder is not a run.
     """
     run = describe_run(folder)
+    settings = run["settings"]
     try:
-        data = open_data(run["settings"])
-        check_data(folder, data)
-        context_length = run["settings"].get("context_length")
-        cut = run["settings"].get("long_examples") == "cut"
+        data = open_data(folder, settings)
+        is_cut = settings.get("long_examples") == "cut"
         run["data"] = describe_data(data)
-        run["memorization"] = describe_memorization(run["samples"], data)
-        run["baselines"] = mixture_baselines(drop_long_examples(data, context_length, cut))
+        run["memorization"] = describe_memorization(run["samples"], data.datasets)
+        run["baselines"] = mixture_baselines(
+            drop_long_examples(data, settings["context_length"], is_cut)
+        )
         run["attention"] = compute_attention(load_model(find_checkpoint(folder)), data)
     except UserError as error:
         missing = "attention" if run["data"] else "data"
@@ -82,38 +85,47 @@ def describe_fully(folder: Path) -> dict[str, Any]:
     return run
 
 
-def open_data(settings: dict[str, Any]) -> Mixture:
-    """Open the data of a run. Raises UserError if it is not where the run found it."""
-    data = settings.get("data", [])
-    paths = as_paths(data if isinstance(data, list) else str(data), settings.get("mix"))
-    return open_mixture(paths, settings.get("mix"))
-
-
-def check_data(folder: Path, data: Mixture) -> None:
-    """Raise UserError if the newest checkpoint was trained on other data."""
+def open_data(folder: Path, settings: dict[str, Any]) -> Mixture:
+    """Open the data of a run. Raises UserError if it is missing, or not that of the checkpoint."""
+    mix = settings.get("mix")
+    data = open_mixture(as_paths(settings.get("data", []), mix), mix)
     for path in list_checkpoints(folder)[-1:]:
         if open_checkpoint(path).state["data_sha256"] != data.sha256:
             raise UserError(f"{data.path}: is not what the run was trained on. Prepare that again.")
+    return data
 
 
-def describe_memorization(samples: list[dict[str, Any]], data: Mixture) -> dict[str, Any] | None:
+def describe_memorization(
+    samples: list[dict[str, Any]], datasets: Sequence[Dataset]
+) -> dict[str, Any] | None:
     """Find the passages of the last samples in the training text; for comparison, of validation."""
     if not samples:
         return None
     last_step = samples[-1]["step"]
     texts = [sample["text"] for sample in samples if sample["step"] == last_step]
-    texts = [text.encode(errors="replace").decode() for text in texts]  # no half characters
-    val_texts = sample_validation(texts, data.datasets)
-    passages, fraction = find_passages(texts + val_texts, data.datasets)
-    lengths = [max((length for _, length, _ in p), default=0) for p in passages[len(texts) :]]
+    passages, fraction = find_passages(texts + sample_validation(texts, datasets), datasets)
+    val_passages = passages[len(texts) :]
+    lengths = [str(max((n for _, n, _ in spans), default=0)) for spans in val_passages]
+    listed = " and ".join(filter(None, [", ".join(lengths[:-1]), lengths[-1]]))
     note = (
-        f"For comparison, {len(lengths)} pieces of validation text of the same lengths: their "
-        f"longest such passages have {', '.join(map(str, lengths))} characters. "
-        f"Passages of less than {MIN_PASSAGE_BYTES} bytes are not counted."
+        "For comparison: in validation text of the same length, the longest matches with the "
+        f"training text are {listed} characters. Longer ones suggest copying."
     )
     if fraction < 1:
         note += f" Only {fraction:.2%} of the training text was searched."
     return {"passages": passages[: len(texts)], "note": note}
+
+
+def sample_validation(texts: Sequence[str], datasets: Sequence[Dataset]) -> list[str]:
+    """Take as many pieces of validation text, of the same lengths, spread evenly."""
+    pieces = []
+    for index, text in enumerate(texts):
+        dataset = datasets[index % len(datasets)]
+        num_tokens = len(text.encode())  # enough, or more
+        start = max(0, len(dataset.val) - num_tokens) * index // max(1, len(texts) - 1)
+        piece = dataset.tokenizer.decode(read_ids(dataset.val, start, num_tokens))
+        pieces.append(piece[: len(text)])
+    return pieces
 
 
 if __name__ == "__main__":

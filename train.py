@@ -1,7 +1,7 @@
 """Train a GPT on a prepared dataset.
 
 python train.py [FILE.toml] [flags]                       on this machine
-torchrun --nproc-per-node 8 train.py [FILE.toml] [flags]  on many processes: docs/many-machines.md
+torchrun --nproc-per-node 8 train.py [FILE.toml] [flags]  on many processes: docs/distributed.md
 """
 
 from engine.core.cli import (
@@ -9,7 +9,6 @@ from engine.core.cli import (
     Interruption,
     command_line,
     run_command,
-    say,
     tune_openmp_spinning,
 )
 
@@ -20,33 +19,25 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from engine.core.device import choose_device, use_deterministic_kernels
 from engine.core.distributed import DistributedContext, init_distributed, single_process
-from engine.core.errors import UserError
-from engine.core.settings import check_ranges, load_settings
+from engine.core.settings import check_ranges, load_settings, to_toml
 from engine.core.sharding import gradient_sync
 from engine.data import batches
 from engine.data.mixture import Mixture, open_mixture
 from engine.nn.loss import IGNORE_INDEX
 from engine.report.callback import Report
-from engine.training.callbacks import (
-    MetricsFile,
-    Terminal,
-    WeightsAndBiases,
-    describe_changes,
-    print_summary,
-)
+from engine.training.callbacks import MetricsFile, Terminal, WeightsAndBiases, print_summary
 from engine.training.checkpoint import Checkpoint
-from engine.training.config import BUILT_IN_DATA, TrainConfig
+from engine.training.config import BUILT_IN_DATA, TrainConfig, should_choose_sizes
 from engine.training.estimate import describe_plan
-from engine.training.resolve import check_tokenizer, make_measure, resolve_config
-from engine.training.run_dir import KEEP_LAST, RunDir, find_checkpoint
-from engine.training.sizing import should_choose_sizes, size_table
+from engine.training.resolve import check_tokenizer, fill_defaults, resolve_config
+from engine.training.run_dir import RunDir, find_checkpoint
 from engine.training.trainer import Callback, Trainer
 from prepare import PrepareConfig, prepare
 
@@ -65,12 +56,12 @@ def main(arguments: list[str] | None = None) -> int:
     ):
         started_at = PROCESS_START if arguments is None else None
         trainer = train(config, dist, None, lambda: bool(interruption.signal), started_at)
-        if trainer.budget.progress < 1 or trainer.val_loss is None:
-            state = f"checkpoint saved at step {trainer.step:,}" if trainer.step else "before the first step"
-            trainer.say(f"Interrupted; {state}. Resume with: {dist.launcher} {command_line(arguments, '--resume')}")
-            return 128 + (interruption.signal or signal.SIGTERM)
-        print_summary(trainer)
-    return 0
+        if trainer.budget.exhausted:
+            print_summary(trainer)
+            return 0
+        command = f"{dist.launcher} {command_line(arguments, '--resume')}"
+        trainer.say(f"Interrupted after step {trainer.step:,}. Resume with: {command}")
+        return 128 + (interruption.signal or signal.SIGTERM)
 
 
 def train(
@@ -80,15 +71,10 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
     started_at: float | None = None,
 ) -> Trainer:
-    """Train until the budget is used up, or should_stop() is true on any rank. The last step is always saved.
+    """Train until the budget is used up, or should_stop() is true on any rank; save the last step.
 
-    Args:
-        config: every setting; one that is None is chosen automatically.
-        dist: this process among its ranks. None: as config.device and config.parallel say, on all ranks of torchrun.
-        callbacks: called on this process. None: those of the command line, on the main process.
-        started_at: when config.minutes began, in seconds of time.monotonic(). None: now.
-
-    Raises UserError for settings that cannot be trained with.
+    Defaults are those of the command line. ``started_at`` is when config.minutes began, in seconds
+    of time.monotonic(); None: now. Raises UserError for settings that cannot be trained with.
     """
     if dist is None:
         with init_distributed(config.device, config.parallel, config.timeout) as dist:
@@ -97,17 +83,29 @@ def train(
     if callbacks is None:
         callbacks = default_callbacks(config) if dist.is_main_process else ()
     check_ranges(config)
-    with contextlib.closing(RunDir(config.out, config.resume, dist, config.keep_checkpoints or KEEP_LAST)) as run_dir:
-        checkpoint = run_dir.newest(lambda text: dist.run_on_main(say, text))
+    run_dir = RunDir(config.out, config.resume, dist, config.keep_checkpoints)
+    with contextlib.closing(run_dir):
+        # Data, and the checkpoint to start from: the newest of this run, or a base model.
+        checkpoint = run_dir.newest()
         data = open_data(config, dist)
-        base = open_base(config, data, dist) if checkpoint is None else None
-        config = resolve_config(config, data, dist, started_at, checkpoint or base, measure_step_seconds)
-        data = batches.drop_long_examples(data, config.model.context_length, config.long_examples == "cut")
-        use_deterministic_kernels(config.deterministic)
+        base = None if checkpoint else open_base(config, data, dist)
 
+        # Settings: every None gets its value.
+        measure = partial(measure_step_seconds, data, dist)
+        config = resolve_config(config, data, dist, started_at, checkpoint or base, measure)
+        should_cut = config.long_examples == "cut"
+        data = batches.drop_long_examples(data, config.model.context_length, should_cut)
+
+        # Model and optimizer, then the training loop.
+        use_deterministic_kernels(config.deterministic)
         trainer = Trainer(config, dist, data, run_dir, callbacks)
         try:
-            restore_or_initialize(trainer, checkpoint, base, started_at)
+            if checkpoint:
+                trainer.restore(checkpoint)
+            else:
+                trainer.initialize(base)
+            trainer.start_budget(started_at, checkpoint)
+            run_dir.write_settings(to_toml(config))
             with trainer.clock.pause():
                 trainer.wrap_model()
                 trainer.notify("on_train_start")
@@ -120,21 +118,21 @@ def train(
 
 def training_loop(trainer: Trainer, should_stop: Callable[[], bool]) -> None:
     """Step, log, evaluate and save, each when it is due."""
+    config = trainer.config
     budget = trainer.budget
-    if trainer.step and trainer.val_loss is None and (budget.exhausted or budget.eval_due(trainer.step)):
-        evaluate_and_save(trainer, should_stop)  # an interruption came before this evaluation was done
-
     while not (budget.exhausted or trainer.dist.any(should_stop())):
         loss, learning_rate, grad_norm = train_step(trainer)
         budget.update(trainer.step, trainer.clock)
         trainer.notify("on_step")
-        if trainer.step % trainer.config.log_every == 0 or trainer.step == budget.total_steps:
+        if trainer.step % config.log_every == 0 or trainer.step == budget.total_steps:
             trainer.log_training(loss, learning_rate, grad_norm)
-        if budget.exhausted or budget.eval_due(trainer.step):
-            evaluate_and_save(trainer, should_stop)
-        if budget.save_due(trainer.step):
+        if budget.exhausted or budget.is_due("evaluate", trainer.step):
+            evaluate_and_save(trainer)
+        if budget.is_due("save", trainer.step):
             trainer.save()
 
+    if budget.exhausted and trainer.val_loss is None:
+        evaluate_and_save(trainer)  # resumed at its last step
     trainer.save()
     if trainer.run_dir:
         trainer.run_dir.wait()  # raises the error of a save in the background
@@ -143,8 +141,9 @@ def training_loop(trainer: Trainer, should_stop: Callable[[], bool]) -> None:
 def train_step(trainer: Trainer) -> tuple[Tensor, float, Tensor]:
     """Make one optimizer step.
 
-    Returns this rank's term of the mean training loss, in nats per token; the learning rate; the gradient norm before
-    clipping. Loss and gradient are sums over the whole batch, divided by its number of counted targets.
+    Returns this rank's term of the mean training loss, in nats per token; the learning rate; the
+    gradient norm before clipping. Loss and gradient are sums over the whole batch, divided by its
+    number of counted targets.
     """
     config = trainer.config
     dist = trainer.dist
@@ -172,13 +171,10 @@ def train_step(trainer: Trainer) -> tuple[Tensor, float, Tensor]:
     return total_loss / num_targets, learning_rate, grad_norm
 
 
-def evaluate_and_save(trainer: Trainer, should_stop: Callable[[], bool]) -> None:
-    """Evaluate, tell the callbacks, and save if this is the best loss so far or the end of the run."""
+def evaluate_and_save(trainer: Trainer) -> None:
+    """Evaluate, call the callbacks, and save if the loss is the lowest of the run."""
     with trainer.clock.pause(), trainer.budget.timing("evaluate"):
-        losses = evaluate(trainer, should_stop)
-        if losses is None:
-            return
-        record = trainer.data.evaluation(losses)
+        record = trainer.data.evaluation(evaluate(trainer))
         trainer.val_loss = record["val_loss"]
         trainer.notify("on_record", {"step": trainer.step, **record})
     if trainer.val_loss < trainer.best_val_loss:
@@ -187,32 +183,28 @@ def evaluate_and_save(trainer: Trainer, should_stop: Callable[[], bool]) -> None
 
 
 @torch.no_grad()
-def evaluate(trainer: Trainer, should_stop: Callable[[], bool] = lambda: False) -> list[float] | None:
-    """Compute the validation loss on each dataset, in nats per token, on the same windows every time.
-
-    Returns None if should_stop() ended it early, on any rank.
-    """
+def evaluate(trainer: Trainer) -> list[float]:
+    """Return the validation loss on each dataset, in nats per token, always on the same windows."""
     config = trainer.config
     dist = trainer.dist
-    totals = torch.zeros(len(trainer.data.datasets), 2, dtype=torch.float64)  # summed loss, counted targets
+    losses = []
     trainer.model.eval()
-    try:
-        for index, dataset in enumerate(trainer.data.datasets):
-            shape = (config.model.context_length, config.eval_tokens, dist.rank, dist.size)
-            for batch in batches.evaluation_batches(dataset.val, *shape):
-                if dist.any(should_stop()):
-                    return None
-                inputs, targets = batch.to(dist.device)
-                with trainer.autocast():
-                    loss = trainer.model(inputs, targets)
-                totals[index] += torch.tensor([loss.item(), (targets != IGNORE_INDEX).sum().item()])
-    finally:
-        trainer.model.train()
-    return [loss / num_targets for loss, num_targets in dist.sum(totals).tolist()]
+    for dataset in trainer.data.datasets:
+        total_loss = torch.zeros((), dtype=torch.float64)
+        num_targets = torch.zeros((), dtype=torch.float64)
+        shape = (config.model.context_length, config.eval_tokens, dist.rank, dist.size)
+        for batch in batches.evaluation_batches(dataset.val, *shape):
+            inputs, targets = batch.to(dist.device)
+            with trainer.autocast():
+                total_loss += trainer.model(inputs, targets).item()
+            num_targets += (targets != IGNORE_INDEX).sum().item()
+        losses.append((dist.sum(total_loss) / dist.sum(num_targets)).item())
+    trainer.model.train()
+    return losses
 
 
 def default_callbacks(config: TrainConfig) -> list[Callback]:
-    """The callbacks of the command line."""
+    """Return the callbacks of the command line."""
     callbacks: list[Callback] = [MetricsFile(), Terminal(), Report()]
     if config.wandb:
         callbacks.append(WeightsAndBiases())
@@ -220,7 +212,7 @@ def default_callbacks(config: TrainConfig) -> list[Callback]:
 
 
 def open_data(config: TrainConfig, dist: DistributedContext) -> Mixture:
-    """Open the datasets; the built-in one is prepared first if it is missing. Each machine verifies its own copies."""
+    """Open the datasets, and verify them on each machine; prepare the built-in one if missing."""
     with dist.keep_alive():
         if BUILT_IN_DATA in config.data and not BUILT_IN_DATA.exists() and dist.is_main_process:
             prepare(PrepareConfig(inputs=("stdlib",), out=BUILT_IN_DATA))
@@ -232,19 +224,19 @@ def open_data(config: TrainConfig, dist: DistributedContext) -> Mixture:
 
 
 def open_base(config: TrainConfig, data: Mixture, dist: DistributedContext) -> Checkpoint | None:
-    """Open the model that ``--init-from`` names, on the main process only. Raises UserError on every rank."""
+    """Return the model that ``--init-from`` names, on the main process, and None on the others."""
+    if config.init_from is None:
+        return None
+    with dist.keep_alive():  # raises a UserError on every rank
+        base = dist.run_on_main(find_checkpoint, config.init_from)
+        if base:
+            check_tokenizer(base.path, data.tokenizer, data.path)
+    return base
 
-    def open_and_check(path: Path) -> Checkpoint:
-        checkpoint = find_checkpoint(path)
-        check_tokenizer(checkpoint.path, data.tokenizer, data.path)
-        return checkpoint
 
-    return dist.run_on_main(open_and_check, config.init_from) if config.init_from else None
-
-
-def measure_step_seconds(config: TrainConfig, data: Mixture, dist: DistributedContext) -> float:
-    """Time optimizer steps of a config as they will run: compiled, in its micro-batches, with its ranks."""
-    trainer = Trainer(config, dist, data)
+def measure_step_seconds(data: Mixture, dist: DistributedContext, config: TrainConfig) -> float:
+    """Time optimizer steps of a config as they will run: compiled, and with its micro-batches."""
+    trainer = Trainer(fill_defaults(config, data, dist), dist, data)
     trainer.initialize()
     trainer.wrap_model()
     seconds = []
@@ -256,34 +248,19 @@ def measure_step_seconds(config: TrainConfig, data: Mixture, dist: DistributedCo
     return dist.sum(torch.tensor(min(seconds), dtype=torch.float64)).item() / dist.size
 
 
-def restore_or_initialize(
-    trainer: Trainer, checkpoint: Checkpoint | None, base: Checkpoint | None, started_at: float
-) -> None:
-    """Set weights, optimizer state and clock: of the run's newest checkpoint, of the base model, or new ones."""
-    if checkpoint is None:
-        trainer.initialize(base)
-        trainer.start_budget(time.monotonic() - started_at, None)
-    else:
-        changed = trainer.restore(checkpoint)
-        trainer.start_budget(time.monotonic() - started_at, checkpoint.state)
-        trainer.say(f"Resuming after step {trainer.step:,}{describe_changes(changed, trainer, checkpoint.state)}")
-    trainer.write_settings()
-
-
 def plan(config: TrainConfig) -> str:
-    """Describe what a run would take, without training. Without the dataset, sizes and vocabulary must be set."""
+    """Describe what a run would take, without training.
+
+    Without the dataset, sizes and vocabulary must be set.
+    """
     dist = single_process(choose_device(config.device))
-    chooses = should_choose_sizes(config)
-    if config.minutes and not chooses:
-        raise UserError("--plan: shows what --minutes would choose, but the size is set. Use --steps.")
     epoch_tokens: list[float] = []
-    needs_data = chooses or config.init_from or not config.model.vocab_size
+    needs_data = should_choose_sizes(config) or config.init_from or not config.model.vocab_size
     if needs_data or all(path.exists() for path in config.data):
         data = open_data(config, dist)
-        if config.minutes:
-            return size_table(config, data, dist, make_measure(data, dist, measure_step_seconds))
+        measure = partial(measure_step_seconds, data, dist)
         base = open_base(config, data, dist)
-        config = resolve_config(config, data, dist, time.monotonic(), base, measure_step_seconds)
+        config = resolve_config(config, data, dist, time.monotonic(), base, measure)
         epoch_tokens = data.epochs
     return describe_plan(config, dist.device, epoch_tokens)
 

@@ -14,7 +14,6 @@ if __name__ == "__main__":
 import dataclasses
 import itertools
 import json
-import resource
 import statistics
 import sysconfig
 import time
@@ -34,7 +33,7 @@ from torch import Tensor, nn
 
 from benchmarks import peers
 from engine.core.device import choose_device, choose_dtype, keep_freed_memory, mixed_precision
-from engine.core.distributed import DistributedContext
+from engine.core.distributed import single_process
 from engine.core.errors import UserError
 from engine.core.settings import parse
 from engine.data.batches import Batches
@@ -43,7 +42,7 @@ from engine.data.tokenizer_training import train_bpe_tokenizer
 from engine.generation.generate import generate
 from engine.nn.inference import for_decoding
 from engine.report.samples import processor_name
-from engine.training.optimizer import Optimizer, OptimizerConfig, with_default_rates
+from engine.training.optimizer import Optimizer, OptimizerConfig
 from model import GPT, ModelConfig
 
 SMALL_CONFIG = ModelConfig(65, context_length=256, num_layers=6, num_heads=6, d_model=384)
@@ -53,8 +52,7 @@ GPT2_SETTINGS: dict[str, Any] = {
 }
 NUM_LOADED_BATCHES = 10_000
 NUM_NEW_TOKENS = 64
-PRESET_BATCH_SIZE = 64
-PIECE_CHARACTERS = 2**19  # encoded by a thread at a time
+MAX_PIECE_CHARACTERS = 2**19  # encoded by a thread at a time
 Stage = Literal["train", "attention", "decode", "prepare", "data"]
 Call = Callable[[], Any]
 Batch = tuple[Tensor, Tensor]  # inputs and targets
@@ -75,8 +73,6 @@ class BenchConfig:
     def __post_init__(self) -> None:
         if self.nanogpt and not (self.nanogpt / "model.py").is_file():
             raise UserError(f"--nanogpt: model.py not found in {self.nanogpt}. Give a clone of it.")
-        if self.nanogpt and self.stage not in ("all", "train"):
-            raise UserError(f"--nanogpt: is for the stage train (got {self.stage}). Leave it out.")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -102,7 +98,7 @@ def decode_greedily(model: Any, prompt: Tensor) -> None:
 
 
 class Bench:
-    """The stages; each prints a table and returns its figures."""
+    """The stages: each prints a table and returns its figures."""
 
     def __init__(self, config: BenchConfig, device: torch.device):
         self.config = config
@@ -132,8 +128,8 @@ class Bench:
 
     def make_optimizer(self, model: GPT, name: Literal["muon", "adamw"]) -> Optimizer:
         """Make the trainer's optimizer."""
-        config = with_default_rates(OptimizerConfig(optimizer=name), model.config.d_model)
-        return Optimizer(model, config, DistributedContext(0, 1, self.device), self.dtype)
+        dist_ctx = single_process(self.device)
+        return Optimizer(model, OptimizerConfig(optimizer=name), dist_ctx, self.dtype)
 
     def make_step(self, loss: Call, optimizer: Any, dtype: torch.dtype | None = None) -> Call:
         """Make a training step: forward in mixed precision, backward, clip, update."""
@@ -188,22 +184,7 @@ class Bench:
         rates = {name: inputs.numel() / time for name, time in seconds.items()}
         title = f"Training step of {tuple(inputs.shape)} tokens, {self.dtype}"
         print_rates(title, "tokens/s", rates, "Hugging Face GPT2LMHeadModel, AdamW")
-        muon_fraction = self.measure_muon(seconds["ours, default recipe, Muon"])
-        return rates | {"muon share at 64": muon_fraction}
-
-    def measure_muon(self, step_seconds: float) -> float:
-        """Return the fraction of a step that Muon takes at the presets' batch size."""
-        model = GPT(SMALL_CONFIG).to(self.device)
-        optimizer = self.make_optimizer(model, "muon")
-        for param in model.parameters():
-            param.grad = torch.randn_like(param)
-        seconds = self.take_turns({"muon": optimizer.optimizers[0].step}, 5)["muon"]
-        scale = PRESET_BATCH_SIZE / self.config.batch_size  # of the other parts of a step
-        other_seconds = scale * max(0.0, step_seconds - seconds)
-        fraction = seconds / (seconds + other_seconds)
-        size = f"{PRESET_BATCH_SIZE} sequences"
-        print(f"  Muon takes {seconds * 1e3:.1f} ms, {fraction:.1%} of a step of {size}")
-        return fraction
+        return rates
 
     def attention(self) -> Rates:
         """Compare the list of heads with one joined matrix, in training and in decoding."""
@@ -255,10 +236,10 @@ class Bench:
     def prepare(self) -> Rates:
         """Compare encoding of Python's standard library with tiktoken alone."""
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-        text = "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+        text = "".join(file.read_text(encoding="utf-8") for file in files)
         num_threads = torch.get_num_threads()
-        starts = range(0, len(text), PIECE_CHARACTERS)
-        pieces = [text[start : start + PIECE_CHARACTERS] for start in starts]
+        starts = range(0, len(text), MAX_PIECE_CHARACTERS)
+        pieces = [text[start : start + MAX_PIECE_CHARACTERS] for start in starts]
         tokenizer = train_bpe_tokenizer(pieces, 4096, "pairs")
         assert isinstance(tokenizer, BPETokenizer)
 
@@ -277,7 +258,7 @@ class Bench:
         return rates
 
     def data(self) -> Rates:
-        """Measure the assembly of batches: in a training step, alone, and its memory."""
+        """Measure the assembly of batches, in a training step and alone."""
         tokens = np.random.default_rng(0).integers(0, 65, 10_000_000, dtype=np.uint16)
         sizes = (SMALL_CONFIG.context_length, 1, self.config.batch_size)
         batches = Batches(tokens, *sizes, slice(None), self.device)
@@ -297,15 +278,12 @@ class Bench:
         seconds = self.take_turns(steps)
         rates = {name: fixed_batch[0].numel() / time for name, time in seconds.items()}
         print_rates("Training steps with and without loading", "tokens/s", rates, "without")
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         start = time.perf_counter()
         for step in range(NUM_LOADED_BATCHES):
             batches.get(step)
-        batch_seconds = (time.perf_counter() - start) / NUM_LOADED_BATCHES
-        growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
-        print(f"  a batch takes {batch_seconds * 1e3:.3f} ms")
-        print(f"  peak memory grew by {growth:.1f} MiB in {NUM_LOADED_BATCHES:,} batches")
-        return rates | {"ms a batch": batch_seconds * 1e3, "growth in MiB": growth}
+        milliseconds = 1e3 * (time.perf_counter() - start) / NUM_LOADED_BATCHES
+        print(f"  a batch takes {milliseconds:.3f} ms")
+        return rates | {"ms a batch": milliseconds}
 
 
 if __name__ == "__main__":

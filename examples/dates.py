@@ -23,18 +23,16 @@ from engine.core.cli import run_command
 from engine.core.files import atomic_write
 from engine.core.settings import parse
 
-ROOT = Path(__file__).resolve().parents[1]
+PROJECT_DIRECTORY = Path(__file__).resolve().parents[1]
 FIRST_DAY = datetime.date(1900, 1, 1).toordinal()
 LAST_DAY = datetime.date(2099, 12, 31).toordinal()
-MODEL_FLAGS = {
-    "dates": "--num-layers 3 --num-heads 4 --d-model 128 --context-length 64 --batch-size 128",
-    "chat": "--num-layers 4 --num-heads 4 --d-model 192 --context-length 256 --batch-size 32",
-}
-NAMES = "Ada Alan Grace Linus Margaret Dennis Barbara Ken Edsger Donald Frances Tim Radia John"
-NAMES += " Katherine"
-TOWNS = "Paris Lima Oslo Cairo Kyoto Delhi Quito Accra Rome Hanoi Perth Turin Leeds Izmir Busan"
-TOWNS += " Osaka Basel"
-ANIMALS = "cat dog horse owl fox whale tiger rabbit falcon otter turtle wolf goat crow bear"
+CHAT_WORDS = (  # names, towns and animals
+    "Ada Alan Grace Linus Margaret Dennis Barbara Ken Edsger Donald Frances Tim Radia John "
+    "Katherine",
+    "Paris Lima Oslo Cairo Kyoto Delhi Quito Accra Rome Hanoi Perth Turin Leeds Izmir Busan Osaka "
+    "Basel",
+    "cat dog horse owl fox whale tiger rabbit falcon otter turtle wolf goat crow bear",
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Learn the task that the command line names."""
     config = parse(ExampleConfig, arguments)
     start = time.monotonic()
-    {"dates": learn_dates, "chat": learn_chat}[config.task](config)
+    if config.task == "dates":
+        learn_dates(config)
+    else:
+        learn_chat(config)
     print(f"Total time: {time.monotonic() - start:,.0f} s")
 
 
@@ -63,8 +64,8 @@ def learn_dates(config: ExampleConfig) -> None:
     draw = random.Random(config.seed)
     days = draw.sample(range(FIRST_DAY, LAST_DAY), LAST_DAY - FIRST_DAY)
     train_days = days[config.test :]
-    data = config.data / "dates"
     run = config.out / "dates"
+    data = config.data / "dates"
     pairs = config.data / "dates-pairs.jsonl"
     questions = config.data / "dates-questions.jsonl"
     answers = config.data / "dates-answers.jsonl"
@@ -72,21 +73,23 @@ def learn_dates(config: ExampleConfig) -> None:
     write_lines(pairs, ({"prompt": text, "completion": iso} for text, iso in examples))
     tests = (date_pair(draw, day) for day in days[: config.test])
     write_lines(questions, ({"prompt": text, "expected": iso} for text, iso in tests))
-    fields = "--prompt-field prompt --completion-field completion --tokenizer char --force"
-    run_script("prepare.py", pairs, "--out", data, *fields.split())
-    flags = f"{MODEL_FLAGS['dates']} --learning-rate 0.01 --eval-tokens 0"
-    flags += f" --steps {config.steps or 600}"
-    run_script("train.py", "--data", data, "--out", run, *flags.split())
     answers.unlink(missing_ok=True)
+
+    flags = "--prompt-field prompt --completion-field completion --tokenizer char --force"
+    run_script("prepare.py", pairs, "--out", data, *flags.split())
+    flags = "--num-layers 3 --num-heads 4 --d-model 128 --context-length 64 --batch-size 128"
+    flags += f" --learning-rate 0.01 --eval-tokens 0 --steps {config.steps or 600}"
+    run_script("train.py", "--data", data, "--out", run, *flags.split())
     flags = "--temperature 0 --max-new-tokens 16"
     run_script("sample.py", run, "--prompts-file", questions, "--out", answers, *flags.split())
+
     records = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
     wrong = [record for record in records if record["completion"] != record["expected"]]
     for record in wrong[:5]:
         print(f"wrong: {' '.join(map(repr, record.values()))}")
     num_right = len(records) - len(wrong)
-    accuracy = num_right / len(records)
-    print(f"{num_right:,} of {len(records):,} unseen dates are exactly right: {accuracy:.2%}")
+    result = f"{num_right:,} of {len(records):,} unseen dates are exactly right"
+    print(f"{result}: {num_right / len(records):.2%}")
 
 
 def learn_chat(config: ExampleConfig) -> None:
@@ -98,7 +101,8 @@ def learn_chat(config: ExampleConfig) -> None:
     write_lines(chats, ({"messages": generate_chat(draw)} for _ in range(config.examples)))
     flags = "--chat --tokenizer bpe --vocab-size 1024 --force"
     run_script("prepare.py", chats, "--out", data, *flags.split())
-    flags = f"{MODEL_FLAGS['chat']} --learning-rate 0.01 --steps {config.steps or 400}"
+    flags = "--num-layers 4 --num-heads 4 --d-model 192 --context-length 256 --batch-size 32"
+    flags += f" --learning-rate 0.01 --steps {config.steps or 400}"
     run_script("train.py", "--data", data, "--out", run, *flags.split())
     print(f"Chat with it: python sample.py {run} --chat --max-new-tokens 30")
 
@@ -107,7 +111,7 @@ def run_script(script: str, *arguments: object) -> None:
     """Print a command of this project and run it. Exits if it fails."""
     texts = [str(argument) for argument in arguments]
     print(f"$ python {script} {shlex.join(texts)}", flush=True)
-    process = subprocess.run([sys.executable, ROOT / script, *texts])
+    process = subprocess.run([sys.executable, PROJECT_DIRECTORY / script, *texts])
     if process.returncode:
         sys.exit(process.returncode)
 
@@ -121,8 +125,8 @@ def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 def ordinal(number: int) -> str:
     """Return 1st, 2nd, 3rd, 4th, …"""
-    suffixes = {1: "st", 2: "nd", 3: "rd"}
-    return f"{number}{'th' if 10 <= number % 100 < 20 else suffixes.get(number % 10, 'th')}"
+    is_teen = 10 <= number % 100 < 20
+    return f"{number}{'th' if is_teen else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
 
 
 DATE_FORMATS: list[Callable[[datetime.date], str]] = [
@@ -150,12 +154,12 @@ def date_pair(draw: random.Random, day: int) -> tuple[str, str]:
 
 def generate_chat(draw: random.Random) -> list[dict[str, str]]:
     """Generate a chat whose answers depend on earlier turns."""
-    name, town, animal = (draw.choice(words.split()) for words in (NAMES, TOWNS, ANIMALS))
+    name, town, animal = (draw.choice(words.split()) for words in CHAT_WORDS)
     introduction = draw.choice(("My name is", "I am", "Call me"))
     statements = [
         (f"{introduction} {name}.", f"Nice to meet you, {name}!"),
         (f"I live in {town}.", f"{town} is a fine place to live."),
-        (f"My favourite animal is the {animal}.", f"I like the {animal} too."),
+        (f"My favorite animal is the {animal}.", f"I like the {animal} too."),
     ]
     questions = [
         ("What is my name?", f"Your name is {name}."),
@@ -164,11 +168,13 @@ def generate_chat(draw: random.Random) -> list[dict[str, str]]:
     ]
     turns = [("Hello!", "Hello! What shall we talk about?")] if draw.random() < 0.5 else []
     for _ in range(draw.randint(2, 9)):
-        topic, a, b = draw.randrange(3), draw.randint(0, 20), draw.randint(0, 20)
+        topic = draw.randrange(3)
+        a = draw.randint(0, 20)
+        b = draw.randint(0, 20)
         question, answer = questions[topic]
         is_known = statements[topic] in turns
         choices = [
-            (question, answer if is_known else "You have not told me."),
+            (question, answer if is_known else "I do not know that yet."),
             (f"What is {a} plus {b}?", f"It is {a + b}."),
         ]
         turns.append(draw.choice(choices if is_known else choices + 2 * [statements[topic]]))

@@ -1,4 +1,4 @@
-"""What several modules' tests share."""
+"""Fixtures of several modules."""
 
 import argparse
 import os
@@ -13,49 +13,46 @@ from typing import Any
 
 import pytest
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: so small a model only waits for a second thread
-os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # nor do a few sums pay for compiling what finds the vector instructions
+# Before torch is imported. So small a model only waits for a second thread, and a few sums are not
+# worth compiling the search for vector instructions.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
 os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
 
 from helpers import ROOT, SHARED, numbers_text, train_tiny
 
 from prepare import PrepareConfig, prepare
 
-LONG = (
-    "test_distributed",
-    "test_train",
-    "test_kernels",
-    "test_readme",
-    "test_huggingface",
-    "test_kills",
+LONG_TEST_FILES = (
+    "distributed train kernels readme huggingface kills estimate prepare dates tokenizer sample "
+    "speed trust generate"
 )
-LONG += ("test_estimate", "test_prepare", "test_dates", "test_tokenizer", "test_sample", "test_speed")
-LONG += ("test_trust", "test_generate")
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: tests wait for processes that start, end or are to be given up."""
+    """Return one more than there are cores: tests wait for processes to start and to end."""
     return (os.cpu_count() or 1) + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest, so that no core waits for another's last file."""
-    order = {name: index for index, name in enumerate(LONG)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
+    """Begin with the files that take longest, so that no core waits for the last file."""
+    order = {f"test_{name}": index for index, name in enumerate(LONG_TEST_FILES.split())}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 @pytest.fixture(scope="session")
 def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small dataset of characters, only to be read."""
     folder = tmp_path_factory.mktemp("numbers")
-    (folder / "numbers.txt").write_text(numbers_text(2000), encoding="utf-8")
-    prepare(PrepareConfig(inputs=(str(folder / "numbers.txt"),), tokenizer="char", out=folder / "numbers"))
+    text = folder / "numbers.txt"
+    text.write_text(numbers_text(2000), encoding="utf-8")
+    prepare(PrepareConfig(inputs=(str(text),), tokenizer="char", out=folder / "numbers"))
     return folder / "numbers"
 
 
 @pytest.fixture
 def trained(tmp_path: Path, numbers: Path) -> Callable[..., Path]:
-    """Trains a tiny model on the numbers in this process, which spares importing torch anew; returns the run folder."""
+    """Train a tiny model on the numbers in this process; return the run folder."""
 
     def trained(name: str, *flags: object, **options: object) -> Path:
         train_tiny(numbers, tmp_path / name, *flags, **options)
@@ -66,7 +63,7 @@ def trained(tmp_path: Path, numbers: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
-    """Runs a command of this project as a user would, in tmp_path; keywords are those of subprocess.run."""
+    """Run a command of this project in tmp_path; keywords are those of subprocess.run."""
 
     def run(script: str, *arguments: object, **options: object) -> subprocess.CompletedProcess:
         command = [sys.executable, str(ROOT / script), *map(str, arguments)]
@@ -76,21 +73,23 @@ def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
     return run
 
 
+def shared_path(name: str) -> Path:
+    """Return a path in the shared folder; without it, skip the test."""
+    if not (SHARED / name).exists():
+        pytest.skip(f"{SHARED / name} does not exist")
+    return SHARED / name
+
+
 @pytest.fixture(scope="session")
 def shakespeare() -> Path:
-    """Tiny Shakespeare's file."""
-    path = SHARED / "data" / "tinyshakespeare.txt"
-    if not path.exists():
-        pytest.skip(f"{path} is not there")
-    return path
+    """The file of Tiny Shakespeare."""
+    return shared_path("data/tinyshakespeare.txt")
 
 
 @pytest.fixture(scope="session")
 def tiktoken_cache() -> Iterator[Path]:
-    """The folder with gpt2 and cl100k_base, as tiktoken's cache here and in the commands that tests run."""
-    path = SHARED / "tiktoken"
-    if not path.exists():
-        pytest.skip(f"{path} is not there")
+    """The folder with gpt2 and cl100k_base, as tiktoken's cache, in child processes too."""
+    path = shared_path("tiktoken")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(path))
         yield path
@@ -104,20 +103,22 @@ def code() -> str:
 
 @pytest.fixture(scope="session")
 def strings() -> list[str]:
-    """Random strings, the same at each run, of every sort that tokenizers stumble over, pure and mixed."""
-    chance = random.Random(0)
-    sorts = [
+    """Random strings, the same in each run, of all kinds that are difficult for tokenizers."""
+    rng = random.Random(0)
+    words = ["I", "'m", "'LL", "The", "1234", "...", "//", "<|endoftext|>"]
+    alphabets = [
         string.printable,
         [chr(code_point) for code_point in range(0xA0)],  # with all control characters
         " \t\n\r\x0b\x1c\x85\xa0\u2003\u2028\u3000",
-        "ae\u0301\u0308\u0489\u20dd\u200d\ufe0f",  # marks that combine
+        "ae\u0301\u0308\u0489\u20dd\u200d\ufe0f",  # combining marks
         "漢字かなカナ한글、。（）",
         "🚀👩🏽🇩🇪𝔘𐍈\U0010ffff",
-        ["I", "'m", "'LL", " the", "The", "1234", " 7", "...", "//", "\r\n", "\n\n", "\n/", "<|endoftext|>"],
+        [*words, " the", " 7", "\r\n", "\n\n", "\n/"],
         [chr(code_point) for code_point in range(0x110000) if not 0xD800 <= code_point < 0xE000],
     ]
-    pure = ["".join(chance.choices(sort, k=length)) for sort in sorts for length in (1, 2, 5, 50, 500)]
-    mixed = ["".join(chance.choice(chance.choice(sorts)) for _ in range(500)) for _ in range(10)]
+    lengths = (1, 2, 5, 50, 500)
+    pure = ["".join(rng.choices(letters, k=k)) for letters in alphabets for k in lengths]
+    mixed = ["".join(rng.choice(rng.choice(alphabets)) for _ in range(500)) for _ in range(10)]
     return ["", *pure, *mixed]
 
 
@@ -125,25 +126,32 @@ def strings() -> list[str]:
 def browser() -> Iterator[Any]:
     """A headless Chromium, the system's or playwright's own."""
     playwright = pytest.importorskip("playwright.sync_api")
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    with playwright.sync_playwright() as started:
-        try:
-            opened = started.chromium.launch(executable_path=found, args=["--no-sandbox"])  # root has none
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
+    with playwright.sync_playwright() as context:
+        try:  # root has no sandbox
+            browser = context.chromium.launch(executable_path=path, args=["--no-sandbox"])
         except playwright.Error as error:
-            pytest.skip(f"no Chromium can be started here: {error.message.splitlines()[0]}")
-        yield opened
-        opened.close()
+            pytest.skip(f"Chromium does not start: {error.message.splitlines()[0]}")
+        yield browser
+        browser.close()
 
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """A page of the browser; afterwards, nothing was wrong in its console, and no request had left this machine."""
-    context, problems = browser.new_context(), []
-    page, here = context.new_page(), ("file:", "data:", "blob:", "http://127.0.0.1:", "http://localhost:")
+    """A page whose console must stay free of errors, and whose requests must stay local."""
+    context = browser.new_context()
+    page = context.new_page()
     page.set_default_timeout(10_000)
-    page.on("console", lambda said: problems.append(said.text) if said.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("request", lambda sent: problems.append(sent.url) if not sent.url.startswith(here) else None)
+    messages = []
+    errors = []
+    urls = []
+    page.on("console", lambda message: messages.append(message))
+    page.on("pageerror", lambda error: errors.append(error))
+    page.on("request", lambda request: urls.append(request.url))
     yield page
+    errors += [message.text for message in messages if message.type in ("error", "warning")]
     context.close()
-    assert not problems
+    assert not errors
+    prefixes = ("file:", "data:", "blob:", "http://127.0.0.1:", "http://localhost:")
+    assert all(url.startswith(prefixes) for url in urls), urls

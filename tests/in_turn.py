@@ -130,8 +130,12 @@ class Watcher(Gradients):
         if trainer.step == WATCHED:
             self.profiler.stop()
             events = [event for event in self.profiler.events() if event.name.startswith("gloo:")]
-            self.seen["messages"] = [(event.name.removeprefix("gloo:"), event.input_shapes[0]) for event in events]
-            self.seen["optimizer"] = sum(local(value).nbytes for value in trainer.optimizer.state().values())
+            self.seen["messages"] = [
+                (event.name.removeprefix("gloo:"), event.input_shapes[0]) for event in events
+            ]
+            self.seen["optimizer"] = sum(
+                local(value).nbytes for value in trainer.optimizer.state().values()
+            )
 
 
 class Masked(Gradients):
@@ -143,10 +147,18 @@ class Masked(Gradients):
     def on_train_start(self, trainer: Trainer) -> None:
         super().on_train_start(trainer)
         settings = (LENGTH, trainer.config.seed, ROWS, slice(0, ROWS), trainer.dist.device)
-        self.whole, self.rows, self.digest = Batches(trainer.data.train, *settings), trainer.dist.rank_slice(ROWS), 0
+        self.whole, self.rows, self.digest = (
+            Batches(trainer.data.train, *settings),
+            trainer.dist.rank_slice(ROWS),
+            0,
+        )
         torch.manual_seed(1)
         load_parameters(
-            trainer.model, [(name, 0.2 * torch.randn(parameter.shape)) for name, parameter in self.parameters.items()]
+            trainer.model,
+            [
+                (name, 0.2 * torch.randn(parameter.shape))
+                for name, parameter in self.parameters.items()
+            ],
         )
         trainer.batches = self
 
@@ -158,7 +170,9 @@ class Masked(Gradients):
         return inputs[self.rows], targets[self.rows]
 
     def note(self) -> None:
-        self.gradients = {name: parameter.grad.clone() for name, parameter in self.parameters.items()}
+        self.gradients = {
+            name: parameter.grad.clone() for name, parameter in self.parameters.items()
+        }
 
     def on_step(self, trainer: Trainer) -> None:
         kept = trainer.dist.gather_full(self.gradients)
@@ -182,7 +196,8 @@ class Holder(Callback):
         model, optimizer = (trainer.dist.gather_full(state) for state in states)
         if trainer.dist.is_main_process:
             safetensors.torch.save_file(
-                model | optimizer, folder_of(trainer.config.out) / f"{trainer.step}-{when}.safetensors"
+                model | optimizer,
+                folder_of(trainer.config.out) / f"{trainer.step}-{when}.safetensors",
             )
 
 
@@ -193,7 +208,9 @@ def folder_of(out: Path) -> Path:
 
 def play(runs: list[dict[str, Any]]) -> None:
     """Do all the runs, in this process and its peers, with the patience of the first."""
-    flags = [asked["flags"] + asked.get("others", []) * (os.environ["RANK"] != "0") for asked in runs]
+    flags = [
+        asked["flags"] + asked.get("others", []) * (os.environ["RANK"] != "0") for asked in runs
+    ]
     configs = [load_settings(TrainConfig, given) for given in flags]
     with init_distributed("cpu", timeout=configs[0].timeout) as dist:
         for config, asked in zip(configs, runs, strict=True):
@@ -214,8 +231,14 @@ def play(runs: list[dict[str, Any]]) -> None:
                 if asked.get("hold"):
                     holder.note(run, "ended")
             assert run.step == (asked.get("stop") or config.steps or run.step)
-            assert run.ddp_model is run.model  # a DDP that outlives its process group may hang in its destructor
-            seen = watcher.seen | {"said": said.getvalue(), "share": run.budget.progress, "steps": run.step}
+            assert (
+                run.ddp_model is run.model
+            )  # a DDP that outlives its process group may hang in its destructor
+            seen = watcher.seen | {
+                "said": said.getvalue(),
+                "share": run.budget.progress,
+                "steps": run.step,
+            }
             (folder_of(config.out) / f"{dist.rank}.json").write_text(json.dumps(seen))
 
 

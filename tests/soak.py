@@ -1,7 +1,7 @@
 """Kill training and preparing, run them again, and compare with a run that was not killed.
 
     python tests/soak.py events        killed at every change of a file, one after the other
-    python tests/soak.py ranks         two FSDP ranks under torchrun: each killed at each stage of a save
+    python tests/soak.py ranks         each of two FSDP ranks killed at each stage of a save
     python tests/soak.py kills 100     killed 100 times at random moments
     python tests/soak.py long 20000    20,000 steps: memory and open files must not grow
 
@@ -49,19 +49,13 @@ from engine.training.run_dir import list_checkpoints
 from engine.training.trainer import Callback, Trainer
 
 SHAPE = "--num-layers 1 --num-heads 2 --d-model 16 --context-length 16 --batch-size 4"
-FLAGS = "--warmup-steps 2 --dropout 0.1 --eval-tokens 200 --eval-every 1000000 --device cpu --resume"
+FLAGS = "--warmup-steps 2 --dropout 0.1 --eval-tokens 200 --eval-every 1000000 --resume"
+FLAGS += " --device cpu"
 SIX_STEPS = ("--steps", 6, "--save-every", 2, "--log-every", 1)
 FSDP = ("--parallel", "fsdp")
-FILE_EVENTS = {  # audit events, and which argument is the directory's descriptor
-    "os.rename": 2,
-    "os.remove": 1,
-    "os.mkdir": 2,
-    "os.rmdir": 1,
-    "os.truncate": None,
-    "os.chmod": 2,
-    "shutil.rmtree": 1,
-    "tempfile.mkdtemp": None,
-}
+# Audit events, and which argument is the directory's descriptor.
+FILE_EVENTS = {"os.rename": 2, "os.remove": 1, "os.mkdir": 2, "os.rmdir": 1, "os.chmod": 2}
+FILE_EVENTS |= {"shutil.rmtree": 1, "os.truncate": None, "tempfile.mkdtemp": None}
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 RUN_TIMEOUT_SECONDS = 60
 
@@ -100,15 +94,10 @@ def run_ranks(log: Path, num_ranks: int, function: Callable[[int], int | None]) 
 
     def start(rank: int) -> int | None:
         if num_ranks > 1:
-            variables = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": num_ranks,
-                "LOCAL_WORLD_SIZE": num_ranks,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
+            variables |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
             os.environ.update({name: str(value) for name, value in variables.items()})
+            os.environ["MASTER_ADDR"] = "127.0.0.1"
             signal.alarm(RUN_TIMEOUT_SECONDS)
         return function(rank)
 
@@ -200,9 +189,11 @@ def contents_of(folder: Path) -> dict[str, bytes]:
 
 
 def losses_of(run: Path) -> list[tuple[int, float | None, float | None]]:
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = map(json.loads, lines)
-    return [(record["step"], record.get("train_loss"), record.get("val_loss")) for record in records]
+    """Return step, training loss and validation loss of each record of a run."""
+    records = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [
+        (record["step"], record.get("train_loss"), record.get("val_loss")) for record in records
+    ]
 
 
 def is_sound_run(now: Path, before: Path, after: Path) -> bool:
@@ -211,7 +202,9 @@ def is_sound_run(now: Path, before: Path, after: Path) -> bool:
     expected = contents_of(after / "run")
     for path in list_checkpoints(now / "run"):
         open_checkpoint(path).verify()
-    return all(files[name] == expected[name] for name in ("config.toml", "loss.png") if name in files)
+    return all(
+        files.get(name, expected[name]) == expected[name] for name in ("config.toml", "loss.png")
+    )
 
 
 def is_sound_dataset(now: Path, before: Path, after: Path) -> bool:
@@ -229,13 +222,17 @@ def is_same_run(now: Path, after: Path) -> bool:
 
     The first may have an older checkpoint too: killed before the prune, with nothing left to save.
     """
-    names = contents_of(now).keys()
-    expected = contents_of(after).keys()
-    is_older_only = all(name.startswith("run/checkpoints/step-") for name in names - expected)
-    settings = [(folder / "run" / "config.toml").read_bytes() for folder in (now, after)]
+    files = contents_of(now)
+    expected = contents_of(after)
+    additional = files.keys() - expected.keys()
     newest = [newest_checkpoint(folder / "run") for folder in (now, after)]
-    is_same = losses_of(now / "run") == losses_of(after / "run") and same_checkpoint(*newest)
-    return is_same and is_older_only and names >= expected and settings[0] == settings[1]
+    return (
+        expected.keys() <= files.keys()
+        and all(name.startswith("run/checkpoints/step-") for name in additional)
+        and files["run/config.toml"] == expected["run/config.toml"]
+        and losses_of(now / "run") == losses_of(after / "run")
+        and same_checkpoint(*newest)
+    )
 
 
 @dataclass
@@ -257,10 +254,6 @@ def train_kind(begin: Callable[[Path], Any], *flags: str, **ranks: int) -> Kind:
     return Kind(begin, command, is_sound_run, is_same_run, **ranks)
 
 
-def prepare_kind(begin: Callable[[Path], Any], command: Callable[[Path], Any]) -> Kind:
-    return Kind(begin, command, is_sound_dataset, is_same_dataset)
-
-
 def make_default_data(folder: Path) -> None:
     make_data(folder / "data")
 
@@ -270,19 +263,21 @@ KINDS = {
     "resume": train_kind(make_killed_run),
     "train, rank 0 of 2 sharded": train_kind(make_default_data, *FSDP, num_ranks=2, victim=0),
     "train, rank 1 of 2 sharded": train_kind(make_default_data, *FSDP, num_ranks=2, victim=1),
-    "prepare": prepare_kind(lambda folder: None, make_default_data),
-    "prepare --force": prepare_kind(
+    "prepare": Kind(lambda folder: None, make_default_data, is_sound_dataset, is_same_dataset),
+    "prepare --force": Kind(
         lambda folder: make_data(folder / "data", "--val-fraction", "0.3"),
         lambda folder: make_data(folder / "data", "--force"),
+        is_sound_dataset,
+        is_same_dataset,
     ),
 }
 
 
-def events(
-    folder: Path,
-    name: str,
-    choose: Callable[[int], Iterable[int]] = lambda num_events: range(1, num_events + 1),
-) -> str:
+def every_event(num_events: int) -> Iterable[int]:
+    return range(1, num_events + 1)
+
+
+def events(folder: Path, name: str, choose: Callable[[int], Iterable[int]] = every_event) -> str:
     """Kill one kind of command at each of its file events, or the chosen ones, counted from 1.
 
     Raises AssertionError for an event from which it did not recover.
@@ -326,7 +321,7 @@ def events(
 
 # Ranks killed at each stage of a sharded save, and restarted by torchrun.
 
-STAGES = {  # and the steps from the start of an attempt to the checkpoint that must then be found
+STAGES = {  # and the steps from the start of an attempt to the checkpoint to resume from
     "before writing": {2},
     "while writing": {2},
     "before reporting": {2},
@@ -353,7 +348,7 @@ def kill_in_call(module: Any, name: str, number: int, before: bool = False) -> N
     setattr(module, name, patched)
 
 
-def kill_in_second_save(stage: str, rank: int, attempt: int) -> None:
+def kill_in_second_save(stage: str, rank: int) -> None:
     """Patch this process to be killed at a stage of the second checkpoint that it saves."""
     if stage == "before writing":
         kill_in_call(run_dir, "write_shard", 2, before=True)
@@ -361,8 +356,8 @@ def kill_in_second_save(stage: str, rank: int, attempt: int) -> None:
         kill_in_call(checkpoint, "_write_tensors", 4)  # two files in each save
     elif stage == "before reporting":
         kill_in_call(run_dir, "write_shard", 2)
-    elif rank > 0:  # resuming calls it too
-        kill_in_call(run_dir.RunDir, "_write_and_prune", 3 if attempt else 2, before=True)
+    elif rank > 0:
+        kill_in_call(run_dir.RunDir, "_write_and_prune", 2, before=True)
     elif stage == "before the rename":
         kill_in_call(checkpoint, "_write_manifest", 2)
     else:
@@ -377,7 +372,7 @@ def train_killed(run: str, kills: str, *flags: str) -> None:
     callbacks.FINAL_SAMPLE_TOKENS = report_samples.NEW_TOKENS = 3
     for stage, victim in json.loads(kills)[attempt : attempt + 1]:
         if victim == rank:
-            kill_in_second_save(stage, rank, attempt)
+            kill_in_second_save(stage, rank)
     run_command(lambda: train.main(train_arguments(Path(run), *flags)))
 
 
@@ -387,23 +382,18 @@ def ranks(folder: Path, kills: list[tuple[str, int]] = ALL_KILLS) -> str:
     steps = 4 * (len(kills) + 1)
     flags = list(map(str, [*FSDP, "--steps", steps, "--save-every", 2, "--log-every", 1]))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    torchrun += [
-        "--nproc-per-node",
-        "2",
-        "--max-restarts",
-        str(len(kills)),
-        __file__,
-        "train_killed",
-    ]
-    command = [*torchrun, str(folder / "killed"), json.dumps(kills), *flags]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=600)
+    torchrun += ["--nproc-per-node", "2", "--max-restarts", str(len(kills))]
+    arguments = [__file__, "train_killed", str(folder / "killed"), json.dumps(kills), *flags]
+    done = subprocess.run(
+        [*torchrun, *arguments], capture_output=True, encoding="utf-8", timeout=600
+    )
     assert done.returncode == 0, done.stderr[-5000:]
     assert "skipped" not in done.stdout, done.stdout
     lines = [line for line in done.stdout.splitlines() if line.startswith("Resuming after step ")]
     resumed = [int(line.split()[3].strip(",;")) for line in lines]
     assert len(resumed) == len(kills), done.stdout
-    for (stage, rank), start, found in zip(kills, [0, *resumed], resumed, strict=False):
-        assert found - start in STAGES[stage], f"rank {rank} killed {stage}: {start} → {found}"
+    for (stage, rank), start, step in zip(kills, [0, *resumed], resumed, strict=False):
+        assert step - start in STAGES[stage], f"rank {rank} killed {stage}: {start} → {step}"
     arguments = train_arguments(folder / "whole", *flags)
     assert run_ranks(folder / "log", 2, lambda rank: train.main(arguments)) == [0, 0]
     newest = [newest_checkpoint(folder / name) for name in ("killed", "whole")]
@@ -415,6 +405,7 @@ def ranks(folder: Path, kills: list[tuple[str, int]] = ALL_KILLS) -> str:
 
 
 def kills(folder: Path, num_kills: int) -> str:
+    """Kill a run at random moments, resume it each time, and compare how it ends."""
     make_data(folder / "data")
     flags = ("--save-every", 7, "--log-every", 50, "--decay", "inverse_sqrt")  # of any length
 
@@ -427,13 +418,15 @@ def kills(folder: Path, num_kills: int) -> str:
         time.sleep(random.Random(number).uniform(0.02, 0.6))
         os.kill(child, signal.SIGKILL)
         assert wait_for(child) == -signal.SIGKILL
-    reached = newest_checkpoint(folder / "killed").step if list_checkpoints(folder / "killed") else 0
+    is_saved = bool(list_checkpoints(folder / "killed"))
+    reached = newest_checkpoint(folder / "killed").step if is_saved else 0
     assert all(wait_for(start(name, reached + 10)) == 0 for name in ("killed", "whole"))
     assert same_checkpoint(*(newest_checkpoint(folder / name) for name in ("killed", "whole")))
     return f"{num_kills} kills, up to step {reached}, resumed to the same weights"
 
 
 def long(folder: Path, steps: int) -> str:
+    """Train for many steps; memory and open files must not grow."""
     make_data(folder / "data")
     flags = ("--steps", steps, "--save-every", 500, "--log-every", 100)
     arguments = train_arguments(folder / "long", *flags)

@@ -52,7 +52,10 @@ ABSURD = [
     "True",
 ]
 ABSURD += ["\n", "a" * 5000, "None", "[1]", "{}", "%s", "\udcff"]
-PLAUSIBLE = {int: ["1", "2", "3", "4", "8"], float: ["0", "0.1", "0.5", "0.9", "1", "2", "1e-30", "1e300"]}
+PLAUSIBLE = {
+    int: ["1", "2", "3", "4", "8"],
+    float: ["0", "0.1", "0.5", "0.9", "1", "2", "1e-30", "1e300"],
+}
 TINY = "--steps 2 --num-layers 1 --num-heads 2 --d-model 8 --context-length 8 --batch-size 2 --eval-tokens 50"
 OF = {  # what only some settings can sensibly have
     "data": ["data/numbers", "data/none", "text.txt", "out/run"],
@@ -69,7 +72,15 @@ OF = {  # what only some settings can sensibly have
     "run": ["out/run", "out/none"],
     "runs": ["out/run", "out/run", "out/none"],
     "source": ["hf", "out/run", "none"],
-    "inputs": ["text.txt", "lines.jsonl", "chats.jsonl", "folder", "none.txt", "-", "http://127.0.0.1:9/a.txt"],
+    "inputs": [
+        "text.txt",
+        "lines.jsonl",
+        "chats.jsonl",
+        "folder",
+        "none.txt",
+        "-",
+        "http://127.0.0.1:9/a.txt",
+    ],
     "path": ["out/run", "out/none", "out/run/checkpoints/step-00000004", "text.txt"],
     "out": [
         "out/one",
@@ -89,7 +100,11 @@ OF = {  # what only some settings can sensibly have
     "nanogpt": ["none"],
     "compile": ["False", "None"],  # to compile takes too long here
 }
-UNASKED = ("wandb", "compile", "page")  # flags that wait for others, take long, or serve until Ctrl-C
+UNASKED = (
+    "wandb",
+    "compile",
+    "page",
+)  # flags that wait for others, take long, or serve until Ctrl-C
 
 
 def plain(hint: Any) -> Any:
@@ -115,22 +130,34 @@ def value_of(name: str, kind: Any, chance: random.Random) -> str:
     options = get_args(kind) if get_origin(kind) is not None else (kind,)
     if get_origin(kind) is Literal:
         return chance.choice(options)
-    return chance.choice(PLAUSIBLE.get(next((one for one in options if one in PLAUSIBLE), None), ["a", "b"]))
+    return chance.choice(
+        PLAUSIBLE.get(next((one for one in options if one in PLAUSIBLE), None), ["a", "b"])
+    )
 
 
 def line_of(command: str, cls: type, chance: random.Random) -> list[str]:
     """A command line for a command whose settings the dataclass lists."""
-    flags = {"train": [*TINY.split(), "--data", "data/numbers"], "sample": ["--max-new-tokens", "5"]}.get(command, [])
+    flags = {
+        "train": [*TINY.split(), "--data", "data/numbers"],
+        "sample": ["--max-new-tokens", "5"],
+    }.get(command, [])
     flags += ["--device", "cpu"] * (command in ("train", "sample"))
     settings = list(settings_of(cls))
     first = [value_of(name, kind, chance) for name, kind, positional in settings if positional]
-    for name, kind, positional in chance.sample(settings, min(len(settings), chance.choice([0, 1, 1, 2, 2, 3, 6]))):
+    for name, kind, positional in chance.sample(
+        settings, min(len(settings), chance.choice([0, 1, 1, 2, 2, 3, 6]))
+    ):
         flag = f"--{chance.choice(['', 'no-'] if kind is bool else [''])}{name.replace('_', chance.choice('-_'))}"
         if name not in UNASKED or kind is not bool:
-            values = [value_of(name, kind, chance) for _ in range(chance.choice([1, 2]) if "tuple" in str(kind) else 1)]
+            values = [
+                value_of(name, kind, chance)
+                for _ in range(chance.choice([1, 2]) if "tuple" in str(kind) else 1)
+            ]
             flags += [] if positional else [flag] if kind is bool else [flag, *values]
     if command == "bench":  # which takes long, unless it refuses
-        flags += chance.choice([["--rounds", "0"], ["--batch-size", "-1"], ["--dtype", "int8"], ["--nanogpt", "none"]])
+        flags += chance.choice(
+            [["--rounds", "0"], ["--batch-size", "-1"], ["--dtype", "int8"], ["--nanogpt", "none"]]
+        )
     counts = [0, 1, 2, 2, 2, 2] if command in ("export", "import") else [0, 1, 1, 1, 1, len(first)]
     return first[: chance.choice(counts)] + flags
 
@@ -191,13 +218,25 @@ def place(numbers, tmp_path_factory) -> Iterator[Path]:
         yield folder
 
 
-KEPT = {"text.txt", "lines.jsonl", "prompts.jsonl", "chats.jsonl", "folder", "folder.png", "data", "out", "hf"}
+KEPT = {
+    "text.txt",
+    "lines.jsonl",
+    "prompts.jsonl",
+    "chats.jsonl",
+    "folder",
+    "folder.png",
+    "data",
+    "out",
+    "hf",
+}
 
 
 def clear(place: Path, arguments: list[str]) -> set[str]:
     """Remove what a command line has made where it was told to; return what else it has made."""
     made = {path.name for path in place.iterdir()} - KEPT
-    named = {value.split("/")[0] for given in arguments for value in (given, given.partition("=")[2])} | {"cache"}
+    named = {
+        value.split("/")[0] for given in arguments for value in (given, given.partition("=")[2])
+    } | {"cache"}
     if "" in named or "." in named:  # which is here
         named |= {".lock", "config.toml", "checkpoints", "metrics.jsonl", "loss.png"}
         named |= {"about.json", "samples.jsonl", "report.html"}
@@ -212,7 +251,10 @@ def test_any_command_line_ends_in_one_line_at_most(command, place, monkeypatch):
     chance, codes = random.Random(command), {0: 0, 1: 0, 2: 0}
     for _ in range(LINES // {"bench": 20, "export": 4, "import": 10, "report": 1}.get(command, 3)):
         arguments = line_of(command, cls, chance)
-        streams = [io.TextIOWrapper(io.BytesIO(b"a prompt, or some text\n" * 20), "utf-8") for _ in range(3)]
+        streams = [
+            io.TextIOWrapper(io.BytesIO(b"a prompt, or some text\n" * 20), "utf-8")
+            for _ in range(3)
+        ]
         streams[1:] = [io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2)]
         told = shlex.join([command, *arguments])
         with monkeypatch.context() as patch, at_most(SECONDS):
@@ -224,8 +266,12 @@ def test_any_command_line_ends_in_one_line_at_most(command, place, monkeypatch):
                 raise AssertionError(f"{told}: {type(error).__name__}") from error
         streams[2].flush()
         errors = streams[2].buffer.getvalue().decode()
-        assert code in codes and errors.count("\n") <= 1 and (code == 0 or errors), f"{told}: {code}, {errors}"
-        assert (place / "data" / "numbers" / "manifest.json").is_file() and not clear(place, arguments), told
+        assert code in codes and errors.count("\n") <= 1 and (code == 0 or errors), (
+            f"{told}: {code}, {errors}"
+        )
+        assert (place / "data" / "numbers" / "manifest.json").is_file() and not clear(
+            place, arguments
+        ), told
         codes[code] += 1
     assert codes[2] and (command == "bench" or (codes[0] and codes[1])), codes  # all three came up
 
@@ -235,5 +281,7 @@ def test_every_setting_comes_up():
     for command, (_, cls) in COMMANDS.items():
         given = {word for _ in range(2000) for word in line_of(command, cls, chance)}
         for name, kind, positional in settings_of(cls):
-            flags = {f"--{prefix}{name.replace('_', joint)}" for prefix in ("", "no-") for joint in "-_"}
+            flags = {
+                f"--{prefix}{name.replace('_', joint)}" for prefix in ("", "no-") for joint in "-_"
+            }
             assert positional or flags & given or (name in UNASKED and kind is bool), name

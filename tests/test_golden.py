@@ -17,4 +17,6 @@ def test_laptop_shakespeare_preset_ends_at_its_known_loss(shakespeare, tmp_path)
     prepare(PrepareConfig(inputs=(str(shakespeare),), tokenizer="char", out=data))
     preset = str(ROOT / "config" / "shakespeare-char-cpu.toml")
     assert train.main([preset, "--data", str(data), "--out", str(out), "--device", "cpu"]) == 0
-    assert logged(out, "val_loss")[FINAL_STEP] == pytest.approx(EXPECTED_VAL_LOSS, abs=MAX_DIFFERENCE)
+    assert logged(out, "val_loss")[FINAL_STEP] == pytest.approx(
+        EXPECTED_VAL_LOSS, abs=MAX_DIFFERENCE
+    )

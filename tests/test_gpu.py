@@ -1,4 +1,4 @@
-"""A GPU computes what a CPU does: attention, the loss, training in every dtype, compiled, sharded, resumed.
+"""A GPU gives the same results as a CPU, in every dtype, compiled, sharded and resumed.
 
 Most tests run on a CPU too, so that the tests themselves are tested.
 """
@@ -18,7 +18,7 @@ from reference import assert_same_gradients, attention_definition, loss_definiti
 
 import train
 from engine.core.device import DTYPE_BY_NAME, mixed_precision
-from engine.core.distributed import DistributedContext
+from engine.core.distributed import DistributedContext, single_process
 from engine.core.settings import load_settings
 from engine.generation.generate import generate
 from engine.nn import loss as loss_module
@@ -32,8 +32,10 @@ from engine.training.estimate import Hardware, activation_bytes
 from engine.training.trainer import Callback, Trainer
 from model import GPT, ModelConfig
 
-FLAGS = "--num-layers 2 --num-heads 2 --d-model 16 --context-length 16 --batch-size 4 --warmup-steps 2 --log-every 1"
-FLAGS += " --eval-tokens 2000 --dtype float32 --steps 30"
+RUN_FLAGS = (
+    "--num-layers 2 --num-heads 2 --d-model 16 --context-length 16 --batch-size 4 --warmup-steps 2 "
+    "--log-every 1 --eval-tokens 2000 --dtype float32 --steps 30"
+)
 cuda = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
@@ -53,6 +55,10 @@ def device_named(name: str) -> torch.device:
     return torch.device(name, 0) if name == "cuda" else torch.device(name)
 
 
+def backend_of(device: torch.device) -> str:
+    return "inductor" if device.type == "cuda" else "aot_eager"
+
+
 # The model, and its fast implementations.
 
 
@@ -62,17 +68,16 @@ def test_attention_is_the_definition(device, sizes, dtype):
     inputs = random_heads(*sizes, dtype, device)
     mixed = attend(*inputs)
     assert mixed.dtype == dtype and mixed.device == device
-    assert_same_gradients(mixed, attention_definition(*inputs), inputs, 1e-3 if dtype == torch.float32 else 0.05)
+    tolerance = 1e-3 if dtype == torch.float32 else 0.05
+    assert_same_gradients(mixed, attention_definition(*inputs), inputs, tolerance)
 
 
-@pytest.mark.parametrize(
-    ("compiled", "dtype"), [(False, torch.float32), (False, torch.bfloat16), (True, torch.bfloat16)], ids=str
-)
-def test_attention_with_a_window_is_the_definition(device, compiled, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_attention_with_a_window_is_the_definition(device, is_compiled, dtype):
     inputs = random_heads(300, 300, dtype, device, num_groups=1)
-    backend = "inductor" if device.type == "cuda" else "aot_eager"
-    compute = torch.compile(attend, fullgraph=True, backend=backend) if compiled else attend
-    mixed = compute(*inputs, window=70)
+    compiled = torch.compile(attend, fullgraph=True, backend=backend_of(device))
+    mixed = (compiled if is_compiled else attend)(*inputs, window=70)
     tolerance = 1e-3 if dtype == torch.float32 else 0.07
     assert_same_gradients(mixed, attention_definition(*inputs, 70), inputs, tolerance)
     torch.compiler.reset()
@@ -94,15 +99,16 @@ def test_the_output_loss_is_the_definition(device, monkeypatch, rows, cap):
 def test_loss_logits_and_tokens_equal_those_of_a_cpu(device, name):
     model = randomised(VARIANTS[name])
     tokens = torch.randint(37, (2, 3, 16))
+    prompt = tokens[0, :, :4]
     with torch.no_grad():
-        loss, logits = model(*tokens), model(tokens[0])
-    expected = torch.stack(list(generate(model, tokens[0, :, :4], 20, temperature=0, use_cache=False)))
+        expected = model(*tokens), model(tokens[0])
+    expected_tokens = list(generate(model, prompt, 20, temperature=0, use_cache=False))
     model.to(device)
     with torch.no_grad():
-        torch.testing.assert_close(model(*tokens.to(device)).cpu(), loss, rtol=1e-4, atol=1e-3)
-        torch.testing.assert_close(model(tokens[0].to(device)).cpu(), logits, rtol=1e-3, atol=1e-3)
-    decoded = generate(for_decoding(model), tokens[0, :, :4].to(device), 20, temperature=0)
-    assert torch.equal(torch.stack(list(decoded)).cpu(), expected)
+        results = model(*tokens.to(device)).cpu(), model(tokens[0].to(device)).cpu()
+    torch.testing.assert_close(results, expected, rtol=1e-3, atol=1e-3)
+    decoded = list(generate(for_decoding(model), prompt.to(device), 20, temperature=0))
+    assert torch.equal(torch.stack(decoded).cpu(), torch.stack(expected_tokens))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -126,7 +132,7 @@ def test_a_model_compiles_into_one_graph_with_the_same_results(device, name, dty
         with mixed_precision(dtype, device):
             loss = model(*tokens)
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-        model.compile(fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")
+        model.compile(fullgraph=True, backend=backend_of(device))
     tolerance = 1e-3 if dtype == torch.float32 else 0.05
     for plain, compiled in zip(*results, strict=True):
         assert (plain - compiled).norm() <= tolerance * plain.norm()
@@ -138,70 +144,74 @@ def test_a_model_compiles_into_one_graph_with_the_same_results(device, name, dty
 
 def train_on(
     device: torch.device,
-    data: Path,
     out: Path,
     *flags: object,
-    world: DistributedContext | None = None,
+    context: DistributedContext | None = None,
     callbacks: Sequence[Callback] = (),
     should_stop: Callable[[], bool] = lambda: False,
-    compiled: bool = False,
+    is_compiled: bool = False,
 ) -> Path:
-    """A tiny run on a device; returns its folder."""
-    arguments = ["--data", data, "--out", out, *FLAGS.split(), *flags]
-    config = load_settings(TrainConfig, list(map(str, arguments)))
-    config = dataclasses.replace(config, compile=compiled, device=str(device))
-    train.train(config, world or DistributedContext(0, 1, device), [MetricsFile(), *callbacks], should_stop)
+    """Train a tiny model on a device; return the run folder."""
+    config = load_settings(TrainConfig, ["--out", str(out), *RUN_FLAGS.split(), *map(str, flags)])
+    config = dataclasses.replace(config, compile=is_compiled, device=str(device))
+    context = context or single_process(device)
+    train.train(config, context, [MetricsFile(), *callbacks], should_stop)
     return out
 
 
 @pytest.fixture
-def trained(device, numbers, tmp_path) -> Callable[..., Path]:
-    """Trains on the device; returns the run folder."""
-    return lambda name, *flags, **options: train_on(device, numbers, tmp_path / name, *flags, **options)
+def trained(numbers, tmp_path) -> Callable[..., Path]:
+    """Train on a device; return the run folder."""
+
+    def trained(device: torch.device, name: str, *flags: object, **options) -> Path:
+        return train_on(device, tmp_path / name, "--data", numbers, *flags, **options)
+
+    return trained
 
 
 @pytest.fixture(scope="module")
 def plain(device, numbers, tmp_path_factory) -> Path:
     """A run in float32 on the device."""
-    return train_on(device, numbers, tmp_path_factory.mktemp("plain") / str(device.type))
+    return train_on(device, tmp_path_factory.mktemp("plain") / device.type, "--data", numbers)
 
 
-class StopAt(Callback):
-    """Stops after a step."""
+class StopAfter(Callback):
+    """Stop after a step."""
 
     def __init__(self, step: int):
-        self.step, self.now = step, False
+        self.step = step
+        self.should_stop = False
 
     def on_step(self, trainer: Trainer) -> None:
-        self.now = trainer.step == self.step
-
-    def __call__(self) -> bool:
-        return self.now
+        self.should_stop = trainer.step == self.step
 
 
-def test_a_run_that_was_stopped_resumes_bit_for_bit(trained):
-    whole, stop = trained("whole", "--dropout", 0.1), StopAt(13)
-    stopped = trained("stopped", "--dropout", 0.1, callbacks=[stop], should_stop=stop)
+def test_a_run_that_was_stopped_resumes_bit_for_bit(device, trained):
+    uninterrupted = trained(device, "uninterrupted", "--dropout", 0.1)
+    stop = StopAfter(13)
+    options = {"callbacks": [stop], "should_stop": lambda: stop.should_stop}
+    stopped = trained(device, "stopped", "--dropout", 0.1, **options)
     assert max(logged(stopped, "train_loss")) == 13
-    assert_same_run(whole, trained("stopped", "--dropout", 0.1, "--resume"))
+    assert_same_run(uninterrupted, trained(device, "stopped", "--dropout", 0.1, "--resume"))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_training_in_16_bits_learns_as_in_32(plain, trained, dtype):
-    exact, half = logged(plain, "train_loss"), trained("half", "--dtype", dtype)
-    losses = logged(half, "train_loss")
-    assert losses[30] < losses[1] - 0.5 and losses[30] == pytest.approx(exact[30], abs=0.1)
-    assert logged(half, "skipped_steps")[30] < 10
+def test_training_in_16_bits_learns_as_in_32(device, plain, trained, dtype):
+    run = trained(device, "half", "--dtype", dtype)
+    losses = logged(run, "train_loss")
+    assert losses[30] < losses[1] - 0.5
+    assert losses[30] == pytest.approx(logged(plain, "train_loss")[30], abs=0.1)
+    assert logged(run, "skipped_steps")[30] < 10
 
 
-def test_checkpointing_activations_does_not_change_the_loss(plain, trained):
-    lean = trained("lean", "--checkpoint-activations")
-    assert logged(lean, "train_loss") == pytest.approx(logged(plain, "train_loss"), abs=1e-5)
+def test_checkpointing_activations_does_not_change_the_loss(device, plain, trained):
+    run = trained(device, "lean", "--checkpoint-activations")
+    assert logged(run, "train_loss") == pytest.approx(logged(plain, "train_loss"), abs=1e-5)
 
 
 @contextlib.contextmanager
 def group_of_one(device: torch.device) -> Iterator[DistributedContext]:
-    """A sharded world of this process alone: NCCL's on a GPU."""
+    """Yield a sharded context of this process alone, with NCCL on a GPU."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     yield DistributedContext(0, 1, device, sharded=True)
@@ -209,9 +219,9 @@ def group_of_one(device: torch.device) -> Iterator[DistributedContext]:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])
-def test_a_sharded_run_is_a_plain_run(plain, trained, device, dtype, tolerance):
-    with group_of_one(device) as world:
-        sharded = trained("sharded", "--dtype", dtype, world=world)
+def test_a_sharded_run_is_a_plain_run(device, plain, trained, dtype, tolerance):
+    with group_of_one(device) as context:
+        sharded = trained(device, "sharded", "--dtype", dtype, context=context)
     for key in ("train_loss", "val_loss"):
         assert logged(sharded, key) == pytest.approx(logged(plain, key), abs=tolerance)
 
@@ -220,45 +230,56 @@ def test_a_sharded_run_is_a_plain_run(plain, trained, device, dtype, tolerance):
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_torchrun_with_one_process_is_a_plain_run(gpu, numbers, tmp_path, parallel):
-    plain = train_on(gpu, numbers, tmp_path / "plain")
+def test_torchrun_with_one_process_is_a_plain_run(gpu, numbers, trained, tmp_path, parallel):
+    plain = trained(gpu, "plain")
     (tmp_path / "plain.toml").write_text("compile = false\n", encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    command += [ROOT / "train.py", tmp_path / "plain.toml", "--data", numbers, "--out", tmp_path / parallel]
-    command += [*FLAGS.split(), "--device", "cuda", "--parallel", parallel]
-    done = subprocess.run(list(map(str, command)), capture_output=True, encoding="utf-8", timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert logged(tmp_path / parallel, "train_loss") == pytest.approx(logged(plain, "train_loss"), abs=1e-4)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    paths = [
+        ROOT / "train.py",
+        tmp_path / "plain.toml",
+        "--data",
+        numbers,
+        "--out",
+        tmp_path / parallel,
+    ]
+    flags = [*RUN_FLAGS.split(), "--device", "cuda", "--parallel", parallel]
+    command = list(map(str, [*torchrun, "--nproc-per-node", 1, *paths, *flags]))
+    subprocess.run(command, check=True, timeout=300)
+    losses = logged(tmp_path / parallel, "train_loss")
+    assert losses == pytest.approx(logged(plain, "train_loss"), abs=1e-4)
 
 
-class NoMoreCompiling(Callback):
-    """Makes compiling an error between the third step and the last, after which an evaluation compiles its own."""
+class RefuseCompilation(Callback):
+    """Make compilation an error from step 3 on; the last evaluation compiles again."""
 
     def on_step(self, trainer: Trainer) -> None:
-        torch.compiler.set_stance("fail_on_recompile" if 3 <= trainer.step < trainer.config.steps else "default")
+        is_refused = 3 <= trainer.step < trainer.config.steps
+        torch.compiler.set_stance("fail_on_recompile" if is_refused else "default")
 
-    def closed(self) -> None:
+    def on_train_end(self, trainer: Trainer) -> None:
         torch.compiler.set_stance("default")
         torch.compiler.reset()
 
 
-def test_nothing_is_compiled_after_the_first_steps(gpu, numbers, tmp_path):
+def test_nothing_is_compiled_after_the_first_steps(gpu, trained):
     flags = ["--micro-batch-size", 2]
-    plain = train_on(gpu, numbers, tmp_path / "plain", *flags)
-    options = {"compiled": True, "callbacks": [NoMoreCompiling()]}
-    compiled = train_on(gpu, numbers, tmp_path / "compiled", *flags, **options)
+    plain = trained(gpu, "plain", *flags)
+    options = {"is_compiled": True, "callbacks": [RefuseCompilation()]}
+    compiled = trained(gpu, "compiled", *flags, **options)
     assert logged(compiled, "train_loss") == pytest.approx(logged(plain, "train_loss"), abs=1e-2)
 
 
 @pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("kind", [{}, GPT2], ids=["default", "gpt2"])
 def test_a_plan_s_memory_is_what_a_micro_batch_allocates(gpu, kind, lean):
-    shape = ModelConfig(vocab_size=50304, context_length=1024, num_layers=4, num_heads=12, d_model=768)
-    shape = dataclasses.replace(shape, **kind)
-    model, tokens = GPT(shape).to(gpu), torch.randint(shape.vocab_size, (2, 8, shape.context_length), device=gpu)
+    config = ModelConfig(
+        vocab_size=50304, context_length=1024, num_layers=4, num_heads=12, d_model=768, **kind
+    )
+    model = GPT(config).to(gpu)
+    tokens = torch.randint(config.vocab_size, (2, 8, config.context_length), device=gpu)
     if lean:
         checkpoint_activations(model)
-    for _ in range(2):  # gradients, and what libraries keep, are there before the second
+    for _ in range(2):  # the first allocates gradients and the workspaces of libraries
         torch.cuda.synchronize(gpu)
         torch.cuda.reset_peak_memory_stats(gpu)
         before = torch.cuda.memory_allocated(gpu)
@@ -268,4 +289,4 @@ def test_a_plan_s_memory_is_what_a_micro_batch_allocates(gpu, kind, lean):
         del loss
     measured = torch.cuda.max_memory_allocated(gpu) - before
     hardware = Hardware(torch.bfloat16, is_gpu=True)
-    assert activation_bytes(shape, 8, hardware, lean) == pytest.approx(measured, rel=0.2)
+    assert activation_bytes(config, 8, hardware, lean) == pytest.approx(measured, rel=0.2)

@@ -1,13 +1,15 @@
-"""Text → data/<name>/, through main or prepare, or the command itself where a process matters."""
+"""Text → data/<name>/, through main, prepare, or the command in a process of its own."""
 
 import csv
 import gzip
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,11 +30,24 @@ from engine.data.writer import work_folder
 from prepare import PrepareConfig
 
 OFFLINE = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+PAIRS = [{"q": f"{i} + 1 = ", "a": f"{i + 1}, naïve 🚀 <|end|>", "id": i} for i in range(60)]
+CHATS = []
+for _number in range(60):
+    _roles = ["system"] * (_number % 3 == 0) + ["user", "assistant"] * (1 + _number % 4)
+    _messages = [{"role": role, "content": f"{_number}: <|user|> {role}é"} for role in _roles]
+    CHATS.append({"messages": _messages})
+CHAT_FLAGS = ("--chat",)
+PAIR_FLAGS = ("--prompt-field", "q", "--completion-field", "a")
+EXAMPLES = {"pairs": (PAIRS, PAIR_FLAGS), "chats": (CHATS, CHAT_FLAGS)}
+
+
+def to_lines(records: list[Any]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 @pytest.fixture
 def prepare(tmp_path: Path, monkeypatch, capsys) -> Callable[..., str]:
-    """Run main in tmp_path; returns its output or, of a mistake, the one line of its error."""
+    """Return a function that runs main in tmp_path and returns its output or its error."""
     monkeypatch.chdir(tmp_path)
 
     def prepare(*arguments: object, error: bool = False) -> str:
@@ -63,7 +78,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return what changes if anything in a folder is written again."""
+    """Return the times and inodes of a folder, which change when a file is written again."""
     stats = {str(path): path.stat() for path in (folder, *folder.rglob("*"))}
     return {name: (stat.st_mtime_ns, stat.st_ino) for name, stat in stats.items()}
 
@@ -78,7 +93,9 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
         ("bpe", "uint16", 2000, None, None),
     ],
 )
-def test_tiny_shakespeare(tokenizer, dtype, vocab_size, train_tokens, val_tokens, prepare, shakespeare, tiktoken_cache):
+def test_tiny_shakespeare(
+    tokenizer, dtype, vocab_size, train_tokens, val_tokens, prepare, shakespeare, tiktoken_cache
+):
     flags = ("--vocab-size", 2000) if tokenizer == "bpe" else ()
     output = prepare(shakespeare, "--tokenizer", tokenizer, *flags)
     path = Path("data/tinyshakespeare")
@@ -94,9 +111,8 @@ def test_tiny_shakespeare(tokenizer, dtype, vocab_size, train_tokens, val_tokens
     assert [manifest[key] for key in keys] == [FORMAT_VERSION, vocab_size, dtype]
     written = hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest()
     assert manifest["tokenizer"] == {"kind": dataset.tokenizer.kind, "sha256": written}
-    used = len({*dataset.train[:].tolist(), *dataset.val[:].tolist()})
-    longest = len(dataset.train) + len(dataset.val)
-    facts = {"documents": 1, "repeats": 0, "longest": longest, "vocabulary": used}
+    ids = [*dataset.train[:].tolist(), *dataset.val[:].tolist()]
+    facts = {"documents": 1, "repeats": 0, "longest": len(ids), "vocabulary": len({*ids})}
     assert manifest["facts"] == facts
     for split, tokens, size in (("train", train_tokens, 1_003_854), ("val", val_tokens, 111_540)):
         counts = manifest["splits"][split]
@@ -107,14 +123,12 @@ def test_tiny_shakespeare(tokenizer, dtype, vocab_size, train_tokens, val_tokens
         assert shard["sha256"] == hashlib.sha256(content).hexdigest()
     names = {"manifest.json", "tokenizer.json", "prepared_from.json"}
     assert files(path).keys() == names | {"train-00000.npy", "val-00000.npy"}
-    assert [folder.name for folder in path.parent.iterdir()] == ["tinyshakespeare"]
 
 
 def test_documents_are_encoded_in_order_each_with_its_end(code, prepare, tmp_path, monkeypatch):
     monkeypatch.setattr(splits, "MIN_BATCH_CHARACTERS", 500)
     texts = ["", *(f"№ {i}: {code[100 * i :][: i % 700]}" for i in range(len(code) // 100))]
-    lines = [json.dumps({"text": text}) + "\n" for text in texts]
-    (tmp_path / "lines.jsonl").write_text("".join(lines))
+    (tmp_path / "lines.jsonl").write_text(to_lines([{"text": text} for text in texts]))
     prepare("lines.jsonl", "--vocab-size", 300, "--val-fraction", 0.2)
     dataset = open_dataset(tmp_path / "data" / "lines")
     order = []
@@ -139,7 +153,7 @@ def test_the_same_texts_give_the_same_stream_in_any_format(count: int, code: str
     datasets = pytest.importorskip("datasets")
     texts = [f'{i}: naïve 🚀, "quoted"\n{code[100 * i :][: i * 9]}' for i in range(count)]
     texts[5] = code[:3000] * 100  # a large one
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    lines = to_lines([{"text": text} for text in texts]).encode()
     (tmp_path / "folder").mkdir()
     for i, content in enumerate(texts):
         (tmp_path / "folder" / f"{i:03d}.txt").write_text(content, encoding="utf-8")
@@ -153,9 +167,8 @@ def test_the_same_texts_give_the_same_stream_in_any_format(count: int, code: str
     datasets.Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "saved", num_shards=2)
     with fsspec.open("memory://a.jsonl", "wb") as file:
         file.write(lines)
-    names = ["folder", "a.jsonl.gz", "a.jsonl.zst", "a.csv", "a.parquet"]
-    inputs = [str(tmp_path / name) for name in names]
-    inputs += [f"hf:{tmp_path}/saved", "memory://a.jsonl"]
+    inputs = [f"{tmp_path}/{name}" for name in ("folder", "a.jsonl.gz", "a.jsonl.zst", "a.csv")]
+    inputs += [f"{tmp_path}/a.parquet", f"hf:{tmp_path}/saved", "memory://a.jsonl"]
     streams = []
     for number, name in enumerate(inputs):
         out = tmp_path / str(number)
@@ -165,20 +178,23 @@ def test_the_same_texts_give_the_same_stream_in_any_format(count: int, code: str
         assert streams[number] == streams[0], name
 
 
-def test_standard_input(run, tmp_path: Path):
-    result = run("prepare.py", "-", "--tokenizer", "char", input="piped téxt")
-    assert (result.returncode, result.stderr) == (0, "")
+@pytest.mark.parametrize(
+    ("content", "flags", "num_documents"),
+    [("piped téxt", (), 1), (to_lines(CHATS), CHAT_FLAGS, 60)],
+)
+def test_standard_input(content: str, flags, num_documents: int, run, tmp_path: Path):
+    result = run("prepare.py", "-", "--tokenizer", "byte", *flags, input=content)
+    assert (result.returncode, result.stderr) == (0, "") and ("⟦" in result.stdout) == bool(flags)
     dataset = open_dataset(tmp_path / "data" / "stdin")
-    assert dataset.tokenizer.decode([*dataset.train[:], *dataset.val[:]]) == "piped téxt"
+    assert dataset.manifest["facts"]["documents"] == num_documents
 
 
 def test_files_and_fields_are_chosen(prepare, tmp_path: Path):
     (tmp_path / "posts").mkdir()
-    lines = '{"body": "one post"}\n{"body": "and another"}\n'
-    (tmp_path / "posts" / "a.jsonl").write_text(lines)
+    posts = [{"body": "one post"}, {"body": "and another"}]
+    (tmp_path / "posts" / "a.jsonl").write_text(to_lines(posts))
     (tmp_path / "posts" / "b.txt").write_text("not a post")
-    for name in ("posts", "./posts/", tmp_path / "posts"):
-        assert "--glob" in prepare(name, error=True)
+    assert "--glob" in prepare("posts", error=True)
     prepare("posts", "--glob", "*.jsonl", "--field", "body", "--tokenizer", "char")
     dataset = open_dataset(tmp_path / "data" / "posts")
     texts = [dataset.tokenizer.decode(tokens[:]) for tokens in (dataset.train, dataset.val)]
@@ -188,7 +204,7 @@ def test_files_and_fields_are_chosen(prepare, tmp_path: Path):
 def test_show_describes_a_dataset(prepare, text):
     output = prepare("a.txt", "--tokenizer", "byte")
     assert prepare("--show", "data/a").strip() in output
-    assert "text to prepare" in output and "160" in output
+    assert "text to prepare" in output and "144 UTF-8 bytes" in output
     assert "--show" in prepare("--show", "data/a", "--force", error=True)
     assert "prepare.py" in prepare("--show", "data/b", error=True)
 
@@ -206,10 +222,10 @@ def test_the_same_again_changes_nothing(prepare, text, tmp_path: Path):
 
 
 def test_documents_in_another_order_are_another_text(prepare, tmp_path: Path):
-    lines = [json.dumps({"text": f"document {number}"}) + "\n" for number in range(100)]
-    (tmp_path / "a.jsonl").write_text("".join(lines))
+    records = [{"text": f"document {number}"} for number in range(100)]
+    (tmp_path / "a.jsonl").write_text(to_lines(records))
     prepare("a.jsonl")
-    (tmp_path / "a.jsonl").write_text("".join(lines[::-1]))
+    (tmp_path / "a.jsonl").write_text(to_lines(records[::-1]))
     assert "other text" in prepare("a.jsonl", error=True)
 
 
@@ -235,37 +251,24 @@ def test_another_dataset_is_only_replaced_by_force(added, flags, word, prepare, 
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"")])
-@pytest.mark.parametrize("name", ["train-00000.npy", "manifest.json"])
-def test_a_corrupted_dataset_is_made_again(name: str, damage, prepare, text, tmp_path: Path):
+def test_a_corrupted_shard_is_made_again(damage, prepare, text, tmp_path: Path):
     prepare("a.txt")
     before = files(tmp_path / "data" / "a")
-    damage(tmp_path / "data" / "a" / name)
-    if name == "train-00000.npy":
-        prepare("a.txt")
-    elif damage is Path.unlink:
-        assert "not a dataset" in prepare("a.txt", "--force", error=True)
-        return
-    else:
-        assert "--force" in prepare("a.txt", error=True)
-        prepare("a.txt", "--force")
+    damage(tmp_path / "data" / "a" / "train-00000.npy")
+    prepare("a.txt")
     assert files(tmp_path / "data" / "a") == before
 
 
-def test_a_file_or_folder_of_the_user_is_never_replaced(prepare, text, tmp_path: Path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("mine")
-    for out in ("mine", "a.txt"):
-        assert "--out" in prepare("a.txt", "--out", out, "--force", error=True)
-    assert files(tmp_path / "mine") == {"notes.txt": b"mine"}
-
-
-def test_a_link_stays_a_link(prepare, text, tmp_path: Path):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "link").symlink_to("elsewhere")
-    for flags in ((), ("--force",)):
-        prepare("a.txt", "--out", "link", *flags)
-        assert (tmp_path / "link").is_symlink()
-        assert (tmp_path / "elsewhere" / "manifest.json").is_file()
+def test_a_corrupted_manifest_needs_force(prepare, text, tmp_path: Path):
+    prepare("a.txt")
+    manifest = tmp_path / "data" / "a" / "manifest.json"
+    content = manifest.read_bytes()
+    manifest.write_bytes(b"")
+    assert "--force" in prepare("a.txt", error=True)
+    prepare("a.txt", "--force")
+    assert manifest.read_bytes() == content
+    manifest.unlink()
+    assert "--out" in prepare("a.txt", "--force", error=True)
 
 
 def test_a_dataset_is_made_by_one_process_at_a_time(prepare, text, tmp_path: Path):
@@ -284,46 +287,53 @@ def test_a_run_that_died_after_its_dataset_was_complete_is_cleaned_up(prepare, t
 
 # Mistakes.
 
+GOOD = '{"q": "a", "a": "b", "messages": [{"role": "assistant", "content": "c"}]}\n'
+
 
 @pytest.mark.parametrize(
-    ("content", "flags", "words"),
+    ("arguments", "words"),
     [
-        (None, (), "a.txt: not found"),  # flags are checked before
-        (b"", (), "train split"),
-        (b"abc\xffdef", (), "at byte 3. Convert it, or use --errors"),
-        (b"x", ("--tokenizer", "byte"), "train split"),
-        (b"some text", ("--tokenizer", "char", "--val-fraction", "0.01"), "val split"),
-        (None, ("--tokenizer", "gpt5"), "--tokenizer"),
-        (None, ("--vocab-size", "256"), "--vocab-size"),
-        (None, ("--vocab-size", "9" * 12), "--vocab-size"),
-        (None, ("--pattern", "gpt9"), "--pattern"),
-        (b"some text", ("--val-fraction", "1"), "--val-fraction"),
-        (b"some text", ("",), "no input"),
-        (b"some text", ("http://127.0.0.1:9/b",), "9/b: could not be read"),
-        (b"some text", ("--vocab-size", "300", "--tokenizer", "byte"), "--vocab-size"),
-        (b"some text", ("--pattern", "gpt2", "--tokenizer", "byte"), "--pattern"),
-        (b"some text", ("--field", "body"), "--field"),
-        (b"some text", ("--glob", "*"), "--glob"),
-        (b"some text", ("--sha256", "00"), "--sha256"),
-        (b"some text", ("--hf-split", "train"), "--hf-split"),
-        (b"some text", ("-", "--ray", "local"), "--ray"),
-        (b"some text", ("--chat",), "--chat"),
-        (b"some text", ("--chat", "--field", "a"), "--chat and --field"),
-        (b"some text", ("--prompt-field", "q"), "--completion-field"),
-        (b"some text", ("--completion-field", "q"), "--prompt-field"),
+        (("b.txt",), "b.txt: "),
+        ((), "no input"),
+        (("",), "no input"),
+        (("a.txt", "--out", "a.txt", "--force"), "--out"),
+        (("empty.txt",), "train split"),
+        (("bad.txt",), "at byte 3. Convert it, or use --errors"),
+        (("x.txt", "--tokenizer", "byte"), "train split"),
+        (("a.txt", "--tokenizer", "char", "--val-fraction", "0.01"), "val split"),
+        (("a.txt", "--val-fraction", "1"), "--val-fraction"),
+        (("b.txt", "--tokenizer", "gpt5"), "--tokenizer"),  # flags are checked first
+        (("b.txt", "--vocab-size", "256"), "--vocab-size"),
+        (("b.txt", "--vocab-size", "9" * 12), "--vocab-size"),
+        (("b.txt", "--vocab-size", "300", "--tokenizer", "byte"), "--vocab-size"),
+        (("b.txt", "--pattern", "gpt9"), "--pattern"),
+        (("b.txt", "--pattern", "gpt2", "--tokenizer", "byte"), "--pattern"),
+        (("a.txt", "--field", "body"), "--field"),
+        (("a.txt", "--glob", "*"), "--glob"),
+        (("a.txt", "--sha256", "00"), "--sha256"),
+        (("a.txt", "--hf-split", "train"), "--hf-split"),
+        (("a.txt", "-", "--ray", "local"), "--ray"),
+        (("a.txt", "http://127.0.0.1:9/b"), "9/b: could not be read"),
+        (("a.txt", "--chat"), "--chat"),
+        (("a.txt", "--chat", "--field", "a"), "--field"),
+        (("a.txt", "--prompt-field", "q"), "--completion-field"),
+        (("a.txt", "--completion-field", "q"), "--prompt-field"),
+        (("empty.jsonl", "--chat"), "train split"),
+        (("good.jsonl", *PAIR_FLAGS), "val split"),
+        (("half.jsonl", *PAIR_FLAGS), "half.jsonl, line 3: "),
+        (("half.jsonl", "--chat"), "half.jsonl, line 3: "),
     ],
 )
-def test_a_mistake_leaves_nothing(content, flags, words, prepare, tmp_path, monkeypatch):
+def test_a_mistake_leaves_nothing(arguments, words: str, prepare, tmp_path, monkeypatch):
     for name, value in (OFFLINE | {"XDG_CACHE_HOME": str(tmp_path / "cache")}).items():
         monkeypatch.setenv(name, value)
-    if content is not None:
-        (tmp_path / "a.txt").write_bytes(content)
-    assert words in prepare("a.txt", *flags, error=True)
+    contents = {"a.txt": "some text", "x.txt": "x", "empty.txt": "", "empty.jsonl": ""}
+    contents |= {"good.jsonl": GOOD, "half.jsonl": GOOD * 2 + '{"q": "half", "messages": "a"}'}
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    (tmp_path / "bad.txt").write_bytes(b"abc\xffdef")
+    assert words in prepare(*arguments, error=True)
     assert [*(tmp_path / "data").rglob("*")] == []
-
-
-def test_no_input_is_a_mistake(prepare):
-    assert prepare(error=True).startswith("no input")
 
 
 def test_the_command_exits_with_1_after_one_line(run, text, tmp_path: Path):
@@ -355,19 +365,20 @@ def test_a_million_spaces_in_a_row_are_text(prepare, tmp_path: Path):
 
 # Examples.
 
-PAIRS = [{"q": f"{i} + 1 = ", "a": f"{i + 1}, naïve 🚀 <|end|>", "id": i} for i in range(60)]
-CHATS = []
-for _number in range(60):
-    _roles = ["system"] * (_number % 3 == 0) + ["user", "assistant"] * (1 + _number % 4)
-    _messages = [{"role": role, "content": f"{_number}: <|user|> {role}é"} for role in _roles]
-    CHATS.append({"messages": _messages})
-PAIR_FLAGS = ("--prompt-field", "q", "--completion-field", "a")
-EXAMPLES = {"pairs": (PAIRS, PAIR_FLAGS), "chats": (CHATS, ("--chat",))}
 
-
-def write_lines(path: Path, records: list[Any]) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return path.name
+def render(turns: list[tuple[str, str]]) -> str:
+    """Write an example as text, its targets between ⟦ and ⟧."""
+    rendered = ""
+    for speaker, content in turns:
+        if speaker == "prompt":
+            rendered += content
+        elif speaker == "completion":
+            rendered += f"⟦{content}<|endoftext|>⟧"
+        elif speaker == "assistant":
+            rendered += f"<|assistant|>⟦{content}<|end|>⟧"
+        else:
+            rendered += f"<|{speaker}|>{content}<|end|>"
+    return rendered
 
 
 def turns_of(record: dict) -> list[tuple[str, str]]:
@@ -376,112 +387,59 @@ def turns_of(record: dict) -> list[tuple[str, str]]:
     return [("prompt", record["q"]), ("completion", record["a"])]
 
 
-def render(turns: list[tuple[str, str]], start: str = "", end: str = "") -> str:
-    """Write an example as text, with something around its targets."""
-    rendered = ""
-    for speaker, content in turns:
-        before = "" if speaker in ("prompt", "completion") else f"<|{speaker}|>"
-        after = {"prompt": "", "completion": "<|endoftext|>"}.get(speaker, "<|end|>")
-        if speaker in ("assistant", "completion"):
-            rendered += f"{before}{start}{content}{after}{end}"
-        else:
-            rendered += before + content + after
-    return rendered
-
-
 @pytest.mark.parametrize("tokenizer", ["bpe", "char", "byte", "gpt2"])
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_examples(kind: str, tokenizer: str, prepare, tiktoken_cache, tmp_path: Path):
     records, flags = EXAMPLES[kind]
-    name = write_lines(tmp_path / "a.jsonl", records)
-    output = prepare(name, *flags, "--tokenizer", tokenizer, "--out", "data")
-    dataset = open_dataset(tmp_path / "data")
+    (tmp_path / "a.jsonl").write_text(to_lines(records))
+    output = prepare("a.jsonl", *flags, "--tokenizer", tokenizer)
+    dataset = open_dataset(tmp_path / "data" / "a")
     assert dataset.manifest["dtype"] == "int32" and dataset.manifest["origin"]["examples"] == kind
-    turns = {render(turns_of(record)): turns_of(record) for record in records}
+    decode = dataset.tokenizer.decode
     rendered = []
     for split in ("train", "val"):
         examples = getattr(dataset, split)
-        num_targets = 0
-        learned = ""
-        for number in range(examples.num_examples):
-            ids = examples.example(number)
-            rendered.append(dataset.tokenizer.decode(np.where(ids < 0, ~ids, ids).tolist()))
-            speakers = ("assistant", "completion")
-            texts = [text for who, text in turns[rendered[-1]] if who in speakers]
-            end = "<|end|>" if kind == "chats" else "<|endoftext|>"
-            targets = dataset.tokenizer.decode(ids[ids >= 0].tolist())
-            assert targets == "".join(text + end for text in texts)
-            num_targets += int((ids >= 0).sum())
-            learned += "".join(texts)
-        counts = dataset.manifest["splits"][split]
-        assert counts["targets"] == num_targets and counts["bytes"] == len(learned.encode())
-        assert counts["tokens"] == len(examples) == examples.lengths.sum()
-    assert sorted(rendered) == sorted(turns)
-    assert render(turns[rendered[0]], "⟦", "⟧") in output
-
-
-def test_targets_counted_by_hand(prepare, tmp_path: Path):
-    answers = [{"role": "assistant", "content": "é!"}, {"role": "user", "content": "c"}]
-    chats = [{"messages": [{"role": "user", "content": text}, *answers]} for text in ("ab", "ba")]
-    name = write_lines(tmp_path / "a.jsonl", chats)
-    prepare(name, "--chat", "--tokenizer", "byte", "--val-fraction", 0.5)
-    dataset = open_dataset(tmp_path / "data" / "a")
-    # user a b end, assistant é é ! end, user c end: the two bytes of é, ! and the end count.
-    for split in ("train", "val"):
-        counts = dataset.manifest["splits"][split]
-        names = ("documents", "tokens", "targets", "bytes")
-        assert [counts[name] for name in names] == [1, 12, 4, 3]
-        assert dataset.bytes_per_token(split) == 3 / 4
-    examples = [split.example(0).tolist() for split in (dataset.train, dataset.val)]
-    expected = [~258, ~97, ~98, ~260, ~259, 195, 169, 33, 260, ~258, ~99, ~260]
-    assert sorted(examples)[1] == expected
+        counts = Counter()
+        for ids in map(examples.example, range(examples.num_examples)):
+            text = ""
+            for is_target, group in itertools.groupby(ids.tolist(), key=lambda token: token >= 0):
+                tokens = [*group]
+                text += f"⟦{decode(tokens)}⟧" if is_target else decode([~i for i in tokens])
+                counts["targets"] += len(tokens) * is_target
+            rendered.append(text)
+            counts["documents"] += 1
+            counts["tokens"] += len(ids)
+        manifest_counts = dataset.manifest["splits"][split]
+        assert {key: manifest_counts[key] for key in counts} == counts
+        assert examples.lengths.sum() == counts["tokens"] == len(examples)
+    assert sorted(rendered) == sorted(render(turns_of(record)) for record in records)
+    assert rendered[0] in output
+    turns = [turn for record in records for turn in turns_of(record)]
+    targets = [text for speaker, text in turns if speaker in ("completion", "assistant")]
+    num_bytes = [counts["bytes"] for counts in dataset.manifest["splits"].values()]
+    assert sum(num_bytes) == len("".join(targets).encode())
 
 
 def test_a_tokenizer_is_trained_on_the_texts_of_examples_alone(prepare, tmp_path: Path):
-    prepare(write_lines(tmp_path / "a.jsonl", PAIRS), *PAIR_FLAGS, "--tokenizer", "char")
-    tokenizer = open_dataset(tmp_path / "data" / "a").tokenizer
-    texts = "".join(record["q"] + record["a"] for record in PAIRS)
-    assert tokenizer.vocab_size == len({*texts}) + 1
-    prepare(write_lines(tmp_path / "b.jsonl", CHATS), "--chat", "--vocab-size", 300)
-    tokenizer = open_dataset(tmp_path / "data" / "b").tokenizer
-    pairs = [tokenizer.decode([i]) for i in range(256, tokenizer.vocab_size - 5)]
-    assert not any({*'["'} & {*pair} for pair in pairs)
-
-
-GOOD = '{"q": "a", "a": "b", "messages": [{"role": "assistant", "content": "c"}]}\n'
-CHAT = ("--chat",)
-
-
-@pytest.mark.parametrize(
-    ("content", "flags", "words"),
-    [
-        ("", CHAT, "train split"),
-        (GOOD, PAIR_FLAGS, "val split"),
-        (GOOD * 2 + '{"q": "half"}', PAIR_FLAGS, "a.jsonl, line 3: "),
-        (GOOD + '{"messages": "hello"}', CHAT, "a.jsonl, line 2: "),
-        (GOOD + GOOD.replace("assistant", "bot"), CHAT, "a.jsonl, line 2: "),
-    ],
-)
-def test_mistakes_in_examples_leave_nothing(content, flags, words, prepare, tmp_path: Path):
-    (tmp_path / "a.jsonl").write_text(content)
-    assert words in prepare("a.jsonl", *flags, error=True)
-    assert not [*(tmp_path / "data").rglob("*")]
-
-
-def test_chats_come_from_a_pipe(run, tmp_path: Path):
-    lines = "".join(json.dumps(record) + "\n" for record in CHATS)
-    result = run("prepare.py", "-", "--chat", "--tokenizer", "byte", input=lines)
-    assert (result.returncode, result.stderr) == (0, "") and "⟦" in result.stdout
-    assert open_dataset(tmp_path / "data" / "stdin").manifest["facts"]["documents"] == 60
+    (tmp_path / "pairs.jsonl").write_text(to_lines(PAIRS))
+    prepare("pairs.jsonl", *PAIR_FLAGS, "--tokenizer", "char")
+    tokenizer = open_dataset(tmp_path / "data" / "pairs").tokenizer
+    assert tokenizer.vocab_size == len({*"".join(pair["q"] + pair["a"] for pair in PAIRS)}) + 1
+    (tmp_path / "chats.jsonl").write_text(to_lines(CHATS))
+    prepare("chats.jsonl", "--chat", "--vocab-size", 300)
+    tokenizer = open_dataset(tmp_path / "data" / "chats").tokenizer
+    merged = "".join(tokenizer.decode([i]) for i in range(256, tokenizer.vocab_size - 5))
+    assert not {*'["'} & {*merged}
 
 
 def test_the_tokenizer_of_another_dataset_is_identified_by_its_content(prepare, text, tmp_path):
     prepare("a.txt", "--vocab-size", 300)
-    arguments = (write_lines(tmp_path / "b.jsonl", CHATS), *CHAT, "--out", "chats", "--tokenizer")
+    (tmp_path / "b.jsonl").write_text(to_lines(CHATS))
+    arguments = ("b.jsonl", *CHAT_FLAGS, "--tokenizer")
     prepare(*arguments, "data/a")
-    tokenizers = [(Path(path) / "tokenizer.json").read_bytes() for path in ("chats", "data/a")]
+    tokenizers = [(Path("data") / name / "tokenizer.json").read_bytes() for name in ("a", "b")]
     assert tokenizers[0] == tokenizers[1]
-    shutil.copytree(tmp_path / "data" / "a", tmp_path / "copy")
+    shutil.copytree("data/a", "copy")
     for path in ("data/a", "copy", "copy/tokenizer.json"):
         assert "up to date" in prepare(*arguments, path)
     prepare("a.txt", "--tokenizer", "byte", "--force")

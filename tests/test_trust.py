@@ -1,20 +1,34 @@
-"""Nothing lost, nothing let in: faults of disks, files, numbers and people, through the real commands."""
+"""Faults of disks, files, numbers and users, through the real commands."""
 
 import ast
+import contextlib
+import functools
 import json
+import operator
 import os
 import pickle
+import re
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import ROOT, TINY, assert_same_run, logged, newest_checkpoint, numbers_text, seal, tiny, train_tiny
+from helpers import (
+    ROOT,
+    TINY,
+    assert_same_run,
+    logged,
+    newest_checkpoint,
+    numbers_text,
+    seal,
+    tiny,
+    train_tiny,
+)
 
 import sample
 import train
@@ -29,23 +43,24 @@ from prepare import PrepareConfig, prepare
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    """A folder with a dataset, and a finished run of two checkpoints."""
+def workspace(tmp_path_factory) -> Path:
+    """Make a folder with a dataset, and a finished run of two checkpoints."""
     folder = tmp_path_factory.mktemp("trust")
-    (folder / "text.txt").write_text(numbers_text(2000), encoding="utf-8")
-    prepare(PrepareConfig(inputs=(str(folder / "text.txt"),), tokenizer="byte", out=folder / "data"))
+    text = folder / "text.txt"
+    text.write_text(numbers_text(2000), encoding="utf-8")
+    prepare(PrepareConfig(inputs=(str(text),), tokenizer="byte", out=folder / "data"))
     train_tiny(folder / "data", folder / "run", "--steps", 4, "--eval-every", 2, "--save-every", 2)
     return folder
 
 
 @pytest.fixture
-def copy(place, tmp_path) -> Path:
-    """The same, to do harm to."""
-    return Path(shutil.copytree(place, tmp_path / "copy"))
+def copy(workspace, tmp_path) -> Path:
+    """Copy the workspace, to damage it."""
+    return Path(shutil.copytree(workspace, tmp_path / "copy"))
 
 
 class At(Callback):
-    """Does something once, when the record of a step is made."""
+    """Calls a function when a step is recorded."""
 
     def __init__(self, step: int, act: Callable[[], Any]):
         self.step, self.act = step, act
@@ -55,32 +70,37 @@ class At(Callback):
             self.act()
 
 
-# What the source never does.
+# The source.
 
-FORBIDDEN = {"eval", "exec", "compile", "__import__", "breakpoint"}
-DANGEROUS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "breakpoint", "os.system", "os.popen"}
+FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"}
+SAFE_ARGUMENTS = {"allow_pickle": "False", "shell": "False"}
+SOURCE_FILES = pytest.mark.parametrize(
+    "path", [*ROOT.glob("*.py"), *ROOT.glob("engine/**/*.py")], ids=lambda path: path.name
+)
 
 
-@pytest.mark.parametrize("path", [*ROOT.glob("*.py"), *ROOT.glob("engine/**/*.py")], ids=lambda path: path.name)
-def test_no_source_file_can_run_what_it_reads(path):
+@SOURCE_FILES
+def test_no_source_file_can_run_what_it_reads(path: Path):
+    modules = {name.split(".")[0] for name, _ in imported_modules(path)}
+    assert modules.isdisjoint(FORBIDDEN_MODULES)
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = {alias.name.split(".")[0] for alias in node.names}
-            assert not DANGEROUS & (names | {(getattr(node, "module", None) or "").split(".")[0]}), ast.unparse(node)
         if isinstance(node, ast.Call):
-            name, given = ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}
-            assert name not in FORBIDDEN, ast.unparse(node)
-            assert name != "torch.load" or given.get("weights_only") == "True", ast.unparse(node)
-            assert given.get("allow_pickle", "False") == "False", ast.unparse(node)
-            assert given.get("shell", "False") == "False" and name not in ("os.system", "os.popen"), ast.unparse(node)
+            name = ast.unparse(node.func)
+            arguments = {str(k.arg): ast.unparse(k.value) for k in node.keywords}
+            assert name not in FORBIDDEN_CALLS, ast.unparse(node)
+            assert name != "torch.load" or arguments.get("weights_only") == "True"
+            for argument, value in SAFE_ARGUMENTS.items():
+                assert arguments.get(argument, value) == value, ast.unparse(node)
 
 
 COMMANDS = {path.stem for path in ROOT.glob("*.py")} - {"model"}
-LAYERS = ("core", "nn", "model", "data", "generation", "training", "huggingface", "report", "commands")
+LAYERS = ["core", "nn", "model", "data", "generation", "training"]
+LAYERS += ["huggingface", "report", "commands"]
 
 
 def layer_of(name: str) -> str | None:
-    """The layer of a dotted module name; None for a module of another project."""
+    """Return the layer of a dotted module name; None for a module of another project."""
     first, _, rest = name.partition(".")
     if first == "engine":
         return rest.split(".")[0] or None
@@ -90,7 +110,7 @@ def layer_of(name: str) -> str | None:
 
 
 def imported_modules(path: Path) -> list[tuple[str, str]]:
-    """(dotted name, source line) of every import in a file, wherever it stands."""
+    """List (dotted name, source line) of every import in a file."""
     imports = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
@@ -100,8 +120,8 @@ def imported_modules(path: Path) -> list[tuple[str, str]]:
     return imports
 
 
-@pytest.mark.parametrize("path", [*ROOT.glob("*.py"), *ROOT.glob("engine/**/*.py")], ids=lambda path: str(path.name))
-def test_imports_run_one_way(path):
+@SOURCE_FILES
+def test_imports_run_one_way(path: Path):
     own = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for name, line in imported_modules(path):
         layer = layer_of(name)
@@ -112,11 +132,11 @@ def test_imports_run_one_way(path):
             assert own != "model" or layer == "nn", line
 
 
-# Files that are not what they seem.
+# Malicious and corrupted files.
 
 
 class Malicious:
-    """Unpickled, it leaves a trace."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, trace: Path):
         self.trace = str(trace)
@@ -125,134 +145,94 @@ class Malicious:
         return os.mkdir, (self.trace,)
 
 
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json", "manifest.json"]
-)
-def test_a_pickle_in_a_checkpoint_is_refused(copy, tmp_path, name):
+CHECKPOINT_FILES = "model.safetensors optimizer.safetensors state.json tokenizer.json manifest.json"
+
+
+@pytest.mark.parametrize("name", CHECKPOINT_FILES.split())
+def test_a_pickle_in_a_checkpoint_is_refused(copy: Path, tmp_path: Path, name: str):
     for path in (copy / "run" / "checkpoints").iterdir():
         (path / name).write_bytes(pickle.dumps(Malicious(tmp_path / "trace")))
         if name != "manifest.json":
             seal(path)
     with pytest.raises(UserError):
         train_tiny(copy / "data", copy / "run", "--steps", 6, "--resume")
-    arguments = [str(copy / "run"), "--max-new-tokens", "3", "--device", "cpu"]
-    if name == "optimizer.safetensors":  # not read to sample
-        sample.main(arguments)
-    else:
-        with pytest.raises(UserError):
-            sample.main(arguments)
+    is_read = name != "optimizer.safetensors"
+    with pytest.raises(UserError) if is_read else contextlib.nullcontext():
+        sample.main([str(copy / "run"), "--max-new-tokens", "3", "--device", "cpu"])
     assert not (tmp_path / "trace").exists()
 
 
-@pytest.mark.parametrize("name", ["train-00000.npy", "val-00000.npy", "manifest.json", "tokenizer.json"])
-def test_a_pickle_in_a_dataset_is_refused(copy, tmp_path, name):
-    harmful = Malicious(tmp_path / "trace")
+DATASET_FILES = ["train-00000.npy", "val-00000.npy", "manifest.json", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("name", DATASET_FILES)
+def test_a_pickle_in_a_dataset_is_refused(copy: Path, tmp_path: Path, name: str):
+    path = copy / "data" / name
+    malicious = Malicious(tmp_path / "trace")
     if name.endswith(".npy"):
-        np.save(copy / "data" / name, np.array([harmful], dtype=object), allow_pickle=True)
+        np.save(path, np.array([malicious], dtype=object), allow_pickle=True)
     else:
-        (copy / "data" / name).write_bytes(pickle.dumps(harmful))
-        manifest = json.loads((copy / "data" / "manifest.json").read_text()) if name == "tokenizer.json" else None
-        if manifest:
-            manifest["tokenizer"]["sha256"] = sha256(copy / "data" / name)
-            (copy / "data" / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match="can't be used"):
+        path.write_bytes(pickle.dumps(malicious))
+    if name == "tokenizer.json":
+        manifest = json.loads((copy / "data" / "manifest.json").read_text())
+        manifest["tokenizer"]["sha256"] = sha256(path)
+        (copy / "data" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=re.escape(str(copy / "data"))):
         train_tiny(copy / "data", copy / "new")
     assert not (tmp_path / "trace").exists() and not (copy / "new").exists()
 
 
 def test_a_pickle_as_settings_is_refused(tmp_path):
     (tmp_path / "config.toml").write_bytes(pickle.dumps(Malicious(tmp_path / "trace")))
-    with pytest.raises(ValueError, match=r"config\.toml"):
+    with pytest.raises(UserError, match=r"config\.toml"):
         load_settings(TrainConfig, [str(tmp_path / "config.toml")])
     assert not (tmp_path / "trace").exists()
 
 
-def leaves(value, path: tuple = ()) -> list[tuple]:
-    """The paths to every value inside a JSON value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+def leaves(value: Any, path: tuple = ()) -> list[tuple]:
+    """List the paths to every value inside a JSON value."""
+    items: Any = value.items() if isinstance(value, dict) else ()
+    items = enumerate(value) if isinstance(value, list) else items
     return [path, *(leaf for key, inner in items for leaf in leaves(inner, (*path, key)))]
 
 
-IGNORE_INDEX = {
-    "origin",
-    "facts",
-    "documents",
-    "sha256",
-}  # where it came from; for interest; for --verify-data
+UNCHECKED_FIELDS = {"origin", "facts", "documents", "kind"}  # informative only
 
 
-def test_every_field_of_a_datasets_manifest_is_checked(copy):
+def test_every_field_of_a_datasets_manifest_is_checked(copy: Path):
     path = copy / "data" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    checked = 0
-    for place in leaves(manifest):
-        if (
-            not place
-            or (set(place) & IGNORE_INDEX and place != ("tokenizer", "sha256"))
-            or place == ("tokenizer", "kind")
-        ):
+    content = path.read_text()
+    num_checked = 0
+    for keys in leaves(json.loads(content)):
+        is_shard_hash = "sha256" in keys and "tokenizer" not in keys  # for --verify-data
+        if not keys or is_shard_hash or UNCHECKED_FIELDS & set(keys):
             continue
         for wrong in (None, -1, "x", [], {}, 10**12, "../../etc/passwd"):
-            damaged = json.loads(json.dumps(manifest))
-            holder = damaged
-            for key in place[:-1]:
-                holder = holder[key]
-            if place[-1] == "bytes" and wrong == 10**12:  # only a figure
+            if keys[-1] == "bytes" and wrong == 10**12:
                 continue
-            holder[place[-1]] = wrong
-            path.write_text(json.dumps(damaged))
-            with pytest.raises(ValueError, match="can't be used") as caught:
+            manifest = json.loads(content)
+            parent = functools.reduce(operator.getitem, keys[:-1], manifest)
+            parent[keys[-1]] = wrong
+            path.write_text(json.dumps(manifest))
+            with pytest.raises(UserError, match=f"^{re.escape(str(copy / 'data'))}[^\n]*$"):
                 open_dataset(copy / "data")
-            assert "\n" not in str(caught.value) and str(copy / "data") in str(caught.value)
-            checked += 1
-    assert checked > 80
+            num_checked += 1
+    assert num_checked > 80
 
 
-@pytest.mark.parametrize("name", ["train-00000.npy", "val-00000.npy"])
-def test_every_damage_to_a_shard_is_refused_by_name(copy, name):
-    path = copy / "data" / name
-    whole = path.read_bytes()
-    array = np.load(path)
-    refused = {"deleted": None, "emptied": b"", "truncated": whole[:-1], "longer": whole + b"x", "no header": whole[8:]}
-    for damaged in refused.values():
-        path.unlink(missing_ok=True)
-        if damaged is not None:
-            path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="can't be used"):
-            open_dataset(copy / "data")
-    np.save(path, array.astype(np.uint32))
-    with pytest.raises(ValueError, match=rf"{name} must be uint16"):
-        open_dataset(copy / "data")
-
-
-def test_altered_tokens_are_found_at_first_use_when_they_change_and_when_asked(copy):
+def test_altered_tokens_are_found_at_first_use_and_by_verify_data(copy: Path):
     path = copy / "data" / "train-00000.npy"
-    whole = path.read_bytes()
-    (copy / "data" / "verified.json").unlink()
-    path.write_bytes(whole[:-2] + b"\x07\x00")
-    with pytest.raises(ValueError, match=r"train-00000\.npy: SHA-256 mismatch"):
-        train_tiny(copy / "data", copy / "new")
-    path.write_bytes(whole)
+    content = path.read_bytes()
     verify_dataset(open_dataset(copy / "data"), again=False)
-    before = path.stat()
-    path.write_bytes(whole[:-2] + b"\x07\x00")
-    with pytest.raises(ValueError, match=r"train-00000\.npy: SHA-256 mismatch"):
+    stat = path.stat()
+    path.write_bytes(content[:-2] + b"\x07\x00")
+    with pytest.raises(UserError, match=r"train-00000\.npy: SHA-256"):
         train_tiny(copy / "data", copy / "new")
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as a failing disk would: nobody touched it
-    verify_dataset(open_dataset(copy / "data"), again=False)
-    with pytest.raises(ValueError, match=r"train-00000\.npy: SHA-256 mismatch"):
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as a failing disk leaves it
+    with pytest.raises(UserError, match=r"train-00000\.npy: SHA-256"):
         train_tiny(copy / "data", copy / "new", "--verify-data")
-
-
-def test_a_token_outside_the_vocabulary_is_refused_before_the_first_step(copy):
-    path = copy / "data" / "val-00000.npy"
-    array = np.load(path)
-    array[5] = 257
-    np.save(path, array)
-    manifest = json.loads((copy / "data" / "manifest.json").read_text())
-    manifest["splits"]["val"]["shards"][0]["sha256"] = sha256(path)
-    (copy / "data" / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=r"val-00000\.npy has token 257 of 257"):
+    path.write_bytes(content + b"x")
+    with pytest.raises(UserError, match=r"train-00000\.npy"):
         train_tiny(copy / "data", copy / "new")
     assert not (copy / "new").exists()
 
@@ -261,40 +241,45 @@ def test_a_token_outside_the_vocabulary_is_refused_before_the_first_step(copy):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A file system that is soon full."""
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a file system of 1.2 MB."""
     path = tmp_path / "small"
     path.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200k", "tmpfs", path], capture_output=True).returncode:
-        pytest.skip("a file system can't be mounted here")
+    command = ["mount", "-t", "tmpfs", "-o", "size=1200k", "tmpfs", path]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("a file system cannot be mounted here")
     yield path
     subprocess.run(["umount", "-l", path], check=True)
 
 
-def test_a_disk_that_fills_up_while_saving_leaves_what_was_there(run, place, small_disk):
-    flags = ["--save-every", 10, "--eval-every", 1000, "--steps", 1000, "--num-layers", 1, "--d-model", 64]
-    done = run("train.py", *tiny(place / "data", small_disk / "run", *flags))
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "No space left" in done.stderr, done.stderr
+def test_a_disk_that_fills_up_while_saving_keeps_the_saved_checkpoints(run, workspace, small_disk):
+    flags = ["--save-every", 10, "--eval-every", 1000, "--steps", 1000]
+    flags += ["--num-layers", 1, "--d-model", 64]
+    done = run("train.py", *tiny(workspace / "data", small_disk / "run", *flags))
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert "No space left" in done.stderr
     assert newest_checkpoint(small_disk / "run").step >= 10
     assert not list((small_disk / "run" / "checkpoints").glob(".*"))
 
 
-def test_a_disk_that_fills_up_while_logging_leaves_what_was_there(copy, small_disk):
-    shutil.copytree(copy / "run", small_disk / "run")
-    room = os.statvfs(small_disk)
-    (small_disk / "filler").write_bytes(b"x" * (room.f_bavail * room.f_bsize - 8192))
+def test_a_disk_that_fills_up_while_logging_keeps_the_run(copy: Path, small_disk: Path):
+    out = small_disk / "run"
+    shutil.copytree(copy / "run", out)
+    stat = os.statvfs(small_disk)
+    (small_disk / "filler").write_bytes(b"x" * (stat.f_bavail * stat.f_bsize - 8192))
     with pytest.raises(OSError, match="No space left"):
-        train_tiny(copy / "data", small_disk / "run", "--resume", "--steps", 100_000, "--save-every", 100)
+        train_tiny(copy / "data", out, "--resume", "--steps", 100_000, "--save-every", 100)
     (small_disk / "filler").unlink()
-    assert newest_checkpoint(small_disk / "run").step == 4
-    assert train_tiny(copy / "data", small_disk / "run", "--resume", "--steps", 6).step == 6
-    assert list(logged(small_disk / "run", "train_loss")) == [1, 2, 3, 4, 5, 6]
+    assert newest_checkpoint(out).step == 4
+    assert train_tiny(copy / "data", out, "--resume", "--steps", 6).step == 6
+    assert list(logged(out, "train_loss")) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_disk_that_fills_up_while_preparing_leaves_nothing(place, small_disk, tmp_path):
-    (tmp_path / "big.txt").write_text((place / "text.txt").read_text() * 60)
+def test_a_disk_that_fills_up_while_preparing_leaves_nothing(workspace, small_disk, tmp_path):
+    text = tmp_path / "big.txt"
+    text.write_text((workspace / "text.txt").read_text() * 60)
     with pytest.raises(OSError, match="No space left"):
-        prepare(PrepareConfig(inputs=(str(tmp_path / "big.txt"),), tokenizer="byte", out=small_disk / "data"))
+        prepare(PrepareConfig(inputs=(str(text),), tokenizer="byte", out=small_disk / "data"))
     assert list(small_disk.iterdir()) == []
 
 
@@ -311,23 +296,23 @@ def test_a_removed_run_folder_ends_the_run_with_an_error_that_names_it(copy):
     assert not (copy / "run").exists()
 
 
-def test_a_folder_that_can_not_be_written_is_refused(place, tmp_path):
+def test_a_folder_that_can_not_be_written_is_refused(workspace, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match="file/run"):
-        train.main(tiny(place / "data", tmp_path / "file" / "run"))
+        train.main(tiny(workspace / "data", tmp_path / "file" / "run"))
 
 
-# People and machines.
+# Users and numbers.
 
 
-def test_a_second_run_in_a_folder_is_refused_and_does_the_first_no_harm(place, tmp_path):
+def test_a_second_run_in_a_folder_is_refused_and_does_the_first_no_harm(workspace, tmp_path):
     def intrude() -> None:
         with pytest.raises(UserError, match=rf"in use by process {os.getpid()} on "):
-            train.main(tiny(place / "data", tmp_path / "run", "--steps", 4, "--resume"))
+            train.main(tiny(workspace / "data", tmp_path / "run", "--steps", 4, "--resume"))
 
     flags = ["--steps", 4, "--eval-every", 2, "--save-every", 2]
-    train_tiny(place / "data", tmp_path / "run", *flags, callbacks=[At(3, intrude)])
-    assert_same_run(place / "run", tmp_path / "run")
+    train_tiny(workspace / "data", tmp_path / "run", *flags, callbacks=[At(3, intrude)])
+    assert_same_run(workspace / "run", tmp_path / "run")
 
 
 NAN_ON_ONE = """
@@ -360,7 +345,8 @@ def main():
     with init_distributed("cpu", timeout=60) as dist:
         for name, last in (("recovers", 6), ("never", 1000)):
             config = load_settings(TrainConfig, ["--out", f"{out}/{name}", *flags])
-            train.train(config, dist, [Spoiling(last), *([MetricsFile()] if dist.is_main_process else [])])
+            metrics = [MetricsFile()] if dist.is_main_process else []
+            train.train(config, dist, [Spoiling(last), *metrics])
 
 
 os.environ["RANK"] = "0" if os.fork() else "1"  # one import of torch serves both
@@ -369,35 +355,32 @@ run_command(main)
 
 
 @pytest.fixture(scope="module")
-def spoiled(place, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
-    """The folder of two runs on two init_distributed, one of which meets NaN: at steps 5 and 6, and from step 5 on."""
+def spoiled(workspace, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
+    """Train twice on two ranks, one of which has NaN losses: in steps 5 and 6, or from step 5."""
     out = tmp_path_factory.mktemp("spoiled")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    found = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    flags = ["--data", place / "data", *TINY, "--steps", 60, "--eval-every", 1000, "--save-every", 3]
-    command = list(map(str, [sys.executable, "-c", NAN_ON_ONE, out, *flags]))
-    environment = os.environ | found | {"PYTHONPATH": str(ROOT)}
-    return out, subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, timeout=120)
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+    ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    flags = [*TINY, "--steps", "60", "--eval-every", "1000", "--save-every", "3"]
+    command = [sys.executable, "-c", NAN_ON_ONE, out, "--data", workspace / "data", *flags]
+    environment = {**os.environ, **ranks, **address, "PYTHONPATH": str(ROOT)}
+    options = {"capture_output": True, "encoding": "utf-8", "timeout": 120}
+    return out, subprocess.run(list(map(str, command)), env=environment, **options)
 
 
 def test_a_nan_on_one_of_two_processes_is_skipped_by_both(spoiled):
     out, _ = spoiled
-    skipped, losses = logged(out / "recovers", "skipped_steps"), logged(out / "recovers", "train_loss")
+    skipped = logged(out / "recovers", "skipped_steps")
+    losses = logged(out / "recovers", "train_loss")
     assert [skipped[step] for step in (4, 5, 6, 7, 60)] == [0, 1, 2, 2, 2]
     assert losses[5] is losses[6] is None and losses[60] < losses[1] - 0.3
 
 
-def test_a_run_that_only_skips_ends_in_one_line_that_says_where_to_go_on(spoiled):
+def test_a_run_that_only_skips_ends_in_one_line_with_the_step_to_resume_from(spoiled):
     out, done = spoiled
+    checkpoint = newest_checkpoint(out / "never")
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    found = newest_checkpoint(out / "never")
-    message = f"error: --learning-rate: the gradients of {MAX_SKIPPED_STEPS} steps in a row were not finite."
-    assert message in done.stderr and f"--resume from step {found.step}" in done.stderr
-    assert found.step > 4 and all(tensor.isfinite().all() for _, tensor in found.model())
+    assert re.search(rf"--learning-rate: .*\b{MAX_SKIPPED_STEPS}\b", done.stderr)
+    assert f"--resume from step {checkpoint.step}" in done.stderr
+    assert checkpoint.step > 4
+    assert all(tensor.isfinite().all() for _, tensor in checkpoint.model())

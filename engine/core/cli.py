@@ -15,22 +15,24 @@ from tqdm import tqdm
 
 from engine.core.errors import UserError
 
-SIGNAL_NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
-STOP_SIGNALS = [getattr(signal, name) for name in SIGNAL_NAMES if hasattr(signal, name)]
-PROCESS_START = time.monotonic()  # about when this process started
-SAME_SIGNAL_SECONDS = 1.0  # torchrun passes on a signal that the process group received too
-OUT_OF_MEMORY = re.compile("out of memory|can.t allocate memory|Storage size calculation overflowed", re.IGNORECASE)
-PEER_LOST = re.compile("gloo|NCCL|by peer", re.IGNORECASE)
+PROCESS_START = time.monotonic()  # of this process, approximately
+SAME_SIGNAL_SECONDS = 1.0  # torchrun repeats a signal to processes that already received it
+OUT_OF_MEMORY_PATTERN = re.compile(
+    "out of memory|can.t allocate memory|size calculation overflowed", re.I
+)
+LOST_CONNECTION_PATTERN = re.compile("gloo|NCCL|by peer", re.I)
 MAX_MESSAGE_CHARS = 1000
-# How often an OpenMP thread polls for work before it sleeps. libgomp's default of 300,000 takes
-# about 3 ms, too long where other processes need the core; decoding suffers from sleeping threads.
+# Polls of an idle OpenMP thread before it sleeps. libgomp's default, 300,000 or about 3 ms, takes
+# cores from other processes. Decoding is slow if threads sleep too often.
 SPIN_COUNTS = {"train": 3000, "decode": 12000}
 
-progress = partial(tqdm, None, unit="B", unit_scale=True, disable=None, dynamic_ncols=True, leave=False)
+progress = partial(
+    tqdm, None, unit="B", unit_scale=True, disable=None, dynamic_ncols=True, leave=False
+)
 
 
 def tune_openmp_spinning(work: Literal["train", "decode"]) -> None:
-    """Let waiting OpenMP threads sleep soon, unless the environment sets how they wait.
+    """Let idle OpenMP threads sleep soon, unless environment variables set how they wait.
 
     Takes effect only before torch is imported.
     """
@@ -39,13 +41,18 @@ def tune_openmp_spinning(work: Literal["train", "decode"]) -> None:
 
 
 def say(text: str, end: str = "\n", file: TextIO | None = None) -> None:
-    """Print above the progress bar, on stdout by default; a closed pipe is ignored."""
+    """Print text above the progress bar, on stdout by default. Ignores a closed pipe."""
     file = file or sys.stdout
     try:
         tqdm.write(text, file=file, end=end)
         file.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+        _discard_output(file)
+
+
+def _discard_output(file: TextIO) -> None:
+    """Redirect a stream whose pipe is closed to the null device."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
 def warn(text: str) -> None:
@@ -56,20 +63,20 @@ def warn(text: str) -> None:
 class Interruption:
     """Record Ctrl-C, SIGTERM or SIGHUP in ``signal``, so that a loop can save and stop.
 
-    A second Ctrl-C raises KeyboardInterrupt. So does another signal's second delivery, unless it
-    follows within SAME_SIGNAL_SECONDS.
+    A second Ctrl-C raises KeyboardInterrupt. So does a second SIGTERM or SIGHUP, unless it follows
+    within SAME_SIGNAL_SECONDS.
     """
 
-    def __init__(self) -> None:
+    def __enter__(self) -> "Interruption":
         self.signal = 0
         self.received_at = 0.0
-
-    def __enter__(self) -> "Interruption":
-        self.previous = {number: signal.signal(number, self.handle) for number in STOP_SIGNALS}
+        names = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
+        numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+        self.handlers = {number: signal.signal(number, self.handle) for number in numbers}
         return self
 
     def handle(self, number: int, frame: Any) -> None:
-        """Record the first signal; raise KeyboardInterrupt for the same one again."""
+        """Record the first signal; raise KeyboardInterrupt when it is repeated."""
         seconds = time.monotonic() - self.received_at
         if self.signal == number and (number == signal.SIGINT or seconds > SAME_SIGNAL_SECONDS):
             raise KeyboardInterrupt
@@ -78,67 +85,62 @@ class Interruption:
             self.received_at = time.monotonic()
 
     def __exit__(self, *exception: Any) -> None:
-        for number, handler in self.previous.items():
+        for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
 
 def command_line(arguments: Sequence[str] | None, flag: str) -> str:
-    """Return the command of this process with the flag at its end; None: its own arguments."""
+    """Return the command line of this process with ``flag`` at the end.
+
+    ``arguments`` replace those of the process, unless None.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     return shlex.join([sys.argv[0], *(word for word in arguments if word != flag), flag])
 
 
-def explain(error: Exception) -> str | None:
-    """Return one line for an error that is not a bug, and None for a bug.
+def describe_error(error: Exception) -> str | None:
+    """Return one line that describes an error, or None if it is a bug.
 
-    Not bugs are a UserError, too little memory, a lost rank and an error of the operating system.
+    Not bugs: UserError, OSError, too little memory, and a lost connection to another rank.
     """
     message = " ".join(str(error).split())[:MAX_MESSAGE_CHARS]
-    if isinstance(error, UserError):
-        return message
     is_runtime_error = isinstance(error, RuntimeError)
-    if isinstance(error, MemoryError) or (is_runtime_error and OUT_OF_MEMORY.search(message)):
+    if isinstance(error, MemoryError) or (
+        is_runtime_error and OUT_OF_MEMORY_PATTERN.search(message)
+    ):
         return f"out of memory ({message[:200]}). Use a smaller model or batch."
-    if is_runtime_error and PEER_LOST.search(message):
+    if is_runtime_error and LOST_CONNECTION_PATTERN.search(message):
         return f"lost the connection to another process ({message[:200]}). See its own error."
-    if isinstance(error, OSError):
-        if error.filename:
-            message = " ".join(f"{error.strerror}: {error.filename}".split())
-        return message[:MAX_MESSAGE_CHARS]
-    return None
-
-
-def take_debug_flag(arguments: list[str]) -> bool:
-    """Remove ``--debug`` from a command line, in place; return whether it was there."""
-    debug = "--debug" in arguments
-    arguments[:] = [argument for argument in arguments if argument != "--debug"]
-    return debug
+    if isinstance(error, OSError) and error.filename:
+        return " ".join(f"{error.strerror}: {error.filename}".split())[:MAX_MESSAGE_CHARS]
+    return message if isinstance(error, UserError | OSError) else None
 
 
 def run_command(main: Callable[[], int | None]) -> None:
-    """Run a command's main and exit. Errors that are not bugs are one line and exit code 1.
+    """Run the main function of a command and exit, with code 1 after an error.
 
-    A bug keeps its traceback; with ``--debug`` on the command line every error does.
+    An error is printed as one line. A bug, and with ``--debug`` every error, shows its traceback.
     """
     code = 1
-    debug = take_debug_flag(sys.argv)
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  None without a console
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    debug = "--debug" in sys.argv
+    sys.argv = [argument for argument in sys.argv if argument != "--debug"]
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows ?
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # runs `finally`
+            stream.reconfigure(errors="replace")  # print ? for characters that the terminal lacks
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # so that `finally` clauses run
     try:
         code = main() or 0
-    except BrokenPipeError:  # the reader of stdout, head for example, is done
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of stdout, such as head, has ended
+        _discard_output(sys.stdout)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = 130
     except Exception as error:
-        line = None if debug else explain(error)
+        line = None if debug else describe_error(error)
         if line is None:
             raise
-        sys.stderr.write(f"error: {line}\n")  # one write: other ranks may write at the same time
+        sys.stderr.write(f"error: {line}\n")  # one write, because other ranks may write now
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # everything is saved: ignore a late Ctrl-C
     sys.exit(code)

@@ -4,13 +4,12 @@ import ctypes
 import math
 import os
 import sys
-from typing import Literal
+from typing import Any
 
 import torch
 
 from engine.core.errors import UserError
 
-DEVICE_TYPES = ("cpu", "cuda", "mps")
 MIN_BFLOAT16_WIDTH = 64  # of a model on a CPU: narrower ones lose more by converting than they gain
 MALLOC_MMAP_THRESHOLD = -3  # options of mallopt: glibc's <malloc.h>
 MALLOC_TRIM_THRESHOLD = -1
@@ -20,26 +19,25 @@ DTYPE_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 def choose_device(name: str, local_rank: int = 0, num_local_ranks: int = 1) -> torch.device:
     """Return the named device, or the best one for ``auto``; ``cuda`` is the local rank's GPU.
 
-    Raises UserError for an unsupported or missing device, and for one GPU of several local ranks.
+    Raises UserError for a missing device, and for one GPU of several local ranks.
     """
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    device_type = name.partition(":")[0]
-    if device_type not in DEVICE_TYPES:
-        raise UserError(f"--device: unsupported device type (got {name}). Use auto, cpu, cuda or mps.")
+        has_mps = torch.backends.mps.is_available()
+        name = "cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu"
+    if name == "cuda":
+        name = f"cuda:{local_rank}"
+    elif name.startswith("cuda:") and num_local_ranks > 1:
+        raise UserError(f"--device: one GPU of {num_local_ranks} ranks (got {name}). Use cuda.")
     try:
         device = torch.device(name)
         if device.type == "cuda":
-            if device.index is None:
-                device = torch.device("cuda", local_rank)
-            elif num_local_ranks > 1:
-                raise UserError(f"--device: one GPU for {num_local_ranks} processes (got {name}). Use cuda.")
             torch.cuda.init()
             torch.cuda.set_device(device)  # else each process allocates memory on GPU 0 too
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"--device: {name} is not available ({reason}). Use auto, cpu, cuda or mps.") from None
+        advice = "Use auto, cpu, cuda or mps."
+        raise UserError(f"--device: {name} is not available ({reason}). {advice}") from None
     return device
 
 
@@ -64,11 +62,9 @@ def choose_dtype(name: str, device: torch.device, width: int) -> torch.dtype:
     return fast_dtype(device)
 
 
-def dtype_name(dtype: torch.dtype) -> Literal["float32", "bfloat16", "float16"]:
+def dtype_name(dtype: torch.dtype) -> Any:
     """Return the name of a dtype for ``--dtype``."""
-    if dtype == torch.float32:
-        return "float32"
-    return "bfloat16" if dtype == torch.bfloat16 else "float16"
+    return str(dtype).removeprefix("torch.")
 
 
 def mixed_precision(dtype: torch.dtype, device: torch.device) -> torch.autocast:
@@ -87,7 +83,7 @@ def total_memory(device: torch.device) -> float:
     """Return the bytes of memory of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    if not hasattr(os, "sysconf"):
+    if sys.platform == "win32":
         return math.inf
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

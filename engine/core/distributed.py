@@ -47,12 +47,10 @@ class DistributedContext:
 
     @property
     def launcher(self) -> str:
-        """The command that starts a Python script on as many processes."""
+        """The command that starts a Python script on as many processes of this machine."""
         if self.size == 1:
             return "python"
-        num_machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
-        machines = f"--nnodes {num_machines} RENDEZVOUS " if num_machines > 1 else ""
-        return f"torchrun {machines}--nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+        return f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
 
     @property
     def is_restart(self) -> bool:
@@ -85,7 +83,7 @@ class DistributedContext:
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is true on any rank, without waiting for a GPU."""
-        return bool(self.sum(torch.tensor(float(flag)))) if self.size > 1 else flag
+        return bool(self.sum(torch.tensor(float(flag))))
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of all gradients together; of sharded ones each rank has some rows."""
@@ -114,9 +112,7 @@ class DistributedContext:
             finally:
                 finished.set()
         heartbeat.result()
-        message = self.broadcast_first_non_none(str(user_error) if user_error else None)
-        if message is not None:
-            raise UserError(message) from user_error
+        self.raise_error(user_error)
 
     def _send_heartbeats(self, finished: threading.Event) -> None:
         """Exchange messages until every rank has finished."""
@@ -125,6 +121,14 @@ class DistributedContext:
             num_working.fill_(not finished.is_set())
             dist.all_reduce(num_working, group=self.heartbeat_group)
             finished.wait(HEARTBEAT_SECONDS)
+
+    def raise_error(self, error: BaseException | None) -> None:
+        """Raise the error of any rank on all: its own, or a UserError with the message."""
+        message = self.broadcast_first_non_none(str(error) if error else None)
+        if error:
+            raise error
+        if message is not None:
+            raise UserError(message)
 
     def assert_equal_across_ranks(self, settings: dict, ignore: Container[str] = ()) -> None:
         """Raise UserError on every rank unless all have the same settings, of JSON types."""
@@ -136,65 +140,43 @@ class DistributedContext:
         ]
         text = f"rank {self.rank} was started with different settings than rank 0: "
         text += f"{', '.join(changes)}. Start all ranks alike."
-        message = self.broadcast_first_non_none(text if changes else None)
-        if message is not None:
-            raise UserError(message)
-
-    def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Return the value, of JSON types, of one rank; those of the others are ignored."""
-        if self.size == 1:
-            return value
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        length = torch.tensor(len(text))
-        dist.broadcast(length, source)
-        text = text if self.rank == source else torch.empty(int(length), dtype=torch.uint8)
-        dist.broadcast(text, source)
-        return json.loads(bytes(text.tolist()))
+        self.raise_error(UserError(text) if changes else None)
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return the values, of JSON types, of all ranks, in the order of the ranks."""
         if self.size == 1:
             return [value]
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = torch.zeros(self.size, dtype=torch.long)
-        lengths[self.rank] = len(text)
-        lengths = self.sum(lengths)
-        padded = F.pad(text, (0, int(lengths.max()) - len(text)))
+        text = json.dumps(value).encode()
+        length = torch.tensor(len(text))
+        dist.all_reduce(length, dist.ReduceOp.MAX)
+        padded = torch.frombuffer(bytearray(text.ljust(int(length))), dtype=torch.uint8)
         texts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(texts, padded)
-        pairs = zip(texts, lengths.tolist(), strict=True)
-        return [json.loads(bytes(text[:length].tolist())) for text, length in pairs]
+        return [json.loads(text.numpy().tobytes()) for text in texts]
 
-    def raise_error(self, error: BaseException | None) -> None:
-        """Raise on every rank if any rank has an error: its own, or an OSError with its message."""
-        message = self.broadcast_first_non_none(error and f"rank {self.rank}: {error}")
-        if error:
-            raise error
-        if message is not None:
-            raise OSError(message)
+    def broadcast(self, value: Any) -> Any:
+        """Return the value, of JSON types, of the main process."""
+        return self.gather_json(value if self.is_main_process else None)[0]
 
     def broadcast_first_non_none(self, value: Any) -> Any:
         """Return the value, of JSON types, of the first rank that has one; None without any."""
-        has_value = torch.zeros(self.size)
-        has_value[self.rank] = value is not None
-        has_value = self.sum(has_value)
-        return self.broadcast(value, int(has_value.argmax())) if has_value.any() else None
+        values = self.gather_json(value)
+        return next((value for value in values if value is not None), None)
 
     def broadcast_tensors(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         """Yield the named tensors of the main process on every rank, one at a time."""
         if self.size == 1:
             yield from tensors
             return
-        if self.is_main_process:
-            for name, tensor in tensors:
-                self.broadcast([name, list(tensor.shape), str(tensor.dtype)])
-                dist.broadcast(tensor, 0)
-                yield name, tensor
-            self.broadcast(None)
-            return
-        while (header := self.broadcast(None)) is not None:
-            name, shape, dtype = header
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+        remaining = iter(tensors if self.is_main_process else ())
+        while True:
+            name, tensor = next(remaining, ("", torch.empty(0)))
+            header = [name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+            name, shape, dtype = self.broadcast(header)
+            if not name:
+                return
+            if not self.is_main_process:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype))
             dist.broadcast(tensor, 0)
             yield name, tensor
 
@@ -254,20 +236,22 @@ SINGLE_PROCESS = single_process(torch.device("cpu"))
 
 
 @contextlib.contextmanager
-def init_distributed(device: str = "auto", parallel: str = "ddp", timeout: float = 600) -> Iterator[DistributedContext]:
+def init_distributed(
+    device: str = "auto", parallel: str = "ddp", timeout: float = 600
+) -> Iterator[DistributedContext]:
     """Yield the context of this process: a single one, or one of those of torchrun.
 
     A rank that waits longer than ``timeout`` seconds for another raises RuntimeError, and torchrun
     ends all.
     """
     rank, size, local_rank, num_local_ranks = _read_rank_variables()
-    chosen = choose_device(device, local_rank, num_local_ranks)
+    rank_device = choose_device(device, local_rank, num_local_ranks)
     keep_freed_memory()
     if size == 1:
-        yield single_process(chosen)
+        yield single_process(rank_device)
         return
     limit = datetime.timedelta(seconds=timeout)
-    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if rank_device.type == "cuda" else "gloo"
     store, _, _ = next(dist.rendezvous("env://", timeout=limit))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":  # a restart meets addresses of dead processes
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -276,7 +260,7 @@ def init_distributed(device: str = "auto", parallel: str = "ddp", timeout: float
     heartbeat_group = dist.new_group(timeout=limit, backend="gloo")
     sharded = parallel == "fsdp"
     try:
-        yield DistributedContext(rank, size, chosen, local_rank, sharded, heartbeat_group)
+        yield DistributedContext(rank, size, rank_device, local_rank, sharded, heartbeat_group)
     except BaseException:
         # Peers may be gone. Leaving the group to the interpreter's exit can abort the process.
         thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
@@ -291,8 +275,7 @@ def _read_rank_variables() -> list[int]:
     """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without torchrun 0, 1, 0, 1."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return [0, 1, 0, 1]
-    for name in (*RANK_VARIABLES, "MASTER_PORT"):
-        if not os.environ.get(name, "").isdecimal():
-            problem = f"must be a number (got {os.environ.get(name)!r})"
-            raise UserError(f"{name}: {problem}. Start several processes with torchrun.")
+    missing = [name for name in RANK_VARIABLES if name not in os.environ]
+    if missing:
+        raise UserError(f"{missing[0]}: is not set. Start several processes with torchrun.")
     return [int(os.environ[name]) for name in RANK_VARIABLES]

@@ -1,7 +1,6 @@
 """Atomic writes, SHA-256 hashes, strict JSON, and locks between processes."""
 
 import contextlib
-import errno
 import glob
 import hashlib
 import json
@@ -18,8 +17,6 @@ import filelock
 
 from engine.core.errors import UserError
 
-UNSUPPORTED_LOCK_ERRORS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
-
 
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal."""
@@ -34,7 +31,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as strict JSON, in which NaN and infinity become null."""
+    """Write a value as strict JSON, as :func:`to_json` returns it."""
     path.write_text(to_json(value, indent=1) + "\n", encoding="utf-8")
 
 
@@ -62,31 +59,24 @@ def safe_child_path(folder: Path, name: Any) -> Path:
 def acquire_lock(file: Path, target: Path) -> filelock.FileLock:
     """Lock a file, which protects ``target``, until release() or the end of the process.
 
-    Raises UserError if another process holds it, or if the file system has no locks.
+    Raises UserError if another process holds it, or if it cannot be locked.
     """
     file_lock = filelock.FileLock(file, fallback_to_soft=False)
     try:
         file_lock.acquire(blocking=False)
     except filelock.Timeout:
         owner = file.read_text(encoding="utf-8") or "another process"
-        raise UserError(f"{target}: in use by {owner}. Wait for it, or choose another --out.") from None
-    except OSError as error:
-        if error.errno not in UNSUPPORTED_LOCK_ERRORS:
-            raise
-        raise UserError(
-            f"{target}: the file system does not support locks ({error.strerror}). "
-            "Choose a folder on another one, or mount it with flock."
-        ) from None
+        advice = "Wait for it, or choose another --out."
+        raise UserError(f"{target}: in use by {owner}. {advice}") from None
+    except OSError as error:  # not every file system has locks
+        raise UserError(f"{target}: cannot be locked ({error}). Choose another folder.") from None
     file.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf-8")
     return file_lock
 
 
 @contextlib.contextmanager
 def exclusive_lock(target: Path) -> Iterator[None]:
-    """Let one process at a time make or replace a directory.
-
-    Raises UserError as :func:`acquire_lock` does.
-    """
+    """Let one process at a time make or replace a directory. Raises UserError in the others."""
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     file = target.with_name(f".{target.name}.lock")
@@ -94,16 +84,15 @@ def exclusive_lock(target: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
-            file.unlink()
+        file.unlink(missing_ok=True)
         file_lock.release()
 
 
 def fsync(path: Path) -> None:
     """Wait until a file, or the names in a directory, are on the disk."""
-    if sys.platform == "win32" and path.is_dir():
+    if sys.platform == "win32":  # where a directory cannot be opened
         return
-    descriptor = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -111,7 +100,7 @@ def fsync(path: Path) -> None:
 
 
 def chmod_and_fsync(path: Path) -> None:
-    """Give a file or directory the permissions of the umask, and wait until it is on the disk."""
+    """Give a file or directory the permissions of the umask, and flush it to the disk."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)  # mkdtemp and safetensors: 0600
@@ -134,9 +123,8 @@ def atomic_write(path: Path, content: bytes) -> None:
 def atomic_directory(target: Path) -> Iterator[Path]:
     """Yield an empty directory, and rename it to ``target`` if the block raises nothing.
 
-    An existing target is replaced; a symbolic link is followed. After an error it is unchanged. A
-    kill between the two renames of a replacement leaves the old directory as ``.NAME.replaced``,
-    which the next call restores.
+    An existing target is replaced; a symbolic link is followed. After an error it is unchanged.
+    After a kill between the two renames, the next call restores it from ``.NAME.replaced``.
     """
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)

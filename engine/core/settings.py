@@ -8,32 +8,19 @@ import io
 import json
 import math
 import operator
+import re
 import sys
 import tomllib
-import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Literal,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-    overload,
-)
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
-from annotated_types import Ge, GroupedMetadata, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 from engine.core.errors import UserError
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-Config = TypeVar("Config", bound="DataclassInstance")
+Config = TypeVar("Config")
 BOUND_TYPES: dict[type, tuple[str, Any]] = {
     Ge: ("at least", operator.ge),
     Gt: ("greater than", operator.gt),
@@ -42,7 +29,6 @@ BOUND_TYPES: dict[type, tuple[str, Any]] = {
 }
 PLAIN_TYPES: dict[type, Any] = {float: (int, float), Path: str}  # in TOML and JSON
 DEBUG_HELP = "--debug shows the traceback of any error."  # cli.run_command handles it
-BOX_CHARACTERS = str.maketrans("─│╭╮╰╯", " " * 6)
 
 
 def load_settings(cls: type[Config], arguments: Sequence[str] | None = None) -> Config:
@@ -55,24 +41,19 @@ def load_settings(cls: type[Config], arguments: Sequence[str] | None = None) -> 
     for argument in arguments:
         if argument != argument.encode(errors="replace").decode():
             raise UserError(f"{argument!r}: must be UTF-8, as config.toml is. Use another name.")
-    if not arguments or arguments[0].startswith("-"):
-        return parse(cls, arguments, default=cls())
-    path = Path(arguments.pop(0))
-    if path.suffix != ".toml":
-        raise UserError(f"{path}: must be a settings file in .toml. Flags begin with --.")
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"{path}: not valid TOML ({error}).") from None
-    return parse(cls, arguments, default=from_values(cls, values, str(path)))
+    config = cls()
+    if arguments and not arguments[0].startswith("-"):
+        path = Path(arguments.pop(0))
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}: not valid TOML ({error}).") from None
+        config = from_values(cls, values, str(path))
+    return parse(cls, arguments, default=config)
 
 
-@overload
-def parse(cls: type[Config], arguments: Sequence[str] | None = ..., **options: Any) -> Config: ...
-@overload
-def parse(cls: Any, arguments: Sequence[str] | None = ..., **options: Any) -> Any: ...
 def parse(cls: Any, arguments: Sequence[str] | None = None, **options: Any) -> Any:
-    """Return the dataclass, or one of a union of subcommands, that the command line describes.
+    """Return the dataclass, or one of a union of subcommands, from a command line.
 
     A mistake there is one line on stderr, and exit code 2.
     """
@@ -89,14 +70,27 @@ def parse(cls: Any, arguments: Sequence[str] | None = None, **options: Any) -> A
     except SystemExit as stop:
         if not stop.code:  # --help
             raise
-        # tyro prints a box with a title, the message and help, and wraps long words. A UserError of
-        # __post_init__ is the exception that it was handling.
-        lines = box.getvalue().translate(BOX_CHARACTERS).splitlines()
-        text = " ".join(" ".join(lines[1:]).split())
-        text = text.partition(" Argument helptext:")[0].partition(" For full helptext")[0]
-        message = str(stop.__context__) if isinstance(stop.__context__, UserError) else text
+        message = _read_error_box(box.getvalue())
+        if isinstance(stop.__context__, UserError):  # of a __post_init__: the box would wrap it
+            message = str(stop.__context__)
     print(f"error: {' '.join(message.split())[:1000]} (see --help)", file=sys.stderr)
     sys.exit(2)
+
+
+def _read_error_box(box: str) -> str:
+    """Return the message in a box that tyro drew: below its title, and above its help."""
+    text = re.sub(r"[─│╭╮╰╯\s]+", " ", box.partition("\n")[2])
+    return re.split(" Argument helptext:| For full helptext", text)[0]
+
+
+def _iterate_fields(config: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name, value and annotation of each field, those of nested dataclasses too."""
+    for name, hint in get_type_hints(type(config), include_extras=True).items():
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(value):
+            yield from _iterate_fields(value)
+        else:
+            yield name, value, hint
 
 
 def check_ranges(config: Any) -> None:
@@ -104,47 +98,27 @@ def check_ranges(config: Any) -> None:
 
     Bounds are those of annotated_types, as in ``Annotated[int | None, Ge(1)]``. None has no bounds.
     """
-    for name, hint in get_type_hints(type(config), include_extras=True).items():
-        value = getattr(config, name)
-        if dataclasses.is_dataclass(value):
-            check_ranges(value)
-            continue
+    for name, value, hint in _iterate_fields(config):
+        bounds = [
+            bound for bound in getattr(hint, "__metadata__", ()) if type(bound) in BOUND_TYPES
+        ]
         for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, int | float):
-                _check_number(f"--{name.replace('_', '-')}", number, hint)
-
-
-def _check_number(flag: str, number: float, hint: Any) -> None:
-    """Raise UserError unless a number is finite and within the bounds of an annotation."""
-    if not math.isfinite(number):
-        raise UserError(f"{flag}: must be finite (got {number}).")
-    bounds: list[Any] = []
-    for item in getattr(hint, "__metadata__", ()):
-        bounds += item if isinstance(item, GroupedMetadata) else [item]
-    limits = {}
-    for bound in bounds:
-        if type(bound) in BOUND_TYPES:
-            (limits[type(bound)],) = dataclasses.astuple(bound)
-    if not all(BOUND_TYPES[kind][1](number, limit) for kind, limit in limits.items()):
-        text = " and ".join(f"{BOUND_TYPES[kind][0]} {limit:,}" for kind, limit in limits.items())
-        raise UserError(f"{flag}: must be {text} (got {number}).")
+            if not isinstance(number, int | float):
+                continue
+            flag = f"--{name.replace('_', '-')}"
+            if not math.isfinite(number):
+                raise UserError(f"{flag}: must be finite (got {number}).")
+            for bound in bounds:
+                relation, is_within = BOUND_TYPES[type(bound)]
+                (limit,) = dataclasses.astuple(bound)
+                if not is_within(number, limit):
+                    raise UserError(f"{flag}: must be {relation} {limit:,} (got {number}).")
 
 
 def flatten(config: Any) -> dict[str, Any]:
-    """Return {field name: value} of a dataclass and of those nested in it, for JSON or TOML.
-
-    Paths become text and tuples lists.
-    """
-    flat = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            flat.update(flatten(value))
-        elif isinstance(value, tuple):
-            flat[field.name] = [str(item) if isinstance(item, Path) else item for item in value]
-        else:
-            flat[field.name] = str(value) if isinstance(value, Path) else value
-    return flat
+    """Return {field name: value} of a dataclass and of those nested in it, in types of JSON."""
+    values = {name: value for name, value, _ in _iterate_fields(config)}
+    return json.loads(json.dumps(values, default=str))
 
 
 def to_toml(config: Any) -> str:
@@ -156,20 +130,19 @@ def to_toml(config: Any) -> str:
 
 def with_values(config: Config, values: dict[str, Any]) -> Config:
     """Return the dataclass with some fields replaced, by bare name, also in nested ones."""
-    changes = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            changes[field.name] = with_values(value, values)
-        elif field.name in values:
-            changes[field.name] = values[field.name]
-    return dataclasses.replace(config, **changes)
+    arguments = {}
+    for name, value in vars(config).items():
+        if dataclasses.is_dataclass(value):
+            arguments[name] = with_values(value, values)
+        else:
+            arguments[name] = values.get(name, value)
+    return type(config)(**arguments)
 
 
 def fill_unset(config: Config, values: dict[str, Any]) -> Config:
-    """Replace fields that are None, those of nested dataclasses too, by the values of their names."""
-    current = flatten(config)
-    return with_values(config, {name: value for name, value in values.items() if current[name] is None})
+    """Replace the fields that are None, by bare name, also in nested ones."""
+    unset = {name for name, value, _ in _iterate_fields(config) if value is None}
+    return with_values(config, {name: values[name] for name in unset & values.keys()})
 
 
 def from_values(cls: type[Config], values: Any, source: str) -> Config:
@@ -180,44 +153,36 @@ def from_values(cls: type[Config], values: Any, source: str) -> Config:
     """
     if not isinstance(values, dict):
         raise UserError(f"{source}: must hold settings by name (got {values!r}).")
-    names = flatten(cls())
-    for name in values:
-        if name not in names:
-            matches = difflib.get_close_matches(name, names, 1)
+    defaults = cls()
+    hints = {name: hint for name, _, hint in _iterate_fields(defaults)}
+    converted = {}
+    for name, value in values.items():
+        if name not in hints:
+            matches = difflib.get_close_matches(name, hints, 1)
             advice = f"Did you mean {matches[0]}?" if matches else "See --help for all settings."
             raise UserError(f"{source}: unknown setting {name}. {advice}")
+        try:
+            converted[name] = _convert(value, hints[name])
+        except TypeError as error:
+            raise UserError(f"{source}: {name}: must be {error} (got {value!r}).") from None
     try:
-        config = _construct(cls, values)
+        config = with_values(defaults, converted)
         check_ranges(config)
-    except ValueError as error:  # of this module, or of a __post_init__
+    except ValueError as error:  # of a __post_init__, or of bounds
         raise UserError(f"{source}: {error}") from None
     return config
-
-
-def _construct(cls: Any, values: dict[str, Any]) -> Any:
-    """Return the dataclass, and those nested in it, with converted values."""
-    arguments = {}
-    defaults = cls()
-    for name, hint in get_type_hints(cls).items():
-        if dataclasses.is_dataclass(hint):
-            # The default's class: a field may be typed as the class that it becomes later.
-            arguments[name] = _construct(type(getattr(defaults, name)), values)
-        elif name in values:
-            try:
-                arguments[name] = _convert(values[name], hint)
-            except TypeError as error:
-                raise UserError(f"{name}: must be {error} (got {values[name]!r}).") from None
-    return cls(**arguments)
 
 
 def _convert(value: Any, hint: Any) -> Any:
     """Return a value of TOML or JSON as the type of a field. Raises TypeError naming the type."""
     origin = get_origin(hint)
     arguments = get_args(hint)
-    if origin in (Union, types.UnionType):  # X | None
+    if hasattr(hint, "__metadata__"):  # Annotated[X, …]
+        return _convert(value, arguments[0])
+    if type(None) in arguments:  # X | None
         return None if value is None else _convert(value, arguments[0])
     if origin is tuple:
-        items = value if isinstance(value, list | tuple) else [value]
+        items = value if isinstance(value, list) else [value]
         return tuple(_convert(item, arguments[0]) for item in items)
     if origin is Literal:
         if value not in arguments:

@@ -37,31 +37,26 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_shard(full: Sliceable, like: Tensor) -> Tensor:
-    """Return the rows of a full tensor that this rank holds of a parameter of that shape."""
+    """Return the rows of a full tensor that this rank holds of a parameter of that height."""
     if not is_sharded(like):
         return full[...]
-    n = full.shape[0]
-    n_per_rank = -(-n // like.device_mesh.size())
-    start = min(n, n_per_rank * like.device_mesh.get_local_rank())
-    return full[start : min(n, start + n_per_rank)]
+    n_per_rank = -(-full.shape[0] // like.device_mesh.size())
+    start = n_per_rank * like.device_mesh.get_local_rank()
+    rows = range(full.shape[0])[start : start + n_per_rank]
+    return full[rows.start : rows.stop]
 
 
 def shard_like(full: Sliceable, param: Tensor) -> Tensor:
-    """Return a copy of a full tensor with the device and sharding of a parameter.
-
-    A scalar is never sharded.
-    """
-    if not is_sharded(param) or not full.shape:
-        return full[...].to(param.device, copy=True)
+    """Return a copy of a full tensor with the device and sharding of a parameter."""
+    rows = local_shard(full, param).to(param.device, copy=True)
+    if not is_sharded(param):
+        return rows
     from torch.distributed.tensor import DTensor
 
+    mesh = param.device_mesh
+    stride = torch.empty(full.shape, device="meta").stride()
     return DTensor.from_local(
-        local_shard(full, param).to(param.device, copy=True),
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=full.shape,
-        stride=torch.empty(full.shape, device="meta").stride(),
+        rows, mesh, param.placements, run_check=False, shape=full.shape, stride=stride
     )
 
 

@@ -1,9 +1,9 @@
 """Batch t, a pure function of (data, seed, t): its windows or examples, and their targets."""
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,9 +16,9 @@ from engine.nn.loss import IGNORE_INDEX
 
 NUM_FEISTEL_ROUNDS = 6
 EVALUATION_BATCH_TOKENS = 2**14
-MAX_GROUP_BATCHES = 256  # whose examples are sorted by length together
-LENGTH_MULTIPLE = 8  # of a batch of examples: faster matrix products, and fewer shapes
-PADDING = ~0  # token 0, which is no target
+MAX_GROUP_BATCHES = 256  # batches whose examples are sorted by length together
+LENGTH_MULTIPLE = 8  # of padded examples: faster matrix products, and fewer shapes
+PADDING_TOKEN = ~0  # token 0, not a target
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
@@ -37,22 +37,26 @@ def derived_seed(*numbers: int) -> int:
 
 
 def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """Map each index by a pseudo-random permutation of 0…size-1, chosen by key (same shape).
+    """Map each index (N,) by a pseudo-random permutation of 0…size-1, chosen by key, (N,) or (1,).
 
     A Feistel network (Luby & Rackoff 1988) on the next power of four, with cycle walking (Black &
     Rogaway 2002). Memory does not depend on size.
     """
-    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-    mask = np.uint64((1 << int(half)) - 1)
+    num_bits = max(1, ((size - 1).bit_length() + 1) // 2)  # of each half
+    shift = np.uint64(num_bits)
+    mask = np.uint64(2**num_bits - 1)
+    key = np.broadcast_to(key, index.shape)
     result = index.astype(np.uint64)
     outside = np.ones(len(result), bool)
     while outside.any():
-        left = result[outside] >> half
-        right = result[outside] & mask
+        high = result[outside] >> shift
+        low = result[outside] & mask
         for number in range(NUM_FEISTEL_ROUNDS):
             round_key = splitmix64(key[outside] + np.uint64(number))
-            left, right = right, left ^ (splitmix64(right ^ round_key) & mask)
-        result[outside] = (left << half) | right
+            mixed = high ^ (splitmix64(low ^ round_key) & mask)
+            high = low
+            low = mixed
+        result[outside] = (high << shift) | low
         outside &= result >= size
     return result
 
@@ -60,7 +64,7 @@ def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
 def windows_per_epoch(num_tokens: int, context_length: int) -> int:
     """Count the windows of context_length + 1 tokens, at stride context_length, of one epoch.
 
-    One fewer than fit, if there are two, so that every offset below context_length has as many.
+    One fewer than fit, if two fit, so that each offset below context_length has the same number.
     Raises UserError if none fits.
     """
     num_fitting = (num_tokens - 1) // context_length
@@ -70,8 +74,13 @@ def windows_per_epoch(num_tokens: int, context_length: int) -> int:
     return max(1, num_fitting - 1)
 
 
-def shuffled_window_starts(num_tokens: int, context_length: int, seed: int, sequence_index: np.ndarray) -> np.ndarray:
-    """Visit every window of an epoch once, in pseudo-random order, at an offset of the epoch."""
+def window_starts(
+    num_tokens: int, context_length: int, seed: int, sequence_index: np.ndarray
+) -> np.ndarray:
+    """Return where the windows of sequences (N,), uint64, start in the tokens: (N,).
+
+    An epoch visits each of its windows once, in pseudo-random order, from an offset of its own.
+    """
     size = windows_per_epoch(num_tokens, context_length)
     epoch = sequence_index // np.uint64(size)
     key = splitmix64(epoch + np.uint64(derived_seed(seed)))
@@ -81,12 +90,6 @@ def shuffled_window_starts(num_tokens: int, context_length: int, seed: int, sequ
     return offset + window * np.uint64(context_length)
 
 
-# An order maps (number of tokens, context length, seed, sequence indices (N,) uint64) to the
-# starts of windows (N,). It must be a pure function of these.
-Order = Callable[[int, int, int, np.ndarray], np.ndarray]
-ORDERS: dict[str, Order] = {"shuffled": shuffled_window_starts}
-
-
 def gather(tokens: Tokens, starts: np.ndarray, length: int) -> np.ndarray:
     """Read the windows of ``length`` tokens at starts (N,): (N, length), int64."""
     windows = [tokens[start : start + length] for start in starts.tolist()]
@@ -94,44 +97,41 @@ def gather(tokens: Tokens, starts: np.ndarray, length: int) -> np.ndarray:
 
 
 def gather_windows(
-    tokens: Tokens | MixedTokens,
-    context_length: int,
-    seed: int,
-    sequence_index: np.ndarray,
-    order: Order = ORDERS["shuffled"],
+    tokens: Tokens | MixedTokens, context_length: int, seed: int, sequence_index: np.ndarray
 ) -> np.ndarray:
     """Read the windows of sequences (N,), uint64: (N, context_length + 1), int64.
 
-    Each dataset of a mix has its own seed, or datasets of one length would have one order.
+    Each dataset of a mix has its own seed, or datasets of equal length would have the same order.
     """
     if not isinstance(tokens, MixedTokens):
-        starts = order(len(tokens), context_length, seed, sequence_index)
+        starts = window_starts(len(tokens), context_length, seed, sequence_index)
         return gather(tokens, starts, context_length + 1)
     windows = np.empty((len(sequence_index), context_length + 1), np.int64)
     dataset_index, index = assign_to_datasets(tokens.weights, sequence_index)
     for number, dataset in enumerate(tokens.datasets):
         rows = dataset_index == number
         dataset_seed = derived_seed(seed, number) if number else seed
-        windows[rows] = gather_windows(dataset, context_length, dataset_seed, index[rows], order)
+        windows[rows] = gather_windows(dataset, context_length, dataset_seed, index[rows])
     return windows
 
 
 def example_indices(examples: Examples, seed: int, step: int, batch_size: int) -> np.ndarray:
-    """Return which examples are in batch ``step``, (batch_size,). Each comes once an epoch.
+    """Return which examples are in batch ``step``, (batch_size,). An epoch visits each once.
 
     The examples of all epochs, each in pseudo-random order, are cut into batches: a batch may
     end one epoch and begin the next.
     """
-    sequence_index = step * batch_size
-    parts = []
-    while sequence_index < (step + 1) * batch_size:
-        epoch = sequence_index // examples.num_examples
-        parts.append(_examples_of_epoch(examples, seed, epoch, step, batch_size))
-        sequence_index = (epoch + 1) * examples.num_examples
-    return np.concatenate(parts)
+    first_epoch = step * batch_size // examples.num_examples
+    last_epoch = ((step + 1) * batch_size - 1) // examples.num_examples
+    epochs = range(first_epoch, last_epoch + 1)
+    return np.concatenate(
+        [_examples_of_epoch(examples, seed, epoch, step, batch_size) for epoch in epochs]
+    )
 
 
-def _examples_of_epoch(examples: Examples, seed: int, epoch: int, step: int, batch_size: int) -> np.ndarray:
+def _examples_of_epoch(
+    examples: Examples, seed: int, epoch: int, step: int, batch_size: int
+) -> np.ndarray:
     """Return the examples of one epoch that are in a batch.
 
     An epoch's batches are divided into groups. A group's examples are sorted by length, so that a
@@ -147,14 +147,12 @@ def _examples_of_epoch(examples: Examples, seed: int, epoch: int, step: int, bat
     edges = np.clip(np.arange(begin, end + 1) * batch_size - epoch * size, 0, size)
     counts = np.diff(edges)  # of the epoch's examples in each batch of the group
     key = splitmix64(np.array([epoch], np.uint64) + np.uint64(derived_seed(seed)))
-    index = np.arange(edges[0], edges[-1], dtype=np.uint64)
-    example_index = permute(index, size, np.repeat(key, len(index))).astype(np.int64)
-    example_index = example_index[np.argsort(examples.lengths[example_index], kind="stable")]
-    index = np.arange(len(counts), dtype=np.uint64)
+    example_index = permute(np.arange(edges[0], edges[-1]), size, key).astype(np.int64)
+    by_length = example_index[np.argsort(examples.lengths[example_index], kind="stable")]
     group_key = splitmix64(key + np.uint64(group))
-    by_length = np.argsort(permute(index, len(index), np.repeat(group_key, len(index))))
-    ends = np.cumsum(counts[by_length])[np.argsort(by_length)]
-    return example_index[ends[step - begin] - counts[step - begin] : ends[step - begin]]
+    rank = permute(np.arange(len(counts)), len(counts), group_key)  # of each batch, by length
+    stop = counts[rank <= rank[step - begin]].sum()
+    return by_length[stop - counts[step - begin] : stop]
 
 
 def padded_length(longest: int, context_length: int) -> int:
@@ -164,11 +162,11 @@ def padded_length(longest: int, context_length: int) -> int:
 
 
 def gather_examples(examples: Examples, example_index: np.ndarray, length: int) -> np.ndarray:
-    """Read examples (N,), padded on the right: (N, length), int64, ~id where it is no target.
+    """Read examples (N,), padded on the right: (N, length), int64, ~id where it is not a target.
 
     The index -1 stands for an example without tokens.
     """
-    rows = np.full((len(example_index), length), PADDING, np.int64)
+    rows = np.full((len(example_index), length), PADDING_TOKEN, np.int64)
     for row, index in zip(rows, example_index.tolist(), strict=True):
         if index >= 0:
             tokens = examples.example(index)
@@ -176,35 +174,24 @@ def gather_examples(examples: Examples, example_index: np.ndarray, length: int) 
     return rows
 
 
-def inputs_and_targets(rows: np.ndarray) -> np.ndarray:
-    """Turn rows (B, T + 1) of ids, ~id where it is no target, into (2, B, T)."""
+def inputs_and_targets(rows: np.ndarray) -> Tensor:
+    """Turn rows (B, T + 1) of ids, ~id where it is not a target, into (2, B, T)."""
     inputs = np.where(rows < 0, ~rows, rows)[:, :-1]
-    return np.stack((inputs, np.maximum(rows, IGNORE_INDEX)[:, 1:]))
+    return torch.from_numpy(np.stack((inputs, np.maximum(rows, IGNORE_INDEX)[:, 1:])))
 
 
+@dataclass(eq=False)
 class Batches:
-    """The training batches of one rank, each assembled by a thread while the last is in use.
+    """The training batches of one rank, each assembled by a thread while the last is in use."""
 
-    rank_slice selects the rank's sequences of the ``batch_size`` of all ranks.
-    """
+    tokens: Tokens | Examples | MixedTokens
+    context_length: int
+    seed: int
+    batch_size: int  # sequences of all ranks
+    rank_slice: slice  # selects the rank's sequences of a batch
+    device: torch.device
 
-    def __init__(
-        self,
-        tokens: Tokens | Examples | MixedTokens,
-        context_length: int,
-        seed: int,
-        batch_size: int,
-        rank_slice: slice,
-        device: torch.device,
-        order: str = "shuffled",
-    ):
-        self.tokens = tokens
-        self.context_length = context_length
-        self.seed = seed
-        self.batch_size = batch_size
-        self.rank_slice = rank_slice
-        self.device = device
-        self.order = ORDERS[order]
+    def __post_init__(self) -> None:
         self.thread = ThreadPoolExecutor(1)
         self.pending: dict[int, Future] = {}  # the next step
         self.digest = 0  # of the last batch; its sum over ranks does not depend on their number
@@ -215,25 +202,24 @@ class Batches:
         T is the context length or, of examples, what the batch needs.
         """
         future = self.pending.pop(step, None) or self.thread.submit(self._assemble, step)
-        windows, self.digest = future.result()
+        pair, self.digest = future.result()
         self.pending = {step + 1: self.thread.submit(self._assemble, step + 1)}
-        inputs, targets = windows.to(self.device, non_blocking=True)
+        inputs, targets = pair.to(self.device, non_blocking=True)
         return inputs, targets
 
     def _assemble(self, step: int) -> tuple[Tensor, int]:
-        tokens = self.tokens
-        if isinstance(tokens, Examples):
-            example_index = example_indices(tokens, self.seed, step, self.batch_size)
-            longest = int(tokens.lengths[example_index].max())
+        """Return inputs and targets of a step, (2, B, T), and their digest."""
+        numbers = np.arange(self.batch_size)[self.rank_slice]
+        if isinstance(self.tokens, Examples):
+            index = example_indices(self.tokens, self.seed, step, self.batch_size)
+            longest = int(self.tokens.lengths[index].max())
             length = padded_length(longest, self.context_length)
-            rows = gather_examples(tokens, example_index[self.rank_slice], length + 1)
+            rows = gather_examples(self.tokens, index[numbers], length + 1)
         else:
-            sequences = np.arange(self.batch_size, dtype=np.uint64)[self.rank_slice]
-            sequences += np.uint64(step * self.batch_size)
-            rows = gather_windows(tokens, self.context_length, self.seed, sequences, self.order)
-        numbers = range(self.batch_size)[self.rank_slice]
-        digest = sum(zlib.crc32(row.data, number) for row, number in zip(rows, numbers, strict=True))
-        pair = torch.from_numpy(inputs_and_targets(rows))
+            index = np.uint64(step * self.batch_size) + numbers.astype(np.uint64)
+            rows = gather_windows(self.tokens, self.context_length, self.seed, index)
+        digest = sum(map(zlib.crc32, rows, numbers.tolist()))
+        pair = inputs_and_targets(rows)
         return pair.pin_memory() if self.device.type == "cuda" else pair, digest
 
 
@@ -243,7 +229,9 @@ def drop_long_examples(mixture: Mixture, context_length: int, cut: bool) -> Mixt
     return replace(mixture, datasets=tuple(datasets))
 
 
-def tokens_per_step(tokens: Tokens | Examples | MixedTokens, context_length: int, batch_size: int) -> int:
+def tokens_per_step(
+    tokens: Tokens | Examples | MixedTokens, context_length: int, batch_size: int
+) -> int:
     """Count the inputs of a batch without padding; of examples on average."""
     if isinstance(tokens, Examples):
         return round(batch_size * (len(tokens) / tokens.num_examples - 1))
@@ -271,16 +259,18 @@ def check_sizes(batch_size: int, world_size: int, micro_batch_size: int | None) 
         raise UserError(f"--micro-batch-size: {reason}. Try one of {divisors}.")
 
 
-def evaluation_windows(num_tokens: int, context_length: int, max_tokens: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def evaluation_windows(
+    num_tokens: int, context_length: int, max_tokens: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """Return starts of fixed windows, and how many leading targets of each to ignore: (N,) each.
 
     Every token but the first is a target once: the last window starts early to be full. With
     max_tokens, about that many are, in windows spread evenly. Raises UserError if none fits.
     """
     windows_per_epoch(num_tokens, context_length)
-    in_line = np.arange(0, num_tokens - 1, context_length, dtype=np.int64)
-    starts = np.minimum(in_line, num_tokens - 1 - context_length)
-    num_ignored = in_line - starts
+    aligned = np.arange(0, num_tokens - 1, context_length, dtype=np.int64)
+    starts = np.minimum(aligned, num_tokens - 1 - context_length)
+    num_ignored = aligned - starts
     if max_tokens and max_tokens < num_tokens:
         num_windows = max(1, max_tokens // context_length)
         chosen = np.linspace(0, len(starts) - 1, num_windows).astype(np.int64)
@@ -298,41 +288,36 @@ def evaluation_batches(
 ) -> Iterator[Tensor]:
     """Yield inputs and targets of the evaluation windows of a rank, int64 (2, B, T) each.
 
-    max_tokens limits the evaluation, 0 does not; batch_tokens limits a batch.
+    max_tokens limits the evaluation, 0 does not; batch_tokens limits a batch. All ranks have the
+    same number of batches, of the same shapes.
     """
     if isinstance(tokens, Examples):
-        yield from _evaluation_examples(tokens, context_length, max_tokens, rank, world_size, batch_tokens)
+        order = evaluation_order(tokens, max_tokens)
+        order = np.append(order, np.repeat(-1, -len(order) % world_size))
+        while len(order):
+            length = padded_length(int(tokens.lengths[order[0]]), context_length)
+            num_rows = max(1, batch_tokens // length) * world_size
+            rows = gather_examples(tokens, order[:num_rows][rank::world_size], length + 1)
+            yield inputs_and_targets(rows)
+            order = order[num_rows:]
         return
     starts, num_ignored = evaluation_windows(len(tokens), context_length, max_tokens)
-    missing = -len(starts) % world_size  # windows without a target give every rank as many
-    starts = np.append(starts, np.repeat(starts[:1], missing))[rank::world_size]
-    num_ignored = np.append(num_ignored, np.repeat(context_length, missing))[rank::world_size]
+    num_missing = -len(starts) % world_size  # filled with windows without a target
+    starts = np.append(starts, np.repeat(starts[:1], num_missing))[rank::world_size]
+    num_ignored = np.append(num_ignored, np.repeat(context_length, num_missing))[rank::world_size]
     num_rows = max(1, batch_tokens // context_length)
     for first in range(0, len(starts), num_rows):
-        rows = slice(first, first + num_rows)
-        windows = gather(tokens, starts[rows], context_length + 1)
-        ignored = np.arange(context_length) < num_ignored[rows, None]
-        targets = np.where(ignored, IGNORE_INDEX, windows[:, 1:])
-        yield torch.from_numpy(np.stack((windows[:, :-1], targets)))
+        batch = slice(first, first + num_rows)
+        rows = gather(tokens, starts[batch], context_length + 1)
+        is_ignored = np.arange(context_length) < num_ignored[batch, None]
+        rows[:, 1:] = np.where(is_ignored, ~rows[:, 1:], rows[:, 1:])
+        yield inputs_and_targets(rows)
 
 
-def _evaluation_examples(
-    examples: Examples,
-    context_length: int,
-    max_tokens: int,
-    rank: int,
-    world_size: int,
-    batch_tokens: int,
-) -> Iterator[Tensor]:
-    """Yield every example once, the longest first; or examples of all lengths, up to a limit."""
+def evaluation_order(examples: Examples, max_tokens: int) -> np.ndarray:
+    """Return the examples of an evaluation, the longest first; with a limit, of all lengths."""
     order = np.argsort(-examples.lengths, kind="stable")
     if max_tokens and max_tokens < len(examples):
         num_examples = max(1, round(len(order) * max_tokens / len(examples)))
         order = order[np.linspace(0, len(order) - 1, num_examples).astype(np.int64)]
-    order = np.append(order, np.repeat(-1, -len(order) % world_size))
-    while len(order):
-        length = padded_length(int(examples.lengths[order[0]]), context_length)
-        num_rows = max(1, batch_tokens // length) * world_size
-        rows = gather_examples(examples, order[:num_rows][rank::world_size], length + 1)
-        yield torch.from_numpy(inputs_and_targets(rows))
-        order = order[num_rows:]
+    return order

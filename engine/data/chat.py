@@ -11,15 +11,16 @@ from engine.core.errors import UserError
 from engine.data.tokenizer import Tokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
 
-PROMPT = "prompt"
-COMPLETION = "completion"
-TARGET_SPEAKERS = (COMPLETION, "assistant")  # whose texts are targets
-CHATML = ("<|im_start|>", "<|im_end|>")  # the tokens of many imported models' chats
-MESSAGE_FORM = '{"role": …, "content": …}'
+TARGET_SPEAKERS = ("completion", "assistant")  # whose texts are targets
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")  # the tokens of many imported models' chats
 MAX_RENDERED_CHARACTERS = 500  # of an example
 MAX_RENDERED_TURN_CHARACTERS = 200
 
-Turn = tuple[str, str]  # speaker, or PROMPT or COMPLETION; and the text
+Turn = tuple[str, str]  # speaker: a role, "prompt" or "completion"; and the text
+
+# Maps a text, and whether its document ends there, to token ids, the UTF-8 bytes that count, and
+# the number of targets.
+Encoder = Callable[[str, bool], tuple[np.ndarray, int, int]]
 
 
 def parse_chat(record: dict[str, Any]) -> list[Turn]:
@@ -27,24 +28,19 @@ def parse_chat(record: dict[str, Any]) -> list[Turn]:
 
     Raises UserError for a chat that is malformed or has no target.
     """
-    if "messages" not in record:
-        fields = ", ".join(map(repr, record))
-        raise UserError(f"a chat must have 'messages' (got {fields}; see --chat)")
-    messages = record["messages"]
+    messages = record.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise UserError(f"'messages' must be a list of {MESSAGE_FORM}")
+        fields = ", ".join(map(repr, record))
+        raise UserError(f"a chat must have a list of 'messages' (got {fields}; see --chat)")
     turns = []
     for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not message.keys() >= {"role", "content"}:
-            raise UserError(f"message {number} must have the form {MESSAGE_FORM}")
-        role = message["role"]
-        text = message["content"]
-        if not isinstance(role, str) or role not in CHAT_ROLES:
-            roles = ", ".join(CHAT_ROLES)
-            raise UserError(f"the role of message {number} must be one of {roles} (got {role!r})")
-        if not isinstance(text, str):
-            raise UserError(f"the content of message {number} must be text")
-        turns.append((role, text))
+        has_form = isinstance(message, dict) and isinstance(message.get("content"), str)
+        if not has_form or message.get("role") not in [*CHAT_ROLES]:
+            form = '{"role": ROLE, "content": TEXT}'
+            raise UserError(
+                f"message {number} must be {form}, of the roles {', '.join(CHAT_ROLES)}"
+            )
+        turns.append((message["role"], message["content"]))
     if not any(role == "assistant" and text for role, text in turns):
         raise UserError("there is no message of the assistant with text to learn")
     return turns
@@ -53,27 +49,25 @@ def parse_chat(record: dict[str, Any]) -> list[Turn]:
 def parse_pair(record: dict[str, Any], prompt_field: str, completion_field: str) -> list[Turn]:
     """Return a prompt and its completion. Raises UserError for a field without text."""
     for field, flag in ((prompt_field, "--prompt-field"), (completion_field, "--completion-field")):
-        if field not in record:
+        if not isinstance(record.get(field), str):
             fields = ", ".join(map(repr, record))
-            raise UserError(f"there must be a field {field!r} (got {fields}; see {flag})")
-        if not isinstance(record[field], str):
-            raise UserError(f"{field!r} must be text (see {flag})")
+            raise UserError(f"{field!r} must be text (got the fields {fields}; see {flag})")
     if not record[completion_field]:
         raise UserError(f"{completion_field!r} is empty: there is nothing to learn")
-    return [(PROMPT, record[prompt_field]), (COMPLETION, record[completion_field])]
+    return [("prompt", record[prompt_field]), ("completion", record[completion_field])]
 
 
 def special_token_names(tokenizer: Tokenizer, chat: bool) -> list[str]:
     """Return the special tokens that a tokenizer needs to encode examples."""
     if not chat:
         return [tokenizer.end_name]
-    has_chatml = tokenizer.special_tokens.keys() >= {*CHATML}
+    has_chatml = tokenizer.special_tokens.keys() >= {*CHATML_TOKENS}
     return [] if has_chatml else [*CHAT_ROLES.values(), END_OF_TURN]
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
     """Return the id that ends a turn of a chat; None without tokens for chats."""
-    for name in (CHATML[1], END_OF_TURN):
+    for name in (CHATML_TOKENS[1], END_OF_TURN):
         if name in tokenizer.special_tokens:
             return tokenizer.special_tokens[name]
     return None
@@ -93,14 +87,14 @@ def prompt_ids(example: Iterable[int]) -> list[int]:
 def turn_delimiters(tokenizer: Tokenizer, speaker: str) -> tuple[list[int], list[int], list[int]]:
     """Return the token ids before a turn's text, at its end, and after its end."""
     special = tokenizer.special_tokens
-    if speaker == PROMPT:
+    if speaker == "prompt":
         return [], [], []
-    if speaker == COMPLETION:
+    if speaker == "completion":
         return [], [special[tokenizer.end_name]], []
-    if CHATML[0] in special:
+    if CHATML_TOKENS[0] in special:
         name = tokenizer.encode(f"{speaker}\n").tolist()
         newline = tokenizer.encode("\n").tolist()
-        return [special[CHATML[0]], *name], [special[CHATML[1]]], newline
+        return [special[CHATML_TOKENS[0]], *name], [special[CHATML_TOKENS[1]]], newline
     return [special[CHAT_ROLES[speaker]]], [special[END_OF_TURN]], []
 
 
@@ -116,9 +110,13 @@ def encode_example(tokenizer: Tokenizer, turns: Sequence[Turn]) -> np.ndarray:
     return np.array(ids, np.int32)
 
 
-def target_bytes(turns: Sequence[Turn]) -> int:
-    """Count the UTF-8 bytes of the texts that are targets."""
-    return sum(len(text.encode()) for speaker, text in turns if speaker in TARGET_SPEAKERS)
+def encode_chat(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[list[int]]:
+    """Encode each turn, then the beginning of the assistant's next turn."""
+    encoded = []
+    for speaker, text in turns:
+        before, end, after = turn_delimiters(tokenizer, speaker)
+        encoded.append([*before, *tokenizer.encode(text).tolist(), *end, *after])
+    return [*encoded, turn_delimiters(tokenizer, "assistant")[0]]
 
 
 def is_target(example: np.ndarray) -> np.ndarray:
@@ -126,13 +124,18 @@ def is_target(example: np.ndarray) -> np.ndarray:
     return (example >= 0) & (np.arange(len(example)) > 0)
 
 
+def escape_unprintable(text: str) -> str:
+    """Escape the unprintable characters of a text, except line ends."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
 def render_with_targets(tokenizer: Tokenizer, example: np.ndarray) -> str:
     """Decode an example, with ⟦ and ⟧ around its targets; long turns are shortened."""
     targets = is_target(example)
     rendered = ""
     for run in np.split(np.arange(len(example)), np.flatnonzero(np.diff(targets)) + 1):
-        ids = np.where(example[run] < 0, ~example[run], example[run])
-        text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in tokenizer.decode(ids.tolist()))
+        ids = np.maximum(example[run], ~example[run])
+        text = escape_unprintable(tokenizer.decode(ids.tolist()))
         if len(text) > MAX_RENDERED_TURN_CHARACTERS:
             half = MAX_RENDERED_TURN_CHARACTERS // 2
             text = f"{text[:half]} … {text[-half:]}"
@@ -142,46 +145,23 @@ def render_with_targets(tokenizer: Tokenizer, example: np.ndarray) -> str:
     return rendered
 
 
-def encode_chat(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[list[int]]:
-    """Encode each turn, and at last what precedes the assistant's next text."""
-    encoded = []
-    for speaker, text in turns:
-        before, end, after = turn_delimiters(tokenizer, speaker)
-        encoded.append([*before, *tokenizer.encode(text).tolist(), *end, *after])
-    return [*encoded, turn_delimiters(tokenizer, "assistant")[0]]
-
-
-# An encoder turns a text, and whether its document ends there, into token ids, the UTF-8 bytes
-# that count, and the number of targets.
-Encoder = Callable[[str, bool], tuple[np.ndarray, int, int]]
-
-
 def make_encoder(tokenizer: Tokenizer, separator: str, examples: bool) -> Encoder:
-    """Return an encoder of examples, or of text."""
-    return example_encoder(tokenizer) if examples else text_encoder(tokenizer, separator)
+    """Return an encoder of text, whose documents end with the end of text or the separator.
 
-
-def text_encoder(tokenizer: Tokenizer, separator: str) -> Encoder:
-    """Return an encoder of text. Documents end with the end of text, or with the separator."""
+    With ``examples`` it encodes examples, given as JSON of their turns.
+    """
     end = tokenizer.end_of_text
     ending = tokenizer.encode(separator) if end is None else np.array([end], np.uint32)
 
-    def encode(text: str, ends: bool) -> tuple[np.ndarray, int, int]:
-        """Encode a text; its separator counts as a byte."""
+    def encode_text(text: str, ends: bool) -> tuple[np.ndarray, int, int]:
         ids = tokenizer.encode(text)
         num_bytes = len(text.encode()) + ends * len(separator)
         return np.concatenate((ids, ending)) if ends else ids, num_bytes, 0
 
-    return encode
-
-
-def example_encoder(tokenizer: Tokenizer) -> Encoder:
-    """Return an encoder of examples, given as JSON of their turns."""
-
-    def encode(text: str, ends: bool) -> tuple[np.ndarray, int, int]:
-        """Encode an example; the bytes of its targets count."""
+    def encode_turns(text: str, ends: bool) -> tuple[np.ndarray, int, int]:
         turns = json.loads(text)
         ids = encode_example(tokenizer, turns)
-        return ids, target_bytes(turns), int(is_target(ids).sum())
+        targets = [text for speaker, text in turns if speaker in TARGET_SPEAKERS]
+        return ids, len("".join(targets).encode()), int(is_target(ids).sum())
 
-    return encode
+    return encode_turns if examples else encode_text

@@ -14,15 +14,14 @@ import numpy as np
 from engine.core.errors import UserError
 from engine.core.files import fsync, parse_json, read_json, safe_child_path, sha256, write_json
 from engine.data.chat import is_target
-from engine.data.splits import SPLITS
+from engine.data.splits import SPLIT_NAMES
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT_VERSION = 1
-EXAMPLES_DTYPE = "int32"  # of the tokens of examples, and of nothing else
+EXAMPLES_DTYPE = "int32"  # of the tokens of examples only
 LENGTHS_DTYPE = "uint32"
-MAX_VERIFIED_TOKENS = 2**24  # at a time
 MAX_SHARD_TOKENS = 2**27  # 256 MiB of uint16
-HEADER_BYTES = 128  # of a shard: NumPy's header with room for an array of any length
+SHARD_HEADER_BYTES = 128  # NumPy's header with room for an array of any length
 VERSION_FILE = "prepared_from.json"  # holds the version of the text's files
 DATASET_FILES = re.compile(
     r"(manifest|tokenizer|verified|prepared_from)\.json"
@@ -55,9 +54,9 @@ Tokens = np.ndarray | ShardedTokens  # token ids (N,)
 
 @dataclass(frozen=True)
 class Examples:
-    """A split of examples. Its length is its number of tokens, as of a split of text."""
+    """A split of examples. Its length is its number of tokens, as for a split of text."""
 
-    tokens: Tokens  # int32, all examples: an id where it counts as a target, ~id elsewhere
+    tokens: Tokens  # int32, all examples: an id where it is a target, ~id elsewhere
     starts: np.ndarray  # int64 (N,), of each example in tokens
     lengths: np.ndarray  # int64 (N,), of each example
     too_long: int = 0  # how many examples drop_long has removed or cut
@@ -67,7 +66,6 @@ class Examples:
 
     @property
     def num_examples(self) -> int:
-        """How many examples there are."""
         return len(self.lengths)
 
     def example(self, index: int) -> np.ndarray:
@@ -121,20 +119,16 @@ class Dataset:
         val = self.val.drop_long(context_length, cut)
         splits = self.manifest["splits"]
         if val.too_long:
-            counts = splits["val"] | _count_targets(val, self.tokenizer)
-            splits = {**splits, "val": counts}
+            splits = {**splits, "val": {**splits["val"], **_count_targets(val, self.tokenizer)}}
         return replace(self, train=train, val=val, manifest={**self.manifest, "splits": splits})
 
 
 def _count_targets(examples: Examples, tokenizer: Tokenizer) -> dict[str, int]:
     """Count the targets of examples and the UTF-8 bytes of their text."""
-    counts = np.zeros(tokenizer.vocab_size, np.int64)
-    for index in range(examples.num_examples):
-        example = examples.example(index)
-        np.add.at(counts, example[is_target(example)], 1)
-    special_ids = [*tokenizer.special_tokens.values()]
-    text_ids = np.setdiff1d(np.flatnonzero(counts), special_ids).tolist()
-    num_bytes = sum(int(counts[i]) * len(tokenizer.decode_bytes([i])) for i in text_ids)
+    ids = [examples.example(index) for index in range(examples.num_examples)]
+    counts = np.bincount(np.concatenate([example[is_target(example)] for example in ids]))
+    text_ids = np.setdiff1d(np.flatnonzero(counts), [*tokenizer.special_tokens.values()])
+    num_bytes = sum(int(counts[i]) * len(tokenizer.decode_bytes([i])) for i in text_ids.tolist())
     return {"targets": int(counts.sum()), "bytes": num_bytes}
 
 
@@ -150,7 +144,7 @@ def open_dataset(path: Path) -> Dataset:
             raise UserError(f"its format must be {FORMAT_VERSION} (got {manifest['format']})")
         if sha256(path / "tokenizer.json") != manifest["tokenizer"]["sha256"]:
             raise UserError("tokenizer.json is not the one that encoded the text")
-        splits = {split: _open_split(path, manifest, split) for split in SPLITS}
+        splits = {split: _open_split(path, manifest, split) for split in SPLIT_NAMES}
         tokenizer = load_tokenizer(path / "tokenizer.json")
         if manifest["vocab_size"] != tokenizer.vocab_size:
             sizes = f"{tokenizer.vocab_size} (got {manifest['vocab_size']})"
@@ -163,40 +157,31 @@ def open_dataset(path: Path) -> Dataset:
 def _open_split(path: Path, manifest: dict[str, Any], split: str) -> Tokens | Examples:
     """Map a split into memory. Raises various errors if it is not as the manifest says."""
     counts = manifest["splits"][split]
-    tokens, *lengths = (
-        ShardedTokens([_open_shard(path, shard, dtype) for shard in counts[series]])
-        for series, dtype in _series(manifest).items()
-    )
+    tokens = _open_shards(path, counts["shards"], manifest["dtype"])
     if len(tokens) != counts["tokens"] or min(len(tokens), counts["bytes"]) < 1:
         sizes = f"{counts['tokens']} tokens and {counts['bytes']} bytes"
         raise UserError(f"its {split} split must have the tokens of its shards (got {sizes})")
-    if not lengths:
+    if manifest["dtype"] != EXAMPLES_DTYPE:
         return tokens
-    ends = np.cumsum(lengths[0][:], dtype=np.int64)
-    is_valid = len(ends) == counts["documents"] and ends[-1] == len(tokens)
-    if not is_valid or not lengths[0][:].all() or counts["targets"] < 1:
+    lengths = _open_shards(path, counts["lengths"], LENGTHS_DTYPE)[:].astype(np.int64)
+    is_valid = len(lengths) == counts["documents"] and lengths.sum() == len(tokens)
+    if not is_valid or not lengths.all() or counts["targets"] < 1:
         raise UserError(f"the lengths of the examples of its {split} split are wrong")
-    return Examples(tokens, np.append(0, ends[:-1]), np.diff(ends, prepend=0))
+    return Examples(tokens, np.cumsum(lengths) - lengths, lengths)
 
 
-def _series(manifest: dict[str, Any]) -> dict[str, str]:
-    """Return the dtypes of the series of shards that each split has, by their names."""
-    if manifest["dtype"] == EXAMPLES_DTYPE:
-        return {"shards": EXAMPLES_DTYPE, "lengths": LENGTHS_DTYPE}
-    return {"shards": manifest["dtype"]}
-
-
-def _open_shard(folder: Path, shard: dict[str, Any], dtype: str) -> np.ndarray:
-    path = safe_child_path(folder, shard["file"])
-    array = np.load(path, mmap_mode="r")
-    shape = (shard["tokens"],)
-    if dtype not in ("uint16", "uint32", EXAMPLES_DTYPE):
-        raise UserError(f"unsupported dtype {dtype}")
-    if array.shape != shape or array.dtype != dtype:
-        raise UserError(f"{path.name} must be {dtype} {shape} (got {array.dtype} {array.shape})")
-    if path.stat().st_size != array.offset + array.nbytes:
-        raise UserError(f"{path.name} has {path.stat().st_size} bytes, not those of its header")
-    return array
+def _open_shards(folder: Path, shards: list[dict[str, Any]], dtype: str) -> ShardedTokens:
+    """Map shards into memory. Raises various errors if one is not as the manifest says."""
+    arrays = []
+    for shard in shards:
+        path = safe_child_path(folder, shard["file"])
+        array = np.load(path, mmap_mode="r")
+        shape = (shard["tokens"],)
+        if array.shape != shape or array.dtype != dtype:
+            actual = f"{array.dtype} {array.shape}"
+            raise UserError(f"{path.name} must be {dtype} {shape} (got {actual})")
+        arrays.append(array)
+    return ShardedTokens(arrays)
 
 
 def _unusable(path: Path, error: Exception) -> UserError:
@@ -207,59 +192,31 @@ def _unusable(path: Path, error: Exception) -> UserError:
 def verify_dataset(dataset: Dataset, again: bool) -> None:
     """Check the hash of every shard, and that every token id is in the vocabulary.
 
-    Files that have not changed since are only checked if ``again``: verified.json remembers them.
+    Unless ``again``, nothing is checked if verified.json records the files as they are now.
     Raises UserError for a shard that is corrupted.
     """
-    memory = dataset.path / "verified.json"
-    shards = [
-        (series, shard)
-        for series in _series(dataset.manifest)
-        for split in SPLITS
-        for shard in dataset.manifest["splits"][split][series]
-    ]
-    stats = [(dataset.path / shard["file"]).stat() for _, shard in shards]
-    stats.insert(0, (dataset.path / "manifest.json").stat())
+    record = dataset.path / "verified.json"
+    splits = [dataset.manifest["splits"][split] for split in SPLIT_NAMES]
+    token_shards = [shard for counts in splits for shard in counts["shards"]]
+    length_shards = [shard for counts in splits for shard in counts.get("lengths", [])]
+    hashes = {shard["file"]: shard["sha256"] for shard in token_shards + length_shards}
+    stats = [(dataset.path / name).stat() for name in ("manifest.json", *hashes)]
     state = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
     with contextlib.suppress(OSError, ValueError):
-        if not again and read_json(memory) == state:
+        if not again and read_json(record) == state:
             return
     vocab_size = dataset.tokenizer.vocab_size
-    for series, shard in shards:
-        path = dataset.path / shard["file"]
-        if sha256(path) != shard["sha256"]:
-            raise _unusable(dataset.path, UserError(f"{path.name}: SHA-256 mismatch"))
-        largest = _largest_id(np.load(path, mmap_mode="r")) if series == "shards" else 0
-        if largest >= vocab_size:
-            error = UserError(f"{path.name} has token {largest} of {vocab_size}")
-            raise _unusable(dataset.path, error)
+    for number, (name, expected_hash) in enumerate(hashes.items()):
+        if sha256(dataset.path / name) != expected_hash:
+            raise _unusable(dataset.path, UserError(f"{name}: SHA-256 mismatch"))
+        if number < len(token_shards):
+            tokens = np.load(dataset.path / name, mmap_mode="r")
+            largest = max(int(tokens.max()), ~int(tokens.min()))
+            if largest >= vocab_size:
+                error = UserError(f"{name} has token {largest} of {vocab_size}")
+                raise _unusable(dataset.path, error)
     with contextlib.suppress(OSError):  # a read-only folder is verified each time
-        write_json(memory, state)
-
-
-def _largest_id(tokens: np.ndarray) -> int:
-    starts = range(0, len(tokens), MAX_VERIFIED_TOKENS)
-    blocks = [tokens[start : start + MAX_VERIFIED_TOKENS] for start in starts]
-    return max((max(int(block.max()), ~int(block.min())) for block in blocks), default=0)
-
-
-def has_all_files(out: Path, manifest: dict[str, Any]) -> bool:
-    """Return whether the files that a manifest names exist and have the right size."""
-    try:
-        for split in SPLITS:
-            _open_split(out, manifest, split)
-        return sha256(out / "tokenizer.json") == manifest["tokenizer"]["sha256"]
-    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError):
-        return False
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest of a dataset; empty if there is none that can be read."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
-        manifest = read_json(path / "manifest.json")
-        keys = ("origin", "tokenizer", "splits")  # the manifest of a checkpoint has others
-        if isinstance(manifest, dict) and all(isinstance(manifest.get(key), dict) for key in keys):
-            return manifest
-    return {}
+        write_json(record, state)
 
 
 def is_up_to_date(
@@ -268,63 +225,62 @@ def is_up_to_date(
     """Return whether ``out`` is complete and of this origin and text.
 
     version changes with the text's files. The content is only hashed if the version differs.
-
     Raises UserError for a folder that must not be replaced.
     """
-    names = sorted(path.name for path in out.iterdir()) if out.is_dir() else [""] * out.exists()
-    if not names:
+    names = sorted(path.name for path in out.glob("*"))
+    if not names and not out.is_file():
         return False
     if not {"manifest.json", "tokenizer.json"} <= {*names}:
         raise UserError(f"--out: {out} exists and is not a dataset. Choose another folder.")
-    foreign = [name for name in names if not DATASET_FILES.fullmatch(name)]
-    if foreign:
+    foreign_names = [name for name in names if not DATASET_FILES.fullmatch(name)]
+    if foreign_names:
         advice = "Move it, or choose another --out"
-        raise UserError(f"{out}: contains {foreign[0]}, not a file of a dataset. {advice}.")
+        raise UserError(f"{out}: contains {foreign_names[0]}, not a file of a dataset. {advice}.")
     if force:
         return False
-    manifest = read_manifest(out)
-    if not manifest:
-        raise UserError(f"{out}: manifest.json is corrupted. Use --force to replace it.")
-    content = manifest["origin"].get("content")
-    difference = origin_difference(manifest["origin"], {"content": content, **origin})
+    try:
+        old_origin = read_json(out / "manifest.json")["origin"]
+        content = old_origin.pop("content")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{out}: manifest.json is corrupted. Use --force to replace it.") from None
+    keys = sorted(old_origin.keys() | origin.keys())
+    changed = [key for key in keys if old_origin.get(key) != origin.get(key)]
+    difference = ", ".join(f"{key} {old_origin.get(key)}" for key in changed)
     is_same_text = False
     with contextlib.suppress(OSError, ValueError):
-        is_same_text = bool(version) and read_json(out / VERSION_FILE) == version
+        is_same_text = read_json(out / VERSION_FILE) == version
     if not difference and not is_same_text and hash_content() != content:
         difference = "other text"
     if difference:
         advice = "Use --force to replace it, or another --out"
         raise UserError(f"{out}: was made with {difference}. {advice}.")
-    return has_all_files(out, manifest)
-
-
-def origin_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Name the settings of ``old`` that differ from ``new``; "" if none does."""
-    keys = sorted(key for key in old.keys() | new if old.get(key) != new.get(key))
-    return ", ".join(f"{key} {old[key]}" if key in old else f"no {key}" for key in keys)
+    with contextlib.suppress(UserError):
+        open_dataset(out)
+        return True
+    return False
 
 
 class ShardWriter:
     """Writes an array in files of MAX_SHARD_TOKENS at most, without holding it in memory."""
 
-    def __init__(self, folder: Path, name: str, dtype: str):
+    def __init__(self, folder: Path, name: str):
         self.folder = folder
         self.name = name
-        self.dtype = np.dtype(dtype)
         self.shards: list[dict[str, Any]] = []  # as the manifest lists them
         self.file: Any = None
         self.num_tokens = 0  # in the open file
 
     def write(self, ids: np.ndarray) -> None:
-        """Append numbers (N,)."""
+        """Append numbers (N,), all of one dtype."""
         while len(ids):
             if self.file is None:
-                number = f"-{len(self.shards)}" if self.shards else ""
-                path = self.folder / f"{self.name}{number}.npy"
-                self.file = open(path, "wb")  # noqa: SIM115
-                self.file.seek(HEADER_BYTES)
+                suffix = f"-{len(self.shards)}" if self.shards else ""
+                self.file = (self.folder / f"{self.name}{suffix}.npy").open("wb")
+                self.file.seek(SHARD_HEADER_BYTES)
+                self.num_tokens = 0
+                self.descr = np.lib.format.dtype_to_descr(ids.dtype)
             head = ids[: MAX_SHARD_TOKENS - self.num_tokens]
-            self.file.write(head.astype(self.dtype, copy=False).data)
+            self.file.write(head.data)
             self.num_tokens += len(head)
             ids = ids[len(head) :]
             if self.num_tokens == MAX_SHARD_TOKENS:
@@ -334,15 +290,13 @@ class ShardWriter:
         """Complete the open file, if any, and return all shards."""
         if self.file is not None:
             self.file.seek(0)
-            descr = np.lib.format.dtype_to_descr(self.dtype)
-            header = {"descr": descr, "fortran_order": False, "shape": (self.num_tokens,)}
+            header = {"descr": self.descr, "fortran_order": False, "shape": (self.num_tokens,)}
             np.lib.format.write_array_header_1_0(self.file, header)
-            assert self.file.tell() == HEADER_BYTES
+            assert self.file.tell() == SHARD_HEADER_BYTES
             self.file.close()
             path = Path(self.file.name)
             fsync(path)
             shard = {"file": path.name, "tokens": self.num_tokens, "sha256": sha256(path)}
             self.shards.append(shard)
             self.file = None
-            self.num_tokens = 0
         return self.shards

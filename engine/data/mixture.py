@@ -18,7 +18,7 @@ FIXED_POINT_ONE = 2**32  # a weight of 1 as a whole number, which makes counts e
 
 @dataclass(frozen=True)
 class MixedTokens:
-    """The same split of several datasets. Its length is its number of tokens."""
+    """The training splits of several datasets. Its length is its number of tokens."""
 
     datasets: tuple[Tokens, ...]
     weights: tuple[float, ...]  # fraction of the sequences from each; they sum to 1
@@ -27,12 +27,14 @@ class MixedTokens:
         return sum(map(len, self.datasets))
 
 
-def assign_to_datasets(weights: Sequence[float], sequence_index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def assign_to_datasets(
+    weights: Sequence[float], sequence_index: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the dataset of each sequence, and its index there: (N,) each, from uint64 (N,).
 
     The first dataset has sequence n if floor((n + 1) * weight) > floor(n * weight), at index
-    floor(n * weight). The other sequences are numbered again and assigned likewise. So at any n
-    the counts are right within a few, and each dataset's indices are consecutive.
+    floor(n * weight). The other sequences are numbered again and assigned likewise. So the counts
+    up to any n are right within a few, and each dataset's indices are consecutive.
     """
 
     def scale(n: np.ndarray, weight: np.uint64) -> np.ndarray:
@@ -82,8 +84,10 @@ class Mixture:
     @property
     def sha256(self) -> str:
         """The hash of the manifest; of several, the hash of their hashes."""
-        hashes = [dataset.sha256 for dataset in self.datasets]
-        return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+        if len(self.datasets) == 1:
+            return self.datasets[0].sha256
+        hashes = "".join(dataset.sha256 for dataset in self.datasets)
+        return hashlib.sha256(hashes.encode()).hexdigest()
 
     @property
     def train(self) -> Tokens | Examples | MixedTokens:
@@ -96,7 +100,7 @@ class Mixture:
 
     @property
     def names(self) -> list[str]:
-        """The names in records: each folder's name, with a number if it is taken."""
+        """The names in records: each folder's name, with a number if it is not unique."""
         names: list[str] = []
         for dataset in self.datasets:
             folder = dataset.path.absolute().name
@@ -106,7 +110,7 @@ class Mixture:
 
     @property
     def epochs(self) -> list[float]:
-        """The tokens of training in which each dataset is seen once."""
+        """How many tokens of the mixture visit each dataset once."""
         pairs = zip(self.datasets, self.weights, strict=True)
         return [len(dataset.train) / weight for dataset, weight in pairs]
 
@@ -114,7 +118,7 @@ class Mixture:
         """Return a line for each dataset: its tokens, and its weight if there are several."""
         lines = []
         for dataset, weight in zip(self.datasets, self.weights, strict=True):
-            percent = f"{100 * weight:.3g}% " if len(self.weights) > 1 else ""
+            percent = f"{100 * weight:.3g}% " if len(self.datasets) > 1 else ""
             train = f"{len(dataset.train):,} tokens to train on"
             lines.append(f"{percent}{dataset.path}: {train}, {len(dataset.val):,} to validate")
         return "\n       ".join(lines)
@@ -134,38 +138,38 @@ class Mixture:
 
     def evaluation(self, losses: Sequence[float]) -> dict[str, float]:
         """Return the record of an evaluation, given the loss on each in nats per token."""
-        loss = self.mean(losses)
+        mean_loss = self.mean(losses)
         record = {
-            "val_loss": loss,
-            "val_bits_per_byte": loss / math.log(2) / self.bytes_per_token("val"),
-            "val_perplexity": math.exp(min(loss, 700)),
+            "val_loss": mean_loss,
+            "val_bits_per_byte": mean_loss / math.log(2) / self.bytes_per_token("val"),
+            "val_perplexity": math.exp(min(mean_loss, 700)),
         }
-        if len(losses) == 1:
-            return record
-        for name, dataset, loss in zip(self.names, self.datasets, losses, strict=True):
-            record[f"val_loss/{name}"] = loss
-            bits = loss / math.log(2) / dataset.bytes_per_token("val")
-            record[f"val_bits_per_byte/{name}"] = bits
+        if len(losses) > 1:
+            for name, dataset, loss in zip(self.names, self.datasets, losses, strict=True):
+                bits = loss / math.log(2) / dataset.bytes_per_token("val")
+                record |= {f"val_loss/{name}": loss, f"val_bits_per_byte/{name}": bits}
         return record
 
 
-def as_paths(data: str | Path | Sequence[str | Path], mix: Sequence[float] | None = None) -> tuple[Path, ...]:
+def as_paths(
+    data: str | Path | Sequence[str | Path], mix: Sequence[float] | None = None
+) -> tuple[Path, ...]:
     """Return the folders of datasets. Raises UserError if there is none, or mix does not fit."""
     paths = tuple(map(Path, [data] if isinstance(data, str | Path) else data))
     if not paths:
         raise UserError("--data: no dataset. Give at least one.")
-    if mix is not None and len(paths) == 1:
-        raise UserError(f"--mix: needs several datasets (got --data {paths[0]}). Leave it out.")
-    if mix is not None and len(mix) != len(paths):
-        numbers = f"got {len(mix)} for {len(paths)} datasets"
-        raise UserError(f"--mix: needs one weight for each dataset in --data ({numbers}).")
+    if mix is not None and (len(paths) == 1 or len(mix) != len(paths)):
+        numbers = f"got {len(mix)} for {len(paths)}"
+        raise UserError(
+            f"--mix: needs several datasets in --data and a weight for each ({numbers})."
+        )
     return paths
 
 
 def open_mixture(paths: Sequence[Path], mix: Sequence[float] | None = None) -> Mixture:
     """Open datasets to be mixed in proportion to mix, by default to their tokens.
 
-    Raises UserError for a dataset that is unusable, or does not fit the others.
+    Raises UserError for an unusable dataset, and for datasets that cannot be mixed.
     """
     datasets = tuple(open_dataset(path) for path in paths)
     if len(datasets) > 1:
@@ -176,16 +180,17 @@ def open_mixture(paths: Sequence[Path], mix: Sequence[float] | None = None) -> M
 
 
 def _check_fit(datasets: Sequence[Dataset]) -> None:
+    """Raise UserError for datasets that cannot be mixed."""
     first = datasets[0]
-    paths: dict[str, Path] = {}
+    paths: dict[str, Path] = {}  # by hash
     for dataset in datasets:
         if isinstance(dataset.train, Examples):
             raise UserError(f"{dataset.path}: examples cannot be mixed. Train on it alone.")
         if dataset.tokenizer.fingerprint != first.tokenizer.fingerprint:
             options = f"--out {dataset.path} --force --tokenizer {first.path}"
-            reason = f"has another tokenizer than {first.path}"
+            reason = f"its tokenizer is not that of {first.path}"
             raise UserError(f"{dataset.path}: {reason}. Run python prepare.py INPUT {options}.")
         if dataset.sha256 in paths:
-            same = paths[dataset.sha256]
-            raise UserError(f"{dataset.path}: is the same dataset as {same}. Give it once.")
+            reason = f"is the same dataset as {paths[dataset.sha256]}"
+            raise UserError(f"{dataset.path}: {reason}. Give it once.")
         paths[dataset.sha256] = dataset.path

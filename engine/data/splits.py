@@ -2,17 +2,14 @@
 
 import hashlib
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from operator import attrgetter
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import NamedTuple
 
 import numpy as np
 
 from engine.core.errors import UserError
-from engine.data.chat import Encoder
 from engine.data.inputs.readers import (
     LARGE_DOCUMENT_BYTES,
     Text,
@@ -23,13 +20,15 @@ from engine.data.inputs.readers import (
 )
 from engine.data.inputs.sources import Source
 
-SPLITS = ("train", "val")
+SPLIT_NAMES = ("train", "val")
 MIN_EXPECTED_DOCUMENTS = 6  # in the smaller split; with fewer, chance could leave it empty
 MIN_UNIT_BYTES = 2**24
+MAX_UNITS = 2**12  # about: each has its own shards, and a system maps some 65,000 files at most
 MIN_BATCH_CHARACTERS = 2**19  # that a thread encodes at a time, unless a unit has fewer
 MAX_WHOLE_DOCUMENT_BYTES = 2**26  # of a document that cannot be encoded in pieces
-MAX_UNITS = 2**12  # about: each has its own shards, and a system maps some 65,000 files at most
-DIGEST = slice(8, 24)  # of a text's hash: its identity; the bytes before decide its split
+HASH_BYTES = slice(8, 24)  # of a digest: they identify a text; those before decide its split
+# Of a text: its hash, its number of tokens, and whether its document ends.
+TEXT_DTYPE = np.dtype([("hash", "V16"), ("tokens", "<u8"), ("ends", "?")])
 
 
 class Piece(NamedTuple):
@@ -98,7 +97,7 @@ class Rule:
 
 
 class Corpus:
-    """The documents of some sources, in order."""
+    """The documents of sources, in order."""
 
     def __init__(self, sources: list[Source], val_fraction: float):
         """Read only as many documents as tell whether there are few."""
@@ -106,25 +105,23 @@ class Corpus:
         self.examples = any(source.turns_of for source in sources)
         self.single = len(sources) == 1 and kind_of(sources[0]) == ""
         self.units = make_units(sources)
-        few = self.single or self._has_few(MIN_EXPECTED_DOCUMENTS / min(val_fraction, 1 - val_fraction))
+        self.bytes = sum(source.size for source in sources)
+        num_enough = MIN_EXPECTED_DOCUMENTS / min(val_fraction, 1 - val_fraction)
+        totals = itertools.accumulate(self._document_counts())
+        few = self.single or all(total < num_enough for total in totals)
         threshold = val_fraction
         if few and self.examples:
             threshold = self._threshold_of_few(val_fraction)
         self.rule = Rule(val_fraction, few, self.single, self.examples, threshold)
 
-    def _has_few(self, num_enough: float) -> bool:
-        num_documents = 0
+    def _document_counts(self) -> Iterator[int]:
+        """Yield numbers whose sum is the number of documents."""
         for source in self.sources:
             count = count_documents(source)
             if count is None:
-                for text in read(source):
-                    num_documents += text.ends
-                    if num_documents >= num_enough:
-                        return False
-            num_documents += count or 0
-            if num_documents >= num_enough:
-                return False
-        return True
+                yield from (text.ends for text in read(source))
+            else:
+                yield count
 
     def _threshold_of_few(self, val_fraction: float) -> float:
         """Return a threshold that gives validation its fraction: at least one, but not all."""
@@ -133,22 +130,19 @@ class Corpus:
         return fractions[count - 1] if count > 0 else -1.0
 
     @property
-    def bytes(self) -> int:
-        """Size of all sources."""
-        return sum(source.size for source in self.sources)
-
-    @property
     def is_plain(self) -> bool:
         """Whether the size of the sources is about that of their text."""
-        return not any(source.compression or kind_of(source) in (".parquet", "rows") for source in self.sources)
+        return not any(
+            source.compression or kind_of(source) in (".parquet", "rows") for source in self.sources
+        )
 
     @property
     def version(self) -> str:
         """A hash that changes when a file does; "" if that cannot be known."""
-        infos = [(PurePath(source.name).name, *source.info) for source in self.sources]
-        if not all(version for *_, version in infos):
+        versions = source_versions(self.sources)
+        if not versions:
             return ""
-        return hashlib.blake2b(repr(infos).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(repr(versions).encode(), digest_size=16).hexdigest()
 
     def texts(self) -> Iterator[Text]:
         """Yield the texts of all documents."""
@@ -156,8 +150,12 @@ class Corpus:
             yield from unit.texts()
 
     def digests(self) -> list[np.ndarray]:
-        """Return what identifies the texts of each unit: see text_rows."""
-        return [text_rows((digest_of(text), 0, text.ends) for text in unit.texts()) for unit in self.units]
+        """Return the texts of each unit, (N,) of TEXT_DTYPE without numbers of tokens."""
+        arrays = []
+        for unit in self.units:
+            rows = [(digest_of(text)[HASH_BYTES], 0, text.ends) for text in unit.texts()]
+            arrays.append(np.array(rows, TEXT_DTYPE))
+        return arrays
 
     def sample(self, max_bytes: int | None) -> Iterator[str]:
         """Yield all texts, or if they are more than ``max_bytes`` the beginning of each unit.
@@ -172,68 +170,47 @@ class Corpus:
         total_bytes = sum(unit.size for unit in self.units)
         for unit in self.units:
             budget += max_bytes * unit.size / max(1, total_bytes)
-            for text in unit.texts() if budget > 0 else ():
+            if budget <= 0:
+                continue
+            for text in unit.texts():
                 yield text.text
                 budget -= len(text.text.encode())
                 if budget <= 0:
                     break
 
     def _fits(self, max_bytes: int) -> bool:
+        """Return whether the texts have at most ``max_bytes``; a known size is not measured."""
         if self.is_plain:
             return self.bytes <= max_bytes
-        num_bytes = 0
-        for text in self.texts():
-            num_bytes += len(text.text.encode())
-            if num_bytes > max_bytes:
-                return False
-        return True
+        totals = itertools.accumulate(len(text.text.encode()) for text in self.texts())
+        return all(total <= max_bytes for total in totals)
 
 
-@dataclass
-class Batch:
-    """Encoded texts: token ids and counts of each split, and a row for each text."""
+def make_units(sources: list[Source]) -> list[Unit]:
+    """Group parts of sources into units, in order.
 
-    ids: dict[str, list[np.ndarray]] = field(default_factory=lambda: {name: [] for name in SPLITS})
-    counts: dict[str, Counter] = field(default_factory=lambda: {name: Counter() for name in SPLITS})
-    texts: list[tuple[bytes, int, bool]] = field(default_factory=list)  # see text_rows
-    num_characters: int = 0
-
-
-def encode_batch(texts: Iterable[Text], rule: Rule, encode: Encoder, whole_documents: bool = False) -> Batch:
-    """Split, hash and encode texts, or with whole_documents the joined texts of each document."""
-    batch = Batch()
-    pieces: list[Piece] = []
-    for text in texts:
-        digest = digest_of(text)
-        pieces += rule.pieces(text, digest)
-        num_tokens = 0
-        if whole_documents and not text.ends:
-            batch.texts.append((digest, num_tokens, text.ends))
-            continue
-        for piece in join_pieces(pieces):
-            ids, num_bytes, num_targets = encode(piece.text, piece.ends)
-            batch.ids[piece.split].append(ids)
-            counts = batch.counts[piece.split]
-            counts["tokens"] += len(ids)
-            counts["bytes"] += num_bytes
-            counts["documents"] += piece.ends
-            counts["targets"] += num_targets
-            num_tokens += len(ids)
-            batch.num_characters += len(piece.text)
-        batch.texts.append((digest, num_tokens, text.ends))
-        pieces.clear()
-    return batch
+    Small files share a unit. A large file has its own; of Parquet or of a Hugging Face dataset
+    it has several.
+    """
+    unit_bytes = max(MIN_UNIT_BYTES, sum(source.size for source in sources) // MAX_UNITS)
+    units: list[list[tuple[Source, int, int]]] = []
+    num_bytes = 0  # of the last unit
+    for source in sources:
+        count = count_parts(source, unit_bytes)
+        part_bytes = source.size // count
+        for index in range(count):
+            if not units or num_bytes + part_bytes > unit_bytes:
+                units.append([])
+                num_bytes = 0
+            units[-1].append((source, index, count))
+            num_bytes += part_bytes
+    return [Unit(number, tuple(parts)) for number, parts in enumerate(units)]
 
 
-def join_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Join the pieces of a document that are of the same split."""
-    for split, group in itertools.groupby(pieces, key=attrgetter("split")):
-        same = list(group)
-        yield Piece(split, "".join(piece.text for piece in same), same[-1].ends)
-
-
-def make_batches(units: Iterable[Unit], whole_documents: bool = False) -> Iterator[tuple[Unit, list[Text], bool]]:
-    """Yield texts of a unit that are encoded together, and whether they are its last.
+def make_batches(
+    units: Iterable[Unit], whole_documents: bool = False
+) -> Iterator[tuple[Unit, list[Text]]]:
+    """Yield a unit and texts of it that are encoded together; of each unit at least one batch.
 
     With whole_documents no document is in two batches. Raises UserError if it is too large.
     """
@@ -249,32 +226,16 @@ def make_batches(units: Iterable[Unit], whole_documents: bool = False) -> Iterat
             num_characters += len(text.text) + 1
             is_cuttable = text.ends or not whole_documents
             if num_characters >= MIN_BATCH_CHARACTERS and is_cuttable:
-                yield unit, texts, False
+                yield unit, texts
                 texts = []
                 num_characters = 0
-        yield unit, texts, True
+        yield unit, texts
 
 
-def make_units(sources: list[Source]) -> list[Unit]:
-    """Group parts of sources into units, in order.
-
-    Small files share a unit. A large file has its own; of Parquet or of a Hugging Face dataset
-    it has several.
-    """
-    unit_bytes = max(MIN_UNIT_BYTES, sum(source.size for source in sources) // MAX_UNITS)
-    units: list[Unit] = []
-    parts: list[tuple[Source, int, int]] = []
-    num_bytes = 0
-    for source in sources:
-        count = count_parts(source, unit_bytes)
-        for index in range(count):
-            if parts and num_bytes + source.size // count > unit_bytes:
-                units.append(Unit(len(units), tuple(parts)))
-                parts = []
-                num_bytes = 0
-            parts.append((source, index, count))
-            num_bytes += source.size // count
-    return [*units, Unit(len(units), tuple(parts))] if parts else units
+def source_versions(sources: Iterable[Source]) -> list[tuple[str, int, str]]:
+    """Return the name, size and version of each source; none if a version is unknown."""
+    versions = [(PurePath(source.name).name, *source.info) for source in sources]
+    return versions if all(version for _, _, version in versions) else []
 
 
 def digest_of(text: Text) -> bytes:
@@ -288,43 +249,29 @@ def hash_fraction(digest: bytes) -> float:
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def text_rows(texts: Iterable[tuple[bytes, int, bool]]) -> np.ndarray:
-    """Return digest (two numbers), tokens and "ends its document" of texts, uint64 (N, 4)."""
-    texts = list(texts)
-    rows = np.zeros((len(texts), 4), np.uint64)
-    digests = b"".join(digest[DIGEST] for digest, _, _ in texts)
-    rows[:, :2] = np.frombuffer(digests, "<u8").reshape(-1, 2)
-    rows[:, 2:] = np.array([(tokens, ends) for _, tokens, ends in texts], np.uint64).reshape(-1, 2)
-    return rows
-
-
-def document_rows(texts: np.ndarray) -> np.ndarray:
-    """Sum the rows of each document's texts: digest and tokens, uint64 (documents, 3)."""
-    ends = np.flatnonzero(texts[:, 3])
-    if not len(ends):
-        return np.empty((0, 3), np.uint64)
-    return np.add.reduceat(texts[:, :3], np.append(0, ends[:-1] + 1))
-
-
-def first_occurrences(documents: np.ndarray) -> np.ndarray:
-    """Return which documents repeat no earlier one, bool (N,), given their rows (N, ≥ 2)."""
-    identities = np.ascontiguousarray(documents[:, :2]).view("V16").ravel()
-    is_first = np.zeros(len(documents), bool)
-    is_first[np.unique(identities, return_index=True)[1]] = True
-    return is_first
-
-
 def content_hash(units: Iterable[np.ndarray]) -> str:
-    """Hash the digests of all texts, given the rows of each unit."""
+    """Hash the texts (N,) of all units."""
     content = hashlib.blake2b(digest_size=16)
     for texts in units:
-        content.update(np.ascontiguousarray(texts[:, :2]).tobytes())
+        content.update(texts["hash"].tobytes())
     return content.hexdigest()
 
 
-def find_repeats(rows: list[np.ndarray]) -> list[frozenset[int]]:
+def sum_documents(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the hashes and the numbers of tokens of documents, (M,) each, of texts (N,)."""
+    ends = np.flatnonzero(texts["ends"])
+    if not len(ends):
+        return np.empty(0, "V16"), np.empty(0, np.uint64)
+    starts = np.append(0, ends[:-1] + 1)
+    halves = np.frombuffer(texts["hash"].tobytes(), "<u8").reshape(-1, 2)
+    hashes = np.add.reduceat(halves, starts).view("V16").ravel()
+    return hashes, np.add.reduceat(texts["tokens"], starts)
+
+
+def find_repeats(units: list[np.ndarray]) -> list[frozenset[int]]:
     """Return for each unit the numbers of documents that repeat an earlier one of any unit."""
-    documents = [document_rows(texts) for texts in rows]
-    is_first = first_occurrences(np.concatenate([*documents, np.empty((0, 3), np.uint64)]))
-    edges = list(itertools.accumulate((len(unit) for unit in documents), initial=0))
-    return [frozenset(np.flatnonzero(~is_first[start:end]).tolist()) for start, end in itertools.pairwise(edges)]
+    hashes = [sum_documents(texts)[0] for texts in units]
+    is_repeat = np.ones(sum(map(len, hashes)), bool)
+    is_repeat[np.unique(np.concatenate(hashes), return_index=True)[1]] = False
+    edges = np.cumsum([len(unit_hashes) for unit_hashes in hashes])[:-1]
+    return [frozenset(np.flatnonzero(part).tolist()) for part in np.split(is_repeat, edges)]

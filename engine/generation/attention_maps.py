@@ -13,7 +13,7 @@ from engine.data.tokenizer import Tokenizer
 from engine.generation.pictures import save
 from model import GPT, Block, Head
 
-VISIBLE_SPACES = {" ": "·", "\n": "⏎", "\t": "⇥"}
+SPACE_SYMBOLS = {" ": "·", "\n": "⏎", "\t": "⇥"}
 MAX_PICTURE_INCHES = 40
 MIN_MAP_INCHES = 2.2
 INCHES_PER_TOKEN = 0.17
@@ -40,18 +40,17 @@ def attention_maps(model: GPT, tokens: Tensor) -> Tensor:
 def token_label(tokenizer: Tokenizer, token: int) -> str:
     """Return a token as visible text: ``·`` a space, ``⏎`` a newline, ``⟨e2 82⟩`` single bytes."""
     try:
-        content = tokenizer.decode_bytes([token])
+        text = tokenizer.decode_bytes([token]).decode()
+    except UnicodeDecodeError as error:
+        return f"⟨{error.object.hex(' ')}⟩"
     except (KeyError, IndexError, ValueError):  # the model's vocabulary may be larger
         return f"⟨unused {token}⟩"
-    try:
-        text = content.decode()
-    except UnicodeDecodeError:
-        return f"⟨{content.hex(' ')}⟩"
-    characters = [VISIBLE_SPACES.get(c) or (c if c.isprintable() else repr(c)[1:-1]) for c in text]
-    return "".join(characters)
+    return "".join(SPACE_SYMBOLS.get(c) or (c if c.isprintable() else repr(c)[1:-1]) for c in text)
 
 
-def draw_attention(maps: np.ndarray, labels: Sequence[str], path: Path, layer: int | None = None) -> None:
+def draw_attention(
+    maps: np.ndarray, labels: Sequence[str], path: Path, layer: int | None = None
+) -> None:
     """Draw attention maps (L, H, T, T) as a PNG: the heads of one layer, or a grid of all layers.
 
     A row of a map is a query's token, and a column a key's; the weights of a row sum to 1.
@@ -65,8 +64,7 @@ def draw_attention(maps: np.ndarray, labels: Sequence[str], path: Path, layer: i
     num_rows = math.ceil(len(panels) / num_columns)
     side = max(MIN_MAP_INCHES, INCHES_PER_TOKEN * length + 0.8)
     side = min(side, MAX_PICTURE_INCHES / max(num_rows, num_columns))
-    max_labels = max(1, side / MIN_INCHES_PER_LABEL)
-    ticks = range(0, length, math.ceil(length / max_labels))
+    ticks = range(0, length, math.ceil(length * MIN_INCHES_PER_LABEL / side))
     tick_labels = [labels[i] for i in ticks]
     figure = Figure(figsize=(side * num_columns, side * num_rows), layout="constrained")
     all_axes = figure.subplots(num_rows, num_columns, squeeze=False)

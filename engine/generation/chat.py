@@ -3,21 +3,14 @@
 import contextlib
 import io
 import sys
-from collections.abc import Iterator, Sequence
 from typing import Unpack
 
 from engine.core.errors import UserError
-from engine.generation.sampling import SamplingOptions
+from engine.generation.sampling import TextOptions
 from engine.generation.text_generator import TextGenerator
 
 
-def converse(
-    model: TextGenerator,
-    system: str,
-    max_new_tokens: int,
-    stop: Sequence[str],
-    **options: Unpack[SamplingOptions],
-) -> None:
+def converse(model: TextGenerator, system: str, **options: Unpack[TextOptions]) -> None:
     """Answer each line of standard input until it ends, in a terminal until Ctrl-C or Ctrl-D."""
     if not sys.stdin:
         raise UserError("--chat: standard input is closed. Use --prompts-file FILE.jsonl.")
@@ -36,9 +29,14 @@ def converse(
             if not question:
                 continue
             chat = [*turns, ("user", question)]
+            answer = ""
             try:
-                pieces = model.stream_answer(chat, max_new_tokens, stop, **options)
-                answer = print_pieces(pieces, interrupts)
+                pieces = model.stream_answer(chat, **options)
+                with contextlib.suppress(*interrupts):
+                    for piece in pieces:
+                        answer += piece
+                        print(piece, end="", flush=True)
+                print()
                 turns = [*chat, ("assistant", answer)]
             except UserError as error:  # a character that the tokenizer lacks, for example
                 if not is_terminal:
@@ -46,14 +44,3 @@ def converse(
                 print(f"error: {error}", file=sys.stderr)
     if is_terminal:
         print()
-
-
-def print_pieces(pieces: Iterator[str], interrupts: Sequence[type[BaseException]]) -> str:
-    """Print an answer as it is generated, up to one of the interrupts, and return it."""
-    answer = ""
-    with contextlib.suppress(*interrupts):
-        for piece in pieces:
-            answer += piece
-            print(piece, end="", flush=True)
-    print()
-    return answer

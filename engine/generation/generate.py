@@ -1,8 +1,7 @@
 """Generation: token by token, for prompts of one length, or of many in batches."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Sequence
 from functools import partial
 from typing import Unpack
 
@@ -12,15 +11,15 @@ from torch import Tensor
 from engine.core.errors import UserError
 from engine.data.tokenizer import Tokenizer
 from engine.generation.kv_cache import new_caches
-from engine.generation.sampling import SamplingOptions, sample_token
+from engine.generation.sampling import FilterOptions, sample_token
 from engine.generation.text_stream import TextStream
 from model import GPT
 
 
 def window_start(length: int, context_length: int) -> int:
-    """The first of ``length`` tokens that predict the next one.
+    """Return the first of ``length`` tokens that predict the next one.
 
-    The window grows to context_length, then drops its older half: a cache serves for the other.
+    The window grows to context_length, then drops its older half and grows again, with a cache.
     """
     stride = (context_length + 1) // 2
     num_excess = max(0, length - context_length)
@@ -40,7 +39,7 @@ class Sequences:
     ):
         """Start with tokens (B, T), T ≥ 0, to grow up to max_length. Banned ids get logits of -inf.
 
-        The model may be any GPT; the copy of engine.nn.inference.for_decoding is faster.
+        The model must be in evaluation mode; engine.nn.inference.for_decoding makes it faster.
         """
         self.model = model
         self.tokens = tokens  # those from position ``start`` on
@@ -70,13 +69,8 @@ class Sequences:
             self.start = start
             for cache in self.caches:
                 cache.clear()
-        new_tokens = self.tokens[:, self.caches[0].filled if self.caches else 0 :]
-        was_training = self.model.training
-        if was_training:
-            self.model.eval()
-        logits = self.model(new_tokens, caches=self.caches)[:, -1]
-        if was_training:
-            self.model.train()
+        num_cached = self.caches[0].filled if self.caches else 0
+        logits = self.model(self.tokens[:, num_cached:], caches=self.caches)[:, -1]
         return logits.index_fill(-1, self.banned, -torch.inf) if len(self.banned) else logits
 
 
@@ -85,23 +79,21 @@ def generate(
     model: GPT,
     prompt: Tensor,
     max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
     seed: int = 0,
     banned: Sequence[int] = (),
     use_cache: bool = True,
+    **filters: Unpack[FilterOptions],
 ) -> Iterator[Tensor]:
     """Continue prompts (B, T), or one (T,), T ≥ 1: yields the next ids (B,), max_new_tokens times.
 
-    Banned ids are never chosen. Decoding without the cache is the slow definition, for tests.
+    Banned ids are never chosen. Decoding without the cache is the slow definition.
     """
     generator = torch.Generator(prompt.device).manual_seed(seed)
     max_length = prompt.shape[-1] + max_new_tokens
     tokens = prompt.view(-1, prompt.shape[-1])
     sequences = Sequences(model, tokens, max_length, banned, use_cache)
     for _ in range(max_new_tokens):
-        next_ids = sample_token(sequences.logits(), generator, temperature, top_k, top_p)
+        next_ids = sample_token(sequences.logits(), generator, **filters)
         sequences.append(next_ids[:, None])
         yield next_ids
 
@@ -119,106 +111,55 @@ def initial_tokens(tokenizer: Tokenizer, num_documents: int) -> list[int]:
         return [0]
 
 
-def banned_tokens(tokenizer: Tokenizer, model: GPT, ends: Sequence[int] = ()) -> list[int]:
+def banned_tokens(tokenizer: Tokenizer, model: GPT, ends: Container[int] = ()) -> list[int]:
     """List the model's ids that are neither text nor an end of it."""
     padding = range(tokenizer.vocab_size, model.config.vocab_size or 0)
     return [token for token in [*tokenizer.unused_ids(), *padding] if token not in ends]
 
 
-def generate_text(
-    model: GPT,
-    tokenizer: Tokenizer,
-    prompts: Sequence[list[int]],
-    max_new_tokens: int,
-    ends: Sequence[int] = (),
-    use_cache: bool = True,
-    **options: Unpack[SamplingOptions],
-) -> Iterator[Tensor]:
-    """Continue prompts of one length by :func:`generate`, with ids of text or ends of it."""
-    prompt = torch.tensor(prompts, device=next(model.parameters()).device)
-    banned = banned_tokens(tokenizer, model, ends)
-    return generate(model, prompt, max_new_tokens, banned=banned, use_cache=use_cache, **options)
-
-
-@dataclass
-class Completion:
-    """A prompt of a batch, and the text after it."""
-
-    index: int
-    prompt: list[int]
-    max_new_tokens: int
-    stream: TextStream
-    text: str = ""
-    num_tokens: int = 0
-
-    def step(self, position: int, drawn: int) -> int:
-        """Return the token at a position: the prompt's, or after it the drawn one, as text."""
-        if position < len(self.prompt):
-            return self.prompt[position]
-        if not self.stream.ended:
-            self.text += self.stream.push(drawn)
-            self.num_tokens += 1
-            if self.num_tokens == self.max_new_tokens:
-                self.text += self.stream.end()
-        return drawn
-
-
 @torch.inference_mode()
 def complete(
     model: GPT,
-    tokenizer: Tokenizer,
-    prompts: Sequence[tuple[list[int], int]],
-    batch_size: int,
-    stops: Sequence[str] = (),
-    ends: Sequence[int] = (),
+    streams: Sequence[TextStream],
+    batch_size: int = 1,
     seed: int = 0,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-) -> Iterator[tuple[int, str, int]]:
-    """Continue prompts, each its ids (at least one) and its max_new_tokens, in batches.
+    use_cache: bool = True,
+    drop_ended: bool = True,
+    **filters: Unpack[FilterOptions],
+) -> Iterator[tuple[int, str]]:
+    """Continue the prompts of streams with one tokenizer, in batches, until all have ended.
 
-    Yields (index of the prompt, text, number of tokens) as texts end. Prompts of similar length
-    share a batch. At temperature 0 a text equals that of :func:`generate_text` for its prompt alone.
+    Yields (index of the stream, text) for each new token. Prompts of similar length share a batch.
+    With drop_ended, which saves time, random numbers depend on which streams ended before. At
+    temperature 0 the tokens are those of :func:`generate` for each prompt alone.
     """
     device = next(model.parameters()).device
-    rows = []
-    for index, (prompt, max_new_tokens) in enumerate(prompts):
-        start = window_start(len(prompt), model.config.context_length)  # earlier tokens are not seen
-        stream = TextStream(tokenizer, stops, ends, prompt)
-        rows.append(Completion(index, prompt[start:], max_new_tokens, stream))
-    rows.sort(key=lambda row: len(row.prompt))
-    generator = torch.Generator(device).manual_seed(seed)
-    sample = partial(sample_token, generator=generator, temperature=temperature, top_k=top_k, top_p=top_p)
-    banned = banned_tokens(tokenizer, model, ends)
-    for first in range(0, len(rows), batch_size):
-        batch = rows[first : first + batch_size]
-        tokens = torch.empty(len(batch), 0, dtype=torch.long, device=device)
-        max_length = max(len(row.prompt) + row.max_new_tokens for row in batch)
-        for row in _complete_batch(Sequences(model, tokens, max_length, banned), batch, sample):
-            yield row.index, row.text, row.num_tokens
-
-
-def _complete_batch(
-    sequences: Sequences, rows: list[Completion], sample: Callable[[Tensor], Tensor]
-) -> Iterator[Completion]:
-    """Yield each row when its text has ended.
-
-    All rows start at position 0, so that they need no masks. While a row's prompt continues, its
-    tokens replace the drawn ones, as in the code of Touvron et al. 2023.
-    """
-    while active := [row for row in rows if not row.stream.ended]:
-        shortest = min(len(row.prompt) for row in active)
-        if 2 * len(active) <= len(rows) or shortest > sequences.length:
-            indices = [index for index, row in enumerate(rows) if not row.stream.ended]
-            sequences.select(sequences.tokens.new_tensor(indices))
-            rows = active
-        position = sequences.length
-        if shortest > position:
-            pieces = [row.prompt[position:shortest] for row in rows]
-            sequences.append(sequences.tokens.new_tensor(pieces))
-            position = shortest
-        drawn = sample(sequences.logits()).tolist()
-        tokens = [row.step(position, token) for row, token in zip(rows, drawn, strict=True)]
-        yield from [row for row in active if row.stream.ended]
-        sequences.append(sequences.tokens.new_tensor(tokens)[:, None])
+    sample = partial(sample_token, generator=torch.Generator(device).manual_seed(seed), **filters)
+    prompts = [
+        stream.prompt[window_start(len(stream.prompt), model.config.context_length) :]
+        for stream in streams
+    ]
+    order = sorted(range(len(streams)), key=lambda index: len(prompts[index]))
+    banned = banned_tokens(streams[0].tokenizer, model, streams[0].ends) if streams else []
+    for first in range(0, len(streams), batch_size):
+        rows = order[first : first + batch_size]
+        tokens = torch.empty(len(rows), 0, dtype=torch.long, device=device)
+        max_length = max(len(prompts[index]) + streams[index].max_tokens for index in rows)
+        sequences = Sequences(model, tokens, max_length, banned, use_cache)
+        # All rows start at position 0, so that they need no masks. While a row's prompt continues,
+        # its tokens replace the drawn ones, as in the code of Touvron et al. 2023.
+        while active := [index for index in rows if not streams[index].ended]:
+            shortest = min(len(prompts[index]) for index in active)
+            if (drop_ended and 2 * len(active) <= len(rows)) or shortest > sequences.length:
+                sequences.select(tokens.new_tensor([rows.index(index) for index in active]))
+                rows = active
+            if shortest > sequences.length:
+                pieces = [prompts[index][sequences.length : shortest] for index in rows]
+                sequences.append(tokens.new_tensor(pieces))
+            next_ids = sample(sequences.logits()).tolist()
+            for row, index in enumerate(rows):
+                if sequences.length < len(prompts[index]):
+                    next_ids[row] = prompts[index][sequences.length]
+                elif not streams[index].ended:
+                    yield index, streams[index].push(next_ids[row])
+            sequences.append(tokens.new_tensor(next_ids)[:, None])

@@ -59,7 +59,9 @@ class KVCache:
         first_visible = max(0, start + 1 - self.window)
         visible = torch.cat((self.keys_values[:, :, :, first_visible:start], new), dim=3)
         self.stored = min(self.window - 1, visible.shape[3])
-        self.keys_values[:, :, :, : self.stored] = visible[:, :, :, visible.shape[3] - self.stored :]
+        self.keys_values[:, :, :, : self.stored] = visible[
+            :, :, :, visible.shape[3] - self.stored :
+        ]
         keys, values = visible
         return keys, values
 

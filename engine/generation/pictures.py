@@ -19,34 +19,33 @@ def draw_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw the losses in records of metrics.jsonl against the step. Non-finite ones are omitted."""
     from matplotlib.figure import Figure  # takes half a second: imported only to draw
 
+    styles = {"train_loss": ("training", "-"), "val_loss": ("validation", "o-")}
+    keys = dict.fromkeys(key for record in records for key in record)
+    for key in keys:
+        if key.startswith(DATASET_PREFIX):
+            styles[key] = (key.removeprefix(DATASET_PREFIX), ".:")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel="optimizer steps", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
-    styles = {"train_loss": ("training", "-"), "val_loss": ("validation", "o-")}
-    all_keys = dict.fromkeys(key for record in records for key in record)
-    dataset_keys = [key for key in all_keys if key.startswith(DATASET_PREFIX)]
-    for key in dataset_keys:
-        styles[key] = (key.removeprefix(DATASET_PREFIX), ".:")
-    curves: dict[str, list[tuple[int, float]]] = {key: [] for key in styles}
-    losses = []  # in the order of steps
-    for record in records:
-        for key in styles:
-            loss = record.get(key)
-            if loss is not None and math.isfinite(loss):
-                curves[key].append((record["step"], loss))
-                losses.append(loss)
+    all_points = []
     for key, (label, style) in styles.items():
-        if not curves[key]:
+        points = [
+            (record["step"], record[key])
+            for record in records
+            if record.get(key) is not None and math.isfinite(record[key])
+        ]
+        if not points:
             continue
-        axes.plot(*zip(*curves[key], strict=True), style, label=label, linewidth=1, markersize=4)
-        if key not in dataset_keys:
-            step, loss = curves[key][-1]
+        all_points += points
+        axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=4)
+        if not key.startswith(DATASET_PREFIX):
+            step, loss = points[-1]
             axes.set_title(f"{label} loss {loss:.4f} at step {step:,}")
         for text in axes.legend().get_texts():
             text.set_parse_math(False)  # a dataset's name may contain "$"
-    scale = losses[int(len(losses) * WARMUP_FRACTION) :]
-    if scale and max(scale) > min(scale):
-        axes.set_ylim(min(scale) - 0.05 * (max(scale) - min(scale)), max(scale))
+    losses = [loss for _, loss in sorted(all_points)][int(len(all_points) * WARMUP_FRACTION) :]
+    if losses and max(losses) > min(losses):
+        axes.set_ylim(min(losses) - 0.05 * (max(losses) - min(losses)), max(losses))
     save(figure, path)
 
 

@@ -3,7 +3,7 @@
 import sys
 import time
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -11,14 +11,12 @@ from tqdm import tqdm
 
 from engine.core.errors import UserError
 from engine.core.files import atomic_write, parse_json, to_json
-from engine.data.chat import Turn
-from engine.data.chat import parse_chat as parse_chat
+from engine.data.chat import Turn, parse_chat, stop_ids
 from engine.generation.beam_search import search_text
 from engine.generation.generate import complete
 from engine.generation.sampling import SamplingOptions
 from engine.generation.text_generator import TextGenerator, fit_chat
-
-Prompt = tuple[list[int], int]  # token ids, and the most new tokens
+from engine.generation.text_stream import TextStream
 
 
 def complete_file(
@@ -26,10 +24,10 @@ def complete_file(
     source: Path,
     target: Path,
     is_chat: bool,
-    max_new_tokens: int,
     batch_size: int,
-    stop: tuple[str, ...] = (),
-    num_beams: int | None = None,
+    num_beams: int | None,
+    max_new_tokens: int,
+    stop: Sequence[str],
     **options: Unpack[SamplingOptions],
 ) -> None:
     """Write the lines of a file, each with its completion, and print the speed.
@@ -40,29 +38,33 @@ def complete_file(
         raise UserError(f"--out: already exists (got {target}). Remove it, or choose another.")
     if not target.parent.is_dir():
         raise UserError(f"--out: its folder does not exist (got {target}). Create it first.")
+    ends = stop_ids(model.tokenizer) if is_chat else []
     records = []
-    prompts = []
+    streams = []
     for place, record in read_lines(source):
         try:
-            prompts.append(encode_record(record, model, is_chat, max_new_tokens))
+            prompt, limit = encode_record(record, model, is_chat, max_new_tokens)
         except (UserError, UnicodeEncodeError) as error:
             raise UserError(f"{place}: {error}") from None
-        records.append(record)
+        streams.append(TextStream(model.tokenizer, prompt, limit, stop, ends))
+        records.append({**record, "completion": ""})
     if not records:
         raise UserError(f'{source}: has no lines. Add one or more: {{"prompt": TEXT}}')
-    ends = model.answer_ends if is_chat else []
-    if num_beams:
-        completions = search_each(model, prompts, num_beams, stop, ends)
-    else:
-        completions = complete(model.decoder, model.tokenizer, prompts, batch_size, stop, ends, **options)
     start_time = time.perf_counter()
-    total = 0
-    for index, text, num_tokens in tqdm(completions, total=len(records), disable=None, dynamic_ncols=True, leave=False):
-        records[index]["completion"] = text
-        total += num_tokens
+    completions: Iterator[tuple[int, str]]
+    if num_beams:
+        texts = (search_text(model.decoder, stream, num_beams) for stream in streams)
+        completions = enumerate(texts)
+    else:
+        completions = complete(model.decoder, streams, batch_size, **options)
+    with tqdm(total=len(records), disable=None, dynamic_ncols=True, leave=False) as bar:
+        for index, text in completions:
+            records[index]["completion"] += text
+            bar.update(streams[index].ended)
     atomic_write(target, "".join(f"{to_json(record)}\n" for record in records).encode())
     seconds = time.perf_counter() - start_time
-    speed = f"{total:,} tokens in {seconds:,.1f} s, {total / seconds:,.0f} tokens/s"
+    num_tokens = sum(stream.num_tokens for stream in streams)
+    speed = f"{num_tokens:,} tokens in {seconds:,.1f} s, {num_tokens / seconds:,.0f} tokens/s"
     print(f"{target}: {len(records):,} prompts, {speed}", file=sys.stderr)
 
 
@@ -74,8 +76,13 @@ def read_lines(path: Path) -> Iterator[tuple[Path, Any]]:
             yield place, parse_json(line, place)
 
 
-def encode_record(record: Any, model: TextGenerator, is_chat: bool, max_new_tokens: int) -> Prompt:
-    """Encode the prompt or chat of a line. Raises UserError or UnicodeEncodeError."""
+def encode_record(
+    record: Any, model: TextGenerator, is_chat: bool, max_new_tokens: int
+) -> tuple[list[int], int]:
+    """Encode the prompt or chat of a line: returns its ids, and the most tokens after it.
+
+    Raises UserError or UnicodeEncodeError.
+    """
     to_json(record).encode()  # JSON can spell half of a character
     if not isinstance(record, dict):
         raise UserError(f"must be a JSON object (got {to_json(record)[:40]}).")
@@ -100,16 +107,3 @@ def parse_question(record: dict[str, Any]) -> list[Turn]:
     if not turns or turns[-1][0] == "assistant":
         raise UserError("'messages' must end with a question. Remove the assistant's last one.")
     return turns
-
-
-def search_each(
-    model: TextGenerator,
-    prompts: list[Prompt],
-    num_beams: int,
-    stop: tuple[str, ...],
-    ends: list[int],
-) -> Iterator[tuple[int, str, int]]:
-    """Yield (index, best text, number of tokens) of each prompt."""
-    for index, (ids, limit) in enumerate(prompts):
-        search = search_text(model.decoder, model.tokenizer, ids, limit, num_beams, stop, ends)
-        yield index, *search

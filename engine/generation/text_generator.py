@@ -2,41 +2,39 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Unpack, cast
 
+import torch
+
 from engine.core.cli import warn
 from engine.core.errors import UserError
-from engine.data.chat import Turn, encode_chat, end_of_turn
-from engine.data.chat import turn_delimiters as turn_delimiters
+from engine.data.chat import Turn, encode_chat, stop_ids, turn_delimiters
 from engine.data.tokenizer import Tokenizer
-from engine.generation.generate import generate_text
-from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions
-from engine.generation.text_stream import stream_texts
+from engine.generation.generate import complete
+from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions, TextOptions
+from engine.generation.text_stream import TextStream
 from engine.nn.inference import for_decoding
 from model import GPT
 
-MAX_SHOWN_CHARACTERS = 40  # of a turn in a warning
+MAX_NEW_TOKENS = 500  # by default
+MAX_QUOTED_CHARACTERS = 40  # of a turn in a warning
 
 
+@dataclass
 class TextGenerator:
-    """A model and its tokenizer, to generate text with."""
+    """A model and its tokenizer, to generate text with. initial_tokens replace an empty prompt."""
 
-    def __init__(
-        self,
-        model: GPT,
-        tokenizer: Tokenizer,
-        initial_tokens: list[int],
-        is_chat_model: bool = False,
-        should_compile: bool = False,
-    ):
-        """initial_tokens replace an empty prompt."""
-        self.model = model.eval()
-        self.tokenizer = tokenizer
-        self.initial_tokens = initial_tokens
-        self.is_chat_model = is_chat_model and end_of_turn(tokenizer) is not None
-        self.should_compile = should_compile
-        self.device = next(model.parameters()).device
+    model: GPT
+    tokenizer: Tokenizer
+    initial_tokens: list[int]
+    is_chat_model: bool = False
+    should_compile: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
 
     @cached_property
     def decoder(self) -> GPT:
@@ -50,75 +48,51 @@ class TextGenerator:
         """Encode a prompt; an empty one becomes the ids that begin a document."""
         return self.tokenizer.encode(prompt).tolist() or self.initial_tokens
 
-    def generate(
-        self,
-        prompt: str = "",
-        max_new_tokens: int = 500,
-        stop: Sequence[str] = (),
-        **options: Unpack[SamplingOptions],
-    ) -> str:
+    def generate(self, prompt: str = "", **options: Unpack[TextOptions]) -> str:
         """Return the text after a prompt.
 
-        Options are temperature, top_k, top_p and seed, by default those of the command line. The
-        text ends before any text of ``stop``.
+        Options are max_new_tokens, temperature, top_k, top_p, seed and stop, by default those of
+        the command line. The text ends before any text of ``stop``.
         """
-        return "".join(self.stream(prompt, max_new_tokens, stop, **options))
+        return "".join(self.stream(prompt, **options))
 
-    def stream(
-        self,
-        prompt: str = "",
-        max_new_tokens: int = 500,
-        stop: Sequence[str] = (),
-        **options: Unpack[SamplingOptions],
-    ) -> Iterator[str]:
+    def stream(self, prompt: str = "", **options: Unpack[TextOptions]) -> Iterator[str]:
         """Yield the text of :meth:`generate` piece by piece."""
-        pieces = self._stream([self.encode_prompt(prompt)], max_new_tokens, stop, (), options)
-        return (text for (text,) in pieces)
+        return (text for _, text in self._complete(self.encode_prompt(prompt), **options))
 
     def generate_samples(
-        self,
-        num_samples: int,
-        prompt: str = "",
-        max_new_tokens: int = 500,
-        stop: Sequence[str] = (),
-        **options: Unpack[SamplingOptions],
+        self, num_samples: int, prompt: str = "", **options: Unpack[TextOptions]
     ) -> list[str]:
         """Return several texts after one prompt, drawn in one batch."""
-        prompts = [self.encode_prompt(prompt)] * num_samples
-        pieces = self._stream(prompts, max_new_tokens, stop, (), options)
-        return ["".join(text) for text in zip(*pieces, strict=True)]
+        texts = [""] * num_samples
+        for index, text in self._complete(self.encode_prompt(prompt), (), num_samples, **options):
+            texts[index] += text
+        return texts
 
-    def stream_answer(
-        self,
-        turns: Sequence[Turn],
-        max_new_tokens: int = 500,
-        stop: Sequence[str] = (),
-        **options: Unpack[SamplingOptions],
-    ) -> Iterator[str]:
+    def stream_answer(self, turns: Sequence[Turn], **options: Unpack[TextOptions]) -> Iterator[str]:
         """Yield the assistant's answer to a chat, (role, text) turns, piece by piece."""
         context_length = self.model.config.context_length
+        max_new_tokens = options.get("max_new_tokens", MAX_NEW_TOKENS)
         ids, limit = fit_chat(self.tokenizer, turns, context_length, max_new_tokens)
-        pieces = self._stream([ids], limit, stop, self.answer_ends, options)
-        return (text for (text,) in pieces)
+        options = {**options, "max_new_tokens": limit}
+        return (text for _, text in self._complete(ids, stop_ids(self.tokenizer), **options))
 
-    @property
-    def answer_ends(self) -> list[int]:
-        """The ids that end an answer: one, or none without tokens for chats."""
-        end = end_of_turn(self.tokenizer)
-        return [] if end is None else [end]
-
-    def _stream(
+    def _complete(
         self,
-        prompts: list[list[int]],
-        max_new_tokens: int,
-        stop: Sequence[str],
-        ends: Sequence[int],
-        options: SamplingOptions,
-    ) -> Iterator[list[str]]:
-        """Yield what the text of each prompt gains in each step."""
+        prompt: list[int],
+        ends: Sequence[int] = (),
+        num_samples: int = 1,
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        stop: Sequence[str] = (),
+        **options: Unpack[SamplingOptions],
+    ) -> Iterator[tuple[int, str]]:
+        """Yield (index of the sample, text) for each new token, from one batch."""
+        streams = [
+            TextStream(self.tokenizer, prompt, max_new_tokens, stop, ends)
+            for _ in range(num_samples)
+        ]
         options = {**DEFAULT_OPTIONS, **options}
-        steps = generate_text(self.decoder, self.tokenizer, prompts, max_new_tokens, ends, **options)
-        return stream_texts(steps, self.tokenizer, prompts, stop, ends)
+        return complete(self.decoder, streams, num_samples, drop_ended=False, **options)
 
 
 def fit_chat(
@@ -146,13 +120,11 @@ def fit_chat(
     else:
         role, text = turns[last]
         if excess >= len(tokenizer.encode(text)):
-            raise UserError(
-                f"the system's turn: it takes {len(system)} of the model's {context_length} tokens "
-                "of context. Shorten it."
-            )
+            size = f"{len(system)} of the model's {context_length} tokens of context"
+            raise UserError(f"the system turn: too long (got {size}). Shorten it.")
         num_before = len(turn_delimiters(tokenizer, role)[0])
         del history[num_before : num_before + excess]
-        shown = text if len(text) < MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}…"
-        warn(f"the turn {shown!r} is too long; its first {excess:,} tokens are cut off")
+        quoted = text if len(text) < MAX_QUOTED_CHARACTERS else f"{text[:MAX_QUOTED_CHARACTERS]}…"
+        warn(f"the turn {quoted!r} is too long; its first {excess:,} tokens are cut off")
     ids = [*system, *history, *answer_start]
     return ids, min(max_new_tokens, context_length - len(ids))

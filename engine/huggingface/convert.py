@@ -1,28 +1,25 @@
 """A GPT's settings and parameters ↔ config.json and tensors of a model family of transformers."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.core.errors import UserError
-from engine.huggingface.families import FAMILIES, Family
+from engine.huggingface.families import MODEL_FAMILIES, Family
 from model import ModelConfig
 
 Tensors = dict[str, Tensor]
-Shapes = dict[str, torch.Size]
 TO_HF_ACTIVATION = {"relu2": "relu2", "gelu": "gelu_new", "relu": "relu", "swiglu": "silu"}
 FROM_HF_ACTIVATION = {
-    "relu2": "relu2",
-    "gelu_new": "gelu",
     "gelu_pytorch_tanh": "gelu",
-    "relu": "relu",
-    "silu": "swiglu",
+    **{hf_name: name for name, hf_name in TO_HF_ACTIVATION.items()},
 }
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
+REQUIRED_SETTINGS = {"vocab_size", "context_length", "num_layers", "num_heads"}
 HF_CONSTANT_BUFFERS = re.compile(r".*(attn\.(masked_)?bias|rotary_emb\.inv_freq)")  # of old files
 
 
@@ -47,55 +44,54 @@ def tensor_layout(names: Iterable[str], family: Family) -> dict[str, list[str]]:
     return layout
 
 
-def flip_rope_halves(name: str, value: Tensor, family: Family) -> Tensor:
-    """Negate the second half of a query's or key's rows if the family's RoPE rotates backwards.
+def rearrange(name: str, value: Tensor, family: Family) -> Tensor:
+    """Convert a parameter to the family's layout, or back: each step is its own inverse.
 
-    model.py rotates (a, b) to (a cos + b sin, b cos - a sin). With -b the other direction gives
-    the same numbers but for the sign of the second half, which cancels in the scores.
+    model.py rotates (a, b) to (a cos + b sin, b cos - a sin). With -b the other direction of RoPE
+    gives the same numbers but for the sign of the second half, which cancels in the scores.
     """
-    if not family.flips_rope or not re.search(r"\.(query|key)\.(weight|bias)$", name):
-        return value
-    first_half, second_half = value.chunk(2)
-    return torch.cat((first_half, -second_half))
-
-
-def transpose(name: str, value: Tensor, family: Family) -> Tensor:
-    """Transpose a matrix of the blocks if the family stores it as (input, output)."""
+    if family.flips_rope and re.search(r"\.(query|key)\.(weight|bias)$", name):
+        first_half, second_half = value.chunk(2)
+        value = torch.cat((first_half, -second_half))
     is_transposed = family.transposed and name.startswith("blocks.") and value.ndim == 2
     return value.T if is_transposed else value
 
 
-def to_hf(params: Tensors, family: Family) -> Tensors:
+def to_hf(params: Mapping[str, Tensor], family: Family) -> Tensors:
     """Convert parameters to the family's tensors. Raises UserError for an unknown parameter."""
-    tensors = {}
-    for hf_name, names in tensor_layout(params, family).items():
-        value = torch.cat([flip_rope_halves(name, params[name], family) for name in names])
-        tensors[hf_name] = transpose(names[0], value, family).contiguous()
-    return tensors
+    dim = -1 if family.transposed else 0
+    return {
+        hf_name: torch.cat([rearrange(name, params[name], family) for name in names], dim)
+        for hf_name, names in tensor_layout(params, family).items()
+    }
 
 
-def from_hf(tensors: Tensors, shapes: Shapes, family: Family, source: str) -> Tensors:
+def from_hf(
+    tensors: Tensors, meta_params: Mapping[str, Tensor], family: Family, source: str
+) -> Tensors:
     """Convert the family's tensors to parameters of these shapes, in float32.
 
     Raises UserError, naming the source, for a tensor that is missing, unknown, or misshapen.
     """
     prefix = family.modules["token_embedding"].split(".")[0] + "."  # old files omit it
-    for name in list(tensors):
-        if not name.startswith((prefix, "lm_head.")):
-            tensors[prefix + name] = tensors.pop(name)
+    tensors = {
+        name if name.startswith((prefix, "lm_head.")) else prefix + name: value
+        for name, value in tensors.items()
+    }
     params = {}
-    for hf_name, names in tensor_layout(shapes, family).items():
+    expected = to_hf(meta_params, family)
+    for hf_name, names in tensor_layout(meta_params, family).items():
         if hf_name not in tensors:
             raise UserError(f"{source}: {hf_name} is missing. Check the sizes in its config.json.")
-        value = transpose(names[0], tensors.pop(hf_name).float(), family)
-        num_rows = [shapes[name][0] for name in names]
-        shape = (sum(num_rows), *shapes[names[0]][1:])
+        value = tensors.pop(hf_name).float()
+        shape = tuple(expected[hf_name].shape)
         if value.shape != shape:
             got = f"got {tuple(value.shape)}"
             raise UserError(f"{source}: {hf_name} must have shape {shape}, by config.json ({got}).")
-        for name, rows in zip(names, value.split(num_rows), strict=True):
-            params[name] = flip_rope_halves(name, rows, family).contiguous()
-    if "head.weight" not in shapes:
+        pieces = value.chunk(len(names), -1 if family.transposed else 0)  # heads are of one size
+        for name, piece in zip(names, pieces, strict=True):
+            params[name] = rearrange(name, piece, family).contiguous()
+    if "head.weight" not in meta_params:
         tensors.pop("lm_head.weight", None)  # a copy of the tied embedding
     for name in tensors:
         if not HF_CONSTANT_BUFFERS.fullmatch(name):
@@ -139,9 +135,9 @@ def from_hf_config(hf_config: dict[str, Any], source: str) -> tuple[Family, dict
     """
     names = hf_config.get("architectures")
     name = names[0] if isinstance(names, list) and names else names
-    family = {family.architecture: family for family in FAMILIES.values()}.get(str(name))
+    family = {family.architecture: family for family in MODEL_FAMILIES.values()}.get(str(name))
     if family is None:
-        supported = ", ".join(family.architecture for family in FAMILIES.values())
+        supported = ", ".join(family.architecture for family in MODEL_FAMILIES.values())
         raise UserError(f"{source}: architectures must be one of {supported} (got {name!r}).")
     hf_config = family.defaults | hf_config
     for key, value in family.fixed.items():
@@ -150,14 +146,13 @@ def from_hf_config(hf_config: dict[str, Any], source: str) -> tuple[Family, dict
     supported_values = family.supported_values()
     settings = {setting: values[0] for setting, values in supported_values.items()}
     for setting, keys in family.settings.items():
-        hf_values = {key: hf_config[key] for key in keys.split() if hf_config.get(key) is not None}
-        if len(set(map(str, hf_values.values()))) > 1:
-            raise UserError(f"{source}: {' and '.join(hf_values)} must be equal (got {hf_values}).")
-        for value in hf_values.values():
-            settings[setting] = value
-    for setting in ("vocab_size", "context_length", "num_layers", "num_heads"):
-        if setting not in settings:
-            raise UserError(f"{source}: {family.settings[setting]} is missing.")
+        hf_values = [hf_config[key] for key in keys.split() if hf_config.get(key) is not None]
+        if len(set(map(str, hf_values))) > 1:
+            raise UserError(f"{source}: {keys} must be equal (got {hf_values}).")
+        if hf_values:
+            settings[setting] = hf_values[0]
+        elif setting in REQUIRED_SETTINGS:
+            raise UserError(f"{source}: {keys} is missing.")
     hf_activation = hf_config.get(family.settings["activation"])
     if hf_activation is not None:
         unknown = f"transformers' {hf_activation}"
@@ -190,11 +185,10 @@ def read_windows(hf_config: dict[str, Any], family: Family, source: str) -> list
     if family.windows == "none" or not width or not hf_config.get("use_sliding_window"):
         return None
     windows = {FULL_ATTENTION: 0, SLIDING_ATTENTION: width}
-    layer_types = hf_config.get("layer_types")
+    layer_types: Any = hf_config.get("layer_types")
     num_layers = hf_config["num_hidden_layers"]
-    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-        raise UserError(f"{source}: layer_types must list {num_layers} layers.")
-    if not windows.keys() >= set(map(str, layer_types)):
-        allowed = " or ".join(windows)
-        raise UserError(f"{source}: layer_types must be {allowed} (got {layer_types}).")
+    is_list = isinstance(layer_types, list) and len(layer_types) == num_layers
+    if not is_list or not windows.keys() >= set(map(str, layer_types)):
+        need = f"list {num_layers} of {' or '.join(windows)}"
+        raise UserError(f"{source}: layer_types must {need} (got {layer_types}).")
     return [windows[layer_type] for layer_type in layer_types]

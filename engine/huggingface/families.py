@@ -97,18 +97,19 @@ class Family:
 
 
 ANY_HEAD_KEYS = {**LLAMA_KEYS, "head_dim": "head_dim"}
+GATED_RMS: dict[str, tuple] = {"norm": ("weighted_rmsnorm",), "activation": ("swiglu",)}
 # By the value of --family. "auto" takes the first that supports the model: more programs run it.
-FAMILIES: dict[str, Family] = {
+MODEL_FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
         "llama",
-        {"norm": ("weighted_rmsnorm",), "activation": ("swiglu",), "qk_norm": (False,)},
+        {**GATED_RMS, "qk_norm": (False,)},
         settings={**ANY_HEAD_KEYS, "bias": "attention_bias mlp_bias"},
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         "qwen3",
-        {"norm": ("weighted_rmsnorm",), "activation": ("swiglu",), "bias": (False,)},
+        {**GATED_RMS, "bias": (False,)},
         settings=ANY_HEAD_KEYS,
         defaults={"head_dim": 128},
         windows="one width or 0 for each layer",
@@ -116,12 +117,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(
         "MistralForCausalLM",
         "mistral",
-        {
-            "norm": ("weighted_rmsnorm",),
-            "activation": ("swiglu",),
-            "qk_norm": (False,),
-            "bias": (False,),
-        },
+        {**GATED_RMS, "qk_norm": (False,), "bias": (False,)},
         settings=ANY_HEAD_KEYS,
         defaults={"num_key_value_heads": 8},
         windows="one for all layers",

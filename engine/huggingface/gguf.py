@@ -9,18 +9,18 @@ from torch import Tensor
 from engine.core.errors import UserError
 from engine.data.chat import end_of_turn
 from engine.data.tokenizer import BPETokenizer, Tokenizer
-from engine.data.tokenizer_json import SPLIT_PATTERNS, TIKTOKEN_PATTERNS
+from engine.data.tokenizer_json import SPLIT_PATTERNS
 
 # The activation that llama.cpp computes in each architecture, whatever the file says.
 LLAMA_CPP_ACTIVATIONS = {"llama": "silu", "qwen3": "silu", "gpt2": "gelu_new"}
-# llama.cpp's names for patterns that split text into words.
+# Pattern, or kind of tokenizer → llama.cpp's name for how it splits text into words.
 PRE_TOKENIZER_NAMES = {
     SPLIT_PATTERNS["gpt2"]: "gpt-2",
     SPLIT_PATTERNS["llama3"]: "llama-bpe",
     SPLIT_PATTERNS["qwen2"]: "qwen2",
     SPLIT_PATTERNS["smollm"]: "smollm",
-    TIKTOKEN_PATTERNS["gpt2"]: "gpt-2",
-    TIKTOKEN_PATTERNS["cl100k_base"]: "llama-bpe",  # equal but for the end of text
+    "gpt2": "gpt-2",
+    "cl100k_base": "llama-bpe",
 }
 # Method of GGUFWriter → keys of config.json that have its value.
 SIZE_KEYS = {
@@ -43,30 +43,29 @@ def pre_tokenizer_name(tokenizer: Tokenizer) -> str | None:
     """Return llama.cpp's name for how a tokenizer splits text into words, or None."""
     if not isinstance(tokenizer, BPETokenizer):
         return None
-    return PRE_TOKENIZER_NAMES.get(tokenizer.pattern)
+    names = PRE_TOKENIZER_NAMES
+    return names.get(tokenizer.pattern) or names.get(tokenizer.kind)
 
 
 def check_supported(hf_config: dict[str, Any], tokenizer: Tokenizer) -> None:
     """Raise UserError for a model that llama.cpp would not compute exactly as it is."""
     if not importlib.util.find_spec("gguf"):
         raise UserError("--gguf: needs the package gguf. Install it: pip install gguf")
-    architecture = hf_config["model_type"]
+    family = hf_config["model_type"]
     activation = hf_config.get("hidden_act", hf_config.get("activation_function"))
-    problem = None
-    if architecture not in LLAMA_CPP_ACTIVATIONS:
-        problem = f"{architecture} models (supported: {', '.join(LLAMA_CPP_ACTIVATIONS)})"
-    elif hf_config.get("sliding_window"):
-        problem = f"--windows in {architecture} models"
-    elif activation != LLAMA_CPP_ACTIVATIONS[architecture]:
-        problem = f"--activation {activation} in {architecture} models"
-    elif hf_config.get("mlp_bias"):
-        problem = f"--bias in {architecture} models"
-    if problem:
-        raise UserError(f"--gguf: llama.cpp does not support {problem}. Train without, or omit it.")
+    problems = {
+        f"--family {family}": family not in LLAMA_CPP_ACTIVATIONS,
+        "--windows": hf_config.get("sliding_window"),
+        f"--activation {activation}": activation != LLAMA_CPP_ACTIVATIONS.get(family),
+        "--bias": hf_config.get("mlp_bias"),
+    }
+    for problem, is_present in problems.items():
+        if is_present:
+            problem = f"llama.cpp does not support {problem} in {family} models"
+            raise UserError(f"--gguf: {problem}. Train without, or omit it.")
     if pre_tokenizer_name(tokenizer) is None:
-        patterns = " or ".join(f"--pattern {name}" for name in SPLIT_PATTERNS if name != "pairs")
-        fix = f"Prepare the text with --tokenizer bpe and {patterns}, or with --tokenizer gpt2."
         problem = f"llama.cpp does not support this {tokenizer.kind} tokenizer"
+        fix = "Prepare the text with --pattern gpt2, or with --tokenizer gpt2."
         raise UserError(f"--gguf: {problem}. {fix}")
 
 

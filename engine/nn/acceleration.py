@@ -1,7 +1,7 @@
 """Changes to a model for training: activation checkpointing and compilation.
 
-Both replace ``forward`` on the instance, the one public way that changes no name in a state_dict,
-can be undone, and composes with FSDP, which replaces a block's class.
+Both replace ``forward`` on the instance. That keeps the names in a state_dict, can be undone, and
+composes with FSDP, which replaces a block's class.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,32 +11,34 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-MAX_MESSAGE_LENGTH = 200  # characters
+MAX_REASON_CHARS = 200
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Keep only the input of each block, and recompute the rest in the backward pass.
-
-    Chen et al. 2016.
-    """
+    """Store only the input of each block, and recompute its activations: Chen et al. 2016."""
     for block in model.get_submodule("blocks").children():
         block.forward = MethodType(forward_with_checkpoint, block)
 
 
 def forward_with_checkpoint(block: nn.Module, *inputs: object) -> Tensor:
-    """The block's own forward pass, recomputed during backward."""
+    """Run the forward pass of the block's class, and again in the backward pass."""
     return checkpoint(type(block).forward, block, *inputs, use_reentrant=False)
 
 
 def compile_modules(modules: Sequence[nn.Module], warmup: Callable[[], object]) -> str:
-    """Compile modules, and run warmup(). If it fails, undo, and return the reason; "" otherwise."""
+    """Compile modules in place, and call ``warmup``, which must run them.
+
+    Returns "". After an error, undoes the compilation and returns a line with the reason.
+    """
     originals = [module.forward for module in modules]
     for module in modules:
         module.forward = torch.compile(module.forward)
     try:
         warmup()
         return ""
-    except Exception as error:  # whatever the compiler, or a program that it calls, raises
+    except (
+        Exception
+    ) as error:  # the compiler and the programs that it calls raise errors of any class
         for module, forward in zip(modules, originals, strict=True):
             module.forward = forward
-        return f"{type(error).__name__}: {error}".split("\n")[0][:MAX_MESSAGE_LENGTH]
+        return f"{type(error).__name__}: {error}".split("\n")[0][:MAX_REASON_CHARS]

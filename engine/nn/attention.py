@@ -14,19 +14,19 @@ from torch import Tensor
 
 from engine.nn.layers import dropout
 
-MAX_UNFUSED_POSITIONS = 512  # up to which bfloat16 attention on a CPU stores all T × T weights
+MAX_UNFUSED_POSITIONS = 512  # for bfloat16 on a CPU: longer attention would store too many weights
 MIN_WINDOW_BLOCK = 32  # queries in a block of sliding-window attention
-MAX_WINDOW_BLOCK = 128  # likewise, unless the window is over four times as large
+MAX_WINDOW_BLOCK = 128  # likewise, or a quarter of the window if that is more
 
 
 class Cache(Protocol):
-    """Keys and values of the positions that one block has seen."""
+    """Keys and values of the earlier positions, in one block."""
 
-    filled: int  # positions so far
-    length: int  # most positions
+    filled: int  # number of positions appended
+    length: int  # largest number of positions
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add (B, G, T, K) keys and values; return those of all visible positions, (B, G, S, K)."""
+        """Append (B, G, T, K) keys and values; return all visible ones, (B, G, S, K)."""
         ...
 
 
@@ -34,16 +34,12 @@ Caches = Sequence[Cache]
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    window: int = 0,
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, window: int = 0
 ) -> Tensor:
-    """Causal attention of the last T of S positions.
+    """Return causal attention of the last T of S positions, (B, H, T, K).
 
-    (B, H, T, K), and (B, G, S, K) twice → (B, H, T, K). H / G consecutive queries share a key and
-    a value. With a window, a position sees that many positions, itself included.
+    query is (B, H, T, K); key and value are (B, G, S, K). H / G consecutive heads share a key and a
+    value. With a window, each position sees that many positions, itself included.
     """
     T = query.shape[-2]
     S = key.shape[-2]
@@ -53,58 +49,53 @@ def attend(
         S = min(S, T + window - 1)
         key = key[:, :, -S:]
         value = value[:, :, -S:]
-    mask = None
-    is_causal = False
-    if T > 1 and T == S:
-        if prefer_unfused_attention(query, T, dropout_p):
-            mask = causal_mask(T, T, device=query.device)
-            return unfused_attention(query, key, value, dropout_p, mask)
-        is_causal = True
-    elif T > 1:  # a later part of a prompt
-        mask = causal_mask(T, S, window, query.device)
+    is_square = T > 1 and T == S
+    if is_square and prefer_unfused_attention(query, T, dropout_p):
+        mask = causal_mask(T, T, device=query.device)
+        return unfused_attention(query, key, value, dropout_p, mask)
+    needs_mask = 1 < T < S  # a later chunk of a prompt
     return F.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=mask,
+        attn_mask=causal_mask(T, S, window, query.device) if needs_mask else None,
         dropout_p=dropout_p,
-        is_causal=is_causal,
+        is_causal=True if is_square else False,  # noqa: SIM210  a compiler's symbol is refused
         enable_gqa=query.shape[1] != key.shape[1],
     )
 
 
 def causal_mask(T: int, S: int, window: int = 0, device: torch.device | None = None) -> Tensor:
-    """Which of S positions each of the last T sees, (T, S): the last ``window`` up to its own."""
+    """Return which of S positions each of the last T sees, (T, S).
+
+    With a window, these are the last ``window`` positions up to its own.
+    """
     mask = torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
     return mask.triu(S - T - window + 1) if window else mask
 
 
 def sliding_window_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float,
-    window: int,
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, window: int
 ) -> Tensor:
-    """As :func:`attend` for T > window, at the cost of the visible band only.
+    """Return :func:`attend` for T > window, without most of the scores outside the window.
 
-    Queries come in blocks, each with the keys that its positions see: those of its own block and of
-    the blocks before it (Beltagy et al. 2020, section 3.1).
+    Queries are split into blocks. Each attends to the keys of its own block and of as many
+    blocks before it as the window reaches (Beltagy et al. 2020, section 3.1).
     """
     H, T = query.shape[1:3]
     S = key.shape[-2]
-    # The first positions see fewer keys. All other blocks have one shape.
+    # The first queries see fewer keys. The blocks of the other queries have one shape.
     end_of_first = S - T + window
     first_keys = key[:, :, :end_of_first]
     first_values = value[:, :, :end_of_first]
     first = attend(query[:, :, :window], first_keys, first_values, dropout_p, window)
-    # Measured: larger blocks compute more masked scores, smaller ones are too many.
+    # Measured: larger blocks compute more masked scores, and smaller ones have more overhead.
     size = max(MIN_WINDOW_BLOCK, min(window // 2, MAX_WINDOW_BLOCK), window // 4)
     num_blocks = math.ceil((T - window) / size)
     num_before = math.ceil((window - 1) / size)
     padding = num_blocks * size - (T - window)
 
-    def split_keys(x: Tensor) -> Tensor:  # (B, G, S, K) → (B·H, blocks, (before + 1)·size, K)
+    def split_keys(x: Tensor) -> Tensor:  # → (B·H, num_blocks, (num_before + 1)·size, K)
         x = F.pad(x, (0, 0, num_before * size - (S - T + window), padding))
         x = x.unflatten(2, (num_before + num_blocks, size))
         x = torch.cat([x[:, :, i : i + num_blocks] for i in range(num_before + 1)], dim=3)
@@ -131,22 +122,18 @@ def repeat_groups(x: Tensor, num_heads: int) -> Tensor:
 
 
 def prefer_unfused_attention(query: Tensor, num_positions: int, dropout_p: float) -> bool:
-    """Whether PyTorch's fused attention is the slower one: on a CPU with dropout or short bfloat16.
+    """Return whether unfused attention is faster: on a CPU, with dropout or in short bfloat16.
 
-    Its backward pass in bfloat16 takes two to three times as long there.
+    There the fused backward pass in bfloat16 takes two to three times as long.
     """
     is_short = query.dtype == torch.bfloat16 and num_positions <= MAX_UNFUSED_POSITIONS
     return query.device.type == "cpu" and (dropout_p > 0 or is_short)
 
 
 def unfused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float,
-    mask: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, mask: Tensor
 ) -> Tensor:
-    """Attention to the positions of a mask (T, S), as separate operations. Shapes as in attend."""
+    """Return attention to the positions of a mask (T, S), by separate operations."""
     key = repeat_groups(key, query.shape[1])
     value = repeat_groups(value, query.shape[1])
     bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-LayerPair = tuple[()] | tuple[nn.Module, nn.Module]
+LayerPair = tuple[nn.Module, nn.Module] | None  # None: not shared
 
 
 class FusedLinear(nn.Module):
     """Several linear layers of one input, applied as one matrix product.
 
-    It has no parameters of its own: the tuple refers to layers that are registered elsewhere.
+    It has no parameters of its own: its tuple refers to layers that are registered elsewhere.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]):
@@ -21,43 +21,46 @@ class FusedLinear(nn.Module):
         self.layers = tuple(layers)
 
     def concatenate(self) -> tuple[Tensor, Tensor | None]:
-        """The layers' weights as one matrix, and their biases as one vector, in order."""
+        """Return the layers' weights as one matrix, and their biases as one vector."""
         weight = torch.cat([layer.weight for layer in self.layers])
         if self.layers[0].bias is None:
             return weight, None
         return weight, torch.cat([layer.bias for layer in self.layers])
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layers' outputs side by side: (…, D) → (…, sum of their widths)."""
+        """Return the concatenated outputs of the layers: (…, D) → (…, sum of their widths)."""
         weight, bias = self.concatenate()
         return F.linear(x, weight, bias)
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root-mean-square norm (Zhang & Sennrich 2019), in the dtype of its input."""
+    """Root-mean-square norm in the dtype of its input: Zhang & Sennrich 2019."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, width) → (…, width)."""
+        """Normalize the last dimension: (…, width) → (…, width)."""
         weight = None if self.weight is None else self.weight.to(x.dtype)
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 def make_norm(kind: str, width: int, epsilon: float, bias: bool) -> nn.Module:
-    """Layer norm, or root-mean-square norm with a weight or without."""
+    """Return a layer norm, or a root-mean-square norm with or without a weight."""
     if kind == "layernorm":
         return nn.LayerNorm(width, eps=epsilon, bias=bias)
     return RMSNorm(width, epsilon, elementwise_affine=kind == "weighted_rmsnorm")
 
 
 def make_embedding(num_rows: int, width: int) -> nn.Embedding:
-    """An embedding without PyTorch's initialization, which imports its compiler on some devices."""
+    """Return an uninitialized embedding.
+
+    PyTorch's own initialization imports the compiler on some devices.
+    """
     return nn.Embedding.from_pretrained(torch.empty(num_rows, width), freeze=False)
 
 
 def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
-    """Zero each element with probability p and scale the others by 1 / (1 - p): Hinton et al. 2012.
+    """Zero each element with probability p, and divide the rest by 1 - p: Hinton et al. 2012.
 
-    The CPU generator is serial, so each 64-bit draw is used as four 16-bit random numbers.
+    On a CPU, where drawing is serial, each 64-bit draw is used as four 16-bit random numbers.
     """
     if p == 0 or not training or x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p, training)

@@ -1,7 +1,7 @@
 """The loss of the output layer, in chunks where the logits would not fit in memory.
 
-Training and validation loss are separate functions: change :func:`training_loss` alone to train
-with another loss (label smoothing, z-loss), and validation stays comparable.
+Training and validation loss are separate functions. To train with another loss (label smoothing,
+z-loss), change :func:`training_loss` alone: validation losses stay comparable.
 """
 
 from collections.abc import Callable
@@ -10,27 +10,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORE_INDEX = -1  # a target that does not count
-MAX_LOGITS = 2**25  # elements of float32 logits (rows, V) that exist at one time: 128 MiB
+IGNORE_INDEX = -1  # the target of positions that are not counted
+MAX_LOGITS = 2**25  # float32 logits (rows, V) in memory at one time: 128 MiB
 
 LogitsLoss = Callable[[Tensor, Tensor], Tensor]  # float32 logits (N, V), targets (N,) → a sum
 
 
 def training_loss(x: Tensor, weight: Tensor, targets: Tensor, cap: float = 0.0) -> Tensor:
-    """The loss that training minimizes, summed over the counted targets.
+    """Return the loss that training minimizes, summed over the counted targets.
 
-    x (N, D), weight (V, D), targets (N,), IGNORE_INDEX where one does not count → float32 scalar.
+    x is (N, D), weight (V, D), and targets (N,), of which IGNORE_INDEX is not counted.
     """
     return output_loss(cross_entropy, x, weight, targets, cap)
 
 
 def validation_loss(x: Tensor, weight: Tensor, targets: Tensor, cap: float = 0.0) -> Tensor:
-    """Cross-entropy in nats, summed over the counted targets. Shapes as in training_loss."""
+    """Return the cross-entropy in nats, summed over the counted targets."""
     return output_loss(cross_entropy, x, weight, targets, cap)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of logits (N, V) in nats, summed over the counted targets (N,)."""
+    """Return the cross-entropy of logits (N, V), summed over the counted targets (N,)."""
     return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
@@ -40,60 +40,51 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
 
 
 def output_loss(
-    loss_of_logits: LogitsLoss,
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    cap: float,
+    loss_of_logits: LogitsLoss, x: Tensor, weight: Tensor, targets: Tensor, cap: float
 ) -> Tensor:
     """Apply a loss to the logits soft_cap(x @ weight.T), at most MAX_LOGITS of them at a time."""
+
+    def loss_of_rows(logits: Tensor, targets: Tensor) -> Tensor:
+        return loss_of_logits(soft_cap(logits.float(), cap), targets)
+
     num_rows = max(1, MAX_LOGITS // len(weight))
     if len(x) <= num_rows:
-        logits = soft_cap(F.linear(x, weight), cap).float()
-        return loss_of_logits(logits, targets)
+        return loss_of_rows(F.linear(x, weight), targets)
     if torch.is_grad_enabled():
-        return ChunkedLoss.apply(loss_of_logits, x, weight, targets, cap, num_rows)
+        dtype = F.linear(x[:0], weight[:0]).dtype  # that of products, also under autocast
+        return ChunkedLoss.apply(loss_of_rows, x, weight, targets, num_rows, dtype)
     total = torch.zeros((), device=x.device)
     for x_chunk, target_chunk in zip(x.split(num_rows), targets.split(num_rows), strict=True):
-        total = total + output_loss(loss_of_logits, x_chunk, weight, target_chunk, cap)
+        total = total + loss_of_rows(F.linear(x_chunk, weight), target_chunk)
     return total
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """A loss of logits that exist a few rows at a time.
+    """A loss of logits, of which only ``num_rows`` rows exist at a time.
 
-    The forward pass computes the gradients of each chunk too, so that nothing is computed twice.
+    The forward pass also computes the gradients of each chunk, so no logits are computed twice.
     """
 
     @staticmethod
     def forward(
         ctx,
-        loss_of_logits: LogitsLoss,
+        loss_of_rows: LogitsLoss,
         x: Tensor,
         weight: Tensor,
         targets: Tensor,
-        cap: float,
         num_rows: int,
+        dtype: torch.dtype,
     ) -> Tensor:
         """Return the loss; keep the gradients with respect to x and weight."""
-        device_type = x.device.type
-        has_autocast = torch.amp.is_autocast_available(device_type)  # not on the meta device
-        is_autocast = has_autocast and torch.is_autocast_enabled(device_type)
-        dtype = torch.get_autocast_dtype(device_type) if is_autocast else x.dtype
         w = weight.to(dtype)
-
-        def loss_of_chunk(logits: Tensor, targets: Tensor) -> Tensor:
-            return loss_of_logits(soft_cap(logits.float(), cap), targets)
-
-        grad_and_loss = torch.func.grad_and_value(loss_of_chunk)
+        grad_and_loss = torch.func.grad_and_value(loss_of_rows)
         total = torch.zeros((), device=x.device)
         x_grads = []
         weight_grad = torch.zeros_like(weight, dtype=torch.float32)
         x_chunks = x.to(dtype).split(num_rows)
         for x_chunk, target_chunk in zip(x_chunks, targets.split(num_rows), strict=True):
-            logits = x_chunk @ w.T  # (num_rows, V)
-            logits_grad, loss = grad_and_loss(logits, target_chunk)
-            total = total + loss  # in place, torch 2.11 compiles gradients of zero
+            logits_grad, loss = grad_and_loss(x_chunk @ w.T, target_chunk)  # (num_rows, V)
+            total = total + loss  # not in place: torch 2.11 would compile gradients of zero
             x_grads.append(logits_grad @ w)
             weight_grad = weight_grad + logits_grad.T @ x_chunk
         ctx.save_for_backward(torch.cat(x_grads).to(x.dtype), weight_grad)

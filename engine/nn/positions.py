@@ -1,35 +1,35 @@
-"""Encodings of positions: sinusoids, and rotations of queries and keys (RoPE)."""
+"""Position encodings: sinusoids, and rotations of queries and keys (RoPE)."""
 
 import torch
 from torch import Tensor
 
-FREQUENCY_BASE = 10_000.0  # frequencies fall from 1 to about 1 / this
+FREQUENCY_BASE = 10_000.0  # frequencies range from 1 to about 1 / FREQUENCY_BASE
 
 
 def angles(start: int, end: int, width: int, base: float, device: torch.device) -> Tensor:
-    """Position times frequency at positions start…end, (T, width / 2)."""
-    pairs = torch.arange(0, width, 2, dtype=torch.float32, device=device)
+    """Return the angle, position × frequency, of each position and pair: (T, width / 2)."""
+    exponents = -torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
     positions = torch.arange(start, end, dtype=torch.float32, device=device)
-    return torch.outer(positions, base ** (-pairs / width))
+    return torch.outer(positions, base**exponents)
 
 
 def sinusoids(start: int, end: int, width: int, device: torch.device) -> Tensor:
-    """Position embeddings of Vaswani et al. 2017, section 3.5: (T, width)."""
-    turns = angles(start, end, width, FREQUENCY_BASE, device)
-    return torch.stack((turns.sin(), turns.cos()), dim=-1).flatten(1)
+    """Return the position embeddings of Vaswani et al. 2017, section 3.5: (T, width)."""
+    theta = angles(start, end, width, FREQUENCY_BASE, device)
+    return torch.stack((theta.sin(), theta.cos()), dim=-1).flatten(1)
 
 
 def rotations(start: int, end: int, width: int, base: float, device: torch.device) -> Tensor:
-    """RoPE's cosines and sines at positions start…end, (2, T, width / 2)."""
-    turns = angles(start, end, width, base, device)
-    return torch.stack((turns.cos(), turns.sin()))
+    """Return the cosines and sines of RoPE's angles: (2, T, width / 2)."""
+    theta = angles(start, end, width, base, device)
+    return torch.stack((theta.cos(), theta.sin()))
 
 
 def rotate(x: Tensor, rotation: Tensor | None) -> Tensor:
-    """Rotate each pair (i, i + K / 2) of x (…, T, K) by its position's angle: Su et al. 2021.
+    """Rotate each pair of dimensions (i, i + K / 2) of x (…, T, K): RoPE, Su et al. 2021, eq. 34.
 
-    rotation is (2, T, K / 2). Compared with eq. 34 it turns clockwise, and pairs halves in place of
-    neighbors; the scores are the same.
+    rotation is (2, T, K / 2); None leaves x unchanged. Unlike eq. 34, pairs are not neighbors, and
+    the rotation is clockwise. This does not change the form of the scores.
     """
     if rotation is None:
         return x

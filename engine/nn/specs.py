@@ -1,4 +1,4 @@
-"""What initialization and optimizer need to know of each parameter."""
+"""Parameter specs: the initial distribution and the optimizer group of each parameter."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
@@ -8,22 +8,22 @@ from torch import Tensor
 
 
 class ParameterSpec(NamedTuple):
-    """Initialization and optimizer group of a parameter."""
+    """Initial distribution and optimizer group of a parameter."""
 
     group: Literal["matrix", "embedding", "head", "vector"]
-    std: float = 0.0  # of the normal distribution of initial values
+    std: float = 0.0  # of the initial values, which are normally distributed
     mean: float = 0.0
-    stack: str = ""  # matrix that Muon updates; its rows are those of all parameters that name it
+    stack: str = ""  # Muon stacks parameters of the same name here into one matrix
 
 
 Specs = Mapping[str, ParameterSpec]
 
 
 def match_specs(specs: Specs, names: Iterable[str]) -> dict[str, ParameterSpec]:
-    """Find the spec of each parameter: the one whose key is the end of the parameter's name.
+    """Return the spec of each parameter, whose name must end with exactly one key of ``specs``.
 
-    A stack is named relative to the rest of the name; without one, the parameter is a stack of its
-    own. Raises ValueError for a parameter without exactly one spec.
+    The rest of the parameter's name is prefixed to its stack, so that each layer has its own. A
+    parameter without a stack gets its own name as stack. Raises ValueError for other names.
     """
     matched = {}
     for name in names:
@@ -37,11 +37,9 @@ def match_specs(specs: Specs, names: Iterable[str]) -> dict[str, ParameterSpec]:
 
 
 def draw_initial_values(
-    parameters: Iterable[tuple[str, Tensor]],
-    specs: Specs,
-    seed: int,
+    parameters: Iterable[tuple[str, Tensor]], specs: Specs, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter's name and initial value, on the CPU, one at a time and in order."""
+    """Yield the name and the initial value, on the CPU, of one parameter after the other."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in parameters:
         spec = specs[name]

@@ -1,6 +1,6 @@
 """Muon and AdamW, with the interface of torch.optim.Optimizer.
 
-They do not derive from it: that imports PyTorch's compiler, a second of every start.
+They do not derive from it, because that would import PyTorch's compiler: a second at every start.
 """
 
 import functools
@@ -15,26 +15,26 @@ from torch.optim.adamw import adamw
 from engine.core.distributed import SINGLE_PROCESS, DistributedContext
 from engine.core.sharding import local
 
-ParamGroup = dict[str, Any]  # as in torch.optim: "params", and settings by name
+ParamGroup = dict[str, Any]  # as in torch.optim: "params" and settings such as "lr"
 
-# Polar Express coefficients (a, b, c) for singular values in [0.004, 1]: Amsel et al. 2025.
-# The result is within 0.17 of orthogonal. All but the last round allow values up to 1.02.
-NEWTON_SCHULZ_ROUNDS = (
+# Coefficients (a, b, c) of Polar Express (Amsel et al. 2025). Singular values from 0.004 to 1 end
+# at 0.83 to 1.17. All iterations but the last tolerate values up to 1.02.
+NEWTON_SCHULZ_COEFFICIENTS = (
     (8.1775, -23.1787, 16.5051),
     (3.9000, -2.7944, 0.5111),
     (3.2623, -2.3513, 0.4626),
     (2.3086, -1.6760, 0.4196),
 )
-NUM_GRAM_ROUNDS = 2  # in a row; each multiplies rounding errors by up to a², too much for a third
-ROW_MOMENTUM = 0.95  # of the mean squares of an update's rows
-MIN_ROW_SQUARE = 1e-4  # lower bound of these, relative to 1
+MAX_GRAM_ITERATIONS = 2  # each multiplies the Gram matrix's rounding errors by up to a²
+ROW_MOMENTUM = 0.95  # of the running mean squares of the rows of an update
+MIN_ROW_SQUARE = 1e-4  # lower bound of a mean square, relative to that of an orthogonal matrix
 
 
 class GroupedOptimizer:
     """The interface of torch.optim.Optimizer: parameters in groups, and their state."""
 
     def __init__(self, params: Iterable[Tensor] | Iterable[ParamGroup], **defaults: object):
-        """params are tensors, or groups of them with settings that replace the defaults."""
+        """Take tensors, or groups of tensors whose settings replace the defaults."""
         groups: list[Any] = list(params)
         if groups and isinstance(groups[0], Tensor):
             groups = [{"params": groups}]
@@ -45,26 +45,26 @@ class GroupedOptimizer:
                 self.state[parameter] = self.initial_state(parameter, group)
 
     def initial_state(self, parameter: Tensor, group: ParamGroup) -> dict[str, Tensor]:
-        """The state of a parameter before the first step."""
+        """Return the state of a parameter before the first step."""
         raise NotImplementedError
 
     def update_group(self, group: ParamGroup) -> None:
-        """Update the parameters of a group from their gradients, which it may overwrite."""
+        """Update the parameters of a group. May overwrite their gradients."""
         raise NotImplementedError
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update every parameter from its gradient, which it may overwrite."""
+        """Update every parameter. May overwrite the gradients."""
         for group in self.param_groups:
             self.update_group(group)
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
+        """Set every gradient to None."""
         for parameter in self.state:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The state and the settings, with the index of a parameter in place of itself."""
+        """Return the state and the settings, with an index in place of each parameter."""
         indices = {parameter: index for index, parameter in enumerate(self.state)}
         groups = []
         for group in self.param_groups:
@@ -73,7 +73,7 @@ class GroupedOptimizer:
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, on the devices of the parameters."""
+        """Load a :meth:`state_dict`, onto the devices of the parameters."""
         parameters = list(self.state)
         for index, values in state_dict["state"].items():
             parameter = parameters[index]
@@ -84,12 +84,12 @@ class GroupedOptimizer:
 
 
 class Muon(GroupedOptimizer):
-    """Orthogonalized momentum: Jordan et al. 2024.
+    """Momentum with orthogonalized updates: Jordan et al. 2024.
 
-    All matrices of a group have one shape, and are orthogonalized in one batched call that is
-    distributed over the ranks. Each ``stack_size`` of them in a row are blocks of rows of one
-    matrix. Updates are scaled to the size of AdamW's (Liu et al. 2025, eq. 4), and the rows of a
-    tall matrix, by their recent mean squares, to one length (NorMuon: Li et al. 2025).
+    All matrices of a group have one shape, and are orthogonalized in one batch that is distributed
+    over the ranks. The group's setting ``stack_size`` stacks that many consecutive matrices into
+    one. Updates are scaled to the size of AdamW's (Liu et al. 2025, eq. 4). The rows of a tall
+    matrix are scaled to equal length by their recent mean squares (NorMuon: Li et al. 2025).
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Muon(GroupedOptimizer):
         dist_ctx: DistributedContext = SINGLE_PROCESS,
         dtype: torch.dtype = torch.float32,
     ):
-        """dtype is that of the orthogonalization. Raises ValueError for a group of many shapes."""
+        """Orthogonalize in ``dtype``. Raises ValueError for a group with several shapes."""
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, stack_size=1)
         self.dist_ctx = dist_ctx
         self.dtype = dtype
@@ -111,7 +111,7 @@ class Muon(GroupedOptimizer):
                 raise ValueError(f"matrices of a group must have one shape (got {shapes})")
 
     def initial_state(self, parameter: Tensor, group: ParamGroup) -> dict[str, Tensor]:
-        """A running mean of the gradient, and for a tall matrix the mean squares of its rows."""
+        """Return the mean of the gradients and, for a tall matrix, the mean squares of its rows."""
         state = {"momentum": torch.zeros_like(parameter)}
         num_rows = group["stack_size"] * parameter.shape[0]
         if num_rows > parameter.shape[1]:
@@ -129,27 +129,28 @@ class Muon(GroupedOptimizer):
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         torch._foreach_lerp_(grads, momenta, group["momentum"])  # Nesterov: one step ahead
 
-        shape = (len(matrices), *matrices[0].shape)
-        batch = torch.empty(shape, dtype=self.dtype, device=matrices[0].device)
+        batch = torch.empty(len(grads), *grads[0].shape, dtype=self.dtype, device=grads[0].device)
         torch._foreach_copy_(list(batch.unbind()), grads)
         work = functools.partial(orthogonalize, stack_size=stack_size)
-        batch = self.dist_ctx.map_matrices_across_ranks(work, batch, num_rows, stack_size).to(matrices[0].dtype)
+        updates = self.dist_ctx.map_matrices_across_ranks(work, batch, num_rows, stack_size)
+        updates = updates.to(matrices[0].dtype)
         height = stack_size * num_rows
         if height > num_columns:
             row_squares = [local(self.state[param]["row_squares"]) for param in params]
-            batch.mul_(compute_row_scale(row_squares, batch, height))
+            updates.mul_(compute_row_scale(row_squares, updates, height))
 
-        # The weight decay is added to the update first, as in torch.optim.SGD.
+        # The weight decay is added to the updates before the learning rate is applied.
         scale = 0.2 * math.sqrt(max(height, num_columns))
-        updates = list(batch.unbind())
-        torch._foreach_add_(updates, matrices, alpha=group["weight_decay"] / scale)
-        torch._foreach_add_(matrices, updates, alpha=-group["lr"] * scale)
+        update_list = list(updates.unbind())
+        torch._foreach_add_(update_list, matrices, alpha=group["weight_decay"] / scale)
+        torch._foreach_add_(matrices, update_list, alpha=-group["lr"] * scale)
 
 
 def compute_row_scale(row_squares: list[Tensor], updates: Tensor, height: int) -> Tensor:
-    """The factors (n, rows, 1) that give rows of updates (n, rows, columns) one length.
+    """Return factors (n, rows, 1) that scale the rows of updates to about equal length.
 
-    row_squares are the running means of the rows' mean squares, which are updated.
+    updates is (n, rows, columns). row_squares holds a running mean square of each row, of each
+    matrix (rows, 1), and is updated in place. height is the number of rows of a stacked matrix.
     """
     norms = torch.linalg.vector_norm(updates, dim=-1, keepdim=True)
     means = torch.stack(row_squares).lerp(norms.square() / updates.shape[-1], 1 - ROW_MOMENTUM)
@@ -158,29 +159,30 @@ def compute_row_scale(row_squares: list[Tensor], updates: Tensor, height: int) -
 
 
 def orthogonalize(matrices: Tensor, stack_size: int = 1) -> Tensor:
-    """Approximate the nearest semi-orthogonal matrix of each of (n, rows, columns).
+    """Return approximately the nearest semi-orthogonal matrix to each of (n, rows, columns).
 
-    Newton–Schulz: a round takes X to P X with P = a I + b G + c G² and G = X Xᵀ, hence G to P G P.
-    If X is wide, several rounds run on the small G alone, and X is multiplied by the product of
-    their P (Zhang et al. 2026); if it is tall, on Xᵀ. First, X is divided by √‖G‖, which bounds its
-    singular values and is at least ‖X‖ / 2 (Grishina et al. 2025). Each ``stack_size`` matrices in
-    a row are one matrix of all their rows.
+    Newton–Schulz: an iteration takes X to P X with P = a I + b G + c G² and G = X Xᵀ. For a tall X
+    it takes X to X P with G = Xᵀ X. If X is far from square, two iterations run on the small G
+    alone, which becomes P G P, and X is multiplied by the product of their P (Zhang et al. 2026).
+
+    First, X is divided by √‖G‖, which is at least its largest singular value and at most ‖X‖
+    (Grishina et al. 2025). ``stack_size`` consecutive matrices are stacked into one.
     """
     num_columns = matrices.shape[-1]
     x = matrices.reshape(-1, stack_size * matrices.shape[-2], num_columns)
     num_rows = x.shape[-2]
     is_tall = num_rows > num_columns
     is_elongated = max(num_rows, num_columns) > 1.5 * min(num_rows, num_columns)
-    rounds_on_gram = NUM_GRAM_ROUNDS if is_elongated else 1  # otherwise more operations
-    for first in range(0, len(NEWTON_SCHULZ_ROUNDS), rounds_on_gram):
+    num_iterations = MAX_GRAM_ITERATIONS if is_elongated else 1  # of the same Gram matrix
+    for start in range(0, len(NEWTON_SCHULZ_COEFFICIENTS), num_iterations):
         gram = x.mT @ x if is_tall else x @ x.mT
-        if first == 0:
+        if start == 0:
             gram_norm = gram.norm(dim=(-2, -1), keepdim=True) + 1e-14
             gram = gram / gram_norm
             x = x / gram_norm.sqrt()
-        p = evaluate_polynomial(gram, *NEWTON_SCHULZ_ROUNDS[first])
+        p = evaluate_polynomial(gram, *NEWTON_SCHULZ_COEFFICIENTS[start])
         product = p
-        for coefficients in NEWTON_SCHULZ_ROUNDS[first + 1 : first + rounds_on_gram]:
+        for coefficients in NEWTON_SCHULZ_COEFFICIENTS[start + 1 : start + num_iterations]:
             gram = p @ gram @ p
             p = evaluate_polynomial(gram, *coefficients)
             product = p @ product
@@ -189,7 +191,7 @@ def orthogonalize(matrices: Tensor, stack_size: int = 1) -> Tensor:
 
 
 def evaluate_polynomial(gram: Tensor, a: float, b: float, c: float) -> Tensor:
-    """a I + b G + c G² of symmetric matrices (n, rows, rows)."""
+    """Return a I + b G + c G² for symmetric matrices G (n, rows, rows)."""
     result = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
     result.diagonal(dim1=-2, dim2=-1).add_(a)
     return result
@@ -198,7 +200,7 @@ def evaluate_polynomial(gram: Tensor, a: float, b: float, c: float) -> Tensor:
 class AdamW(GroupedOptimizer):
     """Adam with decoupled weight decay: Loshchilov & Hutter 2019.
 
-    By PyTorch's fused kernel: separate foreach operations read and write memory many times.
+    PyTorch's fused kernel reads and writes each tensor once, foreach operations many times.
     """
 
     def __init__(
@@ -212,7 +214,7 @@ class AdamW(GroupedOptimizer):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def initial_state(self, parameter: Tensor, group: ParamGroup) -> dict[str, Tensor]:
-        """The number of steps, and running means of the gradient and of its square."""
+        """Return the number of steps, and the running means of the gradient and its square."""
         return {
             "step": torch.zeros((), device=parameter.device),
             "exp_avg": torch.zeros_like(parameter),

@@ -1,13 +1,11 @@
 """Baselines: the losses of a uniform, a unigram and a bigram model on the same data."""
 
-import math
-
 import numpy as np
 
 from engine.data.dataset import Dataset, Examples, Tokens
 from engine.data.mixture import Mixture
 
-COUNTED_CHUNK_TOKENS = 2**22  # counted at a time
+COUNTED_CHUNK_TOKENS = 2**22
 MAX_COUNTED_TOKENS = 2**25  # of a split, from its start
 
 
@@ -32,23 +30,21 @@ def baseline_losses(dataset: Dataset) -> dict[str, float]:
     vocab_size = dataset.tokenizer.vocab_size
     pairs, counts = count_pairs(dataset.train, vocab_size)
     val_pairs, val_counts = count_pairs(dataset.val, vocab_size)
-    targets = val_pairs % vocab_size
     unigrams = np.bincount(pairs % vocab_size, counts, vocab_size) + 1
-    losses = {
-        "uniform": np.full(len(val_pairs), math.log(vocab_size)),
-        "unigram": -np.log(unigrams[targets] / unigrams.sum()),
-        "bigram": -np.log(bigram_probabilities(pairs, counts, vocab_size, val_pairs)),
+    probabilities = {
+        "uniform": np.full(len(val_pairs), 1 / vocab_size),
+        "unigram": unigrams[val_pairs % vocab_size] / unigrams.sum(),
+        "bigram": bigram_probabilities(pairs, counts, vocab_size, val_pairs),
     }
-    return {name: float(np.average(values, weights=val_counts)) for name, values in losses.items()}
+    return {
+        name: float(np.average(-np.log(p), weights=val_counts)) for name, p in probabilities.items()
+    }
 
 
 def bigram_probabilities(
-    pairs: np.ndarray,
-    counts: np.ndarray,
-    vocab_size: int,
-    val_pairs: np.ndarray,
+    pairs: np.ndarray, counts: np.ndarray, vocab_size: int, val_pairs: np.ndarray
 ) -> np.ndarray:
-    """Compute p(w | v) of pairs (N,), given the pairs of training and their counts (M,)."""
+    """Compute p(w | v) of pairs (N,) from the pairs of training and their counts (M,)."""
     first, second = np.divmod(pairs, vocab_size)
     before, after = np.divmod(val_pairs, vocab_size)
     total = np.bincount(first, counts, vocab_size)[before]
@@ -59,8 +55,8 @@ def bigram_probabilities(
     continuations = np.bincount(second, minlength=vocab_size) + 1
     backoff = continuations[after] / continuations.sum()
     index = np.minimum(np.searchsorted(pairs, val_pairs), len(pairs) - 1)
-    is_known = pairs[index] == val_pairs
-    discounted = np.where(is_known, np.maximum(counts[index] - discount, 0), 0)
+    is_counted = pairs[index] == val_pairs
+    discounted = np.where(is_counted, np.maximum(counts[index] - discount, 0), 0)
     smoothed = (discounted + discount * num_followers * backoff) / np.maximum(total, 1)
     return np.where(total > 0, smoothed, backoff)
 

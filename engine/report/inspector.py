@@ -1,10 +1,11 @@
-"""Answers the live page's questions: likely tokens, surprise, attention, also without some heads."""
+"""Answers of the live page: likely tokens, surprise and attention, also without some heads."""
 
+import copy
 import itertools
 import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Annotated, Any, cast
 
 import torch
@@ -15,17 +16,16 @@ from engine.core.errors import UserError
 from engine.core.settings import from_values
 from engine.generation.attention_maps import attention_by_layer, token_label
 from engine.generation.generate import Sequences, banned_tokens, window_start
-from engine.generation.sampling import filter_logits, sample_token
+from engine.generation.sampling import FilterOptions, filter_logits, sample_token
 from engine.generation.text_generator import TextGenerator
 from engine.generation.text_stream import TextStream
 from engine.nn.inference import for_decoding
 from model import GPT, Block
 
-NUM_LIKELY = 10  # tokens in a table
-MAX_TOKENS = 2048  # of a text, prompt and continuation
+NUM_LIKELY_TOKENS = 10  # in a table
+MAX_INSPECTED_TOKENS = 2048  # of a text, prompt and continuation
 MAX_PROMPT_CHARACTERS = 50_000  # tokenizing more of one kind of character can take minutes
 MAX_LOGIT_ROWS = 64  # positions whose probabilities, (rows, V), exist at one time
-SIGNIFICANT_DIGITS = 5
 
 Heads = tuple[tuple[int, int], ...]  # (layer, head) from 1
 Lines = Generator[dict[str, Any], None, None]
@@ -47,11 +47,15 @@ class InspectRequest:
     head: Annotated[int, Ge(1)] = 1
     at: Annotated[int, Ge(0)] = 0  # the position whose attention is inspected
 
+    @property
+    def filters(self) -> FilterOptions:
+        return FilterOptions(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+
 
 class ModelInspector:
-    """Answers questions about one model: each method takes a JSON object and yields JSON objects.
+    """Answers questions about one model: each answer takes a JSON object and yields JSON objects.
 
-    They raise UserError for an unsuitable question, before the first object.
+    It raises UserError for an unsuitable question, before the first object.
     """
 
     def __init__(self, model: TextGenerator, settings: dict[str, Any]):
@@ -62,12 +66,16 @@ class ModelInspector:
         self.settings = settings
         banned = banned_tokens(model.tokenizer, model.model)
         self.banned = torch.tensor(banned, dtype=torch.long, device=model.device)
-        self.max_prompt_tokens = min(self.config.context_length, MAX_TOKENS // 2)
-        self.max_new_tokens = MAX_TOKENS - self.max_prompt_tokens
+        self.max_prompt_tokens = min(self.config.context_length, MAX_INSPECTED_TOKENS // 2)
+        self.max_new_tokens = MAX_INSPECTED_TOKENS - self.max_prompt_tokens
         self.ablate = lru_cache(maxsize=1)(self._ablate)
         self.layer_maps = lru_cache(maxsize=1)(self._layer_maps)
-        methods = (self.about, self.read, self.write, self.attention)
-        self.answers = {method.__name__: method for method in methods}
+        self.answers = {
+            "about": self.about,
+            "read": self.read,
+            "write": self.write,
+            "attention": self.attention,
+        }
 
     def about(self, question: Any) -> Lines:
         """Yield what the page must know about the model."""
@@ -99,28 +107,27 @@ class ModelInspector:
 
     @torch.inference_mode()
     def write(self, question: Any) -> Lines:
-        """Yield what :meth:`read` does; for each new token {token, text}; {text, end: reason}."""
+        """Yield what :meth:`read` does; for each new token {token, text}; {end: reason}."""
         request = self.parse(question)
         yield from self.read(question)
         prompt = torch.tensor([request.ids], device=self.generator.device)
         max_length = len(request.ids) + request.max_new_tokens
-        sequences = [Sequences(self.generator.decoder, prompt, max_length)]
-        if request.off:
-            sequences.append(Sequences(self.ablate(request.off), prompt, max_length))
-        random = torch.Generator(prompt.device).manual_seed(request.seed)
-        stream = TextStream(self.tokenizer, prompt=request.ids)
-        for _ in range(request.max_new_tokens):
-            all_logits = [each.logits() for each in sequences]
-            logits = all_logits[-1].index_fill(-1, self.banned, -torch.inf)
-            chosen = sample_token(logits, random, request.temperature, request.top_k, request.top_p)
-            for each in sequences:
-                each.append(chosen[:, None])
-            (token,) = self.describe(chosen.tolist(), all_logits[0], all_logits[-1], request)
+        full = Sequences(self.generator.decoder, prompt, max_length)
+        ablated = Sequences(self.ablate(request.off), prompt, max_length) if request.off else None
+        generator = torch.Generator(prompt.device).manual_seed(request.seed)
+        stream = TextStream(self.tokenizer, request.ids, request.max_new_tokens)
+        while not stream.ended:
+            full_logits = full.logits()
+            logits = ablated.logits() if ablated else full_logits
+            allowed = logits.index_fill(-1, self.banned, -torch.inf)
+            ids = sample_token(allowed, generator, **request.filters)
+            full.append(ids[:, None])
+            if ablated:
+                ablated.append(ids[:, None])
+            (token,) = self.describe(ids.tolist(), full_logits, logits, request)
             yield {"token": token, "text": stream.push(token["id"])}
-            if stream.ended:
-                break
-        end = "the model ended it" if stream.ended else "the length is reached"
-        yield {"text": stream.end(), "end": end}
+        is_end = token["id"] in stream.ends
+        yield {"end": "the model ended the text" if is_end else "reached the length limit"}
 
     def attention(self, question: Any) -> Lines:
         """Yield {start, weights}: a head's weights at position ``at``, of those from start on."""
@@ -132,10 +139,16 @@ class ModelInspector:
         yield {"start": start, "weights": round_values(weights)}
 
     def _ablate(self, heads: Heads) -> GPT:
-        """Copy the model, and switch off some heads of the copy."""
-        model = cast(GPT, for_decoding(self.generator.model))
-        switch_off(model, heads)
-        return model
+        """Copy the model with projections that ignore some heads. Other tensors are shared."""
+        original = self.generator.model
+        model = copy.deepcopy(original, {id(tensor): tensor for tensor in original.parameters()})
+        for layer, head in heads:
+            attention = cast(Block, model.blocks[layer - 1]).attention
+            weight = attention.projection.weight.detach().clone()
+            width = self.config.head_width
+            weight[:, (head - 1) * width : head * width] = 0
+            attention.projection.weight = nn.Parameter(weight, requires_grad=False)
+        return for_decoding(model)
 
     def _layer_maps(self, ids: tuple[int, ...], layer: int, off: Heads) -> Tensor:
         """Compute the attention maps of one layer, (H, T, T)."""
@@ -154,67 +167,41 @@ class ModelInspector:
         """
         log_p = torch.stack((full_logits, logits)).float().log_softmax(dim=-1)
         allowed = logits.index_fill(-1, self.banned, -torch.inf)
-        weights, kept = filter_logits(allowed, request.temperature, request.top_k, request.top_p)
+        weights, kept = filter_logits(allowed, **request.filters)
         drawn = torch.zeros_like(log_p[0])
         drawn.scatter_(-1, kept, weights / weights.sum(dim=-1, keepdim=True))
         p = torch.stack((*log_p.exp(), drawn), dim=-1)  # (N, V, 3)
-        likely = p[..., :2].amax(dim=-1).topk(min(NUM_LIKELY, p.shape[1])).indices  # (N, 10)
+        likely = p[..., :2].amax(dim=-1).topk(min(NUM_LIKELY_TOKENS, p.shape[1])).indices  # (N, 10)
         rows: list[dict[str, Any]] = []
-        for index, tokens in enumerate(likely.tolist()):
-            table = [[token_label(self.tokenizer, i), *round_values(p[index, i])] for i in tokens]
+        for row, tokens in enumerate(likely.tolist()):
+            table = [[token_label(self.tokenizer, i), *round_values(p[row, i])] for i in tokens]
             rows.append({"likely": table})
-        for index, token in enumerate(ids):
-            rows[index]["id"] = token
-            rows[index]["text"] = token_label(self.tokenizer, token)
-            rows[index]["p"] = round_values(p[index, token])
-            rows[index]["bits"] = round_values(log_p[:, index, token] / -math.log(2))
+        for row, token in enumerate(ids):
+            rows[row] |= {
+                "id": token,
+                "text": token_label(self.tokenizer, token),
+                "p": round_values(p[row, token]),
+                "bits": round_values(log_p[:, row, token] / -math.log(2)),
+            }
         return rows
 
     def parse(self, question: Any) -> InspectRequest:
         """Check a question. Raises UserError naming an unsuitable field."""
         request = from_values(InspectRequest, question, "the question")
-        if len(request.text) > MAX_PROMPT_CHARACTERS:
-            size = f"at most {MAX_PROMPT_CHARACTERS:,} characters (got {len(request.text):,})"
-            raise UserError(f"the text: must have {size}. Shorten it.")
         if not request.ids:
+            if len(request.text) > MAX_PROMPT_CHARACTERS:
+                size = f"got {len(request.text):,} of at most {MAX_PROMPT_CHARACTERS:,} characters"
+                raise UserError(f"The text: too long ({size}). Shorten it.")
             ids = tuple(self.generator.encode_prompt(request.text))
             if len(ids) > self.max_prompt_tokens:
-                size = f"at most {self.max_prompt_tokens:,} tokens (got {len(ids):,})"
-                raise UserError(f"the text: must have {size}. Shorten it.")
+                size = f"got {len(ids):,} of at most {self.max_prompt_tokens:,} tokens"
+                raise UserError(f"The text: too long ({size}). Shorten it.")
             request = replace(request, ids=ids)
-        if any(len(pair) != 2 or min(pair) < 1 for pair in request.off):
-            raise UserError("the question: off must be a list of [layer, head], from 1.")
-        layers, heads = zip((request.layer, request.head), *request.off, strict=True)
-        limits = {
-            "number of ids": (len(request.ids), MAX_TOKENS),
-            "id": (max(request.ids), self.generator.model.token_embedding.num_embeddings - 1),
-            "layer": (max(layers), self.config.num_layers),
-            "head": (max(heads), self.config.num_heads),
-            "at": (request.at, len(request.ids) - 1),
-            "max_new_tokens": (request.max_new_tokens, self.max_new_tokens),
-        }
-        for name, (value, limit) in limits.items():
-            if value > limit:
-                raise UserError(f"the question: {name} must be at most {limit:,} (got {value:,}).")
         return replace(request, off=tuple(sorted({*request.off})))
 
 
-def switch_off(model: GPT, heads: Heads) -> None:
-    """Replace the outputs of some heads by zeros, before the projection."""
-    for layer, head in heads:
-        attention = cast(Block, model.blocks[layer - 1]).attention
-        columns = slice((head - 1) * attention.head_width, head * attention.head_width)
-        attention.projection.register_forward_pre_hook(partial(_zero_columns, columns))
-
-
-def _zero_columns(columns: slice, module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
-    mixed = inputs[0].clone()
-    mixed[..., columns] = 0
-    return mixed
-
-
 def window_of(position: int, length: int, context_length: int) -> tuple[int, int]:
-    """The start and end of the window in which generation predicts after a position."""
+    """Return the start and end of the window in which generation predicts after a position."""
     start = window_start(position + 1, context_length)
     return start, min(length, start + context_length)
 
@@ -232,4 +219,4 @@ def logits_after(model: GPT, ids: Sequence[int]) -> Iterator[Tensor]:
 
 def round_values(values: Tensor) -> list[float]:
     """Round to as many digits as the page shows."""
-    return [float(f"{value:.{SIGNIFICANT_DIGITS}g}") for value in values.tolist()]
+    return [float(f"{value:.5g}") for value in values.tolist()]

@@ -1,7 +1,7 @@
 """Memorization: the longest passages of a text that occur verbatim in the training text."""
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from tqdm import tqdm
@@ -16,16 +16,15 @@ DECODED_CHUNK_TOKENS = 2**18  # decoded at a time
 SEED_BYTES = 8
 SEED_HASH_BITS = 20
 HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-NO_TEXT = b"\xff"  # in place of special tokens; no UTF-8 has this byte
+NON_TEXT_BYTE = b"\xff"  # in place of special tokens; no UTF-8 has this byte
 
-Datasets = Sequence[Dataset]
-Passage = tuple[int, int, str]  # first character, number of characters, place in the training text
-# Runs of training text, each SEED_BYTES of which occur in the texts → the dataset, the first
-# token, and the byte at which each token ends. The first occurrence of a run is kept.
+Passages = list[tuple[int, int, str]]  # first character, number of characters, place of each
+# The first occurrence of each run of training text, each SEED_BYTES of which occur in the texts:
+# the dataset, the first token, and the byte at which each token ends.
 Candidates = dict[bytes, tuple[Dataset, int, list[int]]]
 
 
-def find_passages(texts: list[str], datasets: Datasets) -> tuple[list[list[Passage]], float]:
+def find_passages(texts: list[str], datasets: Sequence[Dataset]) -> tuple[list[Passages], float]:
     """Find each text's longest passages in the training splits, and the fraction searched.
 
     The longest is taken first, then the longest in the rest. Memory is bounded: the search ends
@@ -34,16 +33,16 @@ def find_passages(texts: list[str], datasets: Datasets) -> tuple[list[list[Passa
     is_seed = np.zeros(2**SEED_HASH_BITS, bool)
     for text in texts:
         is_seed[hash_seeds(text.encode())] = True
-    overlap = max((len(text.encode()) for text in texts), default=0)  # in tokens, so enough
+    overlap = max((len(text.encode()) for text in texts), default=0)  # bytes: enough tokens
     candidates: Candidates = {}
     num_searched = 0
     for dataset in datasets:
         num_bytes = 0
-        table = spell_tokens(dataset.tokenizer)
+        spellings = spell_tokens(dataset.tokenizer)
         chunks = range(0, len(dataset.train), DECODED_CHUNK_TOKENS)
         for first in tqdm(chunks, "searching training text", disable=None, leave=False):
             ids = read_ids(dataset.train, first, DECODED_CHUNK_TOKENS + overlap)
-            pieces = [table[token] for token in ids]
+            pieces = [spellings[token] for token in ids]
             data = b"".join(pieces)
             ends = np.cumsum([len(piece) for piece in pieces])
             for start, end in find_seed_runs(data, is_seed):
@@ -55,23 +54,15 @@ def find_passages(texts: list[str], datasets: Datasets) -> tuple[list[list[Passa
             is_full = sum(map(len, candidates)) > MAX_CANDIDATE_BYTES
             if is_full or num_bytes > MAX_SEARCHED_BYTES // len(datasets):
                 break
-    training_text = NO_TEXT.join(candidates)
-    passages = [
-        [
-            (start, length, locate(text[start : start + length], candidates))
-            for start, length in longest_spans(text, training_text)
-        ]
-        for text in texts
-    ]
-    return passages, num_searched / sum(len(dataset.train) for dataset in datasets)
+    fraction = num_searched / sum(len(dataset.train) for dataset in datasets)
+    return [find_longest(text, candidates) for text in texts], fraction
 
 
-def find_seed_runs(data: bytes, is_seed: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Find the runs of bytes, each SEED_BYTES of which are a seed, and yield (start, end)."""
+def find_seed_runs(data: bytes, is_seed: np.ndarray) -> list[tuple[int, int]]:
+    """Find the runs of bytes, each SEED_BYTES of which are a seed: (start, end) of each."""
     edges = np.flatnonzero(np.diff(is_seed[hash_seeds(data)], prepend=False, append=False))
-    for start, end in edges.reshape(-1, 2).tolist():
-        if end - start > MIN_PASSAGE_BYTES - SEED_BYTES:
-            yield start, end + SEED_BYTES - 1
+    runs = edges.reshape(-1, 2) + np.array([0, SEED_BYTES - 1])
+    return [(start, end) for start, end in runs.tolist() if end - start >= MIN_PASSAGE_BYTES]
 
 
 def hash_seeds(data: bytes) -> np.ndarray:
@@ -81,29 +72,27 @@ def hash_seeds(data: bytes) -> np.ndarray:
     return (seeds * HASH_MULTIPLIER >> np.uint64(64 - SEED_HASH_BITS)).astype(np.int64)
 
 
-def longest_spans(text: str, training_text: bytes) -> Iterator[tuple[int, int]]:
-    """Yield (start, length), in characters, of the longest matches that do not overlap."""
-    data = text.encode()
+def find_longest(text: str, candidates: Candidates) -> Passages:
+    """Find the longest passages of a text that do not overlap, longest first."""
+    training_text = NON_TEXT_BYTE.join(candidates)
     lengths = []  # of the longest match from each character on
-    start = 0
     end = 0
-    for character in text:
-        end = max(end, start)
-        while end < len(data) and data[start : end + 1] in training_text:
+    for start in range(len(text)):
+        end = max(start, end)
+        while end < len(text) and text[start : end + 1].encode() in training_text:
             end += 1
-        lengths.append(len(data[start:end].decode(errors="ignore")))
-        start += len(character.encode())
-    while True:
-        for i, length in enumerate(lengths):
-            if len(text[i : i + length].encode()) < MIN_PASSAGE_BYTES:
-                lengths[i] = 0
-        longest = max(lengths, default=0)
-        if longest == 0:
-            return
+        lengths.append(end - start)
+    passages = []
+    while longest := max(lengths, default=0):
         first = lengths.index(longest)
-        yield first, longest
+        passage = text[first : first + longest]
+        if len(passage.encode()) < MIN_PASSAGE_BYTES:
+            lengths[first] = 0
+            continue
+        passages.append((first, longest, locate(passage, candidates)))
         lengths[first : first + longest] = [0] * longest
         lengths[:first] = [min(length, first - i) for i, length in enumerate(lengths[:first])]
+    return passages
 
 
 def locate(passage: str, candidates: Candidates) -> str:
@@ -111,31 +100,17 @@ def locate(passage: str, candidates: Candidates) -> str:
     data = next(data for data in candidates if passage.encode() in data)
     dataset, token, ends = candidates[data]
     token += bisect_right(ends, data.index(passage.encode()))
-    for shard in dataset.manifest["splits"]["train"]["shards"]:
-        if token < shard["tokens"]:
-            return f"token {token:,} of {dataset.path / shard['file']}"
-        token -= shard["tokens"]
-    raise IndexError(token)
-
-
-def sample_validation(texts: list[str], datasets: Datasets) -> list[str]:
-    """Take as many pieces of validation text, of the same lengths, spread evenly."""
-    pieces = []
-    for index, text in enumerate(texts):
-        dataset = datasets[index % len(datasets)]
-        num_tokens = len(text.encode())  # enough, or more
-        start = max(0, len(dataset.val) - num_tokens) * index // max(1, len(texts) - 1)
-        table = spell_tokens(dataset.tokenizer)
-        data = b"".join(table[token] for token in read_ids(dataset.val, start, num_tokens))
-        pieces.append(data.decode(errors="ignore")[: len(text)])
-    return pieces
+    shards = dataset.manifest["splits"]["train"]["shards"]
+    starts = np.cumsum([0, *(shard["tokens"] for shard in shards)])
+    index = bisect_right(starts, token) - 1
+    return f"token {token - starts[index]:,} of {dataset.path / shards[index]['file']}"
 
 
 def spell_tokens(tokenizer: Tokenizer) -> list[bytes]:
-    """List the bytes of each token, and NO_TEXT for those that text never has."""
-    no_text = {*tokenizer.unused_ids(), *tokenizer.special_tokens.values()}
+    """List the bytes of each token, and NON_TEXT_BYTE for those that text never has."""
+    non_text = {*tokenizer.unused_ids(), *tokenizer.special_tokens.values()}
     ids = range(tokenizer.vocab_size)
-    return [NO_TEXT if i in no_text else tokenizer.decode_bytes([i]) for i in ids]
+    return [NON_TEXT_BYTE if i in non_text else tokenizer.decode_bytes([i]) for i in ids]
 
 
 def read_ids(split: Tokens | Examples, start: int, count: int) -> list[int]:

@@ -11,12 +11,15 @@ import numpy as np
 import torch
 
 from engine.core.device import total_memory
+from engine.core.errors import UserError
 from engine.core.settings import flatten
 from engine.data.chat import prompt_ids, stop_ids
 from engine.data.dataset import Examples
 from engine.data.mixture import Mixture
 from engine.generation.attention_maps import attention_maps, token_label
 from engine.generation.generate import complete, initial_tokens
+from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions
+from engine.generation.text_stream import TextStream
 from engine.training.trainer import Trainer
 from model import GPT
 
@@ -41,10 +44,12 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
     if device.type == "cuda":
         memory = f"{total_memory(device) / 2**30:,.0f} GiB"
         machine["GPU"] = f"{torch.cuda.get_device_name(device)}, {memory}"
-    machine["processes"] = trainer.dist.size
-    machine["system"] = platform.platform(terse=True)
-    machine["Python"] = platform.python_version()
-    machine["PyTorch"] = torch.__version__
+    machine |= {
+        "processes": trainer.dist.size,
+        "system": platform.platform(terse=True),
+        "Python": platform.python_version(),
+        "PyTorch": torch.__version__,
+    }
     defaults = flatten(type(trainer.config)())
     return {"parameters": trainer.model.num_parameters, "machine": machine, "defaults": defaults}
 
@@ -58,9 +63,8 @@ def processor_name() -> str:
 
 
 def choose_prompts(data: Mixture, num_tokens: int) -> list[list[int]]:
-    """Take the beginnings of lines of validation text as token ids; of examples, the prompts."""
+    """Return the beginnings of lines of validation text as token ids; of examples, the prompts."""
     val = data.datasets[0].val
-    tokenizer = data.tokenizer
     if isinstance(val, Examples):
         count = min(NUM_PROMPTS + 1, val.num_examples)
         return [prompt_ids(val.example(index).tolist()) for index in range(count)]
@@ -68,14 +72,13 @@ def choose_prompts(data: Mixture, num_tokens: int) -> list[list[int]]:
     for index in range(NUM_PROMPTS):
         start = index * len(val) // NUM_PROMPTS
         ids = val[start : start + MAX_LINE_TOKENS + num_tokens].tolist()
-        line_ends = [
-            position
-            for position, token in enumerate(ids[:MAX_LINE_TOKENS])
-            if tokenizer.decode_bytes([token]).endswith(b"\n")
-        ]
-        first = line_ends[0] + 1 if start and line_ends else 0
+        first = 0
+        if start:
+            pieces = [data.tokenizer.decode_bytes([token]) for token in ids[:MAX_LINE_TOKENS]]
+            line_ends = [place for place, piece in enumerate(pieces, 1) if piece.endswith(b"\n")]
+            first = min(line_ends, default=0)
         prompt = ids[first : first + num_tokens]
-        text_ids = [token for token in prompt if token != tokenizer.end_of_text]
+        text_ids = [token for token in prompt if token != data.tokenizer.end_of_text]
         prompts.append(text_ids or prompt)
     return prompts
 
@@ -90,17 +93,18 @@ def generate_samples(model: GPT, data: Mixture, step: int, seed: int) -> list[di
         num_documents = data.manifest["splits"]["train"]["documents"]
         prompts.insert(0, initial_tokens(tokenizer, num_documents))
         names.insert(0, "")
-    requests = [(ids, NEW_TOKENS) for ids in prompts]
     ends = stop_ids(tokenizer) if has_examples else []
-    options: dict[str, Any] = {"temperature": 0.8, "top_k": None, "top_p": 0.95, "seed": seed}
+    streams = [TextStream(tokenizer, ids, NEW_TOKENS, ends=ends) for ids in prompts]
+    options: SamplingOptions = {**DEFAULT_OPTIONS, "seed": seed}
+    texts = [""] * len(streams)
     try:
-        completions = complete(model, tokenizer, requests, len(requests), ends=ends, **options)
-        texts = {index: text for index, text, _ in completions}
-    except ValueError as error:  # the model diverged
-        texts = dict.fromkeys(range(len(prompts)), f"none: {error}")
+        for index, text in complete(model, streams, len(streams), **options):
+            texts[index] += text
+    except UserError as error:  # the model diverged
+        texts = [f"none: {error}"] * len(streams)
     return [
-        {"step": step, "prompt": name, "text": texts[index]}  # in the order of the prompts
-        for index, name in enumerate(names)
+        {"step": step, "prompt": name, "text": text}
+        for name, text in zip(names, texts, strict=True)
     ]
 
 

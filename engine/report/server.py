@@ -1,4 +1,4 @@
-"""The server of the live page: for this machine only, and for those who have its address.
+"""The server of the live page, for users of this machine who have its address.
 
 Every request must name this server as its host, come from no other page, and carry the token of
 the address. A question is a JSON object; its answer is a stream of JSON objects, one a line.
@@ -20,10 +20,21 @@ from aiohttp.typedefs import Handler
 
 from engine.core.errors import UserError
 from engine.core.files import parse_json, to_json
-from engine.report.security import live_page_headers
+from engine.report.page import WEB_DIR, content_security_policy
 
-PAGE_PATH = Path(__file__).with_name("web") / "page.html"
+PAGE_PATH = WEB_DIR / "page.html"
 MAX_BODY_BYTES = 2**20
+# Beside its own scripts: the page may ask its server, and show the pictures that it contains.
+PAGE_POLICY = (
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+SECURITY_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
 WRITE_TIMEOUT_SECONDS = 10.0  # in which a client must take a line
 
 Lines = Generator[dict[str, Any], None, None]
@@ -40,7 +51,10 @@ class PageServer:
         self.answers = answers
         self.token = secrets.token_urlsafe(32)
         self.page = PAGE_PATH.read_text(encoding="utf-8")
-        self.headers = live_page_headers(self.page)
+        self.headers = {
+            **SECURITY_HEADERS,
+            "Content-Security-Policy": f"{content_security_policy(self.page)}; {PAGE_POLICY}",
+        }
         self.locks = {name: asyncio.Lock() for name in answers}
         self.executor = ThreadPoolExecutor(max_workers=1)
         try:
@@ -55,7 +69,9 @@ class PageServer:
         """Serve until cancelled."""
         app = web.Application(middlewares=[self.guard], client_max_size=MAX_BODY_BYTES)
         app.add_routes([web.get("/", self.send_page), web.post("/{name}", self.send_answer)])
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
+        )
         await runner.setup()
         try:
             await web.SockSite(runner, self.socket).start()
@@ -66,19 +82,17 @@ class PageServer:
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse requests that are not the page's; describe any refusal as {"error": reason}."""
+        """Refuse requests that are not from the page; answer {"error": reason} to any refused."""
         try:
-            reason = self.reject_reason(request)
-            if reason:
+            if reason := self.reject_reason(request):
                 raise web.HTTPForbidden(text=reason)
             return await handler(request)
         except web.HTTPException as error:
-            text = to_json({"error": error.text}).encode(errors="replace").decode()
-            json_type = "application/json"
-            return web.Response(status=error.status, text=text, content_type=json_type, headers=self.headers)
+            message = {"error": error.text}
+            return web.json_response(message, status=error.status, headers=self.headers)
 
     def reject_reason(self, request: web.Request) -> str:
-        """Return why a request is not the page's, or an empty string."""
+        """Return why a request cannot be from the page, or an empty string."""
         hosts = [f"127.0.0.1:{self.port}", f"localhost:{self.port}"]
         if request.headers.getall("Host", []) not in [[host] for host in hosts]:
             return f"the host must be {hosts[0]}"
@@ -111,7 +125,7 @@ class PageServer:
                 await response.prepare(request)
                 while line is not None:
                     async with asyncio.timeout(WRITE_TIMEOUT_SECONDS):
-                        await response.write(to_json(line).encode(errors="replace") + b"\n")
+                        await response.write(f"{to_json(line)}\n".encode())
                     line = await self.compute(next, lines, None)
             except (ConnectionResetError, TimeoutError):
                 pass  # the client left, or does not read
@@ -127,7 +141,7 @@ class PageServer:
 def serve(answers: Mapping[str, Callable[[Any], Lines]], port: int) -> None:
     """Print the page's address, in a terminal also open it in a browser; serve until Ctrl-C."""
     server = PageServer(answers, port)
-    print(server.address, flush=True)
+    print(f"Open {server.address} (Ctrl-C ends it)", flush=True)
     if sys.stdout.isatty():
         threading.Thread(target=webbrowser.open, args=[server.address], daemon=True).start()
     asyncio.run(server.run())

@@ -10,29 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.benchmark import Timer
-from torch.utils.flop_counter import FlopCounterMode
 
 from engine.core.device import choose_dtype, mixed_precision, total_memory
 from engine.core.distributed import SINGLE_PROCESS, DistributedContext
 from engine.core.sharding import should_reduce_every_microbatch
 from engine.data.batches import check_sizes
 from engine.nn.acceleration import checkpoint_activations
-from engine.training.budget import DEFAULT_STEPS
-from engine.training.config import TrainConfig, with_sizes
+from engine.training.config import DEFAULT_STEPS, TrainConfig, with_sizes
 from engine.training.optimizer import Optimizer, OptimizerConfig
 from model import GPT, ModelConfig, MultiHeadAttention
 
-# FLOP/s of bfloat16 without sparsity, from data sheets.
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
-# Fraction of them, on a CPU of measured matrix products. GPU: Grattafiori et al. 2024, table 4.
-ASSUMED_MFU = {"cpu": 2 / 3, "cuda": 0.4, "mps": 0.4}
+H100_FLOPS = 989e12  # per second, of bfloat16 without sparsity, from the data sheet
 H100_MEMORY_BYTES = 80e9
+CPU_UTILIZATION = 2 / 3  # of measured matrix products
+GPU_UTILIZATION = 0.4  # of the data sheet: Grattafiori et al. 2024, table 4
 MAX_MEMORY_FRACTION = 0.9  # of a device, for a run
-BYTE_UNITS = ((1, "B"), (2**10, "KiB"), (2**20, "MiB"), (2**30, "GiB"), (2**40, "TiB"))
-TIME_UNITS = ((1e-6, "µs"), (1e-3, "ms"), (1, "s"), (60, "min"), (3600, "h"), (86400, "days"))
 
 
 @dataclass(frozen=True)
@@ -55,14 +49,12 @@ class PeakMemory(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
-        if str(function).startswith("aten._fused_"):  # an optimizer's update in place: no result,
-            return None  # and no implementation without values
+        if str(function).startswith("aten._fused_"):  # an update in place, without a result
+            return None
         result = function(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
-            if not isinstance(tensor, Tensor):
-                continue
-            storage = tensor.untyped_storage()
-            if id(storage) not in self.storages:
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is not None and id(storage) not in self.storages:
                 self.storages.add(id(storage))
                 self.current += storage.nbytes()
                 self.peak = max(self.peak, self.current)
@@ -93,7 +85,7 @@ def build_meta_model(model: ModelConfig) -> GPT:
         return GPT(model)
 
 
-def over_layers(model: ModelConfig, count: Callable[[ModelConfig], float]) -> float:
+def over_layers(model: ModelConfig, count: Callable[[ModelConfig], Tensor]) -> Tensor:
     """Return a count over all layers, from few: every pattern of blocks adds the same."""
     pattern = len(model.windows or (0,))
     num_more, num_few = divmod(model.num_layers - 2, pattern)
@@ -104,27 +96,25 @@ def over_layers(model: ModelConfig, count: Callable[[ModelConfig], float]) -> fl
     return few + num_more * (more - few)
 
 
-@functools.cache
 def flops_per_token(model: ModelConfig) -> float:
-    """Return the operations of a training step, per token, as PyTorch counts them."""
-
-    def count(part: ModelConfig) -> float:
-        gpt = build_meta_model(part)
-        # Attention in matrix products, all of which are counted.
-        with trace_memory(gpt), sdpa_kernel(SDPBackend.MATH):
-            tokens = torch.zeros(1, part.context_length, dtype=torch.long)
-            with FlopCounterMode(display=False) as counter:
-                gpt(tokens, tokens).backward()
-        return counter.get_total_flops()
-
-    return over_layers(model, count) / model.context_length
+    """Return the operations of a training step per token: 6 for each weight, and attention."""
+    gpt = build_meta_model(model)
+    num_weights = model.d_model * (model.vocab_size or 0)  # of the head
+    for name, parameter in gpt.named_parameters():
+        num_weights += parameter.numel() * (gpt.specs[name].group == "matrix")
+    T = model.context_length
+    num_scores = sum(min(window or T, T) for window in model.layer_windows)
+    return 6 * num_weights + 12 * model.num_heads * model.head_width * num_scores
 
 
 @functools.cache
-def activation_bytes(model: ModelConfig, rows: int, hardware: Hardware, checkpointing: bool = False) -> float:
+def activation_bytes(
+    model: ModelConfig, rows: int, hardware: Hardware, checkpointing: bool = False
+) -> float:
     """Return the most bytes of a forward and backward pass, besides weights and gradients."""
 
-    def count(part: ModelConfig) -> float:
+    def count(part: ModelConfig) -> Tensor:
+        """Return the peak of a traced micro-batch."""
         gpt = build_meta_model(part)
         dtype = hardware.dtype
         if hardware.is_gpu:  # fused attention stores no scores: with dropout, windows, and in bf16
@@ -142,52 +132,55 @@ def activation_bytes(model: ModelConfig, rows: int, hardware: Hardware, checkpoi
             with mixed_precision(dtype, tokens.device):
                 loss = gpt(tokens, tokens)
             loss.backward()
-            return counter.peak
+        return torch.tensor(counter.peak)
 
-    return over_layers(model, count)
+    return over_layers(model, count).item()
 
 
 @functools.cache
-def optimizer_bytes(model: ModelConfig, optimizer: OptimizerConfig, dtype: torch.dtype) -> tuple[float, float]:
+def optimizer_bytes(
+    model: ModelConfig, optimizer: OptimizerConfig, dtype: torch.dtype
+) -> tuple[int, int]:
     """Return the bytes of the optimizer's state, and the most that a step needs besides."""
 
-    @functools.cache
-    def count(part: ModelConfig) -> tuple[int, int]:
+    def count(part: ModelConfig) -> Tensor:
+        """Return the bytes of the state and of a traced step."""
         gpt = build_meta_model(part)
         with trace_memory(gpt) as counter:
             traced = Optimizer(gpt, optimizer, SINGLE_PROCESS, dtype)
             traced.clip_gradients()
             traced.update(0.0)
-            return counter.current, counter.peak - counter.current
+            num_bytes = (counter.current, counter.peak - counter.current)
+        return torch.tensor(num_bytes)
 
-    return over_layers(model, lambda m: count(m)[0]), over_layers(model, lambda m: count(m)[1])
+    state, update = over_layers(model, count).tolist()
+    return state, update
 
 
 def estimate_memory(config: TrainConfig, rows: int, hardware: Hardware) -> dict[str, float]:
     """Return the bytes that a rank needs, by purpose, for micro-batches of ``rows`` sequences.
 
-    DDP stores gradients in its buckets too. FSDP stores a fraction of everything, and in full what
-    is in use: weights around the blocks, of one block and the next; gradients of a block, or of all
-    while micro-batches are accumulated.
+    FSDP also holds in full the weights outside the blocks and those of two blocks, and gradients of
+    one block, or of all while micro-batches accumulate. DDP has a second copy of the gradients.
     """
     model = build_meta_model(config.model)
     num_params = model.num_parameters
-    block_params = sum(parameter.numel() for parameter in model.blocks[0].parameters())
-    shards = hardware.num_ranks if hardware.is_sharded else 1
+    activations = activation_bytes(config.model, rows, hardware, config.checkpoint_activations)
+    state, update = optimizer_bytes(config.model, config.optimizer, hardware.dtype)
+    shards = 1
     gathered_bytes = 0
-    buffered = num_params if hardware.num_ranks > 1 else 0
+    num_buffered = num_params if hardware.num_ranks > 1 else 0
     if hardware.is_sharded:
+        shards = hardware.num_ranks
+        block_params = sum(parameter.numel() for parameter in model.blocks[0].parameters())
         gathered_bytes = 4 * (num_params - len(model.blocks) * block_params)
         gathered_bytes += 2 * hardware.dtype.itemsize * block_params
-        accumulates = rows * hardware.num_ranks < (config.batch_size or 1)
+        accumulates = rows * shards < (config.batch_size or 1)
         if not accumulates or should_reduce_every_microbatch(num_params, H100_MEMORY_BYTES):
-            buffered = block_params
-    lean = config.checkpoint_activations
-    activations = activation_bytes(config.model, rows, hardware, lean)
-    state, update = optimizer_bytes(config.model, config.optimizer, hardware.dtype)
+            num_buffered = block_params
     return {
         "weights": 4 * num_params / shards + gathered_bytes,
-        "gradients": 4 * num_params / shards + 4 * buffered,
+        "gradients": 4 * num_params / shards + 4 * num_buffered,
         "optimizer state": state / shards,
         "activations": activations,
         "optimizer step": max(0.0, update / shards - activations),
@@ -203,6 +196,13 @@ def bound_memory(config: TrainConfig, rows: int) -> float:
     return 32 * build_meta_model(model).num_parameters + tokens * per_token
 
 
+def micro_batch_sizes(config: TrainConfig, num_ranks: int) -> list[int]:
+    """Return the numbers of sequences that divide a rank's batch, largest first."""
+    batch_rows = (config.batch_size or 1) // num_ranks
+    max_rows = config.micro_batch_size or batch_rows
+    return [n for n in range(min(max_rows, batch_rows), 0, -1) if batch_rows % n == 0]
+
+
 def largest_micro_batch(config: TrainConfig, dist: DistributedContext) -> int:
     """Return the most sequences, at most a rank's batch, that fit in memory at once, or 0.
 
@@ -213,15 +213,21 @@ def largest_micro_batch(config: TrainConfig, dist: DistributedContext) -> int:
     limit = MAX_MEMORY_FRACTION * total_memory(dist.device)
     if not hardware.is_gpu:
         limit /= dist.size  # ranks on CPUs are of one machine
-    batch_rows = (config.batch_size or 1) // dist.size
-    choices = [rows for rows in range(batch_rows, 0, -1) if batch_rows % rows == 0]
-    for rows in [config.micro_batch_size] if config.micro_batch_size else choices:
-        too_large = bound_memory(config, rows) > limit
-        if too_large:
-            too_large = sum(estimate_memory(config, rows, hardware).values()) > limit
-        if not dist.any(too_large):
+    sizes = micro_batch_sizes(config, dist.size)
+    for rows in sizes[:1] if config.micro_batch_size else sizes:
+        is_too_large = bound_memory(config, rows) > limit
+        if is_too_large:
+            is_too_large = sum(estimate_memory(config, rows, hardware).values()) > limit
+        if not dist.any(is_too_large):
             return rows
     return 0
+
+
+def fit_micro_batches(config: TrainConfig, dist: DistributedContext) -> TrainConfig:
+    """Return the config, with micro-batches if the batch does not fit in memory."""
+    rows = max(1, largest_micro_batch(config, dist))
+    is_whole = config.micro_batch_size or rows * dist.size == config.batch_size
+    return config if is_whole else replace(config, micro_batch_size=rows)
 
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -241,55 +247,47 @@ def describe_plan(config: TrainConfig, device: torch.device, epoch_tokens: Seque
     batch_size = config.batch_size or 1
     check_sizes(batch_size, 1, config.micro_batch_size)
     dtype = choose_dtype(config.dtype, device, config.model.d_model)
-    here_flops = ASSUMED_MFU[device.type] * measure_matmul_flops(device, dtype)
-    h100_flops = ASSUMED_MFU["cuda"] * PEAK_FLOPS["H100"]
-    hardware = {
-        "here": (Hardware(dtype, device.type != "cpu"), here_flops),
-        "1 H100": (Hardware(torch.bfloat16, True), h100_flops),
-        "8 H100, FSDP": (Hardware(torch.bfloat16, True, 8, True), h100_flops),
+    utilization = CPU_UTILIZATION if device.type == "cpu" else GPU_UTILIZATION
+    speed = utilization * measure_matmul_flops(device, dtype)
+    h100_speed = GPU_UTILIZATION * H100_FLOPS
+    tokens_per_step = batch_size * config.model.context_length
+    step_flops = tokens_per_step * flops_per_token(config.model)
+    steps = config.steps or round(60 * (config.minutes or 0) * speed / step_flops) or DEFAULT_STEPS
+    plans = {
+        "here": (Hardware(dtype, device.type != "cpu"), speed),
+        "1 H100": (Hardware(torch.bfloat16, True), h100_speed),
+        "8 H100, FSDP": (Hardware(torch.bfloat16, True, 8, True), h100_speed),
     }
-    columns = {
-        name: plan_cells(config, *column) for name, column in hardware.items() if batch_size % column[0].num_ranks == 0
-    }
-    table = [f"{'':<16}" + "".join(f"{name:>14}" for name in columns)]
+    columns = {}
+    for title, (hardware, rank_speed) in plans.items():
+        if batch_size % hardware.num_ranks == 0:
+            seconds = step_flops / hardware.num_ranks / rank_speed
+            columns[title] = describe_memory(config, hardware)
+            columns[title]["one step"] = f"{1e3 * seconds:,.2f} ms"
+            columns[title]["all steps"] = f"{steps * seconds / 3600:,.2f} h"
+    table = [f"{'':<16}" + "".join(f"{title:>14}" for title in columns)]
     for name in columns["here"]:
         table.append(f"{name:<16}" + "".join(f"{cells[name]:>14}" for cells in columns.values()))
-    steps = config.steps or DEFAULT_STEPS
-    step_tokens = batch_size * config.model.context_length
-    tokens = steps * step_tokens
+    tokens = steps * tokens_per_step
     epochs = "".join(f", {tokens / epoch:,.2f} epochs" for epoch in epoch_tokens)
     num_params = build_meta_model(config.model).num_parameters
-    gflop = flops_per_token(config.model) / 1e9
-    checkpoint = 4 * num_params + optimizer_bytes(config.model, config.optimizer, dtype)[0]
     return f"""\
-model       {num_params:,} parameters, {gflop:,.3f} GFLOP per token
-run         {steps:,} steps of {step_tokens:,} tokens = {tokens:,}{epochs}
-checkpoint  {format_amount(checkpoint, BYTE_UNITS)}
-speed       here {ASSUMED_MFU[device.type]:.0%} of what matrix products reach
-            H100 {ASSUMED_MFU["cuda"]:.0%} of its data sheet, in bfloat16, without communication
-!           exceeds the {H100_MEMORY_BYTES / 1e9:.0f} GB of an H100
+model  {num_params:,} parameters, {flops_per_token(config.model) / 1e9:,.3f} GFLOP per token
+run    {steps:,} steps of {tokens_per_step:,} tokens = {tokens:,}{epochs}
+speed  here {utilization:.0%} of what matrix products reach, {speed / 1e12:,.2f} TFLOP/s
+       H100 {GPU_UTILIZATION:.0%} of its data sheet, in bfloat16, without communication
+!      exceeds the {H100_MEMORY_BYTES / 1e9:.0f} GB of an H100
 
 """ + "\n".join(table)
 
 
-def plan_cells(config: TrainConfig, hardware: Hardware, flops: float) -> dict[str, str]:
-    """Return a column of the table, for ranks that each compute at ``flops`` FLOP/s."""
-    batch_rows = (config.batch_size or 1) // hardware.num_ranks
-    most = config.micro_batch_size or batch_rows
-    rows = max(n for n in range(1, batch_rows + 1) if batch_rows % n == 0 and n <= most)
+def describe_memory(config: TrainConfig, hardware: Hardware) -> dict[str, str]:
+    """Return the micro-batches of a rank and the memory that they need, for the table."""
+    rows = micro_batch_sizes(config, hardware.num_ranks)[0]
+    num_micro_batches = (config.batch_size or 1) // hardware.num_ranks // rows
+    cells = {"micro-batches": f"{num_micro_batches} × {rows}"}
     memory = estimate_memory(config, rows, hardware)
-    cells = {"micro-batches": f"{batch_rows // rows} × {rows}"}
     for name, num_bytes in {**memory, "= memory": sum(memory.values())}.items():
         mark = "!" if hardware.is_gpu and num_bytes > H100_MEMORY_BYTES else ""
-        cells[name] = format_amount(num_bytes, BYTE_UNITS) + mark
-    seconds = batch_rows * config.model.context_length * flops_per_token(config.model) / flops
-    cells["TFLOP/s"] = f"{flops / 1e12:,.2f}"
-    cells["one step"] = format_amount(seconds, TIME_UNITS)
-    cells["all steps"] = format_amount((config.steps or DEFAULT_STEPS) * seconds, TIME_UNITS)
+        cells[name] = f"{num_bytes / 2**20:,.1f} MiB{mark}"
     return cells
-
-
-def format_amount(amount: float, units: Sequence[tuple[float, str]]) -> str:
-    """Return an amount in the largest unit that it reaches."""
-    size, unit = max([pair for pair in units if pair[0] <= amount], default=units[0])
-    return f"{amount / size:,.{0 if amount >= 100 * size else 1}f} {unit}" if amount else "0"

@@ -18,13 +18,9 @@ from engine.nn.update_rules import AdamW, Muon, ParamGroup
 from model import GPT
 
 DEFAULT_WARMUP_STEPS = 10
-DEFAULT_WEIGHT_DECAY = 0.1
-MIN_ADAMW_RATE = 6e-4  # of config/gpt2-124m.toml
-MAX_ADAMW_RATE = 3e-3  # of config/transformer-2017.toml, 128 wide
 INITIAL_LOSS_SCALE = 2.0**16  # for float16, whose smallest numbers would underflow; then it adapts
 NUM_STEPS_TO_DOUBLE_SCALE = 2000  # finite steps in a row, as in torch.amp.GradScaler
 MAX_SKIPPED_STEPS = 50  # in a row, until a run ends
-GUARD_NAMES = ("loss_scale", "good_steps", "skipped", "skipped_in_a_row")
 
 
 @dataclass(frozen=True)
@@ -35,20 +31,20 @@ class OptimizerConfig:
     optimizer: Literal["muon", "adamw"] = "muon"
     # The largest; see decay. None: 0.014 for Muon, by d_model for AdamW, or chosen with the size.
     learning_rate: Annotated[float | None, Ge(0)] = None
-    # Multiple of the learning rate for an untied token embedding; None: 3 with Muon, else 1.
+    # Factor on the learning rate of an untied token embedding; None: 3 with Muon, else 1.
     embedding_rate: Annotated[float | None, Gt(0)] = None
-    # Decay of matrices towards zero, in units of the learning rate; None: 0.1.
+    # Weight decay of all matrices, decoupled. None: 0.1, or chosen with the size.
     weight_decay: Annotated[float | None, Ge(0)] = None
-    beta1: Annotated[float, Ge(0), Lt(1)] = 0.9  # AdamW's running mean of the gradient.
-    beta2: Annotated[float, Ge(0), Lt(1)] = 0.95  # AdamW's running mean of its square.
-    momentum: Annotated[float, Ge(0), Lt(1)] = 0.9  # Muon's running mean of the gradient.
-    clip_norm: Annotated[float, Ge(0)] = 1.0  # Largest norm of all gradients together; 0: any.
-    # Steps of linear warmup; None: 10, in a shorter run all but the last.
+    beta1: Annotated[float, Ge(0), Lt(1)] = 0.9  # AdamW's decay rate of the mean gradient.
+    beta2: Annotated[float, Ge(0), Lt(1)] = 0.95  # AdamW's decay rate of the mean squared gradient.
+    momentum: Annotated[float, Ge(0), Lt(1)] = 0.9  # Muon's decay rate of the mean gradient.
+    clip_norm: Annotated[float, Ge(0)] = 1.0  # Clip the norm of all gradients to this; 0: off.
+    # Steps of linear warmup of the learning rate; None: 10, or all but the last step.
     warmup_steps: Annotated[int | None, Ge(0)] = None
-    # Fraction of the run in which the first block's window is 16 tokens; None: 0.2, or 0 for
-    # characters and with --init-from.
+    # First fraction of the run, in which the first block attends to 16 tokens only. None: 0.2;
+    # for vocabularies up to 512 and with --init-from, 0.
     window_warmup: Annotated[float | None, Ge(0), Le(1)] = None
-    decay: Literal["linear", "cosine", "inverse_sqrt"] = "linear"  # Schedule after the warmup.
+    decay: Literal["linear", "cosine", "inverse_sqrt"] = "linear"  # Learning rate after warmup.
     # Learning rate at the end, as a fraction of the largest.
     final_learning_rate: Annotated[float, Ge(0)] = 0.0
 
@@ -66,19 +62,13 @@ class TorchOptimizer(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-class Environment(NamedTuple):
-    """Where an optimizer runs."""
-
-    dist_ctx: DistributedContext
-    dtype: torch.dtype  # of large matrix products
-
-
 class OptimizerKind(NamedTuple):
     """How to build an optimizer, and its default settings."""
 
-    build: Callable[[list[ParamGroup], OptimizerConfig, Environment], TorchOptimizer]
+    # Called with parameter groups, config, distributed context and dtype of matrix products.
+    build: Callable[..., TorchOptimizer]
     learning_rate: float | Callable[[int], float]  # or a function of d_model
-    weight_decay: float = DEFAULT_WEIGHT_DECAY
+    weight_decay: float = 0.1
     embedding_rate: float = 1.0  # of an untied token embedding
     is_for_matrices: bool = False  # of the blocks only, and AdamW updates the other parameters
 
@@ -86,29 +76,20 @@ class OptimizerKind(NamedTuple):
 def build_muon(
     params: list[ParamGroup],
     config: OptimizerConfig,
-    environment: Environment,
+    dist_ctx: DistributedContext,
+    dtype: torch.dtype,
 ) -> TorchOptimizer:
-    """Muon, distributed over the ranks."""
-    return Muon(
-        params,
-        momentum=config.momentum,
-        dist_ctx=environment.dist_ctx,
-        dtype=environment.dtype,
-    )
+    """Return Muon, distributed over the ranks."""
+    return Muon(params, momentum=config.momentum, dist_ctx=dist_ctx, dtype=dtype)
 
 
-def build_adamw(
-    params: list[ParamGroup],
-    config: OptimizerConfig,
-    environment: Environment,
-) -> TorchOptimizer:
-    """AdamW."""
+def build_adamw(params: list[ParamGroup], config: OptimizerConfig, *_: Any) -> TorchOptimizer:
     return AdamW(params, betas=(config.beta1, config.beta2))
 
 
 def adamw_learning_rate(d_model: int) -> float:
-    """AdamW's learning rate, in inverse proportion to the width (Yang et al. 2021), as in the presets."""
-    return max(MIN_ADAMW_RATE, min(MAX_ADAMW_RATE, MAX_ADAMW_RATE * 128 / d_model))
+    """Return a rate in inverse proportion to the width (Yang et al. 2021), as in the presets."""
+    return max(6e-4, min(3e-3, 3e-3 * 128 / d_model))
 
 
 # Any optimizer with the interface of torch.optim.Optimizer can be added here, and its name to
@@ -119,46 +100,38 @@ OPTIMIZER_KINDS = {
 }
 
 
-def default_learning_rate(optimizer: str, d_model: int) -> float:
-    """Return the learning rate of an optimizer for a width, unless one is set."""
-    rate = OPTIMIZER_KINDS[optimizer].learning_rate
-    return rate(d_model) if callable(rate) else rate
-
-
 def with_default_rates(config: OptimizerConfig, d_model: int) -> OptimizerConfig:
     """Replace a learning rate and weight decay of None by the optimizer's defaults."""
+    kind = OPTIMIZER_KINDS[config.optimizer]
     learning_rate = config.learning_rate
     if learning_rate is None:
-        learning_rate = default_learning_rate(config.optimizer, d_model)
-    weight_decay = config.weight_decay
-    if weight_decay is None:
-        weight_decay = OPTIMIZER_KINDS[config.optimizer].weight_decay
+        default = kind.learning_rate
+        learning_rate = default(d_model) if callable(default) else default
+    weight_decay = kind.weight_decay if config.weight_decay is None else config.weight_decay
     return replace(config, learning_rate=learning_rate, weight_decay=weight_decay)
-
-
-def learning_rate_factor(step: int, num_steps: float, config: OptimizerConfig) -> float:
-    """The fraction of the largest learning rate at optimizer step ``step`` (from 0)."""
-    warmup: float = min(DEFAULT_WARMUP_STEPS, num_steps - 1)
-    if config.warmup_steps is not None:
-        warmup = config.warmup_steps
-    if step < warmup:
-        return (step + 1) / warmup
-    if config.decay == "inverse_sqrt":  # Vaswani et al. 2017, eq. 3
-        return math.sqrt(max(1, warmup) / (step + 1))
-    progress = (step - warmup) / max(1, num_steps - warmup)
-    remaining = 1 - progress if config.decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return config.final_learning_rate + (1 - config.final_learning_rate) * remaining
 
 
 def learning_rate_at(step: int, num_steps: float, config: OptimizerConfig) -> float:
     """Return the learning rate of optimizer step ``step`` (from 0) of ``num_steps``."""
     assert config.learning_rate is not None
-    return config.learning_rate * learning_rate_factor(step, num_steps, config)
+    warmup: float = min(DEFAULT_WARMUP_STEPS, num_steps - 1)
+    if config.warmup_steps is not None:
+        warmup = config.warmup_steps
+    progress = (step - warmup) / max(1, num_steps - warmup)
+    if step < warmup:
+        factor = (step + 1) / warmup
+    elif config.decay == "inverse_sqrt":  # Vaswani et al. 2017, eq. 3
+        factor = math.sqrt(max(1, warmup) / (step + 1))
+    else:
+        factor = 1 - progress
+        if config.decay == "cosine":
+            factor = (1 + math.cos(math.pi * progress)) / 2
+        factor = config.final_learning_rate + (1 - config.final_learning_rate) * factor
+    return config.learning_rate * factor
 
 
 def group_matrices(
-    parameters: Mapping[str, Tensor],
-    specs: Specs,
+    parameters: Mapping[str, Tensor], specs: Specs
 ) -> dict[tuple[int, torch.Size], list[Tensor]]:
     """Group the matrices of blocks by stack size and shape; those of a stack are in a row.
 
@@ -190,56 +163,49 @@ class Optimizer:
         dist_ctx: DistributedContext = SINGLE_PROCESS,
         dtype: torch.dtype = torch.float32,
     ):
-        """dtype is that of the model's matrix products: float16 needs its loss scaled.
-        A learning rate or weight decay of None is the optimizer's default.
-        """
+        """``dtype`` is that of the model's matrix products: float16 needs its loss scaled."""
         config = with_default_rates(config, model.config.d_model)
         self.config = config
         self.dist_ctx = dist_ctx
         self.parameters = dict(model.named_parameters())
         kind = OPTIMIZER_KINDS[config.optimizer]
         matrix_dtype = dtype if dtype == torch.float32 else fast_dtype(dist_ctx.device)
-        environment = Environment(dist_ctx, matrix_dtype)
         groups = self._make_groups(model.specs, kind)
+        rest = []
         if kind.is_for_matrices:
             rest = [group for group in groups if group["role"] != "matrix"]
-            matrices = [group for group in groups if group["role"] == "matrix"]
-            self.optimizers = [
-                kind.build(matrices, config, environment),
-                build_adamw(rest, config, environment),
-            ]
-        else:
-            self.optimizers = [kind.build(groups, config, environment)]
+            groups = [group for group in groups if group["role"] == "matrix"]
+        self.optimizers = [kind.build(groups, config, dist_ctx, matrix_dtype)]
+        if rest:
+            self.optimizers.append(build_adamw(rest, config))
         self.is_loss_scaled = dtype == torch.float16
-        self.guard = dict.fromkeys(GUARD_NAMES, 0.0)
-        self.guard["loss_scale"] = INITIAL_LOSS_SCALE if self.is_loss_scaled else 1.0
+        self.guard = {
+            "loss_scale": INITIAL_LOSS_SCALE if self.is_loss_scaled else 1.0,
+            "good_steps": 0.0,
+            "skipped": 0.0,
+            "skipped_in_a_row": 0.0,
+        }
 
     def _make_groups(self, specs: Specs, kind: OptimizerKind) -> list[ParamGroup]:
-        """The parameters in groups of one role; for a matrix optimizer also of one shape."""
-        members: dict[str, list[Tensor]] = {"embedding": [], "head": [], "vector": [], "matrix": []}
+        """Return the parameters in groups of one role; for a matrix optimizer also of one shape."""
+        roles: dict[str, list[Tensor]] = {"embedding": [], "head": [], "vector": [], "matrix": []}
         for name, parameter in self.parameters.items():
-            members[specs[name].group].append(parameter)
-        embedding_rate = self.config.embedding_rate or kind.embedding_rate
-        groups = [
-            self._make_group("embedding", members["embedding"], rate=embedding_rate),
-            self._make_group("head", members["head"]),
-            self._make_group("vector", members["vector"], weight_decay=0.0),
+            roles[specs[name].group].append(parameter)
+        groups: list[ParamGroup] = [
+            {"params": params, "role": role, "stack_size": 1} for role, params in roles.items()
         ]
         if kind.is_for_matrices:
+            groups.pop()
             for (stack_size, _), matrices in group_matrices(self.parameters, specs).items():
-                groups.append(self._make_group("matrix", matrices, stack_size=stack_size))
-        else:
-            groups.append(self._make_group("matrix", members["matrix"]))
+                groups.append({"params": matrices, "role": "matrix", "stack_size": stack_size})
+        embedding_rate = self.config.embedding_rate or kind.embedding_rate
+        for group in groups:
+            group["rate"] = embedding_rate if group["role"] == "embedding" else 1.0
+            group["lr"] = self.config.learning_rate * group["rate"]
+            group["weight_decay"] = 0.0 if group["role"] == "vector" else self.config.weight_decay
         return [group for group in groups if group["params"]]
 
-    def _make_group(self, role: str, params: list[Tensor], **settings: float) -> ParamGroup:
-        defaults = {"weight_decay": self.config.weight_decay, "rate": 1.0, "stack_size": 1}
-        assert self.config.learning_rate is not None
-        lr = self.config.learning_rate * settings.get("rate", 1.0)
-        return {"params": params, "lr": lr, "role": role} | defaults | settings
-
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss to start the backward pass from: multiplied by the loss scale."""
         return loss * self.guard["loss_scale"]
 
     def step(self, step: int, num_steps: float) -> tuple[float, Tensor]:
@@ -292,7 +258,7 @@ class Optimizer:
             guard["good_steps"] = 0.0
 
     def count_skipped(self, saved: int) -> int:
-        """The number of skipped steps. Raises UserError for too many in a row.
+        """Return the number of skipped steps. Raises UserError for too many in a row.
 
         ``saved`` is the step of the newest checkpoint.
         """
@@ -306,7 +272,7 @@ class Optimizer:
         return int(self.guard["skipped"])
 
     def _parameter_states(self) -> dict[str, dict[str, Any]]:
-        """The state of each parameter, by its name."""
+        """Return the state of each parameter, by its name."""
         states = {}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -314,7 +280,7 @@ class Optimizer:
         return {name: states[parameter] for name, parameter in self.parameters.items()}
 
     def state(self) -> dict[str, Tensor]:
-        """The state of all optimizers, as ``{parameter name}.{key}`` and ``guard.{key}``."""
+        """Return the state of all optimizers, as ``{parameter name}.{key}`` and ``guard.{key}``."""
         state = {f"guard.{key}": torch.tensor(value) for key, value in self.guard.items()}
         for name, values in self._parameter_states().items():
             for key, value in values.items():
@@ -335,7 +301,7 @@ class Optimizer:
                 states[name][key] = value[...].clone()
             else:
                 states[name][key] = shard_like(value, self.parameters[name])
-        for optimizer in self.optimizers:  # puts scalars on the device that each needs them on
+        for optimizer in self.optimizers:  # moves scalars to the devices that they must be on
             optimizer.load_state_dict(optimizer.state_dict())
-        if self.is_loss_scaled != (self.guard["loss_scale"] > 1):  # the dtype was another
+        if self.is_loss_scaled != (self.guard["loss_scale"] > 1):  # the dtype changed
             self.guard["loss_scale"] = INITIAL_LOSS_SCALE if self.is_loss_scaled else 1.0

@@ -1,9 +1,11 @@
-"""What the training loop works with: model, optimizer, batches, budget, run directory and callbacks."""
+"""What the training loop works with: model, optimizer, batches, budget and callbacks."""
 
 import contextlib
 import math
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,16 +14,22 @@ from torch import Tensor, nn
 from engine.core.cli import say, warn
 from engine.core.device import DTYPE_BY_NAME, mixed_precision, total_memory
 from engine.core.distributed import DistributedContext
-from engine.core.settings import flatten, to_toml
-from engine.core.sharding import load_parameters, shard_and_allocate, should_reduce_every_microbatch, wrap_ddp
+from engine.core.errors import UserError
+from engine.core.settings import flatten
+from engine.core.sharding import (
+    load_parameters,
+    shard_and_allocate,
+    should_reduce_every_microbatch,
+    wrap_ddp,
+)
 from engine.data.batches import Batches, tokens_per_step
 from engine.data.mixture import Mixture
 from engine.nn.acceleration import checkpoint_activations, compile_modules
-from engine.training.budget import Clock, Event, StepBudget, TimeBudget
+from engine.training.budget import Budget, Clock, Event
 from engine.training.checkpoint import Checkpoint
-from engine.training.config import ChangeableConfig, TrainConfig
-from engine.training.optimizer import Optimizer, OptimizerConfig
-from engine.training.resolve import changed_settings, check_same_tokenizer, expand_vocab_rows
+from engine.training.config import TrainConfig
+from engine.training.optimizer import Optimizer
+from engine.training.resolve import changed_settings, expand_vocab_rows
 from engine.training.run_dir import RunDir
 from model import GPT, Block
 
@@ -33,13 +41,13 @@ class Callback:
     """Hooks into training; a callback overrides the ones that it needs."""
 
     def on_train_start(self, trainer: "Trainer") -> None:
-        """Called once, after the weights are there and before the first step."""
+        """Called once, with the weights loaded, before the first step."""
 
     def on_step(self, trainer: "Trainer") -> None:
         """Called after every optimizer step."""
 
     def on_record(self, trainer: "Trainer", record: dict[str, Any]) -> None:
-        """Called with each record for metrics.jsonl: with ``train_loss``, or ``val_loss`` of an evaluation."""
+        """Called with each record for metrics.jsonl: with ``train_loss`` or ``val_loss``."""
 
     def on_train_end(self, trainer: "Trainer") -> None:
         """Called once, however training ended."""
@@ -56,45 +64,40 @@ class Trainer:
         run_dir: RunDir | None = None,
         callbacks: Sequence[Callback] = (),
     ):
-        """Build model and optimizer, without values yet: see :meth:`initialize` and :meth:`restore`.
+        """Build model and optimizer without values: see :meth:`initialize` and :meth:`restore`.
 
-        Every setting of the config that is None by default must have its value; without a run directory nothing is
-        saved.
+        The config must be resolved. Without a run directory nothing is saved.
         """
+        assert config.batch_size is not None
         self.config = config
         self.dist = dist
         self.data = data
         self.run_dir = run_dir
         self.callbacks = list(callbacks)
-        self.dtype = DTYPE_BY_NAME[config.dtype]
-        assert config.batch_size is not None
-        self.batch_size: int = config.batch_size
+
+        dtype = DTYPE_BY_NAME[config.dtype]
+        self.autocast = partial(mixed_precision, dtype, dist.device)
         torch.manual_seed(config.seed)
         with torch.device("meta"):
             model = GPT(config.model)
-        self.model: GPT = shard_and_allocate(model, dist, self.dtype)
-        self.optimizer = Optimizer(self.model, config.optimizer, dist, self.dtype)
-        self.batches = Batches(
-            data.train,
-            config.model.context_length,
-            config.seed,
-            self.batch_size,
-            dist.rank_slice(self.batch_size),
-            dist.device,
-        )
-        self.tokens_per_step = tokens_per_step(data.train, config.model.context_length, self.batch_size)
-        self.ddp_model: nn.Module = self.model  # averages gradients over the ranks; the model itself on one
+        self.model: GPT = shard_and_allocate(model, dist, dtype)
+        self.ddp_model: nn.Module = self.model  # averages gradients over the ranks
         self.reduce_every_microbatch = False
+        self.optimizer = Optimizer(self.model, config.optimizer, dist, dtype)
+
+        self.batch_size: int = config.batch_size
+        context = config.model.context_length
+        rows = dist.rank_slice(self.batch_size)
+        self.batches = Batches(data.train, context, config.seed, self.batch_size, rows, dist.device)
+        self.tokens_per_step = tokens_per_step(data.train, context, self.batch_size)
+
         self.step = 0
         self.val_loss: float | None = None  # of this step, if it was evaluated
         self.best_val_loss = math.inf
-        self.saved: tuple[int, float | None] = (
-            0,
-            None,
-        )  # step and val_loss of the newest checkpoint
+        self.saved: tuple[int, float | None] = (0, None)  # step and val_loss of the last checkpoint
         self.changes: list[dict[str, Any]] = []  # settings changed by each resume
         self.clock = Clock(0.0, 0)
-        self.budget = StepBudget(config.steps or math.inf, {})
+        self.budget = Budget({}, {}, config.steps or math.inf)
 
     def say(self, text: str, end: str = "\n") -> None:
         """Print on the main process."""
@@ -102,7 +105,7 @@ class Trainer:
             say(text, end)
 
     def notify(self, event: str, *arguments: Any) -> None:
-        """Call a hook of every callback. A callback that fails is reported, and never ends the run."""
+        """Call a hook of every callback; report one that fails, and continue."""
         for callback in tuple(self.callbacks):
             try:
                 getattr(callback, event)(self, *arguments)
@@ -112,33 +115,29 @@ class Trainer:
                 if event == "on_train_start":
                     self.callbacks.remove(callback)
 
-    def autocast(self) -> torch.autocast:
-        """The context in which matrix products compute in the dtype of the config."""
-        return mixed_precision(self.dtype, self.dist.device)
-
     # Weights.
 
     def initialize(self, base: Checkpoint | None = None) -> None:
-        """Set the weights to their initial values, or to those of a base model, which only rank 0 reads."""
-        if base is None:
+        """Set the weights to initial values, or to those of a base model, which rank 0 reads."""
+        if base is None and not self.config.init_from:
             load_parameters(self.model, self.model.initial_values())
             return
-        target_rows = {name: len(parameter) for name, parameter in self.model.named_parameters()}
-        weights = expand_vocab_rows(base.model() if self.dist.is_main_process else (), target_rows)
+        num_rows = {name: len(parameter) for name, parameter in self.model.named_parameters()}
+        weights = expand_vocab_rows(base.model() if base else (), num_rows)
         load_parameters(self.model, self.dist.broadcast_tensors(weights))
 
-    def restore(self, checkpoint: Checkpoint) -> dict[str, tuple[Any, Any]]:
-        """Continue from a checkpoint of this run. Returns the settings that changed: {name: (before, now)}.
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint of this run, and print what changes.
 
-        Raises UserError for a checkpoint of other data, or made with other settings that a resume must not change.
+        Raises UserError if data or settings changed that a resume must not change.
         """
         assert self.run_dir is not None
         state = checkpoint.state
-        may_change = {setting.name for cls in (ChangeableConfig, OptimizerConfig) for setting in fields(cls)}
-        changed = changed_settings(state, flatten(self.config), may_change - {"optimizer"}, self.data.sha256)
-        check_same_tokenizer(checkpoint.path, checkpoint.sha256["tokenizer.json"], self.data.manifest)
-        load_parameters(self.model, self.run_dir.tensors(checkpoint, "model"))
-        self.optimizer.load_state(self.run_dir.tensors(checkpoint, "optimizer"))
+        changed = changed_settings(state, flatten(self.config), self.data.sha256)
+        if checkpoint.sha256["tokenizer.json"] != self.data.manifest["tokenizer"]["sha256"]:
+            raise UserError(f"{checkpoint.path}: corrupted, its tokenizer is not that of --data.")
+        load_parameters(self.model, self.run_dir.distribute(checkpoint.model()))
+        self.optimizer.load_state(self.run_dir.distribute(checkpoint.optimizer()))
         self.step = state["step"]
         self.val_loss = state.get("val_loss")
         self.best_val_loss = math.inf if state["best_val_loss"] is None else state["best_val_loss"]
@@ -146,15 +145,17 @@ class Trainer:
         self.changes = list(state.get("changes", []))
         if changed:
             self.changes.append({"step": self.step, **changed})
-        return changed
+        text = "".join(f", {name} {old} → {new}" for name, (old, new) in changed.items())
+        self.say(f"Resuming after step {self.step:,}{text}")
 
     def wrap_model(self) -> None:
-        """Apply activation checkpointing, compilation and data parallelism, each from outside the model."""
+        """Apply activation checkpointing, compilation and data parallelism to the model."""
         config = self.config
         if config.checkpoint_activations:
             checkpoint_activations(self.model)
         rows = config.micro_batch_size or self.batch_size // self.dist.size
-        example = torch.zeros(2, rows, config.model.context_length, dtype=torch.long, device=self.dist.device)
+        shape = (2, rows, config.model.context_length)
+        example = torch.zeros(shape, dtype=torch.long, device=self.dist.device)
         with self.autocast():
             if config.compile or (config.compile is None and self.dist.device.type == "cuda"):
                 modules = list(self.model.blocks) if self.dist.sharded else [self.model]
@@ -164,18 +165,18 @@ class Trainer:
                 self.model.zero_grad()
             self.ddp_model = wrap_ddp(self.model, self.dist, *example)
         if self.dist.sharded and rows * self.dist.size < self.batch_size:
-            num_parameters = self.model.num_parameters
             memory = total_memory(self.dist.device)
-            self.reduce_every_microbatch = self.dist.any(should_reduce_every_microbatch(num_parameters, memory))
+            is_too_large = should_reduce_every_microbatch(self.model.num_parameters, memory)
+            self.reduce_every_microbatch = self.dist.any(is_too_large)
         if self.reduce_every_microbatch:
-            self.say("gradients are reduced after each micro-batch: accumulated unsharded, they need too much memory")
+            self.say("gradients are reduced after each micro-batch, to save memory")
 
     @contextlib.contextmanager
     def attention_window_warmup(self) -> Iterator[None]:
         """Early in the run, let the first block attend to the last few positions only.
 
-        Its heads then soon learn to look at the previous token, on which the induction heads of the next block build
-        (Olsson et al. 2022); with all positions in view this takes many times as long.
+        Its heads soon learn to attend to the previous token, as the induction heads of the next
+        block need (Olsson et al. 2022).
         """
         block = self.model.blocks[0]
         assert isinstance(block, Block)
@@ -193,35 +194,39 @@ class Trainer:
     @property
     def save_seconds(self) -> float:
         """Estimated seconds that a checkpoint takes to be written and hashed."""
-        optimizer_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self.optimizer.state().values())
+        optimizer_bytes = sum(tensor.nbytes for tensor in self.optimizer.state().values())
         return (optimizer_bytes + 4 * self.model.num_parameters) / CHECKPOINT_BYTES_PER_SECOND
 
-    def start_budget(self, startup_seconds: float, state: dict[str, Any] | None) -> None:
-        """Start the clock, after ``startup_seconds``, from the elapsed time of a checkpoint's state if there is one."""
+    def start_budget(self, started_at: float, checkpoint: Checkpoint | None) -> None:
+        """Start the clock, at a checkpoint's time if there is one.
+
+        A run in minutes began at ``started_at``, in seconds of time.monotonic().
+        """
         config = self.config
-        self.clock = Clock(state["elapsed_seconds"] if state else 0.0, self.step)
+        new_state = {"elapsed_seconds": 0.0, "share": 0.0, "settings": {}}
+        state: dict[str, Any] = checkpoint.state if checkpoint else new_state
+        self.clock = Clock(state["elapsed_seconds"], self.step)
         every: dict[Event, int | None] = {"evaluate": config.eval_every, "save": config.save_every}
-        if not config.minutes:
-            self.budget = StepBudget(config.steps or math.inf, every, self.step)
-            return
-        same_length = state is not None and state["settings"].get("minutes") == config.minutes
+        seconds = math.inf
+        progress = 0.0
+        if config.minutes:
+            seconds = 60 * config.minutes - (time.monotonic() - started_at)
+            has_same_length = state["settings"].get("minutes") == config.minutes
+            progress = state["share"] if has_same_length else 0.0
         splits = [dataset.val for dataset in self.data.datasets]
         eval_tokens = sum(min(len(split), config.eval_tokens or len(split)) for split in splits)
-        self.budget = TimeBudget(
-            60 * config.minutes - startup_seconds,
-            every,
-            {"evaluate": eval_tokens / self.tokens_per_step / 3, "save": self.save_seconds},
-            self.dist,
-            self.step,
-            state["share"] if state is not None and same_length else 0.0,
-            config.steps,
-        )
+        costs: dict[Event, float] = {
+            "evaluate": eval_tokens / self.tokens_per_step / 3,
+            "save": self.save_seconds,
+        }
+        steps = config.steps or math.inf
+        self.budget = Budget(every, costs, steps, seconds, self.step, progress, self.dist)
         self.budget.update(self.step, self.clock)
 
     # Records and checkpoints.
 
     def log_training(self, loss: Tensor, learning_rate: float, grad_norm: Tensor) -> None:
-        """Give the callbacks the record of a step. Only here does the loop wait for the device."""
+        """Give the callbacks the record of a step. Waits for the device."""
         if self.run_dir is not None:
             self.run_dir.check()
         digest = self.dist.sum(torch.tensor(self.batches.digest, dtype=torch.float64))
@@ -233,11 +238,12 @@ class Trainer:
             "learning_rate": learning_rate,
             "grad_norm": grad_norm.item(),
             "tokens_per_second": round(speed, 1),
-            **({"share": round(self.budget.progress, 6)} if self.config.minutes else {}),
             "elapsed_seconds": round(self.clock.elapsed, 3),
             "skipped_steps": self.optimizer.count_skipped(self.saved[0]),
             "batch_digest": f"{int(digest):x}",
         }
+        if self.config.minutes:
+            record["share"] = round(self.budget.progress, 6)
         self.notify("on_record", record)
 
     def save(self) -> None:
@@ -260,10 +266,6 @@ class Trainer:
             "documents": manifest["splits"]["train"]["documents"],
         }
         with self.clock.pause(), self.budget.timing("save"):
-            self.run_dir.save(state, self.model.state_dict(), self.optimizer.state(), self.data.tokenizer.save)
+            tensors = (self.model.state_dict(), self.optimizer.state())
+            self.run_dir.save(state, *tensors, self.data.tokenizer.save)
         self.saved = (self.step, self.val_loss)
-
-    def write_settings(self) -> None:
-        """Write config.toml: every setting, resolved."""
-        if self.run_dir is not None:
-            self.run_dir.write_settings(to_toml(self.config))

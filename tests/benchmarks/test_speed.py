@@ -13,20 +13,29 @@ from benchmarks import peers, speed
 from engine.core.errors import UserError
 from model import GPT, ModelConfig, MultiHeadAttention
 
-TINY = dataclasses.replace(speed.SMALL_CONFIG, context_length=16, num_layers=1, num_heads=2, d_model=16)
+TINY = dataclasses.replace(
+    speed.SMALL_CONFIG, context_length=16, num_layers=1, num_heads=2, d_model=16
+)
 FIGURES = {
     "train": {
         "ours, GPT-2's architecture, AdamW",
         "Hugging Face GPT2LMHeadModel, AdamW",
         "ours, default recipe, Muon",
-        "muon share at 64",
     },
     "attention": {
-        f"{heads}, {work}" for heads in ("list of heads", "one joined matrix") for work in ("training", "decoding")
+        f"{heads}, {work}"
+        for heads in ("list of heads", "one joined matrix")
+        for work in ("training", "decoding")
     },
-    "decode": {"ours", "Hugging Face generate", "ours, batch of 8", "ms near token 64", "ms near token 1,000"},
+    "decode": {
+        "ours",
+        "Hugging Face generate",
+        "ours, batch of 8",
+        "ms near token 64",
+        "ms near token 1,000",
+    },
     "prepare": {"ours", "tiktoken"},
-    "data": {"with loading", "without", "ms a batch", "growth in MiB"},
+    "data": {"with loading", "without", "ms a batch"},
 }
 NANOGPT = """
 import dataclasses, torch
@@ -56,7 +65,9 @@ def measure(monkeypatch, capsys, tmp_path):
     take_turns = speed.Bench.take_turns
     monkeypatch.setattr(speed, "SMALL_CONFIG", TINY)
     monkeypatch.setattr(speed, "NUM_LOADED_BATCHES", 200)
-    monkeypatch.setattr(speed.Bench, "take_turns", lambda self, contestants, _=1: take_turns(self, contestants, 1))
+    monkeypatch.setattr(
+        speed.Bench, "take_turns", lambda self, contestants, _=1: take_turns(self, contestants, 1)
+    )
     monkeypatch.setattr(speed.sysconfig, "get_path", lambda name: str(tmp_path))
     (tmp_path / "code.py").write_text("def f(x): return x + 1\n" * 100)
 
@@ -64,7 +75,11 @@ def measure(monkeypatch, capsys, tmp_path):
         with monkeypatch.context() as patch:
             if stage == "decode":
                 narrow = {"num_layers": 1, "d_model": 24}
-                patch.setattr(speed, "ModelConfig", lambda *sizes, **settings: ModelConfig(*sizes, **settings | narrow))
+                patch.setattr(
+                    speed,
+                    "ModelConfig",
+                    lambda *sizes, **settings: ModelConfig(*sizes, **settings | narrow),
+                )
             speed.main([stage, "--device", "cpu", "--batch-size", "2", *map(str, flags)])
         return capsys.readouterr().out.splitlines()
 
@@ -77,9 +92,8 @@ def test_each_stage_prints_a_table_and_its_figures_as_json(measure, stage):
     assert lines[0].startswith("cpu (") and torch.__version__ in lines[0]
     (figures,) = json.loads(lines[-1]).values()
     assert json.loads(lines[-1]).keys() == {stage} and figures.keys() == FIGURES[stage]
-    assert all(math.isfinite(figure) and (figure > 0 or name == "growth in MiB") for name, figure in figures.items())
+    assert all(0 < figure < math.inf for figure in figures.values())
     assert any(next(iter(figures)) in line for line in lines[1:-1])
-    assert "muon share at 64" not in figures or figures["muon share at 64"] <= 1
 
 
 def test_nanogpt_is_measured_where_it_is_given(measure, tmp_path):
@@ -113,18 +127,23 @@ def test_contestants_take_turns_after_a_warmup_round():
 
 
 def test_a_step_trains_with_any_optimizer():
-    bench, batch = speed.Bench(speed.BenchConfig(), torch.device("cpu")), tuple(torch.ones(2, 1, 8, dtype=torch.long))
+    bench, batch = (
+        speed.Bench(speed.BenchConfig(), torch.device("cpu")),
+        tuple(torch.ones(2, 1, 8, dtype=torch.long)),
+    )
     for make_optimizer in (peers.make_adamw, lambda model: bench.make_optimizer(model, "muon")):
         model = GPT(SMALL)
-        step, before = bench.make_model_step(model, batch, make_optimizer(model)), model(*batch).item()
+        step, before = (
+            bench.make_model_step(model, batch, make_optimizer(model)),
+            model(*batch).item(),
+        )
         for _ in range(20):
             step()
         assert model(*batch).item() < before and all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("flags", [["train", "--nanogpt", "none"], ["decode", "--nanogpt", "CLONE"], ["--rounds", "0"]])
-def test_impossible_settings_are_refused_at_once(flags, capsys, tmp_path):
-    (tmp_path / "model.py").write_text("")
+@pytest.mark.parametrize("flags", [["train", "--nanogpt", "none"], ["--rounds", "0"]])
+def test_impossible_settings_are_refused_at_once(flags, capsys):
     with pytest.raises(SystemExit, match="2"):
-        speed.main([flag.replace("CLONE", str(tmp_path)) for flag in flags])
+        speed.main(flags)
     assert f"{flags[-2]}: " in capsys.readouterr().err

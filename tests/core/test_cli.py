@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from engine.core.cli import (
     SPIN_COUNTS,
     Interruption,
     command_line,
-    explain,
     tune_openmp_spinning,
 )
 from engine.core.errors import UserError
@@ -26,7 +24,7 @@ from engine.core.errors import UserError
 OPENMP_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
-def python(code: str, *arguments: str) -> subprocess.Popen[str]:
+def start_python(code: str, *arguments: str) -> subprocess.Popen[str]:
     """Start Python code in a process that can import the project."""
     environment = {name: x for name, x in os.environ.items() if name not in OPENMP_VARIABLES}
     return subprocess.Popen(
@@ -36,6 +34,12 @@ def python(code: str, *arguments: str) -> subprocess.Popen[str]:
         encoding="utf-8",
         env=environment | {"PYTHONPATH": str(ROOT)},
     )
+
+
+def run_python(code: str, *arguments: str) -> tuple[str, str, int]:
+    """Run Python code; return its stdout, stderr and exit code."""
+    process = start_python(code, *arguments)
+    return *process.communicate(timeout=60), process.returncode
 
 
 def raising(error: BaseException) -> Callable[[], None]:
@@ -77,8 +81,7 @@ runpy.run_path(sys.argv[1], run_name=sys.argv[2])
 """
     spin_count = SPIN_COUNTS["train" if command == "train.py" else "decode"]
     for name, expected in (("__main__", spin_count), ("imported", None)):
-        process = python(stop_at_torch, str(ROOT / command), name)
-        assert process.communicate(timeout=60)[0] == f"{expected}\n"
+        assert run_python(stop_at_torch, str(ROOT / command), name)[0] == f"{expected}\n"
 
 
 def test_importing_a_module_has_no_side_effects():
@@ -96,17 +99,13 @@ for name in sys.argv[1:]:
     importlib.import_module(name)
 print(json.dumps([before == state(), torch.cuda.is_initialized()]))
 """
-    folders = ("engine", "benchmarks", "examples")
-    paths = [
-        *ROOT.glob("*.py"),
-        *(path for name in folders for path in ROOT.glob(f"{name}/**/*.py")),
-    ]
-    parts = [path.relative_to(ROOT).with_suffix("").parts for path in paths]
-    modules = {".".join(names).removesuffix(".__init__") for names in parts}
+    folders = [ROOT / name for name in ("engine", "benchmarks", "examples")]
+    paths = [*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
+    modules = {name.removesuffix(".__init__") for name in names}
     assert {"train", "sample", "benchmarks.speed", "engine.core.files"} <= modules
-    process = python(code, *modules)
-    output, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (0, "") and json.loads(output) == [True, False]
+    output, errors, code = run_python(code, *modules)
+    assert (errors, code) == ("", 0) and json.loads(output) == [True, False]
 
 
 # Signals.
@@ -143,7 +142,7 @@ def test_command_to_resume_with_has_the_flag_once_and_quotes_arguments():
     words = shlex.split(command_line(arguments, "--resume"))
     assert words[1:] == ["config/a b.toml", "--out", "it's", "--steps", "5", "--resume"]
     code = "from engine.core.cli import command_line\nprint(command_line(None, '--resume'))"
-    assert python(code, "--out", "a b").communicate(timeout=60)[0] == "-c --out 'a b' --resume\n"
+    assert run_python(code, "--out", "a b")[0] == "-c --out 'a b' --resume\n"
 
 
 # End.
@@ -155,26 +154,23 @@ def test_exit_code_is_what_main_returns():
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("error", "expected"),
     [
-        (
-            UserError("--steps: must be at least 1\n(got 0)."),
-            "--steps: must be at least 1 (got 0).",
-        ),
-        (MemoryError("Unable to allocate 7 TiB"), "out of memory (Unable to allocate 7 TiB)"),
-        (RuntimeError("x\nCPUAllocator: can't allocate memory: 7"), "out of memory (x CPUAlloc"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory (CUDA out of memory"),
-        (RuntimeError("[gloo/pair.cc:5] Connection closed by peer"), "lost the connection to ano"),
+        (UserError("--steps: at least 1\n(got 0)."), "--steps: at least 1 (got 0)."),
+        (MemoryError("Unable to allocate 7 TiB"), "Unable to allocate 7 TiB"),
+        (RuntimeError("x\nCPUAllocator: can't allocate memory: 7"), "can't allocate memory: 7"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "CUDA out of memory. Tried"),
+        (RuntimeError("[gloo/pair.cc:5] Connection closed by peer"), "closed by peer"),
         (IsADirectoryError(21, "Is a directory", "a\nb"), "Is a directory: a b"),
         (OSError("the disk is full"), "the disk is full"),
     ],
     ids=str,
 )
-def test_error_that_is_not_a_bug_is_one_line_and_exit_code_1(error, message, capsys):
+def test_error_that_is_not_a_bug_is_one_line_and_exit_code_1(error, expected, capsys):
     assert exit_code_of(raising(error)) == 1
     printed = capsys.readouterr()
-    assert printed.err.startswith(f"error: {message}") and printed.err.count("\n") == 1
-    assert not printed.out
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
+    assert expected in printed.err and not printed.out
 
 
 @pytest.mark.parametrize(
@@ -183,7 +179,6 @@ def test_error_that_is_not_a_bug_is_one_line_and_exit_code_1(error, message, cap
     ids=repr,
 )
 def test_bug_keeps_its_traceback(error, capsys):
-    assert explain(error) is None
     with pytest.raises(type(error)):
         exit_code_of(raising(error))
     assert capsys.readouterr().err == ""
@@ -201,68 +196,53 @@ def test_ctrl_c_is_one_line(capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_sigterm_runs_finally_and_sets_the_exit_code():
-    code = """
-import time
-from engine.core.cli import run_command
-
+SIGTERM_IN_MAIN = """
 def main():
     try:
-        print("started", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
     finally:
-        print("cleaned up", flush=True)
-
-run_command(main)
+        print("cleaned up")
 """
-    process = python(code)
-    assert process.stdout is not None and process.stdout.readline() == "started\n"
-    process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=60) == ("cleaned up\n", "") and process.returncode == 143
-
-
-def test_ctrl_c_after_the_end_of_main_is_ignored():
-    code = """
-import atexit, os, signal
-from engine.core.cli import run_command
-atexit.register(lambda: (os.kill(os.getpid(), signal.SIGINT), print("to the end", flush=True)))
-run_command(lambda: 0)
+CTRL_C_AFTER_MAIN = """
+atexit.register(lambda: (os.kill(os.getpid(), signal.SIGINT), print("to the end")))
+main = int
 """
-    process = python(code)
-    assert process.communicate(timeout=60) == ("to the end\n", "") and process.returncode == 0
+NO_STDOUT = """
+sys.stdout = sys.stderr = None
+main = print
+"""
+UNSUPPORTED_CHARACTER = """
+sys.stdout.reconfigure(encoding="latin-1")
+main = lambda: print("→ done")
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "exit_code"),
+    [
+        (SIGTERM_IN_MAIN, "cleaned up\n", 143),
+        (CTRL_C_AFTER_MAIN, "to the end\n", 0),
+        (NO_STDOUT, "", 0),
+        (UNSUPPORTED_CHARACTER, "? done\n", 0),
+    ],
+    ids=["sigterm", "late-ctrl-c", "no-stdout", "unsupported-character"],
+)
+def test_command_ends_in_order(code, output, exit_code):
+    imports = "import atexit, os, signal, sys, time\nfrom engine.core.cli import run_command\n"
+    assert run_python(f"{imports}{code}run_command(main)") == (output, "", exit_code)
 
 
 def test_closed_pipe_is_not_an_error():
-    code = """
-from engine.core.cli import run_command
-
-def main():
-    while True:
-        print("line " * 1000, flush=True)
-
-run_command(main)
-"""
-    process = python(code)
-    assert process.stdout is not None and process.stderr is not None
+    code = "from engine.core.cli import run_command\n"
+    code += "run_command(lambda: [print('line ' * 1000, flush=True) for _ in iter(int, 1)])"
+    process = start_python(code)
     process.stdout.readline()
     process.stdout.close()
     assert process.wait(timeout=60) in (0, 1) and process.stderr.read() == ""
-
-
-def test_missing_stdout_and_unsupported_characters_are_not_errors():
-    main = "from engine.core.cli import run_command\nrun_command(lambda: print('→ done'))"
-    process = python(f"import sys\nsys.stdout = sys.stderr = None\n{main}")
-    assert process.communicate(timeout=60) == ("", "") and process.returncode == 0
-    process = python(f"import sys\nsys.stdout.reconfigure(encoding='latin-1')\n{main}")
-    assert process.communicate(timeout=60) == ("? done\n", "") and process.returncode == 0
 
 
 def test_user_error_of_a_command_is_one_line(run):
     process = run("train.py", "--data", "nowhere")
     assert process.returncode == 1 and "nowhere" in process.stderr
     assert process.stderr.count("\n") == 1
-
-
-def test_error_of_the_system_names_the_file(capsys):
-    assert exit_code_of(lambda: Path("/not/there").read_text()) == 1
-    assert capsys.readouterr().err == "error: No such file or directory: /not/there\n"

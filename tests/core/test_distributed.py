@@ -33,281 +33,276 @@ from engine.training.run_dir import list_checkpoints
 from model import GPT
 from prepare import PrepareConfig, prepare
 
-SHAPE = (
-    "--num-layers 2 --num-heads 2 --d-model 16 --warmup-steps 2 --log-every 1 --eval-tokens 500 "
-    f"--context-length {LENGTH} --batch-size {ROWS} --device cpu --dtype float32"
-).split()
-STEPS = 8
-KINDS = {  # of runs that are compared on 1 to 4 ranks
+COMMON_FLAGS = "--log-every 1 --eval-tokens 500 --device cpu --dtype float32"
+MODEL_FLAGS = (
+    "--num-layers 2 --num-heads 2 --d-model 16 --warmup-steps 2 "
+    f"--context-length {LENGTH} --batch-size {ROWS}"
+)
+NUM_STEPS = 8
+NUM_EXAMPLE_STEPS = 3
+ADAMW_FLAGS = ["--optimizer", "adamw", "--learning-rate", "3e-3"]
+FLAGS_OF_KIND = {  # of runs that are compared on 1 to 4 ranks
     "ddp-muon": ["--parallel", "ddp"],
     "fsdp-muon": ["--parallel", "fsdp"],
-    "ddp-adamw": ["--parallel", "ddp", "--optimizer", "adamw", "--learning-rate", "3e-3"],
-    "fsdp-adamw": ["--parallel", "fsdp", "--optimizer", "adamw", "--learning-rate", "3e-3"],
+    "ddp-adamw": ["--parallel", "ddp", *ADAMW_FLAGS],
+    "fsdp-adamw": ["--parallel", "fsdp", *ADAMW_FLAGS],
 }
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+TORCHRUN_COMMAND = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 MANY_HEADS = ["--num-heads", 8]  # two rows a matrix: two of four sharded ranks have none
-Play = Callable[[int, list[dict[str, Any]]], None]
-EXAMPLES = 3  # steps on pairs
+RunRanks = Callable[[int, list[dict[str, Any]]], None]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """A folder with datasets, for the runs."""
-    folder = tmp_path_factory.mktemp("many")
-    numbers, others, pairs = (folder / name for name in ("numbers.txt", "others.txt", "pairs.jsonl"))
-    numbers.write_text(numbers_text(2000), encoding="utf-8")
-    prepare(PrepareConfig((str(numbers),), tokenizer="char", out=folder / "data"))
-    others.write_text(numbers_text(2700)[-9000:], encoding="utf-8")
-    tokenizer = str(folder / "data")
-    prepare(PrepareConfig((str(others),), tokenizer=tokenizer, out=folder / "others"))
+    folder = tmp_path_factory.mktemp("ranks")
     lengths = {number: number % 14 for number in range(1, 200) if number % 14}
     records = [{"prompt": str(number), "completion": "+" * n} for number, n in lengths.items()]
-    pairs.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
-    config = PrepareConfig((str(pairs),), tokenizer="char", out=folder / "pairs")
-    fields = {"prompt_field": "prompt", "completion_field": "completion"}
-    prepare(with_values(config, fields))
+    pair_fields = {"prompt_field": "prompt", "completion_field": "completion"}
+    datasets = {
+        "data.txt": (numbers_text(2000), "char", {}),
+        "second.txt": (numbers_text(2700)[-9000:], str(folder / "data"), {}),
+        "pairs.jsonl": ("\n".join(map(json.dumps, records)), "char", pair_fields),
+    }
+    for name, (text, tokenizer, fields) in datasets.items():
+        path = folder / name
+        path.write_text(text, encoding="utf-8")
+        config = PrepareConfig((str(path),), tokenizer=tokenizer, out=folder / path.stem)
+        prepare(with_values(config, fields))
     return folder
 
 
 @pytest.fixture(scope="module")
-def play(place) -> Iterator[Play]:
+def run_ranks(folder) -> Iterator[RunRanks]:
     """Runs of in_turn.py on a world size, as forks of a process that has imported torch."""
     command = [sys.executable, ROOT / "tests" / "in_turn.py"]
-    errors = place / "errors.txt"
+    errors = folder / "errors.txt"
     with open(errors, "w") as file:
-        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, encoding="utf-8")
-    stdin, stdout = server.stdin, server.stdout
-    assert stdin is not None and stdout is not None
+        server = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, encoding="utf-8"
+        )
 
-    def play(size: int, runs: list[dict[str, Any]]) -> None:
-        stdin.write(json.dumps([size, runs]) + "\n")
-        stdin.flush()
-        assert stdout.readline() == "0\n", errors.read_text()
+    def run_ranks(size: int, runs: list[dict[str, Any]]) -> None:
+        server.stdin.write(json.dumps([size, runs]) + "\n")
+        server.stdin.flush()
+        assert server.stdout.readline() == "0\n", errors.read_text()
 
-    yield play
-    stdin.close()
+    yield run_ranks
+    server.stdin.close()
     assert server.wait(timeout=60) == 0
 
 
-def flags_of(place: Path, name: str, *flags: object) -> list[str]:
-    words = ["--data", place / "data", "--out", place / name, *SHAPE, "--steps", STEPS, *flags]
-    return list(map(str, words))
+def flags_of(run: Path, *flags: object) -> list[str]:
+    """Return the flags of a run beside its dataset, of automatic size if it is timed."""
+    sizes = [] if "--minutes" in flags else [*MODEL_FLAGS.split(), "--steps", NUM_STEPS]
+    paths = ["--data", run.parent / "data", "--out", run]
+    return list(map(str, [*paths, *COMMON_FLAGS.split(), *sizes, *flags]))
 
 
-def timed_flags(place: Path, name: str, minutes: float = 0.08) -> list[str]:
-    """Return the flags of a timed run with an automatic model size."""
-    flags = f"--minutes {minutes} --log-every 1 --eval-tokens 500 --device cpu --dtype float32"
-    return ["--data", str(place / "data"), "--out", str(place / name), *flags.split()]
+def new_run(run: Path, *flags: object, **options: Any) -> dict[str, Any]:
+    """Return a run of in_turn.py with its options."""
+    return {"flags": flags_of(run, *flags)} | options
 
 
-def seen(run: Path, rank: int = 0) -> dict:
+def record_of(run: Path, rank: int = 0) -> dict:
+    """Return what in_turn.py recorded of a rank."""
     return json.loads((folder_of(run) / f"{rank}.json").read_text())
 
 
-def assert_same(one: Path, other: Path, tolerance: float) -> None:
+def assert_same(run: Path, reference: Path, tolerance: float) -> None:
     """Compare batches and losses of every step; with tolerance 0 weights too."""
-    digests = logged(one, "batch_digest")
-    assert logged(other, "batch_digest") == digests and len(digests) == STEPS
+    digests = logged(reference, "batch_digest")
+    assert logged(run, "batch_digest") == digests and len(digests) == NUM_STEPS
     for key in ("train_loss", "val_loss"):
-        assert logged(other, key) == pytest.approx(logged(one, key), abs=tolerance, rel=0)
+        expected = logged(reference, key)
+        assert logged(run, key) == pytest.approx(expected, abs=tolerance, rel=0)
     if not tolerance:
-        assert same_checkpoint(newest_checkpoint(one), newest_checkpoint(other))
+        assert same_checkpoint(newest_checkpoint(run), newest_checkpoint(reference))
 
 
 # Runs on 1 to 4 ranks, some stopped and resumed on another world size.
 
 
 @pytest.fixture(scope="module")
-def runs(place, play) -> Path:
-    def whole(kind: str, size: int, *flags: object) -> dict:
-        return {"flags": flags_of(place, f"{kind}-{size}", *KINDS[kind], *flags)}
-
-    def parts(name: str, *stops: int | None) -> list[dict[str, Any]]:
-        kinds, heads = ("ddp-muon", "fsdp-muon"), MANY_HEADS if name == "elastic" else micro
-        runs = []
-        for kind in kinds:
-            flags = flags_of(place, f"{kind}-{name}", *KINDS[kind], "--resume", *heads)
-            runs += [{"flags": flags, "stop": stop, "hold": heads is MANY_HEADS} for stop in stops]
-        return runs
-
-    def mixed(name: str, **asked: int) -> dict:
-        data = ["--data", place / "data", place / "others", "--mix", 0.7, 0.3]
-        return {"flags": flags_of(place, name, *data, "--resume")} | asked
-
+def runs(folder, run_ranks) -> Path:
     micro = ["--micro-batch-size", 2]
-    heads = {"flags": flags_of(place, "heads", *KINDS["ddp-muon"], *MANY_HEADS)}
-    play(1, [whole(kind, 1) for kind in ("ddp-muon", "ddp-adamw")] + [heads, mixed("mixed-1")])
-    each = {"flags": flags_of(place, "each", *KINDS["fsdp-muon"], *micro), "memory": 1}
-    narrow = [{"flags": flags_of(place, f"{kind}-narrow", *KINDS[kind], "--dtype", "bfloat16")} for kind in KINDS]
-    four = whole("fsdp-adamw", 4, "--checkpoint-activations")
-    play(4, [four, *parts("elastic", 2)])  # from 4 …
-    apart_flags = flags_of(place, "apart", *KINDS["fsdp-muon"], "--resume")
-    other_out = ["--out", str(place / "other")]
-    apart = [{"flags": apart_flags, "others": other_out, "stop": stop} for stop in (5, None)]
-    timed = {"flags": timed_flags(place, "timed"), "others": ["--verify-data"]}  # which may differ
-    two = [timed, *(whole(kind, 2, *micro) for kind in KINDS), each, *narrow, *apart]
-    two.append(mixed("mixed-2", stop=5))
-    play(2, two + parts("elastic", 4))  # … to 2 …
-    damaged = shutil.copytree(place / "fsdp-muon-elastic", place / "damaged")
+
+    def kind_run(kind: str, name: object, *flags: object, **options: Any) -> dict:
+        return new_run(folder / f"{kind}-{name}", *FLAGS_OF_KIND[kind], *flags, **options)
+
+    def resumed(name: str, *flags: object, **options: Any) -> list[dict]:
+        kinds = ("ddp-muon", "fsdp-muon")
+        return [kind_run(kind, name, "--resume", *flags, **options) for kind in kinds]
+
+    def elastic(stop: int | None) -> list[dict]:
+        return resumed("elastic", *MANY_HEADS, stop=stop, hold=True)
+
+    def mixture(size: int, stop: int | None = None) -> dict:
+        flags = ["--data", folder / "data", folder / "second", "--mix", 0.7, 0.3, "--resume"]
+        return new_run(folder / f"mixed-{size}", *flags, stop=stop)
+
+    single = [kind_run(kind, 1) for kind in ("ddp-muon", "ddp-adamw")]
+    run_ranks(1, [*single, kind_run("ddp-muon", "heads", *MANY_HEADS), mixture(1)])
+
+    four = kind_run("fsdp-adamw", 4, "--checkpoint-activations")
+    run_ranks(4, [four, *elastic(2)])  # from 4 …
+
+    timed = new_run(folder / "timed", "--minutes", 0.08, others=["--verify-data"])
+    two = [timed, *(kind_run(kind, 2, *micro) for kind in FLAGS_OF_KIND)]
+    two.append(kind_run("fsdp-muon", "each", *micro, memory=1))
+    two += [kind_run(kind, "bfloat16", "--dtype", "bfloat16") for kind in FLAGS_OF_KIND]
+    apart = {"others": ["--out", str(folder / "unused")]}  # without a shared run folder
+    two += [kind_run("fsdp-muon", "apart", "--resume", stop=stop, **apart) for stop in (5, None)]
+    run_ranks(2, [*two, mixture(2, stop=5), *elastic(4)])  # … to 2 …
+
+    damaged = shutil.copytree(folder / "fsdp-muon-elastic", folder / "fsdp-muon-damaged")
     (list_checkpoints(damaged)[-1] / "model-00002-of-00002.safetensors").write_bytes(b"")
-    play(1, parts("elastic", 6))  # … to 1 …
-    flags = flags_of(place, "damaged", *KINDS["fsdp-muon"], "--resume", *MANY_HEADS)
-    again = {"flags": flags, "stop": 3}
-    three = [whole(kind, 3, *micro) for kind in KINDS] + parts("again", 5, None)
-    play(3, three + parts("elastic", None) + [again, mixed("mixed-2")])  # … to 3
-    return place
+    run_ranks(1, elastic(6))  # … to 1 …
+
+    three = [kind_run(kind, 3, *micro) for kind in FLAGS_OF_KIND]
+    three += [*resumed("again", *micro, stop=5), *resumed("again", *micro), *elastic(None)]
+    three.append(kind_run("fsdp-muon", "damaged", "--resume", *MANY_HEADS, stop=3))
+    run_ranks(3, [*three, mixture(2)])  # … to 3
+    return folder
 
 
-@pytest.mark.parametrize("kind, size", [*itertools.product(KINDS, [2, 3]), ("fsdp-adamw", 4)])
-def test_n_ranks_equal_one_rank_at_every_step(runs, kind, size):
-    assert_same(runs / f"ddp-{kind.split('-')[1]}-1", runs / f"{kind}-{size}", 1e-5)
+RUN_PAIRS = [  # a run, the run that it equals, and the tolerance
+    *(
+        (f"{kind}-{size}", f"ddp-{kind.split('-')[1]}-1", 1e-5)
+        for kind in FLAGS_OF_KIND
+        for size in (2, 3)
+    ),
+    ("fsdp-adamw-4", "ddp-adamw-1", 1e-5),
+    ("ddp-muon-elastic", "ddp-muon-heads", 1e-5),
+    ("fsdp-muon-elastic", "ddp-muon-heads", 1e-5),
+    ("fsdp-muon-each", "ddp-muon-1", 1e-5),  # gradients are reduced in every micro-batch
+    ("fsdp-muon-apart", "fsdp-muon-2", 1e-5),
+    ("mixed-2", "mixed-1", 1e-5),
+    ("fsdp-muon-bfloat16", "ddp-muon-bfloat16", 2e-4),
+    ("fsdp-adamw-bfloat16", "ddp-adamw-bfloat16", 2e-4),
+    ("ddp-muon-again", "ddp-muon-3", 0),  # resumed on the same world size
+    ("fsdp-muon-again", "fsdp-muon-3", 0),
+]
+
+
+@pytest.mark.parametrize(("run", "reference", "tolerance"), RUN_PAIRS)
+def test_n_ranks_equal_one_rank_at_every_step(runs, run, reference, tolerance):
+    assert_same(runs / run, runs / reference, tolerance)
+
+
+@pytest.mark.parametrize(
+    ("run", "texts"),
+    [
+        ("timed", ["chosen depth "]),
+        ("fsdp-muon-again", ["Resuming after step 5"]),
+        ("fsdp-muon-damaged", ["step-00000004", "model-00002-of-00002", "Resuming after step 2"]),
+        ("fsdp-muon-each", ["reduced after each micro-batch"]),
+        ("fsdp-muon-watched", ["A sample:"]),
+    ],
+)
+def test_only_the_main_process_prints(runs, watched, run, texts):
+    first, second = (record_of(runs / run, rank)["said"] for rank in (0, 1))
+    assert all(first.count(text) == 1 for text in texts) and not second
 
 
 def test_ranks_agree_on_model_size_and_progress_of_a_timed_run(runs):
-    first, second = (seen(runs / "timed", rank) for rank in (0, 1))
-    assert first["said"].startswith("chosen depth ") and not second["said"]
+    first, second = (record_of(runs / "timed", rank) for rank in (0, 1))
     assert first["share"] == second["share"] == 1 and first["steps"] == second["steps"] > 0
-    last = newest_checkpoint(runs / "timed")
-    assert last.step == first["steps"] and last.state["settings"]["batch_size"] % 2 == 0
+    checkpoint = newest_checkpoint(runs / "timed")
+    assert checkpoint.step == first["steps"]
+    assert checkpoint.state["settings"]["batch_size"] % 2 == 0
 
 
 @pytest.mark.parametrize("kind", ["ddp-muon", "fsdp-muon"])
-def test_run_of_4_ranks_resumes_on_2_then_1_then_3(runs, kind):
+def test_run_of_4_ranks_resumes_on_2_then_1_then_3_bit_for_bit(runs, kind):
     run = runs / f"{kind}-elastic"
-    assert_same(runs / "heads", run, 1e-5)
     tensors = {path.stem: safetensors.torch.load_file(path) for path in folder_of(run).glob("*.s*")}
-    for step in (2, 4, 6):  # resumed on another world size, bit for bit
+    for step in (2, 4, 6):
         assert same_tensors(tensors[f"{step}-ended"], tensors[f"{step}-resumed"])
-    last = newest_checkpoint(run)
-    optimizer = {f"{key} of the optimizer": value for key, value in last.optimizer()}
-    assert same_tensors(dict(last.model()) | optimizer, tensors[f"{STEPS}-ended"])
-    assert last.shards == (3 if kind == "fsdp-muon" else 0)
-
-
-def test_corrupted_shard_of_another_rank_is_reported_by_the_main_process(runs):
-    first, second = (seen(runs / "damaged", rank)["said"] for rank in (0, 1))
-    assert "step-00000004" in first and "model-00002-of-00002.safetensors" in first
-    assert "Resuming after step 2" in first and not second
+    checkpoint = newest_checkpoint(run)
+    optimizer = {f"{key} of the optimizer": value for key, value in checkpoint.optimizer()}
+    assert same_tensors(dict(checkpoint.model()) | optimizer, tensors[f"{NUM_STEPS}-ended"])
+    assert checkpoint.shards == (3 if kind == "fsdp-muon" else 0)
 
 
 def test_sharded_ranks_without_a_shared_run_folder_gather_checkpoints(runs):
-    run = runs / "apart"
-    assert newest_checkpoint(run).shards == 0
+    assert newest_checkpoint(runs / "fsdp-muon-apart").shards == 0
     assert newest_checkpoint(runs / "fsdp-muon-2").shards == 2
-    assert not (runs / "other").exists()
-    assert seen(run)["said"].count("gathered by the main process") == 1
-    assert_same(runs / "fsdp-muon-2", run, 1e-5)
+    assert not (runs / "unused").exists()
+    assert record_of(runs / "fsdp-muon-apart")["said"].count("gathered by the main process") == 1
 
 
-def test_dataset_mixture_is_the_same_on_any_world_size(runs):
-    assert_same(runs / "mixed-1", runs / "mixed-2", 1e-5)
-    for name in ("data", "others"):
-        losses = [logged(runs / run, f"val_loss/{name}") for run in ("mixed-1", "mixed-2")]
-        assert losses[0] == pytest.approx(losses[1], abs=1e-5) and len(losses[0]) == 1
+@pytest.mark.parametrize("key", ["val_loss/data", "val_loss/second"])
+def test_each_dataset_of_a_mixture_is_evaluated_alike_on_any_world_size(runs, key):
+    losses, expected = (logged(runs / run, key) for run in ("mixed-2", "mixed-1"))
+    assert losses == pytest.approx(expected, abs=1e-5) and len(expected) == 1
 
 
-@pytest.mark.parametrize("kind", ["ddp-muon", "fsdp-muon"])
-def test_run_resumed_on_the_same_world_size_is_bit_identical(runs, kind):
-    assert "Resuming after step 5" in seen(runs / f"{kind}-again")["said"]
-    assert_same(runs / f"{kind}-3", runs / f"{kind}-again", 0)
-
-
-def test_gradients_reduced_in_every_microbatch_are_the_same(runs):
-    assert_same(runs / "ddp-muon-1", runs / "each", 1e-5)
-    assert "reduced after each micro-batch" in seen(runs / "each")["said"]
-    assert "micro-batch" not in seen(runs / "fsdp-muon-2")["said"]
-
-
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_fsdp_equals_ddp_in_bfloat16(runs, optimizer):
-    assert_same(runs / f"ddp-{optimizer}-narrow", runs / f"fsdp-{optimizer}-narrow", 2e-4)
-
-
-# Messages and memory.
+# Traffic and memory.
 
 
 @pytest.fixture(scope="module")
-def watched(place, play) -> Path:
+def watched(folder, run_ranks) -> Path:
     """Three steps of every kind on 2 ranks, the third of which is profiled."""
     flags = ["--steps", 3, "--micro-batch-size", 2]
     runs = []
-    for kind, kind_flags in KINDS.items():
-        run_flags = flags_of(place, f"{kind}-watched", *kind_flags, *flags)
-        runs.append({"flags": run_flags, "watch": True, "conclude": kind == "fsdp-muon"})
-    play(2, runs)
-    return place
+    for kind, kind_flags in FLAGS_OF_KIND.items():
+        options = {"watch": True, "conclude": kind == "fsdp-muon"}
+        runs.append(new_run(folder / f"{kind}-watched", *kind_flags, *flags, **options))
+    run_ranks(2, runs)
+    return folder
 
 
 def test_gradients_are_reduced_once_a_step_and_updates_gathered_once(watched):
     model = model_of(watched / "ddp-muon-watched")
-    total = model.num_parameters
-    matrices = sum(parameter.numel() for parameter in model.blocks.parameters())
-    settled = 2  # numbers: whether to stop, and how many targets are counted
-
-    def numbers(kind: str, what: str) -> list[int]:
-        messages = seen(watched / f"{kind}-watched")["messages"]
-        return [math.prod(shape) for name, shape in messages if name == what]
-
-    def names(kind: str) -> set[str]:
-        return {name for name, _ in seen(watched / f"{kind}-watched")["messages"]}
-
+    matrices = sum(param.numel() for param in model.blocks.parameters())
+    numbers = {kind: {} for kind in FLAGS_OF_KIND}  # how many each message of a collective has
+    for kind in FLAGS_OF_KIND:
+        for collective, shape in record_of(watched / f"{kind}-watched")["messages"]:
+            numbers[kind].setdefault(collective, []).append(math.prod(shape))
+    num_reduced = model.num_parameters + 2  # whether to stop, and how many targets count
     for kind in ("ddp-muon", "ddp-adamw"):  # three micro-batches a step
-        assert sum(numbers(kind, "all_reduce")) == total + settled
-    assert sum(numbers("ddp-muon", "all_gather")) * 2 == matrices  # each sends its half
-    assert names("ddp-muon") == {"all_reduce", "all_gather"}
-    assert names("ddp-adamw") == {"all_reduce"}
-    norm = 1
-    for kind in ("fsdp-muon", "fsdp-adamw"):  # gloo scatters what it reduced by an all_reduce
+        assert sum(numbers[kind]["all_reduce"]) == num_reduced
+    assert numbers["ddp-muon"].keys() == {"all_reduce", "all_gather"}
+    assert numbers["ddp-adamw"].keys() == {"all_reduce"}
+    assert sum(numbers["ddp-muon"]["all_gather"]) * 2 == matrices  # each sends its half
+    num_gathers = 3 * (1 + 2 * 2)  # in 3 micro-batches: the root, and 2 blocks forward and backward
+    for kind in ("fsdp-muon", "fsdp-adamw"):  # gloo scatters the result of an all_reduce
         padding = 2 * model.config.d_model  # an odd number of embeddings and of outputs
-        assert sum(numbers(kind, "all_reduce")) == total + padding + norm + settled
-    assert sum(numbers("fsdp-muon", "all_to_all")) == 2 * matrices / 2  # half of them, both ways
-    gathers = 3 * (1 + 2 * 2)  # in 3 micro-batches: the root, and 2 blocks forward and backward
-    for kind in ("fsdp-muon", "fsdp-adamw"):
-        assert len(numbers(kind, "all_gather")) == gathers
+        norm = 1
+        assert sum(numbers[kind]["all_reduce"]) == num_reduced + padding + norm
+        assert len(numbers[kind]["all_gather"]) == num_gathers
+    assert sum(numbers["fsdp-muon"]["all_to_all"]) == 2 * matrices / 2  # half of them, both ways
 
 
-def test_each_of_two_sharded_ranks_holds_half(watched):
-    for optimizer in ("muon", "adamw"):
-        whole, half = (seen(watched / f"{parallel}-{optimizer}-watched") for parallel in ("ddp", "fsdp"))
-        for what in ("parameters", "gradients", "optimizer"):
-            assert half[what] == pytest.approx(whole[what] / 2, rel=0.02)
-
-
-def test_only_the_main_process_prints_the_summary(watched):
-    first, second = (seen(watched / "fsdp-muon-watched", rank)["said"] for rank in (0, 1))
-    assert first.count("A sample:") == 1 and not second
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_each_of_two_sharded_ranks_holds_half(watched, optimizer):
+    full = record_of(watched / f"ddp-{optimizer}-watched")
+    half = record_of(watched / f"fsdp-{optimizer}-watched")
+    for name in ("parameters", "gradients", "optimizer"):
+        assert half[name] == pytest.approx(full[name] / 2, rel=0.02)
 
 
 # Targets that are ignored.
 
 
 @pytest.fixture(scope="module")
-def masked(place, play) -> Path:
+def masked(folder, run_ranks) -> Path:
     """Runs on 1 to 4 ranks in which each step counts other targets of its batch."""
-    flags = [
-        "--steps",
-        len(masks()),
-        "--clip-norm",
-        0,
-        "--learning-rate",
-        0,
-        "--eval-tokens",
-        2 * LENGTH,
-    ]
-    flags += ["--num-layers", 1]
+    flags = ["--steps", len(masks()), "--clip-norm", 0, "--learning-rate", 0, "--num-layers", 1]
+    flags += ["--eval-tokens", 2 * LENGTH]
+    pair_flags = ["--steps", NUM_EXAMPLE_STEPS, "--data", folder / "pairs"]
     for size in (1, 2, 3, 4):
         runs = []
-        for parallel in ("ddp", "fsdp")[:size]:
-            for micro in ([], ["--micro-batch-size", 1 if ROWS // size % 2 else 2]):
-                name = f"masked-{parallel}-{size}{'-micro' * bool(micro)}"
-                rank_flags = ["--parallel", parallel, *micro, *flags]
-                runs.append({"flags": flags_of(place, name, *rank_flags), "mask": True})
-                if size < 4:
-                    pairs = ["--steps", EXAMPLES, "--data", place / "pairs"]
-                    example_flags = flags_of(place, f"pairs-{name}", *rank_flags, *pairs)
-                    runs.append({"flags": example_flags, "mask": True})
-        play(size, runs)
-    return place
+        micro_flags = ["--micro-batch-size", 1 if ROWS // size % 2 else 2]
+        for parallel, micro in itertools.product(("ddp", "fsdp")[:size], ([], micro_flags)):
+            name = f"masked-{parallel}-{size}{'-micro' * bool(micro)}"
+            run_flags = ["--parallel", parallel, *micro, *flags]
+            runs.append(new_run(folder / name, *run_flags, mask=True))
+            if size < 4:
+                runs.append(new_run(folder / f"pairs-{name}", *run_flags, *pair_flags, mask=True))
+        run_ranks(size, runs)
+    return folder
 
 
 def model_of(run: Path) -> GPT:
@@ -318,7 +313,9 @@ def model_of(run: Path) -> GPT:
 
 def plain_loss(model: GPT, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the mean loss over the counted targets, or 0 without any."""
-    losses = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten().clamp(min=0), reduction="none")
+    losses = F.cross_entropy(
+        model(inputs).flatten(0, 1), targets.flatten().clamp(min=0), reduction="none"
+    )
     counts = (targets.flatten() != -1).double()
     return (losses * counts).sum() / counts.sum().clamp(min=1)
 
@@ -329,7 +326,9 @@ def check_gradients(run: Path, step: int, model: GPT) -> dict[str, torch.Tensor]
     model.zero_grad()
     loss = plain_loss(model, tensors["inputs"], tensors["targets"])
     loss.backward()
-    expected = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    expected = {
+        name: param.grad for name, param in model.named_parameters() if param.grad is not None
+    }
     largest = max(gradient.abs().max() for gradient in expected.values())
     assert bool(largest) == bool((tensors["targets"] != -1).any())
     for name, gradient in expected.items():
@@ -338,29 +337,29 @@ def check_gradients(run: Path, step: int, model: GPT) -> dict[str, torch.Tensor]
     return tensors
 
 
-RANKS = ["ddp-1", "ddp-2", "fsdp-2", "ddp-3", "fsdp-3", "ddp-4", "fsdp-4"]
+RANK_NAMES = ["ddp-1", "ddp-2", "fsdp-2", "ddp-3", "fsdp-3", "ddp-4", "fsdp-4"]
 
 
 @pytest.mark.parametrize("micro", ["", "-micro"])
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", RANK_NAMES)
 def test_gradient_is_that_of_the_mean_over_all_counted_targets(masked, ranks, micro):
     run = masked / f"masked-{ranks}{micro}"
     model = model_of(run).double()
-    for step, counts in enumerate(masks().values(), 1):
+    for step, mask in enumerate(masks().values(), 1):
         tensors = check_gradients(run, step, model)
-        assert torch.equal(tensors["targets"] != -1, counts)
+        assert torch.equal(tensors["targets"] != -1, mask)
 
 
 @pytest.mark.parametrize("micro", ["", "-micro"])
-@pytest.mark.parametrize("ranks", RANKS[:5])
+@pytest.mark.parametrize("ranks", RANK_NAMES[:5])
 def test_gradient_on_examples_is_that_of_the_mean_over_completions(masked, ranks, micro):
     run = masked / f"pairs-masked-{ranks}{micro}"
-    single = masked / "pairs-masked-ddp-1"
     model = model_of(run).double()
     shapes = set()
-    for step in range(1, EXAMPLES + 1):
+    for step in range(1, NUM_EXAMPLE_STEPS + 1):
         tensors = check_gradients(run, step, model)
-        expected = safetensors.torch.load_file(folder_of(single) / f"{step}.safetensors")
+        single = folder_of(masked / "pairs-masked-ddp-1") / f"{step}.safetensors"
+        expected = safetensors.torch.load_file(single)
         assert all(torch.equal(tensors[name], expected[name]) for name in ("inputs", "targets"))
         counts = (tensors["targets"] != -1).sum(dim=1)
         assert counts.min() < counts.max()  # ranks count different numbers of targets
@@ -368,7 +367,7 @@ def test_gradient_on_examples_is_that_of_the_mean_over_completions(masked, ranks
     assert len(shapes) > 1  # batches are as long as their examples
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", RANK_NAMES)
 def test_evaluation_is_the_mean_over_all_counted_targets(masked, ranks):
     """The last of two windows scores only new tokens; two of four ranks have no window."""
     run = masked / f"masked-{ranks}"
@@ -388,66 +387,73 @@ def test_evaluation_is_the_mean_over_all_counted_targets(masked, ranks):
 # Faults.
 
 
-def until(condition: Callable[[], bool], process: subprocess.Popen, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
+def start(*command: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        list(map(str, command)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
 
 
-def test_killed_and_terminated_run_equals_an_uninterrupted_one(place, play):
-    longer = ["--steps", 1000, "--save-every", 10, "--eval-every", 1000, "--parallel", "fsdp"]
-    out = place / "hit"
-    command = [*TORCHRUN, "--standalone", "--max-restarts", 9, ROOT / "train.py"]
-    process = start(*command, *flags_of(place, "hit", *longer))
+def test_killed_and_terminated_run_equals_an_uninterrupted_one(folder, run_ranks):
+    flags = ["--steps", 1000, "--save-every", 10, "--eval-every", 1000, "--parallel", "fsdp"]
+    run = folder / "interrupted"
+    command = [*TORCHRUN_COMMAND, "--standalone", "--max-restarts", 9, ROOT / "train.py"]
+    process = start(*command, *flags_of(run, *flags))
 
-    def train_on() -> None:
-        """Wait for two more checkpoints."""
-        newest = (list_checkpoints(out) or [out / "step-0"])[-1].name.split("-")[1]
-        name = f"step-{int(newest) + 20:08d}"
-        until(lambda: any(path.name >= name for path in list_checkpoints(out)), process)
+    def wait_for_two_checkpoints() -> None:
+        deadline = time.monotonic() + 60
+        names = [path.name for path in list_checkpoints(run)] or ["step-0"]
+        target = f"step-{int(names[-1].removeprefix('step-')) + 20:08d}"
+        while not any(path.name >= target for path in list_checkpoints(run)):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
 
     try:
-        train_on()
+        wait_for_two_checkpoints()
         command = ["pgrep", "-P", str(process.pid)]
         workers = subprocess.check_output(command, encoding="utf-8").split()
         assert len(workers) == 2
         os.kill(int(workers[1]), signal.SIGKILL)
-        train_on()
+        wait_for_two_checkpoints()
         process.send_signal(signal.SIGTERM)
         output, errors = process.communicate(timeout=30)
     finally:
         process.kill()
     assert process.returncode == 1, errors
     assert output.count("Resuming after step") == 1  # only the main process prints
-    assert output.count("Resume with: torchrun --nproc-per-node 2") == 1
-    hit = newest_checkpoint(out)
-    play(2, [{"flags": flags_of(place, "whole", *longer), "stop": hit.step}])
-    assert same_checkpoint(newest_checkpoint(place / "whole"), hit)
+    assert output.count("torchrun --nproc-per-node 2") == 1  # the command to resume with
+    checkpoint = newest_checkpoint(run)
+    run_ranks(2, [new_run(folder / "uninterrupted", *flags, stop=checkpoint.step)])
+    assert same_checkpoint(newest_checkpoint(folder / "uninterrupted"), checkpoint)
 
 
-def test_full_disk_of_a_sharded_rank_ends_the_run(place, play):
-    flags = flags_of(place, "full", "--parallel", "fsdp", "--save-every", 5)
+@pytest.mark.parametrize(
+    ("flags", "options", "error"),
+    [
+        (
+            ["--parallel", "fsdp", "--save-every", 5],
+            {"full": 4096},  # bytes: the disk of the last rank is full
+            r"model-00002-of-00002\.safetensors: .*File too large",
+        ),
+        (["--timeout", 2], {"hang": 5}, "Timed out waiting 2000ms"),
+        (
+            ["--timeout", 5, "--minutes", 1],
+            {"others": ["--d-model", "64"]},
+            r"rank 1 .*d_model None → 64",
+        ),
+    ],
+    ids=["full-disk", "hang", "different-settings"],
+)
+def test_fault_of_one_rank_ends_the_run(folder, run_ranks, request, flags, options, error):
+    run = folder / request.node.callspec.id
     start_time = time.monotonic()
-    full_disk = r"model-00002-of-00002\.safetensors: .*File too large"
-    with pytest.raises(AssertionError, match=full_disk):
-        play(2, [{"flags": flags, "full": 4096}])
-    assert time.monotonic() - start_time < 60  # ended, long before the timeout
-    assert list((place / "full" / "checkpoints").iterdir()) == []
-
-
-def test_different_settings_of_ranks_are_named(place, play):
-    flags = [*timed_flags(place, "differ", 1), "--timeout", "5"]
-    run = {"flags": flags, "others": ["--d-model", "64"]}
-    with pytest.raises(AssertionError, match=r"rank 1 .*d_model None → 64"):
-        play(2, [run])
-
-
-def test_rank_that_hangs_ends_the_run(place, play):
-    start_time = time.monotonic()
-    with pytest.raises(AssertionError, match="Timed out waiting 2000ms"):
-        play(2, [{"flags": flags_of(place, "hangs", "--timeout", 2), "hang": 5}])
-    assert time.monotonic() - start_time < 2 + 5
+    with pytest.raises(AssertionError, match=error):
+        run_ranks(2, [new_run(run, *flags, **options)])
+    assert time.monotonic() - start_time < (7 if "hang" in options else 60)
+    assert not list(run.glob("checkpoints/*"))
 
 
 # Two ranks.
@@ -472,7 +478,7 @@ def check_collectives(context):
     value = torch.tensor([1.0, rank])
     assert context.sum(value).tolist() == [2, 1] and value.tolist() == [1, rank]
     assert context.any(rank == 1) and not context.any(False)
-    assert context.broadcast([rank, None], 1) == [1, None]
+    assert context.broadcast([rank, None]) == [0, None]
     assert context.broadcast_first_non_none("x" if rank else None) == "x"
     assert context.broadcast_first_non_none(None) is None
     assert context.run_on_main(int, "7") == (None if rank else 7)
@@ -517,15 +523,13 @@ finally:
         os.wait()
 """
 
-DIFFERENT = "error: rank 1 was started with different settings than rank 0: steps 10 → 12. "
-
 
 @pytest.mark.parametrize(
     ("mode", "output", "errors"),
     [
         ("work", "done\ndone\n", "^$"),  # longer than the timeout
         ("hang", "", "^error: lost the connection to another process .*[Tt]imed out.*\n$"),
-        ("differ", "", f"^({DIFFERENT}Start all ranks alike.\n){{2}}$"),
+        ("differ", "", "^(error: rank 1 .*steps 10 → 12.*\n){2}$"),
         ("refuse", "", "^(error: --data: not found\n){2}$"),
     ],
 )
@@ -545,7 +549,7 @@ def test_two_ranks_wait_for_work_and_share_errors(mode, output, errors):
     assert re.search(errors, process.stderr), process.stderr
 
 
-ENDING = """
+EXIT_AT_ONCE = """
 import os, socket, sys
 import torch
 import torch.distributed as dist
@@ -558,8 +562,8 @@ for _ in range(8):
     children = []
     for rank in ("0", "1"):
         if not (child := os.fork()):
-            given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-            os.environ.update(given, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             with init_distributed("cpu") as context:
                 group = dist.group.WORLD  # as PyTorch's own modules may hold it
                 sys.setswitchinterval(1000)  # a thread that waits for the GIL does not request it
@@ -572,7 +576,13 @@ print(sum(map(abs, codes)))
 
 
 def test_process_exits_without_abort():
-    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, encoding="utf-8", cwd=ROOT, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", EXIT_AT_ONCE],
+        capture_output=True,
+        encoding="utf-8",
+        cwd=ROOT,
+        timeout=60,
+    )
     assert done.stdout == "0\n", done.stderr
 
 
@@ -580,15 +590,13 @@ def test_process_exits_without_abort():
     ("variables", "name"),
     [
         ({"WORLD_SIZE": "2"}, "RANK"),
-        ({"WORLD_SIZE": "two"}, "RANK"),
-        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "x"}, "LOCAL_RANK"),
         ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, "LOCAL_WORLD_SIZE"),
     ],
 )
 def test_incomplete_variables_of_torchrun_are_named(variables, name, monkeypatch):
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
-    with pytest.raises(UserError, match=f"^{name}: must be a number"), init_distributed("cpu"):
+    with pytest.raises(UserError, match=f"^{name}: is not set"), init_distributed("cpu"):
         pass
 
 
@@ -604,17 +612,7 @@ def test_process_without_torchrun_has_a_context_of_its_own():
 # Several machines.
 
 
-def start(*command: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        list(map(str, command)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-
-
-class Elsewhere(DistributedContext):
+class RankWithoutPeers(DistributedContext):
     """A rank without peers to wait for."""
 
     @contextlib.contextmanager
@@ -622,52 +620,53 @@ class Elsewhere(DistributedContext):
         yield
 
 
-def test_local_rank_0_of_each_machine_verifies_the_data(place, tmp_path):
-    shutil.copytree(place / "data", tmp_path / "data")
+def test_local_rank_0_of_each_machine_verifies_the_data(folder, tmp_path):
+    shutil.copytree(folder / "data", tmp_path / "data")
     shard = tmp_path / "data" / "train-00000.npy"
     shard.write_bytes(shard.read_bytes()[:-2] + b"\1\0")
     config = TrainConfig(data=tmp_path / "data")
-    assert train.open_data(config, Elsewhere(3, 4, torch.device("cpu"), local_rank=1))
+    assert train.open_data(config, RankWithoutPeers(3, 4, torch.device("cpu"), local_rank=1))
     with pytest.raises(UserError, match=r"train-00000\.npy"):
-        train.open_data(config, Elsewhere(2, 4, torch.device("cpu"), local_rank=0))
+        train.open_data(config, RankWithoutPeers(2, 4, torch.device("cpu"), local_rank=0))
 
 
 @pytest.fixture
 def two_machines() -> Iterator[list[tuple[str, str]]]:
     """Yield the names and addresses of two connected network namespaces."""
 
-    def ip(*words: str) -> bool:
-        return subprocess.run(["ip", *words], capture_output=True).returncode == 0
+    def ip(arguments: str) -> bool:
+        command = ["ip", *arguments.split()]
+        return subprocess.run(command, capture_output=True).returncode == 0
 
     names = [f"gpt{os.getpid()}{side}" for side in "ab"]
     try:
-        if shutil.which("ip") is None or not all(ip("netns", "add", name) for name in names):
+        if shutil.which("ip") is None or not all(ip(f"netns add {name}") for name in names):
             pytest.skip("network namespaces can't be made here")
-        a, b = names
-        ends = ("netns", a, "type", "veth", "peer", "name", "cable", "netns", b)
-        assert ip("link", "add", "cable", *ends)
+        assert ip("link add cable netns {} type veth peer name cable netns {}".format(*names))
         for number, name in enumerate(names, 1):
-            assert ip("-n", name, "address", "add", f"10.77.0.{number}/24", "dev", "cable")
-            assert ip("-n", name, "link", "set", "cable", "up")
-            assert ip("-n", name, "link", "set", "lo", "up")
+            assert ip(f"-n {name} address add 10.77.0.{number}/24 dev cable")
+            assert ip(f"-n {name} link set cable up")
+            assert ip(f"-n {name} link set lo up")
         yield [(name, f"10.77.0.{number}") for number, name in enumerate(names, 1)]
     finally:
         for name in names:
-            ip("netns", "delete", name)
+            ip(f"netns delete {name}")
 
 
-def test_two_machines_equal_one_and_only_the_first_has_a_run_folder(place, runs, two_machines, monkeypatch):
+def test_two_machines_equal_one_and_only_the_first_has_a_run_folder(
+    folder, runs, two_machines, monkeypatch
+):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "cable")
     machines = []
     for number, (name, address) in enumerate(two_machines):
-        data = place / f"data-{number}"
-        shutil.copytree(place / "data", data, ignore=shutil.ignore_patterns("verified.json"))
-        flags = flags_of(place, f"machine-{number}", "--resume", "--data", data)
+        data = folder / f"data-{number}"
+        shutil.copytree(folder / "data", data, ignore=shutil.ignore_patterns("verified.json"))
+        flags = flags_of(folder / f"machine-{number}", "--resume", "--data", data)
         meet = ["--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", "10.77.0.1:29400"]
         meet += ["--rdzv-conf", f"is_host={not number}", "--local-addr", address]
         stopped_and_resumed = json.dumps([{"flags": flags, "stop": 6}, {"flags": flags}])
         script = ROOT / "tests" / "in_turn.py"
-        command = [*TORCHRUN, *meet, script, stopped_and_resumed]
+        command = [*TORCHRUN_COMMAND, *meet, script, stopped_and_resumed]
         machines.append(start("ip", "netns", "exec", name, *command))
     with contextlib.suppress(subprocess.TimeoutExpired):  # torchrun waits for a failed machine
         for machine in machines:
@@ -676,17 +675,12 @@ def test_two_machines_equal_one_and_only_the_first_has_a_run_folder(place, runs,
         machine.kill()
     errors = [machine.communicate()[1] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], errors
-    assert_same(runs / "ddp-muon-1", place / "machine-0", 1e-5)
-    assert not (place / "machine-1").exists()
-    assert all((place / f"data-{number}" / "verified.json").exists() for number in (0, 1))
+    assert_same(folder / "machine-0", runs / "ddp-muon-1", 1e-5)
+    assert not (folder / "machine-1").exists()
+    assert all((folder / f"data-{number}" / "verified.json").exists() for number in (0, 1))
 
 
-LAUNCHERS = [(1, 1, "python"), (2, 1, "torchrun --nproc-per-node 2")]
-LAUNCHERS += [(4, 2, "torchrun --nnodes 2 RENDEZVOUS --nproc-per-node 2")]
-
-
-@pytest.mark.parametrize(("size", "nodes", "said"), LAUNCHERS)
-def test_command_to_resume_with_has_as_many_processes_and_machines(size, nodes, said, monkeypatch):
-    monkeypatch.setenv("GROUP_WORLD_SIZE", str(nodes))
+@pytest.mark.parametrize(("size", "launcher"), [(1, "python"), (2, "torchrun --nproc-per-node 2")])
+def test_command_to_resume_with_has_as_many_processes(size, launcher, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert DistributedContext(0, size, torch.device("cpu")).launcher == said
+    assert DistributedContext(0, size, torch.device("cpu")).launcher == launcher

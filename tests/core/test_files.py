@@ -8,7 +8,6 @@ import os
 import stat
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from engine.core.errors import UserError
@@ -29,8 +28,8 @@ def names_below(folder: Path) -> set[str]:
     return {path.name for path in folder.rglob("*")}
 
 
-def test_hash_is_that_of_the_bytes(tmp_path):
-    content = np.random.default_rng(0).bytes(3_000_000)
+def test_sha256_equals_hashlib(tmp_path):
+    content = bytes(range(256)) * 10_000
     (tmp_path / "file").write_bytes(content)
     assert sha256(tmp_path / "file") == hashlib.sha256(content).hexdigest()
 
@@ -38,33 +37,29 @@ def test_hash_is_that_of_the_bytes(tmp_path):
 # JSON.
 
 
-def test_nan_and_infinity_become_null_and_the_value_is_unchanged():
-    value = {"a": [1.5, float("nan"), (float("inf"), 2)], "é": {"c": float("-inf")}}
-    text = to_json(value)
-    parsed = json.loads(text, parse_constant=pytest.fail)
-    assert parsed == {"a": [1.5, None, [None, 2]], "é": {"c": None}}
-    assert "é" in text and "\n" not in text
-    assert value["é"] == {"c": float("-inf")}
+def test_json_is_strict_and_read_back_from_a_file(tmp_path):
+    path = tmp_path / "value.json"
+    value = {"漢字 🚀": [0.1 + 0.2, 10**30, None], "a": [float("nan"), {"b": (float("-inf"), 2)}]}
+    expected = value | {"a": [None, {"b": [None, 2]}]}
+    write_json(path, value)
+    text = path.read_text(encoding="utf-8")
+    assert read_json(path) == json.loads(text, parse_constant=pytest.fail) == expected
+    assert "漢字 🚀" in text and text.endswith("}\n") and "\n" not in to_json(value)
+    assert value["a"][1] == {"b": (float("-inf"), 2)}  # the value itself is unchanged
 
 
-def test_json_is_read_back_from_a_file(tmp_path):
-    value = {"text": "漢字 🚀", "numbers": [0.1 + 0.2, 10**30, -1], "nothing": None}
-    write_json(tmp_path / "value.json", value)
-    assert read_json(tmp_path / "value.json") == value
-    assert (tmp_path / "value.json").read_bytes().endswith(b"}\n")
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000], ids=["empty", "torn", "binary", "deep"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff\xfe", b"[" * 100_000], ids=["empty", "torn", "binary", "deep"]
+)
 def test_corrupted_json_is_named_in_one_line(tmp_path, content):
     (tmp_path / "value.json").write_bytes(content)
-    with pytest.raises(UserError, match=r"value\.json: corrupted.*") as caught:
+    with pytest.raises(UserError, match=r"^[^\n]*value\.json: corrupted[^\n]*$"):
         read_json(tmp_path / "value.json")
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "..", "", ".", None, 3, ["x"]])
 def test_path_outside_its_folder_is_refused(tmp_path, name):
-    with pytest.raises(UserError, match=r"manifest\.json: must name files of its own folder"):
+    with pytest.raises(UserError, match=r"manifest\.json: "):
         safe_child_path(tmp_path, name)
     assert safe_child_path(tmp_path, "train-00000.npy") == tmp_path / "train-00000.npy"
 
@@ -72,25 +67,23 @@ def test_path_outside_its_folder_is_refused(tmp_path, name):
 # Atomic files.
 
 
-def test_file_is_replaced_and_an_open_one_keeps_its_content(tmp_path):
-    path = tmp_path / "file"
-    atomic_write(path, b"old")
-    with open(path, "rb") as reader:
-        atomic_write(path, b"the new one")
-        assert reader.read() == b"old"
-    assert path.read_bytes() == b"the new one" and names_below(tmp_path) == {"file"}
-
-
-def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_disk_full", [False, True])
+def test_file_is_replaced_unless_the_write_fails(tmp_path, monkeypatch, is_disk_full):
     def fail(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     path = tmp_path / "file"
     atomic_write(path, b"old")
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="No space left"):
-        atomic_write(path, b"new")
-    assert path.read_bytes() == b"old" and names_below(tmp_path) == {"file"}
+    with open(path, "rb") as reader:
+        if is_disk_full:
+            monkeypatch.setattr(os, "fsync", fail)
+            with pytest.raises(OSError, match="No space"):
+                atomic_write(path, b"the new one")
+        else:
+            atomic_write(path, b"the new one")
+        assert reader.read() == b"old"
+    assert path.read_bytes() == (b"old" if is_disk_full else b"the new one")
+    assert names_below(tmp_path) == {"file"}
 
 
 # Atomic directories.
@@ -132,15 +125,17 @@ def test_error_leaves_a_directory_as_it_was(tmp_path, exists):
     assert names_below(tmp_path) == before
 
 
-@pytest.mark.parametrize("renames_until_failure", [0, 1])
-def test_failed_rename_leaves_a_directory_as_it_was(tmp_path, monkeypatch, renames_until_failure):
+@pytest.mark.parametrize("failing_rename", [1, 2])
+def test_failed_rename_leaves_a_directory_as_it_was(tmp_path, monkeypatch, failing_rename):
     fill(tmp_path / "target", "one")
-    rename, results = Path.rename, [None] * renames_until_failure + [OSError("disk"), None, None]
+    rename = Path.rename
+    calls = []
 
-    def rename_or_fail(path: Path, to: Path) -> Path:
-        if error := results.pop(0):
-            raise error
-        return rename(path, to)
+    def rename_or_fail(path: Path, new_path: Path) -> Path:
+        calls.append(path)
+        if len(calls) == failing_rename:
+            raise OSError("disk")
+        return rename(path, new_path)
 
     monkeypatch.setattr(Path, "rename", rename_or_fail)
     with pytest.raises(OSError, match="disk"):
@@ -186,21 +181,19 @@ def test_directory_has_the_permissions_of_the_umask(tmp_path):
 
 def test_lock_names_its_owner_until_it_is_released(tmp_path):
     file = tmp_path / ".lock"
-    file.write_text("process 4711 on a dead machine")  # of a process that is gone
+    file.write_text("process 4711 on a dead machine")
     file_lock = acquire_lock(file, tmp_path)
-    with pytest.raises(UserError, match=rf"{tmp_path}: in use by process {os.getpid()} on .+"):
+    with pytest.raises(UserError, match=rf"^{tmp_path}: .* process {os.getpid()} on .+"):
         acquire_lock(file, tmp_path)
     file_lock.release()
     acquire_lock(file, tmp_path).release()
 
 
 def test_exclusive_lock_leaves_no_files(tmp_path):
-    with exclusive_lock(tmp_path / "deep" / "target"):
-        again = exclusive_lock(tmp_path / "deep" / "target")
-        with pytest.raises(UserError, match="in use by process"), again:
-            pass
-    with exclusive_lock(tmp_path / "deep" / "target"):
-        pass
+    target = tmp_path / "deep" / "target"
+    for _ in range(2):
+        with exclusive_lock(target), pytest.raises(UserError, match="target"):
+            exclusive_lock(target).__enter__()
     assert names_below(tmp_path) == {"deep"}
 
 
@@ -210,5 +203,5 @@ def test_file_system_without_locks_is_named_in_one_line(tmp_path, monkeypatch, n
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    with pytest.raises(UserError, match=rf"^{tmp_path}: the file system does not support locks"):
+    with pytest.raises(UserError, match=rf"^{tmp_path}: "):
         acquire_lock(tmp_path / ".lock", tmp_path)

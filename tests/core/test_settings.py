@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from annotated_types import Ge, Gt, Interval, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 import prepare
 import sample
@@ -39,17 +39,17 @@ class Outer:
     paths: tuple[Path, ...] = (Path("here"),)
     flag: bool = False  # Whether.
     count: Annotated[int | None, Ge(1), Lt(1000)] = None  # How many; None: all.
-    sizes: Annotated[tuple[float, ...] | None, Interval(gt=0)] = None
+    sizes: Annotated[tuple[float, ...] | None, Gt(0)] = None
     inner: Inner = field(default_factory=Inner)
 
     def __post_init__(self) -> None:
         if self.path == Path("nowhere"):
-            raise UserError(f"--path: must exist (got {self.path}{'/long' * 50}).")
+            raise UserError(f"--path: must exist (got {self.path}).")
 
 
 def write(tmp_path: Path, text: str) -> str:
     path = tmp_path / "run.toml"
-    path.write_text(text, encoding="utf-8")
+    path.write_bytes(text.encode(errors="surrogateescape"))
     return str(path)
 
 
@@ -70,15 +70,15 @@ def test_command_line_overrides_file_and_file_overrides_defaults(tmp_path):
         Outer(paths=(Path("a b"), Path("--sizes"), Path("-")), sizes=(0.5, 1e-9)),
     ],
 )
-def test_settings_written_as_toml_are_read_back(tmp_path, config):
+def test_settings_are_read_back_from_toml_and_from_json(tmp_path, config):
     assert load_settings(Outer, [write(tmp_path, to_toml(config))]) == config
+    assert from_values(Outer, flatten(config), "state.json") == config
 
 
-def test_flattened_settings_have_bare_names_and_can_be_replaced():
+def test_nested_settings_are_replaced_by_their_bare_names():
     config = with_values(Outer(), {"rate": 0.1, "width": 9})
     assert config == Outer(rate=0.1, inner=Inner(width=9))
     assert flatten(config)["width"] == 9 and flatten(config)["paths"] == ["here"]
-    assert from_values(Outer, flatten(config), "state.json") == config
 
 
 @pytest.mark.parametrize(
@@ -88,50 +88,41 @@ def test_flattened_settings_have_bare_names_and_can_be_replaced():
         ("paths", "alone", (Path("alone"),)),
         ("windows", [3, 0], (3, 0)),
         ("windows", None, None),
-        ("count", None, None),
     ],
 )
 def test_values_of_json_become_the_type_of_the_field(name, value, expected):
     config = from_values(Outer, {name: value}, "state.json")
-    converted = getattr(config.inner if name == "windows" else config, name)
+    converted = (vars(config) | vars(config.inner))[name]
     assert converted == expected and type(converted) is type(expected)
 
 
+UNFIT_VALUES: dict[str, list[Any]] = {
+    "width": ["3", True, 3.0, [3], None],
+    "rate": [True, "0.5", float("nan"), 0],
+    "flag": [1, "true"],
+    "kind": ["c", ["a"]],
+    "path": [3, None],
+    "paths": [[3]],
+    "windows": [[1, "2"]],
+    "sizes": [[1, -2]],
+    "count": [1000],
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("width", "3"),
-        ("width", True),
-        ("width", 3.0),
-        ("width", [3]),
-        ("width", None),
-        ("rate", True),
-        ("rate", "0.5"),
-        ("rate", float("nan")),
-        ("flag", 1),
-        ("flag", "true"),
-        ("kind", "c"),
-        ("kind", ["a"]),
-        ("path", 3),
-        ("path", None),
-        ("paths", [3]),
-        ("windows", [1, "2"]),
-        ("sizes", [1, -2]),
-        ("rate", 0),
-        ("count", 1000),
-    ],
+    ("name", "value"), [(name, value) for name in UNFIT_VALUES for value in UNFIT_VALUES[name]]
 )
 def test_value_of_wrong_type_or_out_of_bounds_names_file_and_setting(name, value):
-    with pytest.raises(UserError, match=rf"^state\.json: (--)?{name}: must be .* \(got "):
+    with pytest.raises(UserError, match=rf"^state\.json: (--)?{name}: .* \(got "):
         from_values(Outer, {name: value}, "state.json")
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "expected"),
     [
-        ("widht = 3", "unknown setting widht. Did you mean width"),
-        ("zzz = 3", "unknown setting zzz"),
-        ("[inner]\nwidth = 3", "unknown setting inner"),
+        ("widht = 3", "widht.* width"),
+        ("zzz = 3", "zzz"),
+        ("[inner]\nwidth = 3", "inner"),
         ("width = 13", "width 13 is unlucky"),
         ('path = "nowhere"', "--path: must exist"),
         ("width = ", "not valid TOML"),
@@ -140,63 +131,67 @@ def test_value_of_wrong_type_or_out_of_bounds_names_file_and_setting(name, value
     ],
     ids=lambda value: value[:20],
 )
-def test_mistake_in_a_file_names_the_file(tmp_path, text, message):
-    (tmp_path / "run.toml").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(UserError, match=rf"run\.toml: .*{message}"):
-        load_settings(Outer, [str(tmp_path / "run.toml")])
+def test_mistake_in_a_file_names_the_file(tmp_path, text, expected):
+    with pytest.raises(UserError, match=rf"run\.toml: .*{expected}"):
+        load_settings(Outer, [write(tmp_path, text)])
 
 
-def test_other_files_are_refused():
-    with pytest.raises(UserError, match=r"run\.yaml: must be"):
-        load_settings(Outer, ["run.yaml"])
-    with pytest.raises(UserError, match=r"state\.json: must hold settings"):
+def test_json_without_settings_and_arguments_that_are_not_utf_8_are_refused():
+    with pytest.raises(UserError, match=r"^state\.json: "):
         from_values(Outer, [1], "state.json")
-    with pytest.raises(UserError, match="must be UTF-8"):
+    with pytest.raises(UserError, match="udcff"):
         load_settings(Outer, ["--path", "out/\udcff"])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "expected"),
     [
-        (["--widht", "3"], "Perhaps you meant: --width"),
-        (["--width", "x"], "--width: invalid literal for int"),
-        (["--width", "13"], "width 13 is unlucky"),
-        (["--path", "nowhere"], f"(got nowhere{'/long' * 50})"),  # not wrapped
-        (["--kind", "c"], "'c'"),
-        (["--width"], "--width"),
-        (["--rate", "0"], "--rate: must be greater than 0 and at most 1 (got 0.0)"),
-        (["--rate", "nan"], "--rate: must be finite"),
-        (["--count", "0"], "--count: must be at least 1 and less than 1,000 (got 0)"),
-        (["--sizes", "1", "-2"], "--sizes: must be greater than 0 (got -2.0)"),
+        ("--widht 3", "--width"),
+        ("--width x", "--width: "),
+        ("--width 13", "width 13 is unlucky"),
+        ("--path nowhere", "--path: must exist (got nowhere)"),
+        ("--kind c", "'c'"),
+        ("--width", "--width"),
+        ("--rate 0", "--rate: must be greater than 0 (got 0.0)"),
+        ("--rate nan", "--rate: must be finite"),
+        ("--count 0", "--count: must be at least 1 (got 0)"),
+        ("--sizes 1 -2", "--sizes: must be greater than 0 (got -2.0)"),
     ],
-    ids=str,
 )
-def test_mistake_on_the_command_line_is_one_line_and_exit_code_2(arguments, message, capsys):
+def test_mistake_on_the_command_line_is_one_line_and_exit_code_2(arguments, expected, capsys):
     with pytest.raises(SystemExit, match="2"):
-        load_settings(Outer, arguments)
+        load_settings(Outer, arguments.split())
     printed = capsys.readouterr()
-    assert message in printed.err and not printed.out
+    assert expected in printed.err and not printed.out
     assert printed.err.count("\n") == 1 and printed.err.startswith("error: ")
 
 
-def test_bounds_include_their_limits_where_they_say_so():
-    for rate, count in ((1, 1), (1e-9, 999)):
-        config = load_settings(Outer, ["--rate", str(rate), "--count", str(count)])
-        assert (config.rate, config.count) == (rate, count)
+@pytest.mark.parametrize(("rate", "count"), [(1, 1), (1e-9, 999)])
+def test_bounds_include_their_limits(rate, count):
+    config = load_settings(Outer, ["--rate", str(rate), "--count", str(count)])
+    assert (config.rate, config.count) == (rate, count)
 
 
-COMMANDS: dict[str, tuple[Any, ...]] = {
+CONFIGS_OF_COMMAND: dict[str, tuple[Any, ...]] = {
     "train": (TrainConfig, ChangeableConfig, ModelConfig, ModelSettings, OptimizerConfig),
     "prepare": (prepare.PrepareConfig,),
     "sample": (sample.SampleConfig,),
     "benchmarks.speed": (speed.BenchConfig,),
 }
+NESTED_FIELDS = {"model", "optimizer"}  # not flags themselves
 
 
-NESTED = {"model", "optimizer"}  # not flags themselves
+def read_descriptions(cls: Any) -> dict[str, str]:
+    """Return the comment or docstring of every field in the source of a dataclass."""
+    source = inspect.getsource(cls)
+    beside = re.findall(r"^    (\w+): .*  # (?!type:)(.+)$", source, re.MULTILINE)
+    above = re.findall(r"^    # (.+)\n    (\w+): [^#\n]+$", source, re.MULTILINE)
+    docstring = re.compile(r'^    (\w+): [^\n]*\n    """(.+?)"""', re.MULTILINE | re.DOTALL)
+    below = docstring.findall(source)
+    return dict([*beside, *((name, text) for text, name in above), *below])
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", CONFIGS_OF_COMMAND)
 def test_help_describes_every_setting(command, capsys):
     def letters(text: str) -> str:
         return re.sub(r"[\s│|]", "", text)
@@ -206,25 +201,20 @@ def test_help_describes_every_setting(command, capsys):
     assert not stop.value.code
     printed = capsys.readouterr().out
     assert "--debug shows" in printed
-    for cls in COMMANDS[command]:
-        source = inspect.getsource(cls)
-        descriptions = re.findall(r"^    (\w+): .*  # (?!type:)(.+)$", source, re.MULTILINE)
-        above = re.findall(r"^    # (.+)\n    (\w+): [^#\n]+$", source, re.MULTILINE)
-        descriptions += [(name, text) for text, name in above]
-        docstring = re.compile(r'^    (\w+): [^\n]*\n    """(.+?)"""', re.MULTILINE | re.DOTALL)
-        descriptions += docstring.findall(source)
+    for cls in CONFIGS_OF_COMMAND[command]:
+        replaced = ModelSettings.__annotations__ if cls is ModelConfig else ()
         names = {field.name for field in dataclasses.fields(cls)} & set(cls.__annotations__)
-        assert {name for name, text in descriptions} >= names - NESTED
-        for name, text in descriptions:
-            is_replaced = cls is ModelConfig and name in ModelSettings.__annotations__
-            if name in NESTED or is_replaced:
-                continue
-            assert letters(text) in letters(printed), name
+        descriptions = read_descriptions(cls)
+        assert descriptions.keys() >= names - NESTED_FIELDS
+        for name in descriptions.keys() - NESTED_FIELDS - set(replaced):
+            assert letters(descriptions[name]) in letters(printed), name
             is_positional = "Positional" in str(cls.__annotations__[name])
             assert is_positional or f"--{name.replace('_', '-')}" in printed, name
 
 
-@pytest.mark.parametrize(("flags", "expected"), [(["--compile"], True), (["--no-compile"], False), ([], None)])
+@pytest.mark.parametrize(
+    ("flags", "expected"), [(["--compile"], True), (["--no-compile"], False), ([], None)]
+)
 def test_compile_has_three_values_and_two_flags(flags, expected):
     assert load_settings(TrainConfig, [*flags, "--steps", "20"]).compile is expected
 

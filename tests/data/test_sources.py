@@ -19,28 +19,29 @@ import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
-from backports import zstd
 from fsspec.implementations.memory import MemoryFile
 
 from engine.core.errors import UserError
 from engine.data.inputs import sources
 from engine.data.inputs.readers import read
-from engine.data.inputs.sources import Source, download, find_sources
+from engine.data.inputs.sources import Source, find_sources
 
 
 def texts_of(source: Source) -> list[str]:
     return [text.text for text in read(source)]
 
 
-def find(*inputs: object, glob: str | None = None, sha256: str = "", spool: Path = Path()) -> list[Source]:
-    return find_sources(tuple(map(str, inputs)), glob, sha256, spool)
+def find(
+    *inputs: object, glob: str | None = None, sha256: str | None = None, spool: Path = Path()
+) -> list[Source]:
+    return find_sources(tuple(map(str, inputs)), spool, glob, sha256)
 
 
-def error_of(*inputs: str, **options: Any) -> str:
-    """Return the one line that explains why inputs cannot be found or read."""
+def error_of(*inputs: object, **options: Any) -> str:
+    """Return the one line of the error when inputs are listed and read."""
     with pytest.raises(UserError) as error:
         _ = [texts_of(source) for source in find(*inputs, **options)]
-    assert "\n" not in str(error.value) and str(error.value).startswith(inputs[0])
+    assert "\n" not in str(error.value)
     return str(error.value)
 
 
@@ -66,11 +67,10 @@ def test_a_folder_has_the_files_that_match_at_any_depth(glob, names, tmp_path: P
     assert [texts_of(source) for source in listed] == [[name] for name in names]
 
 
-@pytest.mark.parametrize("glob", ["*.py", "", "/a", "a/**/b", "**.txt"])
-def test_a_glob_without_matches_or_that_is_no_pattern_is_refused(glob: str, tmp_path: Path):
+@pytest.mark.parametrize("glob", ["*.py", "/a", "a/**/b", "**.txt"])
+def test_an_unsuitable_glob_is_refused(glob: str, tmp_path: Path):
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(UserError, match="--glob"):
-        find(tmp_path, glob=glob)
+    assert "--glob" in error_of(tmp_path, glob=glob)
 
 
 def test_links_are_followed_but_not_in_circles(tmp_path: Path):
@@ -80,28 +80,19 @@ def test_links_are_followed_but_not_in_circles(tmp_path: Path):
     (tmp_path / "here" / "link").symlink_to(tmp_path / "there")
     assert [source.name for source in find(tmp_path / "here")] == [f"{tmp_path}/here/link/a.txt"]
     (tmp_path / "here" / "deep" / "back").symlink_to(tmp_path / "here")
-    with pytest.raises(UserError, match="deep/back"):
-        find(tmp_path / "here")
+    assert "deep/back" in error_of(tmp_path / "here")
 
 
 def test_a_saved_dataset_is_not_a_folder_of_texts(tmp_path: Path):
     (tmp_path / "state.json").write_text("{}")
-    with pytest.raises(UserError, match=f"hf:{tmp_path}"):
-        find(tmp_path)
+    assert f"hf:{tmp_path}" in error_of(tmp_path)
 
 
-def test_the_standard_library_is_python_without_its_tests():
+def test_the_standard_library_excludes_its_tests():
     listed = find("stdlib")
     assert "argparse.py" in [source.name for source in listed]
-    assert all(source.suffixes[0] == ".py" for source in listed)
+    assert {source.suffixes[0] for source in listed} == {".py"}
     assert not any("test" in Path(source.path).parts for source in listed)
-
-
-@pytest.mark.parametrize(("option", "flag"), [({"glob": "*"}, "--glob"), ({"sha256": "00"}, "--sha256")])
-def test_an_option_that_no_input_needs_is_refused(option: dict, flag: str, tmp_path: Path):
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(UserError, match=flag):
-        find(tmp_path / "a.txt", **option)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +100,6 @@ def test_an_option_that_no_input_needs_is_refused(option: dict, flag: str, tmp_p
     [
         ("a.JSONL", True),
         ("a.ndjson", True),
-        ("a.jsonl.2024-01-01", True),
         ("a.Jsonl.GZ", True),
         ("a.jsonl.txt", False),
         ("a.json", False),
@@ -122,20 +112,16 @@ def test_the_ending_decides_how_a_file_is_read(name: str, is_json: bool, tmp_pat
     assert texts_of(*find(tmp_path / name)) == (["a document"] if is_json else [line.decode()])
 
 
-def test_the_version_of_a_file_changes_with_it_and_a_source_can_be_sent(tmp_path, monkeypatch):
+def test_the_version_changes_with_the_file_and_a_source_can_be_pickled(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("text")
     monkeypatch.chdir(tmp_path)
-    before = Source(*vars(find("a.txt")[0]).values()).info
+    before = find("a.txt")[0].info
     assert before == find("a.txt")[0].info and all(before)
     os.utime("a.txt", ns=(1, 1))
     (source,) = find("a.txt")
     assert source.info != before
     monkeypatch.chdir("/")
-    copy = pickle.loads(pickle.dumps(source))
-    assert copy == source and texts_of(copy) == ["text"]
-
-
-# Pipes.
+    assert texts_of(pickle.loads(pickle.dumps(source))) == ["text"]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +131,7 @@ def test_the_version_of_a_file_changes_with_it_and_a_source_can_be_sent(tmp_path
         ('{"text": "a"}\n{"text": "b"}', ["a", "b"]),
         ("{\n}", ["{\n}"]),
         ("7\n", ["7\n"]),
-        ('\ufeff{"text": "' + "x" * 2**20 + '"}\n{"text": "b"}\n', ["x" * 2**20, "b"]),
+        ('\ufeff{"text": "a"}\n', ["a"]),
     ],
 )
 def test_a_pipe_is_text_or_json_lines_and_read_more_than_once(content, texts, tmp_path: Path):
@@ -154,8 +140,7 @@ def test_a_pipe_is_text_or_json_lines_and_read_more_than_once(content, texts, tm
     writer.start()
     (source,) = find(tmp_path / "pipe", spool=tmp_path)
     writer.join()
-    for _ in range(2):
-        assert "".join(texts_of(source)) == "".join(texts)
+    assert [texts_of(source), texts_of(source)] == [texts, texts]
 
 
 # Web servers.
@@ -170,10 +155,7 @@ class Server(http.server.ThreadingHTTPServer):
     def __init__(self):
         self.requests: list[str] = []
         super().__init__(("127.0.0.1", 0), Handler)
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
+        self.address = f"http://127.0.0.1:{self.server_port}"
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -192,8 +174,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         way = self.path.split("/")[1]
         size = len(self.server.body)
         bounds = self.headers.get("Range")
-        if way in ("absent", "forbidden"):
-            self.send_error({"absent": 404, "forbidden": 403}[way])
+        if way.isdigit():
+            self.send_error(int(way))
             return
         if way == "ranges" and bounds:
             start, last = map(int, bounds.removeprefix("bytes=").split("-"))
@@ -206,10 +188,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Last-Modified", self.server.last_modified)
         if way == "chunked":
             self.send_header("Transfer-Encoding", "chunked")
-            self.end_headers()
-            self.wfile.write(b"ff\r\nonly the start" if body else b"")
-            return
-        if way != "no-length":
+            body = b"ff\r\nonly the start" if body else b""
+        elif way != "no-length":
             self.send_header("Content-Length", str(size))
         self.end_headers()
         with contextlib.suppress(ConnectionError):
@@ -231,7 +211,7 @@ def server(tmp_path: Path, monkeypatch) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("way", ["ranges", "no-ranges", "no-length"])
-@pytest.mark.parametrize("size", [0, 1, 2**20 + 1])
+@pytest.mark.parametrize("size", [0, 1, 6 * 2**20])  # more than a block of fsspec
 def test_a_file_is_read_from_any_web_server(way: str, size: int, server: Server):
     content = (b"a line of text\n" * (size // 15 + 1))[:size]
     for name, body in (("a.txt", content), ("a.txt.gz?version=1", gzip.compress(content))):
@@ -261,54 +241,41 @@ def test_the_version_of_a_served_file_changes_with_it(server: Server):
     assert find(address)[0].info != before
 
 
+@pytest.mark.parametrize("sha256", [None, "0" * 64])
 @pytest.mark.parametrize(
     ("path", "word"),
-    [
-        ("absent/a.txt", "404"),
-        ("forbidden/a.txt", "403"),
-        ("short/a.txt", "100"),
-        ("chunked/a", ""),
-    ],
+    [("404/ä ö", "404|FileNotFound"), ("403/a", "403"), ("short/a", "100"), ("chunked/a", "")],
 )
-def test_a_failure_of_a_web_server_is_one_line(path: str, word: str, server: Server):
-    line = error_of(f"{server.address}/{path}")
-    assert "could not be read" in line and word in line
+def test_a_failed_request_is_one_line_and_leaves_nothing(path, word, sha256, server, tmp_path):
+    address = f"{server.address}/{path}"
+    assert re.match(
+        f"{re.escape(address)}: could not be read .*({word})", error_of(address, sha256=sha256)
+    )
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
-def test_a_silent_web_server_is_given_up(server: Server, monkeypatch):
+def test_a_silent_web_server_is_given_up(monkeypatch):
     monkeypatch.setattr(sources, "HTTP_TIMEOUT_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert "imeout" in error_of(f"http://127.0.0.1:{silent.getsockname()[1]}/a.txt")
 
 
-def test_a_download_happens_once(server: Server, tmp_path: Path):
+@pytest.mark.parametrize("way", ["ranges", "no-ranges", "no-length"])
+def test_a_download_happens_once(way: str, server: Server, tmp_path: Path):
     server.body *= 100
     expected = hashlib.sha256(server.body).hexdigest()
-    for way in ("ranges", "no-ranges", "no-length"):
-        server.requests = []
-        address = f"{server.address}/{way}/good.txt?version=1"
-        (source,) = find(address, sha256=expected.upper())
-        assert isinstance(source.path, Path) and source.path.name == "good.txt"
-        assert source.path.read_bytes() == server.body
-        num_requests = len(server.requests)
-        assert find(address, sha256=expected) == [source] and len(server.requests) == num_requests
-    assert len([path for path in (tmp_path / "cache").rglob("*.txt")]) == 3
-
-
-@pytest.mark.parametrize(
-    ("path", "word"),
-    [("/good", "SHA-256"), ("/short", "100"), ("/chunked", "could not"), ("/absent/ä ö", "FileNotFound")],
-)
-def test_a_failed_download_leaves_nothing(path: str, word: str, server: Server, tmp_path: Path):
-    with pytest.raises(UserError, match=f"^{re.escape(server.address + path)}: .*{word}"):
-        download(server.address + path, "0" * 64)
+    address = f"{server.address}/{way}/a.txt?version=1"
+    (source,) = find(address, sha256=expected.upper())
+    assert Path(source.path).name == "a.txt" and Path(source.path).read_bytes() == server.body
+    num_requests = len(server.requests)
+    assert find(address, sha256=expected) == [source] and len(server.requests) == num_requests
+    assert "SHA-256" in error_of(address, sha256="0" * 64)
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
 def test_shakespeare_is_downloaded_and_checked(server: Server, shakespeare: Path, monkeypatch):
-    monkeypatch.setattr(sources, "SHAKESPEARE", f"{server.address}/input.txt")
-    with pytest.raises(UserError, match="SHA-256 must be 86c4"):
-        find("shakespeare")
+    monkeypatch.setattr(sources, "SHAKESPEARE_URL", f"{server.address}/input.txt")
+    assert "86c4" in error_of("shakespeare")
     server.body = shakespeare.read_bytes()
     assert Path(find("shakespeare")[0].path).read_bytes() == server.body
 
@@ -323,55 +290,48 @@ def memory() -> Iterator[fsspec.AbstractFileSystem]:
     system.rm("/", recursive=True)
 
 
-def test_files_of_another_file_system(memory: fsspec.AbstractFileSystem):
+@pytest.mark.parametrize(
+    ("path", "glob", "text"),
+    [
+        ("e.txt", None, "e"),
+        ("d", None, "abc"),
+        ("d/", None, "abc"),
+        ("d", "*.txt", "bc"),
+        ("d", "deep/*.txt", "c"),
+        ("d/*.txt", None, "b"),
+        ("*/*", None, "ab"),
+        ("d/*", "*.txt", "b"),
+        ("d/**", None, "abc"),
+    ],
+)
+def test_files_of_another_file_system(path: str, glob: str | None, text: str, memory):
     contents = {"d/b.txt": "b", "d/a.md": "a", "d/deep/c.txt": "c", "e.txt": "e"}
     for name, content in (contents | {"d/.hidden.txt": "h", "d/.git/x.txt": "x"}).items():
         memory.pipe(f"/{name}", content.encode())
-
-    def read_all(address: str, glob: str | None = None) -> str:
-        return "".join("".join(texts_of(source)) for source in find(address, glob=glob))
-
-    assert read_all("memory://e.txt") == "e"
-    assert read_all("memory://d") == read_all("memory://d/") == "abc"
-    assert read_all("memory://d", "*.txt") == "bc"
-    assert read_all("memory://d", "deep/*.txt") == "c"
-    assert read_all("memory://d/*.txt") == "b" and read_all("memory://*/*") == "ab"
-    assert read_all("memory://d/*", "*.txt") == "b" and read_all("memory://d/**") == "abc"
+    listed = find(f"memory://{path}", glob=glob)
+    assert "".join("".join(texts_of(source)) for source in listed) == text
     assert "'*.py'" in error_of("memory://d", glob="*.py")
 
 
-def test_large_and_compressed_files_of_another_file_system(memory: fsspec.AbstractFileSystem):
-    content = "a line of text\n" * 2**16
-    memory.pipe("/a.txt", content.encode())
-    memory.pipe("/a.txt.zst", zstd.compress(content.encode()))
-    for address in ("memory://a.txt", "memory://a.txt.zst"):
-        assert "".join(texts_of(*find(address))) == content
-    memory.pipe("/a.txt.zst", zstd.compress(content.encode())[:-9])
-    assert "could not be read" in error_of("memory://a.txt.zst")
-
-
-@pytest.mark.parametrize("when", ["info", "open", "read"])
-def test_a_refusal_of_a_file_system_is_one_line(when: str, memory, monkeypatch):
+@pytest.mark.parametrize("method", ["info", "open", "readinto"])
+def test_an_error_of_a_file_system_is_one_line(method: str, memory, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError("access\ndenied")
 
     memory.pipe("/a.txt", b"text")
-    monkeypatch.setattr(MemoryFile if when == "read" else type(memory), when, refuse)
+    owner = MemoryFile if method == "readinto" else type(memory)
+    monkeypatch.setattr(owner, method, refuse, raising=False)
     assert "PermissionError: access denied" in error_of("memory://a.txt")
 
 
-@pytest.mark.parametrize("address", ["http://[::1", "nowhere://a/b.txt", "memory://nothing/a.txt"])
-def test_a_wrong_address_is_one_line(address: str):
-    assert "could not be read" in error_of(address)
-
-
-@pytest.mark.parametrize(("address", "module"), [("abfs://bucket/a", "adlfs"), ("http://127.0.0.1:9/a", "aiohttp")])
-def test_a_file_system_that_is_not_installed_is_named(address: str, module: str, monkeypatch):
-    for name in [*sys.modules, module]:
-        if name.partition(".")[0] == module:
-            monkeypatch.setitem(sys.modules, name, None)
+@pytest.mark.parametrize(
+    "address", ["http://[::1", "nowhere://a/b.txt", "memory://nothing/a.txt", "abfs://bucket/a"]
+)
+def test_an_unsuitable_address_is_one_line(address: str, monkeypatch):
+    monkeypatch.setitem(sys.modules, "adlfs", None)
     line = error_of(address)
-    assert "nstall" in line and module in line
+    assert line.startswith(f"{address}: could not be read")
+    assert ("adlfs" in line) == address.startswith("abfs")
 
 
 def test_an_unknown_hugging_face_dataset_is_one_line(run):

@@ -17,16 +17,7 @@ from engine.data import splits
 from engine.data.inputs import readers
 from engine.data.inputs.readers import Text
 from engine.data.inputs.sources import Source
-from engine.data.splits import (
-    Corpus,
-    Piece,
-    digest_of,
-    document_rows,
-    find_repeats,
-    first_occurrences,
-    hash_fraction,
-    text_rows,
-)
+from engine.data.splits import Corpus, Piece, Unit, digest_of, find_repeats, hash_fraction
 
 
 @pytest.fixture
@@ -39,11 +30,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def source_of(path: Path, content: list[str] | str | bytes, **settings: Any) -> Source:
-    """Write text, or documents, to a file of the kind that its name says."""
+    """Write text, or documents, to a file of the kind of its suffix."""
     path.parent.mkdir(exist_ok=True)
     if path.suffix == ".parquet":
-        table = pyarrow.table({"text": content})
-        pyarrow.parquet.write_table(table, path, row_group_size=10)
+        pyarrow.parquet.write_table(pyarrow.table({"text": content}), path, row_group_size=10)
         return Source(path, path.name, **settings)
     if isinstance(content, list):
         content = "".join(json.dumps({"text": text}) + "\n" for text in content)
@@ -54,11 +44,9 @@ def source_of(path: Path, content: list[str] | str | bytes, **settings: Any) -> 
 
 def corpus_of(folder: Path, *contents: Any, val_fraction: float = 0.1, **settings: Any) -> Corpus:
     """Write a .jsonl file for each list of documents, and a .txt file for each text."""
-    sources = []
-    for number, content in enumerate(contents):
-        name = f"{number}.jsonl" if isinstance(content, list) else f"{number}.txt"
-        sources.append(source_of(folder / name, content, **settings))
-    return Corpus(sources, val_fraction)
+    suffixes = [".jsonl" if isinstance(content, list) else ".txt" for content in contents]
+    files = [(folder / f"{n}{suffix}", contents[n]) for n, suffix in enumerate(suffixes)]
+    return Corpus([source_of(*file, **settings) for file in files], val_fraction)
 
 
 def pieces_of(corpus: Corpus) -> list[Piece]:
@@ -77,7 +65,7 @@ def split_documents(corpus: Corpus) -> dict[str, list[str]]:
 
 
 DOCUMENTS = ["", *(f"Document {i}: naïve 🚀\n" + "with lines\n" * (i % 7) for i in range(60))]
-WHOLE: dict[str, Any] = {"turns_of": lambda record: record["text"]}  # examples
+EXAMPLES: dict[str, Any] = {"turns_of": lambda record: record["text"]}  # examples
 
 
 def test_a_digest_is_of_the_text_and_its_offset():
@@ -90,15 +78,19 @@ def test_a_digest_is_of_the_text_and_its_offset():
 # Many documents are assigned by their hashes.
 
 
-@pytest.mark.parametrize("settings", [{}, WHOLE])
-def test_many_documents_are_split_alike_in_any_order_and_any_files(settings, tmp_path: Path):
-    forward = split_documents(corpus_of(tmp_path / "a", DOCUMENTS, val_fraction=0.2, **settings))
-    backward = split_documents(corpus_of(tmp_path / "b", DOCUMENTS[::-1], val_fraction=0.2, **settings))
+@pytest.mark.parametrize("settings", [{}, EXAMPLES], ids=["text", "examples"])
+def test_the_order_of_documents_does_not_change_their_split(settings, tmp_path: Path):
+    settings = {"val_fraction": 0.2, **settings}
+    forward = split_documents(corpus_of(tmp_path / "a", DOCUMENTS, **settings))
+    backward = split_documents(corpus_of(tmp_path / "b", DOCUMENTS[::-1], **settings))
     assert forward == {split: texts[::-1] for split, texts in backward.items()}
     assert 4 <= len(forward["val"]) <= 25
-    if not settings:
-        files = split_documents(corpus_of(tmp_path / "c", *DOCUMENTS, val_fraction=0.2))
-        assert files == forward and sorted(files["train"] + files["val"]) == sorted(DOCUMENTS)
+
+
+def test_the_files_of_documents_do_not_change_their_split(tmp_path: Path):
+    split = split_documents(corpus_of(tmp_path / "files", *DOCUMENTS))
+    assert split == split_documents(corpus_of(tmp_path / "lines", DOCUMENTS))
+    assert sorted(split["train"] + split["val"]) == sorted(DOCUMENTS)
 
 
 def test_a_fraction_of_the_documents_is_for_validation(tmp_path: Path):
@@ -110,7 +102,7 @@ def test_a_fraction_of_the_documents_is_for_validation(tmp_path: Path):
     assert 0 <= min(fractions) < 0.01 and 0.99 < max(fractions) < 1
 
 
-@pytest.mark.parametrize("settings", [{}, WHOLE])
+@pytest.mark.parametrize("settings", [{}, EXAMPLES], ids=["text", "examples"])
 @pytest.mark.parametrize("count", [6, 60])
 def test_identical_documents_have_the_same_split(count: int, settings: dict, tmp_path: Path):
     texts = DOCUMENTS[1 : count + 1] * 3
@@ -149,27 +141,19 @@ def test_the_tails_of_few_documents_are_for_validation(sizes, val_fraction, smal
         assert split["val"] == [tail for tail in tails if tail]
 
 
-@pytest.mark.parametrize("val_fraction", [number / 90 for number in range(1, 90)])
-def test_one_document_is_split_between_characters(val_fraction: float, tmp_path: Path):
-    text = "🚀é漢" * 10
-    pieces = pieces_of(corpus_of(tmp_path, text, val_fraction=val_fraction))
-    train = "".join(piece.text for piece in pieces if piece.split == "train")
-    assert "".join(piece.text for piece in pieces) == text and text.startswith(train)
-    assert 0 <= len(train.encode()) - int(90 * (1 - val_fraction)) < 4
-    assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-
-
-def test_a_large_document_is_split_at_its_byte_wherever_it_is_cut(code: str, small, tmp_path):
-    texts = ["é🚀" + code, *("a" * shift + "🚀" * 1024 for shift in range(4))]
-    for text in texts:
+def test_one_document_is_split_at_its_byte_between_characters(code: str, small, tmp_path: Path):
+    cases = [("🚀é漢" * 10, number / 90) for number in range(1, 90)]
+    for text in ["é🚀" + code, *("a" * shift + "🚀" * 1024 for shift in range(4))]:
         size = len(text.encode())
-        for val_fraction in (0.3, 0.01, 1024 / size, 1 - 2047.5 / size, 1 - 2050.5 / size):
-            pieces = pieces_of(corpus_of(tmp_path, text, val_fraction=val_fraction))
-            names = [piece.split for piece in pieces]
-            assert names == sorted(names) and "".join(piece.text for piece in pieces) == text
-            train = [piece.text for piece in pieces if piece.split == "train"]
-            assert 0 <= len("".join(train).encode()) - int(size * (1 - val_fraction)) < 4
-            assert [piece.ends for piece in pieces] == [False] * (len(names) - 1) + [True]
+        fractions = (0.3, 0.01, 1024 / size, 1 - 2047.5 / size, 1 - 2050.5 / size)
+        cases += [(text, val_fraction) for val_fraction in fractions]
+    for text, val_fraction in cases:
+        pieces = pieces_of(corpus_of(tmp_path, text, val_fraction=val_fraction))
+        names = [piece.split for piece in pieces]
+        assert names == sorted(names) and "".join(piece.text for piece in pieces) == text
+        train = "".join(piece.text for piece in pieces if piece.split == "train")
+        assert 0 <= len(train.encode()) - int(len(text.encode()) * (1 - val_fraction)) < 4
+        assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
 def test_replaced_bytes_leave_the_tail_in_one_piece(small, tmp_path: Path):
@@ -187,21 +171,19 @@ def test_replaced_bytes_leave_the_tail_in_one_piece(small, tmp_path: Path):
 
 
 @pytest.mark.parametrize("val_fraction", [0.01, 0.1, 0.5, 0.99])
-@pytest.mark.parametrize("sizes", [(9, 9), (1, 1000), (10, 5000, 10, 10), (9,) * 7])
+@pytest.mark.parametrize("sizes", [(), (9,), (9, 9), (1, 1000), (10, 5000, 10, 10), (9,) * 7])
 def test_both_splits_have_some_of_few_examples(sizes, val_fraction, small, tmp_path: Path):
     texts = ["abcdefg"[i] * size for i, size in enumerate(sizes)]
-    pieces = pieces_of(corpus_of(tmp_path, texts, val_fraction=val_fraction, **WHOLE))
+    pieces = pieces_of(corpus_of(tmp_path, texts, val_fraction=val_fraction, **EXAMPLES))
     assert [json.loads(piece.text) for piece in pieces] == texts
     assert all(piece.ends for piece in pieces)
-    names = [piece.split for piece in pieces]
-    expected = min(max(1, round(val_fraction * len(sizes))), len(sizes) - 1)
-    assert {*names} == {"train", "val"} and names.count("val") == expected
+    num_val = min(max(1, round(val_fraction * len(sizes))), max(0, len(sizes) - 1))
+    assert [piece.split for piece in pieces].count("val") == num_val
 
 
 def test_repeats_of_one_example_are_for_training(tmp_path: Path):
-    for count in (0, 1, 7):
-        pieces = pieces_of(corpus_of(tmp_path, ["one"] * count, val_fraction=0.9, **WHOLE))
-        assert [piece.split for piece in pieces] == ["train"] * count
+    pieces = pieces_of(corpus_of(tmp_path, ["one"] * 7, val_fraction=0.9, **EXAMPLES))
+    assert [piece.split for piece in pieces] == ["train"] * 7
 
 
 # How many documents there are.
@@ -261,34 +243,15 @@ def test_a_large_corpus_has_a_limited_number_of_units(small, tmp_path: Path, mon
     assert len(Corpus(mixed_sources(tmp_path), 0.2).units) < 12
 
 
-# Repeats.
-
-
-def rows_of(*documents: list[str]) -> np.ndarray:
-    texts = []
-    for document in documents:
-        for number, piece in enumerate(document):
-            digest = digest_of(Text(piece, offset=number))
-            texts.append((digest, len(piece), number == len(document) - 1))
-    return text_rows(texts)
-
-
-def test_repeats_are_found_in_all_units(tmp_path: Path):
-    units = [
-        rows_of(["a"], ["long", "one"], ["a"]),
-        rows_of(),
-        rows_of(["long", "one"], ["long"], ["b"], ["b"]),
-    ]
-    assert document_rows(units[0])[:, 2].tolist() == [1, 7, 1]
-    assert find_repeats(units) == [{2}, frozenset(), {0, 3}]
-    assert first_occurrences(document_rows(units[2])).tolist() == [True, True, True, False]
-
-
-def test_dropped_documents_are_not_read(small, tmp_path: Path):
-    corpus = corpus_of(tmp_path, ["a", "b " * 3000, "c"], "d")
-    (unit,) = [unit for unit in corpus.units if unit.number == 0]
-    dropped = splits.Unit(0, unit.parts, frozenset({1}))
-    assert [text.text for text in dropped.texts()] == ["a", "c"]
+def test_repeats_are_found_in_all_units_and_dropped(small, tmp_path: Path):
+    large = "b " * 3000  # read in pieces
+    units = [["a", large, "a"], [], [large, large[:2000], "c", "c"]]
+    corpus = corpus_of(tmp_path, *units)
+    repeats = find_repeats(corpus.digests())
+    assert repeats == [{2}, frozenset(), {0, 3}]
+    kept = [Unit(unit.number, unit.parts, repeats[unit.number]) for unit in corpus.units]
+    texts = [["".join(text.text for text in unit.texts())] for unit in kept]
+    assert texts == [["a" + large], [""], [large[:2000] + "c"]]
 
 
 # Samples.

@@ -1,6 +1,5 @@
 """The same token stream however it is encoded: threads, units, Ray, and runs that were killed."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -8,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,18 +18,19 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from helpers import train_sentencepiece
+from helpers import ROOT, train_sentencepiece
 
-import prepare as command
 from engine.core.errors import UserError
 from engine.data import splits, writer
 from engine.data.dataset import Examples, open_dataset, verify_dataset
 from engine.data.tokenizer import Tokenizer, from_document
 from engine.data.tokenizer_json import extended
-from engine.data.writer import ray_cluster, work_folder
+from engine.data.writer import encode_on_ray, work_folder
 from prepare import PrepareConfig, prepare
 
 NUM_WORKERS = 4
+UNIT = splits.Unit(0, ())
+JOB = writer.Job(Path("absent"), splits.Rule(0.1, False, False, False, 0.1), "", 256, "")
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 
 
@@ -49,10 +50,9 @@ def stream(out: Path) -> dict[str, Any]:
     return facts | dataset.manifest["facts"] | dataset.manifest["origin"]
 
 
-def units_of(out: Path) -> dict[str, tuple[int, int]]:
-    """Return the records of finished units, and what would change if one was written again."""
-    stats = {path.name: path.stat() for path in work_folder(out).glob("unit-*.json")}
-    return {name: (stat.st_mtime_ns, stat.st_ino) for name, stat in stats.items()}
+def num_finished(out: Path) -> int:
+    """Count the finished units of an interrupted run."""
+    return len([*work_folder(out).glob("record-*.npz")])
 
 
 @pytest.fixture
@@ -135,45 +135,34 @@ def test_documents_are_encoded_whole_if_pieces_have_other_ids(
         monkeypatch.setattr(f"engine.data.{module}.LARGE_DOCUMENT_BYTES", 8000)
     monkeypatch.setattr("engine.data.inputs.readers.PIECE_BYTES", 2000)
     sentencepiece.save(tmp_path / "tokenizer.json")
-    config = PrepareConfig(
-        (str(corpora / name),),
-        out=tmp_path / "data",
-        tokenizer=str(tmp_path / "tokenizer.json"),
-    )
+    tokenizer = str(tmp_path / "tokenizer.json")
+    config = PrepareConfig((str(corpora / name),), out=tmp_path / "data", tokenizer=tokenizer)
     prepare(config)
     dataset = open_dataset(tmp_path / "data")
     content = (corpora / name).read_text(encoding="utf-8")
     texts = [content]
     if name == "lines.jsonl":
         texts = [json.loads(line)["text"] for line in content.splitlines()]
-    expected = {text for text in texts if len(text) <= len(code)}
+    end = sentencepiece.end_of_text
     encoded = set()
     for tokens in (dataset.train[:], dataset.val[:]):
-        for ids in np.split(tokens, np.flatnonzero(tokens == sentencepiece.end_of_text)):
-            text = sentencepiece.decode(ids[ids != sentencepiece.end_of_text])
-            assert any(text in whole for whole in texts)  # no space was added
-            encoded.add(text)
-    assert expected <= encoded
+        for ids in np.split(tokens, np.flatnonzero(tokens == end)):
+            encoded.add(sentencepiece.decode(ids[ids != end]))
+    assert all(any(text in whole for whole in texts) for text in encoded)  # no space was added
+    assert {text for text in texts if len(text) <= len(code)} <= encoded
     assert any(len(text) > 2 * len(code) for text in encoded)
-
-
-def test_a_document_that_is_too_large_to_encode_whole_is_refused(corpora, sentencepiece, tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.data.inputs.readers.LARGE_DOCUMENT_BYTES", 8000)
     monkeypatch.setattr(splits, "MAX_WHOLE_DOCUMENT_BYTES", 9000)
-    sentencepiece.save(tmp_path / "tokenizer.json")
-    config = PrepareConfig(
-        (str(corpora / "one.txt"),),
-        out=tmp_path / "data",
-        tokenizer=str(tmp_path / "tokenizer.json"),
-    )
     with pytest.raises(UserError, match="--tokenizer"):
-        prepare(config)
-    assert not (tmp_path / "data").exists()
+        prepare(replace(config, out=tmp_path / "refused"))
+    assert not (tmp_path / "refused").exists()
 
 
 @pytest.mark.parametrize("name", ["lines.jsonl", "a.parquet"])
 def test_deduplicated_documents_are_first_occurrences(name: str, many_units, corpora, tmp_path):
-    prepare(config_of(corpora, name, tmp_path / "data"))
+    config = config_of(corpora, name, tmp_path / "data")
+    prepare(replace(config, deduplicate=False, out=tmp_path / "all"))
+    assert open_dataset(tmp_path / "all").manifest["facts"]["repeats"] == 101
+    prepare(config)
     dataset = open_dataset(tmp_path / "data")
     facts = dataset.manifest["facts"]
     assert (facts["documents"], facts["dropped"], facts["repeats"]) == (52, 101, 0)
@@ -183,82 +172,67 @@ def test_deduplicated_documents_are_first_occurrences(name: str, many_units, cor
 
 
 def interrupt_after(count: int, monkeypatch) -> list[int]:
-    """Make encoding die after so many units; returns the numbers of the units it finishes."""
+    """Interrupt encoding after ``count`` units. Returns the numbers of the finished units."""
     finished: list[int] = []
-    close = writer.UnitWriter.close
+    write_unit = writer.write_unit
 
-    def close_or_die(self: writer.UnitWriter) -> None:
+    def write_or_die(job: writer.Job, unit: splits.Unit, *arguments: Any) -> None:
         if len(finished) == count:
             raise KeyboardInterrupt
-        close(self)
-        finished.append(self.unit.number)
+        write_unit(job, unit, *arguments)
+        finished.append(unit.number)
 
-    monkeypatch.setattr(writer.UnitWriter, "close", close_or_die)
+    monkeypatch.setattr(writer, "write_unit", write_or_die)
     return finished
 
 
-@pytest.mark.parametrize("name", ["texts", "a.parquet"])
-def test_a_run_after_an_interruption_encodes_what_is_missing(name, many_units, corpora, tmp_path, monkeypatch):
-    out = tmp_path / "data"
-    prepare(config_of(corpora, name, tmp_path / "whole"))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt_after(3, patch)
-        prepare(config_of(corpora, name, out))
-    assert not out.exists() and len(units_of(out)) == 3
-    finished = interrupt_after(1000, monkeypatch)
-    prepare(config_of(corpora, name, out))
-    num_units = len(open_dataset(tmp_path / "whole").train.arrays)
-    assert finished[0] == 3 and finished == list(range(3, finished[-1] + 1))
-    assert num_units <= finished[-1] + 1 and stream(out) == stream(tmp_path / "whole")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "whole"]
-
-
-def touch(corpora: Path, folder: Path) -> dict[str, Any]:
-    os.utime(corpora / "texts" / "02.txt", ns=(1, 1))
-    return {}
-
-
-def damage(corpora: Path, folder: Path) -> dict[str, Any]:
+def corrupt_shard(corpora: Path, folder: Path) -> None:
     shard = next(folder.glob("train-00000*.npy"))
     content = shard.read_bytes()
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    return {}
 
 
-def leave(corpora: Path, folder: Path) -> dict[str, Any]:
-    (folder / "train-99999.npy").write_bytes(b"of a unit that no longer exists")
-    return {}
+CHANGES: dict[str, tuple[Callable[[Path, Path], object], dict[str, Any], int]] = {
+    "nothing": (lambda corpora, folder: None, {}, 3),
+    "a file": (lambda corpora, folder: os.utime(corpora / "texts" / "02.txt", ns=(1, 1)), {}, 2),
+    "a shard": (corrupt_shard, {}, 2),
+    "no shard": (lambda corpora, folder: next(folder.glob("train-00000*.npy")).unlink(), {}, 2),
+    "another unit": (lambda corpora, folder: (folder / "train-99999.npy").touch(), {}, 3),
+    "a setting": (lambda corpora, folder: None, {"val_fraction": 0.3}, 0),
+}
 
 
-def change(corpora: Path, folder: Path) -> dict[str, Any]:
-    return {"val_fraction": 0.3}
-
-
-@pytest.mark.parametrize(("spoil", "num_kept"), [(touch, 2), (damage, 2), (leave, 3), (change, 0)])
-def test_a_unit_of_other_text_or_settings_is_encoded_again(spoil, num_kept, many_units, corpora, tmp_path, monkeypatch):
-    shutil.copytree(corpora / "texts", tmp_path / "texts")
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["texts", "a.parquet"])
+def test_a_run_after_an_interruption_encodes_what_is_missing_or_has_changed(
+    name, change, many_units, corpora, tmp_path, monkeypatch
+):
+    make_change, settings, num_kept = CHANGES[change]
+    shutil.copytree(corpora, tmp_path / "corpora")
     out = tmp_path / "data"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         interrupt_after(3, patch)
-        prepare(config_of(tmp_path, "texts", out))
-    settings = spoil(tmp_path, work_folder(out))
-    finished = interrupt_after(1000, monkeypatch)
-    prepare(config_of(tmp_path, "texts", out, **settings))
-    assert len({0, 1, 2} - {*finished}) == num_kept
-    prepare(config_of(tmp_path, "texts", tmp_path / "whole", **settings))
+        prepare(config_of(tmp_path / "corpora", name, out))
+    assert not out.exists() and num_finished(out) == 3
+    make_change(tmp_path / "corpora", work_folder(out))
+    with monkeypatch.context() as patch:
+        encoded = interrupt_after(1000, patch)
+        prepare(config_of(tmp_path / "corpora", name, out, **settings))
+    is_other_file = change == "a file" and name == "a.parquet"
+    assert len({0, 1, 2} - {*encoded}) == (3 if is_other_file else num_kept)
+    prepare(config_of(tmp_path / "corpora", name, tmp_path / "whole", **settings))
     assert stream(out) == stream(tmp_path / "whole")
-    assert "train-99999.npy" not in [path.name for path in out.iterdir()]
+    assert not (out / "train-99999.npy").exists() and not work_folder(out).exists()
 
 
 def test_an_error_in_a_later_unit_keeps_the_finished_ones(many_units, corpora, tmp_path):
     shutil.copytree(corpora / "texts", tmp_path / "texts")
     out = tmp_path / "data"
     (tmp_path / "texts" / "99.txt").write_bytes(b"\xff" * 5000)
-    settings = {"tokenizer": "byte"}
-    config = PrepareConfig((str(tmp_path / "texts"),), out=out, **settings)
+    config = PrepareConfig((str(tmp_path / "texts"),), out=out, tokenizer="byte")
     with pytest.raises(UserError, match=r"99\.txt"):
         prepare(config)
-    assert len(units_of(out)) > 3 and not out.exists()
+    assert num_finished(out) > 2 and not out.exists()
     (tmp_path / "texts" / "99.txt").unlink()
     prepare(config)
     assert [path.name for path in tmp_path.iterdir() if "data" in path.name] == ["data"]
@@ -268,20 +242,19 @@ def test_an_error_in_a_later_unit_keeps_the_finished_ones(many_units, corpora, t
 
 
 def start(folder: Path, *arguments: object, unit_bytes: int = 2**24) -> subprocess.Popen:
-    code = "import sys, prepare; from engine.data import splits; from engine.core.cli import run_command"
-    code += f"; splits.MIN_UNIT_BYTES = {unit_bytes}; run_command(prepare.main)"
+    """Start prepare.py. It does not ignore SIGINT, as a background job of a shell does."""
+    code = f"""
+import signal, prepare
+from engine.core.cli import run_command
+from engine.data import splits
+signal.signal(signal.SIGINT, signal.default_int_handler)
+splits.MIN_UNIT_BYTES = {unit_bytes}
+run_command(prepare.main)
+"""
     program = [sys.executable, "-c", code, *map(str, arguments)]
-    # A background job of a shell ignores SIGINT, and its children inherit that.
-    restore = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
-    environment = os.environ | {"PYTHONPATH": str(Path(command.__file__).parent)}
-    return subprocess.Popen(
-        program,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=restore,
-    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(program, cwd=folder, env=environment, **pipes)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -290,19 +263,19 @@ def test_a_killed_run_leaves_no_dataset_and_the_next_one_continues(number, tmp_p
     for index in range(6):
         (tmp_path / "large" / f"{index}.txt").write_bytes(b"a line of text\n" * 1_200_000)
     process = start(tmp_path, "large", "--tokenizer", "byte", "--out", "data")
-    while process.poll() is None and not units_of(tmp_path / "data"):
+    while process.poll() is None and not num_finished(tmp_path / "data"):
         time.sleep(0.005)
     process.send_signal(number)
     process.communicate(timeout=60)
     codes = {signal.SIGINT: 130, signal.SIGTERM: 128 + signal.SIGTERM}
     assert process.returncode == codes.get(number, -number)
-    finished = units_of(tmp_path / "data")
-    assert 0 < len(finished) < 6 and not (tmp_path / "data").exists()
+    num_kept = num_finished(tmp_path / "data")
+    assert 0 < num_kept < 6 and not (tmp_path / "data").exists()
     config = PrepareConfig((str(tmp_path / "large"),), tokenizer="byte", out=tmp_path / "data")
     with pytest.MonkeyPatch.context() as patch:
         encoded = interrupt_after(1000, patch)
         prepare(config)
-    assert len(encoded) == 6 - len(finished)
+    assert len(encoded) == 6 - num_kept
     assert open_dataset(tmp_path / "data").manifest["splits"]["train"]["bytes"] == 6 * 16_200_000
 
 
@@ -335,28 +308,22 @@ def test_ray_encodes_the_same_stream_though_a_worker_is_killed(code: str, tmp_pa
     process = start(tmp_path, *inputs, *ray, unit_bytes=2**16)
     victims: list[int] = []
     while process.poll() is None and not victims:
-        victims = ray_workers() if len(units_of(tmp_path / "ray")) > 3 else []
+        victims = ray_workers() if num_finished(tmp_path / "ray") > 3 else []
         time.sleep(0.005)
     os.kill(victims[0], signal.SIGKILL)
     _, errors = process.communicate(timeout=150)
     assert process.returncode == 0, errors
-    prepare(
-        PrepareConfig(
-            (str(tmp_path / "texts"), str(tmp_path / "a.parquet")),
-            vocab_size=400,
-            deduplicate=True,
-            out=tmp_path / "one",
-        )
-    )
+    paths = (str(tmp_path / "texts"), str(tmp_path / "a.parquet"))
+    prepare(PrepareConfig(paths, vocab_size=400, deduplicate=True, out=tmp_path / "one"))
     assert stream(tmp_path / "ray") == stream(tmp_path / "one")
     assert len(open_dataset(tmp_path / "ray").train.arrays) > 30
 
 
 @needs_ray
 def test_a_lost_task_and_an_unreachable_cluster_are_one_line(monkeypatch):
-    unreachable = pytest.raises(UserError, match=r"^--ray 127\.0\.0\.1:9: could not")
-    with unreachable as caught, ray_cluster("127.0.0.1:9"):
-        pass
+    unreachable = pytest.raises(UserError, match=r"^--ray 127\.0\.0\.1:9: ")
+    with unreachable as caught:
+        list(encode_on_ray(JOB, [], "127.0.0.1:9"))
     assert "\n" not in str(caught.value)
 
     class Lost(Exception):
@@ -367,26 +334,28 @@ def test_a_lost_task_and_an_unreachable_cluster_are_one_line(monkeypatch):
 
     exceptions = SimpleNamespace(RayError=Lost, RayTaskError=ZeroDivisionError)
     fake = SimpleNamespace(init=lambda **_: None, shutdown=lambda: None, exceptions=exceptions)
-    fake.remote = lambda **_: lambda function: SimpleNamespace(remote=lambda *task: task)
+    fake.remote = lambda **_: lambda function: SimpleNamespace(remote=lambda *task, **_: task)
     fake.wait = lambda waiting: (waiting[:1], waiting[1:])
     fake.get = get
     monkeypatch.setitem(sys.modules, "ray", fake)
-    with ray_cluster("local") as run, pytest.raises(UserError, match="the worker died many times"):
-        list(run(print, [(1,), (2,)]))
+    with pytest.raises(UserError, match="the worker died many times"):
+        list(encode_on_ray(JOB, [UNIT, UNIT], "local"))
 
 
-def test_a_unit_that_ray_has_finished_is_not_encoded_again(many_units, corpora, tmp_path, monkeypatch):
+def test_a_unit_that_ray_has_finished_is_not_encoded_again(
+    many_units, corpora, tmp_path, monkeypatch
+):
     """Ray's tasks are independent processes: here they run in this one, in another order."""
     order: list[int] = []
 
-    def run(function: Callable, tasks: list[tuple]) -> Any:
-        for job, unit in tasks[::-1]:
+    def encode(job: writer.Job, units: list[splits.Unit], address: str) -> Iterator[int]:
+        for unit in units[::-1]:
             if len(order) == 4:
                 raise KeyboardInterrupt
             order.append(unit.number)
-            yield function(job, unit)
+            yield writer.encode_units(job, [unit], threads=1)
 
-    monkeypatch.setattr(writer, "ray_cluster", lambda address: contextlib.nullcontext(run))
+    monkeypatch.setattr(writer, "encode_on_ray", encode)
     out = tmp_path / "data"
     with pytest.raises(KeyboardInterrupt):
         prepare(config_of(corpora, "texts", out, ray="local"))
@@ -395,10 +364,3 @@ def test_a_unit_that_ray_has_finished_is_not_encoded_again(many_units, corpora, 
     assert not {*finished} & {*order} and len({*finished} | {*order}) == len(finished) + 4
     prepare(config_of(corpora, "texts", tmp_path / "whole"))
     assert stream(out) == stream(tmp_path / "whole")
-
-
-def test_token_arrays_are_as_numpy_saves_them(corpora, tmp_path: Path):
-    prepare(config_of(corpora, "one.txt", tmp_path / "data"))
-    tokens = np.load(tmp_path / "data" / "train-00000.npy")
-    np.save(tmp_path / "saved.npy", tokens)
-    assert (tmp_path / "saved.npy").read_bytes() == (tmp_path / "data" / "train-00000.npy").read_bytes()

@@ -41,7 +41,7 @@ def test_answers_in_chats_are_right():
             if match := re.fullmatch(r"What is (\d+) plus (\d+)\?", question):
                 assert answer == f"It is {int(match[1]) + int(match[2])}."
             if question == "What is my name?":
-                assert answer == (f"Your name is {name}." if name else "You have not told me.")
+                assert answer == (f"Your name is {name}." if name else "I do not know that yet.")
                 answered.add(bool(name))
         assert turns[-1][1] == (f"Goodbye, {name}!" if name else "Goodbye!")
     assert answered == {True, False}
@@ -73,15 +73,23 @@ def test_a_script_runs_as_it_is_shown(capfd):
 def test_dates_are_learned_and_measured_by_one_command(run, tmp_path: Path):
     output = run("dates", "--examples", 300, "--test", 30, "--steps", 2)
     pairs, answers = (
-        [json.loads(line) for line in (tmp_path / "data" / f"dates-{name}.jsonl").read_text().splitlines()]
+        [
+            json.loads(line)
+            for line in (tmp_path / "data" / f"dates-{name}.jsonl").read_text().splitlines()
+        ]
         for name in ("pairs", "answers")
     )
     assert len(pairs) == 300 and len(answers) == 30
     assert not {pair["completion"] for pair in pairs} & {answer["expected"] for answer in answers}
     num_right = sum(answer["completion"] == answer["expected"] for answer in answers)
-    assert re.search(rf"^{num_right} of 30 unseen dates are exactly right: \d+\.\d\d%$", output, re.MULTILINE)
+    assert re.search(
+        rf"^{num_right} of 30 unseen dates are exactly right: \d+\.\d\d%$", output, re.MULTILINE
+    )
 
 
 def test_a_chat_is_learned_by_one_command(run, tmp_path: Path):
     output = run("chat", "--examples", 200, "--steps", 1)
-    assert "python sample.py out/chat --chat" in output and (tmp_path / "out" / "chat" / "checkpoints").is_dir()
+    assert (
+        "python sample.py out/chat --chat" in output
+        and (tmp_path / "out" / "chat" / "checkpoints").is_dir()
+    )

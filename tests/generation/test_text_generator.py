@@ -1,16 +1,17 @@
 """TextGenerator: text in, text out; fitting a chat into the context."""
 
 import itertools
+import re
 
 import pytest
 import torch
 from helpers import SMALL, randomised
 
 from engine.core.errors import UserError
-from engine.data.chat import encode_chat
+from engine.data.chat import encode_chat, stop_ids
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
 from engine.data.tokenizer_json import SPECIAL_TOKENS
-from engine.generation.generate import generate_text
+from engine.generation.generate import generate
 from engine.generation.text_generator import TextGenerator, fit_chat
 
 LETTERS = CharTokenizer("".join(map(chr, range(ord("!"), ord("!") + SMALL.vocab_size))))
@@ -25,12 +26,12 @@ def generator() -> TextGenerator:
 
 def test_text_is_that_of_the_generated_ids_whole_or_streamed(generator):
     prompt = LETTERS.encode("(&1").tolist()
-    steps = generate_text(generator.model, LETTERS, [prompt], 30, **OPTIONS)
+    steps = generate(generator.model, torch.tensor(prompt), 30, **OPTIONS)
     expected = LETTERS.decode(torch.cat([*steps]).tolist())
     assert generator.generate("(&1", max_new_tokens=30, **OPTIONS) == expected
-    pieces = list(generator.stream("(&1", 30, **OPTIONS))
+    pieces = list(generator.stream("(&1", max_new_tokens=30, **OPTIONS))
     assert "".join(pieces) == expected and len(pieces) >= 30
-    stopped = generator.generate("(&1", 30, stop=[expected[7:9]], **OPTIONS)
+    stopped = generator.generate("(&1", max_new_tokens=30, stop=[expected[7:9]], **OPTIONS)
     assert stopped == expected[: expected.index(expected[7:9])]
 
 
@@ -39,14 +40,20 @@ def test_an_empty_prompt_is_the_initial_tokens(generator):
     assert generator.generate(max_new_tokens=9) == generator.generate(first, max_new_tokens=9)
 
 
-def test_samples_are_drawn_in_one_batch_and_differ(generator):
-    texts = generator.generate_samples(3, "(", 20, **OPTIONS)
-    steps = generate_text(generator.model, LETTERS, [LETTERS.encode("(").tolist()] * 3, 20, **OPTIONS)
+def test_samples_are_drawn_in_one_batch_whichever_of_them_end_early(generator):
+    prompts = torch.tensor([LETTERS.encode("(").tolist()] * 6)
+    steps = generate(generator.model, prompts, 20, **OPTIONS)
     rows = torch.stack([*steps], dim=1).tolist()
-    assert texts == [LETTERS.decode(row) for row in rows] and len(set(texts)) == 3
+    expected = [LETTERS.decode(row) for row in rows]
+    assert generator.generate_samples(6, "(", max_new_tokens=20, **OPTIONS) == expected
+    stop = LETTERS.characters[:4]
+    texts = generator.generate_samples(6, "(", max_new_tokens=20, stop=stop, **OPTIONS)
+    assert texts == [re.split(f"[{re.escape(stop)}]", text)[0] for text in expected]
+    assert len({*map(len, texts)}) > 3
 
 
-def test_an_answer_ends_with_its_turn():
+@pytest.mark.parametrize(("max_new_tokens", "answer"), [(500, "xxx"), (2, "xx")])
+def test_an_answer_ends_with_its_turn(max_new_tokens, answer):
     class EndsTurn(torch.nn.Module):
         """Always predicts x, and after three of them the end of the turn."""
 
@@ -57,14 +64,14 @@ def test_an_answer_ends_with_its_turn():
 
         def forward(self, tokens, caches):
             caches[0].filled += tokens.shape[1]
-            (end,) = generator.answer_ends
+            (end,) = stop_ids(CHAT)
             is_last = caches[0].filled >= 7  # <user> h <end> <assistant> x x x
             return torch.eye(CHAT.vocab_size)[end if is_last else ord("x")].view(1, 1, -1)
 
     generator = TextGenerator(EndsTurn(), CHAT, [0], is_chat_model=True)
     generator.decoder = generator.model
-    assert "".join(generator.stream_answer([("user", "h")], temperature=0)) == "xxx"
-    assert "".join(generator.stream_answer([("user", "h")], 2, temperature=0)) == "xx"
+    options = {"max_new_tokens": max_new_tokens, "temperature": 0}
+    assert "".join(generator.stream_answer([("user", "h")], **options)) == answer
 
 
 def encode(*turns: tuple[str, str]) -> list[int]:

@@ -3,12 +3,11 @@
 import json
 
 import pytest
-import torch
 from helpers import numbers_text, train_sentencepiece
 
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer, from_document
 from engine.data.tokenizer_json import extended
-from engine.generation.text_stream import TextStream, stream_texts
+from engine.generation.text_stream import TextStream
 
 
 def test_a_stream_never_cuts_a_character():
@@ -20,7 +19,7 @@ def test_a_stream_never_cuts_a_character():
 
 
 def test_a_stop_text_ends_the_stream_across_tokens_and_is_not_written():
-    stream = TextStream(ByteTokenizer(), ["END", "\n\n"])
+    stream = TextStream(ByteTokenizer(), stop=["END", "\n\n"])
     pieces = [stream.push(byte) for byte in b"an EN ENDof"]
     assert "".join(pieces) == "an EN " and stream.ended
     assert pieces[3] == pieces[4] == ""  # EN may begin END
@@ -28,7 +27,7 @@ def test_a_stop_text_ends_the_stream_across_tokens_and_is_not_written():
 
 
 def test_the_beginning_of_a_stop_text_is_written_when_it_does_not_continue():
-    stream = TextStream(ByteTokenizer(), ["END"])
+    stream = TextStream(ByteTokenizer(), stop=["END"])
     assert [stream.push(byte) for byte in b"EEN"] == ["", "E", ""]
     assert stream.end() == "EN"
 
@@ -38,7 +37,7 @@ def test_the_first_stop_text_of_a_token_counts():
         def decode_bytes(self, ids) -> bytes:
             return b"one two three"
 
-    stream = TextStream(Words("a"), ["three", "two"])
+    stream = TextStream(Words("a"), stop=["three", "two"])
     assert stream.push(0) == "one " and stream.ended
 
 
@@ -52,11 +51,9 @@ def test_the_end_of_text_and_given_ends_end_the_stream():
         assert stream.ended
 
 
-def test_texts_stream_until_all_have_ended_and_no_step_is_wasted():
-    steps = iter(torch.tensor([[97, 256], [98, 256], [256, 256], [99, 99]]))
-    texts = list(stream_texts(steps, ByteTokenizer(), [[], []]))
-    assert texts == [["a", ""], ["b", ""], ["", ""], ["", ""]]
-    assert next(steps).tolist() == [99, 99]
+def test_a_stream_ends_after_its_last_token_with_what_is_pending():
+    stream = TextStream(ByteTokenizer(), max_tokens=3, stop=["END"])
+    assert [stream.push(byte) for byte in b"xENx"] == ["x", "", "EN", ""] and stream.ended
 
 
 @pytest.mark.parametrize("prompt", ["", "7 is", "</s>"])

@@ -30,10 +30,7 @@ class OperationRecorder(TorchDispatchMode):
 
 
 def assert_same_gradients(
-    actual: Tensor,
-    expected: Tensor,
-    inputs: list[Tensor],
-    tolerance: float,
+    actual: Tensor, expected: Tensor, inputs: list[Tensor], tolerance: float
 ) -> None:
     """Compare two results, and the gradients of a random projection of them."""
     weight = torch.randn(actual.shape, device=actual.device)
@@ -60,11 +57,7 @@ def attention_definition(query: Tensor, key: Tensor, value: Tensor, window: int 
 
 
 def random_heads(
-    T: int,
-    S: int,
-    dtype: torch.dtype,
-    device: str = "cpu",
-    num_groups: int = 3,
+    T: int, S: int, dtype: torch.dtype, device: str = "cpu", num_groups: int = 3
 ) -> list[Tensor]:
     """Queries of three heads, and keys and values of groups of them, that need gradients."""
     torch.manual_seed(0)

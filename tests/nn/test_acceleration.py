@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from helpers import SMALL, VARIANTS, numbers_text, randomised
+from helpers import SMALL, VARIANTS, randomised, tiny
+from reference import assert_same_gradients
 from torch import nn
 
 from engine.nn.acceleration import checkpoint_activations, compile_modules
-from prepare import PrepareConfig, prepare
 
 
 @pytest.fixture(autouse=True)
@@ -77,28 +77,19 @@ def test_a_failed_warmup_returns_its_reason_and_leaves_modules_as_they_were():
 def test_checkpointed_blocks_compile():
     model = randomised(SMALL)
     tokens = torch.randint(37, (2, 3, 16))
-    parameters = list(model.parameters())
-    loss = model(*tokens)
-    expected = [loss, *torch.autograd.grad(loss, parameters)]
+    expected = model(*tokens)
     checkpoint_activations(model)
     model.forward = torch.compile(model.forward, backend="aot_eager")
-    loss = model(*tokens)
-    actual = [loss, *torch.autograd.grad(loss, parameters)]
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert_same_gradients(model(*tokens), expected, list(model.parameters()), 1e-4)
 
 
-def test_training_continues_without_a_compiler_and_warns_once(run, tmp_path, monkeypatch):
-    (tmp_path / "numbers.txt").write_text(numbers_text(500), encoding="utf-8")
-    inputs = (str(tmp_path / "numbers.txt"),)
-    prepare(PrepareConfig(inputs=inputs, tokenizer="char", out=tmp_path / "data"))
+def test_training_continues_without_a_compiler_and_warns_once(run, tmp_path, numbers, monkeypatch):
     (tmp_path / "compile.toml").write_text("compile = true\n")
     monkeypatch.setenv("CXX", "/bin/false")
     monkeypatch.delenv("TORCHINDUCTOR_VEC_ISA_OK")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    flags = "--data data --out out --steps 2 --num-layers 1 --num-heads 1 --d-model 8"
-    flags += " --context-length 8 --batch-size 2 --device cpu --eval-tokens 100"
-    done = run("train.py", "compile.toml", *flags.split())
+    flags = tiny(numbers, tmp_path / "out", "--steps", 2, "--num-layers", 1)
+    done = run("train.py", "compile.toml", *flags)
     assert done.returncode == 0
     assert "2 steps in" in done.stdout
     assert done.stderr.startswith("warning: ")

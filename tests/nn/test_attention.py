@@ -7,17 +7,17 @@ from reference import OperationRecorder, assert_same_gradients, attention_defini
 from engine.nn.attention import MAX_UNFUSED_POSITIONS, attend
 from engine.nn.layers import dropout
 
-LONG = MAX_UNFUSED_POSITIONS + 1
-BRANCHES = {  # T, S, dtype, whether PyTorch's fused operation computes it
+LONG_T = MAX_UNFUSED_POSITIONS + 1
+CASES_OF_BRANCHES = {  # T, S, dtype, whether PyTorch's fused operation computes it
     "the first token": (1, 1, torch.float32, True),
     "one token": (1, 9, torch.float32, True),
     "a later chunk": (4, 9, torch.float32, True),
     "a later chunk in bfloat16": (4, 9, torch.bfloat16, True),
     "a sequence": (20, 20, torch.float32, True),
     "a sequence in bfloat16 on a CPU": (20, 20, torch.bfloat16, False),
-    "a long sequence in bfloat16 on a CPU": (LONG, LONG, torch.bfloat16, True),
+    "a long sequence in bfloat16 on a CPU": (LONG_T, LONG_T, torch.bfloat16, True),
 }
-WINDOWS = {  # T, S, window
+CASES_OF_WINDOWS = {  # T, S, window
     "shorter than the window": (20, 20, 21),
     "as long as the window": (20, 20, 20),
     "one longer": (21, 21, 20),
@@ -30,12 +30,14 @@ WINDOWS = {  # T, S, window
     "a chunk": (5, 30, 7),
     "a chunk longer than the window": (60, 95, 20),
     "a chunk with little before it": (60, 63, 20),
-    "a window for fused attention": (LONG + 6, LONG + 6, LONG),
+    "a window for fused attention": (LONG_T + 6, LONG_T + 6, LONG_T),
 }
-DTYPE_BY_NAME = [torch.float32, torch.bfloat16]
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
-@pytest.mark.parametrize(("T", "S", "dtype", "is_fused"), BRANCHES.values(), ids=BRANCHES.keys())
+@pytest.mark.parametrize(
+    ("T", "S", "dtype", "is_fused"), CASES_OF_BRANCHES.values(), ids=CASES_OF_BRANCHES.keys()
+)
 def test_attention_is_the_definition(T, S, dtype, is_fused):
     inputs = random_heads(T, S, dtype)
     with OperationRecorder() as recorder:
@@ -47,8 +49,10 @@ def test_attention_is_the_definition(T, S, dtype, is_fused):
     assert_same_gradients(mixed, attention_definition(*inputs), inputs, tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPE_BY_NAME)
-@pytest.mark.parametrize(("T", "S", "window"), WINDOWS.values(), ids=WINDOWS.keys())
+@each_dtype
+@pytest.mark.parametrize(
+    ("T", "S", "window"), CASES_OF_WINDOWS.values(), ids=CASES_OF_WINDOWS.keys()
+)
 def test_attention_with_a_window_is_the_definition(T, S, window, dtype):
     for num_groups in (3, 1):
         inputs = random_heads(T, S, dtype, num_groups=num_groups)
@@ -59,7 +63,7 @@ def test_attention_with_a_window_is_the_definition(T, S, window, dtype):
         assert_same_gradients(mixed, attention_definition(*inputs, window), inputs, tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPE_BY_NAME)
+@each_dtype
 def test_the_memory_of_a_window_grows_linearly_with_the_sequence(dtype):
     largest = []
     for T in (1024, 2048):
@@ -69,10 +73,9 @@ def test_the_memory_of_a_window_grows_linearly_with_the_sequence(dtype):
     assert largest[1] <= 2.1 * largest[0] < 2.1 * 6 * 1024 * 128
 
 
-@pytest.mark.parametrize("dtype", DTYPE_BY_NAME)
+@each_dtype
 @pytest.mark.parametrize(
-    ("T", "S", "window"),
-    [(1, 1, 0), (1, 9, 0), (4, 9, 0), (20, 20, 0), (8, 8, 3)],
+    ("T", "S", "window"), [(1, 1, 0), (1, 9, 0), (4, 9, 0), (20, 20, 0), (8, 8, 3)]
 )
 def test_dropout_in_attention_preserves_the_mean(T, S, window, dtype):
     heads = random_heads(T, S, dtype)
@@ -83,7 +86,7 @@ def test_dropout_in_attention_preserves_the_mean(T, S, window, dtype):
     torch.testing.assert_close(dropped.double().mean(0), expected, rtol=0, atol=0.06)
 
 
-@pytest.mark.parametrize("dtype", DTYPE_BY_NAME)
+@each_dtype
 @pytest.mark.parametrize("p", [0.05, 0.5, 0.9999999])
 def test_dropout_zeroes_elements_with_its_probability_and_scales_the_others(p, dtype):
     torch.manual_seed(0)

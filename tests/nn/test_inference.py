@@ -12,7 +12,7 @@ from torch import nn
 from engine.generation.generate import generate, new_caches
 from engine.nn import inference
 from engine.nn.acceleration import checkpoint_activations, compile_modules
-from engine.nn.inference import PackedLinear, for_decoding
+from engine.nn.inference import FrozenLinear, can_pack, for_decoding
 from engine.nn.layers import FusedLinear
 
 
@@ -35,7 +35,7 @@ def decode(request, monkeypatch):
 def test_a_packed_layer_is_the_linear_layer(dtype, bias):
     torch.manual_seed(0)
     layer = nn.Linear(40, 56, bias=bias).to(dtype)
-    packed = PackedLinear(layer.weight, layer.bias)
+    packed = FrozenLinear(layer.weight, layer.bias, True)
     rtol = 1e-5 if dtype == torch.float32 else 0.02
     for shape in ((1, 40), (2, 3, 40), (5, 1, 40), (300, 40)):
         x = torch.randn(shape).to(dtype)
@@ -44,10 +44,10 @@ def test_a_packed_layer_is_the_linear_layer(dtype, bias):
 
 def test_only_large_weights_on_a_cpu_are_packed():
     large = torch.empty(512, 512)
-    assert PackedLinear.supports(large)
-    assert PackedLinear.supports(large.bfloat16())
+    assert can_pack(large)
+    assert can_pack(large.bfloat16())
     for weight in (large[:-1], large.half(), torch.empty(512, 512, device="meta")):
-        assert not PackedLinear.supports(weight)
+        assert not can_pack(weight)
 
 
 @torch.no_grad()
@@ -65,49 +65,47 @@ def test_a_decoder_gives_the_model_s_logits(model, decode):
 @torch.no_grad()
 def test_a_decoder_s_heads_still_compute_their_attention(model, decode):
     x = torch.randn(1, 5, model.config.d_model)
-    rotation = model.rotation(0, 5)
-    heads = model.blocks[0].attention.heads
-    for head, copied in zip(heads, decode(model).blocks[0].attention.heads, strict=True):
-        expected = head.attention(x, rotation)
-        torch.testing.assert_close(copied.attention(x, rotation), expected, rtol=1e-4, atol=1e-5)
+    attentions = []
+    for copied in (model, decode(model)):
+        heads = copied.blocks[0].attention.heads
+        attentions.append([head.attention(x, model.rotation(0, 5)) for head in heads])
+    torch.testing.assert_close(*attentions, rtol=1e-4, atol=1e-5)
 
 
 def test_a_decoder_leaves_the_model_unchanged_and_trainable(model, decode):
     model.train()
     parameters = list(model.parameters())
-    untouched = copy.deepcopy(model)
-    types = [type(module) for module in model.modules()]
+    expected = copy.deepcopy(model)
     decoder = decode(model)
     assert not decoder.training
-    assert all(module.training for module in model.modules())
-    assert [type(module) for module in model.modules()] == types
+    for module, expected_module in zip(model.modules(), expected.modules(), strict=True):
+        assert module.training and type(module) is type(expected_module)
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
     tokens = torch.randint(37, (2, 3, 9))
     model(*tokens).backward()
-    untouched(*tokens).backward()
-    for parameter, expected in zip(model.parameters(), untouched.parameters(), strict=True):
-        assert torch.equal(parameter, expected)
-        assert torch.equal(parameter.grad, expected.grad)
+    expected(*tokens).backward()
+    for parameter, expected_parameter in zip(parameters, expected.parameters(), strict=True):
+        assert torch.equal(parameter, expected_parameter)
+        assert torch.equal(parameter.grad, expected_parameter.grad)
 
 
 def test_a_decoder_shares_all_tensors_that_it_does_not_pack(model, decode):
     decoder = decode(model)
     shared = {id(parameter) for parameter in model.parameters()}
     kept = {id(parameter) for parameter in decoder.parameters()}
-    is_packed = any(isinstance(module, PackedLinear) for module in decoder.modules())
+    is_packed = any(getattr(module, "is_packed", False) for module in decoder.modules())
     assert kept < shared if is_packed else kept == shared
     assert id(model.token_embedding.weight) in kept
 
 
 def test_a_decoder_packs_each_weight_once(model, monkeypatch):
     monkeypatch.setattr(inference, "MIN_PACKED_ELEMENTS", 0)
-    decoder = for_decoding(model)
-    packed = [module for module in decoder.modules() if isinstance(module, PackedLinear)]
-    expected = model.head_weight().numel()
-    for name, parameter in model.named_parameters():
-        if model.specs[name].group == "matrix":
-            expected += parameter.numel()
-    assert sum(module.weight.numel() for module in packed) == expected
+    modules = for_decoding(model).modules()
+    packed = [module.weight.numel() for module in modules if isinstance(module, FrozenLinear)]
+    params = dict(model.named_parameters())
+    matrices = [name for name in params if model.specs[name].group == "matrix"]
+    expected = model.head_weight().numel() + sum(params[name].numel() for name in matrices)
+    assert sum(packed) == expected
 
 
 def test_a_decoder_concatenates_the_heads_once_and_keeps_these_weights(decode):

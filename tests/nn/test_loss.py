@@ -47,11 +47,11 @@ def z_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def test_another_loss_of_logits_works_in_chunks_without_a_gradient_of_its_own(monkeypatch):
     x, weight, targets = random_output()
     targets[::5] = IGNORE_INDEX
-    whole = output_loss(z_loss, x, weight, targets, 3.0)
+    expected = output_loss(z_loss, x, weight, targets, 3.0)
     monkeypatch.setattr(loss_module, "MAX_LOGITS", 5 * 37)
     chunked = output_loss(z_loss, x, weight, targets, 3.0)
-    assert_same_gradients(chunked, whole, [x, weight], 1e-5)
-    assert whole > 1.1 * validation_loss(x, weight, targets, 3.0)
+    assert_same_gradients(chunked, expected, [x, weight], 1e-5)
+    assert expected > 1.1 * validation_loss(x, weight, targets, 3.0)
 
 
 def test_another_training_loss_leaves_the_validation_loss_as_it_is(monkeypatch):
@@ -63,6 +63,14 @@ def test_another_training_loss_leaves_the_validation_loss_as_it_is(monkeypatch):
     assert not torch.isclose(model.train()(tokens, targets), expected)
 
 
+def assert_close_grads(loss, inputs, exact_loss, exact_inputs, dtype, tolerance) -> None:
+    """Compare gradients in norm."""
+    grads = torch.autograd.grad(loss, inputs)
+    for grad, exact in zip(grads, torch.autograd.grad(exact_loss, exact_inputs), strict=True):
+        assert grad.dtype == dtype
+        assert (grad.float() - exact).norm() < tolerance * exact.norm()
+
+
 @pytest.mark.parametrize("cap", [0.0, 3.0])
 def test_chunks_in_bfloat16_are_close_to_float32(monkeypatch, cap):
     x, weight, targets = random_output(64, 24)
@@ -72,11 +80,7 @@ def test_chunks_in_bfloat16_are_close_to_float32(monkeypatch, cap):
         loss = validation_loss(x, weight, targets, cap)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(exact.item(), rel=0.01)
-    grads = torch.autograd.grad(loss, [x, weight])
-    exact_grads = torch.autograd.grad(exact, [x, weight])
-    for grad, exact_grad in zip(grads, exact_grads, strict=True):
-        assert grad.dtype == torch.float32
-        assert (grad - exact_grad).norm() < 0.02 * exact_grad.norm()
+    assert_close_grads(loss, [x, weight], exact, [x, weight], torch.float32, 0.02)
 
 
 def test_the_gradient_of_a_bfloat16_weight_is_summed_in_float32(monkeypatch):
@@ -84,24 +88,17 @@ def test_the_gradient_of_a_bfloat16_weight_is_summed_in_float32(monkeypatch):
     *float32, targets = random_output(512, 24)
     bfloat16 = [tensor.detach().bfloat16().requires_grad_() for tensor in float32]
     exact = [tensor.detach().float().requires_grad_() for tensor in bfloat16]
-    grads = torch.autograd.grad(validation_loss(*bfloat16, targets), bfloat16)
-    exact_grads = torch.autograd.grad(validation_loss(*exact, targets), exact)
-    for grad, exact_grad in zip(grads, exact_grads, strict=True):
-        assert grad.dtype == torch.bfloat16
-        assert (grad.float() - exact_grad).norm() < 0.005 * exact_grad.norm()
+    losses = [validation_loss(*inputs, targets) for inputs in (bfloat16, exact)]
+    assert_close_grads(losses[0], bfloat16, losses[1], exact, torch.bfloat16, 0.005)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_model_has_the_same_loss_and_gradients_in_chunks(monkeypatch, name):
     model = randomised(VARIANTS[name])
     tokens, targets = torch.randint(37, (2, 3, 16)).unbind(0)
-    results = []
-    for max_logits in (loss_module.MAX_LOGITS, 5 * 37):  # the last chunk has 3 of 5 rows
-        monkeypatch.setattr(loss_module, "MAX_LOGITS", max_logits)
-        loss = model(tokens, targets)
-        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    for whole, chunked in zip(*results, strict=True):
-        torch.testing.assert_close(whole, chunked, rtol=1e-4, atol=1e-5)
+    expected = model(tokens, targets)
+    monkeypatch.setattr(loss_module, "MAX_LOGITS", 5 * 37)  # the last chunk has 3 of 5 rows
+    assert_same_gradients(model(tokens, targets), expected, list(model.parameters()), 1e-4)
 
 
 def test_soft_cap_bounds_logits_and_0_leaves_them():

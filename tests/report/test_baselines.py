@@ -25,40 +25,41 @@ def letters(numbers) -> Dataset:
 
 
 def test_losses_equal_those_computed_by_hand(letters):
-    # Pairs: ab twice, ba twice, ac, cc, cb once each; so D = 3 / (3 + 2 · 2). Targets: 2 a, 3 b, 2 c.
-    a, b, c = 2 / 8, 3 / 8, 3 / 8  # q: a follows one kind of token, b and c two; there are five kinds of pairs
+    # Pairs: ab and ba twice, ac, cc and cb once; so D = 3 / (3 + 2 · 2). Targets: 2 a, 3 b, 2 c.
+    # q: a follows one kind of token, b and c two; there are five kinds of pairs.
+    a, b, c = (2 / 8, 3 / 8, 3 / 8)
     d = 3 / 7
-    bigram = [
-        (2 - d + d * 2 * b) / 3,  # b after a
-        (0 + d * 1 * c) / 2,  # c after b
-        (0 + d * 2 * a) / 2,  # a after c
-        (2 - d + d * 2 * b) / 3,  # b after a
-    ]
+    b_after_a = (2 - d + d * 2 * b) / 3
+    c_after_b = (0 + d * 1 * c) / 2
+    a_after_c = (0 + d * 2 * a) / 2
     expected = {
         "uniform": math.log(3),
         "unigram": -sum(map(math.log, (0.4, 0.3, 0.3, 0.4))) / 4,
-        "bigram": -sum(map(math.log, bigram)) / 4,
+        "bigram": -sum(map(math.log, (b_after_a, c_after_b, a_after_c, b_after_a))) / 4,
     }
     assert baseline_losses(letters) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("train", ["ababaccb", "aaaa", "abcabcabc", "ab"])
-def test_probabilities_after_any_token_sum_to_one(letters, train):
+@pytest.mark.parametrize("name", ["unigram", "bigram"])
+@pytest.mark.parametrize("before", "abc")
+def test_probabilities_after_any_token_sum_to_one(letters, train, name, before):
     letters = replace(letters, train=letters.tokenizer.encode(train))
-    for name, before in itertools.product(("unigram", "bigram"), "abc"):
-        pairs = [letters.tokenizer.encode(before + after) for after in "abc"]
-        probabilities = [math.exp(-baseline_losses(replace(letters, val=pair))[name]) for pair in pairs]
-        assert sum(probabilities) == pytest.approx(1) and min(probabilities) > 0
+    pairs = [letters.tokenizer.encode(before + after) for after in "abc"]
+    losses = [baseline_losses(replace(letters, val=pair))[name] for pair in pairs]
+    assert sum(math.exp(-loss) for loss in losses) == pytest.approx(1) and max(losses) < math.inf
 
 
 def test_chunks_and_shards_change_nothing_and_the_number_of_tokens_is_bounded(numbers, monkeypatch):
     dataset = open_dataset(numbers)
-    expected, tokens = baseline_losses(dataset), dataset.train[:]
+    expected = baseline_losses(dataset)
+    tokens = dataset.train[:]
     monkeypatch.setattr(baselines, "COUNTED_CHUNK_TOKENS", 1000)
-    assert baseline_losses(replace(dataset, train=ShardedTokens([tokens[:777], tokens[777:]]))) == expected
+    sharded = replace(dataset, train=ShardedTokens([tokens[:777], tokens[777:]]))
+    assert baseline_losses(sharded) == expected
     monkeypatch.setattr(baselines, "MAX_COUNTED_TOKENS", 2500)
-    assert baseline_losses(dataset) == baseline_losses(replace(dataset, train=tokens[:2500], val=dataset.val[:2500]))
-    assert baseline_losses(dataset)["bigram"] != pytest.approx(expected["bigram"])
+    shortened = replace(dataset, train=tokens[:2500], val=dataset.val[:2500])
+    assert baseline_losses(dataset) == baseline_losses(shortened) != pytest.approx(expected)
 
 
 @pytest.mark.parametrize("chunk_tokens", [2**22, 7])

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from helpers import SMALL, VARIANTS, randomised
 from engine.core.errors import UserError
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
 from engine.generation.attention_maps import attention_maps, token_label
-from engine.generation.generate import generate_text, window_start
+from engine.generation.generate import generate, window_start
 from engine.generation.text_generator import TextGenerator
-from engine.report.inspector import MAX_TOKENS, NUM_LIKELY, ModelInspector
+from engine.report.inspector import MAX_INSPECTED_TOKENS, NUM_LIKELY_TOKENS, ModelInspector
 from model import GPT, ModelConfig
 
 LETTERS = CharTokenizer("".join(map(chr, range(ord("!"), ord("!") + SMALL.vocab_size))))
@@ -36,6 +37,11 @@ def is_close(values: Any, expected: Any) -> bool:
     return torch.allclose(torch.as_tensor(values), torch.as_tensor(expected), rtol=1e-3, atol=1e-5)
 
 
+def written_tokens(lines: Iterator[dict]) -> list[dict]:
+    first, *rest, _ = lines
+    return [*first["tokens"], *[line["token"] for line in rest]]
+
+
 @pytest.mark.parametrize("ids", [LETTERS.encode(TEXT).tolist(), LONG], ids=["prompt", "long"])
 @torch.no_grad()
 def test_probabilities_and_surprises_are_the_models(inspector, ids):
@@ -47,14 +53,14 @@ def test_probabilities_and_surprises_are_the_models(inspector, ids):
         window = ids[window_start(index + 1, SMALL.context_length) : index + 1]
         log_p = model(torch.tensor([window]))[0, -1].log_softmax(dim=-1)
         p = log_p.exp()
-        top = p.topk(NUM_LIKELY)
+        top = p.topk(NUM_LIKELY_TOKENS)
         assert is_close([row[1] for row in token["likely"]], top.values)
         labels = [token_label(LETTERS, i) for i in top.indices.tolist()]
         assert [row[0] for row in token["likely"]] == labels
         four = p[top.indices[:4]] ** 2  # temperature 1/2 squares
         four /= four.sum()
         kept = four * (four.cumsum(0) - four < 0.8)
-        drawn = [*(kept / kept.sum()).tolist(), *[0] * (NUM_LIKELY - 4)]
+        drawn = [*(kept / kept.sum()).tolist(), *[0] * (NUM_LIKELY_TOKENS - 4)]
         assert is_close([row[3] for row in token["likely"]], drawn)
         if "bits" in token:
             assert is_close(token["bits"], [-log_p[ids[index + 1]] / math.log(2)] * 2)
@@ -64,27 +70,26 @@ def test_probabilities_and_surprises_are_the_models(inspector, ids):
 def test_the_written_text_is_that_of_generation_with_the_numbers_of_reading(inspector):
     options = {"temperature": 1.5, "top_p": 0.9}
     question = {"text": TEXT, "seed": 7, "max_new_tokens": 30, **options}
-    first, *rest, last = inspector.write(question)
+    lines = [*inspector.write(question)]
+    written = written_tokens(lines)
     prompt = LETTERS.encode(TEXT).tolist()
-    model = inspector.generator.model
-    steps = generate_text(model, LETTERS, [prompt], 30, seed=7, **options)
+    steps = generate(inspector.generator.model, torch.tensor(prompt), 30, seed=7, **options)
     ids = torch.cat([*steps]).tolist()
-    assert [line["token"]["id"] for line in rest] == ids
-    assert "".join(line["text"] for line in rest) == LETTERS.decode(ids)
-    written = [*first["tokens"], *[line["token"] for line in rest]]
+    assert [token["id"] for token in written] == prompt + ids
+    assert "".join(line["text"] for line in lines[1:-1]) == LETTERS.decode(ids)
     (read,) = inspector.read({"ids": prompt + ids, **options})
     for token, expected in zip(written[1:], read["tokens"][1:], strict=True):
         assert is_close(token["bits"], expected["bits"]) and is_close(token["p"], expected["p"])
-        assert token["p"][2] > 0 or token in first["tokens"]
-    assert last == {"text": "", "end": "the length is reached"}
+    assert all(token["p"][2] > 0 for token in written[len(prompt) :])
+    assert "length" in lines[-1]["end"]
 
 
 def test_the_longest_text_can_be_read(inspector):
     (about,) = inspector.about({})
     assert about["max_prompt_tokens"] == SMALL.context_length
-    assert about["max_prompt_tokens"] + about["max_new_tokens"] == MAX_TOKENS
-    (answer,) = inspector.read({"ids": [*range(32)] * (MAX_TOKENS // 32)})
-    assert len(answer["tokens"]) == MAX_TOKENS and answer["next"]["likely"]
+    assert about["max_prompt_tokens"] + about["max_new_tokens"] == MAX_INSPECTED_TOKENS
+    (answer,) = inspector.read({"ids": [*range(32)] * (MAX_INSPECTED_TOKENS // 32)})
+    assert len(answer["tokens"]) == MAX_INSPECTED_TOKENS and answer["next"]["likely"]
 
 
 def test_the_end_of_text_ends_it_and_unused_ids_are_never_drawn():
@@ -94,7 +99,7 @@ def test_the_end_of_text_ends_it_and_unused_ids_are_never_drawn():
         model.head.weight.zero_()
     generator = TextGenerator(model, ByteTokenizer(), [256])
     *_, token, last = ModelInspector(generator, SETTINGS).write({"max_new_tokens": 2000})
-    assert token["token"]["text"] == "<|endoftext|>" and last["end"] == "the model ended it"
+    assert token["token"]["text"] == "<|endoftext|>" and "model" in last["end"]
     rows = [row for row in token["token"]["likely"] if "unused" not in row[0]]
     assert all(row[3] == pytest.approx(1 / 257, rel=1e-3) for row in rows)
 
@@ -109,21 +114,17 @@ def test_a_head_that_is_off_is_one_whose_values_are_zero(name):
                 parameter.zero_()
     off = {"off": [[1, 2], [2, 3]]}
     question = {"text": TEXT, "max_new_tokens": 30}
-    written = [line["token"] for line in inspect(model).write(question | off) if "token" in line]
-    expected = [line["token"] for line in inspect(without).write(question) if "token" in line]
-    assert [token["id"] for token in written] == [token["id"] for token in expected]
-    ids = LETTERS.encode(TEXT).tolist() + [token["id"] for token in written]
-    (read,) = inspect(model).read({"ids": ids, **off})
-    (read_full,) = inspect(model).read({"ids": ids})
-    (read_without,) = inspect(without).read({"ids": ids})
-    all_tokens = zip(read["tokens"], read_full["tokens"], read_without["tokens"], strict=True)
-    for token, full, ablated in itertools.islice(all_tokens, 1, None):
-        assert is_close(token["bits"], [full["bits"][0], ablated["bits"][0]])
-        assert is_close(token["p"][2], ablated["p"][2])
-    for token, again in zip(written, read["tokens"][len(TEXT) :], strict=True):
-        assert is_close(token["bits"], again["bits"])
-    bits = [[token["bits"][1] for token in answer["tokens"][1:]] for answer in (read, read_full)]
-    assert not is_close(*bits)
+    written = written_tokens(inspect(model).write(question | off))
+    ids = {"ids": [token["id"] for token in written]}
+    (read,) = inspect(model).read(ids | off)
+    (full,) = inspect(model).read(ids)
+    answers = (written, read["tokens"], written_tokens(inspect(without).write(question)))
+    for *tokens, ablated, unchanged in zip(*answers, full["tokens"], strict=True):
+        assert {token["id"] for token in tokens} == {ablated["id"]}
+        for token in tokens if "bits" in ablated else ():
+            assert is_close(token["bits"], [unchanged["bits"][0], ablated["bits"][1]])
+            assert is_close(token["p"][2], ablated["p"][2])
+    assert not is_close(written[-1]["bits"], full["tokens"][-1]["bits"])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "2017"])
@@ -153,22 +154,13 @@ def test_attention_is_that_of_the_heads_beyond_the_context_too(name):
         ({"text": "!" * 50_001}, "50,000"),
         ({"text": TEXT * 2}, "16 tokens"),
         ({"text": "é"}, "é"),
-        ({"ids": [37]}, "id"),
         ({"ids": [-1]}, "ids"),
-        ({"ids": [1] * (MAX_TOKENS + 1)}, "2,048"),
         ({"ids": [True]}, "int"),
-        ({"ids": [1], "at": 1}, "at"),
-        ({"layer": 3}, "layer"),
         ({"head": 0}, "head"),
-        ({"off": [[1, 4]]}, "head"),
-        ({"off": [[0, 1]]}, "off"),
-        ({"off": [[1]]}, "off"),
-        ({"off": [1]}, "off|int"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": None}, "temperature"),
         ({"top_p": 0}, "top"),
         ({"top_k": 0}, "top"),
-        ({"max_new_tokens": 10**9}, "max_new_tokens"),
     ],
 )
 def test_an_unsuitable_question_is_an_error_in_one_line(inspector, question, message):

@@ -14,20 +14,25 @@ import engine.report.memorization as memorization
 from engine.data.dataset import Dataset, ShardedTokens, open_dataset
 from engine.data.tokenizer import ByteTokenizer, Tokenizer
 from engine.data.tokenizer_training import train_bpe_tokenizer
-from engine.report.memorization import MIN_PASSAGE_BYTES, find_passages, sample_validation
+from engine.report.memorization import MIN_PASSAGE_BYTES, find_passages
 from prepare import PrepareConfig, prepare
 
 BYTES = ByteTokenizer()
 
 
-def make_dataset(documents: Sequence[str], tokenizer: Tokenizer = BYTES, shard_tokens: int = 2**40) -> Dataset:
+def make_dataset(
+    documents: Sequence[str], tokenizer: Tokenizer = BYTES, shard_tokens: int = 2**40
+) -> Dataset:
     """A dataset of these documents, without validation text."""
-    pieces = [piece for text in documents for piece in (tokenizer.encode(text), [tokenizer.end_of_text])]
-    ids = np.concatenate(pieces).astype(np.uint16)
-    arrays = [ids[start : start + shard_tokens] for start in range(0, len(ids), shard_tokens)]
-    shards = [{"file": f"train-{n:05d}.npy", "tokens": len(array)} for n, array in enumerate(arrays)]
+    end = [tokenizer.end_of_text]
+    ids = [token for text in documents for token in [*tokenizer.encode(text).tolist(), *end]]
+    starts = range(0, len(ids), shard_tokens)
+    arrays = [np.array(ids[start : start + shard_tokens], np.uint16) for start in starts]
+    shards = [
+        {"file": f"train-{n:05d}.npy", "tokens": len(array)} for n, array in enumerate(arrays)
+    ]
     manifest = {"splits": {"train": {"shards": shards}}}
-    return Dataset(Path("data"), manifest, tokenizer, ShardedTokens(arrays), ids[:0], "")
+    return Dataset(Path("data"), manifest, tokenizer, ShardedTokens(arrays), arrays[0][:0], "")
 
 
 def find_spans(text: str, *datasets: Dataset) -> list[tuple[int, int]]:
@@ -38,23 +43,22 @@ def find_spans(text: str, *datasets: Dataset) -> list[tuple[int, int]]:
 
 def find_spans_slowly(text: str, documents: Sequence[str]) -> list[tuple[int, int]]:
     """The definition of what find_passages returns."""
-    lengths = []
-    for start in range(len(text)):
-        length = max(0, lengths[-1] - 1) if lengths else 0
-        while start + length < len(text) and any(text[start : start + length + 1] in d for d in documents):
-            length += 1
-        lengths.append(length)
+    free = [True] * len(text)
     spans = []
     while True:
-        sizes = [len(text[start : start + length].encode()) for start, length in enumerate(lengths)]
-        lengths = [n if size >= MIN_PASSAGE_BYTES else 0 for n, size in zip(lengths, sizes, strict=True)]
-        longest = max(lengths, default=0)
-        if not longest:
+        matches = []
+        for start in range(len(text)):
+            for end in range(start + 1, len(text) + 1):
+                piece = text[start:end]
+                if not free[end - 1] or not any(piece in document for document in documents):
+                    break
+                if len(piece.encode()) >= MIN_PASSAGE_BYTES:
+                    matches.append((end - start, -start))
+        if not matches:
             return spans
-        first = lengths.index(longest)
-        spans.append((first, longest))
-        before = [min(length, first - start) for start, length in enumerate(lengths[:first])]
-        lengths = [*before, *[0] * longest, *lengths[first + longest :]]
+        length, start = max(matches)
+        spans.append((-start, length))
+        free[-start : length - start] = [False] * length
 
 
 @pytest.fixture(scope="module")
@@ -68,64 +72,68 @@ def test_passages_are_those_of_the_definition(seed, bpe, monkeypatch):
     monkeypatch.setattr(memorization, "DECODED_CHUNK_TOKENS", draw.choice((50, 300, 2**18)))
     alphabet = draw.choice(["a", "ab", "abcd", "x \n", "äб漢🚀", "é\0\x7f"])
 
-    def draw_text(size: int) -> str:
+    def draw_piece() -> str:
+        size = draw.randint(1, 60)
         period = "".join(draw.choices(alphabet, k=draw.choice((1, 5, size))))
         return (period * size)[:size]
 
-    pieces = [draw_text(draw.randint(1, 60)) for _ in range(5)]
-    documents, texts = (
-        ["".join(draw.choice(pieces)[draw.randint(0, 3) :] for _ in range(draw.randint(0, n))) for _ in range(3)]
-        for n in (12, 6)
-    )
-    tokenizer = draw.choice((BYTES, bpe))
-    shard_tokens = draw.choice((7, 100, 2**40))
-    passages, fraction = find_passages(texts, [make_dataset(documents, tokenizer, shard_tokens)])
-    assert fraction == 1
+    def draw_text(max_pieces: int) -> str:
+        count = draw.randint(0, max_pieces)
+        return "".join(draw.choice(pieces)[draw.randint(0, 3) :] for _ in range(count))
+
+    pieces = [draw_piece() for _ in range(5)]
+    documents = [draw_text(12) for _ in range(3)]
+    texts = [draw_text(6) for _ in range(3)]
+    dataset = make_dataset(documents, draw.choice((BYTES, bpe)), draw.choice((7, 100, 2**40)))
+    passages, fraction = find_passages(texts, [dataset])
     spans = [[(start, length) for start, length, _ in each] for each in passages]
-    assert spans == [find_spans_slowly(text, documents) for text in texts]
+    assert spans == [find_spans_slowly(text, documents) for text in texts] and fraction == 1
 
 
-@pytest.mark.parametrize("source", ["def quoted(x): return 0123456789\n", "Съешь же ещё этих", "漢字かな🚀"])
-def test_a_quotation_is_located_wherever_it_is_cut(source, bpe, monkeypatch):
+@pytest.mark.parametrize(
+    "source", ["def quoted(x): return 0123456789\n", "Съешь же ещё этих", "漢字かな🚀"]
+)
+@pytest.mark.parametrize("before", [0, 1, 1023, 4090, 8191])
+def test_a_quotation_is_located_wherever_it_is_cut(source, before, bpe, monkeypatch):
     draw = random.Random(source)
     monkeypatch.setattr(memorization, "DECODED_CHUNK_TOKENS", 2**10)
     quotation = "".join(draw.choices(source, k=200))
     filler = "".join(draw.choices("pqrs", k=20_000))
-    for before in (0, 1, 1023, 4090, 8191):
-        documents = ["first", f"{filler[:before]}{quotation}{filler[before:]}", "last"]
-        dataset = make_dataset(documents, bpe, shard_tokens=1009)
-        ((passage,),), _ = find_passages([f"Before it, {quotation}ÿ and after."], [dataset])
-        start, length, place = passage
-        assert (start, length) == (11, 200)
-        token, shard = place.removeprefix("token ").split(" of data/train-")
-        token = int(token.replace(",", "")) + 1009 * int(shard.removesuffix(".npy"))
-        texts = [bpe.decode(dataset.train[:end].tolist()) for end in (token, token + 1)]
-        byte = len(f"first<|endoftext|>{filler[:before]}".encode())
-        assert len(texts[0].encode()) <= byte < len(texts[1].encode())
+    documents = ["first", f"{filler[:before]}{quotation}{filler[before:]}", "last"]
+    dataset = make_dataset(documents, bpe, shard_tokens=1009)
+    ((passage,),), _ = find_passages([f"Before it, {quotation}ÿ and after."], [dataset])
+    start, length, place = passage
+    assert (start, length) == (11, 200)
+    token, shard = place.removeprefix("token ").split(" of data/train-")
+    token = int(token.replace(",", "")) + 1009 * int(shard.removesuffix(".npy"))
+    sizes = [len(bpe.decode_bytes(dataset.train[:end].tolist())) for end in (token, token + 1)]
+    assert sizes[0] <= len(f"first<|endoftext|>{filler[:before]}".encode()) < sizes[1]
 
 
 def test_passages_end_with_documents_datasets_and_characters():
-    first, second = "the first half of a sentence, ", "and here the second half of it"
+    first, second = ("the first half of a sentence, ", "and here the second half of it")
     text = first + second
     assert find_spans(text, make_dataset([text])) == [(0, 60)]
-    assert find_spans(text, make_dataset([first, second])) == [(0, 30), (30, 30)]
-    assert find_spans(text, make_dataset([first]), make_dataset([second, "x"])) == [(0, 30), (30, 30)]
-    assert find_spans("ab" * 12 + "é", make_dataset(["ab" * 12 + "è"])) == [(0, 24)]  # they share a byte
+    halves = [(0, 30), (30, 30)]
+    assert find_spans(text, make_dataset([first, second])) == halves
+    assert find_spans(text, make_dataset([first]), make_dataset([second, "x"])) == halves
+    # é and è share a byte.
+    assert find_spans("ab" * 12 + "é", make_dataset(["ab" * 12 + "è"])) == [(0, 24)]
     assert find_spans("ab" * 11 + "éx", make_dataset(["ab" * 11 + "èx"])) == []
     assert find_passages([], [make_dataset([first])]) == ([], 1)
-    assert find_spans("", make_dataset([first])) == find_spans("short", make_dataset(["short"])) == []
+    assert find_spans("", make_dataset([first])) == []
 
 
 def test_a_passage_inside_a_run_of_shared_bytes_is_located():
-    first, second = "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123"
-    text = f"{second}|{first}|{first[-10:]}{second[:10]}"  # shares all bytes of the document, 8 at a time
+    first, second = ("abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123")
+    text = f"{second}|{first}|{first[-10:]}{second[:10]}"  # all of the document, 8 bytes at a time
     (passages,), _ = find_passages([text], [make_dataset(["x", first + second])])
     places = [f"token {token} of data/train-00000.npy" for token in (2 + len(first), 2)]
     assert passages == [(0, 30, places[0]), (31, 26, places[1])]
 
 
 def test_examples_are_training_data_too(tmp_path):
-    lines = [{"p": f"Which number comes after {n}? ", "c": f"After {n} comes {n + 1}, of course."} for n in range(50)]
+    lines = [{"p": f"What comes after {n}? ", "c": f"It is {n + 1}, of course."} for n in range(50)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     fields = {"prompt_field": "p", "completion_field": "c", "tokenizer": "byte"}
     prepare(PrepareConfig((str(tmp_path / "a.jsonl"),), out=tmp_path / "data", **fields))
@@ -148,20 +156,11 @@ def test_a_limited_search_reports_the_fraction_that_it_searched(monkeypatch):
     assert passages == [[]] and fraction == pytest.approx(0.3, abs=0.001)
 
 
-def test_validation_texts_have_the_same_lengths_and_are_spread(numbers):
-    dataset = open_dataset(numbers)
-    val = dataset.tokenizer.decode(dataset.val[:].tolist())
-    texts = sample_validation(["x" * 50, "é" * 70, ""], [dataset])
-    assert [*map(len, texts)] == [50, 70, 0] and all(text in val for text in texts)
-    first, *_, last = sample_validation(["x" * 50] * 10, [dataset])
-    assert val.startswith(first) and val.endswith(last)
-    assert [*map(len, sample_validation(["x" * 10**6], [dataset]))] == [len(val)]
-
-
 @pytest.mark.parametrize("name", ["code", "spaces", "text"])
 def test_time_and_memory_are_bounded_whatever_the_data(name, code, bpe):
     draw = random.Random(0)
-    texts = ["".join(code[at : at + 40] for at in draw.choices(range(len(code)), k=10)) for _ in range(6)]
+    starts = range(len(code))
+    texts = ["".join(code[at : at + 40] for at in draw.choices(starts, k=10)) for _ in range(6)]
     unit = {"code": code, "spaces": " ", "text": texts[0][:-7]}[name]
     dataset = make_dataset([unit * (1_000_000 // len(unit))], bpe)
     start = time.process_time()

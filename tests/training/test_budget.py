@@ -7,48 +7,37 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import torch
 from helpers import logged, tiny
 
 import train
 from engine.core.distributed import SINGLE_PROCESS
 from engine.core.settings import load_settings
-from engine.training.budget import SHUTDOWN_SECONDS, Clock, StepBudget, TimeBudget
+from engine.training.budget import SHUTDOWN_SECONDS, Budget, Clock
 from engine.training.callbacks import MetricsFile
 
+NO_COSTS = {"evaluate": 0.0, "save": 0.0}
 
-def simulate(
-    seconds: float,
-    step_seconds,
-    evaluation: float = 0.0,
-    save: float = 0.0,
-    every: int | None = None,
-    steps: int | None = None,
-) -> SimpleNamespace:
+
+def simulate(seconds, step_seconds, evaluation=0.0, save=0.0, every=None, steps=math.inf):
     """Run a time budget against a simulated clock; an evaluation slows down as steps do."""
     clock = SimpleNamespace(elapsed=1e-6, paused=0.0)
     costs = {"evaluate": evaluation / step_seconds(0), "save": save}
-    intervals = {"evaluate": every, "save": every}
-    budget = TimeBudget(seconds, intervals, costs, SINGLE_PROCESS, steps=steps)
+    budget = Budget({"evaluate": every, "save": every}, costs, steps, seconds)
     run = SimpleNamespace(step=0, progress=[], evaluated_at=[], saved_at=[])
-
-    def evaluation_seconds() -> float:
-        return evaluation * step_seconds(clock.elapsed) / step_seconds(0)
-
     while True:
         budget.update(run.step, clock)
         run.progress.append(budget.progress)
+        evaluation_seconds = evaluation * step_seconds(clock.elapsed) / step_seconds(0)
         if budget.exhausted:
-            run.end = clock.elapsed + evaluation_seconds() + save + SHUTDOWN_SECONDS
+            run.end = clock.elapsed + evaluation_seconds + save + SHUTDOWN_SECONDS
             return run
-        if run.step and budget.eval_due(run.step):
+        if run.step and budget.is_due("evaluate", run.step):
             with budget.timing("evaluate"):
-                pass
+                run.evaluated_at.append(budget.progress)
             budget.costs["evaluate"] = evaluation / step_seconds(0)
-            clock.paused += evaluation_seconds()
-            clock.elapsed += evaluation_seconds()
-            run.evaluated_at.append(budget.progress)
-        if run.step and budget.save_due(run.step):
+            clock.paused += evaluation_seconds
+            clock.elapsed += evaluation_seconds
+        if run.step and budget.is_due("save", run.step):
             with budget.timing("save"):
                 run.saved_at.append(budget.progress)
         run.step += 1
@@ -71,23 +60,24 @@ def test_minutes_hold_when_the_machine_slows_down():
 
 def test_minutes_and_steps_end_with_the_first_of_both():
     run = simulate(120, lambda now: 0.35, steps=100)
-    assert run.step == 100
     assert run.progress == [step / 100 for step in range(101)]
     run = simulate(120, lambda now: 0.35, steps=1000)
     assert run.step < 400
     assert run.end == pytest.approx(120, abs=0.5)
 
 
-COSTS = [(0.001, 9), (1.0, 4), (2.0, 2), (4.0, 1), (9.0, 0)]
-
-
-@pytest.mark.parametrize(("seconds", "number"), COSTS)
-def test_evaluations_and_saves_are_spread_evenly_in_a_fraction_of_the_time(seconds, number):
+@pytest.mark.parametrize(("cost", "number"), [(0.001, 9), (1.0, 4), (2.0, 2), (4.0, 1), (9.0, 0)])
+@pytest.mark.parametrize("event", ["evaluation", "save"])
+def test_events_are_spread_evenly_in_a_fraction_of_the_time(event, cost, number):
+    run = simulate(120, lambda now: 0.1, **{event: cost})
+    events = run.evaluated_at if event == "evaluation" else run.saved_at
     expected = [(index + 1) / (number + 1) for index in range(number)]
-    evaluated_at = simulate(120, lambda now: 0.1, evaluation=seconds).evaluated_at
-    assert evaluated_at == pytest.approx(expected, abs=0.02)
-    saved_at = simulate(120, lambda now: 0.1, save=seconds).saved_at
-    assert saved_at == pytest.approx(expected, abs=0.02)
+    assert events == pytest.approx(expected, abs=0.02)
+
+
+def test_a_long_run_saves_every_ten_minutes():
+    run = simulate(36_000, lambda now: 20.0)
+    assert len(run.saved_at) == pytest.approx(60, abs=2)
 
 
 def test_an_interval_in_steps_holds_in_a_run_of_minutes():
@@ -96,9 +86,8 @@ def test_an_interval_in_steps_holds_in_a_run_of_minutes():
 
 
 def test_total_steps_of_minutes_follow_from_the_progress():
-    intervals = {"evaluate": None, "save": None}
-    costs = {"evaluate": 0.0, "save": 0.0}
-    budget = TimeBudget(SHUTDOWN_SECONDS + 100, intervals, costs, SINGLE_PROCESS)
+    every = {"evaluate": None, "save": None}
+    budget = Budget(every, NO_COSTS, seconds=SHUTDOWN_SECONDS + 100)
     assert budget.total_steps == math.inf
     for step in range(51):
         budget.update(step, SimpleNamespace(elapsed=step + 1e-6, paused=0.0))
@@ -107,30 +96,25 @@ def test_total_steps_of_minutes_follow_from_the_progress():
     assert budget.seconds_left(SimpleNamespace(elapsed=60)) == pytest.approx(42.5)
 
 
-def test_all_ranks_go_by_the_clock_of_rank_0():
-    dist = SimpleNamespace(
-        broadcast=lambda value: 50.0,
-        is_main_process=False,
-        sum=lambda values: values + torch.tensor([0.25, 0.0]),
-    )
-    intervals = {"evaluate": None, "save": None}
-    budget = TimeBudget(-3.0, intervals, {"evaluate": 0.0, "save": 0.0}, dist)
+def test_all_ranks_use_the_clock_of_rank_0():
+    dist = SimpleNamespace(broadcast=lambda value: 50.0)
+    budget = Budget({"evaluate": None, "save": None}, NO_COSTS, seconds=3.0, dist=dist)
     assert budget.seconds == 50
+    dist.broadcast = lambda values: [0.25, 0.0]
     budget.update(7, SimpleNamespace(elapsed=49.0, paused=0.0))
     assert budget.progress == 0.25
 
 
 def test_steps():
-    budget = StepBudget(10, {"evaluate": 4, "save": 5})
+    budget = Budget({"evaluate": 4, "save": 5}, NO_COSTS, steps=10)
     evaluated_at = []
     saved_at = []
     for step in range(1, 11):
         assert not budget.exhausted
         budget.update(step, Clock(0.0, 0))
-        evaluated_at += [step] * budget.eval_due(step)
-        saved_at += [step] * budget.save_due(step)
-    assert evaluated_at == [4, 8]
-    assert saved_at == [5, 10]
+        evaluated_at += [step] * budget.is_due("evaluate", step)
+        saved_at += [step] * budget.is_due("save", step)
+    assert (evaluated_at, saved_at) == ([4, 8], [5, 10])
     assert budget.exhausted
     assert budget.total_steps == 10
     assert budget.seconds_left(Clock(0.0, 0)) == math.inf

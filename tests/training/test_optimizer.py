@@ -8,7 +8,7 @@ import torch
 from helpers import SMALL, VARIANTS
 from torch import nn
 
-from engine.nn.update_rules import NEWTON_SCHULZ_ROUNDS, AdamW, Muon, orthogonalize
+from engine.nn.update_rules import NEWTON_SCHULZ_COEFFICIENTS, AdamW, Muon, orthogonalize
 from engine.training import optimizer as optimizer_module
 from engine.training.optimizer import (
     INITIAL_LOSS_SCALE,
@@ -19,7 +19,7 @@ from engine.training.optimizer import (
     OptimizerConfig,
     OptimizerKind,
     group_matrices,
-    learning_rate_factor,
+    learning_rate_at,
     with_default_rates,
 )
 from model import GPT, ModelConfig
@@ -40,8 +40,7 @@ def make_config(**settings: object) -> OptimizerConfig:
 
 
 def make_optimizer(
-    config: OptimizerConfig,
-    dtype: torch.dtype = torch.float32,
+    config: OptimizerConfig, dtype: torch.dtype = torch.float32
 ) -> tuple[GPT, Optimizer]:
     torch.manual_seed(0)
     model = GPT(CONFIG)
@@ -116,8 +115,8 @@ def test_a_stack_is_gate_and_expand_whatever_the_order_of_registration():
 
 def test_schedules():
     def factors(steps: list[int], num_steps: int, **settings: object) -> list[float]:
-        config = OptimizerConfig(**settings)
-        return [learning_rate_factor(step, num_steps, config) for step in steps]
+        config = OptimizerConfig(learning_rate=1.0, **settings)
+        return [learning_rate_at(step, num_steps, config) for step in steps]
 
     linear = {"warmup_steps": 10, "decay": "linear"}
     assert factors([0, 4, 9, 10, 60], 110, **linear) == pytest.approx([0.1, 0.5, 1, 1, 0.5])
@@ -144,7 +143,7 @@ def test_a_step_uses_the_scheduled_rate_and_the_embedding_three_times_it_with_mu
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     rate, _ = optimizer.step(1, 10)
-    assert rate == 0.25 == 0.5 * learning_rate_factor(1, 10, config)
+    assert rate == 0.25 == learning_rate_at(1, 10, config)
     for name, parameter in model.named_parameters():
         moved = (parameter.detach() - before[name]).square().mean().sqrt().item() / rate
         role = model.specs[name].group
@@ -160,10 +159,7 @@ def test_adamw_is_pytorch_s_bit_for_bit_with_the_same_state_dict():
     params = [nn.Parameter(torch.randn(shape)) for shape in ((5, 3), (7,))]
     copies = [nn.Parameter(parameter.detach().clone()) for parameter in params]
     optimizers = []
-    for pair, cls, options in (
-        (params, AdamW, {}),
-        (copies, torch.optim.AdamW, {"fused": True}),
-    ):
+    for pair, cls, options in ((params, AdamW, {}), (copies, torch.optim.AdamW, {"fused": True})):
         groups = [{"params": pair[:1], "lr": 0.04}, {"params": pair[1:], "weight_decay": 0.0}]
         optimizers.append(cls(groups, lr=0.02, betas=(0.9, 0.95), weight_decay=0.1, **options))
     for _ in range(5):
@@ -185,7 +181,7 @@ def test_adamw_is_pytorch_s_bit_for_bit_with_the_same_state_dict():
 def orthogonalize_definition(x: torch.Tensor) -> torch.Tensor:
     """Newton–Schulz as the papers have it."""
     x = x / (x @ x.mT).norm(dim=(-2, -1), keepdim=True).sqrt()
-    for a, b, c in NEWTON_SCHULZ_ROUNDS:
+    for a, b, c in NEWTON_SCHULZ_COEFFICIENTS:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x
@@ -303,10 +299,7 @@ def test_an_optimizer_of_pytorch_plugs_in_and_its_state_resumes_bit_for_bit(monk
 
 
 def assert_resumes(
-    model: GPT,
-    optimizer: Optimizer,
-    config: OptimizerConfig,
-    dtype: torch.dtype,
+    model: GPT, optimizer: Optimizer, config: OptimizerConfig, dtype: torch.dtype
 ) -> None:
     """A copy that loads the state continues bit for bit."""
     copied = GPT(CONFIG)

@@ -16,39 +16,32 @@ from engine.training.resolve import (
 )
 from model import ModelConfig
 
-SETTINGS = {"steps": 100, "minutes": None, "seed": 1, "bias": False, "dtype": "", "data": "a"}
+SETTINGS = {"steps": 100, "minutes": None, "seed": 1, "bias": False, "data": "a"}
 STATE = {"settings": SETTINGS, "data_sha256": "abc", "step": 60, "elapsed_seconds": 120.0}
 
 
-def changes_of(may_change: set[str] = frozenset({"steps", "minutes", "data"}), **settings) -> dict:
-    return changed_settings(STATE, SETTINGS | settings, set(may_change), "abc")
-
-
 def test_changed_settings_are_returned_unless_they_change_no_result():
-    assert changes_of() == {}
-    assert changes_of(steps=200, data="b") == {"steps": (100, 200)}
-    assert changes_of({"new", "steps"}, new=1) == {"new": (None, 1)}
+    assert changed_settings(STATE, SETTINGS, "abc") == {}
+    settings = SETTINGS | {"steps": 200, "data": "b", "clip_norm": 1.0}
+    expected = {"steps": (100, 200), "clip_norm": (None, 1.0)}
+    assert changed_settings(STATE, settings, "abc") == expected
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("bias", 0), ("bias", None), ("bias", ""), ("dtype", None), ("seed", True)]
+    ("settings", "message"),
+    [
+        ({"seed": 2, "bias": True}, r"--resume.*seed 1 → 2, bias False → True.*--data"),
+        ({"optimizer": "adamw"}, "--resume.*optimizer"),
+        ({"steps": 59}, "--steps.*60"),
+        ({"steps": None, "minutes": 1.9}, "--minutes.*2"),
+    ],
 )
-def test_values_that_are_equal_in_python_only_are_changes(name, value):
-    assert changes_of({name}, **{name: value}) == {name: (SETTINGS[name], value)}
-
-
-def test_settings_and_data_that_must_not_change_are_refused_together():
-    with pytest.raises(UserError, match=r"--resume.*seed 1 → 2, bias False → True") as caught:
-        changed_settings(STATE, SETTINGS | {"seed": 2, "bias": True}, set(), "other data")
-    assert "--data" in str(caught.value)
-
-
-def test_fewer_steps_or_minutes_than_are_done_are_refused():
-    with pytest.raises(UserError, match=r"--steps.*60"):
-        changes_of(steps=59)
-    with pytest.raises(UserError, match=r"--minutes.*2"):
-        changes_of(steps=None, minutes=1.9)
-    assert changes_of(steps=None, minutes=2.0)["minutes"] == (None, 2.0)
+def test_settings_that_do_not_continue_a_run_are_refused(settings, message):
+    data_sha256 = "other data" if "seed" in settings else "abc"
+    with pytest.raises(UserError, match=message):
+        changed_settings(STATE, SETTINGS | settings, data_sha256)
+    minutes = changed_settings(STATE, SETTINGS | {"steps": None, "minutes": 2.0}, "abc")["minutes"]
+    assert minutes == (None, 2.0)
 
 
 def test_a_tokenizer_must_extend_that_of_the_base(tmp_path):
