@@ -79,7 +79,7 @@ def parse(cls: Any, arguments: Sequence[str] | None = None, **options: Any) -> A
 
 def _read_error_box(box: str) -> str:
     """Return the message in a box that tyro drew: below its title, and above its help."""
-    text = re.sub(r"[─│╭╮╰╯\s]+", " ", box.partition("\n")[2])
+    text = re.sub(r"([─│╭╮╰╯\s]|-{4,})+", " ", box.partition("\n")[2])
     return re.split(" Argument helptext:| For full helptext", text)[0]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine.core.cli import say
+from engine.core.cli import say, warn
 from engine.core.files import atomic_write, to_json
 from engine.core.settings import flatten
 from engine.data.chat import prompt_ids, stop_ids
@@ -34,11 +34,18 @@ TORCHRUN_SHUTDOWN_SECONDS = 30.0  # unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set
 
 
 def truncate_records(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """Remove the records after a step from a .jsonl file; return those that stay."""
-    records = [record for record in read_records(path) if record["step"] <= last_step]
-    content = "".join(f"{to_json(record)}\n" for record in records).encode()
-    if path.exists() and content != path.read_bytes():
-        atomic_write(path, content)
+    """Remove corrupted lines and the records after a step from a .jsonl file; return the rest."""
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    records = read_records(path)
+    lines = [line for line in content.split(b"\n")[:-1] if line.strip()]
+    if len(lines) > len(records):
+        warn(f"{path}: removed {len(lines) - len(records)} corrupted lines")
+    records = [record for record in records if record["step"] <= last_step]
+    new_content = "".join(f"{to_json(record)}\n" for record in records).encode()
+    if new_content != content:
+        atomic_write(path, new_content)
     return records
 
 

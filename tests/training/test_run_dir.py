@@ -28,6 +28,7 @@ from hypothesis.stateful import (
 )
 
 from engine.core.errors import UserError
+from engine.training.callbacks import truncate_records
 from engine.training.checkpoint import REQUIRED_STATE, open_checkpoint
 from engine.training.run_dir import (
     RunDir,
@@ -351,21 +352,19 @@ def test_a_new_run_folder_is_removed_if_nothing_was_written_to_it(tmp_path):
 
 # Its metrics.
 
+RECORD_LINES = [b'{"step": 1, "train_loss": NaN}\n', b'{"step": 2}\n', b'{"step": 3}\n']
+CORRUPTED_LINES = [b"torn", b"{}", b"[1]", b"7", b'{"step": "1"}', b"\xff", b"[" * 9999]
 
-def test_records_are_read_and_corrupted_lines_skipped(tmp_path):
+
+@pytest.mark.parametrize("line", [b"", b" ", *CORRUPTED_LINES])
+def test_corrupted_lines_are_removed_with_a_warning_and_the_records_kept(tmp_path, line, capsys):
     path = tmp_path / "metrics.jsonl"
-    assert read_records(path) == []
-    corrupted = [
-        b"{\n",
-        b'{"step": "1"}\n',
-        b"{}\n",
-        b"[]\n",
-        b"7\n",
-        b"\xff\n",
-        b"[" * 9999 + b"\n",
-    ]
-    path.write_bytes(b'{"step": 1}\n\n' + b"".join(corrupted) + b'{"step": 2}\n{"step": 3}')
-    assert read_records(path) == [{"step": 1}, {"step": 2}]
+    assert truncate_records(path, 2) == read_records(path) == []
+    path.write_bytes(RECORD_LINES[0] + line + b"\n" + b"".join(RECORD_LINES[1:]) + b'{"step": 4')
+    assert [record["step"] for record in read_records(path)] == [1, 2, 3]
+    truncate_records(path, 2)
+    assert path.read_text() == '{"step": 1, "train_loss": null}\n{"step": 2}\n'
+    assert capsys.readouterr().err.count(str(path)) == (line in CORRUPTED_LINES)
 
 
 # In any order.
