@@ -48,7 +48,7 @@ class ImportConfig:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Export or import as the command line says."""
+    """Export or import a model."""
     commands = (
         Annotated[ExportConfig, tyro.conf.subcommand("export")]
         | Annotated[ImportConfig, tyro.conf.subcommand("import")]
@@ -142,13 +142,13 @@ def choose_family(config: ModelConfig, name: str) -> tuple[Family, ModelConfig]:
     if name == "auto":
         name = min(MODEL_FAMILIES, key=lambda key: len(unsupported[key]))
     if unsupported[name]:
-        fix = f"Use --family {supporting[0]}." if supporting else "Train without, to export."
+        fix = f"Use --family {supporting[0]}." if supporting else "Train without them to export."
         raise UserError(f"--family {name}: unsupported {', '.join(unsupported[name])}. {fix}")
     return MODEL_FAMILIES[name], configs[name]
 
 
 def rewrite_config(config: ModelConfig, family: Family) -> ModelConfig:
-    """Express the same function with the family's settings where it can, and no setting None."""
+    """Return settings of the same function, supported by the family where possible, none None."""
     supports = family.supported_values()
     changes: dict[str, Any] = {
         "scale_embeddings": False,
@@ -183,7 +183,7 @@ def rewrite_params(model: GPT, config: ModelConfig) -> convert.Tensors:
         params["position_embedding.weight"] = model.positions(0, config.context_length)
     if model.config.tie_embeddings != config.tie_embeddings:
         params["head.weight"] = embedding
-    neutral = {  # the values of norm weights and biases that the model does without
+    neutral = {  # norm weights of 1 and biases of 0 change nothing
         name: torch.full(param.shape, float(name.endswith("norm.weight")))
         for name, param in meta_model(config).named_parameters()
     }

@@ -91,14 +91,14 @@ def open_data(folder: Path, settings: dict[str, Any]) -> Mixture:
     data = open_mixture(as_paths(settings.get("data", []), mix), mix)
     for path in list_checkpoints(folder)[-1:]:
         if open_checkpoint(path).state["data_sha256"] != data.sha256:
-            raise UserError(f"{data.path}: is not what the run was trained on. Prepare that again.")
+            raise UserError(f"{data.path}: is not the dataset of the run. Prepare that one again.")
     return data
 
 
 def describe_memorization(
     samples: list[dict[str, Any]], datasets: Sequence[Dataset]
 ) -> dict[str, Any] | None:
-    """Find the passages of the last samples in the training text; for comparison, of validation."""
+    """Find passages of the training text in the last samples and, to compare, in validation."""
     if not samples:
         return None
     last_step = samples[-1]["step"]
@@ -117,11 +117,11 @@ def describe_memorization(
 
 
 def sample_validation(texts: Sequence[str], datasets: Sequence[Dataset]) -> list[str]:
-    """Take as many pieces of validation text, of the same lengths, spread evenly."""
+    """Return pieces of validation text, as many and as long as the texts, evenly spread."""
     pieces = []
     for index, text in enumerate(texts):
         dataset = datasets[index % len(datasets)]
-        num_tokens = len(text.encode())  # enough, or more
+        num_tokens = len(text.encode())  # a token has at least one byte
         start = max(0, len(dataset.val) - num_tokens) * index // max(1, len(texts) - 1)
         piece = dataset.tokenizer.decode(read_ids(dataset.val, start, num_tokens))
         pieces.append(piece[: len(text)])

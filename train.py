@@ -45,7 +45,7 @@ NUM_TIMED_STEPS = 5  # the fastest counts: the first steps of a process are slow
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train as the command line says. Returns the exit code."""
+    """Train with the settings of the command line, and return the exit code."""
     config = load_settings(TrainConfig, arguments)
     if config.plan:
         print(plan(config))
@@ -235,7 +235,7 @@ def open_base(config: TrainConfig, data: Mixture, dist: DistributedContext) -> C
 
 
 def measure_step_seconds(data: Mixture, dist: DistributedContext, config: TrainConfig) -> float:
-    """Time optimizer steps of a config as they will run: compiled, and with its micro-batches."""
+    """Return the seconds of an optimizer step as it will run: compiled, in its micro-batches."""
     trainer = Trainer(fill_defaults(config, data, dist), dist, data)
     trainer.initialize()
     trainer.wrap_model()

@@ -53,7 +53,7 @@ def make_nanogpt(clone: Path, config: ModelConfig, device: torch.device) -> tupl
 
 
 def gpt2_sizes(config: ModelConfig) -> dict[str, Any]:
-    """Name the sizes of a model as GPT-2's settings."""
+    """Return the sizes of a model as GPT-2's settings."""
     return {
         "vocab_size": config.vocab_size,
         "n_layer": config.num_layers,
@@ -73,5 +73,5 @@ class JoinedAttention(MultiHeadAttention):
         weight, _ = self.fused_qkv.concatenate()
         self.fused_qkv = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
         self.fused_qkv.weight.data.copy_(weight)
-        for head in self.heads:  # they only count as heads
+        for head in self.heads:  # only their number is used
             head.query.weight = head.key.weight = head.value.weight = None

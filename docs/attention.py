@@ -277,13 +277,13 @@ def habits(tokens: Tensor, texts: Sequence[str]) -> dict[str, Tensor]:
     line_starts = [True]  # a line's indentation, and its first word
     for text in (texts[token] for token in tokens[:-1].tolist()):
         line_starts.append("\n" in text or (line_starts[-1] and text.isspace()))
-    looks = {
+    habit_masks = {
         "previous": position == position[:, None] - 1,
         "same": position == last_same + 1,
         "line": torch.tensor(line_starts).expand(T, T),
         "first": (position == 0).expand(T, T),
     }
-    return {name: positions & earlier for name, positions in looks.items()}
+    return {name: positions & earlier for name, positions in habit_masks.items()}
 
 
 @torch.no_grad()
@@ -301,9 +301,9 @@ def score_heads(
     for start in np.linspace(0, len(tokens) - length, num_windows).astype(int).tolist():
         ids = torch.from_numpy(tokens[start : start + length].astype(np.int64))
         maps = torch.cat((attention_maps(model, ids).flatten(0, 1), equal_weights))
-        looks = torch.stack(list(habits(ids, texts).values()))
-        sums = sums + torch.einsum("hij,nij->nh", maps, looks.float())
-        counts = counts + looks.any(dim=-1).sum(dim=-1, keepdim=True)
+        habit_masks = torch.stack(list(habits(ids, texts).values()))
+        sums = sums + torch.einsum("hij,nij->nh", maps, habit_masks.float())
+        counts = counts + habit_masks.any(dim=-1).sum(dim=-1, keepdim=True)
     scores = sums / counts
     return scores[:, :-1].unflatten(1, (model.config.num_layers, -1)), scores[:, -1]
 
@@ -320,7 +320,7 @@ def heads(config: AttentionConfig) -> str:
     tokens = tokens[: model.config.context_length]
     labels = [token_label(tokenizer, token) for token in tokens.tolist()]
     maps = attention_maps(model, tokens).flatten(0, 1)
-    looks = habits(tokens, texts)
+    habit_masks = habits(tokens, texts)
     rows = []
     for layer, head in np.ndindex(scores.shape[1:]):
         cells = [f"{score:.3f}" for score in scores[:, layer, head]]
@@ -331,13 +331,13 @@ def heads(config: AttentionConfig) -> str:
         title = f"{rows[best][0]}: {habit}, mean weight {rows[best][column]}"
         if name in config.habits:
             path = config.out / f"attention-{name}.png"
-            draw(maps[best], looks[name], labels, title, path)
+            draw(maps[best], habit_masks[name], labels, title, path)
         rows[best][column] = f"**{rows[best][column]}**"
     table = [["", *HABIT_TITLES.values()], ["---"] * len(rows[0]), *rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in table)
 
 
-def draw(weights: Tensor, looks: Tensor, labels: list[str], title: str, path: Path) -> None:
+def draw(weights: Tensor, habit_masks: Tensor, labels: list[str], title: str, path: Path) -> None:
     """Draw one head's attention (T, T) as a PNG, with the positions of a habit outlined."""
     from matplotlib.figure import Figure
 
@@ -345,7 +345,7 @@ def draw(weights: Tensor, looks: Tensor, labels: list[str], title: str, path: Pa
     axes = figure.add_subplot(xlabel="looked at", ylabel="looks", title=title)
     visible = weights.masked_fill(~causal_mask(*weights.shape), math.nan).numpy()
     image = axes.imshow(visible, "cividis", vmin=0, vmax=1)
-    rows, columns = looks.nonzero(as_tuple=True)
+    rows, columns = habit_masks.nonzero(as_tuple=True)
     style = {"marker": "s", "facecolors": "none", "edgecolors": "#d55e00"}
     axes.scatter(columns, rows, 45, label="this habit", **style)
     names = [label[:8] for label in labels]

@@ -1,4 +1,4 @@
-"""Which device and dtype to compute with, and how the C library reuses memory."""
+"""The device and dtype to compute with, and how the C library reuses memory."""
 
 import ctypes
 import math
@@ -90,6 +90,9 @@ def total_memory(device: torch.device) -> float:
 
 def keep_freed_memory() -> None:
     """Let glibc reuse large freed blocks, which saves a page fault for every 4 KiB of a tensor."""
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # not in musl
         libc.mallopt(MALLOC_MMAP_THRESHOLD, 2**30)
         libc.mallopt(MALLOC_TRIM_THRESHOLD, 2**31 - 1)

@@ -115,7 +115,7 @@ class DistributedContext:
         self.raise_error(user_error)
 
     def _send_heartbeats(self, finished: threading.Event) -> None:
-        """Exchange messages until every rank has finished."""
+        """Exchange heartbeats until every rank has finished."""
         num_working = torch.ones(1)
         while num_working:
             num_working.fill_(not finished.is_set())

@@ -41,7 +41,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(content: bytes, path: Path) -> Any:
-    """Return the value in the content of a JSON file. Raises UserError naming the path."""
+    """Return the value of a JSON file's content. Raises UserError naming the path."""
     try:
         return json.loads(content.decode(), parse_constant=lambda name: None)
     except (ValueError, RecursionError) as error:

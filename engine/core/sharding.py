@@ -37,7 +37,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_shard(full: Sliceable, like: Tensor) -> Tensor:
-    """Return the rows of a full tensor that this rank holds of a parameter of that height."""
+    """Return this rank's rows of a full tensor, which is sharded like a parameter."""
     if not is_sharded(like):
         return full[...]
     n_per_rank = -(-full.shape[0] // like.device_mesh.size())

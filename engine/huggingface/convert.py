@@ -71,7 +71,7 @@ def from_hf(
 ) -> Tensors:
     """Convert the family's tensors to parameters of these shapes, in float32.
 
-    Raises UserError, naming the source, for a tensor that is missing, unknown, or misshapen.
+    Raises UserError, naming the source, for a tensor that is missing, unknown, or of another shape.
     """
     prefix = family.modules["token_embedding"].split(".")[0] + "."  # old files omit it
     tensors = {

@@ -62,7 +62,7 @@ def check_supported(hf_config: dict[str, Any], tokenizer: Tokenizer) -> None:
     for problem, is_present in problems.items():
         if is_present:
             problem = f"llama.cpp does not support {problem} in {family} models"
-            raise UserError(f"--gguf: {problem}. Train without, or omit it.")
+            raise UserError(f"--gguf: {problem}. Train without it, or omit --gguf.")
     if pre_tokenizer_name(tokenizer) is None:
         problem = f"llama.cpp does not support this {tokenizer.kind} tokenizer"
         fix = "Prepare the text with --pattern gpt2, or with --tokenizer gpt2."
@@ -139,7 +139,9 @@ def _add_tokenizer(writer: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
     writer.add_tokenizer_pre(pre_tokenizer_name(tokenizer))
     writer.add_token_list(texts)
     writer.add_token_types(kinds)
-    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in bpe["merges"]])
+    writer.add_token_merges(
+        [pair if isinstance(pair, str) else " ".join(pair) for pair in bpe["merges"]]
+    )
     writer.add_add_bos_token(False)
     writer.add_bos_token_id(tokenizer.end_of_text)
     writer.add_eos_token_id(tokenizer.end_of_text)

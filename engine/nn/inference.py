@@ -44,8 +44,8 @@ class FrozenLinear(nn.Module):
 def can_pack(weight: Tensor) -> bool:
     """Return whether a weight can be packed, and is large enough to gain from it."""
     is_cpu = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-    is_dtype = weight.dtype in (torch.float32, torch.bfloat16)
-    return is_cpu and is_dtype and weight.numel() >= MIN_PACKED_ELEMENTS
+    is_supported_dtype = weight.dtype in (torch.float32, torch.bfloat16)
+    return is_cpu and is_supported_dtype and weight.numel() >= MIN_PACKED_ELEMENTS
 
 
 def for_decoding(model: Model, pack: bool = True) -> Model:

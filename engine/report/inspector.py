@@ -162,8 +162,8 @@ class ModelInspector:
         """Describe each row of logits (N, V): {likely: [[token, p, p, p], …]}.
 
         The probabilities are those of the full model, without the heads that are off, and after
-        temperature, top-k and top-p. A row with an id of the token that came, in ids, also has its
-        {id, text, p: [p, p, p], bits: [full, without]}.
+        temperature, top-k and top-p. The first rows, one for each next token in ``ids``, also
+        have {id, text, p: [p, p, p], bits: [full, without]}.
         """
         log_p = torch.stack((full_logits, logits)).float().log_softmax(dim=-1)
         allowed = logits.index_fill(-1, self.banned, -torch.inf)

@@ -18,7 +18,7 @@ SEED_HASH_BITS = 20
 HASH_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 NON_TEXT_BYTE = b"\xff"  # in place of special tokens; no UTF-8 has this byte
 
-Passages = list[tuple[int, int, str]]  # first character, number of characters, place of each
+Passages = list[tuple[int, int, str]]  # first character, number of characters, location
 # The first occurrence of each run of training text, each SEED_BYTES of which occur in the texts:
 # the dataset, the first token, and the byte at which each token ends.
 Candidates = dict[bytes, tuple[Dataset, int, list[int]]]
@@ -47,8 +47,8 @@ def find_passages(texts: list[str], datasets: Sequence[Dataset]) -> tuple[list[P
             ends = np.cumsum([len(piece) for piece in pieces])
             for start, end in find_seed_runs(data, is_seed):
                 token, last = np.searchsorted(ends, (start, end), "right").tolist()
-                place = (dataset, first + token, (ends[token : last + 1] - start).tolist())
-                candidates.setdefault(data[start:end], place)
+                origin = (dataset, first + token, (ends[token : last + 1] - start).tolist())
+                candidates.setdefault(data[start:end], origin)
             num_searched += min(DECODED_CHUNK_TOKENS, len(ids))
             num_bytes += len(data)
             is_full = sum(map(len, candidates)) > MAX_CANDIDATE_BYTES
@@ -96,7 +96,7 @@ def find_longest(text: str, candidates: Candidates) -> Passages:
 
 
 def locate(passage: str, candidates: Candidates) -> str:
-    """Name the token in which a passage first begins in the training text."""
+    """Return the token and file where a passage first begins in the training text."""
     data = next(data for data in candidates if passage.encode() in data)
     dataset, token, ends = candidates[data]
     token += bisect_right(ends, data.index(passage.encode()))

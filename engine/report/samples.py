@@ -75,7 +75,7 @@ def choose_prompts(data: Mixture, num_tokens: int) -> list[list[int]]:
         first = 0
         if start:
             pieces = [data.tokenizer.decode_bytes([token]) for token in ids[:MAX_LINE_TOKENS]]
-            line_ends = [place for place, piece in enumerate(pieces, 1) if piece.endswith(b"\n")]
+            line_ends = [end for end, piece in enumerate(pieces, 1) if piece.endswith(b"\n")]
             first = min(line_ends, default=0)
         prompt = ids[first : first + num_tokens]
         text_ids = [token for token in prompt if token != data.tokenizer.end_of_text]

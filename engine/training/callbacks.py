@@ -164,7 +164,7 @@ class WeightsAndBiases(Callback):
 
 
 def describe_run(trainer: Trainer) -> str:
-    """Return a line each for data, model and run, and for examples longer than the context."""
+    """Return lines about data, model and run, and about examples longer than the context."""
     config = trainer.config
     model = config.model
     data = trainer.data

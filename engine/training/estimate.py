@@ -40,7 +40,7 @@ class Hardware:
 
 
 class PeakMemory(TorchDispatchMode):
-    """Counts the bytes of the tensors that are created inside, now and at most."""
+    """Counts the current and peak bytes of the tensors that are created in its context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class PeakMemory(TorchDispatchMode):
 
 @contextlib.contextmanager
 def trace_memory(gpt: GPT) -> Iterator[PeakMemory]:
-    """Count memory, without values, from when the meta model has weights and gradients."""
+    """Count memory beyond the weights and gradients of a meta model, without values."""
     with FakeTensorMode(), PeakMemory() as counter:
         weights = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in gpt.named_parameters()}
         gpt.load_state_dict(weights, assign=True)
@@ -86,14 +86,14 @@ def build_meta_model(model: ModelConfig) -> GPT:
 
 
 def over_layers(model: ModelConfig, count: Callable[[ModelConfig], Tensor]) -> Tensor:
-    """Return a count over all layers, from few: every pattern of blocks adds the same."""
+    """Return a count over all layers, extrapolated: each pattern of blocks adds the same."""
     pattern = len(model.windows or (0,))
-    num_more, num_few = divmod(model.num_layers - 2, pattern)
-    if num_more <= 1:
+    num_patterns, num_extra = divmod(model.num_layers - 2, pattern)
+    if num_patterns <= 1:
         return count(model)
-    few = count(replace(model, num_layers=num_few + 2))
-    more = count(replace(model, num_layers=num_few + 2 + pattern))
-    return few + num_more * (more - few)
+    smaller = count(replace(model, num_layers=num_extra + 2))
+    larger = count(replace(model, num_layers=num_extra + 2 + pattern))
+    return smaller + num_patterns * (larger - smaller)
 
 
 def flops_per_token(model: ModelConfig) -> float:
@@ -111,11 +111,11 @@ def flops_per_token(model: ModelConfig) -> float:
 def activation_bytes(
     model: ModelConfig, rows: int, hardware: Hardware, checkpointing: bool = False
 ) -> float:
-    """Return the most bytes of a forward and backward pass, besides weights and gradients."""
+    """Return the peak bytes of a forward and backward pass, without weights and gradients."""
 
-    def count(part: ModelConfig) -> Tensor:
+    def count(config: ModelConfig) -> Tensor:
         """Return the peak of a traced micro-batch."""
-        gpt = build_meta_model(part)
+        gpt = build_meta_model(config)
         dtype = hardware.dtype
         if hardware.is_gpu:  # fused attention stores no scores: with dropout, windows, and in bf16
             dtype = torch.float16 if dtype == torch.bfloat16 else dtype  # fused on a CPU too
@@ -128,7 +128,7 @@ def activation_bytes(
         if checkpointing:
             checkpoint_activations(gpt)
         with trace_memory(gpt) as counter:
-            tokens = torch.zeros(rows, part.context_length, dtype=torch.long)
+            tokens = torch.zeros(rows, config.context_length, dtype=torch.long)
             with mixed_precision(dtype, tokens.device):
                 loss = gpt(tokens, tokens)
             loss.backward()
@@ -141,11 +141,11 @@ def activation_bytes(
 def optimizer_bytes(
     model: ModelConfig, optimizer: OptimizerConfig, dtype: torch.dtype
 ) -> tuple[int, int]:
-    """Return the bytes of the optimizer's state, and the most that a step needs besides."""
+    """Return the bytes of the optimizer's state, and the peak that a step adds."""
 
-    def count(part: ModelConfig) -> Tensor:
+    def count(config: ModelConfig) -> Tensor:
         """Return the bytes of the state and of a traced step."""
-        gpt = build_meta_model(part)
+        gpt = build_meta_model(config)
         with trace_memory(gpt) as counter:
             traced = Optimizer(gpt, optimizer, SINGLE_PROCESS, dtype)
             traced.clip_gradients()
@@ -226,8 +226,9 @@ def largest_micro_batch(config: TrainConfig, dist: DistributedContext) -> int:
 def fit_micro_batches(config: TrainConfig, dist: DistributedContext) -> TrainConfig:
     """Return the config, with micro-batches if the batch does not fit in memory."""
     rows = max(1, largest_micro_batch(config, dist))
-    is_whole = config.micro_batch_size or rows * dist.size == config.batch_size
-    return config if is_whole else replace(config, micro_batch_size=rows)
+    if config.micro_batch_size or rows * dist.size == config.batch_size:
+        return config
+    return replace(config, micro_batch_size=rows)
 
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:

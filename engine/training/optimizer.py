@@ -133,7 +133,7 @@ def learning_rate_at(step: int, num_steps: float, config: OptimizerConfig) -> fl
 def group_matrices(
     parameters: Mapping[str, Tensor], specs: Specs
 ) -> dict[tuple[int, torch.Size], list[Tensor]]:
-    """Group the matrices of blocks by stack size and shape; those of a stack are in a row.
+    """Group the matrices of blocks by stack size and shape; those of a stack are adjacent.
 
     Raises ValueError if the matrices of a stack differ in shape.
     """
@@ -225,7 +225,7 @@ class Optimizer:
         return learning_rate, norm
 
     def clip_gradients(self) -> Tensor:
-        """Undo the loss scale, and clip the norm of all gradients; returns the norm before that."""
+        """Undo the loss scale, clip the norm of all gradients, and return the unclipped norm."""
         grads = [param.grad for param in self.parameters.values() if param.grad is not None]
         loss_scale = self.guard["loss_scale"]
         norm = self.dist_ctx.norm(grads) / loss_scale

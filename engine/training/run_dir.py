@@ -129,7 +129,7 @@ class RunDir:
     def newest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint, all of it verified; None without checkpoints.
 
-        Prints which ones are corrupted and skipped. Raises UserError if all are corrupted.
+        Prints the corrupted ones, which are skipped. Raises UserError if all are corrupted.
         """
         if self.world.sharded and not self.is_shared:
             message = f"Checkpoints are gathered by the main process: not all ranks see {self.path}"
@@ -250,7 +250,7 @@ class RunDir:
         return Path(tempfile.mkdtemp("", f".{path.name}.shards.partial.", path.parent)).name
 
     def _write_and_prune(self, path: Path, write: Callable[..., None], *contents: Any) -> Hashes:
-        """Call a function that writes a checkpoint, then remove the ones that do not stay."""
+        """Call a function that writes a checkpoint, then remove old checkpoints."""
         if self.world.is_main_process:
             if not self.path.is_dir():  # writing would create it again
                 raise UserError(f"{self.path}: removed during the run. Start again.")
@@ -259,9 +259,9 @@ class RunDir:
         return {}
 
     def _prune(self, newest: Path) -> None:
-        """Remove all checkpoints but the best one and the newest up to a complete one.
+        """Remove all checkpoints but the best one and the last few up to ``newest``.
 
-        Those that follow it are corrupted: they do not count, and the run replaces them.
+        Later ones are corrupted: they do not count, and the run replaces them.
         """
         checkpoints = list_checkpoints(self.path)
         num_old = max(0, checkpoints.index(newest) + 1 - self.keep_checkpoints)
@@ -272,6 +272,6 @@ class RunDir:
         self._remove_partial()
 
     def _remove_partial(self) -> None:
-        """Remove what pruning, a kill or an error leaves of checkpoints."""
+        """Remove the remains of checkpoints after pruning, a kill or an error."""
         for path in (self.path / "checkpoints").glob(".step-*.partial.*"):
             shutil.rmtree(path, ignore_errors=True)

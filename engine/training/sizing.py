@@ -132,7 +132,7 @@ class SizeSearch:
         return best
 
     def for_steps(self, steps: int) -> Size:
-        """Return the largest size that learns more than a smaller one by as many operations."""
+        """Return the largest size whose loss no smaller one reaches in as many operations."""
         # The tokens of these steps solve: tokens = steps · 2048 · (tokens / 1M)^0.38.
         tokens = (steps * 2048 / 1e6**0.38) ** (1 / 0.62)
         for _ in range(4):  # until tokens, and the batch size that follows from them, agree

@@ -127,7 +127,7 @@ class Trainer:
         load_parameters(self.model, self.dist.broadcast_tensors(weights))
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint of this run, and print what changes.
+        """Continue from a checkpoint of this run, and print changed settings.
 
         Raises UserError if data or settings changed that a resume must not change.
         """
@@ -193,7 +193,7 @@ class Trainer:
 
     @property
     def save_seconds(self) -> float:
-        """Estimated seconds that a checkpoint takes to be written and hashed."""
+        """The estimated seconds to write and hash a checkpoint."""
         optimizer_bytes = sum(tensor.nbytes for tensor in self.optimizer.state().values())
         return (optimizer_bytes + 4 * self.model.num_parameters) / CHECKPOINT_BYTES_PER_SECOND
 
@@ -226,7 +226,7 @@ class Trainer:
     # Records and checkpoints.
 
     def log_training(self, loss: Tensor, learning_rate: float, grad_norm: Tensor) -> None:
-        """Give the callbacks the record of a step. Waits for the device."""
+        """Pass the record of a step to the callbacks. Waits for the device."""
         if self.run_dir is not None:
             self.run_dir.check()
         digest = self.dist.sum(torch.tensor(self.batches.digest, dtype=torch.float64))
@@ -247,7 +247,7 @@ class Trainer:
         self.notify("on_record", record)
 
     def save(self) -> None:
-        """Write a checkpoint in the background, unless this step is saved as it is."""
+        """Write a checkpoint in the background, unless this step and its loss are saved."""
         if self.run_dir is None or self.step == 0 or self.saved == (self.step, self.val_loss):
             return
         manifest = self.data.manifest
