@@ -17,7 +17,7 @@ from engine.core.cli import run_command
 from engine.core.errors import UserError
 from engine.core.files import atomic_directory, write_json
 from engine.core.settings import from_values, parse
-from engine.data.tokenizer import load_tokenizer, named_tokenizer, read_companion
+from engine.data.tokenizer import load_tokenizer, named_tokenizer, read_tokenizer_config
 from engine.huggingface import convert, directory
 from engine.huggingface import gguf as gguf_file
 from engine.huggingface.families import MODEL_FAMILIES, Family, unsupported_settings
@@ -123,7 +123,7 @@ def import_model(config: ImportConfig) -> None:
         "val_loss": None,
         "data_sha256": "",
         "imported": config.source,
-        "examples": "chats" if "chat_template" in read_companion(path) else None,
+        "examples": "chats" if "chat_template" in read_tokenizer_config(path) else None,
     }
     checkpoint = config.out / "checkpoints" / "step-00000000"
     write_checkpoint(checkpoint, state, params, {}, tokenizer.save)

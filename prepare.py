@@ -6,7 +6,7 @@ python prepare.py CHATS.jsonl --chat                                  chats
 python prepare.py INPUT… --ray local                                  on a Ray cluster
 python prepare.py --show data/NAME                                    describe a dataset
 
-A run that was interrupted continues when the same command is run again.
+To resume an interrupted run, run the same command again.
 """
 
 import json
@@ -43,8 +43,8 @@ from engine.data.writer import remove_work_folder, write_dataset
 DEFAULT_PATTERN = "pairs"
 DEFAULT_TOKENIZER_BYTES = 2**27
 TRAINED_TOKENIZERS = ("char", "bpe")
-MAX_TRAINER_CHARACTERS = 2**16  # given to the BPE trainer at a time, to limit its memory
-NUM_SAMPLE_TOKENS = 60  # that are shown as text
+MAX_TRAINER_CHARACTERS = 2**16  # of a string for the BPE trainer, to limit its memory
+NUM_SAMPLE_TOKENS = 60  # shown by describe_sample
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,11 @@ class PrepareConfig:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prepare or show, and print the next command."""
+    """Prepare or show a dataset, and print the next command."""
     config = parse(PrepareConfig, arguments)
     if config.show is not None:
         if config != PrepareConfig((), show=config.show):
-            raise UserError("--show: takes a dataset and nothing else. Leave the rest out.")
+            raise UserError("--show: excludes all other arguments. Leave them out.")
         print(describe(config.show))
         return
     out, is_new = prepare(config)
@@ -117,15 +117,16 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bool]:
-    """Make the dataset that the config describes. Returns its folder and whether it is new.
+    """Make the dataset of a config. Returns its folder and whether it is new.
 
-    threads encode; None: one for each core. Raises UserError for what cannot be prepared.
+    ``threads`` is the number of threads that encode; None: one for each core. Raises UserError
+    for unusable arguments or text.
     """
     check(config)
     tokenizer = None
     if config.tokenizer not in TRAINED_TOKENIZERS:
         tokenizer = named_tokenizer(config.tokenizer)
-    out = config.out or Path("data") / name_of(config.inputs[0])
+    out = config.out or Path("data") / dataset_name(config.inputs[0])
     with tempfile.TemporaryDirectory() as spool:
         corpus = Corpus(list_sources(config, Path(spool)), config.val_fraction)
         origin = origin_of(corpus, config, tokenizer)
@@ -147,7 +148,7 @@ def check(config: PrepareConfig) -> None:
     """Raise UserError for arguments that contradict each other."""
     if not config.inputs or "" in config.inputs:
         kinds = "a file, a folder, an address, hf:NAME, - for standard input, stdlib or shakespeare"
-        raise UserError(f"no input. Give {kinds}.")
+        raise UserError(f"INPUT: missing. Give {kinds}.")
     check_ranges(config)
     if config.pattern not in (None, *SPLIT_PATTERNS):
         names = ", ".join(SPLIT_PATTERNS)
@@ -173,7 +174,7 @@ def check(config: PrepareConfig) -> None:
         if value and not is_met:
             raise UserError(f"{flag}: needs {requirement}. Otherwise leave {flag} out.")
     if sum(map(bool, (config.chat, config.prompt_field, config.field))) > 1:
-        raise UserError("--chat, --prompt-field, --field: exclude each other. Give one.")
+        raise UserError("--chat, --prompt-field, --field: are mutually exclusive. Give one.")
 
 
 def list_sources(config: PrepareConfig, spool: Path) -> list[Source]:
@@ -188,33 +189,33 @@ def list_sources(config: PrepareConfig, spool: Path) -> list[Source]:
     sources = find_sources(
         config.inputs, spool, config.glob, config.sha256, config.hf_config, config.hf_split
     )
-    plain = [source.name for source in sources if not kind_of(source)]
-    if plain and (turns_of or config.field):
+    text_files = [source.name for source in sources if not kind_of(source)]
+    if text_files and (turns_of or config.field):
         flag = "--field" if config.field else "--chat" if config.chat else "--prompt-field"
         kinds = "JSON lines, CSV, Parquet or a Hugging Face dataset"
         advice = "Convert it, or choose files with --glob '*.jsonl'"
-        raise UserError(f"{flag}: needs {kinds} (got {plain[0]}). {advice}.")
+        raise UserError(f"{flag}: needs {kinds} (got {text_files[0]}). {advice}.")
     field = config.field or "text"
     return [
         replace(source, field=field, errors=config.errors, turns_of=turns_of) for source in sources
     ]
 
 
-def name_of(source: str) -> str:
-    """Return a dataset's name, given its first input."""
-    if source == "-":
+def dataset_name(first_input: str) -> str:
+    """Return the name of a dataset's folder by default."""
+    if first_input == "-":
         return "stdin"
-    path = re.sub(r"[*?#].*", "", source.removeprefix("hf:")).rstrip("/")
+    path = re.sub(r"[*?#].*", "", first_input.removeprefix("hf:")).rstrip("/")
     return Path(os.path.abspath(path)).name.split(".")[0] or "text"
 
 
 def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return the settings that, with the text, determine the dataset.
 
-    tokenizer is None if it is to be trained.
+    ``tokenizer`` is None if it is trained on the text.
     """
     name = config.tokenizer
-    has_end = config.tokenizer == "bpe"
+    has_end = name == "bpe"
     if tokenizer:
         has_end = tokenizer.end_of_text is not None
         if name != tokenizer.kind:  # a path, whose tokenizer may change
@@ -236,12 +237,12 @@ def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None
         "separator": "\n" if needs_separator else None,
         "split": "few" if corpus.rule.few and not corpus.single else None,
     }
-    changed = {key: value for key, value in settings.items() if value}
-    return {"tokenizer": name, "val_fraction": config.val_fraction, **changed}
+    nondefault = {key: value for key, value in settings.items() if value}
+    return {"tokenizer": name, "val_fraction": config.val_fraction, **nondefault}
 
 
 def train_tokenizer(corpus: Corpus, config: PrepareConfig, separator: str) -> Tokenizer:
-    """Make a char or BPE tokenizer from the text."""
+    """Train a char or BPE tokenizer on the text."""
     if config.tokenizer == "char":
         return train_char_tokenizer(training_texts(corpus, None), separator)
     texts = training_texts(corpus, config.tokenizer_bytes or DEFAULT_TOKENIZER_BYTES)
@@ -249,7 +250,7 @@ def train_tokenizer(corpus: Corpus, config: PrepareConfig, separator: str) -> To
 
 
 def training_texts(corpus: Corpus, max_bytes: int | None) -> Iterator[str]:
-    """Yield short strings of all text, or of a sample of about ``max_bytes``."""
+    """Yield all text, or a sample of about ``max_bytes``, in short strings."""
     total = min(max_bytes or corpus.bytes, corpus.bytes) if corpus.is_plain else None
     with progress("training tokenizer", total) as bar:
         for document in corpus.sample(max_bytes):
@@ -261,18 +262,19 @@ def training_texts(corpus: Corpus, max_bytes: int | None) -> Iterator[str]:
 
 
 def describe(out: Path) -> str:
-    """Describe a dataset in lines. Raises UserError if there is none."""
+    """Return a description of a dataset. Raises UserError if there is none."""
     dataset = open_dataset(out)
     manifest = dataset.manifest
     facts = manifest["facts"]
     repeats = f"{facts['repeats']:,} of them exact repeats, see --deduplicate"
     if "dropped" in facts:
         repeats = f"without {facts['dropped']:,} exact repeats"
-    used = facts["vocabulary"] / manifest["vocab_size"]
+    used_fraction = facts["vocabulary"] / manifest["vocab_size"]
+    vocabulary = f"{dataset.tokenizer.kind}, {used_fraction:.0%} of it used"
     rows = [
         ("documents", facts["documents"], repeats),
         ("longest", facts["longest"], "tokens in one document"),
-        ("vocabulary", manifest["vocab_size"], f"{dataset.tokenizer.kind}, {used:.0%} of it used"),
+        ("vocabulary", manifest["vocab_size"], vocabulary),
     ]
     for split, counts in manifest["splits"].items():
         note = f"{counts['bytes']:,} UTF-8 bytes, {counts['documents']:,} documents end here"
@@ -280,7 +282,7 @@ def describe(out: Path) -> str:
             note = f"{counts['targets']:,} targets, {counts['documents']:,} examples"
         rows.append((f"{split} tokens", counts["tokens"], note))
     lines = [f"  {name:<12}  {count:>15,}  {note}" for name, count, note in rows]
-    return "\n".join([f"{out}", *lines, describe_sample(dataset)])
+    return "\n".join([str(out), *lines, describe_sample(dataset)])
 
 
 def describe_sample(dataset: Dataset) -> str:

@@ -20,7 +20,7 @@ from engine.core.errors import UserError
 from engine.core.settings import parse
 from engine.data.batches import drop_long_examples
 from engine.data.dataset import Dataset
-from engine.data.mixture import Mixture, as_paths, open_mixture
+from engine.data.mixture import Mixture, dataset_paths, open_mixture
 from engine.report.baselines import mixture_baselines
 from engine.report.memorization import find_passages, read_ids
 from engine.report.page import describe_data, describe_run, write_page
@@ -88,7 +88,7 @@ def describe_fully(folder: Path) -> dict[str, Any]:
 def open_data(folder: Path, settings: dict[str, Any]) -> Mixture:
     """Open the data of a run. Raises UserError if it is missing, or not that of the checkpoint."""
     mix = settings.get("mix")
-    data = open_mixture(as_paths(settings.get("data", []), mix), mix)
+    data = open_mixture(dataset_paths(settings.get("data", []), mix), mix)
     for path in list_checkpoints(folder)[-1:]:
         if open_checkpoint(path).state["data_sha256"] != data.sha256:
             raise UserError(f"{data.path}: is not the dataset of the run. Prepare that one again.")

@@ -34,7 +34,7 @@ from engine.generation.chat import converse
 from engine.generation.generate import initial_tokens
 from engine.generation.prompt_file import complete_file
 from engine.generation.sampling import DEFAULT_OPTIONS, TextOptions
-from engine.generation.text_generator import MAX_NEW_TOKENS, TextGenerator
+from engine.generation.text_generator import DEFAULT_NEW_TOKENS, TextGenerator
 from engine.generation.text_stream import TextStream
 from engine.training.checkpoint import load_model
 from engine.training.run_dir import find_checkpoint
@@ -42,8 +42,8 @@ from engine.training.run_dir import find_checkpoint
 PROMPT_SETTINGS = {"stdin", "prompt", "prompt_file"}
 TEXT_SETTINGS = {"max_new_tokens", "stop", "compile", *DEFAULT_OPTIONS}
 UNUSED_BY_BEAMS = {"num_samples", "batch_size", *DEFAULT_OPTIONS}
-# The settings with an effect in each mode, by the setting that chooses the mode. The first one
-# that is set counts; "" is the default.
+# Mode → the settings that it uses. A mode has the name of the setting that chooses it, "" is the
+# default; of several, the first counts.
 SETTINGS_BY_MODE = {
     "prompts_file": {"out", "chat", "beams", "batch_size", *TEXT_SETTINGS},
     "chat": {"system", *TEXT_SETTINGS},
@@ -69,7 +69,7 @@ class SampleConfig:
     chat: bool = False
     system: str = ""  # The system message at the start of a chat.
     num_samples: Annotated[int, Ge(1), Le(10**6)] = 1  # Texts to generate.
-    max_new_tokens: Annotated[int, Ge(1)] = MAX_NEW_TOKENS  # Limit of tokens for each text.
+    max_new_tokens: Annotated[int, Ge(1)] = DEFAULT_NEW_TOKENS  # Limit of tokens for each text.
     # Randomness: 0 always takes the most likely token; above 1 is more random than the model.
     temperature: Annotated[float, Ge(0)] = DEFAULT_OPTIONS["temperature"]
     top_k: Annotated[int | None, Ge(1)] = None  # Sample from the k most likely tokens; None: all.
@@ -118,12 +118,12 @@ class SampleConfig:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a setting."""
+    """Return the command-line flag of a setting."""
     return "-" if name == "stdin" else f"--{name.replace('_', '-')}"
 
 
 def load(path: str | Path, device: str = "auto", compile: bool = False) -> TextGenerator:
-    """Load a run's best checkpoint, or a checkpoint. Raises UserError if the path has none."""
+    """Load the best checkpoint of a run, or a checkpoint. Raises UserError if there is none."""
     path = Path(path)
     if any(path.glob("*.npy")):
         raise UserError(f"{path}: is a dataset. Train on it: python train.py --data {path}")
@@ -156,12 +156,12 @@ def sample(config: SampleConfig) -> None:
     elif config.page:
         serve_page(config, model)
     elif config.attention:
-        draw(config, config.attention, model)
+        draw_prompt(config, config.attention, model)
     else:
-        write(config, model)
+        print_text(config, model)
 
 
-def write(config: SampleConfig, model: TextGenerator) -> None:
+def print_text(config: SampleConfig, model: TextGenerator) -> None:
     """Print a text piece by piece, or several texts, or the best one."""
     prompt = read_prompt(config)
     if config.beams:
@@ -196,8 +196,8 @@ def read_prompt(config: SampleConfig) -> str:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}. Convert it.") from None
 
 
-def draw(config: SampleConfig, path: Path, model: TextGenerator) -> None:
-    """Draw the attention maps of the prompt. Raises UserError for a wrong layer or length."""
+def draw_prompt(config: SampleConfig, path: Path, model: TextGenerator) -> None:
+    """Draw the prompt's attention maps. Raises UserError for a wrong layer or a long prompt."""
     shape = model.model.config
     if config.layer is not None and not 1 <= config.layer <= shape.num_layers:
         raise UserError(f"--layer: must be from 1 to {shape.num_layers} (got {config.layer}).")
@@ -212,7 +212,7 @@ def draw(config: SampleConfig, path: Path, model: TextGenerator) -> None:
 
 
 def serve_page(config: SampleConfig, model: TextGenerator) -> None:
-    """Serve the live page until Ctrl-C; it starts with the prompt and settings given."""
+    """Serve the live page, with the config's prompt and settings, until Ctrl-C."""
     # Imported here because a web server takes half a second to import.
     from engine.report.inspector import ModelInspector
     from engine.report.server import serve

@@ -174,7 +174,7 @@ def train_step(trainer: Trainer) -> tuple[Tensor, float, Tensor]:
 def evaluate_and_save(trainer: Trainer) -> None:
     """Evaluate, call the callbacks, and save if the loss is the lowest of the run."""
     with trainer.clock.pause(), trainer.budget.timing("evaluate"):
-        record = trainer.data.evaluation(evaluate(trainer))
+        record = trainer.data.evaluation_record(evaluate(trainer))
         trainer.val_loss = record["val_loss"]
         trainer.notify("on_record", {"step": trainer.step, **record})
     if trainer.val_loss < trainer.best_val_loss:
@@ -261,7 +261,7 @@ def plan(config: TrainConfig) -> str:
         measure = partial(measure_step_seconds, data, dist)
         base = open_base(config, data, dist)
         config = resolve_config(config, data, dist, time.monotonic(), base, measure)
-        epoch_tokens = data.epochs
+        epoch_tokens = data.epoch_tokens
     return describe_plan(config, dist.device, epoch_tokens)
 
 

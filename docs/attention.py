@@ -29,7 +29,7 @@ from engine.data.chat import encode_example, is_target, render_with_targets
 from engine.data.dataset import Tokens, open_dataset
 from engine.data.tokenizer import ByteTokenizer, load_tokenizer
 from engine.generation.attention_maps import attention_maps, token_label
-from engine.generation.pictures import save
+from engine.generation.pictures import save_figure
 from engine.nn.attention import attend, causal_mask
 from engine.nn.positions import rotate
 from engine.training.checkpoint import load_model
@@ -353,7 +353,7 @@ def draw(weights: Tensor, habit_masks: Tensor, labels: list[str], title: str, pa
         axis.set_ticks(range(len(names)), names, rotation=angle, fontsize=9, parse_math=False)
     axes.legend(loc="upper right")
     figure.colorbar(image, ax=axes, shrink=0.6, label="attention weight")
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def history(config: AttentionConfig) -> str:

@@ -294,8 +294,8 @@ GOOD = '{"q": "a", "a": "b", "messages": [{"role": "assistant", "content": "c"}]
     ("arguments", "words"),
     [
         (("b.txt",), "b.txt: "),
-        ((), "no input"),
-        (("",), "no input"),
+        ((), "INPUT"),
+        (("",), "INPUT"),
         (("a.txt", "--out", "a.txt", "--force"), "--out"),
         (("empty.txt",), "train split"),
         (("bad.txt",), "at byte 3. Convert it, or use --errors"),

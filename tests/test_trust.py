@@ -223,7 +223,7 @@ def test_every_field_of_a_datasets_manifest_is_checked(copy: Path):
 def test_altered_tokens_are_found_at_first_use_and_by_verify_data(copy: Path):
     path = copy / "data" / "train-00000.npy"
     content = path.read_bytes()
-    verify_dataset(open_dataset(copy / "data"), again=False)
+    verify_dataset(open_dataset(copy / "data"), force=False)
     stat = path.stat()
     path.write_bytes(content[:-2] + b"\x07\x00")
     with pytest.raises(UserError, match=r"train-00000\.npy: SHA-256"):

@@ -91,7 +91,7 @@ def window_starts(
 
 
 def gather(tokens: Tokens, starts: np.ndarray, length: int) -> np.ndarray:
-    """Read the windows of ``length`` tokens at starts (N,): (N, length), int64."""
+    """Read the windows of ``length`` tokens that start at ``starts`` (N,): (N, length), int64."""
     windows = [tokens[start : start + length] for start in starts.tolist()]
     return np.array(windows, np.int64).reshape(len(starts), length)
 
@@ -156,7 +156,7 @@ def _examples_of_epoch(
 
 
 def padded_length(longest: int, context_length: int) -> int:
-    """Return the number of inputs of a batch, given the tokens of its longest example."""
+    """Return the padded number of inputs of a batch whose longest example has these tokens."""
     assert longest <= context_length + 1, "see drop_long_examples"
     return min(-(-max(1, longest - 1) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, context_length)
 
@@ -182,7 +182,7 @@ def inputs_and_targets(rows: np.ndarray) -> Tensor:
 
 @dataclass(eq=False)
 class Batches:
-    """The training batches of one rank, each assembled by a thread while the last is in use."""
+    """The training batches of one rank. A thread assembles the next while one is in use."""
 
     tokens: Tokens | Examples | MixedTokens
     context_length: int
@@ -193,8 +193,8 @@ class Batches:
 
     def __post_init__(self) -> None:
         self.thread = ThreadPoolExecutor(1)
-        self.pending: dict[int, Future] = {}  # the next step
-        self.digest = 0  # of the last batch; its sum over ranks does not depend on their number
+        self.pending: dict[int, Future] = {}  # the batch of the next step
+        self.digest = 0  # of the last batch; the sum over ranks does not depend on the world size
 
     def get(self, step: int) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of a step on the device, int64 (B, T) each.
@@ -250,9 +250,9 @@ def check_sizes(batch_size: int, world_size: int, micro_batch_size: int | None) 
     """Raise UserError if batches do not divide over ranks, or ranks' over micro-batches."""
     rank_size, remainder = divmod(batch_size, world_size)
     if remainder:
-        near = (rank_size + 1) * world_size
-        reason = f"must divide over {world_size} processes (got {batch_size})"
-        raise UserError(f"--batch-size: {reason}. Try {near}.")
+        next_multiple = (rank_size + 1) * world_size
+        reason = f"must be a multiple of {world_size} processes (got {batch_size})"
+        raise UserError(f"--batch-size: {reason}. Try {next_multiple}.")
     if micro_batch_size and (micro_batch_size < 1 or rank_size % micro_batch_size):
         divisors = ", ".join(str(n) for n in range(1, rank_size + 1) if rank_size % n == 0)
         reason = f"must divide {rank_size} (got {micro_batch_size})"
@@ -264,8 +264,8 @@ def evaluation_windows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return starts of fixed windows, and how many leading targets of each to ignore: (N,) each.
 
-    Every token but the first is a target once: the last window starts early to be full. With
-    max_tokens, about that many are, in windows spread evenly. Raises UserError if none fits.
+    Every token but the first is a target once: the last window starts early to be full. Of more
+    than max_tokens, evenly spread windows are chosen; 0: all. Raises UserError if none fits.
     """
     windows_per_epoch(num_tokens, context_length)
     aligned = np.arange(0, num_tokens - 1, context_length, dtype=np.int64)
@@ -288,7 +288,7 @@ def evaluation_batches(
 ) -> Iterator[Tensor]:
     """Yield inputs and targets of the evaluation windows of a rank, int64 (2, B, T) each.
 
-    max_tokens limits the evaluation, 0 does not; batch_tokens limits a batch. All ranks have the
+    max_tokens limits the evaluation (0: no limit), and batch_tokens a batch. All ranks have the
     same number of batches, of the same shapes.
     """
     if isinstance(tokens, Examples):
@@ -315,7 +315,7 @@ def evaluation_batches(
 
 
 def evaluation_order(examples: Examples, max_tokens: int) -> np.ndarray:
-    """Return the examples of an evaluation, the longest first; with a limit, of all lengths."""
+    """Return the examples to evaluate, the longest first; if limited, evenly from all lengths."""
     order = np.argsort(-examples.lengths, kind="stable")
     if max_tokens and max_tokens < len(examples):
         num_examples = max(1, round(len(order) * max_tokens / len(examples)))

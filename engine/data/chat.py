@@ -14,7 +14,7 @@ from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
 TARGET_SPEAKERS = ("completion", "assistant")  # whose texts are targets
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")  # the tokens of many imported models' chats
 MAX_RENDERED_CHARACTERS = 500  # of an example
-MAX_RENDERED_TURN_CHARACTERS = 200
+MAX_RENDERED_RUN_CHARACTERS = 200  # of consecutive targets, or of tokens between targets
 
 Turn = tuple[str, str]  # speaker: a role, "prompt" or "completion"; and the text
 
@@ -37,12 +37,11 @@ def parse_chat(record: dict[str, Any]) -> list[Turn]:
         has_form = isinstance(message, dict) and isinstance(message.get("content"), str)
         if not has_form or message.get("role") not in [*CHAT_ROLES]:
             form = '{"role": ROLE, "content": TEXT}'
-            raise UserError(
-                f"message {number} must be {form}, of the roles {', '.join(CHAT_ROLES)}"
-            )
+            roles = ", ".join(CHAT_ROLES)
+            raise UserError(f"message {number} must be {form}, with one of the roles {roles}")
         turns.append((message["role"], message["content"]))
     if not any(role == "assistant" and text for role, text in turns):
-        raise UserError("there is no message of the assistant with text to learn")
+        raise UserError("a chat must have a message of the assistant with text to learn")
     return turns
 
 
@@ -53,7 +52,7 @@ def parse_pair(record: dict[str, Any], prompt_field: str, completion_field: str)
             fields = ", ".join(map(repr, record))
             raise UserError(f"{field!r} must be text (got the fields {fields}; see {flag})")
     if not record[completion_field]:
-        raise UserError(f"{completion_field!r} is empty: there is nothing to learn")
+        raise UserError(f"{completion_field!r} must not be empty: its text is learned")
     return [("prompt", record[prompt_field]), ("completion", record[completion_field])]
 
 
@@ -74,7 +73,7 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
 
 
 def stop_ids(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids, one at most, that end the assistant's turn."""
+    """Return the ids that end the assistant's turn: at most one."""
     end = end_of_turn(tokenizer)
     return [] if end is None else [end]
 
@@ -85,7 +84,7 @@ def prompt_ids(example: Iterable[int]) -> list[int]:
 
 
 def turn_delimiters(tokenizer: Tokenizer, speaker: str) -> tuple[list[int], list[int], list[int]]:
-    """Return the token ids before a turn's text, at its end, and after its end."""
+    """Return the ids before a turn's text, at its end (targets if the text is), and after it."""
     special = tokenizer.special_tokens
     if speaker == "prompt":
         return [], [], []
@@ -111,7 +110,7 @@ def encode_example(tokenizer: Tokenizer, turns: Sequence[Turn]) -> np.ndarray:
 
 
 def encode_chat(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[list[int]]:
-    """Encode each turn, then the beginning of the assistant's next turn."""
+    """Return the ids of each turn, then those that begin the assistant's next turn."""
     encoded = []
     for speaker, text in turns:
         before, end, after = turn_delimiters(tokenizer, speaker)
@@ -120,7 +119,7 @@ def encode_chat(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[list[int]]:
 
 
 def is_target(example: np.ndarray) -> np.ndarray:
-    """Return which token ids (N,) of an example are targets, bool (N,): never the first."""
+    """Return which ids (N,) of an encoded example are targets, bool (N,): never the first."""
     return (example >= 0) & (np.arange(len(example)) > 0)
 
 
@@ -130,14 +129,14 @@ def escape_unprintable(text: str) -> str:
 
 
 def render_with_targets(tokenizer: Tokenizer, example: np.ndarray) -> str:
-    """Decode an example, with ⟦ and ⟧ around its targets; long turns are shortened."""
+    """Decode an example, with ⟦ and ⟧ around its targets; long runs are shortened."""
     targets = is_target(example)
     rendered = ""
     for run in np.split(np.arange(len(example)), np.flatnonzero(np.diff(targets)) + 1):
         ids = np.maximum(example[run], ~example[run])
         text = escape_unprintable(tokenizer.decode(ids.tolist()))
-        if len(text) > MAX_RENDERED_TURN_CHARACTERS:
-            half = MAX_RENDERED_TURN_CHARACTERS // 2
+        if len(text) > MAX_RENDERED_RUN_CHARACTERS:
+            half = MAX_RENDERED_RUN_CHARACTERS // 2
             text = f"{text[:half]} … {text[-half:]}"
         if len(rendered) + len(text) > MAX_RENDERED_CHARACTERS:
             return f"{rendered} …"
@@ -146,9 +145,9 @@ def render_with_targets(tokenizer: Tokenizer, example: np.ndarray) -> str:
 
 
 def make_encoder(tokenizer: Tokenizer, separator: str, examples: bool) -> Encoder:
-    """Return an encoder of text, whose documents end with the end of text or the separator.
+    """Return an encoder of text, or with ``examples`` of examples as JSON of their turns.
 
-    With ``examples`` it encodes examples, given as JSON of their turns.
+    The end of a document is encoded as the end of text, or as the separator without such a token.
     """
     end = tokenizer.end_of_text
     ending = tokenizer.encode(separator) if end is None else np.array([end], np.uint32)

@@ -1,4 +1,4 @@
-"""data/<name>/: its shards written, opened and verified."""
+"""A dataset, data/<name>/: write its shards, open it, verify it."""
 
 import contextlib
 import hashlib
@@ -18,19 +18,19 @@ from engine.data.splits import SPLIT_NAMES
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 
 FORMAT_VERSION = 1
-EXAMPLES_DTYPE = "int32"  # of the tokens of examples only
+EXAMPLES_DTYPE = "int32"  # of token shards of examples: ~id is negative
 LENGTHS_DTYPE = "uint32"
 MAX_SHARD_TOKENS = 2**27  # 256 MiB of uint16
 SHARD_HEADER_BYTES = 128  # NumPy's header with room for an array of any length
-VERSION_FILE = "prepared_from.json"  # holds the version of the text's files
-DATASET_FILES = re.compile(
+VERSION_FILE = "prepared_from.json"  # holds Corpus.version
+DATASET_FILE_PATTERN = re.compile(
     r"(manifest|tokenizer|verified|prepared_from)\.json"
     r"|(train|val)(-lengths)?-[0-9]{5,}(-[0-9]+)?\.npy"
 )
 
 
 class ShardedTokens:
-    """Several arrays as one. Only what is sliced is read."""
+    """Several arrays, read as one by slices."""
 
     def __init__(self, arrays: Sequence[np.ndarray]):
         self.arrays = arrays
@@ -59,7 +59,7 @@ class Examples:
     tokens: Tokens  # int32, all examples: an id where it is a target, ~id elsewhere
     starts: np.ndarray  # int64 (N,), of each example in tokens
     lengths: np.ndarray  # int64 (N,), of each example
-    too_long: int = 0  # how many examples drop_long has removed or cut
+    num_too_long: int = 0  # examples that drop_long has removed or cut
 
     def __len__(self) -> int:
         return int(self.lengths.sum())
@@ -84,14 +84,14 @@ class Examples:
         removed = [i for i in long if not (cut and (shortened.example(i)[1:] >= 0).any())]
         if len(removed) == self.num_examples:
             reason = f"no example has a target within {max_length} tokens"
-            least = int(self.lengths.min()) - 1
-            advice = "Raise it" if cut else f"Raise it to {least}, or use --long-examples cut"
+            min_context = int(self.lengths.min()) - 1
+            advice = "Raise it" if cut else f"Raise it to {min_context}, or use --long-examples cut"
             raise UserError(f"--context-length: {reason} (got {context_length}). {advice}.")
         return replace(
             self,
             starts=np.delete(self.starts, removed),
             lengths=np.delete(shortened.lengths, removed),
-            too_long=len(long),
+            num_too_long=len(long),
         )
 
 
@@ -112,13 +112,13 @@ class Dataset:
         return counts["bytes"] / counts.get("targets", counts["tokens"])
 
     def drop_long_examples(self, context_length: int, cut: bool) -> "Dataset":
-        """Apply Examples.drop_long to both splits, and count the targets of val again."""
+        """Apply Examples.drop_long to both splits, and correct the manifest's counts of val."""
         if not isinstance(self.train, Examples) or not isinstance(self.val, Examples):
             return self
         train = self.train.drop_long(context_length, cut)
         val = self.val.drop_long(context_length, cut)
         splits = self.manifest["splits"]
-        if val.too_long:
+        if val.num_too_long:
             splits = {**splits, "val": {**splits["val"], **_count_targets(val, self.tokenizer)}}
         return replace(self, train=train, val=val, manifest={**self.manifest, "splits": splits})
 
@@ -150,12 +150,12 @@ def open_dataset(path: Path) -> Dataset:
             sizes = f"{tokenizer.vocab_size} (got {manifest['vocab_size']})"
             raise UserError(f"its vocabulary size must be {sizes}")
     except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise _unusable(path, error) from None
+        raise _dataset_error(path, error) from None
     return Dataset(path, manifest, tokenizer, **splits, sha256=hashlib.sha256(content).hexdigest())
 
 
 def _open_split(path: Path, manifest: dict[str, Any], split: str) -> Tokens | Examples:
-    """Map a split into memory. Raises various errors if it is not as the manifest says."""
+    """Map a split into memory. Raises various errors unless it matches the manifest."""
     counts = manifest["splits"][split]
     tokens = _open_shards(path, counts["shards"], manifest["dtype"])
     if len(tokens) != counts["tokens"] or min(len(tokens), counts["bytes"]) < 1:
@@ -171,7 +171,7 @@ def _open_split(path: Path, manifest: dict[str, Any], split: str) -> Tokens | Ex
 
 
 def _open_shards(folder: Path, shards: list[dict[str, Any]], dtype: str) -> ShardedTokens:
-    """Map shards into memory. Raises various errors if one is not as the manifest says."""
+    """Map shards into memory. Raises various errors unless they match the manifest."""
     arrays = []
     for shard in shards:
         path = safe_child_path(folder, shard["file"])
@@ -184,16 +184,16 @@ def _open_shards(folder: Path, shards: list[dict[str, Any]], dtype: str) -> Shar
     return ShardedTokens(arrays)
 
 
-def _unusable(path: Path, error: Exception) -> UserError:
+def _dataset_error(path: Path, error: Exception) -> UserError:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     return UserError(f"{path}: can't be used ({reason}). Prepare it again with --force.")
 
 
-def verify_dataset(dataset: Dataset, again: bool) -> None:
+def verify_dataset(dataset: Dataset, force: bool) -> None:
     """Check the hash of every shard, and that every token id is in the vocabulary.
 
-    Unless ``again``, nothing is checked if verified.json records the files as they are now.
-    Raises UserError for a shard that is corrupted.
+    Unless ``force``, files that are unchanged since the last check, by verified.json, are skipped.
+    Raises UserError for a corrupted shard.
     """
     record = dataset.path / "verified.json"
     splits = [dataset.manifest["splits"][split] for split in SPLIT_NAMES]
@@ -203,18 +203,18 @@ def verify_dataset(dataset: Dataset, again: bool) -> None:
     stats = [(dataset.path / name).stat() for name in ("manifest.json", *hashes)]
     state = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
     with contextlib.suppress(OSError, ValueError):
-        if not again and read_json(record) == state:
+        if not force and read_json(record) == state:
             return
     vocab_size = dataset.tokenizer.vocab_size
     for number, (name, expected_hash) in enumerate(hashes.items()):
         if sha256(dataset.path / name) != expected_hash:
-            raise _unusable(dataset.path, UserError(f"{name}: SHA-256 mismatch"))
+            raise _dataset_error(dataset.path, UserError(f"{name}: SHA-256 mismatch"))
         if number < len(token_shards):
             tokens = np.load(dataset.path / name, mmap_mode="r")
             largest = max(int(tokens.max()), ~int(tokens.min()))
             if largest >= vocab_size:
                 error = UserError(f"{name} has token {largest} of {vocab_size}")
-                raise _unusable(dataset.path, error)
+                raise _dataset_error(dataset.path, error)
     with contextlib.suppress(OSError):  # a read-only folder is verified each time
         write_json(record, state)
 
@@ -222,17 +222,17 @@ def verify_dataset(dataset: Dataset, again: bool) -> None:
 def is_up_to_date(
     out: Path, origin: dict[str, Any], force: bool, version: str, hash_content: Callable[[], str]
 ) -> bool:
-    """Return whether ``out`` is complete and of this origin and text.
+    """Return whether ``out`` is a complete dataset of this origin and text.
 
-    version changes with the text's files. The content is only hashed if the version differs.
-    Raises UserError for a folder that must not be replaced.
+    ``version`` changes with the input files; only if it differs is their content hashed. Raises
+    UserError for a folder that must not be replaced.
     """
     names = sorted(path.name for path in out.glob("*"))
     if not names and not out.is_file():
         return False
     if not {"manifest.json", "tokenizer.json"} <= {*names}:
         raise UserError(f"--out: {out} exists and is not a dataset. Choose another folder.")
-    foreign_names = [name for name in names if not DATASET_FILES.fullmatch(name)]
+    foreign_names = [name for name in names if not DATASET_FILE_PATTERN.fullmatch(name)]
     if foreign_names:
         advice = "Move it, or choose another --out"
         raise UserError(f"{out}: contains {foreign_names[0]}, not a file of a dataset. {advice}.")
@@ -245,15 +245,15 @@ def is_up_to_date(
         raise UserError(f"{out}: manifest.json is corrupted. Use --force to replace it.") from None
     keys = sorted(old_origin.keys() | origin.keys())
     changed = [key for key in keys if old_origin.get(key) != origin.get(key)]
-    difference = ", ".join(f"{key} {old_origin.get(key)}" for key in changed)
-    is_same_text = False
+    differences = [f"{key} {old_origin.get(key)}" for key in changed]
+    is_same_version = False
     with contextlib.suppress(OSError, ValueError):
-        is_same_text = read_json(out / VERSION_FILE) == version
-    if not difference and not is_same_text and hash_content() != content:
-        difference = "other text"
-    if difference:
+        is_same_version = read_json(out / VERSION_FILE) == version
+    if not differences and not is_same_version and hash_content() != content:
+        differences = ["other text"]
+    if differences:
         advice = "Use --force to replace it, or another --out"
-        raise UserError(f"{out}: was made with {difference}. {advice}.")
+        raise UserError(f"{out}: was made with {', '.join(differences)}. {advice}.")
     with contextlib.suppress(UserError):
         open_dataset(out)
         return True
@@ -261,7 +261,7 @@ def is_up_to_date(
 
 
 class ShardWriter:
-    """Writes an array in files of MAX_SHARD_TOKENS at most, without holding it in memory."""
+    """Writes an array to files of at most MAX_SHARD_TOKENS, without holding it in memory."""
 
     def __init__(self, folder: Path, name: str):
         self.folder = folder
@@ -271,7 +271,7 @@ class ShardWriter:
         self.num_tokens = 0  # in the open file
 
     def write(self, ids: np.ndarray) -> None:
-        """Append numbers (N,), all of one dtype."""
+        """Append numbers (N,), always of the same dtype."""
         while len(ids):
             if self.file is None:
                 suffix = f"-{len(self.shards)}" if self.shards else ""

@@ -13,7 +13,7 @@ from engine.core.errors import UserError
 from engine.data.dataset import Dataset, Examples, Tokens, open_dataset, verify_dataset
 from engine.data.tokenizer import Tokenizer
 
-FIXED_POINT_ONE = 2**32  # a weight of 1 as a whole number, which makes counts exact
+FIXED_POINT_ONE = 2**32  # a weight of 1 in fixed-point numbers, which make counts exact
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ def assign_to_datasets(
     """Return the dataset of each sequence, and its index there: (N,) each, from uint64 (N,).
 
     The first dataset has sequence n if floor((n + 1) * weight) > floor(n * weight), at index
-    floor(n * weight). The other sequences are numbered again and assigned likewise. So the counts
-    up to any n are right within a few, and each dataset's indices are consecutive.
+    floor(n * weight). The other sequences are numbered anew and assigned in the same way. So counts
+    up to any n are exact to within a few, and each dataset's indices are consecutive.
     """
 
     def scale(n: np.ndarray, weight: np.uint64) -> np.ndarray:
@@ -74,7 +74,7 @@ class Mixture:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The first manifest; of several, with the sum of the training documents alone."""
+        """The manifest; of several datasets, the first with only the sum of training documents."""
         first = self.datasets[0].manifest
         if len(self.datasets) == 1:
             return first
@@ -83,7 +83,7 @@ class Mixture:
 
     @property
     def sha256(self) -> str:
-        """The hash of the manifest; of several, the hash of their hashes."""
+        """The hash of the manifest; of several datasets, the hash of their hashes."""
         if len(self.datasets) == 1:
             return self.datasets[0].sha256
         hashes = "".join(dataset.sha256 for dataset in self.datasets)
@@ -100,7 +100,7 @@ class Mixture:
 
     @property
     def names(self) -> list[str]:
-        """The names in records: each folder's name, with a number if it is not unique."""
+        """The datasets' names in records: the folders' names, numbered if not unique."""
         names: list[str] = []
         for dataset in self.datasets:
             folder = dataset.path.absolute().name
@@ -109,8 +109,8 @@ class Mixture:
         return names
 
     @property
-    def epochs(self) -> list[float]:
-        """How many tokens of the mixture visit each dataset once."""
+    def epoch_tokens(self) -> list[float]:
+        """For each dataset, the tokens of the mixture in one epoch of the dataset."""
         pairs = zip(self.datasets, self.weights, strict=True)
         return [len(dataset.train) / weight for dataset, weight in pairs]
 
@@ -123,21 +123,21 @@ class Mixture:
             lines.append(f"{percent}{dataset.path}: {train}, {len(dataset.val):,} to validate")
         return "\n       ".join(lines)
 
-    def verify(self, again: bool) -> None:
+    def verify(self, force: bool) -> None:
         """Verify each dataset: see verify_dataset."""
         for dataset in self.datasets:
-            verify_dataset(dataset, again)
+            verify_dataset(dataset, force)
 
     def mean(self, values: Iterable[float]) -> float:
-        """Average one value for each dataset by the weights."""
+        """Return the weighted mean of one value for each dataset."""
         return sum(value * weight for value, weight in zip(values, self.weights, strict=True))
 
     def bytes_per_token(self, split: str) -> float:
         """Return the mean UTF-8 bytes of one token."""
         return self.mean(dataset.bytes_per_token(split) for dataset in self.datasets)
 
-    def evaluation(self, losses: Sequence[float]) -> dict[str, float]:
-        """Return the record of an evaluation, given the loss on each in nats per token."""
+    def evaluation_record(self, losses: Sequence[float]) -> dict[str, float]:
+        """Return the metrics of an evaluation, given each dataset's loss in nats per token."""
         mean_loss = self.mean(losses)
         record = {
             "val_loss": mean_loss,
@@ -151,35 +151,33 @@ class Mixture:
         return record
 
 
-def as_paths(
+def dataset_paths(
     data: str | Path | Sequence[str | Path], mix: Sequence[float] | None = None
 ) -> tuple[Path, ...]:
-    """Return the folders of datasets. Raises UserError if there is none, or mix does not fit."""
+    """Return the paths of --data. Raises UserError for none, or another number of weights."""
     paths = tuple(map(Path, [data] if isinstance(data, str | Path) else data))
     if not paths:
         raise UserError("--data: no dataset. Give at least one.")
     if mix is not None and (len(paths) == 1 or len(mix) != len(paths)):
-        numbers = f"got {len(mix)} for {len(paths)}"
-        raise UserError(
-            f"--mix: needs several datasets in --data and a weight for each ({numbers})."
-        )
+        requirement = "needs several datasets in --data and a weight for each"
+        raise UserError(f"--mix: {requirement} (got {len(mix)} for {len(paths)}).")
     return paths
 
 
 def open_mixture(paths: Sequence[Path], mix: Sequence[float] | None = None) -> Mixture:
-    """Open datasets to be mixed in proportion to mix, by default to their tokens.
+    """Open datasets to mix in proportion to ``mix``, by default to their tokens.
 
     Raises UserError for an unusable dataset, and for datasets that cannot be mixed.
     """
     datasets = tuple(open_dataset(path) for path in paths)
     if len(datasets) > 1:
-        _check_fit(datasets)
+        _check_mixable(datasets)
     sizes = [len(dataset.train) for dataset in datasets] if mix is None else mix
-    sizes = [max(size / max(sizes), 1 / FIXED_POINT_ONE) for size in sizes]
-    return Mixture(datasets, tuple(size / sum(sizes) for size in sizes))
+    weights = [max(size / max(sizes), 1 / FIXED_POINT_ONE) for size in sizes]
+    return Mixture(datasets, tuple(weight / sum(weights) for weight in weights))
 
 
-def _check_fit(datasets: Sequence[Dataset]) -> None:
+def _check_mixable(datasets: Sequence[Dataset]) -> None:
     """Raise UserError for datasets that cannot be mixed."""
     first = datasets[0]
     paths: dict[str, Path] = {}  # by hash

@@ -21,13 +21,13 @@ from engine.data.inputs.readers import (
 from engine.data.inputs.sources import Source
 
 SPLIT_NAMES = ("train", "val")
-MIN_EXPECTED_DOCUMENTS = 6  # in the smaller split; with fewer, chance could leave it empty
+MIN_EXPECTED_DOCUMENTS = 6  # in the smaller split; with fewer, it could be empty by chance
 MIN_UNIT_BYTES = 2**24
-MAX_UNITS = 2**12  # about: each has its own shards, and a system maps some 65,000 files at most
-MIN_BATCH_CHARACTERS = 2**19  # that a thread encodes at a time, unless a unit has fewer
-MAX_WHOLE_DOCUMENT_BYTES = 2**26  # of a document that cannot be encoded in pieces
-HASH_BYTES = slice(8, 24)  # of a digest: they identify a text; those before decide its split
-# Of a text: its hash, its number of tokens, and whether its document ends.
+MAX_UNITS = 2**12  # about: each has its own shards, and Linux maps at most some 65,000 files
+MIN_BATCH_CHARACTERS = 2**19  # encoded by a thread at a time, unless a unit has fewer
+MAX_WHOLE_DOCUMENT_BYTES = 2**26  # if a document cannot be encoded in pieces
+HASH_BYTES = slice(8, 24)  # of a digest, to identify a text; the first 8 decide its split
+# For each text: its hash, its number of tokens, and whether its document ends with it.
 TEXT_DTYPE = np.dtype([("hash", "V16"), ("tokens", "<u8"), ("ends", "?")])
 
 
@@ -36,12 +36,12 @@ class Piece(NamedTuple):
 
     split: str
     text: str
-    ends: bool  # whether the document, or its part in this split, ends here
+    ends: bool  # whether the document, or its part in this split, ends with this piece
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Consecutive parts of sources that are encoded together, into their own shards."""
+    """Consecutive parts of sources, encoded together into their own shards."""
 
     number: int
     parts: tuple[tuple[Source, int, int], ...]  # source, index and count: see readers.read
@@ -64,7 +64,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Rule:
-    """How a text is split, given only the text and this rule.
+    """How documents are split into train and validation, independently of each other.
 
     A document is assigned by its hash. A large document, or every document if there are few,
     is cut: its tail is for validation.
@@ -72,9 +72,9 @@ class Rule:
 
     val_fraction: float
     few: bool  # whether assignment by hash could leave a split empty
-    single: bool  # whether there is one document, which needs no end in the middle
+    single: bool  # whether there is one document, which needs no end where it is cut
     examples: bool  # examples are never cut
-    val_threshold: float  # highest hash fraction that is for validation
+    val_threshold: float  # documents with a hash_fraction up to this are for validation
 
     def pieces(self, text: Text, digest: bytes) -> list[Piece]:
         """Split a text into one piece or two."""
@@ -89,9 +89,9 @@ class Rule:
         if train_bytes >= length:
             ends = text.ends or (train_bytes == length and not self.single)
             return [Piece("train", text.text, ends)]
-        # Replaced bytes make the text longer than its bytes in the document.
+        # Bytes that were replaced by U+FFFD make the text longer than its bytes in the document.
         train_bytes = max(0, train_bytes * len(data) // length)
-        cut = len(data[:train_bytes].decode(errors="replace"))  # after a character, not inside
+        cut = len(data[:train_bytes].decode(errors="replace"))  # not inside a character
         val = Piece("val", text.text[cut:], text.ends)
         return [Piece("train", text.text[:cut], not self.single), val] if cut else [val]
 
@@ -100,7 +100,7 @@ class Corpus:
     """The documents of sources, in order."""
 
     def __init__(self, sources: list[Source], val_fraction: float):
-        """Read only as many documents as tell whether there are few."""
+        """Read documents only until it is certain whether there are few."""
         self.sources = sources
         self.examples = any(source.turns_of for source in sources)
         self.single = len(sources) == 1 and kind_of(sources[0]) == ""
@@ -124,21 +124,21 @@ class Corpus:
                 yield count
 
     def _threshold_of_few(self, val_fraction: float) -> float:
-        """Return a threshold that gives validation its fraction: at least one, but not all."""
+        """Return the val_threshold for val_fraction of few examples: at least one, not all."""
         fractions = sorted({hash_fraction(digest_of(text)) for text in self.texts()})
         count = min(max(1, round(val_fraction * len(fractions))), len(fractions) - 1)
         return fractions[count - 1] if count > 0 else -1.0
 
     @property
     def is_plain(self) -> bool:
-        """Whether the size of the sources is about that of their text."""
+        """Whether the sources have about the size of their text."""
         return not any(
             source.compression or kind_of(source) in (".parquet", "rows") for source in self.sources
         )
 
     @property
     def version(self) -> str:
-        """A hash that changes when a file does; "" if that cannot be known."""
+        """A hash that changes with the files; "" if it is unknown whether they change."""
         versions = source_versions(self.sources)
         if not versions:
             return ""
@@ -150,7 +150,7 @@ class Corpus:
             yield from unit.texts()
 
     def digests(self) -> list[np.ndarray]:
-        """Return the texts of each unit, (N,) of TEXT_DTYPE without numbers of tokens."""
+        """Return TEXT_DTYPE arrays (N,), one for each unit, without numbers of tokens."""
         arrays = []
         for unit in self.units:
             rows = [(digest_of(text)[HASH_BYTES], 0, text.ends) for text in unit.texts()]
@@ -158,10 +158,10 @@ class Corpus:
         return arrays
 
     def sample(self, max_bytes: int | None) -> Iterator[str]:
-        """Yield all texts, or if they are more than ``max_bytes`` the beginning of each unit.
+        """Yield all texts, or if they exceed ``max_bytes`` the beginning of each unit.
 
-        The result depends on the sources alone. A unit gives in proportion to its size, and more
-        if those before it were too short.
+        The result depends on the sources alone. A unit contributes in proportion to its size, and
+        more if earlier units were too short.
         """
         if max_bytes is None or self._fits(max_bytes):
             yield from (text.text for text in self.texts())
@@ -179,7 +179,7 @@ class Corpus:
                     break
 
     def _fits(self, max_bytes: int) -> bool:
-        """Return whether the texts have at most ``max_bytes``; a known size is not measured."""
+        """Return whether the texts have at most ``max_bytes``, without reading plain sources."""
         if self.is_plain:
             return self.bytes <= max_bytes
         totals = itertools.accumulate(len(text.text.encode()) for text in self.texts())
@@ -189,8 +189,8 @@ class Corpus:
 def make_units(sources: list[Source]) -> list[Unit]:
     """Group parts of sources into units, in order.
 
-    Small files share a unit. A large file has its own; of Parquet or of a Hugging Face dataset
-    it has several.
+    Small files share a unit. A large file has its own; a large Parquet file or Hugging Face
+    dataset has several.
     """
     unit_bytes = max(MIN_UNIT_BYTES, sum(source.size for source in sources) // MAX_UNITS)
     units: list[list[tuple[Source, int, int]]] = []
@@ -210,22 +210,22 @@ def make_units(sources: list[Source]) -> list[Unit]:
 def make_batches(
     units: Iterable[Unit], whole_documents: bool = False
 ) -> Iterator[tuple[Unit, list[Text]]]:
-    """Yield a unit and texts of it that are encoded together; of each unit at least one batch.
+    """Yield texts to encode together, after their unit: at least one batch for each unit.
 
-    With whole_documents no document is in two batches. Raises UserError if it is too large.
+    With whole_documents no document is in two batches; raises UserError if one is too large.
     """
     for unit in units:
         texts: list[Text] = []
         num_characters = 0
         for text in unit.texts():
             if whole_documents and (text.size or 0) > MAX_WHOLE_DOCUMENT_BYTES:
-                limit = f"encodes a document whole, up to {MAX_WHOLE_DOCUMENT_BYTES:,} bytes"
+                limit = f"this one is for documents of up to {MAX_WHOLE_DOCUMENT_BYTES:,} bytes"
                 advice = "Split the document, or use --tokenizer bpe."
                 raise UserError(f"--tokenizer: {limit} (got {text.size:,}). {advice}")
             texts.append(text)
             num_characters += len(text.text) + 1
-            is_cuttable = text.ends or not whole_documents
-            if num_characters >= MIN_BATCH_CHARACTERS and is_cuttable:
+            can_end = text.ends or not whole_documents
+            if num_characters >= MIN_BATCH_CHARACTERS and can_end:
                 yield unit, texts
                 texts = []
                 num_characters = 0
@@ -250,7 +250,7 @@ def hash_fraction(digest: bytes) -> float:
 
 
 def content_hash(units: Iterable[np.ndarray]) -> str:
-    """Hash the texts (N,) of all units."""
+    """Hash the content of all units, each a TEXT_DTYPE array (N,)."""
     content = hashlib.blake2b(digest_size=16)
     for texts in units:
         content.update(texts["hash"].tobytes())
@@ -258,7 +258,7 @@ def content_hash(units: Iterable[np.ndarray]) -> str:
 
 
 def sum_documents(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the hashes and the numbers of tokens of documents, (M,) each, of texts (N,)."""
+    """Add up texts (N,) of TEXT_DTYPE: hashes and numbers of tokens of documents, (M,) each."""
     ends = np.flatnonzero(texts["ends"])
     if not len(ends):
         return np.empty(0, "V16"), np.empty(0, np.uint64)
@@ -269,7 +269,7 @@ def sum_documents(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def find_repeats(units: list[np.ndarray]) -> list[frozenset[int]]:
-    """Return for each unit the numbers of documents that repeat an earlier one of any unit."""
+    """Return the numbers of each unit's documents that repeat an earlier one of any unit."""
     hashes = [sum_documents(texts)[0] for texts in units]
     is_repeat = np.ones(sum(map(len, hashes)), bool)
     is_repeat[np.unique(np.concatenate(hashes), return_index=True)[1]] = False

@@ -1,7 +1,7 @@
 """tokenizer.json ↔ token ids.
 
-Every tokenizer is a file in Hugging Face's format. NumPy runs characters and bytes, tiktoken runs a
-byte-level BPE to which it gives the same ids, and ``tokenizers`` runs every other file.
+Every tokenizer is a file in Hugging Face's format. NumPy runs characters and bytes, tiktoken a
+byte-level BPE for which it returns the same ids, and ``tokenizers`` every other file.
 """
 
 import functools
@@ -25,12 +25,12 @@ from engine.data.tokenizer_json import (
     EXTENSION_KEY,
     HIDDEN_PREFIX,
     Document,
-    extended,
     is_special,
-    library_errors,
+    with_extension,
+    wrap_library_errors,
 )
 
-MAX_LISTED_CHARACTERS = 100
+MAX_LISTED_CHARACTERS = 100  # of a vocabulary, in a message
 TokenIds = Sequence[int] | np.ndarray
 
 
@@ -40,7 +40,7 @@ class Tokenizer:
     ``special_tokens`` maps names to ids; text never becomes one of them, except an ``unk_token``.
     """
 
-    # Whether text cut between two words encodes piece by piece to the ids of the whole text.
+    # Whether the pieces of a text cut between words encode to the ids of the uncut text.
     can_encode_pieces = True
     # Whether encode puts a space before the text, which decode removes again (SentencePiece).
     adds_leading_space = False
@@ -76,7 +76,7 @@ class Tokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Return token ids, uint32 (N,); a spelled-out ``<|endoftext|>`` is ordinary text.
 
-        Raises UserError for text that has no ids.
+        Raises UserError for text that cannot be encoded.
         """
         try:
             return self._encode(text)
@@ -90,9 +90,9 @@ class Tokenizer:
         raise NotImplementedError
 
     def decode_bytes(self, ids: TokenIds) -> bytes:
-        """Concatenate the UTF-8 bytes that each id contributes inside a text.
+        """Return the UTF-8 bytes of ids inside a text, where SentencePiece keeps leading spaces.
 
-        One id may be part of a character. A SentencePiece-like token contributes its leading space.
+        A single id may be a fraction of a character.
         """
         return b"".join([self.bytes_of_id[number] for number in ids])
 
@@ -102,27 +102,27 @@ class Tokenizer:
         return text.removeprefix(" ") if self.adds_leading_space else text
 
     def unused_ids(self) -> list[int]:
-        """List the ids that text never has and that do not end it; never sample them."""
+        """List the ids that neither occur in text nor end it; they must not be sampled."""
         used = self.text_ids | {self.end_of_text}
         return [number for number in range(self.vocab_size) if number not in used]
 
     def with_special(self, names: Sequence[str]) -> "Tokenizer":
-        """Return a tokenizer with these special tokens too; missing tokens get the next ids."""
+        """Return the tokenizer with additional special tokens; missing names get the next ids."""
         document = tokenizer_json.with_special_tokens(self.document, names)
         return self if document is self.document else from_document(document)
 
     def with_chat_template(self, template: str | None) -> "Tokenizer":
         """Return the same tokenizer with another chat template."""
-        return from_document(extended(self.document, chat_template=template))
+        return from_document(with_extension(self.document, chat_template=template))
 
     def is_extension_of(self, base: "Tokenizer") -> bool:
-        """Return whether this is the base tokenizer, perhaps with more special tokens.
+        """Return whether this is the base tokenizer, except for more special tokens.
 
         Names and chat templates may differ.
         """
         larger = tokenizer_json.with_special_tokens(base.document, [*self.special_tokens])
         ignored = {"chat_template": None, "name": None}
-        return extended(self.document, **ignored) == extended(larger, **ignored)
+        return with_extension(self.document, **ignored) == with_extension(larger, **ignored)
 
 
 class CharTokenizer(Tokenizer):
@@ -166,7 +166,7 @@ class BPETokenizer(Tokenizer):
     """Byte-level byte-pair encoding, run by tiktoken (Sennrich et al. 2016)."""
 
     def __init__(self, document: Document, vocab: dict[str, int], pattern: str):
-        """``vocab`` holds the tokens that merges make; ``pattern`` is tiktoken's."""
+        """Run a document by its :func:`tiktoken_form`, ``vocab`` and ``pattern``."""
         super().__init__(document)
         self.pattern = pattern
         self.text_ids = {*vocab.values()}
@@ -175,11 +175,11 @@ class BPETokenizer(Tokenizer):
         self.encoding = tiktoken.Encoding(
             self.kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_tokens
         )
-        # If two threads are the first users, every later call takes twice as long.
+        # If the first calls come from two threads, every later call takes twice as long.
         self.encoding.encode_ordinary("a word")
 
     def _encode(self, text: str) -> np.ndarray:
-        # No Python list, so that threads run in parallel.
+        # An array instead of a list, so that threads run in parallel.
         return self.encoding.encode_to_numpy(self.normalize(text), disallowed_special=())
 
     def decode_bytes(self, ids: TokenIds) -> bytes:
@@ -194,7 +194,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, document: Document):
         super().__init__(document)
         content = json.dumps(tokenizer_json.without_special(document))
-        with library_errors("tokenizers cannot read it"):
+        with wrap_library_errors("tokenizers cannot read it"):
             self.runner = tokenizers.Tokenizer.from_str(content)
         self.runner.encode_special_tokens = True  # special tokens in text are ordinary text
         for token in document["added_tokens"]:
@@ -204,7 +204,7 @@ class HuggingFaceTokenizer(Tokenizer):
         decoder = json.dumps(document.get("decoder"))
         self.is_byte_level = '"ByteLevel"' in decoder
         self.has_byte_fallback = '"ByteFallback"' in decoder
-        self.context: list[int] = []
+        self.context: list[int] = []  # an id to decode others after, see _bytes_of
         try:
             letter = self.encode("a").tolist()
         except UserError:
@@ -214,7 +214,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> np.ndarray:
         text.encode()
-        with library_errors("the tokenizer cannot encode the text"):
+        with wrap_library_errors("the tokenizer cannot encode the text"):
             ids = self.runner.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if HIDDEN_PREFIX in text and not {*ids} <= self.text_ids:
             raise UserError("the text has U+10FFFF before the name of a special token. Remove it.")
@@ -243,7 +243,7 @@ def from_document(document: Document) -> Tokenizer:
     """Return the tokenizer of a checked document. Raises UserError if it cannot be used."""
     special = tokenizer_json.special_tokens_of(document)
     characters = "".join(tokenizer_json.text_vocab(document))
-    plain = extended(document, name=None, end_of_text=None, chat_template=None)
+    plain = with_extension(document, name=None, end_of_text=None, chat_template=None)
     is_char = document["model"].get("type") == "WordLevel"
     tokenizer: Tokenizer
     if is_char and plain == tokenizer_json.char_document(characters, special):
@@ -263,22 +263,22 @@ def from_document(document: Document) -> Tokenizer:
 def load_tokenizer(path: Path) -> Tokenizer:
     """Return the tokenizer of a tokenizer.json, of any origin.
 
-    A ``tokenizer_config.json`` beside it decides on the end of text and the chat template. Raises
-    UserError if it cannot be used.
+    A ``tokenizer_config.json`` beside it determines the end of text and the chat template. Raises
+    UserError if a file is corrupted or unsupported.
     """
     document = read_json(path)
     try:
         if isinstance(document, dict) and document.get("format") == 1:
             document = tokenizer_json.convert_format_1(document)
         tokenizer_json.check_document(document)
-        return from_document(extended(document, **read_companion(path.parent)))
+        return from_document(with_extension(document, **read_tokenizer_config(path.parent)))
     except UserError as error:
         fix = "Choose another tokenizer, or prepare again."
         raise UserError(f"{path}: corrupted or unsupported tokenizer ({error}). {fix}") from None
 
 
-def read_companion(directory: Path) -> dict[str, str]:
-    """Return the end of text and the chat template that a model's directory names.
+def read_tokenizer_config(directory: Path) -> dict[str, str]:
+    """Return the end of text and the chat template from the files of a model's directory.
 
     Raises UserError if its files are corrupted.
     """
@@ -317,7 +317,7 @@ def named_tokenizer(name: str) -> Tokenizer:
 
 
 def _tiktoken_document(name: str) -> Document:
-    """Build the document of one of tiktoken's encodings, which it downloads."""
+    """Build the document of one of tiktoken's encodings, which tiktoken downloads."""
     try:
         encoding = ENCODING_CONSTRUCTORS[name]()
     except Exception as error:  # the network, its libraries or a damaged file may raise anything
@@ -327,4 +327,5 @@ def _tiktoken_document(name: str) -> Document:
     ranks = encoding["mergeable_ranks"].items()
     vocab = {tokenizer_json.to_byte_level(token): rank for token, rank in ranks}
     special = encoding["special_tokens"]
-    return extended(tokenizer_json.bpe_document(vocab, encoding["pat_str"], special), name=name)
+    document = tokenizer_json.bpe_document(vocab, encoding["pat_str"], special)
+    return with_extension(document, name=name)

@@ -27,7 +27,7 @@ END_OF_TURN = "<|end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, *CHAT_ROLES.values(), END_OF_TURN)  # of a BPE trained here
 EXTENSION_KEY = "gpt_trainer"
 MAX_VOCAB_SIZE = 2**24
-# Prefix of special tokens in the vocabulary that `tokenizers` runs: a noncharacter.
+# A noncharacter before the names of special tokens: see without_special.
 HIDDEN_PREFIX = "\U0010ffff"
 
 _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -35,10 +35,10 @@ _LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# --pattern → regex whose matches are the words; all but the first are those of known models.
+# --pattern → regex whose matches are the words; all but the first come from known models.
 SPLIT_PATTERNS = {
-    # GPT-4's with digits in pairs, for small vocabularies. Words have at most 64 characters, as
-    # training on text without spaces would take minutes, and overflow the regex engine.
+    # GPT-4's, with digits in pairs for small vocabularies. Without the limit of 64 characters, text
+    # without spaces would take minutes to train on and overflow the regex engine.
     "pairs": r"'(?:[sdmtSDMT]|ll|LL|ve|VE|re|RE)|[^\r\n\p{L}\p{N}]?\p{L}{1,64}|\p{N}{1,2}"
     r"| ?[^\s\p{L}\p{N}]{1,64}[\r\n]{0,64}|\s{0,64}[\r\n]{1,64}|\s{1,64}(?!\S)|\s{1,64}",
     "gpt2": _GPT2_PATTERN,
@@ -85,7 +85,7 @@ _BPE_OPTIONS = {
 
 
 def char_document(characters: str, special: dict[str, int]) -> Document:
-    """Build the tokenizer of these characters, numbered in order."""
+    """Build the tokenizer whose ids number the characters in order."""
     vocab = {character: index for index, character in enumerate(characters)} | special
     model: dict[str, Any] = {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}
     return _document(model, split_by(r"[\s\S]"), {"type": "Fuse"}, special)
@@ -136,8 +136,8 @@ def added_tokens(special: dict[str, int]) -> list[dict[str, Any]]:
     ]
 
 
-def extended(document: Document, **values: str | None) -> Document:
-    """Change values in a document's extension; None and the usual end of text remove one."""
+def with_extension(document: Document, **values: str | None) -> Document:
+    """Change values of a document's extension; None and the usual end of text remove one."""
     values = document["model"].get(EXTENSION_KEY, {}) | values
     values = {name: value for name, value in values.items() if value not in (None, END_OF_TEXT)}
     model = {name: value for name, value in document["model"].items() if name != EXTENSION_KEY}
@@ -147,7 +147,7 @@ def extended(document: Document, **values: str | None) -> Document:
 
 
 def with_special_tokens(document: Document, names: Sequence[str]) -> Document:
-    """Return the document with these special tokens too; missing tokens get the next ids."""
+    """Return the document with additional special tokens; missing names get the next ids."""
     special = special_tokens_of(document)
     missing = [name for name in names if name not in special]
     if not missing:
@@ -159,11 +159,11 @@ def with_special_tokens(document: Document, names: Sequence[str]) -> Document:
     added = [*document["added_tokens"], *added_tokens(new)]
     document = document | {"model": model, "added_tokens": added}
     # The template of an imported model does not use the tokens of our chats.
-    return extended(document, chat_template=None) if END_OF_TURN in new else document
+    return with_extension(document, chat_template=None) if END_OF_TURN in new else document
 
 
 def is_special(token: dict[str, Any]) -> bool:
-    """Return whether text never becomes an added token: so for markup such as ``<tool_call>``."""
+    """Return whether text never becomes an added token; markup like ``<tool_call>`` never does."""
     return token.get("special", False) or token["content"].startswith(("<", "["))
 
 
@@ -194,7 +194,7 @@ def vocab_size_of(document: Document) -> int:
 
 
 def without_special(document: Document) -> Document:
-    """Rename special tokens so that ``tokenizers`` makes none of them from text."""
+    """Rename special tokens, so that ``tokenizers`` never encodes text as one of them."""
     special = special_tokens_of(document)
     hidden = {name: HIDDEN_PREFIX + name for name in special}
     model = dict(document["model"])
@@ -215,19 +215,20 @@ def without_special(document: Document) -> Document:
 
 
 @contextlib.contextmanager
-def library_errors(problem: str) -> Iterator[None]:
-    """Raise UserError for the exceptions of ``tokenizers``, and its panics (not Exceptions)."""
+def wrap_library_errors(problem: str) -> Iterator[None]:
+    """Turn the exceptions and panics of ``tokenizers`` into UserErrors."""
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        is_panic = type(error).__name__ == "PanicException"  # derives from BaseException
+        if not isinstance(error, Exception) and not is_panic:
             raise
         raise UserError(f"{problem} ({' '.join(str(error).split())})") from None
 
 
 def check_document(document: Any) -> None:
-    """Raise UserError if ``tokenizers`` cannot read it, or if ids are not unique."""
-    with library_errors("tokenizers cannot read it"):
+    """Raise UserError for a document that is unsupported or whose ids are not unique."""
+    with wrap_library_errors("tokenizers cannot read it"):
         tokenizers.Tokenizer.from_str(json.dumps(document))
     if "added_tokens" not in document:
         raise UserError("it has no added_tokens")
@@ -244,7 +245,7 @@ def check_document(document: Any) -> None:
 
 
 def possible_merges(vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """List all pairs of tokens that form a token, in order of its id: tiktoken merges these."""
+    """List the pairs of tokens that form a token, in order of its id: those tiktoken merges."""
     return [
         (token[:length], token[length:])
         for token in sorted(vocab, key=vocab.__getitem__)
@@ -254,12 +255,11 @@ def possible_merges(vocab: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def tiktoken_form(document: Document) -> tuple[dict[str, int], str] | None:
-    """Return the vocabulary and pattern with which tiktoken gives the same ids, or None.
+    """Return the vocabulary and pattern with which tiktoken returns the same ids, or None.
 
-    tiktoken keeps a word that is a token. In other words it merges the neighbors that form the
-    token of lowest id. The merges of the file do the same if they are all possible merges, in order
-    of the ids. Merges in order also do if they make each token from its characters: then no other
-    pair that forms the token can occur.
+    tiktoken keeps a word that is a token. In any other word it repeatedly merges the neighbors that
+    form the token of lowest id. The file's merges must be in order of these ids, and either all
+    possible ones, or make each token from its characters: then no other pair can form the token.
     """
     model = document["model"]
     options = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
@@ -330,4 +330,5 @@ def convert_format_1(saved: Document) -> Document:
         raise UserError(f"{type(error).__name__}: {error}") from None
     name = None if kind in ("char", "byte", "bpe") else kind
     template = saved.get("chat_template")
-    return extended(document, name=name, end_of_text=saved.get("end_name"), chat_template=template)
+    end = saved.get("end_name")
+    return with_extension(document, name=name, end_of_text=end, chat_template=template)

@@ -28,8 +28,8 @@ def train_bpe_tokenizer(
 ) -> Tokenizer:
     """Return a byte-level BPE of at most vocab_size tokens; the last are the special tokens.
 
-    ``pattern`` is a name in SPLIT_PATTERNS. If vocab_size is None, choose_vocab_size decides. Texts
-    of at most 65,536 characters cost the least memory and time.
+    ``pattern`` is a name in SPLIT_PATTERNS. Without vocab_size, choose_vocab_size decides. Texts of
+    at most 65,536 characters need the least memory and time.
     """
     num_bytes = 0
 
@@ -39,16 +39,15 @@ def train_bpe_tokenizer(
             num_bytes += len(text.encode())
             yield text
 
-    runner = tokenizers.Tokenizer.from_str(
-        json.dumps(bpe_document({}, SPLIT_PATTERNS[pattern], {}))
-    )
+    untrained = bpe_document({}, SPLIT_PATTERNS[pattern], {})
+    runner = tokenizers.Tokenizer.from_str(json.dumps(untrained))
     trainer = BpeTrainer(
         vocab_size=(vocab_size or MAX_CHOSEN_VOCAB_SIZE) - len(SPECIAL_TOKENS),
         initial_alphabet=ByteLevel.alphabet(),
         show_progress=False,
     )
     runner.train_from_iterator(count_bytes(), trainer)
-    # The vocabulary of a smaller BPE is the beginning of a larger one's.
+    # A smaller BPE has the first tokens of a larger one.
     num_tokens = (vocab_size or choose_vocab_size(num_bytes)) - len(SPECIAL_TOKENS)
     vocab = {token: rank for token, rank in runner.get_vocab().items() if rank < num_tokens}
     special = {name: number for number, name in enumerate(SPECIAL_TOKENS, len(vocab))}

@@ -1,7 +1,7 @@
 """A corpus → data/<name>/: its shards, encoded by threads or on a Ray cluster, and a manifest.
 
-Each finished unit of work leaves a record beside its shards. A later run with the same text and
-settings skips it.
+Each finished unit has a record beside its shards. A later run with the same text and settings
+skips it.
 """
 
 import collections
@@ -34,12 +34,12 @@ from engine.data.splits import SPLIT_NAMES, Corpus, Piece, Rule, Unit
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 
 RAY_TIMEOUT_SECONDS = 10  # to reach a cluster
-MAX_RAY_RETRIES = 5  # of a unit whose worker or machine was lost
+MAX_RAY_RETRIES = 5  # of a unit, after its worker or machine was lost
 
 
 @dataclass
 class Batch:
-    """Encoded texts: of each split token ids and counts; and a row for each text."""
+    """Encoded texts: the token ids and counts of each split, and a row for each text."""
 
     ids: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
     counts: dict[str, Counter] = field(default_factory=lambda: defaultdict(Counter))
@@ -50,7 +50,7 @@ class Batch:
 def encode_batch(
     texts: Iterable[Text], rule: Rule, encode: Encoder, whole_documents: bool
 ) -> Batch:
-    """Split, hash and encode texts, or with whole_documents the joined texts of each document."""
+    """Split, hash and encode texts; with whole_documents, join each document's texts first."""
     batch = Batch()
     pieces: list[Piece] = []
     for text in texts:
@@ -82,7 +82,7 @@ class Job:
     rule: Rule
     separator: str  # ends a document where the tokenizer has no token for it
     vocab_size: int
-    settings: str  # everything else that the tokens depend on
+    settings: str  # all other settings that the shards depend on
 
     @property
     def dtype(self) -> str:
@@ -92,14 +92,14 @@ class Job:
         return "uint16" if self.vocab_size <= 2**16 else "uint32"
 
     def key(self, unit: Unit) -> str:
-        """Hash what a unit's shards depend on; "" if the version of a source is unknown."""
+        """Hash a unit's inputs and settings; return "" if the version of a source is unknown."""
         versions = splits.source_versions(source for source, _, _ in unit.parts)
         parts = [(index, count) for _, index, count in unit.parts]
         content = [versions, parts, sorted(unit.dropped), repr(self.rule), self.settings]
         return hashlib.sha256(files.to_json(content).encode()).hexdigest() if versions else ""
 
     def record_path(self, unit: Unit) -> Path:
-        """Return the path of the record that makes a unit finished."""
+        """Return the path of a unit's record, which exists once the unit is finished."""
         return self.folder / f"record-{unit.number:05d}.npz"
 
     def read_record(self, unit: Unit) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class Job:
 
 
 def map_in_order(function: Callable, items: Iterable[tuple], num_threads: int) -> Iterator[Any]:
-    """Yield the results of function(*item) in order, computed by threads a few items ahead."""
+    """Yield the results of function(*item) in order; threads compute a few items ahead."""
     waiting: collections.deque[Future] = collections.deque()
     with ThreadPoolExecutor(num_threads) as pool:
         for item in items:
@@ -127,18 +127,18 @@ def encode_units(
     threads: int | None = None,
     advance: Callable[[int], Any] = lambda num_characters: None,
 ) -> int:
-    """Encode units in order with this many threads; None: one for each core.
+    """Encode units in order, by ``threads`` threads; None: one for each core.
 
     Threads suffice: tiktoken and NumPy release Python's lock. Returns the size of the sources.
     """
     tokenizer = load_tokenizer(job.folder / "tokenizer.json")
-    is_whole = not tokenizer.can_encode_pieces
+    whole_documents = not tokenizer.can_encode_pieces
     encoder = make_encoder(tokenizer, job.separator, job.rule.examples)
 
     def encode(unit: Unit, texts: list[Text]) -> tuple[Unit, Batch]:
-        return unit, encode_batch(texts, job.rule, encoder, is_whole)
+        return unit, encode_batch(texts, job.rule, encoder, whole_documents)
 
-    items = splits.make_batches(units, is_whole)
+    items = splits.make_batches(units, whole_documents)
     batches = map_in_order(encode, items, threads or os.cpu_count() or 1)
     for unit, group in itertools.groupby(batches, key=itemgetter(0)):
         write_unit(job, unit, (batch for _, batch in group), advance)
@@ -148,7 +148,7 @@ def encode_units(
 def write_unit(
     job: Job, unit: Unit, batches: Iterable[Batch], advance: Callable[[int], Any]
 ) -> None:
-    """Write the shards of a unit, and then its record."""
+    """Write the shards of a unit, then its record."""
     counts: dict[str, Counter] = {split: Counter() for split in SPLIT_NAMES}
     used = np.zeros(job.vocab_size, bool)  # which token ids occur
     texts = []
@@ -174,17 +174,16 @@ def write_unit(
 
 
 def encode_on_ray(job: Job, units: Sequence[Unit], address: str) -> Iterator[int]:
-    """Encode units as tasks of Ray. Yields the size of each unit that is finished.
+    """Encode units as tasks of Ray. Yields the size of each finished unit.
 
-    address is local, local:4 for four workers on this machine, or that of a cluster. Its machines
-    need this project, the sources and the output at the same paths.
-    Raises UserError if the cluster cannot be reached.
+    ``address`` is local, local:4 (workers), or the address of a cluster, whose machines need this
+    project, the sources and the output at the same paths. Raises UserError if it is unreachable.
     """
     ray = import_optional("ray", f"--ray {address}", extra="ray")
     local = re.fullmatch("local(?::([1-9][0-9]*))?", address)
     host = None if local else re.fullmatch(r"(?:ray://)?(.*):([0-9]+)", address)
     with wrap_errors(f"--ray {address}", "Give local, local:4 (workers) or a running cluster."):
-        if host:  # Ray itself would try for minutes
+        if host:  # Ray would try for minutes
             socket.create_connection((host[1], int(host[2])), RAY_TIMEOUT_SECONDS).close()
         ray.init(
             address="local" if local else address,
@@ -210,12 +209,12 @@ def encode_on_ray(job: Job, units: Sequence[Unit], address: str) -> Iterator[int
 
 
 def work_folder(out: Path) -> Path:
-    """Return the folder beside a dataset that holds its finished units while it is made."""
+    """Return the folder beside a dataset that holds its finished units until it is complete."""
     return out.resolve().with_name(f".{out.resolve().name}.work")
 
 
 def remove_work_folder(out: Path) -> None:
-    """Remove what a run left that died just after its dataset was complete."""
+    """Remove the work folder of a complete dataset, which a killed run may leave behind."""
     if work_folder(out).exists():
         with contextlib.suppress(UserError, OSError), files.exclusive_lock(out):
             shutil.rmtree(work_folder(out))
@@ -231,8 +230,8 @@ def write_dataset(
 ) -> None:
     """Encode a corpus into ``out``, which appears when it is complete.
 
-    origin tells what the dataset is made from. Units that an interrupted run has finished are
-    not encoded again. Raises UserError for text that cannot be used.
+    ``origin`` holds the settings of the dataset. Units that an interrupted run has finished are
+    not encoded again. Raises UserError for unusable text.
     """
     folder = work_folder(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -252,7 +251,7 @@ def write_dataset(
     except BaseException as error:
         num_finished = len([*folder.glob("record-*.npz")])
         if num_finished == 0 or (num_finished == len(units) and isinstance(error, UserError)):
-            shutil.rmtree(folder)  # there is nothing to continue from
+            shutil.rmtree(folder)  # nothing to resume from
         raise
     manifest["tokenizer"] = {"kind": tokenizer.kind, "sha256": tokenizer_sha256}
     with files.atomic_directory(out) as directory:
@@ -267,7 +266,7 @@ def write_dataset(
 def encode_missing(
     job: Job, units: Sequence[Unit], is_plain: bool, threads: int | None, ray: str | None
 ) -> None:
-    """Encode the units that are not finished, after removing the files of all others."""
+    """Remove all files that do not belong to a finished unit, and encode the missing units."""
     missing = []
     valid_names = {"tokenizer.json"}
     for unit in units:
@@ -288,7 +287,7 @@ def encode_missing(
 
 
 def find_files(job: Job, unit: Unit) -> list[str]:
-    """Return the names of a finished unit's files; none if they are missing or of other text."""
+    """Return the names of a finished unit's files; none if they are missing or outdated."""
     key = job.key(unit)
     if not key or not job.record_path(unit).exists():
         return []
@@ -339,12 +338,9 @@ def join_split(split: str, records: list[dict[str, Any]], num_documents: int) ->
     if counts["tokens"] < 2:
         size = f"at least 2 tokens (got {counts['tokens']}, of {num_documents} documents)"
         raise UserError(f"the {split} split must have {size}. Change --val-fraction.")
-    shards: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-    for record in records:
-        for name, unit_shards in record["shards"].items():
-            shards[name] += unit_shards
     entry = {name: counts[name] for name in ("tokens", "bytes", "documents")}
-    if f"{split}-lengths" not in shards:
-        return {**entry, "shards": shards[split]}
-    lengths = shards[f"{split}-lengths"]
-    return {**entry, "targets": counts["targets"], "shards": shards[split], "lengths": lengths}
+    shards = [shard for record in records for shard in record["shards"][split]]
+    if f"{split}-lengths" not in records[0]["shards"]:
+        return {**entry, "shards": shards}
+    lengths = [shard for record in records for shard in record["shards"][f"{split}-lengths"]]
+    return {**entry, "targets": counts["targets"], "shards": shards, "lengths": lengths}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.data.tokenizer import Tokenizer
-from engine.generation.pictures import save
+from engine.generation.pictures import save_figure
 from model import GPT, Block, Head
 
 SPACE_SYMBOLS = {" ": "·", "\n": "⏎", "\t": "⇥"}
@@ -38,12 +38,12 @@ def attention_maps(model: GPT, tokens: Tensor) -> Tensor:
 
 
 def token_label(tokenizer: Tokenizer, token: int) -> str:
-    """Return a token as visible text: ``·`` a space, ``⏎`` a newline, ``⟨e2 82⟩`` single bytes."""
+    """Return a token as visible text: space as ``·``, newline as ``⏎``, bytes as ``⟨e2 82⟩``."""
     try:
         text = tokenizer.decode_bytes([token]).decode()
     except UnicodeDecodeError as error:
         return f"⟨{error.object.hex(' ')}⟩"
-    except (KeyError, IndexError, ValueError):  # the model's vocabulary may be larger
+    except (KeyError, IndexError, ValueError):  # the model's vocabulary may have more ids
         return f"⟨unused {token}⟩"
     return "".join(SPACE_SYMBOLS.get(c) or (c if c.isprintable() else repr(c)[1:-1]) for c in text)
 
@@ -55,7 +55,7 @@ def draw_attention(
 
     A row of a map is a query's token, and a column a key's; the weights of a row sum to 1.
     """
-    from matplotlib.figure import Figure  # takes half a second: imported only to draw
+    from matplotlib.figure import Figure  # here, because it takes half a second
 
     num_layers, num_heads, length, _ = maps.shape
     layers = range(num_layers) if layer is None else [layer]
@@ -79,4 +79,4 @@ def draw_attention(
         axes.set_yticks(ticks, tick_labels, fontsize=6, parse_math=False)
     label = "attention weight\n(row looks at column)"
     figure.colorbar(image, ax=all_axes, shrink=0.6, label=label)
-    save(figure, path)
+    save_figure(figure, path)

@@ -13,17 +13,17 @@ LENGTH_PENALTY_EXPONENT = 0.6  # α of Wu et al. 2016, eq. 14
 
 
 def length_penalty(length: int) -> float:
-    """Return the divisor of a continuation's log P, which grows with its length."""
+    """Return the divisor of log P for a continuation of this length."""
     return ((5 + length) / 6) ** LENGTH_PENALTY_EXPONENT
 
 
 @torch.inference_mode()
 def beam_search(model: GPT, stream: TextStream, num_beams: int) -> tuple[list[int], float]:
-    """Find the continuation of a prompt with the best score: returns its ids and the score.
+    """Return the ids of the continuation of a prompt with the best score, and the score.
 
     The score is log P / ((5 + length) / 6)^α: Wu et al. 2016, eq. 14. A continuation is finished by
-    an id that ends the stream, which it includes, by a stop text, or by the most tokens. The search
-    is over when no unfinished one can surpass the best finished one.
+    an id that ends the stream, which it includes, by a stop text, or by the maximum length. The
+    search ends when no unfinished continuation can surpass the best finished one.
     """
     tokenizer = stream.tokenizer
     max_tokens = stream.max_tokens
@@ -38,12 +38,12 @@ def beam_search(model: GPT, stream: TextStream, num_beams: int) -> tuple[list[in
         logits = sequences.logits()
         check_finite(logits)
         scores = log_probs[:, None] + logits.float().log_softmax(dim=-1)  # (beams, V)
-        values, places = scores.flatten().topk(min(num_beams, scores.numel()))  # descending
+        values, indices = scores.flatten().topk(min(num_beams, scores.numel()))  # descending
         is_allowed = values > -math.inf
         values = values[is_allowed]
-        places = places[is_allowed]
-        parents = places // scores.shape[1]
-        ids = places % scores.shape[1]
+        indices = indices[is_allowed]
+        parents = indices // scores.shape[1]
+        ids = indices % scores.shape[1]
         unfinished = []  # (index among the candidates, ids)
         candidates = zip(values.tolist(), parents.tolist(), ids.tolist(), strict=True)
         for index, (value, parent, token) in enumerate(candidates):
@@ -68,6 +68,6 @@ def beam_search(model: GPT, stream: TextStream, num_beams: int) -> tuple[list[in
 
 
 def search_text(model: GPT, stream: TextStream, num_beams: int) -> str:
-    """Find the best text after a stream's prompt."""
+    """Return the best text after a stream's prompt."""
     ids, _ = beam_search(model, stream, num_beams)
     return "".join(map(stream.push, ids)) + stream.end()

@@ -19,8 +19,8 @@ def converse(model: TextGenerator, system: str, **options: Unpack[TextOptions]) 
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401, gives input() editing and a history
-    # In a terminal Ctrl-C ends an answer, and at the prompt the chat; in a pipe, the command.
+            import readline  # noqa: F401, adds editing and a history to input()
+    # Ctrl-C in a terminal ends an answer, or at the prompt the chat; in a pipe, the command.
     interrupts = [KeyboardInterrupt] if is_terminal else []
     turns = [("system", system)] if system else []
     with contextlib.suppress(EOFError, *interrupts):
@@ -38,7 +38,7 @@ def converse(model: TextGenerator, system: str, **options: Unpack[TextOptions]) 
                         print(piece, end="", flush=True)
                 print()
                 turns = [*chat, ("assistant", answer)]
-            except UserError as error:  # a character that the tokenizer lacks, for example
+            except UserError as error:  # such as a character that the tokenizer lacks
                 if not is_terminal:
                     raise
                 print(f"error: {error}", file=sys.stderr)

@@ -17,9 +17,10 @@ from model import GPT
 
 
 def window_start(length: int, context_length: int) -> int:
-    """Return the first of ``length`` tokens that predict the next one.
+    """Return where the context of the next token starts in ``length`` tokens.
 
-    The window grows to context_length, then drops its older half and grows again, with a cache.
+    The context grows to context_length, then drops its older half and grows again: a cache stays
+    valid meanwhile.
     """
     stride = (context_length + 1) // 2
     num_excess = max(0, length - context_length)
@@ -84,7 +85,7 @@ def generate(
     use_cache: bool = True,
     **filters: Unpack[FilterOptions],
 ) -> Iterator[Tensor]:
-    """Continue prompts (B, T), or one (T,), T ≥ 1: yields the next ids (B,), max_new_tokens times.
+    """Continue prompts (B, T) or a prompt (T,), T ≥ 1: yield next ids (B,), max_new_tokens times.
 
     Banned ids are never chosen. Decoding without the cache is the slow definition.
     """
@@ -99,9 +100,10 @@ def generate(
 
 
 def initial_tokens(tokenizer: Tokenizer, num_documents: int) -> list[int]:
-    """Return ids for an empty prompt: the end of text, if training saw several documents end.
+    """Return the ids that replace an empty prompt.
 
-    Otherwise a newline, or the first id if the tokenizer has none.
+    They are the end of text if the model was trained on several documents, else a newline, or the
+    first id if the tokenizer has none.
     """
     if tokenizer.end_of_text is not None and num_documents > 1:
         return [tokenizer.end_of_text]
@@ -112,7 +114,7 @@ def initial_tokens(tokenizer: Tokenizer, num_documents: int) -> list[int]:
 
 
 def banned_tokens(tokenizer: Tokenizer, model: GPT, ends: Container[int] = ()) -> list[int]:
-    """List the model's ids that are neither text nor an end of it."""
+    """List the model's ids that neither occur in text nor end it."""
     padding = range(tokenizer.vocab_size, model.config.vocab_size or 0)
     return [token for token in [*tokenizer.unused_ids(), *padding] if token not in ends]
 
@@ -127,11 +129,12 @@ def complete(
     drop_ended: bool = True,
     **filters: Unpack[FilterOptions],
 ) -> Iterator[tuple[int, str]]:
-    """Continue the prompts of streams with one tokenizer, in batches, until all have ended.
+    """Continue the prompts of streams in batches until all have ended.
 
-    Yields (index of the stream, text) for each new token. Prompts of similar length share a batch.
-    With drop_ended, which saves time, random numbers depend on which streams ended before. At
-    temperature 0 the tokens are those of :func:`generate` for each prompt alone.
+    Yields (index of the stream, text) for each new token. The streams have the same tokenizer;
+    prompts of similar length share a batch. With drop_ended, which saves time, random numbers
+    depend on which streams ended before. At temperature 0 the tokens are those of
+    :func:`generate` for each prompt alone.
     """
     device = next(model.parameters()).device
     sample = partial(sample_token, generator=torch.Generator(device).manual_seed(seed), **filters)

@@ -7,14 +7,11 @@ from torch import Tensor
 
 from model import GPT
 
-MAX_CACHED_WINDOWS = 2  # with a sliding window: one would do, but would be moved at each token
+MAX_CACHED_WINDOWS = 2  # of a sliding window; with 1, every token would move the window
 
 
 class KVCache:
-    """The keys and values that one block's attention has computed.
-
-    With a sliding window, positions outside it are dropped in time.
-    """
+    """The keys and values of a block's attention; with a sliding window, of the last positions."""
 
     def __init__(
         self,
@@ -39,7 +36,7 @@ class KVCache:
     def clear(self) -> None:
         """Forget all positions."""
         self.filled = 0  # positions so far
-        self.stored = 0  # of these, the last ones that are still stored
+        self.stored = 0  # the last of these, which are still stored
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values (B, G, T, K) of the next T positions.
@@ -73,7 +70,7 @@ class KVCache:
 
 
 def new_caches(model: GPT, batch_size: int, max_length: float = math.inf) -> list[KVCache]:
-    """Create an empty cache for each block, for max_length positions or a context, if less."""
+    """Create an empty cache for each block, for max_length positions or the context, if shorter."""
     config = model.config
     length = int(min(config.context_length, max_length))
     shape = (batch_size, config.num_groups, length, config.head_width)

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DATASET_PREFIX = "val_loss/"  # of the metrics of each dataset of a mixture
-WARMUP_FRACTION = 0.05  # of the curve: these losses do not set the scale of the axis
+WARMUP_FRACTION = 0.05  # of the losses, which are ignored in the scale of the axis
 
 
 def draw_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the losses in records of metrics.jsonl against the step. Non-finite ones are omitted."""
-    from matplotlib.figure import Figure  # takes half a second: imported only to draw
+    """Draw the finite losses in records of metrics.jsonl against the step."""
+    from matplotlib.figure import Figure  # here, because it takes half a second
 
     styles = {"train_loss": ("training", "-"), "val_loss": ("validation", "o-")}
     keys = dict.fromkeys(key for record in records for key in record)
@@ -46,10 +46,10 @@ def draw_loss(records: Sequence[dict[str, Any]], path: Path) -> None:
     losses = [loss for _, loss in sorted(all_points)][int(len(all_points) * WARMUP_FRACTION) :]
     if losses and max(losses) > min(losses):
         axes.set_ylim(min(losses) - 0.05 * (max(losses) - min(losses)), max(losses))
-    save(figure, path)
+    save_figure(figure, path)
 
 
-def save(figure: "Figure", path: Path) -> None:
+def save_figure(figure: "Figure", path: Path) -> None:
     """Write a figure as a PNG, atomically: a viewer may be reading the file."""
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=120)

@@ -1,4 +1,4 @@
-"""Completing a file of prompts, or answering a file of chats: JSON Lines → JSON Lines."""
+"""Complete a file of prompts, or answer a file of chats: JSON Lines → JSON Lines."""
 
 import sys
 import time
@@ -41,15 +41,15 @@ def complete_file(
     ends = stop_ids(model.tokenizer) if is_chat else []
     records = []
     streams = []
-    for place, record in read_lines(source):
+    for location, record in read_lines(source):
         try:
             prompt, limit = encode_record(record, model, is_chat, max_new_tokens)
         except (UserError, UnicodeEncodeError) as error:
-            raise UserError(f"{place}: {error}") from None
+            raise UserError(f"{location}: {error}") from None
         streams.append(TextStream(model.tokenizer, prompt, limit, stop, ends))
         records.append({**record, "completion": ""})
     if not records:
-        raise UserError(f'{source}: has no lines. Add one or more: {{"prompt": TEXT}}')
+        raise UserError(f'{source}: has no lines. Add lines such as {{"prompt": TEXT}}.')
     start_time = time.perf_counter()
     completions: Iterator[tuple[int, str]]
     if num_beams:
@@ -69,21 +69,21 @@ def complete_file(
 
 
 def read_lines(path: Path) -> Iterator[tuple[Path, Any]]:
-    """Yield each JSON value of a file, after its place: the path and the line's number."""
+    """Yield each JSON value of a file, after its location: the path and the line's number."""
     for number, line in enumerate(path.read_bytes().removeprefix(BOM_UTF8).split(b"\n"), 1):
         if line.strip():
-            place = Path(f"{path}, line {number}")
-            yield place, parse_json(line, place)
+            location = Path(f"{path}, line {number}")
+            yield location, parse_json(line, location)
 
 
 def encode_record(
     record: Any, model: TextGenerator, is_chat: bool, max_new_tokens: int
 ) -> tuple[list[int], int]:
-    """Encode the prompt or chat of a line: returns its ids, and the most tokens after it.
+    """Return the ids of a line's prompt or chat, and the maximum number of new tokens.
 
     Raises UserError or UnicodeEncodeError.
     """
-    to_json(record).encode()  # JSON can spell half of a character
+    to_json(record).encode()  # JSON may contain half of a character
     if not isinstance(record, dict):
         raise UserError(f"must be a JSON object (got {to_json(record)[:40]}).")
     if "completion" in record:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.core.errors import UserError
 
-MIN_TEMPERATURE = 1e-4  # below it division overflows: the most likely token is chosen
+MIN_TEMPERATURE = 1e-4  # below it division could overflow: the most likely token is chosen
 
 
 class FilterOptions(TypedDict, total=False):
@@ -26,13 +26,13 @@ class SamplingOptions(FilterOptions, total=False):
 
 
 class TextOptions(SamplingOptions, total=False):
-    """Keywords of text generation: a text ends before any text of ``stop``."""
+    """Keywords of text generation, which ends before any text of ``stop``."""
 
     max_new_tokens: int
     stop: Sequence[str]
 
 
-# Of sample.py and TextGenerator.
+# The defaults of sample.py and TextGenerator.
 DEFAULT_OPTIONS: SamplingOptions = {"temperature": 0.8, "top_k": None, "top_p": 0.95, "seed": 1}
 
 
@@ -47,11 +47,11 @@ def check_finite(logits: Tensor) -> None:
 def filter_logits(
     logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return weights to draw by, and their token ids: logits (B, V) → (B, k) twice, descending.
+    """Return sampling weights and their token ids: logits (B, V) → (B, k) twice, descending.
 
-    A temperature of 0 is greedy. top_k keeps the k most likely tokens, None all of them; top_p the
-    fewest of those that have probability p together (Holtzman et al. 2020). Other tokens have
-    weight 0; weights need not sum to 1.
+    A temperature of 0 is greedy. top_k keeps the k most likely tokens (None: all), and top_p the
+    fewest of them with a total probability of p (Holtzman et al. 2020). Other tokens have weight 0;
+    weights need not sum to 1.
     """
     check_finite(logits)
     if temperature < MIN_TEMPERATURE:

@@ -18,17 +18,17 @@ from engine.generation.text_stream import TextStream
 from engine.nn.inference import for_decoding
 from model import GPT
 
-MAX_NEW_TOKENS = 500  # by default
+DEFAULT_NEW_TOKENS = 500
 MAX_QUOTED_CHARACTERS = 40  # of a turn in a warning
 
 
 @dataclass
 class TextGenerator:
-    """A model and its tokenizer, to generate text with. initial_tokens replace an empty prompt."""
+    """A model and its tokenizer, which generate text."""
 
     model: GPT
     tokenizer: Tokenizer
-    initial_tokens: list[int]
+    initial_tokens: list[int]  # replace an empty prompt
     is_chat_model: bool = False
     should_compile: bool = False
 
@@ -45,7 +45,7 @@ class TextGenerator:
         return decoder
 
     def encode_prompt(self, prompt: str) -> list[int]:
-        """Encode a prompt; an empty one becomes the ids that begin a document."""
+        """Encode a prompt; an empty prompt becomes initial_tokens."""
         return self.tokenizer.encode(prompt).tolist() or self.initial_tokens
 
     def generate(self, prompt: str = "", **options: Unpack[TextOptions]) -> str:
@@ -72,7 +72,7 @@ class TextGenerator:
     def stream_answer(self, turns: Sequence[Turn], **options: Unpack[TextOptions]) -> Iterator[str]:
         """Yield the assistant's answer to a chat, (role, text) turns, piece by piece."""
         context_length = self.model.config.context_length
-        max_new_tokens = options.get("max_new_tokens", MAX_NEW_TOKENS)
+        max_new_tokens = options.get("max_new_tokens", DEFAULT_NEW_TOKENS)
         ids, limit = fit_chat(self.tokenizer, turns, context_length, max_new_tokens)
         options = {**options, "max_new_tokens": limit}
         return (text for _, text in self._complete(ids, stop_ids(self.tokenizer), **options))
@@ -82,7 +82,7 @@ class TextGenerator:
         prompt: list[int],
         ends: Sequence[int] = (),
         num_samples: int = 1,
-        max_new_tokens: int = MAX_NEW_TOKENS,
+        max_new_tokens: int = DEFAULT_NEW_TOKENS,
         stop: Sequence[str] = (),
         **options: Unpack[SamplingOptions],
     ) -> Iterator[tuple[int, str]]:
@@ -98,26 +98,25 @@ class TextGenerator:
 def fit_chat(
     tokenizer: Tokenizer, turns: Sequence[Turn], context_length: int, max_new_tokens: int
 ) -> tuple[list[int], int]:
-    """Encode a chat to fit the context: returns its ids, and the most tokens of the answer.
+    """Return the ids of a chat that fit the context, and the maximum length of the answer.
 
-    Half of the context, or max_new_tokens if less, is reserved for the answer. To fit, the oldest
-    turns are dropped, except a system turn at the start, and no answer stays without its question.
-    A last turn that alone is too long loses its beginning. Raises UserError if nothing of it fits.
+    Half of the context, or max_new_tokens if less, is reserved for the answer. The oldest turns are
+    dropped to fit, except a system turn at the start; an answer is dropped with its question. A
+    last turn that is too long by itself loses its beginning. Raises UserError if nothing remains.
     """
     *encoded, answer_start = encode_chat(tokenizer, turns)
     reserved = min(max_new_tokens, context_length // 2)
     budget = context_length - reserved - len(answer_start)
     last = len(turns) - 1
     num_system = int(turns[0][0] == "system" and last > 0)
-    system = [token for ids in encoded[:num_system] for token in ids]
+    system = list(itertools.chain(*encoded[:num_system]))
     for start in range(num_system, len(turns)):
-        if turns[start][0] != "user" and start != last:
-            continue
-        history = list(itertools.chain(*encoded[start:]))
-        excess = len(system) + len(history) - budget
-        if excess <= 0:
-            break
-    else:
+        if turns[start][0] == "user" or start == last:
+            history = list(itertools.chain(*encoded[start:]))
+            excess = len(system) + len(history) - budget
+            if excess <= 0:
+                break
+    if excess > 0:
         role, text = turns[last]
         if excess >= len(tokenizer.encode(text)):
             size = f"{len(system)} of the model's {context_length} tokens of context"

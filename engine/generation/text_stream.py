@@ -1,4 +1,4 @@
-"""Streaming: token ids → text, without cutting a character or writing a stop text."""
+"""Streaming: token ids → text, without broken characters and stop texts."""
 
 import codecs
 import sys
@@ -18,9 +18,9 @@ class TextStream:
         stop: Sequence[str] = (),
         ends: Sequence[int] = (),
     ):
-        """The text ends before any text of ``stop``, and at any id of ``ends`` or the end of text.
+        """End the text before any text of ``stop``, and at any id of ``ends`` or the end of text.
 
-        A space that the tokenizer adds at its start is dropped, unless it continues a prompt.
+        A space that the tokenizer adds at the start is dropped, unless the text continues a prompt.
         """
         self.tokenizer = tokenizer
         self.prompt = list(prompt)
@@ -38,7 +38,7 @@ class TextStream:
         self.ended = False
 
     def push(self, token: int) -> str:
-        """Return the text that this token makes certain."""
+        """Add a token, and return the text that is certain now."""
         if self.ended:
             return ""
         self.num_tokens += 1
@@ -62,7 +62,7 @@ class TextStream:
         return text
 
     def end(self) -> str:
-        """End the text, and return its pending rest."""
+        """End the text, and return its pending characters."""
         text = "" if self.ended else self.pending + self.decoder.decode(b"", final=True)
         self.ended = True
         return text

@@ -172,7 +172,7 @@ def describe_run(trainer: Trainer) -> str:
     length = f"{config.minutes:g} minutes, {batch}" if config.minutes else ""
     if config.steps:
         tokens = trainer.tokens_per_step * config.steps
-        epochs = ", ".join(f"{tokens / epoch:.1f}" for epoch in data.epochs)
+        epochs = ", ".join(f"{tokens / epoch:.1f}" for epoch in data.epoch_tokens)
         length = f"{config.steps:,} steps, {batch} = {tokens:,} tokens ({epochs} epochs)"
     lines = [
         f"data   {data.describe()}; "
@@ -183,7 +183,7 @@ def describe_run(trainer: Trainer) -> str:
         f"{trainer.dist.size} × {trainer.dist.device} in {config.dtype} → {config.out}",
     ]
     splits = [split for dataset in data.datasets for split in (dataset.train, dataset.val)]
-    num_long = sum(split.too_long for split in splits if isinstance(split, Examples))
+    num_long = sum(split.num_too_long for split in splits if isinstance(split, Examples))
     if num_long:
         action = "cut" if config.long_examples == "cut" else "left out"
         lines.append(f"{num_long:,} examples are longer than the context, and are {action}")

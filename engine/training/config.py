@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from engine.core.errors import UserError
 from engine.core.settings import fill_unset
-from engine.data.mixture import as_paths
+from engine.data.mixture import dataset_paths
 from engine.training.optimizer import OptimizerConfig, with_default_rates
 from model import ModelConfig
 
@@ -119,7 +119,7 @@ class TrainConfig(ChangeableConfig):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "data", as_paths(self.data, self.mix))
+        object.__setattr__(self, "data", dataset_paths(self.data, self.mix))
         for path in self.data:
             if self.out.resolve().is_relative_to(path.resolve()):
                 problem = f"must not be inside the dataset {path} (got {self.out})"

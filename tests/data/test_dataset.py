@@ -97,7 +97,7 @@ def test_text_is_opened(text: Path):
 
 def test_examples_are_opened(examples: Path):
     dataset = open_dataset(examples)
-    verify_dataset(dataset, again=True)
+    verify_dataset(dataset, force=True)
     assert len(dataset.train.tokens.arrays) > 5
     lengths = []
     for split in (dataset.train, dataset.val):
@@ -188,15 +188,15 @@ def test_a_folder_without_a_dataset_is_refused_with_the_command(tmp_path: Path):
 
 def test_a_changed_shard_is_found(text: Path):
     shard = text / "train-00000-1.npy"
-    verify_dataset(open_dataset(text), again=False)
+    verify_dataset(open_dataset(text), force=False)
     stat = shard.stat()
     np.save(shard, np.load(shard)[::-1])
     with pytest.raises(UserError, match=r"train-00000-1\.npy: SHA-256"):
-        verify_dataset(open_dataset(text), again=False)
+        verify_dataset(open_dataset(text), force=False)
     os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as a failing disk leaves it
-    verify_dataset(open_dataset(text), again=False)
+    verify_dataset(open_dataset(text), force=False)
     with pytest.raises(UserError, match=r"train-00000-1\.npy: SHA-256"):
-        verify_dataset(open_dataset(text), again=True)
+        verify_dataset(open_dataset(text), force=True)
 
 
 @pytest.mark.parametrize("name", ["val-lengths-00000", "train-00000-1"])
@@ -204,7 +204,7 @@ def test_changed_examples_are_found(name: str, examples: Path):
     path = examples / f"{name}.npy"
     np.save(path, np.load(path)[::-1])
     with pytest.raises(UserError, match=rf"{name}\.npy: SHA-256"):
-        verify_dataset(open_dataset(examples), again=False)
+        verify_dataset(open_dataset(examples), force=False)
 
 
 @pytest.mark.parametrize("token", [257, ~257])
@@ -217,7 +217,7 @@ def test_a_token_outside_the_vocabulary_is_found(token: int, examples: Path):
     shards[2]["sha256"] = sha256(path)
     change_split(examples, "train", shards=shards)
     with pytest.raises(UserError, match=r"train-00000-2\.npy has token 257"):
-        verify_dataset(open_dataset(examples), again=False)
+        verify_dataset(open_dataset(examples), force=False)
 
 
 # Examples that are too long.
@@ -230,7 +230,7 @@ def test_long_examples_are_dropped_or_cut():
     examples = Examples(tokens, np.cumsum(lengths) - lengths, lengths)
     for cut in (False, True):
         short = examples.drop_long(3, cut)
-        assert short.too_long == 3 and short.lengths.tolist() == [2, 3, 4] + [4, 4, 4] * cut
+        assert short.num_too_long == 3 and short.lengths.tolist() == [2, 3, 4] + [4, 4, 4] * cut
         kept = [short.example(i).tolist() for i in range(3)]
         assert kept == [[0, ~1], [0, 1, ~2], [0, 1, 2, ~3]]
         assert not cut or short.example(5).tolist() == [0, 1, 2, 3]
@@ -241,7 +241,7 @@ def test_an_example_without_a_target_when_cut_is_dropped():
     tokens = np.array([~1, ~2, ~3, 4, ~5, 6, ~7, 8], np.int32)
     examples = Examples(tokens, np.array([0, 4]), np.array([4, 4]))
     short = examples.drop_long(2, cut=True)
-    assert (short.too_long, short.num_examples) == (2, 1)
+    assert (short.num_too_long, short.num_examples) == (2, 1)
     assert short.example(0).tolist() == [~5, 6, ~7]
     with pytest.raises(UserError, match=r"^--context-length: .* 3, or use --long-examples cut"):
         examples.drop_long(2, cut=False)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine.core.errors import UserError
-from engine.data.mixture import Mixture, as_paths, assign_to_datasets, open_mixture
+from engine.data.mixture import Mixture, assign_to_datasets, dataset_paths, open_mixture
 from prepare import PrepareConfig, prepare
 
 MIXES = [(0.7, 0.3), (1, 1), (1, 99), (0.999, 0.001), (0.2, 0.5, 0.3), (0.01, 0.01, 0.98)]
@@ -76,7 +76,7 @@ def test_a_mixture_of_one_dataset_is_the_dataset(paths):
     assert mixture.weights == (1.0,) and mixture.train is dataset.train
     assert (mixture.sha256, mixture.path, mixture.names) == (dataset.sha256, dataset.path, ["x"])
     assert mixture.manifest == dataset.manifest
-    assert not [key for key in mixture.evaluation([2.0]) if "/" in key]
+    assert not [key for key in mixture.evaluation_record([2.0]) if "/" in key]
 
 
 def test_weights_are_the_tokens_by_default_or_those_of_mix(paths):
@@ -87,7 +87,7 @@ def test_weights_are_the_tokens_by_default_or_those_of_mix(paths):
     assert open_mixture(paths, (6, 2)).weights == (0.75, 0.25)
     assert open_mixture(paths, (1e308, 1e308)).weights == (0.5, 0.5)
     assert open_mixture(paths, (1e308, 5e-324)).weights == pytest.approx((1, 0), abs=1e-9)
-    assert open_mixture(paths, (1, 3)).epochs == [sizes[0] * 4, sizes[1] * 4 / 3]
+    assert open_mixture(paths, (1, 3)).epoch_tokens == [sizes[0] * 4, sizes[1] * 4 / 3]
 
 
 def test_a_mixture_has_its_own_hash_and_documents(paths):
@@ -103,7 +103,7 @@ def test_an_evaluation_has_the_mean_by_the_weights_and_each_loss(paths):
     mixture = open_mixture(paths, (3, 1))
     sizes = [dataset.bytes_per_token("val") for dataset in mixture.datasets]
     mean_size = 0.75 * sizes[0] + 0.25 * sizes[1]
-    assert mixture.evaluation([2.0, 4.0]) == pytest.approx(
+    assert mixture.evaluation_record([2.0, 4.0]) == pytest.approx(
         {
             "val_loss": 2.5,
             "val_perplexity": math.exp(2.5),
@@ -121,10 +121,10 @@ def test_an_evaluation_has_the_mean_by_the_weights_and_each_loss(paths):
 def test_every_dataset_is_verified(paths, tmp_path):
     copy = Path(shutil.copytree(paths[1], tmp_path / "x"))
     shard = copy / "train-00000.npy"
-    open_mixture([paths[0], copy]).verify(again=True)
+    open_mixture([paths[0], copy]).verify(force=True)
     shard.write_bytes(shard.read_bytes()[:-1] + b"\1")
     with pytest.raises(UserError, match=rf"^{copy}: .*train-00000\.npy: SHA-256"):
-        open_mixture([paths[0], copy]).verify(again=True)
+        open_mixture([paths[0], copy]).verify(force=True)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_datasets_that_cannot_be_mixed_are_refused(folder, names, message):
 
 
 def test_data_is_one_folder_or_several_with_a_weight_each():
-    assert as_paths("a") == as_paths(Path("a")) == as_paths(["a"]) == (Path("a"),)
-    assert as_paths(("a", Path("b")), (1, 2)) == (Path("a"), Path("b"))
+    assert dataset_paths("a") == dataset_paths(Path("a")) == dataset_paths(["a"]) == (Path("a"),)
+    assert dataset_paths(("a", Path("b")), (1, 2)) == (Path("a"), Path("b"))
     wrong_counts = [((), None, "--data"), ("a", (1,), "--mix"), (("a", "b"), (1,), "--mix")]
     for data, mix, flag in [*wrong_counts, (("a", "b"), (1, 1, 1), "--mix")]:
         with pytest.raises(UserError, match=f"^{flag}: "):
-            as_paths(data, mix)
+            dataset_paths(data, mix)

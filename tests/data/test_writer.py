@@ -24,7 +24,7 @@ from engine.core.errors import UserError
 from engine.data import splits, writer
 from engine.data.dataset import Examples, open_dataset, verify_dataset
 from engine.data.tokenizer import Tokenizer, from_document
-from engine.data.tokenizer_json import extended
+from engine.data.tokenizer_json import with_extension
 from engine.data.writer import encode_on_ray, work_folder
 from prepare import PrepareConfig, prepare
 
@@ -37,7 +37,7 @@ needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not inst
 def stream(out: Path) -> dict[str, Any]:
     """Return everything in a dataset that must not depend on how it was encoded."""
     dataset = open_dataset(out)
-    verify_dataset(dataset, again=True)
+    verify_dataset(dataset, force=True)
     facts: dict[str, Any] = {"tokenizer": (out / "tokenizer.json").read_bytes()}
     for split in ("train", "val"):
         tokens = getattr(dataset, split)
@@ -124,7 +124,7 @@ def test_threads_units_and_shards_do_not_change_the_stream(name, corpora, tmp_pa
 def sentencepiece(code: str, tmp_path: Path) -> Tokenizer:
     """Return a tokenizer that gives the pieces of a text other ids than the whole text."""
     document = json.loads(train_sentencepiece([code]).to_str())
-    return from_document(extended(document, end_of_text="</s>"))
+    return from_document(with_extension(document, end_of_text="</s>"))
 
 
 @pytest.mark.parametrize("name", ["one.txt", "lines.jsonl"])

@@ -63,7 +63,9 @@ def test_every_token_has_a_visible_label(kind, code):
 @pytest.mark.parametrize(("layer", "first"), [(None, 0), (0, 0), (1, 3)])
 def test_a_panel_has_the_weights_of_a_head_and_none_above_the_diagonal(monkeypatch, layer, first):
     figures = []
-    monkeypatch.setattr(attention_maps_module, "save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(
+        attention_maps_module, "save_figure", lambda figure, path: figures.append(figure)
+    )
     maps = np.random.default_rng(0).random((2, 3, 6, 6))
     draw_attention(maps, list("abcdef"), None, layer)
     *panels, color_bar = figures[0].axes

@@ -16,7 +16,7 @@ def axes_of(monkeypatch):
 
     def axes_of(records):
         figures = []
-        monkeypatch.setattr(pictures, "save", lambda figure, path: figures.append(figure))
+        monkeypatch.setattr(pictures, "save_figure", lambda figure, path: figures.append(figure))
         draw_loss(records, None)
         return figures[0].axes[0]
 

@@ -6,7 +6,7 @@ import pytest
 from helpers import numbers_text, train_sentencepiece
 
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer, from_document
-from engine.data.tokenizer_json import extended
+from engine.data.tokenizer_json import with_extension
 from engine.generation.text_stream import TextStream
 
 
@@ -59,7 +59,7 @@ def test_a_stream_ends_after_its_last_token_with_what_is_pending():
 @pytest.mark.parametrize("prompt", ["", "7 is", "</s>"])
 def test_a_space_that_the_tokenizer_adds_is_not_written(prompt):
     document = json.loads(train_sentencepiece([numbers_text(200)]).to_str())
-    tokenizer = from_document(extended(document, end_of_text="</s>"))
+    tokenizer = from_document(with_extension(document, end_of_text="</s>"))
     end = tokenizer.special_tokens["</s>"]
     prompt_ids = [end] if prompt == "</s>" else tokenizer.encode(prompt).tolist()
     stream = TextStream(tokenizer, prompt=prompt_ids)

@@ -1,4 +1,4 @@
-"""Sources → texts: one iterator of documents, whatever kind of file they come in."""
+"""Sources → texts: an iterator of documents for every kind of file."""
 
 import csv
 import io
@@ -11,37 +11,37 @@ from engine.core.errors import UserError
 from engine.data.inputs import sources
 from engine.data.inputs.sources import Source, kind_of, open_source, wrap_errors
 
-LARGE_DOCUMENT_BYTES = 2**18  # a document that has more is read in pieces
+LARGE_DOCUMENT_BYTES = 2**18  # a document of more is read in pieces
 PIECE_BYTES = 2**16
 BUFFER_BYTES = 2**20  # of a Parquet file, read at a time
-NUM_BATCH_ROWS = 64  # decoded at a time
+NUM_BATCH_ROWS = 64  # of records, decoded at a time
 MAX_CSV_FIELD_BYTES = 2**27
-# Where any BPE here encodes both sides to the ids of the whole: at the start of a line without
-# indentation (o200k joins "\n" with "/"), between words, before Chinese or Japanese punctuation.
+# A cut here does not change the ids of any BPE: at the start of a line without indentation (o200k
+# joins "\n" with "/"), between words, before Chinese or Japanese punctuation.
 CUT_PATTERN = re.compile(
     r"(?<=\S\n)(?=[^\s/])|(?<=[A-Za-z])(?= [A-Za-z])"
     r"|(?<=[\u3041-\u3096\u4e00-\u9fff])(?=[。、，！？])"
 )
-CUT_MARGIN_BYTES = 8  # at least what CUT_PATTERN looks at before and after a cut
-CONTINUATION_BYTES = bytes(range(0x80, 0xC0))  # of UTF-8: never the first of a character
+CUT_MARGIN_BYTES = 8  # before and after a cut, at least as many as CUT_PATTERN looks at
+CONTINUATION_BYTES = bytes(range(0x80, 0xC0))  # in UTF-8, all but the first of a character
 
-Records = Iterator[tuple[str, dict[str, Any]]]  # each after its location, such as "line 3"
+Records = Iterator[tuple[str, dict[str, Any]]]  # location, such as "a.csv, line 3", and record
 
 
 class Text(NamedTuple):
-    """A document, or a piece of a large one. An example is its turns as JSON."""
+    """A document, or a piece of a large one; or an example, its turns as JSON."""
 
     text: str
     offset: int = 0  # of the piece's first byte in the document
-    size: int | None = None  # UTF-8 bytes of the document; None if this is all of it
+    size: int | None = None  # UTF-8 bytes of the document; None if this is the complete document
     ends: bool = True  # whether the document ends with this piece
-    length: int | None = None  # bytes of the document in this piece; None: as many as in text
+    length: int | None = None  # bytes of the piece in the document; None: those of text
 
 
 def read(source: Source, index: int = 0, count: int = 1) -> Iterator[Text]:
-    """Yield the texts of a source, or of part ``index`` of ``count``: see count_parts.
+    """Yield the texts of a source, or of part ``index`` of ``count`` (see count_parts).
 
-    Raises UserError naming the file and the byte, line or row that cannot be used.
+    Raises UserError naming the file and the unusable byte, line or row.
     """
     if not kind_of(source):
         yield from _read_plain(source)
@@ -56,7 +56,7 @@ def read(source: Source, index: int = 0, count: int = 1) -> Iterator[Text]:
 
 
 def count_documents(source: Source) -> int | None:
-    """Return how many documents a source has, or None if only reading it can tell."""
+    """Return the number of documents of a source; None if it must be read to count them."""
     if kind_of(source) == ".parquet":
         with _open_parquet(source) as file:
             return file.metadata.num_rows
@@ -64,7 +64,7 @@ def count_documents(source: Source) -> int | None:
 
 
 def count_parts(source: Source, part_bytes: int) -> int:
-    """Return how many parts of about ``part_bytes`` can be read without the others."""
+    """Return the number of parts, of about ``part_bytes``, that can be read independently."""
     kind = kind_of(source) if source.size > part_bytes else ""
     if kind == ".parquet":
         with _open_parquet(source) as file:
@@ -80,8 +80,8 @@ def split_document(
 ) -> Iterator[Text]:
     """Cut a document of ``size`` bytes of UTF-8 into pieces of about PIECE_BYTES.
 
-    Piece k starts at the first match of CUT_PATTERN at or after byte k * PIECE_BYTES. If there is
-    none before byte (k + 1) * PIECE_BYTES, it starts at the first character.
+    Piece k starts at the first match of CUT_PATTERN from byte k * PIECE_BYTES on, or without a
+    match before byte (k + 1) * PIECE_BYTES at the first character from there on.
     """
     buffer = b""
     buffer_start = 0  # offset of the buffer in the document
@@ -92,7 +92,7 @@ def split_document(
         buffer_end = min(size, nominal_end + PIECE_BYTES + CUT_MARGIN_BYTES)
         buffer += file.read(buffer_end - buffer_start - len(buffer))
         if buffer_start + len(buffer) < buffer_end:
-            raise UserError(f"{name}: has become shorter while it was read. Prepare it again.")
+            raise UserError(f"{name}: became shorter while it was read. Prepare it again.")
         end = size
         if nominal_end < size:
             end = nominal_end + _distance_to_cut(buffer, nominal_end - buffer_start)
@@ -182,7 +182,7 @@ def _open_parquet(source: Source) -> Any:
     is_remote = isinstance(source.path, str)
     fs, path = sources.file_system(source.path)
     buffer_size = 0 if is_remote else BUFFER_BYTES
-    with wrap_errors(source.name):  # pre_buffer: few large requests
+    with wrap_errors(source.name):  # pre_buffer makes few large requests
         return parquet.ParquetFile(
             path, filesystem=fs, buffer_size=buffer_size, pre_buffer=is_remote
         )
@@ -203,7 +203,7 @@ def _read_parquet(source: Source, index: int, count: int) -> Records:
 
 
 def _read_rows(source: Source, index: int, count: int) -> Records:
-    """Yield the rows of a dataset; of a streamed one, those of some of its files."""
+    """Yield the rows of one part of a dataset, which is a file if the dataset is streamed."""
     rows = sources.load_rows(source)
     with wrap_errors(source.name):
         columns = _columns_to_read(source, rows.column_names or [])
@@ -225,7 +225,7 @@ def _read_rows(source: Source, index: int, count: int) -> Records:
 
 
 def _columns_to_read(source: Source, names: list[str]) -> list[str] | None:
-    """Return the column with the text, or None for all columns, also if it is missing."""
+    """Return the column with the text; None for all columns: of examples, or if it is missing."""
     return [source.field] if source.field in names and not source.turns_of else None
 
 
@@ -254,5 +254,5 @@ def _text_of(record: dict[str, Any], source: Source, location: str) -> str:
             raise UserError(f"{location}: {reason}. Choose one of {names} with --field.")
     if text.isascii():
         return text
-    # JSON can spell half of a surrogate pair.
+    # JSON may contain half of a surrogate pair.
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -30,14 +30,14 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 EXCLUDED_STDLIB_FOLDERS = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
 EXCLUDED_STDLIB_FOLDERS |= {"site-packages", "dist-packages"}
 BLOCK_BYTES = 2**18  # read at a time
-HTTP_TIMEOUT_SECONDS = 60  # without any data from a web server
-# Names that file systems use for a value that changes with the file.
+HTTP_TIMEOUT_SECONDS = 60  # without data from a web server
+# Names of a value that changes with the file, in the file systems of fsspec.
 VERSION_KEYS = ["ETag", "etag", "mtime", "Last-Modified", "LastModified", "last_modified"]
 VERSION_KEYS += ["updated", "created"]
 SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")  # in a folder of save_to_disk
 STREAMED_FILE_BYTES = 2**28  # assumed for a file of a streamed dataset, whose size is unknown
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".parquet")
-COMPRESSION_NAMES = {".gz": "gzip", ".xz": "xz", ".zst": "zstd"}  # by ending, in fsspec
+COMPRESSION_NAMES = {".gz": "gzip", ".xz": "xz", ".zst": "zstd"}  # suffix → name in fsspec
 DEFAULT_ADVICE = "Get it again, or check the address, the connection and your permission."
 HUB_ADVICE = "Check the name, --hf-config, --hf-split and the connection."
 
@@ -46,9 +46,9 @@ HUB_ADVICE = "Check the name, --hf-config, --hf-split and the connection."
 class Source:
     """A file of documents, or a dataset of rows, and how its records become text."""
 
-    path: Path | str  # a local file; an address; or a name on the hub, with hub_split
+    path: Path | str  # a local file, an address, or with hub_split a name on the hub
     name: str  # in messages
-    field: str = "text"  # of a record: where its text is
+    field: str = "text"  # of a record, with its text
     errors: str = "strict"  # or "replace": bytes that are not UTF-8 become U+FFFD
     turns_of: Callable[[dict[str, Any]], Any] | None = None  # a record → the turns of an example
     hub_split: str = ""  # of a Hugging Face dataset; empty for a file
@@ -57,7 +57,7 @@ class Source:
 
     @functools.cached_property
     def info(self) -> tuple[int, str]:
-        """Size in bytes and version; a version changes with the content and is "" if unknown."""
+        """Size in bytes, and version, which changes with the content; "" if unknown."""
         if self.hub_split:
             rows = load_rows(self)
             if is_streamed(rows):
@@ -81,13 +81,13 @@ class Source:
 
     @property
     def suffixes(self) -> list[str]:
-        """Endings of the file's name in lower case, the last first."""
+        """Suffixes of the file's name in lower case, the last first."""
         name = re.sub("[?#].*", "", self.path) if isinstance(self.path, str) else self.path
         return [suffix.lower() for suffix in reversed(PurePath(name).suffixes)]
 
     @property
     def compression(self) -> str:
-        """Ending of a compressed file, such as ".gz"; "" for any other."""
+        """Suffix of a compressed file, such as ".gz"; "" for other files."""
         return next((suffix for suffix in self.suffixes[:1] if suffix in COMPRESSION_NAMES), "")
 
 
@@ -96,7 +96,7 @@ def kind_of(source: Source) -> str:
     if source.hub_split:
         return "rows"
     suffixes = [suffix for suffix in source.suffixes if suffix != source.compression]
-    if suffixes[:1] == [".json"] and source.compression:  # large collections name JSON lines so
+    if suffixes[:1] == [".json"] and source.compression:  # common for JSON lines
         return ".jsonl"
     return suffixes[0] if suffixes and suffixes[0] in RECORD_SUFFIXES else ""
 
@@ -142,7 +142,7 @@ def file_system(path: Path | str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def open_source(source: Source) -> Iterator[io.BufferedReader]:
-    """Open a file to read its decompressed bytes. Any error that the block raises is wrapped."""
+    """Open a file to read its decompressed bytes. Errors in the block are wrapped, too."""
     fs, path = file_system(source.path)
     compression = COMPRESSION_NAMES.get(source.compression)
     if compression not in (None, *available_compressions()):
@@ -161,10 +161,10 @@ def find_sources(
     hub_config: str | None = None,
     hub_split: str | None = None,
 ) -> list[Source]:
-    """List the files that the inputs stand for, in the same order on every machine.
+    """List the files of the inputs, in the same order on every machine.
 
-    spool is a folder for copies of pipes. glob selects files of folders (None: all), and
-    expected_sha256 is the hash of a download. Raises UserError for an input that is missing.
+    ``spool`` is a folder for copies of pipes, ``glob`` selects files of folders (None: all), and
+    ``expected_sha256`` is the hash of a download. Raises UserError for a missing input.
     """
     pattern = (glob or "").removeprefix("**/") or "*"
     if "**" in pattern:
@@ -183,7 +183,7 @@ def find_sources(
         elif "://" in name:
             matches = _find_remote(name, pattern)
         elif name.startswith("hf:"):
-            matches = [_find_rows(name, hub_config, hub_split or "train")]
+            matches = [_find_hub_dataset(name, hub_config, hub_split or "train")]
         elif path.is_dir():
             matches = _find_in_folder(path, pattern)
         elif path.exists():
@@ -193,9 +193,9 @@ def find_sources(
             raise UserError(f"{name}: not found. Give {kinds}.")
         if not matches:
             raise UserError(f"{name}: no files match {pattern!r}. See --glob.")
-        plain = [source.name for source in matches if not kind_of(source)]
-        if glob is None and 0 < len(plain) < len(matches):
-            reason = f"has plain text ({plain[0]}) beside records"
+        text_files = [source.name for source in matches if not kind_of(source)]
+        if glob is None and 0 < len(text_files) < len(matches):
+            reason = f"has plain text ({text_files[0]}) beside records"
             raise UserError(f"{name}: {reason}. Choose files with --glob.")
         sources += matches
     return sources
@@ -217,7 +217,7 @@ def _find_in_folder(folder: Path, pattern: str) -> list[Source]:
 
 
 def _list_files(folder: Path, is_excluded: Callable[[Path], bool]) -> Iterator[Path]:
-    """Yield the files at any depth, in order. Links are followed, unless they lead in circles."""
+    """Yield the files at any depth, in order. Raises UserError for a link to a parent folder."""
     for path in sorted(folder.iterdir()):
         if is_excluded(path):
             continue
@@ -271,20 +271,20 @@ def _starts_with_json_object(path: Path) -> bool:
     return False
 
 
-def _find_rows(name: str, config: str | None, split: str) -> Source:
-    where = name.removeprefix("hf:")
-    if Path(where).exists():
-        return Source(Path(where).absolute(), name, hub_split=split, hub_config=config)
+def _find_hub_dataset(name: str, config: str | None, split: str) -> Source:
+    path = name.removeprefix("hf:")
+    if Path(path).exists():
+        return Source(Path(path).absolute(), name, hub_split=split, hub_config=config)
     with wrap_errors(name, HUB_ADVICE):
         from huggingface_hub import HfApi
 
-        revision = HfApi().dataset_info(where).sha or ""
-    return Source(where, name, hub_split=split, hub_config=config, revision=revision)
+        revision = HfApi().dataset_info(path).sha or ""
+    return Source(path, name, hub_split=split, hub_config=config, revision=revision)
 
 
 @functools.lru_cache(16)
 def load_rows(source: Source) -> Any:
-    """Open a dataset of the ``datasets`` library: one saved in a folder, any other streamed."""
+    """Open a dataset of the ``datasets`` library, streamed unless it was saved in a folder."""
     datasets = import_optional("datasets", source.name)
     datasets.disable_progress_bars()
     with wrap_errors(source.name, HUB_ADVICE):
@@ -296,7 +296,7 @@ def load_rows(source: Source) -> Any:
 
 
 def is_streamed(rows: Any) -> bool:
-    """Return whether a dataset's rows can only be read in order, their number unknown."""
+    """Return whether a dataset's rows can only be read in order, and their number is unknown."""
     return not hasattr(rows, "cache_files")
 
 
@@ -314,5 +314,5 @@ def download(address: str, expected_sha256: str) -> Path:
     if actual_sha256 != expected_sha256.lower():
         path.unlink()
         reason = f"SHA-256 must be {expected_sha256} (got {actual_sha256})"
-        raise UserError(f"{address}: {reason}. The file has changed, or the transfer was cut off.")
+        raise UserError(f"{address}: {reason}. Check --sha256, or download it again.")
     return path
