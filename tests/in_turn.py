@@ -1,12 +1,13 @@
 """Runs of train.py, one after the other, in the same processes: importing torch once is enough.
 
-    python tests/in_turn.py              each line of standard input is [processes, RUNS], answered with its exit code
-    torchrun … tests/in_turn.py RUNS     in the processes that torchrun started
+    python tests/in_turn.py             answer each line of standard input, [num_ranks, RUNS],
+                                        with an exit code
+    torchrun … tests/in_turn.py RUNS    run in the processes of torchrun
 
-RUNS is JSON, a list of {"flags": …} with, if wanted, "stop": the step after which the last process asks to stop, or
-"hang": after which it hangs, "full": the bytes that it can write into a file, "others": more flags, of all processes
-but the first, and "watch", "mask", "hold" or "conclude": true. What process r saw of a run is then in
-OUT.seen/r.json.
+RUNS is JSON: a list of {"flags": […]} with these optional keys. "stop": the step after which the
+last rank requests a stop. "hang": the step after which it hangs. "full": the largest file that it
+can write, in bytes. "others": additional flags of all ranks but the first. "watch", "mask", "hold",
+"conclude": true. The record of rank r is in OUT.seen/r.json.
 """
 
 import contextlib
@@ -46,7 +47,7 @@ from engine.training.trainer import Callback, Trainer
 
 ROWS, LENGTH = 12, 16  # of the batches that are masked
 WATCHED = 3  # the step, counted from 1, that is watched
-PATIENCE = 120  # seconds that all runs of a line may take
+MAX_RUN_SECONDS = 120  # of all runs of a line
 callbacks_module.FINAL_SAMPLE_TOKENS = 3  # each is a round of messages
 
 
@@ -83,17 +84,19 @@ class Stopper(Callback):
     """On the last process only: asks to stop after a step, or after another one hangs."""
 
     def __init__(self, step: int | None, hanging: int | None):
-        self.step, self.hanging, self.asked = step, hanging, False
+        self.step = step
+        self.hanging = hanging
+        self.should_stop = False
 
     def on_step(self, trainer: Trainer) -> None:
         if trainer.dist.rank == trainer.dist.size - 1:
-            self.asked = trainer.step == self.step
+            self.should_stop = trainer.step == self.step
             if trainer.step == self.hanging:
                 os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class Gradients(Callback):
-    """Whose ``note`` is called before the optimizers move the parameters, while the gradients are there."""
+    """Calls ``note`` before the optimizers update the parameters, while there are gradients."""
 
     def on_train_start(self, trainer: Trainer) -> None:
         self.parameters, first = trainer.optimizer.parameters, trainer.optimizer.optimizers[0]
@@ -139,9 +142,9 @@ class Watcher(Gradients):
 
 
 class Masked(Gradients):
-    """Gives batches of which some targets do not count, or examples, to a model whose every parameter matters.
+    """Trains on batches with ignored targets, or on examples, from nonzero parameters.
 
-    OUT.seen/s.safetensors has the batch of step s, counted from 1, and the gradient of all processes together.
+    OUT.seen/s.safetensors holds the batch of step s, from 1, and the gradient over all ranks.
     """
 
     def on_train_start(self, trainer: Trainer) -> None:
@@ -183,7 +186,7 @@ class Masked(Gradients):
 
 
 class Holder(Callback):
-    """Writes all weights and optimizer state, gathered, to OUT.seen/s-resumed.safetensors, s steps being done."""
+    """Writes gathered weights and optimizer state to OUT.seen/STEP-resumed.safetensors."""
 
     def on_train_start(self, trainer: Trainer) -> None:
         self.note(trainer, "resumed")
@@ -207,35 +210,36 @@ def folder_of(out: Path) -> Path:
 
 
 def play(runs: list[dict[str, Any]]) -> None:
-    """Do all the runs, in this process and its peers, with the patience of the first."""
-    flags = [
-        asked["flags"] + asked.get("others", []) * (os.environ["RANK"] != "0") for asked in runs
-    ]
-    configs = [load_settings(TrainConfig, given) for given in flags]
+    """Run all runs in this process and its peers, with the timeout of the first run."""
+    is_first_rank = os.environ["RANK"] == "0"
+    flags = [run["flags"] + ([] if is_first_rank else run.get("others", [])) for run in runs]
+    configs = [load_settings(TrainConfig, run_flags) for run_flags in flags]
     with init_distributed("cpu", timeout=configs[0].timeout) as dist:
-        for config, asked in zip(configs, runs, strict=True):
+        for config, options in zip(configs, runs, strict=True):
             folder_of(config.out).mkdir(exist_ok=True)
-            trainer_module.total_memory = lambda device, asked=asked: asked.get("memory", 2**40)
-            if "full" in asked and dist.rank == dist.size - 1:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (asked["full"], resource.RLIM_INFINITY))
-            stopper, watcher = Stopper(asked.get("stop"), asked.get("hang")), Watcher()
+            trainer_module.total_memory = lambda device, run=options: run.get("memory", 2**40)
+            if "full" in options and dist.rank == dist.size - 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (options["full"], resource.RLIM_INFINITY))
+            stopper, watcher = Stopper(options.get("stop"), options.get("hang")), Watcher()
             watching = [Records(), stopper]
-            watching += [watcher] if asked.get("watch") and dist.is_main_process else []
-            watching += [Masked()] if asked.get("mask") else []
-            watching += [holder := Holder()] if asked.get("hold") else []
-            with contextlib.redirect_stdout(io.StringIO()) as said:
+            watching += [watcher] if options.get("watch") and dist.is_main_process else []
+            watching += [Masked()] if options.get("mask") else []
+            watching += [holder := Holder()] if options.get("hold") else []
+            with contextlib.redirect_stdout(io.StringIO()) as output:
                 peers = dataclasses.replace(dist, sharded=config.parallel == "fsdp")
-                run = train.train(config, peers, watching, lambda stopper=stopper: stopper.asked)
-                if asked.get("conclude"):
+                run = train.train(
+                    config, peers, watching, lambda stopper=stopper: stopper.should_stop
+                )
+                if options.get("conclude"):
                     print_summary(run)
-                if asked.get("hold"):
+                if options.get("hold"):
                     holder.note(run, "ended")
-            assert run.step == (asked.get("stop") or config.steps or run.step)
+            assert run.step == (options.get("stop") or config.steps or run.step)
             assert (
                 run.ddp_model is run.model
             )  # a DDP that outlives its process group may hang in its destructor
             seen = watcher.seen | {
-                "said": said.getvalue(),
+                "output": output.getvalue(),
                 "share": run.budget.progress,
                 "steps": run.step,
             }
@@ -243,16 +247,21 @@ def play(runs: list[dict[str, Any]]) -> None:
 
 
 def forked(size: int, runs: list[dict[str, Any]]) -> int:
-    """Do the runs in so many forks of this process; returns the exit code of the first that fails, or 0."""
+    """Run in ``size`` forks of this process; return the first exit code that is not 0, or 0."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     children = set()
     for rank in range(size):
         if not (child := os.fork()):
-            given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-            given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            os.environ.update({name: str(value) for name, value in given.items()})
-            signal.alarm(PATIENCE)
+            variables = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": size,
+                "LOCAL_WORLD_SIZE": size,
+            }
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in variables.items()})
+            signal.alarm(MAX_RUN_SECONDS)
             try:
                 play(runs)
                 os._exit(0)
@@ -267,8 +276,8 @@ def forked(size: int, runs: list[dict[str, Any]]) -> int:
         children.discard(child)
         if status and not code:
             code = os.waitstatus_to_exitcode(status)
-            for other in children:  # they would wait for it
-                os.kill(other, signal.SIGKILL)
+            for peer in children:  # would wait for the one that failed
+                os.kill(peer, signal.SIGKILL)
     return code
 
 

@@ -1,4 +1,4 @@
-"""The diffs in docs/architecture.md apply, each to one file, and training works with what they add."""
+"""The diffs in docs/architecture.md apply, each to one file, and training works with each."""
 
 import re
 import shutil

@@ -1,6 +1,6 @@
-"""Any command line, plausible or absurd, ends in 0, 1 or 2 and at most a line on stderr: never a traceback, or a hang.
+"""Any command line ends with 0, 1 or 2 and at most one line on stderr: no traceback, no hang.
 
-COMMAND_LINES=5000 pytest -o addopts= tests/test_command_lines.py      as many of them
+COMMAND_LINES=5000 pytest -o addopts= tests/test_command_lines.py    runs that many
 """
 
 import contextlib
@@ -56,7 +56,8 @@ PLAUSIBLE = {
     int: ["1", "2", "3", "4", "8"],
     float: ["0", "0.1", "0.5", "0.9", "1", "2", "1e-30", "1e300"],
 }
-TINY = "--steps 2 --num-layers 1 --num-heads 2 --d-model 8 --context-length 8 --batch-size 2 --eval-tokens 50"
+TINY = "--steps 2 --num-layers 1 --num-heads 2 --d-model 8 --context-length 8"
+TINY += " --batch-size 2 --eval-tokens 50"
 OF = {  # what only some settings can sensibly have
     "data": ["data/numbers", "data/none", "text.txt", "out/run"],
     "mix": ["1", "0.5"],
@@ -108,7 +109,7 @@ UNASKED = (
 
 
 def plain(hint: Any) -> Any:
-    """A type without what is said beside it."""
+    """Return a type without its annotations."""
     return plain(get_args(hint)[0]) if get_origin(hint) is Annotated else hint
 
 
@@ -130,9 +131,8 @@ def value_of(name: str, kind: Any, chance: random.Random) -> str:
     options = get_args(kind) if get_origin(kind) is not None else (kind,)
     if get_origin(kind) is Literal:
         return chance.choice(options)
-    return chance.choice(
-        PLAUSIBLE.get(next((one for one in options if one in PLAUSIBLE), None), ["a", "b"])
-    )
+    numeric_type = next((option for option in options if option in PLAUSIBLE), None)
+    return chance.choice(PLAUSIBLE.get(numeric_type, ["a", "b"]))
 
 
 def line_of(command: str, cls: type, chance: random.Random) -> list[str]:
@@ -147,7 +147,8 @@ def line_of(command: str, cls: type, chance: random.Random) -> list[str]:
     for name, kind, positional in chance.sample(
         settings, min(len(settings), chance.choice([0, 1, 1, 2, 2, 3, 6]))
     ):
-        flag = f"--{chance.choice(['', 'no-'] if kind is bool else [''])}{name.replace('_', chance.choice('-_'))}"
+        prefix = chance.choice(["", "no-"] if kind is bool else [""])
+        flag = f"--{prefix}{name.replace('_', chance.choice('-_'))}"
         if name not in UNASKED or kind is not bool:
             values = [
                 value_of(name, kind, chance)
@@ -232,10 +233,10 @@ KEPT = {
 
 
 def clear(place: Path, arguments: list[str]) -> set[str]:
-    """Remove what a command line has made where it was told to; return what else it has made."""
+    """Remove the outputs that a command line names; return the other new files."""
     made = {path.name for path in place.iterdir()} - KEPT
     named = {
-        value.split("/")[0] for given in arguments for value in (given, given.partition("=")[2])
+        value.split("/")[0] for word in arguments for value in (word, word.partition("=")[2])
     } | {"cache"}
     if "" in named or "." in named:  # which is here
         named |= {".lock", "config.toml", "checkpoints", "metrics.jsonl", "loss.png"}
@@ -256,22 +257,22 @@ def test_any_command_line_ends_in_one_line_at_most(command, place, monkeypatch):
             for _ in range(3)
         ]
         streams[1:] = [io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2)]
-        told = shlex.join([command, *arguments])
+        line = shlex.join([command, *arguments])
         with monkeypatch.context() as patch, at_most(SECONDS):
             for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
                 patch.setattr(sys, name, stream)
             try:
                 code = exit_code_of(lambda arguments=arguments: module.main(arguments))
             except BaseException as error:
-                raise AssertionError(f"{told}: {type(error).__name__}") from error
+                raise AssertionError(f"{line}: {type(error).__name__}") from error
         streams[2].flush()
         errors = streams[2].buffer.getvalue().decode()
         assert code in codes and errors.count("\n") <= 1 and (code == 0 or errors), (
-            f"{told}: {code}, {errors}"
+            f"{line}: {code}, {errors}"
         )
         assert (place / "data" / "numbers" / "manifest.json").is_file() and not clear(
             place, arguments
-        ), told
+        ), line
         codes[code] += 1
     assert codes[2] and (command == "bench" or (codes[0] and codes[1])), codes  # all three came up
 
@@ -279,9 +280,9 @@ def test_any_command_line_ends_in_one_line_at_most(command, place, monkeypatch):
 def test_every_setting_comes_up():
     chance = random.Random(0)
     for command, (_, cls) in COMMANDS.items():
-        given = {word for _ in range(2000) for word in line_of(command, cls, chance)}
+        words = {word for _ in range(2000) for word in line_of(command, cls, chance)}
         for name, kind, positional in settings_of(cls):
             flags = {
                 f"--{prefix}{name.replace('_', joint)}" for prefix in ("", "no-") for joint in "-_"
             }
-            assert positional or flags & given or (name in UNASKED and kind is bool), name
+            assert positional or flags & words or (name in UNASKED and kind is bool), name

@@ -146,7 +146,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module", name="words")
 def fixture_words() -> Tokenizer:
     """A BPE that splits text as GPT-2 does, which llama.cpp supports."""
-    text = "def two(words): return words + 12345, 'said', they've\n\n"
+    text = "def two(words): return words + 12345, 'named', they've\n\n"
     return train_bpe_tokenizer([text] * 9 + [numbers_text(300)], 400, "gpt2")
 
 
@@ -435,7 +435,7 @@ def test_llama_cpp_continues_identically(family: str, words: Tokenizer, tmp_path
     llama_cpp = pytest.importorskip("llama_cpp")
     model, path = export_gguf(family, 2, "f32", words, tmp_path)
     runner = llama_cpp.Llama(str(path), n_ctx=96, verbose=False)
-    text = "def words(they, 98765):\n\t\treturn \u65e5\u672c + they've  said\r\n"
+    text = "def words(they, 98765):\n\t\treturn \u65e5\u672c + they've  named\r\n"
     prompt = words.encode(text).tolist()
     assert runner.tokenize(text.encode(), add_bos=False) == prompt
     expected = generate(model, torch.tensor(prompt[:20]), 64, temperature=0)
@@ -470,7 +470,7 @@ def test_the_chat_template_gives_the_tokens_that_were_learned(
     if kind == "imported":
         return
     assert "chat_template" not in (tmp_path / "hf-text" / "tokenizer_config.json").read_text()
-    turns = [("system", "words"), ("user", "said two?"), ("assistant", "return they've")]
+    turns = [("system", "words"), ("user", "named two?"), ("assistant", "return they've")]
     turns += [("user", "12345")]
     messages = [{"role": role, "content": text} for role, text in turns]
     ids = hf_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)

@@ -1,4 +1,4 @@
-"""Training: complete runs, exact resume, interruption, mistakes, presets, and train() as a library."""
+"""Training: complete runs, exact resume, interruption, mistakes, presets, train() as a library."""
 
 import contextlib
 import dataclasses

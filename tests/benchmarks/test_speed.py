@@ -42,7 +42,13 @@ import dataclasses, torch
 
 @dataclasses.dataclass
 class GPTConfig:
-    block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int; dropout: float; bias: bool
+    block_size: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    dropout: float
+    bias: bool
 
 class GPT(torch.nn.Module):
     def __init__(self, config):

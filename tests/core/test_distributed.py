@@ -201,7 +201,7 @@ def test_n_ranks_equal_one_rank_at_every_step(runs, run, reference, tolerance):
     ],
 )
 def test_only_the_main_process_prints(runs, watched, run, texts):
-    first, second = (record_of(runs / run, rank)["said"] for rank in (0, 1))
+    first, second = (record_of(runs / run, rank)["output"] for rank in (0, 1))
     assert all(first.count(text) == 1 for text in texts) and not second
 
 
@@ -229,7 +229,7 @@ def test_sharded_ranks_without_a_shared_run_folder_gather_checkpoints(runs):
     assert newest_checkpoint(runs / "fsdp-muon-apart").shards == 0
     assert newest_checkpoint(runs / "fsdp-muon-2").shards == 2
     assert not (runs / "unused").exists()
-    assert record_of(runs / "fsdp-muon-apart")["said"].count("gathered by the main process") == 1
+    assert record_of(runs / "fsdp-muon-apart")["output"].count("gathered by the main process") == 1
 
 
 @pytest.mark.parametrize("key", ["val_loss/data", "val_loss/second"])

@@ -148,7 +148,9 @@ def test_documents_are_encoded_whole_if_pieces_have_other_ids(
     for tokens in (dataset.train[:], dataset.val[:]):
         for ids in np.split(tokens, np.flatnonzero(tokens == end)):
             encoded.add(sentencepiece.decode(ids[ids != end]))
-    assert all(any(text in whole for whole in texts) for text in encoded)  # no space was added
+    assert all(
+        any(text in document for document in texts) for text in encoded
+    )  # no space was added
     assert {text for text in texts if len(text) <= len(code)} <= encoded
     assert any(len(text) > 2 * len(code) for text in encoded)
     monkeypatch.setattr(splits, "MAX_WHOLE_DOCUMENT_BYTES", 9000)

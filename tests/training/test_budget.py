@@ -138,8 +138,8 @@ def test_a_run_of_minutes_continues_where_it_was_interrupted(numbers, tmp_path):
     interrupted = train.train(config, SINGLE_PROCESS, [MetricsFile()], lambda: next(calls) > 30)
     assert 0 < interrupted.budget.progress < 1
     resumed = load_settings(train.TrainConfig, tiny(numbers, tmp_path, *flags, "--resume"))
-    begun = time.monotonic() - 4  # a slow start
-    run = train.train(resumed, SINGLE_PROCESS, [MetricsFile()], lambda: False, begun)
+    started_at = time.monotonic() - 4  # a slow start
+    run = train.train(resumed, SINGLE_PROCESS, [MetricsFile()], lambda: False, started_at)
     assert run.step > interrupted.step
     assert run.budget.exhausted
     assert run.clock.elapsed < SHUTDOWN_SECONDS + 2

@@ -219,14 +219,14 @@ def test_fsdp_divides_all_but_what_is_gathered():
     other_params = num_params - 32 * block
     assert other_params == 2 * 50304 * 4096
     config = config_of(model, batch_size=64)
-    one = estimate_memory(config, 8, Hardware(BFLOAT16, True))
+    single = estimate_memory(config, 8, Hardware(BFLOAT16, True))
     ddp = estimate_memory(config, 8, Hardware(BFLOAT16, True, 8))
     fsdp = estimate_memory(config, 8, Hardware(BFLOAT16, True, 8, True))
-    assert one["weights"] == one["gradients"] == 4 * num_params
+    assert single["weights"] == single["gradients"] == 4 * num_params
     assert ddp["gradients"] == 2 * 4 * num_params
     assert fsdp["weights"] == 4 * num_params / 8 + 4 * other_params + 2 * 2 * block
     assert fsdp["gradients"] == 4 * num_params / 8 + 4 * block
-    assert fsdp["optimizer state"] == one["optimizer state"] / 8
+    assert fsdp["optimizer state"] == single["optimizer state"] / 8
 
 
 def test_fsdp_accumulates_gradients_in_full_where_they_fit():

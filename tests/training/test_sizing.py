@@ -22,7 +22,7 @@ from model import ModelConfig
 
 
 def make_search(text_tokens=10**6, vocab_size=65, split_tokens=10**7, num_ranks=1, **settings):
-    """Make the search for a text of so many tokens."""
+    """Make the search for a text of ``text_tokens`` tokens."""
     split = range(split_tokens)
     data = SimpleNamespace(
         train=range(text_tokens),
@@ -266,13 +266,13 @@ def test_a_depth_that_does_not_fit_in_memory_is_not_considered(monkeypatch):
 
 def test_a_batch_that_does_not_fit_in_memory_is_split(data, monkeypatch):
     config = TrainConfig(depth=3, steps=30_000, batch_size=64, dtype="float32")
-    whole = resolve(config, data)
-    assert whole.micro_batch_size is None
+    resolved = resolve(config, data)
+    assert resolved.micro_batch_size is None
     hardware = estimate.Hardware(torch.float32, is_gpu=False)
-    needed = sum(estimate.estimate_memory(whole, 16, hardware).values()) / 0.9
+    needed = sum(estimate.estimate_memory(resolved, 16, hardware).values()) / 0.9
     for memory, rows in ((needed + 1, 16), (1.0, 1)):
         monkeypatch.setattr(estimate, "total_memory", lambda device, memory=memory: memory)
-        assert resolve(config, data) == dataclasses.replace(whole, micro_batch_size=rows)
+        assert resolve(config, data) == dataclasses.replace(resolved, micro_batch_size=rows)
 
 
 def test_minutes_that_passed_before_the_start_choose_the_smallest(data):
