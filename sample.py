@@ -101,6 +101,10 @@ class SampleConfig:
         )
 
     def __post_init__(self) -> None:
+        if "" in self.stop:
+            raise UserError("--stop: must not be empty. Give the text that ends a sample.")
+        if self.attention and self.attention.suffix.lower() != ".png":
+            raise UserError(f"--attention: must end in .png (got {self.attention}). Rename it.")
         if self.prompts_file and not self.out:
             raise UserError("--prompts-file: needs a file to write. Add --out FILE.jsonl.")
         if bool(self.stdin) + bool(self.prompt) + bool(self.prompt_file) > 1:

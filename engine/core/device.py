@@ -4,7 +4,7 @@ import ctypes
 import math
 import os
 import sys
-from typing import Any
+from typing import Literal, cast
 
 import torch
 
@@ -13,6 +13,7 @@ from engine.core.errors import UserError
 MIN_BFLOAT16_WIDTH = 64  # of a model on a CPU: narrower ones lose more by converting than they gain
 MALLOC_MMAP_THRESHOLD = -3  # options of mallopt: glibc's <malloc.h>
 MALLOC_TRIM_THRESHOLD = -1
+DtypeName = Literal["float32", "bfloat16", "float16"]
 DTYPE_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -30,6 +31,8 @@ def choose_device(name: str, local_rank: int = 0, num_local_ranks: int = 1) -> t
         raise UserError(f"--device: one GPU of {num_local_ranks} ranks (got {name}). Use cuda.")
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda", "mps"):
+            raise RuntimeError(f"unsupported device type {device.type}")
         if device.type == "cuda":
             torch.cuda.init()
             torch.cuda.set_device(device)  # else each process allocates memory on GPU 0 too
@@ -62,9 +65,9 @@ def choose_dtype(name: str, device: torch.device, width: int) -> torch.dtype:
     return fast_dtype(device)
 
 
-def dtype_name(dtype: torch.dtype) -> Any:
+def dtype_name(dtype: torch.dtype) -> DtypeName:
     """Return the name of a dtype for ``--dtype``."""
-    return str(dtype).removeprefix("torch.")
+    return cast(DtypeName, str(dtype).removeprefix("torch."))
 
 
 def mixed_precision(dtype: torch.dtype, device: torch.device) -> torch.autocast:

@@ -47,10 +47,15 @@ class DistributedContext:
 
     @property
     def launcher(self) -> str:
-        """The command that starts a Python script on as many processes of this machine."""
+        """The command that starts a Python script on as many processes.
+
+        RENDEZVOUS stands for the flags by which several machines find each other.
+        """
         if self.size == 1:
             return "python"
-        return f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+        num_machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+        machines = f"--nnodes {num_machines} RENDEZVOUS " if num_machines > 1 else ""
+        return f"torchrun {machines}--nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
 
     @property
     def is_restart(self) -> bool:
@@ -123,8 +128,14 @@ class DistributedContext:
             finished.wait(HEARTBEAT_SECONDS)
 
     def raise_error(self, error: BaseException | None) -> None:
-        """Raise the error of any rank on all: its own, or a UserError with the message."""
-        message = self.broadcast_first_non_none(str(error) if error else None)
+        """Raise the error of any rank on all: its own, or a UserError with the message.
+
+        The message names the rank, unless the error is a mistake of the user.
+        """
+        message = f"rank {self.rank}: {error}" if error else None
+        message = self.broadcast_first_non_none(
+            str(error) if isinstance(error, UserError) else message
+        )
         if error:
             raise error
         if message is not None:
@@ -275,7 +286,9 @@ def _read_rank_variables() -> list[int]:
     """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without torchrun 0, 1, 0, 1."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return [0, 1, 0, 1]
-    missing = [name for name in RANK_VARIABLES if name not in os.environ]
-    if missing:
-        raise UserError(f"{missing[0]}: is not set. Start several processes with torchrun.")
+    for name in (*RANK_VARIABLES, "MASTER_PORT"):
+        value = os.environ.get(name, "")
+        if not value.isdecimal():
+            advice = "Start several processes with torchrun."
+            raise UserError(f"{name}: must be a number (got {value!r}). {advice}")
     return [int(os.environ[name]) for name in RANK_VARIABLES]

@@ -180,6 +180,9 @@ def _open_shards(folder: Path, shards: list[dict[str, Any]], dtype: str) -> Shar
         if array.shape != shape or array.dtype != dtype:
             actual = f"{array.dtype} {array.shape}"
             raise UserError(f"{path.name} must be {dtype} {shape} (got {actual})")
+        num_bytes = array.offset + array.nbytes
+        if path.stat().st_size != num_bytes:
+            raise UserError(f"{path.name} must have {num_bytes} bytes")
         arrays.append(array)
     return ShardedTokens(arrays)
 

@@ -197,7 +197,25 @@ class ModelInspector:
                 size = f"got {len(ids):,} of at most {self.max_prompt_tokens:,} tokens"
                 raise UserError(f"The text: too long ({size}). Shorten it.")
             request = replace(request, ids=ids)
+        self._check_limits(request)
         return replace(request, off=tuple(sorted({*request.off})))
+
+    def _check_limits(self, request: InspectRequest) -> None:
+        """Raise UserError for a field that does not fit the model."""
+        if any(len(pair) != 2 or min(pair) < 1 for pair in request.off):
+            raise UserError("The question: off must be a list of [layer, head], from 1.")
+        layers, heads = zip((request.layer, request.head), *request.off, strict=True)
+        limits = {
+            "number of ids": (len(request.ids), MAX_INSPECTED_TOKENS),
+            "id": (max(request.ids), self.generator.model.token_embedding.num_embeddings - 1),
+            "layer": (max(layers), self.config.num_layers),
+            "head": (max(heads), self.config.num_heads),
+            "at": (request.at, len(request.ids) - 1),
+            "max_new_tokens": (request.max_new_tokens, self.max_new_tokens),
+        }
+        for name, (value, limit) in limits.items():
+            if value > limit:
+                raise UserError(f"The question: {name} must be at most {limit:,} (got {value:,}).")
 
 
 def window_of(position: int, length: int, context_length: int) -> tuple[int, int]:

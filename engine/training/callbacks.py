@@ -34,14 +34,19 @@ TORCHRUN_SHUTDOWN_SECONDS = 30.0  # unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set
 
 
 def truncate_records(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """Remove corrupted lines and the records after a step from a .jsonl file; return the rest."""
+    """Remove the records after a step from a .jsonl file, and return the others.
+
+    Corrupted lines are moved to a file beside it.
+    """
     if not path.exists():
         return []
     content = path.read_bytes()
     records = read_records(path)
-    lines = [line for line in content.split(b"\n")[:-1] if line.strip()]
-    if len(lines) > len(records):
-        warn(f"{path}: removed {len(lines) - len(records)} corrupted lines")
+    num_lines = sum(bool(line.strip()) for line in content.split(b"\n")[:-1])
+    if num_lines > len(records):
+        copy = path.with_suffix(".damaged")
+        atomic_write(copy, content)
+        warn(f"{path}: {num_lines - len(records)} lines are corrupted. They are kept in {copy}.")
     records = [record for record in records if record["step"] <= last_step]
     new_content = "".join(f"{to_json(record)}\n" for record in records).encode()
     if new_content != content:

@@ -253,7 +253,7 @@ def describe_plan(config: TrainConfig, device: torch.device, epoch_tokens: Seque
     h100_speed = GPU_UTILIZATION * H100_FLOPS
     tokens_per_step = batch_size * config.model.context_length
     step_flops = tokens_per_step * flops_per_token(config.model)
-    steps = config.steps or round(60 * (config.minutes or 0) * speed / step_flops) or DEFAULT_STEPS
+    steps = config.steps or (0 if config.minutes else DEFAULT_STEPS)  # 0: as many as fit
     plans = {
         "here": (Hardware(dtype, device.type != "cpu"), speed),
         "1 H100": (Hardware(torch.bfloat16, True), h100_speed),
@@ -265,16 +265,20 @@ def describe_plan(config: TrainConfig, device: torch.device, epoch_tokens: Seque
             seconds = step_flops / hardware.num_ranks / rank_speed
             columns[title] = describe_memory(config, hardware)
             columns[title]["one step"] = f"{1e3 * seconds:,.2f} ms"
-            columns[title]["all steps"] = f"{steps * seconds / 3600:,.2f} h"
+            if steps:
+                columns[title]["all steps"] = f"{steps * seconds / 3600:,.2f} h"
     table = [f"{'':<16}" + "".join(f"{title:>14}" for title in columns)]
     for name in columns["here"]:
         table.append(f"{name:<16}" + "".join(f"{cells[name]:>14}" for cells in columns.values()))
     tokens = steps * tokens_per_step
     epochs = "".join(f", {tokens / epoch:,.2f} epochs" for epoch in epoch_tokens)
+    length = f"{steps:,} steps of {tokens_per_step:,} tokens = {tokens:,}{epochs}"
+    if not steps:
+        length = f"{config.minutes:g} minutes of steps of {tokens_per_step:,} tokens"
     num_params = build_meta_model(config.model).num_parameters
     return f"""\
 model  {num_params:,} parameters, {flops_per_token(config.model) / 1e9:,.3f} GFLOP per token
-run    {steps:,} steps of {tokens_per_step:,} tokens = {tokens:,}{epochs}
+run    {length}
 speed  here {utilization:.0%} of what matrix products reach, {speed / 1e12:,.2f} TFLOP/s
        H100 {GPU_UTILIZATION:.0%} of its data sheet, in bfloat16, without communication
 !      exceeds the {H100_MEMORY_BYTES / 1e9:.0f} GB of an H100

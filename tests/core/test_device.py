@@ -30,7 +30,7 @@ def test_device_is_the_named_one_or_for_auto_the_best():
         assert choose_device("auto") == choose_device("auto", local_rank=3) == CPU_DEVICE
 
 
-@pytest.mark.parametrize("name", ["tpux", "", "xla:0", "cuda:99", "cpu:x"])
+@pytest.mark.parametrize("name", ["tpux", "", "meta", "xla:0", "cuda:99", "cpu:x"])
 def test_missing_device_is_named_in_one_line(name):
     with pytest.raises(UserError, match=f"^--device: {name} .*$"):
         choose_device(name)

@@ -29,16 +29,16 @@ from prepare import PrepareConfig, prepare
 
 @pytest.mark.parametrize("lengths", [[10], [3, 4, 3], [1] * 10, [0, 5, 0, 0, 5, 0]])
 def test_sharded_tokens_slice_like_one_array_without_a_copy(lengths: list[int]):
-    tokens = np.arange(sum(lengths), dtype=np.uint16)
-    shards = np.split(tokens, np.cumsum(lengths)[:-1])
+    joined = np.arange(sum(lengths), dtype=np.uint16)
+    shards = np.split(joined, np.cumsum(lengths)[:-1])
     tokens = ShardedTokens(shards)
     assert len(tokens) == 10
     for start in range(11):
         for stop in range(start, 13):
-            np.testing.assert_array_equal(tokens[start:stop], tokens[start:stop])
+            np.testing.assert_array_equal(tokens[start:stop], joined[start:stop])
             assert tokens[start:stop].dtype == np.uint16
     for start, shard in zip(tokens.starts, shards, strict=False):
-        assert len(shard) == 0 or np.shares_memory(tokens[start : start + len(shard)], tokens)
+        assert len(shard) == 0 or np.shares_memory(tokens[start : start + len(shard)], joined)
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])

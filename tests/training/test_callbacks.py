@@ -153,7 +153,8 @@ def test_records_of_repeated_steps_and_corrupted_lines_are_removed_atomically(tm
     add(metrics, 3, 0.5)
     assert logged(tmp_path, "train_loss") == {1: 2.0, 2: 1.0, 3: 0.5}
     assert [record["step"] for record in metrics.records] == [1, 2, 3]
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", "metrics.damaged"}
+    assert (tmp_path / "metrics.damaged").read_text() == old_content
 
 
 @pytest.mark.parametrize("first_step", [3, 10])

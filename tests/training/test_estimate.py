@@ -288,10 +288,10 @@ def test_plan_is_a_table_of_this_device_one_gpu_and_eight(batch_size, cells):
     assert rows["one step"][1] == f"{1e3 * flops / (0.4 * 989e12):,.2f} ms"
 
 
-def test_plan_of_minutes_has_the_steps_that_fit(monkeypatch):
-    monkeypatch.setattr(estimate, "measure_matmul_flops", lambda *arguments: 1.5e12)
-    plan = describe_plan(TrainConfig(model=SMALL, minutes=60), CPU, [])
-    assert rows_of(plan)["all steps"][0] == "1.00 h"
+def test_plan_of_minutes_does_not_guess_the_number_of_steps():
+    plan = describe_plan(TrainConfig(model=SMALL, minutes=60), CPU, [1e6])
+    assert "60 minutes" in plan and "epochs" not in plan
+    assert "all steps" not in rows_of(plan) and "one step" in rows_of(plan)
 
 
 def test_plan_marks_what_exceeds_an_h100():

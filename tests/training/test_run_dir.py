@@ -357,14 +357,19 @@ CORRUPTED_LINES = [b"torn", b"{}", b"[1]", b"7", b'{"step": "1"}', b"\xff", b"["
 
 
 @pytest.mark.parametrize("line", [b"", b" ", *CORRUPTED_LINES])
-def test_corrupted_lines_are_removed_with_a_warning_and_the_records_kept(tmp_path, line, capsys):
+def test_corrupted_lines_are_moved_aside_with_a_warning_and_the_records_kept(
+    tmp_path, line, capsys
+):
     path = tmp_path / "metrics.jsonl"
     assert truncate_records(path, 2) == read_records(path) == []
     path.write_bytes(RECORD_LINES[0] + line + b"\n" + b"".join(RECORD_LINES[1:]) + b'{"step": 4')
     assert [record["step"] for record in read_records(path)] == [1, 2, 3]
     truncate_records(path, 2)
     assert path.read_text() == '{"step": 1, "train_loss": null}\n{"step": 2}\n'
-    assert capsys.readouterr().err.count(str(path)) == (line in CORRUPTED_LINES)
+    is_corrupted = line in CORRUPTED_LINES
+    copy = path.with_suffix(".damaged")
+    assert (str(path) in capsys.readouterr().err) == copy.exists() == is_corrupted
+    assert not is_corrupted or line in copy.read_bytes()
 
 
 # In any order.
