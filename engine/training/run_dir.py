@@ -30,6 +30,7 @@ from engine.training.checkpoint import (
 )
 
 CHECKPOINT_NAME = re.compile("step-[0-9]{8,}")  # directories with other names are the user's
+FileStats = dict[str, tuple[int, int]]  # size and modification time by file name
 Hashes = dict[str, str]  # SHA-256 by file name
 
 
@@ -53,6 +54,12 @@ def checkpoints_by_loss(run: Path) -> list[Path]:
             return math.inf
 
     return sorted(reversed(list_checkpoints(run)), key=val_loss)
+
+
+def file_stats(path: Path) -> FileStats:
+    """Return the size and modification time in nanoseconds of each file of a checkpoint."""
+    stats = {file.name: file.stat() for file in path.iterdir()}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
@@ -118,6 +125,7 @@ class RunDir:
         resume = world.any(resume or world.is_restart)
         world.broadcast_from_main(self._acquire, resume)
         self.is_shared = world.sharded and self._is_visible_to_all()
+        self.complete: dict[Path, FileStats] = {}  # checkpoints, as they were when complete
         self.thread = futures.ThreadPoolExecutor(1)
         self.pending: futures.Future[Hashes] | None = None
         self.next_stage: Callable[[Hashes], Hashes] | None = None  # called with all ranks' hashes
@@ -215,14 +223,15 @@ class RunDir:
     def close(self) -> None:
         """Unlock the folder after this rank's writes, without waiting for other ranks.
 
-        A sharded checkpoint that :meth:`wait` has not completed is discarded, and a folder with
-        nothing in it removed.
+        A sharded checkpoint that :meth:`wait` has not completed is discarded, and a new folder
+        without files removed.
         """
         self.thread.shutdown()
         if self.world.is_main_process:
             self._remove_partial()
             with contextlib.suppress(OSError):  # the user removed the folder
-                if [path.name for path in self.path.iterdir()] == [".lock"]:
+                names = [path.name for path in self.path.iterdir()]
+                if self.is_new and names == [".lock"]:
                     (self.path / ".lock").unlink()
                     self.path.rmdir()
             self.lock.release()
@@ -237,6 +246,7 @@ class RunDir:
 
     def _acquire(self, resume: bool) -> None:
         """Create and lock the folder. Raises UserError if that is not possible."""
+        self.is_new = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock = acquire_lock(self.path / ".lock", self.path)
         if list_checkpoints(self.path) and not resume:
@@ -259,15 +269,18 @@ class RunDir:
         return {}
 
     def _prune(self, newest: Path) -> None:
-        """Remove all checkpoints but the best one and the last few up to ``newest``.
+        """Remove all checkpoints but the best one and the newest complete ones.
 
-        Later ones are corrupted: they do not count, and the run replaces them.
+        ``newest`` was just written or verified. A checkpoint whose files changed since then may be
+        corrupted and does not count.
         """
-        checkpoints = list_checkpoints(self.path)
-        num_old = max(0, checkpoints.index(newest) + 1 - self.keep_checkpoints)
+        self.complete[newest] = file_stats(newest)
         best = checkpoints_by_loss(self.path)[0]
-        for path in checkpoints[:num_old]:
-            if path != best:
+        num_complete = 0
+        for path in reversed(list_checkpoints(self.path)):
+            if num_complete < self.keep_checkpoints:
+                num_complete += self.complete.get(path) == file_stats(path)
+            elif path != best:
                 path.rename(path.with_name(f".{path.name}.partial.old"))
         self._remove_partial()
 
