@@ -266,7 +266,9 @@ def describe(out: Path) -> str:
     dataset = open_dataset(out)
     manifest = dataset.manifest
     facts = manifest["facts"]
-    repeats = f"{facts['repeats']:,} of them exact repeats, see --deduplicate"
+    repeats = ""
+    if facts["repeats"]:
+        repeats = f"{facts['repeats']:,} of them exact repeats, see --deduplicate"
     if "dropped" in facts:
         repeats = f"without {facts['dropped']:,} exact repeats"
     used_fraction = facts["vocabulary"] / manifest["vocab_size"]
@@ -281,7 +283,7 @@ def describe(out: Path) -> str:
         if "examples" in manifest["origin"]:
             note = f"{counts['targets']:,} targets, {counts['documents']:,} examples"
         rows.append((f"{split} tokens", counts["tokens"], note))
-    lines = [f"  {name:<12}  {count:>15,}  {note}" for name, count, note in rows]
+    lines = [f"  {name:<12}  {count:>15,}  {note}".rstrip() for name, count, note in rows]
     return "\n".join([str(out), *lines, describe_sample(dataset)])
 
 

@@ -310,7 +310,8 @@ def events(folder: Path, name: str, choose: Callable[[int], Iterable[int]] = eve
     for fatal in choose(len(seen)):
         where = f"{name}, killed at event {fatal} of {len(seen)}, {seen[fatal - 1]}"
         shutil.copytree(before, now)
-        assert run(fatal) == -signal.SIGKILL, where
+        code = run(fatal)
+        assert code == -signal.SIGKILL, f"{where}: exit code {code}, {log.read_text()[-2000:]}"
         assert kind.is_sound(now, before, after), f"{where}: left an incomplete file"
         assert run() == 0, f"{where}: {log.read_text()[-2000:]}"
         assert kind.is_same(now, after), f"{where}: the second run ended differently"

@@ -174,7 +174,7 @@ def describe_run(trainer: Trainer) -> str:
     model = config.model
     data = trainer.data
     batch = f"{trainer.batch_size} × {trainer.tokens_per_step // trainer.batch_size} tokens a step"
-    length = f"{config.minutes:g} minutes, {batch}" if config.minutes else ""
+    length = f"{config.minutes:g} min, {batch}" if config.minutes else ""
     if config.steps:
         tokens = trainer.tokens_per_step * config.steps
         epochs = ", ".join(f"{tokens / epoch:.1f}" for epoch in data.epoch_tokens)

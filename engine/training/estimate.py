@@ -274,7 +274,7 @@ def describe_plan(config: TrainConfig, device: torch.device, epoch_tokens: Seque
     epochs = "".join(f", {tokens / epoch:,.2f} epochs" for epoch in epoch_tokens)
     length = f"{steps:,} steps of {tokens_per_step:,} tokens = {tokens:,}{epochs}"
     if not steps:
-        length = f"{config.minutes:g} minutes of steps of {tokens_per_step:,} tokens"
+        length = f"{config.minutes:g} min in steps of {tokens_per_step:,} tokens"
     num_params = build_meta_model(config.model).num_parameters
     return f"""\
 model  {num_params:,} parameters, {flops_per_token(config.model) / 1e9:,.3f} GFLOP per token
