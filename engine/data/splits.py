@@ -10,14 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.core.errors import UserError
-from engine.data.inputs.readers import (
-    LARGE_DOCUMENT_BYTES,
-    Text,
-    count_documents,
-    count_parts,
-    kind_of,
-    read,
-)
+from engine.data.inputs.columns import count_parts
+from engine.data.inputs.readers import LARGE_DOCUMENT_BYTES, Text, count_documents, kind_of, read
 from engine.data.inputs.sources import Source
 
 SPLIT_NAMES = ("train", "val")

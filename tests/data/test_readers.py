@@ -21,8 +21,9 @@ import pytest
 from backports import zstd
 
 from engine.core.errors import UserError
-from engine.data.inputs import readers, sources
-from engine.data.inputs.readers import Text, count_documents, count_parts, read, split_document
+from engine.data.inputs import columns, readers, sources
+from engine.data.inputs.columns import count_parts
+from engine.data.inputs.readers import Text, count_documents, read, split_document
 from engine.data.inputs.sources import Source, find_sources
 from engine.data.tokenizer import Tokenizer, named_tokenizer
 from engine.data.tokenizer_json import SPLIT_PATTERNS
@@ -36,7 +37,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make large documents, pieces, batches and blocks so small that a test has many."""
     monkeypatch.setattr(readers, "LARGE_DOCUMENT_BYTES", 2**11)
     monkeypatch.setattr(readers, "PIECE_BYTES", 2**10)
-    monkeypatch.setattr(readers, "NUM_BATCH_ROWS", 2)
+    monkeypatch.setattr(columns, "NUM_BATCH_ROWS", 2)
     monkeypatch.setattr(sources, "BLOCK_BYTES", 100)
 
 

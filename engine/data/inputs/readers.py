@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 from engine.core.errors import UserError
-from engine.data.inputs import sources
-from engine.data.inputs.sources import Source, kind_of, open_source, wrap_errors
+from engine.data.inputs.columns import Records, count_rows, read_parquet, read_rows
+from engine.data.inputs.sources import Source, kind_of, open_source
 
 LARGE_DOCUMENT_BYTES = 2**18  # a document of more is read in pieces
 PIECE_BYTES = 2**16
-BUFFER_BYTES = 2**20  # of a Parquet file, read at a time
-NUM_BATCH_ROWS = 64  # of records, decoded at a time
 MAX_CSV_FIELD_BYTES = 2**27
 # A cut here does not change the ids of any BPE: at the start of a line without indentation (o200k
 # joins "\n" with "/"), between words, before Chinese or Japanese punctuation.
@@ -24,8 +22,6 @@ CUT_PATTERN = re.compile(
 )
 CUT_MARGIN_BYTES = 8  # before and after a cut, at least as many as CUT_PATTERN looks at
 CONTINUATION_BYTES = bytes(range(0x80, 0xC0))  # in UTF-8, all but the first of a character
-
-Records = Iterator[tuple[str, dict[str, Any]]]  # location, such as "a.csv, line 3", and record
 
 
 class Text(NamedTuple):
@@ -58,21 +54,8 @@ def read(source: Source, index: int = 0, count: int = 1) -> Iterator[Text]:
 def count_documents(source: Source) -> int | None:
     """Return the number of documents of a source; None if it must be read to count them."""
     if kind_of(source) == ".parquet":
-        with _open_parquet(source) as file:
-            return file.metadata.num_rows
+        return count_rows(source)
     return None if kind_of(source) else 1
-
-
-def count_parts(source: Source, part_bytes: int) -> int:
-    """Return the number of parts, of about ``part_bytes``, that can be read independently."""
-    kind = kind_of(source) if source.size > part_bytes else ""
-    if kind == ".parquet":
-        with _open_parquet(source) as file:
-            return max(1, file.num_row_groups)
-    if kind == "rows":
-        rows = sources.load_rows(source)
-        return rows.num_shards if sources.is_streamed(rows) else -(-source.size // part_bytes)
-    return 1
 
 
 def split_document(
@@ -177,64 +160,12 @@ def _read_csv(source: Source, *_: int) -> Records:
         raise UserError(f"{location}: is not CSV ({error}). Check its quotes.") from None
 
 
-def _open_parquet(source: Source) -> Any:
-    parquet = sources.import_optional("pyarrow.parquet", source.name)
-    is_remote = isinstance(source.path, str)
-    fs, path = sources.file_system(source.path)
-    buffer_size = 0 if is_remote else BUFFER_BYTES
-    with wrap_errors(source.name):  # pre_buffer makes few large requests
-        return parquet.ParquetFile(
-            path, filesystem=fs, buffer_size=buffer_size, pre_buffer=is_remote
-        )
-
-
-def _read_parquet(source: Source, index: int, count: int) -> Records:
-    """Yield the records of some row groups."""
-    with wrap_errors(source.name), _open_parquet(source) as file:
-        first = file.num_row_groups * index // count
-        end = file.num_row_groups * (index + 1) // count
-        row = sum(file.metadata.row_group(group).num_rows for group in range(first))
-        columns = _columns_to_read(source, file.schema_arrow.names)
-        groups = [*range(first, end)]
-        for batch in file.iter_batches(NUM_BATCH_ROWS, groups, columns, use_threads=False):
-            for record in batch.to_pylist():
-                row += 1
-                yield f"{source.name}, row {row}", record
-
-
-def _read_rows(source: Source, index: int, count: int) -> Records:
-    """Yield the rows of one part of a dataset, which is a file if the dataset is streamed."""
-    rows = sources.load_rows(source)
-    with wrap_errors(source.name):
-        columns = _columns_to_read(source, rows.column_names or [])
-        if columns:
-            rows = rows.select_columns(columns)
-        name = source.name
-        row = 0
-        if sources.is_streamed(rows):
-            rows = rows.shard(count, index)
-            if count > 1:
-                name += f", file {index + 1}"
-        else:
-            row = len(rows) * index // count
-            rows = rows.select(range(row, len(rows) * (index + 1) // count))
-        for batch in rows.iter(NUM_BATCH_ROWS):
-            for values in zip(*batch.values(), strict=True):
-                row += 1
-                yield f"{name}, row {row}", dict(zip(batch, values, strict=True))
-
-
-def _columns_to_read(source: Source, names: list[str]) -> list[str] | None:
-    """Return the column with the text; None for all columns: of examples, or if it is missing."""
-    return [source.field] if source.field in names and not source.turns_of else None
-
-
 RECORD_READERS: dict[str, Callable[[Source, int, int], Records]] = {
     ".jsonl": _read_json_lines,
     ".ndjson": _read_json_lines,
     ".csv": _read_csv,
-    ".parquet": _read_parquet,
-    "rows": _read_rows,
+    ".parquet": read_parquet,
+    "rows": read_rows,
 }
 
 
