@@ -29,7 +29,8 @@ from engine.core.files import exclusive_lock
 from engine.core.settings import check_ranges, parse
 from engine.data import chat
 from engine.data.dataset import Dataset, Examples, is_up_to_date, open_dataset
-from engine.data.inputs.sources import Source, find_sources, kind_of
+from engine.data.inputs.sources import DEFAULT_ENCODING, Source, find_sources, kind_of
+from engine.data.inputs.text import normalize_encoding
 from engine.data.splits import Corpus, content_hash
 from engine.data.tokenizer import Tokenizer, named_tokenizer
 from engine.data.tokenizer_json import MAX_VOCAB_SIZE, SPLIT_PATTERNS
@@ -90,8 +91,14 @@ class PrepareConfig:
     """Leave out documents that repeat an earlier one exactly."""
     sha256: str | None = None
     """Expected SHA-256 of the file at an address, which is then cached."""
+    encoding: str = DEFAULT_ENCODING
+    """Of text, JSON and CSV: a name that Python knows; or auto, to detect it for each file."""
     errors: Literal["strict", "replace"] = "strict"
-    """Refuse bytes that are not UTF-8 (strict), or replace them by U+FFFD."""
+    """Refuse bytes that are not in the encoding (strict), or replace them by U+FFFD."""
+    separator: str | None = None
+    """Text between the documents of a plain text file. None: a file is one document."""
+    skip_bad_rows: bool = False
+    """Leave out and count the records that cannot be used, instead of refusing the file."""
     force: bool = False
     """Prepare again, even over a dataset of other arguments or other text."""
     ray: str | None = None
@@ -169,6 +176,7 @@ def check(config: PrepareConfig) -> None:
         ("--hf-config", config.hf_config, has_hub, "hf:NAME as input"),
         ("--hf-split", config.hf_split, has_hub, "hf:NAME as input"),
         ("--ray", config.ray, not has_pipe, "files instead of a pipe"),
+        ("--separator", config.separator == "", False, "a text"),
     ]
     for flag, value, is_met, requirement in requirements:
         if value and not is_met:
@@ -195,10 +203,18 @@ def list_sources(config: PrepareConfig, spool: Path) -> list[Source]:
         kinds = "JSON lines, CSV, Parquet or a Hugging Face dataset"
         advice = "Convert it, or choose files with --glob '*.jsonl'"
         raise UserError(f"{flag}: needs {kinds} (got {text_files[0]}). {advice}.")
-    field = config.field or "text"
-    return [
-        replace(source, field=field, errors=config.errors, turns_of=turns_of) for source in sources
-    ]
+    if config.separator and not text_files:
+        raise UserError("--separator: needs plain text. Otherwise leave --separator out.")
+    set_options = partial(
+        replace,
+        field=config.field or "text",
+        encoding=normalize_encoding(config.encoding),
+        errors=config.errors,
+        separator=config.separator or "",
+        skip_bad_rows=config.skip_bad_rows,
+        turns_of=turns_of,
+    )
+    return [*map(set_options, sources)]
 
 
 def dataset_name(first_input: str) -> str:
@@ -222,6 +238,7 @@ def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None
             name = f"{tokenizer.kind} {tokenizer.fingerprint}"
     needs_separator = not (corpus.examples or corpus.single or has_end)
     tokenizer_bytes = config.tokenizer_bytes
+    encoding = normalize_encoding(config.encoding)
     settings = {
         "vocab_size": config.vocab_size,
         "pattern": config.pattern if config.pattern != DEFAULT_PATTERN else None,
@@ -232,7 +249,10 @@ def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None
         "completion_field": config.completion_field,
         "hf_config": config.hf_config,
         "hf_split": config.hf_split,
+        "encoding": encoding if encoding != DEFAULT_ENCODING else None,
         "errors": config.errors if config.errors != "strict" else None,
+        "document_separator": config.separator,
+        "skip_bad_rows": config.skip_bad_rows,
         "examples": ("chats" if config.chat else "pairs") if corpus.examples else None,
         "separator": "\n" if needs_separator else None,
         "split": "few" if corpus.rule.few and not corpus.single else None,
@@ -268,9 +288,9 @@ def describe(out: Path) -> str:
     facts = manifest["facts"]
     repeats = ""
     if facts["repeats"]:
-        repeats = f"{facts['repeats']:,} of them exact repeats, see --deduplicate"
+        repeats = f"exact repeats: {facts['repeats']:,}, see --deduplicate"
     if "dropped" in facts:
-        repeats = f"without {facts['dropped']:,} exact repeats"
+        repeats = f"exact repeats left out: {facts['dropped']:,}"
     used_fraction = facts["vocabulary"] / manifest["vocab_size"]
     vocabulary = f"{dataset.tokenizer.kind}, {used_fraction:.0%} of it used"
     rows = [
@@ -279,10 +299,13 @@ def describe(out: Path) -> str:
         ("vocabulary", manifest["vocab_size"], vocabulary),
     ]
     for split, counts in manifest["splits"].items():
-        note = f"{counts['bytes']:,} UTF-8 bytes, {counts['documents']:,} documents end here"
+        note = f"{counts['bytes']:,} UTF-8 bytes, ends of documents: {counts['documents']:,}"
         if "examples" in manifest["origin"]:
-            note = f"{counts['targets']:,} targets, {counts['documents']:,} examples"
+            note = f"targets: {counts['targets']:,}, examples: {counts['documents']:,}"
         rows.append((f"{split} tokens", counts["tokens"], note))
+    for text, count in facts.get("notes", {}).items():
+        noun, _, note = text.partition(" ")
+        rows.append((noun.removesuffix("s") if count == 1 else noun, count, note))
     lines = [f"  {name:<12}  {count:>15,}  {note}".rstrip() for name, count, note in rows]
     return "\n".join([str(out), *lines, describe_sample(dataset)])
 

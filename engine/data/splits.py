@@ -2,8 +2,9 @@
 
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -12,7 +13,8 @@ import numpy as np
 from engine.core.errors import UserError
 from engine.data.inputs.columns import count_parts
 from engine.data.inputs.readers import LARGE_DOCUMENT_BYTES, Text, count_documents, kind_of, read
-from engine.data.inputs.sources import Source
+from engine.data.inputs.sources import DEFAULT_ENCODING, Source
+from engine.data.inputs.text import Notes
 
 SPLIT_NAMES = ("train", "val")
 MIN_EXPECTED_DOCUMENTS = 6  # in the smaller split; with fewer, it could be empty by chance
@@ -40,6 +42,7 @@ class Unit:
     number: int
     parts: tuple[tuple[Source, int, int], ...]  # source, index and count: see readers.read
     dropped: frozenset[int] = frozenset()  # numbers of its documents that are left out
+    notes: Notes = field(default_factory=Counter, compare=False)  # of the sources when last read
 
     @property
     def size(self) -> int:
@@ -49,8 +52,9 @@ class Unit:
     def texts(self) -> Iterator[Text]:
         """Yield the texts of all documents that are not dropped."""
         document = 0
+        self.notes.clear()
         for source, index, count in self.parts:
-            for text in read(source, index, count):
+            for text in read(source, index, count, self.notes):
                 if document not in self.dropped:
                     yield text
                 document += text.ends
@@ -97,7 +101,7 @@ class Corpus:
         """Read documents only until it is certain whether there are few."""
         self.sources = sources
         self.examples = any(source.turns_of for source in sources)
-        self.single = len(sources) == 1 and kind_of(sources[0]) == ""
+        self.single = len(sources) == 1 and count_documents(sources[0]) == 1
         self.units = make_units(sources)
         self.bytes = sum(source.size for source in sources)
         num_enough = MIN_EXPECTED_DOCUMENTS / min(val_fraction, 1 - val_fraction)
@@ -127,7 +131,10 @@ class Corpus:
     def is_plain(self) -> bool:
         """Whether the sources have about the size of their text."""
         return not any(
-            source.compression or kind_of(source) in (".parquet", "rows") for source in self.sources
+            source.compression
+            or source.encoding != DEFAULT_ENCODING
+            or kind_of(source) in (".parquet", "rows")
+            for source in self.sources
         )
 
     @property

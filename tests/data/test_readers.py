@@ -262,14 +262,14 @@ def test_bytes_that_are_not_utf8_are_located_in_csv(content, offset, small, tmp_
 JSON_LINES = (
     b'\xef\xbb\xbf{"text": " one\\ntwo\\n"}\n\n  \r\n{"id": 1, "text": "\\u00e9\xc3\xa9"}\r\n'
 )
-JSON_LINES += b'{"text": "", "id": ' + b"7" * 5000 + b'}\n{"text": "\\ud83d!"}'
+JSON_LINES += b'{"text": "", "id": ' + b"7" * 5000 + b'}\n{"text": "\\ud83d\\ude80!"}'
 
 
 @pytest.mark.parametrize("block_bytes", [1, 5, 2**18])
 @pytest.mark.parametrize(
     ("name", "content", "texts"),
     [
-        ("a.jsonl", JSON_LINES, [" one\ntwo\n", "éé", "", "\ufffd!"]),
+        ("a.jsonl", JSON_LINES, [" one\ntwo\n", "éé", "", "🚀!"]),
         ("a.csv", b"text\nplain\n\n\nlast", ["plain", "last"]),
         (
             "a.csv",
@@ -296,7 +296,7 @@ def turns_of(record: dict) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])
 def test_examples_are_the_json_of_their_turns_and_are_never_cut(name: str, small, tmp_path: Path):
-    texts = texts_of(write(tmp_path / name, TEXTS), turns_of=turns_of)
+    texts = texts_of(write(tmp_path / name, TEXTS), turns_of=turns_of, errors="replace")
     assert [json.loads(text) for text in texts] == [
         [["user", text], ["assistant", "\ufffd"]] for text in TEXTS
     ]
@@ -318,7 +318,8 @@ def assert_refused(function: Callable[[], Any], location: str, *words: str) -> N
 )
 def test_an_unsuitable_example_is_located(name: str, location: str, tmp_path: Path):
     path = write(tmp_path / name, ["good", "bad"])
-    assert_refused(lambda: texts_of(path, turns_of=turns_of), f"{name}, {location}", "bad")
+    read_all = partial(texts_of, path, turns_of=turns_of, errors="replace")
+    assert_refused(read_all, f"{name}, {location}", "bad", "--skip-bad-rows")
 
 
 @pytest.mark.parametrize(
@@ -331,6 +332,7 @@ def test_an_unsuitable_example_is_located(name: str, location: str, tmp_path: Pa
         (b'{"text": null}', "a.jsonl, line 3", ["'text'"]),
         (b'{"text": "\xff"}', "a.jsonl, line 3", ["UTF-8 at byte 10"]),
         (b"[" * 100_000, "a.jsonl, line 3", ["JSON"]),
+        (b'{"text": "\\ud83d!"}', "a.jsonl, line 3", ["surrogate", "--errors replace"]),
         (b"text,id\na,1\nb\n", "a.csv, line 3", ["2 values", "got 1"]),
         (b"text,id\na,1,2\n", "a.csv, line 2", ["2 values", "got 3"]),
         (b'text\nok\n"open\nfor ever', "a.csv, line 4", ["CSV", "quote"]),

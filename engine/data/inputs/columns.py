@@ -3,13 +3,15 @@
 from collections.abc import Iterator
 from typing import Any
 
+from engine.core.errors import UserError
 from engine.data.inputs import sources
 from engine.data.inputs.sources import Source, kind_of, wrap_errors
 
 BUFFER_BYTES = 2**20  # of a Parquet file, read at a time
 NUM_BATCH_ROWS = 64  # of records, decoded at a time
 
-Records = Iterator[tuple[str, dict[str, Any]]]  # location, such as "a.csv, line 3", and record
+# Location, such as "a.csv, line 3", and the record, or the reason why it cannot be read.
+Records = Iterator[tuple[str, dict[str, Any] | UserError]]
 
 
 def count_rows(source: Source) -> int:

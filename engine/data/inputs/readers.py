@@ -1,19 +1,23 @@
 """Sources → texts: an iterator of documents for every kind of file."""
 
-import csv
 import io
 import json
 import re
+from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 from engine.core.errors import UserError
 from engine.data.inputs.columns import Records, count_rows, read_parquet, read_rows
-from engine.data.inputs.sources import Source, kind_of, open_source
+from engine.data.inputs.records import read_csv, read_json, read_separated
+from engine.data.inputs.sources import DEFAULT_ENCODING, Source, kind_of
+from engine.data.inputs.text import REPLACED_NOTE, Notes, decode, open_text
 
 LARGE_DOCUMENT_BYTES = 2**18  # a document of more is read in pieces
 PIECE_BYTES = 2**16
-MAX_CSV_FIELD_BYTES = 2**27
+MAX_REASONS = 20  # why rows are left out, counted separately
 # A cut here does not change the ids of any BPE: at the start of a line without indentation (o200k
 # joins "\n" with "/"), between words, before Chinese or Japanese punctuation.
 CUT_PATTERN = re.compile(
@@ -22,6 +26,7 @@ CUT_PATTERN = re.compile(
 )
 CUT_MARGIN_BYTES = 8  # before and after a cut, at least as many as CUT_PATTERN looks at
 CONTINUATION_BYTES = bytes(range(0x80, 0xC0))  # in UTF-8, all but the first of a character
+SPELLED_SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # of corpora in one file
 
 
 class Text(NamedTuple):
@@ -34,16 +39,27 @@ class Text(NamedTuple):
     length: int | None = None  # bytes of the piece in the document; None: those of text
 
 
-def read(source: Source, index: int = 0, count: int = 1) -> Iterator[Text]:
+def read(
+    source: Source, index: int = 0, count: int = 1, notes: Notes | None = None
+) -> Iterator[Text]:
     """Yield the texts of a source, or of part ``index`` of ``count`` (see count_parts).
 
-    Raises UserError naming the file and the unusable byte, line or row.
+    ``notes`` counts what a user should know of the source. Raises UserError naming the file and
+    the unusable byte, line or row.
     """
-    if not kind_of(source):
-        yield from _read_plain(source)
+    notes = Counter() if notes is None else notes
+    if not kind_of(source) and not source.separator:
+        yield from _read_plain(source, notes)
         return
-    for location, record in RECORD_READERS[kind_of(source)](source, index, count):
-        text = _text_of(record, source, location)
+    for location, record in _read_records(source, index, count, notes):
+        try:
+            text = _text_of(record, source, notes)
+        except UserError as error:
+            if source.skip_bad_rows:
+                _count_bad_row(error, notes)
+                continue
+            reason = f"{location}: {str(error).removesuffix('.')}"
+            raise UserError(f"{reason}. --skip-bad-rows leaves such rows out.") from None
         data = text.encode()
         if source.turns_of or len(data) <= LARGE_DOCUMENT_BYTES:
             yield Text(text)
@@ -51,15 +67,42 @@ def read(source: Source, index: int = 0, count: int = 1) -> Iterator[Text]:
             yield from split_document(io.BytesIO(data), len(data))
 
 
+def _read_records(source: Source, index: int, count: int, notes: Notes) -> Records:
+    kind = kind_of(source)
+    if kind == ".parquet":
+        return read_parquet(source, index, count)
+    if kind == "rows":
+        return read_rows(source, index, count)
+    if kind in (".csv", ".tsv"):
+        return read_csv(source, notes)
+    return read_json(source, notes) if kind else read_separated(source, notes)
+
+
+def _count_bad_row(error: UserError, notes: Notes) -> None:
+    """Count a row that is left out by the reason, without the details of the row."""
+    reason = re.sub(r" \(.*|\. .*|\.$", "", str(error))
+    note = f"rows left out: {re.sub('[0-9]+', 'N', reason)}"
+    if note not in notes and len(notes) >= MAX_REASONS:
+        note = "rows left out for more reasons"
+    notes[note] += 1
+
+
 def count_documents(source: Source) -> int | None:
     """Return the number of documents of a source; None if it must be read to count them."""
-    if kind_of(source) == ".parquet":
+    if kind_of(source) == ".parquet" and not source.skip_bad_rows:
         return count_rows(source)
-    return None if kind_of(source) else 1
+    return None if kind_of(source) or source.separator else 1
+
+
+def _decode_valid(data: bytes, offset: int) -> str:
+    return data.decode()
 
 
 def split_document(
-    file: BinaryIO, size: int, name: str = "", errors: str = "strict"
+    file: BinaryIO,
+    size: int,
+    name: str = "",
+    decode_piece: Callable[[bytes, int], str] = _decode_valid,
 ) -> Iterator[Text]:
     """Cut a document of ``size`` bytes of UTF-8 into pieces of about PIECE_BYTES.
 
@@ -80,7 +123,7 @@ def split_document(
         if nominal_end < size:
             end = nominal_end + _distance_to_cut(buffer, nominal_end - buffer_start)
         piece = buffer[start - buffer_start : end - buffer_start]
-        text = _decode(piece, name, errors, start)
+        text = decode_piece(piece, start)
         yield Text(text, start, size, end == size, len(piece))
         start = end
         buffer = buffer[max(0, end - CUT_MARGIN_BYTES - buffer_start) :]
@@ -99,91 +142,64 @@ def _distance_to_cut(buffer: bytes, nominal: int) -> int:
     return len(character) - len(character.lstrip(CONTINUATION_BYTES))
 
 
-def _decode(data: bytes, location: str, errors: str, offset: int = 0) -> str:
-    try:
-        return data.decode("utf-8", errors)
-    except UnicodeDecodeError as error:
-        reason = f"is not UTF-8 at byte {offset + error.start}"
-        raise UserError(f"{location}: {reason}. Convert it, or use --errors replace.") from None
+def _read_plain(source: Source, notes: Notes) -> Iterator[Text]:
+    """Yield a document, or the pieces of a large one, and count separators spelled in it."""
+    for text in _read_pieces(source, notes):
+        for separator in SPELLED_SEPARATORS:
+            if separator in text.text:
+                note = f"separators {separator} in plain text: see --separator"
+                notes[note] += text.text.count(separator)
+        yield text
 
 
-def _read_plain(source: Source) -> Iterator[Text]:
-    with open_source(source) as file:
-        head = file.read(LARGE_DOCUMENT_BYTES + 1)
-    if len(head) <= LARGE_DOCUMENT_BYTES:
-        yield Text(_decode(head, source.name, source.errors))
+def _read_pieces(source: Source, notes: Notes) -> Iterator[Text]:
+    with open_text(source, notes) as file:
+        head = file.read(LARGE_DOCUMENT_BYTES + len(BOM_UTF8) + 1)
+    bom_bytes = len(head) - len(head.removeprefix(BOM_UTF8))
+
+    def decode_piece(data: bytes, offset: int) -> str:
+        try:
+            return decode(data, source, notes, offset == 0, offset + bom_bytes)
+        except UserError as error:
+            raise UserError(f"{source.name}: {error}") from None
+
+    if len(head) - bom_bytes <= LARGE_DOCUMENT_BYTES:
+        yield Text(decode_piece(head[bom_bytes:], 0))
         return
     size = source.size
-    if source.compression or not size:
-        with open_source(source) as file:
-            size = sum(len(block) for block in iter(lambda: file.read(PIECE_BYTES), b""))
-    with open_source(source) as file:
-        yield from split_document(file, size, source.name, source.errors)
+    if source.compression or not size or source.encoding != DEFAULT_ENCODING:
+        with open_text(source, Counter()) as file:
+            size = sum(len(block) for block in iter(partial(file.read, PIECE_BYTES), b""))
+    with open_text(source, Counter()) as file:
+        file.read(bom_bytes)
+        yield from split_document(file, size - bom_bytes, source.name, decode_piece)
 
 
-def _read_lines(source: Source) -> Iterator[str]:
-    """Yield the lines of a file, each with its end, but without a byte order mark."""
-    with open_source(source) as file:
-        for number, line in enumerate(file, 1):
-            text = _decode(line, f"{source.name}, line {number}", source.errors)
-            yield text.removeprefix("\ufeff") if number == 1 else text
+def _text_of(record: dict[str, Any] | UserError, source: Source, notes: Notes) -> str:
+    """Return the text in a record's field, or an example's turns as JSON.
 
-
-def _read_json_lines(source: Source, *_: int) -> Records:
-    """Yield the record of each line that is not blank."""
-    for number, line in enumerate(_read_lines(source), 1):
-        if not line.strip():
-            continue
-        location = f"{source.name}, line {number}"
-        try:
-            record = json.loads(line, parse_int=float)  # an int may have too many digits
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{location}: is not JSON ({error}).") from None
-        if not isinstance(record, dict):
-            raise UserError(f"{location}: must be a JSON object with fields and values.")
-        yield location, record
-
-
-def _read_csv(source: Source, *_: int) -> Records:
-    """Yield a record for each row below the first, which names the columns."""
-    csv.field_size_limit(MAX_CSV_FIELD_BYTES)
-    rows = csv.reader(_read_lines(source), strict=True)
-    try:
-        names = next(rows, [])
-        for row in filter(None, rows):
-            location = f"{source.name}, line {rows.line_num}"
-            if len(row) != len(names):
-                raise UserError(f"{location}: must have {len(names)} values (got {len(row)}).")
-            yield location, dict(zip(names, row, strict=True))
-    except csv.Error as error:
-        location = f"{source.name}, line {rows.line_num}"
-        raise UserError(f"{location}: is not CSV ({error}). Check its quotes.") from None
-
-
-RECORD_READERS: dict[str, Callable[[Source, int, int], Records]] = {
-    ".jsonl": _read_json_lines,
-    ".ndjson": _read_json_lines,
-    ".csv": _read_csv,
-    ".parquet": read_parquet,
-    "rows": read_rows,
-}
-
-
-def _text_of(record: dict[str, Any], source: Source, location: str) -> str:
-    """Return the text in a record's field, or an example's turns as JSON."""
+    Raises UserError, without the location, for an unusable record.
+    """
+    if isinstance(record, UserError):
+        raise record
     text: Any
     if source.turns_of:
-        try:
-            text = json.dumps(source.turns_of(record), ensure_ascii=False)
-        except UserError as error:
-            raise UserError(f"{location}: {error}") from None
+        text = json.dumps(source.turns_of(record), ensure_ascii=False)
     else:
         text = record.get(source.field)
         if not isinstance(text, str):
             reason = f"field {source.field!r} must be text (got {str(text)[:30]!r})"
             names = ", ".join(map(repr, record))
-            raise UserError(f"{location}: {reason}. Choose one of {names} with --field.")
+            raise UserError(f"{reason}. Choose one of {names} with --field.")
     if text.isascii():
         return text
-    # JSON may contain half of a surrogate pair.
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    data = text.encode("utf-16-le", "surrogatepass")  # JSON may contain half of a surrogate pair
+    try:
+        return data.decode("utf-16-le")
+    except UnicodeDecodeError:
+        if source.errors == "strict":
+            reason = "has half of a surrogate pair, as in \\ud83d"
+            raise UserError(f"{reason}. Repair it, or use --errors replace.") from None
+    replaced = data.decode("utf-16-le", "replace")
+    notes[REPLACED_NOTE] += replaced.count("\ufffd") - text.count("\ufffd")
+    return replaced

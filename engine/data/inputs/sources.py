@@ -36,7 +36,8 @@ VERSION_KEYS = ["ETag", "etag", "mtime", "Last-Modified", "LastModified", "last_
 VERSION_KEYS += ["updated", "created"]
 SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")  # in a folder of save_to_disk
 STREAMED_FILE_BYTES = 2**28  # assumed for a file of a streamed dataset, whose size is unknown
-RECORD_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".parquet")
+RECORD_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
+DEFAULT_ENCODING = "utf-8"
 COMPRESSION_NAMES = {".gz": "gzip", ".xz": "xz", ".zst": "zstd"}  # suffix → name in fsspec
 DEFAULT_ADVICE = "Get it again, or check the address, the connection and your permission."
 HUB_ADVICE = "Check the name, --hf-config, --hf-split and the connection."
@@ -49,7 +50,10 @@ class Source:
     path: Path | str  # a local file, an address, or with hub_split a name on the hub
     name: str  # in messages
     field: str = "text"  # of a record, with its text
-    errors: str = "strict"  # or "replace": bytes that are not UTF-8 become U+FFFD
+    encoding: str = DEFAULT_ENCODING  # the name of a codec, or "auto"
+    errors: str = "strict"  # or "replace": bytes that are not text become U+FFFD
+    separator: str = ""  # between the documents of plain text; "": a file is one document
+    skip_bad_rows: bool = False  # leave out and count records that cannot be used
     turns_of: Callable[[dict[str, Any]], Any] | None = None  # a record → the turns of an example
     hub_split: str = ""  # of a Hugging Face dataset; empty for a file
     hub_config: str | None = None
@@ -96,8 +100,6 @@ def kind_of(source: Source) -> str:
     if source.hub_split:
         return "rows"
     suffixes = [suffix for suffix in source.suffixes if suffix != source.compression]
-    if suffixes[:1] == [".json"] and source.compression:  # common for JSON lines
-        return ".jsonl"
     return suffixes[0] if suffixes and suffixes[0] in RECORD_SUFFIXES else ""
 
 

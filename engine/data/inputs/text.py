@@ -1,0 +1,145 @@
+"""The bytes of a file → text: encodings, byte order marks, and files that are not text."""
+
+import codecs
+import contextlib
+import io
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, BinaryIO
+
+from engine.core.errors import UserError
+from engine.data.inputs.sources import BLOCK_BYTES, DEFAULT_ENCODING, Source, open_source
+
+SAMPLE_BYTES = 2**16  # to detect an encoding
+MAX_NUL_FRACTION = 0.1  # of the bytes of text that has some by accident
+REPLACED_NOTE = "characters replaced by U+FFFD"
+# To detect; of those that fit a text equally, the first. As on the web, Latin-1 is cp1252.
+CANDIDATE_ENCODINGS = ["utf_16", "utf_16_le", "utf_16_be", "utf_32", "utf_32_le", "utf_32_be"]
+CANDIDATE_ENCODINGS += ["gb18030", "cp932", "euc_jp", "big5", "cp949", "cp1252", "cp1250"]
+CANDIDATE_ENCODINGS += ["cp1251", "koi8_r"]
+BINARY_SIGNATURES = {b"%PDF-": "a PDF", b"PK\x03\x04": "a ZIP archive, as .docx and .xlsx are"}
+BINARY_SIGNATURES |= {b"\x89PNG": "an image", b"\xff\xd8\xff": "an image", b"GIF8": "an image"}
+BINARY_SIGNATURES |= {b"\x1f\x8b": "compressed: its name must end in .gz"}
+
+# How often a remark applies to a source. It starts with a plural noun: "files read as …".
+Notes = Counter[str]
+
+
+@contextlib.contextmanager
+def open_text(source: Source, notes: Notes) -> Iterator[BinaryIO]:
+    """Open a file to read its text as UTF-8, which may start with a byte order mark."""
+    encoding = source.encoding
+    if encoding == "auto":
+        encoding = detect_encoding(source)
+        notes[f"files read as {encoding}"] += 1
+    with open_source(source) as file:
+        if encoding == DEFAULT_ENCODING:
+            yield file
+            return
+        try:
+            yield io.BufferedReader(Transcoder(file, encoding, source.errors, notes), BLOCK_BYTES)
+        except UnicodeDecodeError as error:
+            reason = f"is not {encoding} ({error.reason})"
+            advice = "Give another --encoding, or use --errors replace"
+            raise UserError(f"{source.name}: {reason}. {advice}.") from None
+
+
+class Transcoder(io.RawIOBase):
+    """A stream of UTF-8 from a file in another encoding."""
+
+    def __init__(self, file: BinaryIO, encoding: str, errors: str, notes: Notes):
+        self.text = io.TextIOWrapper(file, encoding, errors, newline="")
+        self.counts_replaced = errors == "replace"
+        self.notes = notes
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        text = self.text.read(len(buffer) // 4)  # a character has up to 4 bytes
+        self.notes[REPLACED_NOTE] += text.count("\ufffd") * self.counts_replaced
+        data = text.encode("utf-8", "surrogatepass")
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def decode(data: bytes, source: Source, notes: Notes, is_head: bool, offset: int = 0) -> str:
+    """Decode UTF-8, and drop its byte order mark if it is the head of a file.
+
+    Raises UserError, without the location, for data that is not text; or counts replacements.
+    """
+    if is_head:
+        for signature, kind in BINARY_SIGNATURES.items():
+            if data.startswith(signature):
+                raise UserError(f"is not text but {kind}. Convert it to text.")
+        offset += len(data) - len(data.removeprefix(codecs.BOM_UTF8))
+        data = data.removeprefix(codecs.BOM_UTF8)
+    try:
+        text = data.decode()
+        if "\0" not in text:
+            return text
+        reason = f"has a NUL at byte {offset + data.index(0)}"
+    except UnicodeDecodeError as error:
+        reason = f"is not UTF-8 at byte {offset + error.start}"
+    if is_head and data.count(0) > MAX_NUL_FRACTION * len(data):
+        encoding = guess_encoding(data[:SAMPLE_BYTES])
+        if encoding is None or not encoding.startswith("utf-"):
+            raise UserError("is not text but binary, with NULs. Convert it to text.")
+        raise UserError(f"{reason}, but likely {encoding}. Use --encoding {encoding}.")
+    if source.errors == "strict":
+        advice = "Convert it, or use --errors replace"
+        if source.encoding == DEFAULT_ENCODING:
+            encoding = detect_encoding(source)
+            likely = f"{encoding}, which is likely" if encoding != DEFAULT_ENCODING else "NAME"
+            advice += f" or --encoding {likely}"
+        raise UserError(f"{reason}. {advice}.")
+    text = data.decode(errors="replace").replace("\0", "\ufffd")
+    notes[REPLACED_NOTE] += text.count("\ufffd") - data.count("\ufffd".encode())
+    return text
+
+
+def detect_encoding(source: Source) -> str:
+    """Return the encoding of a file, by all of it if that is UTF-8, else by a sample.
+
+    The sample is where UTF-8 ends. A file in no known encoding is taken for damaged UTF-8.
+    """
+    previous = b""
+    decoder = codecs.getincrementaldecoder(DEFAULT_ENCODING)()
+    with open_source(source) as file:
+        for block in iter(partial(file.read, SAMPLE_BYTES), b""):
+            try:
+                is_utf8 = "\0" not in decoder.decode(block)
+            except UnicodeDecodeError:
+                is_utf8 = False
+            if not is_utf8:
+                return guess_encoding(previous + block) or DEFAULT_ENCODING
+            previous = block
+    return DEFAULT_ENCODING
+
+
+def guess_encoding(sample: bytes) -> str | None:
+    """Return the likely encoding of a sample; None if nothing fits."""
+    from charset_normalizer import from_bytes
+
+    text = sample.decode(errors="replace")
+    if sum(character > "\x7f" for character in text) > 2 * text.count("\ufffd"):
+        return DEFAULT_ENCODING  # damaged
+    results = [*from_bytes(sample, cp_isolation=CANDIDATE_ENCODINGS)]
+    names = {
+        name
+        for result in results
+        if (result.chaos, result.coherence) == (results[0].chaos, results[0].coherence)
+        for name in result.could_be_from_charset
+    }
+    return next((name.replace("_", "-") for name in CANDIDATE_ENCODINGS if name in names), None)
+
+
+def normalize_encoding(name: str) -> str:
+    """Return the name of an encoding, or "auto". Raises UserError if it is unknown."""
+    try:
+        "a".encode(name if name != "auto" else DEFAULT_ENCODING)
+        return name if name == "auto" else codecs.lookup(name).name
+    except (LookupError, UnicodeError):
+        advice = "Give auto, or a name such as gb18030, utf-16 or cp1252"
+        raise UserError(f"--encoding: unknown (got {name}). {advice}.") from None
