@@ -203,12 +203,20 @@ def list_sources(config: PrepareConfig, spool: Path) -> list[Source]:
         kinds = "JSON lines, CSV, Parquet or a Hugging Face dataset"
         advice = "Convert it, or choose files with --glob '*.jsonl'"
         raise UserError(f"{flag}: needs {kinds} (got {text_files[0]}). {advice}.")
-    if config.separator and not text_files:
-        raise UserError("--separator: needs plain text. Otherwise leave --separator out.")
+    used_kinds = {kind_of(source) for source in sources}
+    encoding = normalize_encoding(config.encoding)
+    ineffective_flags = {
+        "--separator": config.separator and "" not in used_kinds,
+        "--skip-bad-rows": config.skip_bad_rows and used_kinds == {""},
+        "--encoding": encoding != DEFAULT_ENCODING and used_kinds <= {".parquet", "rows"},
+    }
+    for flag, is_ineffective in ineffective_flags.items():
+        if is_ineffective:
+            raise UserError(f"{flag}: has no effect on {sources[0].name}. Leave it out.")
     set_options = partial(
         replace,
         field=config.field or "text",
-        encoding=normalize_encoding(config.encoding),
+        encoding=encoding,
         errors=config.errors,
         separator=config.separator or "",
         skip_bad_rows=config.skip_bad_rows,

@@ -194,7 +194,8 @@ def read_prompt(config: SampleConfig) -> str:
     else:
         raise UserError("-: standard input is closed. Use --prompt or --prompt-file.")
     try:
-        return content.decode()
+        text = content.decode("utf-8-sig")
+        return text.replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         path = config.prompt_file or "-"
         raise UserError(f"{path}: not UTF-8 at byte {error.start}. Convert it.") from None

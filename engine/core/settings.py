@@ -45,7 +45,7 @@ def load_settings(cls: type[Config], arguments: Sequence[str] | None = None) -> 
     if arguments and not arguments[0].startswith("-"):
         path = Path(arguments.pop(0))
         try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
+            values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: not valid TOML ({error}).") from None
         config = from_values(cls, values, str(path))

@@ -30,6 +30,7 @@ from engine.data import dataset, splits
 from engine.data.chat import Encoder, make_encoder
 from engine.data.inputs.readers import Text
 from engine.data.inputs.sources import import_optional, wrap_errors
+from engine.data.inputs.text import merge_notes
 from engine.data.splits import SPLIT_NAMES, Corpus, Piece, Rule, Unit
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -321,9 +322,8 @@ def make_manifest(job: Job, units: Sequence[Unit], origin: dict[str, Any]) -> di
     }
     if origin.get("deduplicate"):
         facts["dropped"] = sum(len(unit.dropped) for unit in units)
-    notes: Counter = sum((Counter(record["notes"]) for record in records), Counter())
-    if notes:
-        facts["notes"] = dict(sorted(notes.items()))
+    if notes := merge_notes((record["notes"] for record in records), len(hashes)):
+        facts["notes"] = notes
     return {
         "format": dataset.FORMAT_VERSION,
         "vocab_size": job.vocab_size,

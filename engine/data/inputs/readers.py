@@ -26,7 +26,7 @@ CUT_PATTERN = re.compile(
 )
 CUT_MARGIN_BYTES = 8  # before and after a cut, at least as many as CUT_PATTERN looks at
 CONTINUATION_BYTES = bytes(range(0x80, 0xC0))  # in UTF-8, all but the first of a character
-SPELLED_SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>")  # of corpora in one file
+SPELLED_SEPARATORS = (b"<|endoftext|>", b"<|end_of_text|>", b"</s>")  # of corpora in one file
 
 
 class Text(NamedTuple):
@@ -94,15 +94,11 @@ def count_documents(source: Source) -> int | None:
     return None if kind_of(source) or source.separator else 1
 
 
-def _decode_valid(data: bytes, offset: int) -> str:
-    return data.decode()
-
-
 def split_document(
     file: BinaryIO,
     size: int,
     name: str = "",
-    decode_piece: Callable[[bytes, int], str] = _decode_valid,
+    decode_piece: Callable[[bytes, int], str] = lambda data, offset: data.decode(),
 ) -> Iterator[Text]:
     """Cut a document of ``size`` bytes of UTF-8 into pieces of about PIECE_BYTES.
 
@@ -123,8 +119,7 @@ def split_document(
         if nominal_end < size:
             end = nominal_end + _distance_to_cut(buffer, nominal_end - buffer_start)
         piece = buffer[start - buffer_start : end - buffer_start]
-        text = decode_piece(piece, start)
-        yield Text(text, start, size, end == size, len(piece))
+        yield Text(decode_piece(piece, start), start, size, end == size, len(piece))
         start = end
         buffer = buffer[max(0, end - CUT_MARGIN_BYTES - buffer_start) :]
         buffer_start = buffer_end - len(buffer)
@@ -143,34 +138,30 @@ def _distance_to_cut(buffer: bytes, nominal: int) -> int:
 
 
 def _read_plain(source: Source, notes: Notes) -> Iterator[Text]:
-    """Yield a document, or the pieces of a large one, and count separators spelled in it."""
-    for text in _read_pieces(source, notes):
-        for separator in SPELLED_SEPARATORS:
-            if separator in text.text:
-                note = f"separators {separator} in plain text: see --separator"
-                notes[note] += text.text.count(separator)
-        yield text
-
-
-def _read_pieces(source: Source, notes: Notes) -> Iterator[Text]:
-    with open_text(source, notes) as file:
+    """Yield a document, or the pieces of a large one, and count the separators spelled in it."""
+    head_notes: Notes = Counter()
+    with open_text(source, head_notes) as file:
         head = file.read(LARGE_DOCUMENT_BYTES + len(BOM_UTF8) + 1)
     bom_bytes = len(head) - len(head.removeprefix(BOM_UTF8))
 
     def decode_piece(data: bytes, offset: int) -> str:
+        for separator in SPELLED_SEPARATORS:
+            if count := data.count(separator):
+                notes[f"separators {separator.decode()} in plain text: see --separator"] += count
         try:
             return decode(data, source, notes, offset == 0, offset + bom_bytes)
         except UserError as error:
             raise UserError(f"{source.name}: {error}") from None
 
     if len(head) - bom_bytes <= LARGE_DOCUMENT_BYTES:
+        notes.update(head_notes)
         yield Text(decode_piece(head[bom_bytes:], 0))
         return
     size = source.size
     if source.compression or not size or source.encoding != DEFAULT_ENCODING:
         with open_text(source, Counter()) as file:
             size = sum(len(block) for block in iter(partial(file.read, PIECE_BYTES), b""))
-    with open_text(source, Counter()) as file:
+    with open_text(source, notes) as file:
         file.read(bom_bytes)
         yield from split_document(file, size - bom_bytes, source.name, decode_piece)
 

@@ -1,13 +1,11 @@
 """Text files of records: JSON, CSV, and documents between separators."""
 
-import codecs
 import contextlib
 import csv
-import io
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -17,64 +15,55 @@ from engine.data.inputs.columns import Records
 from engine.data.inputs.sources import Source, kind_of
 from engine.data.inputs.text import Notes, decode, open_text
 
-MAX_RECORD_BYTES = 2**27  # of a line, a JSON value, a row, or a document before a separator
+MAX_RECORD_BYTES = 2**27  # of a line, a JSON value, a field, or a document before a separator
 TOO_LONG = f"must have at most {MAX_RECORD_BYTES:,} bytes. Check the ends of lines, and quotes."
-HEAD_BYTES = 2**16  # read to find the form of a file
-NON_ASCII_BYTES = bytes(range(0x80, 0x100))
 CSV_SEPARATORS = ",;\t|"
 JSON_DECODER = json.JSONDecoder(parse_int=float)  # an int may have too many digits
 JSON_GAP_PATTERN = re.compile(r"[ \t\r\n,\[\]]*")  # around the objects of an array or a sequence
-MAX_JSON_TOKEN_CHARACTERS = 16  # outside of strings; an error so close to the end is a cut
+
+Lines = Iterable[str | UserError]
 
 
 def read_json(source: Source, notes: Notes) -> Records:
     """Yield the objects of JSON lines, of an array, or of a sequence over several lines."""
     with open_text(source, notes) as file:
-        head = file.read(HEAD_BYTES)
-        first_line = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")[0]
-        records: Iterator[tuple[str, Any]]
-        if first_line.startswith(b"[") or first_line.strip() == b"{":
-            records = _parse_values(_read_blocks(file, source, notes, head), source.name)
-        else:
-            records = _parse_lines(file, source, notes, head)
-        for location, record in records:
+        lines = _read_lines(file, source, notes)
+        head = _read_head(lines)
+        first = head[-1].strip() if isinstance(head[-1], str) else ""
+        parse = _parse_values if first.startswith("[") or first == "{" else _parse_lines
+        for location, record in parse(itertools.chain(head, lines), source.name):
             if not isinstance(record, dict | UserError):
                 record = UserError("must be a JSON object with fields and values.")
             yield location, record
 
 
-def _parse_lines(
-    file: BinaryIO, source: Source, notes: Notes, head: bytes
-) -> Iterator[tuple[str, Any]]:
+def _parse_lines(lines: Lines, name: str) -> Iterator[tuple[str, Any]]:
     """Yield the value of each line that is not blank."""
-    for number, (line, problem) in enumerate(_read_lines(file, source, notes, head), 1):
-        value: Any = problem
-        if problem is None:
+    for number, line in enumerate(lines, 1):
+        value: Any = line
+        if isinstance(line, str):
             if not line.strip():
                 continue
             try:
                 value = JSON_DECODER.decode(line)
             except (ValueError, RecursionError) as error:
                 value = UserError(f"is not JSON ({error}).")
-        yield f"{source.name}, line {number}", value
+        yield f"{name}, line {number}", value
 
 
-def _parse_values(blocks: Iterator[str], name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a JSON array, or of a sequence.
-
-    An incomplete last value is a UserError. Raises UserError for any other mistake, after which
-    no value can be found.
-    """
+def _parse_values(lines: Lines, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the objects of a JSON array, or of a sequence. Raises UserError for a mistake."""
     text = ""
-    position = 0
-    min_characters = 0  # to parse again after a cut
-    numbers = itertools.count(1)
+    min_characters = 0  # to parse again after a value was incomplete
     is_open = False
-    for block in itertools.chain(blocks, [""]):  # the last marks the end
-        text = text[position:] + block
-        position = 0
-        if block and len(text) < min_characters:
+    number = 1
+    for line in itertools.chain(lines, [""]):  # the last marks the end
+        if isinstance(line, UserError):
+            raise UserError(f"{name}, record {number}: {line}")
+        text += line
+        if line and len(text) < min_characters:
             continue
+        position = 0
         while True:
             gap = JSON_GAP_PATTERN.match(text, position)
             assert gap
@@ -84,115 +73,82 @@ def _parse_values(blocks: Iterator[str], name: str) -> Iterator[tuple[str, Any]]
                 break
             try:
                 value, end = JSON_DECODER.raw_decode(text, position)
-            except (json.JSONDecodeError, RecursionError) as error:
-                value, end = UserError(f"is not JSON ({error})."), len(text)
-                is_string = getattr(error, "msg", "").startswith("Unterminated string")
-                error_position = getattr(error, "pos", 0)
-                if not is_string and error_position < len(text) - MAX_JSON_TOKEN_CHARACTERS:
-                    raise UserError(f"{name}, record {next(numbers)}: {value}") from None
-                if block:
+            except (ValueError, RecursionError) as error:
+                if line and len(text) - position <= MAX_RECORD_BYTES:  # it may be incomplete
                     break
-            yield f"{name}, record {next(numbers)}", value
+                raise UserError(f"{name}, record {number}: is not JSON ({error}).") from None
+            yield f"{name}, record {number}", value
+            number += 1
             position = end
-        min_characters = 2 * (len(text) - position)
-        if min_characters > 2 * MAX_RECORD_BYTES:
-            raise UserError(f"{name}, record {next(numbers)}: {TOO_LONG}")
+        text = text[position:]
+        min_characters = 2 * len(text)
     if is_open:
-        yield f"{name}, end", UserError("is not JSON (the array is not closed).")
+        raise UserError(f"{name}: is not JSON (its array has no end). Get it again.")
 
 
-def _read_blocks(file: BinaryIO, source: Source, notes: Notes, head: bytes) -> Iterator[str]:
-    """Yield the text of a file in blocks."""
-    offset = 0
-    pending = b""
-    for block in itertools.chain([head], iter(partial(file.read, sources.BLOCK_BYTES), b""), [b""]):
-        data = pending + block
-        complete = data.rstrip(NON_ASCII_BYTES) if block else data  # not inside a character
-        pending = data[len(complete) :]
-        try:
-            yield decode(complete, source, notes, offset == 0, offset)
-        except UserError as error:
-            raise UserError(f"{source.name}: {error}") from None
-        offset += len(complete)
-
-
-def _read_lines(
-    file: BinaryIO, source: Source, notes: Notes, head: bytes
-) -> Iterator[tuple[str, UserError | None]]:
-    """Yield the lines of a file, of which ``head`` was read before, and why one is unusable."""
-    head_lines = io.BytesIO(head)
+def _read_lines(file: BinaryIO, source: Source, notes: Notes) -> Iterator[str | UserError]:
+    """Yield the lines of a file, or why one is unusable."""
     for number in itertools.count(1):
-        line = head_lines.readline()
-        if not line.endswith(b"\n"):
-            line += file.readline(MAX_RECORD_BYTES + 1 - len(line))
+        line = file.readline(MAX_RECORD_BYTES + 1)
         if not line:
             return
         try:
             if len(line) > MAX_RECORD_BYTES:
                 raise UserError(TOO_LONG)
-            yield decode(line, source, notes, number == 1), None
+            yield decode(line, source, notes, number == 1)
         except UserError as error:
-            yield "\n", error
+            yield error
             while line and not line.endswith(b"\n"):
                 line = file.readline(MAX_RECORD_BYTES)
+
+
+def _read_head(lines: Lines) -> list[str | UserError]:
+    """Return the lines up to the first that is not blank; at least one."""
+    head: list[str | UserError] = []
+    for line in lines:
+        head.append(line)
+        if isinstance(line, UserError) or line.strip():
+            break
+    return head or [""]
 
 
 def read_csv(source: Source, notes: Notes) -> Records:
     """Yield a record for each row below the first, which names the columns."""
     csv.field_size_limit(MAX_RECORD_BYTES)
+    problems: list[UserError] = []  # of the lines of a row
+
+    def check(line: str | UserError) -> str:
+        if isinstance(line, str):
+            return line
+        problems.append(line)
+        return "\n"
+
     with open_text(source, notes) as file:
-        head = file.read(HEAD_BYTES)
-        separator = _find_csv_separator(head, source)
+        lines = _read_lines(file, source, notes)
+        head = _read_head(lines)
+        separator = _find_csv_separator(check(head[-1]), source)
         if separator != ",":
             notes[f"files with columns separated by {separator!r}"] += 1
+        all_lines = map(check, itertools.chain(head, lines))
+        rows = csv.reader(all_lines, delimiter=separator, strict=True)
         names: list[str] = []
-        lines = _read_lines(file, source, notes, head)
-        rows = _parse_rows(lines, separator, source.name)
-        for line, row in rows:
-            location = f"{source.name}, line {line}"
-            if isinstance(row, UserError):
-                yield location, row
-            elif not names:
+        while True:
+            first_line = rows.line_num
+            problems.clear()
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                problems.append(UserError(f"is not CSV ({error}). Check its quotes."))
+            location = f"{source.name}, line {rows.line_num}"
+            if problems:
+                for _ in range(first_line, rows.line_num):  # an open quote may join many rows
+                    yield location, problems[0]
+            elif row and not names:
                 names = _check_header(row, location)
-            elif len(names) > len(row) or any(row[len(names) :]):
-                yield location, UserError(f"must have {len(names)} values (got {len(row)}).")
-            else:
-                yield location, dict(zip(names, row, strict=False))  # row may end in separators
-
-
-def _parse_rows(
-    lines: Iterator[tuple[str, UserError | None]], separator: str, name: str
-) -> Iterator[tuple[int, list[str] | UserError]]:
-    """Yield the number of its last line, and the values, of each row that is not empty."""
-    problems: list[UserError] = []  # of the lines of a row
-    num_characters = 0
-
-    def check_lines() -> Iterator[str]:
-        nonlocal num_characters
-        for line, problem in lines:
-            num_characters += len(line)
-            if num_characters > MAX_RECORD_BYTES:
-                raise UserError(f"{name}, line {rows.line_num}: {TOO_LONG}")
-            if problem:
-                problems.append(problem)
-            yield line
-
-    rows = csv.reader(check_lines(), delimiter=separator, strict=True)
-    while True:
-        first_line = rows.line_num + 1
-        num_characters = 0
-        problems.clear()
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            problems.append(UserError(f"is not CSV ({error}). Check its quotes."))
-        if problems:
-            for _ in range(first_line, rows.line_num + 1):  # an open quote may join many rows
-                yield rows.line_num, problems[0]
-        elif row:
-            yield rows.line_num, row
+            elif row:
+                yield location, _make_record(names, row)
 
 
 def _check_header(row: list[str], location: str) -> list[str]:
@@ -205,19 +161,23 @@ def _check_header(row: list[str], location: str) -> list[str]:
     return row
 
 
-def _find_csv_separator(head: bytes, source: Source) -> str:
-    """Return the separator of columns that fits the header.
+def _make_record(names: list[str], row: list[str]) -> dict[str, str] | UserError:
+    if len(row) < len(names) or any(row[len(names) :]):  # separators may follow the last value
+        return UserError(f"must have {len(names)} values (got {len(row)}).")
+    return dict(zip(names, row, strict=False))
 
-    A separator that gives the source's field fits best, then the default if it gives several
-    columns. csv.Sniffer would also look at the text, where any character may be frequent.
+
+def _find_csv_separator(header: str, source: Source) -> str:
+    """Return the separator that gives the source's field, or the default, or most columns.
+
+    csv.Sniffer would also look at the text, where any character may be frequent.
     """
-    text = head.decode(errors="replace").removeprefix("\ufeff").lstrip("\r\n")
     default = "\t" if kind_of(source) == ".tsv" else ","
 
     def rate(separator: str) -> tuple[bool, bool, int]:
         names: list[str] = []
-        with contextlib.suppress(csv.Error, StopIteration):
-            names = next(csv.reader(io.StringIO(text), delimiter=separator))
+        with contextlib.suppress(csv.Error):
+            names = next(csv.reader([header], delimiter=separator))
         has_field = not source.turns_of and source.field in names
         return has_field, separator == default and len(names) > 1, len(names)
 
@@ -230,20 +190,22 @@ def read_separated(source: Source, notes: Notes) -> Records:
     offset = 0
     number = 1
     with open_text(source, notes) as file:
-        for data in _split_at(file, separator, source.name):
-            record: dict[str, Any] | UserError
+        for data in _split_at(file, separator):
+            location = f"{source.name}, document {number}"
             try:
+                if len(data) > MAX_RECORD_BYTES:
+                    raise UserError(f"{TOO_LONG[:-1]}, and --separator.")
                 text = decode(data, source, notes, offset == 0, offset).strip("\r\n")
-                record = {source.field: text}
             except UserError as error:
-                text, record = "", error
+                raise UserError(f"{location}: {error}") from None
             offset += len(data) + len(separator)
-            if text or isinstance(record, UserError):
-                yield f"{source.name}, document {number}", record
+            if text:
+                yield location, {source.field: text}
                 number += 1
 
 
-def _split_at(file: BinaryIO, separator: bytes, name: str) -> Iterator[bytes]:
+def _split_at(file: BinaryIO, separator: bytes) -> Iterator[bytes]:
+    """Yield the bytes between separators; a longer part than a record can have is incomplete."""
     buffer = bytearray()
     for block in iter(partial(file.read, sources.BLOCK_BYTES), b""):
         search_start = max(0, len(buffer) - len(separator) + 1)
@@ -254,6 +216,5 @@ def _split_at(file: BinaryIO, separator: bytes, name: str) -> Iterator[bytes]:
             del buffer[: end + len(separator)]
             end = buffer.find(separator)
         if len(buffer) > MAX_RECORD_BYTES:
-            reason = f"a document must have at most {MAX_RECORD_BYTES:,} bytes"
-            raise UserError(f"{name}: {reason}. Check --separator.")
+            break
     yield bytes(buffer)

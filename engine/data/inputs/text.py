@@ -4,7 +4,7 @@ import codecs
 import contextlib
 import io
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -14,10 +14,9 @@ from engine.data.inputs.sources import BLOCK_BYTES, DEFAULT_ENCODING, Source, op
 SAMPLE_BYTES = 2**16  # to detect an encoding
 MAX_NUL_FRACTION = 0.1  # of the bytes of text that has some by accident
 REPLACED_NOTE = "characters replaced by U+FFFD"
-# To detect; of those that fit a text equally, the first. As on the web, Latin-1 is cp1252.
+# To detect: those in use on the web, where Latin-1 is cp1252. More of them would be confused.
 CANDIDATE_ENCODINGS = ["utf_16", "utf_16_le", "utf_16_be", "utf_32", "utf_32_le", "utf_32_be"]
-CANDIDATE_ENCODINGS += ["gb18030", "cp932", "euc_jp", "big5", "cp949", "cp1252", "cp1250"]
-CANDIDATE_ENCODINGS += ["cp1251", "koi8_r"]
+CANDIDATE_ENCODINGS += ["gb18030", "big5", "cp932", "euc_jp", "cp949", "cp1252", "cp1251", "koi8_r"]
 BINARY_SIGNATURES = {b"%PDF-": "a PDF", b"PK\x03\x04": "a ZIP archive, as .docx and .xlsx are"}
 BINARY_SIGNATURES |= {b"\x89PNG": "an image", b"\xff\xd8\xff": "an image", b"GIF8": "an image"}
 BINARY_SIGNATURES |= {b"\x1f\x8b": "compressed: its name must end in .gz"}
@@ -39,8 +38,8 @@ def open_text(source: Source, notes: Notes) -> Iterator[BinaryIO]:
             return
         try:
             yield io.BufferedReader(Transcoder(file, encoding, source.errors, notes), BLOCK_BYTES)
-        except UnicodeDecodeError as error:
-            reason = f"is not {encoding} ({error.reason})"
+        except UnicodeError as error:
+            reason = f"is not {encoding} ({getattr(error, 'reason', error)})"
             advice = "Give another --encoding, or use --errors replace"
             raise UserError(f"{source.name}: {reason}. {advice}.") from None
 
@@ -77,7 +76,7 @@ def decode(data: bytes, source: Source, notes: Notes, is_head: bool, offset: int
         data = data.removeprefix(codecs.BOM_UTF8)
     try:
         text = data.decode()
-        if "\0" not in text:
+        if 0 not in data:
             return text
         reason = f"has a NUL at byte {offset + data.index(0)}"
     except UnicodeDecodeError as error:
@@ -125,14 +124,8 @@ def guess_encoding(sample: bytes) -> str | None:
     text = sample.decode(errors="replace")
     if sum(character > "\x7f" for character in text) > 2 * text.count("\ufffd"):
         return DEFAULT_ENCODING  # damaged
-    results = [*from_bytes(sample, cp_isolation=CANDIDATE_ENCODINGS)]
-    names = {
-        name
-        for result in results
-        if (result.chaos, result.coherence) == (results[0].chaos, results[0].coherence)
-        for name in result.could_be_from_charset
-    }
-    return next((name.replace("_", "-") for name in CANDIDATE_ENCODINGS if name in names), None)
+    best = from_bytes(sample, cp_isolation=CANDIDATE_ENCODINGS).best()
+    return best.encoding.replace("_", "-") if best else None
 
 
 def normalize_encoding(name: str) -> str:
@@ -143,3 +136,12 @@ def normalize_encoding(name: str) -> str:
     except (LookupError, UnicodeError):
         advice = "Give auto, or a name such as gb18030, utf-16 or cp1252"
         raise UserError(f"--encoding: unknown (got {name}). {advice}.") from None
+
+
+def merge_notes(notes_of_units: Iterable[Notes], num_documents: int) -> dict[str, int]:
+    """Add up notes. Raises UserError if no document remains of rows that were left out."""
+    notes: Notes = sum(map(Counter, notes_of_units), Counter())
+    if notes and num_documents == 0:
+        reasons = ", ".join(f"{count:,} {note}" for note, count in notes.items())
+        raise UserError(f"--skip-bad-rows: no document remains ({reasons}). Check the fields.")
+    return dict(sorted(notes.items()))
