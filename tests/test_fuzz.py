@@ -10,6 +10,7 @@ import lzma
 import os
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -228,7 +229,9 @@ def damaged(draw, content: bytes):
 
 
 @pytest.mark.parametrize("errors", ["strict", "replace"])
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "jsonl.gz", "jsonl.xz", "jsonl.zst"])
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "json", "csv", "parquet", "jsonl.gz", "jsonl.xz", "jsonl.zst"]
+)
 def test_files_of_every_kind(kind, errors, tmp_path):
     path = tmp_path / f"file.{kind}"
     line = st.one_of(values.map(json.dumps), st.text(max_size=20), st.just('{"text": "abc"}'))
@@ -242,6 +245,68 @@ def test_files_of_every_kind(kind, errors, tmp_path):
         assert all(isinstance(text.text, str) for text in read(source))
 
     fuzz_file(path, contents, parse)
+
+
+TABLE_LINES = ["id,text", "id;text", "text\tid", "1,abc", '2;"a;b', "a\t7", '"', "", ",,"]
+TEXT_LINES = ["abc", "naïve", "漢字", "<|endoftext|>", "\0", "%PDF-", "\ufeff"]
+JSON_LINES = [
+    "[",
+    "]",
+    "{",
+    "}",
+    ",",
+    '{"text": "abc"}',
+    '{"text": "\\ud83d"},',
+    '"text": "a"',
+    "[5",
+]
+ENCODINGS = ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32", "gb18030", "latin-1"]
+FORMS = {
+    "json": JSON_LINES,
+    "jsonl": JSON_LINES,
+    "csv": TABLE_LINES,
+    "tsv": TABLE_LINES,
+    "txt": TEXT_LINES,
+}
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_text_in_any_encoding_and_form_is_read_twice_alike(kind, tmp_path):
+    path = tmp_path / f"file.{kind}"
+    line = st.one_of(st.sampled_from(FORMS[kind]), st.text(max_size=5))
+    text = st.lists(line, max_size=9).flatmap(
+        lambda lines: st.sampled_from(["", "\n", "\r\n"]).map(lambda end: end.join(lines))
+    )
+    encoded = st.tuples(text, st.sampled_from(ENCODINGS)).map(
+        lambda pair: pair[0].encode(pair[1], "replace")
+    )
+    contents = st.tuples(
+        st.one_of(encoded, encoded.filter(bool).flatmap(damaged)),
+        st.sampled_from(["utf-8", "auto", "utf-16", "gb18030", "cp1252"]),
+        st.sampled_from(["strict", "replace"]),
+        st.booleans(),
+        st.sampled_from(["", "<|endoftext|>"] if kind == "txt" else [""]),
+    )
+
+    def parse(drawn) -> None:
+        content, encoding, errors, skip_bad_rows, separator = drawn
+        path.write_bytes(content)
+        source = Source(
+            path,
+            path.name,
+            encoding=encoding,
+            errors=errors,
+            skip_bad_rows=skip_bad_rows,
+            separator=separator,
+        )
+        notes = Counter()
+        texts = [text.text for text in read(source, notes=notes)]
+        assert texts == [text.text for text in read(source)]
+        assert "\0" not in "".join(texts) or kind.startswith("json")
+        assert not any(note.startswith("rows") for note in notes) or skip_bad_rows
+        Corpus([source], 0.1)
+
+    fuzz(contents, parse)
 
 
 def test_ten_thousand_strings_round_trip_through_every_tokenizer(strings, code, tiktoken_cache):

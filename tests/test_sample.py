@@ -129,8 +129,13 @@ def test_a_stop_text_ends_a_text_and_each_of_several(output_of):
 def test_prompts_come_from_files_and_standard_input_too(run, output_of, trained, tmp_path):
     flags = ["--temperature", "0", "--max-new-tokens", "10"]
     expected = output_of("--prompt", "äö", *flags)
-    (tmp_path / "prompt.txt").write_text("äö", encoding="utf-8")
+    (tmp_path / "prompt.txt").write_text("äö", encoding="utf-8-sig")
     assert output_of("--prompt-file", tmp_path / "prompt.txt", *flags) == expected
+    (tmp_path / "windows.txt").write_bytes("ab\r\ncd\r".encode("utf-8-sig"))
+    assert (
+        sample.read_prompt(sample.SampleConfig(trained, prompt_file=tmp_path / "windows.txt"))
+        == "ab\ncd\n"
+    )
     piped = run("sample.py", trained, "-", *flags, input="äö")
     assert (piped.returncode, piped.stdout, piped.stderr) == (0, expected, "")
 

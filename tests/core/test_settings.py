@@ -59,6 +59,7 @@ def test_command_line_overrides_file_and_file_overrides_defaults(tmp_path):
     expected_inner = Inner(width=9, kind="b")
     assert config == Outer(rate=1.0, path=Path("there"), flag=True, inner=expected_inner)
     assert type(config.rate) is float
+    assert load_settings(Outer, [write(tmp_path, "\ufeffcount = 5\r\n")]).count == 5
     assert load_settings(Outer, []) == Outer()
 
 

@@ -47,7 +47,8 @@ def _parse_lines(lines: Lines, name: str) -> Iterator[tuple[str, Any]]:
             try:
                 value = JSON_DECODER.decode(line)
             except (ValueError, RecursionError) as error:
-                value = UserError(f"is not JSON ({error}).")
+                reason = str(error).replace("line 1 column", "column")
+                value = UserError(f"is not JSON ({reason}).")
         yield f"{name}, line {number}", value
 
 
@@ -76,7 +77,8 @@ def _parse_values(lines: Lines, name: str) -> Iterator[tuple[str, Any]]:
             except (ValueError, RecursionError) as error:
                 if line and len(text) - position <= MAX_RECORD_BYTES:  # it may be incomplete
                     break
-                raise UserError(f"{name}, record {number}: is not JSON ({error}).") from None
+                reason = str(error).partition(": line")[0]
+                raise UserError(f"{name}, record {number}: is not JSON ({reason}).") from None
             yield f"{name}, record {number}", value
             number += 1
             position = end

@@ -124,6 +124,9 @@ def guess_encoding(sample: bytes) -> str | None:
     text = sample.decode(errors="replace")
     if sum(character > "\x7f" for character in text) > 2 * text.count("\ufffd"):
         return DEFAULT_ENCODING  # damaged
+    end = sample.rfind(b"\n") + 1
+    if end > SAMPLE_BYTES // 2 and 0 not in sample:  # elsewhere a cut may be inside a character
+        sample = sample[:end]
     best = from_bytes(sample, cp_isolation=CANDIDATE_ENCODINGS).best()
     return best.encoding.replace("_", "-") if best else None
 

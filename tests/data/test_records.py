@@ -1,0 +1,220 @@
+"""Text files of records, and text in other encodings: limits, counts, and large files."""
+
+import gzip
+import json
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from engine.core.errors import UserError
+from engine.data.dataset import open_dataset
+from engine.data.inputs import readers, records, sources
+from engine.data.inputs.readers import read
+from engine.data.inputs.sources import Source, find_sources
+from prepare import PrepareConfig, prepare
+
+LINE = "ein Satz, schön und 漢字 🚀\n"
+
+
+def texts_of(path: Path, notes: Counter | None = None, **settings: Any) -> list[str]:
+    texts = read(Source(path, path.name, **settings), notes=notes)
+    return [text.text for text in texts]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make records, pieces and blocks so small that a test exceeds them."""
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1000)
+    monkeypatch.setattr(readers, "LARGE_DOCUMENT_BYTES", 2**11)
+    monkeypatch.setattr(readers, "PIECE_BYTES", 2**10)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 100)
+
+
+LONG = "x" * 2000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "location"),
+    [
+        ("a.jsonl", '{"text": "a"}\n{"text": "' + LONG, "a.jsonl, line 2"),
+        ("a.jsonl.gz", '{"text": "' + LONG, "a.jsonl.gz, line 1"),
+        ("a.json", '[\n{"text": "' + LONG + '"}]', "a.json, record 1"),
+        ("a.json", '[\n{"text":\n' + "[1,\n" * 400, "a.json, record 1"),
+        ("a.csv", "text\na\n" + LONG, "a.csv, line 3"),
+        ("a.csv", 'text\n"' + "x\n" * 1000, "a.csv, line 502"),
+        ("a.csv", LONG, "a.csv, line 1"),
+        ("a.txt", "a%b%" + LONG, "a.txt, document 3"),
+    ],
+)
+def test_a_record_that_is_too_long_is_refused_by_name(name, content, location, small, tmp_path):
+    compress = gzip.compress if name.endswith(".gz") else bytes
+    (tmp_path / name).write_bytes(compress(content.encode()))
+    with pytest.raises(UserError, match=f"^{location}: "):
+        texts_of(tmp_path / name, separator="%" if name == "a.txt" else "")
+
+
+def test_lines_that_are_too_long_are_left_out(small, tmp_path: Path):
+    line = '{"text": "a"}\n'
+    (tmp_path / "a.jsonl").write_text(line + LONG + "\n" + line + LONG)
+    notes: Counter = Counter()
+    assert texts_of(tmp_path / "a.jsonl", notes, skip_bad_rows=True) == ["a", "a"]
+    assert sum(notes.values()) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "unit"),
+    [
+        ("a.jsonl", "", '{"text": "' + "word " * 99 + '"}\n'),
+        ("a.json", "[", '\n{"text": "' + "word " * 99 + '"},'),
+        ("a.csv", "text\n", '"' + "word " * 99 + '\n"\n'),
+        ("a.txt", "", "word " * 99 + "%"),
+    ],
+)
+def test_memory_does_not_grow_with_the_number_of_records(name, head, unit, tmp_path: Path):
+    peaks = []
+    for count in (800, 800, 4000):  # 0.4 MB, once to warm up, and 2 MB
+        end = "\n{}]" if name == "a.json" else ""
+        (tmp_path / name).write_text(head + unit * count + end)
+        tracemalloc.start()
+        source = Source(
+            tmp_path / name, name, skip_bad_rows=True, separator="%" if name == "a.txt" else ""
+        )
+        assert sum(1 for _ in read(source)) == count
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[2] < peaks[1] * 1.2 < 4 * 2**20
+
+
+def test_an_array_on_one_line_and_values_across_lines_are_read_alike(tmp_path: Path):
+    texts = [f'{i}: ], [ "}}" {LINE * i}' for i in range(50)]
+    dumps: list[Callable] = [json.dumps, lambda values: json.dumps(values, indent=1)]
+    for dump in dumps:
+        (tmp_path / "a.json").write_text(dump([{"text": text} for text in texts]))
+        assert texts_of(tmp_path / "a.json") == texts
+
+
+# Encodings.
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "gb18030", "utf-8-sig"])
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.csv"])
+def test_other_encodings_give_the_texts_of_utf8(name, encoding, small, tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 10**6)
+    text = LINE * 500
+    rows = "".join(json.dumps({"text": LINE}, ensure_ascii=False) + "\n" for _ in range(500))
+    content = {"jsonl": rows, "csv": "text\n" + f'"{LINE}"\n' * 500}.get(name[2:], text)
+    compress = gzip.compress if name.endswith(".gz") else bytes
+    (tmp_path / name).write_bytes(compress(content.encode()))
+    expected = [*read(Source(tmp_path / name, name))]
+    assert "".join(piece.text for piece in expected) == text
+    (tmp_path / name).write_bytes(compress(content.encode(encoding)))
+    assert [*read(Source(tmp_path / name, name, encoding=encoding))] == expected
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32-le", "gb18030", "shift_jis"])
+def test_a_large_file_is_detected_by_its_beginning(encoding: str, tmp_path: Path):
+    text = "吾輩は猫である。名前はまだ無い。どこで生れたかとんと見当がつかぬ。\n" * 2000
+    (tmp_path / "a.txt").write_bytes(text.encode(encoding))
+    assert "".join(texts_of(tmp_path / "a.txt", encoding="auto")) == text
+
+
+def test_memory_does_not_grow_with_a_document_in_another_encoding(tmp_path: Path):
+    peaks = []
+    for count in (10, 10, 40):
+        (tmp_path / "a.txt").write_bytes((LINE * 9000 * count).encode("utf-16"))
+        tracemalloc.start()
+        assert sum(1 for _ in read(Source(tmp_path / "a.txt", "a.txt", encoding="utf-16"))) > count
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[2] < peaks[1] * 1.2 < 8 * 2**20
+
+
+def test_an_encoding_is_detected_where_utf8_ends(tmp_path: Path):
+    text = "plain English words\n" * 10_000 + "Ça a été très difficile à voir, déjà là-bas.\n" * 9
+    (tmp_path / "a.txt").write_bytes(text.encode("cp1252"))
+    notes: Counter = Counter()
+    assert "".join(texts_of(tmp_path / "a.txt", notes, encoding="auto")) == text
+    assert +notes == {"files read as cp1252": 1}
+    with pytest.raises(UserError, match=r"at byte 200000\b.*--encoding cp1252"):
+        texts_of(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16-le"])
+@pytest.mark.parametrize("count", [1, 3000])
+def test_replacements_are_counted_once(encoding: str, count: int, tmp_path: Path):
+    data = "word \ufffd ".encode(encoding) * count
+    bad = {"utf-8": b"\xff", "utf-16-le": b"\x00\xd8"}[encoding]
+    (tmp_path / "a.txt").write_bytes((data + bad + b" \0"[: len(bad)]) * 40)
+    notes: Counter = Counter()
+    text = "".join(texts_of(tmp_path / "a.txt", notes, encoding=encoding, errors="replace"))
+    expected = 40 if encoding == "utf-8" else text.count("\ufffd")
+    assert notes == {"characters replaced by U+FFFD": expected} and text.count("word") == 40 * count
+
+
+# What is left out.
+
+
+def test_bad_rows_of_columns_are_left_out(tmp_path: Path):
+    datasets = pytest.importorskip("datasets")
+    texts = [*"abc", None, *"de", None]
+    table = pyarrow.table({"text": texts})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "saved")
+    (saved,) = find_sources((f"hf:{tmp_path / 'saved'}",), tmp_path)
+    for source in (Source(tmp_path / "a.parquet", "a.parquet"), saved):
+        notes: Counter = Counter()
+        source = Source(**{**vars(source), "skip_bad_rows": True})
+        assert [text.text for text in read(source, notes=notes)] == [*"abcde"]
+        assert notes == {"rows left out: field 'text' must be text": 2}
+
+
+@pytest.mark.parametrize("ray", [None, "local:2"])
+def test_notes_of_all_units_are_in_the_manifest(ray: str | None, tmp_path: Path, monkeypatch):
+    if ray:
+        pytest.importorskip("ray")
+    names = [f"{tmp_path}/{name}.jsonl" for name in "abc"]
+    for name in names:
+        rows = [f'{{"text": "{i} {name}"}}\n{{"te\n' for i in range(30)]
+        Path(name).write_text("".join(rows))
+    monkeypatch.setattr("engine.data.splits.MIN_UNIT_BYTES", 1)
+    options = {"tokenizer": "byte", "out": tmp_path / "out", "skip_bad_rows": True, "ray": ray}
+    config = PrepareConfig(tuple(names), deduplicate=True, **options)
+    prepare(config)
+    manifest = open_dataset(tmp_path / "out").manifest
+    assert manifest["facts"]["notes"] == {"rows left out: is not JSON": 90}
+    assert manifest["facts"]["documents"] == 90
+    assert prepare(config)[1] is False
+    for change in ({"encoding": "auto"}, {"errors": "replace"}):
+        changed = PrepareConfig(**{**vars(config), **change})
+        with pytest.raises(UserError, match=next(iter(change))):
+            prepare(changed)
+
+
+def test_reasons_are_few(tmp_path: Path):
+    rows = [{"text": "a"}, *({"text": None, chr(97 + i % 26) * i: 1} for i in range(1, 60))]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def turns_of(record: dict[str, Any]) -> list[tuple[str, str]]:
+        if record["text"]:
+            return [("prompt", "a"), ("completion", "b")]
+        raise UserError(f"{[*record][1]} is not a field")
+
+    notes: Counter = Counter()
+    assert len(texts_of(tmp_path / "a.jsonl", notes, skip_bad_rows=True, turns_of=turns_of)) == 1
+    assert sum(notes.values()) == 59 and len(notes) <= readers.MAX_REASONS + 1
+
+
+def test_a_separator_across_blocks_is_found(small, tmp_path: Path):
+    separator = "<|endoftext|>"
+    texts = [f"{i}" * i for i in range(1, 200)]
+    for filler in range(14):
+        documents = ["x" * filler, *texts]
+        (tmp_path / "a.txt").write_text(separator.join(documents))
+        expected = [*filter(None, documents)]
+        assert texts_of(tmp_path / "a.txt", separator=separator) == expected
