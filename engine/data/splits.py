@@ -2,8 +2,9 @@
 
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -46,6 +47,7 @@ class Unit:
     number: int
     parts: tuple[tuple[Source, int, int], ...]  # source, index and count: see readers.read
     dropped: frozenset[int] = frozenset()  # numbers of its documents that are left out
+    notes: Counter[str] = field(default_factory=Counter, compare=False)  # when last read
 
     @property
     def size(self) -> int:
@@ -55,8 +57,9 @@ class Unit:
     def texts(self) -> Iterator[Text]:
         """Yield the texts of all documents that are not dropped."""
         document = 0
+        self.notes.clear()
         for source, index, count in self.parts:
-            for text in read(source, index, count):
+            for text in read(source, index, count, self.notes):
                 if document not in self.dropped:
                     yield text
                 document += text.ends

@@ -166,7 +166,8 @@ def write_unit(
         texts.append(np.array(batch.texts, splits.TEXT_DTYPE))
         advance(batch.num_characters)
     shards = {name: writer.close() for name, writer in writers.items()}
-    facts = files.to_json({"key": job.key(unit), "counts": counts, "shards": shards})
+    record = {"key": job.key(unit), "counts": counts, "shards": shards, "notes": unit.notes}
+    facts = files.to_json(record)
     partial = job.folder / f".partial-{unit.number:05d}.npz"
     np.savez(partial, facts=facts, texts=np.concatenate(texts), used=used)
     files.fsync(partial)
@@ -312,7 +313,7 @@ def make_manifest(job: Job, units: Sequence[Unit], origin: dict[str, Any]) -> di
     documents = [splits.sum_documents(unit_texts) for unit_texts in texts]
     hashes = np.concatenate([unit_hashes for unit_hashes, _ in documents])
     lengths = np.concatenate([num_tokens for _, num_tokens in documents])
-    facts = {
+    facts: dict[str, Any] = {
         "documents": len(hashes),
         "repeats": len(hashes) - len(np.unique(hashes)),
         "longest": int(lengths.max(initial=0)),
@@ -320,6 +321,9 @@ def make_manifest(job: Job, units: Sequence[Unit], origin: dict[str, Any]) -> di
     }
     if origin.get("deduplicate"):
         facts["dropped"] = sum(len(unit.dropped) for unit in units)
+    notes: Counter = sum((Counter(record["notes"]) for record in records), Counter())
+    if notes:
+        facts["notes"] = dict(sorted(notes.items()))
     return {
         "format": dataset.FORMAT_VERSION,
         "vocab_size": job.vocab_size,

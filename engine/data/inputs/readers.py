@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
@@ -16,6 +17,7 @@ PIECE_BYTES = 2**16
 BUFFER_BYTES = 2**20  # of a Parquet file, read at a time
 NUM_BATCH_ROWS = 64  # of records, decoded at a time
 MAX_CSV_FIELD_BYTES = 2**27
+MAX_INT_DIGITS = 4000  # Python's int() refuses more than 4,300
 # A cut here does not change the ids of any BPE: at the start of a line without indentation (o200k
 # joins "\n" with "/"), between words, before Chinese or Japanese punctuation.
 CUT_PATTERN = re.compile(
@@ -38,16 +40,21 @@ class Text(NamedTuple):
     length: int | None = None  # bytes of the piece in the document; None: those of text
 
 
-def read(source: Source, index: int = 0, count: int = 1) -> Iterator[Text]:
+def read(
+    source: Source, index: int = 0, count: int = 1, notes: Counter[str] | None = None
+) -> Iterator[Text]:
     """Yield the texts of a source, or of part ``index`` of ``count`` (see count_parts).
 
-    Raises UserError naming the file and the unusable byte, line or row.
+    ``notes`` counts what a user should know of the source. Raises UserError naming the file and
+    the unusable byte, line or row.
     """
     if not kind_of(source):
         yield from _read_plain(source)
         return
     for location, record in RECORD_READERS[kind_of(source)](source, index, count):
         text = _text_of(record, source, location)
+        if notes is not None and source.notes_of:
+            notes.update(source.notes_of(record))
         data = text.encode()
         if source.turns_of or len(data) <= LARGE_DOCUMENT_BYTES:
             yield Text(text)
@@ -146,6 +153,11 @@ def _read_lines(source: Source) -> Iterator[str]:
             yield text.removeprefix("\ufeff") if number == 1 else text
 
 
+def parse_int(digits: str) -> int | float:
+    """Return the value of an integer in JSON, a float if it has too many digits for an int."""
+    return int(digits) if len(digits) <= MAX_INT_DIGITS else float(digits)
+
+
 def _read_json_lines(source: Source, *_: int) -> Records:
     """Yield the record of each line that is not blank."""
     for number, line in enumerate(_read_lines(source), 1):
@@ -153,7 +165,7 @@ def _read_json_lines(source: Source, *_: int) -> Records:
             continue
         location = f"{source.name}, line {number}"
         try:
-            record = json.loads(line, parse_int=float)  # an int may have too many digits
+            record = json.loads(line, parse_int=parse_int)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{location}: is not JSON ({error}).") from None
         if not isinstance(record, dict):

@@ -51,6 +51,7 @@ class Source:
     field: str = "text"  # of a record, with its text
     errors: str = "strict"  # or "replace": bytes that are not UTF-8 become U+FFFD
     turns_of: Callable[[dict[str, Any]], Any] | None = None  # a record → the turns of an example
+    notes_of: Callable[[dict[str, Any]], list[str]] | None = None  # what to count of examples
     hub_split: str = ""  # of a Hugging Face dataset; empty for a file
     hub_config: str | None = None
     revision: str = ""  # of a dataset on the hub
