@@ -17,7 +17,8 @@ from engine.core.cli import run_command
 from engine.core.errors import UserError
 from engine.core.files import atomic_directory, write_json
 from engine.core.settings import from_values, parse
-from engine.data.tokenizer import load_tokenizer, named_tokenizer, read_tokenizer_config
+from engine.data.chat_template import read_tokenizer_config
+from engine.data.tokenizer import load_tokenizer, named_tokenizer
 from engine.huggingface import convert, directory
 from engine.huggingface import gguf as gguf_file
 from engine.huggingface.families import MODEL_FAMILIES, Family, unsupported_settings

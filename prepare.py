@@ -14,7 +14,7 @@ import os
 import re
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from engine.core.files import exclusive_lock
 from engine.core.settings import check_ranges, parse
 from engine.data import chat
 from engine.data.dataset import Dataset, Examples, is_up_to_date, open_dataset
+from engine.data.inputs import examples
 from engine.data.inputs.sources import DEFAULT_ENCODING, Source, find_sources, kind_of
 from engine.data.inputs.text import normalize_encoding
 from engine.data.splits import Corpus, content_hash
@@ -76,13 +77,15 @@ class PrepareConfig:
     """Pattern of the files to take from folders, at any depth; None: all."""
     field: str | None = None
     """The field or column that holds the text; None: text."""
-    prompt_field: str | None = None
-    """The field with the prompt, for pairs of prompt and completion."""
+    prompt_field: tuple[str, ...] | str | None = None
+    """The field with the prompt, or several, joined by a blank line unless they are empty."""
     completion_field: str | None = None
     """The field with the completion. Only its tokens count for the loss."""
     # Each record is a chat, {"messages": [{"role": …, "content": …}, …]}. The messages of the
     # assistant are the targets.
     chat: bool = False
+    chat_field: str | None = None
+    """The field with the messages. None: messages, conversations, or prompt and completion."""
     hf_config: str | None = None
     """The configuration of a Hugging Face dataset that has several."""
     hf_split: str | None = None
@@ -135,7 +138,7 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
         tokenizer = named_tokenizer(config.tokenizer)
     out = config.out or Path("data") / dataset_name(config.inputs[0])
     with tempfile.TemporaryDirectory() as spool:
-        corpus = Corpus(list_sources(config, Path(spool)), config.val_fraction)
+        corpus = Corpus(list_sources(config, Path(spool), tokenizer), config.val_fraction)
         origin = origin_of(corpus, config, tokenizer)
         if is_up_to_date(
             out, origin, config.force, corpus.version, lambda: content_hash(corpus.digests())
@@ -171,6 +174,7 @@ def check(config: PrepareConfig) -> None:
         ("--tokenizer-bytes", config.tokenizer_bytes, trains_bpe, "--tokenizer bpe"),
         ("--prompt-field", config.prompt_field, config.completion_field, "--completion-field"),
         ("--completion-field", config.completion_field, config.prompt_field, "--prompt-field"),
+        ("--chat-field", config.chat_field, config.chat, "--chat"),
         ("--glob", config.glob, has_folder, "a folder as input"),
         ("--sha256", config.sha256, has_address, "an address as input"),
         ("--hf-config", config.hf_config, has_hub, "hf:NAME as input"),
@@ -185,20 +189,24 @@ def check(config: PrepareConfig) -> None:
         raise UserError("--chat, --prompt-field, --field: are mutually exclusive. Give one.")
 
 
-def list_sources(config: PrepareConfig, spool: Path) -> list[Source]:
-    """List the files to read. Raises UserError for files that lack the fields of the flags."""
-    turns_of: Callable[[dict[str, Any]], Any] | None = chat.parse_chat if config.chat else None
-    if config.prompt_field and config.completion_field:
-        turns_of = partial(
-            chat.parse_pair,
-            prompt_field=config.prompt_field,
-            completion_field=config.completion_field,
-        )
+def list_sources(
+    config: PrepareConfig, spool: Path, tokenizer: Tokenizer | None = None
+) -> list[Source]:
+    """List the files to read, of chats for a tokenizer; None: one without a chat template.
+
+    Raises UserError for files that lack the fields of the flags.
+    """
+    template = chat.own_template(tokenizer) if tokenizer else None
+    functions: dict[str, Any] = {}
+    if config.chat:
+        functions = examples.chat_functions(config.chat_field, template)
+    if config.completion_field:
+        functions = examples.pair_functions(prompt_fields(config), config.completion_field)
     sources = find_sources(
         config.inputs, spool, config.glob, config.sha256, config.hf_config, config.hf_split
     )
     text_files = [source.name for source in sources if not kind_of(source)]
-    if text_files and (turns_of or config.field):
+    if text_files and (functions or config.field):
         flag = "--field" if config.field else "--chat" if config.chat else "--prompt-field"
         kinds = "JSON lines, CSV, Parquet or a Hugging Face dataset"
         advice = "Convert it, or choose files with --glob '*.jsonl'"
@@ -220,9 +228,15 @@ def list_sources(config: PrepareConfig, spool: Path) -> list[Source]:
         errors=config.errors,
         separator=config.separator or "",
         skip_bad_rows=config.skip_bad_rows,
-        turns_of=turns_of,
+        **functions,
     )
     return [*map(set_options, sources)]
+
+
+def prompt_fields(config: PrepareConfig) -> list[str]:
+    """Return the fields of a prompt."""
+    fields = config.prompt_field or ()
+    return [fields] if isinstance(fields, str) else [*fields]
 
 
 def dataset_name(first_input: str) -> str:
@@ -247,14 +261,16 @@ def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None
     needs_separator = not (corpus.examples or corpus.single or has_end)
     tokenizer_bytes = config.tokenizer_bytes
     encoding = normalize_encoding(config.encoding)
+    fields = prompt_fields(config)
     settings = {
         "vocab_size": config.vocab_size,
         "pattern": config.pattern if config.pattern != DEFAULT_PATTERN else None,
         "tokenizer_bytes": tokenizer_bytes if tokenizer_bytes != DEFAULT_TOKENIZER_BYTES else None,
         "deduplicate": config.deduplicate,
         "field": config.field,
-        "prompt_field": config.prompt_field,
+        "prompt_field": fields[0] if len(fields) == 1 else fields,
         "completion_field": config.completion_field,
+        "chat_field": config.chat_field,
         "hf_config": config.hf_config,
         "hf_split": config.hf_split,
         "encoding": encoding if encoding != DEFAULT_ENCODING else None,
@@ -283,7 +299,7 @@ def training_texts(corpus: Corpus, max_bytes: int | None) -> Iterator[str]:
     with progress("training tokenizer", total) as bar:
         for document in corpus.sample(max_bytes):
             bar.update(len(document))
-            turns = [text for _, text in json.loads(document)] if corpus.examples else [document]
+            turns = [turn[1] for turn in json.loads(document)] if corpus.examples else [document]
             for text in turns:
                 for start in range(0, len(text), MAX_TRAINER_CHARACTERS):
                     yield text[start : start + MAX_TRAINER_CHARACTERS]

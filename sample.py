@@ -10,7 +10,7 @@
 In Python: ``model = load("out/NAME"); print(model.generate("ROMEO:", max_new_tokens=100))``
 """
 
-from engine.core.cli import run_command, tune_openmp_spinning
+from engine.core.cli import run_command, tune_openmp_spinning, warn
 
 if __name__ == "__main__":
     tune_openmp_spinning("decode")  # before torch is imported
@@ -136,7 +136,9 @@ def load(path: str | Path, device: str = "auto", compile: bool = False) -> TextG
     model = load_model(checkpoint).to(torch_device)
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
     start = initial_tokens(tokenizer, checkpoint.state["documents"])
-    return TextGenerator(model, tokenizer, start, checkpoint.is_chat_model, compile)
+    template_has_system = "system" in (tokenizer.chat_template or "")
+    has_system = checkpoint.state.get("has_system_turns", True) or template_has_system
+    return TextGenerator(model, tokenizer, start, checkpoint.is_chat_model, compile, has_system)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -152,6 +154,8 @@ def sample(config: SampleConfig) -> None:
             f"{config.path}: not trained on chats. Prepare some with prepare.py … --chat, and "
             f"train on them with train.py … --init-from {config.path}."
         )
+    if config.system and not model.has_system_turns:
+        warn("--system: the model was trained on chats without a system turn, and may ignore it")
     if config.prompts_file and config.out:
         files = (config.prompts_file, config.out, config.chat)
         complete_file(model, *files, config.batch_size, config.beams, **config.options)

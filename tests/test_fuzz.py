@@ -30,8 +30,8 @@ import huggingface
 from engine.core.errors import UserError
 from engine.core.files import sha256, write_json
 from engine.core.settings import load_settings
-from engine.data.chat import parse_chat, parse_pair
 from engine.data.dataset import open_dataset
+from engine.data.inputs.examples import parse_chat, parse_pair
 from engine.data.inputs.readers import read
 from engine.data.inputs.sources import Source
 from engine.data.splits import Corpus
@@ -177,7 +177,7 @@ def test_prompts(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "turns_of", [parse_chat, partial(parse_pair, prompt_field="a", completion_field="c")]
+    "turns_of", [parse_chat, partial(parse_pair, prompt_fields=["a"], completion_field="c")]
 )
 def test_pairs_and_chats(turns_of, tmp_path):
     path = tmp_path / "examples.jsonl"

@@ -1,59 +1,64 @@
-"""Text, prompts with completions, and chats → token ids, and which of them are targets."""
+"""Text, prompts with completions, and chats → token ids, and which of them are targets.
 
+A chat is rendered by the model's own chat template, or by one of chat_template.py.
+"""
+
+import functools
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from engine.core.errors import UserError
+from engine.data.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE, ChatTemplate, map_texts
 from engine.data.tokenizer import Tokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
 
-TARGET_SPEAKERS = ("completion", "assistant")  # whose texts are targets
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")  # the tokens of many imported models' chats
+# Unicode noncharacters: after the first character of a special token's name that somebody typed,
+# and in a text that stands for any text.
+ESCAPE_CHARACTER = "\ufdd0"
+PLACEHOLDER_TEXT = "\ufdd1"
 MAX_RENDERED_CHARACTERS = 500  # of an example
 MAX_RENDERED_RUN_CHARACTERS = 200  # of consecutive targets, or of tokens between targets
 
-Turn = tuple[str, str]  # speaker: a role, "prompt" or "completion"; and the text
+# Speaker: a role, "prompt" or "completion". Its text. Then perhaps other keys of its message:
+# weight (0: no target), tool_calls, name, tool_call_id.
+Turn = tuple[str, str] | tuple[str, str, dict[str, Any]]
 
 # Maps a text, and whether its document ends there, to token ids, the UTF-8 bytes that count, and
 # the number of targets.
 Encoder = Callable[[str, bool], tuple[np.ndarray, int, int]]
 
 
-def parse_chat(record: dict[str, Any]) -> list[Turn]:
-    """Return the turns of ``{"messages": [{"role": …, "content": …}, …]}``.
+def own_template(tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Return the chat template of an imported model, if a special token ends its answers."""
+    if tokenizer.chat_template is None:
+        return None
+    template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.end_name)
+    return None if _end_of_answer(tokenizer, template) is None else template
 
-    Raises UserError for a chat that is malformed or has no target.
+
+@functools.lru_cache(16)
+def chat_format(tokenizer: Tokenizer) -> tuple[ChatTemplate, int | None]:
+    """Return the template of a tokenizer's chats, and the id that ends an answer.
+
+    The id is None without tokens for chats.
     """
-    messages = record.get("messages")
-    if not isinstance(messages, list) or not messages:
-        fields = ", ".join(map(repr, record))
-        raise UserError(f"a chat must have a list of 'messages' (got {fields}; see --chat)")
-    turns = []
-    for number, message in enumerate(messages, 1):
-        has_form = isinstance(message, dict) and isinstance(message.get("content"), str)
-        if not has_form or message.get("role") not in [*CHAT_ROLES]:
-            form = '{"role": ROLE, "content": TEXT}'
-            roles = ", ".join(CHAT_ROLES)
-            raise UserError(f"message {number} must be {form}, with one of the roles {roles}")
-        turns.append((message["role"], message["content"]))
-    if not any(role == "assistant" and text for role, text in turns):
-        raise UserError("a chat must have a message of the assistant with text to learn")
-    return turns
+    has_chatml = tokenizer.special_tokens.keys() >= {*CHATML_TOKENS}
+    default = ChatTemplate(CHATML_TEMPLATE if has_chatml else PLAIN_TEMPLATE)
+    template = own_template(tokenizer) or default
+    return template, _end_of_answer(tokenizer, template)
 
 
-def parse_pair(record: dict[str, Any], prompt_field: str, completion_field: str) -> list[Turn]:
-    """Return a prompt and its completion. Raises UserError for a field without text."""
-    for field, flag in ((prompt_field, "--prompt-field"), (completion_field, "--completion-field")):
-        if not isinstance(record.get(field), str):
-            fields = ", ".join(map(repr, record))
-            raise UserError(f"{field!r} must be text (got the fields {fields}; see {flag})")
-    if not record[completion_field]:
-        raise UserError(f"{completion_field!r} must not be empty: its text is learned")
-    return [("prompt", record[prompt_field]), ("completion", record[completion_field])]
+def _end_of_answer(tokenizer: Tokenizer, template: ChatTemplate) -> int | None:
+    """Return the id of the first special token after an answer; None if there is none."""
+    text = template.render(to_messages([("user", "Hi"), ("assistant", PLACEHOLDER_TEXT)]))
+    match = tokenizer.special_pattern.search(text, text.find(PLACEHOLDER_TEXT) % (len(text) + 1))
+    return tokenizer.special_tokens[match[0]] if match else None
 
 
 def special_token_names(tokenizer: Tokenizer, chat: bool) -> list[str]:
@@ -61,15 +66,13 @@ def special_token_names(tokenizer: Tokenizer, chat: bool) -> list[str]:
     if not chat:
         return [tokenizer.end_name]
     has_chatml = tokenizer.special_tokens.keys() >= {*CHATML_TOKENS}
-    return [] if has_chatml else [*CHAT_ROLES.values(), END_OF_TURN]
+    has_format = has_chatml or own_template(tokenizer)
+    return [] if has_format else [*CHAT_ROLES.values(), END_OF_TURN]
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
     """Return the id that ends a turn of a chat; None without tokens for chats."""
-    for name in (CHATML_TOKENS[1], END_OF_TURN):
-        if name in tokenizer.special_tokens:
-            return tokenizer.special_tokens[name]
-    return None
+    return chat_format(tokenizer)[1]
 
 
 def stop_ids(tokenizer: Tokenizer) -> list[int]:
@@ -83,44 +86,161 @@ def prompt_ids(example: Iterable[int]) -> list[int]:
     return [~token for token in itertools.takewhile(lambda token: token < 0, example)]
 
 
-def turn_delimiters(tokenizer: Tokenizer, speaker: str) -> tuple[list[int], list[int], list[int]]:
-    """Return the ids before a turn's text, at its end (targets if the text is), and after it."""
-    special = tokenizer.special_tokens
-    if speaker == "prompt":
-        return [], [], []
-    if speaker == "completion":
-        return [], [special[tokenizer.end_name]], []
-    if CHATML_TOKENS[0] in special:
-        name = tokenizer.encode(f"{speaker}\n").tolist()
-        newline = tokenizer.encode("\n").tolist()
-        return [special[CHATML_TOKENS[0]], *name], [special[CHATML_TOKENS[1]]], newline
-    return [special[CHAT_ROLES[speaker]]], [special[END_OF_TURN]], []
+def keys_of(turn: Turn) -> dict[str, Any]:
+    """Return the other keys of a turn's message."""
+    return turn[2] if len(turn) == 3 else {}
+
+
+def to_messages(turns: Iterable[Turn], tokenizer: Tokenizer | None = None) -> list[dict[str, Any]]:
+    """Return the messages of turns for a template; with a tokenizer, its special tokens escaped.
+
+    An answer may contain markup, such as a ``<think>`` that is a token but not a special one.
+    """
+    messages = []
+    for turn in turns:
+        message = {"role": turn[0], "content": turn[1], **keys_of(turn)}
+        message.pop("weight", None)
+        if tokenizer:
+            is_answer = turn[0] == "assistant"
+            pattern = tokenizer.control_pattern if is_answer else tokenizer.special_pattern
+            message = map_texts(message, functools.partial(_escape, pattern))
+        messages.append(message)
+    return messages
+
+
+def _escape(pattern: re.Pattern[str], text: str) -> str:
+    """Change the matches of a pattern in a text, so that they are no longer matches."""
+    if ESCAPE_CHARACTER not in text and not pattern.search(text):
+        return text
+    return re.sub(
+        f"(?={ESCAPE_CHARACTER}|{pattern.pattern})(.)",
+        rf"\1{ESCAPE_CHARACTER}",
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def check_template(template: ChatTemplate, turns: Sequence[Turn]) -> None:
+    """Raise UserError if a template refuses a chat, or leaves out a text or tool call of it."""
+    numbered: list[Turn] = []
+    owners: list[int] = []  # number of the message that has the text
+
+    def replace_text(text: str) -> str:
+        owners.append(len(numbered) + 1)
+        return f"{PLACEHOLDER_TEXT}{len(owners)}{PLACEHOLDER_TEXT}"
+
+    for turn in turns:
+        keys = {**keys_of(turn)}
+        if "tool_calls" in keys:
+            functions = [map_texts(call["function"], replace_text) for call in keys["tool_calls"]]
+            calls = zip(keys["tool_calls"], functions, strict=True)
+            keys["tool_calls"] = [{**call, "function": function} for call, function in calls]
+        numbered.append((turn[0], turn[1] and replace_text(turn[1]), keys))
+    text = _render_numbered(template, json.dumps(numbered))
+    for number, owner in enumerate(owners, 1):
+        if f"{PLACEHOLDER_TEXT}{number}{PLACEHOLDER_TEXT}" not in text:
+            reason = f"the model's chat template leaves out text or tool calls of message {owner}"
+            raise UserError(f"{reason}. Remove them, or choose another --tokenizer.")
+
+
+@functools.lru_cache(2**10)
+def _render_numbered(template: ChatTemplate, turns: str) -> str:
+    return template.render(to_messages(json.loads(turns)))
+
+
+def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Encode a rendered chat, where names of special tokens are these tokens unless escaped."""
+    ids: list[int] = []
+    start = 0
+    for match in tokenizer.special_pattern.finditer(text):
+        ids += _encode_segment(tokenizer, text[start : match.start()])
+        ids.append(tokenizer.special_tokens[match[0]])
+        start = match.end()
+    return ids + _encode_segment(tokenizer, text[start:])
+
+
+def _encode_segment(tokenizer: Tokenizer, text: str) -> list[int]:
+    unescaped = (
+        re.sub(f"{ESCAPE_CHARACTER}({ESCAPE_CHARACTER}?)", r"\1", text)
+        if ESCAPE_CHARACTER in text
+        else text
+    )
+    return tokenizer.encode(unescaped).tolist() if text else []
+
+
+def encode_chat(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[int]:
+    """Return the ids of a chat, up to where the assistant's next answer begins."""
+    template, _ = chat_format(tokenizer)
+    messages = to_messages(turns, tokenizer)
+    return encode_rendered(tokenizer, template.render(messages, add_generation_prompt=True))
 
 
 def encode_example(tokenizer: Tokenizer, turns: Sequence[Turn]) -> np.ndarray:
     """Encode an example, int32 (N,): an id where it counts as a target, ~id elsewhere."""
-    ids: list[int] = []
-    for speaker, text in turns:
-        before, end, after = turn_delimiters(tokenizer, speaker)
-        content = [*tokenizer.encode(text).tolist(), *end]
-        if speaker not in TARGET_SPEAKERS:
-            content = [~token for token in content]
-        ids += [~token for token in before] + content + [~token for token in after]
-    return np.array(ids, np.int32)
+    if turns[0][0] == "prompt":
+        prompt, completion = (tokenizer.encode(turn[1]).astype(np.int32) for turn in turns)
+        end_of_text = np.array([tokenizer.special_tokens[tokenizer.end_name]], np.int32)
+        return np.concatenate((~prompt, completion, end_of_text))
+    template, end = chat_format(tokenizer)
+    messages = to_messages(turns, tokenizer)
+    text = template.render(messages)
+    ids = encode_rendered(tokenizer, text)
+    example = [~token for token in ids]
+    for index, turn in enumerate(turns):
+        if turn[0] == "assistant" and keys_of(turn).get("weight") != 0:
+            before = text[: _answer_start(template, messages, index, text)]
+            start = common_length(encode_rendered(tokenizer, before), ids)
+            if end not in ids[start:]:
+                raise UserError(f"the model's chat template does not end message {index + 1}")
+            stop = ids.index(end, start) + 1
+            example[start:stop] = ids[start:stop]
+    return np.array(example, np.int32)
 
 
-def encode_chat(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[list[int]]:
-    """Return the ids of each turn, then those that begin the assistant's next turn."""
-    encoded = []
-    for speaker, text in turns:
-        before, end, after = turn_delimiters(tokenizer, speaker)
-        encoded.append([*before, *tokenizer.encode(text).tolist(), *end, *after])
-    return [*encoded, turn_delimiters(tokenizer, "assistant")[0]]
+def _answer_start(
+    template: ChatTemplate, messages: Sequence[dict[str, Any]], index: int, text: str
+) -> int:
+    """Return where an answer starts in a rendered chat: after the prompt to generate it.
+
+    If later turns change the prompt, it is the text before the answer that both have in common.
+    """
+    before = messages[:index]
+    prompt = template.render(before, add_generation_prompt=True) if index else ""
+    if prompt and text.startswith(prompt):
+        return len(prompt)
+    answer = {"role": "assistant", "content": PLACEHOLDER_TEXT}
+    start = common_length(text, template.render([*before, answer, *messages[index + 1 :]]))
+    turn = template.render(messages[: index + 1])
+    lead = turn[len(prompt) : common_length(turn, template.render([*before, answer]))]
+    can_generate_lead = turn.startswith(prompt) and text[:start].endswith(lead)
+    return start - len(lead) if index and can_generate_lead else start
+
+
+def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return how many items at the start of two sequences are equal."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def is_target(example: np.ndarray) -> np.ndarray:
     """Return which ids (N,) of an encoded example are targets, bool (N,): never the first."""
     return (example >= 0) & (np.arange(len(example)) > 0)
+
+
+def count_targets(tokenizer: Tokenizer, example: np.ndarray) -> tuple[int, int]:
+    """Count the targets of an example, and the UTF-8 bytes of their text."""
+    targets = is_target(example)
+    is_special = np.isin(example, [*tokenizer.special_tokens.values()])
+    is_text = targets & ~is_special
+    edges = [0, *(np.flatnonzero(np.diff(is_text)) + 1).tolist()]
+    num_bytes = 0
+    for start, run in zip(edges, np.split(example, edges[1:]), strict=True):
+        if is_text[start]:
+            content = tokenizer.decode_bytes(run.tolist())
+            starts_text = example[start - 1] < 0 or is_special[start - 1]
+            adds_space = tokenizer.adds_leading_space and starts_text
+            num_bytes += len(content.removeprefix(b" ") if adds_space else content)
+    return int(targets.sum()), num_bytes
 
 
 def escape_unprintable(text: str) -> str:
@@ -158,9 +278,8 @@ def make_encoder(tokenizer: Tokenizer, separator: str, examples: bool) -> Encode
         return np.concatenate((ids, ending)) if ends else ids, num_bytes, 0
 
     def encode_turns(text: str, ends: bool) -> tuple[np.ndarray, int, int]:
-        turns = json.loads(text)
-        ids = encode_example(tokenizer, turns)
-        targets = [text for speaker, text in turns if speaker in TARGET_SPEAKERS]
-        return ids, len("".join(targets).encode()), int(is_target(ids).sum())
+        ids = encode_example(tokenizer, json.loads(text))
+        num_targets, num_bytes = count_targets(tokenizer, ids)
+        return ids, num_bytes, num_targets
 
     return encode_turns if examples else encode_text

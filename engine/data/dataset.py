@@ -13,7 +13,7 @@ import numpy as np
 
 from engine.core.errors import UserError
 from engine.core.files import fsync, parse_json, read_json, safe_child_path, sha256, write_json
-from engine.data.chat import is_target
+from engine.data.chat import count_targets
 from engine.data.splits import SPLIT_NAMES
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -59,7 +59,8 @@ class Examples:
     tokens: Tokens  # int32, all examples: an id where it is a target, ~id elsewhere
     starts: np.ndarray  # int64 (N,), of each example in tokens
     lengths: np.ndarray  # int64 (N,), of each example
-    num_too_long: int = 0  # examples that drop_long has removed or cut
+    num_cut: int = 0  # by drop_long
+    num_removed: int = 0  # by drop_long
 
     def __len__(self) -> int:
         return int(self.lengths.sum())
@@ -91,7 +92,8 @@ class Examples:
             self,
             starts=np.delete(self.starts, removed),
             lengths=np.delete(shortened.lengths, removed),
-            num_too_long=len(long),
+            num_cut=len(long) - len(removed),
+            num_removed=len(removed),
         )
 
 
@@ -118,18 +120,13 @@ class Dataset:
         train = self.train.drop_long(context_length, cut)
         val = self.val.drop_long(context_length, cut)
         splits = self.manifest["splits"]
-        if val.num_too_long:
-            splits = {**splits, "val": {**splits["val"], **_count_targets(val, self.tokenizer)}}
+        if val.num_cut or val.num_removed:
+            kept = map(val.example, range(val.num_examples))
+            counts = [count_targets(self.tokenizer, example) for example in kept]
+            num_targets, num_bytes = map(sum, zip(*counts, strict=True))
+            counted = {"targets": num_targets, "bytes": num_bytes}
+            splits = {**splits, "val": {**splits["val"], **counted}}
         return replace(self, train=train, val=val, manifest={**self.manifest, "splits": splits})
-
-
-def _count_targets(examples: Examples, tokenizer: Tokenizer) -> dict[str, int]:
-    """Count the targets of examples and the UTF-8 bytes of their text."""
-    ids = [examples.example(index) for index in range(examples.num_examples)]
-    counts = np.bincount(np.concatenate([example[is_target(example)] for example in ids]))
-    text_ids = np.setdiff1d(np.flatnonzero(counts), [*tokenizer.special_tokens.values()])
-    num_bytes = sum(int(counts[i]) * len(tokenizer.decode_bytes([i])) for i in text_ids.tolist())
-    return {"targets": int(counts.sum()), "bytes": num_bytes}
 
 
 def open_dataset(path: Path) -> Dataset:

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,9 @@ from tokenizers.normalizers import NFC
 from engine.core.errors import UserError
 from engine.core.files import read_json
 from engine.data import tokenizer_json
+from engine.data.chat_template import read_tokenizer_config
 from engine.data.tokenizer_json import (
+    CHAT_KEYS,
     END_OF_TEXT,
     EXTENSION_KEY,
     HIDDEN_PREFIX,
@@ -57,12 +59,25 @@ class Tokenizer:
         self.end_name: str = extension.get("end_of_text", END_OF_TEXT)
         self.end_of_text = self.special_tokens.get(self.end_name)
         self.chat_template: str | None = extension.get("chat_template")
+        self.other_templates: dict[str, str] = json.loads(extension.get("other_templates", "{}"))
+        self.bos_token: str = extension.get("bos_token", self.end_name)
         self.bytes_of_id = {number: name.encode() for name, number in self.special_tokens.items()}
 
     @functools.cached_property
     def content(self) -> bytes:
         """The file that :meth:`save` writes."""
         return (json.dumps(self.document, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+    @functools.cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """A pattern that matches the names of special tokens and markup."""
+        return _names_pattern(self.special_tokens)
+
+    @functools.cached_property
+    def control_pattern(self) -> re.Pattern[str]:
+        """A pattern that matches the names of special tokens, not of markup like ``<think>``."""
+        tokens = self.document["added_tokens"]
+        return _names_pattern(token["content"] for token in tokens if token.get("special"))
 
     @property
     def fingerprint(self) -> str:
@@ -103,7 +118,10 @@ class Tokenizer:
 
     def unused_ids(self) -> list[int]:
         """List the ids that neither occur in text nor end it; they must not be sampled."""
-        used = self.text_ids | {self.end_of_text}
+        markup = [
+            i for name, i in self.special_tokens.items() if not self.control_pattern.match(name)
+        ]
+        used = self.text_ids | {self.end_of_text, *markup}
         return [number for number in range(self.vocab_size) if number not in used]
 
     def with_special(self, names: Sequence[str]) -> "Tokenizer":
@@ -121,7 +139,7 @@ class Tokenizer:
         Names and chat templates may differ.
         """
         larger = tokenizer_json.with_special_tokens(base.document, [*self.special_tokens])
-        ignored = {"chat_template": None, "name": None}
+        ignored = dict.fromkeys(("name", *CHAT_KEYS))
         return with_extension(self.document, **ignored) == with_extension(larger, **ignored)
 
 
@@ -243,7 +261,7 @@ def from_document(document: Document) -> Tokenizer:
     """Return the tokenizer of a checked document. Raises UserError if it cannot be used."""
     special = tokenizer_json.special_tokens_of(document)
     characters = "".join(tokenizer_json.text_vocab(document))
-    plain = with_extension(document, name=None, end_of_text=None, chat_template=None)
+    plain = with_extension(document, **dict.fromkeys(("name", "end_of_text", *CHAT_KEYS)))
     is_char = document["model"].get("type") == "WordLevel"
     tokenizer: Tokenizer
     if is_char and plain == tokenizer_json.char_document(characters, special):
@@ -277,23 +295,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise UserError(f"{path}: corrupted or unsupported tokenizer ({error}). {fix}") from None
 
 
-def read_tokenizer_config(directory: Path) -> dict[str, str]:
-    """Return the end of text and the chat template from the files of a model's directory.
-
-    Raises UserError if its files are corrupted.
-    """
-    config_path = directory / "tokenizer_config.json"
-    template_path = directory / "chat_template.jinja"
-    config = read_json(config_path) if config_path.is_file() else {}
-    if not isinstance(config, dict):
-        raise UserError(f"{config_path.name} is not a JSON object")
-    end = config.get("eos_token")
-    end = end.get("content") if isinstance(end, dict) else end
-    template = config.get("chat_template")
-    if template_path.is_file():
-        template = template_path.read_text(encoding="utf-8")
-    values = {"end_of_text": end, "chat_template": template}
-    return {name: value for name, value in values.items() if isinstance(value, str)}
+def _names_pattern(names: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that matches the longest of the names; without names nothing."""
+    longest_first = sorted(map(re.escape, names), key=len, reverse=True)
+    return re.compile("|".join(longest_first) or "(?!)")
 
 
 def named_tokenizer(name: str) -> Tokenizer:

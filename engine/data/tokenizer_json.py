@@ -1,7 +1,8 @@
 """Hugging Face's tokenizer.json as parsed JSON: build it, check it, convert it for tiktoken.
 
 ``tokenizers`` ignores unknown keys in ``model``. ``model.gpt_trainer`` holds what the format lacks:
-``end_of_text`` (the special token that ends a document), ``chat_template`` and ``name``.
+``end_of_text`` (the special token that ends a document), ``name``, ``chat_template``, the
+``bos_token`` of that template, and ``other_templates`` (JSON of names and texts).
 """
 
 import base64
@@ -26,6 +27,7 @@ CHAT_ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assist
 END_OF_TURN = "<|end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, *CHAT_ROLES.values(), END_OF_TURN)  # of a BPE trained here
 EXTENSION_KEY = "gpt_trainer"
+CHAT_KEYS = ("chat_template", "other_templates", "bos_token")  # of the extension
 MAX_VOCAB_SIZE = 2**24
 # A noncharacter before the names of special tokens: see without_special.
 HIDDEN_PREFIX = "\U0010ffff"
@@ -159,7 +161,7 @@ def with_special_tokens(document: Document, names: Sequence[str]) -> Document:
     added = [*document["added_tokens"], *added_tokens(new)]
     document = document | {"model": model, "added_tokens": added}
     # The template of an imported model does not use the tokens of our chats.
-    return with_extension(document, chat_template=None) if END_OF_TURN in new else document
+    return with_extension(document, **dict.fromkeys(CHAT_KEYS)) if END_OF_TURN in new else document
 
 
 def is_special(token: dict[str, Any]) -> bool:

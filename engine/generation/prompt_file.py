@@ -11,7 +11,9 @@ from tqdm import tqdm
 
 from engine.core.errors import UserError
 from engine.core.files import atomic_write, parse_json, to_json
-from engine.data.chat import Turn, parse_chat, stop_ids
+from engine.data.chat import Turn, own_template, stop_ids
+from engine.data.inputs.examples import find_messages, parse_messages
+from engine.data.tokenizer import Tokenizer
 from engine.generation.beam_search import search_text
 from engine.generation.generate import complete
 from engine.generation.sampling import SamplingOptions
@@ -90,20 +92,17 @@ def encode_record(
         raise UserError("already has a 'completion'. Rename it.")
     if is_chat:
         context_length = model.model.config.context_length
-        return fit_chat(model.tokenizer, parse_question(record), context_length, max_new_tokens)
+        turns = parse_question(record, model.tokenizer)
+        return fit_chat(model.tokenizer, turns, context_length, max_new_tokens)
     if not isinstance(record.get("prompt"), str):
         names = ", ".join(map(repr, record))
         raise UserError(f"must have a text 'prompt' (got {names}). For chats, use --chat.")
     return model.encode_prompt(record["prompt"]), max_new_tokens
 
 
-def parse_question(record: dict[str, Any]) -> list[Turn]:
+def parse_question(record: dict[str, Any], tokenizer: Tokenizer) -> list[Turn]:
     """Return the turns of a chat to answer. Raises UserError unless the last is a question."""
-    messages = record.get("messages")
-    if isinstance(messages, list):
-        placeholder = {"role": "assistant", "content": "…"}  # parse_chat expects an answer
-        record = {"messages": [*messages, placeholder]}
-    turns = parse_chat(record)[:-1]
-    if not turns or turns[-1][0] == "assistant":
+    turns = parse_messages(find_messages(record), own_template(tokenizer))
+    if turns[-1][0] == "assistant":
         raise UserError("'messages' must end with a question. Remove the assistant's last one.")
     return turns

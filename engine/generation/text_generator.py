@@ -1,6 +1,6 @@
 """A model with its tokenizer: text in, text out."""
 
-import itertools
+import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +10,7 @@ import torch
 
 from engine.core.cli import warn
 from engine.core.errors import UserError
-from engine.data.chat import Turn, encode_chat, stop_ids, turn_delimiters
+from engine.data.chat import Turn, common_length, encode_chat, keys_of, stop_ids
 from engine.data.tokenizer import Tokenizer
 from engine.generation.generate import complete
 from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions, TextOptions
@@ -31,6 +31,7 @@ class TextGenerator:
     initial_tokens: list[int]  # replace an empty prompt
     is_chat_model: bool = False
     should_compile: bool = False
+    has_system_turns: bool = True  # whether the model was trained on some, as far as it is recorded
 
     @property
     def device(self) -> torch.device:
@@ -104,26 +105,28 @@ def fit_chat(
     dropped to fit, except a system turn at the start; an answer is dropped with its question. A
     last turn that is too long by itself loses its beginning. Raises UserError if nothing remains.
     """
-    *encoded, answer_start = encode_chat(tokenizer, turns)
-    reserved = min(max_new_tokens, context_length // 2)
-    budget = context_length - reserved - len(answer_start)
+    max_length = context_length - min(max_new_tokens, context_length // 2)
     last = len(turns) - 1
-    num_system = int(turns[0][0] == "system" and last > 0)
-    system = list(itertools.chain(*encoded[:num_system]))
-    for start in range(num_system, len(turns)):
-        if turns[start][0] == "user" or start == last:
-            history = list(itertools.chain(*encoded[start:]))
-            excess = len(system) + len(history) - budget
-            if excess <= 0:
-                break
+    system = [*turns[: turns[0][0] == "system" and last > 0]]
+    starts = [i for i in range(len(system), last) if turns[i][0] == "user"]
+
+    def encode_from(start: int) -> list[int]:
+        return encode_chat(tokenizer, [*system, *turns[start:]])
+
+    first = bisect.bisect_left(
+        starts, True, key=lambda start: len(encode_from(start)) <= max_length
+    )
+    ids = encode_from([*starts, last][first])
+    excess = len(ids) - max_length
     if excess > 0:
-        role, text = turns[last]
+        text = turns[last][1]
+        empty_turn = (turns[last][0], "", keys_of(turns[last]))
+        without_text = encode_chat(tokenizer, [*system, empty_turn])
         if excess >= len(tokenizer.encode(text)):
-            size = f"{len(system)} of the model's {context_length} tokens of context"
+            size = f"{len(without_text)} of the model's {context_length} tokens of context"
             raise UserError(f"the system turn: too long (got {size}). Shorten it.")
-        num_before = len(turn_delimiters(tokenizer, role)[0])
-        del history[num_before : num_before + excess]
+        num_before = common_length(ids, without_text)
+        del ids[num_before : num_before + excess]
         quoted = text if len(text) < MAX_QUOTED_CHARACTERS else f"{text[:MAX_QUOTED_CHARACTERS]}…"
         warn(f"the turn {quoted!r} is too long; its first {excess:,} tokens are cut off")
-    ids = [*system, *history, *answer_start]
     return ids, min(max_new_tokens, context_length - len(ids))

@@ -12,25 +12,14 @@ from torch import Tensor
 
 from engine.core.errors import UserError
 from engine.core.files import read_json, write_json
-from engine.data.chat import CHATML_TOKENS, end_of_turn
+from engine.data.chat import chat_format, end_of_turn
+from engine.data.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from model import GPT
 
 NUM_COMPARED_SEQUENCES = 4
 MAX_COMPARED_TOKENS = 1024  # of a sequence
 MAX_RELATIVE_ERROR = 1e-4  # of the largest logit
-# Jinja templates of chats as engine/data/chat.py encodes them.
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-CHATML_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 CARD_TEMPLATE = """---
 license: FILL IN
 library_name: transformers
@@ -115,9 +104,8 @@ def special_token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
 
 def chat_template(tokenizer: Tokenizer, is_chat_model: bool) -> str | None:
     """Return the tokenizer's imported chat template, or the one that a chat model learned."""
-    has_chatml = tokenizer.special_tokens.keys() >= set(CHATML_TOKENS)
-    learned = CHATML_TEMPLATE if has_chatml else PLAIN_TEMPLATE
-    return tokenizer.chat_template or (learned if is_chat_model else None)
+    learned = chat_format(tokenizer)[0].source if is_chat_model else None
+    return tokenizer.chat_template or learned
 
 
 def write_tokenizer(path: Path, tokenizer: Tokenizer, length: int, template: str | None) -> None:
@@ -129,9 +117,12 @@ def write_tokenizer(path: Path, tokenizer: Tokenizer, length: int, template: str
         "clean_up_tokenization_spaces": False,
     }
     if template:
-        config["chat_template"] = template
+        named = {"default": template, **tokenizer.other_templates}
+        templates = [{"name": name, "template": text} for name, text in named.items()]
+        config["chat_template"] = templates if tokenizer.other_templates else template
     if tokenizer.end_of_text is not None:
         config |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.end_name)
+        config["bos_token"] = tokenizer.bos_token
     write_json(path / "tokenizer_config.json", config)
     stop_ids = [tokenizer.end_of_text, end_of_turn(tokenizer) if template else None]
     generation_config = {

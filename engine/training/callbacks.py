@@ -188,10 +188,14 @@ def describe_run(trainer: Trainer) -> str:
         f"{trainer.dist.size} × {trainer.dist.device} in {config.dtype} → {config.out}",
     ]
     splits = [split for dataset in data.datasets for split in (dataset.train, dataset.val)]
-    num_long = sum(split.num_too_long for split in splits if isinstance(split, Examples))
-    if num_long:
-        action = "cut" if config.long_examples == "cut" else "left out"
-        lines.append(f"{num_long:,} examples are longer than the context, and are {action}")
+    examples = [split for split in splits if isinstance(split, Examples)]
+    num_cut = sum(split.num_cut for split in examples)
+    num_removed = sum(split.num_removed for split in examples)
+    if num_cut or num_removed:
+        actions = [f"{num_cut:,} cut"] * (num_cut > 0) + [f"{num_removed:,} left out"] * (
+            num_removed > 0
+        )
+        lines.append(f"examples longer than the context: {', '.join(actions)}")
     return "\n".join(lines)
 
 

@@ -23,6 +23,7 @@ from engine.core.sharding import (
     wrap_ddp,
 )
 from engine.data.batches import Batches, tokens_per_step
+from engine.data.inputs.examples import NO_SYSTEM_NOTE
 from engine.data.mixture import Mixture
 from engine.nn.acceleration import checkpoint_activations, compile_modules
 from engine.training.budget import Budget, Clock, Event
@@ -251,6 +252,7 @@ class Trainer:
         if self.run_dir is None or self.step == 0 or self.saved == (self.step, self.val_loss):
             return
         manifest = self.data.manifest
+        facts = manifest["facts"]
         state = {
             "step": self.step,
             "tokens": self.step * self.tokens_per_step,
@@ -263,6 +265,7 @@ class Trainer:
             "settings": flatten(self.config),
             "data_sha256": self.data.sha256,
             "examples": manifest["origin"].get("examples"),
+            "has_system_turns": facts.get("notes", {}).get(NO_SYSTEM_NOTE, 0) < facts["documents"],
             "documents": manifest["splits"]["train"]["documents"],
         }
         with self.clock.pause(), self.budget.timing("save"):

@@ -346,7 +346,8 @@ def test_sizes_that_do_not_fit_are_refused(function, message: str):
 def test_examples_are_made_to_fit_the_context(cut: bool, train: list[int]):
     (dataset,) = drop_long_examples(EXAMPLES_TO_FIT, 8, cut).datasets
     assert (dataset.train.lengths.tolist(), dataset.val.lengths.tolist()) == (train, [9, 3])
-    assert (dataset.train.num_too_long, dataset.val.num_too_long) == (1, 0)
+    assert (dataset.train.num_cut, dataset.train.num_removed) == (cut, not cut)
+    assert (dataset.val.num_cut, dataset.val.num_removed) == (0, 0)
     assert tokens_per_step(dataset.train, 8, 4) == round(4 * (sum(train) / len(train) - 1))
     text = mixture_of(train=np.arange(9), val=np.arange(9))
     check_length(text, 8)

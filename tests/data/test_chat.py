@@ -1,7 +1,5 @@
 """Prompts with completions, and chats, as token ids, and which of them are targets."""
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -12,11 +10,10 @@ from engine.data.chat import (
     encode_example,
     end_of_turn,
     is_target,
-    parse_chat,
-    parse_pair,
     render_with_targets,
     special_token_names,
 )
+from engine.data.inputs.examples import parse_chat, parse_pair
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, named_tokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TEXT, END_OF_TURN
 
@@ -43,7 +40,7 @@ def ids_of(example: np.ndarray) -> list[int]:
 
 @pytest.mark.parametrize(("prompt", "num_targets"), [("1+1=", 2), ("", 1)])
 def test_the_completion_and_its_end_are_targets(prompt: str, num_targets: int):
-    turns = parse_pair({"q": prompt, "a": "2"}, "q", "a")
+    turns = parse_pair({"q": prompt, "a": "2"}, ["q"], "a")
     example = encode_example(ByteTokenizer(), turns)
     assert example.dtype == np.int32
     assert example.tolist() == [*(~byte for byte in prompt.encode()), ord("2"), 256]
@@ -87,7 +84,7 @@ def test_text_never_becomes_a_special_token(name, speakers, num_special, tiktoke
 @pytest.mark.parametrize("tokenizer", [BYTES, CHATML_BYTES])
 def test_the_prompt_of_an_answer_is_that_of_its_example(tokenizer: Tokenizer):
     example = encode_example(tokenizer, CHAT[:3])
-    prompt = [*itertools.chain(*encode_chat(tokenizer, CHAT[:2]))]
+    prompt = encode_chat(tokenizer, CHAT[:2])
     assert prompt == ids_of(example)[: len(prompt)]
     assert np.flatnonzero(is_target(example))[0] == len(prompt)
 
@@ -101,8 +98,9 @@ TURN = {"role": "assistant", "content": "a"}
         ({"text": "a"}, "'messages'"),
         *[({"messages": messages}, "'messages'") for messages in ("hi", [], 5.0, None)],
         *[({"messages": [TURN, turn]}, "message 2") for turn in ("hi", {"role": "user"}, [])],
-        *[({"messages": [TURN | {"role": role}]}, "message 1") for role in ("bot", [], 1.0)],
-        *[({"messages": [TURN | {"content": text}]}, "message 1") for text in (7.0, None, [])],
+        *[({"messages": [TURN | {"role": role}]}, "message 1") for role in ("robot", [], 1.0)],
+        *[({"messages": [TURN | {"content": text}]}, "message 1") for text in (7.0, [1], {})],
+        *[({"messages": [TURN | {"content": text}]}, "assistant") for text in (None, [])],
         ({"messages": [TURN | {"role": "user"}]}, "assistant"),
         ({"messages": [TURN | {"content": ""}]}, "assistant"),
     ],
@@ -124,7 +122,7 @@ def test_an_unsuitable_chat_is_refused(record: dict, word: str):
 )
 def test_an_unsuitable_pair_is_refused(record: dict, word: str):
     with pytest.raises(UserError, match=word):
-        parse_pair(record, "q", "a")
+        parse_pair(record, ["q"], "a")
 
 
 def test_targets_are_rendered_in_brackets():

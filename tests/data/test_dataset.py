@@ -230,7 +230,8 @@ def test_long_examples_are_dropped_or_cut():
     examples = Examples(tokens, np.cumsum(lengths) - lengths, lengths)
     for cut in (False, True):
         short = examples.drop_long(3, cut)
-        assert short.num_too_long == 3 and short.lengths.tolist() == [2, 3, 4] + [4, 4, 4] * cut
+        assert (short.num_cut, short.num_removed) == ((3, 0) if cut else (0, 3))
+        assert short.lengths.tolist() == [2, 3, 4] + [4, 4, 4] * cut
         kept = [short.example(i).tolist() for i in range(3)]
         assert kept == [[0, ~1], [0, 1, ~2], [0, 1, 2, ~3]]
         assert not cut or short.example(5).tolist() == [0, 1, 2, 3]
@@ -241,7 +242,7 @@ def test_an_example_without_a_target_when_cut_is_dropped():
     tokens = np.array([~1, ~2, ~3, 4, ~5, 6, ~7, 8], np.int32)
     examples = Examples(tokens, np.array([0, 4]), np.array([4, 4]))
     short = examples.drop_long(2, cut=True)
-    assert (short.num_too_long, short.num_examples) == (2, 1)
+    assert (short.num_cut, short.num_removed, short.num_examples) == (1, 1, 1)
     assert short.example(0).tolist() == [~5, 6, ~7]
     with pytest.raises(UserError, match=r"^--context-length: .* 3, or use --long-examples cut"):
         examples.drop_long(2, cut=False)

@@ -1,6 +1,5 @@
 """TextGenerator: text in, text out; fitting a chat into the context."""
 
-import itertools
 import re
 
 import pytest
@@ -76,7 +75,7 @@ def test_an_answer_ends_with_its_turn(max_new_tokens, answer):
 
 def encode(*turns: tuple[str, str]) -> list[int]:
     """The ids of a chat, up to where the answer starts."""
-    return [*itertools.chain(*encode_chat(CHAT, turns))]
+    return encode_chat(CHAT, turns)
 
 
 def test_the_oldest_turns_are_dropped_and_the_system_turn_never(capsys):

@@ -176,6 +176,8 @@ def _text_of(record: dict[str, Any] | UserError, source: Source, notes: Notes) -
     text: Any
     if source.turns_of:
         text = json.dumps(source.turns_of(record), ensure_ascii=False)
+        if source.notes_of:
+            notes.update(source.notes_of(record))
     else:
         text = record.get(source.field)
         if not isinstance(text, str):

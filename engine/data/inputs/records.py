@@ -18,9 +18,16 @@ from engine.data.inputs.text import Notes, decode, open_text
 MAX_RECORD_BYTES = 2**27  # of a line, a JSON value, a field, or a document before a separator
 TOO_LONG = f"must have at most {MAX_RECORD_BYTES:,} bytes. Check the ends of lines, and quotes."
 CSV_SEPARATORS = ",;\t|"
-JSON_DECODER = json.JSONDecoder(parse_int=float)  # an int may have too many digits
+MAX_INT_DIGITS = 4000  # Python's int() refuses more than 4,300
 JSON_GAP_PATTERN = re.compile(r"[ \t\r\n,\[\]]*")  # around the objects of an array or a sequence
 
+
+def parse_int(digits: str) -> int | float:
+    """Return the value of an integer in JSON, a float if it has too many digits for an int."""
+    return int(digits) if len(digits) <= MAX_INT_DIGITS else float(digits)
+
+
+JSON_DECODER = json.JSONDecoder(parse_int=parse_int)
 Lines = Iterable[str | UserError]
 
 

@@ -55,6 +55,7 @@ class Source:
     separator: str = ""  # between the documents of plain text; "": a file is one document
     skip_bad_rows: bool = False  # leave out and count records that cannot be used
     turns_of: Callable[[dict[str, Any]], Any] | None = None  # a record → the turns of an example
+    notes_of: Callable[[dict[str, Any]], list[str]] | None = None  # what to count of examples
     hub_split: str = ""  # of a Hugging Face dataset; empty for a file
     hub_config: str | None = None
     revision: str = ""  # of a dataset on the hub

@@ -1,0 +1,125 @@
+"""Chat templates: Jinja texts that turn the messages of a chat into text with special tokens."""
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.core.errors import UserError
+from engine.core.files import read_json
+
+# Of models that are trained here, and of those with the tokens of ChatML.
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+CHATML_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A Jinja template that turns messages into text with special tokens."""
+
+    source: str
+    bos_token: str = ""
+    eos_token: str = ""
+
+    def render(
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False
+    ) -> str:
+        """Render messages as transformers does; raises UserError if the template refuses them."""
+        from jinja2 import TemplateError
+
+        try:
+            return _compile_template(self.source).render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                bos_token=self.bos_token,
+                eos_token=self.eos_token,
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            reason = " ".join(f"{error}".split())
+            raise UserError(f"the model's chat template refuses the chat ({reason})") from None
+
+
+@functools.lru_cache(16)
+def _compile_template(source: str) -> Any:
+    """Compile a template as transformers does, but without a date: ids must not change daily."""
+    from jinja2 import TemplateError, nodes  # takes 40 ms, which only chats need
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationTag(Extension):
+        """{% generation %}…{% endgeneration %}, with which some templates mark the answers."""
+
+        tags = {"generation"}  # noqa: RUF012, as Jinja declares it
+
+        def parse(self, parser: Any) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = raise_exception
+    return environment.from_string(source)
+
+
+def map_texts(value: Any, function: Callable[[str], str]) -> Any:
+    """Apply a function to every text of a JSON value, except to keys."""
+    if isinstance(value, str):
+        return function(value)
+    if isinstance(value, list):
+        return [map_texts(item, function) for item in value]
+    if isinstance(value, dict):
+        return {key: map_texts(item, function) for key, item in value.items()}
+    return value
+
+
+def read_tokenizer_config(directory: Path) -> dict[str, str]:
+    """Return the end of text and the chat templates from the files of a model's directory.
+
+    Raises UserError if its files are corrupted.
+    """
+    config_path = directory / "tokenizer_config.json"
+    config = read_json(config_path) if config_path.is_file() else {}
+    if not isinstance(config, dict):
+        raise UserError(f"{config_path.name} is not a JSON object")
+    tokens = {}
+    for name in ("eos_token", "bos_token"):
+        token = config.get(name)
+        tokens[name] = token.get("content") if isinstance(token, dict) else token
+    templates = config.get("chat_template")
+    try:
+        if isinstance(templates, list):
+            templates = {entry["name"]: entry["template"] for entry in templates}
+        else:
+            templates = {"default": templates}
+    except (KeyError, TypeError):
+        raise UserError(f"{config_path.name} has a chat_template without name or text") from None
+    for path in directory.glob("additional_chat_templates/*.jinja"):
+        templates[path.stem] = path.read_text(encoding="utf-8")
+    if (directory / "chat_template.jinja").is_file():
+        templates["default"] = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    template = templates.pop("default", None)
+    values = {
+        "end_of_text": tokens["eos_token"],
+        "bos_token": tokens["bos_token"] if "bos_token" in str(template) else None,
+        "chat_template": template,
+        "other_templates": json.dumps(templates) if templates else None,
+    }
+    return {name: value for name, value in values.items() if isinstance(value, str)}

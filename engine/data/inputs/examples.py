@@ -1,0 +1,199 @@
+"""Records → examples: the turns of a chat, or a prompt and its completion."""
+
+import contextlib
+import itertools
+import json
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from engine.core.errors import UserError
+from engine.data.chat import Turn, check_template, keys_of
+from engine.data.chat_template import ChatTemplate
+
+PROMPT_SEPARATOR = "\n\n"  # between the texts of several prompt fields
+NO_SYSTEM_NOTE = "chats without a system turn"
+CHAT_FIELDS = ("messages", "conversations")
+MESSAGE_KEYS = {"role", "content", "from", "value", "weight", "tool_calls", "function_call"}
+TOOL_KEYS = ("name", "tool_call_id")  # of a message with the result of a tool
+TEXT_TYPES = ("text", "input_text", "output_text")  # of parts of a content
+# Role in a record → role in a chat template.
+TEMPLATE_ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "bot", "model"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation"), "tool"),
+}
+EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
+Record = dict[str, Any]
+
+
+def chat_functions(field: str | None, template: ChatTemplate | None) -> dict[str, Callable]:
+    """Return the functions of a Source of chats."""
+    turns_of = partial(parse_chat, field=field, template=template)
+    return {"turns_of": turns_of, "notes_of": partial(notes_on_chat, field=field)}
+
+
+def pair_functions(prompt_fields: Sequence[str], completion_field: str) -> dict[str, Callable]:
+    """Return the functions of a Source of prompts and completions."""
+    fields = [*prompt_fields, completion_field]
+    turns_of = partial(parse_pair, prompt_fields=prompt_fields, completion_field=completion_field)
+    return {"turns_of": turns_of, "notes_of": partial(notes_on_pair, fields=fields)}
+
+
+def parse_chat(
+    record: Record, field: str | None = None, template: ChatTemplate | None = None
+) -> list[Turn]:
+    """Return the turns of a chat, ``{"messages": [{"role": …, "content": …}, …]}`` or similar.
+
+    ``template`` is the model's own. Raises UserError for a chat that is malformed, has no target,
+    or has turns that cannot be encoded.
+    """
+    turns = parse_messages(find_messages(record, field), template)
+    for turn in turns:
+        keys = keys_of(turn)
+        has_text = turn[1] or "tool_calls" in keys
+        if turn[0] == "assistant" and has_text and keys.get("weight") != 0:
+            return turns
+    raise UserError("a chat must have a message of the assistant with text to learn")
+
+
+def chat_fields(record: Record, field: str | None = None) -> tuple[str, ...]:
+    """Return the fields that hold a chat: one with messages, or a prompt and a completion."""
+    if field:
+        return (field,)
+    names = (name for name in CHAT_FIELDS if record.get(name) is not None)
+    return next(((name,) for name in names), ("prompt", "completion"))
+
+
+def find_messages(record: Record, field: str | None = None) -> list[Any]:
+    """Return the messages of a chat's record; raises UserError if there are none.
+
+    Of a prompt and a completion that are lists of messages, those of the prompt are not learned.
+    """
+    values = [_parse_list(record.get(name)) for name in chat_fields(record, field)]
+    if len(values) == 2:
+        values[0] = [{**m, "weight": 0} if isinstance(m, dict) else m for m in values[0]]
+    if not all(values):
+        fields = ", ".join(map(repr, record))
+        name = field or "messages"
+        raise UserError(f"a chat must have a list of {name!r} (got {fields}; see --chat-field)")
+    return [*itertools.chain(*values)]
+
+
+def _parse_list(value: Any) -> list[Any]:
+    """Return a list, or the list of a JSON text in a table; any other value becomes empty."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    return value if isinstance(value, list) else []
+
+
+def parse_messages(messages: Sequence[Any], template: ChatTemplate | None = None) -> list[Turn]:
+    """Return the turns of messages. Raises UserError for one that cannot be encoded."""
+    turns: list[Turn] = []
+    for number, message in enumerate(messages, 1):
+        try:
+            turns.append(_parse_message(message))
+        except UserError as error:
+            raise UserError(f"message {number} {error}") from None
+        has_tool = turns[-1][0] == "tool" or "tool_calls" in keys_of(turns[-1])
+        if has_tool and template is None:
+            fix = "Remove it, or choose a --tokenizer with a chat template of its own."
+            raise UserError(f"message {number} calls a tool or is the result of one. {fix}")
+    if template:
+        check_template(template, turns)
+    return turns
+
+
+def role_of(message: Record) -> str | None:
+    """Return the role of a message in a chat template; None if it is unknown."""
+    role = message.get("role") or message.get("from")
+    return TEMPLATE_ROLES.get(role.strip().lower()) if isinstance(role, str) else None
+
+
+def _parse_message(message: Any) -> Turn:
+    """Return the turn of a message. Raises UserError, to follow the message's number."""
+    keys: Record = message if isinstance(message, dict) else {}
+    role = role_of(keys)
+    calls = keys.get("tool_calls") or [*filter(None, [keys.get("function_call")])]
+    content = keys.get("value") if keys.get("content") is None else keys["content"]
+    if role is None or not (calls or keys.keys() & {"content", "value"}):
+        form = '{"role": ROLE, "content": TEXT}'
+        raise UserError(f"must be {form}, with one of the roles {', '.join(TEMPLATE_ROLES)}")
+    if keys.get("weight") not in (None, 0, 1):
+        raise UserError(f"must have a weight of 0 or 1 (got {keys['weight']!r})")
+    extra: dict[str, Any] = {}
+    if calls:
+        if role != "assistant" or not isinstance(calls, list):
+            raise UserError("must be of the assistant to have a list of tool_calls")
+        extra["tool_calls"] = [_parse_call(call) for call in calls]
+    if role == "assistant" and (keys.get("weight") == 0 or (content is None and not calls)):
+        extra["weight"] = 0
+    if role == "tool":
+        extra |= {name: keys[name] for name in TOOL_KEYS if isinstance(keys.get(name), str)}
+    text = _parse_content(content)
+    return (role, text, extra) if extra else (role, text)
+
+
+def _parse_content(content: Any) -> str:
+    """Return the text of a message's content: text, parts of text, or null."""
+    texts = []
+    for part in content if isinstance(content, list) else ["" if content is None else content]:
+        part_type = part.get("type", "text") if isinstance(part, dict) else "text"
+        if part_type not in TEXT_TYPES:
+            raise UserError(f"must have only text (got a part of type {part_type!r}). Remove it.")
+        text = part.get("text") if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            raise UserError(f"must have a text as its content (got {str(content)[:30]!r})")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _parse_call(call: Any) -> Record:
+    """Return a call of a tool in the form of chat templates, with its arguments as an object."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UserError('must have tool_calls like {"function": {"name": NAME, "arguments": {…}}}')
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    named_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**named_id, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def parse_pair(record: Record, prompt_fields: Sequence[str], completion_field: str) -> list[Turn]:
+    """Return a prompt, joined from its fields, and its completion.
+
+    Raises UserError for a field without text. Of several prompt fields, some may be empty.
+    """
+    flags = dict.fromkeys(prompt_fields, "--prompt-field")
+    for field, flag in {**flags, completion_field: "--completion-field"}.items():
+        can_be_null = field in record and flag == "--prompt-field" and len(prompt_fields) > 1
+        value = record.get(field)
+        if not isinstance(value, str) and not (can_be_null and value is None):
+            fields = ", ".join(map(repr, record))
+            advice = "--chat" if isinstance(value, list) else flag
+            raise UserError(f"{field!r} must be text (got the fields {fields}; see {advice})")
+    if not record[completion_field]:
+        raise UserError(f"{completion_field!r} must not be empty: its text is learned")
+    prompt = PROMPT_SEPARATOR.join(filter(None, map(record.get, prompt_fields)))
+    return [("prompt", prompt), ("completion", record[completion_field])]
+
+
+def notes_on_pair(record: Record, fields: Iterable[str]) -> list[str]:
+    """Return notes on the fields of a record that are not used."""
+    unused = {name for name, value in record.items() if value not in EMPTY_VALUES} - {*fields}
+    return [f"examples with {name!r}, which is not used" for name in sorted(unused)]
+
+
+def notes_on_chat(record: Record, field: str | None = None) -> list[str]:
+    """Return notes on a chat without a system turn, and on keys that are not used."""
+    messages = find_messages(record, field)
+    keys: dict[str, Any] = {}
+    for message in messages:
+        used = (*MESSAGE_KEYS, *TOOL_KEYS) if role_of(message) == "tool" else MESSAGE_KEYS
+        keys |= {key: value for key, value in message.items() if key not in used}
+    notes = notes_on_pair(record, chat_fields(record, field)) + notes_on_pair(keys, ())
+    return notes if "system" in map(role_of, messages) else [*notes, NO_SYSTEM_NOTE]
