@@ -53,7 +53,7 @@ NUM_SAMPLE_TOKENS = 60  # shown by describe_sample
 class PrepareConfig:
     """Turn text into data/<name>/: a tokenizer, memory-mapped token shards and a manifest."""
 
-    # Files of text, .jsonl, .ndjson, .csv (these also as .gz, .zst or .xz) or .parquet; folders;
+    # Files: text, .json, .jsonl, .csv, .tsv (these also as .gz, .zst or .xz), .parquet; folders;
     # addresses (https://, s3://, gs://, …); hf:NAME (a Hugging Face dataset on the hub or in a
     # folder); - (standard input); stdlib (the sources of Python's standard library);
     # shakespeare (tiny Shakespeare, downloaded once).

@@ -81,7 +81,8 @@ def _read_records(source: Source, index: int, count: int, notes: Notes) -> Recor
 def _count_bad_row(error: UserError, notes: Notes) -> None:
     """Count a row that is left out by the reason, without the details of the row."""
     reason = re.sub(r" \(.*|\. .*|\.$", "", str(error))
-    note = f"rows left out: {re.sub('[0-9]+', 'N', reason)}"
+    reason = re.sub(r"(?<![\w-])[0-9]+", "N", reason)
+    note = f"rows left out: {reason}"
     if note not in notes and len(notes) >= MAX_REASONS:
         note = "rows left out for more reasons"
     notes[note] += 1

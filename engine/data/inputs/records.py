@@ -195,19 +195,16 @@ def _find_csv_separator(header: str, source: Source) -> str:
 
 def read_separated(source: Source, notes: Notes) -> Records:
     """Yield the documents between separators, without line ends around them, unless empty."""
-    separator = source.separator.encode()
-    offset = 0
     number = 1
     with open_text(source, notes) as file:
-        for data in _split_at(file, separator):
+        for data in _split_at(file, source.separator.encode()):
             location = f"{source.name}, document {number}"
             try:
                 if len(data) > MAX_RECORD_BYTES:
                     raise UserError(f"{TOO_LONG[:-1]}, and --separator.")
-                text = decode(data, source, notes, offset == 0, offset).strip("\r\n")
+                text = decode(data, source, notes, number == 1).strip("\r\n")
             except UserError as error:
                 raise UserError(f"{location}: {error}") from None
-            offset += len(data) + len(separator)
             if text:
                 yield location, {source.field: text}
                 number += 1
