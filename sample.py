@@ -1,24 +1,25 @@
 """Generate text with a trained model: out/<run>/ → text.
 
-    python sample.py out/NAME [--prompt TEXT | --prompt-file FILE | -] [--num-samples N | --beams N]
+    python sample.py out/NAME [TEXT | --prompt-file FILE | -] [--num-samples N | --beams N]
     python sample.py out/NAME --prompts-file in.jsonl --out out.jsonl    {"prompt": TEXT} per line
     python sample.py out/NAME --chat [--system TEXT]                     talk to a chat model
     python sample.py out/NAME --chat --prompts-file in.jsonl --out out.jsonl    {"messages": […]}
     python sample.py out/NAME --page                     what is inside the model, in a browser
-    python sample.py out/NAME --prompt TEXT --attention map.png          a picture of attention
+    python sample.py out/NAME TEXT --attention map.png   a picture of attention
 
 In Python: ``model = load("out/NAME"); print(model.generate("ROMEO:", max_new_tokens=100))``
 """
 
-from engine.core.cli import run_command, tune_openmp_spinning, warn
+from engine.core.cli import count_noun, run_command, tune_openmp_spinning, warn
 
 if __name__ == "__main__":
     tune_openmp_spinning("decode")  # before torch is imported
 
+import shlex
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, cast
 
 import torch
 import tyro
@@ -29,17 +30,16 @@ from engine.core.errors import UserError
 from engine.core.settings import parse
 from engine.data.tokenizer import load_tokenizer
 from engine.generation.attention_maps import attention_maps, draw_attention, token_label
-from engine.generation.beam_search import search_text
 from engine.generation.chat import converse
 from engine.generation.generate import initial_tokens
 from engine.generation.prompt_file import complete_file
 from engine.generation.sampling import DEFAULT_OPTIONS, TextOptions
-from engine.generation.text_generator import DEFAULT_NEW_TOKENS, TextGenerator
-from engine.generation.text_stream import TextStream
+from engine.generation.text_generator import DECODING_BATCH_SIZE, DEFAULT_NEW_TOKENS, TextGenerator
 from engine.training.checkpoint import load_model
 from engine.training.run_dir import find_checkpoint
 
-PROMPT_SETTINGS = {"stdin", "prompt", "prompt_file"}
+PROMPT_SETTINGS = {"text", "prompt", "prompt_file"}
+PAGE_SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
 TEXT_SETTINGS = {"max_new_tokens", "stop", "compile", *DEFAULT_OPTIONS}
 UNUSED_BY_BEAMS = {"num_samples", "batch_size", *DEFAULT_OPTIONS}
 # Mode → the settings that it uses. A mode has the name of the setting that chooses it, "" is the
@@ -47,9 +47,9 @@ UNUSED_BY_BEAMS = {"num_samples", "batch_size", *DEFAULT_OPTIONS}
 SETTINGS_BY_MODE = {
     "prompts_file": {"out", "chat", "beams", "batch_size", *TEXT_SETTINGS},
     "chat": {"system", *TEXT_SETTINGS},
-    "page": {"port", "max_new_tokens", *PROMPT_SETTINGS, *DEFAULT_OPTIONS},
+    "page": {"port", *PROMPT_SETTINGS, *PAGE_SETTINGS},
     "attention": {"layer", *PROMPT_SETTINGS},
-    "": {"beams", "num_samples", *PROMPT_SETTINGS, *TEXT_SETTINGS},
+    "": {"beams", "num_samples", "batch_size", *PROMPT_SETTINGS, *TEXT_SETTINGS},
 }
 
 
@@ -58,13 +58,14 @@ class SampleConfig:
     """Generate text with a trained model."""
 
     path: tyro.conf.Positional[Path]  # A run (its best checkpoint is used) or a checkpoint.
-    stdin: tyro.conf.Positional[Literal["-", ""]] = ""  # - reads the prompt from standard input.
-    # The text to continue; empty: start a new document. If it begins with -, write --prompt=TEXT.
-    prompt: str = ""
+    # The text to continue; - reads it from standard input. Without it a new document starts.
+    text: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="[TEXT]")] = ""
+    prompt: str = ""  # The same as TEXT. If it begins with -, write --prompt=TEXT.
     prompt_file: Path | None = None  # A file with the text to continue.
     prompts_file: Path | None = None  # A .jsonl file, {"prompt": TEXT} in each line.
     out: Path | None = None  # File to write: those lines with a "completion" each.
-    batch_size: Annotated[int, Ge(1)] = 32  # Lines of --prompts-file to continue at once.
+    # Lines of --prompts-file, or samples, to continue at once.
+    batch_size: Annotated[int, Ge(1)] = DECODING_BATCH_SIZE
     # Chat in the terminal; with --prompts-file, answer {"messages": […]} in each line.
     chat: bool = False
     system: str = ""  # The system message at the start of a chat.
@@ -75,10 +76,15 @@ class SampleConfig:
     top_k: Annotated[int | None, Ge(1)] = None  # Sample from the k most likely tokens; None: all.
     # Sample from the fewest tokens whose probabilities reach this sum.
     top_p: Annotated[float, Gt(0), Le(1)] = DEFAULT_OPTIONS["top_p"]
+    # Smallest probability of a token to sample, relative to that of the most likely token.
+    min_p: Annotated[float, Ge(0), Le(1)] = DEFAULT_OPTIONS["min_p"]
+    # Above 1, tokens of the context become less likely: their logits are divided by it.
+    repetition_penalty: Annotated[float, Gt(0)] = DEFAULT_OPTIONS["repetition_penalty"]
     beams: Annotated[int | None, Ge(1)] = None  # Beam search of this width, instead of sampling.
     # End a sample before this text; the flag may be repeated.
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    seed: Annotated[int, Ge(0), Lt(9 * 10**18)] = DEFAULT_OPTIONS["seed"]  # Seed of sampling.
+    # Seed of sampling; the text of a prompt depends on no other text generated with it.
+    seed: Annotated[int, Ge(0), Lt(9 * 10**18)] = DEFAULT_OPTIONS["seed"]
     device: str = "auto"  # cpu, cuda, mps, or auto.
     compile: bool = False  # Compile the model first; pays off for long texts.
     attention: Path | None = None  # Draw the prompt's attention to this PNG file.
@@ -91,14 +97,9 @@ class SampleConfig:
     @property
     def options(self) -> TextOptions:
         """The keywords of TextGenerator."""
-        return TextOptions(
-            max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            stop=self.stop,
-            seed=self.seed,
-        )
+        names = ("max_new_tokens", "stop", "batch_size", *DEFAULT_OPTIONS)
+        values = {name: getattr(self, name) for name in names}
+        return cast(TextOptions, {**values, "num_beams": self.beams})
 
     def __post_init__(self) -> None:
         if "" in self.stop:
@@ -107,8 +108,9 @@ class SampleConfig:
             raise UserError(f"--attention: must end in .png (got {self.attention}). Rename it.")
         if self.prompts_file and not self.out:
             raise UserError("--prompts-file: needs a file to write. Add --out FILE.jsonl.")
-        if bool(self.stdin) + bool(self.prompt) + bool(self.prompt_file) > 1:
-            raise UserError("--prompt, --prompt-file and -: must be one prompt. Keep one of them.")
+        if bool(self.text) + bool(self.prompt) + bool(self.prompt_file) > 1:
+            problem = "must be one prompt (got several)"
+            raise UserError(f"TEXT or -, --prompt and --prompt-file: {problem}. Keep one of them.")
         mode = next(name for name in SETTINGS_BY_MODE if not name or getattr(self, name))
         used = SETTINGS_BY_MODE[mode] | {"path", "device", mode}
         if self.beams and "beams" in used:
@@ -123,14 +125,21 @@ class SampleConfig:
 
 def flag_of(name: str) -> str:
     """Return the command-line flag of a setting."""
-    return "-" if name == "stdin" else f"--{name.replace('_', '-')}"
+    return "TEXT or -" if name == "text" else f"--{name.replace('_', '-')}"
 
 
 def load(path: str | Path, device: str = "auto", compile: bool = False) -> TextGenerator:
     """Load the best checkpoint of a run, or a checkpoint. Raises UserError if there is none."""
     path = Path(path)
+    if path.is_file():
+        raise UserError(f"{path}: must be the folder of a run or checkpoint (got a file).")
     if any(path.glob("*.npy")):
         raise UserError(f"{path}: is a dataset. Train on it: python train.py --data {path}")
+    if (path / "config.json").is_file():
+        words = ["huggingface.py", "import", str(path), f"out/{path.resolve().name}"]
+        raise UserError(f"{path}: a model of transformers. Import it: python {shlex.join(words)}")
+    if children := sorted([*path.glob("*/checkpoints"), *path.glob("step-*/manifest.json")]):
+        raise UserError(f"{path}: contains models. Choose one, such as {children[-1].parent}.")
     torch_device = choose_device(device)
     checkpoint = find_checkpoint(path)
     model = load_model(checkpoint).to(torch_device)
@@ -158,7 +167,7 @@ def sample(config: SampleConfig) -> None:
         warn("--system: the model was trained on chats without a system turn, and may ignore it")
     if config.prompts_file and config.out:
         files = (config.prompts_file, config.out, config.chat)
-        complete_file(model, *files, config.batch_size, config.beams, **config.options)
+        complete_file(model, *files, **config.options)
     elif config.chat:
         converse(model, config.system, **config.options)
     elif config.page:
@@ -167,16 +176,16 @@ def sample(config: SampleConfig) -> None:
         draw_prompt(config, config.attention, model)
     else:
         print_text(config, model)
+    context_length = model.model.config.context_length
+    if model.max_length > context_length + 1:  # the last token is not read
+        context = count_noun(context_length, "token")
+        warn(f"a text is longer than the context: each token depends on at most {context} before")
 
 
 def print_text(config: SampleConfig, model: TextGenerator) -> None:
-    """Print a text piece by piece, or several texts, or the best one."""
+    """Print a text piece by piece, or several texts."""
     prompt = read_prompt(config)
-    if config.beams:
-        ids = model.encode_prompt(prompt)
-        stream = TextStream(model.tokenizer, ids, config.max_new_tokens, config.stop)
-        print(prompt + search_text(model.decoder, stream, config.beams))
-    elif config.num_samples == 1:
+    if config.num_samples == 1:
         print(prompt, end="", flush=True)
         for piece in model.stream(prompt, **config.options):
             print(piece, end="", flush=True)
@@ -191,8 +200,8 @@ def read_prompt(config: SampleConfig) -> str:
     """Return the text to continue. Raises UserError for a file that is not UTF-8."""
     if config.prompt_file:
         content = config.prompt_file.read_bytes()
-    elif not config.stdin:
-        return config.prompt
+    elif config.text != "-":
+        return config.text or config.prompt
     elif sys.stdin:
         content = sys.stdin.buffer.read()
     else:
@@ -217,7 +226,8 @@ def draw_prompt(config: SampleConfig, path: Path, model: TextGenerator) -> None:
     labels = [token_label(model.tokenizer, token) for token in ids]
     layer = None if config.layer is None else config.layer - 1
     draw_attention(maps.float().cpu().numpy(), labels, path, layer)
-    print(f"{path}: {shape.num_heads} heads a layer, {len(ids)} tokens")
+    num_heads = count_noun(shape.num_heads, "head")
+    print(f"{path}: {num_heads} a layer, {count_noun(len(ids), 'token')}")
 
 
 def serve_page(config: SampleConfig, model: TextGenerator) -> None:
@@ -226,7 +236,7 @@ def serve_page(config: SampleConfig, model: TextGenerator) -> None:
     from engine.report.inspector import ModelInspector
     from engine.report.server import serve
 
-    settings = {name: getattr(config, name) for name in ("max_new_tokens", *DEFAULT_OPTIONS)}
+    settings = {name: getattr(config, name) for name in PAGE_SETTINGS}
     settings |= {"text": read_prompt(config), "name": config.path.resolve().name}
     serve(ModelInspector(model, settings).answers, config.port)
 

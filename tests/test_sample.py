@@ -100,7 +100,7 @@ def output_of(trained, capsys):
 
 
 def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
 def write_lines(path: Path, records: list[dict]) -> None:
@@ -115,6 +115,9 @@ def test_load_gives_the_text_that_the_command_prints(output_of, trained):
     for prompt in ("äö", "-a"):
         text = model.generate(prompt, max_new_tokens=40)
         assert output_of(f"--prompt={prompt}", "--max-new-tokens", 40) == f"{prompt}{text}\n"
+    text = model.generate("äö", max_new_tokens=20, min_p=0.2, repetition_penalty=3.0)
+    flags = ["--max-new-tokens", 20, "--min-p", 0.2, "--repetition-penalty", 3]
+    assert output_of("äö", *flags) == f"äö{text}\n"
     best = model.generate("äö", max_new_tokens=100, temperature=0)
     assert best.startswith("ü€ abcdefgh.\näöü€ abc") and "�" not in best
 
@@ -126,10 +129,46 @@ def test_a_stop_text_ends_a_text_and_each_of_several(output_of):
     assert output_of(*flags, "--num-samples", 2) == expected
 
 
+def test_a_seed_gives_a_prompt_the_same_samples_in_any_number_and_batch(output_of):
+    flags = ["äö", "--max-new-tokens", 30, "--temperature", 1.5, "--seed", 7]
+    text = output_of(*flags)
+    expected = output_of(*flags, "--num-samples", 5)
+    assert expected.startswith(f"--- sample 1 ---\n{text}--- sample 2 ---\n")
+    assert output_of(*flags, "--num-samples", 5, "--batch-size", 2) == expected
+    assert expected.startswith(output_of(*flags, "--num-samples", 3)[:-1])
+
+
+@pytest.mark.parametrize("mode", [[], ["--beams", 2], ["--num-samples", 2], ["--stop", "XYZ"]])
+def test_a_character_that_the_limit_cuts_is_left_out(mode, output_of):
+    modes = [] if "--beams" in mode else ["--temperature", 0]
+    for limit in range(1, 8):
+        expected = "äöü€ abc".encode()[4 : 4 + limit].decode(errors="ignore")
+        text = output_of("äö", "--max-new-tokens", limit, *modes, *mode)
+        assert text.splitlines()[-1] == f"äö{expected}"
+
+
+def test_a_text_beyond_the_context_is_reported_once(output_of, trained, capsys):
+    for flags, num_warnings in (
+        (["--max-new-tokens", "23"], 0),  # the last token needs no context
+        (["--max-new-tokens", "24"], 1),
+        (["--max-new-tokens", "40", "--beams", "2"], 1),
+        (["--max-new-tokens", "40", "--num-samples", "3"], 1),
+        (["--max-new-tokens", "1", "--prompt-file", "long.txt"], 1),
+    ):
+        if "long.txt" in flags:
+            flags[-1] = str(trained.parent / "text.txt")
+        prompt = [] if "--prompt-file" in flags else ["ä"]
+        sample.main([str(trained), *prompt, *flags, "--device", "cpu"])
+        printed = capsys.readouterr()
+        assert printed.err.count("\n") == printed.err.count("24 tokens") == num_warnings
+        assert printed.out.endswith("\n")
+
+
 def test_prompts_come_from_files_and_standard_input_too(run, output_of, trained, tmp_path):
     flags = ["--temperature", "0", "--max-new-tokens", "10"]
     expected = output_of("--prompt", "äö", *flags)
     (tmp_path / "prompt.txt").write_text("äö", encoding="utf-8-sig")
+    assert output_of("äö", *flags) == output_of(*flags, "äö") == expected
     assert output_of("--prompt-file", tmp_path / "prompt.txt", *flags) == expected
     (tmp_path / "windows.txt").write_bytes("ab\r\ncd\r".encode("utf-8-sig"))
     assert (
@@ -160,17 +199,42 @@ def test_a_file_is_completed_line_by_line_as_each_prompt_alone(
     content = "\n\n".join(map(json.dumps, records))  # blank lines between
     (tmp_path / "in.jsonl").write_text(f"\ufeff{content}\n", encoding="utf-8")
     flags = ["--max-new-tokens", "40", "--stop", "h", "--stop", "€ a", "--device", "cpu"]
-    for mode, batch in ((["--temperature", "0"], ["--batch-size", "3"]), (["--beams", "3"], [])):
-        target = tmp_path / f"{mode[0]}.jsonl"
+    modes = [(["--temperature", "0"], ["--batch-size", "3"]), (["--beams", "3"], [])]
+    modes += [(["--seed", "3"], ["--batch-size", size]) for size in ("2", "7")]
+    for mode, batch in modes:
+        target = tmp_path / f"{mode + batch}.jsonl"
         files = ["--prompts-file", f"{tmp_path}/in.jsonl", "--out", str(target)]
         sample.main([str(trained), *files, *flags, *mode, *batch])
         printed = capsys.readouterr()
-        assert printed.out == "" and re.fullmatch(f"{target}: 7 .*tokens/s\n", printed.err)
+        assert printed.out == ""
+        speed = f"{re.escape(str(target))}: 7 prompts, .*tokens/s"
+        assert re.fullmatch(f"{speed}\nwarning: .*context.* 24 tokens.*\n", printed.err)
         completions = read_lines(target)
         for record in records:
             text = output_of("--prompt", record["prompt"], *flags, *mode)
             record["completion"] = text[len(record["prompt"]) : -1]
         assert completions == records and len({each["completion"] for each in records}) > 2
+
+
+@pytest.mark.parametrize(
+    ("content", "prompts"),
+    [
+        (b'{"prompt": "a"}', ["a"]),
+        (b'{"prompt": "a"}\r\n\r\n  \r\n{"prompt": "b"}\r\n', ["a", "b"]),
+        (b'\n\n{"prompt": "\\u2028a\xe2\x80\xa8"}\n\n', ["\u2028a\u2028"]),
+        (b'{"prompt": "' + b"ab " * 10**6 + b'"}\n{"prompt": "c"}', ["ab " * 10**6, "c"]),
+        (b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "a"}', ["a", "a"]),
+    ],
+    ids=["no newline", "CRLF", "line separators", "huge", "BOM"],
+)
+def test_any_layout_of_lines_is_read(content, prompts, trained, tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_bytes(content)
+    flags = ["--prompts-file", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl"]
+    sample.main([*map(str, [trained, *flags]), "--max-new-tokens", "1", "--device", "cpu"])
+    assert [record["prompt"] for record in read_lines(tmp_path / "out.jsonl")] == prompts
+    number = len(prompts)
+    counts = "1 prompt, 1 token in" if number == 1 else f"{number} prompts, {number} tokens in"
+    assert counts in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -205,6 +269,20 @@ def test_an_out_that_exists_or_has_no_folder_is_an_error(target, output_of, tmp_
 
 
 # Chats.
+
+
+@pytest.mark.parametrize("mode", [["--temperature", 0], ["--beams", 2]], ids=str)
+def test_a_text_of_a_chat_model_ends_with_its_turn_too(mode, output_of, chat_model, tmp_path):
+    """A typed <|user|> is text, so a chat is spelled with the answer's own beginning."""
+    prompts = ["Good", "Good d", "<|user|>hello<|assistant|>Good"]
+    texts = [output_of(prompt, *mode, path=chat_model) for prompt in prompts]
+    assert texts[0].endswith("day!\n") and all(len(text) < 100 for text in texts)
+    assert all(text.startswith(prompt) for text, prompt in zip(texts, prompts, strict=True))
+    write_lines(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts])
+    files = ["--prompts-file", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl"]
+    output_of(*files, *mode, path=chat_model)
+    records = read_lines(tmp_path / "out.jsonl")
+    assert [f"{record['prompt']}{record['completion']}\n" for record in records] == texts
 
 
 def test_a_chat_in_a_pipe_answers_each_line(run, chat_model):
@@ -340,6 +418,13 @@ FILES = ["--prompts-file", "a", "--out", "b"]
         (["--attention", "."], ["--attention"]),
         (["--layer", "1"], ["--layer", "--attention"]),
         (["--prompt", "a", "--prompt-file", "b"], ["--prompt-file"]),
+        (["a", "--prompt", "b"], ["--prompt"]),
+        (["a", "--chat"], ["TEXT", "--chat"]),
+        (["a", *FILES], ["TEXT", "--prompts-file"]),
+        (["--min-p", "0.1", "--beams", "2"], ["--min-p", "--beams"]),
+        (["--repetition-penalty", "2", "--page"], ["--repetition-penalty", "--page"]),
+        (["--min-p", "1.1"], ["--min-p", "1"]),
+        (["--repetition-penalty", "0"], ["--repetition-penalty", "0"]),
         (["-", "--prompt", "a"], ["--prompt"]),
         (["--chat", "--prompt", "a"], ["--prompt", "--chat"]),
         (["--chat", "--num-samples", "2"], ["--num-samples", "--chat"]),
@@ -353,7 +438,7 @@ FILES = ["--prompts-file", "a", "--out", "b"]
         (["--system", "a"], ["--system", "--chat"]),
         (["--out", "b"], ["--out", "--prompts-file"]),
         (["--prompts-file", "a"], ["--prompts-file", "--out"]),
-        (["--batch-size", "8"], ["--batch-size", "--prompts-file"]),
+        (["--batch-size", "8", "--chat"], ["--batch-size", "--chat"]),
         (["--page", "--chat"], ["--page", "--chat"]),
         (["--page", "--attention", "a.png"], ["--page", "--attention"]),
         (["--port", "8000"], ["--port", "--page"]),
@@ -386,17 +471,28 @@ def test_every_setting_has_an_effect_in_some_mode():
         (["RUN", "--chat"], "RUN.*not trained on chats"),
         (["DATA"], "DATA.*is a dataset.*train.py --data DATA"),
         (["nowhere"], "nowhere"),
+        (["empty", "a"], "empty.*no checkpoint"),
+        (["latin-1.txt", "a"], "latin-1.txt.*file"),
+        (["RUN/config.toml"], "config.toml.*file"),
+        (["RUN/..", "a"], "RUN/..: .* RUN"),
+        (["RUN/checkpoints", "a"], "checkpoints: .* RUN/checkpoints/step-00000160"),
+        (["hf model"], "huggingface.py import 'hf model' 'out/hf model'"),
         ([str(ROOT)], str(ROOT)),
     ],
 )
 def test_a_mistake_is_a_user_error(flags, message, trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "latin-1.txt").write_bytes("aä".encode("latin-1"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "hf model").mkdir()
+    (tmp_path / "hf model" / "config.json").write_text("{}")
     paths = {"RUN": str(trained), "DATA": str(trained.parent / "data")}
     for name, path in paths.items():
         message = message.replace(name, re.escape(path))
-    with pytest.raises(UserError, match=message):
-        sample.main([*(paths.get(flag, flag) for flag in flags), "--device", "cpu"])
+        flags = [flag.replace(name, path) for flag in flags]
+    with pytest.raises(UserError, match=message) as error:
+        sample.main([*flags, "--device", "cpu"])
+    assert "\n" not in str(error.value)
 
 
 def test_a_closed_standard_input_is_an_error(trained, chat_model, monkeypatch):

@@ -60,6 +60,12 @@ def warn(text: str) -> None:
     say(f"warning: {text}", file=sys.stderr)
 
 
+def count_noun(count: float, noun: str) -> str:
+    """Return a number and a noun, in the plural unless the number is 1."""
+    number = f"{count:,}" if isinstance(count, int) else f"{count:g}"
+    return f"{number} {noun}{'' if count == 1 else 's'}"
+
+
 class Interruption:
     """Record Ctrl-C, SIGTERM or SIGHUP in ``signal``, so that a loop can save and stop.
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Container, Iterator, Sequence
-from functools import partial
 from typing import Unpack
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from engine.core.errors import UserError
 from engine.data.tokenizer import Tokenizer
 from engine.generation.kv_cache import new_caches
-from engine.generation.sampling import FilterOptions, sample_token
+from engine.generation.sampling import FilterOptions, row_seeds, sample_token
 from engine.generation.text_stream import TextStream
 from model import GPT
 
@@ -83,18 +82,21 @@ def generate(
     seed: int = 0,
     banned: Sequence[int] = (),
     use_cache: bool = True,
+    repetition_penalty: float = 1.0,
     **filters: Unpack[FilterOptions],
 ) -> Iterator[Tensor]:
     """Continue prompts (B, T) or a prompt (T,), T ≥ 1: yield next ids (B,), max_new_tokens times.
 
     Banned ids are never chosen. Decoding without the cache is the slow definition.
     """
-    generator = torch.Generator(prompt.device).manual_seed(seed)
     max_length = prompt.shape[-1] + max_new_tokens
     tokens = prompt.view(-1, prompt.shape[-1])
     sequences = Sequences(model, tokens, max_length, banned, use_cache)
-    for _ in range(max_new_tokens):
-        next_ids = sample_token(sequences.logits(), generator, **filters)
+    seeds = row_seeds(seed, tokens.tolist())
+    for step in range(max_new_tokens):
+        draws = [(row_seed, step) for row_seed in seeds]
+        logits = sequences.logits()
+        next_ids = sample_token(logits, sequences.tokens, draws, repetition_penalty, **filters)
         sequences.append(next_ids[:, None])
         yield next_ids
 
@@ -126,18 +128,17 @@ def complete(
     batch_size: int = 1,
     seed: int = 0,
     use_cache: bool = True,
-    drop_ended: bool = True,
+    repetition_penalty: float = 1.0,
     **filters: Unpack[FilterOptions],
 ) -> Iterator[tuple[int, str]]:
     """Continue the prompts of streams in batches until all have ended.
 
     Yields (index of the stream, text) for each new token. The streams have the same tokenizer;
-    prompts of similar length share a batch. With drop_ended, which saves time, random numbers
-    depend on which streams ended before. At temperature 0 the tokens are those of
-    :func:`generate` for each prompt alone.
+    prompts of similar length share a batch. The tokens are those of :func:`generate` for each
+    prompt alone, and for equal prompts together.
     """
     device = next(model.parameters()).device
-    sample = partial(sample_token, generator=torch.Generator(device).manual_seed(seed), **filters)
+    seeds = row_seeds(seed, [stream.prompt for stream in streams])
     prompts = [
         stream.prompt[window_start(len(stream.prompt), model.config.context_length) :]
         for stream in streams
@@ -153,13 +154,16 @@ def complete(
         # its tokens replace the drawn ones, as in the code of Touvron et al. 2023.
         while active := [index for index in rows if not streams[index].ended]:
             shortest = min(len(prompts[index]) for index in active)
-            if (drop_ended and 2 * len(active) <= len(rows)) or shortest > sequences.length:
+            if 2 * len(active) <= len(rows) or shortest > sequences.length:
                 sequences.select(tokens.new_tensor([rows.index(index) for index in active]))
                 rows = active
             if shortest > sequences.length:
                 pieces = [prompts[index][sequences.length : shortest] for index in rows]
                 sequences.append(tokens.new_tensor(pieces))
-            next_ids = sample(sequences.logits()).tolist()
+            logits = sequences.logits()
+            draws = [(seeds[index], streams[index].num_tokens) for index in rows]
+            drawn = sample_token(logits, sequences.tokens, draws, repetition_penalty, **filters)
+            next_ids = drawn.tolist()
             for row, index in enumerate(rows):
                 if sequences.length < len(prompts[index]):
                     next_ids[row] = prompts[index][sequences.length]

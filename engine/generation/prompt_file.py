@@ -9,14 +9,13 @@ from typing import Any, Unpack
 
 from tqdm import tqdm
 
+from engine.core.cli import count_noun
 from engine.core.errors import UserError
 from engine.core.files import atomic_write, parse_json, to_json
-from engine.data.chat import Turn, own_template, stop_ids
+from engine.data.chat import Turn, own_template
 from engine.data.inputs.examples import find_messages, parse_messages
 from engine.data.tokenizer import Tokenizer
-from engine.generation.beam_search import search_text
-from engine.generation.generate import complete
-from engine.generation.sampling import SamplingOptions
+from engine.generation.sampling import DecodingOptions
 from engine.generation.text_generator import TextGenerator, fit_chat
 from engine.generation.text_stream import TextStream
 
@@ -26,11 +25,9 @@ def complete_file(
     source: Path,
     target: Path,
     is_chat: bool,
-    batch_size: int,
-    num_beams: int | None,
     max_new_tokens: int,
     stop: Sequence[str],
-    **options: Unpack[SamplingOptions],
+    **options: Unpack[DecodingOptions],
 ) -> None:
     """Write the lines of a file, each with its completion, and print the speed.
 
@@ -40,7 +37,6 @@ def complete_file(
         raise UserError(f"--out: already exists (got {target}). Remove it, or choose another.")
     if not target.parent.is_dir():
         raise UserError(f"--out: its folder does not exist (got {target}). Create it first.")
-    ends = stop_ids(model.tokenizer) if is_chat else []
     records = []
     streams = []
     for location, record in read_lines(source):
@@ -48,26 +44,21 @@ def complete_file(
             prompt, limit = encode_record(record, model, is_chat, max_new_tokens)
         except (UserError, UnicodeEncodeError) as error:
             raise UserError(f"{location}: {error}") from None
-        streams.append(TextStream(model.tokenizer, prompt, limit, stop, ends))
+        streams.append(TextStream(model.tokenizer, prompt, limit, stop, model.ends))
         records.append({**record, "completion": ""})
     if not records:
         raise UserError(f'{source}: has no lines. Add lines such as {{"prompt": TEXT}}.')
     start_time = time.perf_counter()
-    completions: Iterator[tuple[int, str]]
-    if num_beams:
-        texts = (search_text(model.decoder, stream, num_beams) for stream in streams)
-        completions = enumerate(texts)
-    else:
-        completions = complete(model.decoder, streams, batch_size, **options)
     with tqdm(total=len(records), disable=None, dynamic_ncols=True, leave=False) as bar:
-        for index, text in completions:
+        for index, text in model.complete(streams, **options):
             records[index]["completion"] += text
             bar.update(streams[index].ended)
     atomic_write(target, "".join(f"{to_json(record)}\n" for record in records).encode())
     seconds = time.perf_counter() - start_time
     num_tokens = sum(stream.num_tokens for stream in streams)
-    speed = f"{num_tokens:,} tokens in {seconds:,.1f} s, {num_tokens / seconds:,.0f} tokens/s"
-    print(f"{target}: {len(records):,} prompts, {speed}", file=sys.stderr)
+    counts = f"{count_noun(len(records), 'prompt')}, {count_noun(num_tokens, 'token')}"
+    speed = f"{seconds:,.1f} s, {num_tokens / seconds:,.0f} tokens/s"
+    print(f"{target}: {counts} in {speed}", file=sys.stderr)
 
 
 def read_lines(path: Path) -> Iterator[tuple[Path, Any]]:

@@ -1,14 +1,24 @@
-"""Sampling: logits → the probabilities of the next token → a drawn token."""
+"""Sampling: logits → the weights of the next token → a drawn token."""
 
-from collections.abc import Sequence
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import TypedDict, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.core.errors import UserError
 
-MIN_TEMPERATURE = 1e-4  # below it division could overflow: the most likely token is chosen
+MIN_TEMPERATURE = 1e-4  # below it the most likely token is chosen
+NUM_FIRST_CANDIDATES = 256  # for top_p; sorting a large vocabulary takes 20 times as long
+TOP_P_RELATIVE_ROUNDING = 2**-23  # a probability that is this close to top_p reaches it
+LOW_32_BITS = 2**32 - 1
+# Of SplitMix64 (Steele et al. 2014), as int64.
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - 2**64
+MIX_FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
 class FilterOptions(TypedDict, total=False):
@@ -17,15 +27,24 @@ class FilterOptions(TypedDict, total=False):
     temperature: float
     top_k: int | None
     top_p: float
+    min_p: float
 
 
 class SamplingOptions(FilterOptions, total=False):
     """Keywords of sampling."""
 
+    repetition_penalty: float
     seed: int
 
 
-class TextOptions(SamplingOptions, total=False):
+class DecodingOptions(SamplingOptions, total=False):
+    """Keywords of decoding: with num_beams by beam search, which ignores those of sampling."""
+
+    batch_size: int
+    num_beams: int | None
+
+
+class TextOptions(DecodingOptions, total=False):
     """Keywords of text generation, which ends before any text of ``stop``."""
 
     max_new_tokens: int
@@ -33,42 +52,128 @@ class TextOptions(SamplingOptions, total=False):
 
 
 # The defaults of sample.py and TextGenerator.
-DEFAULT_OPTIONS: SamplingOptions = {"temperature": 0.8, "top_k": None, "top_p": 0.95, "seed": 1}
+DEFAULT_OPTIONS = SamplingOptions(
+    temperature=0.8, top_k=None, top_p=0.95, min_p=0.0, repetition_penalty=1.0, seed=1
+)
 
 
 def check_finite(logits: Tensor) -> None:
-    """Raise UserError unless logits are finite, or -inf for banned tokens."""
-    if not (logits < torch.inf).all():  # false for NaN too
+    """Raise UserError unless logits are finite, or -inf for some tokens of each row."""
+    if not logits.amax(dim=-1).isfinite().all():  # the maximum with a NaN is NaN
         raise UserError(
             "the model's logits are not finite: it diverged. Use an earlier checkpoint."
         )
 
 
-def filter_logits(
-    logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Return sampling weights and their token ids: logits (B, V) → (B, k) twice, descending.
+def penalize_repetition(logits: Tensor, tokens: Tensor, penalty: float) -> Tensor:
+    """Make tokens (B, T) that occurred less likely, by their logits in (B, V).
 
-    A temperature of 0 is greedy. top_k keeps the k most likely tokens (None: all), and top_p the
-    fewest of them with a total probability of p (Holtzman et al. 2020). Other tokens have weight 0;
-    weights need not sum to 1.
+    Positive logits are divided by the penalty, negative ones multiplied (Keskar et al. 2019).
+    """
+    scores = logits.gather(-1, tokens)
+    return logits.scatter(-1, tokens, torch.where(scores < 0, scores * penalty, scores / penalty))
+
+
+def filter_logits(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Return sampling weights and their token ids: logits (B, V) → (B, K) twice.
+
+    A temperature of 0 is greedy. In this order, top_k keeps the k most likely tokens (None: all),
+    top_p the fewest of them with a total probability of p (Holtzman et al. 2020), and min_p those
+    at least min_p times as likely as the most likely one (Nguyen et al. 2024). Of equally likely
+    tokens, the lowest ids are kept. Other tokens have weight 0; the largest weight is 1.
     """
     check_finite(logits)
     if temperature < MIN_TEMPERATURE:
         ids = logits.argmax(dim=-1, keepdim=True)
         return torch.ones_like(ids, dtype=torch.float32), ids
-    logits = logits.float() / temperature
-    values, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))
-    probs = values.softmax(dim=-1)
-    probs_before = probs.cumsum(dim=-1) - probs
-    return probs.masked_fill(probs_before >= top_p, 0), ids
+    logits = logits.float()
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
+    if top_k is None and top_p == 1:
+        ids = torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
+        weights = logits.exp()
+    else:
+        weights, ids = keep_likely(logits, top_k, top_p)
+    if min_p > 0:
+        weights = weights.masked_fill(weights < min_p, 0)
+    return weights, ids
+
+
+def keep_likely(logits: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]:
+    """Return the weights and ids after top_k and top_p, descending: (B, V) → (B, K) twice.
+
+    The largest logit of each row must be 0.
+    """
+    vocab_size = logits.shape[-1]
+    # Keys to sort by: a float32 of at least 0 has the order of its bits; equal ones follow by id.
+    keys = logits.abs().view(torch.int32).long() << 32
+    keys += torch.arange(vocab_size, device=logits.device)
+    dtype = torch.float32 if logits.is_mps else torch.float64
+    if top_k is None:
+        total = logits.exp().sum(dim=-1, keepdim=True, dtype=dtype)
+    limit = top_p * (1 - TOP_P_RELATIVE_ROUNDING) if top_p < 1 else math.inf
+    num_candidates = min(top_k or NUM_FIRST_CANDIDATES, vocab_size)
+    while True:
+        ids = keys.topk(num_candidates, largest=False).values & LOW_32_BITS
+        weights = logits.gather(-1, ids).to(dtype).exp()
+        if top_k is not None:
+            total = weights.sum(dim=-1, keepdim=True)
+        is_kept = weights.cumsum(dim=-1) - weights < limit * total
+        if top_k is not None or num_candidates == vocab_size or not is_kept[:, -1].any():
+            return (weights * is_kept).float(), ids
+        num_candidates = min(8 * num_candidates, vocab_size)
+
+
+def row_seeds(seed: int, prompts: Iterable[Sequence[int]]) -> list[int]:
+    """Return the seed of each prompt, which does not depend on other prompts of a batch.
+
+    It depends on the ids, and on the number of equal prompts before: samples of one prompt differ.
+    """
+    num_equal: Counter[bytes] = Counter()
+    seeds = []
+    for prompt in prompts:
+        ids = np.array(prompt, "<i8").tobytes()
+        content = f"{seed} {num_equal[ids]} ".encode() + ids
+        num_equal[ids] += 1
+        seeds.append(int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little"))
+    return seeds
+
+
+def exponential_noise(draws: Sequence[tuple[int, int]], ids: Tensor) -> Tensor:
+    """Return variables with the distribution Exponential(1), a pure function of draw and id.
+
+    A draw is the seed of a row and its number of drawn tokens; ids are (B, K), as is the result.
+    """
+    starts = [(seed + GOLDEN_GAMMA * (step << 32)) % 2**64 for seed, step in draws]
+    state = torch.from_numpy(np.array(starts, np.uint64).view(np.int64)).to(ids.device)[:, None]
+    state = state + ids * GOLDEN_GAMMA
+    for shift, factor in zip((30, 27), MIX_FACTORS, strict=True):
+        state = (state ^ ((state >> shift) & (2 ** (64 - shift) - 1))) * factor
+    uniform = (((state >> 32) & LOW_32_BITS).float() + 0.5) * ((1 - 2**-24) / 2**32)  # below 1
+    return -torch.log1p(-uniform)
 
 
 def sample_token(
-    logits: Tensor, generator: torch.Generator, **filters: Unpack[FilterOptions]
+    logits: Tensor,
+    tokens: Tensor,
+    draws: Sequence[tuple[int, int]],
+    repetition_penalty: float = 1.0,
+    **filters: Unpack[FilterOptions],
 ) -> Tensor:
-    """Draw the next token of each row, (B, V) → (B,)."""
+    """Draw the next token of each row: logits (B, V) after tokens (B, T) → (B,).
+
+    The largest weight / noise belongs to an id with a probability in proportion to its weight. As
+    each id has its own noise, a batch that rounds logits differently hardly ever changes a token.
+    Draws are those of :func:`exponential_noise`.
+    """
+    if repetition_penalty != 1:
+        logits = penalize_repetition(logits, tokens, repetition_penalty)
     weights, ids = filter_logits(logits, **filters)
     if weights.shape[-1] > 1:
-        ids = ids.gather(-1, torch.multinomial(weights, 1, generator=generator))
+        ids = ids.gather(-1, (weights / exponential_noise(draws, ids)).argmax(-1, keepdim=True))
     return ids[:, 0]

@@ -1,24 +1,31 @@
 """A model with its tokenizer: text in, text out."""
 
 import bisect
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Unpack, cast
 
 import torch
 
-from engine.core.cli import warn
+from engine.core.cli import count_noun, warn
 from engine.core.errors import UserError
 from engine.data.chat import Turn, common_length, encode_chat, keys_of, stop_ids
 from engine.data.tokenizer import Tokenizer
+from engine.generation.beam_search import search_text
 from engine.generation.generate import complete
-from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions, TextOptions
+from engine.generation.sampling import (
+    DEFAULT_OPTIONS,
+    DecodingOptions,
+    SamplingOptions,
+    TextOptions,
+)
 from engine.generation.text_stream import TextStream
 from engine.nn.inference import for_decoding
 from model import GPT
 
 DEFAULT_NEW_TOKENS = 500
+DECODING_BATCH_SIZE = 32
 MAX_QUOTED_CHARACTERS = 40  # of a turn in a warning
 
 
@@ -32,10 +39,16 @@ class TextGenerator:
     is_chat_model: bool = False
     should_compile: bool = False
     has_system_turns: bool = True  # whether the model was trained on some, as far as it is recorded
+    max_length: int = field(default=0, init=False)  # of texts so far, in tokens with their prompts
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    @property
+    def ends(self) -> list[int]:
+        """The ids that end a text, beside the end of text."""
+        return stop_ids(self.tokenizer) if self.is_chat_model else []
 
     @cached_property
     def decoder(self) -> GPT:
@@ -52,21 +65,24 @@ class TextGenerator:
     def generate(self, prompt: str = "", **options: Unpack[TextOptions]) -> str:
         """Return the text after a prompt.
 
-        Options are max_new_tokens, temperature, top_k, top_p, seed and stop, by default those of
-        the command line. The text ends before any text of ``stop``.
+        Options are max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed,
+        num_beams and stop, by default those of the command line. The text ends before any text of
+        ``stop``. A seed determines the text of a prompt, whatever else is generated with it.
         """
         return "".join(self.stream(prompt, **options))
 
     def stream(self, prompt: str = "", **options: Unpack[TextOptions]) -> Iterator[str]:
         """Yield the text of :meth:`generate` piece by piece."""
-        return (text for _, text in self._complete(self.encode_prompt(prompt), **options))
+        prompts = [self.encode_prompt(prompt)]
+        return (text for _, text in self._complete(prompts, self.ends, **options))
 
     def generate_samples(
         self, num_samples: int, prompt: str = "", **options: Unpack[TextOptions]
     ) -> list[str]:
-        """Return several texts after one prompt, drawn in one batch."""
+        """Return several texts after one prompt; the first is that of :meth:`generate`."""
+        prompts = [self.encode_prompt(prompt)] * num_samples
         texts = [""] * num_samples
-        for index, text in self._complete(self.encode_prompt(prompt), (), num_samples, **options):
+        for index, text in self._complete(prompts, self.ends, **options):
             texts[index] += text
         return texts
 
@@ -76,24 +92,37 @@ class TextGenerator:
         max_new_tokens = options.get("max_new_tokens", DEFAULT_NEW_TOKENS)
         ids, limit = fit_chat(self.tokenizer, turns, context_length, max_new_tokens)
         options = {**options, "max_new_tokens": limit}
-        return (text for _, text in self._complete(ids, stop_ids(self.tokenizer), **options))
+        return (text for _, text in self._complete([ids], stop_ids(self.tokenizer), **options))
 
     def _complete(
         self,
-        prompt: list[int],
-        ends: Sequence[int] = (),
-        num_samples: int = 1,
+        prompts: Iterable[list[int]],
+        ends: Sequence[int],
         max_new_tokens: int = DEFAULT_NEW_TOKENS,
         stop: Sequence[str] = (),
+        **options: Unpack[DecodingOptions],
+    ) -> Iterator[tuple[int, str]]:
+        """Yield (index of the prompt, text) piece by piece."""
+        streams = [
+            TextStream(self.tokenizer, prompt, max_new_tokens, stop, ends) for prompt in prompts
+        ]
+        return self.complete(streams, **options)
+
+    def complete(
+        self,
+        streams: Sequence[TextStream],
+        batch_size: int = DECODING_BATCH_SIZE,
+        num_beams: int | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Iterator[tuple[int, str]]:
-        """Yield (index of the sample, text) for each new token, from one batch."""
-        streams = [
-            TextStream(self.tokenizer, prompt, max_new_tokens, stop, ends)
-            for _ in range(num_samples)
-        ]
+        """Yield (index of the stream, text) until all have ended: sampled, or by beam search."""
         options = {**DEFAULT_OPTIONS, **options}
-        return complete(self.decoder, streams, num_samples, drop_ended=False, **options)
+        if num_beams:
+            yield from enumerate(search_text(self.decoder, stream, num_beams) for stream in streams)
+        else:
+            yield from complete(self.decoder, streams, batch_size, **options)
+        lengths = [len(stream.prompt) + stream.num_tokens for stream in streams]
+        self.max_length = max([self.max_length, *lengths])
 
 
 def fit_chat(
@@ -128,5 +157,5 @@ def fit_chat(
         num_before = common_length(ids, without_text)
         del ids[num_before : num_before + excess]
         quoted = text if len(text) < MAX_QUOTED_CHARACTERS else f"{text[:MAX_QUOTED_CHARACTERS]}…"
-        warn(f"the turn {quoted!r} is too long; its first {excess:,} tokens are cut off")
+        warn(f"the turn {quoted!r} is too long: cut by {count_noun(excess, 'token')} at its start")
     return ids, min(max_new_tokens, context_length - len(ids))

@@ -21,6 +21,7 @@ class TextStream:
         """End the text before any text of ``stop``, and at any id of ``ends`` or the end of text.
 
         A space that the tokenizer adds at the start is dropped, unless the text continues a prompt.
+        A last character whose bytes are incomplete is left out.
         """
         self.tokenizer = tokenizer
         self.prompt = list(prompt)
@@ -63,6 +64,6 @@ class TextStream:
 
     def end(self) -> str:
         """End the text, and return its pending characters."""
-        text = "" if self.ended else self.pending + self.decoder.decode(b"", final=True)
+        text = "" if self.ended else self.pending
         self.ended = True
         return text

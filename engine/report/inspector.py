@@ -16,7 +16,7 @@ from engine.core.errors import UserError
 from engine.core.settings import from_values
 from engine.generation.attention_maps import attention_by_layer, token_label
 from engine.generation.generate import Sequences, banned_tokens, window_start
-from engine.generation.sampling import FilterOptions, filter_logits, sample_token
+from engine.generation.sampling import FilterOptions, filter_logits, row_seeds, sample_token
 from engine.generation.text_generator import TextGenerator
 from engine.generation.text_stream import TextStream
 from engine.nn.inference import for_decoding
@@ -64,7 +64,7 @@ class ModelInspector:
         self.tokenizer = model.tokenizer
         self.config = model.model.config
         self.settings = settings
-        banned = banned_tokens(model.tokenizer, model.model)
+        banned = banned_tokens(model.tokenizer, model.model, model.ends)
         self.banned = torch.tensor(banned, dtype=torch.long, device=model.device)
         self.max_prompt_tokens = min(self.config.context_length, MAX_INSPECTED_TOKENS // 2)
         self.max_new_tokens = MAX_INSPECTED_TOKENS - self.max_prompt_tokens
@@ -114,13 +114,15 @@ class ModelInspector:
         max_length = len(request.ids) + request.max_new_tokens
         full = Sequences(self.generator.decoder, prompt, max_length)
         ablated = Sequences(self.ablate(request.off), prompt, max_length) if request.off else None
-        generator = torch.Generator(prompt.device).manual_seed(request.seed)
-        stream = TextStream(self.tokenizer, request.ids, request.max_new_tokens)
+        (row_seed,) = row_seeds(request.seed, [request.ids])
+        ends = self.generator.ends
+        stream = TextStream(self.tokenizer, request.ids, request.max_new_tokens, ends=ends)
         while not stream.ended:
             full_logits = full.logits()
             logits = ablated.logits() if ablated else full_logits
             allowed = logits.index_fill(-1, self.banned, -torch.inf)
-            ids = sample_token(allowed, generator, **request.filters)
+            draws = [(row_seed, stream.num_tokens)]
+            ids = sample_token(allowed, full.tokens, draws, **request.filters)
             full.append(ids[:, None])
             if ablated:
                 ablated.append(ids[:, None])

@@ -7,7 +7,7 @@ import torch
 from helpers import SMALL, randomised
 
 from engine.core.errors import UserError
-from engine.data.chat import encode_chat, stop_ids
+from engine.data.chat import encode_chat, encode_example, prompt_ids, stop_ids
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
 from engine.data.tokenizer_json import SPECIAL_TOKENS
 from engine.generation.generate import generate
@@ -39,12 +39,16 @@ def test_an_empty_prompt_is_the_initial_tokens(generator):
     assert generator.generate(max_new_tokens=9) == generator.generate(first, max_new_tokens=9)
 
 
-def test_samples_are_drawn_in_one_batch_whichever_of_them_end_early(generator):
+def test_a_sample_is_the_same_in_any_number_and_batch(generator):
     prompts = torch.tensor([LETTERS.encode("(").tolist()] * 6)
     steps = generate(generator.model, prompts, 20, **OPTIONS)
     rows = torch.stack([*steps], dim=1).tolist()
     expected = [LETTERS.decode(row) for row in rows]
-    assert generator.generate_samples(6, "(", max_new_tokens=20, **OPTIONS) == expected
+    for count, batch_size in ((1, 1), (6, 32), (6, 4), (3, 2)):
+        options = {"max_new_tokens": 20, "batch_size": batch_size, **OPTIONS}
+        assert generator.generate_samples(count, "(", **options) == expected[:count]
+    assert generator.generate("(", max_new_tokens=20, **OPTIONS) == expected[0]
+    assert generator.generate_samples(0, "(") == []
     stop = LETTERS.characters[:4]
     texts = generator.generate_samples(6, "(", max_new_tokens=20, stop=stop, **OPTIONS)
     assert texts == [re.split(f"[{re.escape(stop)}]", text)[0] for text in expected]
@@ -52,7 +56,7 @@ def test_samples_are_drawn_in_one_batch_whichever_of_them_end_early(generator):
 
 
 @pytest.mark.parametrize(("max_new_tokens", "answer"), [(500, "xxx"), (2, "xx")])
-def test_an_answer_ends_with_its_turn(max_new_tokens, answer):
+def test_an_answer_or_a_text_ends_with_its_turn(max_new_tokens, answer):
     class EndsTurn(torch.nn.Module):
         """Always predicts x, and after three of them the end of the turn."""
 
@@ -65,12 +69,25 @@ def test_an_answer_ends_with_its_turn(max_new_tokens, answer):
             caches[0].filled += tokens.shape[1]
             (end,) = stop_ids(CHAT)
             is_last = caches[0].filled >= 7  # <user> h <end> <assistant> x x x
-            return torch.eye(CHAT.vocab_size)[end if is_last else ord("x")].view(1, 1, -1)
+            logits = torch.eye(CHAT.vocab_size)[end if is_last else ord("x")]
+            return logits.expand(len(tokens), 1, -1).clone()
 
     generator = TextGenerator(EndsTurn(), CHAT, [0], is_chat_model=True)
     generator.decoder = generator.model
     options = {"max_new_tokens": max_new_tokens, "temperature": 0}
     assert "".join(generator.stream_answer([("user", "h")], **options)) == answer
+    assert generator.encode_prompt("<|user|>") == [*b"<|user|>"]
+    text = "xxxx"[:max_new_tokens]
+    assert generator.generate("<|a", **options) == text  # the three characters are text
+    assert generator.generate_samples(2, "<|a", **options) == [text, text]
+
+
+def test_a_typed_prompt_of_a_pair_is_encoded_as_in_training(generator):
+    tokenizer = ByteTokenizer()
+    pairs = TextGenerator(generator.model, tokenizer, [0])
+    for prompt in ("What is a king?", " <|endoftext|>", "ä\n"):
+        example = encode_example(tokenizer, [("prompt", prompt), ("completion", "c")])
+        assert pairs.encode_prompt(prompt) == prompt_ids(example.tolist())
 
 
 def encode(*turns: tuple[str, str]) -> list[int]:

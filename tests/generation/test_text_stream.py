@@ -14,8 +14,26 @@ def test_a_stream_never_cuts_a_character():
     stream = TextStream(ByteTokenizer())
     pieces = [stream.push(byte) for byte in "aé€😀".encode()]
     assert pieces == ["a", "", "é", "", "", "€", "", "", "", "😀"]
-    stream.push(0xE2)
-    assert stream.end() == "�" and stream.end() == ""
+    assert stream.push(0xE2) == stream.end() == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("ä€".encode()[:-1], "ä"),
+        ("ä€".encode()[:-2], "ä"),
+        ("😀".encode()[:-1], ""),
+        ("EN€".encode()[:-1], "EN"),  # which may begin a stop text
+        (b"a\xffb\xe2\x82", "a\ufffdb"),  # bytes that no token can complete stay visible
+        (b"a\xe2(", "a\ufffd("),
+        ("a�".encode(), "a�"),
+    ],
+)
+def test_a_character_that_the_limit_cuts_is_left_out(content, text):
+    for limit, end in ((len(content), []), (100, [256])):
+        stream = TextStream(ByteTokenizer(), max_tokens=limit, stop=["END"])
+        pieces = [stream.push(token) for token in [*content, *end]]
+        assert stream.ended and "".join(pieces) == text
 
 
 def test_a_stop_text_ends_the_stream_across_tokens_and_is_not_written():
