@@ -239,7 +239,7 @@ def test_the_page_writes_reads_and_switches_heads_off(page, server, inspector):
     *_, last, _ = inspector.write({"text": TEXT, **SETTINGS})
     page.locator("#tokens span").nth(31).hover()
     label = last["token"]["text"]
-    expect(page.locator("#token-title")).to_have_text(f"Token 32: {label}")
+    expect(page.locator("#token-title")).to_have_text(f"Token 32: “{label}”")
     expect(page.locator("#surprise")).to_contain_text(f"{last['token']['bits'][1]:.2f} bits")
     page.click("#read")
     expect(page.locator("#tokens span")).to_have_count(len(TEXT) + 1)
