@@ -4,6 +4,7 @@ import contextlib
 import functools
 import io
 import math
+import unicodedata
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,7 +61,8 @@ def save_figure(figure: "Figure", path: Path) -> None:
     from matplotlib.text import Text
 
     texts = [text for text in figure.findobj(Text) if isinstance(text, Text)]
-    needed = {ord(char) for text in texts for char in text.get_text() if char.isprintable()}
+    characters = {char for text in texts for char in text.get_text()}
+    needed = {ord(char) for char in characters if unicodedata.category(char) not in ("Cc", "Cf")}
     default_font = get_font(findfont(FontProperties()))
     fonts = fallback_fonts(frozenset(needed - default_font.get_charmap().keys()))
     for text in texts:
