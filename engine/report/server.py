@@ -92,7 +92,7 @@ class PageServer:
     def accept(self, runner: web.AppRunner) -> asyncio.BaseProtocol:
         """Return the protocol of a new connection, and close old ones that are idle."""
         assert runner.server is not None
-        idle = [each for each in runner.server.connections if each not in self.busy]
+        idle = [protocol for protocol in runner.server.connections if protocol not in self.busy]
         for connection in idle[:-MAX_IDLE_CONNECTIONS]:
             connection.force_close()
         return runner.server()
