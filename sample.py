@@ -29,7 +29,7 @@ from engine.core.device import choose_device
 from engine.core.errors import UserError
 from engine.core.settings import parse
 from engine.data.tokenizer import load_tokenizer
-from engine.generation.attention_maps import attention_maps, draw_attention, token_label
+from engine.generation.attention_maps import attention_maps, draw_attention, token_labels
 from engine.generation.chat import converse
 from engine.generation.generate import initial_tokens
 from engine.generation.prompt_file import complete_file
@@ -223,7 +223,7 @@ def draw_prompt(config: SampleConfig, path: Path, model: TextGenerator) -> None:
     if len(ids) > shape.context_length:
         raise UserError(f"--prompt: too long to draw (got {len(ids)} tokens). Shorten it.")
     maps = attention_maps(model.model, torch.tensor(ids, device=model.device))
-    labels = [token_label(model.tokenizer, token) for token in ids]
+    labels = token_labels(model.tokenizer, ids)
     layer = None if config.layer is None else config.layer - 1
     draw_attention(maps.float().cpu().numpy(), labels, path, layer)
     num_heads = count_noun(shape.num_heads, "head")
@@ -237,7 +237,9 @@ def serve_page(config: SampleConfig, model: TextGenerator) -> None:
     from engine.report.server import serve
 
     settings = {name: getattr(config, name) for name in PAGE_SETTINGS}
-    settings |= {"text": read_prompt(config), "name": config.path.resolve().name}
+    parts = config.path.resolve().parts
+    name = "/".join(parts[-3::2] if parts[-2:-1] == ("checkpoints",) else parts[-1:])
+    settings |= {"text": read_prompt(config), "name": name}
     serve(ModelInspector(model, settings).answers, config.port)
 
 

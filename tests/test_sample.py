@@ -510,3 +510,17 @@ def test_a_diverged_model_is_an_error(trained, tmp_path):
     seal(path.parent)
     with pytest.raises(UserError, match="not finite"):
         sample.main([str(path.parent), "--device", "cpu"])
+
+
+def test_the_page_of_a_checkpoint_has_the_name_of_its_run(trained, monkeypatch):
+    names = []
+
+    def serve(answers, port):
+        (about,) = answers["about"]({})
+        names.append(about["settings"]["name"])
+
+    monkeypatch.setattr("engine.report.server.serve", serve)
+    checkpoint = list_checkpoints(trained)[-1]
+    for path in (trained, checkpoint):
+        sample.sample(sample.SampleConfig(path, page=True, device="cpu"))
+    assert names == [trained.name, f"{trained.name}/{checkpoint.name}"]

@@ -1,5 +1,6 @@
 """Attention maps: the weights of every head over a sequence, and their picture."""
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ MAX_PICTURE_INCHES = 40
 MIN_MAP_INCHES = 2.2
 INCHES_PER_TOKEN = 0.17
 MIN_INCHES_PER_LABEL = 0.14
+MAX_CHARACTER_TOKENS = 8  # of the characters that share tokens
 
 
 @torch.no_grad()
@@ -37,15 +39,37 @@ def attention_maps(model: GPT, tokens: Tensor) -> Tensor:
     return torch.stack([*attention_by_layer(model, tokens)])
 
 
-def token_label(tokenizer: Tokenizer, token: int) -> str:
-    """Return a token as visible text: space as ``·``, newline as ``⏎``, bytes as ``⟨e2 82⟩``."""
+def token_label(tokenizer: Tokenizer, *tokens: int) -> str:
+    """Return tokens as visible text: space as ``·``, newline as ``⏎``, bytes as ``⟨e2 82⟩``."""
     try:
-        text = tokenizer.decode_bytes([token]).decode()
+        text = tokenizer.decode_bytes(tokens).decode()
     except UnicodeDecodeError as error:
         return f"⟨{error.object.hex(' ')}⟩"
     except (KeyError, IndexError, ValueError):  # the model's vocabulary may have more ids
-        return f"⟨unused {token}⟩"
+        return f"⟨unused {tokens[0]}⟩"
     return "".join(SPACE_SYMBOLS.get(c) or (c if c.isprintable() else repr(c)[1:-1]) for c in text)
+
+
+def shared_character(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[int, str] | None:
+    """Return the number of last tokens that are text only together, and that text.
+
+    None if the last token is text by itself, or does not complete a character.
+    """
+    for count in range(1, min(len(ids), MAX_CHARACTER_TOKENS) + 1):
+        with contextlib.suppress(KeyError, IndexError, ValueError):  # not UTF-8, or unused
+            tokenizer.decode_bytes(ids[-count:]).decode()
+            return (count, token_label(tokenizer, *ids[-count:])) if count > 1 else None
+    return None
+
+
+def token_labels(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """Return the tokens of a text as visible text; of a shared character, as ``é ⟨c3⟩``."""
+    labels = [token_label(tokenizer, token) for token in ids]
+    for end in range(1, len(ids) + 1):
+        count, text = shared_character(tokenizer, ids[:end]) or (0, "")
+        for index in range(end - count, end):
+            labels[index] = f"{text} {labels[index]}"
+    return labels
 
 
 def draw_attention(
@@ -72,7 +96,7 @@ def draw_attention(
         axes.axis("off")
     for axes, (i, j) in zip(all_axes.flat, panels, strict=False):
         weights = np.where(np.tri(length, dtype=bool), maps[i, j], np.nan)
-        image = axes.imshow(weights, cmap="viridis", vmin=0, vmax=1)
+        image = axes.imshow(weights, cmap="Blues", vmin=0, vmax=1)
         axes.set_title(f"layer {i + 1}, head {j + 1}", fontsize=8)
         # parse_math=False: a token may be "$".
         axes.set_xticks(ticks, tick_labels, rotation=90, fontsize=6, parse_math=False)

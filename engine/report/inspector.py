@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.core.errors import UserError
 from engine.core.settings import from_values
-from engine.generation.attention_maps import attention_by_layer, token_label
+from engine.generation.attention_maps import attention_by_layer, shared_character, token_label
 from engine.generation.generate import Sequences, banned_tokens, window_start
 from engine.generation.sampling import FilterOptions, filter_logits, row_seeds, sample_token
 from engine.generation.text_generator import TextGenerator
@@ -93,7 +93,7 @@ class ModelInspector:
 
     @torch.inference_mode()
     def read(self, question: Any) -> Lines:
-        """Yield {tokens: as in :meth:`describe`, next: the likely tokens after the last}."""
+        """Yield {tokens: see :meth:`describe`, :func:`shared_character`; next: likely tokens}."""
         request = self.parse(question)
         ids = request.ids
         tokens = [{"id": ids[0], "text": token_label(self.tokenizer, ids[0])}]
@@ -103,6 +103,8 @@ class ModelInspector:
             logits = full_logits if ablated is None else next(ablated)
             next_ids = ids[len(tokens) : len(tokens) + len(logits)]
             tokens += self.describe(next_ids, full_logits, logits, request)
+        for index in range(len(ids)):
+            tokens[index]["shared"] = shared_character(self.tokenizer, ids[: index + 1])
         yield {"tokens": tokens[: len(ids)], "next": tokens[-1]}
 
     @torch.inference_mode()
@@ -117,6 +119,7 @@ class ModelInspector:
         (row_seed,) = row_seeds(request.seed, [request.ids])
         ends = self.generator.ends
         stream = TextStream(self.tokenizer, request.ids, request.max_new_tokens, ends=ends)
+        all_ids = request.ids
         while not stream.ended:
             full_logits = full.logits()
             logits = ablated.logits() if ablated else full_logits
@@ -127,6 +130,8 @@ class ModelInspector:
             if ablated:
                 ablated.append(ids[:, None])
             (token,) = self.describe(ids.tolist(), full_logits, logits, request)
+            all_ids += (token["id"],)
+            token["shared"] = shared_character(self.tokenizer, all_ids)
             yield {"token": token, "text": stream.push(token["id"])}
         is_end = token["id"] in stream.ends
         yield {"end": "the model ended the text" if is_end else "reached the length limit"}

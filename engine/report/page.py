@@ -52,6 +52,9 @@ def describe_run(folder: Path, data: Mixture | None = None, **extras: Any) -> di
         "settings": settings,
         "defaults": about.get("defaults", {}),
         "machine": about.get("machine", {}),
+        # Nats per token compare runs that share both. Older runs have recorded neither.
+        "tokenizer": about.get("tokenizer", settings.get("data")),
+        "text": about.get("text", settings.get("data")),
         "data": describe_data(data) if data else [],
         "samples": select_samples(read_sorted_records(folder / "samples.jsonl")),
         "attention": None,
@@ -149,19 +152,22 @@ def finite_values(records: Sequence[Record], key: str) -> list[float]:
 
 
 def describe_data(data: Mixture) -> list[dict[str, str]]:
-    """Return a table for each dataset that a run was trained on."""
-    return [
-        {
+    """Return a table for each dataset that a run was trained on, as prepare.py describes it."""
+    tables = []
+    for dataset, weight in zip(data.datasets, data.weights, strict=True):
+        splits = dataset.manifest["splits"].values()
+        num_tokens = sum(counts.get("targets", counts["tokens"]) for counts in splits)
+        table = {
             "dataset": str(dataset.path),
             "fraction of sequences": f"{weight:.3g}",
             "tokens to train on": f"{len(dataset.train):,}",
             "tokens to validate on": f"{len(dataset.val):,}",
-            "documents": f"{sum(n['documents'] for n in dataset.manifest['splits'].values()):,}",
-            "bytes per token": f"{dataset.bytes_per_token('train'):.2f}",
+            "documents": f"{dataset.manifest['facts']['documents']:,}",
+            "bytes per token": f"{sum(counts['bytes'] for counts in splits) / num_tokens:.2f}",
             "vocabulary": f"{dataset.tokenizer.vocab_size:,} ({dataset.tokenizer.kind})",
         }
-        for dataset, weight in zip(data.datasets, data.weights, strict=True)
-    ]
+        tables.append(table)
+    return tables
 
 
 def select_samples(samples: Sequence[Record]) -> list[Record]:

@@ -14,9 +14,9 @@ from engine.core.device import total_memory
 from engine.core.errors import UserError
 from engine.core.settings import flatten
 from engine.data.chat import prompt_ids, stop_ids
-from engine.data.dataset import Examples
+from engine.data.dataset import Dataset, Examples
 from engine.data.mixture import Mixture
-from engine.generation.attention_maps import attention_maps, token_label
+from engine.generation.attention_maps import attention_maps, shared_character, token_label
 from engine.generation.generate import complete, initial_tokens
 from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions
 from engine.generation.text_stream import TextStream
@@ -29,10 +29,11 @@ NEW_TOKENS = 70
 ATTENTION_TOKENS = 32
 MAX_LINE_TOKENS = 256  # searched for the start of a line
 MAX_ATTENTION_BYTES = 220_000  # before base64
+TOKENIZER_KEYS = ("tokenizer", "vocab_size", "pattern", "tokenizer_bytes", "separator")
 
 
 def describe_environment(trainer: Trainer) -> dict[str, Any]:
-    """Describe a run when it starts: parameters, machine, and the default of every setting."""
+    """Describe a run when it starts: parameters, machine, data, and defaults of all settings."""
     device = trainer.dist.device
     has_affinity = hasattr(os, "sched_getaffinity")
     machine = {
@@ -51,7 +52,19 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
         "PyTorch": torch.__version__,
     }
     defaults = flatten(type(trainer.config)())
-    return {"parameters": trainer.model.num_parameters, "machine": machine, "defaults": defaults}
+    return {
+        "parameters": trainer.model.num_parameters,
+        "machine": machine,
+        "defaults": defaults,
+        "tokenizer": trainer.data.tokenizer.fingerprint,
+        "text": [trainer.config.mix, *map(text_origin, trainer.data.datasets)],
+    }
+
+
+def text_origin(dataset: Dataset) -> dict[str, Any]:
+    """Return what the text of a dataset and its splits depend on, whatever the tokenizer."""
+    origin = dataset.manifest["origin"]
+    return {key: value for key, value in origin.items() if key not in TOKENIZER_KEYS}
 
 
 def processor_name() -> str:
@@ -128,6 +141,7 @@ def compute_attention(model: GPT, data: Mixture) -> dict[str, Any]:
     weights = np.nan_to_num(maps[:kept_layers, :kept_heads] * 255).round().astype(np.uint8)
     return {
         "tokens": [token_label(data.tokenizer, token) for token in ids],
+        "shared": [shared_character(data.tokenizer, ids[: end + 1]) for end in range(len(ids))],
         "layers": kept_layers,
         "heads": kept_heads,
         "of": [num_layers, num_heads],

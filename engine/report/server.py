@@ -5,12 +5,15 @@ the address. A question is a JSON object; its answer is a stream of JSON objects
 """
 
 import asyncio
+import contextlib
+import os
 import secrets
 import socket
 import sys
+import tempfile
 import threading
 import webbrowser
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,7 @@ SECURITY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
 }
 WRITE_TIMEOUT_SECONDS = 10.0  # in which a client must take a line
+MAX_IDLE_CONNECTIONS = 64  # more would use up the files that a process may open
 
 Lines = Generator[dict[str, Any], None, None]
 
@@ -44,6 +48,7 @@ class PageServer:
     """Serves the page, and POST /name by answers[name], a function from a question to lines.
 
     One thread computes. Answers of one name wait for each other, and end when their client leaves.
+    Of more than MAX_IDLE_CONNECTIONS without a request, the oldest are closed.
     """
 
     def __init__(self, answers: Mapping[str, Callable[[Any], Lines]], port: int = 0):
@@ -57,6 +62,7 @@ class PageServer:
         }
         self.locks = {name: asyncio.Lock() for name in answers}
         self.executor = ThreadPoolExecutor(max_workers=1)
+        self.busy: set[asyncio.BaseProtocol] = set()  # connections whose request is answered
         try:
             self.socket = socket.create_server(("127.0.0.1", port))
         except OSError as error:
@@ -73,16 +79,28 @@ class PageServer:
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
         )
         await runner.setup()
+        listener = await asyncio.get_running_loop().create_server(
+            lambda: self.accept(runner), sock=self.socket, backlog=MAX_IDLE_CONNECTIONS
+        )
         try:
-            await web.SockSite(runner, self.socket).start()
             await asyncio.Event().wait()
         finally:
+            listener.close()
             await runner.cleanup()
             self.executor.shutdown()  # Python crashes if a thread computes while it ends
+
+    def accept(self, runner: web.AppRunner) -> asyncio.BaseProtocol:
+        """Return the protocol of a new connection, and close old ones that are idle."""
+        assert runner.server is not None
+        idle = [protocol for protocol in runner.server.connections if protocol not in self.busy]
+        for connection in idle[:-MAX_IDLE_CONNECTIONS]:
+            connection.force_close()
+        return runner.server()
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse requests that are not from the page; answer {"error": reason} to any refused."""
+        self.busy.add(request.protocol)
         try:
             if reason := self.reject_reason(request):
                 raise web.HTTPForbidden(text=reason)
@@ -90,6 +108,8 @@ class PageServer:
         except web.HTTPException as error:
             message = {"error": error.text}
             return web.json_response(message, status=error.status, headers=self.headers)
+        finally:
+            self.busy.discard(request.protocol)
 
     def reject_reason(self, request: web.Request) -> str:
         """Return why a request cannot be from the page, or an empty string."""
@@ -139,9 +159,30 @@ class PageServer:
 
 
 def serve(answers: Mapping[str, Callable[[Any], Lines]], port: int) -> None:
-    """Print the page's address, in a terminal also open it in a browser; serve until Ctrl-C."""
+    """Print the page's address, from a desktop's terminal also open it; serve until Ctrl-C."""
     server = PageServer(answers, port)
     print(f"Open {server.address} (Ctrl-C ends it)", flush=True)
-    if sys.stdout.isatty():
-        threading.Thread(target=webbrowser.open, args=[server.address], daemon=True).start()
-    asyncio.run(server.run())
+    with contextlib.ExitStack() as stack:
+        if sys.stdout.isatty() and has_display():
+            with contextlib.suppress(OSError):  # no place for the file; the address is printed
+                path = stack.enter_context(redirect_file(server.address))
+                threading.Thread(target=webbrowser.open, args=[path.as_uri()], daemon=True).start()
+        asyncio.run(server.run())
+
+
+def has_display() -> bool:
+    """Return whether a browser that this process starts has a screen."""
+    if sys.platform in ("darwin", "win32"):
+        return "SSH_CONNECTION" not in os.environ
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+@contextlib.contextmanager
+def redirect_file(address: str) -> Iterator[Path]:
+    """Make a file that leads to an address which no other user may see in a browser's arguments."""
+    # In the home, because browsers in a sandbox have another /tmp.
+    with tempfile.TemporaryDirectory(prefix="live-page-", dir=Path.home()) as folder:
+        path = Path(folder) / "open.html"
+        path.touch(mode=0o600)
+        path.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={address}">')
+        yield path

@@ -84,6 +84,22 @@ def test_the_written_text_is_that_of_generation_with_the_numbers_of_reading(insp
     assert "length" in lines[-1]["end"]
 
 
+def test_characters_of_several_tokens_are_the_same_written_and_read(monkeypatch):
+    text = [*"春".encode()[:2]]
+    drawn = iter([*"春".encode()[2:], *"aم🚀".encode(), 0x9F])
+    monkeypatch.setattr(
+        "engine.report.inspector.sample_token", lambda *_, **__: torch.tensor([next(drawn)])
+    )
+    config = ModelConfig(vocab_size=257, context_length=32, num_layers=1, d_model=16)
+    inspector = ModelInspector(TextGenerator(randomised(config), ByteTokenizer(), [256]), SETTINGS)
+    lines = [*inspector.write({"ids": text, "max_new_tokens": 9})]
+    written = written_tokens(lines)
+    shared = [token["shared"] for token in written]
+    assert shared == [None] * 2 + [(3, "春"), None, None, (2, "م")] + [None] * 3 + [(4, "🚀"), None]
+    (read,) = inspector.read({"ids": [token["id"] for token in written]})
+    assert [token["shared"] for token in read["tokens"]] == shared
+
+
 def test_the_longest_text_can_be_read(inspector):
     (about,) = inspector.about({})
     assert about["max_prompt_tokens"] == SMALL.context_length

@@ -6,24 +6,29 @@ import http.client
 import json
 import re
 import signal
+import socket
+import stat
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import ROOT, SMALL, randomised
 
 from engine.core.errors import UserError
-from engine.data.tokenizer import CharTokenizer
+from engine.data.tokenizer import ByteTokenizer, CharTokenizer
 from engine.generation.text_generator import TextGenerator
 from engine.report.inspector import ModelInspector
-from engine.report.server import MAX_BODY_BYTES, PAGE_PATH, PageServer
+from engine.report.server import MAX_BODY_BYTES, PAGE_PATH, PageServer, redirect_file, serve
+from model import ModelConfig
 
+OPEN_BROWSER = "engine.report.server.webbrowser.open"
 LETTERS = CharTokenizer("".join(map(chr, range(ord("!"), ord("!") + SMALL.vocab_size))))
 TEXT = "(&1'*2+,$-0#"
 SETTINGS = {"temperature": 0.8, "top_k": None, "top_p": 0.95, "seed": 1, "max_new_tokens": 20}
@@ -202,6 +207,54 @@ def test_a_bug_is_logged_with_its_traceback_and_the_server_continues(caplog):
     assert "RuntimeError: a bug" in caplog.text
 
 
+def is_open(client: socket.socket) -> bool:
+    """Return whether the server has not closed a connection, after any answers on it."""
+    client.setblocking(False)
+    try:
+        while client.recv(4096):
+            pass
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        pass
+    return False
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\nHost: ",  # half of a request
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",  # refused
+        b"POST /slow HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n",  # refused before its body
+    ],
+)
+def test_idle_connections_make_room_for_new_ones_and_cost_no_answer(monkeypatch, sent):
+    monkeypatch.setattr("engine.report.server.MAX_IDLE_CONNECTIONS", 4)
+    release = threading.Event()
+
+    def slow(question: Any) -> Iterator[dict]:
+        while not release.is_set():
+            time.sleep(0.01)
+            yield {}
+        yield {"end": True}
+
+    sound = {"sound": lambda question: (line for line in [{}])}
+    with serving({"slow": slow, **sound}) as server, contextlib.ExitStack() as stack:
+        lines = ask(server, "slow", {})
+        assert next(lines) == {}
+        clients = []
+        for _ in range(12):
+            clients.append(socket.create_connection(("127.0.0.1", server.port)))
+            stack.enter_context(clients[-1])
+            clients[-1].sendall(sent)
+            time.sleep(0.01)  # the server reads
+        assert list(ask(server, "sound", {})) == [{}]
+        assert [is_open(client) for client in clients] == [False] * 8 + [True] * 4
+        release.set()
+        assert list(lines)[-1] == {"end": True}
+
+
 def test_a_port_in_use_is_an_error(server, inspector):
     with pytest.raises(UserError, match="--port"):
         PageServer(inspector.answers, server.port)
@@ -225,6 +278,70 @@ def test_ctrl_c_ends_the_command_while_it_writes(trained):
         connection.close()
 
 
+def test_the_file_that_leads_to_the_address_is_the_users_alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with redirect_file("http://127.0.0.1:1/?token=secret") as path:
+        assert "url=http://127.0.0.1:1/?token=secret" in path.read_text()
+        modes = [stat.S_IMODE(each.stat().st_mode) for each in (path, path.parent)]
+        assert modes == [0o600, 0o700] and "secret" not in path.as_uri()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("platform", "variables", "is_terminal", "opens"),
+    [
+        ("linux", {"DISPLAY": ":0"}, True, True),
+        ("linux", {"WAYLAND_DISPLAY": "wayland-0"}, True, True),
+        ("linux", {"DISPLAY": "localhost:10.0", "SSH_CONNECTION": "1"}, True, True),
+        ("linux", {}, True, False),
+        ("linux", {"SSH_CONNECTION": "1"}, True, False),
+        ("linux", {"DISPLAY": ":0"}, False, False),
+        ("darwin", {}, True, True),
+        ("darwin", {"SSH_CONNECTION": "1"}, True, False),
+        ("win32", {}, True, True),
+    ],
+)
+def test_a_browser_is_opened_where_there_is_a_display(
+    monkeypatch, capsys, tmp_path, platform, variables, is_terminal, opens
+):
+    opened: list[str] = []
+    was_opened = threading.Event()
+
+    async def run(server: PageServer) -> None:
+        was_opened.wait(5 if opens else 0.05)
+        server.socket.close()
+
+    def open_browser(address: str) -> None:
+        opened.append(address + Path(address.removeprefix("file://")).read_text())
+        was_opened.set()
+
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**variables, "HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.platform", platform)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    monkeypatch.setattr(OPEN_BROWSER, open_browser)
+    monkeypatch.setattr(PageServer, "run", run)
+    serve({}, 0)
+    address = re.search(
+        r"Open (http://127\.0\.0\.1:\d+/\?token=\S{40,}) ", capsys.readouterr().out
+    )[1]
+    assert len(opened) == opens
+    assert all(url.startswith("file:///") and f"url={address}" in url for url in opened)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.browser
+def test_a_browser_follows_the_file_to_the_page(page, server, monkeypatch, tmp_path):
+    from playwright.sync_api import expect
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with redirect_file(server.address) as path:
+        page.goto(path.as_uri())
+        expect(page.locator("#name")).to_have_text("small")
+
+
 @pytest.mark.browser
 def test_the_page_writes_reads_and_switches_heads_off(page, server, inspector):
     from playwright.sync_api import expect
@@ -239,7 +356,7 @@ def test_the_page_writes_reads_and_switches_heads_off(page, server, inspector):
     *_, last, _ = inspector.write({"text": TEXT, **SETTINGS})
     page.locator("#tokens span").nth(31).hover()
     label = last["token"]["text"]
-    expect(page.locator("#token-title")).to_have_text(f"Token 32: {label}")
+    expect(page.locator("#token-title")).to_have_text(f"Token 32: “{label}”")
     expect(page.locator("#surprise")).to_contain_text(f"{last['token']['bits'][1]:.2f} bits")
     page.click("#read")
     expect(page.locator("#tokens span")).to_have_count(len(TEXT) + 1)
@@ -256,3 +373,130 @@ def test_the_page_writes_reads_and_switches_heads_off(page, server, inspector):
     expect(page.locator("#likely th.off")).to_be_hidden()
     page.set_viewport_size({"width": 390, "height": 800})
     assert page.evaluate("() => document.documentElement.scrollWidth") <= 390
+
+
+def answer_about(**settings: Any) -> Callable[[Any], Iterator[dict]]:
+    """Return the answer about a small model that starts with other settings."""
+    inspector = ModelInspector(
+        TextGenerator(randomised(SMALL), LETTERS, [0]),
+        {**SETTINGS, "name": "small", "text": TEXT, **settings},
+    )
+    return inspector.about
+
+
+def token_of(text: str, **fields: Any) -> dict[str, Any]:
+    return {"id": 1, "text": text, "p": [0.5] * 3, "bits": [1, 1], "likely": [], **fields}
+
+
+@pytest.mark.browser
+def test_a_page_says_that_it_waits_for_another_and_what_became_of_its_text(page, inspector):
+    from playwright.sync_api import expect
+
+    release = threading.Event()
+
+    def write(question: Any) -> Iterator[dict]:
+        yield {"tokens": [token_of("a")]}
+        yield {"token": token_of("b"), "text": "b"}
+        release.wait(10)
+        yield {"end": "reached the length limit"} if question["seed"] == 1 else {}
+
+    with serving({"about": inspector.about, "write": write}) as server:
+        second = page.context.new_page()
+        for tab in (page, second):
+            tab.goto(server.address)
+            expect(tab.locator("#name")).to_have_text("small")
+        for tab, seed in ((page, 1), (second, 2)):
+            tab.fill("#seed", str(seed))
+            tab.click("#write")
+            expected = ("Generating", "Waiting")[seed - 1]
+            expect(tab.locator("#status")).to_contain_text(expected)
+        assert second.locator("#text").inner_text() == TEXT
+        release.set()
+        expect(page.locator("#status")).to_contain_text("Done: reached the length limit. 2 tokens")
+        expect(second.locator("#status")).to_contain_text("incomplete")  # no end came
+        expect(second.locator("#status")).to_have_class("wrong")
+
+
+@pytest.mark.browser
+def test_a_text_of_no_token_or_of_one_is_described_truly(page, server):
+    from playwright.sync_api import expect
+
+    page.goto(server.address)
+    expect(page.locator("#name")).to_have_text("small")
+    for text, status in (("", "The text is empty"), ("!", "1 token."), ("!!", "2 tokens, ")):
+        page.fill("#prompt", text)
+        page.click("#read")
+        expect(page.locator("#status")).to_have_text(re.compile(f"^{re.escape(status)}"))
+    page.fill("#prompt", "0,!")
+    page.click("#read")
+    page.locator("#tokens span").nth(1).click()
+    expect(page.locator("#token-title")).to_have_text("Token 2: “,”")
+    cells = page.locator("#likely td:not(:first-child)").all_inner_texts()
+    assert len(cells) == 20 and all(re.fullmatch(r"–|<0\.01%|\d+\.\d\d%", cell) for cell in cells)
+    page.check("input[value=attention]")
+    expect(page.locator("#looks")).to_have_text("Layer 1, head 1: attention from token 2, “,”.")
+
+
+@pytest.mark.browser
+def test_a_reload_keeps_the_prompt_and_the_settings_of_the_same_server(page, inspector):
+    from playwright.sync_api import expect
+
+    def read_fields() -> list[str]:
+        expect(page.locator("#name")).to_have_text("small")
+        return [page.input_value(f"#{name}") for name in ("prompt", "temperature", "top_k")]
+
+    for text in ("!", '"'):  # of the second server, the prompt is its own
+        with serving({"about": answer_about(text=text)}) as server:
+            page.goto(server.address)
+            assert read_fields() == [text, "0.8", ""]
+            page.fill("#prompt", "春 \n</textarea>")
+            page.fill("#temperature", "0.5")
+            page.fill("#top_k", "3")
+            page.reload()
+            assert read_fields() == ["春 \n</textarea>", "0.5", "3"]
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("key", ["Control+Enter", "Meta+Enter"])
+def test_a_key_generates(page, server, key):
+    from playwright.sync_api import expect
+
+    page.goto(server.address)
+    page.fill("#max_new_tokens", "1")
+    page.press("#prompt", "Enter")
+    page.fill("#prompt", TEXT)
+    page.press("#prompt", key)
+    expect(page.locator("#status")).to_contain_text("Done: reached the length limit. 13 tokens")
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    ("text", "characters", "direction"),
+    [("a春🚀", "春🚀", "ltr"), ("مر é", "مرé", "rtl"), ("<|🏽|>", "🏽", "ltr")],
+)
+def test_characters_stand_over_their_tokens(page, text, characters, direction):
+    from playwright.sync_api import expect
+
+    config = ModelConfig(vocab_size=257, context_length=32, num_layers=1, d_model=16)
+    generator = TextGenerator(randomised(config), ByteTokenizer(), [256])
+    settings = {**SETTINGS, "name": "bytes", "text": text, "max_new_tokens": 1}
+    with serving(ModelInspector(generator, settings).answers) as server:
+        page.goto(server.address)
+        expect(page.locator("#name")).to_have_text("bytes")
+        for button in ("#read", "#write"):
+            page.click(button)
+            expect(page.locator("#tokens .shared b")).to_have_text(list(characters))
+        expect(page.locator("#status")).to_contain_text("Done")
+        options = page.locator("#tokens [role=option]")
+        assert options.count() == len(text.encode()) + 1
+        index = len(text[: text.index(characters[0])].encode())
+        page.locator("#tokens .shared b").first.hover()
+        title = f"Token {index + 1}: “⟨{characters[0].encode()[0]:x}⟩” of “{characters[0]}”"
+        expect(page.locator("#token-title")).to_have_text(title)
+        options.nth(index).press("ArrowLeft" if direction == "rtl" else "ArrowRight")
+        expect(page.locator("#token-title")).to_contain_text(f"Token {index + 2}: ")
+        directions = [
+            page.locator(box).evaluate("e => getComputedStyle(e).direction")
+            for box in ("#prompt", "#text", "#tokens")
+        ]
+        assert directions == [direction] * 3
