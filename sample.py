@@ -10,7 +10,7 @@
 In Python: ``model = load("out/NAME"); print(model.generate("ROMEO:", max_new_tokens=100))``
 """
 
-from engine.core.cli import run_command, tune_openmp_spinning
+from engine.core.cli import run_command, shell_command, tune_openmp_spinning
 
 if __name__ == "__main__":
     tune_openmp_spinning("decode")  # before torch is imported
@@ -130,7 +130,8 @@ def load(path: str | Path, device: str = "auto", compile: bool = False) -> TextG
     """Load the best checkpoint of a run, or a checkpoint. Raises UserError if there is none."""
     path = Path(path)
     if any(path.glob("*.npy")):
-        raise UserError(f"{path}: is a dataset. Train on it: python train.py --data {path}")
+        command = shell_command("python", "train.py", "--data", path)
+        raise UserError(f"{path}: is a dataset. Train on it: {command}")
     torch_device = choose_device(device)
     checkpoint = find_checkpoint(path)
     model = load_model(checkpoint).to(torch_device)
@@ -150,7 +151,7 @@ def sample(config: SampleConfig) -> None:
     if config.chat and not model.is_chat_model:
         raise UserError(
             f"{config.path}: not trained on chats. Prepare some with prepare.py … --chat, and "
-            f"train on them with train.py … --init-from {config.path}."
+            f"train on them with train.py … {shell_command('--init-from', config.path)}."
         )
     if config.prompts_file and config.out:
         files = (config.prompts_file, config.out, config.chat)

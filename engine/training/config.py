@@ -1,5 +1,7 @@
 """Every setting of a training run. None means that the value is chosen automatically."""
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -128,6 +130,18 @@ class TrainConfig(ChangeableConfig):
         if self.steps and self.steps <= warmup_steps:
             problem = f"must exceed --warmup-steps {warmup_steps} (got {self.steps})"
             raise UserError(f"--steps: {problem}. Use fewer warmup steps.")
+
+
+def check_preset_data(arguments: Sequence[str], data: Sequence[Path]) -> None:
+    """Raise UserError with the command in a preset's header that makes its dataset, if missing."""
+    preset = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else None
+    lines = preset.read_text(encoding="utf-8").splitlines() if preset else []
+    commands = [line.strip("# ") for line in lines if line.startswith("#")]
+    for path in data:
+        for command in commands:
+            words = shlex.split(command) if command.startswith("python prepare.py ") else []
+            if words[-2:] == ["--out", str(path)] and not path.exists():
+                raise UserError(f"{path}: not found. Make it with: {command}")
 
 
 def should_choose_sizes(config: TrainConfig) -> bool:
