@@ -35,12 +35,7 @@ from engine.nn.loss import IGNORE_INDEX
 from engine.report.callback import Report
 from engine.training.callbacks import MetricsFile, Terminal, WeightsAndBiases, print_summary
 from engine.training.checkpoint import Checkpoint
-from engine.training.config import (
-    BUILT_IN_DATA,
-    TrainConfig,
-    check_preset_data,
-    should_choose_sizes,
-)
+from engine.training.config import BUILT_IN_DATA, TrainConfig, check_data, should_choose_sizes
 from engine.training.estimate import describe_plan
 from engine.training.resolve import check_tokenizer, fill_defaults, resolve_config
 from engine.training.run_dir import RunDir, find_checkpoint
@@ -56,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     if config.plan:
         print(plan(config))
         return 0
-    check_preset_data(sys.argv[1:] if arguments is None else arguments, config.data)
+    check_data(sys.argv[1:] if arguments is None else arguments, config.data)
     with (
         init_distributed(config.device, config.parallel, config.timeout) as dist,
         Interruption() as interruption,

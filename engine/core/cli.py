@@ -107,10 +107,8 @@ def shell_command(*words: object) -> str:
     quoted_words = []
     for word in words:
         text = f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word)
-        if text.isprintable():
-            quoted_words.append(shlex.quote(text))
-            continue
-        quoted_words.append(f"$'{''.join(map(escape_character, text))}'")
+        escaped = f"$'{''.join(map(escape_character, text))}'"
+        quoted_words.append(shlex.quote(text) if text.isprintable() else escaped)
     return " ".join(quoted_words)
 
 

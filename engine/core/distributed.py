@@ -295,10 +295,8 @@ def _read_rank_variables() -> list[int]:
     if os.environ.get("WORLD_SIZE", "1") == "1":
         for name in LAUNCHER_SIZES if "RANK" not in os.environ else ():
             if os.environ.get(name, "1") != "1":
-                problem = f"processes were started, but none has a RANK (got {os.environ[name]})"
-                raise UserError(
-                    f"{name}: {problem}. Start them with torchrun: docs/distributed.md."
-                )
+                advice = "Start them with torchrun: docs/distributed.md."
+                raise UserError(f"{name}: its processes have no RANK of torchrun. {advice}")
         return [0, 1, 0, 1]
     for name in (*RANK_VARIABLES, "MASTER_PORT"):
         value = os.environ.get(name, "")

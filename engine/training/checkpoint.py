@@ -25,13 +25,7 @@ FORMAT_SHARDED = 2
 COMMON_FILES = ("state.json", "tokenizer.json")  # of both formats
 MAX_SHARDS = 99_999  # five digits of a file name
 REQUIRED_STATE = {
-    "step",
-    "model",
-    "settings",
-    "documents",
-    "elapsed_seconds",
-    "best_val_loss",
-    "data_sha256",
+    *("step", "model", "settings", "documents", "elapsed_seconds", "best_val_loss", "data_sha256")
 }
 
 

@@ -1,6 +1,5 @@
 """Every setting of a training run. None means that the value is chosen automatically."""
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -132,15 +131,14 @@ class TrainConfig(ChangeableConfig):
             raise UserError(f"--steps: {problem}. Use fewer warmup steps.")
 
 
-def check_preset_data(arguments: Sequence[str], data: Sequence[Path]) -> None:
-    """Raise UserError with the command in a preset's header that makes its dataset, if missing."""
-    preset = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else None
-    lines = preset.read_text(encoding="utf-8").splitlines() if preset else []
-    commands = [line.strip("# ") for line in lines if line.startswith("#")]
-    for path in data:
-        for command in commands:
-            words = shlex.split(command) if command.startswith("python prepare.py ") else []
-            if words[-2:] == ["--out", str(path)] and not path.exists():
+def check_data(arguments: Sequence[str], data: Sequence[Path]) -> None:
+    """Raise UserError with the command in a preset's header that makes a missing dataset."""
+    preset = next((Path(word) for word in arguments[:1] if not word.startswith("-")), None)
+    for line in preset.read_text(encoding="utf-8").splitlines() if preset else ():
+        command = line.removeprefix("#").strip()
+        for path in data:
+            is_of_path = line.startswith("#") and command.endswith(f" --out {path}")
+            if is_of_path and command.startswith("python prepare.py ") and not path.exists():
                 raise UserError(f"{path}: not found. Make it with: {command}")
 
 
