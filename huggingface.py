@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 import tyro
 
-from engine.core.cli import run_command
+from engine.core.cli import run_command, shell_command
 from engine.core.errors import UserError
 from engine.core.files import atomic_directory, write_json
 from engine.core.settings import from_values, parse
@@ -57,11 +57,13 @@ def main(arguments: list[str] | None = None) -> None:
     config = parse(commands, arguments)
     if isinstance(config, ExportConfig):
         print(export_model(config))
-        print(f'Load it: transformers.AutoModelForCausalLM.from_pretrained("{config.out}")')
+        print(f"Load it: transformers.AutoModelForCausalLM.from_pretrained({str(config.out)!r})")
     else:
         import_model(config)
-        finetune = f"python train.py config/finetune.toml --init-from {config.out} --data data/NAME"
-        print(f"Generate text: python sample.py {config.out}\nTrain it further: {finetune}")
+        sample = shell_command("python", "sample.py", config.out)
+        flags = ("--init-from", config.out, "--data", "data/NAME")
+        finetune = shell_command("python", "train.py", "config/finetune.toml", *flags)
+        print(f"Generate text: {sample}\nTrain it further: {finetune}")
 
 
 @torch.no_grad()

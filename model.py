@@ -98,7 +98,8 @@ class Head(nn.Module):
     """Attention head with its own query, key and value projections: Vaswani et al. 2017, eq. 1.
 
     With grouped-query attention (Ainslie et al. 2023), the heads of a group share one key and one
-    value projection. All heads of a block share the norms of queries and keys.
+    value projection. All heads of a block share the norms of queries and keys. With RoPE, scores
+    are the paper's once the halves of queries and keys are swapped and interleaved: :func:`rotate`.
     """
 
     def __init__(self, config: ModelConfig, window: int, key_value: LayerPair, qk_norms: LayerPair):

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from annotated_types import Ge, Gt, Le, Lt
 
-from engine.core.cli import progress, run_command
+from engine.core.cli import progress, run_command, shell_command
 from engine.core.errors import UserError
 from engine.core.files import exclusive_lock
 from engine.core.settings import check_ranges, parse
@@ -123,7 +123,12 @@ def main(arguments: list[str] | None = None) -> None:
         print(describe(out))
     else:
         print(f"{out} is up to date: nothing changed.")
-    print(f"Train on it: python train.py --data {out} --out out/{out.name}")
+    run = Path("out") / out.name
+    words: list[object] = ["python", "train.py", "--data", out, "--out", run]
+    base = Path(config.tokenizer.removesuffix("/tokenizer.json"))
+    if (base / "checkpoints").is_dir() or (base / "state.json").is_file():
+        words[2:2] = ["config/finetune.toml", "--init-from", base]
+    print(f"Train on it: {shell_command(*words)}")
 
 
 def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bool]:

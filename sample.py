@@ -10,12 +10,11 @@
 In Python: ``model = load("out/NAME"); print(model.generate("ROMEO:", max_new_tokens=100))``
 """
 
-from engine.core.cli import count_noun, run_command, tune_openmp_spinning, warn
+from engine.core.cli import count_noun, run_command, shell_command, tune_openmp_spinning, warn
 
 if __name__ == "__main__":
     tune_openmp_spinning("decode")  # before torch is imported
 
-import shlex
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -134,10 +133,12 @@ def load(path: str | Path, device: str = "auto", compile: bool = False) -> TextG
     if path.is_file():
         raise UserError(f"{path}: must be the folder of a run or checkpoint (got a file).")
     if any(path.glob("*.npy")):
-        raise UserError(f"{path}: is a dataset. Train on it: python train.py --data {path}")
+        command = shell_command("python", "train.py", "--data", path)
+        raise UserError(f"{path}: is a dataset. Train on it: {command}")
     if (path / "config.json").is_file():
-        words = ["huggingface.py", "import", str(path), f"out/{path.resolve().name}"]
-        raise UserError(f"{path}: a model of transformers. Import it: python {shlex.join(words)}")
+        out = f"out/{path.resolve().name}"
+        command = shell_command("python", "huggingface.py", "import", path, out)
+        raise UserError(f"{path}: a model of transformers. Import it: {command}")
     if children := sorted([*path.glob("*/checkpoints"), *path.glob("step-*/manifest.json")]):
         raise UserError(f"{path}: contains models. Choose one, such as {children[-1].parent}.")
     torch_device = choose_device(device)
@@ -161,7 +162,7 @@ def sample(config: SampleConfig) -> None:
     if config.chat and not model.is_chat_model:
         raise UserError(
             f"{config.path}: not trained on chats. Prepare some with prepare.py … --chat, and "
-            f"train on them with train.py … --init-from {config.path}."
+            f"train on them with train.py … {shell_command('--init-from', config.path)}."
         )
     if config.system and not model.has_system_turns:
         warn("--system: the model was trained on chats without a system turn, and may ignore it")

@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
 import contextlib
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,7 +35,7 @@ from engine.nn.loss import IGNORE_INDEX
 from engine.report.callback import Report
 from engine.training.callbacks import MetricsFile, Terminal, WeightsAndBiases, print_summary
 from engine.training.checkpoint import Checkpoint
-from engine.training.config import BUILT_IN_DATA, TrainConfig, should_choose_sizes
+from engine.training.config import BUILT_IN_DATA, TrainConfig, check_data, should_choose_sizes
 from engine.training.estimate import describe_plan
 from engine.training.resolve import check_tokenizer, fill_defaults, resolve_config
 from engine.training.run_dir import RunDir, find_checkpoint
@@ -50,6 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     if config.plan:
         print(plan(config))
         return 0
+    check_data(sys.argv[1:] if arguments is None else arguments, config.data)
     with (
         init_distributed(config.device, config.parallel, config.timeout) as dist,
         Interruption() as interruption,
@@ -173,6 +175,8 @@ def train_step(trainer: Trainer) -> tuple[Tensor, float, Tensor]:
 
 def evaluate_and_save(trainer: Trainer) -> None:
     """Evaluate, call the callbacks, and save if the loss is the lowest of the run."""
+    if trainer.run_dir:
+        trainer.run_dir.check()
     with trainer.clock.pause(), trainer.budget.timing("evaluate"):
         record = trainer.data.evaluation_record(evaluate(trainer))
         trainer.val_loss = record["val_loss"]

@@ -7,7 +7,6 @@ python -m examples.dates chat    a chat about you and small sums: trains, and pr
 import datetime
 import json
 import random
-import shlex
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from annotated_types import Ge, Le
 
-from engine.core.cli import run_command
+from engine.core.cli import run_command, shell_command
 from engine.core.files import atomic_write
 from engine.core.settings import parse
 
@@ -104,13 +103,14 @@ def learn_chat(config: ExampleConfig) -> None:
     flags = "--num-layers 4 --num-heads 4 --d-model 192 --context-length 256 --batch-size 32"
     flags += f" --learning-rate 0.01 --steps {config.steps or 400}"
     run_script("train.py", "--data", data, "--out", run, *flags.split())
-    print(f"Chat with it: python sample.py {run} --chat --max-new-tokens 30")
+    command = shell_command("python", "sample.py", run, "--chat", "--max-new-tokens", 30)
+    print(f"Chat with it: {command}")
 
 
 def run_script(script: str, *arguments: object) -> None:
     """Print a command of this project and run it. Exits if it fails."""
     texts = [str(argument) for argument in arguments]
-    print(f"$ python {script} {shlex.join(texts)}", flush=True)
+    print(f"$ {shell_command('python', script, *arguments)}", flush=True)
     process = subprocess.run([sys.executable, PROJECT_DIRECTORY / script, *texts])
     if process.returncode:
         sys.exit(process.returncode)
@@ -119,8 +119,12 @@ def run_script(script: str, *arguments: object) -> None:
 def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """Write records as JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = (f"{json.dumps(record, ensure_ascii=False)}\n" for record in records)
-    atomic_write(path, "".join(lines).encode())
+    atomic_write(path, to_lines(records).encode())
+
+
+def to_lines(records: Iterable[dict[str, Any]]) -> str:
+    """Return records as JSON lines."""
+    return "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records)
 
 
 def ordinal(number: int) -> str:

@@ -1,15 +1,17 @@
 """Models, runs and comparisons of several modules' tests."""
 
+import contextlib
 import dataclasses
 import json
 import signal
 import unittest.mock
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 import torch
+import torch.distributed
 from tokenizers import decoders, models, processors, trainers
 from tokenizers.pre_tokenizers import Metaspace
 
@@ -95,6 +97,12 @@ def randomised(config: ModelConfig, seed: int = 0) -> GPT:
     return model.eval()
 
 
+def make_state(step: int, **values: Any) -> dict[str, Any]:
+    """Return the state of a checkpoint without a model."""
+    state = {"step": step, "model": {}, "settings": {}, "documents": 1, "elapsed_seconds": 0.0}
+    return state | {"best_val_loss": None, "data_sha256": ""} | values
+
+
 def newest_checkpoint(run: Path) -> Checkpoint:
     """Return the newest checkpoint of a run. Raises UserError if a file of it is corrupted."""
     return open_checkpoint(list_checkpoints(run)[-1]).verify()
@@ -132,6 +140,25 @@ TINY = TINY_FLAGS.split()
 def tiny(data: Path, out: Path, *flags: object) -> list[str]:
     """Return arguments of train.py with which a hundred steps take half a second."""
     return list(map(str, ["--data", data, "--out", out, *TINY, *flags]))
+
+
+@contextlib.contextmanager
+def rendezvous(num_ranks: int) -> Iterator[dict[str, str]]:
+    """Yield the environment variables, without RANK, of ranks that meet at a store of this process.
+
+    The store chooses its port and keeps it, as that of torchrun: a port that is only known to be
+    free may be taken before the first rank listens on it.
+    """
+    store = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    yield {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    del store
 
 
 class MetricsWithoutPlot(MetricsFile):

@@ -13,11 +13,11 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,7 +34,7 @@ import matplotlib.figure  # noqa: F401  these three, or every fork would import 
 import torch
 import torch._dynamo
 import torch.distributed.fsdp
-from helpers import newest_checkpoint, numbers_text, same_checkpoint
+from helpers import newest_checkpoint, numbers_text, rendezvous, same_checkpoint
 
 import prepare
 import train
@@ -58,6 +58,7 @@ FILE_EVENTS = {"os.rename": 2, "os.remove": 1, "os.mkdir": 2, "os.rmdir": 1, "os
 FILE_EVENTS |= {"shutil.rmtree": 1, "os.truncate": None, "tempfile.mkdtemp": None}
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 RUN_TIMEOUT_SECONDS = 60
+PEER_TIMEOUT_SECONDS = 10  # of a rank, once another is killed
 
 
 # Runs.
@@ -89,20 +90,34 @@ def wait_for(child: int) -> int:
 
 def run_ranks(log: Path, num_ranks: int, function: Callable[[int], int | None]) -> list[int]:
     """Call function(rank) in a process for each rank; return their exit codes."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    if num_ranks == 1:
+        return [wait_for(fork(log, functools.partial(function, 0)))]
+    with rendezvous(num_ranks) as variables:
 
-    def start(rank: int) -> int | None:
-        if num_ranks > 1:
-            variables = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
-            variables |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-            os.environ.update({name: str(value) for name, value in variables.items()})
-            os.environ["MASTER_ADDR"] = "127.0.0.1"
+        def start(rank: int) -> int | None:
+            os.environ.update({**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             signal.alarm(RUN_TIMEOUT_SECONDS)
-        return function(rank)
+            return function(rank)
 
-    children = [fork(log, functools.partial(start, rank)) for rank in range(num_ranks)]
-    return [wait_for(child) for child in children]
+        children = [fork(log, functools.partial(start, rank)) for rank in range(num_ranks)]
+        return wait_for_ranks(children)
+
+
+def wait_for_ranks(children: list[int]) -> list[int]:
+    """Return the exit codes of ranks. If one is killed, end the others like torchrun."""
+    codes: dict[int, int] = {}
+    deadline = math.inf
+    while running := [child for child in children if child not in codes]:
+        for child in running:
+            process, status = os.waitpid(child, os.WNOHANG)
+            if process:
+                codes[child] = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+        if deadline == math.inf and any(code < 0 for code in codes.values()):
+            deadline = time.monotonic() + PEER_TIMEOUT_SECONDS
+        time.sleep(0.01)
+    return [codes[child] for child in children]
 
 
 def train_arguments(run: Path, *flags: object) -> list[str]:

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import make_state
 from soak import KINDS, events, kills, ranks, run_ranks
 
 from engine.core.distributed import init_distributed
 from engine.core.errors import UserError
 from engine.training import checkpoint
-from engine.training.checkpoint import REQUIRED_STATE, open_checkpoint
+from engine.training.checkpoint import open_checkpoint
 from engine.training.run_dir import RunDir, list_checkpoints
 
 
@@ -45,14 +46,13 @@ def test_an_error_of_any_rank_in_a_sharded_save_is_raised_on_all_ranks(tmp_path,
     def save_twice(rank: int) -> int:
         with init_distributed("cpu", "fsdp", timeout=20) as world:
             run_dir = RunDir(tmp_path / "run", world=world)
-            state = dict.fromkeys(REQUIRED_STATE)
             tensors = {"weight": torch.ones(2)}
-            run_dir.save({**state, "step": 1}, tensors, tensors, save_tokenizer)
+            run_dir.save(make_state(1), tensors, tensors, save_tokenizer)
             run_dir.wait()
             if victim == 1 and rank == 1:
                 checkpoint._write_tensors = raise_disk_full
             save_second = save_tokenizer if victim == 1 else raise_disk_full  # on the main process
-            run_dir.save({**state, "step": 2}, tensors, tensors, save_second)
+            run_dir.save(make_state(2), tensors, tensors, save_second)
             try:
                 run_dir.wait()
             except (OSError, UserError) as error:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -42,13 +43,14 @@ from engine.core.settings import flatten, load_settings
 from engine.data.dataset import open_dataset
 from engine.training import estimate
 from engine.training.callbacks import MetricsFile
-from engine.training.config import TrainConfig, with_sizes
+from engine.training.config import BUILT_IN_DATA, TrainConfig, with_sizes
 from engine.training.optimizer import Optimizer
 from engine.training.resolve import CHANGEABLE_SETTINGS, SETTINGS_IGNORED_ON_RESUME
 from engine.training.run_dir import RunDir, list_checkpoints
 from engine.training.trainer import Callback, Trainer
 from model import GPT, ModelConfig
 from prepare import PrepareConfig, prepare
+from prepare import main as prepare_command
 
 # Evaluations at 6, 12, …, 30 and saves at 8, 16, 24: both at 24.
 RUN_FLAGS = ["--steps", "30", "--dropout", "0.3", "--eval-every", "6", "--save-every", "8"]
@@ -403,6 +405,35 @@ def test_a_dataset_with_another_tokenizer_is_refused_with_the_way_to_prepare_it(
     train_tiny(data, tmp_path / "tuned", "--init-from", base, "--steps", 1)
 
 
+@pytest.mark.parametrize("kind", ["run", "checkpoint", "file"])
+@pytest.mark.parametrize("form", ["pairs", "chats"])
+def test_examples_for_a_base_lead_to_fine_tuning_and_then_to_a_question(
+    tmp_path, base, monkeypatch, capsys, form, kind
+):
+    monkeypatch.chdir(ROOT)
+    flags = ["--prompt-field", "q", "--completion-field", "a"]
+    records = [{"q": f"{number} is\n", "a": "followed"} for number in range(30)]
+    if form == "chats":
+        flags = ["--chat"]
+        answer = {"role": "assistant", "content": "followed"}
+        questions = [{"role": "user", "content": record["q"]} for record in records]
+        records = [{"messages": [question, answer]} for question in questions]
+    (tmp_path / "x.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    checkpoint = list_checkpoints(base)[-1]
+    paths = {"run": base, "checkpoint": checkpoint, "file": checkpoint / "tokenizer.json"}
+    flags += ["--tokenizer", str(paths[kind]), "--out", str(tmp_path / "data")]
+    prepare_command([str(tmp_path / "x.jsonl"), *flags])
+    _, script, *arguments = shlex.split(capsys.readouterr().out.splitlines()[-1].split(": ")[1])
+    assert script == "train.py" and "--init-from" in arguments
+    arguments[arguments.index("--out") + 1] = str(tmp_path / "run")
+    assert train.main([*arguments, "--steps", "1", "--device", "cpu"]) == 0
+    command = capsys.readouterr().out.splitlines()[-1].partition(": python ")[2]
+    words = subprocess.check_output(["bash", "-c", rf"printf '%s\0' {command}"]).decode()
+    script, out, *flags = words.split("\0")[:-1]
+    assert (script, out) == ("sample.py", str(tmp_path / "run"))
+    assert flags == ["--chat"] or re.fullmatch(r"--prompt \d+ is\n", " ".join(flags))
+
+
 def test_the_embedding_of_a_base_grows_by_the_tokens_of_chats(tmp_path, base):
     lines = []
     for n in range(90):
@@ -687,6 +718,19 @@ def test_a_preset_has_the_size_that_it_documents(name, num_parameters):
     with torch.device("meta"):
         model = GPT(dataclasses.replace(config, vocab_size=config.vocab_size or 65))
     assert model.num_parameters == pytest.approx(num_parameters, rel=0.01)
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.name)
+def test_a_preset_without_its_data_prints_the_command_of_its_header(path, tmp_path, monkeypatch):
+    data = tomllib.loads(path.read_text()).get("data")
+    monkeypatch.chdir(tmp_path)
+    if data not in (None, str(BUILT_IN_DATA)):
+        with pytest.raises(UserError) as caught:
+            train.main([str(path), "--device", "cpu"])
+        command = str(caught.value).partition(": python ")[2]
+        assert command in path.read_text() and command.endswith(f" --out {data}")
+    with pytest.raises(UserError, match=r"^nowhere: .*--out nowhere"):
+        train.main([str(path), "--device", "cpu", "--data", "nowhere"])
 
 
 # As a library.

@@ -9,7 +9,6 @@ import os
 import pickle
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from helpers import (
     logged,
     newest_checkpoint,
     numbers_text,
+    rendezvous,
     seal,
     tiny,
     train_tiny,
@@ -33,9 +33,10 @@ from helpers import (
 import sample
 import train
 from engine.core.errors import UserError
-from engine.core.files import sha256
+from engine.core.files import sha256, write_json
 from engine.core.settings import load_settings
 from engine.data.dataset import open_dataset, verify_dataset
+from engine.training.checkpoint import REQUIRED_STATE
 from engine.training.config import TrainConfig
 from engine.training.optimizer import MAX_SKIPPED_STEPS
 from engine.training.trainer import Callback, Trainer
@@ -237,6 +238,49 @@ def test_altered_tokens_are_found_at_first_use_and_by_verify_data(copy: Path):
     assert not (copy / "new").exists()
 
 
+WRONG_VALUES = (None, 0, -1, 1.5, "10", [1], {"x": [1]}, 10**400)
+
+
+def test_every_field_of_a_checkpoints_state_is_checked_or_has_a_default(
+    copy: Path, workspace: Path
+):
+    def resume(run: Path) -> None:
+        train_tiny(copy / "data", run, "--resume", "--steps", 4, "--eval-every", 2)
+
+    checkpoint = newest_checkpoint(copy / "run").path
+    original = newest_checkpoint(workspace / "run")
+    state = original.state
+    states = [state | {name: wrong} for name in state for wrong in WRONG_VALUES]
+    states += [{key: state[key] for key in state.keys() - {name}} for name in state]
+    states.append(state | {"unknown": 1})
+    for name in ("settings", "model"):
+        states += [state | {name: state[name] | {key: [{}]}} for key in state[name]]
+    num_refused = 0
+    for changed in states:
+        write_json(checkpoint / "state.json", changed)
+        seal(checkpoint)
+        for use in (sample.load, resume):
+            try:
+                use(copy / "run")
+            except UserError as error:
+                num_refused += 1
+                assert "\n" not in str(error)
+        shutil.rmtree(copy / "run" / "checkpoints")
+        shutil.copytree(original.path, checkpoint)
+    assert num_refused > 150
+
+
+def test_a_checkpoint_without_fields_of_later_versions_is_resumed(copy: Path):
+    checkpoint = newest_checkpoint(copy / "run")
+    state = {name: x for name, x in checkpoint.state.items() if name in REQUIRED_STATE}
+    state["settings"] = state["settings"].copy()
+    for name in ("long_examples", "mix", "window_warmup", "keep_checkpoints", "minutes"):
+        del state["settings"][name]
+    write_json(checkpoint.path / "state.json", state)
+    seal(checkpoint.path)
+    assert train_tiny(copy / "data", copy / "run", "--resume", "--steps", 6).step == 6
+
+
 # Disks.
 
 
@@ -275,6 +319,27 @@ def test_a_disk_that_fills_up_while_logging_keeps_the_run(copy: Path, small_disk
     assert list(logged(out, "train_loss")) == [1, 2, 3, 4, 5, 6]
 
 
+def test_metrics_of_a_full_disk_are_written_when_there_is_space_again(copy, small_disk, capsys):
+    shutil.copytree(copy / "run", small_disk / "run")
+    filler = small_disk / "filler"
+
+    def fill() -> None:
+        with contextlib.suppress(OSError):
+            filler.write_bytes(b"x" * 2**21)
+
+    flags = ["--resume", "--steps", 12, "--save-every", 100, "--eval-every", 100]
+    with pytest.raises(OSError, match="No space left"):  # the final save
+        train_tiny(copy / "data", small_disk / "run", *flags, callbacks=[At(5, fill)])
+    assert capsys.readouterr().err.count("warning: Metrics") <= 1
+    filler.unlink()
+    assert all(map(json.loads, (small_disk / "run" / "metrics.jsonl").read_text().splitlines()))
+    flags[2] = 40
+    actions = [At(6, fill), At(20, filler.unlink)]
+    train_tiny(copy / "data", small_disk / "run", *flags, callbacks=actions)
+    assert capsys.readouterr().err.count("warning: Metrics") == 1
+    assert list(logged(small_disk / "run", "train_loss")) == list(range(1, 41))
+
+
 def test_a_disk_that_fills_up_while_preparing_leaves_nothing(workspace, small_disk, tmp_path):
     text = tmp_path / "big.txt"
     text.write_text((workspace / "text.txt").read_text() * 60)
@@ -283,17 +348,54 @@ def test_a_disk_that_fills_up_while_preparing_leaves_nothing(workspace, small_di
     assert list(small_disk.iterdir()) == []
 
 
-def test_a_removed_run_folder_ends_the_run_with_an_error_that_names_it(copy):
-    class RemoveAtStepSix(Callback):
-        def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
-            if trainer.step == 6:
-                trainer.run_dir.wait()
-                shutil.rmtree(copy / "run")
+def remove_while_it_is_written(run: Path) -> None:
+    """Remove a folder like ``rm -rf``, as another process adds a file to it."""
+    shutil.rmtree(run)
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("")
 
-    flags = ["--resume", "--steps", 20, "--save-every", 5]
-    with pytest.raises(UserError, match=f"^{copy / 'run'}: .*removed"):
-        train_tiny(copy / "data", copy / "run", *flags, callbacks=[RemoveAtStepSix()])
-    assert not (copy / "run").exists()
+
+def replace_by_another(run: Path) -> None:
+    run.rename(run.with_name("moved"))
+    shutil.copytree(run.with_name("moved"), run)
+    (run / "checkpoints" / ".step-00000009.partial.x").mkdir()  # written by that run
+
+
+@pytest.mark.parametrize("flags", [["--save-every", 5], ["--save-every", 100, "--eval-every", 8]])
+@pytest.mark.parametrize(
+    "change",
+    [
+        shutil.rmtree,
+        lambda run: run.rename(run.with_name("moved")),
+        remove_while_it_is_written,
+        replace_by_another,
+        lambda run: (run / ".lock").unlink(),
+    ],
+    ids=["removed", "renamed", "recreated", "replaced", "unlocked"],
+)
+def test_a_run_folder_that_is_not_its_own_any_more_ends_the_run(copy, change, flags):
+    contents = {}
+
+    def change_folder() -> None:
+        trainer_dirs[0].wait()
+        change(copy / "run")
+        contents.update(read_files(copy / "run"))
+
+    class Watch(Callback):
+        def on_train_start(self, trainer: Trainer) -> None:
+            trainer_dirs.append(trainer.run_dir)
+
+    trainer_dirs: list[Any] = []
+    flags = ["--resume", "--steps", 20, "--log-every", 3, *flags]
+    with pytest.raises(UserError, match=f"^{copy / 'run'}: .*--resume"):
+        train_tiny(copy / "data", copy / "run", *flags, callbacks=[Watch(), At(6, change_folder)])
+    assert read_files(copy / "run") == contents
+    assert (copy / "run").exists() == bool(contents)
+
+
+def read_files(folder: Path) -> dict[Path, bytes]:
+    """Return the content of each file in a folder, and b"" for each folder."""
+    return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
 def test_a_folder_that_can_not_be_written_is_refused(workspace, tmp_path):
@@ -358,14 +460,12 @@ run_command(main)
 def spoiled(workspace, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
     """Train twice on two ranks, one of which has NaN losses: in steps 5 and 6, or from step 5."""
     out = tmp_path_factory.mktemp("spoiled")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
-    ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     flags = [*TINY, "--steps", "60", "--eval-every", "1000", "--save-every", "3"]
     command = [sys.executable, "-c", NAN_ON_ONE, out, "--data", workspace / "data", *flags]
-    environment = {**os.environ, **ranks, **address, "PYTHONPATH": str(ROOT)}
     options = {"capture_output": True, "encoding": "utf-8", "timeout": 120}
-    return out, subprocess.run(list(map(str, command)), env=environment, **options)
+    with rendezvous(2) as variables:
+        environment = {**os.environ, **variables, "LOCAL_RANK": "0", "PYTHONPATH": str(ROOT)}
+        return out, subprocess.run(list(map(str, command)), env=environment, **options)
 
 
 def test_a_nan_on_one_of_two_processes_is_skipped_by_both(spoiled):

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from tqdm import tqdm
@@ -101,7 +102,27 @@ def command_line(arguments: Sequence[str] | None, flag: str) -> str:
     ``arguments`` replace those of the process, unless None.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    return shlex.join([sys.argv[0], *(word for word in arguments if word != flag), flag])
+    return shell_command(sys.argv[0], *(word for word in arguments if word != flag), flag)
+
+
+def shell_command(*words: object) -> str:
+    """Return a command to paste into a shell, in which each word stays one argument.
+
+    Control characters are shown as bash's escapes. A path that looks like a flag gets ``./``.
+    """
+    quoted_words = []
+    for word in words:
+        text = f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word)
+        escaped = f"$'{''.join(map(escape_character, text))}'"
+        quoted_words.append(shlex.quote(text) if text.isprintable() else escaped)
+    return " ".join(quoted_words)
+
+
+def escape_character(char: str) -> str:
+    """Return a character as bash reads it between ``$'`` and ``'``."""
+    if char.isprintable() and char not in "'\\":
+        return char
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(char))
 
 
 def describe_error(error: Exception) -> str | None:

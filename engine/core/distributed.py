@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -25,6 +26,8 @@ NamedTensor = tuple[str, Tensor]
 HEARTBEAT_SECONDS = 1.0
 GROUP_SHUTDOWN_SECONDS = 2.0
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# Numbers of processes that srun and mpirun start. SLURM sets SLURM_NTASKS for one process too.
+LAUNCHER_SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 # torch 2.13 renamed all_gather_into_tensor, and warns of the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -261,6 +264,11 @@ def init_distributed(
     if size == 1:
         yield single_process(rank_device)
         return
+    interfaces = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name not in interfaces:
+            advice = f"Use one of {', '.join(interfaces)}."
+            raise UserError(f"GLOO_SOCKET_IFNAME: no network interface (got {name}). {advice}")
     limit = datetime.timedelta(seconds=timeout)
     backend = "cpu:gloo,cuda:nccl" if rank_device.type == "cuda" else "gloo"
     store, _, _ = next(dist.rendezvous("env://", timeout=limit))
@@ -285,6 +293,10 @@ def init_distributed(
 def _read_rank_variables() -> list[int]:
     """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without torchrun 0, 1, 0, 1."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
+        for name in LAUNCHER_SIZES if "RANK" not in os.environ else ():
+            if os.environ.get(name, "1") != "1":
+                advice = "Start them with torchrun: docs/distributed.md."
+                raise UserError(f"{name}: its processes have no RANK of torchrun. {advice}")
         return [0, 1, 0, 1]
     for name in (*RANK_VARIABLES, "MASTER_PORT"):
         value = os.environ.get(name, "")

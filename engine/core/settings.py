@@ -106,7 +106,7 @@ def check_ranges(config: Any) -> None:
             if not isinstance(number, int | float):
                 continue
             flag = f"--{name.replace('_', '-')}"
-            if not math.isfinite(number):
+            if isinstance(number, float) and not math.isfinite(number):
                 raise UserError(f"{flag}: must be finite (got {number}).")
             for bound in bounds:
                 relation, is_within = BOUND_TYPES[type(bound)]
@@ -163,6 +163,8 @@ def from_values(cls: type[Config], values: Any, source: str) -> Config:
             raise UserError(f"{source}: unknown setting {name}. {advice}")
         try:
             converted[name] = _convert(value, hints[name])
+        except OverflowError:  # an integer that is too large for a float
+            raise UserError(f"{source}: {name}: must be finite (got {str(value)[:20]}…).") from None
         except TypeError as error:
             raise UserError(f"{source}: {name}: must be {error} (got {value!r}).") from None
     try:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.core.cli import shell_command
 from engine.core.errors import UserError
 from engine.core.files import fsync, parse_json, read_json, safe_child_path, sha256, write_json
 from engine.data.chat import count_targets
@@ -132,8 +133,8 @@ class Dataset:
 def open_dataset(path: Path) -> Dataset:
     """Map a dataset into memory. Raises UserError if it is missing, corrupted or unsupported."""
     if not (path / "manifest.json").is_file():
-        advice = f"Make it with: python prepare.py INPUT --out {path}"
-        raise UserError(f"{path}: is not a dataset. {advice}")
+        command = shell_command("python", "prepare.py", "INPUT", "--out", path)
+        raise UserError(f"{path}: is not a dataset. Make it with: {command}")
     try:
         content = (path / "manifest.json").read_bytes()
         manifest = parse_json(content, path / "manifest.json")

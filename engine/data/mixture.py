@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.core.cli import shell_command
 from engine.core.errors import UserError
 from engine.data.dataset import Dataset, Examples, Tokens, open_dataset, verify_dataset
 from engine.data.tokenizer import Tokenizer
@@ -185,9 +186,10 @@ def _check_mixable(datasets: Sequence[Dataset]) -> None:
         if isinstance(dataset.train, Examples):
             raise UserError(f"{dataset.path}: examples cannot be mixed. Train on it alone.")
         if dataset.tokenizer.fingerprint != first.tokenizer.fingerprint:
-            options = f"--out {dataset.path} --force --tokenizer {first.path}"
+            options = ("--out", dataset.path, "--force", "--tokenizer", first.path)
+            command = shell_command("python", "prepare.py", "INPUT", *options)
             reason = f"its tokenizer is not that of {first.path}"
-            raise UserError(f"{dataset.path}: {reason}. Run python prepare.py INPUT {options}.")
+            raise UserError(f"{dataset.path}: {reason}. Run: {command}")
         if dataset.sha256 in paths:
             reason = f"is the same dataset as {paths[dataset.sha256]}"
             raise UserError(f"{dataset.path}: {reason}. Give it once.")

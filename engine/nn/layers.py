@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+FAST_DROPOUT_RATES = (0.001, 0.99)  # lower and upper bound: 16 bits resolve them to 0.1%
+
 LayerPair = tuple[nn.Module, nn.Module] | None  # None: not shared
 
 
@@ -62,10 +64,12 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
 
     On a CPU, where drawing is serial, each 64-bit draw is used as four 16-bit random numbers.
     """
-    if p == 0 or not training or x.device.type != "cpu" or torch.compiler.is_compiling():
+    lowest, highest = FAST_DROPOUT_RATES
+    is_fast = lowest <= p <= highest and not torch.compiler.is_compiling()
+    if not training or x.device.type != "cpu" or not is_fast:
         return F.dropout(x, p, training)
     draws = torch.empty(math.ceil(x.numel() / 4), dtype=torch.int64).random_(-(2**63), None)
     numbers = draws.view(torch.int16)[: x.numel()].view(x.shape)
-    threshold = min(round(p * 2**16), 2**16 - 1) - 2**15
+    threshold = round(p * 2**16) - 2**15
     is_kept = (numbers >= threshold).view(torch.int8)  # a bool is slow to convert
     return is_kept.to(x.dtype).div_(1 - p) * x

@@ -29,7 +29,8 @@ def rotate(x: Tensor, rotation: Tensor | None) -> Tensor:
     """Rotate each pair of dimensions (i, i + K / 2) of x (…, T, K): RoPE, Su et al. 2021, eq. 34.
 
     rotation is (2, T, K / 2); None leaves x unchanged. Unlike eq. 34, pairs are not neighbors, and
-    the rotation is clockwise. This does not change the form of the scores.
+    the rotation is clockwise. The scores are the paper's once the dimensions of queries and keys
+    are permuted: i and i + K / 2 become neighbors, in swapped order.
     """
     if rotation is None:
         return x

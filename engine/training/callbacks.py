@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine.core.cli import say, warn
+from engine.core.cli import count_noun, say, shell_command, warn
 from engine.core.files import atomic_write, to_json
 from engine.core.settings import flatten
 from engine.data.chat import prompt_ids, stop_ids
@@ -21,7 +21,8 @@ from engine.generation.pictures import draw_loss
 from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions
 from engine.generation.text_stream import TextStream
 from engine.nn.inference import for_decoding
-from engine.training.run_dir import read_records
+from engine.training.optimizer import UNUSABLE_GRADIENTS
+from engine.training.run_dir import checkpoints_by_loss, read_records
 from engine.training.trainer import Callback, Trainer
 from model import GPT
 
@@ -46,7 +47,7 @@ def truncate_records(path: Path, last_step: int) -> list[dict[str, Any]]:
     if num_lines > len(records):
         copy = path.with_suffix(".damaged")
         atomic_write(copy, content)
-        warn(f"{path}: {num_lines - len(records)} lines are corrupted. They are kept in {copy}.")
+        warn(f"{path}: {count_noun(num_lines - len(records), 'corrupted line')}, kept in {copy}.")
     records = [record for record in records if record["step"] <= last_step]
     new_content = "".join(f"{to_json(record)}\n" for record in records).encode()
     if new_content != content:
@@ -60,6 +61,7 @@ class MetricsFile(Callback):
     def on_train_start(self, trainer: Trainer) -> None:
         """Drop the records of steps that are repeated after a resume."""
         self.path = trainer.config.out / "metrics.jsonl"
+        self.unwritten = b""  # lines for which the disk had no space
         self.records = truncate_records(self.path, trainer.step)
 
     def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
@@ -71,10 +73,21 @@ class MetricsFile(Callback):
                 loss = f"{record['train_loss']:.4f}"
                 say(f"step {trainer.step:>6,}  loss spike {loss}, z-score {z_score:.0f}")
         self.records.append(record)
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(f"{to_json(record)}\n")
+        self.unwritten += f"{to_json(record)}\n".encode()
+        self.write_lines()
         if "val_loss" in record:
             draw_loss(self.records, trainer.config.out / "loss.png")
+
+    def write_lines(self) -> None:
+        """Append the unwritten lines, or nothing: a part of a line would be corrupted."""
+        num_bytes = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with open(self.path, "ab") as file:
+                file.write(self.unwritten)
+        except OSError:
+            os.truncate(self.path, num_bytes)
+            raise
+        self.unwritten = b""
 
     def loss_z_score(self, loss: float) -> float:
         """Return the deviation of a loss from the recent mean; 0 if recent losses are too few."""
@@ -130,7 +143,8 @@ class Terminal(Callback):
         num_skipped = record["skipped_steps"] - self.num_skipped
         if num_skipped:
             self.num_skipped += num_skipped
-            say(f"{step}  skipped {num_skipped} steps: their gradients were not finite")
+            steps = count_noun(num_skipped, "step")
+            say(f"{step}  skipped {steps} with gradients {UNUSABLE_GRADIENTS}")
 
     def on_train_end(self, trainer: Trainer) -> None:
         """Close the progress bar."""
@@ -173,41 +187,48 @@ def describe_run(trainer: Trainer) -> str:
     config = trainer.config
     model = config.model
     data = trainer.data
-    batch = f"{trainer.batch_size} × {trainer.tokens_per_step // trainer.batch_size} tokens a step"
-    length = f"{config.minutes:g} min, {batch}" if config.minutes else ""
+    tokens_per_row = trainer.tokens_per_step // trainer.batch_size
+    batch = f"{trainer.batch_size} × {count_noun(tokens_per_row, 'token')} a step"
+    length = f"{count_noun(config.minutes, 'minute')}, {batch}" if config.minutes else ""
     if config.steps:
         tokens = trainer.tokens_per_step * config.steps
         epochs = ", ".join(f"{tokens / epoch:.1f}" for epoch in data.epoch_tokens)
-        length = f"{config.steps:,} steps, {batch} = {tokens:,} tokens ({epochs} epochs)"
+        steps = count_noun(config.steps, "step")
+        length = f"{steps}, {batch} = {count_noun(tokens, 'token')} ({epochs} epochs)"
     lines = [
         f"data   {data.describe()}; "
         f"vocabulary {data.tokenizer.vocab_size:,} ({data.tokenizer.kind})",
-        f"model  {trainer.model.num_parameters:,} parameters: {model.num_layers} layers, "
-        f"{model.num_heads} heads, d_model {model.d_model}, context {model.context_length}",
+        f"model  {trainer.model.num_parameters:,} parameters: "
+        f"{count_noun(model.num_layers, 'layer')}, {count_noun(model.num_heads, 'head')}, "
+        f"d_model {model.d_model}, context {model.context_length}",
         f"run    {length}, {config.optimizer.optimizer}, "
         f"{trainer.dist.size} × {trainer.dist.device} in {config.dtype} → {config.out}",
     ]
     splits = [split for dataset in data.datasets for split in (dataset.train, dataset.val)]
     examples = [split for split in splits if isinstance(split, Examples)]
-    num_cut = sum(split.num_cut for split in examples)
-    num_removed = sum(split.num_removed for split in examples)
-    if num_cut or num_removed:
-        actions = [f"{num_cut:,} cut"] * (num_cut > 0) + [f"{num_removed:,} left out"] * (
-            num_removed > 0
-        )
-        lines.append(f"examples longer than the context: {', '.join(actions)}")
+    actions = {
+        "cut": sum(split.num_cut for split in examples),
+        "left out": sum(split.num_removed for split in examples),
+    }
+    lines += [
+        f"{action}: {count_noun(count, 'example')} longer than the context"
+        for action, count in actions.items()
+        if count
+    ]
     return "\n".join(lines)
 
 
 def print_summary(trainer: Trainer) -> None:
-    """Print the result, a sample, and the next command. All ranks call it together."""
+    """Print the result, a sample, paths and the next command. All ranks call it together."""
     assert trainer.val_loss is not None
+    steps = count_noun(trainer.step, "step")
+    uniform_loss = math.log(trainer.data.tokenizer.vocab_size)
     perplexity = math.exp(min(trainer.val_loss, 700))
     bits = trainer.val_loss / math.log(2) / trainer.data.bytes_per_token("val")
     num_skipped = int(trainer.optimizer.guard["skipped"])
-    skipped = f" ({num_skipped:,} skipped: gradients not finite)" if num_skipped else ""
+    skipped = f" ({num_skipped:,} skipped: gradients {UNUSABLE_GRADIENTS})" if num_skipped else ""
     trainer.say(
-        f"\n{trainer.step:,} steps{skipped} in {trainer.clock.elapsed:,.1f} s. Validation loss "
+        f"\n{steps}{skipped} in {trainer.clock.elapsed:,.1f} s. Validation loss "
         f"{trainer.val_loss:.4f} nats per token, perplexity {perplexity:.2f}, "
         f"{bits:.4f} bits per byte."
     )
@@ -216,14 +237,39 @@ def print_summary(trainer: Trainer) -> None:
             f"The best validation loss was {trainer.best_val_loss:.4f} (overfitting since). "
             "sample.py and export use that checkpoint."
         )
+    if not trainer.val_loss <= uniform_loss:
+        trainer.say(
+            f"That is worse than uniform guessing, {uniform_loss:.4f}. Lower --learning-rate, "
+            "train longer, or prepare validation text that is like the training text."
+        )
     trainer.say("\nA sample:\n")
     for count, text in enumerate(stream_sample(trainer)):
         trainer.say(text, end="")
         is_late = trainer.budget.seconds_left(trainer.clock) < SHUTDOWN_RESERVE_SECONDS
         if trainer.dist.any(count >= MIN_SAMPLE_TOKENS and is_late):
             break
-    trainer.say(f"\n\nReport: {trainer.config.out / 'report.html'}")
-    trainer.say(f"More samples: python sample.py {trainer.config.out}")
+    trainer.dist.run_on_main(print_paths, trainer)
+
+
+def print_paths(trainer: Trainer) -> None:
+    """Print where the report and the best checkpoint are, and how to use the model."""
+    out = trainer.config.out
+    paths = {"Report": out / "report.html", "Best checkpoint": checkpoints_by_loss(out)[0]}
+    say("\n")
+    for title, path in paths.items():
+        if path.exists():
+            say(f"{title}: {shell_command(path)}")
+    words: list[object] = ["python", "sample.py", out]
+    title = "More samples"
+    val = trainer.data.datasets[0].val
+    if trainer.data.manifest["origin"].get("examples") == "chats":
+        title = "Chat with it"
+        words.append("--chat")
+    elif isinstance(val, Examples):
+        title = "Ask it"
+        question = trainer.data.tokenizer.decode(prompt_ids(val.example(0).tolist()))
+        words += [f"--prompt={question}"] if question[:1] == "-" else ["--prompt", question]
+    say(f"{title}: {shell_command(*words)}")
 
 
 def stream_sample(trainer: Trainer) -> Iterator[str]:

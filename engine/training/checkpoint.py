@@ -2,13 +2,14 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import safetensors
 import safetensors.torch
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from engine.core.errors import UserError
@@ -24,14 +25,27 @@ FORMAT_SHARDED = 2
 COMMON_FILES = ("state.json", "tokenizer.json")  # of both formats
 MAX_SHARDS = 99_999  # five digits of a file name
 REQUIRED_STATE = {
-    "step",
-    "model",
-    "settings",
-    "documents",
-    "elapsed_seconds",
-    "best_val_loss",
-    "data_sha256",
+    *("step", "model", "settings", "documents", "elapsed_seconds", "best_val_loss", "data_sha256")
 }
+
+
+@dataclass(frozen=True)
+class StateFields:
+    """The types and bounds of the fields of state.json, and the defaults of missing ones."""
+
+    step: Annotated[int, Ge(0), Le(10**12)] = 0
+    tokens: Annotated[int, Ge(0), Le(10**18)] = 0
+    elapsed_seconds: Annotated[float, Ge(0)] = 0.0
+    share: Annotated[float, Ge(0), Le(1)] = 0.0  # progress of the run
+    val_loss: float | None = None
+    best_val_loss: float | None = None
+    changes: tuple[dict, ...] = ()  # settings changed by each resume
+    model: dict = field(default_factory=dict)
+    settings: dict = field(default_factory=dict)
+    data_sha256: str = ""
+    examples: Literal["pairs", "chats"] | None = None
+    documents: Annotated[int, Ge(0), Le(10**18)] = 0
+    imported: str | None = None
 
 
 @dataclass(frozen=True)
@@ -190,6 +204,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not isinstance(state, dict) or not state.keys() >= REQUIRED_STATE:
         required = ", ".join(sorted(REQUIRED_STATE))
         raise UserError(f"{path}: corrupted, its state.json must have {required}.")
+    known_fields = {name: state[name] for name in vars(StateFields()).keys() & state.keys()}
+    state |= vars(from_values(StateFields, known_fields, str(path / "state.json")))
+    from_values(ModelConfig, state["model"], f"{path / 'state.json'}: model")
     return Checkpoint(path, state, {name: files[name] for name in names}, shards)
 
 

@@ -1,5 +1,6 @@
 """Every setting of a training run. None means that the value is chosen automatically."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -128,6 +129,17 @@ class TrainConfig(ChangeableConfig):
         if self.steps and self.steps <= warmup_steps:
             problem = f"must exceed --warmup-steps {warmup_steps} (got {self.steps})"
             raise UserError(f"--steps: {problem}. Use fewer warmup steps.")
+
+
+def check_data(arguments: Sequence[str], data: Sequence[Path]) -> None:
+    """Raise UserError with the command in a preset's header that makes a missing dataset."""
+    preset = next((Path(word) for word in arguments[:1] if not word.startswith("-")), None)
+    for line in preset.read_text(encoding="utf-8").splitlines() if preset else ():
+        command = line.removeprefix("#").strip()
+        for path in data:
+            is_of_path = line.startswith("#") and command.endswith(f" --out {path}")
+            if is_of_path and command.startswith("python prepare.py ") and not path.exists():
+                raise UserError(f"{path}: not found. Make it with: {command}")
 
 
 def should_choose_sizes(config: TrainConfig) -> bool:

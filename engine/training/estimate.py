@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.benchmark import Timer
 
+from engine.core.cli import count_noun
 from engine.core.device import choose_dtype, mixed_precision, total_memory
 from engine.core.distributed import SINGLE_PROCESS, DistributedContext
 from engine.core.sharding import should_reduce_every_microbatch
@@ -26,6 +27,8 @@ H100_FLOPS = 989e12  # per second, of bfloat16 without sparsity, from the data s
 H100_MEMORY_BYTES = 80e9
 CPU_UTILIZATION = 2 / 3  # of measured matrix products
 GPU_UTILIZATION = 0.4  # of the data sheet: Grattafiori et al. 2024, table 4
+CPU_PROCESS_BYTES = 370 * 2**20  # Python, PyTorch, threads and report
+CPU_HEAP_OVERHEAD = 0.38  # measured: freed blocks that the C library keeps, of activations
 MAX_MEMORY_FRACTION = 0.9  # of a device, for a run
 
 
@@ -161,7 +164,8 @@ def estimate_memory(config: TrainConfig, rows: int, hardware: Hardware) -> dict[
     """Return the bytes that a rank needs, by purpose, for micro-batches of ``rows`` sequences.
 
     FSDP also holds in full the weights outside the blocks and those of two blocks, and gradients of
-    one block, or of all while micro-batches accumulate. DDP has a second copy of the gradients.
+    one block, or of all while micro-batches accumulate. DDP has a second copy of the gradients. On
+    a CPU, the memory of the process counts too.
     """
     model = build_meta_model(config.model)
     num_params = model.num_parameters
@@ -178,13 +182,15 @@ def estimate_memory(config: TrainConfig, rows: int, hardware: Hardware) -> dict[
         accumulates = rows * shards < (config.batch_size or 1)
         if not accumulates or should_reduce_every_microbatch(num_params, H100_MEMORY_BYTES):
             num_buffered = block_params
-    return {
+    memory = {
         "weights": 4 * num_params / shards + gathered_bytes,
         "gradients": 4 * num_params / shards + 4 * num_buffered,
         "optimizer state": state / shards,
         "activations": activations,
         "optimizer step": max(0.0, update / shards - activations),
     }
+    overhead = CPU_PROCESS_BYTES + CPU_HEAP_OVERHEAD * activations
+    return {**memory, "process and heap": 0.0 if hardware.is_gpu else overhead}
 
 
 def bound_memory(config: TrainConfig, rows: int) -> float:
@@ -193,7 +199,8 @@ def bound_memory(config: TrainConfig, rows: int) -> float:
     tokens = rows * model.context_length
     scores = model.context_length * model.num_heads * model.num_layers
     per_token = 400 * model.d_model * model.num_layers + 24 * scores + 16 * (model.vocab_size or 0)
-    return 32 * build_meta_model(model).num_parameters + tokens * per_token
+    tensors = 32 * build_meta_model(model).num_parameters + tokens * per_token
+    return CPU_PROCESS_BYTES + (1 + CPU_HEAP_OVERHEAD) * tensors
 
 
 def micro_batch_sizes(config: TrainConfig, num_ranks: int) -> list[int]:
@@ -272,9 +279,10 @@ def describe_plan(config: TrainConfig, device: torch.device, epoch_tokens: Seque
         table.append(f"{name:<16}" + "".join(f"{cells[name]:>14}" for cells in columns.values()))
     tokens = steps * tokens_per_step
     epochs = "".join(f", {tokens / epoch:,.2f} epochs" for epoch in epoch_tokens)
-    length = f"{steps:,} steps of {tokens_per_step:,} tokens = {tokens:,}{epochs}"
+    step_tokens = count_noun(tokens_per_step, "token")
+    length = f"{count_noun(steps, 'step')} of {step_tokens} = {tokens:,}{epochs}"
     if not steps:
-        length = f"{config.minutes:g} min in steps of {tokens_per_step:,} tokens"
+        length = f"{count_noun(config.minutes or 0, 'minute')} in steps of {step_tokens}"
     num_params = build_meta_model(config.model).num_parameters
     return f"""\
 model  {num_params:,} parameters, {flops_per_token(config.model) / 1e9:,.3f} GFLOP per token

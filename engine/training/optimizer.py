@@ -20,6 +20,8 @@ from model import GPT
 DEFAULT_WARMUP_STEPS = 10
 INITIAL_LOSS_SCALE = 2.0**16  # for float16, whose smallest numbers would underflow; then it adapts
 NUM_STEPS_TO_DOUBLE_SCALE = 2000  # finite steps in a row, as in torch.amp.GradScaler
+MAX_GRADIENT_NORM = 1e9  # after clipping: the squares of squares of more are not finite
+UNUSABLE_GRADIENTS = f"not finite or above {MAX_GRADIENT_NORM:g}"
 MAX_SKIPPED_STEPS = 50  # in a row, until a run ends
 
 
@@ -153,7 +155,7 @@ def group_matrices(
 class Optimizer:
     """All optimizers of a model as one: each parameter is in one group, by the model's specs.
 
-    A step whose gradient is not finite changes nothing, on any rank.
+    A step whose gradient is not finite, or too large for Muon, changes nothing, on any rank.
     """
 
     def __init__(
@@ -216,12 +218,15 @@ class Optimizer:
         """
         learning_rate = learning_rate_at(step, num_steps, self.config)
         norm = self.clip_gradients()
-        is_finite = bool(norm.isfinite())
-        if is_finite:
+        max_norm = MAX_GRADIENT_NORM
+        if 0 < self.config.clip_norm <= MAX_GRADIENT_NORM:
+            max_norm = math.inf  # it is clipped
+        is_usable = bool(norm.isfinite() & (norm <= max_norm))
+        if is_usable:
             self.update(learning_rate)
         for parameter in self.parameters.values():
             parameter.grad = None
-        self._update_guard(is_finite)
+        self._update_guard(is_usable)
         return learning_rate, norm
 
     def clip_gradients(self) -> Tensor:
@@ -265,7 +270,8 @@ class Optimizer:
         num_in_a_row = int(self.guard["skipped_in_a_row"])
         if num_in_a_row >= MAX_SKIPPED_STEPS:
             raise UserError(
-                f"--learning-rate: the gradients of {num_in_a_row} steps in a row were not finite. "
+                f"--learning-rate: the gradients of {num_in_a_row} steps in a row were "
+                f"{UNUSABLE_GRADIENTS}. "
                 "Lower it, set --clip-norm, or compute in another --dtype, and continue with "
                 f"--resume from step {saved:,}."
             )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.core.cli import count_noun, shell_command
 from engine.core.device import choose_dtype, dtype_name
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
@@ -58,7 +59,7 @@ def resolve_config(
     dist.assert_equal_across_ranks(settings, ignore=SETTINGS_IGNORED_ON_RESUME | {"device"})
     state = dist.broadcast(checkpoint.state if checkpoint else None)
     if state and config.resume:
-        recorded = state["settings"]
+        recorded = recorded_settings(state)
         config = fill_unset(config, {name: recorded.get(name) for name in SIZE_FIELDS})
         if recorded.get("minutes") and config.minutes:
             config = fill_unset(config, {"steps": recorded.get("steps")})
@@ -99,6 +100,16 @@ def fill_defaults(config: TrainConfig, data: Mixture, dist: DistributedContext) 
     return fill_unset(config, defaults)
 
 
+def recorded_settings(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings in a checkpoint's state, and defaults for those of later versions.
+
+    Raises UserError for values that do not fit.
+    """
+    names = flatten(TrainConfig())
+    values = {name: value for name, value in state["settings"].items() if name in names}
+    return flatten(from_values(TrainConfig, values, f"checkpoint of step {state['step']:,}"))
+
+
 def changed_settings(
     state: dict[str, Any], settings: dict[str, Any], data_sha256: str
 ) -> dict[str, tuple[Any, Any]]:
@@ -107,10 +118,9 @@ def changed_settings(
     Raises UserError for settings or data that must not change, and for fewer steps or minutes
     than are done.
     """
+    recorded = recorded_settings(state)
     changed = {
-        name: (state["settings"].get(name), value)
-        for name, value in settings.items()
-        if state["settings"].get(name) != value
+        name: (recorded[name], value) for name, value in settings.items() if recorded[name] != value
     }
     refused = [
         f"{name} {old!r} → {new!r}"
@@ -125,12 +135,13 @@ def changed_settings(
         )
     if (settings["steps"] or math.inf) < state["step"]:
         raise UserError(
-            f"--steps: must be at least {state['step']}, which are done (got {settings['steps']})."
+            f"--steps: must be at least the {count_noun(state['step'], 'step')} of the checkpoint "
+            f"(got {settings['steps']})."
         )
     minutes_done = state["elapsed_seconds"] / 60
     if "minutes" in changed and (settings["minutes"] or math.inf) < minutes_done:
         raise UserError(
-            f"--minutes: must be at least {minutes_done:.3g}, which are done "
+            f"--minutes: must be at least the {minutes_done:.3g} of the checkpoint "
             f"(got {settings['minutes']:g})."
         )
     return {name: pair for name, pair in changed.items() if name not in SETTINGS_IGNORED_ON_RESUME}
@@ -139,7 +150,8 @@ def changed_settings(
 def check_tokenizer(base: Path, tokenizer: Tokenizer, data: Path) -> None:
     """Raise UserError if a dataset's tokenizer does not extend that of the checkpoint at base."""
     if not tokenizer.is_extension_of(load_tokenizer(base / "tokenizer.json")):
-        command = f"python prepare.py INPUT --out {data} --force --tokenizer {base}"
+        options = ("--out", data, "--force", "--tokenizer", base)
+        command = shell_command("python", "prepare.py", "INPUT", *options)
         raise UserError(f"{data}: its tokenizer is not that of {base}. Prepare it with: {command}")
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import re
 import shutil
 import tempfile
@@ -15,10 +16,10 @@ from typing import Any
 import filelock
 from torch import Tensor
 
-from engine.core.cli import say, warn
+from engine.core.cli import say, shell_command, warn
 from engine.core.distributed import SINGLE_PROCESS, DistributedContext
 from engine.core.errors import UserError
-from engine.core.files import acquire_lock, atomic_write, read_json
+from engine.core.files import acquire_lock, atomic_write, read_json, to_json
 from engine.training.checkpoint import (
     Checkpoint,
     SaveTokenizer,
@@ -50,15 +51,19 @@ def checkpoints_by_loss(run: Path) -> list[Path]:
     def val_loss(path: Path) -> float:
         try:
             return float(read_json(path / "state.json").get("val_loss"))
-        except (OSError, ValueError, TypeError, AttributeError):  # reported when it is opened
+        except (OSError, ArithmeticError, ValueError, TypeError, AttributeError):
+            # It is reported when it is opened.
             return math.inf
 
     return sorted(reversed(list_checkpoints(run)), key=val_loss)
 
 
 def file_stats(path: Path) -> FileStats:
-    """Return the size and modification time in nanoseconds of each file of a checkpoint."""
-    stats = {file.name: file.stat() for file in path.iterdir()}
+    """Return the size and modification time in nanoseconds of each file; {} if unreadable."""
+    try:
+        stats = {file.name: file.stat() for file in path.iterdir()}
+    except OSError:  # such as a link to a removed folder
+        return {}
     return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
@@ -77,13 +82,12 @@ def find_checkpoint(path: Path) -> Checkpoint:
             if candidate == candidates[-1]:
                 raise
             warn(f"{error} Using the next best checkpoint instead.")
-    raise UserError(
-        f"{path}: contains no checkpoint. Train a model with python train.py --out {path}."
-    )
+    command = shell_command("python", "train.py", "--out", path)
+    raise UserError(f"{path}: contains no checkpoint. Train a model with: {command}")
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a .jsonl file, which may be missing: lines with an integer step.
+    """Return the records of a .jsonl file, which may be missing: lines with a step and losses.
 
     A last line without a newline is being written, or was cut off by a kill.
     """
@@ -92,7 +96,10 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     for line in content.split(b"\n")[:-1]:
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             record = json.loads(line)
-            if isinstance(record["step"], int):
+            is_record = type(record["step"]) is int
+            for name in {"train_loss", "val_loss"} & record.keys():
+                is_record &= type(record[name]) in (int, float, type(None))
+            if is_record and to_json(record).encode():  # raises for half a surrogate pair
                 records.append(record)
     return records
 
@@ -199,12 +206,14 @@ class RunDir:
             with self.world.keep_alive():
                 futures.wait([self.pending])
             self._finish(self.pending)
+        self.world.raise_error(self._folder_error())
 
     def check(self) -> None:
         """Complete a checkpoint that all ranks have written, without waiting for one.
 
-        Raises the error of any rank.
+        Raises the error of any rank, and UserError if the folder is no longer that of this run.
         """
+        self.world.raise_error(self._folder_error())
         if self.pending and not self.world.any(not self.pending.done()):
             self._finish(self.pending)
 
@@ -213,7 +222,7 @@ class RunDir:
         next_stage = self.next_stage
         self.pending = None
         self.next_stage = None
-        self.world.raise_error(task.exception())
+        self.world.raise_error(self._folder_error() or task.exception())
         if next_stage:
             hashes = {}
             for rank_hashes in self.world.gather_json(task.result()):
@@ -228,10 +237,9 @@ class RunDir:
         """
         self.thread.shutdown()
         if self.world.is_main_process:
-            self._remove_partial()
-            with contextlib.suppress(OSError):  # the user removed the folder
-                names = [path.name for path in self.path.iterdir()]
-                if self.is_new and names == [".lock"]:
+            if not self._folder_error():
+                self._remove_partial()
+                if self.is_new and os.listdir(self.path) == [".lock"]:
                     (self.path / ".lock").unlink()
                     self.path.rmdir()
             self.lock.release()
@@ -249,10 +257,21 @@ class RunDir:
         self.is_new = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock = acquire_lock(self.path / ".lock", self.path)
+        self.lock_stat = os.stat(self.path / ".lock")
         if list_checkpoints(self.path) and not resume:
             self.lock.release()
             advice = "Continue with --resume, or choose another --out."
             raise UserError(f"{self.path}: already contains checkpoints. {advice}")
+
+    def _folder_error(self) -> UserError | None:
+        """Return an error if the main process's lock is no longer in the folder."""
+        if not self.world.is_main_process:
+            return None
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(self.path / ".lock"), self.lock_stat):
+                return None
+        problem = "removed, renamed or replaced during the run"
+        return UserError(f"{self.path}: {problem}. Restore it and add --resume, or start again.")
 
     def _make_shard_directory(self, path: Path) -> str:
         """Make the directory into which all ranks write a checkpoint's shards; return its name."""
@@ -262,8 +281,8 @@ class RunDir:
     def _write_and_prune(self, path: Path, write: Callable[..., None], *contents: Any) -> Hashes:
         """Call a function that writes a checkpoint, then remove old checkpoints."""
         if self.world.is_main_process:
-            if not self.path.is_dir():  # writing would create it again
-                raise UserError(f"{self.path}: removed during the run. Start again.")
+            if error := self._folder_error():  # writing would create it again
+                raise error
             write(path, *contents)
             self._prune(path)
         return {}
@@ -287,4 +306,6 @@ class RunDir:
     def _remove_partial(self) -> None:
         """Remove the remains of checkpoints after pruning, a kill or an error."""
         for path in (self.path / "checkpoints").glob(".step-*.partial.*"):
+            if path.is_symlink():
+                path.unlink()
             shutil.rmtree(path, ignore_errors=True)

@@ -96,6 +96,7 @@ class Trainer:
         self.val_loss: float | None = None  # of this step, if it was evaluated
         self.best_val_loss = math.inf
         self.saved: tuple[int, float | None] = (0, None)  # step and val_loss of the last checkpoint
+        self.warnings: set[str] = set()  # printed once
         self.changes: list[dict[str, Any]] = []  # settings changed by each resume
         self.clock = Clock(0.0, 0)
         self.budget = Budget({}, {}, config.steps or math.inf)
@@ -106,13 +107,16 @@ class Trainer:
             say(text, end)
 
     def notify(self, event: str, *arguments: Any) -> None:
-        """Call a hook of every callback; report one that fails, and continue."""
+        """Call a hook of every callback; report one that fails, once, and continue."""
         for callback in tuple(self.callbacks):
             try:
                 getattr(callback, event)(self, *arguments)
             except Exception as error:
                 reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                warn(f"{type(callback).__name__} failed ({reason}); training continues")
+                text = f"{type(callback).__name__} failed ({reason}); training continues"
+                if text not in self.warnings:
+                    warn(text)
+                self.warnings.add(text)
                 if event == "on_train_start":
                     self.callbacks.remove(callback)
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from engine.core.cli import (
     SPIN_COUNTS,
     Interruption,
     command_line,
+    count_noun,
+    shell_command,
     tune_openmp_spinning,
 )
 from engine.core.errors import UserError
@@ -143,6 +146,43 @@ def test_command_to_resume_with_has_the_flag_once_and_quotes_arguments():
     assert words[1:] == ["config/a b.toml", "--out", "it's", "--steps", "5", "--resume"]
     code = "from engine.core.cli import command_line\nprint(command_line(None, '--resume'))"
     assert run_python(code, "--out", "a b")[0] == "-c --out 'a b' --resume\n"
+
+
+WORDS = [
+    "a b",
+    "$(touch hacked)",
+    "it's",
+    "`id`",
+    "a\nb",
+    "a\\b\t'c",
+    "\x1b[31m",
+    "caf\udce9",
+    "é漢",
+    "",
+]
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_printed_command_is_one_line_and_passes_each_word_on(word, tmp_path):
+    command = shell_command(
+        sys.executable, "-c", "import os, sys; print(os.fsencode(sys.argv[1]))", word
+    )
+    assert command.isprintable()
+    output = subprocess.check_output(["bash", "-c", command], encoding="utf-8", cwd=tmp_path)
+    assert output == f"{os.fsencode(word)}\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_printed_path_is_not_taken_for_a_flag():
+    assert shell_command("cat", Path("-n"), "-n", Path("a/-n")) == "cat ./-n -n a/-n"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(1, "1 step"), (0, "0 steps"), (1200, "1,200 steps"), (1.0, "1 step"), (0.5, "0.5 steps")],
+)
+def test_a_count_agrees_with_its_noun(count, text):
+    assert count_noun(count, "step") == text
 
 
 # End.

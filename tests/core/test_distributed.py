@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,15 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, logged, newest_checkpoint, numbers_text, same_checkpoint, same_tensors
+from helpers import (
+    ROOT,
+    logged,
+    newest_checkpoint,
+    numbers_text,
+    rendezvous,
+    same_checkpoint,
+    same_tensors,
+)
 from in_turn import LENGTH, ROWS, folder_of, masks
 
 import train
@@ -48,6 +55,7 @@ FLAGS_OF_KIND = {  # of runs that are compared on 1 to 4 ranks
     "fsdp-adamw": ["--parallel", "fsdp", *ADAMW_FLAGS],
 }
 TORCHRUN_COMMAND = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+START_TIMEOUT_SECONDS = 120  # of torchrun and two ranks, which import torch on shared cores
 MANY_HEADS = ["--num-heads", 8]  # two rows a matrix: two of four sharded ranks have none
 RunRanks = Callable[[int, list[dict[str, Any]]], None]
 
@@ -404,7 +412,7 @@ def test_killed_and_terminated_run_equals_an_uninterrupted_one(folder, run_ranks
     process = start(*command, *flags_of(run, *flags))
 
     def wait_for_two_checkpoints() -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
         names = [path.name for path in list_checkpoints(run)] or ["step-0"]
         target = f"step-{int(names[-1].removeprefix('step-')) + 20:08d}"
         while not any(path.name >= target for path in list_checkpoints(run)):
@@ -419,7 +427,7 @@ def test_killed_and_terminated_run_equals_an_uninterrupted_one(folder, run_ranks
         os.kill(int(workers[1]), signal.SIGKILL)
         wait_for_two_checkpoints()
         process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=START_TIMEOUT_SECONDS)
     finally:
         process.kill()
     assert process.returncode == 1, errors
@@ -534,36 +542,34 @@ finally:
     ],
 )
 def test_two_ranks_wait_for_work_and_share_errors(mode, output, errors):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    process = subprocess.run(
-        [sys.executable, "-c", TWO_RANKS, mode],
-        capture_output=True,
-        encoding="utf-8",
-        cwd=ROOT,
-        timeout=60,
-        env=os.environ | variables | {"MASTER_PORT": str(port)},
-    )
+    with rendezvous(2) as variables:
+        process = subprocess.run(
+            [sys.executable, "-c", TWO_RANKS, mode],
+            capture_output=True,
+            encoding="utf-8",
+            cwd=ROOT,
+            timeout=60,
+            env=os.environ | variables,
+        )
     assert process.stdout == output and (process.returncode == 0) == bool(output), process.stderr
     assert re.search(errors, process.stderr), process.stderr
 
 
 EXIT_AT_ONCE = """
-import os, socket, sys
+import os, sys
 import torch
 import torch.distributed as dist
 from engine.core.distributed import init_distributed
 
 codes = []
 for _ in range(8):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     children = []
     for rank in ("0", "1"):
         if not (child := os.fork()):
             os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
             with init_distributed("cpu") as context:
                 group = dist.group.WORLD  # as PyTorch's own modules may hold it
                 sys.setswitchinterval(1000)  # a thread that waits for the GIL does not request it
@@ -600,6 +606,38 @@ def test_incomplete_variables_of_torchrun_are_named(variables, name, monkeypatch
         monkeypatch.setenv(variable, value)
     with pytest.raises(UserError, match=f"^{name}: "), init_distributed("cpu"):
         pass
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"},
+        {"OMPI_COMM_WORLD_SIZE": "4"},
+        {"PMI_SIZE": "4"},
+        {"SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "1"},
+    ],
+)
+def test_processes_that_srun_or_mpirun_started_without_torchrun_are_refused(variables, monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS", "2")  # set in an sbatch script too, for one process
+    with init_distributed("cpu") as context:
+        assert context.size == 1
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"^{next(iter(variables))}: .*torchrun"):
+        init_distributed("cpu").__enter__()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")  # torchrun with one process in each task
+    with init_distributed("cpu") as context:
+        assert context.size == 1
+
+
+@pytest.mark.parametrize("names", ["nothing0", "lo,nothing0"])
+def test_a_missing_network_interface_is_named(names, monkeypatch):
+    variables = {"WORLD_SIZE": 2, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}
+    for name, value in (variables | {"MASTER_PORT": 1, "GLOO_SOCKET_IFNAME": names}).items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(UserError, match=r"^GLOO_SOCKET_IFNAME: .*\bnothing0\b.*\blo\b"):
+        init_distributed("cpu").__enter__()
 
 
 def test_process_without_torchrun_has_a_context_of_its_own():

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import torch
 from helpers import logged, tiny
 
+import sample
 import train
 from engine.core.errors import UserError
 from engine.core.settings import load_settings
@@ -105,7 +108,37 @@ def test_a_loss_that_is_not_finite_is_null_and_counted_and_training_continues(
     assert logged(tmp_path, "skipped_steps") == {1: 0} | dict.fromkeys(range(2, 7), 1)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     output = capsys.readouterr().out
-    assert "step      2  skipped 1 steps" in output and "6 steps (1 skipped" in output
+    assert "step      2  skipped 1 step with" in output and "6 steps (1 skipped" in output
+
+
+def test_a_callback_that_fails_again_and_again_warns_once(numbers, tmp_path, capsys):
+    (tmp_path / "loss.png").mkdir()
+    train_with([MetricsFile()], numbers, tmp_path, "--steps", 6, "--eval-every", 2)
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert "loss.png" in warning
+    assert list(logged(tmp_path, "val_loss")) == [2, 4, 6]
+
+
+def test_a_run_that_is_worse_than_guessing_says_so(numbers, tmp_path, capsys):
+    for name, rate in (("learned", 0.01), ("diverged", 50)):
+        run = train_with([], numbers, tmp_path / name, "--steps", 12, "--learning-rate", rate)
+        print_summary(run)
+        is_worse = run.val_loss > math.log(open_dataset(numbers).tokenizer.vocab_size)
+        output = capsys.readouterr().out
+        assert is_worse == (name == "diverged") == ("uniform" in output)
+
+
+def test_a_finished_run_prints_existing_paths_and_a_command_that_works(numbers, tmp_path, capsys):
+    out = tmp_path / "my run's $(id)"
+    assert train.main(tiny(numbers, out, "--steps", 1)) == 0
+    output = capsys.readouterr().out
+    assert "1 step," in output and "\n1 step in " in output
+    paths = [shlex.split(path) for path in re.findall(r"^(?:Report|Best .*): (.*)$", output, re.M)]
+    assert paths == [[str(out / "report.html")], [str(out / "checkpoints" / "step-00000001")]]
+    python, script, *arguments = shlex.split(output.splitlines()[-1].partition(": ")[2])
+    assert (python, script) == ("python", "sample.py")
+    sample.main([*arguments, "--max-new-tokens", "2", "--device", "cpu"])
+    assert capsys.readouterr().out
 
 
 def test_the_loss_is_drawn_after_each_evaluation(numbers, tmp_path):
@@ -141,6 +174,8 @@ def test_every_record_is_a_line_of_json_at_once(tmp_path):
 
 LINES = [json.dumps({"step": step, "train_loss": 3.0 - step}) + "\n" for step in (1, 2, 3)]
 CORRUPTED = ["", " ", "torn", "{}", "[1]", "7", '{"step": "1"}', "[" * 9999]
+CORRUPTED += ['{"step": true}', '{"step": 1, "text": "\\ud800"}', '{"step": 1, "train_loss": "2"}']
+CORRUPTED += ['{"step": 1, "val_loss": [2]}', '{"step": 1, "val_loss": true}']
 
 
 def test_records_of_repeated_steps_and_corrupted_lines_are_removed_atomically(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import same_checkpoint, same_tensors, seal
+from helpers import make_state, same_checkpoint, same_tensors, seal
 
 from engine.core.errors import UserError
 from engine.training.checkpoint import (
@@ -41,13 +41,9 @@ def save_tokenizer(path: Path) -> None:
     path.write_text("{}")
 
 
-def make_state(**values) -> dict:
-    return dict.fromkeys(REQUIRED_STATE) | {"step": 60} | values
-
-
 def write_gathered(folder: Path, save_tokenizer=save_tokenizer, **state) -> Path:
     path = folder / "step-00000060"
-    write_checkpoint(path, make_state(**state), MODEL, OPTIMIZER, save_tokenizer)
+    write_checkpoint(path, make_state(60, **state), MODEL, OPTIMIZER, save_tokenizer)
     return path
 
 
@@ -71,7 +67,7 @@ def write_sharded(folder: Path, shards: int = NUM_SHARDS) -> Path:
     for rank in range(shards):
         rows = [rows_of(tensors, rank, shards) for tensors in (MODEL, OPTIMIZER)]
         hashes |= write_shard(directory, rank, shards, *rows)
-    complete_shards(path, directory, make_state(), save_tokenizer, hashes)
+    complete_shards(path, directory, make_state(60), save_tokenizer, hashes)
     return path
 
 
@@ -133,13 +129,15 @@ def test_a_model_is_loaded_without_naming_its_class(tmp_path):
     sizes = {"vocab_size": 11, "context_length": 8, "num_layers": 1, "num_heads": 2, "d_model": 8}
     config = ModelConfig(**sizes)
     model = GPT(config)
-    state = make_state(model=sizes)
+    state = make_state(60, model=sizes)
     write_checkpoint(tmp_path / "one", state, model.state_dict(), {}, save_tokenizer)
     loaded = load_model(open_checkpoint(tmp_path / "one"))
     assert loaded.config == config and not loaded.training
     assert same_tensors(loaded.state_dict(), model.state_dict())
     for name, value in (("num_layers", 2), ("num_layers", 10**9), ("d_ff", 7), ("bias", True)):
-        wrong = Checkpoint(tmp_path / "one", make_state(model=state["model"] | {name: value}), {})
+        wrong = Checkpoint(
+            tmp_path / "one", make_state(60, model=state["model"] | {name: value}), {}
+        )
         with pytest.raises(UserError, match=r"one.*state\.json"):
             load_model(wrong)
 

@@ -1,8 +1,6 @@
 """Estimates against arithmetic by hand, and against what PyTorch counts and allocates."""
 
 import dataclasses
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -132,50 +130,35 @@ def test_activations_are_those_that_a_micro_batch_allocates(kind, dtype):
     assert estimated == pytest.approx(measured, rel=0.1)
 
 
-REAL_STEP = """
-import json
+REAL_RUN = """
 import sys
 from pathlib import Path
 
-import torch
+import train
 
-from engine.training.optimizer import Optimizer, OptimizerConfig
-from model import GPT, ModelConfig
-
-def peak():  # the kernel's getrusage() starts at the peak of the parent process
-    status = Path("/proc/self/status").read_text().split()
-    return 1024 * int(status[status.index("VmHWM:") + 1])
-
-def train(model, rows):
-    gpt = GPT(model)
-    optimizer = Optimizer(gpt, OptimizerConfig())
-    tokens = torch.zeros(2, rows, model.context_length, dtype=torch.long)
-    for _ in range(2):
-        gpt(*tokens).backward()
-        optimizer.step(0, 10)
-
-model = ModelConfig(**json.loads(sys.argv[1]))
-train(model, 4)
-before = peak()
-train(model, 16)
-print(peak() - before)
+train.main(sys.argv[1:])
+status = Path("/proc/self/status").read_text().split()  # getrusage() has the peak of the parent
+print(1024 * int(status[status.index("VmHWM:") + 1]))
 """
+GPT2_FLAGS = "--position learned --norm layernorm --activation gelu --no-qk-norm --bias "
+GPT2_FLAGS += "--tie-embeddings --optimizer adamw"
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_memory_grows_as_that_of_a_process(dropout):
-    """From 4 sequences to 16: what libraries need for themselves does not grow."""
-    sizes = {"vocab_size": 2048, "context_length": 256, "num_layers": 2, "num_heads": 4}
-    sizes |= {"d_model": 256, "dropout": dropout}
-    command = [sys.executable, "-c", REAL_STEP, json.dumps(sizes)]
-    exact = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # a freed tensor's pages are returned
-    result = subprocess.run(command, capture_output=True, check=True, cwd=ROOT, env=exact)
-    measured = int(result.stdout)
-    config = config_of(ModelConfig(**sizes), batch_size=16)
-    hardware = Hardware(FLOAT32, is_gpu=False)
-    few, many = (sum(estimate_memory(config, rows, hardware).values()) for rows in (4, 16))
-    assert many - few == pytest.approx(measured, rel=0.1)
+@pytest.mark.parametrize(
+    "flags",
+    ["", "--dropout 0.1", f"--dropout 0.1 {GPT2_FLAGS}", "--dropout 0.1 --micro-batch-size 4"],
+)
+def test_planned_memory_is_the_peak_of_a_run(flags, numbers, tmp_path, capsys):
+    sizes = "--num-layers 4 --num-heads 4 --d-model 192 --context-length 256 --batch-size 12"
+    arguments = ["--data", str(numbers), "--out", str(tmp_path / "run"), "--device", "cpu"]
+    arguments += [*sizes.split(), *flags.split(), "--steps", "2", "--eval-tokens", "2000"]
+    command = [sys.executable, "-c", REAL_RUN, *arguments]
+    output = subprocess.check_output(command, cwd=ROOT, encoding="utf-8")
+    measured = int(output.splitlines()[-1]) / 2**20
+    train.main([*arguments, "--plan"])
+    planned = float(rows_of(capsys.readouterr().out)["= memory"][0].split()[0].replace(",", ""))
+    assert planned == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

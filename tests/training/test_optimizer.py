@@ -375,6 +375,22 @@ def test_the_loss_scale_of_float16_halves_after_a_bad_step_and_doubles_after_man
     assert optimizer.guard["good_steps"] == 1
 
 
+@pytest.mark.parametrize("value", [1e6, 1e10, 1e16])
+@pytest.mark.parametrize("clip", [0.0, 1.0, 1e12])
+@pytest.mark.parametrize("kind", OPTIMIZER_KINDS)
+def test_a_step_with_huge_gradients_moves_every_matrix_or_is_counted(kind, clip, value):
+    model, optimizer = make_optimizer(make_config(optimizer=kind, clip_norm=clip, warmup_steps=0))
+    torch.manual_seed(0)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter) * value
+    optimizer.step(0, 10)
+    has_moved = {not torch.equal(param, before[name]) for name, param in model.named_parameters()}
+    is_skipped = value > 1e6 and clip != 1.0
+    assert has_moved == {not is_skipped}
+    assert optimizer.guard["skipped"] == is_skipped
+
+
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_the_loss_scale_does_not_change_a_step(clip):
     results = []

@@ -22,8 +22,8 @@ STATE = {"settings": SETTINGS, "data_sha256": "abc", "step": 60, "elapsed_second
 
 def test_changed_settings_are_returned_unless_they_change_no_result():
     assert changed_settings(STATE, SETTINGS, "abc") == {}
-    settings = SETTINGS | {"steps": 200, "data": "b", "clip_norm": 1.0}
-    expected = {"steps": (100, 200), "clip_norm": (None, 1.0)}
+    settings = SETTINGS | {"steps": 200, "data": "b", "clip_norm": 2.0}
+    expected = {"steps": (100, 200), "clip_norm": (1.0, 2.0)}
     assert changed_settings(STATE, settings, "abc") == expected
 
 

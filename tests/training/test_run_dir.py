@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, make_state
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 
 from engine.core.errors import UserError
 from engine.training.callbacks import truncate_records
-from engine.training.checkpoint import REQUIRED_STATE, open_checkpoint
+from engine.training.checkpoint import open_checkpoint
 from engine.training.run_dir import (
     RunDir,
     checkpoints_by_loss,
@@ -45,10 +45,6 @@ def save_tokenizer(path: Path) -> None:
 
 def raise_disk_full(path: Path) -> None:
     raise OSError(28, "No space left on device")
-
-
-def make_state(step: int, **values) -> dict:
-    return dict.fromkeys(REQUIRED_STATE) | {"step": step} | values
 
 
 def save(run_dir: RunDir, step: int, val_loss: float | None = None, save_tokenizer=save_tokenizer):
@@ -173,6 +169,19 @@ def test_copies_with_other_names_are_the_users(run_dir, name):
         save(run_dir, step)
     assert open_checkpoint(copied).verify().step == 1
     assert steps(run_dir) == [3, 4]
+
+
+@pytest.mark.parametrize("target", ["moved", "missing", "a file"])
+def test_a_link_to_a_checkpoint_is_pruned_without_following_it(run_dir, target):
+    moved = save(run_dir, 1).rename(run_dir.path.parent / "moved")
+    (run_dir.path.parent / "a file").write_text("")
+    checkpoints = run_dir.path / "checkpoints"
+    (checkpoints / "step-00000001").symlink_to(run_dir.path.parent / target)
+    for step in (2, 3):
+        save(run_dir, step)
+    assert {path.name for path in checkpoints.iterdir()} == {"step-00000002", "step-00000003"}
+    assert open_checkpoint(moved).verify().step == 1
+    assert (run_dir.path.parent / "a file").exists()
 
 
 # What is verified when.

@@ -1,0 +1,26 @@
+"""examples/pairs.py: its files are those that the guide names, and existing files stay."""
+
+import re
+from pathlib import Path
+
+from helpers import ROOT
+
+from examples import pairs
+from prepare import PrepareConfig, prepare
+
+
+def test_every_input_of_the_guide_is_written_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text("mine")
+    pairs.main([])
+    assert Path("book.txt").read_text() == "mine"
+    Path("book.txt").unlink()
+    pairs.main([])
+    guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+    inputs = set(re.findall(r"(?<!--out )\b(\w+\.(?:txt|jsonl))\b", guide))
+    outputs = {"completions.jsonl", "answers.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == inputs - outputs
+    assert "pairs.jsonl" in inputs and '"What is a king?"' in Path("pairs.jsonl").read_text()
+    config = PrepareConfig(("pairs.jsonl",), prompt_field="question", completion_field="answer")
+    assert prepare(config)[1]
+    assert prepare(PrepareConfig(("chats.jsonl",), chat=True, tokenizer="byte"))[1]
