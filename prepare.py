@@ -192,7 +192,7 @@ def list_sources(
     if config.chat:
         functions = examples.chat_functions(config.chat_field, template)
     if config.completion_field:
-        functions = examples.pair_functions(prompt_fields(config), config.completion_field)
+        functions = examples.pair_functions(config.prompt_field or (), config.completion_field)
     sources = find_sources(
         config.inputs, spool, config.glob, config.sha256, config.hf_config, config.hf_split
     )
@@ -204,12 +204,6 @@ def list_sources(
         raise UserError(f"{flag}: needs {kinds} (got {text_files[0]}). {advice}.")
     field = config.field or "text"
     return [replace(source, field=field, errors=config.errors, **functions) for source in sources]
-
-
-def prompt_fields(config: PrepareConfig) -> list[str]:
-    """Return the fields of a prompt."""
-    fields = config.prompt_field or ()
-    return [fields] if isinstance(fields, str) else [*fields]
 
 
 def dataset_name(first_input: str) -> str:
@@ -233,7 +227,7 @@ def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None
             name = f"{tokenizer.kind} {tokenizer.fingerprint}"
     needs_separator = not (corpus.examples or corpus.single or has_end)
     tokenizer_bytes = config.tokenizer_bytes
-    fields = prompt_fields(config)
+    fields = examples.list_fields(config.prompt_field or ())
     settings = {
         "vocab_size": config.vocab_size,
         "pattern": config.pattern if config.pattern != DEFAULT_PATTERN else None,

@@ -34,11 +34,17 @@ def chat_functions(field: str | None, template: ChatTemplate | None) -> dict[str
     return {"turns_of": turns_of, "notes_of": partial(notes_on_chat, field=field)}
 
 
-def pair_functions(prompt_fields: Sequence[str], completion_field: str) -> dict[str, Callable]:
+def pair_functions(prompt_field: str | Sequence[str], completion_field: str) -> dict[str, Callable]:
     """Return the functions of a Source of prompts and completions."""
-    fields = [*prompt_fields, completion_field]
+    prompt_fields = list_fields(prompt_field)
     turns_of = partial(parse_pair, prompt_fields=prompt_fields, completion_field=completion_field)
-    return {"turns_of": turns_of, "notes_of": partial(notes_on_pair, fields=fields)}
+    notes_of = partial(notes_on_pair, fields=[*prompt_fields, completion_field])
+    return {"turns_of": turns_of, "notes_of": notes_of}
+
+
+def list_fields(fields: str | Sequence[str]) -> list[str]:
+    """Return one field or several as a list."""
+    return [fields] if isinstance(fields, str) else [*fields]
 
 
 def parse_chat(
