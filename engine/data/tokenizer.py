@@ -224,6 +224,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.adds_leading_space = self.decode_bytes(letter).startswith(b" ")
 
     def encode_after_special(self, text: str) -> np.ndarray:
+        """Return the ids of a text, without a space that only the first text gets."""
         document = self.document
         words = document.get("pre_tokenizer") or {}
         if words.get("prepend_scheme") != "first":

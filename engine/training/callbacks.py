@@ -189,13 +189,13 @@ def describe_run(trainer: Trainer) -> str:
     ]
     splits = [split for dataset in data.datasets for split in (dataset.train, dataset.val)]
     examples = [split for split in splits if isinstance(split, Examples)]
-    num_cut = sum(split.num_cut for split in examples)
-    num_removed = sum(split.num_removed for split in examples)
-    if num_cut or num_removed:
-        actions = [f"{num_cut:,} cut"] * (num_cut > 0) + [f"{num_removed:,} left out"] * (
-            num_removed > 0
-        )
-        lines.append(f"examples longer than the context: {', '.join(actions)}")
+    counts = {
+        "cut": sum(split.num_cut for split in examples),
+        "left out": sum(split.num_removed for split in examples),
+    }
+    actions = ", ".join(f"{count:,} {action}" for action, count in counts.items() if count)
+    if actions:
+        lines.append(f"examples longer than the context: {actions}")
     return "\n".join(lines)
 
 
