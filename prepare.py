@@ -206,7 +206,7 @@ def list_sources(
     if config.chat:
         functions = examples.chat_functions(config.chat_field, template)
     if config.completion_field:
-        functions = examples.pair_functions(prompt_fields(config), config.completion_field)
+        functions = examples.pair_functions(config.prompt_field or (), config.completion_field)
     sources = find_sources(
         config.inputs, spool, config.glob, config.sha256, config.hf_config, config.hf_split
     )
@@ -238,12 +238,6 @@ def list_sources(
     return [*map(set_options, sources)]
 
 
-def prompt_fields(config: PrepareConfig) -> list[str]:
-    """Return the fields of a prompt."""
-    fields = config.prompt_field or ()
-    return [fields] if isinstance(fields, str) else [*fields]
-
-
 def dataset_name(first_input: str) -> str:
     """Return the name of a dataset's folder by default."""
     if first_input == "-":
@@ -266,7 +260,7 @@ def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None
     needs_separator = not (corpus.examples or corpus.single or has_end)
     tokenizer_bytes = config.tokenizer_bytes
     encoding = normalize_encoding(config.encoding)
-    fields = prompt_fields(config)
+    fields = examples.list_fields(config.prompt_field or ())
     settings = {
         "vocab_size": config.vocab_size,
         "pattern": config.pattern if config.pattern != DEFAULT_PATTERN else None,

@@ -22,7 +22,7 @@ import matplotlib.image
 import pytest
 import safetensors.torch
 import torch
-from helpers import ROOT, exit_code_of, seal
+from helpers import ROOT, exit_code_of, newest_checkpoint, seal, train_tiny
 
 import sample
 import train
@@ -524,3 +524,38 @@ def test_the_page_of_a_checkpoint_has_the_name_of_its_run(trained, monkeypatch):
     for path in (trained, checkpoint):
         sample.sample(sample.SampleConfig(path, page=True, device="cpu"))
     assert names == [trained.name, f"{trained.name}/{checkpoint.name}"]
+
+
+@pytest.mark.parametrize("template", [None, "{{ 'system' }}"])
+@pytest.mark.parametrize("state", [{}, {"has_system_turns": True}, {"has_system_turns": False}])
+def test_a_system_turn_that_the_model_never_saw_is_warned_of(
+    state, template, trained, tmp_path, monkeypatch, capsys
+):
+    tokenizer = CHAT.with_chat_template(template)
+    path = tmp_path / "run" / "checkpoints" / "step-00000001"
+    model = GPT(ModelConfig(CHAT.vocab_size, 16, num_layers=1, num_heads=1, d_model=8))
+    old = open_checkpoint(list_checkpoints(trained)[-1]).state
+    old = {key: value for key, value in old.items() if key != "has_system_turns"}
+    old |= {"model": dataclasses.asdict(model.config), "examples": "chats"}
+    write_checkpoint(path, old | state, model.state_dict(), {}, tokenizer.save)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    for flags in ([], ["--system", "Be kind."]):
+        sample.main([str(path), "--chat", "--device", "cpu", *flags])
+        is_warned = bool(flags) and template is None and state.get("has_system_turns") is False
+        assert ("--system" in capsys.readouterr().err) == is_warned
+
+
+TWO_TURNS = [{"role": "assistant", "content": "1"}, {"role": "user", "content": "2"}]
+
+
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be kind."}]])
+def test_a_checkpoint_knows_whether_chats_had_system_turns(system: list, tmp_path: Path):
+    chats = [
+        {"messages": [*system, {"role": "user", "content": f"{n}"}, *TWO_TURNS]} for n in range(30)
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    prepare(PrepareConfig((str(path),), tokenizer="byte", chat=True, out=tmp_path / "data"))
+    train_tiny(tmp_path / "data", tmp_path / "run", "--steps", 1, "--context-length", 64)
+    assert newest_checkpoint(tmp_path / "run").state["has_system_turns"] == bool(system)
+    assert sample.load(tmp_path / "run", "cpu").has_system_turns == bool(system)

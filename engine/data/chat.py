@@ -39,7 +39,10 @@ def own_template(tokenizer: Tokenizer) -> ChatTemplate | None:
     if tokenizer.chat_template is None:
         return None
     template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.end_name)
-    return None if _end_of_answer(tokenizer, template) is None else template
+    try:
+        return None if _end_of_answer(tokenizer, template) is None else template
+    except UserError as error:
+        raise UserError(f"--tokenizer: {error}. Repair its chat_template, or remove it.") from None
 
 
 @functools.lru_cache(16)
@@ -57,7 +60,8 @@ def chat_format(tokenizer: Tokenizer) -> tuple[ChatTemplate, int | None]:
 def _end_of_answer(tokenizer: Tokenizer, template: ChatTemplate) -> int | None:
     """Return the id of the first special token after an answer; None if there is none."""
     text = template.render(to_messages([("user", "Hi"), ("assistant", PLACEHOLDER_TEXT)]))
-    match = tokenizer.special_pattern.search(text, text.find(PLACEHOLDER_TEXT) % (len(text) + 1))
+    _, answer, after = text.partition(PLACEHOLDER_TEXT)
+    match = names_pattern(tokenizer).search(after) if answer else None
     return tokenizer.special_tokens[match[0]] if match else None
 
 
@@ -86,6 +90,13 @@ def prompt_ids(example: Iterable[int]) -> list[int]:
     return [~token for token in itertools.takewhile(lambda token: token < 0, example)]
 
 
+@functools.lru_cache(32)
+def names_pattern(tokenizer: Tokenizer, has_markup: bool = True) -> re.Pattern[str]:
+    """Return a pattern that matches the names of special tokens, and perhaps of markup."""
+    names = tokenizer.special_tokens.keys() - (() if has_markup else tokenizer.markup)
+    return re.compile("|".join(sorted(map(re.escape, names), key=len, reverse=True)) or "(?!)")
+
+
 def keys_of(turn: Turn) -> dict[str, Any]:
     """Return the other keys of a turn's message."""
     return turn[2] if len(turn) == 3 else {}
@@ -101,8 +112,7 @@ def to_messages(turns: Iterable[Turn], tokenizer: Tokenizer | None = None) -> li
         message = {"role": turn[0], "content": turn[1], **keys_of(turn)}
         message.pop("weight", None)
         if tokenizer:
-            is_answer = turn[0] == "assistant"
-            pattern = tokenizer.control_pattern if is_answer else tokenizer.special_pattern
+            pattern = names_pattern(tokenizer, has_markup=turn[0] != "assistant")
             message = map_texts(message, functools.partial(_escape, pattern))
         messages.append(message)
     return messages
@@ -112,12 +122,8 @@ def _escape(pattern: re.Pattern[str], text: str) -> str:
     """Change the matches of a pattern in a text, so that they are no longer matches."""
     if ESCAPE_CHARACTER not in text and not pattern.search(text):
         return text
-    return re.sub(
-        f"(?={ESCAPE_CHARACTER}|{pattern.pattern})(.)",
-        rf"\1{ESCAPE_CHARACTER}",
-        text,
-        flags=re.DOTALL,
-    )
+    start = f"(?={ESCAPE_CHARACTER}|{pattern.pattern})(.)"
+    return re.sub(start, rf"\1{ESCAPE_CHARACTER}", text, flags=re.DOTALL)
 
 
 def check_template(template: ChatTemplate, turns: Sequence[Turn]) -> None:
@@ -148,31 +154,33 @@ def _render_numbered(template: ChatTemplate, turns: str) -> str:
     return template.render(to_messages(json.loads(turns)))
 
 
-def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Encode a rendered chat, where names of special tokens are these tokens unless escaped."""
+def encode_rendered(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Encode a rendered chat, where names of special tokens are these tokens unless escaped.
+
+    Returns the ids, and for each text between special tokens the indices of its first character
+    and of its first id.
+    """
     ids: list[int] = []
-    start = 0
-    for match in tokenizer.special_pattern.finditer(text):
-        ids += _encode_segment(tokenizer, text[start : match.start()])
+    starts = [(0, 0)]
+    for match in names_pattern(tokenizer).finditer(text):
+        ids += _encode_segment(tokenizer, text, starts[-1][0], match.start())
         ids.append(tokenizer.special_tokens[match[0]])
-        start = match.end()
-    return ids + _encode_segment(tokenizer, text[start:])
+        starts.append((match.end(), len(ids)))
+    return ids + _encode_segment(tokenizer, text, starts[-1][0], None), starts
 
 
-def _encode_segment(tokenizer: Tokenizer, text: str) -> list[int]:
-    unescaped = (
-        re.sub(f"{ESCAPE_CHARACTER}({ESCAPE_CHARACTER}?)", r"\1", text)
-        if ESCAPE_CHARACTER in text
-        else text
-    )
-    return tokenizer.encode(unescaped).tolist() if text else []
+def _encode_segment(tokenizer: Tokenizer, text: str, start: int, stop: int | None) -> list[int]:
+    """Encode a part of a rendered chat that has no special token."""
+    unescaped = re.sub(f"{ESCAPE_CHARACTER}({ESCAPE_CHARACTER}?)", r"\1", text[start:stop])
+    encode = tokenizer.encode_after_special if start else tokenizer.encode
+    return encode(unescaped).tolist() if unescaped else []
 
 
 def encode_chat(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[int]:
     """Return the ids of a chat, up to where the assistant's next answer begins."""
     template, _ = chat_format(tokenizer)
     messages = to_messages(turns, tokenizer)
-    return encode_rendered(tokenizer, template.render(messages, add_generation_prompt=True))
+    return encode_rendered(tokenizer, template.render(messages, add_generation_prompt=True))[0]
 
 
 def encode_example(tokenizer: Tokenizer, turns: Sequence[Turn]) -> np.ndarray:
@@ -184,12 +192,14 @@ def encode_example(tokenizer: Tokenizer, turns: Sequence[Turn]) -> np.ndarray:
     template, end = chat_format(tokenizer)
     messages = to_messages(turns, tokenizer)
     text = template.render(messages)
-    ids = encode_rendered(tokenizer, text)
+    ids, starts = encode_rendered(tokenizer, text)
     example = [~token for token in ids]
     for index, turn in enumerate(turns):
         if turn[0] == "assistant" and keys_of(turn).get("weight") != 0:
-            before = text[: _answer_start(template, messages, index, text)]
-            start = common_length(encode_rendered(tokenizer, before), ids)
+            character = _answer_start(template, messages, index, text)
+            first_character, start = max(pair for pair in starts if pair[0] <= character)
+            before = _encode_segment(tokenizer, text, first_character, character)
+            start += common_length(before, ids[start:])
             if end not in ids[start:]:
                 raise UserError(f"the model's chat template does not end message {index + 1}")
             stop = ids.index(end, start) + 1
@@ -229,18 +239,15 @@ def is_target(example: np.ndarray) -> np.ndarray:
 
 def count_targets(tokenizer: Tokenizer, example: np.ndarray) -> tuple[int, int]:
     """Count the targets of an example, and the UTF-8 bytes of their text."""
-    targets = is_target(example)
-    is_special = np.isin(example, [*tokenizer.special_tokens.values()])
-    is_text = targets & ~is_special
-    edges = [0, *(np.flatnonzero(np.diff(is_text)) + 1).tolist()]
-    num_bytes = 0
-    for start, run in zip(edges, np.split(example, edges[1:]), strict=True):
-        if is_text[start]:
-            content = tokenizer.decode_bytes(run.tolist())
-            starts_text = example[start - 1] < 0 or is_special[start - 1]
-            adds_space = tokenizer.adds_leading_space and starts_text
-            num_bytes += len(content.removeprefix(b" ") if adds_space else content)
-    return int(targets.sum()), num_bytes
+    special = {*tokenizer.special_tokens.values()}
+    ids = example.tolist()
+    targets = [(before, token) for before, token in itertools.pairwise(ids) if token >= 0]
+    texts = [(before, token) for before, token in targets if token not in special]
+    num_bytes = len(tokenizer.decode_bytes([token for _, token in texts]))
+    if tokenizer.adds_leading_space:
+        first_ids = [token for before, token in texts if before < 0 or before in special]
+        num_bytes -= sum(tokenizer.decode_bytes([i]).startswith(b" ") for i in first_ids)
+    return len(targets), num_bytes
 
 
 def escape_unprintable(text: str) -> str:

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +54,8 @@ class Tokenizer:
         self.document = document
         self.kind: str = extension.get("name", model.get("type", "BPE").lower())
         self.special_tokens = tokenizer_json.special_tokens_of(document)
+        names = [token["content"] for token in document["added_tokens"] if token.get("special")]
+        self.markup = self.special_tokens.keys() - {*names}  # such as <think>: text in an answer
         self.text_ids = {*tokenizer_json.text_vocab(document).values(), *ordinary}
         self.vocab_size = tokenizer_json.vocab_size_of(document)
         self.end_name: str = extension.get("end_of_text", END_OF_TEXT)
@@ -67,17 +69,6 @@ class Tokenizer:
     def content(self) -> bytes:
         """The file that :meth:`save` writes."""
         return (json.dumps(self.document, ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-    @functools.cached_property
-    def special_pattern(self) -> re.Pattern[str]:
-        """A pattern that matches the names of special tokens and markup."""
-        return _names_pattern(self.special_tokens)
-
-    @functools.cached_property
-    def control_pattern(self) -> re.Pattern[str]:
-        """A pattern that matches the names of special tokens, not of markup like ``<think>``."""
-        tokens = self.document["added_tokens"]
-        return _names_pattern(token["content"] for token in tokens if token.get("special"))
 
     @property
     def fingerprint(self) -> str:
@@ -104,6 +95,10 @@ class Tokenizer:
     def _encode(self, text: str) -> np.ndarray:
         raise NotImplementedError
 
+    def encode_after_special(self, text: str) -> np.ndarray:
+        """Return the ids of a text that follows a special token."""
+        return self.encode(text)
+
     def decode_bytes(self, ids: TokenIds) -> bytes:
         """Return the UTF-8 bytes of ids inside a text, where SentencePiece keeps leading spaces.
 
@@ -118,10 +113,7 @@ class Tokenizer:
 
     def unused_ids(self) -> list[int]:
         """List the ids that neither occur in text nor end it; they must not be sampled."""
-        markup = [
-            i for name, i in self.special_tokens.items() if not self.control_pattern.match(name)
-        ]
-        used = self.text_ids | {self.end_of_text, *markup}
+        used = self.text_ids | {self.end_of_text, *map(self.special_tokens.get, self.markup)}
         return [number for number in range(self.vocab_size) if number not in used]
 
     def with_special(self, names: Sequence[str]) -> "Tokenizer":
@@ -222,6 +214,7 @@ class HuggingFaceTokenizer(Tokenizer):
         decoder = json.dumps(document.get("decoder"))
         self.is_byte_level = '"ByteLevel"' in decoder
         self.has_byte_fallback = '"ByteFallback"' in decoder
+        self.inner: HuggingFaceTokenizer | None = None  # for texts after special tokens
         self.context: list[int] = []  # an id to decode others after, see _bytes_of
         try:
             letter = self.encode("a").tolist()
@@ -229,6 +222,17 @@ class HuggingFaceTokenizer(Tokenizer):
             return
         self.context = letter[-1:]
         self.adds_leading_space = self.decode_bytes(letter).startswith(b" ")
+
+    def encode_after_special(self, text: str) -> np.ndarray:
+        """Return the ids of a text, without a space that only the first text gets."""
+        document = self.document
+        words = document.get("pre_tokenizer") or {}
+        if words.get("prepend_scheme") != "first":
+            return self.encode(text)
+        if self.inner is None:
+            words = words | {"prepend_scheme": "never"}
+            self.inner = HuggingFaceTokenizer(document | {"pre_tokenizer": words})
+        return self.inner.encode(text)
 
     def _encode(self, text: str) -> np.ndarray:
         text.encode()
@@ -293,12 +297,6 @@ def load_tokenizer(path: Path) -> Tokenizer:
     except UserError as error:
         fix = "Choose another tokenizer, or prepare again."
         raise UserError(f"{path}: corrupted or unsupported tokenizer ({error}). {fix}") from None
-
-
-def _names_pattern(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches the longest of the names; without names nothing."""
-    longest_first = sorted(map(re.escape, names), key=len, reverse=True)
-    return re.compile("|".join(longest_first) or "(?!)")
 
 
 def named_tokenizer(name: str) -> Tokenizer:

@@ -141,7 +141,8 @@ def added_tokens(special: dict[str, int]) -> list[dict[str, Any]]:
 def with_extension(document: Document, **values: str | None) -> Document:
     """Change values of a document's extension; None and the usual end of text remove one."""
     values = document["model"].get(EXTENSION_KEY, {}) | values
-    values = {name: value for name, value in values.items() if value not in (None, END_OF_TEXT)}
+    unset = [("end_of_text", END_OF_TEXT), *((name, None) for name in values)]
+    values = {name: value for name, value in values.items() if (name, value) not in unset}
     model = {name: value for name, value in document["model"].items() if name != EXTENSION_KEY}
     if values:
         model[EXTENSION_KEY] = values

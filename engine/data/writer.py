@@ -328,20 +328,19 @@ def make_manifest(job: Job, units: Sequence[Unit], origin: dict[str, Any]) -> di
         "format": dataset.FORMAT_VERSION,
         "vocab_size": job.vocab_size,
         "dtype": job.dtype,
-        "splits": {split: join_split(split, records, len(hashes)) for split in SPLIT_NAMES},
+        "splits": {split: join_split(split, records, facts) for split in SPLIT_NAMES},
         "origin": {"content": splits.content_hash(texts), **origin},
         "facts": facts,
     }
 
 
-def join_split(split: str, records: list[dict[str, Any]], num_documents: int) -> dict[str, Any]:
+def join_split(split: str, records: list[dict[str, Any]], facts: dict[str, Any]) -> dict[str, Any]:
     """Return a split's entry in the manifest. Raises UserError if the split is too short."""
-    counts: Counter = Counter()
-    for record in records:
-        counts.update(record["counts"][split])
+    counts = sum((Counter(record["counts"][split]) for record in records), Counter())
     if counts["tokens"] < 2:
-        size = f"at least 2 tokens (got {counts['tokens']}; documents: {num_documents})"
-        raise UserError(f"the {split} split must have {size}. Change --val-fraction.")
+        documents = f"{facts['documents']} documents, {facts['repeats']} of them repeats"
+        problem = f"must have at least 2 tokens (got {counts['tokens']}, of {documents})"
+        raise UserError(f"the {split} split {problem}. Change --val-fraction.")
     entry = {name: counts[name] for name in ("tokens", "bytes", "documents")}
     shards = [shard for record in records for shard in record["shards"][split]]
     if f"{split}-lengths" not in records[0]["shards"]:

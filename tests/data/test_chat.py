@@ -1,11 +1,15 @@
 """Prompts with completions, and chats, as token ids, and which of them are targets."""
 
+import json
+
 import numpy as np
 import pytest
+from helpers import train_sentencepiece
 
 from engine.core.errors import UserError
 from engine.data.chat import (
     CHATML_TOKENS,
+    count_targets,
     encode_chat,
     encode_example,
     end_of_turn,
@@ -13,9 +17,17 @@ from engine.data.chat import (
     render_with_targets,
     special_token_names,
 )
+from engine.data.dataset import open_dataset
 from engine.data.inputs.examples import parse_chat, parse_pair
-from engine.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, named_tokenizer
-from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TEXT, END_OF_TURN
+from engine.data.tokenizer import (
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    from_document,
+    named_tokenizer,
+)
+from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TEXT, END_OF_TURN, with_extension
+from prepare import PrepareConfig, prepare
 
 CHAT = [
     ("system", "Be kind."),
@@ -87,6 +99,43 @@ def test_the_prompt_of_an_answer_is_that_of_its_example(tokenizer: Tokenizer):
     prompt = encode_chat(tokenizer, CHAT[:2])
     assert prompt == ids_of(example)[: len(prompt)]
     assert np.flatnonzero(is_target(example))[0] == len(prompt)
+
+
+@pytest.mark.parametrize("name", ["byte", "gpt2", "sentencepiece"])
+def test_the_bytes_of_targets_are_those_of_their_text(name: str, code: str, tiktoken_cache):
+    if name == "sentencepiece":
+        document = json.loads(train_sentencepiece([code]).to_str())
+        tokenizer = from_document(with_extension(document, end_of_text="</s>"))
+    else:
+        tokenizer = named_tokenizer(name)
+    for text in ("return héllo 漢 x", "words of a text"):
+        ids = tokenizer.encode(text).tolist()
+        for prompt in ("a question?", ""):  # without a prompt nothing predicts the first token
+            example = encode_example(tokenizer, [("prompt", prompt), ("completion", text)])
+            first = b"" if prompt else tokenizer.decode_bytes(ids[:1])
+            num_bytes = len(text.encode()) - len(first)
+            num_bytes += not prompt and tokenizer.adds_leading_space
+            assert count_targets(tokenizer, example) == (len(ids) + bool(prompt), num_bytes)
+
+
+@pytest.mark.parametrize("name", ["byte", "gpt2"])
+def test_one_function_counts_the_targets_of_a_dataset(name: str, tmp_path, tiktoken_cache):
+    rows = [{"p": "?" * (n % 2), "c": f"{n} héllo", "id": n} for n in range(200)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = {"prompt_field": "p", "completion_field": "c"}
+    prepare(PrepareConfig((str(path),), tokenizer=name, out=tmp_path / "data", **fields))
+    dataset = open_dataset(tmp_path / "data")
+    for split in ("train", "val"):
+        examples = getattr(dataset, split)
+        kept = [examples.example(index) for index in range(examples.num_examples)]
+        counts = [count_targets(dataset.tokenizer, example) for example in kept]
+        expected = dataset.manifest["splits"][split]
+        assert (*map(sum, zip(*counts, strict=True)),) == (expected["targets"], expected["bytes"])
+    short = dataset.drop_long_examples(int(examples.lengths.max()) - 2, cut=True)
+    assert 0 < short.val.num_cut < short.val.num_examples and short.val.num_removed == 0
+    assert short.manifest["splits"]["val"]["bytes"] <= expected["bytes"]
+    assert dataset.manifest["facts"]["notes"] == {"examples with 'id', which is not used": 200}
 
 
 TURN = {"role": "assistant", "content": "a"}

@@ -6,18 +6,30 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
+from helpers import train_sentencepiece
 
-from engine.data.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE
+from engine.core.errors import UserError
+from engine.data.chat import (
+    CHATML_TOKENS,
+    count_targets,
+    encode_chat,
+    encode_example,
+    end_of_turn,
+    own_template,
+    special_token_names,
+)
+from engine.data.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE, ChatTemplate
 from engine.data.dataset import open_dataset
-from engine.data.tokenizer import Tokenizer, load_tokenizer
+from engine.data.inputs.examples import parse_chat
+from engine.data.tokenizer import Tokenizer, from_document, load_tokenizer
 from engine.data.tokenizer_training import train_bpe_tokenizer
 from engine.huggingface import directory
 from prepare import PrepareConfig, prepare
 
-# ANSWER(…) marks what the model writes; only weights of 1 are targets.
-ANSWER = "{%- set is_learned = message.weight != 0 %}"
+# BODY stands for the text of a turn: see with_body.
 CHATML = (
     "{%- if messages[0].role != 'system' %}"
     "{{- '<|im_start|>system\\nYou are Kim.<|im_end|>\\n' }}{%- endif %}"
@@ -238,3 +250,142 @@ def test_300_random_chats_have_the_ids_and_targets_of_transformers(
         assert actual[ids] == [token if is_target else ~token for token, is_target in pairs]
         num_masks += 1
     assert num_masks > 30 and len(examples) == 300
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_prompt_of_an_answer_is_what_comes_before_its_targets(family, words, tmp_path):
+    tokenizer = save_model(family, words, tmp_path / "model")
+    if family == "plain":
+        tokenizer = tokenizer.with_special(special_token_names(tokenizer, chat=True))
+    turns = [("system", "Be\nkind. "), ("user", " 1 "), ("assistant", "2\n"), ("user", "3")]
+    example = encode_example(tokenizer, [*turns, ("assistant", "four")])
+    prompt = encode_chat(tokenizer, turns)
+    assert [max(token, ~token) for token in example[: len(prompt)].tolist()] == prompt
+    answer = [*tokenizer.encode(" four" if family == "mistral" else "four").tolist()]
+    targets = [*answer, end_of_turn(tokenizer)]
+    assert example[len(prompt) :].tolist()[: len(targets)] == targets
+    assert (example[len(prompt) + len(targets) :] < 0).all()
+
+
+def with_template(words: Tokenizer, template: str) -> Tokenizer:
+    return words.with_special(CHATML_TOKENS).with_chat_template(template)
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"a": "b"}}]}
+QUESTION = {"role": "user", "content": "1+1?"}
+ANSWER = {"role": "assistant", "content": "2"}
+ONLY_TEXT = with_body(CHATML, tagged=False).replace("message.tool_calls", "[]")
+NO_TOOLS = ONLY_TEXT.replace(
+    "{%- for message in messages %}", "{%- for message in messages if message.role != 'tool' %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "words_of_line"),
+    [
+        (ONLY_TEXT, [QUESTION, CALL], "message 2"),
+        (ONLY_TEXT, [QUESTION, CALL | {"content": "I call f."}], "message 2"),
+        (NO_TOOLS, [QUESTION, {"role": "tool", "content": "2"}, ANSWER], "message 2"),
+        (with_body(LLAMA3, False), [QUESTION, CALL | {"content": "I call f."}], "message 2"),
+        (with_body(MISTRAL, False), [QUESTION, QUESTION, ANSWER], "must alternate"),
+    ],
+)
+def test_what_a_template_leaves_out_or_refuses_is_refused(template, messages, words_of_line):
+    with pytest.raises(UserError, match=words_of_line) as error:
+        parse_chat({"messages": messages}, template=ChatTemplate(template, "<s>", "</s>"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_template_without_an_end_of_answers_is_replaced(words: Tokenizer):
+    for template in ("{{ messages }}", "{% for m in messages %}{{ m.content }}{% endfor %}"):
+        tokenizer = words.with_special(["<|extra|>"]).with_chat_template(template)
+        assert own_template(tokenizer) is None
+        chats = tokenizer.with_special(special_token_names(tokenizer, chat=True))
+        ids = encode_chat(chats, [("user", "a")])
+        assert chats.decode(ids) == "<|user|>a<|end|><|assistant|>"
+
+
+def test_a_template_that_cannot_be_rendered_is_named(words: Tokenizer):
+    for template in ("{% for %}", "{{ strftime_now('%d') }}", "{{ messages[9].content }}"):
+        with pytest.raises(UserError, match=r"^--tokenizer: .*chat template"):
+            own_template(with_template(words, template))
+
+
+THINKING = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}"
+    "{%- if message.role == 'assistant' and loop.last and '</think>' not in message.content %}"
+    "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{{- message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+def test_markup_is_a_token_in_answers_and_text_elsewhere(words: Tokenizer):
+    document = with_template(words, THINKING).with_special(["<think>", "</think>"]).document
+    added = document["added_tokens"]
+    added = [token | {"special": "think" not in token["content"]} for token in added]
+    tokenizer = from_document(document | {"added_tokens": added})
+    think, end_think = (tokenizer.special_tokens[name] for name in ("<think>", "</think>"))
+    text = "<think>a</think>b"
+    example = encode_example(tokenizer, [("user", text), ("assistant", text)])
+    markup = [token for token in example.tolist() if max(token, ~token) in (think, end_think)]
+    assert markup == [think, end_think]
+    assert not {think, end_think} & {*tokenizer.unused_ids()}  # or they could not be sampled
+    # The block that the template adds to the last answer has to be generated.
+    turns = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")]
+    example = encode_example(tokenizer, turns)
+    targets = tokenizer.decode(example[example >= 0].tolist())
+    assert targets == "2<|im_end|><think>\n\n</think>\n\n4<|im_end|>"
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_sentencepiece_adds_the_spaces_of_transformers(scheme: str, code: str, tmp_path: Path):
+    document = json.loads(train_sentencepiece([code]).to_str())
+    document["pre_tokenizer"]["prepend_scheme"] = scheme
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    tokenizer = tokenizer.with_special(special_token_names(tokenizer, chat=True))
+    directory.write_tokenizer(tmp_path, tokenizer, 64, PLAIN_TEMPLATE)
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    turns = [("user", "return the value"), ("assistant", "print it")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    example = encode_example(tokenizer, turns).tolist()
+    ids = exported.apply_chat_template(messages, return_dict=False)
+    assert [max(token, ~token) for token in example] == ids
+    assert count_targets(tokenizer, np.array(example))[1] == len("print it")
+
+
+OTHERS = {"tool_use": "tools {{ messages }}", "rag": "documents {{ messages }}"}
+
+
+@pytest.mark.parametrize("layout", ["list", "files"])
+def test_the_default_of_named_templates_is_taken_and_the_others_are_kept(layout, words, tmp_path):
+    words.with_special(CHATML_TOKENS).save(tmp_path / "tokenizer.json")
+    named = {"default": CHATML_TEMPLATE + "{# mine #}", **OTHERS}
+    config: dict[str, Any] = {"eos_token": "<|endoftext|>", "bos_token": "<|im_start|>"}
+    if layout == "list":
+        templates = [{"name": name, "template": text} for name, text in named.items()]
+        config["chat_template"] = templates
+    else:
+        folder = tmp_path / "additional_chat_templates"
+        folder.mkdir()
+        for name, text in OTHERS.items():
+            (folder / f"{name}.jinja").write_text(text)
+        (tmp_path / "chat_template.jinja").write_text(named["default"])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    assert (tokenizer.chat_template, tokenizer.other_templates) == (named["default"], OTHERS)
+    tokenizer.save(tmp_path / "checkpoint.json")
+    again = load_tokenizer(tmp_path / "checkpoint.json")
+    out = tmp_path / "out"
+    out.mkdir()
+    directory.write_tokenizer(out, again, 64, directory.chat_template(again, is_chat_model=True))
+    assert transformers.AutoTokenizer.from_pretrained(out).chat_template == named
+
+
+@pytest.mark.parametrize("template", [["text"], [{"name": "default"}], [{"template": "a"}], [1]])
+def test_malformed_named_templates_are_refused(template: Any, words: Tokenizer, tmp_path: Path):
+    words.save(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(UserError, match=r"tokenizer\.json: .*chat_template"):
+        load_tokenizer(tmp_path / "tokenizer.json")

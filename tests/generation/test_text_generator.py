@@ -123,3 +123,20 @@ def test_a_turn_that_alone_is_too_long_loses_its_beginning(capsys):
     assert fit_chat(CHAT, turns, 16, 2)[0] == encode(turns[0], ("user", "56789"))
     with pytest.raises(UserError, match="system"):
         fit_chat(CHAT, turns, 16, 7)
+
+
+def test_a_chat_in_the_template_of_its_model_loses_the_same_turns(capsys):
+    source = "{{ 'Hi.' }}{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}<|end|>"
+    source += "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    tokenizer = CHAT.with_chat_template(source)
+    system = ("system", "be kind")
+    turns = [system, ("user", "one"), ("assistant", "two"), ("user", " 0123456789")]
+    ids = encode_chat(tokenizer, turns)
+    assert tokenizer.decode(ids).endswith("[assistant]two<|end|>[user]0123456789<|end|>[assistant]")
+    assert fit_chat(tokenizer, turns, len(ids) + 9, 9) == (ids, 9)
+    short = encode_chat(tokenizer, [system, turns[-1]])
+    assert fit_chat(tokenizer, turns, len(ids) + 8, 9) == (short, 9)
+    assert capsys.readouterr().err == ""
+    cut = encode_chat(tokenizer, [system, ("user", "456789")])
+    assert fit_chat(tokenizer, turns, len(short) - 4 + 9, 9) == (cut, 9)
+    assert "4 tokens" in capsys.readouterr().err

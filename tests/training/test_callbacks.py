@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import logged, tiny
+from helpers import logged, tiny, train_tiny
 
 import sample
 import train
@@ -23,6 +23,7 @@ from engine.training.budget import Clock
 from engine.training.callbacks import SPIKE_Z_SCORE, MetricsFile, Terminal, print_summary
 from engine.training.config import TrainConfig
 from engine.training.trainer import Callback, Trainer
+from prepare import PrepareConfig, prepare
 
 
 class Diary(Callback):
@@ -346,3 +347,19 @@ def test_weights_and_biases_accepts_the_run(numbers, tmp_path, monkeypatch):
     assert train.main(tiny(numbers, tmp_path / "run", "--steps", 2, "--wandb")) == 0
     (folder,) = (tmp_path / "run").glob("wandb/offline-run-*")
     assert folder.name.endswith((tmp_path / "run" / "wandb.id").read_text())
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_examples_that_are_cut_and_left_out_are_counted_apart(cut: bool, tmp_path: Path, capsys):
+    """Of every four pairs one fits, two have a long completion, and one a long prompt."""
+    lengths = [(2, 2), (2, 40), (3, 40), (40, 2)] * 25
+    rows = [{"p": "?" * p + str(n), "c": "!" * c} for n, (p, c) in enumerate(lengths)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    fields = {"prompt_field": ("p",), "completion_field": "c"}
+    prepare(PrepareConfig((str(path),), tokenizer="byte", out=tmp_path / "data", **fields))
+    flags = ["--steps", 1, "--long-examples", "cut" if cut else "leave_out"]
+    train_tiny(tmp_path / "data", tmp_path / "run", *flags, callbacks=[Terminal()])
+    output = capsys.readouterr().out
+    assert ("50 cut, 25 left out" if cut else "75 left out") in output
+    assert (" cut" in output) == cut

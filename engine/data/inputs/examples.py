@@ -34,11 +34,17 @@ def chat_functions(field: str | None, template: ChatTemplate | None) -> dict[str
     return {"turns_of": turns_of, "notes_of": partial(notes_on_chat, field=field)}
 
 
-def pair_functions(prompt_fields: Sequence[str], completion_field: str) -> dict[str, Callable]:
+def pair_functions(prompt_field: str | Sequence[str], completion_field: str) -> dict[str, Callable]:
     """Return the functions of a Source of prompts and completions."""
-    fields = [*prompt_fields, completion_field]
+    prompt_fields = list_fields(prompt_field)
     turns_of = partial(parse_pair, prompt_fields=prompt_fields, completion_field=completion_field)
-    return {"turns_of": turns_of, "notes_of": partial(notes_on_pair, fields=fields)}
+    notes_of = partial(notes_on_pair, fields=[*prompt_fields, completion_field])
+    return {"turns_of": turns_of, "notes_of": notes_of}
+
+
+def list_fields(fields: str | Sequence[str]) -> list[str]:
+    """Return one field or several as a list."""
+    return [fields] if isinstance(fields, str) else [*fields]
 
 
 def parse_chat(
@@ -120,7 +126,10 @@ def _parse_message(message: Any) -> Turn:
     content = keys.get("value") if keys.get("content") is None else keys["content"]
     if role is None or not (calls or keys.keys() & {"content", "value"}):
         form = '{"role": ROLE, "content": TEXT}'
-        raise UserError(f"must be {form}, with one of the roles {', '.join(TEMPLATE_ROLES)}")
+        got = f"got {keys.get('role') or keys.get('from')!r} and the keys {[*keys]}"
+        raise UserError(
+            f"must be {form}, with one of the roles {', '.join(TEMPLATE_ROLES)} ({got})"
+        )
     if keys.get("weight") not in (None, 0, 1):
         raise UserError(f"must have a weight of 0 or 1 (got {keys['weight']!r})")
     extra: dict[str, Any] = {}
@@ -140,7 +149,7 @@ def _parse_content(content: Any) -> str:
     """Return the text of a message's content: text, parts of text, or null."""
     texts = []
     for part in content if isinstance(content, list) else ["" if content is None else content]:
-        part_type = part.get("type", "text") if isinstance(part, dict) else "text"
+        part_type = part.get("type") or "text" if isinstance(part, dict) else "text"
         if part_type not in TEXT_TYPES:
             raise UserError(f"must have only text (got a part of type {part_type!r}). Remove it.")
         text = part.get("text") if isinstance(part, dict) else part
@@ -158,7 +167,8 @@ def _parse_call(call: Any) -> Record:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
+            parsed = json.loads(arguments)
+            arguments = parsed if isinstance(parsed, dict) else arguments
     named_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**named_id, "type": "function", "function": {**function, "arguments": arguments}}
 
