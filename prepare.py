@@ -17,30 +17,33 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
 import tyro
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Le, Lt
 
-from engine.core.cli import progress, run_command
+from engine.core.cli import progress, run_command, warn
 from engine.core.errors import UserError
 from engine.core.files import exclusive_lock
 from engine.core.settings import check_ranges, parse
 from engine.data import chat
-from engine.data.dataset import Dataset, Examples, is_up_to_date, open_dataset
+from engine.data.dataset import Dataset, Examples, is_up_to_date, open_dataset, read_split
 from engine.data.inputs.sources import Source, find_sources, kind_of
+from engine.data.mixture import find_problems
 from engine.data.splits import Corpus, content_hash
 from engine.data.tokenizer import Tokenizer, named_tokenizer
 from engine.data.tokenizer_json import MAX_VOCAB_SIZE, SPLIT_PATTERNS
 from engine.data.tokenizer_training import (
     MIN_BPE_VOCAB_SIZE,
+    sample_texts,
     train_bpe_tokenizer,
     train_char_tokenizer,
 )
 from engine.data.writer import remove_work_folder, write_dataset
 
 DEFAULT_PATTERN = "pairs"
+DEFAULT_VAL_FRACTION = 0.1
 DEFAULT_TOKENIZER_BYTES = 2**27
 TRAINED_TOKENIZERS = ("char", "bpe")
 MAX_TRAINER_CHARACTERS = 2**16  # of a string for the BPE trainer, to limit its memory
@@ -69,8 +72,11 @@ class PrepareConfig:
     tokenizer_bytes: Annotated[int | None, Ge(1)] = None
     out: Path | None = None
     """Folder of the dataset; None: data/ and the name of the first input."""
-    val_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
-    """Fraction of the documents for validation; few or large ones give their last part instead."""
+    # Fraction of the documents for validation; few or large ones give their last part instead.
+    # None: 0.1, or 0 with --val.
+    val_fraction: Annotated[float | None, Ge(0), Lt(1)] = None
+    val: tuple[str, ...] = ()
+    """Files, folders or addresses for validation; all of the other inputs is for training."""
     glob: str | None = None
     """Pattern of the files to take from folders, at any depth; None: all."""
     field: str | None = None
@@ -86,6 +92,8 @@ class PrepareConfig:
     """The configuration of a Hugging Face dataset that has several."""
     hf_split: str | None = None
     """The split of a Hugging Face dataset; None: train."""
+    hf_val_split: str | None = None
+    """The split of the Hugging Face dataset (or of that in --val) for validation."""
     deduplicate: bool = False
     """Leave out documents that repeat an earlier one exactly."""
     sha256: str | None = None
@@ -128,13 +136,30 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
         tokenizer = named_tokenizer(config.tokenizer)
     out = config.out or Path("data") / dataset_name(config.inputs[0])
     with tempfile.TemporaryDirectory() as spool:
-        corpus = Corpus(list_sources(config, Path(spool)), config.val_fraction)
+        sources = list_sources(config, config.inputs, config.hf_split, Path(spool))
+        val_sources: list[Source] = []
+        val_fraction = config.val_fraction or DEFAULT_VAL_FRACTION
+        if config.val or config.hf_val_split:
+            val_fraction = 0.0
+            hub_names = tuple(name for name in config.inputs if name.startswith("hf:"))
+            split = config.hf_val_split or config.hf_split
+            val_sources = list_sources(config, config.val or hub_names, split, Path(spool, "val"))
+        record = read_split(out)
+        kept = record["kept"] if record.get("val_fraction") == val_fraction else {}
+        corpus = Corpus(sources, val_fraction, val_sources, kept)
         origin = origin_of(corpus, config, tokenizer)
         if is_up_to_date(
-            out, origin, config.force, corpus.version, lambda: content_hash(corpus.digests())
+            out,
+            origin,
+            config.force,
+            corpus.version,
+            lambda: content_hash(corpus.units, corpus.digests()),
         ):
             remove_work_folder(out)
             return out, False
+        if out.exists() and not record:
+            problem = "does not record which text it validated on"
+            warn(f"{out}: {problem}. If few documents have grown, some of it is for training now.")
         with exclusive_lock(out):
             if tokenizer is None:
                 tokenizer = train_tokenizer(corpus, config, origin.get("separator", ""))
@@ -146,18 +171,23 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
 
 def check(config: PrepareConfig) -> None:
     """Raise UserError for arguments that contradict each other."""
-    if not config.inputs or "" in config.inputs:
+    inputs = (*config.inputs, *config.val)
+    if not config.inputs or "" in inputs:
         kinds = "a file, a folder, an address, hf:NAME, - for standard input, stdlib or shakespeare"
         raise UserError(f"INPUT: missing. Give {kinds}.")
     check_ranges(config)
     if config.pattern not in (None, *SPLIT_PATTERNS):
         names = ", ".join(SPLIT_PATTERNS)
         raise UserError(f"--pattern: must be one of {names} (got {config.pattern}).")
+    has_val = bool(config.val or config.hf_val_split)
+    if has_val == bool(config.val_fraction) and config.val_fraction is not None:
+        requirement = "must be 0 with --val" if has_val else "must be greater than 0 without --val"
+        raise UserError(f"--val-fraction: {requirement} (got {config.val_fraction}). Leave it out.")
     trains_bpe = config.tokenizer == "bpe"
-    has_address = any("://" in name for name in config.inputs)
-    has_folder = has_address or any(Path(name).is_dir() for name in config.inputs)
-    has_hub = any(name.startswith("hf:") for name in config.inputs)
-    has_pipe = any(name == "-" or Path(name).is_fifo() for name in config.inputs)
+    has_address = any("://" in name for name in inputs)
+    has_folder = has_address or any(Path(name).is_dir() for name in inputs)
+    has_hub = any(name.startswith("hf:") for name in inputs)
+    has_pipe = any(name == "-" or Path(name).is_fifo() for name in inputs)
     requirements = [
         ("--vocab-size", config.vocab_size, trains_bpe, "--tokenizer bpe"),
         ("--pattern", config.pattern, trains_bpe, "--tokenizer bpe"),
@@ -168,6 +198,7 @@ def check(config: PrepareConfig) -> None:
         ("--sha256", config.sha256, has_address, "an address as input"),
         ("--hf-config", config.hf_config, has_hub, "hf:NAME as input"),
         ("--hf-split", config.hf_split, has_hub, "hf:NAME as input"),
+        ("--hf-val-split", config.hf_val_split, has_hub, "hf:NAME as input"),
         ("--ray", config.ray, not has_pipe, "files instead of a pipe"),
     ]
     for flag, value, is_met, requirement in requirements:
@@ -177,8 +208,10 @@ def check(config: PrepareConfig) -> None:
         raise UserError("--chat, --prompt-field, --field: are mutually exclusive. Give one.")
 
 
-def list_sources(config: PrepareConfig, spool: Path) -> list[Source]:
-    """List the files to read. Raises UserError for files that lack the fields of the flags."""
+def list_sources(
+    config: PrepareConfig, inputs: tuple[str, ...], hub_split: str | None, spool: Path
+) -> list[Source]:
+    """List the files of inputs. Raises UserError for files that lack the fields of the flags."""
     turns_of: Callable[[dict[str, Any]], Any] | None = chat.parse_chat if config.chat else None
     if config.prompt_field and config.completion_field:
         turns_of = partial(
@@ -186,9 +219,8 @@ def list_sources(config: PrepareConfig, spool: Path) -> list[Source]:
             prompt_field=config.prompt_field,
             completion_field=config.completion_field,
         )
-    sources = find_sources(
-        config.inputs, spool, config.glob, config.sha256, config.hf_config, config.hf_split
-    )
+    spool.mkdir(exist_ok=True)
+    sources = find_sources(inputs, spool, config.glob, config.sha256, config.hf_config, hub_split)
     text_files = [source.name for source in sources if not kind_of(source)]
     if text_files and (turns_of or config.field):
         flag = "--field" if config.field else "--chat" if config.chat else "--prompt-field"
@@ -235,10 +267,12 @@ def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None
         "errors": config.errors if config.errors != "strict" else None,
         "examples": ("chats" if config.chat else "pairs") if corpus.examples else None,
         "separator": "\n" if needs_separator else None,
-        "split": "few" if corpus.rule.few and not corpus.single else None,
+        "split": "few" if corpus.few and not corpus.single else None,
+        "val": [PurePath(name).name for name in config.val],
+        "hf_val_split": config.hf_val_split,
     }
     nondefault = {key: value for key, value in settings.items() if value}
-    return {"tokenizer": name, "val_fraction": config.val_fraction, **nondefault}
+    return {"tokenizer": name, "val_fraction": corpus.val_fraction, **nondefault}
 
 
 def train_tokenizer(corpus: Corpus, config: PrepareConfig, separator: str) -> Tokenizer:
@@ -253,7 +287,7 @@ def training_texts(corpus: Corpus, max_bytes: int | None) -> Iterator[str]:
     """Yield all text, or a sample of about ``max_bytes``, in short strings."""
     total = min(max_bytes or corpus.bytes, corpus.bytes) if corpus.is_plain else None
     with progress("training tokenizer", total) as bar:
-        for document in corpus.sample(max_bytes):
+        for document in sample_texts(corpus, max_bytes):
             bar.update(len(document))
             turns = [text for _, text in json.loads(document)] if corpus.examples else [document]
             for text in turns:
@@ -274,16 +308,20 @@ def describe(out: Path) -> str:
     used_fraction = facts["vocabulary"] / manifest["vocab_size"]
     vocabulary = f"{dataset.tokenizer.kind}, {used_fraction:.0%} of it used"
     rows = [
-        ("documents", facts["documents"], repeats),
+        ("documents", dataset.num_documents, repeats),
         ("longest", facts["longest"], "tokens in one document"),
         ("vocabulary", manifest["vocab_size"], vocabulary),
     ]
     for split, counts in manifest["splits"].items():
-        note = f"{counts['bytes']:,} UTF-8 bytes, {counts['documents']:,} documents end here"
+        ratio = f"{dataset.bytes_per_token(split):.2f} a token"
+        note = (
+            f"{counts['bytes']:,} UTF-8 bytes, {ratio}, {counts['documents']:,} documents end here"
+        )
         if "examples" in manifest["origin"]:
             note = f"{counts['targets']:,} targets, {counts['documents']:,} examples"
         rows.append((f"{split} tokens", counts["tokens"], note))
     lines = [f"  {name:<12}  {count:>15,}  {note}".rstrip() for name, count, note in rows]
+    lines += [f"  {problem}" for problem in find_problems(dataset)]
     return "\n".join([str(out), *lines, describe_sample(dataset)])
 
 

@@ -267,19 +267,6 @@ def tokens_per_step(
     return batch_size * context_length
 
 
-def check_length(mixture: Mixture, context_length: int) -> None:
-    """Raise UserError if a split of text is shorter than one window."""
-    for dataset in mixture.datasets:
-        for split, tokens in (("training", dataset.train), ("validation", dataset.val)):
-            if not isinstance(tokens, Examples) and len(tokens) <= context_length:
-                size = f"the {len(tokens)} tokens of the {split} split of {dataset.path}"
-                problem = f"must be less than {size} (got {context_length})"
-                advice = "prepare more text"
-                if split == "validation":
-                    advice += ", with a larger --val-fraction, or with --val"
-                raise UserError(f"--context-length: {problem}. Lower it, or {advice}.")
-
-
 def check_sizes(batch_size: int, world_size: int, micro_batch_size: int | None) -> None:
     """Raise UserError if batches do not divide over ranks, or ranks' over micro-batches."""
     rank_size, remainder = divmod(batch_size, world_size)

@@ -1,5 +1,6 @@
 """Tokenizers made from text: its characters, or a byte-level BPE."""
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 
@@ -7,6 +8,7 @@ import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
+from engine.data.splits import Corpus
 from engine.data.tokenizer import CharTokenizer, Tokenizer, from_document
 from engine.data.tokenizer_json import SPECIAL_TOKENS, SPLIT_PATTERNS, bpe_document
 
@@ -58,3 +60,33 @@ def choose_vocab_size(num_bytes: int) -> int:
     """Return the power of two up to the square root of a text's bytes, from 1,024 to 8,192."""
     power_of_two = 1 << max(0, num_bytes.bit_length() - 1) // 2
     return max(MIN_CHOSEN_VOCAB_SIZE, min(MAX_CHOSEN_VOCAB_SIZE, power_of_two))
+
+
+def sample_texts(corpus: Corpus, max_bytes: int | None) -> Iterator[str]:
+    """Yield all texts, or if they exceed ``max_bytes`` the beginning of each unit.
+
+    The result depends on the sources alone. A unit contributes in proportion to its size, and more
+    if earlier units were too short.
+    """
+    if max_bytes is None or _fits(corpus, max_bytes):
+        yield from (text.text for text in corpus.texts())
+        return
+    budget = 0.0
+    total_bytes = sum(unit.size for unit in corpus.units)
+    for unit in corpus.units:
+        budget += max_bytes * unit.size / max(1, total_bytes)
+        if budget <= 0:
+            continue
+        for text in unit.texts():
+            yield text.text
+            budget -= len(text.text.encode())
+            if budget <= 0:
+                break
+
+
+def _fits(corpus: Corpus, max_bytes: int) -> bool:
+    """Return whether the texts have at most ``max_bytes``, without reading plain sources."""
+    if corpus.is_plain:
+        return corpus.bytes <= max_bytes
+    totals = itertools.accumulate(len(text.text.encode()) for text in corpus.texts())
+    return all(total <= max_bytes for total in totals)

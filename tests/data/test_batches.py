@@ -13,7 +13,6 @@ from engine.data.batches import (
     MAX_GROUP_BATCHES,
     WINDOW_ORDER,
     Batches,
-    check_length,
     check_sizes,
     derived_seed,
     drop_long_examples,
@@ -125,7 +124,7 @@ def test_each_token_of_a_short_text_is_a_target_in_each_epoch():
         size = windows_per_epoch(num_tokens, context)
         assert (num_tokens - 1) / context <= size < (num_tokens - 1) / context + 2
         starts = starts_of(num_tokens, context, 1, rng.randrange(100), size).astype(int)
-        assert 0 == starts.min() and starts.max() + context == num_tokens - 1
+        assert starts.min() == 0 and starts.max() + context == num_tokens - 1
         assert np.diff(np.sort(starts)).max(initial=0) <= context
         assert num_tokens < 3 * context or len(np.unique(starts)) > size - 2
 
@@ -363,8 +362,8 @@ EXAMPLES_TO_FIT = mixture_of(train=examples_of([3, 9, 20]), val=examples_of([9, 
         (lambda: check_sizes(6, 4, None), "^--batch-size: .* 8"),
         (lambda: check_sizes(2, 4, None), "^--batch-size: .* 4"),
         (lambda: check_sizes(12, 2, 4), "^--micro-batch-size: .* 1, 2, 3, 6"),
-        (lambda: check_length(SHORT, 8), "^--context-length: .* 8 .*validation.*--val-fraction"),
-        (lambda: check_length(SHORT, 9), "^--context-length: .* 9 .*training"),
+        (lambda: SHORT.check_length(8), "^--context-length: .* 8 .*validation.*--val-fraction"),
+        (lambda: SHORT.check_length(9), "^--context-length: .* 9 .*training"),
         (lambda: starts_of(8, 8, 0, 0, 1), "^--context-length: "),
         (lambda: evaluation_windows(8, 8), "^--context-length: "),
         (lambda: drop_long_examples(EXAMPLES_TO_FIT, 1, cut=False), "^--context-length: "),
@@ -382,5 +381,5 @@ def test_examples_are_made_to_fit_the_context(cut: bool, train: list[int]):
     assert (dataset.train.num_too_long, dataset.val.num_too_long) == (1, 0)
     assert tokens_per_step(dataset.train, 8, 4) == round(4 * (sum(train) / len(train) - 1))
     text = mixture_of(train=np.arange(9), val=np.arange(9))
-    check_length(text, 8)
+    text.check_length(8)
     assert drop_long_examples(text, 8, cut) == text and tokens_per_step(np.arange(99), 8, 4) == 32

@@ -30,7 +30,7 @@ from prepare import PrepareConfig, prepare
 
 NUM_WORKERS = 4
 UNIT = splits.Unit(0, ())
-JOB = writer.Job(Path("absent"), splits.Rule(0.1, False, False, False, 0.1), "", 256, "")
+JOB = writer.Job(Path("absent"), splits.Rule(0.1, False, False, False, {}), "", 256, "")
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 
 
