@@ -33,7 +33,7 @@ SHARD_HEADER_BYTES = 128  # NumPy's header with room for an array of any length
 VERSION_FILE = "prepared_from.json"  # holds Corpus.version
 SPLIT_FILE = "split.json"  # holds Corpus.record_split(), and counts of validation documents
 SHARD_SCHEMA = {"file": str, "tokens": int, "sha256": str}
-COUNTS_SCHEMA = {"tokens": int, "bytes": int, "documents": int, "shards": [SHARD_SCHEMA]}
+COUNTS_SCHEMA = {"tokens": int, "bytes": int, "documents": int, "shards": list}
 MANIFEST_SCHEMA = {
     "vocab_size": int,
     "dtype": str,
@@ -198,6 +198,7 @@ def _open_split(path: Path, manifest: dict[str, Any], split: str) -> Tokens | Ex
 
 def _open_shards(folder: Path, shards: list[dict[str, Any]], dtype: str) -> ShardedTokens:
     """Map shards into memory. Raises various errors unless they match the manifest."""
+    check_types(shards, [SHARD_SCHEMA], "shards")
     arrays = []
     for shard in shards:
         path = safe_child_path(folder, shard["file"])

@@ -188,8 +188,8 @@ def find_problems(dataset: Dataset) -> list[str]:
     if 1 < dataset.num_documents == num_repeats + 1:
         problems.append(f"All {dataset.num_documents:,} documents are the same.")
     elif num_repeats and record.get("val_distinct", num_val) < min(MIN_EXPECTED_DOCUMENTS, num_val):
-        number = record["val_distinct"]
-        problems.append(f"Only {number} of the {num_val} validation documents are different.")
+        texts = f"only {record['val_distinct']} different texts"
+        problems.append(f"The {num_val} validation documents have {texts}.")
     return problems
 
 
