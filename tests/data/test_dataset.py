@@ -203,6 +203,8 @@ def test_a_wrong_value_in_a_file_is_one_line_or_does_no_harm(name: str, file: st
     content = (path / file).read_text()
     number = 0
     for keys in paths_of({"": json.loads(content)}):
+        if not {*keys}.isdisjoint(range(1, 99)):
+            continue  # of a list the first item
         for value in (*WRONG_VALUES, "removed"):
             document = {"": json.loads(content)}
             container: Any = document
