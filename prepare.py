@@ -4,6 +4,7 @@ python prepare.py INPUT… [--tokenizer NAME] [--vocab-size N] [--out data/NAME]
 python prepare.py PAIRS.jsonl --prompt-field A --completion-field B   prompts with completions
 python prepare.py CHATS.jsonl --chat                                  chats
 python prepare.py INPUT… --ray local                                  on a Ray cluster
+python prepare.py INPUT… --val FILE…                                  validation text of your own
 python prepare.py --show data/NAME                                    describe a dataset
 
 To resume an interrupted run, run the same command again.
@@ -76,7 +77,7 @@ class PrepareConfig:
     # None: 0.1, or 0 with --val.
     val_fraction: Annotated[float | None, Ge(0), Lt(1)] = None
     val: tuple[str, ...] = ()
-    """Files, folders or addresses for validation; all of the other inputs is for training."""
+    """Files, folders or addresses for validation; all other inputs are for training."""
     glob: str | None = None
     """Pattern of the files to take from folders, at any depth; None: all."""
     field: str | None = None
@@ -187,6 +188,7 @@ def check(config: PrepareConfig) -> None:
     has_address = any("://" in name for name in inputs)
     has_folder = has_address or any(Path(name).is_dir() for name in inputs)
     has_hub = any(name.startswith("hf:") for name in inputs)
+    has_val_hub = any(name.startswith("hf:") for name in config.val or config.inputs)
     has_pipe = any(name == "-" or Path(name).is_fifo() for name in inputs)
     requirements = [
         ("--vocab-size", config.vocab_size, trains_bpe, "--tokenizer bpe"),
@@ -198,7 +200,7 @@ def check(config: PrepareConfig) -> None:
         ("--sha256", config.sha256, has_address, "an address as input"),
         ("--hf-config", config.hf_config, has_hub, "hf:NAME as input"),
         ("--hf-split", config.hf_split, has_hub, "hf:NAME as input"),
-        ("--hf-val-split", config.hf_val_split, has_hub, "hf:NAME as input"),
+        ("--hf-val-split", config.hf_val_split, has_val_hub, "hf:NAME as input"),
         ("--ray", config.ray, not has_pipe, "files instead of a pipe"),
     ]
     for flag, value, is_met, requirement in requirements:

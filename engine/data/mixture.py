@@ -133,14 +133,11 @@ class Mixture:
         """Raise UserError if a split of text is shorter than one window."""
         for dataset in self.datasets:
             for split, tokens in (("training", dataset.train), ("validation", dataset.val)):
-                if isinstance(tokens, Examples) or len(tokens) > context_length:
-                    continue
-                size = f"the {len(tokens)} tokens of the {split} split of {dataset.path}"
-                advice = "prepare more text"
-                if split == "validation":
-                    advice += ", with a larger --val-fraction, or with --val"
-                problem = f"must be less than {size} (got {context_length})"
-                raise UserError(f"--context-length: {problem}. Lower it, or {advice}.")
+                if not isinstance(tokens, Examples) and len(tokens) <= context_length:
+                    size = f"the {len(tokens)} tokens of the {split} split of {dataset.path}"
+                    problem = f"must be less than {size} (got {context_length})"
+                    advice = "Lower it, or prepare more text or with another --val-fraction"
+                    raise UserError(f"--context-length: {problem}. {advice}.")
 
     def mean(self, values: Iterable[float]) -> float:
         """Return the weighted mean of one value for each dataset."""
@@ -153,7 +150,7 @@ class Mixture:
     def explain_loss(self, val_loss: float) -> str:
         """Explain a validation loss that is worse than that of a uniform guess; else return ""."""
         uniform_loss = math.log(self.tokenizer.vocab_size)
-        if val_loss <= uniform_loss:
+        if not val_loss > uniform_loss:  # nor NaN
             return ""
         problems = [problem for dataset in self.datasets for problem in find_problems(dataset)]
         default = "The training text is too short, or validation is of another kind."

@@ -229,6 +229,7 @@ def test_validation_is_another_split_of_a_dataset_of_hugging_face(tmp_path: Path
         ({"hf_val_split": "test", "val_fraction": 0.5}, "--val-fraction: .* 0 "),
         ({"val_fraction": 0.0}, "--val-fraction: .*--val"),
         ({"hf_val_split": "test"}, "--hf-val-split: "),
+        ({"val": ("a.txt",), "hf_val_split": "test"}, "--hf-val-split: "),
         ({"val": ("",)}, "INPUT: "),
         ({"val": ("absent.txt",)}, "absent.txt: "),
         ({"val": ("empty.txt",)}, "the val split "),
@@ -273,7 +274,8 @@ def test_few_different_documents_are_told(tmp_path: Path, capsys):
 def test_a_loss_worse_than_a_uniform_guess_is_explained(tmp_path: Path, capsys):
     data = prepared(tmp_path, [document(number % 20) for number in range(400)])
     mixture = open_mixture([data])
-    assert mixture.explain_loss(5.5) == "" and "different" in mixture.explain_loss(5.6)
+    assert mixture.explain_loss(5.5) == mixture.explain_loss(float("nan")) == ""
+    assert "different" in mixture.explain_loss(5.6)
     trainer = train_tiny(data, tmp_path / "run", "--steps", 2)
     for loss, is_explained in ((5.5, False), (9.9, True)):
         trainer.val_loss = loss
