@@ -4,49 +4,43 @@ python prepare.py INPUT… [--tokenizer NAME] [--vocab-size N] [--out data/NAME]
 python prepare.py PAIRS.jsonl --prompt-field A --completion-field B   prompts with completions
 python prepare.py CHATS.jsonl --chat                                  chats
 python prepare.py INPUT… --ray local                                  on a Ray cluster
+python prepare.py INPUT… --val FILE…                                  validation text of your own
 python prepare.py --show data/NAME                                    describe a dataset
 
 To resume an interrupted run, run the same command again.
 """
 
-import json
 import os
 import re
 import tempfile
-import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
 import tyro
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Le, Lt
 
-from engine.core.cli import progress, run_command, shell_command
+from engine.core.cli import run_command, shell_command, warn
 from engine.core.errors import UserError
 from engine.core.files import exclusive_lock
 from engine.core.settings import check_ranges, parse
 from engine.data import chat
-from engine.data.dataset import Dataset, Examples, is_up_to_date, open_dataset
+from engine.data.dataset import is_up_to_date, read_split
 from engine.data.inputs import examples
 from engine.data.inputs.sources import DEFAULT_ENCODING, Source, find_sources, kind_of
 from engine.data.inputs.text import normalize_encoding
 from engine.data.splits import Corpus, content_hash
 from engine.data.tokenizer import Tokenizer, named_tokenizer
 from engine.data.tokenizer_json import MAX_VOCAB_SIZE, SPLIT_PATTERNS
-from engine.data.tokenizer_training import (
-    MIN_BPE_VOCAB_SIZE,
-    train_bpe_tokenizer,
-    train_char_tokenizer,
-)
+from engine.data.tokenizer_training import MIN_BPE_VOCAB_SIZE, train_tokenizer
 from engine.data.writer import remove_work_folder, write_dataset
+from engine.report.dataset_summary import describe_dataset
 
 DEFAULT_PATTERN = "pairs"
+DEFAULT_VAL_FRACTION = 0.1
 DEFAULT_TOKENIZER_BYTES = 2**27
 TRAINED_TOKENIZERS = ("char", "bpe")
-MAX_TRAINER_CHARACTERS = 2**16  # of a string for the BPE trainer, to limit its memory
-NUM_SAMPLE_TOKENS = 60  # shown by describe_sample
 
 
 @dataclass(frozen=True)
@@ -71,8 +65,11 @@ class PrepareConfig:
     tokenizer_bytes: Annotated[int | None, Ge(1)] = None
     out: Path | None = None
     """Folder of the dataset; None: data/ and the name of the first input."""
-    val_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
-    """Fraction of the documents for validation; few or large ones give their last part instead."""
+    # Fraction of the documents for validation; few or large ones give their last part instead.
+    # None: 0.1, or 0 with --val.
+    val_fraction: Annotated[float | None, Ge(0), Lt(1)] = None
+    val: tuple[str, ...] = ()
+    """Files, folders or addresses for validation; all other inputs are for training."""
     glob: str | None = None
     """Pattern of the files to take from folders, at any depth; None: all."""
     field: str | None = None
@@ -90,6 +87,8 @@ class PrepareConfig:
     """The configuration of a Hugging Face dataset that has several."""
     hf_split: str | None = None
     """The split of a Hugging Face dataset; None: train."""
+    hf_val_split: str | None = None
+    """The split of the Hugging Face dataset (or of that in --val) for validation."""
     deduplicate: bool = False
     """Leave out documents that repeat an earlier one exactly."""
     sha256: str | None = None
@@ -116,11 +115,11 @@ def main(arguments: list[str] | None = None) -> None:
     if config.show is not None:
         if config != PrepareConfig((), show=config.show):
             raise UserError("--show: excludes all other arguments. Leave them out.")
-        print(describe(config.show))
+        print(describe_dataset(config.show))
         return
     out, is_new = prepare(config)
     if is_new:
-        print(describe(out))
+        print(describe_dataset(out))
     else:
         print(f"{out} is up to date: nothing changed.")
     run = Path("out") / out.name
@@ -143,16 +142,42 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
         tokenizer = named_tokenizer(config.tokenizer)
     out = config.out or Path("data") / dataset_name(config.inputs[0])
     with tempfile.TemporaryDirectory() as spool:
-        corpus = Corpus(list_sources(config, Path(spool), tokenizer), config.val_fraction)
+        sources = list_sources(config, config.inputs, config.hf_split, Path(spool), tokenizer)
+        val_sources: list[Source] = []
+        val_fraction = config.val_fraction or DEFAULT_VAL_FRACTION
+        if config.val or config.hf_val_split:
+            val_fraction = 0.0
+            hub_names = tuple(name for name in config.inputs if name.startswith("hf:"))
+            split = config.hf_val_split or config.hf_split
+            val_spool = Path(spool, "val")
+            val_inputs = config.val or hub_names
+            val_sources = list_sources(config, val_inputs, split, val_spool, tokenizer)
+        record = read_split(out)
+        kept = record["kept"] if record.get("val_fraction") == val_fraction else {}
+        corpus = Corpus(sources, val_fraction, val_sources, kept)
         origin = origin_of(corpus, config, tokenizer)
         if is_up_to_date(
-            out, origin, config.force, corpus.version, lambda: content_hash(corpus.digests())
+            out,
+            origin,
+            config.force,
+            corpus.version,
+            lambda: content_hash(corpus.units, corpus.digests()),
         ):
             remove_work_folder(out)
             return out, False
+        if out.exists() and not record:
+            problem = "does not record which text it validated on"
+            warn(f"{out}: {problem}. If few documents have grown, some of it is for training now.")
         with exclusive_lock(out):
             if tokenizer is None:
-                tokenizer = train_tokenizer(corpus, config, origin.get("separator", ""))
+                tokenizer = train_tokenizer(
+                    corpus,
+                    config.tokenizer,
+                    origin.get("separator", ""),
+                    config.tokenizer_bytes or DEFAULT_TOKENIZER_BYTES,
+                    config.vocab_size,
+                    config.pattern or DEFAULT_PATTERN,
+                )
             if corpus.examples:
                 tokenizer = tokenizer.with_special(chat.special_token_names(tokenizer, config.chat))
             write_dataset(out, corpus, tokenizer, origin, threads, config.ray)
@@ -161,18 +186,24 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
 
 def check(config: PrepareConfig) -> None:
     """Raise UserError for arguments that contradict each other."""
-    if not config.inputs or "" in config.inputs:
+    inputs = (*config.inputs, *config.val)
+    if not config.inputs or "" in inputs:
         kinds = "a file, a folder, an address, hf:NAME, - for standard input, stdlib or shakespeare"
         raise UserError(f"INPUT: missing. Give {kinds}.")
     check_ranges(config)
     if config.pattern not in (None, *SPLIT_PATTERNS):
         names = ", ".join(SPLIT_PATTERNS)
         raise UserError(f"--pattern: must be one of {names} (got {config.pattern}).")
+    has_val = bool(config.val or config.hf_val_split)
+    if has_val == bool(config.val_fraction) and config.val_fraction is not None:
+        requirement = "must be 0 with --val" if has_val else "must be greater than 0 without --val"
+        raise UserError(f"--val-fraction: {requirement} (got {config.val_fraction}). Leave it out.")
     trains_bpe = config.tokenizer == "bpe"
-    has_address = any("://" in name for name in config.inputs)
-    has_folder = has_address or any(Path(name).is_dir() for name in config.inputs)
-    has_hub = any(name.startswith("hf:") for name in config.inputs)
-    has_pipe = any(name == "-" or Path(name).is_fifo() for name in config.inputs)
+    has_address = any("://" in name for name in inputs)
+    has_folder = has_address or any(Path(name).is_dir() for name in inputs)
+    has_hub = any(name.startswith("hf:") for name in inputs)
+    has_val_hub = any(name.startswith("hf:") for name in config.val or config.inputs)
+    has_pipe = any(name == "-" or Path(name).is_fifo() for name in inputs)
     requirements = [
         ("--vocab-size", config.vocab_size, trains_bpe, "--tokenizer bpe"),
         ("--pattern", config.pattern, trains_bpe, "--tokenizer bpe"),
@@ -184,6 +215,7 @@ def check(config: PrepareConfig) -> None:
         ("--sha256", config.sha256, has_address, "an address as input"),
         ("--hf-config", config.hf_config, has_hub, "hf:NAME as input"),
         ("--hf-split", config.hf_split, has_hub, "hf:NAME as input"),
+        ("--hf-val-split", config.hf_val_split, has_val_hub, "hf:NAME as input"),
         ("--ray", config.ray, not has_pipe, "files instead of a pipe"),
         ("--separator", config.separator == "", False, "a text"),
     ]
@@ -195,9 +227,13 @@ def check(config: PrepareConfig) -> None:
 
 
 def list_sources(
-    config: PrepareConfig, spool: Path, tokenizer: Tokenizer | None = None
+    config: PrepareConfig,
+    inputs: tuple[str, ...],
+    hub_split: str | None,
+    spool: Path,
+    tokenizer: Tokenizer | None = None,
 ) -> list[Source]:
-    """List the files to read, of chats for a tokenizer; None: one without a chat template.
+    """List the files of inputs, of chats for a tokenizer; None: one without a chat template.
 
     Raises UserError for files that lack the fields of the flags.
     """
@@ -207,9 +243,8 @@ def list_sources(
         functions = examples.chat_functions(config.chat_field, template)
     if config.completion_field:
         functions = examples.pair_functions(config.prompt_field or (), config.completion_field)
-    sources = find_sources(
-        config.inputs, spool, config.glob, config.sha256, config.hf_config, config.hf_split
-    )
+    spool.mkdir(exist_ok=True)
+    sources = find_sources(inputs, spool, config.glob, config.sha256, config.hf_config, hub_split)
     text_files = [source.name for source in sources if not kind_of(source)]
     if text_files and (functions or config.field):
         flag = "--field" if config.field else "--chat" if config.chat else "--prompt-field"
@@ -278,73 +313,12 @@ def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None
         "skip_bad_rows": config.skip_bad_rows,
         "examples": ("chats" if config.chat else "pairs") if corpus.examples else None,
         "separator": "\n" if needs_separator else None,
-        "split": "few" if corpus.rule.few and not corpus.single else None,
+        "split": "few" if corpus.few and not corpus.single else None,
+        "val": [PurePath(name).name for name in config.val],
+        "hf_val_split": config.hf_val_split,
     }
     nondefault = {key: value for key, value in settings.items() if value}
-    return {"tokenizer": name, "val_fraction": config.val_fraction, **nondefault}
-
-
-def train_tokenizer(corpus: Corpus, config: PrepareConfig, separator: str) -> Tokenizer:
-    """Train a char or BPE tokenizer on the text."""
-    if config.tokenizer == "char":
-        return train_char_tokenizer(training_texts(corpus, None), separator)
-    texts = training_texts(corpus, config.tokenizer_bytes or DEFAULT_TOKENIZER_BYTES)
-    return train_bpe_tokenizer(texts, config.vocab_size, config.pattern or DEFAULT_PATTERN)
-
-
-def training_texts(corpus: Corpus, max_bytes: int | None) -> Iterator[str]:
-    """Yield all text, or a sample of about ``max_bytes``, in short strings."""
-    total = min(max_bytes or corpus.bytes, corpus.bytes) if corpus.is_plain else None
-    with progress("training tokenizer", total) as bar:
-        for document in corpus.sample(max_bytes):
-            bar.update(len(document))
-            turns = [turn[1] for turn in json.loads(document)] if corpus.examples else [document]
-            for text in turns:
-                for start in range(0, len(text), MAX_TRAINER_CHARACTERS):
-                    yield text[start : start + MAX_TRAINER_CHARACTERS]
-
-
-def describe(out: Path) -> str:
-    """Return a description of a dataset. Raises UserError if there is none."""
-    dataset = open_dataset(out)
-    manifest = dataset.manifest
-    facts = manifest["facts"]
-    repeats = ""
-    if facts["repeats"]:
-        repeats = f"exact repeats: {facts['repeats']:,}, see --deduplicate"
-    if "dropped" in facts:
-        repeats = f"exact repeats left out: {facts['dropped']:,}"
-    used_fraction = facts["vocabulary"] / manifest["vocab_size"]
-    vocabulary = f"{dataset.tokenizer.kind}, {used_fraction:.0%} of it used"
-    rows = [
-        ("documents", facts["documents"], repeats),
-        ("longest", facts["longest"], "tokens in one document"),
-        ("vocabulary", manifest["vocab_size"], vocabulary),
-    ]
-    for split, counts in manifest["splits"].items():
-        note = f"{counts['bytes']:,} UTF-8 bytes, ends of documents: {counts['documents']:,}"
-        if "examples" in manifest["origin"]:
-            note = f"targets: {counts['targets']:,}, examples: {counts['documents']:,}"
-        rows.append((f"{split} tokens", counts["tokens"], note))
-    for text, count in facts.get("notes", {}).items():
-        noun, _, note = text.partition(" ")
-        rows.append((noun.removesuffix("s") if count == 1 else noun, count, note))
-    lines = [f"  {name:<12}  {count:>15,}  {note}".rstrip() for name, count, note in rows]
-    return "\n".join([str(out), *lines, describe_sample(dataset)])
-
-
-def describe_sample(dataset: Dataset) -> str:
-    """Return the first training example, or text from the middle of the training tokens."""
-    train = dataset.train
-    if isinstance(train, Examples):
-        title = "The first example, its targets between ⟦ and ⟧"
-        text = chat.render_with_targets(dataset.tokenizer, train.example(0))
-    else:
-        title = "From the middle of train"
-        start = max(0, len(train) // 2 - NUM_SAMPLE_TOKENS // 2)
-        tokens = train[start : start + NUM_SAMPLE_TOKENS].tolist()
-        text = chat.escape_unprintable(dataset.tokenizer.decode(tokens))
-    return f"  {title}:\n{textwrap.indent(text, '    ')}"
+    return {"tokenizer": name, "val_fraction": corpus.val_fraction, **nondefault}
 
 
 if __name__ == "__main__":

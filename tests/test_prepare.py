@@ -121,7 +121,7 @@ def test_tiny_shakespeare(
         (shard,) = counts["shards"]
         content = (path / shard["file"]).read_bytes()
         assert shard["sha256"] == hashlib.sha256(content).hexdigest()
-    names = {"manifest.json", "tokenizer.json", "prepared_from.json"}
+    names = {"manifest.json", "tokenizer.json", "prepared_from.json", "split.json"}
     assert files(path).keys() == names | {"train-00000.npy", "val-00000.npy"}
 
 

@@ -266,6 +266,34 @@ def test_a_run_of_an_earlier_version_is_sampled_and_resumed_bit_for_bit(trained,
     assert_same_run(full_run, out)
 
 
+class OldWindowOrder(Callback):
+    """Begin a run as before the order of windows was recorded."""
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        trainer.batches.window_order = 1
+
+
+def test_a_run_on_a_short_text_keeps_the_order_of_its_version(tmp_path):
+    (tmp_path / "a.txt").write_text("A short text, of which an epoch has a few windows. " * 4)
+    prepare(PrepareConfig((str(tmp_path / "a.txt"),), tokenizer="byte", out=tmp_path / "data"))
+    flags = ["--steps", 6, "--eval-every", 3]
+    first_digests = set()
+    for name, callbacks in (("old", [OldWindowOrder()]), ("new", [])):
+        out = tmp_path / name
+        train_tiny(tmp_path / "data", tmp_path / f"full-{name}", *flags, callbacks=callbacks)
+        train_tiny(tmp_path / "data", out, *flags, callbacks=callbacks, should_stop=StopAfter(3))
+        checkpoint = list_checkpoints(out)[-1]
+        state = json.loads((checkpoint / "state.json").read_text())
+        if state["window_order"] == 1:
+            del state["window_order"]
+            (checkpoint / "state.json").write_text(json.dumps(state))
+            seal(checkpoint)
+        train_tiny(tmp_path / "data", out, *flags, "--resume")
+        assert_same_run(tmp_path / f"full-{name}", out)
+        first_digests.add(logged(out, "batch_digest")[1])
+    assert len(first_digests) == 2
+
+
 # What training computes.
 
 

@@ -48,6 +48,25 @@ def parse_json(content: bytes, path: Path) -> Any:
         raise UserError(f"{path}: corrupted, not valid JSON ({error}).") from None
 
 
+def check_types(value: Any, schema: Any, name: str) -> None:
+    """Raise UserError unless a value of JSON has the types of a schema, and no negative number.
+
+    The schema of a dict has that of each key, or of "*" for the others; of a list, of its items.
+    """
+    expected_type: Any = schema if isinstance(schema, type) else type(schema)
+    is_negative = isinstance(value, int) and value < 0
+    if not isinstance(value, expected_type) or isinstance(value, bool) or is_negative:
+        problem = f"must be of type {expected_type.__name__} and not negative"
+        raise UserError(f"{name}: {problem} (got {str(value)[:40]!r})")
+    if isinstance(schema, list):
+        for index, item in enumerate(value):
+            check_types(item, schema[0], f"{name}[{index}]")
+    if isinstance(schema, dict):
+        names = [*schema, *value] if "*" in schema else [*schema]
+        for key in filter(lambda key: key != "*", names):
+            check_types(value.get(key), schema.get(key, schema.get("*")), f"{name}.{key}")
+
+
 def safe_child_path(folder: Path, name: Any) -> Path:
     """Return the path of a file that a manifest names. Raises UserError outside the folder."""
     if not isinstance(name, str) or name != Path(name).name or name in ("", ".."):

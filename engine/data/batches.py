@@ -19,6 +19,8 @@ EVALUATION_BATCH_TOKENS = 2**14
 MAX_GROUP_BATCHES = 256  # batches whose examples are sorted by length together
 LENGTH_MULTIPLE = 8  # of padded examples: faster matrix products, and fewer shapes
 PADDING_TOKEN = ~0  # token 0, not a target
+MIN_LONG_TEXT_WINDOWS = 100  # of a longer text, an epoch's windows miss less than 2%
+WINDOW_ORDER = 2  # recorded in checkpoints; 1: short texts have the windows of long ones
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
@@ -61,33 +63,52 @@ def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     return result
 
 
-def windows_per_epoch(num_tokens: int, context_length: int) -> int:
+def is_short_text(num_tokens: int, context_length: int, window_order: int) -> bool:
+    """Return whether each epoch's windows overlap, so that they have all tokens."""
+    return window_order > 1 and (num_tokens - 1) // context_length < MIN_LONG_TEXT_WINDOWS
+
+
+def windows_per_epoch(
+    num_tokens: int, context_length: int, window_order: int = WINDOW_ORDER
+) -> int:
     """Count the windows of context_length + 1 tokens, at stride context_length, of one epoch.
 
-    One fewer than fit, if two fit, so that each offset below context_length has the same number.
-    Raises UserError if none fits.
+    As many as cover a short text from any offset; of a long one, one fewer than fit, so that each
+    offset below context_length has the same number. Raises UserError if none fits.
     """
     num_fitting = (num_tokens - 1) // context_length
     if num_fitting < 1:
         reason = f"must be less than the number of tokens, {num_tokens} (got {context_length})"
         raise UserError(f"--context-length: {reason}. Lower it, or prepare more text.")
+    if is_short_text(num_tokens, context_length, window_order):
+        return (num_tokens - 3) // context_length + 2
     return max(1, num_fitting - 1)
 
 
 def window_starts(
-    num_tokens: int, context_length: int, seed: int, sequence_index: np.ndarray
+    num_tokens: int,
+    context_length: int,
+    seed: int,
+    sequence_index: np.ndarray,
+    window_order: int = WINDOW_ORDER,
 ) -> np.ndarray:
     """Return where the windows of sequences (N,), uint64, start in the tokens: (N,).
 
     An epoch visits each of its windows once, in pseudo-random order, from an offset of its own.
+    Windows that would begin before a short text, or end after it, are moved into the text.
     """
-    size = windows_per_epoch(num_tokens, context_length)
+    size = windows_per_epoch(num_tokens, context_length, window_order)
     epoch = sequence_index // np.uint64(size)
     key = splitmix64(epoch + np.uint64(derived_seed(seed)))
     max_offset = min(context_length, num_tokens - size * context_length)
+    margin = 0  # before the text
+    if is_short_text(num_tokens, context_length, window_order):
+        max_offset = context_length
+        margin = context_length - 1
     offset = splitmix64(key) % np.uint64(max_offset)
     window = permute(sequence_index % np.uint64(size), size, key)
-    return offset + window * np.uint64(context_length)
+    starts = offset + window * np.uint64(context_length)
+    return np.clip(starts, margin, num_tokens - 1 - context_length + margin) - np.uint64(margin)
 
 
 def gather(tokens: Tokens, starts: np.ndarray, length: int) -> np.ndarray:
@@ -97,21 +118,27 @@ def gather(tokens: Tokens, starts: np.ndarray, length: int) -> np.ndarray:
 
 
 def gather_windows(
-    tokens: Tokens | MixedTokens, context_length: int, seed: int, sequence_index: np.ndarray
+    tokens: Tokens | MixedTokens,
+    context_length: int,
+    seed: int,
+    sequence_index: np.ndarray,
+    window_order: int,
 ) -> np.ndarray:
     """Read the windows of sequences (N,), uint64: (N, context_length + 1), int64.
 
     Each dataset of a mix has its own seed, or datasets of equal length would have the same order.
     """
     if not isinstance(tokens, MixedTokens):
-        starts = window_starts(len(tokens), context_length, seed, sequence_index)
+        starts = window_starts(len(tokens), context_length, seed, sequence_index, window_order)
         return gather(tokens, starts, context_length + 1)
     windows = np.empty((len(sequence_index), context_length + 1), np.int64)
     dataset_index, index = assign_to_datasets(tokens.weights, sequence_index)
     for number, dataset in enumerate(tokens.datasets):
         rows = dataset_index == number
         dataset_seed = derived_seed(seed, number) if number else seed
-        windows[rows] = gather_windows(dataset, context_length, dataset_seed, index[rows])
+        windows[rows] = gather_windows(
+            dataset, context_length, dataset_seed, index[rows], window_order
+        )
     return windows
 
 
@@ -190,6 +217,7 @@ class Batches:
     batch_size: int  # sequences of all ranks
     rank_slice: slice  # selects the rank's sequences of a batch
     device: torch.device
+    window_order: int = WINDOW_ORDER
 
     def __post_init__(self) -> None:
         self.thread = ThreadPoolExecutor(1)
@@ -217,7 +245,8 @@ class Batches:
             rows = gather_examples(self.tokens, index[numbers], length + 1)
         else:
             index = np.uint64(step * self.batch_size) + numbers.astype(np.uint64)
-            rows = gather_windows(self.tokens, self.context_length, self.seed, index)
+            shape = (self.context_length, self.seed, index, self.window_order)
+            rows = gather_windows(self.tokens, *shape)
         digest = sum(map(zlib.crc32, rows, numbers.tolist()))
         pair = inputs_and_targets(rows)
         return pair.pin_memory() if self.device.type == "cuda" else pair, digest
@@ -236,14 +265,6 @@ def tokens_per_step(
     if isinstance(tokens, Examples):
         return round(batch_size * (len(tokens) / tokens.num_examples - 1))
     return batch_size * context_length
-
-
-def check_length(mixture: Mixture, context_length: int) -> None:
-    """Raise UserError if a text is shorter than one window."""
-    for dataset in mixture.datasets:
-        for split in (dataset.train, dataset.val):
-            if not isinstance(split, Examples):
-                windows_per_epoch(len(split), context_length)
 
 
 def check_sizes(batch_size: int, world_size: int, micro_batch_size: int | None) -> None:

@@ -13,7 +13,15 @@ import numpy as np
 
 from engine.core.cli import shell_command
 from engine.core.errors import UserError
-from engine.core.files import fsync, parse_json, read_json, safe_child_path, sha256, write_json
+from engine.core.files import (
+    check_types,
+    fsync,
+    parse_json,
+    read_json,
+    safe_child_path,
+    sha256,
+    write_json,
+)
 from engine.data.chat import count_targets
 from engine.data.splits import SPLIT_NAMES
 from engine.data.tokenizer import Tokenizer, load_tokenizer
@@ -24,8 +32,20 @@ LENGTHS_DTYPE = "uint32"
 MAX_SHARD_TOKENS = 2**27  # 256 MiB of uint16
 SHARD_HEADER_BYTES = 128  # NumPy's header with room for an array of any length
 VERSION_FILE = "prepared_from.json"  # holds Corpus.version
+SPLIT_FILE = "split.json"  # holds Corpus.record_split(), and counts of validation documents
+SHARD_SCHEMA = {"file": str, "tokens": int, "sha256": str}
+COUNTS_SCHEMA = {"tokens": int, "bytes": int, "documents": int, "shards": list}
+MANIFEST_SCHEMA = {
+    "vocab_size": int,
+    "dtype": str,
+    "tokenizer": {"sha256": str},
+    "splits": dict.fromkeys(SPLIT_NAMES, COUNTS_SCHEMA),
+    "origin": {"content": str},
+    "facts": {"documents": int, "repeats": int, "longest": int, "vocabulary": int, "*": int},
+}
+SPLIT_SCHEMA = {"val_distinct": int, "val_copies": int, "kept": {"*": [int]}}
 DATASET_FILE_PATTERN = re.compile(
-    r"(manifest|tokenizer|verified|prepared_from)\.json"
+    r"(manifest|tokenizer|verified|prepared_from|split)\.json"
     r"|(train|val)(-lengths)?-[0-9]{5,}(-[0-9]+)?\.npy"
 )
 
@@ -109,6 +129,11 @@ class Dataset:
     val: Tokens | Examples
     sha256: str  # of the manifest as it was opened
 
+    @property
+    def num_documents(self) -> int:
+        """Number of documents; one that was cut is counted once."""
+        return self.manifest["facts"]["documents"]
+
     def bytes_per_token(self, split: str) -> float:
         """Return the mean UTF-8 bytes of text of one token; of examples, of one target."""
         counts = self.manifest["splits"][split]
@@ -140,6 +165,7 @@ def open_dataset(path: Path) -> Dataset:
         manifest = parse_json(content, path / "manifest.json")
         if manifest["format"] != FORMAT_VERSION:
             raise UserError(f"its format must be {FORMAT_VERSION} (got {manifest['format']})")
+        check_types(manifest, MANIFEST_SCHEMA, "manifest")
         if sha256(path / "tokenizer.json") != manifest["tokenizer"]["sha256"]:
             raise UserError("tokenizer.json is not the one that encoded the text")
         splits = {split: _open_split(path, manifest, split) for split in SPLIT_NAMES}
@@ -170,6 +196,7 @@ def _open_split(path: Path, manifest: dict[str, Any], split: str) -> Tokens | Ex
 
 def _open_shards(folder: Path, shards: list[dict[str, Any]], dtype: str) -> ShardedTokens:
     """Map shards into memory. Raises various errors unless they match the manifest."""
+    check_types(shards, [SHARD_SCHEMA], "shards")
     arrays = []
     for shard in shards:
         path = safe_child_path(folder, shard["file"])
@@ -242,23 +269,33 @@ def is_up_to_date(
     try:
         old_origin = read_json(out / "manifest.json")["origin"]
         content = old_origin.pop("content")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{out}: manifest.json is corrupted. Use --force to replace it.") from None
     keys = sorted(old_origin.keys() | origin.keys())
     changed = [key for key in keys if old_origin.get(key) != origin.get(key)]
-    differences = [f"{key} {old_origin.get(key)}" for key in changed]
+    settings = [key for key in changed if key not in ("split", "separator")]  # others: of the text
+    differences = [f"{key} {old_origin.get(key)}" for key in settings]
     is_same_version = False
     with contextlib.suppress(OSError, ValueError):
         is_same_version = read_json(out / VERSION_FILE) == version
-    if not differences and not is_same_version and hash_content() != content:
+    if not settings and (changed or not (is_same_version or hash_content() == content)):
         differences = ["other text"]
     if differences:
-        advice = "Use --force to replace it, or another --out"
+        advice = "Use --force to replace it (docs/data.md: My text has grown), or another --out"
         raise UserError(f"{out}: was made with {', '.join(differences)}. {advice}.")
     with contextlib.suppress(UserError):
         open_dataset(out)
         return True
     return False
+
+
+def read_split(path: Path) -> dict[str, Any]:
+    """Return the content of SPLIT_FILE; an older dataset has none."""
+    with contextlib.suppress(OSError, ValueError):
+        record = read_json(path / SPLIT_FILE)
+        check_types(record, SPLIT_SCHEMA, SPLIT_FILE)
+        return record
+    return {}
 
 
 class ShardWriter:

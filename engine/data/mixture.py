@@ -11,7 +11,8 @@ import numpy as np
 
 from engine.core.cli import shell_command
 from engine.core.errors import UserError
-from engine.data.dataset import Dataset, Examples, Tokens, open_dataset, verify_dataset
+from engine.data.dataset import Dataset, Examples, Tokens, open_dataset, read_split, verify_dataset
+from engine.data.splits import MIN_EXPECTED_DOCUMENTS
 from engine.data.tokenizer import Tokenizer
 
 FIXED_POINT_ONE = 2**32  # a weight of 1 in fixed-point numbers, which make counts exact
@@ -129,6 +130,16 @@ class Mixture:
         for dataset in self.datasets:
             verify_dataset(dataset, force)
 
+    def check_length(self, context_length: int) -> None:
+        """Raise UserError if a split of text is shorter than one window."""
+        for dataset in self.datasets:
+            for split, tokens in (("training", dataset.train), ("validation", dataset.val)):
+                if not isinstance(tokens, Examples) and len(tokens) <= context_length:
+                    size = f"the {len(tokens)} tokens of the {split} split of {dataset.path}"
+                    problem = f"must be less than {size} (got {context_length})"
+                    advice = "Lower it, or prepare more text or with another --val-fraction"
+                    raise UserError(f"--context-length: {problem}. {advice}.")
+
     def mean(self, values: Iterable[float]) -> float:
         """Return the weighted mean of one value for each dataset."""
         return sum(value * weight for value, weight in zip(values, self.weights, strict=True))
@@ -136,6 +147,17 @@ class Mixture:
     def bytes_per_token(self, split: str) -> float:
         """Return the mean UTF-8 bytes of one token."""
         return self.mean(dataset.bytes_per_token(split) for dataset in self.datasets)
+
+    def explain_loss(self, val_loss: float) -> str:
+        """Explain a validation loss that is worse than that of a uniform guess; else return ""."""
+        uniform_loss = math.log(self.tokenizer.vocab_size)
+        if not val_loss > uniform_loss:  # nor NaN
+            return ""
+        problems = [problem for dataset in self.datasets for problem in find_problems(dataset)]
+        default = "The training text is too short, or validation is of another kind."
+        advice = "Train for fewer steps, or see docs/data.md for --val and --deduplicate."
+        reason = " ".join(problems) or default
+        return f"This is worse than a uniform guess, {uniform_loss:.4f}. {reason} {advice}"
 
     def evaluation_record(self, losses: Sequence[float]) -> dict[str, float]:
         """Return the metrics of an evaluation, given each dataset's loss in nats per token."""
@@ -150,6 +172,23 @@ class Mixture:
                 bits = loss / math.log(2) / dataset.bytes_per_token("val")
                 record |= {f"val_loss/{name}": loss, f"val_bits_per_byte/{name}": bits}
         return record
+
+
+def find_problems(dataset: Dataset) -> list[str]:
+    """Return a sentence for each reason why a dataset's validation loss says little."""
+    record = read_split(dataset.path)
+    num_val = dataset.manifest["splits"]["val"]["documents"]
+    num_repeats = dataset.manifest["facts"]["repeats"]
+    problems = []
+    if record.get("val_copies"):
+        percent = f"{record['val_copies'] / max(1, num_val):.0%}"
+        problems.append(f"{percent} of the validation documents are copies of training documents.")
+    if 1 < dataset.num_documents == num_repeats + 1:
+        problems.append(f"All {dataset.num_documents:,} documents are the same.")
+    elif num_repeats and record.get("val_distinct", num_val) < min(MIN_EXPECTED_DOCUMENTS, num_val):
+        texts = f"only {record['val_distinct']} different texts"
+        problems.append(f"The {num_val} validation documents have {texts}.")
+    return problems
 
 
 def dataset_paths(

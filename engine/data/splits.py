@@ -1,30 +1,40 @@
 """Which document belongs to train or to validation, and the units of work of a corpus."""
 
+import functools
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from engine.core.errors import UserError
 from engine.data.inputs.columns import count_parts
-from engine.data.inputs.readers import LARGE_DOCUMENT_BYTES, Text, count_documents, kind_of, read
+from engine.data.inputs.readers import (
+    LARGE_DOCUMENT_BYTES,
+    Text,
+    count_documents,
+    is_one_document,
+    kind_of,
+    read,
+)
 from engine.data.inputs.sources import DEFAULT_ENCODING, Source
 from engine.data.inputs.text import Notes
 
 SPLIT_NAMES = ("train", "val")
+SPLIT_VERSION = 2  # of the record of what stays in validation; before it there was none
 MIN_EXPECTED_DOCUMENTS = 6  # in the smaller split; with fewer, it could be empty by chance
 MIN_UNIT_BYTES = 2**24
 MAX_UNITS = 2**12  # about: each has its own shards, and Linux maps at most some 65,000 files
 MIN_BATCH_CHARACTERS = 2**19  # encoded by a thread at a time, unless a unit has fewer
 MAX_WHOLE_DOCUMENT_BYTES = 2**26  # if a document cannot be encoded in pieces
 HASH_BYTES = slice(8, 24)  # of a digest, to identify a text; the first 8 decide its split
-# For each text: its hash, its number of tokens, and whether its document ends with it.
-TEXT_DTYPE = np.dtype([("hash", "V16"), ("tokens", "<u8"), ("ends", "?")])
+# For each text: its hash, its number of tokens, whether its document ends with it, and whether
+# some of it is for validation.
+TEXT_DTYPE = np.dtype([("hash", "V16"), ("tokens", "<u8"), ("ends", "?"), ("val", "?")])
 
 
 class Piece(NamedTuple):
@@ -43,6 +53,7 @@ class Unit:
     parts: tuple[tuple[Source, int, int], ...]  # source, index and count: see readers.read
     dropped: frozenset[int] = frozenset()  # numbers of its documents that are left out
     notes: Notes = field(default_factory=Counter, compare=False)  # of the sources when last read
+    split: str = ""  # of all its documents; "": by the rule
 
     @property
     def size(self) -> int:
@@ -64,53 +75,100 @@ class Unit:
 class Rule:
     """How documents are split into train and validation, independently of each other.
 
-    A document is assigned by its hash. A large document, or every document if there are few,
-    is cut: its tail is for validation.
+    A document is assigned by its hash. A large document, or every document if there are few, is
+    cut: its tail is for validation. Of a document that has grown, each increment is cut.
     """
 
     val_fraction: float
     few: bool  # whether assignment by hash could leave a split empty
     single: bool  # whether there is one document, which needs no end where it is cut
     examples: bool  # examples are never cut
-    val_threshold: float  # documents with a hash_fraction up to this are for validation
+    kept: dict[str, list[int]]  # see Corpus.kept
 
-    def pieces(self, text: Text, digest: bytes) -> list[Piece]:
-        """Split a text into one piece or two."""
+    def pieces(self, text: Text, digest: bytes, unit_split: str = "") -> list[Piece]:
+        """Split a text into pieces, one for each range that it overlaps."""
+        if unit_split:
+            return [Piece(unit_split, text.text, text.ends)]
+        is_kept = digest[HASH_BYTES].hex() in self.kept
         is_large = (text.size or 0) > LARGE_DOCUMENT_BYTES
-        if self.examples or not (self.few or is_large):
-            split = "val" if hash_fraction(digest) <= self.val_threshold else "train"
-            return [Piece(split, text.text, text.ends)]
+        if self.examples or not (self.few or is_large or is_kept):
+            is_val = not self.few and hash_fraction(digest) <= self.val_fraction
+            return [Piece("val" if is_val or is_kept else "train", text.text, text.ends)]
         data = text.text.encode()
         size = len(data) if text.size is None else text.size
         length = len(data) if text.length is None else text.length
-        train_bytes = int(size * (1 - self.val_fraction)) - text.offset
-        if train_bytes >= length:
-            ends = text.ends or (train_bytes == length and not self.single)
-            return [Piece("train", text.text, ends)]
-        # Bytes that were replaced by U+FFFD make the text longer than its bytes in the document.
-        train_bytes = max(0, train_bytes * len(data) // length)
-        cut = len(data[:train_bytes].decode(errors="replace"))  # not inside a character
-        val = Piece("val", text.text[cut:], text.ends)
-        return [Piece("train", text.text[:cut], not self.single), val] if cut else [val]
+        earlier_sizes = self._earlier_sizes.get(size, [])
+        ends_at_cut = not self.single or bool(earlier_sizes)
+        pieces: list[Piece] = []
+        start = 0
+        for split, end in self._ranges([*earlier_sizes, size]):
+            num_bytes = end - text.offset
+            if num_bytes >= length:
+                ends = text.ends or (num_bytes == length and ends_at_cut)
+                return [*pieces, Piece(split, text.text[start:], ends)]
+            # Bytes that were replaced by U+FFFD make the text longer than its bytes in the file.
+            num_bytes = max(0, num_bytes * len(data) // length)
+            cut = len(data[:num_bytes].decode(errors="replace"))  # not inside a character
+            if cut > start:
+                pieces.append(Piece(split, text.text[start:cut], ends_at_cut))
+                start = cut
+        raise AssertionError("the last range ends with the document")
+
+    @functools.cached_property
+    def _earlier_sizes(self) -> dict[int, list[int]]:
+        """The earlier sizes of documents that have grown, by their size."""
+        return {sizes[-1]: sizes[:-1] for sizes in self.kept.values() if len(sizes) > 1}
+
+    def _ranges(self, sizes: list[int]) -> Iterator[tuple[str, int]]:
+        """Yield the split and the end, in bytes, of each range of a document that is cut."""
+        for start, end in itertools.pairwise([0, *sizes]):
+            yield "train", start + int((end - start) * (1 - self.val_fraction))
+            yield "val", end
 
 
 class Corpus:
-    """The documents of sources, in order."""
+    """The documents of sources, in order.
 
-    def __init__(self, sources: list[Source], val_fraction: float):
-        """Read documents only until it is certain whether there are few."""
-        self.sources = sources
-        self.examples = any(source.turns_of for source in sources)
-        self.single = len(sources) == 1 and count_documents(sources[0]) == 1
-        self.units = make_units(sources)
-        self.bytes = sum(source.size for source in sources)
-        num_enough = MIN_EXPECTED_DOCUMENTS / min(val_fraction, 1 - val_fraction)
-        totals = itertools.accumulate(self._document_counts())
-        few = self.single or all(total < num_enough for total in totals)
-        threshold = val_fraction
-        if few and self.examples:
-            threshold = self._threshold_of_few(val_fraction)
-        self.rule = Rule(val_fraction, few, self.single, self.examples, threshold)
+    Attributes:
+        kept: what must stay in validation, as the last version of the dataset recorded it: by hash
+            each document that was cut, with the sizes it had, or few examples, without sizes.
+    """
+
+    def __init__(
+        self,
+        sources: list[Source],
+        val_fraction: float,
+        val_sources: Sequence[Source] = (),
+        kept: dict[str, list[int]] | None = None,
+    ):
+        """Read documents only until it is certain whether there are few.
+
+        With ``val_sources``, validation has their documents, and train all others.
+        """
+        self.groups = [group for group in (sources, val_sources) if group]
+        self.sources = [*sources, *val_sources]
+        self.val_fraction = val_fraction
+        self.kept = kept or {}
+        self.examples = any(source.turns_of for source in self.sources)
+        self.single = all(len(group) == 1 and is_one_document(group[0]) for group in self.groups)
+        self.units = make_units(sources, "train" if val_sources else "")
+        self.units += make_units(val_sources, "val", len(self.units))
+        self.bytes = sum(source.size for source in self.sources)
+        self.few = not val_sources and (self.single or self._has_few_documents())
+
+    @functools.cached_property
+    def rule(self) -> Rule:
+        """The rule, for which a text that could have grown is read."""
+        kept = self.kept
+        if self.examples and self.few:
+            kept = self._choose_few()
+        elif kept and not self.examples:
+            kept = self.cut_documents()
+        return Rule(self.val_fraction, self.few, self.single, self.examples, kept)
+
+    def _has_few_documents(self) -> bool:
+        num_enough = MIN_EXPECTED_DOCUMENTS / min(self.val_fraction, 1 - self.val_fraction)
+        return all(total < num_enough for total in itertools.accumulate(self._document_counts()))
 
     def _document_counts(self) -> Iterator[int]:
         """Yield numbers whose sum is the number of documents."""
@@ -121,11 +179,35 @@ class Corpus:
             else:
                 yield count
 
-    def _threshold_of_few(self, val_fraction: float) -> float:
-        """Return the val_threshold for val_fraction of few examples: at least one, not all."""
-        fractions = sorted({hash_fraction(digest_of(text)) for text in self.texts()})
-        count = min(max(1, round(val_fraction * len(fractions))), len(fractions) - 1)
-        return fractions[count - 1] if count > 0 else -1.0
+    def _choose_few(self) -> dict[str, list[int]]:
+        """Return about val_fraction of few examples, by hash: at least one, not all."""
+        digests = sorted({digest_of(text) for text in self.texts()})
+        hashes = [digest[HASH_BYTES].hex() for digest in digests]
+        hashes.sort(key=lambda digest: digest not in self.kept)  # a stable sort: first those
+        count = min(max(1, round(self.val_fraction * len(hashes))), len(hashes) - 1)
+        num_kept = sum(digest in self.kept for digest in hashes)
+        return {digest: [] for digest in hashes[: max(count, num_kept, 0)]}
+
+    def cut_documents(self) -> dict[str, list[int]]:
+        """Return the sizes that each document that is cut has had, by its hash.
+
+        Of many documents, only those are cut that were few before, or that start with one of them.
+        """
+        documents = {}
+        sizes = {size for sizes in self.kept.values() for size in sizes}
+        for hashes in hash_prefixes(self.texts(), sizes):
+            size, digest = hashes[-1]
+            matches = [self.kept[prefix] for _, prefix in hashes if prefix in self.kept]
+            if size and (self.few or matches):
+                earlier_sizes = matches[-1] if matches else []
+                documents[digest] = [*(n for n in earlier_sizes if n < size), size]
+        return documents
+
+    def record_split(self) -> dict[str, Any]:
+        """Return what is recorded for the next version of the dataset."""
+        needs_sizes = self.few and not self.examples and not self.kept
+        kept = self.cut_documents() if needs_sizes else self.rule.kept
+        return {"version": SPLIT_VERSION, "val_fraction": self.val_fraction, "kept": kept}
 
     @property
     def is_plain(self) -> bool:
@@ -140,10 +222,11 @@ class Corpus:
     @property
     def version(self) -> str:
         """A hash that changes with the files; "" if it is unknown whether they change."""
-        versions = source_versions(self.sources)
-        if not versions:
+        versions = [source_versions(group) for group in self.groups]
+        if not all(versions):
             return ""
-        return hashlib.blake2b(repr(versions).encode(), digest_size=16).hexdigest()
+        content = repr(versions if len(versions) > 1 else versions[0])
+        return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
     def texts(self) -> Iterator[Text]:
         """Yield the texts of all documents."""
@@ -154,40 +237,12 @@ class Corpus:
         """Return TEXT_DTYPE arrays (N,), one for each unit, without numbers of tokens."""
         arrays = []
         for unit in self.units:
-            rows = [(digest_of(text)[HASH_BYTES], 0, text.ends) for text in unit.texts()]
+            rows = [(digest_of(text)[HASH_BYTES], 0, text.ends, False) for text in unit.texts()]
             arrays.append(np.array(rows, TEXT_DTYPE))
         return arrays
 
-    def sample(self, max_bytes: int | None) -> Iterator[str]:
-        """Yield all texts, or if they exceed ``max_bytes`` the beginning of each unit.
 
-        The result depends on the sources alone. A unit contributes in proportion to its size, and
-        more if earlier units were too short.
-        """
-        if max_bytes is None or self._fits(max_bytes):
-            yield from (text.text for text in self.texts())
-            return
-        budget = 0.0
-        total_bytes = sum(unit.size for unit in self.units)
-        for unit in self.units:
-            budget += max_bytes * unit.size / max(1, total_bytes)
-            if budget <= 0:
-                continue
-            for text in unit.texts():
-                yield text.text
-                budget -= len(text.text.encode())
-                if budget <= 0:
-                    break
-
-    def _fits(self, max_bytes: int) -> bool:
-        """Return whether the texts have at most ``max_bytes``, without reading plain sources."""
-        if self.is_plain:
-            return self.bytes <= max_bytes
-        totals = itertools.accumulate(len(text.text.encode()) for text in self.texts())
-        return all(total <= max_bytes for total in totals)
-
-
-def make_units(sources: list[Source]) -> list[Unit]:
+def make_units(sources: Sequence[Source], split: str = "", first: int = 0) -> list[Unit]:
     """Group parts of sources into units, in order.
 
     Small files share a unit. A large file has its own; a large Parquet file or Hugging Face
@@ -205,7 +260,7 @@ def make_units(sources: list[Source]) -> list[Unit]:
                 num_bytes = 0
             units[-1].append((source, index, count))
             num_bytes += part_bytes
-    return [Unit(number, tuple(parts)) for number, parts in enumerate(units)]
+    return [Unit(number, tuple(parts), split=split) for number, parts in enumerate(units, first)]
 
 
 def make_batches(
@@ -250,23 +305,46 @@ def hash_fraction(digest: bytes) -> float:
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def content_hash(units: Iterable[np.ndarray]) -> str:
-    """Hash the content of all units, each a TEXT_DTYPE array (N,)."""
-    content = hashlib.blake2b(digest_size=16)
-    for texts in units:
-        content.update(texts["hash"].tobytes())
-    return content.hexdigest()
+def hash_prefixes(texts: Iterable[Text], sizes: Collection[int]) -> Iterator[list[tuple[int, str]]]:
+    """Yield for each document the size and hash of its prefixes of given sizes, then of itself."""
+    content = hashlib.blake2b()
+    hashes = []
+    for text in texts:
+        data = text.text.encode()
+        length = len(data) if text.length is None else text.length
+        end = text.offset + length
+        start = 0
+        for size in [*sorted(size for size in sizes if text.offset < size < end), end]:
+            stop = (size - text.offset) * len(data) // max(1, length)
+            content.update(data[start:stop])
+            start = stop
+            if size in sizes or text.ends:
+                hashes.append((size, content.digest()[HASH_BYTES].hex()))
+        if text.ends:
+            yield hashes
+            content = hashlib.blake2b()
+            hashes = []
 
 
-def sum_documents(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Add up texts (N,) of TEXT_DTYPE: hashes and numbers of tokens of documents, (M,) each."""
+def content_hash(units: Iterable[Unit], texts: Iterable[np.ndarray]) -> str:
+    """Hash the texts of units, a TEXT_DTYPE array (N,) each; separately if they have a split."""
+    content: dict[str, Any] = {}
+    for unit, rows in zip(units, texts, strict=True):
+        digest = content.setdefault(unit.split, hashlib.blake2b(digest_size=16))
+        digest.update(rows["hash"].tobytes())
+    return "-".join(digest.hexdigest() for digest in content.values())
+
+
+def sum_documents(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Add up texts (N,) of TEXT_DTYPE: hashes, tokens and ``val`` of documents, (M,) each."""
     ends = np.flatnonzero(texts["ends"])
     if not len(ends):
-        return np.empty(0, "V16"), np.empty(0, np.uint64)
+        return np.empty(0, "V16"), np.empty(0, np.uint64), np.empty(0, bool)
     starts = np.append(0, ends[:-1] + 1)
     halves = np.frombuffer(texts["hash"].tobytes(), "<u8").reshape(-1, 2)
     hashes = np.add.reduceat(halves, starts).view("V16").ravel()
-    return hashes, np.add.reduceat(texts["tokens"], starts)
+    is_val = np.logical_or.reduceat(texts["val"], starts)
+    return hashes, np.add.reduceat(texts["tokens"], starts), is_val
 
 
 def find_repeats(units: list[np.ndarray]) -> list[frozenset[int]]:

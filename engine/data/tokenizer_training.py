@@ -1,5 +1,6 @@
 """Tokenizers made from text: its characters, or a byte-level BPE."""
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 
@@ -7,12 +8,15 @@ import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
+from engine.core.cli import progress
+from engine.data.splits import Corpus
 from engine.data.tokenizer import CharTokenizer, Tokenizer, from_document
 from engine.data.tokenizer_json import SPECIAL_TOKENS, SPLIT_PATTERNS, bpe_document
 
 MIN_BPE_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 MIN_CHOSEN_VOCAB_SIZE = 1024
 MAX_CHOSEN_VOCAB_SIZE = 8192
+MAX_TRAINER_CHARACTERS = 2**16  # of a string for the BPE trainer, to limit its memory
 
 
 def train_char_tokenizer(texts: Iterable[str], separator: str) -> Tokenizer:
@@ -58,3 +62,54 @@ def choose_vocab_size(num_bytes: int) -> int:
     """Return the power of two up to the square root of a text's bytes, from 1,024 to 8,192."""
     power_of_two = 1 << max(0, num_bytes.bit_length() - 1) // 2
     return max(MIN_CHOSEN_VOCAB_SIZE, min(MAX_CHOSEN_VOCAB_SIZE, power_of_two))
+
+
+def train_tokenizer(
+    corpus: Corpus, kind: str, separator: str, max_bytes: int, vocab_size: int | None, pattern: str
+) -> Tokenizer:
+    """Train a tokenizer on the text: char on all of it, or bpe on about ``max_bytes``."""
+    if kind == "char":
+        return train_char_tokenizer(training_texts(corpus, None), separator)
+    return train_bpe_tokenizer(training_texts(corpus, max_bytes), vocab_size, pattern)
+
+
+def training_texts(corpus: Corpus, max_bytes: int | None) -> Iterator[str]:
+    """Yield all text, or a sample of about ``max_bytes``, in short strings."""
+    total = min(max_bytes or corpus.bytes, corpus.bytes) if corpus.is_plain else None
+    with progress("training tokenizer", total) as bar:
+        for document in sample_texts(corpus, max_bytes):
+            bar.update(len(document))
+            turns = [turn[1] for turn in json.loads(document)] if corpus.examples else [document]
+            for text in turns:
+                for start in range(0, len(text), MAX_TRAINER_CHARACTERS):
+                    yield text[start : start + MAX_TRAINER_CHARACTERS]
+
+
+def sample_texts(corpus: Corpus, max_bytes: int | None) -> Iterator[str]:
+    """Yield all texts, or if they exceed ``max_bytes`` the beginning of each unit.
+
+    The result depends on the sources alone. A unit contributes in proportion to its size, and more
+    if earlier units were too short.
+    """
+    if max_bytes is None or _fits(corpus, max_bytes):
+        yield from (text.text for text in corpus.texts())
+        return
+    budget = 0.0
+    total_bytes = sum(unit.size for unit in corpus.units)
+    for unit in corpus.units:
+        budget += max_bytes * unit.size / max(1, total_bytes)
+        if budget <= 0:
+            continue
+        for text in unit.texts():
+            yield text.text
+            budget -= len(text.text.encode())
+            if budget <= 0:
+                break
+
+
+def _fits(corpus: Corpus, max_bytes: int) -> bool:
+    """Return whether the texts have at most ``max_bytes``, without reading plain sources."""
+    if corpus.is_plain:
+        return corpus.bytes <= max_bytes
+    totals = itertools.accumulate(len(text.text.encode()) for text in corpus.texts())
+    return all(total <= max_bytes for total in totals)

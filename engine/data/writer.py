@@ -1,10 +1,8 @@
 """A corpus → data/<name>/: its shards, encoded by threads or on a Ray cluster, and a manifest.
 
-Each finished unit has a record beside its shards. A later run with the same text and settings
-skips it.
+Each finished unit has a record beside its shards, so that a later run skips it.
 """
 
-import collections
 import contextlib
 import hashlib
 import itertools
@@ -13,7 +11,7 @@ import os
 import re
 import shutil
 import socket
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -44,19 +42,20 @@ class Batch:
 
     ids: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
     counts: dict[str, Counter] = field(default_factory=lambda: defaultdict(Counter))
-    texts: list[tuple[bytes, int, bool]] = field(default_factory=list)  # see TEXT_DTYPE
+    texts: list[tuple[bytes, int, bool, bool]] = field(default_factory=list)  # see TEXT_DTYPE
     num_characters: int = 0
 
 
 def encode_batch(
-    texts: Iterable[Text], rule: Rule, encode: Encoder, whole_documents: bool
+    texts: Iterable[Text], unit_split: str, rule: Rule, encode: Encoder, whole_documents: bool
 ) -> Batch:
     """Split, hash and encode texts; with whole_documents, join each document's texts first."""
     batch = Batch()
     pieces: list[Piece] = []
     for text in texts:
         digest = splits.digest_of(text)
-        pieces += rule.pieces(text, digest)
+        pieces += rule.pieces(text, digest, unit_split)
+        is_val = any(piece.split == "val" for piece in pieces)
         num_tokens = 0
         if text.ends or not whole_documents:
             for split, group in itertools.groupby(pieces, key=attrgetter("split")):
@@ -71,7 +70,7 @@ def encode_batch(
                 num_tokens += len(ids)
                 batch.num_characters += len(content)
             pieces.clear()
-        batch.texts.append((digest[splits.HASH_BYTES], num_tokens, text.ends))
+        batch.texts.append((digest[splits.HASH_BYTES], num_tokens, text.ends, is_val))
     return batch
 
 
@@ -95,7 +94,7 @@ class Job:
     def key(self, unit: Unit) -> str:
         """Hash a unit's inputs and settings; return "" if the version of a source is unknown."""
         versions = splits.source_versions(source for source, _, _ in unit.parts)
-        parts = [(index, count) for _, index, count in unit.parts]
+        parts = [(unit.split, index, count) for _, index, count in unit.parts]
         content = [versions, parts, sorted(unit.dropped), repr(self.rule), self.settings]
         return hashlib.sha256(files.to_json(content).encode()).hexdigest() if versions else ""
 
@@ -112,7 +111,7 @@ class Job:
 
 def map_in_order(function: Callable, items: Iterable[tuple], num_threads: int) -> Iterator[Any]:
     """Yield the results of function(*item) in order; threads compute a few items ahead."""
-    waiting: collections.deque[Future] = collections.deque()
+    waiting: deque[Future] = deque()
     with ThreadPoolExecutor(num_threads) as pool:
         for item in items:
             waiting.append(pool.submit(function, *item))
@@ -137,7 +136,7 @@ def encode_units(
     encoder = make_encoder(tokenizer, job.separator, job.rule.examples)
 
     def encode(unit: Unit, texts: list[Text]) -> tuple[Unit, Batch]:
-        return unit, encode_batch(texts, job.rule, encoder, whole_documents)
+        return unit, encode_batch(texts, unit.split, job.rule, encoder, whole_documents)
 
     items = splits.make_batches(units, whole_documents)
     batches = map_in_order(encode, items, threads or os.cpu_count() or 1)
@@ -245,11 +244,12 @@ def write_dataset(
     try:
         if origin.get("deduplicate"):
             texts = corpus.digests()
-            origin = {"content": splits.content_hash(texts), **origin}
+            origin = {"content": splits.content_hash(units, texts), **origin}
             repeats = splits.find_repeats(texts)
             units = [replace(unit, dropped=repeats[unit.number]) for unit in units]
         encode_missing(job, units, corpus.is_plain, threads, ray)
         manifest = make_manifest(job, units, origin)
+        split_record = {**corpus.record_split(), **manifest.pop("val_facts")}
     except BaseException as error:
         num_finished = len([*folder.glob("record-*.npz")])
         if num_finished == 0 or (num_finished == len(units) and isinstance(error, UserError)):
@@ -258,6 +258,7 @@ def write_dataset(
     manifest["tokenizer"] = {"kind": tokenizer.kind, "sha256": tokenizer_sha256}
     with files.atomic_directory(out) as directory:
         files.write_json(directory / "manifest.json", manifest)
+        files.write_json(directory / dataset.SPLIT_FILE, split_record)
         if corpus.version:
             files.write_json(directory / dataset.VERSION_FILE, corpus.version)
         for path in [folder / "tokenizer.json", *folder.glob("*.npy")]:
@@ -312,8 +313,7 @@ def make_manifest(job: Job, units: Sequence[Unit], origin: dict[str, Any]) -> di
         records.append(record)
     texts = [record["texts"] for record in records]
     documents = [splits.sum_documents(unit_texts) for unit_texts in texts]
-    hashes = np.concatenate([unit_hashes for unit_hashes, _ in documents])
-    lengths = np.concatenate([num_tokens for _, num_tokens in documents])
+    hashes, lengths, is_val = map(np.concatenate, zip(*documents, strict=True))
     facts: dict[str, Any] = {
         "documents": len(hashes),
         "repeats": len(hashes) - len(np.unique(hashes)),
@@ -329,8 +329,12 @@ def make_manifest(job: Job, units: Sequence[Unit], origin: dict[str, Any]) -> di
         "vocab_size": job.vocab_size,
         "dtype": job.dtype,
         "splits": {split: join_split(split, records, facts) for split in SPLIT_NAMES},
-        "origin": {"content": splits.content_hash(texts), **origin},
+        "origin": {"content": splits.content_hash(units, texts), **origin},
         "facts": facts,
+        "val_facts": {
+            "val_distinct": len(np.unique(hashes[is_val])),
+            "val_copies": int(np.isin(hashes[is_val], hashes[~is_val]).sum()),
+        },
     }
 
 
@@ -340,7 +344,7 @@ def join_split(split: str, records: list[dict[str, Any]], facts: dict[str, Any])
     if counts["tokens"] < 2:
         documents = f"{facts['documents']} documents, {facts['repeats']} of them repeats"
         problem = f"must have at least 2 tokens (got {counts['tokens']}, of {documents})"
-        raise UserError(f"the {split} split {problem}. Change --val-fraction.")
+        raise UserError(f"the {split} split {problem}. Change --val-fraction or --val.")
     entry = {name: counts[name] for name in ("tokens", "bytes", "documents")}
     shards = [shard for record in records for shard in record["shards"][split]]
     if f"{split}-lengths" not in records[0]["shards"]:

@@ -155,15 +155,13 @@ def describe_data(data: Mixture) -> list[dict[str, str]]:
     """Return a table for each dataset that a run was trained on, as prepare.py describes it."""
     tables = []
     for dataset, weight in zip(data.datasets, data.weights, strict=True):
-        splits = dataset.manifest["splits"].values()
-        num_tokens = sum(counts.get("targets", counts["tokens"]) for counts in splits)
         table = {
             "dataset": str(dataset.path),
             "fraction of sequences": f"{weight:.3g}",
             "tokens to train on": f"{len(dataset.train):,}",
             "tokens to validate on": f"{len(dataset.val):,}",
-            "documents": f"{dataset.manifest['facts']['documents']:,}",
-            "bytes per token": f"{sum(counts['bytes'] for counts in splits) / num_tokens:.2f}",
+            "documents": f"{dataset.num_documents:,}",
+            "bytes per token": f"{dataset.bytes_per_token('train'):.2f}",
             "vocabulary": f"{dataset.tokenizer.vocab_size:,} ({dataset.tokenizer.kind})",
         }
         tables.append(table)

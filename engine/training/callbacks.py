@@ -232,6 +232,9 @@ def print_summary(trainer: Trainer) -> None:
         f"{trainer.val_loss:.4f} nats per token, perplexity {perplexity:.2f}, "
         f"{bits:.4f} bits per byte."
     )
+    explanation = trainer.data.explain_loss(trainer.val_loss)
+    if explanation:
+        trainer.say(explanation)
     if trainer.best_val_loss < trainer.val_loss:
         trainer.say(
             f"The best validation loss was {trainer.best_val_loss:.4f} (overfitting since). "

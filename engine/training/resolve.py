@@ -87,7 +87,7 @@ def fill_defaults(config: TrainConfig, data: Mixture, dist: DistributedContext) 
         )
     assert config.batch_size is not None
     batches.check_sizes(config.batch_size, dist.size, config.micro_batch_size)
-    batches.check_length(data, config.model.context_length)
+    data.check_length(config.model.context_length)
     is_window_fixed = bool(config.init_from) or vocab_size <= MAX_CHARACTER_VOCAB_SIZE
     dtype = choose_dtype(config.dtype, dist.device, config.model.d_model)
     model = replace(config.model, vocab_size=vocab_size)
@@ -128,7 +128,7 @@ def changed_settings(
         if name not in CHANGEABLE_SETTINGS
     ]
     if state["data_sha256"] != data_sha256:
-        refused.append("the text in --data")
+        refused.append("the text in --data (docs/data.md: My text has grown)")
     if refused:
         raise UserError(
             f"--resume: can't change {', '.join(refused)}. Set it back, or choose another --out."

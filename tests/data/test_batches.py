@@ -1,5 +1,6 @@
 """Which windows or examples make up a batch, and which targets count."""
 
+import random
 import tracemalloc
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import torch
 from engine.core.errors import UserError
 from engine.data.batches import (
     MAX_GROUP_BATCHES,
+    WINDOW_ORDER,
     Batches,
-    check_length,
     check_sizes,
     derived_seed,
     drop_long_examples,
@@ -35,17 +36,19 @@ def permutation(size: int, key: int) -> np.ndarray:
     return permute(np.arange(size), size, np.array([key], np.uint64))
 
 
-def starts_of(tokens: int, context: int, seed: int, step: int, batch_size: int) -> np.ndarray:
+def starts_of(
+    tokens: int, context: int, seed: int, step: int, batch_size: int, order: int = WINDOW_ORDER
+) -> np.ndarray:
     """Return where the windows of a batch start."""
     index = step * batch_size + np.arange(batch_size, dtype=np.uint64)
-    return window_starts(tokens, context, seed, index)
+    return window_starts(tokens, context, seed, index, order)
 
 
-def epoch_of_starts(num_tokens: int, context_length: int, epoch: int) -> np.ndarray:
+def epoch_of_starts(num_tokens: int, context: int, epoch: int, order: int = 2) -> np.ndarray:
     """Return the starts of the windows of one epoch, sorted, taken one at a time."""
-    size = windows_per_epoch(num_tokens, context_length)
+    size = windows_per_epoch(num_tokens, context, order)
     steps = range(epoch * size, (epoch + 1) * size)
-    starts = [starts_of(num_tokens, context_length, 1, step, 1) for step in steps]
+    starts = [starts_of(num_tokens, context, 1, step, 1, order) for step in steps]
     return np.sort(np.concatenate(starts))
 
 
@@ -92,12 +95,13 @@ def test_permute_scatters_and_depends_on_the_key_of_each_index():
     assert mixed.tolist() == [permutations[1][5], permutations[4][5], permutations[1][6]]
 
 
-@pytest.mark.parametrize("num_tokens", [9, 10, 16, 17, 18, 24, 25, 26, 100, 1001])
-def test_an_epoch_visits_each_window_once(num_tokens: int):
+@pytest.mark.parametrize("num_tokens", [9, 10, 16, 17, 18, 24, 25, 26, 100, 801, 1001])
+def test_an_epoch_visits_each_window_of_a_long_text_once(num_tokens: int):
+    order = 2 if num_tokens > 800 else 1  # in which short texts have the windows of long ones
     offsets = set()
     for epoch in range(6):
-        starts = epoch_of_starts(num_tokens, 8, epoch)
-        assert len(starts) == windows_per_epoch(num_tokens, 8)
+        starts = epoch_of_starts(num_tokens, 8, epoch, order)
+        assert len(starts) == windows_per_epoch(num_tokens, 8, order)
         assert (np.diff(starts) == 8).all()
         assert starts[0] < 8 and starts[-1] + 8 + 1 <= num_tokens
         offsets.add(int(starts[0]))
@@ -105,8 +109,35 @@ def test_an_epoch_visits_each_window_once(num_tokens: int):
 
 
 def test_every_start_is_visited_in_some_epoch():
-    starts = np.concatenate([epoch_of_starts(25, 8, epoch) for epoch in range(200)])
-    assert {*starts.tolist()} == {*range(2 * 8)}
+    for order, num_starts in ((1, 2 * 8), (2, 25 - 8)):
+        starts = np.concatenate([epoch_of_starts(25, 8, epoch, order) for epoch in range(200)])
+        assert {*starts.tolist()} == {*range(num_starts)}
+
+
+def test_each_token_of_a_short_text_is_a_target_in_each_epoch():
+    rng = random.Random(0)
+    sizes = [(2, 1), (3, 1), (33, 32), (34, 32), (64, 32), (65, 32), (95, 32), (800, 8)]
+    for _ in range(1000):
+        context = rng.choice([1, 2, 3, 8, 32, rng.randint(1, 300)])
+        sizes.append((rng.randint(context + 1, 100 * context), context))
+    for num_tokens, context in sizes:
+        size = windows_per_epoch(num_tokens, context)
+        assert (num_tokens - 1) / context <= size < (num_tokens - 1) / context + 2
+        starts = starts_of(num_tokens, context, 1, rng.randrange(100), size).astype(int)
+        assert starts.min() == 0 and starts.max() + context == num_tokens - 1
+        assert np.diff(np.sort(starts)).max(initial=0) <= context
+        assert num_tokens < 3 * context or len(np.unique(starts)) > size - 2
+
+
+def test_an_old_run_keeps_its_order_of_a_short_text():
+    assert starts_of(95, 32, 3, 5, 6, 1).tolist() == [17, 31, 1, 6, 21, 5]
+    batches = batches_of(np.arange(95), 32)
+    batches.window_order = 1
+    starts = starts_of(95, 32, 1, 7, 6, 1)
+    assert batches.get(7)[0][:, 0].tolist() == starts.tolist()
+    mix = batches_of(MixedTokens((np.arange(95), np.arange(200, 295)), (0.5, 0.5)), 32)
+    mix.window_order = 1
+    assert {*mix.get(0)[0][:, 0].tolist()} <= {*range(32), *range(200, 232)}
 
 
 def test_the_order_depends_on_the_epoch_and_on_the_seed():
@@ -191,7 +222,7 @@ def test_a_batch_of_a_mix_has_the_datasets_of_its_sequences(step: int):
 
 
 def test_each_dataset_of_a_mix_is_visited_once_an_epoch_in_its_own_order():
-    starts_and_lengths = [(0, 1001), (10_000, 1001), (20_000, 257)]
+    starts_and_lengths = [(0, 1001), (10_000, 1001), (20_000, 897)]
     texts = tuple(np.arange(start, start + length) for start, length in starts_and_lengths)
     mix = MixedTokens(texts, (0.5, 0.2, 0.3))
     batches = batches_of(mix, 8)
@@ -331,7 +362,8 @@ EXAMPLES_TO_FIT = mixture_of(train=examples_of([3, 9, 20]), val=examples_of([9, 
         (lambda: check_sizes(6, 4, None), "^--batch-size: .* 8"),
         (lambda: check_sizes(2, 4, None), "^--batch-size: .* 4"),
         (lambda: check_sizes(12, 2, 4), "^--micro-batch-size: .* 1, 2, 3, 6"),
-        (lambda: check_length(SHORT, 8), "^--context-length: "),
+        (lambda: SHORT.check_length(8), "^--context-length: .* 8 .*validation.*--val-fraction"),
+        (lambda: SHORT.check_length(9), "^--context-length: .* 9 .*training"),
         (lambda: starts_of(8, 8, 0, 0, 1), "^--context-length: "),
         (lambda: evaluation_windows(8, 8), "^--context-length: "),
         (lambda: drop_long_examples(EXAMPLES_TO_FIT, 1, cut=False), "^--context-length: "),
@@ -350,5 +382,5 @@ def test_examples_are_made_to_fit_the_context(cut: bool, train: list[int]):
     assert (dataset.val.num_cut, dataset.val.num_removed) == (0, 0)
     assert tokens_per_step(dataset.train, 8, 4) == round(4 * (sum(train) / len(train) - 1))
     text = mixture_of(train=np.arange(9), val=np.arange(9))
-    check_length(text, 8)
+    text.check_length(8)
     assert drop_long_examples(text, 8, cut) == text and tokens_per_step(np.arange(99), 8, 4) == 32

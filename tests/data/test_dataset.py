@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,12 @@ from engine.data.dataset import (
     ShardWriter,
     is_up_to_date,
     open_dataset,
+    read_split,
     verify_dataset,
 )
+from engine.data.mixture import open_mixture
 from engine.data.tokenizer import CharTokenizer
+from engine.report.dataset_summary import describe_dataset
 from prepare import PrepareConfig, prepare
 
 
@@ -179,6 +182,52 @@ def test_corrupted_files_are_refused(name: str, damage: str, request):
     with pytest.raises(UserError, match=pattern) as error:
         open_dataset(path)
     assert "\n" not in str(error.value)
+
+
+def paths_of(value: Any, path: tuple = ()) -> Iterator[tuple]:
+    """Yield the keys that lead to each value in a value of JSON."""
+    if path:
+        yield path
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    for key, child in value.items() if isinstance(value, dict) else ():
+        yield from paths_of(child, (*path, key))
+
+
+WRONG_VALUES = (None, -1, 1.5, True, "", "../text.txt", [1], {"a": {}})
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "split.json", "prepared_from.json"])
+@pytest.mark.parametrize("name", ["text", "examples"])
+def test_a_wrong_value_in_a_file_is_one_line_or_does_no_harm(name: str, file: str, request):
+    path = request.getfixturevalue(name)
+    content = (path / file).read_text()
+    number = 0
+    for keys in paths_of({"": json.loads(content)}):
+        if not {*keys}.isdisjoint(range(1, 99)):
+            continue  # of a list the first item
+        for value in (*WRONG_VALUES, "removed"):
+            document = {"": json.loads(content)}
+            container: Any = document
+            for key in keys[:-1]:
+                container = container[key]
+            container[keys[-1]] = value
+            if value == "removed" and len(keys) > 1:
+                del container[keys[-1]]
+            write_json(path / file, document[""])
+            read_split(path)
+            for function in (
+                lambda: verify_dataset(open_dataset(path), force=True),
+                lambda: describe_dataset(path),
+                lambda: open_mixture([path]).explain_loss(99.0),
+                lambda: is_up_to_date(path, {}, False, "", str),
+            ):
+                try:
+                    function()
+                except UserError as error:
+                    assert "\n" not in str(error) and str(path) in str(error)
+            number += 1
+    assert number > 8
 
 
 def test_a_folder_without_a_dataset_is_refused_with_the_command(tmp_path: Path):

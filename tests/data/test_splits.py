@@ -18,6 +18,7 @@ from engine.data.inputs import readers
 from engine.data.inputs.readers import Text
 from engine.data.inputs.sources import Source
 from engine.data.splits import Corpus, Piece, Unit, digest_of, find_repeats, hash_fraction
+from engine.data.tokenizer_training import sample_texts
 
 
 @pytest.fixture
@@ -196,7 +197,7 @@ def test_only_as_much_is_read_as_tells_that_documents_are_many(tmp_path: Path):
     (tmp_path / "bad.txt").write_bytes(b"\xff")
 
     def is_few(*names: str) -> bool:
-        return Corpus([Source(tmp_path / name, name) for name in names], 0.1).rule.few
+        return Corpus([Source(tmp_path / name, name) for name in names], 0.1).few
 
     assert not is_few("a.jsonl")
     assert not is_few(*["bad.txt"] * 60) and is_few(*["bad.txt"] * 59)
@@ -205,7 +206,7 @@ def test_only_as_much_is_read_as_tells_that_documents_are_many(tmp_path: Path):
         is_few("few.jsonl")
     for count in (59, 60):
         source = source_of(tmp_path / "a.parquet", ["x"] * count, field="absent")
-        assert Corpus([source], 0.1).rule.few == (count < 60)
+        assert Corpus([source], 0.1).few == (count < 60)
 
 
 # Units.
@@ -264,9 +265,9 @@ def test_a_sample_is_everything_if_it_fits_else_the_beginning_of_each_unit(small
     parquet = [source_of(tmp_path / "a.parquet", texts)]
     for sources in (files, gz, parquet):
         corpus = Corpus(sources, 0.1)
-        assert [*corpus.sample(200_000)] == [*corpus.sample(None)] == texts
-        sample = [*corpus.sample(20_000)]
-        assert sample == [*Corpus(sources, 0.5).sample(20_000)]
+        assert [*sample_texts(corpus, 200_000)] == [*sample_texts(corpus, None)] == texts
+        sample = [*sample_texts(corpus, 20_000)]
+        assert sample == [*sample_texts(Corpus(sources, 0.5), 20_000)]
         assert 20_000 <= sum(map(len, sample)) <= 22_000
         numbers = [int(text) for text in sample]
         assert numbers[0] == 0 and numbers == sorted({*numbers})
@@ -277,7 +278,7 @@ def test_a_source_of_unknown_size_is_sampled_too(tmp_path: Path, monkeypatch):
     corpus_of(tmp_path, DOCUMENTS[:30], DOCUMENTS[30:])
     monkeypatch.setattr(Source, "size", 0)
     sources = [Source(tmp_path / name, name) for name in ("0.jsonl", "1.jsonl")]
-    assert [*Corpus(sources, 0.1).sample(2**20)] == DOCUMENTS
+    assert [*sample_texts(Corpus(sources, 0.1), 2**20)] == DOCUMENTS
 
 
 def test_the_version_changes_with_a_file(tmp_path: Path):

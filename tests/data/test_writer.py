@@ -30,7 +30,7 @@ from prepare import PrepareConfig, prepare
 
 NUM_WORKERS = 4
 UNIT = splits.Unit(0, ())
-JOB = writer.Job(Path("absent"), splits.Rule(0.1, False, False, False, 0.1), "", 256, "")
+JOB = writer.Job(Path("absent"), splits.Rule(0.1, False, False, False, {}), "", 256, "")
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 
 
@@ -305,7 +305,8 @@ def test_ray_encodes_the_same_stream_though_a_worker_is_killed(code: str, tmp_pa
     pyarrow.parquet.write_table(
         table, tmp_path / "a.parquet", row_group_size=100, compression="none", use_dictionary=False
     )
-    inputs = ["texts", "a.parquet", "--vocab-size", "400", "--deduplicate"]
+    (tmp_path / "val.txt").write_text(code)
+    inputs = ["texts", "a.parquet", "--val", "val.txt", "--vocab-size", "400", "--deduplicate"]
     ray = ["--ray", f"local:{NUM_WORKERS}", "--out", "ray"]
     process = start(tmp_path, *inputs, *ray, unit_bytes=2**16)
     victims: list[int] = []
@@ -316,7 +317,8 @@ def test_ray_encodes_the_same_stream_though_a_worker_is_killed(code: str, tmp_pa
     _, errors = process.communicate(timeout=150)
     assert process.returncode == 0, errors
     paths = (str(tmp_path / "texts"), str(tmp_path / "a.parquet"))
-    prepare(PrepareConfig(paths, vocab_size=400, deduplicate=True, out=tmp_path / "one"))
+    settings = {"vocab_size": 400, "deduplicate": True, "val": (str(tmp_path / "val.txt"),)}
+    prepare(PrepareConfig(paths, out=tmp_path / "one", **settings))
     assert stream(tmp_path / "ray") == stream(tmp_path / "one")
     assert len(open_dataset(tmp_path / "ray").train.arrays) > 30
 

@@ -11,9 +11,10 @@ import pytest
 from helpers import train_tiny
 
 from engine.data.mixture import open_mixture
+from engine.report.dataset_summary import describe_dataset
 from engine.report.page import describe_data, describe_run, write_page
 from engine.report.samples import describe_environment
-from prepare import PrepareConfig, describe, prepare
+from prepare import PrepareConfig, prepare
 
 BLUE = [0, 114, 178]  # training
 ORANGE = [213, 94, 0]  # validation
@@ -177,7 +178,7 @@ def test_the_data_has_the_figures_that_prepare_prints(tmp_path, kind):
         rows = [{**row, "answer": "ü" * i} for i, row in enumerate(rows, 1)]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")
     config = PrepareConfig(inputs=(str(path),), tokenizer="byte", out=tmp_path / "data", **flags)
-    printed = describe(prepare(config)[0])
+    printed = describe_dataset(prepare(config)[0])
     data = open_mixture([tmp_path / "data"])
     (table,) = describe_data(data)
     assert (

@@ -48,7 +48,7 @@ def read(
     the unusable byte, line or row.
     """
     notes = Counter() if notes is None else notes
-    if not kind_of(source) and not source.separator:
+    if is_one_document(source):
         yield from _read_plain(source, notes)
         return
     for location, record in _read_records(source, index, count, notes):
@@ -92,7 +92,12 @@ def count_documents(source: Source) -> int | None:
     """Return the number of documents of a source; None if it must be read to count them."""
     if kind_of(source) == ".parquet" and not source.skip_bad_rows:
         return count_rows(source)
-    return None if kind_of(source) or source.separator else 1
+    return 1 if is_one_document(source) else None
+
+
+def is_one_document(source: Source) -> bool:
+    """Return whether all of a source is one document: plain text without a separator."""
+    return not kind_of(source) and not source.separator
 
 
 def split_document(

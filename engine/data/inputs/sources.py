@@ -169,8 +169,8 @@ def find_sources(
     ``spool`` is a folder for copies of pipes, ``glob`` selects files of folders (None: all), and
     ``expected_sha256`` is the hash of a download. Raises UserError for a missing input.
     """
-    pattern = (glob or "").removeprefix("**/") or "*"
-    if "**" in pattern:
+    pattern = "*" if glob is None else glob.removeprefix("**/")
+    if "**" in pattern or not PurePath(pattern).parts:
         raise UserError(f"--glob: must be a pattern such as *.txt or docs/*.md (got {glob}).")
     sources: list[Source] = []
     for name in inputs:

@@ -1,0 +1,294 @@
+"""Text that was validated on stays so when a text grows; validation text of one's own; repeats."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from helpers import train_tiny
+
+from engine.core.errors import UserError
+from engine.data import splits
+from engine.data.dataset import Examples, open_dataset, read_split
+from engine.data.inputs import readers
+from engine.data.mixture import find_problems, open_mixture
+from engine.report.dataset_summary import describe_dataset
+from engine.report.page import describe_data
+from engine.training.callbacks import print_summary
+from prepare import PrepareConfig, prepare
+
+SIZES = (1, 2, 3, 7, 20, 59, 60, 61, 120, 400)  # of growing datasets
+PAIR_FIELDS = {"prompt_field": "q", "completion_field": "a"}
+
+
+def document(number: int) -> str:
+    """Return a text in which each line occurs in no other document."""
+    return "".join(f"document {number}, line {line}, é🚀\n" for line in range(2 + number % 9))
+
+
+def decode(path: Path) -> dict[str, str]:
+    """Return the text of each split."""
+    dataset = open_dataset(path)
+    texts = {}
+    for split in ("train", "val"):
+        tokens = getattr(dataset, split)
+        ids = tokens.tokens[:] if isinstance(tokens, Examples) else tokens[:]
+        texts[split] = dataset.tokenizer.decode([max(i, ~i) for i in ids.tolist()])
+    return texts
+
+
+def lines_of(text: str) -> set[str]:
+    """Return the complete lines of a text, without ends of documents."""
+    lines = (line.removeprefix("<|endoftext|>") for line in text.split("\n")[1:-1])
+    return {line for line in lines if line.startswith("document") and line.endswith("🚀")}
+
+
+def write_lines(path: Path, texts: list[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def write_folder(path: Path, texts: list[str]) -> None:
+    """Write a file for each text; a new one may come before the others."""
+    path.mkdir(exist_ok=True)
+    for number, text in enumerate(texts):
+        (path / f"{number * 7919 % 1000:03d}.txt").write_text(text, encoding="utf-8")
+
+
+def write_parquet(path: Path, texts: list[str]) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=50)
+
+
+def write_pairs(path: Path, texts: list[str]) -> None:
+    path.write_text("".join(json.dumps({"q": "?", "a": text}) + "\n" for text in texts))
+
+
+def write_one(path: Path, texts: list[str]) -> None:
+    path.write_text("".join(texts), encoding="utf-8")
+
+
+GROWING: dict[str, tuple[Any, dict[str, Any]]] = {
+    "a.jsonl": (write_lines, {}),
+    "folder": (write_folder, {"deduplicate": True}),
+    "a.parquet": (write_parquet, {"val_fraction": 0.3}),
+    "pairs.jsonl": (write_pairs, PAIR_FIELDS),
+    "one.txt": (write_one, {}),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+@pytest.mark.parametrize("is_small", [False, True])
+def test_validated_text_never_trains_when_text_is_appended(
+    name: str, is_small: bool, tmp_path: Path, monkeypatch
+):
+    if is_small:  # so that documents are large, and one text has many pieces
+        for module in (readers, splits):
+            monkeypatch.setattr(module, "LARGE_DOCUMENT_BYTES", 128)
+        monkeypatch.setattr(readers, "PIECE_BYTES", 64)
+    write, settings = GROWING[name]
+    fraction = settings.get("val_fraction", 0.1)
+    validated: set[str] = set()
+    texts = [document(number) for number in range(SIZES[-1])]
+    for size in SIZES:
+        if name == "pairs.jsonl" and size == 1:
+            continue  # one example cannot be split
+        write(tmp_path / name, texts[:size])
+        config = PrepareConfig(
+            (str(tmp_path / name),), tokenizer="byte", out=tmp_path / "data", force=True, **settings
+        )
+        prepare(config)
+        decoded = decode(tmp_path / "data")
+        assert not validated & lines_of(decoded["train"]), size
+        validated |= lines_of(decoded["val"])
+        assert sum(map(len, decoded.values())) >= sum(map(len, texts[:size]))
+        num_bytes = {split: len(text.encode()) for split, text in decoded.items()}
+        assert size < 59 or 0.5 < num_bytes["val"] / sum(num_bytes.values()) / fraction < 2.5
+        before = (tmp_path / "data" / "manifest.json").read_bytes()
+        assert prepare(PrepareConfig(**{**vars(config), "force": False}))[1] is False
+        prepare(config)
+        assert (tmp_path / "data" / "manifest.json").read_bytes() == before
+    assert len(validated) > 20
+
+
+def test_documents_that_grow_among_few_keep_their_validation_text(tmp_path: Path):
+    """Three books, of which two grow, until they are some of many documents."""
+
+    def book(number: int, num_lines: int) -> str:
+        return "".join(f"document {number}, line {line}, é🚀\n" for line in range(num_lines))
+
+    validated: set[str] = set()
+    for sizes, count in (
+        ((40, 30, 50), 0),
+        ((40, 45, 50), 0),
+        ((40, 90, 51), 0),
+        ((40, 90, 99), 99),
+    ):
+        books = [book(number, size) for number, size in enumerate(sizes)]
+        write_folder(tmp_path / "a", [*books, *(book(100 + number, 3) for number in range(count))])
+        inputs = (str(tmp_path / "a"),)
+        prepare(PrepareConfig(inputs, tokenizer="byte", out=tmp_path / "data", force=True))
+        decoded = decode(tmp_path / "data")
+        assert not validated & lines_of(decoded["train"])
+        validated |= lines_of(decoded["val"])
+        assert len(read_split(tmp_path / "data")["kept"]) == 3
+    assert 20 < len(validated) < 80
+
+
+def prepared(folder: Path, texts: list[str], **settings: Any) -> Path:
+    """Prepare lines.jsonl as the dataset data."""
+    write_lines(folder / "lines.jsonl", texts)
+    inputs = (str(folder / "lines.jsonl"),)
+    prepare(PrepareConfig(inputs, tokenizer="byte", out=folder / "data", **settings))
+    return folder / "data"
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text('{"kept": [1]}')])
+def test_a_dataset_without_a_record_of_its_split_is_kept_and_split_anew(damage, tmp_path, capsys):
+    texts = [document(number) for number in range(70)]
+    expected = decode(prepared(tmp_path, texts))
+    data = prepared(tmp_path, texts[:50], force=True)  # of other text, which keeps nothing
+    damage(data / "split.json")
+    before = decode(data)
+    assert decode(prepared(tmp_path, texts[:50])) == before and not (capsys.readouterr().err)
+    prepared(tmp_path, texts, force=True)
+    assert decode(data) == expected and "data" in capsys.readouterr().err
+    prepared(tmp_path, texts, force=True, val_fraction=0.3)  # by a person who knows
+    assert not capsys.readouterr().err and read_split(data)["kept"] == {}
+
+
+# Validation text of one's own.
+
+CHAT = '{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "%s"}]}\n'
+OWN_VALIDATION: dict[str, tuple[str, dict[str, Any]]] = {
+    ".txt": ("%s\n", {}),
+    ".jsonl": ('{"text": "%s"}\n', {"deduplicate": True}),
+    ".csv": ("%s\n", {"field": "text"}),
+    "-pairs.jsonl": ('{"q": "?", "a": "%s"}\n', PAIR_FIELDS),
+    "-chats.jsonl": (CHAT, {"chat": True}),
+}
+
+
+@pytest.mark.parametrize("kind", OWN_VALIDATION)
+def test_validation_text_is_that_of_val(kind: str, tmp_path: Path):
+    line, settings = OWN_VALIDATION[kind]
+    header = "text\n" * (kind == ".csv")
+    words = {"train": ["one", "two", "three"], "val": ["four", "two"]}
+    for split, texts in words.items():
+        content = header + "".join(line % f"document {text} é🚀" for text in texts)
+        (tmp_path / split).mkdir()
+        (tmp_path / split / f"{split}{kind}").write_text(content)
+    settings = {"tokenizer": "byte", "val": (str(tmp_path / "val"),), **settings}
+    config = PrepareConfig((str(tmp_path / "train"),), out=tmp_path / "data", **settings)
+    prepare(config)
+    decoded = decode(tmp_path / "data")
+    expected = {**words, "val": ["four"]} if "deduplicate" in settings else words
+    all_words = {"one", "two", "three", "four"}
+    for split, texts in expected.items():
+        assert [word for word in decoded[split].split() if word in all_words] == texts
+    manifest = json.loads((tmp_path / "data" / "manifest.json").read_text())
+    assert (manifest["origin"]["val"], manifest["origin"]["val_fraction"]) == (["val"], 0)
+    is_copy = "deduplicate" not in settings and kind != ".txt"
+    assert read_split(tmp_path / "data")["val_copies"] == is_copy
+    assert ("50%" in describe_dataset(tmp_path / "data")) == is_copy
+
+    assert not prepare(PrepareConfig(**{**vars(config), "val_fraction": 0.0}))[1]
+    path = tmp_path / "val" / f"val{kind}"
+    with path.open("a") as file:
+        file.write(line % "document five")
+    with pytest.raises(UserError, match=r"other text.*--force"):
+        prepare(config)
+    prepare(PrepareConfig(**{**vars(config), "force": True}))
+    path.rename(tmp_path / "train" / path.name)  # the same texts in the same order
+    shutil.move(tmp_path / "train" / f"train{kind}", path)
+    with pytest.raises(UserError, match=r"other text.*--force"):
+        prepare(config)
+
+
+def test_validation_is_another_split_of_a_dataset_of_hugging_face(tmp_path: Path):
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    texts = {"train": ["one", "two"], "test": ["three"]}
+    rows = {name: datasets.Dataset.from_dict({"text": column}) for name, column in texts.items()}
+    datasets.DatasetDict(rows).save_to_disk(tmp_path / "saved")
+    inputs = (f"hf:{tmp_path}/saved",)
+    config = PrepareConfig(inputs, tokenizer="byte", out=tmp_path / "data", hf_val_split="test")
+    prepare(config)
+    end = "<|endoftext|>"
+    expected = {"train": f"one{end}two{end}", "val": f"three{end}"}
+    assert decode(tmp_path / "data") == expected
+    with pytest.raises(UserError, match="hf_val_split test"):
+        prepare(PrepareConfig(**{**vars(config), "hf_val_split": "train"}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"val": ("a.txt",), "val_fraction": 0.1}, "--val-fraction: .* 0 "),
+        ({"hf_val_split": "test", "val_fraction": 0.5}, "--val-fraction: .* 0 "),
+        ({"val_fraction": 0.0}, "--val-fraction: .*--val"),
+        ({"hf_val_split": "test"}, "--hf-val-split: "),
+        ({"val": ("a.txt",), "hf_val_split": "test"}, "--hf-val-split: "),
+        ({"val": ("",)}, "INPUT: "),
+        ({"val": ("absent.txt",)}, "absent.txt: "),
+        ({"val": ("empty.txt",)}, "the val split "),
+        ({"val": (".",), "glob": "*.md"}, r"\.: .*--glob"),
+        ({"val": (".",), "glob": ""}, "--glob: "),
+        ({"val": (".",), "glob": "."}, "--glob: "),
+        ({"val": ("a.txt",), "glob": "*"}, "--glob: "),
+    ],
+)
+def test_unusable_validation_text_is_refused(settings, flag: str, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(UserError, match=f"^{flag}") as caught:
+        prepare(PrepareConfig(("a.txt",), tokenizer="byte", **settings))
+    assert "\n" not in str(caught.value) and not [*tmp_path.glob("data/*")]
+
+
+# Repeats.
+
+
+def test_few_different_documents_are_told(tmp_path: Path, capsys):
+    quotes = [document(number % 20) for number in range(400)]
+    for texts, words in (
+        (["the same text"] * 20, ["All 20 documents"]),
+        (quotes, ["100 validation documents", " 5 "]),
+        ([document(number) for number in range(400)], []),
+        (["the same text"], []),
+    ):
+        data = prepared(tmp_path, texts, force=True)
+        shutil.rmtree(tmp_path / "kept", ignore_errors=True)
+        problems = find_problems(open_dataset(data))
+        assert len(problems) == bool(words) and all(word in problems[0] for word in words)
+        assert all(problem in describe_dataset(data) for problem in problems)
+        data.rename(tmp_path / "kept")  # so that the next one keeps nothing
+    write_pairs(tmp_path / "pairs.jsonl", ["the same answer"] * 20)
+    with pytest.raises(UserError, match=r"val split .* 20 documents, 19 of them repeats"):
+        inputs = (str(tmp_path / "pairs.jsonl"),)
+        prepare(PrepareConfig(inputs, tokenizer="byte", out=tmp_path / "pairs", **PAIR_FIELDS))
+
+
+def test_a_loss_worse_than_a_uniform_guess_is_explained(tmp_path: Path, capsys):
+    data = prepared(tmp_path, [document(number % 20) for number in range(400)])
+    mixture = open_mixture([data])
+    assert mixture.explain_loss(5.5) == mixture.explain_loss(float("nan")) == ""
+    assert "different" in mixture.explain_loss(5.6)
+    trainer = train_tiny(data, tmp_path / "run", "--steps", 2)
+    for loss, is_explained in ((5.5, False), (9.9, True)):
+        trainer.val_loss = loss
+        capsys.readouterr()
+        print_summary(trainer)
+        assert ("--deduplicate" in capsys.readouterr().out) == is_explained
+
+
+def test_a_document_that_is_cut_is_counted_once_everywhere(tmp_path: Path):
+    data = prepared(tmp_path, [document(number) for number in range(45)])
+    (table,) = describe_data(open_mixture([data]))
+    assert table["documents"] == "45"
+    output = describe_dataset(data)
+    assert re.search(r"(?m)^ +documents +45$", output)
+    assert re.search(rf"(?m)^ +train tokens .* {table['bytes per token']} a token", output)
