@@ -323,7 +323,8 @@ def test_a_browser_is_opened_where_there_is_a_display(
     monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
     monkeypatch.setattr(OPEN_BROWSER, open_browser)
     monkeypatch.setattr(PageServer, "run", run)
-    serve({}, 0)
+    with ThreadPoolExecutor() as pool:  # playwright runs an event loop in this thread
+        pool.submit(serve, {}, 0).result()
     address = re.search(
         r"Open (http://127\.0\.0\.1:\d+/\?token=\S{40,}) ", capsys.readouterr().out
     )[1]
