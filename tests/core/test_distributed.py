@@ -556,20 +556,20 @@ def test_two_ranks_wait_for_work_and_share_errors(mode, output, errors):
 
 
 EXIT_AT_ONCE = """
-import os, sys
+import os, socket, sys
 import torch
 import torch.distributed as dist
 from engine.core.distributed import init_distributed
 
 codes = []
 for _ in range(8):
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
     children = []
     for rank in ("0", "1"):
         if not (child := os.fork()):
             os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             with init_distributed("cpu") as context:
                 group = dist.group.WORLD  # as PyTorch's own modules may hold it
                 sys.setswitchinterval(1000)  # a thread that waits for the GIL does not request it
