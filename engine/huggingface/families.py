@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from engine.data.tokenizer import BPETokenizer, Tokenizer
+from engine.data.tokenizer_json import SPLIT_PATTERNS
 from model import ModelConfig
 
 # Field of ModelConfig → keys of config.json that have its value.
@@ -68,7 +70,9 @@ GPT2_MODULES = {
     "head": "lm_head",
 }
 # Settings that convert.py converts without a table.
-CONVERTED_SETTINGS = {"num_kv_heads", "head_dim", "windows", "rope_base"}
+CONVERTED_SETTINGS = {"num_kv_heads", "head_dim", "windows", "rope_base", "rope_scaling"}
+# Keys of config.json that may be null, and then mean the default of the model class.
+NULLABLE_KEYS = {"num_key_value_heads", "head_dim", "n_inner", "final_logit_softcapping"}
 INFERENCE_INDEPENDENT_SETTINGS = {"dropout"}
 
 
@@ -100,6 +104,13 @@ ANY_HEAD_KEYS = {**LLAMA_KEYS, "head_dim": "head_dim"}
 GATED_RMS: dict[str, tuple] = {"norm": ("weighted_rmsnorm",), "activation": ("swiglu",)}
 # By the value of --family. "auto" takes the first that supports the model: more programs run it.
 MODEL_FAMILIES: dict[str, Family] = {
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        {**GATED_RMS, "qk_norm": (False,), "bias": (False,), "qkv_bias": (True,)},
+        settings={name: key for name, key in ANY_HEAD_KEYS.items() if name != "bias"},
+        windows="one width or 0 for each layer",
+    ),
     "llama": Family(
         "LlamaForCausalLM",
         "llama",
@@ -153,6 +164,16 @@ MODEL_FAMILIES: dict[str, Family] = {
         flips_rope=False,
     ),
 }
+
+
+def is_qwen2_tokenizer(tokenizer: Tokenizer) -> bool:
+    """Return whether a tokenizer is like Qwen2's: transformers 5 runs any in its place as that."""
+    return (
+        isinstance(tokenizer, BPETokenizer)
+        and tokenizer.pattern == SPLIT_PATTERNS["qwen2"]
+        and tokenizer.document["normalizer"] == {"type": "NFC"}
+        and not tokenizer.document["model"].get("ignore_merges")
+    )
 
 
 def unsupported_settings(config: ModelConfig, family: Family) -> list[str]:

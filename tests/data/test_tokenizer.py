@@ -407,7 +407,7 @@ def test_a_wordpiece_keeps_its_ids(code: str, tmp_path: Path):
 def test_a_token_that_no_merge_makes_is_unused(tmp_path: Path):
     document = json.loads(original("Llama 3", ["hello low lower lowest " * 9]).to_str())
     number = max(document["model"]["vocab"].values()) + 2
-    document["model"]["vocab"]["zq"] = number
+    document["model"]["vocab"] |= {"zq": number, END_OF_LLAMA3: document["added_tokens"][0]["id"]}
     imported = load(document, tmp_path, END_OF_LLAMA3)
     assert isinstance(imported, BPETokenizer) and number in imported.unused_ids()
     assert_same_ids(imported, document, ["zq", " zq zq"])

@@ -1,0 +1,146 @@
+"""Random models of transformers, by their config.json and tensors, import as the same function.
+
+SHAPES=300 pytest -o addopts= tests/huggingface   tries more models of each family.
+"""
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+import huggingface
+from engine.core.errors import UserError
+from engine.huggingface.families import MODEL_FAMILIES
+from engine.training.checkpoint import load_model
+from engine.training.run_dir import find_checkpoint
+
+transformers.logging.set_verbosity_error()
+NUM_MODELS = int(os.environ.get("SHAPES", "30"))
+LLAMA3_ROPE = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 24,
+}
+
+
+def draw_rope(draw: random.Random) -> dict[str, Any]:
+    """Draw RoPE's keys: a kind of scaling, in the form of transformers 4 or 5."""
+    scaling = draw.choice(({}, {"rope_type": "linear", "factor": 2.5}, LLAMA3_ROPE))
+    scaling = {"rope_type": "llama3", **scaling} if scaling else {}
+    theta = {"rope_theta": draw.choice((500.0, 5e5))}
+    form = draw.choice(("old", "oldest", "new", "without theta"))
+    if form == "new":
+        return {"rope_parameters": {"rope_type": "default"} | scaling | theta}
+    if form == "oldest" and scaling:
+        scaling["type"] = scaling.pop("rope_type")
+    scaling_key = {"rope_scaling": scaling or None}
+    return scaling_key if form == "without theta" else theta | scaling_key
+
+
+def draw_windows(draw: random.Random, family: str, num_layers: int) -> dict[str, Any]:
+    """Draw the keys of sliding windows."""
+    width = {"sliding_window": draw.choice((1, 3, 9))}
+    if family == "mistral":
+        return draw.choice((width, {"sliding_window": None}, {}))
+    if family not in ("qwen2", "qwen3"):
+        return draw.choice((width, {}))  # without effect
+    kinds = ["sliding_attention", "full_attention"]
+    some_layers = {"layer_types": [draw.choice(kinds) for _ in range(num_layers)]}
+    layers = draw.choice((some_layers, {"max_window_layers": draw.choice((0, 1))}, {}))
+    uses = {"use_sliding_window": draw.choice((True, True, False))}
+    return draw.choice((width | uses | layers, width | {"max_window_layers": 0}, {}))
+
+
+def draw_hf_config(family: str, seed: int) -> dict[str, Any]:
+    """Draw a config.json of a family, as transformers 4 or 5 writes it."""
+    draw = random.Random(f"{family} {seed}")
+    heads = draw.choice((1, 2, 3, 4))
+    num_layers = draw.choice((1, 3))
+    width = heads * draw.choice((4, 8, 10))
+    common = {
+        "architectures": [MODEL_FAMILIES[family].architecture],
+        "model_type": family,
+        "vocab_size": 300,
+        "tie_word_embeddings": family != "nanochat" and draw.random() < 0.5,
+    }
+    if family == "gpt2":
+        sizes = {"n_embd": width, "n_head": heads, "n_layer": num_layers, "n_positions": 40}
+        activation = draw.choice(("gelu_new", "gelu_pytorch_tanh", "relu"))
+        options = draw.choice(({}, {"activation_function": activation, "n_inner": 70}))
+        return common | sizes | options | draw.choice(({}, {"layer_norm_epsilon": 1e-3}))
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": draw.choice((32, 50)),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw.choice([n for n in range(1, heads + 1) if heads % n == 0]),
+        "max_position_embeddings": 40,
+    }
+    if family in ("llama", "mistral", "qwen2", "qwen3") and (family == "qwen3" or seed % 3 == 0):
+        sizes["head_dim"] = draw.choice((6, 12))
+    biases = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
+    caps = {"final_logit_softcapping": draw.choice((None, 3.0))} if family == "nanochat" else {}
+    options = [biases, caps, {"rms_norm_eps": 1e-3}, draw_rope(draw)]
+    options.append(draw_windows(draw, family, num_layers))
+    config = common | sizes
+    for option in options:
+        config |= option if draw.random() < 0.7 else {}
+    return config
+
+
+def save_hf_model(path: Path, hf_config: dict[str, Any], dtype: torch.dtype) -> torch.nn.Module:
+    """Write a config.json, and random weights of a model that transformers makes by it."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(hf_config))
+    config = transformers.AutoConfig.from_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for param in model.parameters():
+        torch.nn.init.normal_(param, std=0.2)
+        param.data = param.data.to(dtype).float()
+    names = [name for name in model.state_dict() if name != "lm_head.weight"]
+    if not model.config.tie_word_embeddings:
+        names.append("lm_head.weight")
+    state = {name: model.state_dict()[name].to(dtype).contiguous() for name in names}
+    safetensors.torch.save_file(state, path / "model.safetensors", {"format": "pt"})
+    return model
+
+
+def import_and_compare(path: Path, hf_model: torch.nn.Module, tokens: torch.Tensor) -> Path:
+    """Import a directory; its logits must be those of transformers."""
+    run = path.with_name(f"{path.name}-run")
+    huggingface.main(["import", str(path), str(run), "--tokenizer", "byte"])
+    model = load_model(find_checkpoint(run))
+    expected = hf_model(tokens).logits
+    error = (model(tokens) - expected).abs().max()
+    assert error <= 1e-4 * max(1.0, expected.abs().max().item()), path.joinpath("config.json")
+    return run
+
+
+TOKENS = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("family", MODEL_FAMILIES)
+@torch.no_grad()
+def test_a_random_model_computes_the_same(family: str, tmp_path: Path, capsys):
+    for seed in range(NUM_MODELS):
+        torch.manual_seed(seed)
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
+        path = tmp_path / str(seed)
+        hf_config = draw_hf_config(family, seed)
+        hf_model = save_hf_model(path, hf_config, dtype)
+        try:
+            expected = hf_model(TOKENS)
+        except ValueError:  # sliding layers without a window
+            expected = None
+        if expected is None:
+            with pytest.raises(UserError, match=r"config\.json"):
+                import_and_compare(path, hf_model, TOKENS)
+        else:
+            import_and_compare(path, hf_model, TOKENS)
