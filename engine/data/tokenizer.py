@@ -30,7 +30,7 @@ from engine.data.tokenizer_json import (
     with_extension,
 )
 
-PROBE_TEXT = "A word, 12 e\u0301\n"  # it makes tokenizers panic that cannot be used
+PROBE_TEXT = "A word, 12 e\u0301\n"  # finds tokenizers that panic, or lose text
 MAX_LISTED_CHARACTERS = 100  # of a vocabulary, in a message
 TokenIds = Sequence[int] | np.ndarray
 
@@ -180,7 +180,8 @@ class BPETokenizer(Tokenizer):
             self.kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_tokens
         )
         # If the first calls come from two threads, every later call takes twice as long.
-        self.encoding.encode_ordinary(PROBE_TEXT)
+        if self.encoding.decode(self.encoding.encode_ordinary(PROBE_TEXT)) != PROBE_TEXT:
+            raise UserError("its pattern does not match all text")
 
     def _encode(self, text: str) -> np.ndarray:
         # An array instead of a list, so that threads run in parallel.

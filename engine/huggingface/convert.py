@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import UserError
-from engine.huggingface.families import MODEL_FAMILIES, NULLABLE_KEYS, Family
+from engine.huggingface.families import MODEL_FAMILIES, Family
 from model import ModelConfig
 
 Tensors = dict[str, Tensor]
@@ -172,7 +172,7 @@ def from_hf_config(hf_config: dict[str, Any], source: str) -> tuple[Family, dict
     if hf_config.get("quantization_config"):
         raise UserError(f"{source}: quantized weights are unsupported. Use the original model.")
     for setting, keys in family.settings.items():
-        for key in {*keys.split()} - NULLABLE_KEYS:
+        for key in {*keys.split()} - family.nullable:
             if hf_config.get(key, "") is None:
                 raise UserError(f"{source}: {key} must not be null.")
         hf_values = [hf_config[key] for key in keys.split() if hf_config.get(key) is not None]

@@ -71,8 +71,8 @@ GPT2_MODULES = {
 }
 # Settings that convert.py converts without a table.
 CONVERTED_SETTINGS = {"num_kv_heads", "head_dim", "windows", "rope_base", "rope_scaling"}
-# Keys of config.json that may be null, and then mean the default of the model class.
-NULLABLE_KEYS = {"num_key_value_heads", "head_dim", "n_inner", "final_logit_softcapping"}
+# Keys that may be null in config.json, and then have the default of the model class.
+NULLABLE_KEYS = frozenset({"num_key_value_heads", "n_inner", "final_logit_softcapping"})
 INFERENCE_INDEPENDENT_SETTINGS = {"dropout"}
 
 
@@ -89,6 +89,7 @@ class Family:
     modules: dict[str, str] = field(default_factory=lambda: LLAMA_MODULES)
     fixed: dict[str, Any] = field(default_factory=dict)  # other keys, with their only value
     defaults: dict[str, Any] = field(default_factory=dict)  # of keys that config.json may omit
+    nullable: frozenset[str] = NULLABLE_KEYS
     windows: Literal["none", "one for all layers", "one width or 0 for each layer"] = "none"
     flips_rope: bool = True  # its RoPE rotates in the other direction than model.py
     transposed: bool = False  # matrices of the blocks are (input, output)
@@ -116,6 +117,7 @@ MODEL_FAMILIES: dict[str, Family] = {
         "llama",
         {**GATED_RMS, "qk_norm": (False,)},
         settings={**ANY_HEAD_KEYS, "bias": "attention_bias mlp_bias"},
+        nullable=NULLABLE_KEYS | {"head_dim"},
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
@@ -131,6 +133,7 @@ MODEL_FAMILIES: dict[str, Family] = {
         {**GATED_RMS, "qk_norm": (False,), "bias": (False,)},
         settings=ANY_HEAD_KEYS,
         defaults={"num_key_value_heads": 8},
+        nullable=NULLABLE_KEYS | {"head_dim"},
         windows="one for all layers",
     ),
     "gpt2": Family(

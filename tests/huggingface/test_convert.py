@@ -3,9 +3,11 @@
 SHAPES=300 pytest -o addopts= tests/huggingface   tries more models of each family.
 """
 
+import dataclasses
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,19 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from helpers import VARIANTS, randomised, same_tensors
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from test_huggingface import qwen2_tokenizer
 
 import huggingface
 from engine.core.errors import UserError
+from engine.core.settings import from_values
+from engine.data.tokenizer import ByteTokenizer
+from engine.huggingface.convert import from_hf_config, to_hf, to_hf_config
 from engine.huggingface.families import MODEL_FAMILIES
 from engine.training.checkpoint import load_model
 from engine.training.run_dir import find_checkpoint
+from model import GPT, ModelConfig
 
 transformers.logging.set_verbosity_error()
 NUM_MODELS = int(os.environ.get("SHAPES", "30"))
@@ -112,15 +121,25 @@ def save_hf_model(path: Path, hf_config: dict[str, Any], dtype: torch.dtype) -> 
     return model
 
 
-def import_and_compare(path: Path, hf_model: torch.nn.Module, tokens: torch.Tensor) -> Path:
-    """Import a directory; its logits must be those of transformers."""
+def import_model(path: Path) -> GPT:
+    """Import a directory."""
     run = path.with_name(f"{path.name}-run")
     huggingface.main(["import", str(path), str(run), "--tokenizer", "byte"])
-    model = load_model(find_checkpoint(run))
-    expected = hf_model(tokens).logits
-    error = (model(tokens) - expected).abs().max()
+    return load_model(find_checkpoint(run))
+
+
+def assert_same_function(path: Path, hf_model: torch.nn.Module) -> GPT | None:
+    """Import a directory and compare logits, or its refusal where transformers fails."""
+    try:
+        expected = hf_model(TOKENS).logits
+    except ValueError:  # sliding layers without a window
+        with pytest.raises(UserError, match=r"config\.json"):
+            import_model(path)
+        return None
+    model = import_model(path)
+    error = (model(TOKENS) - expected).abs().max()
     assert error <= 1e-4 * max(1.0, expected.abs().max().item()), path.joinpath("config.json")
-    return run
+    return model
 
 
 TOKENS = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -128,19 +147,104 @@ TOKENS = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
 
 @pytest.mark.parametrize("family", MODEL_FAMILIES)
 @torch.no_grad()
-def test_a_random_model_computes_the_same(family: str, tmp_path: Path, capsys):
+def test_a_random_model_computes_the_same_and_returns_bit_for_bit(family: str, tmp_path: Path):
+    num_imported = 0
     for seed in range(NUM_MODELS):
         torch.manual_seed(seed)
         dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
         path = tmp_path / str(seed)
-        hf_config = draw_hf_config(family, seed)
-        hf_model = save_hf_model(path, hf_config, dtype)
+        model = assert_same_function(path, save_hf_model(path, draw_hf_config(family, seed), dtype))
+        if model is None:
+            continue
+        num_imported += 1
+        hf_family, config = huggingface.choose_family(model.config, family, qwen2_tokenizer())
+        tensors = to_hf(huggingface.rewrite_params(model, config), hf_family)
+        original = safetensors.torch.load_file(path / "model.safetensors")
+        assert same_tensors(tensors, {name: value.float() for name, value in original.items()})
+        _, settings = from_hf_config(to_hf_config(config, hf_family), "")
+        again = from_values(ModelConfig, settings, "")
+        assert again.layer_windows == config.layer_windows
+        again = dataclasses.replace(again, windows=config.windows)
+        assert huggingface.rewrite_config(again, hf_family) == config
+    assert num_imported > NUM_MODELS // 2
+
+
+WINDOW_KEYS = {"sliding_window", "use_sliding_window", "max_window_layers"}
+ROPE_KEYS = {"rope_theta", "rope_parameters", "rope_scaling"}
+
+
+@pytest.mark.parametrize("family", MODEL_FAMILIES)
+@torch.no_grad()
+def test_a_null_is_refused_where_transformers_refuses_it(family: str, tmp_path: Path):
+    good = draw_hf_config(family, 1)
+    save_hf_model(tmp_path / "good", good, torch.float32)
+    settings = MODEL_FAMILIES[family].settings.values()
+    default_config = transformers.AutoConfig.for_model(family)
+    for key in {*" ".join(settings).split(" "), *WINDOW_KEYS, *ROPE_KEYS}:
+        if not hasattr(default_config, key):
+            continue
+        path = tmp_path / key
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(good | {key: None}))
+        shutil.copy(tmp_path / "good" / "model.safetensors", path)
         try:
-            expected = hf_model(TOKENS)
-        except ValueError:  # sliding layers without a window
-            expected = None
-        if expected is None:
+            hf_model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+            hf_model(TOKENS)
+        except (ValueError, TypeError, RuntimeError, StrictDataclassFieldValidationError):
+            if key == "num_key_value_heads":  # transformers 4 accepts it
+                continue
             with pytest.raises(UserError, match=r"config\.json"):
-                import_and_compare(path, hf_model, TOKENS)
+                import_model(path)
         else:
-            import_and_compare(path, hf_model, TOKENS)
+            assert_same_function(path, hf_model)
+
+
+SETTINGS: dict[str, Any] = {
+    "vocab_size": 261,
+    "context_length": 20,
+    "num_layers": 3,
+    "num_heads": 6,
+    "num_kv_heads": 1,
+    "head_dim": 6,
+    "windows": (4, 0, 0),
+    "d_model": 48,
+    "d_ff": 52,
+    "dropout": 0.1,
+    "bias": True,
+    "qkv_bias": True,
+    "position": "learned",
+    "rope_base": 77.0,
+    "rope_scaling": (3.0,),
+    "norm": "layernorm",
+    "norm_epsilon": 0.01,
+    "norm_placement": "post",
+    "activation": "gelu",
+    "qk_norm": False,
+    "tie_embeddings": True,
+    "scale_embeddings": True,
+    "logit_softcap": 2.0,
+}
+
+
+@pytest.mark.parametrize("variant", ["default", "relu2", "gpt2"])
+@torch.no_grad()
+def test_every_setting_is_exported_or_refused_by_name(variant: str):
+    assert SETTINGS.keys() == {field.name for field in dataclasses.fields(ModelConfig)}
+    refused = set()
+    for name, value in SETTINGS.items():
+        model = randomised(dataclasses.replace(VARIANTS[variant], **{name: value}))
+        try:
+            family, config = huggingface.choose_family(model.config, "auto", ByteTokenizer())
+        except UserError as error:
+            assert any(f" {field} " in str(error) for field in SETTINGS)
+            refused.add(name)
+            continue
+        tensors = to_hf(huggingface.rewrite_params(model, config), family)
+        hf_config = transformers.AutoConfig.for_model(**to_hf_config(config, family))
+        hf_model = transformers.AutoModelForCausalLM.from_config(hf_config).eval()
+        loaded = hf_model.load_state_dict(tensors, strict=False)
+        assert not loaded.unexpected_keys and {*loaded.missing_keys} <= {"lm_head.weight"}
+        hf_model.tie_weights()
+        tokens = TOKENS[:, :16] % 37
+        torch.testing.assert_close(hf_model(tokens).logits, model(tokens), rtol=1e-4, atol=1e-4)
+    assert "norm_placement" in refused and len(refused) < 12
