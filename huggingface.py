@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import safetensors.torch
 import torch
 import tyro
 
@@ -18,12 +17,17 @@ from engine.core.errors import UserError
 from engine.core.files import atomic_directory, write_json
 from engine.core.settings import from_values, parse
 from engine.data.chat_template import read_tokenizer_config
-from engine.data.tokenizer import load_tokenizer, named_tokenizer
+from engine.data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
 from engine.huggingface import convert, directory
 from engine.huggingface import gguf as gguf_file
-from engine.huggingface.families import MODEL_FAMILIES, Family, unsupported_settings
+from engine.huggingface.families import (
+    MODEL_FAMILIES,
+    Family,
+    is_qwen2_tokenizer,
+    unsupported_settings,
+)
 from engine.nn.positions import FREQUENCY_BASE
-from engine.training.checkpoint import load_model, write_checkpoint
+from engine.training.checkpoint import load_model, write_checkpoint, write_tensors
 from engine.training.run_dir import find_checkpoint
 from model import GPT, ModelConfig
 
@@ -34,8 +38,9 @@ class ExportConfig:
 
     run: tyro.conf.Positional[Path]  # A run (its best checkpoint is used) or a checkpoint.
     out: tyro.conf.Positional[Path]  # The directory to create.
-    family: Literal["auto", "llama", "qwen3", "mistral", "gpt2", "nanochat"] = "auto"
+    family: Literal["auto", "qwen2", "llama", "qwen3", "mistral", "gpt2", "nanochat"] = "auto"
     """The model class to export as. auto: the first that supports the model."""
+    dtype: Literal["float32", "bfloat16"] = "float32"  # Type of the weights in safetensors.
     gguf: Literal["f32", "bf16"] | None = None  # Also write a GGUF file for llama.cpp.
 
 
@@ -77,7 +82,7 @@ def export_model(config: ExportConfig) -> str:
     checkpoint = find_checkpoint(config.run)
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
     model = load_model(checkpoint)
-    family, model_config = choose_family(model.config, config.family)
+    family, model_config = choose_family(model.config, config.family, tokenizer)
     tensors = convert.to_hf(rewrite_params(model, model_config), family)
     hf_config = convert.to_hf_config(model_config, family) | directory.special_token_ids(tokenizer)
     if config.gguf:
@@ -85,14 +90,20 @@ def export_model(config: ExportConfig) -> str:
     template = directory.chat_template(tokenizer, checkpoint.is_chat_model)
     name = config.out.resolve().name
     with atomic_directory(config.out) as path:
-        safetensors.torch.save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        write_tensors(path / "model.safetensors", tensors, {"format": "pt"})
         write_json(path / "config.json", hf_config)
         directory.write_tokenizer(path, tokenizer, model_config.context_length, template)
         directory.write_card(path / "README.md", name, checkpoint.state, model.num_parameters)
         if config.gguf:
             file = path / f"{name}-{config.gguf}.gguf"
             gguf_file.write(file, hf_config, tensors, tokenizer, template, config.gguf)
-        return directory.compare_with_transformers(path, model, tokenizer)
+        report = directory.compare_with_transformers(path, model, tokenizer)
+        if config.dtype == "bfloat16":  # the comparison is exact only before rounding
+            rounded = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+            write_tensors(path / "model.safetensors", rounded, {"format": "pt"})
+            dtypes = dict.fromkeys(("dtype", "torch_dtype"), config.dtype)
+            write_json(path / "config.json", hf_config | dtypes)
+        return report
 
 
 def import_model(config: ImportConfig) -> None:
@@ -132,7 +143,9 @@ def import_model(config: ImportConfig) -> None:
     write_checkpoint(checkpoint, state, params, {}, tokenizer.save)
 
 
-def choose_family(config: ModelConfig, name: str) -> tuple[Family, ModelConfig]:
+def choose_family(
+    config: ModelConfig, name: str, tokenizer: Tokenizer
+) -> tuple[Family, ModelConfig]:
     """Return the named family, or the first that supports the model; and the settings there.
 
     Raises UserError, naming every unsupported setting, if there is none.
@@ -141,6 +154,8 @@ def choose_family(config: ModelConfig, name: str) -> tuple[Family, ModelConfig]:
     unsupported = {
         key: unsupported_settings(configs[key], MODEL_FAMILIES[key]) for key in MODEL_FAMILIES
     }
+    if not is_qwen2_tokenizer(tokenizer):
+        unsupported["qwen2"].append(f"{tokenizer.kind} tokenizer (supported: Qwen2's)")
     supporting = [key for key in MODEL_FAMILIES if not unsupported[key]]
     if name == "auto":
         name = min(MODEL_FAMILIES, key=lambda key: len(unsupported[key]))
@@ -167,8 +182,10 @@ def rewrite_config(config: ModelConfig, family: Family) -> ModelConfig:
         changes["position"] = "learned"
     if config.scale_embeddings and config.tie_embeddings and "rmsnorm" not in supports["norm"]:
         changes["tie_embeddings"] = False  # the head is not scaled
-    if supports.get("bias") == (True,):
+    if supports.get("bias") == (True,) or (config.qkv_bias and "bias" not in supports):
         changes["bias"] = True
+    if config.bias or changes.get("bias"):
+        changes["qkv_bias"] = False  # bias includes it
     if "dropout" not in family.settings:
         changes["dropout"] = 0.0
     return replace(config, **changes)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from engine.nn.attention import Cache, Caches, attend
 from engine.nn.layers import FusedLinear, LayerPair, RMSNorm, dropout, make_embedding, make_norm
 from engine.nn.loss import soft_cap, training_loss, validation_loss
-from engine.nn.positions import FREQUENCY_BASE, rotate, rotations, sinusoids
+from engine.nn.positions import FREQUENCY_BASE, check_scaling, rotate, rotations, sinusoids
 from engine.nn.specs import ParameterSpec, draw_initial_values, match_specs
 
 
@@ -28,8 +28,7 @@ from engine.nn.specs import ParameterSpec, draw_initial_values, match_specs
 class ModelConfig:
     """Architecture of a GPT. The defaults are a modern recipe for small models."""
 
-    # Number of tokens in the vocabulary, padding included; None: that of the tokenizer.
-    vocab_size: int | None = None
+    vocab_size: int | None = None  # Number of tokens, padding included; None: the tokenizer's.
     context_length: int = 256  # Number of positions that attention spans.
     num_layers: int = 2  # Number of Transformer blocks.
     num_heads: int = 2  # Number of attention heads in each block.
@@ -38,12 +37,13 @@ class ModelConfig:
     # Sliding window of each layer in tokens, repeated over the layers; 0 or None: no window.
     windows: tuple[int, ...] | None = None
     d_model: int = 128  # Width of the residual stream.
-    # Width of the feed-forward layer; None: 4 d_model, or about 8/3 d_model with SwiGLU.
-    d_ff: int | None = None
+    d_ff: int | None = None  # Feed-forward width; None: 4 d_model, or about 8/3 of it with SwiGLU.
     dropout: float = 0.0  # Probability of zeroing an activation during training.
     bias: bool = False  # Add a bias to linear layers and layer norms.
+    qkv_bias: bool = False  # Add a bias to queries, keys and values.
     position: Literal["rope", "learned", "sinusoidal"] = "rope"  # Position encoding.
     rope_base: float | None = None  # Base of RoPE's frequencies; None: 10,000.
+    rope_scaling: tuple[float, ...] | None = None  # FACTOR, or FACTOR LOW HIGH LENGTH (Llama 3.1).
     # Normalization layer; rmsnorm is the one without a weight.
     norm: Literal["rmsnorm", "weighted_rmsnorm", "layernorm"] = "rmsnorm"
     norm_epsilon: float | None = None  # Added to the mean square; None: 1e-6, or 1e-5 (layernorm).
@@ -90,6 +90,7 @@ class ModelConfig:
             raise ValueError(f"num_kv_heads must divide num_heads {heads} (got {self.num_groups})")
         if self.position == "rope" and self.head_width % 2:
             raise ValueError(f"head_dim must be even for RoPE (got {self.head_width})")
+        check_scaling(self.rope_scaling)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1 (got {self.dropout})")
 
@@ -105,7 +106,8 @@ class Head(nn.Module):
     def __init__(self, config: ModelConfig, window: int, key_value: LayerPair, qk_norms: LayerPair):
         """Share the key_value and qk_norms layers of an earlier head; None: make new ones."""
         super().__init__()
-        make_linear = partial(nn.Linear, config.d_model, config.head_width, bias=config.bias)
+        has_bias = config.bias or config.qkv_bias
+        make_linear = partial(nn.Linear, config.d_model, config.head_width, bias=has_bias)
         is_weighted = config.norm == "weighted_rmsnorm"
         make_rms_norm = partial(RMSNorm, config.head_width, config.epsilon, is_weighted)
         make_qk_norm = make_rms_norm if config.qk_norm else nn.Identity
@@ -306,7 +308,7 @@ class GPT(nn.Module):
             return None
         base = self.config.rope_base or FREQUENCY_BASE
         device = self.token_embedding.weight.device
-        return rotations(start, end, self.config.head_width, base, device)
+        return rotations(start, end, self.config.head_width, base, self.config.rope_scaling, device)
 
     def head_weight(self) -> Tensor:
         """Return the weight of the output layer, (V, D)."""

@@ -356,7 +356,7 @@ def kill_in_call(module: Any, name: str, number: int, before: bool = False) -> N
         is_fatal = next(counter) == number
         result = None if is_fatal and before else function(*arguments)
         if is_fatal:
-            if name == "_write_tensors":
+            if name == "write_tensors":
                 os.truncate(arguments[0], arguments[0].stat().st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
         return result
@@ -369,7 +369,7 @@ def kill_in_second_save(stage: str, rank: int) -> None:
     if stage == "before writing":
         kill_in_call(run_dir, "write_shard", 2, before=True)
     elif stage == "while writing":
-        kill_in_call(checkpoint, "_write_tensors", 4)  # two files in each save
+        kill_in_call(checkpoint, "write_tensors", 4)  # two files in each save
     elif stage == "before reporting":
         kill_in_call(run_dir, "write_shard", 2)
     elif rank > 0:

@@ -4,6 +4,7 @@ SHAPES=50 pytest -o addopts= tests/test_huggingface.py   tries more shapes of ea
 """
 
 import dataclasses
+import functools
 import http.server
 import itertools
 import json
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -24,7 +26,7 @@ from helpers import VARIANTS, numbers_text, randomised
 import huggingface
 from engine.core.errors import UserError
 from engine.data.chat import CHATML_TOKENS, encode_chat, end_of_turn, special_token_names
-from engine.data.tokenizer import ByteTokenizer, Tokenizer
+from engine.data.tokenizer import ByteTokenizer, Tokenizer, from_document
 from engine.data.tokenizer_json import EXTENSION_KEY
 from engine.data.tokenizer_training import train_bpe_tokenizer
 from engine.generation.generate import generate
@@ -38,14 +40,15 @@ from model import GPT, ModelConfig
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 NUM_SHAPES = int(os.environ.get("SHAPES", "6"))
-LLAMA_OPTIONS = {"tie", "grouped", "weighted", "scaled"}
+LLAMA_OPTIONS = {"tie", "grouped", "weighted", "scaled", "rope"}
 UNNORMED = {"activation": "swiglu", "qk_norm": False}
 LEARNED = {"position": "learned", "norm": "layernorm", "activation": "gelu", "qk_norm": False}
 SUPPORTED = {  # settings of each family, and the options that it supports beside them
     "llama": (UNNORMED, LLAMA_OPTIONS | {"bias"}),
     "qwen3": ({"activation": "swiglu"}, LLAMA_OPTIONS | {"head_dim", "windows"}),
+    "qwen2": (UNNORMED | {"qkv_bias": True}, LLAMA_OPTIONS | {"head_dim", "windows"}),
     "mistral": (UNNORMED, LLAMA_OPTIONS | {"head_dim", "window"}),
-    "nanochat": ({"activation": "relu2"}, {"grouped", "scaled", "cap", "activation"}),
+    "nanochat": ({"activation": "relu2"}, {"rope", "grouped", "scaled", "cap", "activation"}),
     "gpt2": (LEARNED, {"bias", "tie", "scaled", "activation", "sinusoidal"}),
 }
 
@@ -62,6 +65,7 @@ def draw_config(family: str, seed: int) -> ModelConfig:
         "grouped": {"num_kv_heads": groups, "rope_base": 500.0, "norm_epsilon": 1e-3},
         "weighted": {"norm": "weighted_rmsnorm"},
         "scaled": {"scale_embeddings": True},
+        "rope": {"rope_scaling": draw.choice(((2.5,), (8.0, 1.0, 4.0, 16.0)))},
         "cap": {"logit_softcap": 3.0},
         "activation": {"activation": draw.choice(("relu2", "gelu", "relu"))},
         "sinusoidal": {"position": "sinusoidal"},
@@ -102,6 +106,14 @@ def save_run(
     save_tokenizer = (tokenizer or ByteTokenizer()).save
     write_checkpoint(out / "checkpoints" / "step-00000001", state, tensors, {}, save_tokenizer)
     return out
+
+
+@functools.cache
+def qwen2_tokenizer() -> Tokenizer:
+    """Return a small tokenizer like Qwen2's."""
+    document = train_bpe_tokenizer([numbers_text(300)], 400, "qwen2").document
+    model = document["model"] | {"ignore_merges": False}
+    return from_document(document | {"model": model, "normalizer": {"type": "NFC"}})
 
 
 def run_command(*arguments: object) -> None:
@@ -164,7 +176,8 @@ def test_round_trip_computes_the_same_for_odd_shapes(family: str, tmp_path, caps
     for seed, config in enumerate(configs[:: len(configs) // NUM_SHAPES][:NUM_SHAPES]):
         model = randomised(config, seed)
         run, out, back, again = (tmp_path / f"{name}{seed}" for name in ("run", "hf", "b", "again"))
-        run_command("export", save_run(model, run), out, "--family", family)
+        tokenizer = qwen2_tokenizer() if family == "qwen2" else ByteTokenizer()
+        run_command("export", save_run(model, run, tokenizer), out, "--family", family)
         assert "Checked with transformers" in capsys.readouterr().out
         hf_model = load_exported(out)
         assert type(hf_model).__name__ == MODEL_FAMILIES[family].architecture
@@ -206,7 +219,10 @@ CAPPED = {"logit_softcap": 9.0, "activation": "relu2"}
         ({"windows": (4, 0)}, "--family mistral", "windows", "--family qwen3"),
         ({"windows": (4, 3)}, "--family qwen3", "windows", "Train without"),
         ({"bias": True}, "", "qk_norm True", "Train without"),
+        ({"qkv_bias": True}, "", "qk_norm True", "Train without"),
+        ({"qkv_bias": True}, "--family qwen2", "byte tokenizer", "Train without"),
         ({"windows": (4,)}, "--gguf f32", "--windows", "omit"),
+        ({"rope_scaling": (2.0,)}, "--gguf f32", "--rope-scaling", "omit"),
         ({"activation": "relu2"}, "--gguf f32", "nanochat", "omit"),
         ({}, "--gguf f32", "byte tokenizer", "--pattern gpt2"),
     ],
@@ -230,16 +246,19 @@ class ForkedConfig(ModelConfig):
 def test_a_new_setting_is_refused_by_name_unless_it_is_off(family: str):
     supported, _ = SUPPORTED["qwen3" if family == "auto" else family]
     config = ForkedConfig(vocab_size=257, bias=family == "gpt2", **supported)
-    huggingface.choose_family(config, family)
+    tokenizer = qwen2_tokenizer() if family == "qwen2" else ByteTokenizer()
+    huggingface.choose_family(config, family, tokenizer)
     with pytest.raises(UserError, match="parallel_blocks"):
-        huggingface.choose_family(dataclasses.replace(config, parallel_blocks=True), family)
+        huggingface.choose_family(
+            dataclasses.replace(config, parallel_blocks=True), family, tokenizer
+        )
 
 
 @pytest.mark.parametrize("family", MODEL_FAMILIES)
 def test_a_new_parameter_is_refused_by_name(family: str):
     model = randomised(draw_config(family, 1))
     model.blocks[0].attention.gate = torch.nn.Linear(3, 3, bias=False)
-    _, config = huggingface.choose_family(model.config, family)
+    _, config = huggingface.choose_family(model.config, family, qwen2_tokenizer())
     with pytest.raises(
         UserError, match=rf"--family {family}: .*blocks\.0\.attention\.gate\.weight"
     ):
@@ -267,6 +286,7 @@ HF_CONFIGS = {
     "gpt2": transformers.GPT2Config(n_layer=2, n_embd=48, n_head=6, vocab_size=300),
     "llama": transformers.LlamaConfig(**LLAMA_SIZES),
     "smollm2": transformers.LlamaConfig(**LLAMA_SIZES | SMOLLM2, rms_norm_eps=1e-5),
+    "qwen2": transformers.Qwen2Config(**LLAMA_SIZES | SLIDING, max_window_layers=2),
     "qwen3": transformers.Qwen3Config(**LLAMA_SIZES | SLIDING, max_window_layers=2, head_dim=20),
     "mistral": transformers.MistralConfig(**LLAMA_SIZES, sliding_window=None),
     "mistral with windows": transformers.MistralConfig(**LLAMA_SIZES, sliding_window=7),
@@ -316,6 +336,7 @@ def test_an_old_gpt2_file_has_half_precision_no_prefix_and_buffers(tmp_path: Pat
 
 NANOCHAT = {"architectures": ["NanoChatForCausalLM"]}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}
 BAD_CONFIGS = {
     "unknown architecture": ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
     "no architecture": ({"architectures": None}, "architectures"),
@@ -325,9 +346,28 @@ BAD_CONFIGS = {
     "fewer layers": ({"num_hidden_layers": 1}, r"model\.layers\.1\."),
     "indivisible heads": ({"num_attention_heads": 7}, "config.json"),
     "text for a number": ({"hidden_size": "wide"}, "config.json"),
-    "no size": ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
-    "scaled RoPE": ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "llama3"),
+    "no size": ({"num_hidden_layers": None}, "num_hidden_layers must not be null"),
+    "scaled RoPE": ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+    "dynamic RoPE": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+    "RoPE of a fraction": ({"partial_rotary_factor": 0.5}, "complete heads"),
+    "no factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor of linear"),
+    "reversed factors": ({"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 9}}, "rope_scaling"),
+    "text for a factor": ({"rope_parameters": LLAMA3_ROPE | {"factor": "8"}}, "rope_scaling"),
+    "no base": ({"rope_parameters": None, "rope_theta": None}, "rope_theta"),
     "odd RoPE": ({"rope_parameters": 7}, "RoPE"),
+    "RoPE by layer": ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attent"),
+    "no epsilon": ({"rms_norm_eps": None}, "rms_norm_eps must not be null"),
+    "negative epsilon": ({"rms_norm_eps": -1e-6}, "rms_norm_eps must be positive"),
+    "zero epsilon": ({"rms_norm_eps": 0.0}, "rms_norm_eps must be positive"),
+    "no tie": ({"tie_word_embeddings": None}, "tie_word_embeddings must not be null"),
+    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
+    "window of 0": ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_win"),
+    "text for a switch": (QWEN3 | {"use_sliding_window": "yes"}, "use_sliding_window"),
+    "no number of layers": (QWEN3 | {"max_window_layers": None}, "max_window_layers"),
+    "sliding without a window": (
+        QWEN3 | {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2},
+        "layer_types",
+    ),
     "another activation": ({"hidden_act": "mish"}, "activation .*mish"),
     "exact GELU": (NANOCHAT | {"hidden_act": "gelu"}, "activation .*gelu"),
     "one bias": ({"mlp_bias": True}, "mlp_bias"),
@@ -335,12 +375,57 @@ BAD_CONFIGS = {
     "too few layer types": (QWEN3 | {"layer_types": ["full_attention"]}, "layer_types"),
     "tied nanochat": (NANOCHAT | {"hidden_act": "relu2", "tie_word_embeddings": True}, "tie_embed"),
 }
+
+
+def write_tensors(directory: Path, **changes: Any) -> None:
+    """Replace tensors of a model, by name with _ for the dots; None removes one."""
+    file = directory / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    for name, change in changes.items():
+        name = next((n for n in tensors if n.replace(".", "_") == name), name)
+        value = change(tensors.pop(name, None))
+        tensors |= {} if value is None else {name: value}
+    safetensors.torch.save_file(tensors, file)
+
+
+def write_index(directory: Path, index: Any) -> None:
+    """Name the file of the tensors in an index, and remove it."""
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+NORM = "model.norm.weight"
+SHARD = "model-00001-of-00002.safetensors"
 BAD_FILES = {
     "a pickle": (lambda d: (d / "model.safetensors").rename(d / "model.bin"), "save_pretrained"),
+    "a GGUF": (lambda d: (d / "model.safetensors").rename(d / "model.gguf"), "model.gguf is not"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "safetensors: not found"),
     "half the weights": (lambda d: os.truncate(d / "model.safetensors", 9000), "model.safetensors"),
+    "empty weights": (lambda d: os.truncate(d / "model.safetensors", 0), "model.safetensors"),
+    "a shard is missing": (lambda d: write_index(d, {"weight_map": {NORM: SHARD}}), SHARD),
+    "a shard elsewhere": (lambda d: write_index(d, {"weight_map": {NORM: "/etc/x"}}), "x: not fou"),
+    "an empty index": (lambda d: write_index(d, {}), "weight_map"),
+    "an index of no JSON": (lambda d: write_index(d, [7]), "weight_map"),
     "no config": (lambda d: (d / "config.json").unlink(), "config.json"),
     "a list": (lambda d: (d / "config.json").write_text("[1]"), "config.json"),
     "no JSON": (lambda d: (d / "config.json").write_text("{"), "config.json"),
+    "an empty config": (lambda d: (d / "config.json").write_text(""), "config.json"),
+    "a wrong shape": (
+        lambda d: write_tensors(d, model_norm_weight=lambda x: x[1:].clone()),
+        r"model\.norm\.weight must have shape \(48,\).*\(47,\)",
+    ),
+    "a missing tensor": (
+        lambda d: write_tensors(d, model_norm_weight=lambda x: None),
+        r"model\.norm\.weight is missing",
+    ),
+    "an extra tensor": (
+        lambda d: write_tensors(d, adapter=lambda _: torch.ones(2)),
+        "unsupported tensor model.adapter",
+    ),
+    "integer weights": (
+        lambda d: write_tensors(d, model_norm_weight=lambda x: x.to(torch.int8)),
+        r"model\.norm\.weight must be floating-point.*int8",
+    ),
 }
 
 
@@ -377,6 +462,10 @@ def test_a_missing_or_large_tokenizer_is_refused(words: Tokenizer, hf_llama: Pat
         run_command("import", hf_llama, tmp_path / "run", "--tokenizer", file)
     with pytest.raises(UserError, match="none"):
         run_command("import", tmp_path / "none", tmp_path / "run")
+    for name in ("config.json", "model.gguf"):
+        (tmp_path / name).touch()
+        with pytest.raises(UserError, match=f"{name}: must be a directory"):
+            run_command("import", tmp_path / name, tmp_path / "run")
 
 
 # GGUF.
@@ -388,6 +477,7 @@ def export_gguf(
     """Export a model that llama.cpp supports, and return its GGUF file."""
     activation = MODEL_FAMILIES[family].supports["activation"][0]
     settings = {"bias": family == "gpt2", "activation": activation, "windows": None}
+    settings["rope_scaling"] = None
     sizes = {"vocab_size": 410, "context_length": 96}
     model = randomised(dataclasses.replace(draw_config(family, seed), **sizes, **settings))
     run = save_run(model, tmp_path / "run", words)
@@ -396,10 +486,13 @@ def export_gguf(
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", "f32"), ("qwen3", "bf16"), ("gpt2", "f32"), ("gpt2", "bf16")]
+    ("family", "dtype"),
+    [*itertools.product(("llama", "gpt2"), ("f32", "bf16")), ("qwen3", "bf16"), ("qwen2", "f32")],
 )
 def test_gguf_has_every_tensor(family: str, dtype: str, words: Tokenizer, tmp_path: Path):
     gguf = pytest.importorskip("gguf")
+    if family == "qwen2":
+        words = qwen2_tokenizer()
     model, path = export_gguf(family, 1, dtype, words, tmp_path)
     reader = gguf.GGUFReader(path)
     tensors = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
@@ -423,16 +516,21 @@ def test_gguf_has_every_tensor(family: str, dtype: str, words: Tokenizer, tmp_pa
         stored = stored.view(torch.bfloat16) if is_bf16 else stored
         assert torch.equal(stored, value.to(stored.dtype)), tensor.name
     values = {key: field.contents() for key, field in reader.fields.items()}
-    assert values["general.architecture"] == family and values["tokenizer.ggml.pre"] == "gpt-2"
+    assert values["general.architecture"] == family and values["tokenizer.ggml.pre"] in (
+        "gpt-2",
+        "qwen2",
+    )
     assert values[f"{family}.attention.head_count"] == model.config.num_heads
     assert values[f"{family}.block_count"] == model.config.num_layers
     assert len(values["tokenizer.ggml.tokens"]) == 410
     assert values["tokenizer.ggml.eos_token_id"] == words.end_of_text
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "gpt2"])
 def test_llama_cpp_continues_identically(family: str, words: Tokenizer, tmp_path: Path):
     llama_cpp = pytest.importorskip("llama_cpp")
+    if family == "qwen2":
+        words = qwen2_tokenizer()
     model, path = export_gguf(family, 2, "f32", words, tmp_path)
     runner = llama_cpp.Llama(str(path), n_ctx=96, verbose=False)
     text = "def words(they, 98765):\n\t\treturn \u65e5\u672c + they've  named\r\n"

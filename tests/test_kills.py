@@ -50,7 +50,7 @@ def test_an_error_of_any_rank_in_a_sharded_save_is_raised_on_all_ranks(tmp_path,
             run_dir.save(make_state(1), tensors, tensors, save_tokenizer)
             run_dir.wait()
             if victim == 1 and rank == 1:
-                checkpoint._write_tensors = raise_disk_full
+                checkpoint.write_tensors = raise_disk_full
             save_second = save_tokenizer if victim == 1 else raise_disk_full  # on the main process
             run_dir.save(make_state(2), tensors, tensors, save_second)
             try:

@@ -16,7 +16,7 @@ from engine.core.distributed import SINGLE_PROCESS
 from engine.core.sharding import load_parameters, shard_and_allocate
 from engine.generation.generate import new_caches
 from engine.nn import loss as loss_module
-from engine.nn.positions import rotate
+from engine.nn.positions import rotate, scale_frequencies
 from engine.nn.specs import ParameterSpec, match_specs
 from engine.training.optimizer import Optimizer, OptimizerConfig, with_default_rates
 from model import GPT, FeedForward, Head, ModelConfig, MultiHeadAttention
@@ -219,6 +219,30 @@ def test_rope_rotates_pairs_as_complex_numbers():
     expected = torch.cat((expected.real, expected.imag), dim=-1)
     torch.testing.assert_close(rotate(x, rotation), expected)
     assert GPT(VARIANTS["gpt2"]).rotation(0, 4) is None
+
+
+def test_scaled_rope_divides_the_frequencies_of_few_periods():
+    frequencies = torch.tensor([1.0, 0.2, 0.05, 1e-3])  # 15.9, 3.2, 0.8 and 0.02 periods in 100
+    scaled = scale_frequencies(frequencies, (8.0, 1.0, 4.0, 100.0))
+    blend = (100 * 0.2 / (2 * math.pi) - 1) / 3
+    expected = torch.tensor([1.0, 0.2 * (blend + (1 - blend) / 8), 0.05 / 8, 1e-3 / 8])
+    torch.testing.assert_close(scaled, expected)
+    torch.testing.assert_close(scale_frequencies(frequencies, (8.0,)), frequencies / 8)
+    assert scale_frequencies(frequencies, None) is frequencies
+    linear = GPT(dataclasses.replace(SMALL, rope_scaling=(4.0,))).rotation(0, 13)
+    torch.testing.assert_close(linear[:, ::4], GPT(SMALL).rotation(0, 4))
+
+
+@pytest.mark.parametrize("scaling", [(), (0.0,), (2.0, 1.0), (8.0, 4.0, 1.0, 64.0), (8.0,) * 4])
+def test_scaling_of_wrong_numbers_is_refused(scaling):
+    with pytest.raises(ValueError, match="rope_scaling"):
+        dataclasses.replace(SMALL, rope_scaling=scaling)
+
+
+def test_a_bias_of_queries_keys_and_values_only():
+    names = [name for name, _ in GPT(dataclasses.replace(SMALL, qkv_bias=True)).named_parameters()]
+    biased = {name.split(".")[-2] for name in names if name.endswith(".bias")}
+    assert biased == {"query", "key", "value"}
 
 
 def test_sinusoidal_positions_are_those_of_2017():

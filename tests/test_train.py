@@ -41,6 +41,7 @@ from engine.core.cli import Interruption
 from engine.core.errors import UserError
 from engine.core.settings import flatten, load_settings
 from engine.data.dataset import open_dataset
+from engine.data.tokenizer import load_tokenizer
 from engine.training import estimate
 from engine.training.callbacks import MetricsFile
 from engine.training.config import BUILT_IN_DATA, TrainConfig, with_sizes
@@ -462,7 +463,13 @@ def test_examples_for_a_base_lead_to_fine_tuning_and_then_to_a_question(
     assert flags == ["--chat"] or re.fullmatch(r"--prompt \d+ is\n", " ".join(flags))
 
 
-def test_the_embedding_of_a_base_grows_by_the_tokens_of_chats(tmp_path, base):
+@pytest.mark.parametrize("padding", [0, 9])
+def test_the_embedding_of_a_base_grows_by_the_tokens_of_chats(padding, tmp_path, numbers, base):
+    base_tokenizer = load_tokenizer(base / "checkpoints" / "step-00000010" / "tokenizer.json")
+    num_trained = base_tokenizer.vocab_size
+    if padding:
+        base = tmp_path / "base"
+        train_tiny(numbers, base, "--steps", 2, "--vocab-size", num_trained + padding)
     lines = []
     for n in range(90):
         question, answer = ({"role": r, "content": f"{n}"} for r in ("user", "assistant"))
@@ -473,11 +480,14 @@ def test_the_embedding_of_a_base_grows_by_the_tokens_of_chats(tmp_path, base):
     flags = ["--init-from", base, "--learning-rate", 0, "--steps", 1]
     run = train_tiny(tmp_path / "chats", tmp_path / "run", *flags)
     before, after = (dict(newest_checkpoint(out).model()) for out in (base, tmp_path / "run"))
-    old = before["token_embedding.weight"]
-    new = after["token_embedding.weight"]
-    assert len(new) == run.data.tokenizer.vocab_size == len(old) + 4
-    assert torch.equal(new[: len(old)], old)
-    torch.testing.assert_close(new[len(old) :], old.mean(dim=0, keepdim=True).expand(4, -1))
+    assert run.data.tokenizer.vocab_size == num_trained + 4
+    for name in ("token_embedding.weight", "head.weight"):
+        trained = before[name][:num_trained]
+        assert len(after[name]) == num_trained + max(4, padding)
+        assert torch.equal(after[name][:num_trained], trained)
+        new = after[name][num_trained : num_trained + 4]
+        torch.testing.assert_close(new, trained.mean(dim=0, keepdim=True).expand(4, -1))
+        assert torch.equal(after[name][num_trained + 4 :], before[name][num_trained + 4 :])
     assert all(torch.equal(after[name], before[name]) for name in before if "blocks" in name)
 
 

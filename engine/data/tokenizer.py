@@ -4,6 +4,7 @@ Every tokenizer is a file in Hugging Face's format. NumPy runs characters and by
 byte-level BPE for which it returns the same ids, and ``tokenizers`` every other file.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -17,7 +18,7 @@ import tokenizers
 from tiktoken_ext.openai_public import ENCODING_CONSTRUCTORS
 from tokenizers.normalizers import NFC
 
-from engine.core.errors import UserError
+from engine.core.errors import UserError, is_panic, wrap_library_errors, wrap_panics
 from engine.core.files import read_json
 from engine.data import tokenizer_json
 from engine.data.chat_template import read_tokenizer_config
@@ -29,9 +30,9 @@ from engine.data.tokenizer_json import (
     Document,
     is_special,
     with_extension,
-    wrap_library_errors,
 )
 
+PROBE_TEXT = "A word, 12 e\u0301\n"  # finds tokenizers that panic, or lose text
 MAX_LISTED_CHARACTERS = 100  # of a vocabulary, in a message
 TokenIds = Sequence[int] | np.ndarray
 
@@ -88,7 +89,10 @@ class Tokenizer:
             return self._encode(text)
         except UserError:
             raise
-        except ValueError as error:  # half of a character, or a run too long for tiktoken's regex
+        except BaseException as error:
+            # Half of a character, or words that tiktoken's regex engine cannot find.
+            if not isinstance(error, ValueError) and not is_panic(error):
+                raise
             problem = f"the {self.kind} tokenizer cannot encode the text ({error})"
             raise UserError(f"{problem}. Correct it, or use another --tokenizer.") from None
 
@@ -186,7 +190,8 @@ class BPETokenizer(Tokenizer):
             self.kind, pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_tokens
         )
         # If the first calls come from two threads, every later call takes twice as long.
-        self.encoding.encode_ordinary("a word")
+        if self.encoding.decode(self.encoding.encode_ordinary(PROBE_TEXT)) != PROBE_TEXT:
+            raise UserError("its pattern does not match all text")
 
     def _encode(self, text: str) -> np.ndarray:
         # An array instead of a list, so that threads run in parallel.
@@ -206,6 +211,8 @@ class HuggingFaceTokenizer(Tokenizer):
         content = json.dumps(tokenizer_json.without_special(document))
         with wrap_library_errors("tokenizers cannot read it"):
             self.runner = tokenizers.Tokenizer.from_str(content)
+        with contextlib.suppress(Exception):  # of a vocabulary without characters of the probe
+            self.runner.encode(PROBE_TEXT)
         self.runner.encode_special_tokens = True  # special tokens in text are ordinary text
         for token in document["added_tokens"]:
             name = token["content"]
@@ -292,8 +299,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
     try:
         if isinstance(document, dict) and document.get("format") == 1:
             document = tokenizer_json.convert_format_1(document)
-        tokenizer_json.check_document(document)
-        return from_document(with_extension(document, **read_tokenizer_config(path.parent)))
+        with wrap_panics():
+            tokenizer_json.check_document(document)
+            return from_document(with_extension(document, **read_tokenizer_config(path.parent)))
     except UserError as error:
         fix = "Choose another tokenizer, or prepare again."
         raise UserError(f"{path}: corrupted or unsupported tokenizer ({error}). {fix}") from None

@@ -6,10 +6,9 @@
 """
 
 import base64
-import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -18,7 +17,7 @@ from tiktoken_ext.openai_public import ENCODING_CONSTRUCTORS
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from engine.core.errors import UserError
+from engine.core.errors import UserError, wrap_library_errors
 
 Document = dict[str, Any]  # a parsed tokenizer.json
 
@@ -217,32 +216,28 @@ def without_special(document: Document) -> Document:
     return {**document, **unset, "added_tokens": added, "model": model}
 
 
-@contextlib.contextmanager
-def wrap_library_errors(problem: str) -> Iterator[None]:
-    """Turn the exceptions and panics of ``tokenizers`` into UserErrors."""
-    try:
-        yield
-    except BaseException as error:
-        is_panic = type(error).__name__ == "PanicException"  # derives from BaseException
-        if not isinstance(error, Exception) and not is_panic:
-            raise
-        raise UserError(f"{problem} ({' '.join(str(error).split())})") from None
-
-
 def check_document(document: Any) -> None:
     """Raise UserError for a document that is unsupported or whose ids are not unique."""
     with wrap_library_errors("tokenizers cannot read it"):
-        tokenizers.Tokenizer.from_str(json.dumps(document))
+        runner = tokenizers.Tokenizer.from_str(json.dumps(document))
     if "added_tokens" not in document:
         raise UserError("it has no added_tokens")
-    tokens = [*vocab_of(document).items()]
-    tokens += [(token["content"], token["id"]) for token in document["added_tokens"]]
+    model = document["model"]
+    vocab = vocab_of(document)
+    added = [(token["content"], token["id"]) for token in document["added_tokens"]]
+    tokens = {*vocab.items(), *added}
     num_names = len({name for name, _ in tokens})
-    if not num_names == len({number for _, number in tokens}) == len({*tokens}):
+    is_unique = num_names == len({number for _, number in tokens}) == len(tokens)
+    if not is_unique or len(vocab) < len(model["vocab"]):
         raise UserError("two tokens have one id, or one token has two")
     if vocab_size_of(document) > MAX_VOCAB_SIZE:
         raise UserError(f"ids must be below {MAX_VOCAB_SIZE:,}")
-    extension = document["model"].get(EXTENSION_KEY, {})
+    for name, number in added:
+        if runner.token_to_id(name) != number:
+            raise UserError(f"its added token {name!r} does not follow the vocabulary")
+    if model.get("dropout"):
+        raise UserError(f"its token ids are random (dropout {model['dropout']})")
+    extension = model.get(EXTENSION_KEY, {})
     if not isinstance(extension, dict) or {*map(type, extension.values())} - {str}:
         raise UserError(f"{EXTENSION_KEY} must be an object of strings")
 

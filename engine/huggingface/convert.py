@@ -19,7 +19,15 @@ FROM_HF_ACTIVATION = {
 }
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
-REQUIRED_SETTINGS = {"vocab_size", "context_length", "num_layers", "num_heads"}
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+REQUIRED_SETTINGS = {"vocab_size", "context_length", "num_layers", "num_heads", "d_model"}
+MAX_LAYERS = 10_000  # of a list of layer types
+# Type of RoPE → keys of its numbers, in the order of ModelConfig.rope_scaling.
+ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 HF_CONSTANT_BUFFERS = re.compile(r".*(attn\.(masked_)?bias|rotary_emb\.inv_freq)")  # of old files
 
 
@@ -83,7 +91,10 @@ def from_hf(
     for hf_name, names in tensor_layout(meta_params, family).items():
         if hf_name not in tensors:
             raise UserError(f"{source}: {hf_name} is missing. Check the sizes in its config.json.")
-        value = tensors.pop(hf_name).float()
+        value = tensors.pop(hf_name)
+        if value.dtype not in FLOAT_DTYPES:
+            raise UserError(f"{source}: {hf_name} must be floating-point (got {value.dtype}).")
+        value = value.float()
         shape = tuple(expected[hf_name].shape)
         if value.shape != shape:
             got = f"got {tuple(value.shape)}"
@@ -105,6 +116,7 @@ def to_hf_config(config: ModelConfig, family: Family) -> dict[str, Any]:
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "dtype": "float32",
+        "torch_dtype": "float32",  # the key before transformers 4.56
         **family.fixed,
     }
     for name, keys in family.settings.items():
@@ -115,7 +127,7 @@ def to_hf_config(config: ModelConfig, family: Family) -> dict[str, Any]:
             value = value or None
         hf_config.update(dict.fromkeys(keys.split(), value))
     if config.position == "rope":
-        hf_config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_base}
+        hf_config |= rope_to_hf(config)
     width = max(config.layer_windows) or None
     if family.windows == "one for all layers":
         hf_config["sliding_window"] = width
@@ -126,6 +138,18 @@ def to_hf_config(config: ModelConfig, family: Family) -> dict[str, Any]:
             hf_config["sliding_window"] = width
             hf_config["layer_types"] = [kinds[window] for window in config.layer_windows]
     return hf_config
+
+
+def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Return the keys of RoPE, for transformers 5 and for readers of the form before."""
+    values = config.rope_scaling or ()
+    kind = next(kind for kind, keys in ROPE_SCALING_KEYS.items() if len(keys) == len(values))
+    scaling = {"rope_type": kind, **dict(zip(ROPE_SCALING_KEYS[kind], values, strict=True))}
+    if kind == "llama3":
+        scaling[ROPE_SCALING_KEYS[kind][-1]] = int(values[-1])
+    keys: dict[str, Any] = {"rope_theta": config.rope_base}
+    keys["rope_parameters"] = scaling | keys
+    return keys | {"rope_scaling": scaling} if values else keys
 
 
 def from_hf_config(hf_config: dict[str, Any], source: str) -> tuple[Family, dict[str, Any]]:
@@ -145,7 +169,12 @@ def from_hf_config(hf_config: dict[str, Any], source: str) -> tuple[Family, dict
             raise UserError(f"{source}: {key} must be {value!r} (got {hf_config[key]!r}).")
     supported_values = family.supported_values()
     settings = {setting: values[0] for setting, values in supported_values.items()}
+    if hf_config.get("quantization_config"):
+        raise UserError(f"{source}: quantized weights are unsupported. Use the original model.")
     for setting, keys in family.settings.items():
+        for key in {*keys.split()} - family.nullable:
+            if hf_config.get(key, "") is None:
+                raise UserError(f"{source}: {key} must not be null.")
         hf_values = [hf_config[key] for key in keys.split() if hf_config.get(key) is not None]
         if len(set(map(str, hf_values))) > 1:
             raise UserError(f"{source}: {keys} must be equal (got {hf_values}).")
@@ -153,6 +182,11 @@ def from_hf_config(hf_config: dict[str, Any], source: str) -> tuple[Family, dict
             settings[setting] = hf_values[0]
         elif setting in REQUIRED_SETTINGS:
             raise UserError(f"{source}: {keys} is missing.")
+    for setting in ("norm_epsilon", "logit_softcap"):
+        value = settings.get(setting)
+        if isinstance(value, int | float) and setting in family.settings and value <= 0:
+            key = family.settings[setting]
+            raise UserError(f"{source}: {key} must be positive (got {value}).")
     hf_activation = hf_config.get(family.settings["activation"])
     if hf_activation is not None:
         unknown = f"transformers' {hf_activation}"
@@ -162,33 +196,62 @@ def from_hf_config(hf_config: dict[str, Any], source: str) -> tuple[Family, dict
             allowed = " or ".join(map(str, values))
             raise UserError(f"{source}: {setting} must be {allowed} (got {settings[setting]!r}).")
     if settings["position"] == "rope":
-        settings["rope_base"] = read_rope_base(hf_config, source)
+        settings["rope_base"], settings["rope_scaling"] = read_rope(hf_config, source)
     settings["windows"] = read_windows(hf_config, family, source)
     return family, settings
 
 
-def read_rope_base(hf_config: dict[str, Any], source: str) -> float:
-    """Read RoPE's base, in the old or the new form. Raises UserError for scaled or partial RoPE."""
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    rope = hf_config | (rope if isinstance(rope, dict) else {"rope_type": rope})
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default" or (rope.get("partial_rotary_factor") or 1) != 1:
-        raise UserError(f"{source}: RoPE must be unscaled, and of whole heads (got {kind!r}).")
-    return rope.get("rope_theta") or 10_000.0
+def read_rope(hf_config: dict[str, Any], source: str) -> tuple[Any, list[Any] | None]:
+    """Read RoPE's base and scaling, in the old or the new form.
+
+    Raises UserError for another kind of scaling, and for RoPE of fractions of heads.
+    """
+    rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters")
+    rope = {} if rope is None else rope
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise UserError(f"{source}: RoPE's parameters must be one object (got {rope!r}).")
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
+    defaults = {
+        "rope_theta": 10_000.0,
+        "original_max_position_embeddings": hf_config["max_position_embeddings"],
+    }
+    rope = defaults | hf_config | rope
+    if kind not in ROPE_SCALING_KEYS or (rope.get("partial_rotary_factor") or 1) != 1:
+        kinds = ", ".join(ROPE_SCALING_KEYS)
+        raise UserError(f"{source}: RoPE must be {kinds}, and of complete heads (got {kind}).")
+    for key in ("rope_theta", *ROPE_SCALING_KEYS[kind]):
+        if rope.get(key) is None:
+            raise UserError(f"{source}: {key} of {kind} RoPE must be a number.")
+    return rope["rope_theta"], [rope[key] for key in ROPE_SCALING_KEYS[kind]] or None
 
 
 def read_windows(hf_config: dict[str, Any], family: Family, source: str) -> list[Any] | None:
     """Read the sliding windows of the layers; None if there are none."""
-    width = hf_config.get("sliding_window", 4096)
-    if family.windows == "one for all layers" and width:
-        return [width]
-    if family.windows == "none" or not width or not hf_config.get("use_sliding_window"):
+    if family.windows == "none":
         return None
-    windows = {FULL_ATTENTION: 0, SLIDING_ATTENTION: width}
-    layer_types: Any = hf_config.get("layer_types")
+    width = hf_config.get("sliding_window", 4096)
+    if width is not None and (not isinstance(width, int) or width < 1):
+        raise UserError(f"{source}: sliding_window must be at least 1 (got {width!r}).")
+    if family.windows == "one for all layers":
+        return None if width is None else [width]
+    defaults = {"use_sliding_window": False, "max_window_layers": 28}
+    for key, default in defaults.items():
+        if type(hf_config.get(key, default)) is not type(default):
+            kind = type(default).__name__
+            raise UserError(f"{source}: {key} must be of type {kind} (got {hf_config[key]!r}).")
+    hf_config = defaults | hf_config
+    if not hf_config["use_sliding_window"]:
+        width = None
+    windows = {FULL_ATTENTION: 0} | ({SLIDING_ATTENTION: width} if width else {})
     num_layers = hf_config["num_hidden_layers"]
+    layer_types: Any = hf_config.get("layer_types")
+    if layer_types is None:
+        if width is None or not isinstance(num_layers, int):
+            return None
+        layers = range(min(num_layers, MAX_LAYERS))
+        return [width if layer >= hf_config["max_window_layers"] else 0 for layer in layers]
     is_list = isinstance(layer_types, list) and len(layer_types) == num_layers
     if not is_list or not windows.keys() >= set(map(str, layer_types)):
         need = f"list {num_layers} of {' or '.join(windows)}"
         raise UserError(f"{source}: layer_types must {need} (got {layer_types}).")
-    return [windows[layer_type] for layer_type in layer_types]
+    return [windows[layer_type] for layer_type in layer_types] if width else None

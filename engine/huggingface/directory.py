@@ -51,6 +51,9 @@ def find_directory(source: str) -> Path:
     """
     if Path(source).is_dir():
         return Path(source)
+    if Path(source).exists():
+        fix = "Give the directory of its config.json, in transformers' layout; GGUF is not read."
+        raise UserError(f"{source}: must be a directory (got a file). {fix}")
     from huggingface_hub import snapshot_download
 
     try:
@@ -72,18 +75,36 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """Read all tensors of a model. Raises UserError if they are corrupted or pickled."""
-    paths = sorted(directory.glob("model*.safetensors"))
-    if not paths:
-        fix = "Convert a pickle with transformers: from_pretrained(…).save_pretrained(…)."
-        raise UserError(f"{directory / 'model.safetensors'}: not found. {fix}")
+    """Open all tensors of a model, mapped into memory: their values are read when they are used.
+
+    Raises UserError if a file is missing, corrupted or pickled.
+    """
+    index_path = directory / "model.safetensors.index.json"
+    names = {"model.safetensors"}
+    if index_path.is_file() and not (directory / "model.safetensors").is_file():
+        index = read_json(index_path)
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise UserError(f"{index_path}: corrupted, must have a weight_map.")
+        names = {Path(str(name)).name for name in weight_map.values()}
     tensors: dict[str, Tensor] = {}
-    for path in paths:
+    for path in sorted(directory / name for name in names):
+        if not path.is_file():
+            raise UserError(f"{path}: not found. {missing_tensors_fix(directory)}")
         try:
             tensors.update(safetensors.torch.load_file(path))
         except safetensors.SafetensorError as error:
             raise UserError(f"{path}: corrupted ({error}).") from None
     return tensors
+
+
+def missing_tensors_fix(directory: Path) -> str:
+    """Return what to do about a file of tensors that is missing."""
+    for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf"):
+        for path in directory.glob(pattern):
+            fix = "Convert it with transformers: from_pretrained(…).save_pretrained(…)."
+            return f"{path.name} is not read. {fix}"
+    return "Download the model again."
 
 
 def read_tokenizer(directory: Path) -> Tokenizer:
@@ -113,6 +134,7 @@ def write_tokenizer(path: Path, tokenizer: Tokenizer, length: int, template: str
     tokenizer.save(path / "tokenizer.json")
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": None,  # collators would ignore the targets of an end of text that also pads
         "model_max_length": length,
         "clean_up_tokenization_spaces": False,
     }
@@ -121,8 +143,8 @@ def write_tokenizer(path: Path, tokenizer: Tokenizer, length: int, template: str
         templates = [{"name": name, "template": text} for name, text in named.items()]
         config["chat_template"] = templates if tokenizer.other_templates else template
     if tokenizer.end_of_text is not None:
-        config |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.end_name)
         config["bos_token"] = tokenizer.bos_token
+        config["eos_token"] = tokenizer.end_name
     write_json(path / "tokenizer_config.json", config)
     stop_ids = [tokenizer.end_of_text, end_of_turn(tokenizer) if template else None]
     generation_config = {
@@ -163,6 +185,9 @@ def compare_with_transformers(path: Path, model: GPT, tokenizer: Tokenizer) -> s
         return "Not checked: transformers is not installed (pip install transformers)"
     import transformers
 
+    (architecture,) = read_config(path)["architectures"]
+    if not hasattr(transformers, architecture):
+        return f"Not checked: transformers {transformers.__version__} lacks {architecture}"
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     hf_model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from engine.data.tokenizer import BPETokenizer, Tokenizer
+from engine.data.tokenizer_json import SPLIT_PATTERNS
 from model import ModelConfig
 
 # Field of ModelConfig → keys of config.json that have its value.
@@ -68,7 +70,9 @@ GPT2_MODULES = {
     "head": "lm_head",
 }
 # Settings that convert.py converts without a table.
-CONVERTED_SETTINGS = {"num_kv_heads", "head_dim", "windows", "rope_base"}
+CONVERTED_SETTINGS = {"num_kv_heads", "head_dim", "windows", "rope_base", "rope_scaling"}
+# Keys that may be null in config.json, and then have the default of the model class.
+NULLABLE_KEYS = frozenset({"num_key_value_heads", "n_inner", "final_logit_softcapping"})
 INFERENCE_INDEPENDENT_SETTINGS = {"dropout"}
 
 
@@ -85,6 +89,7 @@ class Family:
     modules: dict[str, str] = field(default_factory=lambda: LLAMA_MODULES)
     fixed: dict[str, Any] = field(default_factory=dict)  # other keys, with their only value
     defaults: dict[str, Any] = field(default_factory=dict)  # of keys that config.json may omit
+    nullable: frozenset[str] = NULLABLE_KEYS
     windows: Literal["none", "one for all layers", "one width or 0 for each layer"] = "none"
     flips_rope: bool = True  # its RoPE rotates in the other direction than model.py
     transposed: bool = False  # matrices of the blocks are (input, output)
@@ -100,11 +105,19 @@ ANY_HEAD_KEYS = {**LLAMA_KEYS, "head_dim": "head_dim"}
 GATED_RMS: dict[str, tuple] = {"norm": ("weighted_rmsnorm",), "activation": ("swiglu",)}
 # By the value of --family. "auto" takes the first that supports the model: more programs run it.
 MODEL_FAMILIES: dict[str, Family] = {
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        {**GATED_RMS, "qk_norm": (False,), "bias": (False,), "qkv_bias": (True,)},
+        settings={name: key for name, key in ANY_HEAD_KEYS.items() if name != "bias"},
+        windows="one width or 0 for each layer",
+    ),
     "llama": Family(
         "LlamaForCausalLM",
         "llama",
         {**GATED_RMS, "qk_norm": (False,)},
         settings={**ANY_HEAD_KEYS, "bias": "attention_bias mlp_bias"},
+        nullable=NULLABLE_KEYS | {"head_dim"},
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
@@ -120,6 +133,7 @@ MODEL_FAMILIES: dict[str, Family] = {
         {**GATED_RMS, "qk_norm": (False,), "bias": (False,)},
         settings=ANY_HEAD_KEYS,
         defaults={"num_key_value_heads": 8},
+        nullable=NULLABLE_KEYS | {"head_dim"},
         windows="one for all layers",
     ),
     "gpt2": Family(
@@ -153,6 +167,16 @@ MODEL_FAMILIES: dict[str, Family] = {
         flips_rope=False,
     ),
 }
+
+
+def is_qwen2_tokenizer(tokenizer: Tokenizer) -> bool:
+    """Return whether a tokenizer is like Qwen2's: transformers 5 runs any in its place as that."""
+    return (
+        isinstance(tokenizer, BPETokenizer)
+        and tokenizer.pattern == SPLIT_PATTERNS["qwen2"]
+        and tokenizer.document["normalizer"] == {"type": "NFC"}
+        and not tokenizer.document["model"].get("ignore_merges")
+    )
 
 
 def unsupported_settings(config: ModelConfig, family: Family) -> list[str]:

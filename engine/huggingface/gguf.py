@@ -12,7 +12,7 @@ from engine.data.tokenizer import BPETokenizer, Tokenizer
 from engine.data.tokenizer_json import SPLIT_PATTERNS
 
 # The activation that llama.cpp computes in each architecture, whatever the file says.
-LLAMA_CPP_ACTIVATIONS = {"llama": "silu", "qwen3": "silu", "gpt2": "gelu_new"}
+LLAMA_CPP_ACTIVATIONS = {"llama": "silu", "qwen3": "silu", "qwen2": "silu", "gpt2": "gelu_new"}
 # Pattern, or kind of tokenizer → llama.cpp's name for how it splits text into words.
 PRE_TOKENIZER_NAMES = {
     SPLIT_PATTERNS["gpt2"]: "gpt-2",
@@ -56,12 +56,13 @@ def check_supported(hf_config: dict[str, Any], tokenizer: Tokenizer) -> None:
     problems = {
         f"--family {family}": family not in LLAMA_CPP_ACTIVATIONS,
         "--windows": hf_config.get("sliding_window"),
+        "--rope-scaling": hf_config.get("rope_scaling"),
         f"--activation {activation}": activation != LLAMA_CPP_ACTIVATIONS.get(family),
         "--bias": hf_config.get("mlp_bias"),
     }
     for problem, is_present in problems.items():
         if is_present:
-            problem = f"llama.cpp does not support {problem} in {family} models"
+            problem = f"unsupported {problem} in {family} models"
             raise UserError(f"--gguf: {problem}. Train without it, or omit --gguf.")
     if pre_tokenizer_name(tokenizer) is None:
         problem = f"llama.cpp does not support this {tokenizer.kind} tokenizer"

@@ -131,7 +131,7 @@ def write_shard(
     kinds: tuple[tuple[TensorKind, Tensors], ...] = (("model", model), ("optimizer", optimizer))
     for kind, tensors in kinds:
         file = directory / tensor_files(kind, shards)[rank]
-        _write_tensors(file, tensors)
+        write_tensors(file, tensors)
         chmod_and_fsync(file)
         hashes[file.name] = sha256(file)
     return hashes
@@ -153,11 +153,11 @@ def complete_shards(
     directory.rmdir()
 
 
-def _write_tensors(file: Path, tensors: Tensors) -> None:
+def write_tensors(file: Path, tensors: Tensors, metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file. Raises OSError if it can't be written."""
     try:
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        safetensors.torch.save_file(contiguous, file)
+        safetensors.torch.save_file(contiguous, file, metadata)
     except safetensors.SafetensorError as error:  # also for a full disk
         raise OSError(f"{file}: can't be written ({error}).") from None
 

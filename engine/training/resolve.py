@@ -18,6 +18,7 @@ from engine.core.settings import fill_unset, flatten, from_values
 from engine.data import batches
 from engine.data.mixture import Mixture
 from engine.data.tokenizer import Tokenizer, load_tokenizer
+from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
 from engine.training.checkpoint import Checkpoint
 from engine.training.config import (
     DEFAULT_INTERVAL_STEPS,
@@ -172,16 +173,33 @@ def merge_base_model_config(base: dict[str, Any], config: ModelConfig, source: P
     return replace(merged, dropout=config.dropout or 0.0)
 
 
-def expand_vocab_rows(
-    tensors: Iterable[tuple[str, Tensor]], num_rows: dict[str, int]
+def split_token_ids(
+    base: Checkpoint, tokenizer: Tokenizer, learns_chats: bool
+) -> tuple[list[int], list[int]]:
+    """Return the ids that a base model has trained, and those of a tokenizer that are new to it.
+
+    The rows of other ids, of padding and of chat tokens that no text has had, are untrained.
+    """
+    base_tokenizer = load_tokenizer(base.path / "tokenizer.json")
+    base_ids = base_tokenizer.text_ids | {*base_tokenizer.special_tokens.values()}
+    ids = tokenizer.text_ids | {*tokenizer.special_tokens.values()}
+    special = tokenizer.special_tokens
+    chat_ids = {special[name] for name in (*CHAT_ROLES.values(), END_OF_TURN) if name in special}
+    untrained_ids = set() if base.is_chat_model else chat_ids
+    new_ids = (ids - base_ids) | (untrained_ids if learns_chats else set())
+    return sorted(base_ids - untrained_ids), sorted(new_ids)
+
+
+def init_token_rows(
+    tensors: Iterable[tuple[str, Tensor]], num_rows: int, trained: list[int], new: list[int]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield named tensors, extended to a number of rows by the mean of their rows.
+    """Yield named tensors, with num_rows of tokens; the new rows are the mean of the trained ones.
 
     New tokens are then as likely as old ones: Hewitt 2021, "Initializing new word embeddings".
     """
     for name, tensor in tensors:
-        num_new_rows = num_rows.get(name, 0) - len(tensor)
-        if num_new_rows > 0:
-            mean = tensor.mean(0, keepdim=True)
-            tensor = torch.cat((tensor, mean.expand(num_new_rows, -1)))
+        if name in ("token_embedding.weight", "head.weight") and new:
+            mean = tensor[trained].mean(0, keepdim=True)
+            tensor = torch.cat((tensor, mean.expand(num_rows - len(tensor), -1)))
+            tensor[new] = mean
         yield name, tensor

@@ -30,7 +30,7 @@ from engine.training.budget import Budget, Clock, Event
 from engine.training.checkpoint import Checkpoint
 from engine.training.config import TrainConfig
 from engine.training.optimizer import Optimizer
-from engine.training.resolve import changed_settings, expand_vocab_rows
+from engine.training.resolve import changed_settings, init_token_rows, split_token_ids
 from engine.training.run_dir import RunDir
 from model import GPT, Block
 
@@ -127,8 +127,12 @@ class Trainer:
         if base is None and not self.config.init_from:
             load_parameters(self.model, self.model.initial_values())
             return
-        num_rows = {name: len(parameter) for name, parameter in self.model.named_parameters()}
-        weights = expand_vocab_rows(base.model() if base else (), num_rows)
+        weights: Iterator[tuple[str, Tensor]] = iter(())
+        if base:
+            learns_chats = self.data.manifest["origin"].get("examples") == "chats"
+            trained, new = split_token_ids(base, self.data.tokenizer, learns_chats)
+            num_rows = len(self.model.token_embedding.weight)
+            weights = init_token_rows(base.model(), num_rows, trained, new)
         load_parameters(self.model, self.dist.broadcast_tensors(weights))
 
     def restore(self, checkpoint: Checkpoint) -> None:

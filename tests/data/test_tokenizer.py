@@ -407,7 +407,7 @@ def test_a_wordpiece_keeps_its_ids(code: str, tmp_path: Path):
 def test_a_token_that_no_merge_makes_is_unused(tmp_path: Path):
     document = json.loads(original("Llama 3", ["hello low lower lowest " * 9]).to_str())
     number = max(document["model"]["vocab"].values()) + 2
-    document["model"]["vocab"]["zq"] = number
+    document["model"]["vocab"] |= {"zq": number, END_OF_LLAMA3: document["added_tokens"][0]["id"]}
     imported = load(document, tmp_path, END_OF_LLAMA3)
     assert isinstance(imported, BPETokenizer) and number in imported.unused_ids()
     assert_same_ids(imported, document, ["zq", " zq zq"])
@@ -455,6 +455,15 @@ def test_the_companion_names_the_end_of_text_and_the_chat_template(tmp_path: Pat
         (["model", "merges"], [7]),
         (["model", "merges"], None),
         (["model", "merges"], [["l", "absent"]]),
+        (["model", "merges"], ["l o w"]),
+        (["model", "dropout"], 0.1),  # random ids
+        (["model", "continuing_subword_prefix"], "##"),  # a panic when it is read
+        (["normalizer"], {"type": "Absent"}),
+        (["normalizer"], "NFC"),
+        (["normalizer"], {"type": "Replace", "pattern": {"Regex": ""}, "content": "x"}),  # a panic
+        (["normalizer"], {"type": "Replace", "pattern": {"String": ""}, "content": "x"}),
+        (["pre_tokenizer"], {"type": "Absent"}),
+        (["decoder"], {"type": "Absent"}),
         (["model", "type"], "Unigram"),
         (["model", EXTENSION_KEY], {"end_of_text": 7}),
         (["pre_tokenizer"], 7),
@@ -462,16 +471,45 @@ def test_the_companion_names_the_end_of_text_and_the_chat_template(tmp_path: Pat
         (["added_tokens"], None),
         (["added_tokens", 0, "content"], ""),
         (["added_tokens", 0, "id"], 70),
+        (["added_tokens", 0, "id"], 9999),  # tokenizers would give it the next id
+        (["added_tokens", 0, "id"], -1),
         (["added_tokens", 0, "id"], MAX_VOCAB_SIZE),
+        (["added_tokens"], lambda tokens: [*tokens, tokens[0] | {"content": "<|two|>"}]),
+        (["added_tokens"], lambda tokens: [*tokens, tokens[0] | {"id": 1501}]),
+        (["added_tokens"], []),
     ],
 )
-def test_a_malformed_file_is_refused_by_name(path: list, value: Any, tmp_path: Path):
+def test_a_malformed_file_is_refused_by_name(path: list, value: Any, tmp_path: Path, capfd):
     document = json.loads(original("Llama 3", ["hello low lower lowest " * 9]).to_str())
     edit(document, path, value)
     with pytest.raises(
         UserError, match=f"^{re.escape(str(tmp_path / 'tokenizer.json'))}: .*[^\n]$"
     ):
-        load(document, tmp_path, END_OF_LLAMA3).encode("lower")
+        load(document, tmp_path, END_OF_LLAMA3)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "regex", ["", "(?=a)|.", "(?=a)", "^|$", "a*", r"\G", "(a+)+$", r"(\w+ ?)*$"]
+)
+@pytest.mark.parametrize("name", [None, "gpt2"])  # the name of a known encoding makes tiktoken run
+def test_a_regex_of_no_words_keeps_the_text_or_is_refused(regex: str, name, tmp_path: Path):
+    document = json.loads(original("Llama 3", ["hello low lower lowest " * 9]).to_str())
+    document["model"][EXTENSION_KEY] = {"name": name} if name else {}
+    edit(document, ["pre_tokenizer", "pretokenizers", 0, "pattern", "Regex"], regex)
+    text = "hello a lower " + "a" * 40 + "!"
+    try:
+        imported = load(document, tmp_path, END_OF_LLAMA3)
+        assert imported.decode(imported.encode(text)) == text
+    except UserError as error:
+        assert "\n" not in str(error)
+
+
+def test_a_duplicate_token_of_a_unigram_is_refused(tmp_path: Path):
+    document = json.loads(train_sentencepiece(["a b c " * 9]).to_str())
+    document["model"]["vocab"].append(document["model"]["vocab"][-1])
+    with pytest.raises(UserError, match="two"):
+        load(document, tmp_path, "</s>")
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"7", b"{}", b'{"format": 1', b"\xff"])

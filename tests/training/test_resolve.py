@@ -8,11 +8,14 @@ import torch
 
 from engine.core.errors import UserError
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
+from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
+from engine.training.checkpoint import Checkpoint
 from engine.training.resolve import (
     changed_settings,
     check_tokenizer,
-    expand_vocab_rows,
+    init_token_rows,
     merge_base_model_config,
+    split_token_ids,
 )
 from model import ModelConfig
 
@@ -61,10 +64,38 @@ def test_a_base_determines_all_model_settings_but_dropout():
         merge_base_model_config(state, dataclasses.replace(base, num_layers=5), Path("base"))
 
 
-def test_rows_of_new_tokens_are_the_mean_of_the_old_rows():
-    tensors = {"embedding": torch.randn(3, 2), "matrix": torch.randn(3, 2)}
-    expanded = dict(expand_vocab_rows(tensors.items(), {"embedding": 5, "matrix": 3}))
-    assert torch.equal(expanded["matrix"], tensors["matrix"])
-    assert torch.equal(expanded["embedding"][:3], tensors["embedding"])
-    mean = tensors["embedding"].mean(0)
-    torch.testing.assert_close(expanded["embedding"][3:], torch.stack([mean, mean]))
+@pytest.mark.parametrize("num_rows", [6, 9])
+def test_rows_of_new_tokens_are_the_mean_of_the_trained_rows(num_rows: int):
+    names = ("token_embedding.weight", "head.weight", "blocks.0.matrix")
+    tensors = {name: torch.randn(6, 2) for name in names}  # row 2 is untrained, row 5 padding
+    new = [2, *range(5, num_rows)]
+    expanded = dict(init_token_rows(tensors.items(), num_rows, [0, 1, 3, 4], new))
+    assert torch.equal(expanded["blocks.0.matrix"], tensors["blocks.0.matrix"])
+    for name in names[:2]:
+        trained = tensors[name][[0, 1, 3, 4]]
+        assert torch.equal(expanded[name][[0, 1, 3, 4]], trained)
+        torch.testing.assert_close(expanded[name][new], trained.mean(0).expand(len(new), -1))
+
+
+CHAT_NAMES = [*CHAT_ROLES.values(), END_OF_TURN]
+
+
+@pytest.mark.parametrize(
+    ("reserved", "is_chat_model", "learns_chats", "untrained", "new"),
+    [
+        (True, False, True, range(257, 261), range(257, 261)),  # of a BPE of ours
+        (True, False, False, range(257, 261), []),
+        (True, True, True, [], []),
+        (False, False, True, [], range(257, 261)),  # also where the model has rows of padding
+        (False, False, False, [], range(257, 261)),
+    ],
+)
+def test_rows_of_chat_tokens_are_untrained_in_a_model_of_text(
+    reserved: bool, is_chat_model: bool, learns_chats: bool, untrained, new, tmp_path
+):
+    tokenizer = ByteTokenizer().with_special(CHAT_NAMES)
+    (tokenizer if reserved else ByteTokenizer()).save(tmp_path / "tokenizer.json")
+    base = Checkpoint(tmp_path, {"examples": "chats" if is_chat_model else None}, {})
+    num_ids = tokenizer.vocab_size if reserved else 257
+    trained = sorted({*range(num_ids)} - {*untrained})
+    assert split_token_ids(base, tokenizer, learns_chats) == (trained, [*new])

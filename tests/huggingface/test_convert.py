@@ -1,0 +1,250 @@
+"""Random models of transformers, by their config.json and tensors, import as the same function.
+
+SHAPES=300 pytest -o addopts= tests/huggingface   tries more models of each family.
+"""
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from helpers import VARIANTS, randomised, same_tensors
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from test_huggingface import qwen2_tokenizer
+
+import huggingface
+from engine.core.errors import UserError
+from engine.core.settings import from_values
+from engine.data.tokenizer import ByteTokenizer
+from engine.huggingface.convert import from_hf_config, to_hf, to_hf_config
+from engine.huggingface.families import MODEL_FAMILIES
+from engine.training.checkpoint import load_model
+from engine.training.run_dir import find_checkpoint
+from model import GPT, ModelConfig
+
+transformers.logging.set_verbosity_error()
+NUM_MODELS = int(os.environ.get("SHAPES", "30"))
+LLAMA3_ROPE = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 24,
+}
+
+
+def draw_rope(draw: random.Random) -> dict[str, Any]:
+    """Draw RoPE's keys: a kind of scaling, in the form of transformers 4 or 5."""
+    scaling = draw.choice(({}, {"rope_type": "linear", "factor": 2.5}, LLAMA3_ROPE))
+    scaling = {"rope_type": "llama3", **scaling} if scaling else {}
+    theta = {"rope_theta": draw.choice((500.0, 5e5))}
+    form = draw.choice(("old", "oldest", "new", "without theta"))
+    if form == "new":
+        return {"rope_parameters": {"rope_type": "default"} | scaling | theta}
+    if form == "oldest" and scaling:
+        scaling["type"] = scaling.pop("rope_type")
+    scaling_key = {"rope_scaling": scaling or None}
+    return scaling_key if form == "without theta" else theta | scaling_key
+
+
+def draw_windows(draw: random.Random, family: str, num_layers: int) -> dict[str, Any]:
+    """Draw the keys of sliding windows."""
+    width = {"sliding_window": draw.choice((1, 3, 9))}
+    if family == "mistral":
+        return draw.choice((width, {"sliding_window": None}, {}))
+    if family not in ("qwen2", "qwen3"):
+        return draw.choice((width, {}))  # without effect
+    kinds = ["sliding_attention", "full_attention"]
+    some_layers = {"layer_types": [draw.choice(kinds) for _ in range(num_layers)]}
+    layers = draw.choice((some_layers, {"max_window_layers": draw.choice((0, 1))}, {}))
+    uses = {"use_sliding_window": draw.choice((True, True, False))}
+    return draw.choice((width | uses | layers, width | {"max_window_layers": 0}, {}))
+
+
+def draw_hf_config(family: str, seed: int) -> dict[str, Any]:
+    """Draw a config.json of a family, as transformers 4 or 5 writes it."""
+    draw = random.Random(f"{family} {seed}")
+    heads = draw.choice((1, 2, 3, 4))
+    num_layers = draw.choice((1, 3))
+    width = heads * draw.choice((4, 8, 10))
+    common = {
+        "architectures": [MODEL_FAMILIES[family].architecture],
+        "model_type": family,
+        "vocab_size": 300,
+        "tie_word_embeddings": family != "nanochat" and draw.random() < 0.5,
+    }
+    if family == "gpt2":
+        sizes = {"n_embd": width, "n_head": heads, "n_layer": num_layers, "n_positions": 40}
+        activation = draw.choice(("gelu_new", "gelu_pytorch_tanh", "relu"))
+        options = draw.choice(({}, {"activation_function": activation, "n_inner": 70}))
+        return common | sizes | options | draw.choice(({}, {"layer_norm_epsilon": 1e-3}))
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": draw.choice((32, 50)),
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw.choice([n for n in range(1, heads + 1) if heads % n == 0]),
+        "max_position_embeddings": 40,
+    }
+    if family in ("llama", "mistral", "qwen2", "qwen3") and (family == "qwen3" or seed % 3 == 0):
+        sizes["head_dim"] = draw.choice((6, 12))
+    biases = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
+    caps = {"final_logit_softcapping": draw.choice((None, 3.0))} if family == "nanochat" else {}
+    options = [biases, caps, {"rms_norm_eps": 1e-3}, draw_rope(draw)]
+    options.append(draw_windows(draw, family, num_layers))
+    config = common | sizes
+    for option in options:
+        config |= option if draw.random() < 0.7 else {}
+    return config
+
+
+def save_hf_model(path: Path, hf_config: dict[str, Any], dtype: torch.dtype) -> torch.nn.Module:
+    """Write a config.json, and random weights of a model that transformers makes by it."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(hf_config))
+    config = transformers.AutoConfig.from_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for param in model.parameters():
+        torch.nn.init.normal_(param, std=0.2)
+        param.data = param.data.to(dtype).float()
+    names = [name for name in model.state_dict() if name != "lm_head.weight"]
+    if not model.config.tie_word_embeddings:
+        names.append("lm_head.weight")
+    state = {name: model.state_dict()[name].to(dtype).contiguous() for name in names}
+    safetensors.torch.save_file(state, path / "model.safetensors", {"format": "pt"})
+    return model
+
+
+def import_model(path: Path) -> GPT:
+    """Import a directory."""
+    run = path.with_name(f"{path.name}-run")
+    huggingface.main(["import", str(path), str(run), "--tokenizer", "byte"])
+    return load_model(find_checkpoint(run))
+
+
+def assert_same_function(path: Path, hf_model: torch.nn.Module) -> GPT | None:
+    """Import a directory and compare logits, or its refusal where transformers fails."""
+    try:
+        expected = hf_model(TOKENS).logits
+    except ValueError:  # sliding layers without a window
+        with pytest.raises(UserError, match=r"config\.json"):
+            import_model(path)
+        return None
+    model = import_model(path)
+    error = (model(TOKENS) - expected).abs().max()
+    assert error <= 1e-4 * max(1.0, expected.abs().max().item()), path.joinpath("config.json")
+    return model
+
+
+TOKENS = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("family", MODEL_FAMILIES)
+@torch.no_grad()
+def test_a_random_model_computes_the_same_and_returns_bit_for_bit(family: str, tmp_path: Path):
+    num_imported = 0
+    for seed in range(NUM_MODELS):
+        torch.manual_seed(seed)
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
+        path = tmp_path / str(seed)
+        model = assert_same_function(path, save_hf_model(path, draw_hf_config(family, seed), dtype))
+        if model is None:
+            continue
+        num_imported += 1
+        hf_family, config = huggingface.choose_family(model.config, family, qwen2_tokenizer())
+        tensors = to_hf(huggingface.rewrite_params(model, config), hf_family)
+        original = safetensors.torch.load_file(path / "model.safetensors")
+        assert same_tensors(tensors, {name: value.float() for name, value in original.items()})
+        _, settings = from_hf_config(to_hf_config(config, hf_family), "")
+        again = from_values(ModelConfig, settings, "")
+        assert again.layer_windows == config.layer_windows
+        again = dataclasses.replace(again, windows=config.windows)
+        assert huggingface.rewrite_config(again, hf_family) == config
+    assert num_imported > NUM_MODELS // 2
+
+
+WINDOW_KEYS = {"sliding_window", "use_sliding_window", "max_window_layers"}
+ROPE_KEYS = {"rope_theta", "rope_parameters", "rope_scaling"}
+
+
+@pytest.mark.parametrize("family", MODEL_FAMILIES)
+@torch.no_grad()
+def test_a_null_is_refused_where_transformers_refuses_it(family: str, tmp_path: Path):
+    good = draw_hf_config(family, 1)
+    save_hf_model(tmp_path / "good", good, torch.float32)
+    settings = MODEL_FAMILIES[family].settings.values()
+    default_config = transformers.AutoConfig.for_model(family)
+    for key in {*" ".join(settings).split(" "), *WINDOW_KEYS, *ROPE_KEYS}:
+        if not hasattr(default_config, key):
+            continue
+        path = tmp_path / key
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(good | {key: None}))
+        shutil.copy(tmp_path / "good" / "model.safetensors", path)
+        try:
+            hf_model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+            hf_model(TOKENS)
+        except (ValueError, TypeError, RuntimeError, StrictDataclassFieldValidationError):
+            if key == "num_key_value_heads":  # transformers 4 accepts it
+                continue
+            with pytest.raises(UserError, match=r"config\.json"):
+                import_model(path)
+        else:
+            assert_same_function(path, hf_model)
+
+
+SETTINGS: dict[str, Any] = {
+    "vocab_size": 261,
+    "context_length": 20,
+    "num_layers": 3,
+    "num_heads": 6,
+    "num_kv_heads": 1,
+    "head_dim": 6,
+    "windows": (4, 0, 0),
+    "d_model": 48,
+    "d_ff": 52,
+    "dropout": 0.1,
+    "bias": True,
+    "qkv_bias": True,
+    "position": "learned",
+    "rope_base": 77.0,
+    "rope_scaling": (3.0,),
+    "norm": "layernorm",
+    "norm_epsilon": 0.01,
+    "norm_placement": "post",
+    "activation": "gelu",
+    "qk_norm": False,
+    "tie_embeddings": True,
+    "scale_embeddings": True,
+    "logit_softcap": 2.0,
+}
+
+
+@pytest.mark.parametrize("variant", ["default", "relu2", "gpt2"])
+@torch.no_grad()
+def test_every_setting_is_exported_or_refused_by_name(variant: str):
+    assert SETTINGS.keys() == {field.name for field in dataclasses.fields(ModelConfig)}
+    refused = set()
+    for name, value in SETTINGS.items():
+        model = randomised(dataclasses.replace(VARIANTS[variant], **{name: value}))
+        try:
+            family, config = huggingface.choose_family(model.config, "auto", ByteTokenizer())
+        except UserError as error:
+            assert any(f" {field} " in str(error) for field in SETTINGS)
+            refused.add(name)
+            continue
+        tensors = to_hf(huggingface.rewrite_params(model, config), family)
+        hf_config = transformers.AutoConfig.for_model(**to_hf_config(config, family))
+        hf_model = transformers.AutoModelForCausalLM.from_config(hf_config).eval()
+        loaded = hf_model.load_state_dict(tensors, strict=False)
+        assert not loaded.unexpected_keys and {*loaded.missing_keys} <= {"lm_head.weight"}
+        hf_model.tie_weights()
+        tokens = TOKENS[:, :16] % 37
+        torch.testing.assert_close(hf_model(tokens).logits, model(tokens), rtol=1e-4, atol=1e-4)
+    assert "norm_placement" in refused and len(refused) < 12

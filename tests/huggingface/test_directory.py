@@ -1,0 +1,80 @@
+"""Exports load in transformers as they are, and failed exports leave nothing."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from helpers import SMALL, randomised
+from hf_versions import EXPORTS, check_exports, make_exports
+from test_huggingface import save_run
+
+import huggingface
+from engine.core.errors import UserError
+from engine.data.tokenizer import CharTokenizer
+from engine.huggingface import directory
+from engine.huggingface.families import MODEL_FAMILIES
+
+
+def test_exports_of_every_family_compute_the_same_and_can_be_saved_again(tmp_path: Path):
+    make_exports(tmp_path)
+    assert check_exports(tmp_path) == [*EXPORTS]
+    config = json.loads((tmp_path / "llama-llama3" / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5e5
+    assert config["rope_scaling"]["original_max_position_embeddings"] == 16
+    for name, dtype in (("llama", torch.float32), ("llama-bfloat16", torch.bfloat16)):
+        tensors = safetensors.torch.load_file(tmp_path / name / "model.safetensors")
+        assert {tensor.dtype for tensor in tensors.values()} == {dtype}
+
+
+@pytest.fixture(name="run")
+def fixture_run(tmp_path: Path) -> Path:
+    model = randomised(dataclasses.replace(SMALL, vocab_size=3))
+    return save_run(model, tmp_path / "run", CharTokenizer("abc"))
+
+
+def test_characters_without_an_end_of_text_have_no_special_ids(run: Path, tmp_path: Path):
+    huggingface.main(["export", str(run), str(tmp_path / "hf")])
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((tmp_path / "hf" / name).read_text())
+        assert config["bos_token_id"] is config["eos_token_id"] is config["pad_token_id"] is None
+
+
+@pytest.mark.parametrize("content", ["a file", "a directory with a file"])
+def test_an_export_does_not_replace_what_exists(content: str, run: Path, tmp_path: Path):
+    out = tmp_path / "hf"
+    file = out if content == "a file" else out / "file"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("mine")
+    with pytest.raises(UserError, match="hf: already exists"):
+        huggingface.main(["export", str(run), str(out)])
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_full_disk_leaves_no_export(call: int, run: Path, tmp_path: Path, monkeypatch):
+    save_file = safetensors.torch.save_file
+    calls = []
+
+    def save_or_fail(*arguments) -> None:
+        calls.append(arguments)
+        if len(calls) == call:
+            raise safetensors.SafetensorError("No space left on device")
+        save_file(*arguments)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", save_or_fail)
+    monkeypatch.setattr(directory, "compare_with_transformers", lambda *_: "")
+    with pytest.raises(OSError, match=r"model\.safetensors: can't be written"):
+        huggingface.main(["export", str(run), str(tmp_path / "hf"), "--dtype", "bfloat16"])
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_model_class_that_transformers_lacks_is_exported_unchecked(
+    run: Path, tmp_path: Path, monkeypatch, capsys
+):
+    family = dataclasses.replace(MODEL_FAMILIES["qwen3"], architecture="AbsentForCausalLM")
+    monkeypatch.setitem(MODEL_FAMILIES, "qwen3", family)
+    huggingface.main(["export", str(run), str(tmp_path / "hf")])
+    assert "lacks AbsentForCausalLM" in capsys.readouterr().out
