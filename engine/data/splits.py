@@ -101,7 +101,8 @@ class Corpus:
         """Read documents only until it is certain whether there are few."""
         self.sources = sources
         self.examples = any(source.turns_of for source in sources)
-        self.single = len(sources) == 1 and count_documents(sources[0]) == 1
+        is_plain = kind_of(sources[0]) == "" and not sources[0].separator
+        self.single = len(sources) == 1 and is_plain
         self.units = make_units(sources)
         self.bytes = sum(source.size for source in sources)
         num_enough = MIN_EXPECTED_DOCUMENTS / min(val_fraction, 1 - val_fraction)
