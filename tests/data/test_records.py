@@ -17,6 +17,7 @@ from engine.data.dataset import open_dataset
 from engine.data.inputs import readers, records, sources
 from engine.data.inputs.readers import read
 from engine.data.inputs.sources import Source, find_sources
+from engine.data.splits import Corpus
 from prepare import PrepareConfig, prepare
 
 LINE = "ein Satz, schön und 漢字 🚀\n"
@@ -218,3 +219,19 @@ def test_a_separator_across_blocks_is_found(small, tmp_path: Path):
         (tmp_path / "a.txt").write_text(separator.join(documents))
         expected = [*filter(None, documents)]
         assert texts_of(tmp_path / "a.txt", separator=separator) == expected
+
+
+def test_bad_lines_of_a_large_file_do_not_read_it_again(tmp_path: Path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n' * 100)
+    monkeypatch.setattr("engine.data.inputs.text.detect_encoding", lambda source: 1 / 0)
+    notes: Counter = Counter()
+    assert len(texts_of(tmp_path / "a.jsonl", notes, skip_bad_rows=True)) == 100
+    assert notes == {"rows left out: is not UTF-8 at byte N": 100}
+
+
+def test_a_table_of_one_row_is_cut_as_before(tmp_path: Path):
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["word " * 50]}), tmp_path / "a.parquet")
+    (tmp_path / "a.txt").write_text("word " * 50)
+    sources = [Source(tmp_path / name, name) for name in ("a.parquet", "a.txt")]
+    assert [Corpus([source], 0.1).single for source in sources] == [False, True]
+    assert not Corpus([Source(tmp_path / "a.txt", "a.txt", separator="%")], 0.1).single

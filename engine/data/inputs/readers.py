@@ -151,6 +151,7 @@ def _read_plain(source: Source, notes: Notes) -> Iterator[Text]:
     bom_bytes = len(head) - len(head.removeprefix(BOM_UTF8))
 
     def decode_piece(data: bytes, offset: int) -> str:
+        """Decode a piece at an offset of the document."""
         for separator in SPELLED_SEPARATORS:
             if count := data.count(separator):
                 notes[f"separators {separator.decode()} in plain text: see --separator"] += count

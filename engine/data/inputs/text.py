@@ -88,7 +88,7 @@ def decode(data: bytes, source: Source, notes: Notes, is_head: bool, offset: int
         raise UserError(f"{reason}, but likely {encoding}. Use --encoding {encoding}.")
     if source.errors == "strict":
         advice = "Convert it, or use --errors replace"
-        if source.encoding == DEFAULT_ENCODING:
+        if source.encoding == DEFAULT_ENCODING and not source.skip_bad_rows:
             encoding = detect_encoding(source)
             likely = f"{encoding}, which is likely" if encoding != DEFAULT_ENCODING else "NAME"
             advice += f" or --encoding {likely}"
@@ -142,7 +142,8 @@ def normalize_encoding(name: str) -> str:
 def merge_notes(notes_of_units: Iterable[Notes], num_documents: int) -> dict[str, int]:
     """Add up notes. Raises UserError if no document remains of rows that were left out."""
     notes: Notes = sum(map(Counter, notes_of_units), Counter())
-    if notes and num_documents == 0:
-        reasons = ", ".join(f"{count:,} {note}" for note, count in notes.items())
-        raise UserError(f"--skip-bad-rows: no document remains ({reasons}). Check the fields.")
+    reasons = [f"{count:,} {note}" for note, count in notes.items() if note.startswith("rows")]
+    if reasons and num_documents == 0:
+        reason = f"no document remains ({', '.join(reasons)})"
+        raise UserError(f"--skip-bad-rows: {reason}. Check the fields.")
     return dict(sorted(notes.items()))
