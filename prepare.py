@@ -28,7 +28,7 @@ from engine.core.settings import check_ranges, parse
 from engine.data import chat
 from engine.data.dataset import is_up_to_date, read_split
 from engine.data.inputs import examples
-from engine.data.inputs.sources import DEFAULT_ENCODING, Source, find_sources, kind_of
+from engine.data.inputs.sources import DEFAULT_ENCODING, STDIN_NAMES, Source, find_sources, kind_of
 from engine.data.inputs.text import normalize_encoding
 from engine.data.splits import Corpus, content_hash
 from engine.data.tokenizer import Tokenizer, named_tokenizer
@@ -47,7 +47,7 @@ TRAINED_TOKENIZERS = ("char", "bpe")
 class PrepareConfig:
     """Turn text into data/<name>/: a tokenizer, memory-mapped token shards and a manifest."""
 
-    # Files: text, .json, .jsonl, .csv, .tsv (these also as .gz, .zst or .xz), .parquet; folders;
+    # Text, .json, .jsonl, .csv, .tsv (also as .gz, .bz2, .xz, .zst) or .parquet files; folders;
     # addresses (https://, s3://, gs://, …); hf:NAME (a Hugging Face dataset on the hub or in a
     # folder); - (standard input); stdlib (the sources of Python's standard library);
     # shakespeare (tiny Shakespeare, downloaded once).
@@ -203,7 +203,7 @@ def check(config: PrepareConfig) -> None:
     has_folder = has_address or any(Path(name).is_dir() for name in inputs)
     has_hub = any(name.startswith("hf:") for name in inputs)
     has_val_hub = any(name.startswith("hf:") for name in config.val or config.inputs)
-    has_pipe = any(name == "-" or Path(name).is_fifo() for name in inputs)
+    has_pipe = any(name in STDIN_NAMES or Path(name).is_fifo() for name in inputs)
     requirements = [
         ("--vocab-size", config.vocab_size, trains_bpe, "--tokenizer bpe"),
         ("--pattern", config.pattern, trains_bpe, "--tokenizer bpe"),
@@ -238,15 +238,15 @@ def list_sources(
     Raises UserError for files that lack the fields of the flags.
     """
     template = chat.own_template(tokenizer) if tokenizer else None
-    functions: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if config.chat:
-        functions = examples.chat_functions(config.chat_field, template)
+        options = examples.chat_options(config.chat_field, template)
     if config.completion_field:
-        functions = examples.pair_functions(config.prompt_field or (), config.completion_field)
+        options = examples.pair_options(config.prompt_field or (), config.completion_field)
     spool.mkdir(exist_ok=True)
     sources = find_sources(inputs, spool, config.glob, config.sha256, config.hf_config, hub_split)
     text_files = [source.name for source in sources if not kind_of(source)]
-    if text_files and (functions or config.field):
+    if text_files and (options or config.field):
         flag = "--field" if config.field else "--chat" if config.chat else "--prompt-field"
         kinds = "JSON lines, CSV, Parquet or a Hugging Face dataset"
         advice = "Convert it, or choose files with --glob '*.jsonl'"
@@ -268,7 +268,7 @@ def list_sources(
         errors=config.errors,
         separator=config.separator or "",
         skip_bad_rows=config.skip_bad_rows,
-        **functions,
+        **options,
     )
     return [*map(set_options, sources)]
 

@@ -7,10 +7,13 @@ import http.server
 import json
 import os
 import pickle
+import random
 import re
 import socket
+import stat
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from fsspec.implementations.memory import MemoryFile
 
 from engine.core.errors import UserError
 from engine.data.inputs import sources
+from engine.data.inputs.local import check_mode
 from engine.data.inputs.readers import read
 from engine.data.inputs.sources import Source, find_sources
 
@@ -81,6 +85,136 @@ def test_links_are_followed_but_not_in_circles(tmp_path: Path):
     assert [source.name for source in find(tmp_path / "here")] == [f"{tmp_path}/here/link/a.txt"]
     (tmp_path / "here" / "deep" / "back").symlink_to(tmp_path / "here")
     assert "deep/back" in error_of(tmp_path / "here")
+
+
+def test_each_real_folder_and_file_is_read_once_however_many_links_lead_to_it(tmp_path: Path):
+    for number in range(22):
+        (tmp_path / f"{number:02}").mkdir()
+        (tmp_path / f"{number:02}" / "a.txt").write_text(f"text {number}")
+        for name in ("one", "two"):
+            (tmp_path / f"{number:02}" / name).symlink_to(tmp_path / f"{number + 1:02}")
+    (tmp_path / "22").mkdir()
+    (tmp_path / "00" / "0.txt").symlink_to("a.txt")
+    (tmp_path / "05" / "same.txt").hardlink_to(tmp_path / "05" / "a.txt")
+    texts = [*map("text {}".format, range(22))]
+    listed = find(tmp_path / "00")
+    assert sorted(texts_of(source)[0] for source in listed) == sorted([*texts, "text 5"])
+    assert listed[0].name == str(tmp_path / "00" / "0.txt") and listed == find(tmp_path / "00")
+    assert len(find(tmp_path / "00", tmp_path / "00")) == 2 * len(listed)
+    assert len(find(tmp_path / "00", glob="a.txt")) == 22
+
+
+def test_links_between_two_folders_end(tmp_path: Path):
+    for name, target in (("a", "b"), ("b", "a")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "link").symlink_to(tmp_path / target)
+        (tmp_path / name / "text.txt").write_text(name)
+    names = [f"{tmp_path}/a/link/text.txt", f"{tmp_path}/a/text.txt"]
+    assert [source.name for source in find(tmp_path / "a")] == names
+
+
+# What is not a file.
+
+
+@pytest.mark.parametrize("is_in_folder", [False, True])
+@pytest.mark.parametrize(
+    ("target", "word"),
+    [
+        ("/dev/zero", "character device"),
+        ("/dev/urandom", "character device"),
+        ("absent.txt", "missing"),
+        ("link.txt", "missing"),
+        ("socket", "socket"),
+    ],
+)
+def test_a_link_to_no_file_is_refused(target, word, is_in_folder, tmp_path: Path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("../socket")
+        link = tmp_path / "folder" / "link.txt"
+        link.symlink_to(target if target != "socket" else "../socket")
+        line = error_of(link.parent if is_in_folder else link)
+    assert line.startswith(f"{link}: ") and word in line
+    assert "no files" in error_of(link.parent, glob="*.md")  # what is not chosen does not matter
+
+
+@pytest.mark.parametrize(
+    ("mode", "word"), [(stat.S_IFBLK, "block"), (stat.S_IFIFO, "pipe"), (stat.S_IFSOCK, "socket")]
+)
+def test_what_could_block_is_refused(mode: int, word: str):
+    with pytest.raises(UserError, match=f"^name: .*{word}"):
+        check_mode("name", mode)
+
+
+def test_what_may_not_be_read_is_refused(tmp_path: Path, monkeypatch):
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may read everything
+    for path in (tmp_path, tmp_path / "a.txt"):
+        assert error_of(path).startswith(f"{tmp_path}/a.txt: ")
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert re.match(f"{tmp_path}: .*Permission denied", error_of(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdin"])
+def test_standard_input_is_a_pipe_or_a_file_but_no_device(name: str, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("through standard input")
+    original = os.dup(0)
+    try:
+        with open("/dev/zero") as file:
+            os.dup2(file.fileno(), 0)
+        assert error_of(name, spool=tmp_path).startswith(f"{name}: ")
+        with open(tmp_path / "a.txt") as file:
+            os.dup2(file.fileno(), 0)
+        assert texts_of(*find(name, spool=tmp_path)) == ["through standard input"]
+    finally:
+        os.dup2(original, 0)
+
+
+# Files that change between two readings.
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (Path.unlink, "No such file|FileNotFound"),
+        (lambda path: path.write_bytes(path.read_bytes() * 2), "changed"),
+        (lambda path: os.truncate(path, 300_000), "changed|shorter|could not be read"),
+        (lambda path: path.write_bytes(path.read_bytes()), "changed"),
+        (lambda path: path.write_bytes(b"PAR1"), "changed|could not be read"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.parquet"])
+def test_a_file_that_changes_between_readings_is_named(name, change, word, tmp_path: Path):
+    path = tmp_path / name
+    texts = [f"{number} " + random.Random(number).randbytes(50_000).hex() for number in range(9)]
+    content = {"a.txt": "".join(texts), "a.csv": "text\n" + "\n".join(texts)}
+    content["a.jsonl"] = "\n".join(json.dumps({"text": text}) for text in texts)
+    path.write_text(content.get(name, ""))
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+    (source,) = find(path)
+    assert source.size and texts_of(source)
+    change(path)
+    if path.exists():
+        os.utime(path, ns=(1, 1))
+    with pytest.raises(UserError, match=f"^{re.escape(str(path))}.*({word})"):
+        texts_of(source)
+
+
+def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 50_000)
+    (source,) = find(tmp_path / "a.jsonl")
+    assert source.size
+    texts = read(source)
+    next(texts)
+    with open(tmp_path / "a.jsonl", "a") as file:
+        file.write('{"text": "a"}\n')
+    with pytest.raises(UserError, match="changed"):
+        list(texts)
 
 
 def test_a_saved_dataset_is_not_a_folder_of_texts(tmp_path: Path):
@@ -172,6 +306,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def answer(self, body: bytes) -> None:
         self.close_connection = True
         way = self.path.split("/")[1]
+        if way == "loop":
+            self.send_response(302)
+            self.send_header("Location", self.path)
+            self.end_headers()
+            return
         size = len(self.server.body)
         bounds = self.headers.get("Range")
         if way.isdigit():
@@ -186,12 +325,30 @@ class Handler(http.server.BaseHTTPRequestHandler):
         else:
             self.send_response(200)
         self.send_header("Last-Modified", self.server.last_modified)
+        if way == "gzip":
+            body = gzip.compress(self.server.body) if self.command == "GET" else b""
+            size = len(gzip.compress(self.server.body))
+            self.send_header("Content-Encoding", "gzip")
+        if way == "damaged":
+            self.send_header("Content-Encoding", "gzip")
+        if way in ("grown", "shrunken") and body:
+            body = body + body if way == "grown" else body[:-1]
+            size = len(body)
         if way == "chunked":
             self.send_header("Transfer-Encoding", "chunked")
             body = b"ff\r\nonly the start" if body else b""
-        elif way != "no-length":
+        elif way not in ("no-length", "endless"):
             self.send_header("Content-Length", str(size))
         self.end_headers()
+        if way == "slow":
+            body = body[:50]
+            self.wfile.write(body)
+            time.sleep(1)
+        while way == "endless" and body:
+            try:
+                self.wfile.write(self.server.body)
+            except OSError:
+                return
         with contextlib.suppress(ConnectionError):
             self.wfile.write(body[: 100 if way == "short" else None])
 
@@ -210,7 +367,7 @@ def server(tmp_path: Path, monkeypatch) -> Iterator[Server]:
         server.shutdown()
 
 
-@pytest.mark.parametrize("way", ["ranges", "no-ranges", "no-length"])
+@pytest.mark.parametrize("way", ["ranges", "no-ranges", "no-length", "gzip"])
 @pytest.mark.parametrize("size", [0, 1, 6 * 2**20])  # more than a block of fsspec
 def test_a_file_is_read_from_any_web_server(way: str, size: int, server: Server):
     content = (b"a line of text\n" * (size // 15 + 1))[:size]
@@ -218,7 +375,7 @@ def test_a_file_is_read_from_any_web_server(way: str, size: int, server: Server)
         server.body = body
         (source,) = find(f"{server.address}/{way}/{name}")
         assert source.name == f"{server.address}/{way}/{name}"
-        assert source.size == (0 if way == "no-length" else len(body))
+        assert source.size == (0 if way in ("no-length", "gzip") else len(body))
         assert "".join(texts_of(source)).encode() == content
 
 
@@ -244,7 +401,15 @@ def test_the_version_of_a_served_file_changes_with_it(server: Server):
 @pytest.mark.parametrize("sha256", [None, "0" * 64])
 @pytest.mark.parametrize(
     ("path", "word"),
-    [("404/ä ö", "404|FileNotFound"), ("403/a", "403"), ("short/a", "100"), ("chunked/a", "")],
+    [
+        ("404/ä ö", "404|FileNotFound"),
+        ("403/a", "403"),
+        ("500/a", "500"),
+        ("loop/a", "Redirects"),
+        ("short/a", "100"),
+        ("chunked/a", ""),
+        ("damaged/a", ""),
+    ],
 )
 def test_a_failed_request_is_one_line_and_leaves_nothing(path, word, sha256, server, tmp_path):
     address = f"{server.address}/{path}"
@@ -252,6 +417,26 @@ def test_a_failed_request_is_one_line_and_leaves_nothing(path, word, sha256, ser
         f"{re.escape(address)}: could not be read .*({word})", error_of(address, sha256=sha256)
     )
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("way", ["grown", "shrunken"])
+@pytest.mark.parametrize("size", [1000, 2**20])
+def test_a_size_that_differs_from_the_announced_one_is_an_error(way, size, server: Server):
+    server.body = b"x" * size
+    address = f"{server.address}/{way}/a.txt"
+    assert error_of(address).startswith(f"{address}: ")
+
+
+@pytest.mark.parametrize("block", [random.Random(0).randbytes(2**16), bytes(2**16)])
+def test_a_body_without_end_is_refused_where_it_is_not_text(block: bytes, server: Server):
+    server.body = b"served text\n" * 40_000 + block
+    address = f"{server.address}/endless/a.txt"
+    assert re.search("at byte 4[0-9]{5}", error_of(address))
+
+
+def test_a_slow_web_server_is_given_up(server: Server, monkeypatch):
+    monkeypatch.setattr(sources, "HTTP_TIMEOUT_SECONDS", 0.2)
+    assert "imeout" in error_of(f"{server.address}/slow/a.txt")
 
 
 def test_a_silent_web_server_is_given_up(monkeypatch):
@@ -276,6 +461,9 @@ def test_a_download_happens_once(way: str, server: Server, tmp_path: Path):
 def test_shakespeare_is_downloaded_and_checked(server: Server, shakespeare: Path, monkeypatch):
     monkeypatch.setattr(sources, "SHAKESPEARE_URL", f"{server.address}/input.txt")
     assert "86c4" in error_of("shakespeare")
+    monkeypatch.setattr(sources, "SHAKESPEARE_URL", "http://127.0.0.1:1/input.txt")
+    assert re.search("could not be read.*stdlib.* file", error_of("shakespeare"))
+    monkeypatch.setattr(sources, "SHAKESPEARE_URL", f"{server.address}/input.txt")
     server.body = shakespeare.read_bytes()
     assert Path(find("shakespeare")[0].path).read_bytes() == server.body
 

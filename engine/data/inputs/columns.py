@@ -1,5 +1,6 @@
 """Parquet files and datasets of Hugging Face → records."""
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,7 +9,9 @@ from engine.data.inputs import sources
 from engine.data.inputs.sources import Source, kind_of, wrap_errors
 
 BUFFER_BYTES = 2**20  # of a Parquet file, read at a time
-NUM_BATCH_ROWS = 64  # of records, decoded at a time
+NUM_BATCH_ROWS = 16  # of records, decoded at a time: a small file may repeat a large cell
+UNREAD_VALUE = "…"  # of a column that is not used
+LARGE_BATCH_BYTES = 2**22  # the rows of a batch of more become Python objects one by one
 
 # Location, such as "a.csv, line 3", and the record, or the reason why it cannot be read.
 Records = Iterator[tuple[str, dict[str, Any] | UserError]]
@@ -38,19 +41,22 @@ def read_parquet(source: Source, index: int, count: int) -> Records:
         first = file.num_row_groups * index // count
         end = file.num_row_groups * (index + 1) // count
         row = sum(file.metadata.row_group(group).num_rows for group in range(first))
-        columns = _columns_to_read(source, file.schema_arrow.names)
+        columns, unread = _select_columns(source, file.schema_arrow.names)
         groups = [*range(first, end)]
         for batch in file.iter_batches(NUM_BATCH_ROWS, groups, columns, use_threads=False):
-            for record in batch.to_pylist():
+            for record in _records_of(batch):
                 row += 1
+                if unread and isinstance(record, dict):
+                    record = unread | record
                 yield f"{source.name}, row {row}", record
+    source.check_unchanged()
 
 
 def read_rows(source: Source, index: int, count: int) -> Records:
     """Yield the rows of one part of a dataset, which is a file if the dataset is streamed."""
     rows = sources.load_rows(source)
     with wrap_errors(source.name):
-        columns = _columns_to_read(source, rows.column_names or [])
+        columns, unread = _select_columns(source, rows.column_names or [])
         if columns:
             rows = rows.select_columns(columns)
         name = source.name
@@ -65,11 +71,12 @@ def read_rows(source: Source, index: int, count: int) -> Records:
         for batch in rows.iter(NUM_BATCH_ROWS):
             for values in zip(*batch.values(), strict=True):
                 row += 1
-                yield f"{name}, row {row}", dict(zip(batch, values, strict=True))
+                yield f"{name}, row {row}", unread | dict(zip(batch, values, strict=True))
 
 
 def _open_parquet(source: Source) -> Any:
     parquet = sources.import_optional("pyarrow.parquet", source.name)
+    source.check_unchanged()
     is_remote = isinstance(source.path, str)
     fs, path = sources.file_system(source.path)
     buffer_size = 0 if is_remote else BUFFER_BYTES
@@ -79,6 +86,30 @@ def _open_parquet(source: Source) -> Any:
         )
 
 
-def _columns_to_read(source: Source, names: list[str]) -> list[str] | None:
-    """Return the column with the text; None for all columns: of examples, or if it is missing."""
-    return [source.field] if source.field in names and not source.turns_of else None
+def _select_columns(source: Source, names: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the columns to read, and a record that names the others, if a message may need it.
+
+    Raises UserError for two columns of one name.
+    """
+    fields = source.fields if source.turns_of else (source.field,)
+    columns = names if fields is None else [name for name in names if name in fields]
+    for name in columns:
+        if columns.count(name) > 1:
+            raise UserError(f"{source.name}: has two columns {name!r}. Rename or remove one.")
+    unread = dict.fromkeys([name for name in names if name not in columns], UNREAD_VALUE)
+    return columns, unread if source.turns_of or not columns else {}
+
+
+def _records_of(batch: Any) -> Iterator[dict[str, Any] | UserError]:
+    """Yield the record of each row, or the reason why Python cannot hold it."""
+    records = None
+    if batch.nbytes <= LARGE_BATCH_BYTES:
+        with contextlib.suppress(ValueError, OverflowError):
+            records = batch.to_pylist()
+    for index in range(len(batch)):
+        try:
+            yield records[index] if records else batch.slice(index, 1).to_pylist()[0]
+        except UnicodeDecodeError as error:
+            yield UserError(f"is not UTF-8 ({error}). Repair the text.")
+        except (ValueError, OverflowError) as error:
+            yield UserError(f"has a value that Python cannot hold ({error}). Convert it to text.")

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from engine.data.chat_template import ChatTemplate
 PROMPT_SEPARATOR = "\n\n"  # between the texts of several prompt fields
 NO_SYSTEM_NOTE = "chats without a system turn"
 CHAT_FIELDS = ("messages", "conversations")
+PAIR_FIELDS = ("prompt", "completion")  # lists of messages
 MESSAGE_KEYS = {"role", "content", "from", "value", "weight", "tool_calls", "function_call"}
 TOOL_KEYS = ("name", "tool_call_id")  # of a message with the result of a tool
 TEXT_TYPES = ("text", "input_text", "output_text")  # of parts of a content
@@ -28,18 +29,26 @@ EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
 Record = dict[str, Any]
 
 
-def chat_functions(field: str | None, template: ChatTemplate | None) -> dict[str, Callable]:
-    """Return the functions of a Source of chats."""
-    turns_of = partial(parse_chat, field=field, template=template)
-    return {"turns_of": turns_of, "notes_of": partial(notes_on_chat, field=field)}
+def chat_options(field: str | None, template: ChatTemplate | None) -> dict[str, Any]:
+    """Return the functions and fields of a Source of chats."""
+    return {
+        "turns_of": partial(parse_chat, field=field, template=template),
+        "notes_of": partial(notes_on_chat, field=field),
+        "fields": (field,) if field else (*CHAT_FIELDS, *PAIR_FIELDS),
+    }
 
 
-def pair_functions(prompt_field: str | Sequence[str], completion_field: str) -> dict[str, Callable]:
-    """Return the functions of a Source of prompts and completions."""
+def pair_options(prompt_field: str | Sequence[str], completion_field: str) -> dict[str, Any]:
+    """Return the functions and fields of a Source of prompts and completions."""
     prompt_fields = list_fields(prompt_field)
-    turns_of = partial(parse_pair, prompt_fields=prompt_fields, completion_field=completion_field)
-    notes_of = partial(notes_on_pair, fields=[*prompt_fields, completion_field])
-    return {"turns_of": turns_of, "notes_of": notes_of}
+    fields = (*prompt_fields, completion_field)
+    return {
+        "turns_of": partial(
+            parse_pair, prompt_fields=prompt_fields, completion_field=completion_field
+        ),
+        "notes_of": partial(notes_on_pair, fields=fields),
+        "fields": fields,
+    }
 
 
 def list_fields(fields: str | Sequence[str]) -> list[str]:
@@ -69,7 +78,7 @@ def chat_fields(record: Record, field: str | None = None) -> tuple[str, ...]:
     if field:
         return (field,)
     names = (name for name in CHAT_FIELDS if record.get(name) is not None)
-    return next(((name,) for name in names), ("prompt", "completion"))
+    return next(((name,) for name in names), PAIR_FIELDS)
 
 
 def find_messages(record: Record, field: str | None = None) -> list[Any]:

@@ -1,9 +1,9 @@
 """Sources → texts: an iterator of documents for every kind of file."""
 
+import codecs
 import io
 import json
 import re
-from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -129,6 +129,8 @@ def split_document(
         start = end
         buffer = buffer[max(0, end - CUT_MARGIN_BYTES - buffer_start) :]
         buffer_start = buffer_end - len(buffer)
+    if file.read(1):
+        raise UserError(f"{name}: became longer while it was read. Prepare it again.")
 
 
 def _distance_to_cut(buffer: bytes, nominal: int) -> int:
@@ -147,8 +149,8 @@ def _read_plain(source: Source, notes: Notes) -> Iterator[Text]:
     """Yield a document, or the pieces of a large one, and count the separators spelled in it."""
     head_notes: Notes = Counter()
     with open_text(source, head_notes) as file:
-        head = file.read(LARGE_DOCUMENT_BYTES + len(BOM_UTF8) + 1)
-    bom_bytes = len(head) - len(head.removeprefix(BOM_UTF8))
+        head = file.read(LARGE_DOCUMENT_BYTES + len(codecs.BOM_UTF8) + 1)
+    bom_bytes = len(head) - len(head.removeprefix(codecs.BOM_UTF8))
 
     def decode_piece(data: bytes, offset: int) -> str:
         """Decode a piece at an offset of the document."""
@@ -160,17 +162,38 @@ def _read_plain(source: Source, notes: Notes) -> Iterator[Text]:
         except UserError as error:
             raise UserError(f"{source.name}: {error}") from None
 
+    size = source.size - bom_bytes
+    is_counted = source.compression or not source.size or source.encoding != DEFAULT_ENCODING
     if len(head) - bom_bytes <= LARGE_DOCUMENT_BYTES:
+        if isinstance(source.path, str) and not is_counted and len(head) != source.size:
+            reason = f"must have {source.size:,} bytes (got {len(head):,})"
+            raise UserError(f"{source.name}: {reason}. Download it, or prepare it again.")
         notes.update(head_notes)
         yield Text(decode_piece(head[bom_bytes:], 0))
         return
-    size = source.size
-    if source.compression or not size or source.encoding != DEFAULT_ENCODING:
-        with open_text(source, Counter()) as file:
-            size = sum(len(block) for block in iter(partial(file.read, PIECE_BYTES), b""))
+    if is_counted:
+        size = _count_bytes(source, bom_bytes, decode_piece)
     with open_text(source, notes) as file:
         file.read(bom_bytes)
-        yield from split_document(file, size - bom_bytes, source.name, decode_piece)
+        yield from split_document(file, size, source.name, decode_piece)
+
+
+def _count_bytes(source: Source, start: int, decode_piece: Callable[[bytes, int], str]) -> int:
+    """Count the bytes from ``start`` on. A stream without end is refused where it is not text."""
+    size = 0
+    decoder = codecs.getincrementaldecoder(DEFAULT_ENCODING)(source.errors)
+    with open_text(source, Counter()) as file:
+        file.read(start)
+        for block in iter(partial(file.read, PIECE_BYTES), b""):
+            rest, _ = decoder.getstate()
+            try:
+                is_text = "\0" not in decoder.decode(block)
+            except UnicodeDecodeError:
+                is_text = False
+            if not is_text and source.errors == "strict":
+                decode_piece(rest + block, size - len(rest))
+            size += len(block)
+    return size
 
 
 def _text_of(record: dict[str, Any] | UserError, source: Source, notes: Notes) -> str:

@@ -9,9 +9,10 @@ import json
 import os
 import re
 import shutil
+import stat
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -21,6 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from engine.core.errors import UserError
 from engine.core.files import atomic_directory, sha256
+from engine.data.inputs.local import check_file, check_mode, list_files
 
 SHAKESPEARE_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -34,12 +36,15 @@ HTTP_TIMEOUT_SECONDS = 60  # without data from a web server
 # Names of a value that changes with the file, in the file systems of fsspec.
 VERSION_KEYS = ["ETag", "etag", "mtime", "Last-Modified", "LastModified", "last_modified"]
 VERSION_KEYS += ["updated", "created"]
+STDIN_NAMES = ("-", "/dev/stdin")
 SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")  # in a folder of save_to_disk
 STREAMED_FILE_BYTES = 2**28  # assumed for a file of a streamed dataset, whose size is unknown
 RECORD_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 DEFAULT_ENCODING = "utf-8"
-COMPRESSION_NAMES = {".gz": "gzip", ".xz": "xz", ".zst": "zstd"}  # suffix → name in fsspec
+# Suffix → name in fsspec.
+COMPRESSION_NAMES = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 DEFAULT_ADVICE = "Get it again, or check the address, the connection and your permission."
+SHAKESPEARE_ADVICE = "Check the connection, or give stdlib or a file of your own instead."
 HUB_ADVICE = "Check the name, --hf-config, --hf-split and the connection."
 
 
@@ -56,6 +61,7 @@ class Source:
     skip_bad_rows: bool = False  # leave out and count records that cannot be used
     turns_of: Callable[[dict[str, Any]], Any] | None = None  # a record → the turns of an example
     notes_of: Callable[[dict[str, Any]], list[str]] | None = None  # what to count of examples
+    fields: tuple[str, ...] | None = None  # of a record, that turns_of needs; None: all
     hub_split: str = ""  # of a Hugging Face dataset; empty for a file
     hub_config: str | None = None
     revision: str = ""  # of a dataset on the hub
@@ -67,12 +73,13 @@ class Source:
             rows = load_rows(self)
             if is_streamed(rows):
                 return rows.num_shards * STREAMED_FILE_BYTES, self.revision
-            stats = [os.stat(file["filename"]) for file in rows.cache_files]
-            version = " ".join(str(stat.st_mtime_ns) for stat in stats)
-            return sum(stat.st_size for stat in stats), version
+            files = [os.stat(file["filename"]) for file in rows.cache_files]
+            version = " ".join(str(file.st_mtime_ns) for file in files)
+            return sum(file.st_size for file in files), version
         if isinstance(self.path, Path):
-            stat = os.stat(self.path)
-            return stat.st_size, str(stat.st_mtime_ns)
+            with wrap_errors(self.name):
+                file = os.stat(self.path)
+            return file.st_size, str(file.st_mtime_ns)
         fs, path = file_system(self.path)
         with wrap_errors(self.name):
             info = fs.info(path)
@@ -83,6 +90,11 @@ class Source:
     def size(self) -> int:
         """Size in bytes; 0 if unknown."""
         return self.info[0]
+
+    def check_unchanged(self) -> None:
+        """Raise UserError if a local file has changed since its size was read."""
+        if isinstance(self.path, Path) and replace(self).info != self.info:
+            raise UserError(f"{self.name}: changed after it was listed. Prepare it again.")
 
     @property
     def suffixes(self) -> list[str]:
@@ -146,6 +158,7 @@ def file_system(path: Path | str) -> tuple[Any, str]:
 @contextlib.contextmanager
 def open_source(source: Source) -> Iterator[io.BufferedReader]:
     """Open a file to read its decompressed bytes. Errors in the block are wrapped, too."""
+    source.check_unchanged()
     fs, path = file_system(source.path)
     compression = COMPRESSION_NAMES.get(source.compression)
     if compression not in (None, *available_compressions()):
@@ -154,6 +167,7 @@ def open_source(source: Source) -> Iterator[io.BufferedReader]:
     options = {"block_size": 0} if "http" in fs.protocol else {}
     with wrap_errors(source.name), fs.open(path, compression=compression, **options) as file:
         yield io.BufferedReader(file, BLOCK_BYTES)
+        source.check_unchanged()
 
 
 def find_sources(
@@ -178,8 +192,10 @@ def find_sources(
         if name == "stdlib":
             matches = _find_standard_library()
         elif name == "shakespeare":
-            matches = [Source(download(SHAKESPEARE_URL, SHAKESPEARE_SHA256), name)]
-        elif name == "-" or path.is_fifo():
+            matches = [
+                Source(download(SHAKESPEARE_URL, SHAKESPEARE_SHA256, SHAKESPEARE_ADVICE), name)
+            ]
+        elif name in STDIN_NAMES or path.is_fifo():
             matches = [_spool_pipe(name, spool / str(len(sources)))]
         elif "://" in name and expected_sha256:
             matches = [Source(download(name, expected_sha256), name)]
@@ -189,7 +205,8 @@ def find_sources(
             matches = [_find_hub_dataset(name, hub_config, hub_split or "train")]
         elif path.is_dir():
             matches = _find_in_folder(path, pattern)
-        elif path.exists():
+        elif os.path.lexists(path):
+            check_file(path)
             matches = [Source(path.absolute(), name)]
         else:
             kinds = "a file, a folder, https:// or s3://, hf:NAME, -, stdlib or shakespeare"
@@ -206,30 +223,19 @@ def find_sources(
 
 def _find_standard_library() -> list[Source]:
     root = Path(sysconfig.get_path("stdlib"))
-    files = _list_files(
-        root, lambda path: path.name in EXCLUDED_STDLIB_FOLDERS or path.is_symlink()
-    )
-    return [Source(file, str(file.relative_to(root))) for file in files if file.suffix == ".py"]
+    files = list_files(root, lambda path: path.name in EXCLUDED_STDLIB_FOLDERS or path.is_symlink())
+    return [Source(file, str(file.relative_to(root))) for file, _ in files if file.suffix == ".py"]
 
 
 def _find_in_folder(folder: Path, pattern: str) -> list[Source]:
     if any((folder / name).is_file() for name in SAVED_DATASET_FILES):
         raise UserError(f"{folder}: is a saved Hugging Face dataset. Give it as hf:{folder}.")
-    files = _list_files(folder, lambda path: path.name.startswith("."))
-    return [Source(file.absolute(), str(file)) for file in files if file.match(pattern)]
-
-
-def _list_files(folder: Path, is_excluded: Callable[[Path], bool]) -> Iterator[Path]:
-    """Yield the files at any depth, in order. Raises UserError for a link to a parent folder."""
-    for path in sorted(folder.iterdir()):
-        if is_excluded(path):
-            continue
-        if path.is_file():
-            yield path
-        elif path.is_symlink() and folder.resolve().is_relative_to(path.resolve()):
-            raise UserError(f"{path}: is a link to a parent folder. Remove it.")
-        elif path.is_dir():
-            yield from _list_files(path, is_excluded)
+    files: dict[Path, Source] = {}
+    for path, real_path in list_files(folder, lambda path: path.name.startswith(".")):
+        if path.match(pattern) and real_path not in files:
+            check_file(path)
+            files[real_path] = Source(path.absolute(), str(path))
+    return [*files.values()]
 
 
 def _find_remote(address: str, pattern: str) -> list[Source]:
@@ -254,11 +260,14 @@ def _find_remote(address: str, pattern: str) -> list[Source]:
 
 def _spool_pipe(name: str, copy: Path) -> Source:
     """Copy a pipe to a file, because a corpus is read more than once."""
-    is_stdin = name == "-"
+    is_stdin = name in STDIN_NAMES
     with (
         open(copy, "wb") as file,
         open(0 if is_stdin else name, "rb", closefd=not is_stdin) as pipe,
     ):
+        mode = os.fstat(pipe.fileno()).st_mode
+        if not pipe.isatty() and not stat.S_ISFIFO(mode) and not stat.S_ISSOCK(mode):
+            check_mode(name, mode)  # a device would not end
         shutil.copyfileobj(pipe, file)
     if _starts_with_json_object(copy):
         copy = copy.rename(copy.with_suffix(".jsonl"))
@@ -303,7 +312,7 @@ def is_streamed(rows: Any) -> bool:
     return not hasattr(rows, "cache_files")
 
 
-def download(address: str, expected_sha256: str) -> Path:
+def download(address: str, expected_sha256: str, advice: str = DEFAULT_ADVICE) -> Path:
     """Download a file once into the cache. Raises UserError if it fails or the hash differs."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-trainer"
     name = Path(re.sub("[?#].*", "", address.partition("://")[2])).name or "download"
@@ -311,7 +320,7 @@ def download(address: str, expected_sha256: str) -> Path:
     path = folder / name
     if not path.exists():
         fs, remote = file_system(address)
-        with wrap_errors(address), atomic_directory(folder) as partial:
+        with wrap_errors(address, advice), atomic_directory(folder) as partial:
             fs.get_file(remote, str(partial / name))
     actual_sha256 = sha256(path)
     if actual_sha256 != expected_sha256.lower():

@@ -1,0 +1,66 @@
+"""Local paths: the files of folders, and what is not a file."""
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from engine.core.errors import UserError
+
+SPECIAL_FILES: dict[str, Callable[[int], bool]] = {
+    "a character device": stat.S_ISCHR,
+    "a block device": stat.S_ISBLK,
+    "a socket": stat.S_ISSOCK,
+    "a pipe": stat.S_ISFIFO,
+}
+
+
+def check_file(path: Path) -> None:
+    """Raise UserError for a path that is not a file, or may not be read."""
+    try:
+        check_mode(str(path), path.stat().st_mode)
+    except OSError:
+        reason = f"is a link to a missing file (got {os.path.realpath(path)})"
+        raise UserError(f"{path}: {reason}. Remove it, or choose files with --glob.") from None
+    if not os.access(path, os.R_OK):
+        raise UserError(f"{path}: cannot be read (permission denied). Change its permissions.")
+
+
+def check_mode(name: str, mode: int) -> None:
+    """Raise UserError if a mode of os.stat is that of a device, a socket or a pipe."""
+    for kind, is_kind in SPECIAL_FILES.items():
+        if is_kind(mode):
+            reason = f"must be a file (got {kind})"
+            raise UserError(f"{name}: {reason}. Give a file, or choose files with --glob.")
+
+
+def list_files(
+    folder: Path, is_excluded: Callable[[Path], bool], visited: set[Path] | None = None
+) -> Iterator[tuple[Path, Path]]:
+    """Yield the files at any depth, in order, each with its real path.
+
+    A folder that several links lead to is visited once. Raises UserError for a link to a parent
+    folder, and for a folder that may not be read.
+    """
+    visited = set() if visited is None else visited
+    real_folder = Path(os.path.realpath(folder))
+    if real_folder in visited:
+        return
+    visited.add(real_folder)
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        reason = f"cannot be listed ({error.strerror})"
+        raise UserError(f"{folder}: {reason}. Change its permissions.") from None
+    for path in paths:
+        if is_excluded(path):
+            continue
+        real_path = real_folder / path.name
+        if path.is_symlink():
+            real_path = Path(os.path.realpath(path))
+        if not path.is_dir():
+            yield path, real_path
+        elif path.is_symlink() and real_folder.is_relative_to(real_path):
+            raise UserError(f"{path}: is a link to a parent folder. Remove it.")
+        else:
+            yield from list_files(path, is_excluded, visited)
