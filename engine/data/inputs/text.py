@@ -20,6 +20,9 @@ CANDIDATE_ENCODINGS += ["gb18030", "big5", "cp932", "euc_jp", "cp949", "cp1252",
 BINARY_SIGNATURES = {b"%PDF-": "a PDF", b"PK\x03\x04": "a ZIP archive, as .docx and .xlsx are"}
 BINARY_SIGNATURES |= {b"\x89PNG": "an image", b"\xff\xd8\xff": "an image", b"GIF8": "an image"}
 BINARY_SIGNATURES |= {b"\x1f\x8b": "compressed: its name must end in .gz"}
+BINARY_SIGNATURES |= {b"BZh91AY&SY": "compressed: its name must end in .bz2"}
+BINARY_SIGNATURES |= {b"PAR1\x15": "Parquet: its name must end in .parquet"}
+BINARY_SIGNATURES |= {b"ARROW1\0\0": "an Arrow file", b"\xff\xff\xff\xff": "an Arrow stream"}
 
 # How often a remark applies to a source. It starts with a plural noun: "files read as …".
 Notes = Counter[str]
