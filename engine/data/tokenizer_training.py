@@ -10,13 +10,22 @@ from tokenizers.trainers import BpeTrainer
 
 from engine.core.cli import progress
 from engine.data.splits import Corpus
-from engine.data.tokenizer import CharTokenizer, Tokenizer, from_document
+from engine.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, from_document
 from engine.data.tokenizer_json import SPECIAL_TOKENS, SPLIT_PATTERNS, bpe_document
 
 MIN_BPE_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 MIN_CHOSEN_VOCAB_SIZE = 1024
 MAX_CHOSEN_VOCAB_SIZE = 8192
 MAX_TRAINER_CHARACTERS = 2**16  # of a string for the BPE trainer, to limit its memory
+# Pattern, or kind of tokenizer → llama.cpp's name for how it splits text into words.
+PRE_TOKENIZER_NAMES = {
+    SPLIT_PATTERNS["gpt2"]: "gpt-2",
+    SPLIT_PATTERNS["llama3"]: "llama-bpe",
+    SPLIT_PATTERNS["qwen2"]: "qwen2",
+    SPLIT_PATTERNS["smollm"]: "smollm",
+    "gpt2": "gpt-2",
+    "cl100k_base": "llama-bpe",
+}
 
 
 def train_char_tokenizer(texts: Iterable[str], separator: str) -> Tokenizer:
@@ -113,3 +122,19 @@ def _fits(corpus: Corpus, max_bytes: int) -> bool:
         return corpus.bytes <= max_bytes
     totals = itertools.accumulate(len(text.text.encode()) for text in corpus.texts())
     return all(total <= max_bytes for total in totals)
+
+
+def pre_tokenizer_name(tokenizer: Tokenizer) -> str | None:
+    """Return llama.cpp's name for how a tokenizer splits text into words, or None."""
+    if not isinstance(tokenizer, BPETokenizer):
+        return None
+    names = PRE_TOKENIZER_NAMES
+    return names.get(tokenizer.pattern) or names.get(tokenizer.kind)
+
+
+def export_note(tokenizer: Tokenizer) -> str:
+    """Return what to choose instead of a tokenizer that GGUF files cannot hold; "" for others."""
+    if pre_tokenizer_name(tokenizer):
+        return ""
+    patterns = [name for name, regex in SPLIT_PATTERNS.items() if regex in PRE_TOKENIZER_NAMES]
+    return f"; GGUF needs --pattern {', '.join(patterns[:-1])} or {patterns[-1]}"

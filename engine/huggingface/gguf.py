@@ -8,20 +8,11 @@ from torch import Tensor
 
 from engine.core.errors import UserError
 from engine.data.chat import end_of_turn
-from engine.data.tokenizer import BPETokenizer, Tokenizer
-from engine.data.tokenizer_json import SPLIT_PATTERNS
+from engine.data.tokenizer import Tokenizer
+from engine.data.tokenizer_training import pre_tokenizer_name
 
 # The activation that llama.cpp computes in each architecture, whatever the file says.
 LLAMA_CPP_ACTIVATIONS = {"llama": "silu", "qwen3": "silu", "qwen2": "silu", "gpt2": "gelu_new"}
-# Pattern, or kind of tokenizer → llama.cpp's name for how it splits text into words.
-PRE_TOKENIZER_NAMES = {
-    SPLIT_PATTERNS["gpt2"]: "gpt-2",
-    SPLIT_PATTERNS["llama3"]: "llama-bpe",
-    SPLIT_PATTERNS["qwen2"]: "qwen2",
-    SPLIT_PATTERNS["smollm"]: "smollm",
-    "gpt2": "gpt-2",
-    "cl100k_base": "llama-bpe",
-}
 # Method of GGUFWriter → keys of config.json that have its value.
 SIZE_KEYS = {
     "add_context_length": "n_positions max_position_embeddings",
@@ -37,14 +28,6 @@ SIZE_KEYS = {
     "add_value_length": "head_dim",
     "add_vocab_size": "vocab_size",
 }
-
-
-def pre_tokenizer_name(tokenizer: Tokenizer) -> str | None:
-    """Return llama.cpp's name for how a tokenizer splits text into words, or None."""
-    if not isinstance(tokenizer, BPETokenizer):
-        return None
-    names = PRE_TOKENIZER_NAMES
-    return names.get(tokenizer.pattern) or names.get(tokenizer.kind)
 
 
 def check_supported(hf_config: dict[str, Any], tokenizer: Tokenizer) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from engine.data import chat
 from engine.data.dataset import Dataset, Examples, open_dataset
 from engine.data.mixture import find_problems
+from engine.data.tokenizer_training import export_note
 
 NUM_SAMPLE_TOKENS = 60  # shown by describe_sample
 
@@ -21,7 +22,9 @@ def describe_dataset(path: Path) -> str:
     if "dropped" in facts:
         repeats = f"exact repeats left out: {facts['dropped']:,}"
     used_fraction = facts["vocabulary"] / manifest["vocab_size"]
-    vocabulary = f"{dataset.tokenizer.kind}, {used_fraction:.0%} of it used"
+    vocabulary = (
+        f"{dataset.tokenizer.kind}, {used_fraction:.0%} of it used{export_note(dataset.tokenizer)}"
+    )
     rows = [
         ("documents", dataset.num_documents, repeats),
         ("longest", facts["longest"], "tokens in one document"),

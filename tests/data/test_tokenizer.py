@@ -42,10 +42,11 @@ from engine.data.tokenizer_json import (
 from engine.data.tokenizer_training import (
     MIN_BPE_VOCAB_SIZE,
     choose_vocab_size,
+    export_note,
+    pre_tokenizer_name,
     train_bpe_tokenizer,
     train_char_tokenizer,
 )
-from engine.huggingface.gguf import pre_tokenizer_name
 
 NAMES = [*SPECIAL_TOKENS, "<|new|>"]
 KINDS = ["char", "byte", "gapped", "bpe", "gpt2", "cl100k_base", "sentencepiece"]
@@ -599,6 +600,8 @@ def test_llama_cpp_has_names_for_known_patterns(tiktoken_cache):
     for pattern in SPLIT_PATTERNS:
         trained = train_bpe_tokenizer(["ab ab"], 300, pattern)
         assert pre_tokenizer_name(trained) == names.get(pattern)
+        assert (export_note(trained) == "") == (pattern in names)
     assert pre_tokenizer_name(named_tokenizer("gpt2")) == "gpt-2"
     assert pre_tokenizer_name(named_tokenizer("cl100k_base")) == "llama-bpe"
     assert pre_tokenizer_name(ByteTokenizer()) is None
+    assert "--pattern gpt2, llama3, qwen2 or smollm" in export_note(ByteTokenizer())
