@@ -11,6 +11,7 @@ from engine.data.inputs.sources import Source, kind_of, wrap_errors
 BUFFER_BYTES = 2**20  # of a Parquet file, read at a time
 NUM_BATCH_ROWS = 16  # of records, decoded at a time: a small file may repeat a large cell
 UNREAD_VALUE = "…"  # of a column that is not used
+NUM_DATASET_ROWS = 64  # of a dataset, decoded at a time
 LARGE_BATCH_BYTES = 2**22  # the rows of a batch of more become Python objects one by one
 
 # Location, such as "a.csv, line 3", and the record, or the reason why it cannot be read.
@@ -68,7 +69,7 @@ def read_rows(source: Source, index: int, count: int) -> Records:
         else:
             row = len(rows) * index // count
             rows = rows.select(range(row, len(rows) * (index + 1) // count))
-        for batch in rows.iter(NUM_BATCH_ROWS):
+        for batch in rows.iter(NUM_DATASET_ROWS):
             for values in zip(*batch.values(), strict=True):
                 row += 1
                 yield f"{name}, row {row}", unread | dict(zip(batch, values, strict=True))

@@ -19,9 +19,9 @@ def check_file(path: Path) -> None:
     """Raise UserError for a path that is not a file, or may not be read."""
     try:
         check_mode(str(path), path.stat().st_mode)
-    except OSError:
-        reason = f"is a link to a missing file (got {os.path.realpath(path)})"
-        raise UserError(f"{path}: {reason}. Remove it, or choose files with --glob.") from None
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror}: {os.path.realpath(path)})"
+        raise UserError(f"{path}: {reason}. Repair it, or choose files with --glob.") from None
     if not os.access(path, os.R_OK):
         raise UserError(f"{path}: cannot be read (permission denied). Change its permissions.")
 
