@@ -147,6 +147,11 @@ class Masked(Gradients):
     OUT.seen/s.safetensors holds the batch of step s, from 1, and the gradient over all ranks.
     """
 
+    @property
+    def window_order(self) -> int:
+        """The order of windows of the batches."""
+        return self.whole.window_order
+
     def on_train_start(self, trainer: Trainer) -> None:
         super().on_train_start(trainer)
         settings = (LENGTH, trainer.config.seed, ROWS, slice(0, ROWS), trainer.dist.device)

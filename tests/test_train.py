@@ -843,7 +843,7 @@ def test_an_error_of_a_callback_is_a_warning(numbers, tmp_path, capsys):
     callbacks = [FailingCallback(RuntimeError), MetricsFile()]
     trainer = train.train(library_config(numbers, tmp_path / "run", steps=3), callbacks=callbacks)
     warnings = capsys.readouterr().err.splitlines()
-    assert len(warnings) >= 4 and all("RuntimeError" in line for line in warnings)
+    assert len(warnings) == 1 and all("RuntimeError" in line for line in warnings)
     assert trainer.step == newest_checkpoint(tmp_path / "run").step == 3
     assert logged(tmp_path / "run", "train_loss")
 

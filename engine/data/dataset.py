@@ -41,8 +41,9 @@ MANIFEST_SCHEMA = {
     "tokenizer": {"sha256": str},
     "splits": dict.fromkeys(SPLIT_NAMES, COUNTS_SCHEMA),
     "origin": {"content": str},
-    "facts": {"documents": int, "repeats": int, "longest": int, "vocabulary": int, "*": int},
+    "facts": {"documents": int, "repeats": int, "longest": int, "vocabulary": int},
 }
+OPTIONAL_FACTS_SCHEMA = {"dropped": int, "notes": {"*": int}}
 SPLIT_SCHEMA = {"val_distinct": int, "val_copies": int, "kept": {"*": [int]}}
 DATASET_FILE_PATTERN = re.compile(
     r"(manifest|tokenizer|verified|prepared_from|split)\.json"
@@ -166,6 +167,9 @@ def open_dataset(path: Path) -> Dataset:
         if manifest["format"] != FORMAT_VERSION:
             raise UserError(f"its format must be {FORMAT_VERSION} (got {manifest['format']})")
         check_types(manifest, MANIFEST_SCHEMA, "manifest")
+        for name in OPTIONAL_FACTS_SCHEMA.keys() & manifest["facts"].keys():
+            fact = manifest["facts"][name]
+            check_types(fact, OPTIONAL_FACTS_SCHEMA[name], f"manifest.facts.{name}")
         if sha256(path / "tokenizer.json") != manifest["tokenizer"]["sha256"]:
             raise UserError("tokenizer.json is not the one that encoded the text")
         splits = {split: _open_split(path, manifest, split) for split in SPLIT_NAMES}

@@ -29,7 +29,7 @@ CASES = {
 def read_documents(arguments: list[str], spool: Path) -> list[Any]:
     """Return the documents that the command would learn, in order."""
     config = parse(prepare.PrepareConfig, arguments)
-    corpus = Corpus(prepare.list_sources(config, spool), config.val_fraction)
+    corpus = Corpus(prepare.list_sources(config, config.inputs, config.hf_split, spool), 0.1)
     documents = [""]
     for text in corpus.texts():
         documents[-1] += text.text

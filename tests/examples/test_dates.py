@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.data.chat import parse_chat
+from engine.data.inputs.examples import parse_chat
 from examples import dates
 
 PARSED_FORMATS = [

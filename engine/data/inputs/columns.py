@@ -97,7 +97,7 @@ def _select_columns(source: Source, names: list[str]) -> tuple[list[str], dict[s
     for name in columns:
         if columns.count(name) > 1:
             raise UserError(f"{source.name}: has two columns {name!r}. Rename or remove one.")
-    unread = dict.fromkeys([name for name in names if name not in columns], UNREAD_VALUE)
+    unread = dict.fromkeys(names, UNREAD_VALUE)
     return columns, unread if source.turns_of or not columns else {}
 
 
