@@ -206,15 +206,13 @@ def describe_run(trainer: Trainer) -> str:
     ]
     splits = [split for dataset in data.datasets for split in (dataset.train, dataset.val)]
     examples = [split for split in splits if isinstance(split, Examples)]
-    actions = {
+    counts = {
         "cut": sum(split.num_cut for split in examples),
         "left out": sum(split.num_removed for split in examples),
     }
-    lines += [
-        f"{action}: {count_noun(count, 'example')} longer than the context"
-        for action, count in actions.items()
-        if count
-    ]
+    actions = ", ".join(f"{count:,} {action}" for action, count in counts.items() if count)
+    if actions:
+        lines.append(f"examples longer than the context: {actions}")
     return "\n".join(lines)
 
 

@@ -231,7 +231,7 @@ def load_model(checkpoint: Checkpoint) -> GPT:
         with torch.device("meta"):  # no memory is allocated for a shape that does not match
             model = GPT(config)
         model.load_state_dict(weights, assign=True)
-    except (RuntimeError, TypeError, OverflowError) as error:
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         reason = " ".join(str(error).split())[:200]
         message = f"{checkpoint.path}: corrupted, its weights do not match its state.json"
         raise UserError(f"{message} ({reason}).") from None

@@ -256,7 +256,7 @@ def test_timed_config_is_complete_and_has_no_window_warmup(data):
 
 
 def test_a_depth_that_does_not_fit_in_memory_is_not_considered(monkeypatch):
-    monkeypatch.setattr(estimate, "total_memory", lambda device: 2e8)
+    monkeypatch.setattr(estimate, "total_memory", lambda device: 7e8)
     search = make_search(10**8)
     sizes = [search.make_size(depth, 1e6) for depth in (search.depths[-1], search.depths[-1] + 1)]
     configs = [with_sizes(TrainConfig(micro_batch_size=1), size.settings) for size in sizes]
