@@ -143,15 +143,8 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
     out = config.out or Path("data") / dataset_name(config.inputs[0])
     with tempfile.TemporaryDirectory() as spool:
         sources = list_sources(config, config.inputs, config.hf_split, Path(spool), tokenizer)
-        val_sources: list[Source] = []
-        val_fraction = config.val_fraction or DEFAULT_VAL_FRACTION
-        if config.val or config.hf_val_split:
-            val_fraction = 0.0
-            hub_names = tuple(name for name in config.inputs if name.startswith("hf:"))
-            split = config.hf_val_split or config.hf_split
-            val_spool = Path(spool, "val")
-            val_inputs = config.val or hub_names
-            val_sources = list_sources(config, val_inputs, split, val_spool, tokenizer)
+        val_sources = list_val_sources(config, Path(spool, "val"), tokenizer)
+        val_fraction = 0.0 if val_sources else config.val_fraction or DEFAULT_VAL_FRACTION
         record = read_split(out)
         kept = record["kept"] if record.get("val_fraction") == val_fraction else {}
         corpus = Corpus(sources, val_fraction, val_sources, kept)
@@ -271,6 +264,17 @@ def list_sources(
         **options,
     )
     return [*map(set_options, sources)]
+
+
+def list_val_sources(
+    config: PrepareConfig, spool: Path, tokenizer: Tokenizer | None
+) -> list[Source]:
+    """List the files of validation text of its own; none if a fraction of the text is used."""
+    if not config.val and not config.hf_val_split:
+        return []
+    hub_names = tuple(name for name in config.inputs if name.startswith("hf:"))
+    split = config.hf_val_split or config.hf_split
+    return list_sources(config, config.val or hub_names, split, spool, tokenizer)
 
 
 def dataset_name(first_input: str) -> str:

@@ -13,15 +13,8 @@ import numpy as np
 
 from engine.core.errors import UserError
 from engine.data.inputs.columns import count_parts
-from engine.data.inputs.readers import (
-    LARGE_DOCUMENT_BYTES,
-    Text,
-    count_documents,
-    is_one_document,
-    kind_of,
-    read,
-)
-from engine.data.inputs.sources import DEFAULT_ENCODING, Source
+from engine.data.inputs.readers import Text, count_documents, is_one_document, read
+from engine.data.inputs.sources import DEFAULT_ENCODING, Source, kind_of
 from engine.data.inputs.text import Notes
 
 SPLIT_NAMES = ("train", "val")
@@ -90,7 +83,7 @@ class Rule:
         if unit_split:
             return [Piece(unit_split, text.text, text.ends)]
         is_kept = digest[HASH_BYTES].hex() in self.kept
-        is_large = (text.size or 0) > LARGE_DOCUMENT_BYTES
+        is_large = text.is_large
         if self.examples or not (self.few or is_large or is_kept):
             is_val = not self.few and hash_fraction(digest) <= self.val_fraction
             return [Piece("val" if is_val or is_kept else "train", text.text, text.ends)]

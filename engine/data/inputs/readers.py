@@ -38,6 +38,11 @@ class Text(NamedTuple):
     ends: bool = True  # whether the document ends with this piece
     length: int | None = None  # bytes of the piece in the document; None: those of text
 
+    @property
+    def is_large(self) -> bool:
+        """Whether this is a piece of a large document."""
+        return (self.size or 0) > LARGE_DOCUMENT_BYTES
+
 
 def read(
     source: Source, index: int = 0, count: int = 1, notes: Notes | None = None
