@@ -12,7 +12,6 @@ import pytest
 from helpers import train_tiny
 
 from engine.core.errors import UserError
-from engine.data import splits
 from engine.data.dataset import Examples, open_dataset, read_split
 from engine.data.inputs import readers
 from engine.data.mixture import find_problems, open_mixture
@@ -85,8 +84,7 @@ def test_validated_text_never_trains_when_text_is_appended(
     name: str, is_small: bool, tmp_path: Path, monkeypatch
 ):
     if is_small:  # so that documents are large, and one text has many pieces
-        for module in (readers, splits):
-            monkeypatch.setattr(module, "LARGE_DOCUMENT_BYTES", 128)
+        monkeypatch.setattr(readers, "LARGE_DOCUMENT_BYTES", 128)
         monkeypatch.setattr(readers, "PIECE_BYTES", 64)
     write, settings = GROWING[name]
     fraction = settings.get("val_fraction", 0.1)

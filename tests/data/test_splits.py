@@ -24,8 +24,7 @@ from engine.data.tokenizer_training import sample_texts
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make large documents, pieces and units so small that a test has many."""
-    for module in (readers, splits):
-        monkeypatch.setattr(module, "LARGE_DOCUMENT_BYTES", 2**11)
+    monkeypatch.setattr(readers, "LARGE_DOCUMENT_BYTES", 2**11)
     monkeypatch.setattr(readers, "PIECE_BYTES", 2**10)
     monkeypatch.setattr(splits, "MIN_UNIT_BYTES", 2**10)
 

@@ -131,8 +131,7 @@ def sentencepiece(code: str, tmp_path: Path) -> Tokenizer:
 def test_documents_are_encoded_whole_if_pieces_have_other_ids(
     name, code, corpora, sentencepiece, many_units, tmp_path, monkeypatch
 ):
-    for module in ("inputs.readers", "splits"):
-        monkeypatch.setattr(f"engine.data.{module}.LARGE_DOCUMENT_BYTES", 8000)
+    monkeypatch.setattr("engine.data.inputs.readers.LARGE_DOCUMENT_BYTES", 8000)
     monkeypatch.setattr("engine.data.inputs.readers.PIECE_BYTES", 2000)
     sentencepiece.save(tmp_path / "tokenizer.json")
     tokenizer = str(tmp_path / "tokenizer.json")
