@@ -2,6 +2,7 @@
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,8 +50,8 @@ class SizeSearch:
         lengths = [int(split.lengths.max()) for split in splits if isinstance(split, Examples)]
         self.context = config.model.context_length or min(1024, max(lengths, default=1) - 1)
         self.max_context = min(len(split) - 1 for split in splits)
-        while len(self.depths) > 1 and not self.fits(self.depths[-1]):
-            self.depths = self.depths[:-1]
+        num_fitting = bisect_left(self.depths, True, lo=1, key=lambda depth: not self.fits(depth))
+        self.depths = self.depths[:num_fitting]
 
     def fits(self, depth: int) -> bool:
         """Return whether a model of a depth fits in memory with the smallest micro-batch."""
