@@ -38,17 +38,8 @@ def copy_sources(target: Path) -> None:
 
 def train_in(project: Path, data: Path, out: Path, *flags: str) -> dict[int, float]:
     """Train a tiny model with the sources of a project; return its losses by step."""
-    command = [
-        sys.executable,
-        project / "train.py",
-        "--data",
-        data,
-        "--out",
-        out,
-        *TINY,
-        "--steps",
-        "12",
-    ]
+    command = [sys.executable, project / "train.py", "--data", data, "--out", out]
+    flags = (*TINY, "--steps", "12", *flags)
     subprocess.run([*command, *flags], check=True, capture_output=True, cwd=project, timeout=120)
     return logged(out, "train_loss")
 
@@ -64,13 +55,18 @@ def test_page_has_the_four_changes():
     assert len(CHANGES) == 4
 
 
+@pytest.fixture(scope="module")
+def baseline(numbers: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of the sources as they are."""
+    return train_in(ROOT, numbers, tmp_path_factory.mktemp("baseline") / "run")
+
+
 @pytest.mark.parametrize("title", CHANGES)
-def test_change_is_one_file_and_trains(title, numbers, tmp_path):
+def test_change_is_one_file_and_trains(title, baseline, numbers, tmp_path):
     diff, flags = CHANGES[title]
     project = tmp_path / "project"
     project.mkdir()
     copy_sources(project)
-    baseline = train_in(project, numbers, tmp_path / "baseline")
     assert len(re.findall(r"^\+\+\+ ", diff, re.MULTILINE)) == 1
     subprocess.run(["git", "apply", "-"], input=diff, encoding="utf-8", cwd=project, check=True)
     losses = train_in(project, numbers, tmp_path / "changed", *flags)
