@@ -1,8 +1,7 @@
 """GPT: a decoder-only Transformer language model.
 
-Read from top to bottom: Head, MultiHeadAttention (a list of heads and a projection), FeedForward,
-Block, GPT, and the specs of all parameters. This is the definition; engine/nn has fast
-implementations of the same mathematics.
+Read from top to bottom: Head, MultiHeadAttention, FeedForward, Block, GPT, and the specs of all
+parameters. This is the definition; engine/nn has fast implementations of the same mathematics.
 
     B batch  T time (positions)  D d_model  H heads  G head groups  K head_dim  F d_ff  V vocabulary
 """
