@@ -160,7 +160,7 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
             return out, False
         if out.exists() and not record:
             problem = "does not record its validation text"
-            warn(f"{out}: {problem}. If few documents have grown, some may now be for training.")
+            warn(f"{out}: {problem}. If few documents have grown, some of it is for training now.")
         with exclusive_lock(out):
             if tokenizer is None:
                 tokenizer = train_tokenizer(

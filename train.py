@@ -75,8 +75,8 @@ def train(
 ) -> Trainer:
     """Train until the budget is used up, or should_stop() is true on any rank; save the last step.
 
-    Defaults are those of the command line. config.minutes count from ``started_at``, in seconds of
-    time.monotonic(); None: from now. Raises UserError for settings that do not fit together.
+    Defaults are those of the command line. ``started_at`` is the start of config.minutes, in
+    seconds of time.monotonic(); None: now. Raises UserError for settings that do not fit.
     """
     if dist is None:
         with init_distributed(config.device, config.parallel, config.timeout) as dist:

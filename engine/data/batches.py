@@ -39,7 +39,7 @@ def derived_seed(*numbers: int) -> int:
 
 
 def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """Map each index (N,) by a pseudo-random permutation of 0…size-1, chosen by key, (N,) or (1,).
+    """Permute 0…size-1 pseudo-randomly: index (N,), key (N,) or (1,) → permuted index (N,).
 
     A Feistel network (Luby & Rackoff 1988) over a power of four, at least size, with cycle walking
     (Black & Rogaway 2002). Memory does not depend on size.
@@ -101,7 +101,7 @@ def window_starts(
     epoch = sequence_index // np.uint64(size)
     key = splitmix64(epoch + np.uint64(derived_seed(seed)))
     max_offset = min(context_length, num_tokens - size * context_length)
-    margin = 0  # tokens that a window may start before the text
+    margin = 0  # lets unsigned starts be before the text
     if is_short_text(num_tokens, context_length, window_order):
         max_offset = context_length
         margin = context_length - 1
@@ -147,7 +147,7 @@ def example_indices(examples: Examples, seed: int, step: int, batch_size: int) -
     """Return the indices of the examples in a batch, (batch_size,). An epoch visits each once.
 
     Epochs, each in pseudo-random order, follow one another without a gap, so a batch may contain
-    examples of several.
+    examples of several epochs.
     """
     first_epoch = step * batch_size // examples.num_examples
     last_epoch = ((step + 1) * batch_size - 1) // examples.num_examples
@@ -166,7 +166,7 @@ def _examples_of_epoch(
     so that each batch has similar lengths. The batches of a group come in pseudo-random order.
     """
     size = examples.num_examples
-    first_step = epoch * size // batch_size  # whose batch has examples of this epoch
+    first_step = epoch * size // batch_size  # the first with examples of this epoch
     num_batches = ((epoch + 1) * size - 1) // batch_size - first_step + 1
     num_groups = -(-num_batches // MAX_GROUP_BATCHES)
     group = ((step - first_step + 1) * num_groups - 1) // num_batches
@@ -184,7 +184,7 @@ def _examples_of_epoch(
 
 
 def padded_length(num_tokens: int, context_length: int) -> int:
-    """Return the padded length of a batch's inputs, from the tokens of its longest example."""
+    """Return the padded length of a batch's inputs, from the size of its longest example."""
     assert num_tokens <= context_length + 1, "see drop_long_examples"
     return min(-(-max(1, num_tokens - 1) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, context_length)
 
@@ -210,13 +210,13 @@ def inputs_and_targets(rows: np.ndarray) -> Tensor:
 
 @dataclass(eq=False)
 class Batches:
-    """The training batches of one rank. A thread assembles the next while one is in use."""
+    """The training batches of one rank. A thread assembles the next batch while one is in use."""
 
     tokens: Tokens | Examples | MixedTokens
     context_length: int
     seed: int
     batch_size: int  # sequences of all ranks
-    rank_slice: slice  # selects the rank's sequences of a batch
+    rank_slice: slice  # selects the rank's sequences in a batch
     device: torch.device
     window_order: int = WINDOW_ORDER
 
@@ -338,7 +338,7 @@ def evaluation_batches(
 
 
 def evaluation_order(examples: Examples, max_tokens: int) -> np.ndarray:
-    """Return the indices of the examples to evaluate, longest first; a limit selects evenly."""
+    """Return the indices of the examples to evaluate, longest first; a limit spaces them evenly."""
     order = np.argsort(-examples.lengths, kind="stable")
     if max_tokens and max_tokens < len(examples):
         num_examples = max(1, round(len(order) * max_tokens / len(examples)))

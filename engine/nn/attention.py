@@ -60,7 +60,7 @@ def attend(
         value,
         attn_mask=causal_mask(T, S, window, query.device) if needs_mask else None,
         dropout_p=dropout_p,
-        is_causal=True if is_square else False,  # noqa: SIM210  a symbolic bool is refused
+        is_causal=True if is_square else False,  # noqa: SIM210  SDPA refuses a symbolic bool
         enable_gqa=query.shape[1] != key.shape[1],
     )
 

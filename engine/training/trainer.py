@@ -107,7 +107,7 @@ class Trainer:
             say(text, end)
 
     def notify(self, event: str, *arguments: Any) -> None:
-        """Call a hook of every callback. Training continues if one fails, with one warning."""
+        """Call a hook of every callback. If one fails, warn once and continue."""
         for callback in tuple(self.callbacks):
             try:
                 getattr(callback, event)(self, *arguments)
@@ -138,7 +138,7 @@ class Trainer:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint of this run, and print the settings that have changed.
 
-        Raises UserError if the data or another setting changed that must stay the same.
+        Raises UserError if the data, or a setting that must not change, has changed.
         """
         assert self.run_dir is not None
         state = checkpoint.state
@@ -211,7 +211,7 @@ class Trainer:
     def start_budget(self, started_at: float, checkpoint: Checkpoint | None) -> None:
         """Start the clock and the budget, at the time of a checkpoint if there is one.
 
-        config.minutes count from ``started_at``, in seconds of time.monotonic().
+        ``started_at`` is the start of config.minutes, in seconds of time.monotonic().
         """
         config = self.config
         new_state = {"elapsed_seconds": 0.0, "share": 0.0, "settings": {}}
