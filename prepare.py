@@ -123,11 +123,11 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         print(f"{out} is up to date: nothing changed.")
     run = Path("out") / out.name
-    words: list[object] = ["python", "train.py", "--data", out, "--out", run]
     base = Path(config.tokenizer.removesuffix("/tokenizer.json"))
-    if (base / "checkpoints").is_dir() or (base / "state.json").is_file():
-        words[2:2] = ["config/finetune.toml", "--init-from", base]
-    print(f"Train on it: {shell_command(*words)}")
+    is_model = (base / "checkpoints").is_dir() or (base / "state.json").is_file()
+    preset = ("config/finetune.toml", "--init-from", base) if is_model else ()
+    command = shell_command("python", "train.py", *preset, "--data", out, "--out", run)
+    print(f"Train on it: {command}")
 
 
 def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bool]:

@@ -111,14 +111,14 @@ class SampleConfig:
             problem = "must be one prompt (got several)"
             raise UserError(f"TEXT or -, --prompt and --prompt-file: {problem}. Keep one of them.")
         mode = next(name for name in SETTINGS_BY_MODE if not name or getattr(self, name))
-        used = SETTINGS_BY_MODE[mode] | {"path", "device", mode}
-        if self.beams and "beams" in used:
+        used_names = SETTINGS_BY_MODE[mode] | {"path", "device", mode}
+        if self.beams and "beams" in used_names:
             mode = "beams"
-            used -= UNUSED_BY_BEAMS
+            used_names -= UNUSED_BY_BEAMS
         for field in fields(self):
-            if field.name not in used and getattr(self, field.name) != field.default:
-                users = [user for user, names in SETTINGS_BY_MODE.items() if field.name in names]
-                cause = f"with {flag_of(mode)}" if mode else f"without {flag_of(users[0])}"
+            if field.name not in used_names and getattr(self, field.name) != field.default:
+                modes = [name for name, names in SETTINGS_BY_MODE.items() if field.name in names]
+                cause = f"with {flag_of(mode)}" if mode else f"without {flag_of(modes[0])}"
                 raise UserError(f"{flag_of(field.name)}: has no effect {cause}. Leave it out.")
 
 

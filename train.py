@@ -76,7 +76,7 @@ def train(
     """Train until the budget is used up, or should_stop() is true on any rank; save the last step.
 
     Defaults are those of the command line. ``started_at`` is the start of config.minutes, in
-    seconds of time.monotonic(); None: now. Raises UserError for settings that do not fit.
+    seconds of time.monotonic(); None: now. Raises UserError for invalid settings.
     """
     if dist is None:
         with init_distributed(config.device, config.parallel, config.timeout) as dist:
