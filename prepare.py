@@ -88,7 +88,7 @@ class PrepareConfig:
     hf_split: str | None = None
     """The split of a Hugging Face dataset; None: train."""
     hf_val_split: str | None = None
-    """The split for validation, of the Hugging Face dataset in --val or else of the input."""
+    """The split for validation of the Hugging Face dataset in --val, or else in the inputs."""
     deduplicate: bool = False
     """Leave out documents that repeat an earlier one exactly."""
     sha256: str | None = None

@@ -82,7 +82,7 @@ class SampleConfig:
     beams: Annotated[int | None, Ge(1)] = None  # Beam search of this width, instead of sampling.
     # End a sample before this text; the flag may be repeated.
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    # Random seed of sampling. The text of a prompt does not depend on the rest of the batch.
+    # Random seed of sampling. The text for a prompt does not depend on the rest of the batch.
     seed: Annotated[int, Ge(0), Lt(9 * 10**18)] = DEFAULT_OPTIONS["seed"]
     device: str = "auto"  # cpu, cuda, mps, or auto.
     compile: bool = False  # Compile the model first; pays off for long texts.
