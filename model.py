@@ -1,8 +1,7 @@
 """GPT: a decoder-only Transformer language model.
 
-Read from top to bottom: Head, MultiHeadAttention (a list of heads and a projection), FeedForward,
-Block, GPT, and the specs of all parameters. This is the definition; engine/nn has fast
-implementations of the same mathematics.
+Read from top to bottom: Head, MultiHeadAttention, FeedForward, Block, GPT, and the specs of all
+parameters. This is the definition; engine/nn has fast implementations of the same mathematics.
 
     B batch  T time (positions)  D d_model  H heads  G head groups  K head_dim  F d_ff  V vocabulary
 """
@@ -251,7 +250,7 @@ class GPT(nn.Module):
         if config.position == "learned":
             self.position_embedding = make_embedding(config.context_length, config.d_model)
         new_norm = partial(make_norm, config.norm, config.d_model, config.epsilon, config.bias)
-        tied = config.tie_embeddings  # as the output head, it keeps its scale without a norm
+        tied = config.tie_embeddings  # as the output head, the embedding keeps its scale: no norm
         has_embedding_norm = config.norm == "rmsnorm" and not tied
         self.embedding_norm = new_norm() if has_embedding_norm else nn.Identity()
         self.blocks = nn.ModuleList(Block(config, window) for window in config.layer_windows)
@@ -322,7 +321,7 @@ class GPT(nn.Module):
 def parameter_specs(config: ModelConfig, names: Iterable[str]) -> dict[str, ParameterSpec]:
     """Return the spec of each parameter. Raises ValueError unless its name matches exactly one.
 
-    With an untied head, the head and the last matrix of each sub-layer are zero: every block is the
+    With an untied head, the head and the last matrix of each sub-layer are zero. Every block is the
     identity, and the initial loss is ln V. The other matrices have half the std that preserves
     variance. Tied embeddings follow GPT-2: Radford et al. 2019, section 2.3.
     """

@@ -55,18 +55,18 @@ class PrepareConfig:
     # char, byte, bpe (trained on this text), a tiktoken encoding (gpt2, cl100k_base, …), or the
     # path of a run, a dataset or a tokenizer.json.
     tokenizer: str = "bpe"
-    # How a BPE trained on this text splits it into words. None: pairs, GPT-4's pattern with digits
-    # in pairs. For export to GGUF choose gpt2, llama3, qwen2 or smollm.
+    # How a BPE trained on this text splits it into words. None: pairs, which is GPT-4's pattern
+    # with digits in pairs. For export to GGUF choose gpt2, llama3, qwen2 or smollm.
     pattern: str | None = None
     vocab_size: Annotated[int | None, Ge(MIN_BPE_VOCAB_SIZE), Le(MAX_VOCAB_SIZE)] = None
-    """Tokens of a BPE trained on this text. None: chosen by its size, from 1,024 to 8,192."""
-    # Most bytes of text to train a BPE on; None: 128 MiB. Of more text, the beginning of each file
-    # or group of small files is used.
+    """Tokens of a BPE trained on this text. None: from 1,024 to 8,192, by the size of the text."""
+    # Maximum bytes of text to train a BPE on; None: 128 MiB. If there is more text, the beginning
+    # of each file or group of small files is used.
     tokenizer_bytes: Annotated[int | None, Ge(1)] = None
     out: Path | None = None
     """Folder of the dataset; None: data/ and the name of the first input."""
-    # Fraction of the documents for validation; few or large ones give their last part instead.
-    # None: 0.1, or 0 with --val.
+    # Fraction of the documents for validation. Few or large documents are cut instead: their last
+    # parts are for validation. None: 0.1, or 0 with --val.
     val_fraction: Annotated[float | None, Ge(0), Lt(1)] = None
     val: tuple[str, ...] = ()
     """Files, folders or addresses for validation; all other inputs are for training."""
@@ -75,7 +75,7 @@ class PrepareConfig:
     field: str | None = None
     """The field or column that holds the text; None: text."""
     prompt_field: tuple[str, ...] | str | None = None
-    """The field with the prompt, or several, joined by a blank line unless they are empty."""
+    """The field with the prompt, or several: their nonempty values are joined by a blank line."""
     completion_field: str | None = None
     """The field with the completion. Only its tokens count for the loss."""
     # Each record is a chat, {"messages": [{"role": …, "content": …}, …]}. The messages of the
@@ -88,13 +88,13 @@ class PrepareConfig:
     hf_split: str | None = None
     """The split of a Hugging Face dataset; None: train."""
     hf_val_split: str | None = None
-    """The split of the Hugging Face dataset (or of that in --val) for validation."""
+    """The split for validation of the Hugging Face dataset in --val, or else in the inputs."""
     deduplicate: bool = False
     """Leave out documents that repeat an earlier one exactly."""
     sha256: str | None = None
     """Expected SHA-256 of the file at an address, which is then cached."""
     encoding: str = DEFAULT_ENCODING
-    """Of text, JSON and CSV: a name that Python knows; or auto, to detect it for each file."""
+    """The encoding of text, JSON and CSV, by its name in Python; auto: detected for each file."""
     errors: Literal["strict", "replace"] = "strict"
     """Refuse bytes that are not in the encoding (strict), or replace them by U+FFFD."""
     separator: str | None = None
@@ -102,7 +102,7 @@ class PrepareConfig:
     skip_bad_rows: bool = False
     """Leave out and count the records that cannot be used, instead of refusing the file."""
     force: bool = False
-    """Prepare again, even over a dataset of other arguments or other text."""
+    """Prepare again, and replace a dataset that has other arguments or another text."""
     ray: str | None = None
     """Encode on Ray: local, local:4 (workers), or the address of a cluster."""
     show: Path | None = None
@@ -123,11 +123,11 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         print(f"{out} is up to date: nothing changed.")
     run = Path("out") / out.name
-    words: list[object] = ["python", "train.py", "--data", out, "--out", run]
     base = Path(config.tokenizer.removesuffix("/tokenizer.json"))
-    if (base / "checkpoints").is_dir() or (base / "state.json").is_file():
-        words[2:2] = ["config/finetune.toml", "--init-from", base]
-    print(f"Train on it: {shell_command(*words)}")
+    is_model = (base / "checkpoints").is_dir() or (base / "state.json").is_file()
+    preset = ("config/finetune.toml", "--init-from", base) if is_model else ()
+    command = shell_command("python", "train.py", *preset, "--data", out, "--out", run)
+    print(f"Train on it: {command}")
 
 
 def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bool]:
@@ -136,7 +136,7 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
     ``threads`` is the number of threads that encode; None: one for each core. Raises UserError
     for unusable arguments or text.
     """
-    check(config)
+    check_arguments(config)
     tokenizer = None
     if config.tokenizer not in TRAINED_TOKENIZERS:
         tokenizer = named_tokenizer(config.tokenizer)
@@ -159,7 +159,7 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
             remove_work_folder(out)
             return out, False
         if out.exists() and not record:
-            problem = "does not record which text it validated on"
+            problem = "does not record its validation text"
             warn(f"{out}: {problem}. If few documents have grown, some of it is for training now.")
         with exclusive_lock(out):
             if tokenizer is None:
@@ -177,7 +177,7 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
     return out, True
 
 
-def check(config: PrepareConfig) -> None:
+def check_arguments(config: PrepareConfig) -> None:
     """Raise UserError for arguments that contradict each other."""
     inputs = (*config.inputs, *config.val)
     if not config.inputs or "" in inputs:
@@ -188,7 +188,7 @@ def check(config: PrepareConfig) -> None:
         names = ", ".join(SPLIT_PATTERNS)
         raise UserError(f"--pattern: must be one of {names} (got {config.pattern}).")
     has_val = bool(config.val or config.hf_val_split)
-    if has_val == bool(config.val_fraction) and config.val_fraction is not None:
+    if config.val_fraction is not None and has_val == bool(config.val_fraction):
         requirement = "must be 0 with --val" if has_val else "must be greater than 0 without --val"
         raise UserError(f"--val-fraction: {requirement} (got {config.val_fraction}). Leave it out.")
     trains_bpe = config.tokenizer == "bpe"
@@ -226,9 +226,9 @@ def list_sources(
     spool: Path,
     tokenizer: Tokenizer | None = None,
 ) -> list[Source]:
-    """List the files of inputs, of chats for a tokenizer; None: one without a chat template.
+    """List the files of inputs, with the options to read them.
 
-    Raises UserError for files that lack the fields of the flags.
+    Chats use the tokenizer's chat template. Raises UserError for flags that do not fit the files.
     """
     template = chat.own_template(tokenizer) if tokenizer else None
     options: dict[str, Any] = {}
@@ -269,7 +269,7 @@ def list_sources(
 def list_val_sources(
     config: PrepareConfig, spool: Path, tokenizer: Tokenizer | None
 ) -> list[Source]:
-    """List the files of validation text of its own; none if a fraction of the text is used."""
+    """List the files of --val and --hf-val-split; none if a fraction of the inputs is used."""
     if not config.val and not config.hf_val_split:
         return []
     hub_names = tuple(name for name in config.inputs if name.startswith("hf:"))
@@ -278,7 +278,7 @@ def list_val_sources(
 
 
 def dataset_name(first_input: str) -> str:
-    """Return the name of a dataset's folder by default."""
+    """Return the default name of a dataset's folder."""
     if first_input == "-":
         return "stdin"
     path = re.sub(r"[*?#].*", "", first_input.removeprefix("hf:")).rstrip("/")
@@ -291,12 +291,12 @@ def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None
     ``tokenizer`` is None if it is trained on the text.
     """
     name = config.tokenizer
-    has_end = name == "bpe"
+    has_end_of_text = name == "bpe"
     if tokenizer:
-        has_end = tokenizer.end_of_text is not None
+        has_end_of_text = tokenizer.end_of_text is not None
         if name != tokenizer.kind:  # a path, whose tokenizer may change
             name = f"{tokenizer.kind} {tokenizer.fingerprint}"
-    needs_separator = not (corpus.examples or corpus.single or has_end)
+    needs_separator = not (corpus.examples or corpus.single or has_end_of_text)
     tokenizer_bytes = config.tokenizer_bytes
     encoding = normalize_encoding(config.encoding)
     fields = examples.list_fields(config.prompt_field or ())

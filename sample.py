@@ -4,7 +4,7 @@
     python sample.py out/NAME --prompts-file in.jsonl --out out.jsonl    {"prompt": TEXT} per line
     python sample.py out/NAME --chat [--system TEXT]                     talk to a chat model
     python sample.py out/NAME --chat --prompts-file in.jsonl --out out.jsonl    {"messages": […]}
-    python sample.py out/NAME --page                     what is inside the model, in a browser
+    python sample.py out/NAME --page                     a live page of the model, in a browser
     python sample.py out/NAME TEXT --attention map.png   a picture of attention
 
 In Python: ``model = load("out/NAME"); print(model.generate("ROMEO:", max_new_tokens=100))``
@@ -41,8 +41,8 @@ PROMPT_SETTINGS = {"text", "prompt", "prompt_file"}
 PAGE_SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
 TEXT_SETTINGS = {"max_new_tokens", "stop", "compile", *DEFAULT_OPTIONS}
 UNUSED_BY_BEAMS = {"num_samples", "batch_size", *DEFAULT_OPTIONS}
-# Mode → the settings that it uses. A mode has the name of the setting that chooses it, "" is the
-# default; of several, the first counts.
+# Mode → the settings that it uses. A mode is named for the setting that selects it; "" is the
+# default. If several are selected, the first is used.
 SETTINGS_BY_MODE = {
     "prompts_file": {"out", "chat", "beams", "batch_size", *TEXT_SETTINGS},
     "chat": {"system", *TEXT_SETTINGS},
@@ -62,8 +62,8 @@ class SampleConfig:
     prompt: str = ""  # The same as TEXT. If it begins with -, write --prompt=TEXT.
     prompt_file: Path | None = None  # A file with the text to continue.
     prompts_file: Path | None = None  # A .jsonl file, {"prompt": TEXT} in each line.
-    out: Path | None = None  # File to write: those lines with a "completion" each.
-    # Lines of --prompts-file, or samples, to continue at once.
+    out: Path | None = None  # File to write: the lines of --prompts-file, each with a "completion".
+    # Lines of --prompts-file, or samples, to process at once.
     batch_size: Annotated[int, Ge(1)] = DECODING_BATCH_SIZE
     # Chat in the terminal; with --prompts-file, answer {"messages": […]} in each line.
     chat: bool = False
@@ -77,12 +77,12 @@ class SampleConfig:
     top_p: Annotated[float, Gt(0), Le(1)] = DEFAULT_OPTIONS["top_p"]
     # Smallest probability of a token to sample, relative to that of the most likely token.
     min_p: Annotated[float, Ge(0), Le(1)] = DEFAULT_OPTIONS["min_p"]
-    # Above 1, tokens of the context become less likely: their logits are divided by it.
+    # Above 1, tokens of the context become less likely: positive logits are divided by it.
     repetition_penalty: Annotated[float, Gt(0)] = DEFAULT_OPTIONS["repetition_penalty"]
     beams: Annotated[int | None, Ge(1)] = None  # Beam search of this width, instead of sampling.
     # End a sample before this text; the flag may be repeated.
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    # Seed of sampling; the text of a prompt depends on no other text generated with it.
+    # Random seed of sampling. The text for a prompt does not depend on the rest of the batch.
     seed: Annotated[int, Ge(0), Lt(9 * 10**18)] = DEFAULT_OPTIONS["seed"]
     device: str = "auto"  # cpu, cuda, mps, or auto.
     compile: bool = False  # Compile the model first; pays off for long texts.
@@ -111,14 +111,14 @@ class SampleConfig:
             problem = "must be one prompt (got several)"
             raise UserError(f"TEXT or -, --prompt and --prompt-file: {problem}. Keep one of them.")
         mode = next(name for name in SETTINGS_BY_MODE if not name or getattr(self, name))
-        used = SETTINGS_BY_MODE[mode] | {"path", "device", mode}
-        if self.beams and "beams" in used:
+        used_names = SETTINGS_BY_MODE[mode] | {"path", "device", mode}
+        if self.beams and "beams" in used_names:
             mode = "beams"
-            used -= UNUSED_BY_BEAMS
+            used_names -= UNUSED_BY_BEAMS
         for field in fields(self):
-            if field.name not in used and getattr(self, field.name) != field.default:
-                users = [user for user, names in SETTINGS_BY_MODE.items() if field.name in names]
-                cause = f"with {flag_of(mode)}" if mode else f"without {flag_of(users[0])}"
+            if field.name not in used_names and getattr(self, field.name) != field.default:
+                modes = [name for name, names in SETTINGS_BY_MODE.items() if field.name in names]
+                cause = f"with {flag_of(mode)}" if mode else f"without {flag_of(modes[0])}"
                 raise UserError(f"{flag_of(field.name)}: has no effect {cause}. Leave it out.")
 
 
@@ -138,7 +138,7 @@ def load(path: str | Path, device: str = "auto", compile: bool = False) -> TextG
     if (path / "config.json").is_file():
         out = f"out/{path.resolve().name}"
         command = shell_command("python", "huggingface.py", "import", path, out)
-        raise UserError(f"{path}: a model of transformers. Import it: {command}")
+        raise UserError(f"{path}: is a model of transformers. Import it: {command}")
     if children := sorted([*path.glob("*/checkpoints"), *path.glob("step-*/manifest.json")]):
         raise UserError(f"{path}: contains models. Choose one, such as {children[-1].parent}.")
     torch_device = choose_device(device)
@@ -178,9 +178,9 @@ def sample(config: SampleConfig) -> None:
     else:
         print_text(config, model)
     context_length = model.model.config.context_length
-    if model.max_length > context_length + 1:  # the last token is not read
+    if model.max_length > context_length + 1:  # no token depends on the last
         context = count_noun(context_length, "token")
-        warn(f"a text is longer than the context: each token depends on at most {context} before")
+        warn(f"a text is longer than the context: a token depends on at most {context} before it")
 
 
 def print_text(config: SampleConfig, model: TextGenerator) -> None:
@@ -217,17 +217,18 @@ def read_prompt(config: SampleConfig) -> str:
 
 def draw_prompt(config: SampleConfig, path: Path, model: TextGenerator) -> None:
     """Draw the prompt's attention maps. Raises UserError for a wrong layer or a long prompt."""
-    shape = model.model.config
-    if config.layer is not None and not 1 <= config.layer <= shape.num_layers:
-        raise UserError(f"--layer: must be from 1 to {shape.num_layers} (got {config.layer}).")
+    model_config = model.model.config
+    num_layers = model_config.num_layers
+    if config.layer is not None and not 1 <= config.layer <= num_layers:
+        raise UserError(f"--layer: must be from 1 to {num_layers} (got {config.layer}).")
     ids = model.encode_prompt(read_prompt(config))
-    if len(ids) > shape.context_length:
+    if len(ids) > model_config.context_length:
         raise UserError(f"--prompt: too long to draw (got {len(ids)} tokens). Shorten it.")
     maps = attention_maps(model.model, torch.tensor(ids, device=model.device))
     labels = token_labels(model.tokenizer, ids)
     layer = None if config.layer is None else config.layer - 1
     draw_attention(maps.float().cpu().numpy(), labels, path, layer)
-    num_heads = count_noun(shape.num_heads, "head")
+    num_heads = count_noun(model_config.num_heads, "head")
     print(f"{path}: {num_heads} a layer, {count_noun(len(ids), 'token')}")
 
 
@@ -238,7 +239,7 @@ def serve_page(config: SampleConfig, model: TextGenerator) -> None:
     from engine.report.server import serve
 
     settings = {name: getattr(config, name) for name in PAGE_SETTINGS}
-    parts = config.path.resolve().parts
+    parts = config.path.resolve().parts  # of a run, or of RUN/checkpoints/STEP
     name = "/".join(parts[-3::2] if parts[-2:-1] == ("checkpoints",) else parts[-1:])
     settings |= {"text": read_prompt(config), "name": name}
     serve(ModelInspector(model, settings).answers, config.port)

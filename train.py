@@ -42,7 +42,7 @@ from engine.training.run_dir import RunDir, find_checkpoint
 from engine.training.trainer import Callback, Trainer
 from prepare import PrepareConfig, prepare
 
-NUM_TIMED_STEPS = 5  # the fastest counts: the first steps of a process are slow
+NUM_TIMED_STEPS = 5  # the minimum is used, as the first steps of a process are slow
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -75,8 +75,8 @@ def train(
 ) -> Trainer:
     """Train until the budget is used up, or should_stop() is true on any rank; save the last step.
 
-    Defaults are those of the command line. ``started_at`` is when config.minutes began, in seconds
-    of time.monotonic(); None: now. Raises UserError for settings that cannot be trained with.
+    Defaults are those of the command line. ``started_at`` is the start of config.minutes, in
+    seconds of time.monotonic(); None: now. Raises UserError for invalid settings.
     """
     if dist is None:
         with init_distributed(config.device, config.parallel, config.timeout) as dist:
@@ -134,7 +134,7 @@ def training_loop(trainer: Trainer, should_stop: Callable[[], bool]) -> None:
             trainer.save()
 
     if budget.exhausted and trainer.val_loss is None:
-        evaluate_and_save(trainer)  # resumed at its last step
+        evaluate_and_save(trainer)  # the run was resumed after its last step
     trainer.save()
     if trainer.run_dir:
         trainer.run_dir.wait()  # raises the error of a save in the background
@@ -196,8 +196,9 @@ def evaluate(trainer: Trainer) -> list[float]:
     for dataset in trainer.data.datasets:
         total_loss = torch.zeros((), dtype=torch.float64)
         num_targets = torch.zeros((), dtype=torch.float64)
-        shape = (config.model.context_length, config.eval_tokens, dist.rank, dist.size)
-        for batch in batches.evaluation_batches(dataset.val, *shape):
+        for batch in batches.evaluation_batches(
+            dataset.val, config.model.context_length, config.eval_tokens, dist.rank, dist.size
+        ):
             inputs, targets = batch.to(dist.device)
             with trainer.autocast():
                 total_loss += trainer.model(inputs, targets).item()
@@ -228,7 +229,7 @@ def open_data(config: TrainConfig, dist: DistributedContext) -> Mixture:
 
 
 def open_base(config: TrainConfig, data: Mixture, dist: DistributedContext) -> Checkpoint | None:
-    """Return the model that ``--init-from`` names, on the main process, and None on the others."""
+    """Return the checkpoint of ``--init-from`` on the main process, and None on the others."""
     if config.init_from is None:
         return None
     with dist.keep_alive():  # raises a UserError on every rank
@@ -239,7 +240,7 @@ def open_base(config: TrainConfig, data: Mixture, dist: DistributedContext) -> C
 
 
 def measure_step_seconds(data: Mixture, dist: DistributedContext, config: TrainConfig) -> float:
-    """Return the seconds of an optimizer step as it will run: compiled, in its micro-batches."""
+    """Measure the seconds of an optimizer step, compiled and in micro-batches as in the run."""
     trainer = Trainer(fill_defaults(config, data, dist), dist, data)
     trainer.initialize()
     trainer.wrap_model()
@@ -253,9 +254,9 @@ def measure_step_seconds(data: Mixture, dist: DistributedContext, config: TrainC
 
 
 def plan(config: TrainConfig) -> str:
-    """Describe what a run would take, without training.
+    """Describe the memory, operations and time of a run, without training.
 
-    Without the dataset, sizes and vocabulary must be set.
+    The dataset is not needed if the config sets the sizes and the vocabulary size.
     """
     dist = single_process(choose_device(config.device))
     epoch_tokens: list[float] = []

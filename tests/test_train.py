@@ -788,7 +788,7 @@ def assert_unlocked(out: Path) -> None:
 def test_train_returns_the_trainer_and_prints_nothing(numbers, tmp_path, capfd):
     out = tmp_path / "run"
     trainer = train.train(library_config(numbers, out, steps=3), callbacks=())
-    assert isinstance(trainer, Trainer) and trainer.step == trainer.saved[0] == 3
+    assert isinstance(trainer, Trainer) and trainer.step == trainer.last_save[0] == 3
     assert 0 < trainer.val_loss == trainer.best_val_loss
     assert capfd.readouterr() == ("", "")
     assert {path.name for path in out.iterdir()} == {".lock", "config.toml", "checkpoints"}
@@ -805,7 +805,7 @@ def test_train_stops_when_should_stop_is_true_and_saves(numbers, tmp_path):
     assert list_checkpoints(out) == []
     stop = StopAfter(6)
     trainer = train.train(config, callbacks=[stop], should_stop=stop)
-    assert trainer.step == trainer.saved[0] == newest_checkpoint(out).step == 6
+    assert trainer.step == trainer.last_save[0] == newest_checkpoint(out).step == 6
     assert_unlocked(out)
     assert train.train(dataclasses.replace(config, resume=True)).step == 10
 

@@ -19,8 +19,8 @@ EVALUATION_BATCH_TOKENS = 2**14
 MAX_GROUP_BATCHES = 256  # batches whose examples are sorted by length together
 LENGTH_MULTIPLE = 8  # of padded examples: faster matrix products, and fewer shapes
 PADDING_TOKEN = ~0  # token 0, not a target
-MIN_LONG_TEXT_WINDOWS = 100  # of a longer text, an epoch's windows miss less than 2%
-WINDOW_ORDER = 2  # recorded in checkpoints; 1: short texts have the windows of long ones
+MIN_LONG_TEXT_WINDOWS = 100  # the windows of an epoch miss less than 2% of a longer text
+WINDOW_ORDER = 2  # version of window_starts, in checkpoints; 1 has no rule for short texts
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
@@ -39,42 +39,42 @@ def derived_seed(*numbers: int) -> int:
 
 
 def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """Map each index (N,) by a pseudo-random permutation of 0…size-1, chosen by key, (N,) or (1,).
+    """Permute 0…size-1 pseudo-randomly: index (N,), key (N,) or (1,) → permuted index (N,).
 
-    A Feistel network (Luby & Rackoff 1988) on the next power of four, with cycle walking (Black &
-    Rogaway 2002). Memory does not depend on size.
+    A Feistel network (Luby & Rackoff 1988) over a power of four, at least size, with cycle walking
+    (Black & Rogaway 2002). Memory does not depend on size.
     """
     num_bits = max(1, ((size - 1).bit_length() + 1) // 2)  # of each half
     shift = np.uint64(num_bits)
     mask = np.uint64(2**num_bits - 1)
     key = np.broadcast_to(key, index.shape)
     result = index.astype(np.uint64)
-    outside = np.ones(len(result), bool)
-    while outside.any():
-        high = result[outside] >> shift
-        low = result[outside] & mask
+    is_outside = np.ones(len(result), bool)
+    while is_outside.any():
+        high = result[is_outside] >> shift
+        low = result[is_outside] & mask
         for number in range(NUM_FEISTEL_ROUNDS):
-            round_key = splitmix64(key[outside] + np.uint64(number))
+            round_key = splitmix64(key[is_outside] + np.uint64(number))
             mixed = high ^ (splitmix64(low ^ round_key) & mask)
             high = low
             low = mixed
-        result[outside] = (high << shift) | low
-        outside &= result >= size
+        result[is_outside] = (high << shift) | low
+        is_outside &= result >= size
     return result
 
 
 def is_short_text(num_tokens: int, context_length: int, window_order: int) -> bool:
-    """Return whether each epoch's windows overlap, so that they have all tokens."""
+    """Return whether a text is short, so that the windows of an epoch overlap to cover it."""
     return window_order > 1 and (num_tokens - 1) // context_length < MIN_LONG_TEXT_WINDOWS
 
 
 def windows_per_epoch(
     num_tokens: int, context_length: int, window_order: int = WINDOW_ORDER
 ) -> int:
-    """Count the windows of context_length + 1 tokens, at stride context_length, of one epoch.
+    """Return the number of windows of context_length + 1 tokens in an epoch.
 
-    As many as cover a short text from any offset; of a long one, one fewer than fit, so that each
-    offset below context_length has the same number. Raises UserError if none fits.
+    Their stride is context_length. In a short text they cover all tokens from any offset. A long
+    text has one fewer than fit, so that they fit from any offset. Raises UserError if none fits.
     """
     num_fitting = (num_tokens - 1) // context_length
     if num_fitting < 1:
@@ -92,16 +92,16 @@ def window_starts(
     sequence_index: np.ndarray,
     window_order: int = WINDOW_ORDER,
 ) -> np.ndarray:
-    """Return where the windows of sequences (N,), uint64, start in the tokens: (N,).
+    """Return the index of the first token of each window: sequence numbers (N,), uint64 → (N,).
 
-    An epoch visits each of its windows once, in pseudo-random order, from an offset of its own.
-    Windows that would begin before a short text, or end after it, are moved into the text.
+    Each epoch has its own offset, and visits each window once, in pseudo-random order. Windows that
+    would begin before a short text, or end after it, are moved into the text.
     """
     size = windows_per_epoch(num_tokens, context_length, window_order)
     epoch = sequence_index // np.uint64(size)
     key = splitmix64(epoch + np.uint64(derived_seed(seed)))
     max_offset = min(context_length, num_tokens - size * context_length)
-    margin = 0  # before the text
+    margin = 0  # lets unsigned starts be before the text
     if is_short_text(num_tokens, context_length, window_order):
         max_offset = context_length
         margin = context_length - 1
@@ -124,9 +124,10 @@ def gather_windows(
     sequence_index: np.ndarray,
     window_order: int,
 ) -> np.ndarray:
-    """Read the windows of sequences (N,), uint64: (N, context_length + 1), int64.
+    """Read the windows: sequence numbers (N,), uint64 → (N, context_length + 1), int64.
 
-    Each dataset of a mix has its own seed, or datasets of equal length would have the same order.
+    Each dataset of a mix has its own seed. With one seed, datasets of equal length would have the
+    same order.
     """
     if not isinstance(tokens, MixedTokens):
         starts = window_starts(len(tokens), context_length, seed, sequence_index, window_order)
@@ -143,10 +144,10 @@ def gather_windows(
 
 
 def example_indices(examples: Examples, seed: int, step: int, batch_size: int) -> np.ndarray:
-    """Return which examples are in batch ``step``, (batch_size,). An epoch visits each once.
+    """Return the indices of the examples in a batch, (batch_size,). An epoch visits each once.
 
-    The examples of all epochs, each in pseudo-random order, are cut into batches: a batch may
-    end one epoch and begin the next.
+    Epochs, each in pseudo-random order, follow one another without a gap, so a batch may contain
+    examples of several epochs.
     """
     first_epoch = step * batch_size // examples.num_examples
     last_epoch = ((step + 1) * batch_size - 1) // examples.num_examples
@@ -159,39 +160,39 @@ def example_indices(examples: Examples, seed: int, step: int, batch_size: int) -
 def _examples_of_epoch(
     examples: Examples, seed: int, epoch: int, step: int, batch_size: int
 ) -> np.ndarray:
-    """Return the examples of one epoch that are in a batch.
+    """Return the indices of the examples of one epoch that are in a batch.
 
-    An epoch's batches are divided into groups. A group's examples are sorted by length, so that a
-    batch has similar lengths, and its batches come in pseudo-random order.
+    The batches of an epoch are divided into groups. The examples of a group are sorted by length,
+    so that each batch has similar lengths. The batches of a group come in pseudo-random order.
     """
     size = examples.num_examples
-    first = epoch * size // batch_size  # batch with examples of this epoch
-    num_batches = ((epoch + 1) * size - 1) // batch_size - first + 1
+    first_step = epoch * size // batch_size  # the first with examples of this epoch
+    num_batches = ((epoch + 1) * size - 1) // batch_size - first_step + 1
     num_groups = -(-num_batches // MAX_GROUP_BATCHES)
-    group = ((step - first + 1) * num_groups - 1) // num_batches
-    begin = first + num_batches * group // num_groups
-    end = first + num_batches * (group + 1) // num_groups
-    edges = np.clip(np.arange(begin, end + 1) * batch_size - epoch * size, 0, size)
+    group = ((step - first_step + 1) * num_groups - 1) // num_batches
+    start = first_step + num_batches * group // num_groups  # first step of the group
+    end = first_step + num_batches * (group + 1) // num_groups
+    edges = np.clip(np.arange(start, end + 1) * batch_size - epoch * size, 0, size)
     counts = np.diff(edges)  # of the epoch's examples in each batch of the group
     key = splitmix64(np.array([epoch], np.uint64) + np.uint64(derived_seed(seed)))
     example_index = permute(np.arange(edges[0], edges[-1]), size, key).astype(np.int64)
-    by_length = example_index[np.argsort(examples.lengths[example_index], kind="stable")]
+    sorted_index = example_index[np.argsort(examples.lengths[example_index], kind="stable")]
     group_key = splitmix64(key + np.uint64(group))
-    rank = permute(np.arange(len(counts)), len(counts), group_key)  # of each batch, by length
-    stop = counts[rank <= rank[step - begin]].sum()
-    return by_length[stop - counts[step - begin] : stop]
+    position = permute(np.arange(len(counts)), len(counts), group_key)  # of each batch, by length
+    stop = counts[position <= position[step - start]].sum()
+    return sorted_index[stop - counts[step - start] : stop]
 
 
-def padded_length(longest: int, context_length: int) -> int:
-    """Return the padded number of inputs of a batch whose longest example has these tokens."""
-    assert longest <= context_length + 1, "see drop_long_examples"
-    return min(-(-max(1, longest - 1) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, context_length)
+def padded_length(num_tokens: int, context_length: int) -> int:
+    """Return the padded length of a batch's inputs, from the size of its longest example."""
+    assert num_tokens <= context_length + 1, "see drop_long_examples"
+    return min(-(-max(1, num_tokens - 1) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, context_length)
 
 
 def gather_examples(examples: Examples, example_index: np.ndarray, length: int) -> np.ndarray:
-    """Read examples (N,), padded on the right: (N, length), int64, ~id where it is not a target.
+    """Read examples, padded on the right: indices (N,) → ids (N, length), int64.
 
-    The index -1 stands for an example without tokens.
+    An id that is not a target is stored as ~id. The index -1 is an example without tokens.
     """
     rows = np.full((len(example_index), length), PADDING_TOKEN, np.int64)
     for row, index in zip(rows, example_index.tolist(), strict=True):
@@ -202,20 +203,20 @@ def gather_examples(examples: Examples, example_index: np.ndarray, length: int) 
 
 
 def inputs_and_targets(rows: np.ndarray) -> Tensor:
-    """Turn rows (B, T + 1) of ids, ~id where it is not a target, into (2, B, T)."""
+    """Split rows of ids, in which ~id is not a target: (B, T + 1) → (2, B, T)."""
     inputs = np.where(rows < 0, ~rows, rows)[:, :-1]
     return torch.from_numpy(np.stack((inputs, np.maximum(rows, IGNORE_INDEX)[:, 1:])))
 
 
 @dataclass(eq=False)
 class Batches:
-    """The training batches of one rank. A thread assembles the next while one is in use."""
+    """The training batches of one rank. A thread assembles the next batch while one is in use."""
 
     tokens: Tokens | Examples | MixedTokens
     context_length: int
     seed: int
     batch_size: int  # sequences of all ranks
-    rank_slice: slice  # selects the rank's sequences of a batch
+    rank_slice: slice  # selects the rank's sequences in a batch
     device: torch.device
     window_order: int = WINDOW_ORDER
 
@@ -227,7 +228,7 @@ class Batches:
     def get(self, step: int) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of a step on the device, int64 (B, T) each.
 
-        T is the context length or, of examples, what the batch needs.
+        T is the context length, or for examples at most that: see padded_length.
         """
         future = self.pending.pop(step, None) or self.thread.submit(self._assemble, step)
         pair, self.digest = future.result()
@@ -245,8 +246,9 @@ class Batches:
             rows = gather_examples(self.tokens, index[numbers], length + 1)
         else:
             index = np.uint64(step * self.batch_size) + numbers.astype(np.uint64)
-            shape = (self.context_length, self.seed, index, self.window_order)
-            rows = gather_windows(self.tokens, *shape)
+            rows = gather_windows(
+                self.tokens, self.context_length, self.seed, index, self.window_order
+            )
         digest = sum(map(zlib.crc32, rows, numbers.tolist()))
         pair = inputs_and_targets(rows)
         return pair.pin_memory() if self.device.type == "cuda" else pair, digest
@@ -261,32 +263,32 @@ def drop_long_examples(mixture: Mixture, context_length: int, cut: bool) -> Mixt
 def tokens_per_step(
     tokens: Tokens | Examples | MixedTokens, context_length: int, batch_size: int
 ) -> int:
-    """Count the inputs of a batch without padding; of examples on average."""
+    """Return the number of inputs of a batch without padding; for examples, the mean."""
     if isinstance(tokens, Examples):
         return round(batch_size * (len(tokens) / tokens.num_examples - 1))
     return batch_size * context_length
 
 
 def check_sizes(batch_size: int, world_size: int, micro_batch_size: int | None) -> None:
-    """Raise UserError if batches do not divide over ranks, or ranks' over micro-batches."""
+    """Raise UserError unless ranks divide a batch evenly, and micro-batches the slice of a rank."""
     rank_size, remainder = divmod(batch_size, world_size)
     if remainder:
         next_multiple = (rank_size + 1) * world_size
-        reason = f"must be a multiple of {world_size} processes (got {batch_size})"
+        reason = f"must be a multiple of {world_size}, the number of processes (got {batch_size})"
         raise UserError(f"--batch-size: {reason}. Try {next_multiple}.")
     if micro_batch_size and (micro_batch_size < 1 or rank_size % micro_batch_size):
         divisors = ", ".join(str(n) for n in range(1, rank_size + 1) if rank_size % n == 0)
-        reason = f"must divide {rank_size} (got {micro_batch_size})"
+        reason = f"must divide the {rank_size} sequences of a rank (got {micro_batch_size})"
         raise UserError(f"--micro-batch-size: {reason}. Try one of {divisors}.")
 
 
 def evaluation_windows(
     num_tokens: int, context_length: int, max_tokens: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return starts of fixed windows, and how many leading targets of each to ignore: (N,) each.
+    """Return the starts of fixed windows, and the number of leading targets to ignore: (N,) each.
 
-    Every token but the first is a target once: the last window starts early to be full. Of more
-    than max_tokens, evenly spread windows are chosen; 0: all. Raises UserError if none fits.
+    Every token but the first is a target once. The last window starts early, so that it is full.
+    With max_tokens, only evenly spaced windows are kept; 0: all. Raises UserError if none fits.
     """
     windows_per_epoch(num_tokens, context_length)
     aligned = np.arange(0, num_tokens - 1, context_length, dtype=np.int64)
@@ -294,8 +296,8 @@ def evaluation_windows(
     num_ignored = aligned - starts
     if max_tokens and max_tokens < num_tokens:
         num_windows = max(1, max_tokens // context_length)
-        chosen = np.linspace(0, len(starts) - 1, num_windows).astype(np.int64)
-        return starts[chosen], num_ignored[chosen]
+        index = np.linspace(0, len(starts) - 1, num_windows).astype(np.int64)
+        return starts[index], num_ignored[index]
     return starts, num_ignored
 
 
@@ -309,8 +311,8 @@ def evaluation_batches(
 ) -> Iterator[Tensor]:
     """Yield inputs and targets of the evaluation windows of a rank, int64 (2, B, T) each.
 
-    max_tokens limits the evaluation (0: no limit), and batch_tokens a batch. All ranks have the
-    same number of batches, of the same shapes.
+    max_tokens limits the evaluation (0: no limit), and batch_tokens limits a batch. All ranks have
+    the same number of batches, of the same shapes.
     """
     if isinstance(tokens, Examples):
         order = evaluation_order(tokens, max_tokens)
@@ -336,7 +338,7 @@ def evaluation_batches(
 
 
 def evaluation_order(examples: Examples, max_tokens: int) -> np.ndarray:
-    """Return the examples to evaluate, the longest first; if limited, evenly from all lengths."""
+    """Return the indices of the examples to evaluate, longest first; a limit spaces them evenly."""
     order = np.argsort(-examples.lengths, kind="stable")
     if max_tokens and max_tokens < len(examples):
         num_examples = max(1, round(len(order) * max_tokens / len(examples)))

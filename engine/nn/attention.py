@@ -1,7 +1,7 @@
 """Fast implementations of causal attention: fused, with a sliding window, and on a CPU.
 
-``Head.attention`` in ``model.py`` is the definition. Tests hold every branch equal to it, in values
-and gradients.
+``Head.attention`` in ``model.py`` is the definition. Tests compare values and gradients of every
+branch with it.
 """
 
 import math
@@ -15,15 +15,15 @@ from torch import Tensor
 from engine.nn.layers import dropout
 
 MAX_UNFUSED_POSITIONS = 512  # for bfloat16 on a CPU: longer attention would store too many weights
-MIN_WINDOW_BLOCK = 32  # queries in a block of sliding-window attention
-MAX_WINDOW_BLOCK = 128  # likewise, or a quarter of the window if that is more
+MIN_BLOCK_QUERIES = 32  # of sliding-window attention
+MAX_BLOCK_QUERIES = 128  # of sliding-window attention, or a quarter of the window if that is more
 
 
 class Cache(Protocol):
-    """Keys and values of the earlier positions, in one block."""
+    """Keys and values of earlier positions, for the attention of one Transformer block."""
 
     filled: int  # number of positions appended
-    length: int  # largest number of positions
+    length: int  # maximum number of positions
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append (B, G, T, K) keys and values; return all visible ones, (B, G, S, K)."""
@@ -60,15 +60,15 @@ def attend(
         value,
         attn_mask=causal_mask(T, S, window, query.device) if needs_mask else None,
         dropout_p=dropout_p,
-        is_causal=True if is_square else False,  # noqa: SIM210  a compiler's symbol is refused
+        is_causal=True if is_square else False,  # noqa: SIM210  SDPA refuses a symbolic bool
         enable_gqa=query.shape[1] != key.shape[1],
     )
 
 
 def causal_mask(T: int, S: int, window: int = 0, device: torch.device | None = None) -> Tensor:
-    """Return which of S positions each of the last T sees, (T, S).
+    """Return the mask of the last T of S positions, (T, S): True where a query sees a key.
 
-    With a window, these are the last ``window`` positions up to its own.
+    A query sees its own position and all earlier ones; with a window, the last ``window`` of them.
     """
     mask = torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
     return mask.triu(S - T - window + 1) if window else mask
@@ -79,39 +79,39 @@ def sliding_window_attention(
 ) -> Tensor:
     """Return :func:`attend` for T > window, without most of the scores outside the window.
 
-    Queries are split into blocks. Each attends to the keys of its own block and of as many
-    blocks before it as the window reaches (Beltagy et al. 2020, section 3.1).
+    Queries are split into blocks. A block attends to its own keys and to those of the earlier
+    blocks that the window reaches (Beltagy et al. 2020, section 3.1).
     """
     H, T = query.shape[1:3]
     S = key.shape[-2]
     # The first queries see fewer keys. The blocks of the other queries have one shape.
-    end_of_first = S - T + window
-    first_keys = key[:, :, :end_of_first]
-    first_values = value[:, :, :end_of_first]
-    first = attend(query[:, :, :window], first_keys, first_values, dropout_p, window)
+    num_first_keys = S - T + window
+    first_keys = key[:, :, :num_first_keys]
+    first_values = value[:, :, :num_first_keys]
+    first_output = attend(query[:, :, :window], first_keys, first_values, dropout_p, window)
     # Measured: larger blocks compute more masked scores, and smaller ones have more overhead.
-    size = max(MIN_WINDOW_BLOCK, min(window // 2, MAX_WINDOW_BLOCK), window // 4)
+    size = max(MIN_BLOCK_QUERIES, min(window // 2, MAX_BLOCK_QUERIES), window // 4)
     num_blocks = math.ceil((T - window) / size)
-    num_before = math.ceil((window - 1) / size)
+    num_earlier_blocks = math.ceil((window - 1) / size)
     padding = num_blocks * size - (T - window)
 
-    def split_keys(x: Tensor) -> Tensor:  # → (B·H, num_blocks, (num_before + 1)·size, K)
-        x = F.pad(x, (0, 0, num_before * size - (S - T + window), padding))
-        x = x.unflatten(2, (num_before + num_blocks, size))
-        x = torch.cat([x[:, :, i : i + num_blocks] for i in range(num_before + 1)], dim=3)
+    def split_keys(x: Tensor) -> Tensor:  # → (B·H, num_blocks, (num_earlier_blocks + 1)·size, K)
+        x = F.pad(x, (0, 0, num_earlier_blocks * size - num_first_keys, padding))
+        x = x.unflatten(2, (num_earlier_blocks + num_blocks, size))
+        x = torch.cat([x[:, :, i : i + num_blocks] for i in range(num_earlier_blocks + 1)], dim=3)
         return repeat_groups(x, H).flatten(0, 1)
 
     queries = F.pad(query[:, :, window:], (0, 0, 0, padding))
     queries = queries.unflatten(2, (num_blocks, size)).flatten(0, 1)
     keys = split_keys(key)
     values = split_keys(value)
-    mask = causal_mask(size, (num_before + 1) * size, window, query.device)
+    mask = causal_mask(size, (num_earlier_blocks + 1) * size, window, query.device)
     if prefer_unfused_attention(query, window, dropout_p):
-        rest = unfused_attention(queries, keys, values, dropout_p, mask)
+        output = unfused_attention(queries, keys, values, dropout_p, mask)
     else:
-        rest = F.scaled_dot_product_attention(queries, keys, values, mask, dropout_p)
-    rest = rest.unflatten(0, (-1, H)).flatten(2, 3)[:, :, : T - window]
-    return torch.cat((first, rest), dim=2)
+        output = F.scaled_dot_product_attention(queries, keys, values, mask, dropout_p)
+    output = output.unflatten(0, (-1, H)).flatten(2, 3)[:, :, : T - window]
+    return torch.cat((first_output, output), dim=2)
 
 
 def repeat_groups(x: Tensor, num_heads: int) -> Tensor:
@@ -122,9 +122,9 @@ def repeat_groups(x: Tensor, num_heads: int) -> Tensor:
 
 
 def prefer_unfused_attention(query: Tensor, num_positions: int, dropout_p: float) -> bool:
-    """Return whether unfused attention is faster: on a CPU, with dropout or in short bfloat16.
+    """Return whether unfused attention is faster: on a CPU with dropout or few bfloat16 positions.
 
-    There the fused backward pass in bfloat16 takes two to three times as long.
+    On a CPU, the fused backward pass in bfloat16 takes two to three times as long.
     """
     is_short = query.dtype == torch.bfloat16 and num_positions <= MAX_UNFUSED_POSITIONS
     return query.device.type == "cpu" and (dropout_p > 0 or is_short)
@@ -133,7 +133,7 @@ def prefer_unfused_attention(query: Tensor, num_positions: int, dropout_p: float
 def unfused_attention(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float, mask: Tensor
 ) -> Tensor:
-    """Return attention to the positions of a mask (T, S), by separate operations."""
+    """Return attention with a mask (T, S), computed with separate products and a softmax."""
     key = repeat_groups(key, query.shape[1])
     value = repeat_groups(value, query.shape[1])
     bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)

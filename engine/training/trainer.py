@@ -1,4 +1,4 @@
-"""What the training loop works with: model, optimizer, batches, budget and callbacks."""
+"""The trainer: model, optimizer, batches, budget and callbacks of the training loop."""
 
 import contextlib
 import math
@@ -39,7 +39,7 @@ WARMUP_WINDOW_TOKENS = 16
 
 
 class Callback:
-    """Hooks into training; a callback overrides the ones that it needs."""
+    """Hooks into training. A subclass overrides the hooks that it needs."""
 
     def on_train_start(self, trainer: "Trainer") -> None:
         """Called once, with the weights loaded, before the first step."""
@@ -48,10 +48,10 @@ class Callback:
         """Called after every optimizer step."""
 
     def on_record(self, trainer: "Trainer", record: dict[str, Any]) -> None:
-        """Called with each record for metrics.jsonl: with ``train_loss`` or ``val_loss``."""
+        """Called with each record of metrics.jsonl, which has ``train_loss`` or ``val_loss``."""
 
     def on_train_end(self, trainer: "Trainer") -> None:
-        """Called once, however training ended."""
+        """Called once when training ends, also after an error."""
 
 
 class Trainer:
@@ -65,9 +65,9 @@ class Trainer:
         run_dir: RunDir | None = None,
         callbacks: Sequence[Callback] = (),
     ):
-        """Build model and optimizer without values: see :meth:`initialize` and :meth:`restore`.
+        """Build the model and the optimizer. The config must be resolved.
 
-        The config must be resolved. Without a run directory nothing is saved.
+        :meth:`initialize` or :meth:`restore` sets the weights. Nothing is saved without a run_dir.
         """
         assert config.batch_size is not None
         self.config = config
@@ -95,8 +95,8 @@ class Trainer:
         self.step = 0
         self.val_loss: float | None = None  # of this step, if it was evaluated
         self.best_val_loss = math.inf
-        self.saved: tuple[int, float | None] = (0, None)  # step and val_loss of the last checkpoint
-        self.warnings: set[str] = set()  # printed once
+        self.last_save: tuple[int, float | None] = (0, None)  # its step and val_loss
+        self.warnings: set[str] = set()  # each is printed once
         self.changes: list[dict[str, Any]] = []  # settings changed by each resume
         self.clock = Clock(0.0, 0)
         self.budget = Budget({}, {}, config.steps or math.inf)
@@ -107,7 +107,7 @@ class Trainer:
             say(text, end)
 
     def notify(self, event: str, *arguments: Any) -> None:
-        """Call a hook of every callback; report one that fails, once, and continue."""
+        """Call a hook of every callback. If one fails, warn once and continue."""
         for callback in tuple(self.callbacks):
             try:
                 getattr(callback, event)(self, *arguments)
@@ -130,19 +130,19 @@ class Trainer:
         weights: Iterator[tuple[str, Tensor]] = iter(())
         if base:
             learns_chats = self.data.manifest["origin"].get("examples") == "chats"
-            trained, new = split_token_ids(base, self.data.tokenizer, learns_chats)
+            trained_ids, new_ids = split_token_ids(base, self.data.tokenizer, learns_chats)
             num_rows = len(self.model.token_embedding.weight)
-            weights = init_token_rows(base.model(), num_rows, trained, new)
+            weights = init_token_rows(base.model(), num_rows, trained_ids, new_ids)
         load_parameters(self.model, self.dist.broadcast_tensors(weights))
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint of this run, and print changed settings.
+        """Continue from a checkpoint of this run, and print the settings that have changed.
 
-        Raises UserError if data or settings changed that a resume must not change.
+        Raises UserError if the data, or a setting that must not change, has changed.
         """
         assert self.run_dir is not None
         state = checkpoint.state
-        changed = changed_settings(state, flatten(self.config), self.data.sha256)
+        changes = changed_settings(state, flatten(self.config), self.data.sha256)
         if checkpoint.sha256["tokenizer.json"] != self.data.manifest["tokenizer"]["sha256"]:
             raise UserError(f"{checkpoint.path}: corrupted, its tokenizer is not that of --data.")
         load_parameters(self.model, self.run_dir.distribute(checkpoint.model()))
@@ -150,13 +150,13 @@ class Trainer:
         self.step = state["step"]
         self.val_loss = state.get("val_loss")
         self.best_val_loss = math.inf if state["best_val_loss"] is None else state["best_val_loss"]
-        self.saved = (self.step, self.val_loss)
+        self.last_save = (self.step, self.val_loss)
         self.changes = list(state.get("changes", []))
-        is_new_order = state.get("window_order") == WINDOW_ORDER
-        self.batches.window_order = WINDOW_ORDER if is_new_order else 1
-        if changed:
-            self.changes.append({"step": self.step, **changed})
-        text = "".join(f", {name} {old} → {new}" for name, (old, new) in changed.items())
+        is_current_order = state.get("window_order") == WINDOW_ORDER
+        self.batches.window_order = WINDOW_ORDER if is_current_order else 1
+        if changes:
+            self.changes.append({"step": self.step, **changes})
+        text = "".join(f", {name} {old} → {new}" for name, (old, new) in changes.items())
         self.say(f"Resuming after step {self.step:,}{text}")
 
     def wrap_model(self) -> None:
@@ -186,8 +186,8 @@ class Trainer:
     def attention_window_warmup(self) -> Iterator[None]:
         """Early in the run, let the first block attend to the last few positions only.
 
-        Its heads soon learn to attend to the previous token, as the induction heads of the next
-        block need (Olsson et al. 2022).
+        Its heads then learn early to attend to the previous token. The induction heads of the next
+        block need that (Olsson et al. 2022).
         """
         block = self.model.blocks[0]
         assert isinstance(block, Block)
@@ -209,9 +209,9 @@ class Trainer:
         return (optimizer_bytes + 4 * self.model.num_parameters) / CHECKPOINT_BYTES_PER_SECOND
 
     def start_budget(self, started_at: float, checkpoint: Checkpoint | None) -> None:
-        """Start the clock, at a checkpoint's time if there is one.
+        """Start the clock and the budget, at the time of a checkpoint if there is one.
 
-        A run in minutes began at ``started_at``, in seconds of time.monotonic().
+        ``started_at`` is the start of config.minutes, in seconds of time.monotonic().
         """
         config = self.config
         new_state = {"elapsed_seconds": 0.0, "share": 0.0, "settings": {}}
@@ -227,7 +227,7 @@ class Trainer:
         splits = [dataset.val for dataset in self.data.datasets]
         eval_tokens = sum(min(len(split), config.eval_tokens or len(split)) for split in splits)
         costs: dict[Event, float] = {
-            "evaluate": eval_tokens / self.tokens_per_step / 3,
+            "evaluate": eval_tokens / self.tokens_per_step / 3,  # no backward pass
             "save": self.save_seconds,
         }
         steps = config.steps or math.inf
@@ -250,7 +250,7 @@ class Trainer:
             "grad_norm": grad_norm.item(),
             "tokens_per_second": round(speed, 1),
             "elapsed_seconds": round(self.clock.elapsed, 3),
-            "skipped_steps": self.optimizer.count_skipped(self.saved[0]),
+            "skipped_steps": self.optimizer.count_skipped(self.last_save[0]),
             "batch_digest": f"{int(digest):x}",
         }
         if self.config.minutes:
@@ -258,8 +258,8 @@ class Trainer:
         self.notify("on_record", record)
 
     def save(self) -> None:
-        """Write a checkpoint in the background, unless this step and its loss are saved."""
-        if self.run_dir is None or self.step == 0 or self.saved == (self.step, self.val_loss):
+        """Write a checkpoint in the background, unless this step and val_loss are saved already."""
+        if self.run_dir is None or self.step == 0 or self.last_save == (self.step, self.val_loss):
             return
         manifest = self.data.manifest
         facts = manifest["facts"]
@@ -282,4 +282,4 @@ class Trainer:
         with self.clock.pause(), self.budget.timing("save"):
             tensors = (self.model.state_dict(), self.optimizer.state())
             self.run_dir.save(state, *tensors, self.data.tokenizer.save)
-        self.saved = (self.step, self.val_loss)
+        self.last_save = (self.step, self.val_loss)
