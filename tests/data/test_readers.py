@@ -37,7 +37,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make large documents, pieces, batches and blocks so small that a test has many."""
     monkeypatch.setattr(readers, "LARGE_DOCUMENT_BYTES", 2**11)
     monkeypatch.setattr(readers, "PIECE_BYTES", 2**10)
-    monkeypatch.setattr(columns, "NUM_BATCH_ROWS", 2)
+    monkeypatch.setattr(columns, "PARQUET_BATCH_ROWS", 2)
     monkeypatch.setattr(sources, "BLOCK_BYTES", 100)
 
 
