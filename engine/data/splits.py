@@ -88,8 +88,8 @@ class Rule:
             is_val = not self.few and hash_fraction(digest) <= self.val_fraction
             return [Piece("val" if is_val or is_kept else "train", text.text, text.ends)]
         data = text.text.encode()
-        size = len(data) if text.size is None else text.size
-        length = len(data) if text.length is None else text.length
+        size = len(data) if text.document_bytes is None else text.document_bytes
+        length = len(data) if text.piece_bytes is None else text.piece_bytes
         earlier_sizes = self._earlier_sizes.get(size, [])
         ends_at_cut = not self.single or bool(earlier_sizes)
         pieces: list[Piece] = []
@@ -109,7 +109,7 @@ class Rule:
 
     @functools.cached_property
     def _earlier_sizes(self) -> dict[int, list[int]]:
-        """The earlier sizes of documents that have grown, by their size."""
+        """The earlier sizes of documents that have grown, by their present size."""
         return {sizes[-1]: sizes[:-1] for sizes in self.kept.values() if len(sizes) > 1}
 
     def _ranges(self, sizes: list[int]) -> Iterator[tuple[str, int]]:
@@ -267,10 +267,10 @@ def make_batches(
         texts: list[Text] = []
         num_characters = 0
         for text in unit.texts():
-            if join_pieces and (text.size or 0) > MAX_JOINED_DOCUMENT_BYTES:
+            if join_pieces and (text.document_bytes or 0) > MAX_JOINED_DOCUMENT_BYTES:
                 limit = f"can encode documents of at most {MAX_JOINED_DOCUMENT_BYTES:,} bytes"
                 advice = "Split the document, or use --tokenizer bpe."
-                raise UserError(f"--tokenizer: {limit} (got {text.size:,}). {advice}")
+                raise UserError(f"--tokenizer: {limit} (got {text.document_bytes:,}). {advice}")
             texts.append(text)
             num_characters += len(text.text) + 1
             can_end = text.ends or not join_pieces
@@ -304,7 +304,7 @@ def hash_prefixes(texts: Iterable[Text], sizes: Collection[int]) -> Iterator[lis
     hashes = []
     for text in texts:
         data = text.text.encode()
-        length = len(data) if text.length is None else text.length
+        length = len(data) if text.piece_bytes is None else text.piece_bytes
         end = text.offset + length
         start = 0
         for size in [*sorted(size for size in sizes if text.offset < size < end), end]:

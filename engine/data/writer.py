@@ -300,7 +300,7 @@ def list_unit_files(job: Job, unit: Unit) -> list[str]:
 
 
 def make_manifest(job: Job, units: Sequence[Unit], origin: dict[str, Any]) -> dict[str, Any]:
-    """Make the manifest from the records of all units. Raises UserError for too short a split."""
+    """Make the manifest from the records of units. Raises UserError if a split is too short."""
     records = []
     used = np.zeros(job.vocab_size, bool)
     for unit in units:

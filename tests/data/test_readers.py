@@ -72,7 +72,7 @@ def join_pieces(texts: list[Text]) -> list[str]:
         assert text.offset == len(documents[-1].encode())
         documents[-1] += text.text
         if text.ends:
-            assert text.size in (None, len(documents[-1].encode()))
+            assert text.document_bytes in (None, len(documents[-1].encode()))
             documents.append("")
     assert documents.pop() == ""
     return documents

@@ -42,13 +42,13 @@ def read_parquet(source: Source, index: int, count: int) -> Records:
         first = file.num_row_groups * index // count
         end = file.num_row_groups * (index + 1) // count
         row = sum(file.metadata.row_group(group).num_rows for group in range(first))
-        columns, unread = _select_columns(source, file.schema_arrow.names)
+        columns, placeholders = _select_columns(source, file.schema_arrow.names)
         groups = [*range(first, end)]
         for batch in file.iter_batches(PARQUET_BATCH_ROWS, groups, columns, use_threads=False):
             for record in _decode_rows(batch):
                 row += 1
-                if unread and isinstance(record, dict):
-                    record = unread | record
+                if placeholders and isinstance(record, dict):
+                    record = placeholders | record
                 yield f"{source.name}, row {row}", record
     source.check_unchanged()
 
@@ -57,7 +57,7 @@ def read_rows(source: Source, index: int, count: int) -> Records:
     """Yield the rows of one part of a dataset, which is a file if the rows are streamed."""
     rows = sources.load_rows(source)
     with wrap_errors(source.name):
-        columns, unread = _select_columns(source, rows.column_names or [])
+        columns, placeholders = _select_columns(source, rows.column_names or [])
         if columns:
             rows = rows.select_columns(columns)
         name = source.name
@@ -72,7 +72,8 @@ def read_rows(source: Source, index: int, count: int) -> Records:
         for batch in rows.iter(DATASET_BATCH_ROWS):
             for values in zip(*batch.values(), strict=True):
                 row += 1
-                yield f"{name}, row {row}", unread | dict(zip(batch, values, strict=True))
+                record = dict(zip(batch, values, strict=True))
+                yield f"{name}, row {row}", placeholders | record
 
 
 def _open_parquet(source: Source) -> Any:
@@ -88,18 +89,17 @@ def _open_parquet(source: Source) -> Any:
 
 
 def _select_columns(source: Source, names: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the columns to read, and a record of all columns without their values.
+    """Return the columns to read, and UNREAD_VALUE for each column if notes or messages need it.
 
-    The record is empty if neither notes nor messages need it. Raises UserError for two columns of
-    one name.
+    Raises UserError for two columns of one name.
     """
     fields = source.fields if source.turns_of else (source.field,)
     columns = names if fields is None else [name for name in names if name in fields]
     for name in columns:
         if columns.count(name) > 1:
             raise UserError(f"{source.name}: has two columns {name!r}. Rename or remove one.")
-    unread = dict.fromkeys(names, UNREAD_VALUE)
-    return columns, unread if source.turns_of or not columns else {}
+    placeholders = dict.fromkeys(names, UNREAD_VALUE)
+    return columns, placeholders if source.turns_of or not columns else {}
 
 
 def _decode_rows(batch: Any) -> Iterator[dict[str, Any] | UserError]:

@@ -162,7 +162,7 @@ def _parse_content(content: Any) -> str:
         return ""
     texts = []
     for part in content if isinstance(content, list) else [content]:
-        part_type = part.get("type") or "text" if isinstance(part, dict) else "text"
+        part_type = (part.get("type") or "text") if isinstance(part, dict) else "text"
         if part_type not in TEXT_TYPES:
             raise UserError(f"must have only text (got a part of type {part_type!r}). Remove it.")
         text = part.get("text") if isinstance(part, dict) else part
@@ -182,8 +182,8 @@ def _parse_call(call: Any) -> Record:
         with contextlib.suppress(ValueError, RecursionError):
             parsed = json.loads(arguments)
             arguments = parsed if isinstance(parsed, dict) else arguments
-    named_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {**named_id, "type": "function", "function": {**function, "arguments": arguments}}
+    call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**call_id, "type": "function", "function": {**function, "arguments": arguments}}
 
 
 def parse_pair(record: Record, prompt_fields: Sequence[str], completion_field: str) -> list[Turn]:

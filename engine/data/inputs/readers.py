@@ -34,14 +34,14 @@ class Text(NamedTuple):
 
     text: str
     offset: int = 0  # of the piece's first byte in the document
-    size: int | None = None  # UTF-8 bytes of the document; None if this is the complete document
+    document_bytes: int | None = None  # in UTF-8; None if this is the complete document
     ends: bool = True  # whether the document ends with this piece
-    length: int | None = None  # bytes of the piece in the file; None: the UTF-8 bytes of text
+    piece_bytes: int | None = None  # in the file; None: the UTF-8 bytes of text
 
     @property
     def is_large(self) -> bool:
         """Whether this is a piece of a large document."""
-        return (self.size or 0) > LARGE_DOCUMENT_BYTES
+        return (self.document_bytes or 0) > LARGE_DOCUMENT_BYTES
 
 
 def read(
@@ -202,7 +202,7 @@ def _count_bytes(source: Source, start: int, decode_piece: Callable[[bytes, int]
             except UnicodeDecodeError:
                 is_text = False
             if not is_text and source.errors == "strict":
-                decode_piece(rest + block, size - len(rest))
+                decode_piece(rest + block, size - len(rest))  # raises UserError
             size += len(block)
     return size
 

@@ -60,7 +60,7 @@ def _parse_lines(lines: Lines, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _parse_values(lines: Lines, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the objects of a JSON array, or of a sequence. Raises UserError for a mistake."""
+    """Yield the objects of a JSON array, or of a sequence. Raises UserError for invalid JSON."""
     text = ""
     min_characters = 0  # of text, before an incomplete value is parsed again
     is_array_open = False
@@ -112,7 +112,7 @@ def _read_lines(file: BinaryIO, source: Source, notes: Notes) -> Iterator[str | 
 
 
 def _read_head(lines: Lines) -> list[str | UserError]:
-    """Return the lines up to the first that is not blank; of an empty file, an empty line."""
+    """Return the lines up to the first that is not blank; for an empty file, an empty line."""
     head: list[str | UserError] = []
     for line in lines:
         head.append(line)
@@ -178,7 +178,7 @@ def _make_record(names: list[str], row: list[str]) -> dict[str, str] | UserError
 
 
 def _find_csv_separator(header: str, source: Source) -> str:
-    """Choose the separator that yields the source's field, else the default, else most columns.
+    """Return the separator that yields the source's field, else the default, else most columns.
 
     csv.Sniffer would also look at the text, where any character may be frequent.
     """
@@ -195,7 +195,7 @@ def _find_csv_separator(header: str, source: Source) -> str:
 
 
 def read_separated(source: Source, notes: Notes) -> Records:
-    """Yield the documents between separators that are not empty, without line ends around them."""
+    """Yield the nonempty documents between separators, without line ends around them."""
     number = 1
     with open_text(source, notes) as file:
         for data in _split_at(file, source.separator.encode()):

@@ -33,7 +33,7 @@ EXCLUDED_STDLIB_FOLDERS = {"test", "tests", "idle_test", "encodings", "pydoc_dat
 EXCLUDED_STDLIB_FOLDERS |= {"site-packages", "dist-packages"}
 BLOCK_BYTES = 2**18  # read at a time
 HTTP_TIMEOUT_SECONDS = 60  # to wait for the next bytes of a web server
-# Keys of a value that changes with the file, in the info of a file system of fsspec.
+# Keys of a value that changes with the file, in fsspec's info of a file.
 VERSION_KEYS = ["ETag", "etag", "mtime", "Last-Modified", "LastModified", "last_modified"]
 VERSION_KEYS += ["updated", "created"]
 STDIN_NAMES = ("-", "/dev/stdin")
@@ -110,7 +110,7 @@ class Source:
 
 
 def kind_of(source: Source) -> str:
-    """Return which reader a source needs: "rows", one of RECORD_SUFFIXES, or "" for plain text."""
+    """Return the kind of a source: "rows", one of RECORD_SUFFIXES, or "" for plain text."""
     if source.hub_split:
         return "rows"
     suffixes = [suffix for suffix in source.suffixes if suffix != source.compression]
@@ -125,7 +125,7 @@ def wrap_errors(name: str, advice: str = DEFAULT_ADVICE) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        # fsspec raises FileNotFoundError from any error of a web server.
+        # fsspec raises FileNotFoundError for any error of a web server, which is its cause.
         cause = error.__cause__ if type(error) is FileNotFoundError else None
         reason = f"{type(cause or error).__name__}: {' '.join(str(cause or error).split())[:300]}"
         raise UserError(f"{name}: could not be read ({reason}). {advice}") from None
