@@ -35,8 +35,8 @@ def assign_to_datasets(
     """Return the dataset of each sequence, and its index there: (N,) each, from uint64 (N,).
 
     The first dataset has sequence n if floor((n + 1) * weight) > floor(n * weight), at index
-    floor(n * weight). The other sequences are renumbered from 0 and assigned in the same way. So a
-    dataset has its fraction of the first n sequences, up to a few, at consecutive indices.
+    floor(n * weight). The other sequences are renumbered from 0 and assigned in the same way. So
+    each dataset has its fraction of the first n sequences, up to a few, at consecutive indices.
     """
 
     def scale(n: np.ndarray, weight: np.uint64) -> np.ndarray:

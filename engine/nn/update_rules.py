@@ -166,7 +166,7 @@ def orthogonalize(matrices: Tensor, stack_size: int = 1) -> Tensor:
 
     Each Newton–Schulz iteration replaces X by P X, with P = a I + b G + c G² and G = X Xᵀ; a tall X
     by X P, with G = Xᵀ X. If X is far from square, every second iteration computes its G from the
-    last one, as P G P, and X is multiplied once by the product of both P (Zhang et al. 2026).
+    previous one, as P G P, and X is multiplied once by the product of both P (Zhang et al. 2026).
     """
     num_columns = matrices.shape[-1]
     x = matrices.reshape(-1, stack_size * matrices.shape[-2], num_columns)

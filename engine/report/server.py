@@ -27,7 +27,7 @@ from engine.report.page import WEB_DIR, content_security_policy
 
 PAGE_PATH = WEB_DIR / "page.html"
 MAX_BODY_BYTES = 2**20
-# Besides running its own scripts, the page may query its server and show pictures in its text.
+# Besides running its own scripts, the page may query its server and show embedded pictures.
 PAGE_POLICY = (
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
@@ -180,7 +180,7 @@ def has_display() -> bool:
 @contextlib.contextmanager
 def redirect_file(address: str) -> Iterator[Path]:
     """Make a file that redirects to an address, which must not be in the browser's arguments."""
-    # All users see arguments. In the home, because a browser in a sandbox has another /tmp.
+    # Other users can read arguments. In the home, because a sandboxed browser has another /tmp.
     with tempfile.TemporaryDirectory(prefix="live-page-", dir=Path.home()) as folder:
         path = Path(folder) / "open.html"
         path.touch(mode=0o600)

@@ -116,8 +116,8 @@ def changed_settings(
 ) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ from those of a checkpoint's state: {name: (old, new)}.
 
-    Raises UserError if settings or data changed that must not, or if the new steps or minutes are
-    fewer than those of the checkpoint.
+    Raises UserError for a change of fixed settings or data, and for steps or minutes below those
+    of the checkpoint.
     """
     recorded = recorded_settings(state)
     changed = {
