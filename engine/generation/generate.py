@@ -104,8 +104,8 @@ def generate(
 def initial_tokens(tokenizer: Tokenizer, num_documents: int) -> list[int]:
     """Return the ids that replace an empty prompt.
 
-    They are the end of text if the model was trained on several documents, else a newline, or the
-    first id if the tokenizer has none.
+    They are the end of text if the model was trained on several documents. Otherwise they are a
+    newline, or the first id if the tokenizer has none.
     """
     if tokenizer.end_of_text is not None and num_documents > 1:
         return [tokenizer.end_of_text]

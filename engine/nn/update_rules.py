@@ -165,8 +165,8 @@ def orthogonalize(matrices: Tensor, stack_size: int = 1) -> Tensor:
     by √‖G‖, which is at least its largest singular value and at most ‖X‖ (Grishina et al. 2025).
 
     Each Newton–Schulz iteration replaces X by P X, with P = a I + b G + c G² and G = X Xᵀ; a tall X
-    by X P, with G = Xᵀ X. If X is far from square, every second iteration computes its G from the
-    previous one, as P G P, and X is multiplied once by the product of both P (Zhang et al. 2026).
+    by X P, with G = Xᵀ X. If X is far from square, every second iteration computes its G as P G P
+    from the previous one. X is then multiplied once by the product of both P (Zhang et al. 2026).
     """
     num_columns = matrices.shape[-1]
     x = matrices.reshape(-1, stack_size * matrices.shape[-2], num_columns)

@@ -165,9 +165,9 @@ def optimizer_bytes(
 def estimate_memory(config: TrainConfig, rows: int, hardware: Hardware) -> dict[str, float]:
     """Return the bytes that a rank needs, by purpose, for micro-batches of ``rows`` sequences.
 
-    With FSDP, a rank also has the full weights of two blocks and of all modules outside the blocks,
-    and the full gradients of one block, or of all while micro-batches accumulate. With DDP, it has
-    a second copy of the gradients. On a CPU, the memory of the process counts too.
+    With FSDP, a rank also has the full weights of two blocks and of all modules outside the blocks.
+    It has the full gradients of one block, or of all while micro-batches accumulate. With DDP, it
+    has a second copy of the gradients. On a CPU, the memory of the process counts too.
     """
     model = build_meta_model(config.model)
     num_params = model.num_parameters
