@@ -197,9 +197,9 @@ def encode_example(tokenizer: Tokenizer, turns: Sequence[Turn]) -> np.ndarray:
     example = [~token for token in ids]
     for index, turn in enumerate(turns):
         if turn[0] == "assistant" and keys_of(turn).get("weight") != 0:
-            character = _answer_start(template, messages, index, text)
-            first_character, start = max(pair for pair in starts if pair[0] <= character)
-            before = _encode_segment(tokenizer, text, first_character, character)
+            answer_start = _answer_start(template, messages, index, text)
+            segment_start, start = max(pair for pair in starts if pair[0] <= answer_start)
+            before = _encode_segment(tokenizer, text, segment_start, answer_start)
             start += common_length(before, ids[start:])
             if end not in ids[start:]:
                 raise UserError(f"the model's chat template does not end message {index + 1}")

@@ -52,7 +52,7 @@ def describe_run(folder: Path, data: Mixture | None = None, **extras: Any) -> di
         "settings": settings,
         "defaults": about.get("defaults", {}),
         "machine": about.get("machine", {}),
-        # Losses are comparable if both are equal. Older runs recorded neither.
+        # Losses of runs with equal tokenizer and text are comparable. Older runs recorded neither.
         "tokenizer": about.get("tokenizer", settings.get("data")),
         "text": about.get("text", settings.get("data")),
         "data": describe_data(data) if data else [],
