@@ -144,7 +144,7 @@ def train_step(trainer: Trainer) -> tuple[Tensor, float, Tensor]:
     """Make one optimizer step.
 
     Returns this rank's term of the mean training loss, in nats per token; the learning rate; the
-    gradient norm before clipping. Loss and gradient are sums over the whole batch, divided by its
+    gradient norm before clipping. Loss and gradient are sums over the full batch, divided by its
     number of counted targets.
     """
     config = trainer.config

@@ -1,4 +1,4 @@
-"""Processes under torchrun: joining them, and what they exchange."""
+"""Processes under torchrun: process groups, and collectives between the ranks."""
 
 import contextlib
 import datetime
@@ -214,11 +214,11 @@ class DistributedContext:
     def map_matrices_across_ranks(
         self, fn: Callable[[Tensor], Tensor], stacked: Tensor, num_rows: int, group_size: int
     ) -> Tensor:
-        """Return fn(stacked), of a stack of matrices (n, rows, columns), each rank computing some.
+        """Return fn(stacked) for matrices (n, rows, columns), distributed over the ranks.
 
-        ``fn`` treats each matrix alike; ``group_size`` consecutive ones stay on one rank. With DDP
-        every rank has the full stack and gathers the results. With FSDP every rank has some of the
-        ``num_rows`` rows: each matrix is sent to one rank, and its result back.
+        ``fn`` must compute each group of ``group_size`` consecutive matrices independently, on one
+        rank. With DDP every rank has the full matrices, and gathers the results. With FSDP it has
+        some of their ``num_rows`` rows: each matrix is sent to one rank, and its result back.
         """
         if self.size == 1:
             return fn(stacked)
@@ -253,10 +253,10 @@ SINGLE_PROCESS = single_process(torch.device("cpu"))
 def init_distributed(
     device: str = "auto", parallel: str = "ddp", timeout: float = 600
 ) -> Iterator[DistributedContext]:
-    """Yield the context of this process: a single one, or one of those of torchrun.
+    """Yield the context of this process, which is the only one or a rank under torchrun.
 
-    A rank that waits longer than ``timeout`` seconds for another raises RuntimeError, and torchrun
-    ends all.
+    ``parallel`` is "ddp" or "fsdp". A rank that waits for another longer than ``timeout`` seconds
+    raises RuntimeError, and torchrun ends all ranks.
     """
     rank, size, local_rank, num_local_ranks = _read_rank_variables()
     rank_device = choose_device(device, local_rank, num_local_ranks)

@@ -32,7 +32,7 @@ def wrap_library_errors(problem: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def wrap_panics() -> Iterator[None]:
-    """Turn panics into UserErrors, and discard stderr, where Rust prints their backtraces."""
+    """Turn panics of Rust libraries into UserErrors. Discards stderr, where Rust reports them."""
     stderr = os.dup(2)
     with open(os.devnull, "wb") as null:
         os.dup2(null.fileno(), 2)

@@ -95,7 +95,7 @@ def acquire_lock(file: Path, target: Path) -> filelock.FileLock:
 
 @contextlib.contextmanager
 def exclusive_lock(target: Path) -> Iterator[None]:
-    """Let one process at a time make or replace a directory. Raises UserError in the others."""
+    """Let no other process make or replace a directory. Raises UserError if another is doing so."""
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     file = target.with_name(f".{target.name}.lock")

@@ -18,19 +18,19 @@ from engine.data.tokenizer import Tokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")  # the tokens of many imported models' chats
-# Unicode noncharacters: after the first character of a special token's name that somebody typed,
-# and in a text that stands for any text.
+# Unicode noncharacters: the first breaks up the name of a special token that is ordinary text, the
+# second takes the place of a text.
 ESCAPE_CHARACTER = "\ufdd0"
 PLACEHOLDER_TEXT = "\ufdd1"
 MAX_RENDERED_CHARACTERS = 500  # of an example
 MAX_RENDERED_RUN_CHARACTERS = 200  # of consecutive targets, or of tokens between targets
 
-# Speaker: a role, "prompt" or "completion". Its text. Then perhaps other keys of its message:
-# weight (0: no target), tool_calls, name, tool_call_id.
+# (speaker, text) or (speaker, text, keys). Speaker: a role, "prompt" or "completion". Keys of the
+# message: weight (0: not a target), tool_calls, name, tool_call_id.
 Turn = tuple[str, str] | tuple[str, str, dict[str, Any]]
 
-# Maps a text, and whether its document ends there, to token ids, the UTF-8 bytes that count, and
-# the number of targets.
+# (text, whether its document ends there) → token ids, number of UTF-8 bytes, number of targets. The
+# bytes of an example are those of its targets.
 Encoder = Callable[[str, bool], tuple[np.ndarray, int, int]]
 
 
@@ -66,7 +66,7 @@ def _end_of_answer(tokenizer: Tokenizer, template: ChatTemplate) -> int | None:
 
 
 def special_token_names(tokenizer: Tokenizer, chat: bool) -> list[str]:
-    """Return the special tokens that a tokenizer needs to encode examples."""
+    """Return the names of the special tokens that a tokenizer needs to encode examples."""
     if not chat:
         return [tokenizer.end_name]
     has_chatml = tokenizer.special_tokens.keys() >= {*CHATML_TOKENS}
@@ -92,20 +92,21 @@ def prompt_ids(example: Iterable[int]) -> list[int]:
 
 @functools.lru_cache(32)
 def names_pattern(tokenizer: Tokenizer, has_markup: bool = True) -> re.Pattern[str]:
-    """Return a pattern that matches the names of special tokens, and perhaps of markup."""
+    """Return a pattern of the names of special tokens, with or without those of markup."""
     names = tokenizer.special_tokens.keys() - (() if has_markup else tokenizer.markup)
     return re.compile("|".join(sorted(map(re.escape, names), key=len, reverse=True)) or "(?!)")
 
 
 def keys_of(turn: Turn) -> dict[str, Any]:
-    """Return the other keys of a turn's message."""
+    """Return the keys of a turn's message, besides role and content."""
     return turn[2] if len(turn) == 3 else {}
 
 
 def to_messages(turns: Iterable[Turn], tokenizer: Tokenizer | None = None) -> list[dict[str, Any]]:
-    """Return the messages of turns for a template; with a tokenizer, its special tokens escaped.
+    """Return the messages of turns, for a chat template.
 
-    An answer may contain markup, such as a ``<think>`` that is a token but not a special one.
+    With a tokenizer, the names of its special tokens in the texts are escaped. In answers, markup
+    such as ``<think>`` is not, and becomes the token of that name.
     """
     messages = []
     for turn in turns:
@@ -119,7 +120,7 @@ def to_messages(turns: Iterable[Turn], tokenizer: Tokenizer | None = None) -> li
 
 
 def _escape(pattern: re.Pattern[str], text: str) -> str:
-    """Change the matches of a pattern in a text, so that they are no longer matches."""
+    """Insert ESCAPE_CHARACTER into the matches of a pattern, so that they no longer match."""
     if ESCAPE_CHARACTER not in text and not pattern.search(text):
         return text
     start = f"(?={ESCAPE_CHARACTER}|{pattern.pattern})(.)"
@@ -127,21 +128,21 @@ def _escape(pattern: re.Pattern[str], text: str) -> str:
 
 
 def check_template(template: ChatTemplate, turns: Sequence[Turn]) -> None:
-    """Raise UserError if a template refuses a chat, or leaves out a text or tool call of it."""
+    """Raise UserError if a template refuses a chat, or leaves out a text or tool call."""
     numbered: list[Turn] = []
-    owners: list[int] = []  # number of the message that has the text
+    owners: list[int] = []  # for each placeholder, the number of its message
 
-    def replace_text(text: str) -> str:
+    def placeholder(text: str) -> str:
         owners.append(len(numbered) + 1)
         return f"{PLACEHOLDER_TEXT}{len(owners)}{PLACEHOLDER_TEXT}"
 
     for turn in turns:
         keys = {**keys_of(turn)}
         if "tool_calls" in keys:
-            functions = [map_texts(call["function"], replace_text) for call in keys["tool_calls"]]
+            functions = [map_texts(call["function"], placeholder) for call in keys["tool_calls"]]
             calls = zip(keys["tool_calls"], functions, strict=True)
             keys["tool_calls"] = [{**call, "function": function} for call, function in calls]
-        numbered.append((turn[0], turn[1] and replace_text(turn[1]), keys))
+        numbered.append((turn[0], turn[1] and placeholder(turn[1]), keys))
     text = _render_numbered(template, json.dumps(numbered))
     for number, owner in enumerate(owners, 1):
         if f"{PLACEHOLDER_TEXT}{number}{PLACEHOLDER_TEXT}" not in text:
@@ -155,9 +156,9 @@ def _render_numbered(template: ChatTemplate, turns: str) -> str:
 
 
 def encode_rendered(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """Encode a rendered chat, where names of special tokens are these tokens unless escaped.
+    """Encode a rendered chat; the names of special tokens become their ids unless escaped.
 
-    Returns the ids, and for each text between special tokens the indices of its first character
+    Returns the ids, and for each segment between special tokens the indices of its first character
     and of its first id.
     """
     ids: list[int] = []
@@ -170,14 +171,14 @@ def encode_rendered(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tu
 
 
 def _encode_segment(tokenizer: Tokenizer, text: str, start: int, stop: int | None) -> list[int]:
-    """Encode a part of a rendered chat that has no special token."""
+    """Encode a segment of a rendered chat, which has no special token."""
     unescaped = re.sub(f"{ESCAPE_CHARACTER}({ESCAPE_CHARACTER}?)", r"\1", text[start:stop])
     encode = tokenizer.encode_after_special if start else tokenizer.encode
     return encode(unescaped).tolist() if unescaped else []
 
 
 def encode_chat(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[int]:
-    """Return the ids of a chat, up to where the assistant's next answer begins."""
+    """Return the ids of a chat, up to the start of the assistant's next answer."""
     template, _ = chat_format(tokenizer)
     messages = to_messages(turns, tokenizer)
     return encode_rendered(tokenizer, template.render(messages, add_generation_prompt=True))[0]
@@ -196,9 +197,9 @@ def encode_example(tokenizer: Tokenizer, turns: Sequence[Turn]) -> np.ndarray:
     example = [~token for token in ids]
     for index, turn in enumerate(turns):
         if turn[0] == "assistant" and keys_of(turn).get("weight") != 0:
-            character = _answer_start(template, messages, index, text)
-            first_character, start = max(pair for pair in starts if pair[0] <= character)
-            before = _encode_segment(tokenizer, text, first_character, character)
+            answer_start = _answer_start(template, messages, index, text)
+            segment_start, start = max(pair for pair in starts if pair[0] <= answer_start)
+            before = _encode_segment(tokenizer, text, segment_start, answer_start)
             start += common_length(before, ids[start:])
             if end not in ids[start:]:
                 raise UserError(f"the model's chat template does not end message {index + 1}")
@@ -210,9 +211,10 @@ def encode_example(tokenizer: Tokenizer, turns: Sequence[Turn]) -> np.ndarray:
 def _answer_start(
     template: ChatTemplate, messages: Sequence[dict[str, Any]], index: int, text: str
 ) -> int:
-    """Return where an answer starts in a rendered chat: after the prompt to generate it.
+    """Return the index of an answer's first character in a rendered chat, after its prompt.
 
-    If later turns change the prompt, it is the text before the answer that both have in common.
+    If later turns change the prompt, the answer starts with its text. Text that the template adds
+    between prompt and answer, such as ``<think>``, belongs to the answer.
     """
     before = messages[:index]
     prompt = template.render(before, add_generation_prompt=True) if index else ""
@@ -220,20 +222,21 @@ def _answer_start(
         return len(prompt)
     answer = {"role": "assistant", "content": PLACEHOLDER_TEXT}
     start = common_length(text, template.render([*before, answer, *messages[index + 1 :]]))
-    turn = template.render(messages[: index + 1])
-    lead = turn[len(prompt) : common_length(turn, template.render([*before, answer]))]
-    can_generate_lead = turn.startswith(prompt) and text[:start].endswith(lead)
-    return start - len(lead) if index and can_generate_lead else start
+    up_to_answer = template.render(messages[: index + 1])
+    end = common_length(up_to_answer, template.render([*before, answer]))
+    added = up_to_answer[len(prompt) : end]
+    is_generated = up_to_answer.startswith(prompt) and text[:start].endswith(added)
+    return start - len(added) if index and is_generated else start
 
 
 def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return how many items at the start of two sequences are equal."""
+    """Return the number of equal items at the start of two sequences."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def is_target(example: np.ndarray) -> np.ndarray:
-    """Return which ids (N,) of an encoded example are targets, bool (N,): never the first."""
+    """Return a mask, bool (N,), of the targets in an encoded example (N,): never the first id."""
     return (example >= 0) & (np.arange(len(example)) > 0)
 
 
@@ -274,7 +277,7 @@ def render_with_targets(tokenizer: Tokenizer, example: np.ndarray) -> str:
 def make_encoder(tokenizer: Tokenizer, separator: str, examples: bool) -> Encoder:
     """Return an encoder of text, or with ``examples`` of examples as JSON of their turns.
 
-    The end of a document is encoded as the end of text, or as the separator without such a token.
+    A document ends with the end of text, or with the separator if there is no such token.
     """
     end = tokenizer.end_of_text
     ending = tokenizer.encode(separator) if end is None else np.array([end], np.uint32)

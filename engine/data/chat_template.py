@@ -10,7 +10,7 @@ from typing import Any
 from engine.core.errors import UserError
 from engine.core.files import read_json
 
-# Of models that are trained here, and of those with the tokens of ChatML.
+# Templates of models that are trained here, and of imported models with the tokens of ChatML.
 PLAIN_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
@@ -35,7 +35,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False
     ) -> str:
-        """Render messages as transformers does; raises UserError if the template refuses them."""
+        """Render messages as transformers does. Raises UserError if the template refuses them."""
         try:
             return _compile_template(self.source).render(
                 messages=messages,
@@ -78,7 +78,7 @@ def _compile_template(source: str) -> Any:
 
 
 def map_texts(value: Any, function: Callable[[str], str]) -> Any:
-    """Apply a function to every text of a JSON value, except to keys."""
+    """Return a JSON value in which a function is applied to every text, except to keys."""
     if isinstance(value, str):
         return function(value)
     if isinstance(value, list):
@@ -89,7 +89,7 @@ def map_texts(value: Any, function: Callable[[str], str]) -> Any:
 
 
 def read_tokenizer_config(directory: Path) -> dict[str, str]:
-    """Return the end of text and the chat templates from the files of a model's directory.
+    """Return the end of text and the chat templates that the files of a model define.
 
     Raises UserError if its files are corrupted.
     """

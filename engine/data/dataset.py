@@ -303,7 +303,7 @@ def read_split(path: Path) -> dict[str, Any]:
 
 
 class ShardWriter:
-    """Writes an array to files of at most MAX_SHARD_TOKENS, without holding it in memory."""
+    """Writes an array piece by piece, to files of at most MAX_SHARD_TOKENS numbers."""
 
     def __init__(self, folder: Path, name: str):
         self.folder = folder
@@ -313,7 +313,7 @@ class ShardWriter:
         self.num_tokens = 0  # in the open file
 
     def write(self, ids: np.ndarray) -> None:
-        """Append numbers (N,), always of the same dtype."""
+        """Append ids, or lengths, (N,), whose dtype must not change between calls."""
         while len(ids):
             if self.file is None:
                 suffix = f"-{len(self.shards)}" if self.shards else ""

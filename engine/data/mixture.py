@@ -1,4 +1,4 @@
-"""Several datasets as one: which fraction of the sequences comes from each."""
+"""Several datasets as one, of which each gives a fraction of the sequences."""
 
 import hashlib
 import math
@@ -35,8 +35,8 @@ def assign_to_datasets(
     """Return the dataset of each sequence, and its index there: (N,) each, from uint64 (N,).
 
     The first dataset has sequence n if floor((n + 1) * weight) > floor(n * weight), at index
-    floor(n * weight). The other sequences are numbered anew and assigned in the same way. So counts
-    up to any n are exact to within a few, and each dataset's indices are consecutive.
+    floor(n * weight). The other sequences are renumbered from 0 and assigned in the same way. So
+    each dataset has its fraction of the first n sequences, up to a few, at consecutive indices.
     """
 
     def scale(n: np.ndarray, weight: np.uint64) -> np.ndarray:
@@ -151,9 +151,9 @@ class Mixture:
     def explain_loss(self, val_loss: float) -> str:
         """Explain a validation loss that is worse than that of a uniform guess; else return ""."""
         uniform_loss = math.log(self.tokenizer.vocab_size)
-        if not val_loss > uniform_loss:  # nor NaN
+        if not val_loss > uniform_loss:  # also if it is NaN
             return ""
-        problems = [problem for dataset in self.datasets for problem in find_problems(dataset)]
+        problems = [problem for dataset in self.datasets for problem in find_val_problems(dataset)]
         default = "The training text is too short, or validation is of another kind."
         advice = "Train for fewer steps, or see docs/data.md for --val and --deduplicate."
         reason = " ".join(problems) or default
@@ -165,7 +165,7 @@ class Mixture:
         record = {
             "val_loss": mean_loss,
             "val_bits_per_byte": mean_loss / math.log(2) / self.bytes_per_token("val"),
-            "val_perplexity": math.exp(min(mean_loss, 700)),
+            "val_perplexity": math.exp(min(mean_loss, 700)),  # exp(710) overflows
         }
         if len(losses) > 1:
             for name, dataset, loss in zip(self.names, self.datasets, losses, strict=True):
@@ -174,19 +174,20 @@ class Mixture:
         return record
 
 
-def find_problems(dataset: Dataset) -> list[str]:
-    """Return a sentence for each reason why a dataset's validation loss says little."""
-    record = read_split(dataset.path)
+def find_val_problems(dataset: Dataset) -> list[str]:
+    """Return a sentence for each problem that makes a dataset's validation loss meaningless."""
+    split_record = read_split(dataset.path)
     num_val = dataset.manifest["splits"]["val"]["documents"]
+    num_val_distinct = split_record.get("val_distinct", num_val)
     num_repeats = dataset.manifest["facts"]["repeats"]
     problems = []
-    if record.get("val_copies"):
-        percent = f"{record['val_copies'] / max(1, num_val):.0%}"
+    if split_record.get("val_copies"):
+        percent = f"{split_record['val_copies'] / max(1, num_val):.0%}"
         problems.append(f"{percent} of the validation documents are copies of training documents.")
-    if 1 < dataset.num_documents == num_repeats + 1:
+    if num_repeats and dataset.num_documents - num_repeats == 1:
         problems.append(f"All {dataset.num_documents:,} documents are the same.")
-    elif num_repeats and record.get("val_distinct", num_val) < min(MIN_EXPECTED_DOCUMENTS, num_val):
-        texts = f"only {record['val_distinct']} different texts"
+    elif num_repeats and num_val_distinct < min(MIN_EXPECTED_DOCUMENTS, num_val):
+        texts = f"only {num_val_distinct} different texts"
         problems.append(f"The {num_val} validation documents have {texts}.")
     return problems
 

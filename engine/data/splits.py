@@ -1,4 +1,4 @@
-"""Which document belongs to train or to validation, and the units of work of a corpus."""
+"""The split of documents into train and validation, and the units of work of a corpus."""
 
 import functools
 import hashlib
@@ -18,12 +18,12 @@ from engine.data.inputs.sources import DEFAULT_ENCODING, Source, kind_of
 from engine.data.inputs.text import Notes
 
 SPLIT_NAMES = ("train", "val")
-SPLIT_VERSION = 2  # of the record of what stays in validation; before it there was none
+SPLIT_VERSION = 2  # of Corpus.record_split; older datasets have no such record
 MIN_EXPECTED_DOCUMENTS = 6  # in the smaller split; with fewer, it could be empty by chance
 MIN_UNIT_BYTES = 2**24
-MAX_UNITS = 2**12  # about: each has its own shards, and Linux maps at most some 65,000 files
+MAX_UNITS = 2**12  # roughly: each has its own shards, and Linux maps at most 65,530 files
 MIN_BATCH_CHARACTERS = 2**19  # encoded by a thread at a time, unless a unit has fewer
-MAX_WHOLE_DOCUMENT_BYTES = 2**26  # if a document cannot be encoded in pieces
+MAX_JOINED_DOCUMENT_BYTES = 2**26  # of a document that cannot be encoded in pieces
 HASH_BYTES = slice(8, 24)  # of a digest, to identify a text; the first 8 decide its split
 # For each text: its hash, its number of tokens, whether its document ends with it, and whether
 # some of it is for validation.
@@ -66,15 +66,15 @@ class Unit:
 
 @dataclass(frozen=True)
 class Rule:
-    """How documents are split into train and validation, independently of each other.
+    """Splits each document into train and validation, independently of the other documents.
 
     A document is assigned by its hash. A large document, or every document if there are few, is
-    cut: its tail is for validation. Of a document that has grown, each increment is cut.
+    cut: its tail is for validation. If a document has grown, each increment is cut.
     """
 
     val_fraction: float
     few: bool  # whether assignment by hash could leave a split empty
-    single: bool  # whether there is one document, which needs no end where it is cut
+    single: bool  # whether there is one document, which does not end where it is cut
     examples: bool  # examples are never cut
     kept: dict[str, list[int]]  # see Corpus.kept
 
@@ -88,8 +88,8 @@ class Rule:
             is_val = not self.few and hash_fraction(digest) <= self.val_fraction
             return [Piece("val" if is_val or is_kept else "train", text.text, text.ends)]
         data = text.text.encode()
-        size = len(data) if text.size is None else text.size
-        length = len(data) if text.length is None else text.length
+        size = len(data) if text.document_bytes is None else text.document_bytes
+        length = len(data) if text.piece_bytes is None else text.piece_bytes
         earlier_sizes = self._earlier_sizes.get(size, [])
         ends_at_cut = not self.single or bool(earlier_sizes)
         pieces: list[Piece] = []
@@ -109,7 +109,7 @@ class Rule:
 
     @functools.cached_property
     def _earlier_sizes(self) -> dict[int, list[int]]:
-        """The earlier sizes of documents that have grown, by their size."""
+        """The earlier sizes of documents that have grown, by their present size."""
         return {sizes[-1]: sizes[:-1] for sizes in self.kept.values() if len(sizes) > 1}
 
     def _ranges(self, sizes: list[int]) -> Iterator[tuple[str, int]]:
@@ -123,8 +123,8 @@ class Corpus:
     """The documents of sources, in order.
 
     Attributes:
-        kept: what must stay in validation, as the last version of the dataset recorded it: by hash
-            each document that was cut, with the sizes it had, or few examples, without sizes.
+        kept: hash → sizes, of texts that must stay in validation, as the previous version of the
+            dataset recorded them. A document that was cut has its sizes so far; an example, none.
     """
 
     def __init__(
@@ -134,9 +134,9 @@ class Corpus:
         val_sources: Sequence[Source] = (),
         kept: dict[str, list[int]] | None = None,
     ):
-        """Read documents only until it is certain whether there are few.
+        """Read documents until it is certain whether there are few.
 
-        With ``val_sources``, validation has their documents, and train all others.
+        If there are ``val_sources``, their documents are for validation, and all others for train.
         """
         self.groups = [group for group in (sources, val_sources) if group]
         self.sources = [*sources, *val_sources]
@@ -151,12 +151,12 @@ class Corpus:
 
     @functools.cached_property
     def rule(self) -> Rule:
-        """The rule, for which a text that could have grown is read."""
+        """The rule of the split. Reads the texts if documents may have grown."""
         kept = self.kept
         if self.examples and self.few:
-            kept = self._choose_few()
+            kept = self._choose_val_examples()
         elif kept and not self.examples:
-            kept = self.cut_documents()
+            kept = self.find_cut_documents()
         return Rule(self.val_fraction, self.few, self.single, self.examples, kept)
 
     def _has_few_documents(self) -> bool:
@@ -172,19 +172,19 @@ class Corpus:
             else:
                 yield count
 
-    def _choose_few(self) -> dict[str, list[int]]:
-        """Return about val_fraction of few examples, by hash: at least one, not all."""
+    def _choose_val_examples(self) -> dict[str, list[int]]:
+        """Choose about val_fraction of few examples by their hashes: at least one, but not all."""
         digests = sorted({digest_of(text) for text in self.texts()})
         hashes = [digest[HASH_BYTES].hex() for digest in digests]
-        hashes.sort(key=lambda digest: digest not in self.kept)  # a stable sort: first those
+        hashes.sort(key=lambda digest: digest not in self.kept)  # stable: kept ones first
         count = min(max(1, round(self.val_fraction * len(hashes))), len(hashes) - 1)
         num_kept = sum(digest in self.kept for digest in hashes)
         return {digest: [] for digest in hashes[: max(count, num_kept, 0)]}
 
-    def cut_documents(self) -> dict[str, list[int]]:
-        """Return the sizes that each document that is cut has had, by its hash.
+    def find_cut_documents(self) -> dict[str, list[int]]:
+        """Return the earlier sizes and the size of each document that is cut, by its hash.
 
-        Of many documents, only those are cut that were few before, or that start with one of them.
+        Of many documents, only those are cut that start with a document that was cut before.
         """
         documents = {}
         sizes = {size for sizes in self.kept.values() for size in sizes}
@@ -197,14 +197,14 @@ class Corpus:
         return documents
 
     def record_split(self) -> dict[str, Any]:
-        """Return what is recorded for the next version of the dataset."""
+        """Return the record of the split, for the next version of the dataset."""
         needs_sizes = self.few and not self.examples and not self.kept
-        kept = self.cut_documents() if needs_sizes else self.rule.kept
+        kept = self.find_cut_documents() if needs_sizes else self.rule.kept
         return {"version": SPLIT_VERSION, "val_fraction": self.val_fraction, "kept": kept}
 
     @property
     def is_plain(self) -> bool:
-        """Whether the sources have about the size of their text."""
+        """Whether the sizes of the sources are about those of their texts."""
         return not any(
             source.compression
             or source.encoding != DEFAULT_ENCODING
@@ -257,23 +257,23 @@ def make_units(sources: Sequence[Source], split: str = "", first: int = 0) -> li
 
 
 def make_batches(
-    units: Iterable[Unit], whole_documents: bool = False
+    units: Iterable[Unit], join_pieces: bool = False
 ) -> Iterator[tuple[Unit, list[Text]]]:
-    """Yield texts to encode together, after their unit: at least one batch for each unit.
+    """Yield (unit, texts to encode together), at least once for each unit.
 
-    With whole_documents no document is in two batches; raises UserError if one is too large.
+    With join_pieces, each document is in one batch. Raises UserError for one that is too large.
     """
     for unit in units:
         texts: list[Text] = []
         num_characters = 0
         for text in unit.texts():
-            if whole_documents and (text.size or 0) > MAX_WHOLE_DOCUMENT_BYTES:
-                limit = f"this one is for documents of up to {MAX_WHOLE_DOCUMENT_BYTES:,} bytes"
+            if join_pieces and (text.document_bytes or 0) > MAX_JOINED_DOCUMENT_BYTES:
+                limit = f"can encode documents of at most {MAX_JOINED_DOCUMENT_BYTES:,} bytes"
                 advice = "Split the document, or use --tokenizer bpe."
-                raise UserError(f"--tokenizer: {limit} (got {text.size:,}). {advice}")
+                raise UserError(f"--tokenizer: {limit} (got {text.document_bytes:,}). {advice}")
             texts.append(text)
             num_characters += len(text.text) + 1
-            can_end = text.ends or not whole_documents
+            can_end = text.ends or not join_pieces
             if num_characters >= MIN_BATCH_CHARACTERS and can_end:
                 yield unit, texts
                 texts = []
@@ -282,7 +282,7 @@ def make_batches(
 
 
 def source_versions(sources: Iterable[Source]) -> list[tuple[str, int, str]]:
-    """Return the name, size and version of each source; none if a version is unknown."""
+    """Return (name, size, version) of each source; an empty list if a version is unknown."""
     versions = [(PurePath(source.name).name, *source.info) for source in sources]
     return versions if all(version for _, _, version in versions) else []
 
@@ -299,12 +299,12 @@ def hash_fraction(digest: bytes) -> float:
 
 
 def hash_prefixes(texts: Iterable[Text], sizes: Collection[int]) -> Iterator[list[tuple[int, str]]]:
-    """Yield for each document the size and hash of its prefixes of given sizes, then of itself."""
+    """Yield for each document (size, hash) of its prefixes of these sizes, then of itself."""
     content = hashlib.blake2b()
     hashes = []
     for text in texts:
         data = text.text.encode()
-        length = len(data) if text.length is None else text.length
+        length = len(data) if text.piece_bytes is None else text.piece_bytes
         end = text.offset + length
         start = 0
         for size in [*sorted(size for size in sizes if text.offset < size < end), end]:
@@ -320,7 +320,7 @@ def hash_prefixes(texts: Iterable[Text], sizes: Collection[int]) -> Iterator[lis
 
 
 def content_hash(units: Iterable[Unit], texts: Iterable[np.ndarray]) -> str:
-    """Hash the texts of units, a TEXT_DTYPE array (N,) each; separately if they have a split."""
+    """Hash the texts of units, TEXT_DTYPE arrays (N,), separately for each Unit.split."""
     content: dict[str, Any] = {}
     for unit, rows in zip(units, texts, strict=True):
         digest = content.setdefault(unit.split, hashlib.blake2b(digest_size=16))
@@ -329,7 +329,7 @@ def content_hash(units: Iterable[Unit], texts: Iterable[np.ndarray]) -> str:
 
 
 def sum_documents(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Add up texts (N,) of TEXT_DTYPE: hashes, tokens and ``val`` of documents, (M,) each."""
+    """Return hash, tokens and ``val`` of documents, (M,) each, from TEXT_DTYPE (N,) of texts."""
     ends = np.flatnonzero(texts["ends"])
     if not len(ends):
         return np.empty(0, "V16"), np.empty(0, np.uint64), np.empty(0, bool)
@@ -341,7 +341,7 @@ def sum_documents(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 
 def find_repeats(units: list[np.ndarray]) -> list[frozenset[int]]:
-    """Return the numbers of each unit's documents that repeat an earlier one of any unit."""
+    """Return the numbers of each unit's documents that repeat an earlier document of any unit."""
     hashes = [sum_documents(texts)[0] for texts in units]
     is_repeat = np.ones(sum(map(len, hashes)), bool)
     is_repeat[np.unique(np.concatenate(hashes), return_index=True)[1]] = False

@@ -100,7 +100,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def encode_after_special(self, text: str) -> np.ndarray:
-        """Return the ids of a text that follows a special token."""
+        """Return the ids of a text that follows a special token, uint32 (N,)."""
         return self.encode(text)
 
     def decode_bytes(self, ids: TokenIds) -> bytes:
@@ -221,7 +221,7 @@ class HuggingFaceTokenizer(Tokenizer):
         decoder = json.dumps(document.get("decoder"))
         self.is_byte_level = '"ByteLevel"' in decoder
         self.has_byte_fallback = '"ByteFallback"' in decoder
-        self.inner: HuggingFaceTokenizer | None = None  # for texts after special tokens
+        self.without_space: HuggingFaceTokenizer | None = None  # see encode_after_special
         self.context: list[int] = []  # an id to decode others after, see _bytes_of
         try:
             letter = self.encode("a").tolist()
@@ -231,15 +231,15 @@ class HuggingFaceTokenizer(Tokenizer):
         self.adds_leading_space = self.decode_bytes(letter).startswith(b" ")
 
     def encode_after_special(self, text: str) -> np.ndarray:
-        """Return the ids of a text, without a space that only the first text gets."""
-        document = self.document
-        words = document.get("pre_tokenizer") or {}
-        if words.get("prepend_scheme") != "first":
+        """Return the ids of a text, without the space that encode may put before it."""
+        pre_tokenizer = self.document.get("pre_tokenizer") or {}
+        if pre_tokenizer.get("prepend_scheme") != "first":
             return self.encode(text)
-        if self.inner is None:
-            words = words | {"prepend_scheme": "never"}
-            self.inner = HuggingFaceTokenizer(document | {"pre_tokenizer": words})
-        return self.inner.encode(text)
+        if self.without_space is None:
+            pre_tokenizer = pre_tokenizer | {"prepend_scheme": "never"}
+            document = self.document | {"pre_tokenizer": pre_tokenizer}
+            self.without_space = HuggingFaceTokenizer(document)
+        return self.without_space.encode(text)
 
     def _encode(self, text: str) -> np.ndarray:
         text.encode()
@@ -290,10 +290,10 @@ def from_document(document: Document) -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json, of any origin.
+    """Load a tokenizer.json, of this project or of a model of transformers.
 
-    A ``tokenizer_config.json`` beside it determines the end of text and the chat template. Raises
-    UserError if a file is corrupted or unsupported.
+    The files beside it, such as ``tokenizer_config.json``, determine the end of text and the chat
+    template of a model. Raises UserError if a file is corrupted or unsupported.
     """
     document = read_json(path)
     try:

@@ -293,13 +293,13 @@ def tiktoken_form(document: Document) -> tuple[dict[str, int], str] | None:
 
 
 def _pattern_of(document: Document) -> str | None:
-    """Return tiktoken's pattern for the same words, or None.
+    """Return the pattern with which tiktoken splits text into the same words; None if unknown.
 
-    The tests verify that both regex engines agree on these patterns.
+    The tests verify that the regex engines of both libraries agree on these patterns.
     """
-    words = document.get("pre_tokenizer") or {}
-    steps = words.get("pretokenizers") or [words]
-    # Older files omit use_regex. Offsets of tokens are not used here.
+    pre_tokenizer = document.get("pre_tokenizer") or {}
+    steps = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
+    # Older files omit use_regex, and trim_offsets does not change the words.
     steps = [*steps[:-1], {"use_regex": True} | steps[-1] | {"trim_offsets": True}]
     if steps == [BYTE_LEVEL_WORDS]:
         return SPLIT_PATTERNS["gpt2"]

@@ -1,4 +1,4 @@
-"""Tokenizers made from text: its characters, or a byte-level BPE."""
+"""Tokenizers trained on text: its characters, or a byte-level BPE."""
 
 import itertools
 import json
@@ -16,8 +16,8 @@ from engine.data.tokenizer_json import SPECIAL_TOKENS, SPLIT_PATTERNS, bpe_docum
 MIN_BPE_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 MIN_CHOSEN_VOCAB_SIZE = 1024
 MAX_CHOSEN_VOCAB_SIZE = 8192
-MAX_TRAINER_CHARACTERS = 2**16  # of a string for the BPE trainer, to limit its memory
-# Pattern, or kind of tokenizer → llama.cpp's name for how it splits text into words.
+MAX_TRAINER_CHARACTERS = 2**16  # of one string for the BPE trainer, to limit its memory
+# Pattern, or kind of tokenizer → llama.cpp's name of the pre-tokenizer.
 PRE_TOKENIZER_NAMES = {
     SPLIT_PATTERNS["gpt2"]: "gpt-2",
     SPLIT_PATTERNS["llama3"]: "llama-bpe",
@@ -29,7 +29,7 @@ PRE_TOKENIZER_NAMES = {
 
 
 def train_char_tokenizer(texts: Iterable[str], separator: str) -> Tokenizer:
-    """Return a tokenizer of all characters of the texts and the separator, in code point order."""
+    """Return a tokenizer of the characters of the texts and the separator, in code point order."""
     characters = set(separator)
     for text in texts:
         characters.update(text)
@@ -125,7 +125,7 @@ def _fits(corpus: Corpus, max_bytes: int) -> bool:
 
 
 def pre_tokenizer_name(tokenizer: Tokenizer) -> str | None:
-    """Return llama.cpp's name for how a tokenizer splits text into words, or None."""
+    """Return llama.cpp's name of a tokenizer's pre-tokenizer; None if it has none."""
     if not isinstance(tokenizer, BPETokenizer):
         return None
     names = PRE_TOKENIZER_NAMES
@@ -133,7 +133,7 @@ def pre_tokenizer_name(tokenizer: Tokenizer) -> str | None:
 
 
 def export_note(tokenizer: Tokenizer) -> str:
-    """Return what to choose instead of a tokenizer that GGUF files cannot hold; "" for others."""
+    """Return advice for a tokenizer that is unsupported in GGUF files; "" for others."""
     if pre_tokenizer_name(tokenizer):
         return ""
     patterns = [name for name, regex in SPLIT_PATTERNS.items() if regex in PRE_TOKENIZER_NAMES]

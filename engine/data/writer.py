@@ -47,9 +47,9 @@ class Batch:
 
 
 def encode_batch(
-    texts: Iterable[Text], unit_split: str, rule: Rule, encode: Encoder, whole_documents: bool
+    texts: Iterable[Text], unit_split: str, rule: Rule, encode: Encoder, join_pieces: bool
 ) -> Batch:
-    """Split, hash and encode texts; with whole_documents, join each document's texts first."""
+    """Split, hash and encode texts; with join_pieces, join the texts of each document first."""
     batch = Batch()
     pieces: list[Piece] = []
     for text in texts:
@@ -57,7 +57,7 @@ def encode_batch(
         pieces += rule.pieces(text, digest, unit_split)
         is_val = any(piece.split == "val" for piece in pieces)
         num_tokens = 0
-        if text.ends or not whole_documents:
+        if text.ends or not join_pieces:
             for split, group in itertools.groupby(pieces, key=attrgetter("split")):
                 _, contents, ends = zip(*group, strict=True)
                 content = "".join(contents)
@@ -76,13 +76,13 @@ def encode_batch(
 
 @dataclass(frozen=True)
 class Job:
-    """How units are encoded, in any process."""
+    """How a process, on this or another machine, encodes units."""
 
     folder: Path  # for the files of units, and tokenizer.json
     rule: Rule
     separator: str  # ends a document where the tokenizer has no token for it
     vocab_size: int
-    settings: str  # all other settings that the shards depend on
+    settings: str  # JSON of all other settings that the shards depend on
 
     @property
     def dtype(self) -> str:
@@ -111,14 +111,14 @@ class Job:
 
 def map_in_order(function: Callable, items: Iterable[tuple], num_threads: int) -> Iterator[Any]:
     """Yield the results of function(*item) in order; threads compute a few items ahead."""
-    waiting: deque[Future] = deque()
+    pending: deque[Future] = deque()
     with ThreadPoolExecutor(num_threads) as pool:
         for item in items:
-            waiting.append(pool.submit(function, *item))
-            if len(waiting) > 2 * num_threads:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+            pending.append(pool.submit(function, *item))
+            if len(pending) > 2 * num_threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 def encode_units(
@@ -127,18 +127,19 @@ def encode_units(
     threads: int | None = None,
     advance: Callable[[int], Any] = lambda num_characters: None,
 ) -> int:
-    """Encode units in order, by ``threads`` threads; None: one for each core.
+    """Encode units in order with ``threads`` threads; None: one for each core.
 
-    Threads suffice: tiktoken and NumPy release Python's lock. Returns the size of the sources.
+    Threads suffice, because tiktoken and NumPy release Python's lock. ``advance`` gets the number
+    of characters of each batch. Returns the size of the sources in bytes.
     """
     tokenizer = load_tokenizer(job.folder / "tokenizer.json")
-    whole_documents = not tokenizer.can_encode_pieces
+    join_pieces = not tokenizer.can_encode_pieces
     encoder = make_encoder(tokenizer, job.separator, job.rule.examples)
 
     def encode(unit: Unit, texts: list[Text]) -> tuple[Unit, Batch]:
-        return unit, encode_batch(texts, unit.split, job.rule, encoder, whole_documents)
+        return unit, encode_batch(texts, unit.split, job.rule, encoder, join_pieces)
 
-    items = splits.make_batches(units, whole_documents)
+    items = splits.make_batches(units, join_pieces)
     batches = map_in_order(encode, items, threads or os.cpu_count() or 1)
     for unit, group in itertools.groupby(batches, key=itemgetter(0)):
         write_unit(job, unit, (batch for _, batch in group), advance)
@@ -167,24 +168,23 @@ def write_unit(
         advance(batch.num_characters)
     shards = {name: writer.close() for name, writer in writers.items()}
     record = {"key": job.key(unit), "counts": counts, "shards": shards, "notes": unit.notes}
-    facts = files.to_json(record)
     partial = job.folder / f".partial-{unit.number:05d}.npz"
-    np.savez(partial, facts=facts, texts=np.concatenate(texts), used=used)
+    np.savez(partial, facts=files.to_json(record), texts=np.concatenate(texts), used=used)
     files.fsync(partial)
     partial.replace(job.record_path(unit))
 
 
 def encode_on_ray(job: Job, units: Sequence[Unit], address: str) -> Iterator[int]:
-    """Encode units as tasks of Ray. Yields the size of each finished unit.
+    """Encode units as tasks of Ray. Yields the size in bytes of each finished unit.
 
-    ``address`` is local, local:4 (workers), or the address of a cluster, whose machines need this
+    ``address`` is local, local:4 (workers), or that of a running cluster, whose machines need this
     project, the sources and the output at the same paths. Raises UserError if it is unreachable.
     """
     ray = import_optional("ray", f"--ray {address}", extra="ray")
     local = re.fullmatch("local(?::([1-9][0-9]*))?", address)
     host = None if local else re.fullmatch(r"(?:ray://)?(.*):([0-9]+)", address)
     with wrap_errors(f"--ray {address}", "Give local, local:4 (workers) or a running cluster."):
-        if host:  # Ray would try for minutes
+        if host:  # fail now: Ray would retry for minutes
             socket.create_connection((host[1], int(host[2])), RAY_TIMEOUT_SECONDS).close()
         ray.init(
             address="local" if local else address,
@@ -196,9 +196,9 @@ def encode_on_ray(job: Job, units: Sequence[Unit], address: str) -> Iterator[int
         )
     try:
         task = ray.remote(num_cpus=1, max_retries=MAX_RAY_RETRIES)(encode_units)
-        waiting = [task.remote(job, [unit], threads=1) for unit in units]
-        while waiting:
-            (finished, *_), waiting = ray.wait(waiting)
+        pending = [task.remote(job, [unit], threads=1) for unit in units]
+        while pending:
+            (finished,), pending = ray.wait(pending)
             yield ray.get(finished)
     except ray.exceptions.RayTaskError as error:  # raised by encode_units
         raise error.cause from None
@@ -247,7 +247,7 @@ def write_dataset(
             origin = {"content": splits.content_hash(units, texts), **origin}
             repeats = splits.find_repeats(texts)
             units = [replace(unit, dropped=repeats[unit.number]) for unit in units]
-        encode_missing(job, units, corpus.is_plain, threads, ray)
+        encode_missing_units(job, units, corpus.is_plain, threads, ray)
         manifest = make_manifest(job, units, origin)
         split_record = {**corpus.record_split(), **manifest.pop("val_facts")}
     except BaseException as error:
@@ -266,17 +266,13 @@ def write_dataset(
     shutil.rmtree(folder)
 
 
-def encode_missing(
+def encode_missing_units(
     job: Job, units: Sequence[Unit], is_plain: bool, threads: int | None, ray: str | None
 ) -> None:
     """Remove all files that do not belong to a finished unit, and encode the missing units."""
-    missing = []
-    valid_names = {"tokenizer.json"}
-    for unit in units:
-        names = find_files(job, unit)
-        valid_names.update(names)
-        if not names:
-            missing.append(unit)
+    names = {unit.number: list_unit_files(job, unit) for unit in units}
+    missing = [unit for unit in units if not names[unit.number]]
+    valid_names = {"tokenizer.json", *itertools.chain(*names.values())}
     for path in job.folder.iterdir():
         if path.name not in valid_names:
             path.unlink()
@@ -289,8 +285,8 @@ def encode_missing(
             encode_units(job, missing, threads, bar.update)
 
 
-def find_files(job: Job, unit: Unit) -> list[str]:
-    """Return the names of a finished unit's files; none if they are missing or outdated."""
+def list_unit_files(job: Job, unit: Unit) -> list[str]:
+    """List the files of a finished unit; none if one of them is missing, damaged or outdated."""
     key = job.key(unit)
     if not key or not job.record_path(unit).exists():
         return []
@@ -304,7 +300,7 @@ def find_files(job: Job, unit: Unit) -> list[str]:
 
 
 def make_manifest(job: Job, units: Sequence[Unit], origin: dict[str, Any]) -> dict[str, Any]:
-    """Join the records of all units. Raises UserError if a split is too short."""
+    """Make the manifest from the records of units. Raises UserError if a split is too short."""
     records = []
     used = np.zeros(job.vocab_size, bool)
     for unit in units:
@@ -328,7 +324,7 @@ def make_manifest(job: Job, units: Sequence[Unit], origin: dict[str, Any]) -> di
         "format": dataset.FORMAT_VERSION,
         "vocab_size": job.vocab_size,
         "dtype": job.dtype,
-        "splits": {split: join_split(split, records, facts) for split in SPLIT_NAMES},
+        "splits": {split: split_entry(split, records, facts) for split in SPLIT_NAMES},
         "origin": {"content": splits.content_hash(units, texts), **origin},
         "facts": facts,
         "val_facts": {
@@ -338,7 +334,7 @@ def make_manifest(job: Job, units: Sequence[Unit], origin: dict[str, Any]) -> di
     }
 
 
-def join_split(split: str, records: list[dict[str, Any]], facts: dict[str, Any]) -> dict[str, Any]:
+def split_entry(split: str, records: list[dict[str, Any]], facts: dict[str, Any]) -> dict[str, Any]:
     """Return a split's entry in the manifest. Raises UserError if the split is too short."""
     counts = sum((Counter(record["counts"][split]) for record in records), Counter())
     if counts["tokens"] < 2:

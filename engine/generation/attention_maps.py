@@ -75,7 +75,7 @@ def token_labels(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 def draw_attention(
     maps: np.ndarray, labels: Sequence[str], path: Path, layer: int | None = None
 ) -> None:
-    """Draw attention maps (L, H, T, T) as a PNG: the heads of one layer, or a grid of all layers.
+    """Draw attention maps (L, H, T, T) as a PNG: the heads of one layer, or all in a grid.
 
     A row of a map is a query's token, and a column a key's; the weights of a row sum to 1.
     """

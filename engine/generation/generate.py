@@ -1,4 +1,4 @@
-"""Generation: token by token, for prompts of one length, or of many in batches."""
+"""Generation token by token, for prompts of equal length or, in batches, of any lengths."""
 
 import math
 from collections.abc import Container, Iterator, Sequence
@@ -18,8 +18,8 @@ from model import GPT
 def window_start(length: int, context_length: int) -> int:
     """Return where the context of the next token starts in ``length`` tokens.
 
-    The context grows to context_length, then drops its older half and grows again: a cache stays
-    valid meanwhile.
+    The context grows to context_length, then drops its older half and grows again, so that a cache
+    stays valid meanwhile.
     """
     stride = (context_length + 1) // 2
     num_excess = max(0, length - context_length)
@@ -56,7 +56,7 @@ class Sequences:
         self.tokens = torch.cat((self.tokens, tokens), dim=1)
 
     def select(self, rows: Tensor) -> None:
-        """Keep these sequences, (N,) indices, in this order; an index may be repeated."""
+        """Keep the sequences of these indices (N,), in this order; an index may be repeated."""
         self.tokens = self.tokens[rows]
         for cache in self.caches:
             cache.select(rows)
@@ -87,7 +87,7 @@ def generate(
 ) -> Iterator[Tensor]:
     """Continue prompts (B, T) or a prompt (T,), T ≥ 1: yield next ids (B,), max_new_tokens times.
 
-    Banned ids are never chosen. Decoding without the cache is the slow definition.
+    Banned ids are never chosen. Decoding without a cache is slow, and defines the result.
     """
     max_length = prompt.shape[-1] + max_new_tokens
     tokens = prompt.view(-1, prompt.shape[-1])
@@ -104,8 +104,8 @@ def generate(
 def initial_tokens(tokenizer: Tokenizer, num_documents: int) -> list[int]:
     """Return the ids that replace an empty prompt.
 
-    They are the end of text if the model was trained on several documents, else a newline, or the
-    first id if the tokenizer has none.
+    They are the end of text if the model was trained on several documents. Otherwise they are a
+    newline, or the first id if the tokenizer has none.
     """
     if tokenizer.end_of_text is not None and num_documents > 1:
         return [tokenizer.end_of_text]
@@ -116,13 +116,13 @@ def initial_tokens(tokenizer: Tokenizer, num_documents: int) -> list[int]:
 
 
 def banned_tokens(tokenizer: Tokenizer, model: GPT, ends: Container[int] = ()) -> list[int]:
-    """List the model's ids that neither occur in text nor end it."""
+    """List the ids of the model that neither occur in text nor end it."""
     padding = range(tokenizer.vocab_size, model.config.vocab_size or 0)
     return [token for token in [*tokenizer.unused_ids(), *padding] if token not in ends]
 
 
 @torch.inference_mode()
-def complete(
+def complete_streams(
     model: GPT,
     streams: Sequence[TextStream],
     batch_size: int = 1,
@@ -150,8 +150,8 @@ def complete(
         tokens = torch.empty(len(rows), 0, dtype=torch.long, device=device)
         max_length = max(len(prompts[index]) + streams[index].max_tokens for index in rows)
         sequences = Sequences(model, tokens, max_length, banned, use_cache)
-        # All rows start at position 0, so that they need no masks. While a row's prompt continues,
-        # its tokens replace the drawn ones, as in the code of Touvron et al. 2023.
+        # All rows start at position 0, so that they need no masks. Until a row's prompt ends, its
+        # tokens replace the drawn ones, as in the code of Touvron et al. 2023.
         while active := [index for index in rows if not streams[index].ended]:
             shortest = min(len(prompts[index]) for index in active)
             if 2 * len(active) <= len(rows) or shortest > sequences.length:

@@ -29,9 +29,9 @@ def complete_file(
     stop: Sequence[str],
     **options: Unpack[DecodingOptions],
 ) -> None:
-    """Write the lines of a file, each with its completion, and print the speed.
+    """Write the objects of a file, each with its completion, and print the speed.
 
-    Raises UserError for an unsuitable line, before anything is generated or written.
+    Raises UserError for an unsuitable line, before any text is generated or written.
     """
     if target.exists():
         raise UserError(f"--out: already exists (got {target}). Remove it, or choose another.")
@@ -62,7 +62,7 @@ def complete_file(
 
 
 def read_lines(path: Path) -> Iterator[tuple[Path, Any]]:
-    """Yield each JSON value of a file, after its location: the path and the line's number."""
+    """Yield (location, value) of each line of JSON; the location is path and line number."""
     for number, line in enumerate(path.read_bytes().removeprefix(BOM_UTF8).split(b"\n"), 1):
         if line.strip():
             location = Path(f"{path}, line {number}")
@@ -76,7 +76,7 @@ def encode_record(
 
     Raises UserError or UnicodeEncodeError.
     """
-    to_json(record).encode()  # JSON may contain half of a character
+    to_json(record).encode()  # JSON can spell half of a surrogate pair
     if not isinstance(record, dict):
         raise UserError(f"must be a JSON object (got {to_json(record)[:40]}).")
     if "completion" in record:
@@ -95,5 +95,5 @@ def parse_question(record: dict[str, Any], tokenizer: Tokenizer) -> list[Turn]:
     """Return the turns of a chat to answer. Raises UserError unless the last is a question."""
     turns = parse_messages(find_messages(record), own_template(tokenizer))
     if turns[-1][0] == "assistant":
-        raise UserError("'messages' must end with a question. Remove the assistant's last one.")
+        raise UserError("'messages' must end with a question. Remove the assistant's last message.")
     return turns

@@ -1,4 +1,4 @@
-"""Sampling: logits → the weights of the next token → a drawn token."""
+"""Sampling: logits → weights of the next token → a drawn token."""
 
 import hashlib
 import math
@@ -14,7 +14,7 @@ from engine.core.errors import UserError
 
 MIN_TEMPERATURE = 1e-4  # below it the most likely token is chosen
 NUM_FIRST_CANDIDATES = 256  # for top_p; sorting a large vocabulary takes 20 times as long
-TOP_P_RELATIVE_ROUNDING = 2**-23  # a probability that is this close to top_p reaches it
+TOP_P_RELATIVE_ROUNDING = 2**-23  # a total probability this close to top_p reaches it
 LOW_32_BITS = 2**32 - 1
 # Of SplitMix64 (Steele et al. 2014), as int64.
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - 2**64
@@ -66,9 +66,9 @@ def check_finite(logits: Tensor) -> None:
 
 
 def penalize_repetition(logits: Tensor, tokens: Tensor, penalty: float) -> Tensor:
-    """Make tokens (B, T) that occurred less likely, by their logits in (B, V).
+    """Return logits (B, V) in which the tokens (B, T) that occurred are less likely.
 
-    Positive logits are divided by the penalty, negative ones multiplied (Keskar et al. 2019).
+    Their positive logits are divided by the penalty, negative ones multiplied (Keskar et al. 2019).
     """
     scores = logits.gather(-1, tokens)
     return logits.scatter(-1, tokens, torch.where(scores < 0, scores * penalty, scores / penalty))
@@ -84,7 +84,7 @@ def filter_logits(
     """Return sampling weights and their token ids: logits (B, V) → (B, K) twice.
 
     A temperature of 0 is greedy. In this order, top_k keeps the k most likely tokens (None: all),
-    top_p the fewest of them with a total probability of p (Holtzman et al. 2020), and min_p those
+    top_p the fewest of these with a total probability of p (Holtzman et al. 2020), and min_p those
     at least min_p times as likely as the most likely one (Nguyen et al. 2024). Of equally likely
     tokens, the lowest ids are kept. Other tokens have weight 0; the largest weight is 1.
     """
@@ -98,19 +98,19 @@ def filter_logits(
         ids = torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
         weights = logits.exp()
     else:
-        weights, ids = keep_likely(logits, top_k, top_p)
+        weights, ids = keep_likely_tokens(logits, top_k, top_p)
     if min_p > 0:
         weights = weights.masked_fill(weights < min_p, 0)
     return weights, ids
 
 
-def keep_likely(logits: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]:
-    """Return the weights and ids after top_k and top_p, descending: (B, V) → (B, K) twice.
+def keep_likely_tokens(logits: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]:
+    """Return weights and ids after top_k and top_p, most likely first: (B, V) → (B, K) twice.
 
     The largest logit of each row must be 0.
     """
     vocab_size = logits.shape[-1]
-    # Keys to sort by: a float32 of at least 0 has the order of its bits; equal ones follow by id.
+    # Sort keys: nonnegative float32 numbers are ordered as their bits. Ties are ordered by id.
     keys = logits.abs().view(torch.int32).long() << 32
     keys += torch.arange(vocab_size, device=logits.device)
     dtype = torch.float32 if logits.is_mps else torch.float64
@@ -132,7 +132,7 @@ def keep_likely(logits: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor
 def row_seeds(seed: int, prompts: Iterable[Sequence[int]]) -> list[int]:
     """Return the seed of each prompt, which does not depend on other prompts of a batch.
 
-    It depends on the ids, and on the number of equal prompts before: samples of one prompt differ.
+    It depends on the ids, and on the number of equal prompts before: samples of a prompt differ.
     """
     num_equal: Counter[bytes] = Counter()
     seeds = []
@@ -145,9 +145,9 @@ def row_seeds(seed: int, prompts: Iterable[Sequence[int]]) -> list[int]:
 
 
 def exponential_noise(draws: Sequence[tuple[int, int]], ids: Tensor) -> Tensor:
-    """Return variables with the distribution Exponential(1), a pure function of draw and id.
+    """Return samples of Exponential(1), (B, K), a pure function of draws and ids (B, K).
 
-    A draw is the seed of a row and its number of drawn tokens; ids are (B, K), as is the result.
+    A draw (seed, step) is the seed of a row, and the number of tokens drawn for it before.
     """
     starts = [(seed + GOLDEN_GAMMA * (step << 32)) % 2**64 for seed, step in draws]
     state = torch.from_numpy(np.array(starts, np.uint64).view(np.int64)).to(ids.device)[:, None]
@@ -167,9 +167,9 @@ def sample_token(
 ) -> Tensor:
     """Draw the next token of each row: logits (B, V) after tokens (B, T) → (B,).
 
-    The largest weight / noise belongs to an id with a probability in proportion to its weight. As
-    each id has its own noise, a batch that rounds logits differently hardly ever changes a token.
-    Draws are those of :func:`exponential_noise`.
+    The id of the largest weight / noise is drawn: its probability is proportional to its weight.
+    As each id has noise of its own, a batch that rounds logits differently rarely changes a token.
+    ``draws`` are those of :func:`exponential_noise`.
     """
     if repetition_penalty != 1:
         logits = penalize_repetition(logits, tokens, repetition_penalty)

@@ -13,7 +13,7 @@ from engine.core.errors import UserError
 from engine.data.chat import Turn, common_length, encode_chat, keys_of, stop_ids
 from engine.data.tokenizer import Tokenizer
 from engine.generation.beam_search import search_text
-from engine.generation.generate import complete
+from engine.generation.generate import complete_streams
 from engine.generation.sampling import (
     DEFAULT_OPTIONS,
     DecodingOptions,
@@ -38,7 +38,7 @@ class TextGenerator:
     initial_tokens: list[int]  # replace an empty prompt
     is_chat_model: bool = False
     should_compile: bool = False
-    has_system_turns: bool = True  # whether the model was trained on some, as far as it is recorded
+    has_system_turns: bool = True  # whether the training chats had any; True if unknown
     max_length: int = field(default=0, init=False)  # of texts so far, in tokens with their prompts
 
     @property
@@ -47,7 +47,7 @@ class TextGenerator:
 
     @property
     def ends(self) -> list[int]:
-        """The ids that end a text, beside the end of text."""
+        """The ids that end a text, besides the end of text."""
         return stop_ids(self.tokenizer) if self.is_chat_model else []
 
     @cached_property
@@ -79,7 +79,7 @@ class TextGenerator:
     def generate_samples(
         self, num_samples: int, prompt: str = "", **options: Unpack[TextOptions]
     ) -> list[str]:
-        """Return several texts after one prompt; the first is that of :meth:`generate`."""
+        """Return ``num_samples`` texts after one prompt; the first is that of :meth:`generate`."""
         prompts = [self.encode_prompt(prompt)] * num_samples
         texts = [""] * num_samples
         for index, text in self._complete(prompts, self.ends, **options):
@@ -120,7 +120,7 @@ class TextGenerator:
         if num_beams:
             yield from enumerate(search_text(self.decoder, stream, num_beams) for stream in streams)
         else:
-            yield from complete(self.decoder, streams, batch_size, **options)
+            yield from complete_streams(self.decoder, streams, batch_size, **options)
         lengths = [len(stream.prompt) + stream.num_tokens for stream in streams]
         self.max_length = max([self.max_length, *lengths])
 

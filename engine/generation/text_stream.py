@@ -1,4 +1,4 @@
-"""Streaming: token ids → text, without broken characters and stop texts."""
+"""Streaming: token ids → text, without incomplete characters and stop texts."""
 
 import codecs
 import sys
@@ -8,7 +8,7 @@ from engine.data.tokenizer import Tokenizer
 
 
 class TextStream:
-    """Turns the tokens after a prompt into text, each piece as soon as it is certain."""
+    """Turns the tokens after a prompt into text, as soon as later tokens cannot change it."""
 
     def __init__(
         self,
@@ -34,12 +34,12 @@ class TextStream:
         starts_text = not prompt or prompt[-1] in tokenizer.special_tokens.values()
         self.drops_space = tokenizer.adds_leading_space and starts_text
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.pending = ""  # may be the beginning of a stop text
+        self.pending = ""  # may start a stop text
         self.num_tokens = 0
         self.ended = False
 
     def push(self, token: int) -> str:
-        """Add a token, and return the text that is certain now."""
+        """Add a token, and return the new text that later tokens cannot change."""
         if self.ended:
             return ""
         self.num_tokens += 1

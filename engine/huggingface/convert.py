@@ -52,11 +52,11 @@ def tensor_layout(names: Iterable[str], family: Family) -> dict[str, list[str]]:
     return layout
 
 
-def rearrange(name: str, value: Tensor, family: Family) -> Tensor:
+def convert_layout(name: str, value: Tensor, family: Family) -> Tensor:
     """Convert a parameter to the family's layout, or back: each step is its own inverse.
 
-    model.py rotates (a, b) to (a cos + b sin, b cos - a sin). With -b the other direction of RoPE
-    gives the same numbers but for the sign of the second half, which cancels in the scores.
+    model.py rotates (a, b) to (a cos + b sin, b cos - a sin). A family that rotates in the other
+    direction gets (a, -b), which only negates the second result: in q · k, the signs cancel.
     """
     if family.flips_rope and re.search(r"\.(query|key)\.(weight|bias)$", name):
         first_half, second_half = value.chunk(2)
@@ -69,7 +69,7 @@ def to_hf(params: Mapping[str, Tensor], family: Family) -> Tensors:
     """Convert parameters to the family's tensors. Raises UserError for an unknown parameter."""
     dim = -1 if family.transposed else 0
     return {
-        hf_name: torch.cat([rearrange(name, params[name], family) for name in names], dim)
+        hf_name: torch.cat([convert_layout(name, params[name], family) for name in names], dim)
         for hf_name, names in tensor_layout(params, family).items()
     }
 
@@ -101,7 +101,7 @@ def from_hf(
             raise UserError(f"{source}: {hf_name} must have shape {shape}, by config.json ({got}).")
         pieces = value.chunk(len(names), -1 if family.transposed else 0)  # heads are of one size
         for name, piece in zip(names, pieces, strict=True):
-            params[name] = rearrange(name, piece, family).contiguous()
+            params[name] = convert_layout(name, piece, family).contiguous()
     if "head.weight" not in meta_params:
         tensors.pop("lm_head.weight", None)  # a copy of the tied embedding
     for name in tensors:

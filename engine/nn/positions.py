@@ -21,9 +21,9 @@ def check_scaling(scaling: Scaling) -> None:
 def scale_frequencies(frequencies: Tensor, scaling: Scaling) -> Tensor:
     """Divide RoPE's frequencies by a factor, for contexts longer than in earlier training.
 
-    scaling is (factor,), or (factor, low, high, length), which divides only frequencies of less
-    than ``low`` periods in ``length`` positions, and blends up to ``high`` periods. Sources: Chen
-    et al. 2023, "Extending context window"; Llama 3.1, Grattafiori et al. 2024.
+    scaling is (factor,), or (factor, low, high, length). The latter divides only frequencies of
+    less than ``low`` periods in ``length`` positions, and blends up to ``high`` periods. Sources:
+    Chen et al. 2023, "Extending context window"; Llama 3.1, Grattafiori et al. 2024.
     """
     if scaling is None:
         return frequencies

@@ -39,7 +39,7 @@ def match_specs(specs: Specs, names: Iterable[str]) -> dict[str, ParameterSpec]:
 def draw_initial_values(
     parameters: Iterable[tuple[str, Tensor]], specs: Specs, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the initial value, on the CPU, of one parameter after the other."""
+    """Yield the name and the initial value of each parameter, drawn in this order, on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in parameters:
         spec = specs[name]

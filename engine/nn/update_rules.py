@@ -159,14 +159,14 @@ def compute_row_scale(row_squares: list[Tensor], updates: Tensor, height: int) -
 
 
 def orthogonalize(matrices: Tensor, stack_size: int = 1) -> Tensor:
-    """Return approximately the nearest semi-orthogonal matrix to each of (n, rows, columns).
+    """Approximate the nearest semi-orthogonal matrix to each of the matrices (n, rows, columns).
 
-    Newton–Schulz: an iteration takes X to P X with P = a I + b G + c G² and G = X Xᵀ. For a tall X
-    it takes X to X P with G = Xᵀ X. If X is far from square, two iterations run on the small G
-    alone, which becomes P G P, and X is multiplied by the product of their P (Zhang et al. 2026).
+    ``stack_size`` consecutive matrices are stacked by rows into one matrix X. First, X is divided
+    by √‖G‖, which is at least its largest singular value and at most ‖X‖ (Grishina et al. 2025).
 
-    First, X is divided by √‖G‖, which is at least its largest singular value and at most ‖X‖
-    (Grishina et al. 2025). ``stack_size`` consecutive matrices are stacked into one.
+    Each Newton–Schulz iteration replaces X by P X, with P = a I + b G + c G² and G = X Xᵀ; a tall X
+    by X P, with G = Xᵀ X. If X is far from square, every second iteration computes its G as P G P
+    from the previous one. X is then multiplied once by the product of both P (Zhang et al. 2026).
     """
     num_columns = matrices.shape[-1]
     x = matrices.reshape(-1, stack_size * matrices.shape[-2], num_columns)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from engine.data import chat
 from engine.data.dataset import Dataset, Examples, open_dataset
-from engine.data.mixture import find_problems
+from engine.data.mixture import find_val_problems
 from engine.data.tokenizer_training import export_note
 
-NUM_SAMPLE_TOKENS = 60  # shown by describe_sample
+NUM_SAMPLE_TOKENS = 60  # of the text that describe_sample shows
 
 
 def describe_dataset(path: Path) -> str:
@@ -42,7 +42,7 @@ def describe_dataset(path: Path) -> str:
         noun, _, note = text.partition(" ")
         rows.append((noun.removesuffix("s") if count == 1 else noun, count, note))
     lines = [f"  {name:<12}  {count:>15,}  {note}".rstrip() for name, count, note in rows]
-    lines += [f"  {problem}" for problem in find_problems(dataset)]
+    lines += [f"  {problem}" for problem in find_val_problems(dataset)]
     return "\n".join([str(path), *lines, describe_sample(dataset)])
 
 

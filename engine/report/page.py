@@ -27,9 +27,9 @@ Record = dict[str, Any]
 
 
 def describe_run(folder: Path, data: Mixture | None = None, **extras: Any) -> dict[str, Any]:
-    """Collect what the page shows of a run. Raises UserError if there is none.
+    """Return the content of a run's page. Raises UserError if the folder has no run.
 
-    The extras are attention, baselines, memorization, and notes on what is missing.
+    The extras are attention, baselines, memorization, and notes on missing content.
     """
     settings_path = folder / "config.toml"
     about_path = folder / "about.json"
@@ -52,7 +52,7 @@ def describe_run(folder: Path, data: Mixture | None = None, **extras: Any) -> di
         "settings": settings,
         "defaults": about.get("defaults", {}),
         "machine": about.get("machine", {}),
-        # Nats per token compare runs that share both. Older runs have recorded neither.
+        # Losses of runs with equal tokenizer and text are comparable. Older runs recorded neither.
         "tokenizer": about.get("tokenizer", settings.get("data")),
         "text": about.get("text", settings.get("data")),
         "data": describe_data(data) if data else [],
@@ -71,7 +71,7 @@ def read_sorted_records(path: Path) -> list[Record]:
 
 
 def read_values(records: Sequence[Record], key: str) -> np.ndarray:
-    """Read the values of a key, float64 (N,); NaN if a value is missing or not finite."""
+    """Read the values of a key, float64 (N,), with NaN where one is missing or not finite."""
     values = np.array([record.get(key) for record in records], np.float64)
     return np.where(np.isfinite(values), values, math.nan)
 
@@ -88,19 +88,19 @@ def downsample(values: np.ndarray) -> dict[str, list[float | None]]:
 
 
 def to_list(values: np.ndarray) -> list[float | None]:
-    """Round numbers for a reader; None, which is JSON's null, for NaN."""
+    """Round numbers for a reader, with None (null in JSON) for NaN."""
     return [None if math.isnan(value) else float(f"{value:.6g}") for value in values.tolist()]
 
 
 def training_curves(records: Sequence[Record]) -> dict[str, Any]:
-    """Return the curves of training, and their axes."""
+    """Return the axes and the curves of training."""
     axes = {name: read_values(records, key) for name, key in AXIS_KEYS.items()}
     curves: dict[str, Any] = {name: downsample(values)["mean"] for name, values in axes.items()}
     return curves | {key: downsample(read_values(records, key)) for key in TRAINING_CURVES}
 
 
 def validation_curves(records: Sequence[Record], training: Sequence[Record]) -> dict[str, Any]:
-    """Return the curves of evaluations, also of each dataset of a mix, on the axes of training."""
+    """Return the axes and the curves of evaluations, also those of each dataset of a mixture."""
     steps = read_values(records, "step")
     training_steps = np.append(0, read_values(training, "step"))
     curves: dict[str, Any] = {}
@@ -117,7 +117,7 @@ def validation_curves(records: Sequence[Record], training: Sequence[Record]) -> 
 def key_figures(
     training: Sequence[Record], evaluations: Sequence[Record], settings: Record, about: Record
 ) -> dict[str, str]:
-    """Return the figures of a run for a person. A figure without a finite number is left out."""
+    """Return the key figures of a run as text, without those that are not finite."""
     figures = {}
     losses = read_values(evaluations, "val_loss")
     if np.isfinite(losses).any():
@@ -177,7 +177,7 @@ def select_samples(samples: Sequence[Record]) -> list[Record]:
 
 
 def content_security_policy(page: str) -> str:
-    """Return the start of a policy that allows only the page's own scripts and styles, by hash."""
+    """Return directives that allow only the page's own scripts and styles, by their hashes."""
     hashes = {"style": "", "script": ""}
     for kind, content in re.findall(r"<(style|script)>(.*?)</\1>", page, re.DOTALL):
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
@@ -188,7 +188,7 @@ def content_security_policy(page: str) -> str:
 def write_page(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """Write the page of a run, or of several to compare.
 
-    Its policy forbids all scripts and styles but the template's, whatever a run's files hold.
+    Its policy allows only the template's scripts and styles, because a run's text may contain some.
     """
     template = (WEB_DIR / "report.html").read_text(encoding="utf-8")
     for name in re.findall(r"\{\{(uPlot\S+)\}\}", template):

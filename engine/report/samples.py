@@ -17,7 +17,7 @@ from engine.data.chat import prompt_ids, stop_ids
 from engine.data.dataset import Dataset, Examples
 from engine.data.mixture import Mixture
 from engine.generation.attention_maps import attention_maps, shared_character, token_label
-from engine.generation.generate import complete, initial_tokens
+from engine.generation.generate import complete_streams, initial_tokens
 from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions
 from engine.generation.text_stream import TextStream
 from engine.training.trainer import Trainer
@@ -111,7 +111,7 @@ def generate_samples(model: GPT, data: Mixture, step: int, seed: int) -> list[di
     options: SamplingOptions = {**DEFAULT_OPTIONS, "seed": seed}
     texts = [""] * len(streams)
     try:
-        for index, text in complete(model, streams, len(streams), **options):
+        for index, text in complete_streams(model, streams, len(streams), **options):
             texts[index] += text
     except UserError as error:  # the model diverged
         texts = [f"none: {error}"] * len(streams)

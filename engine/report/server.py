@@ -27,7 +27,7 @@ from engine.report.page import WEB_DIR, content_security_policy
 
 PAGE_PATH = WEB_DIR / "page.html"
 MAX_BODY_BYTES = 2**20
-# Beside its own scripts: the page may ask its server, and show the pictures that it contains.
+# Besides running its own scripts, the page may query its server and show embedded pictures.
 PAGE_POLICY = (
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
@@ -38,21 +38,21 @@ SECURITY_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-WRITE_TIMEOUT_SECONDS = 10.0  # in which a client must take a line
-MAX_IDLE_CONNECTIONS = 64  # more would use up the files that a process may open
+WRITE_TIMEOUT_SECONDS = 10.0  # for a client to receive a line
+MAX_IDLE_CONNECTIONS = 64  # because a process may open a limited number of files
 
 Lines = Generator[dict[str, Any], None, None]
 
 
 class PageServer:
-    """Serves the page, and POST /name by answers[name], a function from a question to lines.
+    """Serves the page, and for POST /name the lines of answers[name](question).
 
     One thread computes. Answers of one name wait for each other, and end when their client leaves.
-    Of more than MAX_IDLE_CONNECTIONS without a request, the oldest are closed.
+    The oldest connections without a request are closed if there are more than MAX_IDLE_CONNECTIONS.
     """
 
     def __init__(self, answers: Mapping[str, Callable[[Any], Lines]], port: int = 0):
-        """Port 0 is any free one. Raises UserError if the port is not available."""
+        """Listen on a port; 0: any free one. Raises UserError if it is not available."""
         self.answers = answers
         self.token = secrets.token_urlsafe(32)
         self.page = PAGE_PATH.read_text(encoding="utf-8")
@@ -99,7 +99,7 @@ class PageServer:
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse requests that are not from the page; answer {"error": reason} to any refused."""
+        """Handle a request of the page, and refuse any other. A refusal is {"error": reason}."""
         self.busy.add(request.protocol)
         try:
             if reason := self.reject_reason(request):
@@ -112,7 +112,7 @@ class PageServer:
             self.busy.discard(request.protocol)
 
     def reject_reason(self, request: web.Request) -> str:
-        """Return why a request cannot be from the page, or an empty string."""
+        """Return the reason why a request is not from the page; "" if it may be."""
         hosts = [f"127.0.0.1:{self.port}", f"localhost:{self.port}"]
         if request.headers.getall("Host", []) not in [[host] for host in hosts]:
             return f"the host must be {hosts[0]}"
@@ -159,19 +159,19 @@ class PageServer:
 
 
 def serve(answers: Mapping[str, Callable[[Any], Lines]], port: int) -> None:
-    """Print the page's address, from a desktop's terminal also open it; serve until Ctrl-C."""
+    """Print the address of the page, open it if a desktop runs this, and serve until Ctrl-C."""
     server = PageServer(answers, port)
     print(f"Open {server.address} (Ctrl-C ends it)", flush=True)
     with contextlib.ExitStack() as stack:
         if sys.stdout.isatty() and has_display():
-            with contextlib.suppress(OSError):  # no place for the file; the address is printed
+            with contextlib.suppress(OSError):  # cannot write the file; the address is printed
                 path = stack.enter_context(redirect_file(server.address))
                 threading.Thread(target=webbrowser.open, args=[path.as_uri()], daemon=True).start()
         asyncio.run(server.run())
 
 
 def has_display() -> bool:
-    """Return whether a browser that this process starts has a screen."""
+    """Return whether a browser started by this process has a screen."""
     if sys.platform in ("darwin", "win32"):
         return "SSH_CONNECTION" not in os.environ
     return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
@@ -179,8 +179,8 @@ def has_display() -> bool:
 
 @contextlib.contextmanager
 def redirect_file(address: str) -> Iterator[Path]:
-    """Make a file that leads to an address which no other user may see in a browser's arguments."""
-    # In the home, because browsers in a sandbox have another /tmp.
+    """Make a file that redirects to an address, which must not be in the browser's arguments."""
+    # Other users can read arguments. In the home, because a sandboxed browser has another /tmp.
     with tempfile.TemporaryDirectory(prefix="live-page-", dir=Path.home()) as folder:
         path = Path(folder) / "open.html"
         path.touch(mode=0o600)

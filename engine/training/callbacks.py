@@ -16,7 +16,7 @@ from engine.core.files import atomic_write, to_json
 from engine.core.settings import flatten
 from engine.data.chat import prompt_ids, stop_ids
 from engine.data.dataset import Examples
-from engine.generation.generate import complete, initial_tokens
+from engine.generation.generate import complete_streams, initial_tokens
 from engine.generation.pictures import draw_loss
 from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions
 from engine.generation.text_stream import TextStream
@@ -287,8 +287,9 @@ def stream_sample(trainer: Trainer) -> Iterator[str]:
     model: GPT = trainer.model.eval() if trainer.dist.sharded else for_decoding(trainer.model)
     stream = TextStream(tokenizer, prompt, FINAL_SAMPLE_TOKENS, ends=ends)
     options: SamplingOptions = {**DEFAULT_OPTIONS, "seed": trainer.config.seed}
+    use_cache = not trainer.dist.sharded
     try:
-        for _, text in complete(model, [stream], use_cache=not trainer.dist.sharded, **options):
+        for _, text in complete_streams(model, [stream], use_cache=use_cache, **options):
             yield text
     except ValueError as error:  # logits that are not finite
         yield f"none: {error}"

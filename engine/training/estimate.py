@@ -88,8 +88,8 @@ def build_meta_model(model: ModelConfig) -> GPT:
         return GPT(model)
 
 
-def over_layers(model: ModelConfig, count: Callable[[ModelConfig], Tensor]) -> Tensor:
-    """Return a count over all layers, extrapolated: each pattern of blocks adds the same."""
+def extrapolate_layers(model: ModelConfig, count: Callable[[ModelConfig], Tensor]) -> Tensor:
+    """Count few layers, and extrapolate to all: each repetition of the windows adds the same."""
     pattern = len(model.windows or (0,))
     num_patterns, num_extra = divmod(model.num_layers - 2, pattern)
     if num_patterns <= 1:
@@ -116,12 +116,14 @@ def activation_bytes(
 ) -> float:
     """Return the peak bytes of a forward and backward pass, without weights and gradients."""
 
-    def count(config: ModelConfig) -> Tensor:
-        """Return the peak of a traced micro-batch."""
+    def trace_peak(config: ModelConfig) -> Tensor:
+        """Return the peak bytes of a micro-batch, traced on a CPU."""
         gpt = build_meta_model(config)
         dtype = hardware.dtype
-        if hardware.is_gpu:  # fused attention stores no scores: with dropout, windows, and in bf16
-            dtype = torch.float16 if dtype == torch.bfloat16 else dtype  # fused on a CPU too
+        # On a GPU, attention is fused and stores no scores. On a CPU, it is fused only without
+        # dropout and windows, and not in bfloat16.
+        if hardware.is_gpu:
+            dtype = torch.float16 if dtype == torch.bfloat16 else dtype
             for module in gpt.modules():
                 if isinstance(module, MultiHeadAttention):
                     module.window = 0
@@ -137,7 +139,7 @@ def activation_bytes(
             loss.backward()
         return torch.tensor(counter.peak)
 
-    return over_layers(model, count).item()
+    return extrapolate_layers(model, trace_peak).item()
 
 
 @functools.cache
@@ -146,7 +148,7 @@ def optimizer_bytes(
 ) -> tuple[int, int]:
     """Return the bytes of the optimizer's state, and the peak that a step adds."""
 
-    def count(config: ModelConfig) -> Tensor:
+    def trace_step(config: ModelConfig) -> Tensor:
         """Return the bytes of the state and of a traced step."""
         gpt = build_meta_model(config)
         with trace_memory(gpt) as counter:
@@ -156,16 +158,16 @@ def optimizer_bytes(
             num_bytes = (counter.current, counter.peak - counter.current)
         return torch.tensor(num_bytes)
 
-    state, update = over_layers(model, count).tolist()
+    state, update = extrapolate_layers(model, trace_step).tolist()
     return state, update
 
 
 def estimate_memory(config: TrainConfig, rows: int, hardware: Hardware) -> dict[str, float]:
     """Return the bytes that a rank needs, by purpose, for micro-batches of ``rows`` sequences.
 
-    FSDP also holds in full the weights outside the blocks and those of two blocks, and gradients of
-    one block, or of all while micro-batches accumulate. DDP has a second copy of the gradients. On
-    a CPU, the memory of the process counts too.
+    With FSDP, a rank also has the full weights of two blocks and of all modules outside the blocks.
+    It has the full gradients of one block, or of all while micro-batches accumulate. With DDP, it
+    has a second copy of the gradients. On a CPU, the memory of the process counts too.
     """
     model = build_meta_model(config.model)
     num_params = model.num_parameters

@@ -1,4 +1,4 @@
-"""The settings of a run: every None gets its value; what a resume may change."""
+"""The settings of a run: a value for every None, and the changes that a resume allows."""
 
 import dataclasses
 import math
@@ -116,8 +116,8 @@ def changed_settings(
 ) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ from those of a checkpoint's state: {name: (old, new)}.
 
-    Raises UserError for settings or data that must not change, and for fewer steps or minutes
-    than are done.
+    Raises UserError for a change of fixed settings or data, and for steps or minutes below those
+    of the checkpoint.
     """
     recorded = recorded_settings(state)
     changed = {

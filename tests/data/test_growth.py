@@ -14,7 +14,7 @@ from helpers import train_tiny
 from engine.core.errors import UserError
 from engine.data.dataset import Examples, open_dataset, read_split
 from engine.data.inputs import readers
-from engine.data.mixture import find_problems, open_mixture
+from engine.data.mixture import find_val_problems, open_mixture
 from engine.report.dataset_summary import describe_dataset
 from engine.report.page import describe_data
 from engine.training.callbacks import print_summary
@@ -260,7 +260,7 @@ def test_few_different_documents_are_told(tmp_path: Path, capsys):
     ):
         data = prepared(tmp_path, texts, force=True)
         shutil.rmtree(tmp_path / "kept", ignore_errors=True)
-        problems = find_problems(open_dataset(data))
+        problems = find_val_problems(open_dataset(data))
         assert len(problems) == bool(words) and all(word in problems[0] for word in words)
         assert all(problem in describe_dataset(data) for problem in problems)
         data.rename(tmp_path / "kept")  # so that the next one keeps nothing

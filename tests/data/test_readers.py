@@ -37,7 +37,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make large documents, pieces, batches and blocks so small that a test has many."""
     monkeypatch.setattr(readers, "LARGE_DOCUMENT_BYTES", 2**11)
     monkeypatch.setattr(readers, "PIECE_BYTES", 2**10)
-    monkeypatch.setattr(columns, "NUM_BATCH_ROWS", 2)
+    monkeypatch.setattr(columns, "PARQUET_BATCH_ROWS", 2)
     monkeypatch.setattr(sources, "BLOCK_BYTES", 100)
 
 
@@ -72,7 +72,7 @@ def join_pieces(texts: list[Text]) -> list[str]:
         assert text.offset == len(documents[-1].encode())
         documents[-1] += text.text
         if text.ends:
-            assert text.size in (None, len(documents[-1].encode()))
+            assert text.document_bytes in (None, len(documents[-1].encode()))
             documents.append("")
     assert documents.pop() == ""
     return documents

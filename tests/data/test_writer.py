@@ -152,7 +152,7 @@ def test_documents_are_encoded_whole_if_pieces_have_other_ids(
     )  # no space was added
     assert {text for text in texts if len(text) <= len(code)} <= encoded
     assert any(len(text) > 2 * len(code) for text in encoded)
-    monkeypatch.setattr(splits, "MAX_WHOLE_DOCUMENT_BYTES", 9000)
+    monkeypatch.setattr(splits, "MAX_JOINED_DOCUMENT_BYTES", 9000)
     with pytest.raises(UserError, match="--tokenizer"):
         prepare(replace(config, out=tmp_path / "refused"))
     assert not (tmp_path / "refused").exists()

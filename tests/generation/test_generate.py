@@ -10,7 +10,7 @@ from helpers import SMALL, VARIANTS, randomised
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
 from engine.generation.generate import (
     banned_tokens,
-    complete,
+    complete_streams,
     generate,
     initial_tokens,
     window_start,
@@ -144,7 +144,7 @@ def test_initial_tokens_are_the_end_of_a_document_or_a_newline():
 def complete_all(model, prompts, batch_size, stop=(), ends=(), **options) -> list[str]:
     streams = [TextStream(LETTERS, ids, limit, stop, ends) for ids, limit in prompts]
     texts = [""] * len(prompts)
-    for index, text in complete(model, streams, batch_size, **options):
+    for index, text in complete_streams(model, streams, batch_size, **options):
         texts[index] += text
     assert all(stream.ended for stream in streams)
     return texts

@@ -9,10 +9,10 @@ from engine.data.inputs import sources
 from engine.data.inputs.sources import Source, kind_of, wrap_errors
 
 BUFFER_BYTES = 2**20  # of a Parquet file, read at a time
-NUM_BATCH_ROWS = 16  # of records, decoded at a time: a small file may repeat a large cell
-UNREAD_VALUE = "…"  # of a column that is not used
-NUM_DATASET_ROWS = 64  # of a dataset, decoded at a time
-LARGE_BATCH_BYTES = 2**22  # the rows of a batch of more become Python objects one by one
+PARQUET_BATCH_ROWS = 16  # decoded at a time: a small file may repeat a large cell
+DATASET_BATCH_ROWS = 64  # decoded at a time
+LARGE_BATCH_BYTES = 2**22  # the rows of a larger batch become Python objects one by one
+UNREAD_VALUE = "…"  # stands for the value of a column that is not read
 
 # Location, such as "a.csv, line 3", and the record, or the reason why it cannot be read.
 Records = Iterator[tuple[str, dict[str, Any] | UserError]]
@@ -37,27 +37,27 @@ def count_parts(source: Source, part_bytes: int) -> int:
 
 
 def read_parquet(source: Source, index: int, count: int) -> Records:
-    """Yield the records of some row groups."""
+    """Yield the records of one part of a file, which is a range of row groups."""
     with wrap_errors(source.name), _open_parquet(source) as file:
         first = file.num_row_groups * index // count
         end = file.num_row_groups * (index + 1) // count
         row = sum(file.metadata.row_group(group).num_rows for group in range(first))
-        columns, unread = _select_columns(source, file.schema_arrow.names)
+        columns, placeholders = _select_columns(source, file.schema_arrow.names)
         groups = [*range(first, end)]
-        for batch in file.iter_batches(NUM_BATCH_ROWS, groups, columns, use_threads=False):
-            for record in _records_of(batch):
+        for batch in file.iter_batches(PARQUET_BATCH_ROWS, groups, columns, use_threads=False):
+            for record in _decode_rows(batch):
                 row += 1
-                if unread and isinstance(record, dict):
-                    record = unread | record
+                if placeholders and isinstance(record, dict):
+                    record = placeholders | record
                 yield f"{source.name}, row {row}", record
     source.check_unchanged()
 
 
 def read_rows(source: Source, index: int, count: int) -> Records:
-    """Yield the rows of one part of a dataset, which is a file if the dataset is streamed."""
+    """Yield the rows of one part of a dataset, which is a file if the rows are streamed."""
     rows = sources.load_rows(source)
     with wrap_errors(source.name):
-        columns, unread = _select_columns(source, rows.column_names or [])
+        columns, placeholders = _select_columns(source, rows.column_names or [])
         if columns:
             rows = rows.select_columns(columns)
         name = source.name
@@ -69,10 +69,11 @@ def read_rows(source: Source, index: int, count: int) -> Records:
         else:
             row = len(rows) * index // count
             rows = rows.select(range(row, len(rows) * (index + 1) // count))
-        for batch in rows.iter(NUM_DATASET_ROWS):
+        for batch in rows.iter(DATASET_BATCH_ROWS):
             for values in zip(*batch.values(), strict=True):
                 row += 1
-                yield f"{name}, row {row}", unread | dict(zip(batch, values, strict=True))
+                record = dict(zip(batch, values, strict=True))
+                yield f"{name}, row {row}", placeholders | record
 
 
 def _open_parquet(source: Source) -> Any:
@@ -88,7 +89,7 @@ def _open_parquet(source: Source) -> Any:
 
 
 def _select_columns(source: Source, names: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the columns to read, and a record that names the others, if a message may need it.
+    """Return the columns to read, and UNREAD_VALUE for each column if notes or messages need it.
 
     Raises UserError for two columns of one name.
     """
@@ -97,12 +98,12 @@ def _select_columns(source: Source, names: list[str]) -> tuple[list[str], dict[s
     for name in columns:
         if columns.count(name) > 1:
             raise UserError(f"{source.name}: has two columns {name!r}. Rename or remove one.")
-    unread = dict.fromkeys(names, UNREAD_VALUE)
-    return columns, unread if source.turns_of or not columns else {}
+    placeholders = dict.fromkeys(names, UNREAD_VALUE)
+    return columns, placeholders if source.turns_of or not columns else {}
 
 
-def _records_of(batch: Any) -> Iterator[dict[str, Any] | UserError]:
-    """Yield the record of each row, or the reason why Python cannot hold it."""
+def _decode_rows(batch: Any) -> Iterator[dict[str, Any] | UserError]:
+    """Yield the record of each row, or the reason why Python cannot represent it."""
     records = None
     if batch.nbytes <= LARGE_BATCH_BYTES:
         with contextlib.suppress(ValueError, OverflowError):

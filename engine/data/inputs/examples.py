@@ -16,8 +16,8 @@ NO_SYSTEM_NOTE = "chats without a system turn"
 CHAT_FIELDS = ("messages", "conversations")
 PAIR_FIELDS = ("prompt", "completion")  # lists of messages
 MESSAGE_KEYS = {"role", "content", "from", "value", "weight", "tool_calls", "function_call"}
-TOOL_KEYS = ("name", "tool_call_id")  # of a message with the result of a tool
-TEXT_TYPES = ("text", "input_text", "output_text")  # of parts of a content
+TOOL_KEYS = ("name", "tool_call_id")  # also of a message with the result of a tool
+TEXT_TYPES = ("text", "input_text", "output_text")  # of the parts of a message's content
 # Role in a record → role in a chat template.
 TEMPLATE_ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -30,23 +30,23 @@ Record = dict[str, Any]
 
 
 def chat_options(field: str | None, template: ChatTemplate | None) -> dict[str, Any]:
-    """Return the functions and fields of a Source of chats."""
+    """Return the arguments of a Source of chats: its functions and fields."""
     return {
         "turns_of": partial(parse_chat, field=field, template=template),
-        "notes_of": partial(notes_on_chat, field=field),
+        "notes_of": partial(chat_notes, field=field),
         "fields": (field,) if field else (*CHAT_FIELDS, *PAIR_FIELDS),
     }
 
 
 def pair_options(prompt_field: str | Sequence[str], completion_field: str) -> dict[str, Any]:
-    """Return the functions and fields of a Source of prompts and completions."""
+    """Return the arguments of a Source of prompts and completions: its functions and fields."""
     prompt_fields = list_fields(prompt_field)
     fields = (*prompt_fields, completion_field)
     return {
         "turns_of": partial(
             parse_pair, prompt_fields=prompt_fields, completion_field=completion_field
         ),
-        "notes_of": partial(notes_on_pair, fields=fields),
+        "notes_of": partial(unused_field_notes, fields=fields),
         "fields": fields,
     }
 
@@ -61,8 +61,8 @@ def parse_chat(
 ) -> list[Turn]:
     """Return the turns of a chat, ``{"messages": [{"role": …, "content": …}, …]}`` or similar.
 
-    ``template`` is the model's own. Raises UserError for a chat that is malformed, has no target,
-    or has turns that cannot be encoded.
+    ``template`` is that of an imported model. Raises UserError for a chat that is malformed, has no
+    target, or has turns that cannot be encoded.
     """
     turns = parse_messages(find_messages(record, field), template)
     for turn in turns:
@@ -74,7 +74,7 @@ def parse_chat(
 
 
 def chat_fields(record: Record, field: str | None = None) -> tuple[str, ...]:
-    """Return the fields that hold a chat: one with messages, or a prompt and a completion."""
+    """Return the fields of a chat: one with its messages, or its prompt and its completion."""
     if field:
         return (field,)
     names = (name for name in CHAT_FIELDS if record.get(name) is not None)
@@ -82,9 +82,9 @@ def chat_fields(record: Record, field: str | None = None) -> tuple[str, ...]:
 
 
 def find_messages(record: Record, field: str | None = None) -> list[Any]:
-    """Return the messages of a chat's record; raises UserError if there are none.
+    """Return the messages in the record of a chat. Raises UserError if there are none.
 
-    Of a prompt and a completion that are lists of messages, those of the prompt are not learned.
+    If they are in a prompt and a completion, those of the prompt get a weight of 0.
     """
     values = [_parse_list(record.get(name)) for name in chat_fields(record, field)]
     if len(values) == 2:
@@ -97,7 +97,7 @@ def find_messages(record: Record, field: str | None = None) -> list[Any]:
 
 
 def _parse_list(value: Any) -> list[Any]:
-    """Return a list, or the list of a JSON text in a table; any other value becomes empty."""
+    """Return a list, or parse it from JSON; any other value gives an empty list."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
@@ -128,10 +128,12 @@ def role_of(message: Record) -> str | None:
 
 
 def _parse_message(message: Any) -> Turn:
-    """Return the turn of a message. Raises UserError, to follow the message's number."""
+    """Return the turn of a message. Raises UserError, whose text follows the message's number."""
     keys: Record = message if isinstance(message, dict) else {}
     role = role_of(keys)
-    calls = keys.get("tool_calls") or [*filter(None, [keys.get("function_call")])]
+    calls = keys.get("tool_calls")
+    if not calls and keys.get("function_call"):
+        calls = [keys["function_call"]]
     content = keys.get("value") if keys.get("content") is None else keys["content"]
     if role is None or not (calls or keys.keys() & {"content", "value"}):
         form = '{"role": ROLE, "content": TEXT}'
@@ -155,10 +157,12 @@ def _parse_message(message: Any) -> Turn:
 
 
 def _parse_content(content: Any) -> str:
-    """Return the text of a message's content: text, parts of text, or null."""
+    """Return the text of a message's content, which is text, a list of its parts, or None."""
+    if content is None:
+        return ""
     texts = []
-    for part in content if isinstance(content, list) else ["" if content is None else content]:
-        part_type = part.get("type") or "text" if isinstance(part, dict) else "text"
+    for part in content if isinstance(content, list) else [content]:
+        part_type = (part.get("type") or "text") if isinstance(part, dict) else "text"
         if part_type not in TEXT_TYPES:
             raise UserError(f"must have only text (got a part of type {part_type!r}). Remove it.")
         text = part.get("text") if isinstance(part, dict) else part
@@ -169,7 +173,7 @@ def _parse_content(content: Any) -> str:
 
 
 def _parse_call(call: Any) -> Record:
-    """Return a call of a tool in the form of chat templates, with its arguments as an object."""
+    """Return a tool call in the form of chat templates, with an object of arguments."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UserError('must have tool_calls like {"function": {"name": NAME, "arguments": {…}}}')
@@ -178,8 +182,8 @@ def _parse_call(call: Any) -> Record:
         with contextlib.suppress(ValueError, RecursionError):
             parsed = json.loads(arguments)
             arguments = parsed if isinstance(parsed, dict) else arguments
-    named_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {**named_id, "type": "function", "function": {**function, "arguments": arguments}}
+    call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**call_id, "type": "function", "function": {**function, "arguments": arguments}}
 
 
 def parse_pair(record: Record, prompt_fields: Sequence[str], completion_field: str) -> list[Turn]:
@@ -201,18 +205,18 @@ def parse_pair(record: Record, prompt_fields: Sequence[str], completion_field: s
     return [("prompt", prompt), ("completion", record[completion_field])]
 
 
-def notes_on_pair(record: Record, fields: Iterable[str]) -> list[str]:
-    """Return notes on the fields of a record that are not used."""
+def unused_field_notes(record: Record, fields: Iterable[str]) -> list[str]:
+    """Return a note on each nonempty field of a record that is not in ``fields``."""
     unused = {name for name, value in record.items() if value not in EMPTY_VALUES} - {*fields}
     return [f"examples with {name!r}, which is not used" for name in sorted(unused)]
 
 
-def notes_on_chat(record: Record, field: str | None = None) -> list[str]:
-    """Return notes on a chat without a system turn, and on keys that are not used."""
+def chat_notes(record: Record, field: str | None = None) -> list[str]:
+    """Return notes on unused fields and keys of a chat, and on a missing system turn."""
     messages = find_messages(record, field)
     keys: dict[str, Any] = {}
     for message in messages:
         used = (*MESSAGE_KEYS, *TOOL_KEYS) if role_of(message) == "tool" else MESSAGE_KEYS
         keys |= {key: value for key, value in message.items() if key not in used}
-    notes = notes_on_pair(record, chat_fields(record, field)) + notes_on_pair(keys, ())
+    notes = unused_field_notes(record, chat_fields(record, field)) + unused_field_notes(keys, ())
     return notes if "system" in map(role_of, messages) else [*notes, NO_SYSTEM_NOTE]

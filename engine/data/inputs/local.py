@@ -1,4 +1,4 @@
-"""Local paths: the files of folders, and what is not a file."""
+"""Local paths: lists the files of folders, and refuses devices, sockets and pipes."""
 
 import os
 import stat
@@ -16,7 +16,7 @@ SPECIAL_FILES: dict[str, Callable[[int], bool]] = {
 
 
 def check_file(path: Path) -> None:
-    """Raise UserError for a path that is not a file, or may not be read."""
+    """Raise UserError for a path that is not a file, or that cannot be read."""
     try:
         check_mode(str(path), path.stat().st_mode)
     except OSError as error:
@@ -27,7 +27,7 @@ def check_file(path: Path) -> None:
 
 
 def check_mode(name: str, mode: int) -> None:
-    """Raise UserError if a mode of os.stat is that of a device, a socket or a pipe."""
+    """Raise UserError if a mode, as of os.stat, is that of a device, a socket or a pipe."""
     for kind, is_kind in SPECIAL_FILES.items():
         if is_kind(mode):
             reason = f"must be a file (got {kind})"
@@ -39,8 +39,8 @@ def list_files(
 ) -> Iterator[tuple[Path, Path]]:
     """Yield the files at any depth, in order, each with its real path.
 
-    A folder that several links lead to is visited once. Raises UserError for a link to a parent
-    folder, and for a folder that may not be read.
+    A folder with several links to it is visited once. Raises UserError for a link to a parent
+    folder, and for a folder that cannot be listed.
     """
     visited = set() if visited is None else visited
     real_folder = Path(os.path.realpath(folder))

@@ -1,4 +1,4 @@
-"""Sources → texts: an iterator of documents for every kind of file."""
+"""Sources → documents: one reader for each kind of file."""
 
 import codecs
 import io
@@ -11,37 +11,37 @@ from typing import Any, BinaryIO, NamedTuple
 
 from engine.core.errors import UserError
 from engine.data.inputs.columns import Records, count_rows, read_parquet, read_rows
-from engine.data.inputs.records import read_csv, read_json, read_separated
+from engine.data.inputs.records import read_csv, read_json_records, read_separated
 from engine.data.inputs.sources import DEFAULT_ENCODING, Source, kind_of
-from engine.data.inputs.text import REPLACED_NOTE, Notes, decode, open_text
+from engine.data.inputs.text import REPLACED_NOTE, Notes, decode_utf8, open_text
 
-LARGE_DOCUMENT_BYTES = 2**18  # a document of more is read in pieces
+LARGE_DOCUMENT_BYTES = 2**18  # a larger document is read in pieces
 PIECE_BYTES = 2**16
-MAX_REASONS = 20  # why rows are left out, counted separately
-# A cut here does not change the ids of any BPE: at the start of a line without indentation (o200k
-# joins "\n" with "/"), between words, before Chinese or Japanese punctuation.
+MAX_REASONS = 20  # to leave out rows; more reasons are counted together
+# Cuts that change the ids of no BPE: before a line without indentation (but o200k joins "\n" and
+# "/"), between words, and before Chinese or Japanese punctuation.
 CUT_PATTERN = re.compile(
     r"(?<=\S\n)(?=[^\s/])|(?<=[A-Za-z])(?= [A-Za-z])"
     r"|(?<=[\u3041-\u3096\u4e00-\u9fff])(?=[。、，！？])"
 )
-CUT_MARGIN_BYTES = 8  # before and after a cut, at least as many as CUT_PATTERN looks at
-CONTINUATION_BYTES = bytes(range(0x80, 0xC0))  # in UTF-8, all but the first of a character
-SPELLED_SEPARATORS = (b"<|endoftext|>", b"<|end_of_text|>", b"</s>")  # of corpora in one file
+CUT_MARGIN_BYTES = 8  # on both sides of a cut, at least as many as CUT_PATTERN looks at
+CONTINUATION_BYTES = bytes(range(0x80, 0xC0))  # of UTF-8: not at the start of a character
+SPELLED_SEPARATORS = (b"<|endoftext|>", b"<|end_of_text|>", b"</s>")  # of documents in one file
 
 
 class Text(NamedTuple):
-    """A document, or a piece of a large one; or an example, its turns as JSON."""
+    """A document, a piece of a large document, or the turns of an example as JSON."""
 
     text: str
     offset: int = 0  # of the piece's first byte in the document
-    size: int | None = None  # UTF-8 bytes of the document; None if this is the complete document
+    document_bytes: int | None = None  # in UTF-8; None if this is the complete document
     ends: bool = True  # whether the document ends with this piece
-    length: int | None = None  # bytes of the piece in the document; None: those of text
+    piece_bytes: int | None = None  # in the file; None: the UTF-8 bytes of text
 
     @property
     def is_large(self) -> bool:
         """Whether this is a piece of a large document."""
-        return (self.size or 0) > LARGE_DOCUMENT_BYTES
+        return (self.document_bytes or 0) > LARGE_DOCUMENT_BYTES
 
 
 def read(
@@ -49,8 +49,8 @@ def read(
 ) -> Iterator[Text]:
     """Yield the texts of a source, or of part ``index`` of ``count`` (see count_parts).
 
-    ``notes`` counts what a user should know of the source. Raises UserError naming the file and
-    the unusable byte, line or row.
+    ``notes`` counts remarks on the source for the user. Raises UserError naming the file and the
+    unusable byte, line or row.
     """
     notes = Counter() if notes is None else notes
     if is_one_document(source):
@@ -73,6 +73,7 @@ def read(
 
 
 def _read_records(source: Source, index: int, count: int, notes: Notes) -> Records:
+    """Read a part of a source with the reader of its kind."""
     kind = kind_of(source)
     if kind == ".parquet":
         return read_parquet(source, index, count)
@@ -80,11 +81,13 @@ def _read_records(source: Source, index: int, count: int, notes: Notes) -> Recor
         return read_rows(source, index, count)
     if kind in (".csv", ".tsv"):
         return read_csv(source, notes)
-    return read_json(source, notes) if kind else read_separated(source, notes)
+    if kind == "":
+        return read_separated(source, notes)
+    return read_json_records(source, notes)
 
 
 def _count_bad_row(error: UserError, notes: Notes) -> None:
-    """Count a row that is left out by the reason, without the details of the row."""
+    """Count the reason for leaving out a row, without the details of this row."""
     reason = re.sub(r" \(.*|\. .*|\.$", "", str(error))
     reason = re.sub(r"(?<![\w-])[0-9]+", "N", reason)
     note = f"rows left out: {reason}"
@@ -113,8 +116,8 @@ def split_document(
 ) -> Iterator[Text]:
     """Cut a document of ``size`` bytes of UTF-8 into pieces of about PIECE_BYTES.
 
-    Piece k starts at the first match of CUT_PATTERN from byte k * PIECE_BYTES on, or without a
-    match before byte (k + 1) * PIECE_BYTES at the first character from there on.
+    Piece k starts at the first match of CUT_PATTERN in the PIECE_BYTES bytes from k * PIECE_BYTES
+    on. If there is none, it starts at the first character there.
     """
     buffer = b""
     buffer_start = 0  # offset of the buffer in the document
@@ -139,7 +142,7 @@ def split_document(
 
 
 def _distance_to_cut(buffer: bytes, nominal: int) -> int:
-    """Return how many bytes after ``nominal`` a piece starts."""
+    """Return the number of bytes from ``nominal`` to the start of the next piece."""
     window = buffer[nominal - CUT_MARGIN_BYTES : nominal + PIECE_BYTES + CUT_MARGIN_BYTES]
     text = window.decode(errors="surrogateescape")
     for match in CUT_PATTERN.finditer(text):
@@ -151,7 +154,7 @@ def _distance_to_cut(buffer: bytes, nominal: int) -> int:
 
 
 def _read_plain(source: Source, notes: Notes) -> Iterator[Text]:
-    """Yield a document, or the pieces of a large one, and count the separators spelled in it."""
+    """Yield a document, or the pieces of a large one. Counts SPELLED_SEPARATORS in it."""
     head_notes: Notes = Counter()
     with open_text(source, head_notes) as file:
         head = file.read(LARGE_DOCUMENT_BYTES + len(codecs.BOM_UTF8) + 1)
@@ -163,20 +166,20 @@ def _read_plain(source: Source, notes: Notes) -> Iterator[Text]:
             if count := data.count(separator):
                 notes[f"separators {separator.decode()} in plain text: see --separator"] += count
         try:
-            return decode(data, source, notes, offset == 0, offset + bom_bytes)
+            return decode_utf8(data, source, notes, offset == 0, offset + bom_bytes)
         except UserError as error:
             raise UserError(f"{source.name}: {error}") from None
 
     size = source.size - bom_bytes
-    is_counted = source.compression or not source.size or source.encoding != DEFAULT_ENCODING
+    is_size_unknown = source.compression or not source.size or source.encoding != DEFAULT_ENCODING
     if len(head) - bom_bytes <= LARGE_DOCUMENT_BYTES:
-        if isinstance(source.path, str) and not is_counted and len(head) != source.size:
+        if isinstance(source.path, str) and not is_size_unknown and len(head) != source.size:
             reason = f"must have {source.size:,} bytes (got {len(head):,})"
             raise UserError(f"{source.name}: {reason}. Download it, or prepare it again.")
         notes.update(head_notes)
         yield Text(decode_piece(head[bom_bytes:], 0))
         return
-    if is_counted:
+    if is_size_unknown:
         size = _count_bytes(source, bom_bytes, decode_piece)
     with open_text(source, notes) as file:
         file.read(bom_bytes)
@@ -184,7 +187,10 @@ def _read_plain(source: Source, notes: Notes) -> Iterator[Text]:
 
 
 def _count_bytes(source: Source, start: int, decode_piece: Callable[[bytes, int], str]) -> int:
-    """Count the bytes from ``start`` on. A stream without end is refused where it is not text."""
+    """Count the bytes from ``start`` on. Raises UserError at bytes that are not text.
+
+    Otherwise, an endless stream would be counted forever.
+    """
     size = 0
     decoder = codecs.getincrementaldecoder(DEFAULT_ENCODING)(source.errors)
     with open_text(source, Counter()) as file:
@@ -196,7 +202,7 @@ def _count_bytes(source: Source, start: int, decode_piece: Callable[[bytes, int]
             except UnicodeDecodeError:
                 is_text = False
             if not is_text and source.errors == "strict":
-                decode_piece(rest + block, size - len(rest))
+                decode_piece(rest + block, size - len(rest))  # raises UserError
             size += len(block)
     return size
 
@@ -221,7 +227,7 @@ def _text_of(record: dict[str, Any] | UserError, source: Source, notes: Notes) -
             raise UserError(f"{reason}. Choose one of {names} with --field.")
     if text.isascii():
         return text
-    data = text.encode("utf-16-le", "surrogatepass")  # JSON may contain half of a surrogate pair
+    data = text.encode("utf-16-le", "surrogatepass")  # JSON can spell half of a surrogate pair
     try:
         return data.decode("utf-16-le")
     except UnicodeDecodeError:

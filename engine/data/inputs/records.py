@@ -13,13 +13,13 @@ from engine.core.errors import UserError
 from engine.data.inputs import sources
 from engine.data.inputs.columns import Records
 from engine.data.inputs.sources import Source, kind_of
-from engine.data.inputs.text import Notes, decode, open_text
+from engine.data.inputs.text import Notes, decode_utf8, open_text
 
 MAX_RECORD_BYTES = 2**27  # of a line, a JSON value, a field, or a document before a separator
-TOO_LONG = f"must have at most {MAX_RECORD_BYTES:,} bytes. Check the ends of lines, and quotes."
+TOO_LONG_MESSAGE = f"must have at most {MAX_RECORD_BYTES:,} bytes. Check line ends and quotes."
 CSV_SEPARATORS = ",;\t|"
-MAX_INT_DIGITS = 4000  # Python's int() refuses more than 4,300
-JSON_GAP_PATTERN = re.compile(r"[ \t\r\n,\[\]]*")  # around the objects of an array or a sequence
+MAX_INT_DIGITS = 4000  # of an int; Python's int() refuses more than 4,300
+JSON_GAP_PATTERN = re.compile(r"[ \t\r\n,\[\]]*")  # before and after an object
 
 
 def parse_int(digits: str) -> int | float:
@@ -28,10 +28,10 @@ def parse_int(digits: str) -> int | float:
 
 
 JSON_DECODER = json.JSONDecoder(parse_int=parse_int)
-Lines = Iterable[str | UserError]
+Lines = Iterable[str | UserError]  # a line, or the reason why it is unusable
 
 
-def read_json(source: Source, notes: Notes) -> Records:
+def read_json_records(source: Source, notes: Notes) -> Records:
     """Yield the objects of JSON lines, of an array, or of a sequence over several lines."""
     with open_text(source, notes) as file:
         lines = _read_lines(file, source, notes)
@@ -60,12 +60,12 @@ def _parse_lines(lines: Lines, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _parse_values(lines: Lines, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the objects of a JSON array, or of a sequence. Raises UserError for a mistake."""
+    """Yield the objects of a JSON array, or of a sequence. Raises UserError for invalid JSON."""
     text = ""
-    min_characters = 0  # to parse again after a value was incomplete
-    is_open = False
+    min_characters = 0  # of text, before an incomplete value is parsed again
+    is_array_open = False
     number = 1
-    for line in itertools.chain(lines, [""]):  # the last marks the end
+    for line in itertools.chain(lines, [""]):  # "" marks the end
         if isinstance(line, UserError):
             raise UserError(f"{name}, record {number}: {line}")
         text += line
@@ -75,7 +75,7 @@ def _parse_values(lines: Lines, name: str) -> Iterator[tuple[str, Any]]:
         while True:
             gap = JSON_GAP_PATTERN.match(text, position)
             assert gap
-            is_open = (is_open or "[" in gap[0]) and "]" not in gap[0]
+            is_array_open = (is_array_open or "[" in gap[0]) and "]" not in gap[0]
             position = gap.end()
             if position == len(text):
                 break
@@ -91,20 +91,20 @@ def _parse_values(lines: Lines, name: str) -> Iterator[tuple[str, Any]]:
             position = end
         text = text[position:]
         min_characters = 2 * len(text)
-    if is_open:
+    if is_array_open:
         raise UserError(f"{name}: is not JSON (its array has no end). Get it again.")
 
 
 def _read_lines(file: BinaryIO, source: Source, notes: Notes) -> Iterator[str | UserError]:
-    """Yield the lines of a file, or why one is unusable."""
+    """Yield each line of a file, or the reason why it is unusable."""
     for number in itertools.count(1):
         line = file.readline(MAX_RECORD_BYTES + 1)
         if not line:
             return
         try:
             if len(line) > MAX_RECORD_BYTES:
-                raise UserError(TOO_LONG)
-            yield decode(line, source, notes, number == 1)
+                raise UserError(TOO_LONG_MESSAGE)
+            yield decode_utf8(line, source, notes, number == 1)
         except UserError as error:
             yield error
             while line and not line.endswith(b"\n"):
@@ -112,7 +112,7 @@ def _read_lines(file: BinaryIO, source: Source, notes: Notes) -> Iterator[str | 
 
 
 def _read_head(lines: Lines) -> list[str | UserError]:
-    """Return the lines up to the first that is not blank; at least one."""
+    """Return the lines up to the first that is not blank; for an empty file, an empty line."""
     head: list[str | UserError] = []
     for line in lines:
         head.append(line)
@@ -126,7 +126,8 @@ def read_csv(source: Source, notes: Notes) -> Records:
     csv.field_size_limit(MAX_RECORD_BYTES)
     problems: list[UserError] = []  # of the lines of a row
 
-    def check(line: str | UserError) -> str:
+    def collect_problem(line: str | UserError) -> str:
+        """Replace an unusable line by an empty one."""
         if isinstance(line, str):
             return line
         problems.append(line)
@@ -135,10 +136,10 @@ def read_csv(source: Source, notes: Notes) -> Records:
     with open_text(source, notes) as file:
         lines = _read_lines(file, source, notes)
         head = _read_head(lines)
-        separator = _find_csv_separator(check(head[-1]), source)
+        separator = _find_csv_separator(collect_problem(head[-1]), source)
         if separator != ",":
             notes[f"files with columns separated by {separator!r}"] += 1
-        all_lines = map(check, itertools.chain(head, lines))
+        all_lines = map(collect_problem, itertools.chain(head, lines))
         rows = csv.reader(all_lines, delimiter=separator, strict=True)
         names: list[str] = []
         while True:
@@ -152,7 +153,7 @@ def read_csv(source: Source, notes: Notes) -> Records:
                 problems.append(UserError(f"is not CSV ({error}). Check its quotes."))
             location = f"{source.name}, line {rows.line_num}"
             if problems:
-                for _ in range(first_line, rows.line_num):  # an open quote may join many rows
+                for _ in range(first_line, rows.line_num):  # an open quote joins lines
                     yield location, problems[0]
             elif row and not names:
                 names = _check_header(row, location)
@@ -177,7 +178,7 @@ def _make_record(names: list[str], row: list[str]) -> dict[str, str] | UserError
 
 
 def _find_csv_separator(header: str, source: Source) -> str:
-    """Return the separator that gives the source's field, or the default, or most columns.
+    """Return the separator that yields the source's field, else the default, else most columns.
 
     csv.Sniffer would also look at the text, where any character may be frequent.
     """
@@ -194,15 +195,15 @@ def _find_csv_separator(header: str, source: Source) -> str:
 
 
 def read_separated(source: Source, notes: Notes) -> Records:
-    """Yield the documents between separators, without line ends around them, unless empty."""
+    """Yield the nonempty documents between separators, without line ends around them."""
     number = 1
     with open_text(source, notes) as file:
         for data in _split_at(file, source.separator.encode()):
             location = f"{source.name}, document {number}"
             try:
                 if len(data) > MAX_RECORD_BYTES:
-                    raise UserError(f"{TOO_LONG[:-1]}, and --separator.")
-                text = decode(data, source, notes, number == 1).strip("\r\n")
+                    raise UserError(f"{TOO_LONG_MESSAGE[:-1]}, and --separator.")
+                text = decode_utf8(data, source, notes, number == 1).strip("\r\n")
             except UserError as error:
                 raise UserError(f"{location}: {error}") from None
             if text:
@@ -211,7 +212,7 @@ def read_separated(source: Source, notes: Notes) -> Records:
 
 
 def _split_at(file: BinaryIO, separator: bytes) -> Iterator[bytes]:
-    """Yield the bytes between separators; a longer part than a record can have is incomplete."""
+    """Yield the bytes between separators, up to the first of more than MAX_RECORD_BYTES."""
     buffer = bytearray()
     for block in iter(partial(file.read, sources.BLOCK_BYTES), b""):
         search_start = max(0, len(buffer) - len(separator) + 1)

@@ -32,8 +32,8 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 EXCLUDED_STDLIB_FOLDERS = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
 EXCLUDED_STDLIB_FOLDERS |= {"site-packages", "dist-packages"}
 BLOCK_BYTES = 2**18  # read at a time
-HTTP_TIMEOUT_SECONDS = 60  # without data from a web server
-# Names of a value that changes with the file, in the file systems of fsspec.
+HTTP_TIMEOUT_SECONDS = 60  # to wait for the next bytes of a web server
+# Keys of a value that changes with the file, in fsspec's info of a file.
 VERSION_KEYS = ["ETag", "etag", "mtime", "Last-Modified", "LastModified", "last_modified"]
 VERSION_KEYS += ["updated", "created"]
 STDIN_NAMES = ("-", "/dev/stdin")
@@ -52,23 +52,23 @@ HUB_ADVICE = "Check the name, --hf-config, --hf-split and the connection."
 class Source:
     """A file of documents, or a dataset of rows, and how its records become text."""
 
-    path: Path | str  # a local file, an address, or with hub_split a name on the hub
+    path: Path | str  # a file or an address; with hub_split, a folder or a name on the hub
     name: str  # in messages
-    field: str = "text"  # of a record, with its text
+    field: str = "text"  # the field with the text of a record
     encoding: str = DEFAULT_ENCODING  # the name of a codec, or "auto"
     errors: str = "strict"  # or "replace": bytes that are not text become U+FFFD
     separator: str = ""  # between the documents of plain text; "": a file is one document
     skip_bad_rows: bool = False  # leave out and count records that cannot be used
     turns_of: Callable[[dict[str, Any]], Any] | None = None  # a record → the turns of an example
-    notes_of: Callable[[dict[str, Any]], list[str]] | None = None  # what to count of examples
-    fields: tuple[str, ...] | None = None  # of a record, that turns_of needs; None: all
+    notes_of: Callable[[dict[str, Any]], list[str]] | None = None  # a record → its notes
+    fields: tuple[str, ...] | None = None  # the fields that turns_of reads; None: all
     hub_split: str = ""  # of a Hugging Face dataset; empty for a file
     hub_config: str | None = None
     revision: str = ""  # of a dataset on the hub
 
     @functools.cached_property
     def info(self) -> tuple[int, str]:
-        """Size in bytes, and version, which changes with the content; "" if unknown."""
+        """Size in bytes, and a version that changes with the content; 0 and "" if unknown."""
         if self.hub_split:
             rows = load_rows(self)
             if is_streamed(rows):
@@ -93,7 +93,8 @@ class Source:
 
     def check_unchanged(self) -> None:
         """Raise UserError if a local file has changed since its size was read."""
-        if isinstance(self.path, Path) and replace(self).info != self.info:
+        copy = replace(self)  # without the cached info
+        if isinstance(self.path, Path) and copy.info != self.info:
             raise UserError(f"{self.name}: changed after it was listed. Prepare it again.")
 
     @property
@@ -109,7 +110,7 @@ class Source:
 
 
 def kind_of(source: Source) -> str:
-    """Return which reader a source needs: "rows", one of RECORD_SUFFIXES, or "" for plain text."""
+    """Return the kind of a source: "rows", one of RECORD_SUFFIXES, or "" for plain text."""
     if source.hub_split:
         return "rows"
     suffixes = [suffix for suffix in source.suffixes if suffix != source.compression]
@@ -124,14 +125,14 @@ def wrap_errors(name: str, advice: str = DEFAULT_ADVICE) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        # fsspec raises FileNotFoundError for any refusal of a web server.
+        # fsspec raises FileNotFoundError for any error of a web server, which is its cause.
         cause = error.__cause__ if type(error) is FileNotFoundError else None
         reason = f"{type(cause or error).__name__}: {' '.join(str(cause or error).split())[:300]}"
         raise UserError(f"{name}: could not be read ({reason}). {advice}") from None
 
 
 def import_optional(module: str, name: str, extra: str = "data") -> Any:
-    """Import a module that a bare install lacks. Raises UserError with the command to install."""
+    """Import a module of an optional package. Raises UserError with the command to install it."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -147,7 +148,7 @@ def file_system(path: Path | str) -> tuple[Any, str]:
     if path.startswith(("http://", "https://")):
         import aiohttp
 
-        timeout = aiohttp.ClientTimeout(  # by default five minutes for all of a file
+        timeout = aiohttp.ClientTimeout(  # the default limits a complete file to 5 minutes
             sock_connect=HTTP_TIMEOUT_SECONDS, sock_read=HTTP_TIMEOUT_SECONDS
         )
         options = {"client_kwargs": {"timeout": timeout}}
@@ -157,13 +158,13 @@ def file_system(path: Path | str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def open_source(source: Source) -> Iterator[io.BufferedReader]:
-    """Open a file to read its decompressed bytes. Errors in the block are wrapped, too."""
+    """Open a file to read its decompressed bytes. Errors in the block become UserErrors."""
     source.check_unchanged()
     fs, path = file_system(source.path)
     compression = COMPRESSION_NAMES.get(source.compression)
     if compression not in (None, *available_compressions()):
         import_optional("backports.zstd", source.name)
-    # A stream: not every web server sends ranges of bytes, nor says so.
+    # Streamed, because a web server may ignore a request for a range of bytes.
     options = {"block_size": 0} if "http" in fs.protocol else {}
     with wrap_errors(source.name), fs.open(path, compression=compression, **options) as file:
         yield io.BufferedReader(file, BLOCK_BYTES)
@@ -239,7 +240,10 @@ def _find_in_folder(folder: Path, pattern: str) -> list[Source]:
 
 
 def _find_remote(address: str, pattern: str) -> list[Source]:
-    """List the file at an address, or the files of a folder or a pattern with * there."""
+    """List the files of an address: one file, a folder, or a pattern with ``*``.
+
+    Hidden files and folders are left out, unless the address names them.
+    """
     fs, path = file_system(address)
     with wrap_errors(address):
         if "*" in path:
@@ -267,7 +271,7 @@ def _spool_pipe(name: str, copy: Path) -> Source:
     ):
         mode = os.fstat(pipe.fileno()).st_mode
         if not pipe.isatty() and not stat.S_ISFIFO(mode) and not stat.S_ISSOCK(mode):
-            check_mode(name, mode)  # a device would not end
+            check_mode(name, mode)  # a device has no end
         shutil.copyfileobj(pipe, file)
     if _starts_with_json_object(copy):
         copy = copy.rename(copy.with_suffix(".jsonl"))
@@ -296,7 +300,7 @@ def _find_hub_dataset(name: str, config: str | None, split: str) -> Source:
 
 @functools.lru_cache(16)
 def load_rows(source: Source) -> Any:
-    """Open a dataset of the ``datasets`` library, streamed unless it was saved in a folder."""
+    """Open a Hugging Face dataset: the rows in a folder of save_to_disk, else a stream of rows."""
     datasets = import_optional("datasets", source.name)
     datasets.disable_progress_bars()
     with wrap_errors(source.name, HUB_ADVICE):
@@ -308,12 +312,12 @@ def load_rows(source: Source) -> Any:
 
 
 def is_streamed(rows: Any) -> bool:
-    """Return whether a dataset's rows can only be read in order, and their number is unknown."""
+    """Return whether rows are a stream: without random access, and of unknown number."""
     return not hasattr(rows, "cache_files")
 
 
 def download(address: str, expected_sha256: str, advice: str = DEFAULT_ADVICE) -> Path:
-    """Download a file once into the cache. Raises UserError if it fails or the hash differs."""
+    """Return the path of a cached download. Raises UserError if it fails or has another hash."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-trainer"
     name = Path(re.sub("[?#].*", "", address.partition("://")[2])).name or "download"
     folder = cache / hashlib.sha256(address.encode()).hexdigest()[:16]

@@ -12,19 +12,23 @@ from engine.core.errors import UserError
 from engine.data.inputs.sources import BLOCK_BYTES, DEFAULT_ENCODING, Source, open_source
 
 SAMPLE_BYTES = 2**16  # to detect an encoding
-MAX_NUL_FRACTION = 0.1  # of the bytes of text that has some by accident
+MAX_NUL_FRACTION = 0.1  # of the bytes of damaged text; a file with more NULs is binary
 REPLACED_NOTE = "characters replaced by U+FFFD"
-# To detect: those in use on the web, where Latin-1 is cp1252. More of them would be confused.
+# Encodings to detect: those of the web, where Latin-1 is cp1252. More would be confused.
 CANDIDATE_ENCODINGS = ["utf_16", "utf_16_le", "utf_16_be", "utf_32", "utf_32_le", "utf_32_be"]
 CANDIDATE_ENCODINGS += ["gb18030", "big5", "cp932", "euc_jp", "cp949", "cp1252", "cp1251", "koi8_r"]
-BINARY_SIGNATURES = {b"%PDF-": "a PDF", b"PK\x03\x04": "a ZIP archive, as .docx and .xlsx are"}
-BINARY_SIGNATURES |= {b"\x89PNG": "an image", b"\xff\xd8\xff": "an image", b"GIF8": "an image"}
-BINARY_SIGNATURES |= {b"\x1f\x8b": "compressed: its name must end in .gz"}
-BINARY_SIGNATURES |= {b"BZh91AY&SY": "compressed: its name must end in .bz2"}
-BINARY_SIGNATURES |= {b"PAR1\x15": "Parquet: its name must end in .parquet"}
-BINARY_SIGNATURES |= {b"ARROW1\0\0": "an Arrow file", b"\xff\xff\xff\xff": "an Arrow stream"}
+BINARY_SIGNATURES = {
+    b"%PDF-": "a PDF",
+    b"PK\x03\x04": "a ZIP archive, as .docx and .xlsx are",
+    **dict.fromkeys((b"\x89PNG", b"\xff\xd8\xff", b"GIF8"), "an image"),
+    b"\x1f\x8b": "compressed: its name must end in .gz",
+    b"BZh91AY&SY": "compressed: its name must end in .bz2",
+    b"PAR1\x15": "Parquet: its name must end in .parquet",
+    b"ARROW1\0\0": "an Arrow file",
+    b"\xff\xff\xff\xff": "an Arrow stream",
+}
 
-# How often a remark applies to a source. It starts with a plural noun: "files read as …".
+# Remark on a source → how often it applies. It starts with a plural noun: "files read as …".
 Notes = Counter[str]
 
 
@@ -66,10 +70,11 @@ class Transcoder(io.RawIOBase):
         return len(data)
 
 
-def decode(data: bytes, source: Source, notes: Notes, is_head: bool, offset: int = 0) -> str:
-    """Decode UTF-8, and drop its byte order mark if it is the head of a file.
+def decode_utf8(data: bytes, source: Source, notes: Notes, is_head: bool, offset: int = 0) -> str:
+    """Decode UTF-8. If the data is the head of a file, its byte order mark is dropped.
 
-    Raises UserError, without the location, for data that is not text; or counts replacements.
+    By source.errors, bytes that are not text are replaced and counted, or raise UserError, without
+    the location.
     """
     if is_head:
         for signature, kind in BINARY_SIGNATURES.items():
@@ -102,9 +107,9 @@ def decode(data: bytes, source: Source, notes: Notes, is_head: bool, offset: int
 
 
 def detect_encoding(source: Source) -> str:
-    """Return the encoding of a file, by all of it if that is UTF-8, else by a sample.
+    """Return the encoding of a file: UTF-8 if all of it is, else a guess from a sample.
 
-    The sample is where UTF-8 ends. A file in no known encoding is taken for damaged UTF-8.
+    The sample ends with the first block that is not UTF-8. If nothing fits, it is damaged UTF-8.
     """
     previous = b""
     decoder = codecs.getincrementaldecoder(DEFAULT_ENCODING)()
@@ -126,14 +131,14 @@ def guess_encoding(sample: bytes) -> str | None:
     if sum(character > "\x7f" for character in text) > 2 * text.count("\ufffd"):
         return DEFAULT_ENCODING  # damaged
     end = sample.rfind(b"\n") + 1
-    if end > SAMPLE_BYTES // 2 and 0 not in sample:  # elsewhere a cut may be inside a character
+    if end > SAMPLE_BYTES // 2 and 0 not in sample:  # it may end inside a character
         sample = sample[:end]
     best = from_bytes(sample, cp_isolation=CANDIDATE_ENCODINGS).best()
     return best.encoding.replace("_", "-") if best else None
 
 
 def normalize_encoding(name: str) -> str:
-    """Return the name of an encoding, or "auto". Raises UserError if it is unknown."""
+    """Return Python's name of an encoding, or "auto". Raises UserError if it is unknown."""
     try:
         "a".encode(name if name != "auto" else DEFAULT_ENCODING)
         return name if name == "auto" else codecs.lookup(name).name
@@ -143,7 +148,7 @@ def normalize_encoding(name: str) -> str:
 
 
 def merge_notes(notes_of_units: Iterable[Notes], num_documents: int) -> dict[str, int]:
-    """Add up notes. Raises UserError if no document remains of rows that were left out."""
+    """Add up the notes of units. Raises UserError if all rows were left out."""
     notes: Notes = sum(map(Counter, notes_of_units), Counter())
     reasons = [f"{count:,} {note}" for note, count in notes.items() if note.startswith("rows")]
     if reasons and num_documents == 0:
