@@ -17,6 +17,8 @@ from engine.data.inputs.text import Notes, decode, open_text
 
 MAX_RECORD_BYTES = 2**27  # of a line, a JSON value, a field, or a document before a separator
 TOO_LONG = f"must have at most {MAX_RECORD_BYTES:,} bytes. Check the ends of lines, and quotes."
+# After a mistake in an array, it is unknown where the next record begins.
+BROKEN_ARRAY_ADVICE = "Repair it, or get it again: --skip-bad-rows needs one record a line."
 CSV_SEPARATORS = ",;\t|"
 MAX_INT_DIGITS = 4000  # Python's int() refuses more than 4,300
 JSON_GAP_PATTERN = re.compile(r"[ \t\r\n,\[\]]*")  # around the objects of an array or a sequence
@@ -85,14 +87,15 @@ def _parse_values(lines: Lines, name: str) -> Iterator[tuple[str, Any]]:
                 if line and len(text) - position <= MAX_RECORD_BYTES:  # it may be incomplete
                     break
                 reason = str(error).partition(": line")[0]
-                raise UserError(f"{name}, record {number}: is not JSON ({reason}).") from None
+                problem = f"is not JSON ({reason}). {BROKEN_ARRAY_ADVICE}"
+                raise UserError(f"{name}, record {number}: {problem}") from None
             yield f"{name}, record {number}", value
             number += 1
             position = end
         text = text[position:]
         min_characters = 2 * len(text)
     if is_open:
-        raise UserError(f"{name}: is not JSON (its array has no end). Get it again.")
+        raise UserError(f"{name}: is not JSON (its array has no end). {BROKEN_ARRAY_ADVICE}")
 
 
 def _read_lines(file: BinaryIO, source: Source, notes: Notes) -> Iterator[str | UserError]:
