@@ -199,8 +199,10 @@ def _find_csv_separator(header: str, source: Source) -> str:
 def read_separated(source: Source, notes: Notes) -> Records:
     """Yield the documents between separators, without line ends around them, unless empty."""
     number = 1
+    num_parts = 0
     with open_text(source, notes) as file:
         for data in _split_at(file, source.separator.encode()):
+            num_parts += 1
             location = f"{source.name}, document {number}"
             try:
                 if len(data) > MAX_RECORD_BYTES:
@@ -211,6 +213,8 @@ def read_separated(source: Source, notes: Notes) -> Records:
             if text:
                 yield location, {source.field: text}
                 number += 1
+    if num_parts == 1:
+        notes[f"files without the separator {source.separator!r}"] += 1
 
 
 def _split_at(file: BinaryIO, separator: bytes) -> Iterator[bytes]:
