@@ -553,9 +553,11 @@ def test_a_checkpoint_knows_whether_chats_had_system_turns(system: list, tmp_pat
     chats = [
         {"messages": [*system, {"role": "user", "content": f"{n}"}, *TWO_TURNS]} for n in range(30)
     ]
+    chats += [{"messages": TWO_TURNS[::-1]}] * 60
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    prepare(PrepareConfig((str(path),), tokenizer="byte", chat=True, out=tmp_path / "data"))
+    options = {"chat": True, "deduplicate": True}
+    prepare(PrepareConfig((str(path),), tokenizer="byte", out=tmp_path / "data", **options))
     train_tiny(tmp_path / "data", tmp_path / "run", "--steps", 1, "--context-length", 64)
     assert newest_checkpoint(tmp_path / "run").state["has_system_turns"] == bool(system)
     assert sample.load(tmp_path / "run", "cpu").has_system_turns == bool(system)

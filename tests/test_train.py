@@ -663,8 +663,9 @@ def test_a_resumed_run_may_not_change_its_text(short_run, numbers, tmp_path):
     data = Path(shutil.copytree(numbers, tmp_path / "data"))
     with (data / "manifest.json").open("a") as file:
         file.write("\n")
-    with pytest.raises(UserError, match="--data"):
+    with pytest.raises(UserError, match=r"--data \(docs/data\.md: My text has grown\)"):
         train_tiny(data, short_run, *SHORT_FLAGS, "--resume")
+    assert "\n## My text has grown\n" in (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 
 
 # Mistakes.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.cli import shell_command
+from engine.core.cli import count_noun, shell_command
 from engine.core.errors import UserError
 from engine.data.dataset import Dataset, Examples, Tokens, open_dataset, read_split, verify_dataset
 from engine.data.splits import MIN_EXPECTED_DOCUMENTS
@@ -149,15 +149,17 @@ class Mixture:
         return self.mean(dataset.bytes_per_token(split) for dataset in self.datasets)
 
     def explain_loss(self, val_loss: float) -> str:
-        """Explain a validation loss that is worse than that of a uniform guess; else return ""."""
+        """Explain a validation loss that is not better than a uniform guess; else return ""."""
         uniform_loss = math.log(self.tokenizer.vocab_size)
         if not val_loss > uniform_loss:  # also if it is NaN
             return ""
         problems = [problem for dataset in self.datasets for problem in find_val_problems(dataset)]
-        default = "The training text is too short, or validation is of another kind."
-        advice = "Train for fewer steps, or see docs/data.md for --val and --deduplicate."
-        reason = " ".join(problems) or default
-        return f"This is worse than a uniform guess, {uniform_loss:.4f}. {reason} {advice}"
+        advice = "Lower --learning-rate, train longer, or prepare validation text that is like the"
+        advice += " training text."
+        if problems:
+            advice = "Train for fewer steps, or see docs/data.md for --val and --deduplicate."
+        reason = " ".join([*problems, advice])
+        return f"This is worse than a uniform guess, {uniform_loss:.4f}. {reason}"
 
     def evaluation_record(self, losses: Sequence[float]) -> dict[str, float]:
         """Return the metrics of an evaluation, given each dataset's loss in nats per token."""
@@ -187,8 +189,8 @@ def find_val_problems(dataset: Dataset) -> list[str]:
     if num_repeats and dataset.num_documents - num_repeats == 1:
         problems.append(f"All {dataset.num_documents:,} documents are the same.")
     elif num_repeats and num_val_distinct < min(MIN_EXPECTED_DOCUMENTS, num_val):
-        texts = f"only {num_val_distinct} different texts"
-        problems.append(f"The {num_val} validation documents have {texts}.")
+        texts = count_noun(num_val_distinct, "different text")
+        problems.append(f"The {num_val} validation documents have only {texts}.")
     return problems
 
 

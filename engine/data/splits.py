@@ -4,7 +4,7 @@ import functools
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.core.errors import UserError
+from engine.data.inputs import readers
 from engine.data.inputs.columns import count_parts
-from engine.data.inputs.readers import Text, count_documents, is_one_document, read
+from engine.data.inputs.readers import Text, count_documents, hash_prefixes, is_one_document, read
 from engine.data.inputs.sources import DEFAULT_ENCODING, Source, kind_of
 from engine.data.inputs.text import Notes
 
 SPLIT_NAMES = ("train", "val")
 SPLIT_VERSION = 2  # of Corpus.record_split; older datasets have no such record
 MIN_EXPECTED_DOCUMENTS = 6  # in the smaller split; with fewer, it could be empty by chance
+MAX_FOLLOWED_FILES = 2**12  # of plain text, that are recorded as documents that may grow
 MIN_UNIT_BYTES = 2**24
 MAX_UNITS = 2**12  # roughly: each has its own shards, and Linux maps at most 65,530 files
 MIN_BATCH_CHARACTERS = 2**19  # encoded by a thread at a time, unless a unit has fewer
@@ -82,7 +84,8 @@ class Rule:
         """Split a text into pieces, one for each range that it overlaps."""
         if unit_split:
             return [Piece(unit_split, text.text, text.ends)]
-        is_kept = digest[HASH_BYTES].hex() in self.kept
+        key = digest[HASH_BYTES].hex()
+        is_kept = key in self.kept
         is_large = text.is_large
         if self.examples or not (self.few or is_large or is_kept):
             is_val = not self.few and hash_fraction(digest) <= self.val_fraction
@@ -90,11 +93,12 @@ class Rule:
         data = text.text.encode()
         size = len(data) if text.document_bytes is None else text.document_bytes
         length = len(data) if text.piece_bytes is None else text.piece_bytes
-        earlier_sizes = self._earlier_sizes.get(size, [])
-        ends_at_cut = not self.single or bool(earlier_sizes)
+        is_whole = text.document_bytes is None
+        sizes = (self.kept.get(key) if is_whole else self._recorded_sizes.get(size)) or [size]
+        ends_at_cut = not self.single or len(sizes) > 1
         pieces: list[Piece] = []
         start = 0
-        for split, end in self._ranges([*earlier_sizes, size]):
+        for split, end in self._ranges(sizes):
             num_bytes = end - text.offset
             if num_bytes >= length:
                 ends = text.ends or (num_bytes == length and ends_at_cut)
@@ -108,14 +112,15 @@ class Rule:
         raise AssertionError("the last range ends with the document")
 
     @functools.cached_property
-    def _earlier_sizes(self) -> dict[int, list[int]]:
-        """The earlier sizes of documents that have grown, by their present size."""
-        return {sizes[-1]: sizes[:-1] for sizes in self.kept.values() if len(sizes) > 1}
+    def _recorded_sizes(self) -> dict[int, list[int]]:
+        """The sizes of each document that has grown, by its present size: for those in pieces."""
+        return {sizes[-1]: sizes for sizes in self.kept.values() if len(sizes) > 1}
 
     def _ranges(self, sizes: list[int]) -> Iterator[tuple[str, int]]:
         """Yield the split and the end, in bytes, of each range of a document that is cut."""
         for start, end in itertools.pairwise([0, *sizes]):
-            yield "train", start + int((end - start) * (1 - self.val_fraction))
+            if start or sizes[0] or len(sizes) == 1:
+                yield "train", start + int((end - start) * (1 - self.val_fraction))
             yield "val", end
 
 
@@ -123,8 +128,9 @@ class Corpus:
     """The documents of sources, in order.
 
     Attributes:
-        kept: hash → sizes, of texts that must stay in validation, as the previous version of the
-            dataset recorded them. A document that was cut has its sizes so far; an example, none.
+        kept: what must stay in validation, as the previous version of the dataset recorded it. By
+            hash: each document that may grow, with its sizes so far, or few examples, without. A
+            size of 0 comes before that of a document that was not cut.
     """
 
     def __init__(
@@ -148,6 +154,8 @@ class Corpus:
         self.units += make_units(val_sources, "val", len(self.units))
         self.bytes = sum(source.size for source in self.sources)
         self.few = not val_sources and (self.single or self._has_few_documents())
+        are_files = len(sources) <= MAX_FOLLOWED_FILES and all(map(is_one_document, sources))
+        self.can_grow = not val_sources and (self.few or are_files)
 
     @functools.cached_property
     def rule(self) -> Rule:
@@ -182,23 +190,26 @@ class Corpus:
         return {digest: [] for digest in hashes[: max(count, num_kept, 0)]}
 
     def find_cut_documents(self) -> dict[str, list[int]]:
-        """Return the earlier sizes and the size of each document that is cut, by its hash.
+        """Return the sizes so far of each document that is cut or may grow, by its hash.
 
-        Of many documents, only those are cut that start with a document that was cut before.
+        Of many documents, those are cut that were recorded before, or that start with one of them.
         """
         documents = {}
         sizes = {size for sizes in self.kept.values() for size in sizes}
-        for hashes in hash_prefixes(self.texts(), sizes):
-            size, digest = hashes[-1]
-            matches = [self.kept[prefix] for _, prefix in hashes if prefix in self.kept]
-            if size and (self.few or matches):
-                earlier_sizes = matches[-1] if matches else []
-                documents[digest] = [*(n for n in earlier_sizes if n < size), size]
+        for digests in hash_prefixes(self.texts(), sizes):
+            size, digest = digests[-1]
+            hashes = [prefix_digest[HASH_BYTES].hex() for _, prefix_digest in digests]
+            matches = [self.kept[prefix] for prefix in hashes if prefix in self.kept]
+            is_cut = self.few or size > readers.LARGE_DOCUMENT_BYTES
+            is_val = hash_fraction(digest) <= self.val_fraction
+            if size and (matches or (self.can_grow and (is_cut or is_val))):
+                earlier_sizes = matches[-1] if matches else [] if is_cut else [0]
+                documents[hashes[-1]] = [*(n for n in earlier_sizes if n < size), size]
         return documents
 
     def record_split(self) -> dict[str, Any]:
         """Return the record of the split, for the next version of the dataset."""
-        needs_sizes = self.few and not self.examples and not self.kept
+        needs_sizes = self.can_grow and not self.examples and not self.kept
         kept = self.find_cut_documents() if needs_sizes else self.rule.kept
         return {"version": SPLIT_VERSION, "val_fraction": self.val_fraction, "kept": kept}
 
@@ -296,27 +307,6 @@ def digest_of(text: Text) -> bytes:
 def hash_fraction(digest: bytes) -> float:
     """Map a digest to [0, 1], the same on every machine."""
     return int.from_bytes(digest[:8], "big") / 2**64
-
-
-def hash_prefixes(texts: Iterable[Text], sizes: Collection[int]) -> Iterator[list[tuple[int, str]]]:
-    """Yield for each document (size, hash) of its prefixes of these sizes, then of itself."""
-    content = hashlib.blake2b()
-    hashes = []
-    for text in texts:
-        data = text.text.encode()
-        length = len(data) if text.piece_bytes is None else text.piece_bytes
-        end = text.offset + length
-        start = 0
-        for size in [*sorted(size for size in sizes if text.offset < size < end), end]:
-            stop = (size - text.offset) * len(data) // max(1, length)
-            content.update(data[start:stop])
-            start = stop
-            if size in sizes or text.ends:
-                hashes.append((size, content.digest()[HASH_BYTES].hex()))
-        if text.ends:
-            yield hashes
-            content = hashlib.blake2b()
-            hashes = []
 
 
 def content_hash(units: Iterable[Unit], texts: Iterable[np.ndarray]) -> str:

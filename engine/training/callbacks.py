@@ -220,7 +220,6 @@ def print_summary(trainer: Trainer) -> None:
     """Print the result, a sample, paths and the next command. All ranks call it together."""
     assert trainer.val_loss is not None
     steps = count_noun(trainer.step, "step")
-    uniform_loss = math.log(trainer.data.tokenizer.vocab_size)
     perplexity = math.exp(min(trainer.val_loss, 700))
     bits = trainer.val_loss / math.log(2) / trainer.data.bytes_per_token("val")
     num_skipped = int(trainer.optimizer.guard["skipped"])
@@ -237,11 +236,6 @@ def print_summary(trainer: Trainer) -> None:
         trainer.say(
             f"The best validation loss was {trainer.best_val_loss:.4f} (overfitting since). "
             "sample.py and export use that checkpoint."
-        )
-    if not trainer.val_loss <= uniform_loss:
-        trainer.say(
-            f"That is worse than uniform guessing, {uniform_loss:.4f}. Lower --learning-rate, "
-            "train longer, or prepare validation text that is like the training text."
         )
     trainer.say("\nA sample:\n")
     for count, text in enumerate(stream_sample(trainer)):

@@ -263,6 +263,7 @@ class Trainer:
             return
         manifest = self.data.manifest
         facts = manifest["facts"]
+        num_documents = facts["documents"] + facts.get("dropped", 0)
         state = {
             "step": self.step,
             "tokens": self.step * self.tokens_per_step,
@@ -276,7 +277,7 @@ class Trainer:
             "data_sha256": self.data.sha256,
             "window_order": self.batches.window_order,
             "examples": manifest["origin"].get("examples"),
-            "has_system_turns": facts.get("notes", {}).get(NO_SYSTEM_NOTE, 0) < facts["documents"],
+            "has_system_turns": facts.get("notes", {}).get(NO_SYSTEM_NOTE, 0) < num_documents,
             "documents": manifest["splits"]["train"]["documents"],
         }
         with self.clock.pause(), self.budget.timing("save"):

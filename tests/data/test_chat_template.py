@@ -115,7 +115,8 @@ def with_body(template: str, tagged: bool) -> str:
         body, newline = text.replace("\\n", ""), "{{ '\\n' }}" if "\\n" in text else ""
         set_body = "{% set body = " + body.removeprefix(" + ") + " %}"
         template = template.replace(text + " }}", " }}" + set_body + "BODY" + newline)
-    learned = "{%- if message.role == 'assistant' and message.weight != 0 %}"
+    learned = "{%- if message.role == 'assistant' and message.weight != 0"
+    learned += " and (message.content or message.tool_calls) %}"
     branches = "{%- generation %}{{- body }}{%- endgeneration %}{%- else %}{{- body }}{%- endif %}"
     return template.replace("BODY", learned + branches)
 

@@ -111,28 +111,36 @@ def test_validated_text_never_trains_when_text_is_appended(
     assert len(validated) > 20
 
 
-def test_documents_that_grow_among_few_keep_their_validation_text(tmp_path: Path):
-    """Three books, of which two grow, until they are some of many documents."""
+# The numbers of lines of files, as they grow; and how many files are cut in the end.
+GROWING_FILES: dict[str, tuple[list[list[int]], int]] = {
+    "some of few, then among many": (
+        [[40, 30, 50], [40, 45, 50], [40, 90, 51], [40, 90, 99, *[3] * 99]],
+        3,
+    ),
+    "one, to the size of another": ([[50, 100], [100, 100], [100, 100, 100]], 3),
+    "each of many": ([[3] * 100, [5] * 100, [5] * 60 + [9] * 70], 0),
+    "a large one of many": ([[9000, *[3] * 79], [12000, *[3] * 79], [12500, *[3] * 99]], 1),
+}
 
-    def book(number: int, num_lines: int) -> str:
-        return "".join(f"document {number}, line {line}, é🚀\n" for line in range(num_lines))
 
+@pytest.mark.parametrize("name", GROWING_FILES)
+def test_files_that_grow_keep_their_validation_text(name: str, tmp_path: Path):
+    stages, num_cut = GROWING_FILES[name]
     validated: set[str] = set()
-    for sizes, count in (
-        ((40, 30, 50), 0),
-        ((40, 45, 50), 0),
-        ((40, 90, 51), 0),
-        ((40, 90, 99), 99),
-    ):
-        books = [book(number, size) for number, size in enumerate(sizes)]
-        write_folder(tmp_path / "a", [*books, *(book(100 + number, 3) for number in range(count))])
+    for sizes in stages:
+        texts = [
+            "".join(f"document {number}, line {line}, é🚀\n" for line in range(size))
+            for number, size in enumerate(sizes)
+        ]
+        write_folder(tmp_path / "a", texts)
         inputs = (str(tmp_path / "a"),)
         prepare(PrepareConfig(inputs, tokenizer="byte", out=tmp_path / "data", force=True))
         decoded = decode(tmp_path / "data")
         assert not validated & lines_of(decoded["train"])
         validated |= lines_of(decoded["val"])
-        assert len(read_split(tmp_path / "data")["kept"]) == 3
-    assert 20 < len(validated) < 80
+    assert 0.08 < len(validated) / sum(stages[-1]) < 0.25
+    kept = read_split(tmp_path / "data")["kept"].values()
+    assert sum(sizes[0] > 0 for sizes in kept) == num_cut
 
 
 def prepared(folder: Path, texts: list[str], **settings: Any) -> Path:
@@ -273,14 +281,15 @@ def test_few_different_documents_are_told(tmp_path: Path, capsys):
 def test_a_loss_worse_than_a_uniform_guess_is_explained(tmp_path: Path, capsys):
     data = prepared(tmp_path, [document(number % 20) for number in range(400)])
     mixture = open_mixture([data])
-    assert mixture.explain_loss(5.5) == mixture.explain_loss(float("nan")) == ""
-    assert "different" in mixture.explain_loss(5.6)
+    assert mixture.explain_loss(5.5) == ""
+    assert all("different" in mixture.explain_loss(loss) for loss in (5.6, float("nan")))
     trainer = train_tiny(data, tmp_path / "run", "--steps", 2)
     for loss, is_explained in ((5.5, False), (9.9, True)):
         trainer.val_loss = loss
         capsys.readouterr()
         print_summary(trainer)
-        assert ("--deduplicate" in capsys.readouterr().out) == is_explained
+        output = capsys.readouterr().out
+        assert (output.count("uniform"), output.count("--deduplicate")) == (is_explained,) * 2
 
 
 def test_a_document_that_is_cut_is_counted_once_everywhere(tmp_path: Path):

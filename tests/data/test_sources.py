@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -266,14 +267,27 @@ def test_the_version_changes_with_the_file_and_a_source_can_be_pickled(tmp_path,
         ("{\n}", ["{\n}"]),
         ("7\n", ["7\n"]),
         ('\ufeff{"text": "a"}\n', ["a"]),
+        ('\n {"text": "a"}\n', ["a"]),
+        ('[{"text": "a"}, {"text": "b"}]', ["a", "b"]),
+        ('\ufeff[\r\n  {\r\n "text": "a"\r\n  },\r\n{"text": "b"}]\r\n', ["a", "b"]),
+        ('[{"text": "' + "a" * 2**19 + '"}]', ["a" * 2**16] * 8),
+        ("[1] a note\n", ["[1] a note\n"]),
+        ("[{a}]\n", ["[{a}]\n"]),
+        ('[[{"text": "a"}]]', ['[[{"text": "a"}]]']),
+        ("[", ["["]),
+        ('[{"text": "é"}]'.encode("utf-16"), ["é"]),
+        ('{"text": "é"}\n'.encode("utf-16"), ["é"]),
     ],
 )
-def test_a_pipe_is_text_or_json_lines_and_read_more_than_once(content, texts, tmp_path: Path):
+def test_a_pipe_is_text_or_records_and_read_more_than_once(content, texts, tmp_path: Path):
+    encoding = "utf-8" if isinstance(content, str) else "utf-16"
+    data = content.encode() if isinstance(content, str) else content
     os.mkfifo(tmp_path / "pipe")
-    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=(content, "utf-8"))
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(data,))
     writer.start()
     (source,) = find(tmp_path / "pipe", spool=tmp_path)
     writer.join()
+    source = replace(source, encoding=encoding)
     assert [texts_of(source), texts_of(source)] == [texts, texts]
 
 

@@ -13,6 +13,7 @@ from engine.data.chat_template import ChatTemplate
 
 PROMPT_SEPARATOR = "\n\n"  # between the texts of several prompt fields
 NO_SYSTEM_NOTE = "chats without a system turn"
+EMPTY_ANSWER_NOTE = "chats with an empty answer, which is not learned"
 CHAT_FIELDS = ("messages", "conversations")
 PAIR_FIELDS = ("prompt", "completion")  # lists of messages
 MESSAGE_KEYS = {"role", "content", "from", "value", "weight", "tool_calls", "function_call"}
@@ -134,7 +135,6 @@ def _parse_message(message: Any) -> Turn:
     calls = keys.get("tool_calls")
     if not calls and keys.get("function_call"):
         calls = [keys["function_call"]]
-    content = keys.get("value") if keys.get("content") is None else keys["content"]
     if role is None or not (calls or keys.keys() & {"content", "value"}):
         form = '{"role": ROLE, "content": TEXT}'
         got = f"got {keys.get('role') or keys.get('from')!r} and the keys {[*keys]}"
@@ -148,20 +148,23 @@ def _parse_message(message: Any) -> Turn:
         if role != "assistant" or not isinstance(calls, list):
             raise UserError("must be of the assistant to have a list of tool_calls")
         extra["tool_calls"] = [_parse_call(call) for call in calls]
-    if role == "assistant" and (keys.get("weight") == 0 or (content is None and not calls)):
+    if role == "assistant" and (keys.get("weight") == 0 or _is_empty(keys)):
         extra["weight"] = 0
     if role == "tool":
         extra |= {name: keys[name] for name in TOOL_KEYS if isinstance(keys.get(name), str)}
-    text = _parse_content(content)
+    text = _text_of(keys)
     return (role, text, extra) if extra else (role, text)
 
 
-def _parse_content(content: Any) -> str:
-    """Return the text of a message's content, which is text, a list of its parts, or None."""
-    if content is None:
-        return ""
+def _is_empty(message: Record) -> bool:
+    return not (message.get("tool_calls") or message.get("function_call") or _text_of(message))
+
+
+def _text_of(message: Record) -> str:
+    """Return the text of a message's content: text, parts of text, or null."""
+    content = message.get("value") if message.get("content") is None else message["content"]
     texts = []
-    for part in content if isinstance(content, list) else [content]:
+    for part in content if isinstance(content, list) else ["" if content is None else content]:
         part_type = (part.get("type") or "text") if isinstance(part, dict) else "text"
         if part_type not in TEXT_TYPES:
             raise UserError(f"must have only text (got a part of type {part_type!r}). Remove it.")
@@ -212,11 +215,14 @@ def unused_field_notes(record: Record, fields: Iterable[str]) -> list[str]:
 
 
 def chat_notes(record: Record, field: str | None = None) -> list[str]:
-    """Return notes on unused fields and keys of a chat, and on a missing system turn."""
+    """Return notes on missing system turns, empty answers, and keys that are not used."""
     messages = find_messages(record, field)
     keys: dict[str, Any] = {}
     for message in messages:
         used = (*MESSAGE_KEYS, *TOOL_KEYS) if role_of(message) == "tool" else MESSAGE_KEYS
-        keys |= {key: value for key, value in message.items() if key not in used}
+        unused = {key: value for key, value in message.items() if key not in used}
+        keys |= {key: value for key, value in unused.items() if value not in EMPTY_VALUES}
     notes = unused_field_notes(record, chat_fields(record, field)) + unused_field_notes(keys, ())
+    if any(role_of(message) == "assistant" and _is_empty(message) for message in messages):
+        notes.append(EMPTY_ANSWER_NOTE)
     return notes if "system" in map(role_of, messages) else [*notes, NO_SYSTEM_NOTE]

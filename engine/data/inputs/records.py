@@ -17,6 +17,8 @@ from engine.data.inputs.text import Notes, decode_utf8, open_text
 
 MAX_RECORD_BYTES = 2**27  # of a line, a JSON value, a field, or a document before a separator
 TOO_LONG_MESSAGE = f"must have at most {MAX_RECORD_BYTES:,} bytes. Check line ends and quotes."
+# After a mistake in an array, it is unknown where the next record begins.
+BROKEN_ARRAY_ADVICE = "Repair it, or get it again: --skip-bad-rows needs one record a line."
 CSV_SEPARATORS = ",;\t|"
 MAX_INT_DIGITS = 4000  # of an int; Python's int() refuses more than 4,300
 JSON_GAP_PATTERN = re.compile(r"[ \t\r\n,\[\]]*")  # before and after an object
@@ -85,14 +87,15 @@ def _parse_values(lines: Lines, name: str) -> Iterator[tuple[str, Any]]:
                 if line and len(text) - position <= MAX_RECORD_BYTES:  # it may be incomplete
                     break
                 reason = str(error).partition(": line")[0]
-                raise UserError(f"{name}, record {number}: is not JSON ({reason}).") from None
+                problem = f"is not JSON ({reason}). {BROKEN_ARRAY_ADVICE}"
+                raise UserError(f"{name}, record {number}: {problem}") from None
             yield f"{name}, record {number}", value
             number += 1
             position = end
         text = text[position:]
         min_characters = 2 * len(text)
     if is_array_open:
-        raise UserError(f"{name}: is not JSON (its array has no end). Get it again.")
+        raise UserError(f"{name}: is not JSON (its array has no end). {BROKEN_ARRAY_ADVICE}")
 
 
 def _read_lines(file: BinaryIO, source: Source, notes: Notes) -> Iterator[str | UserError]:
@@ -197,8 +200,10 @@ def _find_csv_separator(header: str, source: Source) -> str:
 def read_separated(source: Source, notes: Notes) -> Records:
     """Yield the nonempty documents between separators, without line ends around them."""
     number = 1
+    num_parts = 0
     with open_text(source, notes) as file:
         for data in _split_at(file, source.separator.encode()):
+            num_parts += 1
             location = f"{source.name}, document {number}"
             try:
                 if len(data) > MAX_RECORD_BYTES:
@@ -209,6 +214,8 @@ def read_separated(source: Source, notes: Notes) -> Records:
             if text:
                 yield location, {source.field: text}
                 number += 1
+    if num_parts == 1:
+        notes[f"files without the separator {source.separator!r}"] += 1
 
 
 def _split_at(file: BinaryIO, separator: bytes) -> Iterator[bytes]:

@@ -38,6 +38,7 @@ VERSION_KEYS = ["ETag", "etag", "mtime", "Last-Modified", "LastModified", "last_
 VERSION_KEYS += ["updated", "created"]
 STDIN_NAMES = ("-", "/dev/stdin")
 SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")  # in a folder of save_to_disk
+MAX_FIRST_RECORD_CHARACTERS = 2**27  # of a pipe, to tell whether it holds records
 STREAMED_FILE_BYTES = 2**28  # assumed for a file of a streamed dataset, whose size is unknown
 RECORD_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 DEFAULT_ENCODING = "utf-8"
@@ -273,17 +274,28 @@ def _spool_pipe(name: str, copy: Path) -> Source:
         if not pipe.isatty() and not stat.S_ISFIFO(mode) and not stat.S_ISSOCK(mode):
             check_mode(name, mode)  # a device has no end
         shutil.copyfileobj(pipe, file)
-    if _starts_with_json_object(copy):
+    if _holds_json_records(copy):
         copy = copy.rename(copy.with_suffix(".jsonl"))
     return Source(copy, "standard input" if is_stdin else name)
 
 
-def _starts_with_json_object(path: Path) -> bool:
-    with open(path, encoding="utf-8-sig", errors="replace") as file:
-        if file.read(1) != "{":
+def _holds_json_records(path: Path) -> bool:
+    """Return whether a file starts with an array of JSON objects, or a line that is one."""
+    with open(path, "rb") as binary_file:
+        encoding = json.detect_encoding(binary_file.read(4))
+    with open(path, encoding=encoding, errors="replace") as file:
+        head = file.read(BLOCK_BYTES).lstrip()
+        is_array = re.match(r"\[\s*\{", head)
+        if not is_array and not head.startswith("{"):
             return False
-        with contextlib.suppress(ValueError, RecursionError):
-            return isinstance(json.loads("{" + file.readline(), parse_int=float), dict)
+        head += file.readline(MAX_FIRST_RECORD_CHARACTERS)
+    with contextlib.suppress(ValueError, RecursionError):
+        decoder = json.JSONDecoder(parse_int=float)
+        if is_array:
+            decoder.raw_decode(head, head.index("{"))
+        else:
+            decoder.decode(head.partition("\n")[0])
+        return True
     return False
 
 
