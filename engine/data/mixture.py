@@ -151,7 +151,7 @@ class Mixture:
     def explain_loss(self, val_loss: float) -> str:
         """Explain a validation loss that is not better than a uniform guess; else return ""."""
         uniform_loss = math.log(self.tokenizer.vocab_size)
-        if not val_loss > uniform_loss:  # also if it is NaN
+        if val_loss <= uniform_loss:  # not if it is NaN
             return ""
         problems = [problem for dataset in self.datasets for problem in find_val_problems(dataset)]
         advice = "Lower --learning-rate, train longer, or prepare validation text that is like the"
