@@ -16,7 +16,7 @@ from engine.data.chat import Turn, own_template
 from engine.data.inputs.examples import find_messages, parse_messages
 from engine.data.tokenizer import Tokenizer
 from engine.generation.sampling import DecodingOptions
-from engine.generation.text_generator import TextGenerator, fit_chat
+from engine.generation.text_generator import TextGenerator
 from engine.generation.text_stream import TextStream
 
 
@@ -82,9 +82,7 @@ def encode_record(
     if "completion" in record:
         raise UserError("already has a 'completion'. Rename it.")
     if is_chat:
-        context_length = model.model.config.context_length
-        turns = parse_question(record, model.tokenizer)
-        return fit_chat(model.tokenizer, turns, context_length, max_new_tokens)
+        return model.encode_turns(parse_question(record, model.tokenizer), max_new_tokens)
     if not isinstance(record.get("prompt"), str):
         names = ", ".join(map(repr, record))
         raise UserError(f"must have a text 'prompt' (got {names}). For chats, use --chat.")

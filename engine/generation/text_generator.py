@@ -40,6 +40,7 @@ class TextGenerator:
     should_compile: bool = False
     has_system_turns: bool = True  # whether the model was trained on some, as far as it is recorded
     max_length: int = field(default=0, init=False)  # of texts so far, in tokens with their prompts
+    warnings: set[str] = field(default_factory=set, init=False)  # those that were printed
 
     @property
     def device(self) -> torch.device:
@@ -88,11 +89,29 @@ class TextGenerator:
 
     def stream_answer(self, turns: Sequence[Turn], **options: Unpack[TextOptions]) -> Iterator[str]:
         """Yield the assistant's answer to a chat, (role, text) turns, piece by piece."""
-        context_length = self.model.config.context_length
-        max_new_tokens = options.get("max_new_tokens", DEFAULT_NEW_TOKENS)
-        ids, limit = fit_chat(self.tokenizer, turns, context_length, max_new_tokens)
+        ids, limit = self.encode_turns(turns, options.get("max_new_tokens", DEFAULT_NEW_TOKENS))
         options = {**options, "max_new_tokens": limit}
         return (text for _, text in self._complete([ids], stop_ids(self.tokenizer), **options))
+
+    def encode_turns(self, turns: Sequence[Turn], max_new_tokens: int) -> tuple[list[int], int]:
+        """Return the result of fit_chat. Warns once of each kind of turns without effect."""
+        context_length = self.model.config.context_length
+        ids, limit = fit_chat(self.tokenizer, turns, context_length, max_new_tokens)
+        has_old_turns = len(turns) > 1 + (turns[0][0] == "system")
+        context = count_noun(context_length, "token")
+        warnings = {
+            "a system turn: the model was trained on chats without one, and may ignore it": (
+                not self.has_system_turns and any(turn[0] == "system" for turn in turns)
+            ),
+            f"a chat is longer than the context of {context}: its oldest turns are left out": (
+                has_old_turns and ids != encode_chat(self.tokenizer, turns)
+            ),
+        }
+        for text, is_true in warnings.items():
+            if is_true and text not in self.warnings:
+                self.warnings.add(text)
+                warn(text)
+        return ids, limit
 
     def _complete(
         self,
@@ -137,7 +156,7 @@ def fit_chat(
     max_length = context_length - min(max_new_tokens, context_length // 2)
     last = len(turns) - 1
     system = [*turns[: turns[0][0] == "system" and last > 0]]
-    starts = [i for i in range(len(system), last) if turns[i][0] == "user"]
+    starts = [i for i in range(len(system), last) if i == len(system) or turns[i][0] == "user"]
 
     def encode_from(start: int) -> list[int]:
         return encode_chat(tokenizer, [*system, *turns[start:]])
