@@ -13,7 +13,13 @@ from typing import Any
 import numpy as np
 
 from engine.core.errors import UserError
-from engine.data.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE, ChatTemplate, map_texts
+from engine.data.chat_template import (
+    CHATML_TEMPLATE,
+    PLAIN_TEMPLATE,
+    TOOLS_ROLE,
+    ChatTemplate,
+    map_texts,
+)
 from engine.data.tokenizer import Tokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
 
@@ -26,7 +32,7 @@ MAX_RENDERED_CHARACTERS = 500  # of an example
 MAX_RENDERED_RUN_CHARACTERS = 200  # of consecutive targets, or of tokens between targets
 
 # Speaker: a role, "prompt" or "completion". Its text. Then perhaps other keys of its message:
-# weight (0: no target), tool_calls, name, tool_call_id.
+# weight (0: no target), tool_calls, name, tool_call_id; of the role "tools", the list of them.
 Turn = tuple[str, str] | tuple[str, str, dict[str, Any]]
 
 # Maps a text, and whether its document ends there, to token ids, the UTF-8 bytes that count, and
@@ -149,6 +155,17 @@ def check_template(template: ChatTemplate, turns: Sequence[Turn]) -> None:
             raise UserError(f"{reason}. Remove them, or choose another --tokenizer.")
 
 
+@functools.lru_cache(16)
+def renders_tools(template: ChatTemplate) -> bool:
+    """Return whether a template writes the tools that a chat offers."""
+    function = {"name": PLACEHOLDER_TEXT, "description": "", "parameters": {"properties": {}}}
+    tools: Turn = (TOOLS_ROLE, "", {"tools": [{"type": "function", "function": function}]})
+    try:
+        return PLACEHOLDER_TEXT in template.render(to_messages([tools, ("user", "Hi")]))
+    except UserError:
+        return False
+
+
 @functools.lru_cache(2**10)
 def _render_numbered(template: ChatTemplate, turns: str) -> str:
     return template.render(to_messages(json.loads(turns)))
@@ -201,7 +218,8 @@ def encode_example(tokenizer: Tokenizer, turns: Sequence[Turn]) -> np.ndarray:
             before = _encode_segment(tokenizer, text, first_character, character)
             start += common_length(before, ids[start:])
             if end not in ids[start:]:
-                raise UserError(f"the model's chat template does not end message {index + 1}")
+                number = index + (turns[0][0] != TOOLS_ROLE)
+                raise UserError(f"the model's chat template does not end message {number}")
             stop = ids.index(end, start) + 1
             example[start:stop] = ids[start:stop]
     return np.array(example, np.int32)
@@ -215,7 +233,8 @@ def _answer_start(
     If later turns change the prompt, it is the text before the answer that both have in common.
     """
     before = messages[:index]
-    prompt = template.render(before, add_generation_prompt=True) if index else ""
+    has_before = index > (messages[0]["role"] == TOOLS_ROLE)
+    prompt = template.render(before, add_generation_prompt=True) if has_before else ""
     if prompt and text.startswith(prompt):
         return len(prompt)
     answer = {"role": "assistant", "content": PLACEHOLDER_TEXT}
@@ -223,7 +242,7 @@ def _answer_start(
     turn = template.render(messages[: index + 1])
     lead = turn[len(prompt) : common_length(turn, template.render([*before, answer]))]
     can_generate_lead = turn.startswith(prompt) and text[:start].endswith(lead)
-    return start - len(lead) if index and can_generate_lead else start
+    return start - len(lead) if has_before and can_generate_lead else start
 
 
 def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:

@@ -13,7 +13,7 @@ from engine.core.cli import count_noun
 from engine.core.errors import UserError
 from engine.core.files import atomic_write, parse_json, to_json
 from engine.data.chat import Turn, own_template
-from engine.data.inputs.examples import find_messages, parse_messages
+from engine.data.inputs.examples import find_messages, find_tools, parse_messages
 from engine.data.tokenizer import Tokenizer
 from engine.generation.sampling import DecodingOptions
 from engine.generation.text_generator import TextGenerator
@@ -91,7 +91,8 @@ def encode_record(
 
 def parse_question(record: dict[str, Any], tokenizer: Tokenizer) -> list[Turn]:
     """Return the turns of a chat to answer. Raises UserError unless the last is a question."""
-    turns = parse_messages(find_messages(record), own_template(tokenizer))
+    template = own_template(tokenizer)
+    turns = parse_messages(find_messages(record), template, find_tools(record, template))
     if turns[-1][0] == "assistant":
         raise UserError("'messages' must end with a question. Remove the assistant's last one.")
     return turns
