@@ -27,6 +27,8 @@ def test_exports_of_every_family_compute_the_same_and_can_be_saved_again(tmp_pat
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5e5
     assert config["rope_scaling"]["original_max_position_embeddings"] == 16
     for name, dtype in (("llama", torch.float32), ("llama-bfloat16", torch.bfloat16)):
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["torch_dtype"] == config["dtype"] == str(dtype).removeprefix("torch.")
         tensors = safetensors.torch.load_file(tmp_path / name / "model.safetensors")
         assert {tensor.dtype for tensor in tensors.values()} == {dtype}
 
