@@ -427,7 +427,7 @@ OTHERS = {"tool_use": "tools {{ messages }}", "rag": "documents {{ messages }}"}
 @pytest.mark.parametrize("layout", ["list", "files"])
 def test_the_default_of_named_templates_is_taken_and_the_others_are_kept(layout, words, tmp_path):
     words.with_special(CHATML_TOKENS).save(tmp_path / "tokenizer.json")
-    named = {"default": CHATML_TEMPLATE + "{# mine #}", **OTHERS}
+    named = {**OTHERS, "default": CHATML_TEMPLATE + "{# mine #}"}
     config: dict[str, Any] = {"eos_token": "<|endoftext|>", "bos_token": "<|im_start|>"}
     if layout == "list":
         templates = [{"name": name, "template": text} for name, text in named.items()]
