@@ -64,11 +64,13 @@ def main(arguments: list[str] | None = None) -> None:
         print(export_model(config))
         print(f"Load it: transformers.AutoModelForCausalLM.from_pretrained({str(config.out)!r})")
     else:
-        import_model(config)
-        sample = shell_command("python", "sample.py", config.out)
+        is_chat_model = import_model(config)
+        chat_flag = ["--chat"] if is_chat_model else []
+        sample = shell_command("python", "sample.py", config.out, *chat_flag)
         flags = ("--init-from", config.out, "--data", "data/NAME")
         finetune = shell_command("python", "train.py", "config/finetune.toml", *flags)
-        print(f"Generate text: {sample}\nTrain it further: {finetune}")
+        title = "Chat with it" if is_chat_model else "Generate text"
+        print(f"{title}: {sample}\nTrain it further: {finetune}")
 
 
 @torch.no_grad()
@@ -106,8 +108,11 @@ def export_model(config: ExportConfig) -> str:
         return report
 
 
-def import_model(config: ImportConfig) -> None:
-    """Import a model. Raises UserError, before anything is written, for an unsupported one."""
+def import_model(config: ImportConfig) -> bool:
+    """Import a model, and return whether it is a chat model.
+
+    Raises UserError, before anything is written, for an unsupported one.
+    """
     if (config.out / "checkpoints").exists():
         raise UserError(f"{config.out}: already has checkpoints. Choose another folder.")
     path = directory.find_directory(config.source)
@@ -127,6 +132,7 @@ def import_model(config: ImportConfig) -> None:
         sizes = f"got {tokenizer.vocab_size:,} tokens, the model has {num_rows:,}"
         raise UserError(f"--tokenizer: must be that of the model ({sizes}).")
     params = convert.from_hf(tensors, dict(model.named_parameters()), family, str(path))
+    is_chat_model = "chat_template" in read_tokenizer_config(path)
     state = {
         "step": 0,
         "model": asdict(model_config),
@@ -137,10 +143,11 @@ def import_model(config: ImportConfig) -> None:
         "val_loss": None,
         "data_sha256": "",
         "imported": config.source,
-        "examples": "chats" if "chat_template" in read_tokenizer_config(path) else None,
+        "examples": "chats" if is_chat_model else None,
     }
     checkpoint = config.out / "checkpoints" / "step-00000000"
     write_checkpoint(checkpoint, state, params, {}, tokenizer.save)
+    return is_chat_model
 
 
 def choose_family(

@@ -164,8 +164,6 @@ def sample(config: SampleConfig) -> None:
             f"{config.path}: not trained on chats. Prepare some with prepare.py … --chat, and "
             f"train on them with train.py … {shell_command('--init-from', config.path)}."
         )
-    if config.system and not model.has_system_turns:
-        warn("--system: the model was trained on chats without a system turn, and may ignore it")
     if config.prompts_file and config.out:
         files = (config.prompts_file, config.out, config.chat)
         complete_file(model, *files, **config.options)

@@ -48,10 +48,11 @@ NUM_TIMED_STEPS = 5  # the minimum is used, as the first steps of a process are 
 def main(arguments: list[str] | None = None) -> int:
     """Train with the settings of the command line, and return the exit code."""
     config = load_settings(TrainConfig, arguments)
+    if not config.plan or plan_needs_data(config):
+        check_data(sys.argv[1:] if arguments is None else arguments, config.data)
     if config.plan:
         print(plan(config))
         return 0
-    check_data(sys.argv[1:] if arguments is None else arguments, config.data)
     with (
         init_distributed(config.device, config.parallel, config.timeout) as dist,
         Interruption() as interruption,
@@ -253,6 +254,11 @@ def measure_step_seconds(data: Mixture, dist: DistributedContext, config: TrainC
     return dist.sum(torch.tensor(min(seconds), dtype=torch.float64)).item() / dist.size
 
 
+def plan_needs_data(config: TrainConfig) -> bool:
+    """Return whether sizes or the vocabulary of a plan follow from the dataset."""
+    return should_choose_sizes(config) or bool(config.init_from) or not config.model.vocab_size
+
+
 def plan(config: TrainConfig) -> str:
     """Describe the memory, operations and time of a run, without training.
 
@@ -260,8 +266,7 @@ def plan(config: TrainConfig) -> str:
     """
     dist = single_process(choose_device(config.device))
     epoch_tokens: list[float] = []
-    needs_data = should_choose_sizes(config) or config.init_from or not config.model.vocab_size
-    if needs_data or all(path.exists() for path in config.data):
+    if plan_needs_data(config) or all(path.exists() for path in config.data):
         data = open_data(config, dist)
         measure = partial(measure_step_seconds, data, dist)
         base = open_base(config, data, dist)

@@ -89,6 +89,7 @@ def check_exports(folder: Path) -> list[str]:
             assert tokenizer.pad_token is None, path
             assert model.config.pad_token_id is model.generation_config.pad_token_id is None, path
             assert tokenizer.apply_chat_template([{"role": "user", "content": text}])
+            model.generation_config.validate(strict=True)
             model.generate(ids[:, :4], max_new_tokens=2)
             model.save_pretrained(folder / saved_name)
             tokenizer.save_pretrained(folder / saved_name)

@@ -546,7 +546,7 @@ def test_llama_cpp_continues_identically(family: str, words: Tokenizer, tmp_path
 
 @pytest.mark.parametrize("kind", ["ours", "ChatML", "imported"])
 def test_the_chat_template_gives_the_tokens_that_were_learned(
-    kind: str, words: Tokenizer, tmp_path: Path
+    kind: str, words: Tokenizer, tmp_path: Path, capsys
 ):
     if kind == "ChatML":
         words = words.with_special(CHATML_TOKENS)
@@ -559,8 +559,14 @@ def test_the_chat_template_gives_the_tokens_that_were_learned(
     save_run(model, chats, words, "chats")
     run_command("export", text, tmp_path / "hf-text")
     run_command("export", chats, hf, *(["--gguf", "f32"] if find_spec("gguf") else []))
-    run_command("import", hf, back)
-    assert find_checkpoint(back).is_chat_model
+    for source, run, is_chat_model in (
+        ("hf-text", "b-text", kind == "imported"),
+        ("hf", "b", True),
+    ):
+        capsys.readouterr()
+        run_command("import", tmp_path / source, tmp_path / run)
+        assert find_checkpoint(tmp_path / run).is_chat_model == is_chat_model
+        assert (f"sample.py {tmp_path / run} --chat\n" in capsys.readouterr().out) == is_chat_model
     run_command("export", back, again)
     assert contents(hf).items() >= contents(again).items()
     hf_tokenizer = transformers.AutoTokenizer.from_pretrained(hf)

@@ -338,7 +338,7 @@ def test_a_long_conversation_continues_whatever_is_typed(chat_model, monkeypatch
     printed = capsys.readouterr()
     answers = printed.out.splitlines()
     assert len(answers) >= 12 and sum(answer in ANSWERS.values() for answer in answers) > 5
-    assert printed.err.startswith("warning: ") and printed.err.count("\n") == 1
+    assert len(re.findall("^warning: ", printed.err, re.M)) == printed.err.count("\n") == 2
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -528,21 +528,36 @@ def test_the_page_of_a_checkpoint_has_the_name_of_its_run(trained, monkeypatch):
 
 @pytest.mark.parametrize("template", [None, "{{ 'system' }}"])
 @pytest.mark.parametrize("state", [{}, {"has_system_turns": True}, {"has_system_turns": False}])
-def test_a_system_turn_that_the_model_never_saw_is_warned_of(
+def test_a_system_turn_that_the_model_never_saw_is_warned_of_once(
     state, template, trained, tmp_path, monkeypatch, capsys
 ):
     tokenizer = CHAT.with_chat_template(template)
     path = tmp_path / "run" / "checkpoints" / "step-00000001"
-    model = GPT(ModelConfig(CHAT.vocab_size, 16, num_layers=1, num_heads=1, d_model=8))
+    model = GPT(ModelConfig(CHAT.vocab_size, 64, num_layers=1, num_heads=1, d_model=8))
     old = open_checkpoint(list_checkpoints(trained)[-1]).state
     old = {key: value for key, value in old.items() if key != "has_system_turns"}
     old |= {"model": dataclasses.asdict(model.config), "examples": "chats"}
     write_checkpoint(path, old | state, model.state_dict(), {}, tokenizer.save)
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    for flags in ([], ["--system", "Be kind."]):
-        sample.main([str(path), "--chat", "--device", "cpu", *flags])
-        is_warned = bool(flags) and template is None and state.get("has_system_turns") is False
-        assert ("--system" in capsys.readouterr().err) == is_warned
+    question = {"role": "user", "content": "Hi"}
+    system = {"role": "developer", "content": "Be kind."}
+    for name, messages in (("without", [question]), ("with", [system, question])):
+        write_lines(tmp_path / f"{name}.jsonl", [{"messages": messages}] * 2)
+    for flags in ([], ["--system", "Be kind."], ["without"], ["with"]):
+        monkeypatch.setattr("sys.stdin", io.StringIO("Hi\nHi\n"))
+        has_system = flags[-1:] not in ([], ["without"])
+        if len(flags) == 1:
+            flags = ["--prompts-file", tmp_path / f"{flags[0]}.jsonl", "--out", tmp_path / flags[0]]
+        flags = [str(path), "--chat", "--device", "cpu", "--max-new-tokens", "2", *map(str, flags)]
+        sample.main(flags)
+        is_warned = has_system and template is None and state.get("has_system_turns") is False
+        assert capsys.readouterr().err.count("system turn") == is_warned
+
+
+def test_a_chat_beyond_the_context_is_reported_once(chat_model, monkeypatch, capsys):
+    for num_questions, is_reported in ((1, False), (12, True)):
+        monkeypatch.setattr("sys.stdin", io.StringIO("hello\n" * num_questions))
+        sample.main([str(chat_model), "--chat", "--device", "cpu"])
+        assert capsys.readouterr().err.count("context of 96 tokens") == is_reported
 
 
 TWO_TURNS = [{"role": "assistant", "content": "1"}, {"role": "user", "content": "2"}]

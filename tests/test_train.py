@@ -759,17 +759,25 @@ def test_a_preset_has_the_size_that_it_documents(name, num_parameters):
     assert model.num_parameters == pytest.approx(num_parameters, rel=0.01)
 
 
+@pytest.mark.parametrize("mode", [[], ["--plan"]], ids=len)
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.name)
-def test_a_preset_without_its_data_prints_the_command_of_its_header(path, tmp_path, monkeypatch):
-    data = tomllib.loads(path.read_text()).get("data")
+def test_a_preset_without_its_data_prints_the_command_of_its_header(
+    path, mode, tmp_path, monkeypatch, capsys
+):
+    settings = tomllib.loads(path.read_text())
+    data = settings.get("data")
     monkeypatch.chdir(tmp_path)
+    if mode and "vocab_size" in settings:
+        assert train.main([str(path), "--device", "cpu", *mode]) == 0
+        assert "parameters" in capsys.readouterr().out
+        return
     if data not in (None, str(BUILT_IN_DATA)):
         with pytest.raises(UserError) as caught:
-            train.main([str(path), "--device", "cpu"])
+            train.main([str(path), "--device", "cpu", *mode])
         command = str(caught.value).partition(": python ")[2]
         assert command in path.read_text() and command.endswith(f" --out {data}")
     with pytest.raises(UserError, match=r"^nowhere: .*--out nowhere"):
-        train.main([str(path), "--device", "cpu", "--data", "nowhere"])
+        train.main([str(path), "--device", "cpu", "--data", "nowhere", *mode])
 
 
 # As a library.

@@ -13,7 +13,13 @@ from typing import Any
 import numpy as np
 
 from engine.core.errors import UserError
-from engine.data.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE, ChatTemplate, map_texts
+from engine.data.chat_template import (
+    CHATML_TEMPLATE,
+    PLAIN_TEMPLATE,
+    TOOLS_ROLE,
+    ChatTemplate,
+    map_texts,
+)
 from engine.data.tokenizer import Tokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
 
@@ -26,7 +32,7 @@ MAX_RENDERED_CHARACTERS = 500  # of an example
 MAX_RENDERED_RUN_CHARACTERS = 200  # of consecutive targets, or of tokens between targets
 
 # (speaker, text) or (speaker, text, keys). Speaker: a role, "prompt" or "completion". Keys of the
-# message: weight (0: not a target), tool_calls, name, tool_call_id.
+# message: weight (0: not a target), tool_calls, name, tool_call_id; of the role "tools", their list.
 Turn = tuple[str, str] | tuple[str, str, dict[str, Any]]
 
 # (text, whether its document ends there) → token ids, number of UTF-8 bytes, number of targets. The
@@ -150,6 +156,17 @@ def check_template(template: ChatTemplate, turns: Sequence[Turn]) -> None:
             raise UserError(f"{reason}. Remove them, or choose another --tokenizer.")
 
 
+@functools.lru_cache(16)
+def renders_tools(template: ChatTemplate) -> bool:
+    """Return whether a template writes the tools that a chat offers."""
+    function = {"name": PLACEHOLDER_TEXT, "description": "", "parameters": {"properties": {}}}
+    tools: Turn = (TOOLS_ROLE, "", {"tools": [{"type": "function", "function": function}]})
+    try:
+        return PLACEHOLDER_TEXT in template.render(to_messages([tools, ("user", "Hi")]))
+    except UserError:
+        return False
+
+
 @functools.lru_cache(2**10)
 def _render_numbered(template: ChatTemplate, turns: str) -> str:
     return template.render(to_messages(json.loads(turns)))
@@ -202,7 +219,8 @@ def encode_example(tokenizer: Tokenizer, turns: Sequence[Turn]) -> np.ndarray:
             before = _encode_segment(tokenizer, text, segment_start, answer_start)
             start += common_length(before, ids[start:])
             if end not in ids[start:]:
-                raise UserError(f"the model's chat template does not end message {index + 1}")
+                number = index + (turns[0][0] != TOOLS_ROLE)
+                raise UserError(f"the model's chat template does not end message {number}")
             stop = ids.index(end, start) + 1
             example[start:stop] = ids[start:stop]
     return np.array(example, np.int32)
@@ -217,7 +235,8 @@ def _answer_start(
     between prompt and answer, such as ``<think>``, belongs to the answer.
     """
     before = messages[:index]
-    prompt = template.render(before, add_generation_prompt=True) if index else ""
+    has_before = index > (messages[0]["role"] == TOOLS_ROLE)
+    prompt = template.render(before, add_generation_prompt=True) if has_before else ""
     if prompt and text.startswith(prompt):
         return len(prompt)
     answer = {"role": "assistant", "content": PLACEHOLDER_TEXT}
@@ -226,7 +245,7 @@ def _answer_start(
     end = common_length(up_to_answer, template.render([*before, answer]))
     added = up_to_answer[len(prompt) : end]
     is_generated = up_to_answer.startswith(prompt) and text[:start].endswith(added)
-    return start - len(added) if index and is_generated else start
+    return start - len(added) if has_before and is_generated else start
 
 
 def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:

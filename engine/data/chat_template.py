@@ -22,6 +22,7 @@ CHATML_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+TOOLS_ROLE = "tools"  # of a message before the first, whose key "tools" lists what may be called
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,11 @@ class ChatTemplate:
         self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False
     ) -> str:
         """Render messages as transformers does. Raises UserError if the template refuses them."""
+        tools = [message["tools"] for message in messages if message["role"] == TOOLS_ROLE]
         try:
             return _compile_template(self.source).render(
-                messages=messages,
-                tools=None,
+                messages=messages[len(tools) :],
+                tools=tools[0] if tools else None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 bos_token=self.bos_token,

@@ -13,10 +13,10 @@ from engine.core.cli import count_noun
 from engine.core.errors import UserError
 from engine.core.files import atomic_write, parse_json, to_json
 from engine.data.chat import Turn, own_template
-from engine.data.inputs.examples import find_messages, parse_messages
+from engine.data.inputs.examples import find_messages, find_tools, parse_messages
 from engine.data.tokenizer import Tokenizer
 from engine.generation.sampling import DecodingOptions
-from engine.generation.text_generator import TextGenerator, fit_chat
+from engine.generation.text_generator import TextGenerator
 from engine.generation.text_stream import TextStream
 
 
@@ -82,9 +82,7 @@ def encode_record(
     if "completion" in record:
         raise UserError("already has a 'completion'. Rename it.")
     if is_chat:
-        context_length = model.model.config.context_length
-        turns = parse_question(record, model.tokenizer)
-        return fit_chat(model.tokenizer, turns, context_length, max_new_tokens)
+        return model.encode_turns(parse_question(record, model.tokenizer), max_new_tokens)
     if not isinstance(record.get("prompt"), str):
         names = ", ".join(map(repr, record))
         raise UserError(f"must have a text 'prompt' (got {names}). For chats, use --chat.")
@@ -93,7 +91,8 @@ def encode_record(
 
 def parse_question(record: dict[str, Any], tokenizer: Tokenizer) -> list[Turn]:
     """Return the turns of a chat to answer. Raises UserError unless the last is a question."""
-    turns = parse_messages(find_messages(record), own_template(tokenizer))
+    template = own_template(tokenizer)
+    turns = parse_messages(find_messages(record), template, find_tools(record, template))
     if turns[-1][0] == "assistant":
         raise UserError("'messages' must end with a question. Remove the assistant's last message.")
     return turns

@@ -1,6 +1,7 @@
 """A model with its tokenizer: text in, text out."""
 
 import bisect
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +12,7 @@ import torch
 from engine.core.cli import count_noun, warn
 from engine.core.errors import UserError
 from engine.data.chat import Turn, common_length, encode_chat, keys_of, stop_ids
+from engine.data.chat_template import TOOLS_ROLE
 from engine.data.tokenizer import Tokenizer
 from engine.generation.beam_search import search_text
 from engine.generation.generate import complete_streams
@@ -26,6 +28,7 @@ from model import GPT
 
 DEFAULT_NEW_TOKENS = 500
 DECODING_BATCH_SIZE = 32
+KEPT_ROLES = (TOOLS_ROLE, "system")  # at the start of a chat, however long it becomes
 MAX_QUOTED_CHARACTERS = 40  # of a turn in a warning
 
 
@@ -40,6 +43,7 @@ class TextGenerator:
     should_compile: bool = False
     has_system_turns: bool = True  # whether the training chats had any; True if unknown
     max_length: int = field(default=0, init=False)  # of texts so far, in tokens with their prompts
+    warnings: set[str] = field(default_factory=set, init=False)  # those that were printed
 
     @property
     def device(self) -> torch.device:
@@ -88,11 +92,29 @@ class TextGenerator:
 
     def stream_answer(self, turns: Sequence[Turn], **options: Unpack[TextOptions]) -> Iterator[str]:
         """Yield the assistant's answer to a chat, (role, text) turns, piece by piece."""
-        context_length = self.model.config.context_length
-        max_new_tokens = options.get("max_new_tokens", DEFAULT_NEW_TOKENS)
-        ids, limit = fit_chat(self.tokenizer, turns, context_length, max_new_tokens)
+        ids, limit = self.encode_turns(turns, options.get("max_new_tokens", DEFAULT_NEW_TOKENS))
         options = {**options, "max_new_tokens": limit}
         return (text for _, text in self._complete([ids], stop_ids(self.tokenizer), **options))
+
+    def encode_turns(self, turns: Sequence[Turn], max_new_tokens: int) -> tuple[list[int], int]:
+        """Return the result of fit_chat. Warns once of each kind of turns without effect."""
+        context_length = self.model.config.context_length
+        ids, limit = fit_chat(self.tokenizer, turns, context_length, max_new_tokens)
+        has_old_turns = any(turn[0] not in KEPT_ROLES for turn in turns[:-1])
+        context = count_noun(context_length, "token")
+        warnings = {
+            "a system turn: the model was trained on chats without one, and may ignore it": (
+                not self.has_system_turns and any(turn[0] == "system" for turn in turns)
+            ),
+            f"a chat is longer than the context of {context}: its oldest turns are left out": (
+                has_old_turns and ids != encode_chat(self.tokenizer, turns)
+            ),
+        }
+        for text, is_true in warnings.items():
+            if is_true and text not in self.warnings:
+                self.warnings.add(text)
+                warn(text)
+        return ids, limit
 
     def _complete(
         self,
@@ -131,16 +153,17 @@ def fit_chat(
     """Return the ids of a chat that fit the context, and the maximum length of the answer.
 
     Half of the context, or max_new_tokens if less, is reserved for the answer. The oldest turns are
-    dropped to fit, except a system turn at the start; an answer is dropped with its question. A
-    last turn that is too long by itself loses its beginning. Raises UserError if nothing remains.
+    dropped to fit, except tools and system turns at the start; an answer is dropped with its
+    question. A last turn that is too long by itself loses its beginning. Raises UserError if
+    nothing remains.
     """
     max_length = context_length - min(max_new_tokens, context_length // 2)
     last = len(turns) - 1
-    system = [*turns[: turns[0][0] == "system" and last > 0]]
-    starts = [i for i in range(len(system), last) if turns[i][0] == "user"]
+    kept = [*itertools.takewhile(lambda turn: turn[0] in KEPT_ROLES, turns[:last])]
+    starts = [i for i in range(len(kept), last) if i == len(kept) or turns[i][0] == "user"]
 
     def encode_from(start: int) -> list[int]:
-        return encode_chat(tokenizer, [*system, *turns[start:]])
+        return encode_chat(tokenizer, [*kept, *turns[start:]])
 
     first = bisect.bisect_left(
         starts, True, key=lambda start: len(encode_from(start)) <= max_length
@@ -150,10 +173,10 @@ def fit_chat(
     if excess > 0:
         text = turns[last][1]
         empty_turn = (turns[last][0], "", keys_of(turns[last]))
-        without_text = encode_chat(tokenizer, [*system, empty_turn])
+        without_text = encode_chat(tokenizer, [*kept, empty_turn])
         if excess >= len(tokenizer.encode(text)):
             size = f"{len(without_text)} of the model's {context_length} tokens of context"
-            raise UserError(f"the system turn: too long (got {size}). Shorten it.")
+            raise UserError(f"the system turn or tools: too long (got {size}). Shorten them.")
         num_before = common_length(ids, without_text)
         del ids[num_before : num_before + excess]
         quoted = text if len(text) < MAX_QUOTED_CHARACTERS else f"{text[:MAX_QUOTED_CHARACTERS]}…"

@@ -14,7 +14,7 @@ from engine.core.errors import UserError
 from engine.core.files import read_json, write_json
 from engine.data.chat import chat_format, end_of_turn
 from engine.data.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE
-from engine.data.tokenizer import Tokenizer, load_tokenizer
+from engine.data.tokenizer import Tokenizer, from_document, load_tokenizer
 from model import GPT
 
 NUM_COMPARED_SEQUENCES = 4
@@ -130,8 +130,12 @@ def chat_template(tokenizer: Tokenizer, is_chat_model: bool) -> str | None:
 
 
 def write_tokenizer(path: Path, tokenizer: Tokenizer, length: int, template: str | None) -> None:
-    """Write tokenizer.json, tokenizer_config.json and generation_config.json."""
-    tokenizer.save(path / "tokenizer.json")
+    """Write tokenizer.json, tokenizer_config.json and generation_config.json.
+
+    An imported tokenizer.json may pad and truncate the text that `tokenizers` encodes.
+    """
+    unset = dict.fromkeys(("padding", "truncation"))
+    from_document({**tokenizer.document, **unset}).save(path / "tokenizer.json")
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": None,  # collators would ignore the targets of an end of text that also pads

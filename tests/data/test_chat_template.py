@@ -20,12 +20,14 @@ from engine.data.chat import (
     end_of_turn,
     own_template,
     special_token_names,
+    to_messages,
 )
 from engine.data.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE, ChatTemplate
 from engine.data.dataset import open_dataset
-from engine.data.inputs.examples import parse_chat
+from engine.data.inputs.examples import chat_options, parse_chat, parse_messages
 from engine.data.tokenizer import Tokenizer, from_document, load_tokenizer
 from engine.data.tokenizer_training import train_bpe_tokenizer
+from engine.generation.text_generator import fit_chat
 from engine.huggingface import directory
 from prepare import PrepareConfig, prepare
 
@@ -253,6 +255,77 @@ def test_300_random_chats_have_the_ids_and_targets_of_transformers(
     assert num_masks > 30 and len(examples) == 300
 
 
+def with_template(words: Tokenizer, template: str) -> Tokenizer:
+    return words.with_special(CHATML_TOKENS).with_chat_template(template)
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"a": "b"}}]}
+QUESTION = {"role": "user", "content": "1+1?"}
+ANSWER = {"role": "assistant", "content": "2"}
+TOOL = {
+    "name": "weather",
+    "description": 'Of a "漢字" city.',
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+TOOLS = [{"type": "function", "function": TOOL}]
+TOOLS_FIRST = (
+    "{%- if tools %}{{- '<|im_start|>system\\n' }}{%- for tool in tools %}"
+    "{{- tool | tojson + '\\n' }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}" + CHATML
+)
+TOOLS_LAST = CHATML.replace(
+    "{%- set body %}",
+    "{%- set body %}{%- if tools and loop.last %}{{- tools[0].function.name }}{%- endif %}",
+)
+
+
+@pytest.mark.parametrize("template", [TOOLS_FIRST, TOOLS_LAST, CHATML])
+@pytest.mark.parametrize("tools", [TOOLS, TOOLS * 2, json.dumps(TOOLS), [], None, ["f"], {"f": 1}])
+def test_tools_are_written_as_transformers_writes_them_or_named(
+    tools: Any, template: str, words: Tokenizer, tmp_path: Path
+):
+    tokenizer = with_template(words, with_body(template, tagged=False))
+    directory.write_tokenizer(tmp_path, tokenizer, 64, tokenizer.chat_template)
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    options = chat_options(None, own_template(tokenizer))
+    assert ("tools" in options["fields"]) == (template != CHATML)
+    is_written = tools in (TOOLS, TOOLS * 2, json.dumps(TOOLS)) and template != CHATML
+    for messages in ([QUESTION, ANSWER], [ANSWER, QUESTION, ANSWER], [QUESTION, CALL, ANSWER]):
+        record = {"messages": messages, "tools": tools}
+        turns = options["turns_of"](record)
+        notes = options["notes_of"](record)
+        assert any("'tools'" in note for note in notes) == (bool(tools) and not is_written)
+        offered = TOOLS * (2 if tools == TOOLS * 2 else 1) if is_written else None
+        chat = exported.apply_chat_template(parsed_messages(turns), offered, return_dict=False)
+        example = encode_example(tokenizer, json.loads(json.dumps(turns)))
+        assert [max(token, ~token) for token in example.tolist()] == chat
+        assert (example >= 0).sum() > messages.count(ANSWER)
+        prompt = [*turns[:-1], ("user", "a <|im_end|>")]
+        ids = encode_chat(tokenizer, prompt)
+        assert fit_chat(tokenizer, prompt, len(ids) + 8, 8) == (ids, 8)
+        if is_written:
+            shorter, _ = fit_chat(tokenizer, prompt, len(ids) + 7, 8)
+            assert len(shorter) < len(ids) and "weather" in tokenizer.decode(shorter)
+
+
+def parsed_messages(turns: list[Any]) -> list[dict[str, Any]]:
+    return [message for message in to_messages(turns) if message["role"] != "tools"]
+
+
+def test_text_of_tools_never_becomes_a_special_token_and_refused_tools_are_named(words: Tokenizer):
+    template = own_template(with_template(words, with_body(TOOLS_LAST, tagged=False)))
+    typed = [{"type": "function", "function": {"name": "<|im_end|>"}}]
+    chats = [parse_messages([QUESTION, ANSWER], template, tools) for tools in (TOOLS, typed)]
+    tokenizer = with_template(words, template.source)
+    special = [*tokenizer.special_tokens.values()]
+    counts = [
+        np.isin(np.maximum(ids, ~ids), special).sum()
+        for ids in (encode_example(tokenizer, turns) for turns in chats)
+    ]
+    assert counts[0] == counts[1]
+    with pytest.raises(UserError, match="chat template refuses"):
+        parse_messages([QUESTION, ANSWER], template, [{"name": "f"}])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_prompt_of_an_answer_is_what_comes_before_its_targets(family, words, tmp_path):
     tokenizer = save_model(family, words, tmp_path / "model")
@@ -268,13 +341,6 @@ def test_the_prompt_of_an_answer_is_what_comes_before_its_targets(family, words,
     assert (example[len(prompt) + len(targets) :] < 0).all()
 
 
-def with_template(words: Tokenizer, template: str) -> Tokenizer:
-    return words.with_special(CHATML_TOKENS).with_chat_template(template)
-
-
-CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"a": "b"}}]}
-QUESTION = {"role": "user", "content": "1+1?"}
-ANSWER = {"role": "assistant", "content": "2"}
 ONLY_TEXT = with_body(CHATML, tagged=False).replace("message.tool_calls", "[]")
 NO_TOOLS = ONLY_TEXT.replace(
     "{%- for message in messages %}", "{%- for message in messages if message.role != 'tool' %}"
@@ -362,7 +428,7 @@ OTHERS = {"tool_use": "tools {{ messages }}", "rag": "documents {{ messages }}"}
 @pytest.mark.parametrize("layout", ["list", "files"])
 def test_the_default_of_named_templates_is_taken_and_the_others_are_kept(layout, words, tmp_path):
     words.with_special(CHATML_TOKENS).save(tmp_path / "tokenizer.json")
-    named = {"default": CHATML_TEMPLATE + "{# mine #}", **OTHERS}
+    named = {**OTHERS, "default": CHATML_TEMPLATE + "{# mine #}"}
     config: dict[str, Any] = {"eos_token": "<|endoftext|>", "bos_token": "<|im_start|>"}
     if layout == "list":
         templates = [{"name": name, "template": text} for name, text in named.items()]

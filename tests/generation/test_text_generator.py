@@ -114,6 +114,15 @@ def test_the_oldest_turns_are_dropped_and_the_system_turn_never(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_turns_before_the_first_question_are_kept_if_they_fit():
+    greeting = ("assistant", "Hello.")
+    systems = [("system", "be kind"), ("system", "be brief")]
+    for chat in ([greeting, ("user", "hi")], [*systems, greeting, ("user", "1"), ("user", "2")]):
+        length = len(encode(*chat)) + 9
+        assert fit_chat(CHAT, chat, length, 9)[0] == encode(*chat)
+        assert fit_chat(CHAT, chat, length - 1, 9)[0] != encode(*chat)
+
+
 def test_a_turn_that_alone_is_too_long_loses_its_beginning(capsys):
     turns = [("user", "dropped"), ("assistant", "too"), ("user", "0123456789")]
     assert fit_chat(CHAT, turns, 16, 500) == (encode(("user", "56789")), 8)

@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+import tokenizers
 import torch
+import transformers
 from helpers import SMALL, randomised
 from hf_versions import EXPORTS, check_exports, make_exports
-from test_huggingface import save_run
+from test_huggingface import qwen2_tokenizer, save_run
 
 import huggingface
 from engine.core.errors import UserError
-from engine.data.tokenizer import CharTokenizer
+from engine.data.tokenizer import CharTokenizer, load_tokenizer
 from engine.huggingface import directory
 from engine.huggingface.families import MODEL_FAMILIES
 
@@ -25,6 +27,8 @@ def test_exports_of_every_family_compute_the_same_and_can_be_saved_again(tmp_pat
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 5e5
     assert config["rope_scaling"]["original_max_position_embeddings"] == 16
     for name, dtype in (("llama", torch.float32), ("llama-bfloat16", torch.bfloat16)):
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["torch_dtype"] == config["dtype"] == str(dtype).removeprefix("torch.")
         tensors = safetensors.torch.load_file(tmp_path / name / "model.safetensors")
         assert {tensor.dtype for tensor in tensors.values()} == {dtype}
 
@@ -40,6 +44,27 @@ def test_characters_without_an_end_of_text_have_no_special_ids(run: Path, tmp_pa
     for name in ("config.json", "generation_config.json"):
         config = json.loads((tmp_path / "hf" / name).read_text())
         assert config["bos_token_id"] is config["eos_token_id"] is config["pad_token_id"] is None
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").pad_token is None
+
+
+def test_an_imported_tokenizer_that_pads_and_truncates_does_neither(tmp_path: Path):
+    tokenizer = qwen2_tokenizer()
+    padding = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": tokenizer.end_of_text, "pad_type_id": 0, "pad_token": tokenizer.end_name}
+    truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    document = tokenizer.document | {"padding": padding, "truncation": truncation}
+    config = {"eos_token": tokenizer.end_name, "pad_token": tokenizer.end_name}
+    for name, value in (("tokenizer.json", document), ("tokenizer_config.json", config)):
+        (tmp_path / name).write_text(json.dumps(value))
+    imported = load_tokenizer(tmp_path / "tokenizer.json")
+    directory.write_tokenizer(tmp_path, imported, 64, None)
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    runner = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert exported.pad_token is None
+    for text in ("7", "7 is followed by 8."):
+        ids = tokenizer.encode(text).tolist()
+        assert imported.encode(text).tolist() == exported.encode(text) == ids
+        assert runner.encode(text).ids == ids
 
 
 @pytest.mark.parametrize("content", ["a file", "a directory with a file"])

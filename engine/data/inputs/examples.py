@@ -8,14 +8,15 @@ from functools import partial
 from typing import Any
 
 from engine.core.errors import UserError
-from engine.data.chat import Turn, check_template, keys_of
-from engine.data.chat_template import ChatTemplate
+from engine.data.chat import Turn, check_template, keys_of, renders_tools, to_messages
+from engine.data.chat_template import TOOLS_ROLE, ChatTemplate
 
 PROMPT_SEPARATOR = "\n\n"  # between the texts of several prompt fields
 NO_SYSTEM_NOTE = "chats without a system turn"
 EMPTY_ANSWER_NOTE = "chats with an empty answer, which is not learned"
 CHAT_FIELDS = ("messages", "conversations")
 PAIR_FIELDS = ("prompt", "completion")  # lists of messages
+TOOLS_FIELD = "tools"  # the list that apply_chat_template of transformers takes
 MESSAGE_KEYS = {"role", "content", "from", "value", "weight", "tool_calls", "function_call"}
 TOOL_KEYS = ("name", "tool_call_id")  # also of a message with the result of a tool
 TEXT_TYPES = ("text", "input_text", "output_text")  # of the parts of a message's content
@@ -32,10 +33,13 @@ Record = dict[str, Any]
 
 def chat_options(field: str | None, template: ChatTemplate | None) -> dict[str, Any]:
     """Return the arguments of a Source of chats: its functions and fields."""
+    fields = (field,) if field else (*CHAT_FIELDS, *PAIR_FIELDS)
+    if template and renders_tools(template):
+        fields = (*fields, TOOLS_FIELD)
     return {
         "turns_of": partial(parse_chat, field=field, template=template),
-        "notes_of": partial(chat_notes, field=field),
-        "fields": (field,) if field else (*CHAT_FIELDS, *PAIR_FIELDS),
+        "notes_of": partial(chat_notes, field=field, template=template),
+        "fields": fields,
     }
 
 
@@ -65,7 +69,7 @@ def parse_chat(
     ``template`` is that of an imported model. Raises UserError for a chat that is malformed, has no
     target, or has turns that cannot be encoded.
     """
-    turns = parse_messages(find_messages(record, field), template)
+    turns = parse_messages(find_messages(record, field), template, find_tools(record, template))
     for turn in turns:
         keys = keys_of(turn)
         has_text = turn[1] or "tool_calls" in keys
@@ -97,6 +101,13 @@ def find_messages(record: Record, field: str | None = None) -> list[Any]:
     return [*itertools.chain(*values)]
 
 
+def find_tools(record: Record, template: ChatTemplate | None) -> list[Record]:
+    """Return the tools that a chat's record offers; none if the template does not write them."""
+    tools = _parse_list(record.get(TOOLS_FIELD))
+    has_objects = all(isinstance(tool, dict) for tool in tools)
+    return tools if tools and has_objects and template and renders_tools(template) else []
+
+
 def _parse_list(value: Any) -> list[Any]:
     """Return a list, or parse it from JSON; any other value gives an empty list."""
     if isinstance(value, str):
@@ -105,8 +116,13 @@ def _parse_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def parse_messages(messages: Sequence[Any], template: ChatTemplate | None = None) -> list[Turn]:
-    """Return the turns of messages. Raises UserError for one that cannot be encoded."""
+def parse_messages(
+    messages: Sequence[Any], template: ChatTemplate | None = None, tools: Sequence[Record] = ()
+) -> list[Turn]:
+    """Return the turns of messages, after one with their tools if there are any.
+
+    Raises UserError for a message that cannot be encoded.
+    """
     turns: list[Turn] = []
     for number, message in enumerate(messages, 1):
         try:
@@ -119,6 +135,9 @@ def parse_messages(messages: Sequence[Any], template: ChatTemplate | None = None
             raise UserError(f"message {number} calls a tool or is the result of one. {fix}")
     if template:
         check_template(template, turns)
+    if template and tools:
+        turns.insert(0, (TOOLS_ROLE, "", {"tools": [*tools]}))
+        template.render(to_messages(turns))  # it may refuse the tools
     return turns
 
 
@@ -214,7 +233,9 @@ def unused_field_notes(record: Record, fields: Iterable[str]) -> list[str]:
     return [f"examples with {name!r}, which is not used" for name in sorted(unused)]
 
 
-def chat_notes(record: Record, field: str | None = None) -> list[str]:
+def chat_notes(
+    record: Record, field: str | None = None, template: ChatTemplate | None = None
+) -> list[str]:
     """Return notes on missing system turns, empty answers, and keys that are not used."""
     messages = find_messages(record, field)
     keys: dict[str, Any] = {}
@@ -222,7 +243,9 @@ def chat_notes(record: Record, field: str | None = None) -> list[str]:
         used = (*MESSAGE_KEYS, *TOOL_KEYS) if role_of(message) == "tool" else MESSAGE_KEYS
         unused = {key: value for key, value in message.items() if key not in used}
         keys |= {key: value for key, value in unused.items() if value not in EMPTY_VALUES}
-    notes = unused_field_notes(record, chat_fields(record, field)) + unused_field_notes(keys, ())
+    tools_fields = (TOOLS_FIELD,) if find_tools(record, template) else ()
+    notes = unused_field_notes(record, (*chat_fields(record, field), *tools_fields))
+    notes += unused_field_notes(keys, ())
     if any(role_of(message) == "assistant" and _is_empty(message) for message in messages):
         notes.append(EMPTY_ANSWER_NOTE)
     return notes if "system" in map(role_of, messages) else [*notes, NO_SYSTEM_NOTE]
