@@ -18,7 +18,7 @@ import filelock
 
 from engine.core.errors import UserError
 
-BLOCK_BYTES = 2**20  # read at a time
+INPUT_BLOCK_BYTES = 2**20  # read at a time
 MAX_INPUT_BYTES = 2**30  # of an input that is read at once
 
 
@@ -27,8 +27,8 @@ def read_input(file: BinaryIO, name: Path | str) -> bytes:
 
     Raises UserError if there are more than MAX_INPUT_BYTES: /dev/zero does not end.
     """
-    blocks = iter(lambda: file.read(BLOCK_BYTES), b"")
-    content = b"".join(islice(blocks, MAX_INPUT_BYTES // BLOCK_BYTES + 1))
+    blocks = iter(lambda: file.read(INPUT_BLOCK_BYTES), b"")
+    content = b"".join(islice(blocks, MAX_INPUT_BYTES // INPUT_BLOCK_BYTES + 1))
     if len(content) > MAX_INPUT_BYTES:
         raise UserError(f"{name}: must have at most {MAX_INPUT_BYTES:,} bytes. Give a file.")
     return content
