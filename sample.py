@@ -26,6 +26,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from engine.core.device import choose_device
 from engine.core.errors import UserError
+from engine.core.files import read_input
 from engine.core.settings import parse
 from engine.data.tokenizer import load_tokenizer
 from engine.generation.attention_maps import attention_maps, draw_attention, token_labels
@@ -198,11 +199,12 @@ def print_text(config: SampleConfig, model: TextGenerator) -> None:
 def read_prompt(config: SampleConfig) -> str:
     """Return the text to continue. Raises UserError for a file that is not UTF-8."""
     if config.prompt_file:
-        content = config.prompt_file.read_bytes()
+        with open(config.prompt_file, "rb") as file:
+            content = read_input(file, config.prompt_file)
     elif config.text != "-":
         return config.text or config.prompt
     elif sys.stdin:
-        content = sys.stdin.buffer.read()
+        content = read_input(sys.stdin.buffer, "-")
     else:
         raise UserError("-: standard input is closed. Use --prompt or --prompt-file.")
     try:

@@ -28,7 +28,7 @@ from engine.core.settings import parse, with_values
 from engine.data.chat import encode_example, is_target, render_with_targets
 from engine.data.dataset import Tokens, open_dataset
 from engine.data.tokenizer import ByteTokenizer, load_tokenizer
-from engine.generation.attention_maps import attention_maps, token_label
+from engine.generation.attention_maps import attention_maps, token_labels
 from engine.generation.pictures import save_figure
 from engine.nn.attention import attend, causal_mask
 from engine.nn.positions import rotate
@@ -318,7 +318,7 @@ def heads(config: AttentionConfig) -> str:
     scores, equal_scores = score_heads(model, data.val, texts)
     tokens = torch.from_numpy(tokenizer.encode(config.text).astype(np.int64))
     tokens = tokens[: model.config.context_length]
-    labels = [token_label(tokenizer, token) for token in tokens.tolist()]
+    labels = token_labels(tokenizer, tokens.tolist())
     maps = attention_maps(model, tokens).flatten(0, 1)
     habit_masks = habits(tokens, texts)
     rows = []

@@ -468,6 +468,8 @@ def test_every_setting_has_an_effect_in_some_mode():
         (["RUN", "--layer", "0", "--attention", "a.png", "--prompt", "x"], "--layer.*2"),
         (["RUN", "--attention", "a.png", "--prompt", "x" * 30], "30 tokens"),
         (["RUN", "--prompt-file", "latin-1.txt"], "latin-1.txt.*UTF-8 at byte 1"),
+        (["RUN", "--prompt-file", "/dev/zero"], "/dev/zero.*4,194,304 bytes"),
+        (["RUN", "--prompts-file", "/dev/urandom", "--out", "x"], "/dev/urandom.*4,194,304 bytes"),
         (["RUN", "--chat"], "RUN.*not trained on chats"),
         (["DATA"], "DATA.*is a dataset.*train.py --data DATA"),
         (["nowhere"], "nowhere"),
@@ -482,6 +484,7 @@ def test_every_setting_has_an_effect_in_some_mode():
 )
 def test_a_mistake_is_a_user_error(flags, message, trained, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("engine.core.files.MAX_INPUT_BYTES", 2**22)
     (tmp_path / "latin-1.txt").write_bytes("aä".encode("latin-1"))
     (tmp_path / "empty").mkdir()
     (tmp_path / "hf model").mkdir()

@@ -23,6 +23,7 @@ OUT_OF_MEMORY_PATTERN = re.compile(
 )
 LOST_CONNECTION_PATTERN = re.compile("gloo|NCCL|by peer", re.I)
 MAX_MESSAGE_CHARS = 1000
+CONTROL_PATTERN = re.compile("[\x00-\x1f\x7f-\x9f]")  # a name may contain commands of a terminal
 # Polls of an idle OpenMP thread before it sleeps. libgomp's default, 300,000 or about 3 ms, takes
 # cores from other processes. Decoding is slow if threads sleep too often.
 SPIN_COUNTS = {"train": 3000, "decode": 12000}
@@ -168,6 +169,7 @@ def run_command(main: Callable[[], int | None]) -> None:
         line = None if debug else describe_error(error)
         if line is None:
             raise
+        line = CONTROL_PATTERN.sub(lambda match: escape_character(match[0]), line)
         sys.stderr.write(f"error: {line}\n")  # one write, because other ranks may write now
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # everything is saved: ignore a late Ctrl-C
     sys.exit(code)

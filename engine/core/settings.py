@@ -19,6 +19,7 @@ import tyro
 from annotated_types import Ge, Gt, Le, Lt
 
 from engine.core.errors import UserError
+from engine.core.files import read_input
 
 Config = TypeVar("Config")
 BOUND_TYPES: dict[type, tuple[str, Any]] = {
@@ -44,8 +45,10 @@ def load_settings(cls: type[Config], arguments: Sequence[str] | None = None) -> 
     config = cls()
     if arguments and not arguments[0].startswith("-"):
         path = Path(arguments.pop(0))
+        with open(path, "rb") as file:
+            content = read_input(file, path)
         try:
-            values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+            values = tomllib.loads(content.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: not valid TOML ({error}).") from None
         config = from_values(cls, values, str(path))

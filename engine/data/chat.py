@@ -32,7 +32,7 @@ MAX_RENDERED_CHARACTERS = 500  # of an example
 MAX_RENDERED_RUN_CHARACTERS = 200  # of consecutive targets, or of tokens between targets
 
 # (speaker, text) or (speaker, text, keys). Speaker: a role, "prompt" or "completion". Keys of the
-# message: weight (0: not a target), tool_calls, name, tool_call_id; of the role "tools", their list.
+# message: weight (0: not a target), tool_calls, name, tool_call_id; of "tools", the list of them.
 Turn = tuple[str, str] | tuple[str, str, dict[str, Any]]
 
 # (text, whether its document ends there) → token ids, number of UTF-8 bytes, number of targets. The

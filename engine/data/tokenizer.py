@@ -243,8 +243,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> np.ndarray:
         text.encode()
-        with wrap_library_errors("the tokenizer cannot encode the text"):
+        try:
             ids = self.runner.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        except Exception as error:  # tokenizers has no class of its own
+            raise ValueError(error) from None
         if HIDDEN_PREFIX in text and not {*ids} <= self.text_ids:
             raise UserError("the text has U+10FFFF before the name of a special token. Remove it.")
         return np.array(ids, np.uint32)

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from engine.core.cli import count_noun
 from engine.core.errors import UserError
-from engine.core.files import atomic_write, parse_json, to_json
+from engine.core.files import atomic_write, parse_json, read_input, to_json
 from engine.data.chat import Turn, own_template
 from engine.data.inputs.examples import find_messages, find_tools, parse_messages
 from engine.data.tokenizer import Tokenizer
@@ -63,7 +63,9 @@ def complete_file(
 
 def read_lines(path: Path) -> Iterator[tuple[Path, Any]]:
     """Yield (location, value) of each line of JSON; the location is path and line number."""
-    for number, line in enumerate(path.read_bytes().removeprefix(BOM_UTF8).split(b"\n"), 1):
+    with open(path, "rb") as file:
+        content = read_input(file, path)
+    for number, line in enumerate(content.removeprefix(BOM_UTF8).split(b"\n"), 1):
         if line.strip():
             location = Path(f"{path}, line {number}")
             yield location, parse_json(line, location)

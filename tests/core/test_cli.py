@@ -203,8 +203,10 @@ def test_exit_code_is_what_main_returns():
         (RuntimeError("[gloo/pair.cc:5] Connection closed by peer"), "closed by peer"),
         (IsADirectoryError(21, "Is a directory", "a\nb"), "Is a directory: a b"),
         (OSError("the disk is full"), "the disk is full"),
+        (UserError("\x1b[2Ja\x7f.txt: not found."), r"\x1b[2Ja\x7f.txt: not found."),
+        (FileNotFoundError(2, "No such file", "a\x9b2Jé👩\u200d💻"), "a\\xc2\\x9b2Jé👩\u200d💻"),
     ],
-    ids=str,
+    ids=repr,
 )
 def test_error_that_is_not_a_bug_is_one_line_and_exit_code_1(error, expected, capsys):
     assert exit_code_of(raising(error)) == 1

@@ -137,6 +137,13 @@ def test_mistake_in_a_file_names_the_file(tmp_path, text, expected):
         load_settings(Outer, [write(tmp_path, text)])
 
 
+def test_a_file_without_end_is_refused(monkeypatch):
+    monkeypatch.setattr("engine.core.files.MAX_INPUT_BYTES", 2**22)
+    with pytest.raises(UserError, match=r"^/dev/zero: .*4,194,304 bytes"):
+        load_settings(Outer, ["/dev/zero"])
+    assert load_settings(Outer, ["/dev/null"]) == Outer()
+
+
 def test_json_without_settings_and_arguments_that_are_not_utf_8_are_refused():
     with pytest.raises(UserError, match=r"^state\.json: "):
         from_values(Outer, [1], "state.json")

@@ -1,6 +1,7 @@
 """Files, folders, pipes, downloads, addresses: which sources are listed, and how they are read."""
 
 import contextlib
+import errno
 import gzip
 import hashlib
 import http.server
@@ -17,7 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import fsspec
 import pyarrow
@@ -289,6 +290,19 @@ def test_a_pipe_is_text_or_records_and_read_more_than_once(content, texts, tmp_p
     writer.join()
     source = replace(source, encoding=encoding)
     assert [texts_of(source), texts_of(source)] == [texts, texts]
+
+
+def test_a_pipe_that_fills_the_disk_is_named(tmp_path: Path, monkeypatch):
+    def copy(pipe: object, file: BinaryIO) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("engine.data.inputs.sources.shutil.copyfileobj", copy)
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(b"",))
+    writer.start()
+    with pytest.raises(UserError, match=f"^{tmp_path / 'pipe'}: .*{tmp_path}.*TMPDIR"):
+        find(tmp_path / "pipe", spool=tmp_path)
+    writer.join()
 
 
 # Web servers.

@@ -506,6 +506,19 @@ def test_a_regex_of_no_words_keeps_the_text_or_is_refused(regex: str, name, tmp_
         assert "\n" not in str(error)
 
 
+def test_a_text_that_tokenizers_cannot_encode_is_one_line_with_a_fix(tmp_path: Path):
+    document = json.loads(original("Llama 3", ["hello low lower lowest " * 9]).to_str())
+    edit(document, ["pre_tokenizer", "pretokenizers", 0, "pattern", "Regex"], "(a+)+$")
+    panics = load(document, tmp_path, END_OF_LLAMA3)
+    words = tokenizers.Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, "absent"))
+    words.add_special_tokens(["</s>"])
+    unknown = load(json.loads(words.to_str()), tmp_path, "</s>")
+    for tokenizer, text in ((panics, "a" * 3000 + "!"), (unknown, "b")):
+        with pytest.raises(UserError, match=r"--tokenizer.$") as error:
+            tokenizer.encode(text)
+        assert "\n" not in str(error.value)
+
+
 def test_a_duplicate_token_of_a_unigram_is_refused(tmp_path: Path):
     document = json.loads(train_sentencepiece(["a b c " * 9]).to_str())
     document["model"]["vocab"].append(document["model"]["vocab"][-1])

@@ -7,7 +7,7 @@ import torch
 from reference import OperationRecorder, assert_same_gradients, attention_definition, random_heads
 
 from engine.nn.attention import MAX_UNFUSED_POSITIONS, attend
-from engine.nn.layers import dropout
+from engine.nn.layers import FAST_DROPOUT_RATES, dropout
 
 LONG_T = MAX_UNFUSED_POSITIONS + 1
 CASES_OF_BRANCHES = {  # T, S, dtype, whether PyTorch's fused operation computes it
@@ -117,3 +117,10 @@ def test_dropout_preserves_the_mean_at_every_rate(p):
     dropped = dropout(torch.ones(size), p)
     assert dropped.mean(dtype=torch.float64).item() == pytest.approx(1, abs=max(0.001, error))
     assert (dropped == 0).any()
+
+
+def test_16_bits_resolve_the_rates_for_which_they_are_used():
+    """The error of the mean is exact here; of a rate near 1, no sample is large enough."""
+    for p in torch.linspace(*FAST_DROPOUT_RATES, 10_001, dtype=torch.float64).tolist():
+        fraction_kept = 1 - round(p * 2**16) / 2**16
+        assert fraction_kept / (1 - p) == pytest.approx(1, abs=0.001)

@@ -3,6 +3,7 @@
 import base64
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,13 @@ EXTENT = f"""([index, color]) => {{
     }}
   const extent = values => values.length && Math.max(...values) - Math.min(...values) + 1;
   return [extent(xs), extent(ys)];
+}}"""
+# The numbers of the columns, in pixels, where a color is drawn.
+COLUMNS = f"""([index, color]) => {{
+  const {{data, width}} = ({PIXELS})(plots[index].u.ctx.canvas), columns = new Set();
+  for (let i = 0; i < data.length; i += 4)
+    if (color.every((c, k) => Math.abs(c - data[i + k]) < 60)) columns.add(i / 4 % width);
+  return [...columns];
 }}"""
 # How many pixels of the attention map have each color.
 COLORS = f"""() => {{
@@ -194,19 +202,30 @@ def test_the_data_has_the_figures_that_prepare_prints(tmp_path, kind):
 
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [390, 1280])
-def test_names_of_baselines_lie_beside_their_lines_and_each_other(page, tmp_path, width):
+@pytest.mark.parametrize(
+    "baselines",
+    [BASELINES, {"unigram": 3.97, "bigram": 3.7}, {"unigram": 3.24}, {"bigram": 3.02}],
+    ids=["close", "at the edge", "between the lines", "on a line"],
+)
+def test_names_of_baselines_hide_no_line_and_no_name(page, tmp_path, width, baselines):
     page.set_viewport_size({"width": width, "height": 800})
-    show(page, tmp_path / "page.html", make_run(tmp_path / "a", baselines=BASELINES))
+    show(page, tmp_path / "page.html", make_run(tmp_path / "a", baselines=baselines))
     page.evaluate("texts = []; plots[0].u.redraw()")
     page.evaluate(SETTLE)
-    texts = {text: y for text, *_, y in page.evaluate("texts") if text.split()[0] in BASELINES}
-    assert list(texts) == ["uniform 3.9000", "unigram 3.3000", "bigram 3.2800"]
+    names = [f"{name} {value:.4f}" for name, value in baselines.items()]
+    texts = {text: y for text, *_, y in page.evaluate("texts") if text in names}
+    assert list(texts) == names
     lines = page.evaluate(
         "Object.values(runs[0].baselines).map(y => plots[0].u.valToPos(y, 'y', true))"
     )
-    uniform, unigram, bigram = texts.values()
-    assert uniform + 4 < lines[0] and unigram + 4 < lines[1]
-    assert bigram - unigram >= 12 and bigram - 60 < lines[2]
+    for bottom, line in zip(texts.values(), lines, strict=True):
+        assert not bottom - 11 < line < bottom + 2 and abs(bottom - line) < 60
+    bottoms = sorted(texts.values())
+    assert all(second - first >= 12 for first, second in itertools.pairwise(bottoms))
+    first, last = page.evaluate("[20, 60].map(x => plots[0].u.valToPos(x, 'x', true))")
+    for color, start in ((ORANGE, first), (BLUE, page.evaluate("plots[0].u.bbox.left"))):
+        columns = page.evaluate(COLUMNS, [0, color])
+        assert {*range(math.ceil(start) + 2, int(last) - 2)} <= {*columns}
 
 
 @pytest.mark.browser

@@ -29,7 +29,16 @@ def parse_int(digits: str) -> int | float:
     return int(digits) if len(digits) <= MAX_INT_DIGITS else float(digits)
 
 
-JSON_DECODER = json.JSONDecoder(parse_int=parse_int)
+def make_object(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of JSON with these names and values. Raises ValueError for equal names."""
+    values = dict(items)
+    if len(values) < len(items):
+        names = [name for name, _ in items]
+        raise ValueError(f"two fields {next(n for n in names if names.count(n) > 1)!r}")
+    return values
+
+
+JSON_DECODER = json.JSONDecoder(parse_int=parse_int, object_pairs_hook=make_object)
 Lines = Iterable[str | UserError]  # a line, or the reason why it is unusable
 
 

@@ -1,6 +1,7 @@
 """Where text comes from: files, folders, addresses, Hugging Face datasets, standard input."""
 
 import contextlib
+import errno
 import functools
 import hashlib
 import importlib
@@ -266,14 +267,20 @@ def _find_remote(address: str, pattern: str) -> list[Source]:
 def _spool_pipe(name: str, copy: Path) -> Source:
     """Copy a pipe to a file, because a corpus is read more than once."""
     is_stdin = name in STDIN_NAMES
-    with (
-        open(copy, "wb") as file,
-        open(0 if is_stdin else name, "rb", closefd=not is_stdin) as pipe,
-    ):
-        mode = os.fstat(pipe.fileno()).st_mode
-        if not pipe.isatty() and not stat.S_ISFIFO(mode) and not stat.S_ISSOCK(mode):
-            check_mode(name, mode)  # a device has no end
-        shutil.copyfileobj(pipe, file)
+    try:
+        with (
+            open(copy, "wb") as file,
+            open(0 if is_stdin else name, "rb", closefd=not is_stdin) as pipe,
+        ):
+            mode = os.fstat(pipe.fileno()).st_mode
+            if not pipe.isatty() and not stat.S_ISFIFO(mode) and not stat.S_ISSOCK(mode):
+                check_mode(name, mode)  # a device would not end
+            shutil.copyfileobj(pipe, file)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        reason = f"does not fit on the disk of {copy.parent}"
+        raise UserError(f"{name}: {reason}. Set TMPDIR to a larger one.") from None
     if _holds_json_records(copy):
         copy = copy.rename(copy.with_suffix(".jsonl"))
     return Source(copy, "standard input" if is_stdin else name)
