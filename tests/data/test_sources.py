@@ -296,7 +296,7 @@ def test_a_pipe_that_fills_the_disk_is_named(tmp_path: Path, monkeypatch):
     def copy(pipe: object, file: BinaryIO) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("engine.data.inputs.sources.shutil.copyfileobj", copy)
+    monkeypatch.setattr("engine.data.inputs.local.shutil.copyfileobj", copy)
     os.mkfifo(tmp_path / "pipe")
     writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(b"",))
     writer.start()

@@ -1,6 +1,8 @@
 """Local paths: lists the files of folders, and refuses devices, sockets and pipes."""
 
+import errno
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +34,21 @@ def check_mode(name: str, mode: int) -> None:
         if is_kind(mode):
             reason = f"must be a file (got {kind})"
             raise UserError(f"{name}: {reason}. Give a file, or choose files with --glob.")
+
+
+def copy_pipe(pipe: int | str, name: str, copy: Path) -> None:
+    """Copy a pipe, given by its descriptor or path, until it ends. UserError: a full disk."""
+    try:
+        with open(copy, "wb") as file, open(pipe, "rb", closefd=isinstance(pipe, str)) as source:
+            mode = os.fstat(source.fileno()).st_mode
+            if not source.isatty() and not stat.S_ISFIFO(mode) and not stat.S_ISSOCK(mode):
+                check_mode(name, mode)  # a device would not end
+            shutil.copyfileobj(source, file)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        reason = f"does not fit on the disk of {copy.parent}"
+        raise UserError(f"{name}: {reason}. Set TMPDIR to a larger one.") from None
 
 
 def list_files(

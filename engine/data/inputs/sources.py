@@ -1,7 +1,6 @@
 """Where text comes from: files, folders, addresses, Hugging Face datasets, standard input."""
 
 import contextlib
-import errno
 import functools
 import hashlib
 import importlib
@@ -9,8 +8,6 @@ import io
 import json
 import os
 import re
-import shutil
-import stat
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -23,7 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from engine.core.errors import UserError
 from engine.core.files import atomic_directory, sha256
-from engine.data.inputs.local import check_file, check_mode, list_files
+from engine.data.inputs.local import check_file, copy_pipe, list_files
 
 SHAKESPEARE_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -267,20 +264,7 @@ def _find_remote(address: str, pattern: str) -> list[Source]:
 def _spool_pipe(name: str, copy: Path) -> Source:
     """Copy a pipe to a file, because a corpus is read more than once."""
     is_stdin = name in STDIN_NAMES
-    try:
-        with (
-            open(copy, "wb") as file,
-            open(0 if is_stdin else name, "rb", closefd=not is_stdin) as pipe,
-        ):
-            mode = os.fstat(pipe.fileno()).st_mode
-            if not pipe.isatty() and not stat.S_ISFIFO(mode) and not stat.S_ISSOCK(mode):
-                check_mode(name, mode)  # a device would not end
-            shutil.copyfileobj(pipe, file)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        reason = f"does not fit on the disk of {copy.parent}"
-        raise UserError(f"{name}: {reason}. Set TMPDIR to a larger one.") from None
+    copy_pipe(0 if is_stdin else name, name, copy)
     if _holds_json_records(copy):
         copy = copy.rename(copy.with_suffix(".jsonl"))
     return Source(copy, "standard input" if is_stdin else name)
