@@ -1,6 +1,6 @@
 """Export a run to a directory that transformers loads, or import one: out/<run>/ ↔ hf/<name>/.
 
-python huggingface.py export out/NAME hf/NAME [--family NAME] [--gguf f32]
+python huggingface.py export out/NAME hf/NAME [--family NAME] [--gguf q8_0]
 python huggingface.py import DIRECTORY_OR_HUB_NAME out/NAME [--tokenizer NAME]
 """
 
@@ -41,7 +41,8 @@ class ExportConfig:
     family: Literal["auto", "qwen2", "llama", "qwen3", "mistral", "gpt2", "nanochat"] = "auto"
     """The model class to export as. auto: the first that supports the model."""
     dtype: Literal["float32", "bfloat16"] = "float32"  # Type of the weights in safetensors.
-    gguf: Literal["f32", "bf16"] | None = None  # Also write a GGUF file for llama.cpp.
+    gguf: Literal["f32", "f16", "bf16", "q8_0", "q4_0"] | None = None
+    """Also write a GGUF file for llama.cpp, with most matrices in this type."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,9 @@ def rewrite_params(model: GPT, config: ModelConfig) -> convert.Tensors:
     if model.config.norm == "rmsnorm" != config.norm:
         params["token_embedding.weight"] = model.embedding_norm(params["token_embedding.weight"])
     if model.config.position != config.position:
-        params["position_embedding.weight"] = model.positions(0, config.context_length)
+        params["position_embedding.weight"] = model.embed_positions(
+            torch.arange(config.context_length)
+        )
     if model.config.tie_embeddings != config.tie_embeddings:
         params["head.weight"] = embedding
     neutral = {  # norm weights of 1 and biases of 0 change nothing

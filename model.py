@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from engine.nn.attention import Cache, Caches, attend
 from engine.nn.layers import FusedLinear, LayerPair, RMSNorm, dropout, make_embedding, make_norm
 from engine.nn.loss import soft_cap, training_loss, validation_loss
-from engine.nn.positions import FREQUENCY_BASE, check_scaling, rotate, rotations, sinusoids
+from engine.nn.positions import check_scaling, position_range, rotate, rotations, sinusoids
 from engine.nn.specs import ParameterSpec, draw_initial_values, match_specs
 
 
@@ -179,9 +179,10 @@ class MultiHeadAttention(nn.Module):
         query_norm, key_norm = self.qk_norms
         q = rotate(query_norm(q), rotation)  # (B, H, T, K)
         k = rotate(key_norm(k), rotation)  # (B, G, T, K)
-        if cache is not None:
-            k, v = cache.append(k, v)  # (B, G, S, K), of all visible positions
-        mixed = attend(q, k, v, self.attention_dropout if self.training else 0.0, self.window)
+        if cache is None:
+            mixed = attend(q, k, v, self.attention_dropout if self.training else 0.0, self.window)
+        else:
+            mixed = cache.attend(q, k, v)  # to all visible positions
         mixed = mixed.transpose(1, 2).reshape(B, T, -1)  # (B, H, T, K) → (B, T, H·K)
         return dropout(self.projection(mixed), self.dropout, self.training)
 
@@ -269,13 +270,13 @@ class GPT(nn.Module):
         tokens follow the cached positions, and only the last position's logits are returned,
         (B, 1, V). Raises ValueError for too many positions.
         """
-        start = caches[0].filled if caches else 0
-        max_length = caches[0].length if caches else self.config.context_length
-        end = start + tokens.shape[1]
-        if end > max_length:
-            raise ValueError(f"tokens must have at most {max_length} positions (got {end})")
-        x = self.embed(tokens, start)
-        rotation = self.rotation(start, end)
+        T = tokens.shape[1]
+        if caches:
+            positions = caches[0].next_positions(T)
+        else:
+            positions = position_range(0, T, self.config.context_length, tokens.device)
+        x = self.embed(tokens, positions)
+        rotation = self.rotation(positions)
         for index, block in enumerate(self.blocks):
             x = block(x, rotation, caches[index] if caches else None)
         x = self.final_norm(x[:, -1:] if caches else x)
@@ -286,28 +287,27 @@ class GPT(nn.Module):
         logits = F.linear(x, self.head_weight()) if self.head is None else self.head(x)
         return soft_cap(logits, cap)
 
-    def embed(self, tokens: Tensor, start: int = 0) -> Tensor:
-        """Return the first block's input for tokens from position start: (B, T) → (B, T, D)."""
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return the first block's input for tokens at positions (T,) or (B, T): (B, T, D)."""
         x = self.token_embedding(tokens)
         if self.config.scale_embeddings:
             x = x * math.sqrt(self.config.d_model)
         if self.config.position != "rope":
-            x = x + self.positions(start, start + tokens.shape[1])
+            x = x + self.embed_positions(positions).to(x.dtype)
         return dropout(self.embedding_norm(x), self.config.dropout, self.training)
 
-    def positions(self, start: int, end: int) -> Tensor:
-        """Return the embeddings, (T, D), of positions start to end - 1: learned or sinusoidal."""
+    def embed_positions(self, positions: Tensor) -> Tensor:
+        """Return the learned or sinusoidal embeddings of positions: (…) → (…, D)."""
         if self.position_embedding is not None:
-            return self.position_embedding.weight[start:end]
-        return sinusoids(start, end, self.config.d_model, self.token_embedding.weight.device)
+            return self.position_embedding(positions)
+        return sinusoids(positions, self.config.d_model)
 
-    def rotation(self, start: int, end: int) -> Tensor | None:
-        """Return RoPE's cosines and sines, (2, T, K / 2), of positions start to end - 1."""
-        if self.config.position != "rope":
+    def rotation(self, positions: Tensor) -> Tensor | None:
+        """Return RoPE's cosines and sines of positions (T,) or (B, T)."""
+        config = self.config
+        if config.position != "rope":
             return None
-        base = self.config.rope_base or FREQUENCY_BASE
-        device = self.token_embedding.weight.device
-        return rotations(start, end, self.config.head_width, base, self.config.rope_scaling, device)
+        return rotations(positions, config.head_width, config.rope_base, config.rope_scaling)
 
     def head_weight(self) -> Tensor:
         """Return the weight of the output layer, (V, D)."""

@@ -4,13 +4,21 @@
     python sample.py out/NAME --prompts-file in.jsonl --out out.jsonl    {"prompt": TEXT} per line
     python sample.py out/NAME --chat [--system TEXT]                     talk to a chat model
     python sample.py out/NAME --chat --prompts-file in.jsonl --out out.jsonl    {"messages": […]}
+    python sample.py out/NAME --serve                    OpenAI's API, and the page
     python sample.py out/NAME --page                     a live page of the model, in a browser
     python sample.py out/NAME TEXT --attention map.png   a picture of attention
 
 In Python: ``model = load("out/NAME"); print(model.generate("ROMEO:", max_new_tokens=100))``
 """
 
-from engine.core.cli import count_noun, run_command, shell_command, tune_openmp_spinning, warn
+from engine.core.cli import (
+    LOCAL_HOST,
+    count_noun,
+    run_command,
+    shell_command,
+    tune_openmp_spinning,
+    warn,
+)
 
 if __name__ == "__main__":
     tune_openmp_spinning("decode")  # before torch is imported
@@ -18,13 +26,13 @@ if __name__ == "__main__":
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Literal, cast
 
 import torch
 import tyro
 from annotated_types import Ge, Gt, Le, Lt
 
-from engine.core.device import choose_device
+from engine.core.device import MIN_BFLOAT16_DECODING_WIDTH, choose_device, choose_dtype
 from engine.core.errors import UserError
 from engine.core.files import read_input
 from engine.core.settings import parse
@@ -37,16 +45,21 @@ from engine.generation.sampling import DEFAULT_OPTIONS, TextOptions
 from engine.generation.text_generator import DECODING_BATCH_SIZE, DEFAULT_NEW_TOKENS, TextGenerator
 from engine.training.checkpoint import load_model
 from engine.training.run_dir import find_checkpoint
+from model import ModelConfig
 
+COMMON_SETTINGS = {"path", "device", "dtype"}  # of all modes
 PROMPT_SETTINGS = {"text", "prompt", "prompt_file"}
+WeightDtype = Literal["auto", "float32", "bfloat16"]
+DEFAULT_API_PORT = 8000
 PAGE_SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-TEXT_SETTINGS = {"max_new_tokens", "stop", "compile", *DEFAULT_OPTIONS}
+TEXT_SETTINGS = {"max_new_tokens", "stop", "compile", "quantize", *DEFAULT_OPTIONS}
 UNUSED_BY_BEAMS = {"num_samples", "batch_size", *DEFAULT_OPTIONS}
 # Mode → the settings that it uses. A mode is named for the setting that selects it; "" is the
 # default. If several are selected, the first is used.
 SETTINGS_BY_MODE = {
     "prompts_file": {"out", "chat", "beams", "batch_size", *TEXT_SETTINGS},
     "chat": {"system", *TEXT_SETTINGS},
+    "serve": {"port", "host", "api_key", "compile", "quantize"},
     "page": {"port", *PROMPT_SETTINGS, *PAGE_SETTINGS},
     "attention": {"layer", *PROMPT_SETTINGS},
     "": {"beams", "num_samples", "batch_size", *PROMPT_SETTINGS, *TEXT_SETTINGS},
@@ -87,12 +100,19 @@ class SampleConfig:
     seed: Annotated[int, Ge(0), Lt(9 * 10**18)] = DEFAULT_OPTIONS["seed"]
     device: str = "auto"  # cpu, cuda, mps, or auto.
     compile: bool = False  # Compile the model first; pays off for long texts.
+    # Dtype of the weights; auto: bfloat16 where it is faster.
+    dtype: WeightDtype = "auto"
+    quantize: Literal["int8"] | None = None  # 8-bit weights: faster on a CPU, and less exact.
     attention: Path | None = None  # Draw the prompt's attention to this PNG file.
     layer: int | None = None  # The layer to draw, from 1; None: a grid of all.
     # Serve a page in the browser: probabilities, attention, and heads to switch off.
     page: bool = False
-    # Port of the page; 0: any free one. Through an SSH tunnel both ends need the same number.
-    port: Annotated[int, Ge(0), Le(65535)] = 0
+    serve: bool = False  # Serve OpenAI's API, and the page.
+    # Port to serve on; 0: any free one; None: 8000 with --serve, else any free one. Through an SSH
+    # tunnel both ends need the same number.
+    port: Annotated[int | None, Ge(0), Le(65535)] = None
+    host: str = LOCAL_HOST  # Address to serve the API on; another than this needs --api-key.
+    api_key: str = ""  # Key that every request of the API must carry, as OpenAI's clients send it.
 
     @property
     def options(self) -> TextOptions:
@@ -111,8 +131,13 @@ class SampleConfig:
         if bool(self.text) + bool(self.prompt) + bool(self.prompt_file) > 1:
             problem = "must be one prompt (got several)"
             raise UserError(f"TEXT or -, --prompt and --prompt-file: {problem}. Keep one of them.")
+        if self.quantize and self.compile:
+            raise UserError("--quantize: unsupported with --compile. Leave one of them out.")
+        if self.host != LOCAL_HOST and not self.api_key:
+            problem = f"lets other machines use the model (got {self.host})"
+            raise UserError(f"--host: {problem}. Add --api-key KEY.")
         mode = next(name for name in SETTINGS_BY_MODE if not name or getattr(self, name))
-        used_names = SETTINGS_BY_MODE[mode] | {"path", "device", mode}
+        used_names = SETTINGS_BY_MODE[mode] | COMMON_SETTINGS | {mode}
         if self.beams and "beams" in used_names:
             mode = "beams"
             used_names -= UNUSED_BY_BEAMS
@@ -128,7 +153,13 @@ def flag_of(name: str) -> str:
     return "TEXT or -" if name == "text" else f"--{name.replace('_', '-')}"
 
 
-def load(path: str | Path, device: str = "auto", compile: bool = False) -> TextGenerator:
+def load(
+    path: str | Path,
+    device: str = "auto",
+    compile: bool = False,
+    dtype: WeightDtype = "auto",
+    quantize: Literal["int8"] | None = None,
+) -> TextGenerator:
     """Load the best checkpoint of a run, or a checkpoint. Raises UserError if there is none."""
     path = Path(path)
     if path.is_file():
@@ -144,12 +175,19 @@ def load(path: str | Path, device: str = "auto", compile: bool = False) -> TextG
         raise UserError(f"{path}: contains models. Choose one, such as {children[-1].parent}.")
     torch_device = choose_device(device)
     checkpoint = find_checkpoint(path)
-    model = load_model(checkpoint).to(torch_device)
+    if quantize and torch_device.type != "cpu":
+        raise UserError(f"--quantize: works on a CPU only (got {torch_device.type}). Leave it out.")
+    width = checkpoint.state["model"].get("d_model", ModelConfig.d_model)
+    weight_dtype = choose_dtype(dtype, torch_device, width, MIN_BFLOAT16_DECODING_WIDTH)
+    model = load_model(checkpoint, weight_dtype).to(torch_device)
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
     start = initial_tokens(tokenizer, checkpoint.state["documents"])
     template_has_system = "system" in (tokenizer.chat_template or "")
     has_system = checkpoint.state.get("has_system_turns", True) or template_has_system
-    return TextGenerator(model, tokenizer, start, checkpoint.is_chat_model, compile, has_system)
+    is_chat_model = checkpoint.is_chat_model
+    return TextGenerator(
+        model, tokenizer, start, is_chat_model, compile, has_system, quantize is not None
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -159,7 +197,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def sample(config: SampleConfig) -> None:
     """Generate text, or show the model, in the mode that the settings choose."""
-    model = load(config.path, config.device, config.compile)
+    model = load(config.path, config.device, config.compile, config.dtype, config.quantize)
     if config.chat and not model.is_chat_model:
         raise UserError(
             f"{config.path}: not trained on chats. Prepare some with prepare.py … --chat, and "
@@ -170,8 +208,8 @@ def sample(config: SampleConfig) -> None:
         complete_file(model, *files, **config.options)
     elif config.chat:
         converse(model, config.system, **config.options)
-    elif config.page:
-        serve_page(config, model)
+    elif config.serve or config.page:
+        serve_model(config, model)
     elif config.attention:
         draw_prompt(config, config.attention, model)
     else:
@@ -232,17 +270,23 @@ def draw_prompt(config: SampleConfig, path: Path, model: TextGenerator) -> None:
     print(f"{path}: {num_heads} a layer, {count_noun(len(ids), 'token')}")
 
 
-def serve_page(config: SampleConfig, model: TextGenerator) -> None:
-    """Serve the live page, with the config's prompt and settings, until Ctrl-C."""
+def serve_model(config: SampleConfig, model: TextGenerator) -> None:
+    """Serve the live page, with the config's prompt and settings, and the API, until Ctrl-C."""
     # Imported here because a web server takes half a second to import.
     from engine.report.inspector import ModelInspector
     from engine.report.server import serve
+    from engine.serving.api import Api
 
     settings = {name: getattr(config, name) for name in PAGE_SETTINGS}
     parts = config.path.resolve().parts  # of a run, or of RUN/checkpoints/STEP
     name = "/".join(parts[-3::2] if parts[-2:-1] == ("checkpoints",) else parts[-1:])
     settings |= {"text": read_prompt(config), "name": name}
-    serve(ModelInspector(model, settings).answers, config.port)
+    answers = ModelInspector(model, settings).answers
+    if config.serve:
+        port = DEFAULT_API_PORT if config.port is None else config.port
+        serve(answers, port, config.host, Api(model, name, config.api_key))
+    else:
+        serve(answers, config.port or 0)
 
 
 if __name__ == "__main__":

@@ -210,11 +210,11 @@ def examples() -> str:
 def positions() -> str:
     """Compute scores of one query and one key at different positions."""
     query, key = random_tensor(2, 128)
-    rope = make_model(num_heads=1, context_length=128).rotation(0, 128)
+    rope = make_model(num_heads=1, context_length=128).rotation(torch.arange(128))
     rotated = rotate(query.expand(128, -1), rope) @ rotate(key.expand(128, -1), rope).T
     shape = {"num_heads": 1, "context_length": 128}
-    sinusoids = make_model(**shape, position="sinusoidal").positions(0, 128)
-    learned = make_model(**shape, position="learned").positions(0, 128)
+    sinusoids = make_model(**shape, position="sinusoidal").embed_positions(torch.arange(128))
+    learned = make_model(**shape, position="learned").embed_positions(torch.arange(128))
     learned = learned / learned.std()  # as large as the vectors that they are added to
     rows = [("query at, key at", "RoPE", "sinusoids", "learned")]
     for i, j in ((5, 2), (50, 47), (103, 100), (50, 20)):
@@ -247,7 +247,8 @@ def norms() -> str:
         inputs, targets = torch.randint(64, (4, 65)).unfold(1, 64, 1).unbind(1)
         model(inputs, targets).backward()
         values = [states[i].square().mean().sqrt() for i in (0, -1)]
-        values.append(torch.cosine_similarity(model.embed(inputs), states[-1], dim=-1).mean())
+        embedded = model.embed(inputs, torch.arange(inputs.shape[1]))
+        values.append(torch.cosine_similarity(embedded, states[-1], dim=-1).mean())
         values += [model.blocks[i].feed_forward.contract.weight.grad.norm() for i in (0, -1)]
         rows.append((placement, *(f"{value:.2f}" for value in values)))
     return align(*rows)

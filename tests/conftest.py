@@ -18,14 +18,15 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
 os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # more are processes that import torch
 
 from helpers import ROOT, SHARED, numbers_text, train_tiny
 
 from prepare import PrepareConfig, prepare
 
 LONG_TEST_FILES = (
-    "distributed train kernels readme huggingface kills estimate prepare dates tokenizer sample "
-    "speed trust generate"
+    "distributed golden architecture writer train tokenizer estimate sample prepare trust kills "
+    "huggingface acceleration convert command_lines sizing"
 )
 
 

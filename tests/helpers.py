@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import signal
 import unittest.mock
@@ -161,6 +162,12 @@ def rendezvous(num_ranks: int) -> Iterator[dict[str, str]]:
     del store
 
 
+@functools.cache
+def parse_tiny(*flags: str) -> TrainConfig:
+    """Return the settings of TINY and flags: to parse them takes longer than a step."""
+    return load_settings(TrainConfig, [*TINY, *flags])
+
+
 class MetricsWithoutPlot(MetricsFile):
     """Write every record, and draw nothing: a picture takes longer than ten steps."""
 
@@ -177,7 +184,8 @@ def train_tiny(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Trainer:
     """Train a tiny model in this process; callbacks are called after metrics are written."""
-    config = load_settings(TrainConfig, tiny(data, out, *flags))
+    assert not {"--data", "--out"} & {*flags}
+    config = dataclasses.replace(parse_tiny(*map(str, flags)), data=(data,), out=out)
     all_callbacks = [MetricsWithoutPlot(), *callbacks]
     if isinstance(should_stop, Callback):
         all_callbacks.append(should_stop)

@@ -3,6 +3,7 @@
 SHAPES=50 pytest -o addopts= tests/test_huggingface.py   tries more shapes of each family.
 """
 
+import ctypes
 import dataclasses
 import functools
 import http.server
@@ -31,6 +32,7 @@ from engine.data.tokenizer_json import EXTENSION_KEY
 from engine.data.tokenizer_training import train_bpe_tokenizer
 from engine.generation.generate import generate
 from engine.huggingface import directory as hf_directory
+from engine.huggingface import gguf
 from engine.huggingface.convert import to_hf
 from engine.huggingface.families import MODEL_FAMILIES
 from engine.training.checkpoint import load_model, write_checkpoint
@@ -233,6 +235,14 @@ def test_unsupported_models_are_refused_with_a_fix(settings, flags, problem, fix
     with pytest.raises(UserError, match=f"{problem}.*{fix}"):
         run_command("export", run, tmp_path / "hf", *flags.split())
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_llama_cpp_computes_the_width_of_heads_of_qwen2_from_that_of_the_model(words: Tokenizer):
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32}
+    hf_config = {"model_type": "qwen2", "hidden_act": "silu", **sizes}
+    gguf.check_supported(hf_config, words)
+    with pytest.raises(UserError, match="--head-dim"):
+        gguf.check_supported(hf_config | {"head_dim": 16}, words)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -469,6 +479,8 @@ def test_a_missing_or_large_tokenizer_is_refused(words: Tokenizer, hf_llama: Pat
 
 
 # GGUF.
+MIXED_TEXT = "def words(they, 98765):\n\t\treturn \u65e5\u672c + they've  named\r\n"
+FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def export_gguf(
@@ -479,15 +491,32 @@ def export_gguf(
     settings = {"bias": family == "gpt2", "activation": activation, "windows": None}
     settings["rope_scaling"] = None
     sizes = {"vocab_size": 410, "context_length": 96}
-    model = randomised(dataclasses.replace(draw_config(family, seed), **sizes, **settings))
+    config = draw_config(family, seed)
+    if dtype in ("q8_0", "q4_0"):
+        sizes["d_model"] = 32 * config.num_heads
+    if family == "qwen2":
+        settings["head_dim"] = None
+    model = randomised(dataclasses.replace(config, **sizes, **settings))
     run = save_run(model, tmp_path / "run", words)
     run_command("export", run, tmp_path / "hf", "--family", family, "--gguf", dtype)
     return model, tmp_path / "hf" / f"hf-{dtype}.gguf"
 
 
+def max_rounding_error(value: torch.Tensor, kind: str) -> torch.Tensor:
+    """Bound the rounding error of each weight that is stored in a block type of GGUF."""
+    largest = value.abs().unflatten(1, (-1, 32)).amax(2).repeat_interleave(32, 1)
+    step = largest / (127 if kind == "Q8_0" else 8)
+    # Codes of 4 bits reach from -8 to 7 steps. The step is rounded to float16.
+    is_clipped = (kind == "Q4_0") & (value.abs() > 7.5 * step)
+    return step * torch.where(is_clipped, 1.0, 0.5) + largest * 2**-10
+
+
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [*itertools.product(("llama", "gpt2"), ("f32", "bf16")), ("qwen3", "bf16"), ("qwen2", "f32")],
+    [
+        *itertools.product(("llama", "gpt2"), ("f32", "f16", "bf16", "q8_0", "q4_0")),
+        *(("qwen3", "bf16"), ("qwen3", "q4_0"), ("qwen2", "f32"), ("qwen2", "q8_0")),
+    ],
 )
 def test_gguf_has_every_tensor(family: str, dtype: str, words: Tokenizer, tmp_path: Path):
     gguf = pytest.importorskip("gguf")
@@ -498,11 +527,9 @@ def test_gguf_has_every_tensor(family: str, dtype: str, words: Tokenizer, tmp_pa
     tensors = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
     architecture = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
     names = gguf.get_tensor_name_map(architecture, model.config.num_layers)
-    wte = "transformer.wte.weight" if family == "gpt2" else "model.embed_tokens.weight"
-    expected = {"output.weight": tensors[wte]}
-    for name, value in tensors.items():
-        expected[names.get_name(name, (".weight", ".bias"))] = value
+    expected = {names.get_name(name, (".weight", ".bias")): tensors[name] for name in tensors}
     assert {tensor.name for tensor in reader.tensors} == expected.keys()
+    head = "output.weight" if "lm_head.weight" in tensors else "token_embd.weight"
     for tensor in reader.tensors:
         value = expected[tensor.name]
         if family == "gpt2" and tensor.name.startswith("blk.") and value.ndim == 2:
@@ -510,12 +537,22 @@ def test_gguf_has_every_tensor(family: str, dtype: str, words: Tokenizer, tmp_pa
         if family == "llama" and re.search("attn_[qk]", tensor.name):  # pairs side by side
             heads = model.config.num_heads if "attn_q" in tensor.name else model.config.num_groups
             value = value.view(heads, 2, -1, value.shape[-1]).transpose(1, 2).reshape(value.shape)
-        is_bf16 = dtype == "bf16" and value.ndim == 2 and tensor.name != "position_embd.weight"
-        assert tensor.tensor_type.name == ("BF16" if is_bf16 else "F32")
-        stored = torch.from_numpy(tensor.data.copy())
-        stored = stored.view(torch.bfloat16) if is_bf16 else stored
-        assert torch.equal(stored, value.to(stored.dtype)), tensor.name
+        kind = dtype.upper()
+        if value.ndim == 1 or tensor.name == "position_embd.weight":
+            kind = "F32"
+        elif dtype in ("q8_0", "q4_0") and value.shape[1] % 32:
+            kind = "F16"
+        elif dtype == "q4_0" and tensor.name == head:
+            kind = "Q8_0"
+        assert tensor.tensor_type.name == kind
+        stored = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        if kind in FLOAT_TYPES:
+            assert torch.equal(stored, value.to(FLOAT_TYPES[kind]).float()), tensor.name
+        else:
+            assert ((stored - value).abs() <= max_rounding_error(value, kind)).all(), tensor.name
     values = {key: field.contents() for key, field in reader.fields.items()}
+    file_type = gguf.LlamaFileType(values["general.file_type"]).name
+    assert file_type == ("ALL_F32" if dtype == "f32" else f"MOSTLY_{dtype.upper()}")
     assert values["general.architecture"] == family and values["tokenizer.ggml.pre"] in (
         "gpt-2",
         "qwen2",
@@ -526,6 +563,37 @@ def test_gguf_has_every_tensor(family: str, dtype: str, words: Tokenizer, tmp_pa
     assert values["tokenizer.ggml.eos_token_id"] == words.end_of_text
 
 
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "scale", "problem"),
+    [
+        ("q8_0", {"d_model": 24}, 1, "q8_0: .*got 24, 70.*--gguf f16"),
+        ("q4_0", {"d_model": 60}, 1, "q4_0: .*got 60, 70.*--gguf f16"),
+        ("f16", {"d_model": 24}, 1e6, "f16: .*token_embd.*--gguf bf16"),
+        ("q8_0", {"d_model": 96}, 1e6, "q8_0: .*token_embd.*--gguf bf16"),
+        ("q4_0", {"d_model": 96}, 1, None),
+        ("q4_0", {"d_model": 96, "d_ff": 128}, 1, None),
+        ("f16", {"d_model": 24}, 1, None),
+    ],
+)
+def test_weights_that_a_type_does_not_represent(
+    dtype: str, sizes, scale: float, problem, words: Tokenizer, tmp_path: Path, capsys
+):
+    pytest.importorskip("gguf")
+    sizes = {"vocab_size": 410, "d_ff": 70, "norm": "weighted_rmsnorm"} | sizes
+    model = randomised(dataclasses.replace(VARIANTS["default"], **sizes))
+    model.token_embedding.weight.data.mul_(scale)
+    run = save_run(model, tmp_path / "run", words)
+    if problem:
+        with pytest.raises(UserError, match=f"--gguf {problem}"):
+            run_command("export", run, tmp_path / "hf", "--gguf", dtype)
+        assert not (tmp_path / "hf").exists()
+    else:
+        run_command("export", run, tmp_path / "hf", "--gguf", dtype)
+        num_in_float16 = 2 if dtype == "q4_0" and sizes["d_ff"] == 70 else 0
+        warning = f"warning: --gguf {dtype}: {num_in_float16} tensors in float16"
+        assert (warning in capsys.readouterr().err) == (num_in_float16 > 0)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "gpt2"])
 def test_llama_cpp_continues_identically(family: str, words: Tokenizer, tmp_path: Path):
     llama_cpp = pytest.importorskip("llama_cpp")
@@ -533,12 +601,61 @@ def test_llama_cpp_continues_identically(family: str, words: Tokenizer, tmp_path
         words = qwen2_tokenizer()
     model, path = export_gguf(family, 2, "f32", words, tmp_path)
     runner = llama_cpp.Llama(str(path), n_ctx=96, verbose=False)
-    text = "def words(they, 98765):\n\t\treturn \u65e5\u672c + they've  named\r\n"
-    prompt = words.encode(text).tolist()
-    assert runner.tokenize(text.encode(), add_bos=False) == prompt
+    prompt = words.encode(MIXED_TEXT).tolist()
+    assert runner.tokenize(MIXED_TEXT.encode(), add_bos=False) == prompt
     expected = generate(model, torch.tensor(prompt[:20]), 64, temperature=0)
     greedy = itertools.islice(runner.generate(prompt[:20], temp=0.0, repeat_penalty=1.0), 64)
     assert list(greedy) == [int(ids) for ids in expected]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "gpt2"])
+@pytest.mark.parametrize(
+    ("dtype", "max_nats"), [("f32", 1e-3), ("f16", 0.01), ("bf16", 0.1), ("q8_0", 0.1), ("q4_0", 1)]
+)
+def test_llama_cpp_computes_the_same_loss(
+    family: str, dtype: str, max_nats: float, words: Tokenizer, tmp_path: Path, monkeypatch
+):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    params = llama_cpp.llama_model_default_params()
+    params.use_extra_bufts = False  # AMX kernels crash in 0.3.36
+    monkeypatch.setattr(llama_cpp.llama_cpp, "llama_model_default_params", lambda: params)
+    if family == "qwen2":
+        words = qwen2_tokenizer()
+    model, path = export_gguf(family, 2, dtype, words, tmp_path)
+    settings = {"n_ctx": 96, "logits_all": True, "verbose": False}
+    cache_types = {name: llama_cpp.GGML_TYPE_F32 for name in ("type_k", "type_v")}
+    runner = llama_cpp.Llama(str(path), **settings, **cache_types)
+    ids = torch.tensor(words.encode(MIXED_TEXT).tolist())[:96]
+    runner.eval(ids.tolist())
+    logits = torch.tensor(runner.scores[: len(ids)])
+    with torch.no_grad():
+        expected = model(ids[None])[0]
+    if dtype == "f32":
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-3)
+    loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])
+    expected_loss = torch.nn.functional.cross_entropy(expected[:-1], ids[1:])
+    assert abs(loss - expected_loss) < max_nats
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize(("dtype", "file_type"), [("q8_0", 7), ("q4_0", 2)])
+def test_llama_cpp_quantizes_to_the_same_file(
+    family: str, dtype: str, file_type: int, words: Tokenizer, tmp_path: Path
+):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    gguf = pytest.importorskip("gguf")
+    _, path = export_gguf(family, 2, dtype, words, tmp_path)
+    run_command("export", tmp_path / "run", tmp_path / "f32", "--family", family, "--gguf", "f32")
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = file_type
+    source, target = tmp_path / "f32" / "f32-f32.gguf", tmp_path / "target.gguf"
+    paths = (str(source).encode(), str(target).encode())
+    assert llama_cpp.llama_model_quantize(*paths, ctypes.byref(params)) == 0
+    actual, expected = (
+        {tensor.name: (tensor.tensor_type, tensor.data.tobytes()) for tensor in reader.tensors}
+        for reader in (gguf.GGUFReader(path), gguf.GGUFReader(target))
+    )
+    assert actual == expected
 
 
 # Chats, and the hub.

@@ -119,7 +119,7 @@ def test_more_tokens_than_the_context_are_refused():
 def test_attention_of_all_heads_equals_the_loop_over_them(config):
     model = randomised(config)
     attention = model.blocks[0].attention
-    rotation = model.rotation(0, 10)
+    rotation = model.rotation(torch.arange(10))
     x = torch.randn(2, 10, config.d_model, requires_grad=True)
     inputs = [x, *attention.parameters()]
     actual = attention(x, rotation)
@@ -163,7 +163,7 @@ def test_attention_equals_torch_multihead_attention(bias):
 def test_a_head_s_attention_is_a_distribution_over_the_past(config):
     model = randomised(config)
     head = model.blocks[0].attention.heads[-1]
-    weights = head.attention(torch.randn(2, 10, config.d_model), model.rotation(0, 10))
+    weights = head.attention(torch.randn(2, 10, config.d_model), model.rotation(torch.arange(10)))
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones(2, 10))
     assert weights.triu(1).abs().max() == 0
     assert weights.min() >= 0
@@ -210,7 +210,7 @@ def test_heads_of_a_group_share_one_key_and_value_that_is_saved_once():
 
 
 def test_rope_rotates_pairs_as_complex_numbers():
-    rotation = GPT(SMALL).rotation(3, 8)  # (2, 5, 4)
+    rotation = GPT(SMALL).rotation(torch.arange(3, 8))  # (2, 5, 4)
     x = torch.randn(5, SMALL.head_width)
     positions = torch.arange(3.0, 8)[:, None]
     frequencies = 10_000.0 ** (-torch.arange(4) / 4)
@@ -218,7 +218,7 @@ def test_rope_rotates_pairs_as_complex_numbers():
     expected = pairs * torch.exp(-1j * positions * frequencies)
     expected = torch.cat((expected.real, expected.imag), dim=-1)
     torch.testing.assert_close(rotate(x, rotation), expected)
-    assert GPT(VARIANTS["gpt2"]).rotation(0, 4) is None
+    assert GPT(VARIANTS["gpt2"]).rotation(torch.arange(4)) is None
 
 
 def test_scaled_rope_divides_the_frequencies_of_few_periods():
@@ -229,8 +229,8 @@ def test_scaled_rope_divides_the_frequencies_of_few_periods():
     torch.testing.assert_close(scaled, expected)
     torch.testing.assert_close(scale_frequencies(frequencies, (8.0,)), frequencies / 8)
     assert scale_frequencies(frequencies, None) is frequencies
-    linear = GPT(dataclasses.replace(SMALL, rope_scaling=(4.0,))).rotation(0, 13)
-    torch.testing.assert_close(linear[:, ::4], GPT(SMALL).rotation(0, 4))
+    linear = GPT(dataclasses.replace(SMALL, rope_scaling=(4.0,))).rotation(torch.arange(13))
+    torch.testing.assert_close(linear[:, ::4], GPT(SMALL).rotation(torch.arange(4)))
 
 
 @pytest.mark.parametrize("scaling", [(), (0.0,), (2.0, 1.0), (8.0, 4.0, 1.0, 64.0), (8.0,) * 4])
@@ -250,14 +250,15 @@ def test_sinusoidal_positions_are_those_of_2017():
     model = randomised(config)
     tokens = torch.tensor([[5] * 16])
     embedding = model.token_embedding.weight[5] * math.sqrt(config.d_model)
-    added = model.embed(tokens)[0] - embedding
+    added = model.embed(tokens, torch.arange(16))[0] - embedding
     positions = torch.arange(16.0)[:, None]
     i = torch.arange(config.d_model // 2)
     turns = positions / 10_000 ** (2 * i / config.d_model)
     torch.testing.assert_close(added[:, 0::2], turns.sin(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(added[:, 1::2], turns.cos(), rtol=1e-4, atol=1e-5)
-    later = model.embed(tokens[:, :2], start=7)[0]
-    torch.testing.assert_close(later, model.embed(tokens)[0, 7:9])
+    rows = torch.tensor([[7, 8], [2, 11]])  # each sequence may have positions of its own
+    later = model.embed(tokens[:, :2].expand(2, -1), rows)
+    torch.testing.assert_close(later - embedding, added[rows])
 
 
 # Layers.

@@ -441,7 +441,9 @@ FILES = ["--prompts-file", "a", "--out", "b"]
         (["--batch-size", "8", "--chat"], ["--batch-size", "--chat"]),
         (["--page", "--chat"], ["--page", "--chat"]),
         (["--page", "--attention", "a.png"], ["--page", "--attention"]),
-        (["--port", "8000"], ["--port", "--page"]),
+        (["--port", "8000"], ["--port", "--serve"]),
+        (["--quantize", "int8", "--page"], ["--quantize", "--page"]),
+        (["--quantize", "int8", "--compile"], ["--quantize", "--compile"]),
         (["--temperature", "nan"], ["--temperature"]),
         (["--tempreature", "1"], ["--temperature"]),
     ],
@@ -455,10 +457,29 @@ def test_flags_without_effect_are_an_error_before_anything_is_read(flags, names,
     assert all(name in printed for name in names), printed
 
 
+@pytest.mark.parametrize("flags", [["--dtype", "bfloat16"], ["--quantize", "int8"]], ids=str)
+def test_a_model_of_fewer_bits_still_knows_its_text(flags, output_of):
+    assert output_of("äöü€ abc", *flags, "--temperature", 0, "--max-new-tokens", 9) == (
+        "äöü€ abcdefgh.\nä\n"
+    )
+
+
+def test_weights_are_loaded_in_the_dtype_that_is_faster(trained, monkeypatch):
+    monkeypatch.setattr("engine.core.device.fast_dtype", lambda device: torch.bfloat16)
+    dtypes = []
+    for dtype, min_width in (("auto", 33), ("auto", 32), ("float32", 32), ("bfloat16", 33)):
+        monkeypatch.setattr(sample, "MIN_BFLOAT16_DECODING_WIDTH", min_width)
+        dtypes.append(sample.load(trained, "cpu", dtype=dtype).model.head_weight().dtype)
+    assert dtypes == [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16]
+    monkeypatch.setattr(sample, "choose_device", torch.device)
+    with pytest.raises(UserError, match=r"--quantize: .* CPU .*meta"):
+        sample.load(trained, "meta", quantize="int8")
+
+
 def test_every_setting_has_an_effect_in_some_mode():
     names = {field.name for field in dataclasses.fields(sample.SampleConfig)}
     used = set().union(*(names | {mode} for mode, names in sample.SETTINGS_BY_MODE.items()))
-    assert names == used - {""} | {"path", "device"}
+    assert names == used - {""} | sample.COMMON_SETTINGS
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_no_source_file_can_run_what_it_reads(path: Path):
 
 
 COMMANDS = {path.stem for path in ROOT.glob("*.py")} - {"model"}
-LAYERS = ["core", "nn", "model", "data", "generation", "training"]
+LAYERS = ["core", "nn", "model", "data", "generation", "serving", "training"]
 LAYERS += ["huggingface", "report", "commands"]
 
 

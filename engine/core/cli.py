@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from engine.core.errors import UserError
 
+LOCAL_HOST = "127.0.0.1"  # the address of this machine, which no other reaches
 PROCESS_START = time.monotonic()  # of this process, approximately
 SAME_SIGNAL_SECONDS = 1.0  # torchrun repeats a signal to processes that already received it
 OUT_OF_MEMORY_PATTERN = re.compile(

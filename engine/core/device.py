@@ -11,6 +11,7 @@ import torch
 from engine.core.errors import UserError
 
 MIN_BFLOAT16_WIDTH = 64  # of a model on a CPU: narrower ones lose more by converting than they gain
+MIN_BFLOAT16_DECODING_WIDTH = 512  # likewise in decoding: smaller weights stay in a CPU's cache
 MALLOC_MMAP_THRESHOLD = -3  # options of mallopt: glibc's <malloc.h>
 MALLOC_TRIM_THRESHOLD = -1
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -56,11 +57,13 @@ def fast_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if is_fast else torch.float32
 
 
-def choose_dtype(name: str, device: torch.device, width: int) -> torch.dtype:
+def choose_dtype(
+    name: str, device: torch.device, width: int, min_cpu_width: int = MIN_BFLOAT16_WIDTH
+) -> torch.dtype:
     """Return the named dtype for matrix products; for ``auto`` the fast one for that d_model."""
     if name != "auto":
         return DTYPE_BY_NAME[name]
-    if device.type == "cpu" and width < MIN_BFLOAT16_WIDTH:
+    if device.type == "cpu" and width < min_cpu_width:
         return torch.float32
     return fast_dtype(device)
 

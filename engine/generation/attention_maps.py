@@ -25,8 +25,9 @@ MAX_CHARACTER_TOKENS = 8  # of the characters that share tokens
 @torch.no_grad()
 def attention_by_layer(model: GPT, tokens: Tensor) -> Iterator[Tensor]:
     """Yield the weights of each layer's heads over one sequence: (T,) ids → L times (H, T, T)."""
-    x = model.embed(tokens[None])
-    rotation = model.rotation(0, len(tokens))
+    positions = torch.arange(len(tokens), device=tokens.device)
+    x = model.embed(tokens[None], positions)
+    rotation = model.rotation(positions)
     for block in cast(Iterable[Block], model.blocks):
         attention_input = x if block.post_norm else block.attention_norm(x)
         heads = cast(Iterable[Head], block.attention.heads)

@@ -3,11 +3,15 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from engine.nn.attention import attend
+from engine.nn.positions import position_range
 from model import GPT
 
 MAX_CACHED_WINDOWS = 2  # of a sliding window; with 1, every token would move the window
+MIN_ROW_POSITIONS = 128  # that rows of different lengths have room for
 
 
 class KVCache:
@@ -32,6 +36,16 @@ class KVCache:
         # (2, B, G, capacity, K)
         self.keys_values = like.new_empty(2, batch_size, num_heads, capacity, head_dim)
         self.clear()
+
+    def next_positions(self, num_tokens: int) -> Tensor:
+        """Return the next positions, (T,). Raises ValueError beyond the cache's length."""
+        device = self.keys_values.device
+        return position_range(self.filled, num_tokens, self.length, device)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Append keys and values (B, G, T, K); return attention to all visible, (B, H, T, K)."""
+        keys, values = self.append(key, value)
+        return attend(query, keys, values, window=self.window)
 
     def clear(self) -> None:
         """Forget all positions."""
@@ -76,3 +90,102 @@ def new_caches(model: GPT, batch_size: int, max_length: float = math.inf) -> lis
     shape = (batch_size, config.num_groups, length, config.head_width)
     like = next(model.parameters())
     return [KVCache(*shape, like, window) for window in config.layer_windows]
+
+
+class RowLengths:
+    """The lengths of sequences in the rows of :class:`RowCache`, the same in all blocks."""
+
+    def __init__(self, max_length: int, device: torch.device):
+        self.max_length = max_length
+        self.lengths = torch.empty(0, dtype=torch.long, device=device)  # (N,)
+        self.longest = 0
+        self.masks: dict[int, Tensor] = {}
+
+    def replace(self, lengths: Tensor) -> None:
+        """Set the lengths, (N,), of all sequences."""
+        self.lengths = lengths
+        self.longest = int(lengths.max()) if len(lengths) else 0
+        self.masks.clear()
+
+    def visible(self, window: int) -> Tensor:
+        """Return which positions the next token of each row sees, (N, 1, 1, S)."""
+        if window not in self.masks:
+            positions = torch.arange(self.longest + 1, device=self.lengths.device)
+            distance = self.lengths[:, None] - positions
+            self.masks[window] = ((distance >= 0) & (distance < window))[:, None, None]
+        return self.masks[window]
+
+
+class RowCache:
+    """The keys and values of a block for sequences of different lengths, one in each row.
+
+    Sequences come and go: one comes from a :class:`KVCache`, and all grow by one token at a time.
+    """
+
+    def __init__(
+        self,
+        rows: RowLengths,
+        max_rows: int,
+        num_heads: int,
+        head_dim: int,
+        like: Tensor,
+        window: int = 0,
+    ):
+        """Allocate rows with the dtype and device of ``like``.
+
+        Each position sees ``window`` positions, or all of them if that is 0.
+        """
+        self.rows = rows
+        self.window = window or rows.max_length
+        # (2, N, G, S, K)
+        self.keys_values = like.new_zeros(2, max_rows, num_heads, 0, head_dim)
+
+    def next_positions(self, num_tokens: int) -> Tensor:
+        """Return the position of each row's next token, (N, 1). Raises ValueError without room."""
+        if num_tokens != 1 or self.rows.longest >= self.rows.max_length:
+            limit = self.rows.max_length
+            raise ValueError(f"rows must grow by one token (got {num_tokens}), up to {limit}")
+        return self.rows.lengths[:, None]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Store the keys and values (N, G, 1, K) of a token; return its attention, (N, H, 1, K)."""
+        num_rows = len(query)
+        length = self.rows.longest + 1
+        self.reserve(length)
+        indices = torch.arange(num_rows, device=query.device)
+        self.keys_values[:, indices, :, self.rows.lengths] = torch.stack((key, value))[
+            :, :, :, 0
+        ].transpose(0, 1)
+        keys, values = self.keys_values[:, :num_rows, :, :length]
+        return F.scaled_dot_product_attention(
+            query,
+            keys,
+            values,
+            attn_mask=self.rows.visible(self.window),
+            enable_gqa=query.shape[1] != keys.shape[1],
+        )
+
+    def reserve(self, length: int) -> None:
+        """Make room for sequences of a length, and at least for twice as many as before."""
+        capacity = self.keys_values.shape[3]
+        if length > capacity:
+            larger = min(max(MIN_ROW_POSITIONS, 2 * capacity, length), self.rows.max_length)
+            self.keys_values = F.pad(self.keys_values, (0, 0, 0, larger - capacity))
+
+    def insert(self, row: int, cache: KVCache) -> None:
+        """Put the only sequence of a cache into a row."""
+        self.reserve(cache.filled)
+        stored = slice(cache.filled - cache.stored, cache.filled)
+        self.keys_values[:, row, :, stored] = cache.keys_values[:, 0, :, : cache.stored]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the positions of a row over another row."""
+        self.keys_values[:, target, :, :length] = self.keys_values[:, source, :, :length]
+
+
+def new_row_caches(model: GPT, rows: RowLengths, max_rows: int) -> list[RowCache]:
+    """Create a cache for each block, for up to max_rows sequences with the lengths of ``rows``."""
+    config = model.config
+    like = next(model.parameters())
+    shape = (max_rows, config.num_groups, config.head_width)
+    return [RowCache(rows, *shape, like, window) for window in config.layer_windows]

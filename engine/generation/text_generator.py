@@ -42,6 +42,7 @@ class TextGenerator:
     is_chat_model: bool = False
     should_compile: bool = False
     has_system_turns: bool = True  # whether the training chats had any; True if unknown
+    should_quantize: bool = False
     max_length: int = field(default=0, init=False)  # of texts so far, in tokens with their prompts
     warnings: set[str] = field(default_factory=set, init=False)  # those that were printed
 
@@ -57,7 +58,8 @@ class TextGenerator:
     @cached_property
     def decoder(self) -> GPT:
         """The model, prepared for faster decoding."""
-        decoder = cast(GPT, for_decoding(self.model, pack=not self.should_compile))
+        should_pack = not self.should_compile
+        decoder = cast(GPT, for_decoding(self.model, should_pack, self.should_quantize))
         if self.should_compile:
             decoder.compile(dynamic=True)
         return decoder

@@ -37,6 +37,7 @@ class TextStream:
         self.pending = ""  # may start a stop text
         self.num_tokens = 0
         self.ended = False
+        self.is_cut = False  # ended by max_tokens
 
     def push(self, token: int) -> str:
         """Add a token, and return the new text that later tokens cannot change."""
@@ -55,6 +56,7 @@ class TextStream:
             self.ended = True
             return self.pending[: min(stop_starts)]
         if self.num_tokens == self.max_tokens:
+            self.is_cut = True
             return self.end()
         lengths = [len(prefix) for prefix in self.stop_prefixes if self.pending.endswith(prefix)]
         num_certain = len(self.pending) - max(lengths, default=0)

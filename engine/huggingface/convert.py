@@ -77,7 +77,7 @@ def to_hf(params: Mapping[str, Tensor], family: Family) -> Tensors:
 def from_hf(
     tensors: Tensors, meta_params: Mapping[str, Tensor], family: Family, source: str
 ) -> Tensors:
-    """Convert the family's tensors to parameters of these shapes, in float32.
+    """Convert the family's tensors to parameters of these shapes, in float32 or bfloat16.
 
     Raises UserError, naming the source, for a tensor that is missing, unknown, or of another shape.
     """
@@ -94,7 +94,8 @@ def from_hf(
         value = tensors.pop(hf_name)
         if value.dtype not in FLOAT_DTYPES:
             raise UserError(f"{source}: {hf_name} must be floating-point (got {value.dtype}).")
-        value = value.float()
+        if value.dtype == torch.float16:
+            value = value.float()  # bfloat16 would round it
         shape = tuple(expected[hf_name].shape)
         if value.shape != shape:
             got = f"got {tuple(value.shape)}"

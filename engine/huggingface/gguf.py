@@ -1,11 +1,14 @@
 """GGUF, the file format of llama.cpp, from a model in the layout of transformers."""
 
 import importlib.util
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
+from engine.core.cli import count_noun, warn
 from engine.core.errors import UserError
 from engine.data.chat import end_of_turn
 from engine.data.tokenizer import Tokenizer
@@ -42,6 +45,7 @@ def check_supported(hf_config: dict[str, Any], tokenizer: Tokenizer) -> None:
         "--rope-scaling": hf_config.get("rope_scaling"),
         f"--activation {activation}": activation != LLAMA_CPP_ACTIVATIONS.get(family),
         "--bias": hf_config.get("mlp_bias"),
+        "--head-dim": family == "qwen2" and has_own_head_dim(hf_config),
     }
     for problem, is_present in problems.items():
         if is_present:
@@ -53,6 +57,12 @@ def check_supported(hf_config: dict[str, Any], tokenizer: Tokenizer) -> None:
         raise UserError(f"--gguf: {problem}. {fix}")
 
 
+def has_own_head_dim(hf_config: dict[str, Any]) -> bool:
+    """Return whether heads have another width than their share of the model's."""
+    default = hf_config["hidden_size"] // hf_config["num_attention_heads"]
+    return hf_config.get("head_dim", default) != default
+
+
 def write(
     path: Path,
     hf_config: dict[str, Any],
@@ -61,7 +71,10 @@ def write(
     template: str | None,
     dtype: str,
 ) -> None:
-    """Write a model, its tokenizer and its chat template; dtype, f32 or bf16, is of matrices."""
+    """Write a model, its tokenizer and its chat template; dtype is the type of most matrices.
+
+    Raises UserError if no matrix can be of that type.
+    """
     import gguf
 
     architecture = hf_config["model_type"]
@@ -74,23 +87,59 @@ def write(
     _add_tokenizer(writer, tokenizer, hf_config["vocab_size"])
     if template:
         writer.add_chat_template(template)
-    file_types = {"f32": gguf.LlamaFileType.ALL_F32, "bf16": gguf.LlamaFileType.MOSTLY_BF16}
-    writer.add_file_type(file_types[dtype])
-    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    num_layers = hf_config["n_layer" if architecture == "gpt2" else "num_hidden_layers"]
-    names = gguf.get_tensor_name_map(numbers[architecture], num_layers)
-    embedding = "transformer.wte.weight" if architecture == "gpt2" else "model.embed_tokens.weight"
-    for name, tensor in ({"lm_head.weight": tensors[embedding]} | tensors).items():
-        is_bf16 = dtype == "bf16" and tensor.ndim == 2 and ".wpe." not in name
-        tensor_type = gguf.GGMLQuantizationType.BF16 if is_bf16 else gguf.GGMLQuantizationType.F32
-        gguf_name = names.get_name(name, (".weight", ".bias"))
-        assert gguf_name is not None
-        array = gguf.quants.quantize(_rearrange(name, tensor, hf_config).numpy(), tensor_type)
-        writer.add_tensor(gguf_name, array, raw_dtype=tensor_type)
+    amount = "ALL" if dtype == "f32" else "MOSTLY"
+    writer.add_file_type(gguf.LlamaFileType[f"{amount}_{dtype.upper()}"])
+    _add_tensors(writer, hf_config, tensors, dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_tensors(
+    writer: Any, hf_config: dict[str, Any], tensors: dict[str, Tensor], dtype: str
+) -> None:
+    """Add the tensors, each in the type that llama.cpp's converter and quantizer choose."""
+    import gguf
+
+    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    architecture = hf_config["model_type"]
+    num_layers = hf_config["n_layer" if architecture == "gpt2" else "num_hidden_layers"]
+    names = gguf.get_tensor_name_map(numbers[architecture], num_layers)
+    head = "output.weight" if "lm_head.weight" in tensors else "token_embd.weight"
+    widths: dict[str, list[int]] = defaultdict(list)  # row lengths of the tensors of each type
+    for name, tensor in tensors.items():
+        gguf_name = names.get_name(name, (".weight", ".bias"))
+        assert gguf_name is not None
+        array = _rearrange(name, tensor, hf_config).numpy()
+        # Of a q4_0 file llama.cpp stores the head in Q6_K, which gguf.quants cannot write.
+        kind = "q8_0" if dtype == "q4_0" and gguf_name == head else dtype
+        tensor_type = _choose_type(gguf_name, array.shape, kind)
+        max_weight = np.abs(array).max()
+        if tensor_type.name not in ("F32", "BF16") and max_weight > np.finfo(np.float16).max:
+            problem = f"float16 does not represent the weights of {gguf_name} (got {max_weight:g})"
+            raise UserError(f"--gguf {dtype}: {problem}. Use --gguf bf16.")
+        widths[tensor_type.name].append(array.shape[-1])
+        array = gguf.quants.quantize(array, tensor_type)
+        writer.add_tensor(gguf_name, array, raw_dtype=tensor_type)
+    if dtype.upper() not in widths:
+        got = ", ".join(str(width) for width in sorted(set(widths["F16"])))
+        problem = f"needs rows of a multiple of 32 weights (got {got})"
+        raise UserError(f"--gguf {dtype}: {problem}. Use --gguf f16.")
+    if dtype != "f16" and widths["F16"]:
+        number = count_noun(len(widths["F16"]), "tensor")
+        warn(f"--gguf {dtype}: {number} in float16, as rows are not a multiple of 32 weights")
+
+
+def _choose_type(name: str, shape: tuple[int, ...], dtype: str) -> Any:
+    """Return a tensor's type: that of the file, unless llama.cpp has another for this tensor."""
+    import gguf
+
+    types = gguf.GGMLQuantizationType
+    if len(shape) == 1 or name == "position_embd.weight":
+        return types.F32
+    block_size, _ = gguf.GGML_QUANT_SIZES[types[dtype.upper()]]
+    return types[dtype.upper()] if shape[1] % block_size == 0 else types.F16
 
 
 def _rearrange(name: str, tensor: Tensor, hf_config: dict[str, Any]) -> Tensor:

@@ -22,11 +22,12 @@ MAX_BLOCK_QUERIES = 128  # of sliding-window attention, or a quarter of the wind
 class Cache(Protocol):
     """Keys and values of earlier positions, for the attention of one Transformer block."""
 
-    filled: int  # number of positions appended
-    length: int  # maximum number of positions
+    def next_positions(self, num_tokens: int) -> Tensor:
+        """Return the positions of the next tokens, (T,) or (B, T). ValueError: they do not fit."""
+        ...
 
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append (B, G, T, K) keys and values; return all visible ones, (B, G, S, K)."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Append keys and values (B, G, T, K); return attention to all visible, (B, H, T, K)."""
         ...
 
 

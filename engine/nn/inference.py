@@ -1,6 +1,7 @@
 """Changes to a model for decoding: fused projections of the heads, and packed weights."""
 
 import copy
+import warnings
 from typing import TypeVar
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 from engine.nn.layers import FusedLinear
 
+MAX_INT8 = 127
+MIN_SCALE = 1e-30  # of the weights of an output that are all zero
 MIN_PACKED_ELEMENTS = 2**18  # of a weight: smaller ones are read from a CPU's cache in any layout
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -41,6 +44,34 @@ class FrozenLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
+class Int8Linear(nn.Module):
+    """A linear layer for inference on a CPU, with 8-bit weights and a scale for each output.
+
+    A product also quantizes its input to 8 bits, with one scale for the whole of it. With one row
+    it reads weights as fast as in bfloat16, half as many bytes.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        weight = weight.detach().float()
+        scales = weight.abs().amax(dim=1).clamp(min=MIN_SCALE) / MAX_INT8
+        zero_points = torch.zeros(len(weight), dtype=torch.long)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # quantized tensors are deprecated, without a successor
+            quantized = torch.quantize_per_channel(weight, scales, zero_points, 0, torch.qint8)
+        bias = None if bias is None else bias.detach().float()
+        self.packed = torch.ops.quantized.linear_prepack(quantized, bias)
+        # x86 processors without VNNI add two products in 16 bits, which 8-bit inputs overflow.
+        capabilities = torch.cpu.get_capabilities()
+        has_vnni = capabilities.get("avx512_vnni") or capabilities.get("avx_vnni")
+        self.is_input_7_bits = capabilities.get("architecture") == "x86_64" and not has_vnni
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, inputs) → (…, outputs)."""
+        y = torch.ops.quantized.linear_dynamic(x.float(), self.packed, self.is_input_7_bits)
+        return y.to(x.dtype)
+
+
 def can_pack(weight: Tensor) -> bool:
     """Return whether a weight can be packed, and is large enough to gain from it."""
     is_cpu = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
@@ -48,32 +79,38 @@ def can_pack(weight: Tensor) -> bool:
     return is_cpu and is_supported_dtype and weight.numel() >= MIN_PACKED_ELEMENTS
 
 
-def for_decoding(model: Model, pack: bool = True) -> Model:
+def for_decoding(model: Model, pack: bool = True, quantize: bool = False) -> Model:
     """Return a copy of a model that decodes faster, with its present weights.
 
     The copy cannot train. The heads' projections are concatenated once, not in each call. On a CPU
-    large weights are packed; use pack=False for a model that will be compiled. All other tensors
-    are shared.
+    large weights are packed; use pack=False for a model that will be compiled. With quantize, the
+    linear layers have 8-bit weights. All other tensors are shared.
     """
     shared = {id(parameter): parameter for parameter in model.parameters()}
     decoder = copy.deepcopy(model, shared).eval()
     modules = list(decoder.modules())
     fused_layers: set[nn.Linear] = set()
-    to_pack: list[tuple[nn.Module, str, Tensor, Tensor | None]] = []
     for module in modules:
         vars(module).pop("forward", None)  # compiled, or recomputing activations, for training
         if isinstance(module, FusedLinear):
             fused_layers.update(module.layers)
+
+    def should_replace(weight: Tensor) -> bool:
+        return quantize or (pack and can_pack(weight))
+
+    def frozen(weight: Tensor, bias: Tensor | None) -> nn.Module:
+        if quantize:
+            return Int8Linear(weight, bias)
+        return FrozenLinear(weight, bias, should_replace(weight))
+
     for module in modules:
         for name, child in module.named_children():
             if isinstance(child, FusedLinear):
-                weight, bias = child.concatenate()
-                setattr(module, name, FrozenLinear(weight, bias, pack and can_pack(weight)))
-            elif isinstance(child, nn.Linear) and child not in fused_layers:
-                to_pack.append((module, name, child.weight, child.bias))
-    if decoder.head is None:
-        to_pack.append((decoder, "head", decoder.head_weight(), None))
-    for module, name, weight, bias in to_pack:
-        if pack and can_pack(weight):
-            setattr(module, name, FrozenLinear(weight, bias, True))
+                setattr(module, name, frozen(*child.concatenate()))
+            elif isinstance(child, nn.Linear):
+                is_fused = child in fused_layers
+                if not is_fused and should_replace(child.weight):
+                    setattr(module, name, frozen(child.weight, child.bias))
+    if decoder.head is None and should_replace(decoder.head_weight()):
+        decoder.head = frozen(decoder.head_weight(), None)
     return decoder

@@ -36,35 +36,42 @@ def scale_frequencies(frequencies: Tensor, scaling: Scaling) -> Tensor:
     return frequencies * (unscaled + (1 - unscaled) / factor)
 
 
-def angles(
-    start: int, end: int, width: int, base: float, device: torch.device, scaling: Scaling = None
-) -> Tensor:
-    """Return the angle, position × frequency, of each position and pair: (T, width / 2)."""
-    exponents = -torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
-    positions = torch.arange(start, end, dtype=torch.float32, device=device)
-    return torch.outer(positions, scale_frequencies(base**exponents, scaling))
+def position_range(start: int, count: int, max_length: int, device: torch.device) -> Tensor:
+    """Return the positions from start on, (count,). Raises ValueError from max_length on."""
+    if start + count > max_length:
+        raise ValueError(f"tokens must have at most {max_length} positions (got {start + count})")
+    return torch.arange(start, start + count, device=device)
 
 
-def sinusoids(start: int, end: int, width: int, device: torch.device) -> Tensor:
-    """Return the position embeddings of Vaswani et al. 2017, section 3.5: (T, width)."""
-    theta = angles(start, end, width, FREQUENCY_BASE, device)
-    return torch.stack((theta.sin(), theta.cos()), dim=-1).flatten(1)
+def angles(positions: Tensor, width: int, base: float, scaling: Scaling = None) -> Tensor:
+    """Return the angle, position × frequency, of each pair: (…) → (…, width / 2)."""
+    exponents = -torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width
+    return positions[..., None].float() * scale_frequencies(base**exponents, scaling)
 
 
-def rotations(
-    start: int, end: int, width: int, base: float, scaling: Scaling, device: torch.device
-) -> Tensor:
-    """Return the cosines and sines of RoPE's angles: (2, T, width / 2)."""
-    theta = angles(start, end, width, base, device, scaling)
+def sinusoids(positions: Tensor, width: int) -> Tensor:
+    """Return the embeddings of Vaswani et al. 2017, section 3.5: (…) → (…, width)."""
+    theta = angles(positions, width, FREQUENCY_BASE)
+    return torch.stack((theta.sin(), theta.cos()), dim=-1).flatten(-2)
+
+
+def rotations(positions: Tensor, width: int, base: float | None, scaling: Scaling) -> Tensor:
+    """Return the cosines and sines of RoPE's angles, for :func:`rotate`.
+
+    For positions (T,) they are (2, T, width / 2); for (B, T), (2, B, 1, T, width / 2).
+    """
+    theta = angles(positions, width, base or FREQUENCY_BASE, scaling)
+    if positions.ndim == 2:
+        theta = theta[:, None]  # the same for all heads
     return torch.stack((theta.cos(), theta.sin()))
 
 
 def rotate(x: Tensor, rotation: Tensor | None) -> Tensor:
     """Rotate each pair of dimensions (i, i + K / 2) of x (…, T, K): RoPE, Su et al. 2021, eq. 34.
 
-    rotation is (2, T, K / 2); None leaves x unchanged. Unlike eq. 34, pairs are not neighbors, and
-    the rotation is clockwise. The scores are the paper's once the dimensions of queries and keys
-    are permuted: i and i + K / 2 become neighbors, in swapped order.
+    rotation is that of :func:`rotations`; None leaves x unchanged. Unlike eq. 34, pairs are not
+    neighbors, and the rotation is clockwise. The scores are the paper's once the dimensions of
+    queries and keys are permuted: i and i + K / 2 become neighbors, in swapped order.
     """
     if rotation is None:
         return x

@@ -1,4 +1,4 @@
-"""Answers of the live page: likely tokens, surprise and attention, also without some heads."""
+"""Answers of the live page: likely tokens, surprise, attention, chat; also without some heads."""
 
 import copy
 import itertools
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from engine.core.errors import UserError
 from engine.core.settings import from_values
+from engine.data.chat import Turn, encode_chat
 from engine.generation.attention_maps import attention_by_layer, shared_character, token_label
-from engine.generation.generate import Sequences, banned_tokens, window_start
+from engine.generation.generate import Sequences, banned_tokens, complete_streams, window_start
 from engine.generation.sampling import FilterOptions, filter_logits, row_seeds, sample_token
 from engine.generation.text_generator import TextGenerator
 from engine.generation.text_stream import TextStream
@@ -26,6 +27,7 @@ NUM_LIKELY_TOKENS = 10  # in a table
 MAX_INSPECTED_TOKENS = 2048  # of a text, prompt and continuation
 MAX_PROMPT_CHARACTERS = 50_000  # tokenizing more of one kind of character can take minutes
 MAX_LOGIT_ROWS = 64  # positions whose probabilities, (rows, V), exist at one time
+LENGTH_LIMIT_REASON = "reached the length limit"
 
 Heads = tuple[tuple[int, int], ...]  # (layer, head) from 1
 Lines = Generator[dict[str, Any], None, None]
@@ -33,10 +35,11 @@ Lines = Generator[dict[str, Any], None, None]
 
 @dataclass(frozen=True)
 class InspectRequest:
-    """A question about a text, or about a text's token ids."""
+    """A question about a text, about a text's token ids, or of a chat."""
 
     text: str = ""
     ids: Annotated[tuple[int, ...], Ge(0)] = ()
+    turns: tuple[str, ...] = ()  # of a chat: question, answer, …, question
     off: Heads = ()  # heads that are switched off
     temperature: Annotated[float, Ge(0), Le(100)] = 1.0
     top_k: Annotated[int | None, Ge(1)] = None
@@ -76,11 +79,14 @@ class ModelInspector:
             "write": self.write,
             "attention": self.attention,
         }
+        if model.is_chat_model:
+            self.answers["chat"] = self.chat
 
     def about(self, question: Any) -> Lines:
         """Yield what the page must know about the model."""
         max_new_tokens = min(self.settings["max_new_tokens"], self.max_new_tokens)
         yield {
+            "is_chat_model": self.generator.is_chat_model,
             "layers": self.config.num_layers,
             "heads": self.config.num_heads,
             "context_length": self.config.context_length,
@@ -134,7 +140,30 @@ class ModelInspector:
             token["shared"] = shared_character(self.tokenizer, all_ids)
             yield {"token": token, "text": stream.push(token["id"])}
         is_end = token["id"] in stream.ends
-        yield {"end": "the model ended the text" if is_end else "reached the length limit"}
+        yield {"end": "the model ended the text" if is_end else LENGTH_LIMIT_REASON}
+
+    @torch.inference_mode()
+    def chat(self, question: Any) -> Lines:
+        """Yield {text} for each new token of an answer; {end: reason, is_shortened}.
+
+        The text is that of :meth:`TextGenerator.stream_answer`. A chat that does not fit the
+        context is shortened.
+        """
+        request = self.parse(question)
+        if len(request.turns) % 2 == 0:
+            raise UserError("The question: turns must alternate, and end with a question.")
+        check_length(sum(map(len, request.turns)))
+        roles = itertools.cycle(("user", "assistant"))
+        turns: list[Turn] = [*zip(roles, request.turns, strict=False)]
+        ids, limit = self.generator.encode_turns(turns, request.max_new_tokens)
+        stream = TextStream(self.tokenizer, ids, limit, ends=self.generator.ends)
+        model = self.ablate(request.off) if request.off else self.generator.decoder
+        for _, text in complete_streams(model, [stream], seed=request.seed, **request.filters):
+            yield {"text": text}
+        yield {
+            "end": LENGTH_LIMIT_REASON if stream.is_cut else "the model ended its answer",
+            "is_shortened": ids != encode_chat(self.tokenizer, turns),
+        }
 
     def attention(self, question: Any) -> Lines:
         """Yield {start, weights}: a head's weights at position ``at``, of those from start on."""
@@ -196,9 +225,7 @@ class ModelInspector:
         """Check a question. Raises UserError naming an unsuitable field."""
         request = from_values(InspectRequest, question, "the question")
         if not request.ids:
-            if len(request.text) > MAX_PROMPT_CHARACTERS:
-                size = f"got {len(request.text):,} of at most {MAX_PROMPT_CHARACTERS:,} characters"
-                raise UserError(f"The text: too long ({size}). Shorten it.")
+            check_length(len(request.text))
             ids = tuple(self.generator.encode_prompt(request.text))
             if len(ids) > self.max_prompt_tokens:
                 size = f"got {len(ids):,} of at most {self.max_prompt_tokens:,} tokens"
@@ -223,6 +250,13 @@ class ModelInspector:
         for name, (value, limit) in limits.items():
             if value > limit:
                 raise UserError(f"The question: {name} must be at most {limit:,} (got {value:,}).")
+
+
+def check_length(num_characters: int) -> None:
+    """Raise UserError for a text with too many characters."""
+    if num_characters > MAX_PROMPT_CHARACTERS:
+        size = f"got {num_characters:,} of at most {MAX_PROMPT_CHARACTERS:,} characters"
+        raise UserError(f"The text: too long ({size}). Shorten it.")
 
 
 def window_of(position: int, length: int, context_length: int) -> tuple[int, int]:

@@ -21,9 +21,11 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from engine.core.cli import LOCAL_HOST
 from engine.core.errors import UserError
 from engine.core.files import parse_json, to_json
 from engine.report.page import WEB_DIR, content_security_policy
+from engine.serving.api import API_PREFIX, WRITE_TIMEOUT_SECONDS, Api
 
 PAGE_PATH = WEB_DIR / "page.html"
 MAX_BODY_BYTES = 2**20
@@ -38,7 +40,6 @@ SECURITY_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-WRITE_TIMEOUT_SECONDS = 10.0  # for a client to receive a line
 MAX_IDLE_CONNECTIONS = 64  # because a process may open a limited number of files
 
 Lines = Generator[dict[str, Any], None, None]
@@ -51,9 +52,20 @@ class PageServer:
     The oldest connections without a request are closed if there are more than MAX_IDLE_CONNECTIONS.
     """
 
-    def __init__(self, answers: Mapping[str, Callable[[Any], Lines]], port: int = 0):
-        """Listen on a port; 0: any free one. Raises UserError if it is not available."""
+    def __init__(
+        self,
+        answers: Mapping[str, Callable[[Any], Lines]],
+        port: int = 0,
+        host: str = LOCAL_HOST,
+        api: Api | None = None,
+    ):
+        """Listen on a port; 0: any free one. Raises UserError if it is not available.
+
+        With an API its routes are served too, to other machines if the host is not this one. The
+        page answers only to this machine.
+        """
         self.answers = answers
+        self.api = api
         self.token = secrets.token_urlsafe(32)
         self.page = PAGE_PATH.read_text(encoding="utf-8")
         self.headers = {
@@ -64,17 +76,18 @@ class PageServer:
         self.executor = ThreadPoolExecutor(max_workers=1)
         self.busy: set[asyncio.BaseProtocol] = set()  # connections whose request is answered
         try:
-            self.socket = socket.create_server(("127.0.0.1", port))
+            self.socket = socket.create_server((host, port))
         except OSError as error:
-            problem = f"--port: not available (got {port}: {error.strerror})"
+            problem = f"--port: not available (got {host}:{port}: {error.strerror})"
             raise UserError(f"{problem}. Choose another, or leave it out.") from None
         self.port = self.socket.getsockname()[1]
-        self.address = f"http://127.0.0.1:{self.port}/?token={self.token}"
+        self.address = f"http://{LOCAL_HOST}:{self.port}/?token={self.token}"
 
     async def run(self) -> None:
         """Serve until cancelled."""
         app = web.Application(middlewares=[self.guard], client_max_size=MAX_BODY_BYTES)
         app.add_routes([web.get("/", self.send_page), web.post("/{name}", self.send_answer)])
+        app.add_routes(self.api.routes() if self.api else [])
         runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
         )
@@ -86,6 +99,8 @@ class PageServer:
             await asyncio.Event().wait()
         finally:
             listener.close()
+            if self.api:
+                await self.api.stop()
             await runner.cleanup()
             self.executor.shutdown()  # Python crashes if a thread computes while it ends
 
@@ -102,6 +117,9 @@ class PageServer:
         """Handle a request of the page, and refuse any other. A refusal is {"error": reason}."""
         self.busy.add(request.protocol)
         try:
+            if self.api and request.path.startswith(API_PREFIX):
+                reason = "" if self.api.key else self.foreign_reason(request)
+                return await self.api.respond(request, handler, reason)
             if reason := self.reject_reason(request):
                 raise web.HTTPForbidden(text=reason)
             return await handler(request)
@@ -111,13 +129,19 @@ class PageServer:
         finally:
             self.busy.discard(request.protocol)
 
-    def reject_reason(self, request: web.Request) -> str:
-        """Return the reason why a request is not from the page; "" if it may be."""
-        hosts = [f"127.0.0.1:{self.port}", f"localhost:{self.port}"]
+    def foreign_reason(self, request: web.Request) -> str:
+        """Return the reason why a request may be of a page of another server; "" if it is not."""
+        hosts = [f"{LOCAL_HOST}:{self.port}", f"localhost:{self.port}"]
         if request.headers.getall("Host", []) not in [[host] for host in hosts]:
             return f"the host must be {hosts[0]}"
         if not {*request.headers.getall("Origin", [])} <= {f"http://{host}" for host in hosts}:
             return "the request comes from another page"
+        return ""
+
+    def reject_reason(self, request: web.Request) -> str:
+        """Return the reason why a request is not from the page; "" if it may be."""
+        if reason := self.foreign_reason(request):
+            return reason
         token = request.headers.get("X-Token") or request.query.get("token", "")
         if not secrets.compare_digest(token.encode(errors="replace"), self.token.encode()):
             return "the token is missing or wrong; open the address that sample.py printed"
@@ -158,16 +182,30 @@ class PageServer:
         return await asyncio.get_running_loop().run_in_executor(self.executor, function, *arguments)
 
 
-def serve(answers: Mapping[str, Callable[[Any], Lines]], port: int) -> None:
-    """Print the address of the page, open it if a desktop runs this, and serve until Ctrl-C."""
-    server = PageServer(answers, port)
+def serve(
+    answers: Mapping[str, Callable[[Any], Lines]],
+    port: int,
+    host: str = LOCAL_HOST,
+    api: Api | None = None,
+) -> None:
+    """Print the address of the page, open it if a desktop runs this, and serve until Ctrl-C.
+
+    With an API its address is printed too, and no page is opened.
+    """
+    server = PageServer(answers, port, host, api)
+    if api:
+        print(f"OpenAI's API: http://{host}:{server.port}{API_PREFIX.rstrip('/')}")
     print(f"Open {server.address} (Ctrl-C ends it)", flush=True)
     with contextlib.ExitStack() as stack:
-        if sys.stdout.isatty() and has_display():
+        if not api and sys.stdout.isatty() and has_display():
             with contextlib.suppress(OSError):  # cannot write the file; the address is printed
                 path = stack.enter_context(redirect_file(server.address))
                 threading.Thread(target=webbrowser.open, args=[path.as_uri()], daemon=True).start()
-        asyncio.run(server.run())
+        try:
+            asyncio.run(server.run())
+        finally:  # after a second Ctrl-C too
+            if api:
+                api.worker.stop()
 
 
 def has_display() -> bool:

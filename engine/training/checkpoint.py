@@ -80,7 +80,7 @@ class Checkpoint:
         return self
 
     def model(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and value of every parameter, on the CPU."""
+        """Yield the name and value of every parameter, on the CPU: bfloat16 if so imported."""
         return self._tensors("model")
 
     def optimizer(self) -> Iterator[tuple[str, Tensor]]:
@@ -217,12 +217,13 @@ def _verify_file(path: Path, name: str, expected_hash: str) -> None:
         raise UserError(f"{file}: missing or corrupted (SHA-256 mismatch).")
 
 
-def load_model(checkpoint: Checkpoint) -> GPT:
+def load_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> GPT:
     """Return the model of a checkpoint, ready to predict.
 
-    Raises UserError if its weights do not match its state.json.
+    Each parameter is converted to the dtype as it is read. Raises UserError if the weights do not
+    match state.json.
     """
-    weights = dict(checkpoint.model())
+    weights = {name: value.to(dtype) for name, value in checkpoint.model()}
     try:
         source = str(checkpoint.path / "state.json")
         config = from_values(ModelConfig, checkpoint.state["model"], source)

@@ -198,6 +198,7 @@ def init_token_rows(
     New tokens are then as likely as old ones: Hewitt 2021, "Initializing new word embeddings".
     """
     for name, tensor in tensors:
+        tensor = tensor.float()  # of a model that was imported in bfloat16
         if name in ("token_embedding.weight", "head.weight") and new:
             mean = tensor[trained].mean(0, keepdim=True)
             tensor = torch.cat((tensor, mean.expand(num_rows - len(tensor), -1)))

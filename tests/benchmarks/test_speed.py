@@ -121,7 +121,7 @@ def test_joined_attention_is_the_attention_of_the_list_of_heads():
     with torch.no_grad():
         joined.fused_qkv.weight.copy_(heads.fused_qkv.concatenate()[0])
         joined.projection.load_state_dict(heads.projection.state_dict())
-    x, rotation = torch.randn(2, 9, SMALL.d_model), GPT(SMALL).rotation(0, 9)
+    x, rotation = torch.randn(2, 9, SMALL.d_model), GPT(SMALL).rotation(torch.arange(9))
     torch.testing.assert_close(joined(x, rotation), heads.loop(x, rotation), rtol=1e-5, atol=1e-5)
 
 

@@ -175,16 +175,13 @@ def test_bad_rows_of_columns_are_left_out(tmp_path: Path):
         assert notes == {"rows left out: field 'text' must be text": 2}
 
 
-@pytest.mark.parametrize("ray", [None, "local:2"])
-def test_notes_of_all_units_are_in_the_manifest(ray: str | None, tmp_path: Path, monkeypatch):
-    if ray:
-        pytest.importorskip("ray")
+def test_notes_of_all_units_are_in_the_manifest(tmp_path: Path, monkeypatch):
     names = [f"{tmp_path}/{name}.jsonl" for name in "abc"]
     for name in names:
         rows = [f'{{"text": "{i} {name}"}}\n{{"te\n' for i in range(30)]
         Path(name).write_text("".join(rows))
     monkeypatch.setattr("engine.data.splits.MIN_UNIT_BYTES", 1)
-    options = {"tokenizer": "byte", "out": tmp_path / "out", "skip_bad_rows": True, "ray": ray}
+    options = {"tokenizer": "byte", "out": tmp_path / "out", "skip_bad_rows": True}
     config = PrepareConfig(tuple(names), deduplicate=True, **options)
     prepare(config)
     manifest = open_dataset(tmp_path / "out").manifest

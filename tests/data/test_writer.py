@@ -299,13 +299,14 @@ def test_ray_encodes_the_same_stream_though_a_worker_is_killed(code: str, tmp_pa
     for number in range(40):
         text = f"{number % 30}\n" + code * (1 + number % 3)
         (tmp_path / "texts" / f"{number:02d}.txt").write_text(text, encoding="utf-8")
-    documents = [f"{number % 500}: {code[:2000]}" for number in range(1200)]
+    documents = [f"{n % 500}: {code[:2000]}" if n % 9 else None for n in range(1200)]
     table = pyarrow.table({"text": documents})
     pyarrow.parquet.write_table(
         table, tmp_path / "a.parquet", row_group_size=100, compression="none", use_dictionary=False
     )
-    (tmp_path / "val.txt").write_text(code)
-    inputs = ["texts", "a.parquet", "--val", "val.txt", "--vocab-size", "400", "--deduplicate"]
+    (tmp_path / "val.jsonl").write_text(json.dumps({"text": code}))
+    inputs = ["texts", "a.parquet", "--val", "val.jsonl", "--vocab-size", "400", "--deduplicate"]
+    inputs.append("--skip-bad-rows")
     ray = ["--ray", f"local:{NUM_WORKERS}", "--out", "ray"]
     process = start(tmp_path, *inputs, *ray, unit_bytes=2**16)
     victims: list[int] = []
@@ -316,9 +317,12 @@ def test_ray_encodes_the_same_stream_though_a_worker_is_killed(code: str, tmp_pa
     _, errors = process.communicate(timeout=150)
     assert process.returncode == 0, errors
     paths = (str(tmp_path / "texts"), str(tmp_path / "a.parquet"))
-    settings = {"vocab_size": 400, "deduplicate": True, "val": (str(tmp_path / "val.txt"),)}
-    prepare(PrepareConfig(paths, out=tmp_path / "one", **settings))
-    assert stream(tmp_path / "ray") == stream(tmp_path / "one")
+    settings = {"vocab_size": 400, "deduplicate": True, "skip_bad_rows": True}
+    prepare(
+        PrepareConfig(paths, out=tmp_path / "one", val=(str(tmp_path / "val.jsonl"),), **settings)
+    )
+    expected = stream(tmp_path / "one")
+    assert stream(tmp_path / "ray") == expected and sum(expected["notes"].values()) == 134
     assert len(open_dataset(tmp_path / "ray").train.arrays) > 30
 
 

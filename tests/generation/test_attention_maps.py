@@ -29,15 +29,16 @@ def test_the_maps_are_the_weights_that_the_model_uses(name):
     assert maps.shape == (2, model.config.num_heads, 10, 10)
     torch.testing.assert_close(maps.sum(dim=-1), torch.ones(maps.shape[:3]))
     assert maps.triu(1).abs().max() == 0
-    rotation = model.rotation(0, 10)
-    x = model.embed(tokens[None])
+    positions = torch.arange(10)
+    rotation = model.rotation(positions)
+    x = model.embed(tokens[None], positions)
     for index, block in enumerate(model.blocks):  # a layer's output from its maps
         attention_input = x if block.post_norm else block.attention_norm(x)
         attention = block.attention
         for head, module in enumerate(attention.heads):
             output = module(attention_input, rotation)[0]
             # Alone, a position attends to itself: the output is its value.
-            single = model.rotation(0, 1)
+            single = model.rotation(torch.arange(1))
             values = [module(attention_input[:, t : t + 1], single)[0] for t in range(10)]
             torch.testing.assert_close(maps[index, head] @ torch.cat(values), output)
         mixed = torch.cat([head(attention_input, rotation) for head in attention.heads], dim=-1)

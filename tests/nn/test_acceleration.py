@@ -6,6 +6,7 @@ from helpers import SMALL, VARIANTS, randomised, tiny
 from reference import assert_same_gradients
 from torch import nn
 
+import train
 from engine.nn.acceleration import checkpoint_activations, compile_modules
 
 
@@ -83,15 +84,15 @@ def test_checkpointed_blocks_compile():
     assert_same_gradients(model(*tokens), expected, list(model.parameters()), 1e-4)
 
 
-def test_training_continues_without_a_compiler_and_warns_once(run, tmp_path, numbers, monkeypatch):
+def test_training_continues_without_a_compiler_and_warns_once(
+    tmp_path, numbers, monkeypatch, capfd
+):
     (tmp_path / "compile.toml").write_text("compile = true\n")
-    monkeypatch.setenv("CXX", "/bin/false")
-    monkeypatch.delenv("TORCHINDUCTOR_VEC_ISA_OK")
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/bin/false"))  # as CXX sets it
+    monkeypatch.setattr("torch._inductor.config.cpp.vec_isa_ok", None)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     flags = tiny(numbers, tmp_path / "out", "--steps", 2, "--num-layers", 1)
-    done = run("train.py", "compile.toml", *flags)
-    assert done.returncode == 0
-    assert "2 steps in" in done.stdout
-    assert done.stderr.startswith("warning: ")
-    assert "/bin/false" in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert train.main([str(tmp_path / "compile.toml"), *flags]) == 0
+    output, errors = capfd.readouterr()
+    assert "2 steps in" in output
+    assert errors.startswith("warning: ") and "/bin/false" in errors and errors.count("\n") == 1

@@ -12,7 +12,7 @@ from torch import nn
 from engine.generation.generate import generate, new_caches
 from engine.nn import inference
 from engine.nn.acceleration import checkpoint_activations, compile_modules
-from engine.nn.inference import FrozenLinear, can_pack, for_decoding
+from engine.nn.inference import FrozenLinear, Int8Linear, can_pack, for_decoding
 from engine.nn.layers import FusedLinear
 
 
@@ -50,6 +50,47 @@ def test_only_large_weights_on_a_cpu_are_packed():
         assert not can_pack(weight)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_a_layer_of_8_bits_rounds_weights_and_inputs_by_half_a_step(bias):
+    torch.manual_seed(0)
+    layer = nn.Linear(40, 56, bias=bias)
+    layer.weight[3] = 0
+    layer.weight[5] *= 1000  # each output has its own scale
+    quantized = Int8Linear(layer.weight, layer.bias)
+    weight_steps = layer.weight.abs().amax(dim=1) / 127
+    for shape in ((1, 40), (2, 3, 40), (300, 40)):
+        x = torch.randn(shape)
+        input_step = (x.max() - x.min()) / 255
+        error = (quantized(x) - layer(x)).abs()
+        bound = x.abs().sum(-1, keepdim=True) * weight_steps / 2
+        bound = bound + input_step / 2 * (layer.weight.abs().sum(dim=1) + 40 * weight_steps)
+        assert (error <= 1.01 * bound + 1e-5).all() and error.mean() > 0
+    assert quantized(x.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantize", "tolerance"),
+    [(torch.bfloat16, False, 0.03), (torch.float32, True, 0.06), (torch.bfloat16, True, 0.08)],
+    ids=["bfloat16", "int8", "bfloat16 and int8"],
+)
+@torch.no_grad()
+def test_logits_of_fewer_bits_are_close_and_a_cache_does_not_change_them(
+    model, dtype, quantize, tolerance, monkeypatch
+):
+    monkeypatch.setattr(inference, "MIN_PACKED_ELEMENTS", 0)
+    tokens = torch.randint(37, (2, 9))
+    expected = model(tokens)
+    decoder = for_decoding(copy.deepcopy(model).to(dtype), quantize=quantize)
+    atol = tolerance * expected.abs().max().item()
+    torch.testing.assert_close(decoder(tokens).float(), expected, rtol=0, atol=atol)
+    caches = new_caches(decoder, 2)
+    assert caches[0].keys_values.dtype == dtype
+    for start, end in ((0, 4), (4, 5), (5, 9)):
+        logits = decoder(tokens[:, start:end], caches=caches)
+        torch.testing.assert_close(logits[:, 0].float(), expected[:, end - 1], rtol=0, atol=atol)
+
+
 @torch.no_grad()
 def test_a_decoder_gives_the_model_s_logits(model, decode):
     tokens = torch.randint(37, (2, 9))
@@ -68,7 +109,7 @@ def test_a_decoder_s_heads_still_compute_their_attention(model, decode):
     attentions = []
     for copied in (model, decode(model)):
         heads = copied.blocks[0].attention.heads
-        attentions.append([head.attention(x, model.rotation(0, 5)) for head in heads])
+        attentions.append([head.attention(x, model.rotation(torch.arange(5))) for head in heads])
     torch.testing.assert_close(*attentions, rtol=1e-4, atol=1e-5)
 
 

@@ -12,6 +12,7 @@ from helpers import SMALL, VARIANTS, randomised
 
 from engine.core.errors import UserError
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
+from engine.data.tokenizer_json import SPECIAL_TOKENS
 from engine.generation.attention_maps import attention_maps, token_label
 from engine.generation.generate import generate, window_start
 from engine.generation.text_generator import TextGenerator
@@ -31,6 +32,14 @@ def inspect(model: GPT) -> ModelInspector:
 @pytest.fixture(scope="module")
 def inspector() -> ModelInspector:
     return inspect(randomised(SMALL))
+
+
+@pytest.fixture(scope="module")
+def chat_inspector() -> ModelInspector:
+    tokenizer = ByteTokenizer().with_special(SPECIAL_TOKENS)
+    config = ModelConfig(tokenizer.vocab_size, 64, num_layers=2, num_heads=2, d_model=16)
+    generator = TextGenerator(randomised(config), tokenizer, [0], is_chat_model=True)
+    return ModelInspector(generator, SETTINGS)
 
 
 def is_close(values: Any, expected: Any) -> bool:
@@ -193,3 +202,45 @@ def test_an_unsuitable_question_is_an_error_in_one_line(inspector, question, mes
         with pytest.raises(UserError, match=message) as error:
             next(inspector.answers[name](question))
         assert len(str(error.value)) < 300 and "\n" not in str(error.value)
+
+
+def answer_of(lines: Iterator[dict]) -> tuple[str, dict]:
+    *pieces, end = lines
+    return "".join(piece["text"] for piece in pieces), end
+
+
+def test_the_answer_in_a_chat_is_that_of_the_text_generator(chat_inspector):
+    options = {"temperature": 0.9, "top_p": 0.8, "seed": 3, "max_new_tokens": 20}
+    texts = ["<|user|> é", "مر", "c"]
+    turns = [*zip(("user", "assistant", "user"), texts, strict=True)]
+    expected = "".join(chat_inspector.generator.stream_answer(turns, **options))
+    text, end = answer_of(chat_inspector.chat({"turns": texts, **options}))
+    assert text == expected and not end["is_shortened"]
+    without, _ = answer_of(chat_inspector.chat({"turns": texts, "off": [[1, 1]], **options}))
+    assert without != text
+    _, end = answer_of(chat_inspector.chat({"turns": ["a" * 40, "b", "c"], **options}))
+    assert end["is_shortened"]
+
+
+def test_only_a_chat_model_answers_chats(inspector, chat_inspector):
+    for each, is_chat_model in ((inspector, False), (chat_inspector, True)):
+        (about,) = each.about({})
+        assert about["is_chat_model"] == is_chat_model == ("chat" in each.answers)
+
+
+@pytest.mark.parametrize(
+    ("question", "message"),
+    [
+        ({}, "turns"),
+        ({"turns": ["a", "b"]}, "turns"),
+        ({"turns": [5]}, "turns"),
+        ({"turns": [["user", "a"]]}, "turns"),
+        ({"turns": ["a" * 30_000, "b", "c" * 30_000]}, "50,000"),
+        ({"turns": ["a"], "max_new_tokens": 10**9}, "max_new_tokens"),
+        ({"turns": ["a"], "off": [[3, 1]]}, "layer"),
+    ],
+)
+def test_an_unsuitable_chat_is_an_error_in_one_line(chat_inspector, question, message):
+    with pytest.raises(UserError, match=message) as error:
+        next(chat_inspector.chat(question))
+    assert len(str(error.value)) < 300 and "\n" not in str(error.value)

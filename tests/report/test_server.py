@@ -23,6 +23,7 @@ from helpers import ROOT, SMALL, randomised
 
 from engine.core.errors import UserError
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
+from engine.data.tokenizer_json import SPECIAL_TOKENS
 from engine.generation.text_generator import TextGenerator
 from engine.report.inspector import ModelInspector
 from engine.report.server import MAX_BODY_BYTES, PAGE_PATH, PageServer, redirect_file, serve
@@ -498,6 +499,226 @@ def test_characters_stand_over_their_tokens(page, text, characters, direction):
         expect(page.locator("#token-title")).to_contain_text(f"Token {index + 2}: ")
         directions = [
             page.locator(box).evaluate("e => getComputedStyle(e).direction")
-            for box in ("#prompt", "#text", "#tokens")
+            for box in ("#prompt", "#text", "#tokens > div")
         ]
         assert directions == [direction] * 3
+
+
+# Chat.
+
+CHAT_SETTINGS = {**SETTINGS, "name": "small", "text": ""}
+
+
+def chat_inspector(tokenizer: Any = None) -> ModelInspector:
+    tokenizer = (tokenizer or ByteTokenizer()).with_special(SPECIAL_TOKENS)
+    config = ModelConfig(tokenizer.vocab_size, 64, num_layers=1, d_model=16)
+    generator = TextGenerator(randomised(config), tokenizer, [0], is_chat_model=True)
+    return ModelInspector(generator, CHAT_SETTINGS)
+
+
+class Chatbot:
+    """Answers "slow …" with one word, and more on release; other questions with themselves."""
+
+    def __init__(self) -> None:
+        self.questions: list[dict[str, Any]] = []
+        self.release = threading.Event()
+        self.num_closed = 0
+        self.answers = {"about": chat_inspector().about, "chat": self.chat}
+
+    def chat(self, question: dict[str, Any]) -> Iterator[dict]:
+        self.questions.append(question)
+        text = question["turns"][-1]
+        if "refuse" in text:
+            raise UserError("The text: refused.")
+        if "break" in text:
+            raise RuntimeError("a bug")
+        try:
+            yield {"text": "" if "silent" in text else f"<b>{text}"}
+            while any(word in text for word in ("slow", "silent")) and not self.release.wait(0.02):
+                yield {"text": ""}
+            yield {"text": f" {question['seed']}</b>"}
+            yield {"end": "the model ended its answer", "is_shortened": False}
+        finally:
+            self.num_closed += 1
+
+
+@pytest.fixture
+def chatbot() -> Iterator[Chatbot]:
+    chatbot = Chatbot()
+    yield chatbot
+    chatbot.release.set()
+
+
+def open_chat(tab: Any, server: PageServer) -> Any:
+    from playwright.sync_api import expect
+
+    tab.goto(server.address)
+    expect(tab.locator("#name")).to_have_text("small")
+    return tab
+
+
+def expect_chat(tab: Any, texts: list[str], status: str) -> None:
+    from playwright.sync_api import expect
+
+    expect(tab.locator("#talk-status")).to_contain_text(status)
+    expect(tab.locator("#turns p")).to_have_text(texts)
+
+
+@pytest.mark.browser
+def test_a_chat_has_turns_of_text_and_retries_with_another_seed(page, chatbot):
+    from playwright.sync_api import expect
+
+    with serving(chatbot.answers) as server:
+        open_chat(page, server).fill("#draft", "one")
+        page.press("#draft", "Shift+Enter")
+        page.locator("#draft").press_sequentially("two")
+        page.press("#draft", "Enter")
+        expect_chat(page, ["one\ntwo", "<b>one\ntwo 1</b>"], "Done: the model ended its answer.")
+        assert page.input_value("#draft") == "" and page.locator("#examples").is_hidden()
+        page.get_by_label("switch off layer 1, head 2").check()
+        page.fill("#draft", "three")
+        page.click("#send")
+        first = ["one\ntwo", "<b>one\ntwo 1</b>", "three"]
+        expect_chat(page, [*first, "<b>three 1</b>"], "Done")
+        page.get_by_role("button", name="Retry").click()  # there is one
+        expect_chat(page, [*first, "<b>three 2</b>"], "Done")
+        assert [question["turns"] for question in chatbot.questions] == [first[:1], first, first]
+        assert [question["off"] for question in chatbot.questions] == [[], [[1, 2]], [[1, 2]]]
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        page.get_by_role("button", name="Copy").last.click()
+        expect(page.locator("#talk-status")).to_have_text("Copied.")
+        assert page.evaluate("navigator.clipboard.readText()") == "<b>three 2</b>"
+        assert page.locator("#turns b").count() == 0
+        page.click("#clear")
+        expect_chat(page, [], "")
+        page.get_by_role("button", name="Hello!").click()
+        expect_chat(page, ["Hello!", "<b>Hello! 1</b>"], "Done")
+
+
+@pytest.mark.browser
+def test_an_answer_streams_and_a_stop_keeps_its_beginning(page, chatbot):
+    from playwright.sync_api import expect
+
+    with serving(chatbot.answers) as server:
+        open_chat(page, server).fill("#draft", "slow")
+        page.press("#draft", "Enter")
+        expect_chat(page, ["slow", "<b>slow"], "Answering")
+        page.fill("#draft", "next")
+        page.press("#draft", "Enter")  # waits for the end of the answer
+        page.click("#quit")
+        expect_chat(page, ["slow", "<b>slow"], "Stopped.")
+        page.press("#draft", "Enter")
+        expect_chat(page, ["slow", "<b>slow", "next", "<b>next 1</b>"], "Done")
+        page.fill("#draft", "silent")
+        page.press("#draft", "Enter")
+        expect(page.locator("#talk-status")).to_contain_text("Answering")
+        page.fill("#draft", "more")
+        page.press("#draft", "Escape")
+        expect_chat(page, ["slow", "<b>slow", "next", "<b>next 1</b>"], "Stopped.")
+        assert page.input_value("#draft") == "silent\nmore"
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(("text", "message"), [("refuse", "The text: refused."), ("break", "fail")])
+def test_an_error_of_the_server_is_shown_and_loses_no_text(browser, chatbot, text, message):
+    from playwright.sync_api import expect
+
+    page = browser.new_context().new_page()  # whose console reports the failed request
+    with serving(chatbot.answers) as server:
+        open_chat(page, server)
+        for question in ("first", text):
+            page.fill("#draft", question)
+            page.press("#draft", "Enter")
+            expect(page.locator("#send")).to_be_enabled()
+        expect_chat(page, ["first", "<b>first 1</b>"], message)
+        expect(page.locator("#talk-status")).to_have_class("wrong")
+        assert page.input_value("#draft") == text
+        del chatbot.answers["chat"]
+        page.get_by_role("button", name="Retry").click()
+        expect_chat(page, ["first", "<b>first 1</b>"], "the questions are about")
+    page.get_by_role("button", name="Retry").click()
+    expect_chat(page, ["first", "<b>first 1</b>"], "does not answer")
+    page.context.close()
+
+
+@pytest.mark.browser
+def test_a_reload_keeps_the_chat_and_a_question_without_an_answer(page, chatbot):
+    turns = ["one", "<b>one 7</b>", "slow", "<b>slow", "silent", ""]
+    with serving(chatbot.answers) as server:
+        open_chat(page, server).fill("#seed", "7")
+        for end, status, kept in ((2, "Done", 2), (4, "Answering", 4), (6, "Answering", 4)):
+            page.fill("#draft", turns[end - 2])
+            page.press("#draft", "Enter")
+            expect_chat(page, turns[:end], status)
+            page.fill("#draft", "more")
+            page.reload()
+            expect_chat(page, turns[:kept], "")
+            draft = "more" if kept == end else "silent\nmore"
+            assert page.input_value("#draft") == draft and page.input_value("#seed") == "7"
+
+
+@pytest.mark.browser
+def test_two_tabs_have_their_own_chats_and_wait_for_each_other(page, chatbot):
+    from playwright.sync_api import expect
+
+    with serving(chatbot.answers) as server:
+        tabs = [page, page.context.new_page(), page.context.new_page()]
+        for tab, text in zip(tabs, ("slow", "second", "third"), strict=True):
+            open_chat(tab, server).fill("#draft", text)
+            tab.press("#draft", "Enter")
+            status = "Answering" if tab is page else "Waiting"
+            expect(tab.locator("#talk-status")).to_contain_text(status)
+        tabs[1].click("#quit")
+        expect_chat(tabs[1], [], "Stopped.")
+        assert tabs[1].input_value("#draft") == "second"
+        expect_chat(page, ["slow", "<b>slow"], "Answering")
+        chatbot.release.set()
+        expect_chat(page, ["slow", "<b>slow 1</b>"], "Done")
+        expect_chat(tabs[2], ["third", "<b>third 1</b>"], "Done")
+
+
+RUNS_RIGHT_TO_LEFT = """(element) => {
+  const text = element.firstChild, range = document.createRange();
+  const [number, word] = ["12", "مرحبا"].map((part) => {
+    range.setStart(text, text.data.indexOf(part));
+    range.setEnd(text, text.data.indexOf(part) + part.length);
+    return range.getBoundingClientRect().left;
+  });
+  return number > word;
+}"""
+
+
+@pytest.mark.browser
+def test_a_model_chats_with_a_direction_for_each_line_and_the_page_fits(page):
+    from playwright.sync_api import expect
+
+    inspector = chat_inspector()
+    text = f"Hi\n12 مرحبا\n{'x' * 30}"
+    options = {"max_new_tokens": 8, "temperature": 0.5, "top_p": 0.95, "seed": 1}
+    answer = "".join(inspector.generator.stream_answer([("user", text)], **options))
+    with serving(inspector.answers) as server:
+        page.set_viewport_size({"width": 390, "height": 800})
+        open_chat(page, server)
+        page.fill("#max_new_tokens", "8")
+        page.fill("#temperature", "0.5")
+        page.fill("#draft", text)
+        page.press("#draft", "Enter")
+        expect_chat(page, [text, answer], "Done")
+        page.fill("#prompt", text)
+        page.click("#write")
+        expect(page.locator("#status")).to_contain_text("Done")
+        for box in ("#turns p >> nth=0", "#text"):
+            assert page.locator(box).evaluate(RUNS_RIGHT_TO_LEFT)
+        lines = page.locator("#tokens > div")
+        directions = lines.evaluate_all("all => all.map(e => getComputedStyle(e).direction)")
+        assert directions[:3] == ["ltr", "rtl", "ltr"]
+        first = lines.nth(1).locator("[role=option]").first
+        first.click()
+        first.press("ArrowLeft")
+        expect(page.locator("#token-title")).to_have_text("Token 5: “2”")
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= 390
+
+
+@pytest.mark.browser
+def test_a_model_that_is_not_a_chat_model_has_no_chat(page, server):
+    assert open_chat(page, server).locator("#chat").is_hidden()

@@ -145,10 +145,7 @@ GPT2_FLAGS += "--tie-embeddings --optimizer adamw"
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
-@pytest.mark.parametrize(
-    "flags",
-    ["", "--dropout 0.1", f"--dropout 0.1 {GPT2_FLAGS}", "--dropout 0.1 --micro-batch-size 4"],
-)
+@pytest.mark.parametrize("flags", [GPT2_FLAGS, "--dropout 0.1 --micro-batch-size 4"])
 def test_planned_memory_is_the_peak_of_a_run(flags, numbers, tmp_path, capsys):
     sizes = "--num-layers 4 --num-heads 4 --d-model 192 --context-length 256 --batch-size 12"
     arguments = ["--data", str(numbers), "--out", str(tmp_path / "run"), "--device", "cpu"]
@@ -278,7 +275,7 @@ def test_plan_of_minutes_does_not_guess_the_number_of_steps():
 
 
 def test_plan_marks_what_exceeds_an_h100():
-    model = ModelConfig(vocab_size=50304, num_layers=32, num_heads=32, d_model=4096)
+    model = ModelConfig(vocab_size=500, num_layers=2, num_heads=32, d_model=16384)
     config = TrainConfig(model=model, batch_size=8, micro_batch_size=1)
     rows = rows_of(describe_plan(config, CPU, []))
     assert [cell.endswith("!") for cell in rows["= memory"]] == [False, True, False]

@@ -21,7 +21,21 @@ from engine.training.sizing import MAX_OVERFITTING, Size, SizeSearch, resolve_si
 from model import ModelConfig
 
 
-def make_search(text_tokens=10**6, vocab_size=65, split_tokens=10**7, num_ranks=1, **settings):
+class UnboundedSearch(SizeSearch):
+    """A search on a machine in which every model fits: to trace large ones takes seconds."""
+
+    def fits(self, depth: int) -> bool:
+        return True
+
+
+def make_search(
+    text_tokens=10**6,
+    vocab_size=65,
+    split_tokens=10**7,
+    num_ranks=1,
+    search=UnboundedSearch,
+    **settings,
+):
     """Make the search for a text of ``text_tokens`` tokens."""
     split = range(split_tokens)
     data = SimpleNamespace(
@@ -30,7 +44,7 @@ def make_search(text_tokens=10**6, vocab_size=65, split_tokens=10**7, num_ranks=
         tokenizer=SimpleNamespace(vocab_size=vocab_size),
     )
     dist = SimpleNamespace(size=num_ranks, device=torch.device("cpu"), sharded=False, any=bool)
-    return SizeSearch(TrainConfig(**settings), data, dist)
+    return search(TrainConfig(**settings), data, dist)
 
 
 SHAKESPEARE = make_search(1_003_854)
@@ -119,7 +133,8 @@ def test_context_grows_with_tokens(arguments, tokens, contexts):
 # Search.
 
 
-def test_more_time_or_steps_mean_larger_models():
+def test_more_time_or_steps_mean_larger_models(monkeypatch):
+    monkeypatch.setattr(estimate, "total_memory", lambda device: 1e13)
     search = make_search(10**10)
     depths = [choose(search, seconds, 0.4).depth for seconds in (6, 600, 60_000, 1e9)]
     assert depths == sorted(depths)
@@ -256,8 +271,8 @@ def test_timed_config_is_complete_and_has_no_window_warmup(data):
 
 
 def test_a_depth_that_does_not_fit_in_memory_is_not_considered(monkeypatch):
-    monkeypatch.setattr(estimate, "total_memory", lambda device: 7e8)
-    search = make_search(10**8)
+    monkeypatch.setattr(estimate, "total_memory", lambda device: 5.5e8)
+    search = make_search(search=SizeSearch, optimizer=OptimizerConfig("adamw"))
     sizes = [search.make_size(depth, 1e6) for depth in (search.depths[-1], search.depths[-1] + 1)]
     configs = [with_sizes(TrainConfig(micro_batch_size=1), size.settings) for size in sizes]
     rows = [estimate.largest_micro_batch(config, SINGLE_PROCESS) for config in configs]
@@ -265,12 +280,12 @@ def test_a_depth_that_does_not_fit_in_memory_is_not_considered(monkeypatch):
 
 
 def test_a_batch_that_does_not_fit_in_memory_is_split(data, monkeypatch):
-    config = TrainConfig(depth=3, steps=30_000, batch_size=64, dtype="float32")
+    config = TrainConfig(depth=2, steps=30_000, batch_size=4, dtype="float32")
     resolved = resolve(config, data)
     assert resolved.micro_batch_size is None
     hardware = estimate.Hardware(torch.float32, is_gpu=False)
-    needed = sum(estimate.estimate_memory(resolved, 16, hardware).values()) / 0.9
-    for memory, rows in ((needed + 1, 16), (1.0, 1)):
+    needed = sum(estimate.estimate_memory(resolved, 2, hardware).values()) / 0.9
+    for memory, rows in ((needed + 1, 2), (1.0, 1)):
         monkeypatch.setattr(estimate, "total_memory", lambda device, memory=memory: memory)
         assert resolve(config, data) == dataclasses.replace(resolved, micro_batch_size=rows)
 

@@ -1,0 +1,344 @@
+"""The routes of OpenAI's API: /v1/models, /v1/completions and /v1/chat/completions."""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from engine.core.cli import describe_error
+from engine.core.errors import UserError
+from engine.core.files import parse_json, to_json
+from engine.data.chat import encode_chat, own_template
+from engine.data.inputs.examples import find_tools, parse_messages
+from engine.data.tokenizer import Tokenizer
+from engine.generation.generate import banned_tokens
+from engine.generation.sampling import FilterOptions, row_seeds
+from engine.generation.text_generator import TextGenerator
+from engine.generation.text_stream import TextStream
+from engine.serving import openai_format
+from engine.serving.batching import BatchWorker, QueueFullError, RunningBatch, TextRequest, Token
+from engine.serving.openai_format import (
+    AnySettings,
+    ApiError,
+    ChatSettings,
+    ChoiceWriter,
+    CompletionSettings,
+)
+
+API_PREFIX = "/v1/"
+MAX_ROWS = 32  # texts that are decoded together
+MAX_WAITING_TEXTS = 256
+READ_TIMEOUT_SECONDS = 30.0  # in which a client must send a body
+WRITE_TIMEOUT_SECONDS = 10.0  # in which a client must take a piece
+END_OF_STREAM = b"data: [DONE]\n\n"
+STOPPING_MESSAGE = "the server is stopping"
+
+Arrival = tuple[int, Token | Exception | None]  # index of a choice; None: its text has ended
+
+
+@dataclass(eq=False)
+class Job:
+    """The choices of a request, and their tokens as they arrive from the decoding thread."""
+
+    settings: AnySettings
+    includes_usage: bool
+    requests: list[TextRequest] = field(default_factory=list)
+    arrivals: asyncio.Queue[Arrival] = field(default_factory=asyncio.Queue)
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.settings, ChatSettings)
+
+    @property
+    def streams(self) -> list[TextStream]:
+        return [request.stream for request in self.requests]
+
+    def writers(self, tokenizer: Tokenizer) -> list[ChoiceWriter]:
+        """Return a writer for each choice."""
+        has_logprobs = self.settings.num_logprobs is not None
+        indices = range(len(self.requests))
+        return [ChoiceWriter(tokenizer, index, self.is_chat, has_logprobs) for index in indices]
+
+    async def tokens(self) -> AsyncIterator[tuple[int, Token | None]]:
+        """Yield each token of the choices, and None at the end of each. Raises ApiError."""
+        num_running = len(self.requests)
+        while num_running:
+            index, arrival = await self.arrivals.get()
+            if isinstance(arrival, Exception):
+                raise to_api_error(arrival)
+            num_running -= arrival is None
+            yield index, arrival
+
+
+class Api:
+    """Answers requests in OpenAI's form with texts of a model, of many clients in one batch."""
+
+    def __init__(self, generator: TextGenerator, name: str, key: str = ""):
+        """Serve a model under a name. With a key, every request must carry it."""
+        self.generator = generator
+        self.tokenizer = generator.tokenizer
+        self.name = name
+        self.key = key
+        self.context_length = generator.model.config.context_length
+        self.jobs: set[Job] = set()
+        banned = banned_tokens(generator.tokenizer, generator.model, generator.ends)
+        batch = RunningBatch(generator.decoder, MAX_ROWS, banned)
+        self.worker = BatchWorker(batch, MAX_WAITING_TEXTS)
+        created = int(time.time())
+        self.model = {"id": name, "object": "model", "created": created, "owned_by": "user"}
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes for an application."""
+        return [
+            web.get("/v1/models", self.list_models),
+            web.get("/v1/models/{name:.+}", self.show_model),
+            web.post("/v1/completions", self.complete),
+            web.post("/v1/chat/completions", self.chat),
+        ]
+
+    async def stop(self) -> None:
+        """End all answers with an error, and the decoding thread."""
+        self.worker.is_stopping = True
+        for job in self.jobs:
+            job.arrivals.put_nowait((0, ApiError(STOPPING_MESSAGE, 503)))
+        await asyncio.to_thread(self.worker.stop)
+
+    def is_authorized(self, request: web.Request) -> bool:
+        """Return whether a request carries the key, if there is one."""
+        actual = request.headers.get("Authorization", "").encode(errors="replace")
+        return not self.key or secrets.compare_digest(actual, f"Bearer {self.key}".encode())
+
+    async def respond(self, request: web.Request, handler: Handler, reason: str) -> Any:
+        """Handle a request of the API, unless there is a reason to refuse it."""
+        try:
+            if reason:
+                raise ApiError(reason, 403)
+            if not self.is_authorized(request):
+                message = "the API key is missing or wrong: Authorization: Bearer KEY"
+                raise ApiError(message, 401, code="invalid_api_key")
+            return await handler(request)
+        except web.HTTPException as error:
+            api_error = ApiError(error.text or error.reason, error.status)
+        except Exception as error:
+            if not isinstance(error, ApiError) and describe_error(error) is None:
+                logging.getLogger(__name__).exception("a request failed")
+            api_error = to_api_error(error)
+        return web.json_response(api_error.to_json(), status=api_error.status)
+
+    # Handlers.
+
+    async def list_models(self, request: web.Request) -> web.Response:
+        """Answer GET /v1/models."""
+        return web.json_response({"object": "list", "data": [self.model]})
+
+    async def show_model(self, request: web.Request) -> web.Response:
+        """Answer GET /v1/models/NAME."""
+        self.check_model(request.match_info["name"])
+        return web.json_response(self.model)
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        """Answer POST /v1/completions."""
+        body = await read_body(request)
+        settings = openai_format.read_settings(CompletionSettings, body)
+        prompts = await asyncio.to_thread(
+            openai_format.read_prompts,
+            body.get("prompt"),
+            self.tokenizer,
+            self.generator.initial_tokens,
+        )
+        max_tokens = settings.max_tokens
+        if max_tokens is None:
+            max_tokens = openai_format.DEFAULT_COMPLETION_TOKENS
+        return await self.answer(request, body, settings, prompts, max_tokens)
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """Answer POST /v1/chat/completions."""
+        body = await read_body(request)
+        settings = openai_format.read_settings(ChatSettings, body)
+        prompts = [await asyncio.to_thread(self.encode_messages, body)]
+        max_tokens = settings.max_completion_tokens or settings.max_tokens or self.context_length
+        return await self.answer(request, body, settings, prompts, max_tokens)
+
+    def encode_messages(self, body: dict[str, Any]) -> list[int]:
+        """Return the ids of the messages of a request. Raises ApiError."""
+        if not self.generator.is_chat_model:
+            raise ApiError(f"{self.name} was not trained on chats. Use /v1/completions.")
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise ApiError("messages: must be a list of messages", param="messages")
+        template = own_template(self.tokenizer)
+        tools = find_tools(body, template)
+        if body.get("tools") and not tools:
+            raise ApiError("tools: the model's chat template does not write them", param="tools")
+        try:
+            return encode_chat(self.tokenizer, parse_messages(messages, template, tools))
+        except (UserError, UnicodeEncodeError) as error:  # the latter for half of a character
+            raise ApiError(f"messages: {error}", param="messages") from None
+
+    def check_model(self, name: str) -> None:
+        """Raise ApiError for the name of another model."""
+        if name not in ("", self.name):
+            message = f"the model {name!r} does not exist. Use {self.name!r}."
+            raise ApiError(message, 404, "model", "model_not_found")
+
+    async def answer(
+        self,
+        request: web.Request,
+        body: dict[str, Any],
+        settings: AnySettings,
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+    ) -> web.StreamResponse:
+        """Decode the choices of all prompts, and answer as a stream or at once."""
+        self.check_model(settings.model)
+        job = Job(settings, openai_format.includes_usage(body))
+        self.add_requests(job, prompts, max_tokens)
+        if self.worker.is_stopping:
+            raise ApiError(STOPPING_MESSAGE, 503)
+        try:
+            self.worker.submit(job.requests)
+        except QueueFullError:
+            message = "too many requests are waiting. Try again later."
+            raise ApiError(message, 429, code="queue_full") from None
+        self.jobs.add(job)
+        try:
+            if settings.stream:
+                return await self.send_stream(request, job)
+            return await self.send_at_once(job)
+        finally:  # also if the client leaves
+            self.jobs.discard(job)
+            for text_request in job.requests:
+                text_request.is_cancelled = True
+
+    def add_requests(self, job: Job, prompts: Sequence[list[int]], max_tokens: int) -> None:
+        """Add a request for each choice of each prompt. Raises ApiError if a prompt is too long."""
+        settings = job.settings
+        openai_format.check_num_texts(len(prompts) * settings.n)
+        seed = secrets.randbits(32) if settings.seed is None else settings.seed
+        is_echo = isinstance(settings, CompletionSettings) and settings.echo
+        filters = FilterOptions(
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            min_p=settings.min_p,
+        )
+        loop = asyncio.get_running_loop()
+
+        def receive(index: int, arrival: Token | Exception | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, after a second Ctrl-C
+                loop.call_soon_threadsafe(job.arrivals.put_nowait, (index, arrival))
+
+        all_prompts = [prompt for prompt in prompts for _ in range(settings.n)]
+        for prompt, row_seed in zip(all_prompts, row_seeds(seed, all_prompts), strict=True):
+            room = self.context_length - len(prompt)
+            if room < min(1, max_tokens):
+                size = f"the context has {self.context_length} tokens (got {len(prompt)})"
+                name = "messages" if job.is_chat else "prompt"
+                code = "context_length_exceeded"
+                raise ApiError(f"{name}: too long: {size}", param=name, code=code)
+            ends = self.generator.ends
+            stream = TextStream(self.tokenizer, prompt, min(max_tokens, room), settings.stop, ends)
+            text_request = TextRequest(
+                stream,
+                row_seed,
+                filters,
+                functools.partial(receive, len(job.requests)),
+                settings.repetition_penalty,
+                settings.num_logprobs,
+                is_echo,
+            )
+            job.requests.append(text_request)
+
+    async def send_at_once(self, job: Job) -> web.Response:
+        """Answer with all texts, once they have ended."""
+        tokens: list[list[Token]] = [[] for _ in job.requests]
+        async for index, token in job.tokens():
+            if token:
+                tokens[index].append(token)
+        choices = []
+        for writer, stream in zip(job.writers(self.tokenizer), job.streams, strict=True):
+            reason = openai_format.finish_reason(stream)
+            choices.append(writer.whole(tokens[writer.index], reason))
+        answer = openai_format.new_answer(job.is_chat, self.name)
+        usage = openai_format.usage(job.streams, job.settings.n)
+        return web.json_response({**answer, "choices": choices, "usage": usage}, dumps=to_json)
+
+    async def send_stream(self, request: web.Request, job: Job) -> web.StreamResponse:
+        """Answer with server-sent events: one for each token with text or logprobs."""
+        response = web.StreamResponse(headers={"Cache-Control": "no-store"})
+        response.content_type = "text/event-stream"
+
+        async def write(content: bytes) -> None:
+            async with asyncio.timeout(WRITE_TIMEOUT_SECONDS):
+                await response.write(content)
+
+        # An error of the connection: the client left, or does not read.
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            try:
+                async for event in self.events(job):
+                    if not response.prepared:
+                        await response.prepare(request)
+                    await write(encode_event(event))
+            except ApiError as error:
+                if not response.prepared:
+                    raise
+                await write(encode_event(error.to_json()))
+            await write(END_OF_STREAM)
+        return response
+
+    async def events(self, job: Job) -> AsyncIterator[dict[str, Any]]:
+        """Yield the pieces of an answer. Raises ApiError."""
+        answer = openai_format.new_answer(job.is_chat, self.name, is_stream=True)
+        writers = job.writers(self.tokenizer)
+        has_logprobs = job.settings.num_logprobs is not None
+        started: set[int] = set()
+        async for index, token in job.tokens():
+            choices = []
+            if job.is_chat and index not in started:
+                choices.append(writers[index].first_piece())
+                started.add(index)
+            if token is None:
+                reason = openai_format.finish_reason(job.streams[index])
+                choices.append(writers[index].last_piece(reason))
+            elif token.text or has_logprobs:
+                choices.append(writers[index].next_piece(token))
+            for choice in choices:
+                yield {**answer, "choices": [choice]}
+        if job.includes_usage:
+            usage = openai_format.usage(job.streams, job.settings.n)
+            yield {**answer, "choices": [], "usage": usage}
+
+
+def encode_event(event: dict[str, Any]) -> bytes:
+    """Return a server-sent event."""
+    return f"data: {to_json(event)}\n\n".encode()
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """Return an error as the answer that a client gets."""
+    if isinstance(error, ApiError):
+        return error
+    return ApiError(describe_error(error) or "internal error; see the output of the server", 500)
+
+
+async def read_body(request: web.Request) -> dict[str, Any]:
+    """Return the JSON object in a request. Raises ApiError."""
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_SECONDS):
+            body = parse_json(await request.read(), Path("the body"))
+    except TimeoutError:
+        raise ApiError("the body did not arrive in time", 408) from None
+    except UserError as error:
+        raise ApiError(str(error)) from None
+    if not isinstance(body, dict):
+        raise ApiError("the body must be a JSON object")
+    return body

@@ -1,0 +1,248 @@
+"""Continuous batching: texts of many requests are decoded together, and each comes and goes alone.
+
+A text is that of :func:`engine.generation.generate.complete` for its prompt and seed, whatever else
+is in the batch.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.core.cli import describe_error
+from engine.generation.kv_cache import RowLengths, new_caches, new_row_caches
+from engine.generation.sampling import FilterOptions, sample_token
+from engine.generation.text_stream import TextStream
+from model import GPT
+
+
+@dataclass
+class Token:
+    """A token of a text, and the text that is certain with it."""
+
+    id: int
+    text: str
+    logprob: float | None = None  # in nats, of the model itself: temperature 1, all tokens
+    # Of the most likely ids and, if it is not one of them, this one; descending.
+    top_logprobs: list[tuple[int, float]] = field(default_factory=list)
+
+
+Receive = Callable[[Token | Exception | None], None]
+
+
+@dataclass(eq=False)
+class TextRequest:
+    """A prompt to continue, and a function that receives the tokens and then None, or an error.
+
+    With ``reports_prompt`` the tokens of the prompt come first, with their logprobs.
+    """
+
+    stream: TextStream
+    row_seed: int  # of engine.generation.sampling.row_seeds
+    filters: FilterOptions
+    receive: Receive
+    repetition_penalty: float = 1.0
+    num_logprobs: int | None = None  # None: without logprobs; 0: only those of the tokens
+    reports_prompt: bool = False
+    is_cancelled: bool = False
+
+    def __post_init__(self) -> None:
+        self.ids = list(self.stream.prompt)  # of the prompt and the text
+
+    @property
+    def sampling_key(self) -> Any:
+        """What the requests that are sampled in one call have in common."""
+        is_alone = self.repetition_penalty != 1  # its tokens are as long as those of no other
+        return (*sorted(self.filters.items()), id(self) if is_alone else None)
+
+
+class RunningBatch:
+    """The sequences that are decoded together. Each needs room for its text in the context."""
+
+    def __init__(self, model: GPT, max_rows: int, banned: Sequence[int] = ()):
+        """Decode up to max_rows sequences in evaluation mode, without drawing banned ids."""
+        self.model = model
+        self.max_rows = max_rows
+        self.device = next(model.parameters()).device
+        self.banned = torch.tensor(list(banned), dtype=torch.long, device=self.device)
+        self.requests: list[TextRequest] = []  # in the order of the rows
+        self.rows = RowLengths(model.config.context_length, self.device)
+        self.caches = new_row_caches(model, self.rows, max_rows)
+
+    @torch.inference_mode()
+    def add(self, request: TextRequest) -> None:
+        """Read the prompt of a request, draw its first token, and give it a row."""
+        if request.reports_prompt:
+            self.report_prompt(request)
+        if request.stream.max_tokens == 0:
+            request.receive(None)
+            return
+        prompt = torch.tensor([request.ids], device=self.device)
+        caches = new_caches(self.model, 1, len(request.ids))
+        self.draw(self.model(prompt, caches=caches)[:, -1], [request])
+        if request.stream.ended:
+            return
+        for rows, cache in zip(self.caches, caches, strict=True):
+            rows.insert(len(self.requests), cache)
+        lengths = self.rows.lengths
+        self.rows.replace(torch.cat((lengths, lengths.new_tensor([prompt.shape[1]]))))
+        self.requests.append(request)
+
+    def report_prompt(self, request: TextRequest) -> None:
+        """Send the tokens of a prompt, with its text at the first."""
+        tokens = [Token(token_id, "") for token_id in request.ids]
+        tokens[0].text = request.stream.tokenizer.decode(request.ids)
+        if request.num_logprobs is not None:
+            logits = self.model(torch.tensor([request.ids], device=self.device))[0]
+            for token, row in zip(tokens[1:], logits, strict=False):
+                self.score(token, row, request.num_logprobs)
+        for token in tokens:
+            request.receive(token)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Draw a token for each sequence; drop those that have ended or are cancelled."""
+        self.drop_ended()
+        if not self.requests:
+            return
+        last = torch.tensor([[request.ids[-1]] for request in self.requests], device=self.device)
+        logits = self.model(last, caches=self.caches)[:, -1]
+        self.rows.replace(self.rows.lengths + 1)
+        groups: dict[Any, list[int]] = {}
+        for row, request in enumerate(self.requests):
+            groups.setdefault(request.sampling_key, []).append(row)
+        for rows in groups.values():
+            self.draw(logits[rows], [self.requests[row] for row in rows])
+        self.drop_ended()
+
+    def draw(self, logits: Tensor, requests: Sequence[TextRequest]) -> None:
+        """Draw a token for each request from logits (N, V), and send it."""
+        allowed = logits.index_fill(-1, self.banned, -torch.inf)
+        draws = [(request.row_seed, request.stream.num_tokens) for request in requests]
+        penalty = requests[0].repetition_penalty
+        # With a penalty, a request is alone; without, the tokens are not read.
+        tokens = torch.tensor([requests[0].ids if penalty != 1 else []], device=self.device)
+        ids = sample_token(allowed, tokens, draws, penalty, **requests[0].filters).tolist()
+        for row, request in enumerate(requests):
+            request.ids.append(ids[row])
+            token = Token(ids[row], request.stream.push(ids[row]))
+            if request.num_logprobs is not None:
+                self.score(token, logits[row], request.num_logprobs)
+            request.receive(token)
+            if request.stream.ended:
+                request.receive(None)
+
+    def score(self, token: Token, logits: Tensor, num_alternatives: int) -> None:
+        """Set the logprobs of a token from logits (V,); banned ids are no alternatives."""
+        logprobs = logits.float().log_softmax(dim=-1)
+        allowed = logprobs.index_fill(-1, self.banned, -torch.inf)
+        count = min(num_alternatives, int(allowed.isfinite().sum()))
+        values, ids = allowed.topk(count)
+        token.logprob = logprobs[token.id].item()
+        token.top_logprobs = [*zip(ids.tolist(), values.tolist(), strict=True)]
+        if token.id not in ids.tolist():
+            token.top_logprobs.append((token.id, token.logprob))
+
+    def clear(self) -> None:
+        """Give up all rows."""
+        self.requests.clear()
+        self.rows.replace(self.rows.lengths[:0])
+
+    def drop_ended(self) -> None:
+        """Give up the rows of ended and cancelled requests; the last rows take their places."""
+        lengths = self.rows.lengths.tolist()
+        for row in reversed(range(len(self.requests))):
+            request = self.requests[row]
+            if not (request.stream.ended or request.is_cancelled):
+                continue
+            last = len(self.requests) - 1
+            if row != last:
+                for cache in self.caches:
+                    cache.move(last, row, lengths[last])
+                self.requests[row] = self.requests[last]
+                lengths[row] = lengths[last]
+            self.requests.pop()
+            lengths.pop()
+        if len(lengths) < len(self.rows.lengths):
+            self.rows.replace(self.rows.lengths.new_tensor(lengths))
+
+
+class QueueFullError(Exception):
+    """Too many requests wait for a row."""
+
+
+class BatchWorker:
+    """A thread that decodes the requests of other threads in one running batch.
+
+    A waiting request gets a free row between two steps, one request at a time.
+    """
+
+    def __init__(self, batch: RunningBatch, max_waiting: int):
+        """Start the thread with the first request."""
+        self.batch = batch
+        self.max_waiting = max_waiting
+        self.waiting: deque[TextRequest] = deque()
+        self.has_work = threading.Condition()
+        self.is_stopping = False
+        self.thread: threading.Thread | None = None
+
+    def submit(self, requests: Sequence[TextRequest]) -> None:
+        """Enqueue requests, all or none. Raises QueueFullError if there is no room for them."""
+        with self.has_work:
+            self.waiting = deque(request for request in self.waiting if not request.is_cancelled)
+            if len(self.waiting) + len(requests) > self.max_waiting:
+                raise QueueFullError
+            self.waiting.extend(requests)
+            self.has_work.notify()
+            if self.thread is None and not self.is_stopping:
+                self.thread = threading.Thread(target=self._run, name="decoding")
+                self.thread.start()
+
+    def stop(self) -> None:
+        """End the thread after its present step; unfinished texts receive nothing more."""
+        with self.has_work:
+            self.is_stopping = True
+            self.has_work.notify()
+        if self.thread:
+            self.thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self.has_work:
+                while not (self.waiting or self.batch.requests or self.is_stopping):
+                    self.has_work.wait()
+                if self.is_stopping:
+                    return
+                request = self._next_request()
+            if request:
+                self._attempt(self.batch.add, [request], request)
+            if not self._attempt(self.batch.step, self.batch.requests):
+                self.batch.clear()
+
+    def _next_request(self) -> TextRequest | None:
+        """Return the first waiting request that is not cancelled; None without a free row."""
+        while self.waiting and len(self.batch.requests) < self.batch.max_rows:
+            request = self.waiting.popleft()
+            if not request.is_cancelled:
+                return request
+        return None
+
+    def _attempt(
+        self, action: Callable[..., None], requests: Sequence[TextRequest], *arguments: TextRequest
+    ) -> bool:
+        """Return whether an action raised nothing. An error goes to the unfinished requests."""
+        try:
+            action(*arguments)
+            return True
+        except Exception as error:  # the server continues
+            if describe_error(error) is None:
+                logging.getLogger(__name__).exception("decoding failed")
+            for request in requests:
+                if not request.stream.ended:
+                    request.receive(error)
+            return False
