@@ -124,6 +124,8 @@ class LlamaCpp:
 
     def __init__(self, path: Path):
         self.lib: Any = importlib.import_module("llama_cpp")
+        self.log_callback = self.lib.llama_log_callback(lambda level, text, data: None)
+        self.lib.llama_log_set(self.log_callback, None)
         self.lib.llama_backend_init()
         model_params = self.lib.llama_model_default_params()
         self.model = self.lib.llama_model_load_from_file(str(path).encode(), model_params)
