@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import make_state
-from soak import KINDS, events, kills, run_ranks
+from soak import KINDS, events, kills, ranks, run_ranks
 
 from engine.core.distributed import init_distributed
 from engine.core.errors import UserError
@@ -29,6 +29,10 @@ def test_a_command_killed_at_a_file_event_ends_the_same_when_it_is_run_again(nam
 
 def test_training_killed_at_random_moments_ends_in_the_same_weights(tmp_path):
     assert "resumed to the same weights" in kills(tmp_path, 3)
+
+
+def test_a_rank_killed_in_a_save_and_restarted_by_torchrun_ends_in_the_same_weights(tmp_path):
+    assert "2 kills" in ranks(tmp_path, [("while writing", 1), ("before the rename", 0)])
 
 
 @pytest.mark.parametrize("victim", [0, 1])

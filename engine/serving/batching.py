@@ -1,7 +1,7 @@
-"""Continuous batching: texts of many requests are decoded together, and each comes and goes alone.
+"""Continuous batching: texts of many requests are decoded together; each starts and ends alone.
 
-A text is that of :func:`engine.generation.generate.complete` for its prompt and seed, whatever else
-is in the batch.
+A text is that of :func:`engine.generation.generate.complete_streams` for its prompt and seed,
+whatever else is in the batch.
 """
 
 import logging

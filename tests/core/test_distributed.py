@@ -1,6 +1,7 @@
 """N ranks = 1 rank: losses, batches, gradients, resuming on other world sizes, faults."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -53,7 +54,7 @@ FLAGS_OF_KIND = {  # of runs that are compared on 1 to 4 ranks
     "ddp-adamw": ["--parallel", "ddp", *ADAMW_FLAGS],
     "fsdp-adamw": ["--parallel", "fsdp", *ADAMW_FLAGS],
 }
-TORCHRUN_COMMAND = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+TORCHRUN_COMMAND = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 START_TIMEOUT_SECONDS = 120  # of torchrun and two ranks, which import torch on shared cores
 MANY_HEADS = ["--num-heads", 8]  # two rows a matrix: two of four sharded ranks have none
 RunRanks = Callable[[int, list[dict[str, Any]]], None]
@@ -154,10 +155,10 @@ def runs(folder, run_ranks) -> Path:
     four = kind_run("fsdp-adamw", 4, "--checkpoint-activations")
     run_ranks(4, [four, *elastic(2)])  # from 4 …
 
-    timed = new_run(folder / "timed", "--minutes", 0.04, others=["--verify-data"])
-    two = [timed, *(kind_run(kind, 2, *micro) for kind in ("ddp-adamw", "fsdp-muon", "fsdp-adamw"))]
+    timed = new_run(folder / "timed", "--minutes", 0.08, others=["--verify-data"])
+    two = [timed, *(kind_run(kind, 2, *micro) for kind in FLAGS_OF_KIND)]
     two.append(kind_run("fsdp-muon", "each", *micro, memory=1))
-    two += [kind_run(kind, "bfloat16", "--dtype", "bfloat16") for kind in ("ddp-muon", "fsdp-muon")]
+    two += [kind_run(kind, "bfloat16", "--dtype", "bfloat16") for kind in FLAGS_OF_KIND]
     apart = {"others": ["--out", str(folder / "unused")]}  # without a shared run folder
     two += [kind_run("fsdp-muon", "apart", "--resume", stop=stop, **apart) for stop in (5, None)]
     run_ranks(2, [*two, mixture(2, stop=5), *elastic(4)])  # … to 2 …
@@ -166,7 +167,7 @@ def runs(folder, run_ranks) -> Path:
     (list_checkpoints(damaged)[-1] / "model-00002-of-00002.safetensors").write_bytes(b"")
     run_ranks(1, elastic(6))  # … to 1 …
 
-    three = [kind_run(kind, 3, *micro) for kind in ("ddp-muon", "fsdp-muon")]
+    three = [kind_run(kind, 3, *micro) for kind in FLAGS_OF_KIND]
     three += [*resumed("again", *micro, stop=5), *resumed("again", *micro), *elastic(None)]
     three.append(kind_run("fsdp-muon", "damaged", "--resume", *MANY_HEADS, stop=3))
     run_ranks(3, [*three, mixture(2)])  # … to 3
@@ -174,18 +175,19 @@ def runs(folder, run_ranks) -> Path:
 
 
 RUN_PAIRS = [  # a run, the run that it equals, and the tolerance
-    ("ddp-adamw-2", "ddp-adamw-1", 1e-5),
-    ("fsdp-muon-2", "ddp-muon-1", 1e-5),
-    ("fsdp-adamw-2", "ddp-adamw-1", 1e-5),
-    ("ddp-muon-3", "ddp-muon-1", 1e-5),
-    ("fsdp-muon-3", "ddp-muon-1", 1e-5),
+    *(
+        (f"{kind}-{size}", f"ddp-{kind.split('-')[1]}-1", 1e-5)
+        for kind in FLAGS_OF_KIND
+        for size in (2, 3)
+    ),
     ("fsdp-adamw-4", "ddp-adamw-1", 1e-5),
-    ("ddp-muon-elastic", "ddp-muon-heads", 1e-5),  # on 4, 2, 1 and 3 ranks
+    ("ddp-muon-elastic", "ddp-muon-heads", 1e-5),
     ("fsdp-muon-elastic", "ddp-muon-heads", 1e-5),
     ("fsdp-muon-each", "ddp-muon-1", 1e-5),  # gradients are reduced in every micro-batch
     ("fsdp-muon-apart", "fsdp-muon-2", 1e-5),
     ("mixed-2", "mixed-1", 1e-5),
     ("fsdp-muon-bfloat16", "ddp-muon-bfloat16", 2e-4),
+    ("fsdp-adamw-bfloat16", "ddp-adamw-bfloat16", 2e-4),
     ("ddp-muon-again", "ddp-muon-3", 0),  # resumed on the same world size
     ("fsdp-muon-again", "fsdp-muon-3", 0),
 ]
@@ -291,9 +293,6 @@ def test_each_of_two_sharded_ranks_holds_half(watched, optimizer):
 
 # Targets that are ignored.
 
-PAIR_RUNS = ["ddp-1", "ddp-1-micro", "ddp-2-micro", "fsdp-2-micro", "ddp-3", "fsdp-3"]
-MASKED_RUNS = [*PAIR_RUNS, "ddp-2", "fsdp-2", "ddp-4", "fsdp-4"]
-
 
 @pytest.fixture(scope="module")
 def masked(folder, run_ranks) -> Path:
@@ -303,15 +302,13 @@ def masked(folder, run_ranks) -> Path:
     pair_flags = ["--steps", NUM_EXAMPLE_STEPS, "--data", folder / "pairs"]
     for size in (1, 2, 3, 4):
         runs = []
-        for name in MASKED_RUNS:
-            parallel, num_ranks, *micro = name.split("-")
-            if int(num_ranks) == size:
-                micro_flags = ["--micro-batch-size", 2] if micro else []
-                run_flags = ["--parallel", parallel, *micro_flags, *flags]
-                runs.append(new_run(folder / f"masked-{name}", *run_flags, mask=True))
-                if name in PAIR_RUNS:
-                    path = folder / f"pairs-masked-{name}"
-                    runs.append(new_run(path, *run_flags, *pair_flags, mask=True))
+        micro_flags = ["--micro-batch-size", 1 if ROWS // size % 2 else 2]
+        for parallel, micro in itertools.product(("ddp", "fsdp")[:size], ([], micro_flags)):
+            name = f"masked-{parallel}-{size}{'-micro' * bool(micro)}"
+            run_flags = ["--parallel", parallel, *micro, *flags]
+            runs.append(new_run(folder / name, *run_flags, mask=True))
+            if size < 4:
+                runs.append(new_run(folder / f"pairs-{name}", *run_flags, *pair_flags, mask=True))
         run_ranks(size, runs)
     return folder
 
@@ -348,18 +345,23 @@ def check_gradients(run: Path, step: int, model: GPT) -> dict[str, torch.Tensor]
     return tensors
 
 
-@pytest.mark.parametrize("name", MASKED_RUNS)
-def test_gradient_is_that_of_the_mean_over_all_counted_targets(masked, name):
-    run = masked / f"masked-{name}"
+RANK_NAMES = ["ddp-1", "ddp-2", "fsdp-2", "ddp-3", "fsdp-3", "ddp-4", "fsdp-4"]
+
+
+@pytest.mark.parametrize("micro", ["", "-micro"])
+@pytest.mark.parametrize("ranks", RANK_NAMES)
+def test_gradient_is_that_of_the_mean_over_all_counted_targets(masked, ranks, micro):
+    run = masked / f"masked-{ranks}{micro}"
     model = model_of(run).double()
     for step, mask in enumerate(masks().values(), 1):
         tensors = check_gradients(run, step, model)
         assert torch.equal(tensors["targets"] != -1, mask)
 
 
-@pytest.mark.parametrize("name", PAIR_RUNS)
-def test_gradient_on_examples_is_that_of_the_mean_over_completions(masked, name):
-    run = masked / f"pairs-masked-{name}"
+@pytest.mark.parametrize("micro", ["", "-micro"])
+@pytest.mark.parametrize("ranks", RANK_NAMES[:5])
+def test_gradient_on_examples_is_that_of_the_mean_over_completions(masked, ranks, micro):
+    run = masked / f"pairs-masked-{ranks}{micro}"
     model = model_of(run).double()
     shapes = set()
     for step in range(1, NUM_EXAMPLE_STEPS + 1):
@@ -373,10 +375,10 @@ def test_gradient_on_examples_is_that_of_the_mean_over_completions(masked, name)
     assert len(shapes) > 1  # batches are as long as their examples
 
 
-@pytest.mark.parametrize("name", MASKED_RUNS)
-def test_evaluation_is_the_mean_over_all_counted_targets(masked, name):
+@pytest.mark.parametrize("ranks", RANK_NAMES)
+def test_evaluation_is_the_mean_over_all_counted_targets(masked, ranks):
     """The last of two windows scores only new tokens; two of four ranks have no window."""
-    run = masked / f"masked-{name}"
+    run = masked / f"masked-{ranks}"
     val = open_dataset(masked / "data").val
     assert not isinstance(val, Examples)
     tokens = val[:].astype("int64")
@@ -406,7 +408,7 @@ def start(*command: object) -> subprocess.Popen[str]:
 def test_killed_and_terminated_run_equals_an_uninterrupted_one(folder, run_ranks):
     flags = ["--steps", 1000, "--save-every", 10, "--eval-every", 1000, "--parallel", "fsdp"]
     run = folder / "interrupted"
-    command = [*TORCHRUN_COMMAND, 2, "--standalone", "--max-restarts", 9, ROOT / "train.py"]
+    command = [*TORCHRUN_COMMAND, "--standalone", "--max-restarts", 9, ROOT / "train.py"]
     process = start(*command, *flags_of(run, *flags))
 
     def wait_for_two_checkpoints() -> None:
@@ -465,26 +467,16 @@ def test_fault_of_one_rank_ends_the_run(folder, run_ranks, request, flags, optio
 # Two ranks.
 
 TWO_RANKS = """
-import json, os, signal, sys, time
+import os, signal, sys, time
 import torch
 import torch.nn.functional as F
 from engine.core.cli import run_command
 from engine.core.distributed import init_distributed
 from engine.core.errors import UserError
 
-codes = {}
-for number, mode in enumerate(sys.argv[1:]):  # one import of torch for two ranks in every mode
-    if not os.fork():
-        break
-    codes[mode] = os.wait()[1]
-else:
-    print(json.dumps(codes))
-    sys.exit()
-os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # other keys in the store
-for stream in (sys.stdout, sys.stderr):
-    os.dup2(os.open(f"{mode}.{stream.name[4:7]}", os.O_WRONLY | os.O_CREAT), stream.fileno())
-child = os.fork()
+child = os.fork()  # one import of torch for two ranks
 os.environ["RANK"] = os.environ["LOCAL_RANK"] = "1" if child else "0"
+mode = sys.argv[1]
 
 def refuse():
     raise UserError("--data: not found")
@@ -540,31 +532,27 @@ finally:
 """
 
 
-OUTPUTS = {  # stdout, and a pattern of stderr
-    "work": ("done\ndone\n", "^$"),  # longer than the timeout
-    "hang": ("", "^error: lost the connection to another process .*[Tt]imed out.*\n$"),
-    "differ": ("", "^(error: rank 1 .*steps 10 → 12.*\n){2}$"),
-    "refuse": ("", "^(error: --data: not found\n){2}$"),
-}
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory) -> tuple[Path, dict[str, int]]:
-    """The folder with what two ranks printed in each mode, and the exit codes."""
-    path = tmp_path_factory.mktemp("two")
-    command = [sys.executable, "-c", TWO_RANKS, *OUTPUTS]
+@pytest.mark.parametrize(
+    ("mode", "output", "errors"),
+    [
+        ("work", "done\ndone\n", "^$"),  # longer than the timeout
+        ("hang", "", "^error: lost the connection to another process .*[Tt]imed out.*\n$"),
+        ("differ", "", "^(error: rank 1 .*steps 10 → 12.*\n){2}$"),
+        ("refuse", "", "^(error: --data: not found\n){2}$"),
+    ],
+)
+def test_two_ranks_wait_for_work_and_share_errors(mode, output, errors):
     with rendezvous(2) as variables:
-        environment = os.environ | variables | {"PYTHONPATH": str(ROOT), "GROUP_WORLD_SIZE": "1"}
-        output = subprocess.check_output(command, cwd=path, timeout=120, env=environment)
-    return path, json.loads(output)
-
-
-@pytest.mark.parametrize("mode", OUTPUTS)
-def test_two_ranks_wait_for_work_and_share_errors(two_ranks, mode):
-    path, codes = two_ranks
-    output, errors = ((path / f"{mode}.{name}").read_text("utf-8") for name in ("out", "err"))
-    assert output == OUTPUTS[mode][0] and (codes[mode] == 0) == bool(output), errors
-    assert re.search(OUTPUTS[mode][1], errors), errors
+        process = subprocess.run(
+            [sys.executable, "-c", TWO_RANKS, mode],
+            capture_output=True,
+            encoding="utf-8",
+            cwd=ROOT,
+            timeout=60,
+            env=os.environ | variables,
+        )
+    assert process.stdout == output and (process.returncode == 0) == bool(output), process.stderr
+    assert re.search(errors, process.stderr), process.stderr
 
 
 EXIT_AT_ONCE = """
@@ -574,7 +562,7 @@ import torch.distributed as dist
 from engine.core.distributed import init_distributed
 
 codes = []
-for _ in range(4):
+for _ in range(8):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     children = []
@@ -718,7 +706,7 @@ def test_two_machines_equal_one_and_only_the_first_has_a_run_folder(
         meet += ["--rdzv-conf", f"is_host={not number}", "--local-addr", address]
         stopped_and_resumed = json.dumps([{"flags": flags, "stop": 6}, {"flags": flags}])
         script = ROOT / "tests" / "in_turn.py"
-        command = [*TORCHRUN_COMMAND, 1, *meet, script, stopped_and_resumed]
+        command = [*TORCHRUN_COMMAND, *meet, script, stopped_and_resumed]
         machines.append(start("ip", "netns", "exec", name, *command))
     with contextlib.suppress(subprocess.TimeoutExpired):  # torchrun waits for a failed machine
         for machine in machines:

@@ -145,7 +145,13 @@ GPT2_FLAGS += "--tie-embeddings --optimizer adamw"
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
-@pytest.mark.parametrize("flags", [GPT2_FLAGS, "--dropout 0.1 --micro-batch-size 4"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *("", "--dropout 0.1", "--dropout 0.1 --micro-batch-size 4"),
+        *(GPT2_FLAGS, f"--dropout 0.1 {GPT2_FLAGS}"),
+    ],
+)
 def test_planned_memory_is_the_peak_of_a_run(flags, numbers, tmp_path, capsys):
     sizes = "--num-layers 4 --num-heads 4 --d-model 192 --context-length 256 --batch-size 12"
     arguments = ["--data", str(numbers), "--out", str(tmp_path / "run"), "--device", "cpu"]
