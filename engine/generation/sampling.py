@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.core.errors import UserError
 
 MIN_TEMPERATURE = 1e-4  # below it the most likely token is chosen
-NUM_FIRST_CANDIDATES = 256  # for top_p; sorting a large vocabulary takes 20 times as long
+NUM_FIRST_CANDIDATES = 256  # for top_p; sorting a large vocabulary takes twice as long
 TOP_P_RELATIVE_ROUNDING = 2**-23  # a total probability this close to top_p reaches it
 LOW_32_BITS = 2**32 - 1
 # Of SplitMix64 (Steele et al. 2014), as int64.
@@ -119,14 +119,23 @@ def keep_likely_tokens(logits: Tensor, top_k: int | None, top_p: float) -> tuple
     limit = top_p * (1 - TOP_P_RELATIVE_ROUNDING) if top_p < 1 else math.inf
     num_candidates = min(top_k or NUM_FIRST_CANDIDATES, vocab_size)
     while True:
-        ids = keys.topk(num_candidates, largest=False).values & LOW_32_BITS
+        ids = smallest(keys, num_candidates) & LOW_32_BITS
         weights = logits.gather(-1, ids).to(dtype).exp()
         if top_k is not None:
             total = weights.sum(dim=-1, keepdim=True)
         is_kept = weights.cumsum(dim=-1) - weights < limit * total
         if top_k is not None or num_candidates == vocab_size or not is_kept[:, -1].any():
             return (weights * is_kept).float(), ids
-        num_candidates = min(8 * num_candidates, vocab_size)
+        num_candidates = vocab_size
+
+
+def smallest(keys: Tensor, num_keys: int) -> Tensor:
+    """Return the smallest keys of each row in ascending order, (B, V) → (B, num_keys)."""
+    if num_keys < keys.shape[-1]:
+        return keys.topk(num_keys, largest=False).values
+    if keys.device.type == "cpu":
+        return torch.from_numpy(np.sort(keys.numpy()))  # ten times as fast as torch.sort
+    return keys.sort().values
 
 
 def row_seeds(seed: int, prompts: Iterable[Sequence[int]]) -> list[int]:
