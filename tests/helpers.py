@@ -1,10 +1,12 @@
 """Models, runs and comparisons of several modules' tests."""
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
 import json
 import signal
+import threading
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ import train
 from engine.core.cli import run_command
 from engine.core.files import sha256
 from engine.core.settings import load_settings
+from engine.report.server import PageServer
 from engine.training.callbacks import MetricsFile
 from engine.training.checkpoint import Checkpoint, open_checkpoint
 from engine.training.config import TrainConfig
@@ -217,3 +220,27 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     raise AssertionError("a command ends by exiting")
+
+
+@contextlib.contextmanager
+def serve_in_thread(server: PageServer) -> Iterator[Callable[[], None]]:
+    """Run a server in a thread; yields a function that ends it as Ctrl-C does."""
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(server.run())
+
+    def run() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            loop.run_until_complete(task)
+        loop.close()
+
+    def end() -> None:
+        with contextlib.suppress(RuntimeError):  # it has ended
+            loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield end
+    finally:
+        end()

@@ -1,6 +1,5 @@
 """The server of the live page: who may use it, one text at a time, and the page in a browser."""
 
-import asyncio
 import contextlib
 import http.client
 import json
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import ROOT, SMALL, randomised
+from helpers import ROOT, SMALL, randomised, serve_in_thread
 
 from engine.core.errors import UserError
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
@@ -39,21 +38,8 @@ SETTINGS = {"temperature": 0.8, "top_k": None, "top_p": 0.95, "seed": 1, "max_ne
 def serving(answers: dict[str, Any]) -> Iterator[PageServer]:
     """A server in a thread."""
     server = PageServer(answers)
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(server.run())
-
-    def run() -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            loop.run_until_complete(task)
-        loop.close()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
+    with serve_in_thread(server):
         yield server
-    finally:
-        loop.call_soon_threadsafe(task.cancel)
-        thread.join()
 
 
 @pytest.fixture(scope="module")

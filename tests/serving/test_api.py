@@ -1,6 +1,5 @@
 """OpenAI's API over HTTP: answers, streams, errors, keys, clients that leave, and Ctrl-C."""
 
-import asyncio
 import contextlib
 import dataclasses
 import http.client
@@ -11,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers import ROOT, SMALL, randomised
+from helpers import ROOT, SMALL, randomised, serve_in_thread
 
 import sample
 from engine.data.chat import encode_chat
@@ -47,25 +45,8 @@ def serving(key: str = "") -> Iterator[SimpleNamespace]:
     """A server in a thread; ``end`` ends it as Ctrl-C does."""
     api = Api(GENERATOR, "run/small", key)
     server = PageServer({}, api=api)
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(server.run())
-
-    def run() -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            loop.run_until_complete(task)
-        loop.close()
-
-    def end() -> None:
-        with contextlib.suppress(RuntimeError):  # it has ended
-            loop.call_soon_threadsafe(task.cancel)
-        thread.join()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
+    with serve_in_thread(server) as end:
         yield SimpleNamespace(api=api, port=server.port, token=server.token, end=end)
-    finally:
-        end()
 
 
 @pytest.fixture(scope="module")
