@@ -1,4 +1,4 @@
-"""Changes to a model for decoding: fused projections of the heads, and packed weights."""
+"""Changes to a model for decoding: fused projections of the heads, and fast products."""
 
 import copy
 import warnings
@@ -12,34 +12,38 @@ from engine.nn.layers import FusedLinear
 
 MAX_INT8 = 127
 MIN_SCALE = 1e-30  # of the weights of an output that are all zero
-MIN_PACKED_ELEMENTS = 2**18  # of a weight: smaller ones are read from a CPU's cache in any layout
+MIN_ONEDNN_ELEMENTS = 2**18  # of a weight: smaller ones are read from a CPU's cache in any layout
+MAX_MKL_ROWS = 2  # of a product; from four on, F.linear takes up to twice as long as oneDNN
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 class FrozenLinear(nn.Module):
-    """A linear layer for inference, whose weight may be packed: in oneDNN's own layout.
+    """A linear layer for inference, on a CPU by the fastest product for the number of rows.
 
-    With few rows, the time of a product is that of reading the weight: packed at 30 to 40 GB/s, by
-    F.linear at 7 to 20. Private operations, because a weight from the public ``to_mkldnn()`` needs
-    its input converted too: 1.4 times the time in float32, 2 times in bfloat16.
+    With few rows, the time of a product is that of reading the weight. oneDNN reads its own layout,
+    in which a weight is packed, twice as fast as F.linear; but MKL's product with one or two rows
+    is faster still on Intel's processors, in float32, and needs the plain layout. Private
+    operations, because a weight from the public ``to_mkldnn()`` needs its input converted too: 1.4
+    times the time in float32, 2 times in bfloat16.
     """
 
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, is_packed: bool):
+    def __init__(self, weight: Tensor, bias: Tensor | None, use_onednn: bool):
         super().__init__()
         weight = weight.detach()
-        if is_packed:
+        self.use_onednn = use_onednn
+        self.max_mkl_rows = MAX_MKL_ROWS if prefers_mkl(weight) else 0
+        if use_onednn and not self.max_mkl_rows:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight)
-        self.is_packed = is_packed
         self.register_buffer("weight", weight, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, inputs) → (…, outputs)."""
-        if self.is_packed:
+        if self.use_onednn and x.shape[:-1].numel() > self.max_mkl_rows:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 
@@ -72,11 +76,17 @@ class Int8Linear(nn.Module):
         return y.to(x.dtype)
 
 
-def can_pack(weight: Tensor) -> bool:
-    """Return whether a weight can be packed, and is large enough to gain from it."""
+def prefers_mkl(weight: Tensor) -> bool:
+    """Return whether MKL reads a weight faster than oneDNN in products with few rows."""
+    is_intel = "Intel" in torch.cpu.get_capabilities().get("cpu_name", "")
+    return is_intel and torch.backends.mkl.is_available() and weight.dtype == torch.float32
+
+
+def can_use_onednn(weight: Tensor) -> bool:
+    """Return whether oneDNN supports a weight that is large enough to gain from it."""
     is_cpu = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
     is_supported_dtype = weight.dtype in (torch.float32, torch.bfloat16)
-    return is_cpu and is_supported_dtype and weight.numel() >= MIN_PACKED_ELEMENTS
+    return is_cpu and is_supported_dtype and weight.numel() >= MIN_ONEDNN_ELEMENTS
 
 
 def for_decoding(model: Model, pack: bool = True, quantize: bool = False) -> Model:
@@ -96,7 +106,7 @@ def for_decoding(model: Model, pack: bool = True, quantize: bool = False) -> Mod
             fused_layers.update(module.layers)
 
     def should_replace(weight: Tensor) -> bool:
-        return quantize or (pack and can_pack(weight))
+        return quantize or (pack and can_use_onednn(weight))
 
     def frozen(weight: Tensor, bias: Tensor | None) -> nn.Module:
         if quantize:

@@ -12,7 +12,7 @@ from torch import nn
 from engine.generation.generate import generate, new_caches
 from engine.nn import inference
 from engine.nn.acceleration import checkpoint_activations, compile_modules
-from engine.nn.inference import FrozenLinear, Int8Linear, can_pack, for_decoding
+from engine.nn.inference import FrozenLinear, Int8Linear, can_use_onednn, for_decoding
 from engine.nn.layers import FusedLinear
 
 
@@ -25,29 +25,32 @@ def model(request) -> nn.Module:
 def decode(request, monkeypatch):
     """for_decoding where weights are packed, and where they are not."""
     if request.param != "too small to pack":
-        monkeypatch.setattr(inference, "MIN_PACKED_ELEMENTS", 0)
+        monkeypatch.setattr(inference, "MIN_ONEDNN_ELEMENTS", 0)
     return partial(for_decoding, pack=request.param != "not to be packed")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("prefers_mkl", [True, False])
 @torch.no_grad()
-def test_a_packed_layer_is_the_linear_layer(dtype, bias):
+def test_a_frozen_layer_is_the_linear_layer(dtype, bias, prefers_mkl, monkeypatch):
+    monkeypatch.setattr(inference, "prefers_mkl", lambda weight: prefers_mkl)
     torch.manual_seed(0)
     layer = nn.Linear(40, 56, bias=bias).to(dtype)
-    packed = FrozenLinear(layer.weight, layer.bias, True)
+    frozen = FrozenLinear(layer.weight, layer.bias, True)
+    assert frozen.weight.is_mkldnn != prefers_mkl  # the plain weight is shared
     rtol = 1e-5 if dtype == torch.float32 else 0.02
     for shape in ((1, 40), (2, 3, 40), (5, 1, 40), (300, 40)):
         x = torch.randn(shape).to(dtype)
-        torch.testing.assert_close(packed(x), layer(x), rtol=rtol, atol=1e-2)
+        torch.testing.assert_close(frozen(x), layer(x), rtol=rtol, atol=1e-2)
 
 
-def test_only_large_weights_on_a_cpu_are_packed():
+def test_only_large_weights_on_a_cpu_are_left_to_onednn():
     large = torch.empty(512, 512)
-    assert can_pack(large)
-    assert can_pack(large.bfloat16())
+    assert can_use_onednn(large)
+    assert can_use_onednn(large.bfloat16())
     for weight in (large[:-1], large.half(), torch.empty(512, 512, device="meta")):
-        assert not can_pack(weight)
+        assert not can_use_onednn(weight)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -78,7 +81,7 @@ def test_a_layer_of_8_bits_rounds_weights_and_inputs_by_half_a_step(bias):
 def test_logits_of_fewer_bits_are_close_and_a_cache_does_not_change_them(
     model, dtype, quantize, tolerance, monkeypatch
 ):
-    monkeypatch.setattr(inference, "MIN_PACKED_ELEMENTS", 0)
+    monkeypatch.setattr(inference, "MIN_ONEDNN_ELEMENTS", 0)
     tokens = torch.randint(37, (2, 9))
     expected = model(tokens)
     decoder = for_decoding(copy.deepcopy(model).to(dtype), quantize=quantize)
@@ -134,13 +137,13 @@ def test_a_decoder_shares_all_tensors_that_it_does_not_pack(model, decode):
     decoder = decode(model)
     shared = {id(parameter) for parameter in model.parameters()}
     kept = {id(parameter) for parameter in decoder.parameters()}
-    is_packed = any(getattr(module, "is_packed", False) for module in decoder.modules())
+    is_packed = any(getattr(module, "use_onednn", False) for module in decoder.modules())
     assert kept < shared if is_packed else kept == shared
     assert id(model.token_embedding.weight) in kept
 
 
 def test_a_decoder_packs_each_weight_once(model, monkeypatch):
-    monkeypatch.setattr(inference, "MIN_PACKED_ELEMENTS", 0)
+    monkeypatch.setattr(inference, "MIN_ONEDNN_ELEMENTS", 0)
     modules = for_decoding(model).modules()
     packed = [module.weight.numel() for module in modules if isinstance(module, FrozenLinear)]
     params = dict(model.named_parameters())
