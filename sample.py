@@ -133,7 +133,7 @@ class SampleConfig:
             raise UserError(f"TEXT or -, --prompt and --prompt-file: {problem}. Keep one of them.")
         if self.quantize and self.compile:
             raise UserError("--quantize: unsupported with --compile. Leave one of them out.")
-        if self.host != LOCAL_HOST and not self.api_key:
+        if self.host not in (LOCAL_HOST, "localhost") and not self.api_key:
             problem = f"lets other machines use the model (got {self.host})"
             raise UserError(f"--host: {problem}. Add --api-key KEY.")
         mode = next(name for name in SETTINGS_BY_MODE if not name or getattr(self, name))

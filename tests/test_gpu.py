@@ -135,7 +135,8 @@ def test_a_model_compiles_into_one_graph_with_the_same_results(device, name, dty
         model.compile(fullgraph=True, backend=backend_of(device))
     tolerance = 1e-3 if dtype == torch.float32 else 0.05
     for plain, compiled in zip(*results, strict=True):
-        assert (plain - compiled).norm() <= tolerance * plain.norm()
+        # The gradient of a key's bias is 0, but for rounding.
+        assert (plain - compiled).norm() <= tolerance * plain.norm() + 1e-7
     torch.compiler.reset()
 
 

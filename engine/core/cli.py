@@ -27,7 +27,7 @@ MAX_MESSAGE_CHARS = 1000
 CONTROL_PATTERN = re.compile("[\x00-\x1f\x7f-\x9f]")  # a name may contain commands of a terminal
 # Polls of an idle OpenMP thread before it sleeps. libgomp's default, 300,000 or about 3 ms, takes
 # cores from other processes. Decoding is slow if threads sleep too often.
-SPIN_COUNTS = {"train": 3000, "decode": 12000}
+SPIN_COUNTS = {"train": 8000, "decode": 12000}
 
 progress = partial(
     tqdm, None, unit="B", unit_scale=True, disable=None, dynamic_ncols=True, leave=False

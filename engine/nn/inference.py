@@ -13,19 +13,18 @@ from engine.nn.layers import FusedLinear
 MAX_INT8 = 127
 MIN_SCALE = 1e-30  # of the weights of an output that are all zero
 MIN_ONEDNN_ELEMENTS = 2**18  # of a weight: smaller ones are read from a CPU's cache in any layout
-MAX_MKL_ROWS = 2  # of a product; from four on, F.linear takes up to twice as long as oneDNN
+MAX_MKL_ROWS = 2  # of a product: with more rows, oneDNN is faster
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 class FrozenLinear(nn.Module):
-    """A linear layer for inference, on a CPU by the fastest product for the number of rows.
+    """A linear layer for inference that uses a CPU's fastest product for the number of rows.
 
-    With few rows, the time of a product is that of reading the weight. oneDNN reads its own layout,
-    in which a weight is packed, twice as fast as F.linear; but MKL's product with one or two rows
-    is faster still on Intel's processors, in float32, and needs the plain layout. Private
-    operations, because a weight from the public ``to_mkldnn()`` needs its input converted too: 1.4
-    times the time in float32, 2 times in bfloat16.
+    With few rows, reading the weight takes most of the time. oneDNN reads its packed layout faster
+    than F.linear reads the plain one. On Intel's processors, MKL's product of one or two rows in
+    float32 is faster still, and needs the plain layout. The operations are private because the
+    public ``to_mkldnn()`` also needs its input converted: docs/architecture.md.
     """
 
     weight: Tensor
@@ -42,7 +41,7 @@ class FrozenLinear(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, inputs) → (…, outputs)."""
+        """Apply the layer: (…, inputs) → (…, outputs)."""
         if self.use_onednn and x.shape[:-1].numel() > self.max_mkl_rows:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
@@ -51,8 +50,8 @@ class FrozenLinear(nn.Module):
 class Int8Linear(nn.Module):
     """A linear layer for inference on a CPU, with 8-bit weights and a scale for each output.
 
-    A product also quantizes its input to 8 bits, with one scale for the whole of it. With one row
-    it reads weights as fast as in bfloat16, half as many bytes.
+    A product also quantizes its input to 8 bits, with one scale for all rows. It reads half as many
+    bytes of weights as in bfloat16.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
@@ -71,7 +70,7 @@ class Int8Linear(nn.Module):
         self.is_input_7_bits = capabilities.get("architecture") == "x86_64" and not has_vnni
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, inputs) → (…, outputs)."""
+        """Apply the layer: (…, inputs) → (…, outputs)."""
         y = torch.ops.quantized.linear_dynamic(x.float(), self.packed, self.is_input_7_bits)
         return y.to(x.dtype)
 
@@ -90,7 +89,7 @@ def can_use_onednn(weight: Tensor) -> bool:
 
 
 def for_decoding(model: Model, pack: bool = True, quantize: bool = False) -> Model:
-    """Return a copy of a model that decodes faster, with its present weights.
+    """Return a copy of a model that decodes faster, with its current weights.
 
     The copy cannot train. The heads' projections are concatenated once, not in each call. On a CPU
     large weights are packed; use pack=False for a model that will be compiled. With quantize, the

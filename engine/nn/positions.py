@@ -4,6 +4,9 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from engine.nn.layers import prefer_closed_form_gradient
 
 Scaling = tuple[float, ...] | None  # see scale_frequencies
 FREQUENCY_BASE = 10_000.0  # frequencies range from 1 to about 1 / FREQUENCY_BASE
@@ -76,5 +79,33 @@ def rotate(x: Tensor, rotation: Tensor | None) -> Tensor:
     if rotation is None:
         return x
     cos, sin = rotation.to(x.dtype)
+    if prefer_closed_form_gradient(x):
+        return Rotation.apply(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
+
+
+class Rotation(torch.autograd.Function):
+    """:func:`rotate`, whose gradient is the inverse rotation."""
+
+    @staticmethod
+    def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate x (…, T, K) by angles with these cosines and sines."""
+        first, second = x.chunk(2, dim=-1)
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        first_y, second_y = y.chunk(2, dim=-1)
+        torch.mul(first, cos, out=first_y).addcmul_(second, sin)
+        torch.mul(second, cos, out=second_y).addcmul_(first, sin, value=-1)
+        return y
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        """Keep the cosines and sines for the gradient."""
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, y_grad: Tensor):
+        """Rotate the gradient back."""
+        cos, sin = ctx.saved_tensors
+        return Rotation.forward(y_grad, cos, -sin), None, None

@@ -40,6 +40,7 @@ SECURITY_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
+ANY_HOST = "0.0.0.0"  # all addresses of this machine
 MAX_IDLE_CONNECTIONS = 64  # because a process may open a limited number of files
 
 Lines = Generator[dict[str, Any], None, None]
@@ -48,8 +49,9 @@ Lines = Generator[dict[str, Any], None, None]
 class PageServer:
     """Serves the page, and for POST /name the lines of answers[name](question).
 
-    One thread computes. Answers of one name wait for each other, and end when their client leaves.
-    The oldest connections without a request are closed if there are more than MAX_IDLE_CONNECTIONS.
+    One thread computes. Answers of one name wait for each other, and end when their client
+    disconnects. The oldest connections without a request are closed if there are more than
+    MAX_IDLE_CONNECTIONS.
     """
 
     def __init__(
@@ -74,9 +76,12 @@ class PageServer:
         }
         self.locks = {name: asyncio.Lock() for name in answers}
         self.executor = ThreadPoolExecutor(max_workers=1)
-        self.busy: set[asyncio.BaseProtocol] = set()  # connections whose request is answered
+        self.busy: set[asyncio.BaseProtocol] = set()  # with a request in progress
         try:
             self.socket = socket.create_server((host, port))
+        except socket.gaierror:
+            problem = f"--host: not an IPv4 address or a name of this machine (got {host})"
+            raise UserError(f"{problem}. Give one, such as 0.0.0.0.") from None
         except OSError as error:
             problem = f"--port: not available (got {host}:{port}: {error.strerror})"
             raise UserError(f"{problem}. Choose another, or leave it out.") from None
@@ -114,7 +119,7 @@ class PageServer:
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Handle a request of the page, and refuse any other. A refusal is {"error": reason}."""
+        """Handle a request of the page or of the API; refuse any other with {"error": reason}."""
         self.busy.add(request.protocol)
         try:
             if self.api and request.path.startswith(API_PREFIX):
@@ -130,7 +135,7 @@ class PageServer:
             self.busy.discard(request.protocol)
 
     def foreign_reason(self, request: web.Request) -> str:
-        """Return the reason why a request may be of a page of another server; "" if it is not."""
+        """Return the reason to refuse a request that another site may have sent; "" if none."""
         hosts = [f"{LOCAL_HOST}:{self.port}", f"localhost:{self.port}"]
         if request.headers.getall("Host", []) not in [[host] for host in hosts]:
             return f"the host must be {hosts[0]}"
@@ -139,7 +144,7 @@ class PageServer:
         return ""
 
     def reject_reason(self, request: web.Request) -> str:
-        """Return the reason why a request is not from the page; "" if it may be."""
+        """Return the reason to refuse a request that is not from the page; "" if none."""
         if reason := self.foreign_reason(request):
             return reason
         token = request.headers.get("X-Token") or request.query.get("token", "")
@@ -172,13 +177,13 @@ class PageServer:
                         await response.write(f"{to_json(line)}\n".encode())
                     line = await self.compute(next, lines, None)
             except (ConnectionResetError, TimeoutError):
-                pass  # the client left, or does not read
+                pass  # the client disconnected, or does not read
             finally:
                 await self.compute(lines.close)
             return response
 
     async def compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function in the thread that computes."""
+        """Call a function in the computing thread."""
         return await asyncio.get_running_loop().run_in_executor(self.executor, function, *arguments)
 
 
@@ -194,8 +199,12 @@ def serve(
     """
     server = PageServer(answers, port, host, api)
     if api:
-        print(f"OpenAI's API: http://{host}:{server.port}{API_PREFIX.rstrip('/')}")
-    print(f"Open {server.address} (Ctrl-C ends it)", flush=True)
+        print(f"OpenAI-compatible API: http://{host}:{server.port}{API_PREFIX.rstrip('/')}")
+    stop_hint = "(Ctrl-C stops the server)"
+    if host in (LOCAL_HOST, "localhost", ANY_HOST):
+        print(f"Open {server.address} {stop_hint}", flush=True)
+    else:
+        print(stop_hint, flush=True)
     with contextlib.ExitStack() as stack:
         if not api and sys.stdout.isatty() and has_display():
             with contextlib.suppress(OSError):  # cannot write the file; the address is printed

@@ -37,10 +37,11 @@ from engine.serving.openai_format import (
 API_PREFIX = "/v1/"
 MAX_ROWS = 32  # texts that are decoded together
 MAX_WAITING_TEXTS = 256
-READ_TIMEOUT_SECONDS = 30.0  # in which a client must send a body
-WRITE_TIMEOUT_SECONDS = 10.0  # in which a client must take a piece
+READ_TIMEOUT_SECONDS = 30.0  # for receiving a body
+WRITE_TIMEOUT_SECONDS = 10.0  # for sending a chunk
 END_OF_STREAM = b"data: [DONE]\n\n"
 STOPPING_MESSAGE = "the server is stopping"
+UNSUPPORTED_TOOLS_MESSAGE = "tools: unsupported by the model's chat template. Leave them out."
 
 Arrival = tuple[int, Token | Exception | None]  # index of a choice; None: its text has ended
 
@@ -80,7 +81,7 @@ class Job:
 
 
 class Api:
-    """Answers requests in OpenAI's form with texts of a model, of many clients in one batch."""
+    """Answers requests in OpenAI's format; the texts of all clients are decoded in one batch."""
 
     def __init__(self, generator: TextGenerator, name: str, key: str = ""):
         """Serve a model under a name. With a key, every request must carry it."""
@@ -106,14 +107,14 @@ class Api:
         ]
 
     async def stop(self) -> None:
-        """End all answers with an error, and the decoding thread."""
+        """End all answers with an error, and stop the decoding thread."""
         self.worker.is_stopping = True
         for job in self.jobs:
             job.arrivals.put_nowait((0, ApiError(STOPPING_MESSAGE, 503)))
         await asyncio.to_thread(self.worker.stop)
 
     def is_authorized(self, request: web.Request) -> bool:
-        """Return whether a request carries the key, if there is one."""
+        """Return whether a request carries the key; True if no key is set."""
         actual = request.headers.get("Authorization", "").encode(errors="replace")
         return not self.key or secrets.compare_digest(actual, f"Bearer {self.key}".encode())
 
@@ -123,14 +124,15 @@ class Api:
             if reason:
                 raise ApiError(reason, 403)
             if not self.is_authorized(request):
-                message = "the API key is missing or wrong: Authorization: Bearer KEY"
+                message = (
+                    "the API key: missing or wrong. Send the header Authorization: Bearer KEY."
+                )
                 raise ApiError(message, 401, code="invalid_api_key")
             return await handler(request)
         except web.HTTPException as error:
             api_error = ApiError(error.text or error.reason, error.status)
         except Exception as error:
-            if not isinstance(error, ApiError) and describe_error(error) is None:
-                logging.getLogger(__name__).exception("a request failed")
+            log_bug(error)
             api_error = to_api_error(error)
         return web.json_response(api_error.to_json(), status=api_error.status)
 
@@ -174,14 +176,14 @@ class Api:
             raise ApiError(f"{self.name} was not trained on chats. Use /v1/completions.")
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
-            raise ApiError("messages: must be a list of messages", param="messages")
+            raise ApiError("messages: must be a nonempty list of messages", param="messages")
         template = own_template(self.tokenizer)
         tools = find_tools(body, template)
         if body.get("tools") and not tools:
-            raise ApiError("tools: the model's chat template does not write them", param="tools")
+            raise ApiError(UNSUPPORTED_TOOLS_MESSAGE, param="tools")
         try:
             return encode_chat(self.tokenizer, parse_messages(messages, template, tools))
-        except (UserError, UnicodeEncodeError) as error:  # the latter for half of a character
+        except (UserError, UnicodeEncodeError) as error:  # the latter for a lone surrogate
             raise ApiError(f"messages: {error}", param="messages") from None
 
     def check_model(self, name: str) -> None:
@@ -198,7 +200,7 @@ class Api:
         prompts: Sequence[list[int]],
         max_tokens: int,
     ) -> web.StreamResponse:
-        """Decode the choices of all prompts, and answer as a stream or at once."""
+        """Decode the choices of all prompts, and answer in a stream or in one response."""
         self.check_model(settings.model)
         job = Job(settings, openai_format.includes_usage(body))
         self.add_requests(job, prompts, max_tokens)
@@ -213,8 +215,8 @@ class Api:
         try:
             if settings.stream:
                 return await self.send_stream(request, job)
-            return await self.send_at_once(job)
-        finally:  # also if the client leaves
+            return await self.send_complete(job)
+        finally:  # also if the client disconnects
             self.jobs.discard(job)
             for text_request in job.requests:
                 text_request.is_cancelled = True
@@ -258,8 +260,8 @@ class Api:
             )
             job.requests.append(text_request)
 
-    async def send_at_once(self, job: Job) -> web.Response:
-        """Answer with all texts, once they have ended."""
+    async def send_complete(self, job: Job) -> web.Response:
+        """Answer in one response, after all texts have ended."""
         tokens: list[list[Token]] = [[] for _ in job.requests]
         async for index, token in job.tokens():
             if token:
@@ -267,7 +269,7 @@ class Api:
         choices = []
         for writer, stream in zip(job.writers(self.tokenizer), job.streams, strict=True):
             reason = openai_format.finish_reason(stream)
-            choices.append(writer.whole(tokens[writer.index], reason))
+            choices.append(writer.full_choice(tokens[writer.index], reason))
         answer = openai_format.new_answer(job.is_chat, self.name)
         usage = openai_format.usage(job.streams, job.settings.n)
         return web.json_response({**answer, "choices": choices, "usage": usage}, dumps=to_json)
@@ -281,22 +283,25 @@ class Api:
             async with asyncio.timeout(WRITE_TIMEOUT_SECONDS):
                 await response.write(content)
 
-        # An error of the connection: the client left, or does not read.
+        # The client disconnected, or does not read.
         with contextlib.suppress(ConnectionError, TimeoutError):
             try:
                 async for event in self.events(job):
                     if not response.prepared:
                         await response.prepare(request)
                     await write(encode_event(event))
-            except ApiError as error:
+            except (ConnectionError, TimeoutError):
+                raise
+            except Exception as error:  # the headers are sent: report it in the stream
                 if not response.prepared:
                     raise
-                await write(encode_event(error.to_json()))
+                log_bug(error)
+                await write(encode_event(to_api_error(error).to_json()))
             await write(END_OF_STREAM)
         return response
 
     async def events(self, job: Job) -> AsyncIterator[dict[str, Any]]:
-        """Yield the pieces of an answer. Raises ApiError."""
+        """Yield the chunks of an answer. Raises ApiError."""
         answer = openai_format.new_answer(job.is_chat, self.name, is_stream=True)
         writers = job.writers(self.tokenizer)
         has_logprobs = job.settings.num_logprobs is not None
@@ -304,13 +309,13 @@ class Api:
         async for index, token in job.tokens():
             choices = []
             if job.is_chat and index not in started:
-                choices.append(writers[index].first_piece())
+                choices.append(writers[index].first_chunk())
                 started.add(index)
             if token is None:
                 reason = openai_format.finish_reason(job.streams[index])
-                choices.append(writers[index].last_piece(reason))
+                choices.append(writers[index].last_chunk(reason))
             elif token.text or has_logprobs:
-                choices.append(writers[index].next_piece(token))
+                choices.append(writers[index].next_chunk(token))
             for choice in choices:
                 yield {**answer, "choices": [choice]}
         if job.includes_usage:
@@ -323,11 +328,17 @@ def encode_event(event: dict[str, Any]) -> bytes:
     return f"data: {to_json(event)}\n\n".encode()
 
 
+def log_bug(error: Exception) -> None:
+    """Log the traceback of an exception that is neither a client's mistake nor a user's."""
+    if not isinstance(error, ApiError) and describe_error(error) is None:
+        logging.getLogger(__name__).error("a request failed", exc_info=error)
+
+
 def to_api_error(error: Exception) -> ApiError:
-    """Return an error as the answer that a client gets."""
+    """Convert an exception to the error that a client receives."""
     if isinstance(error, ApiError):
         return error
-    return ApiError(describe_error(error) or "internal error; see the output of the server", 500)
+    return ApiError(describe_error(error) or "internal error. See the server's output.", 500)
 
 
 async def read_body(request: web.Request) -> dict[str, Any]:
@@ -336,7 +347,8 @@ async def read_body(request: web.Request) -> dict[str, Any]:
         async with asyncio.timeout(READ_TIMEOUT_SECONDS):
             body = parse_json(await request.read(), Path("the body"))
     except TimeoutError:
-        raise ApiError("the body did not arrive in time", 408) from None
+        message = f"the body: not received within {READ_TIMEOUT_SECONDS:g} seconds"
+        raise ApiError(message, 408) from None
     except UserError as error:
         raise ApiError(str(error)) from None
     if not isinstance(body, dict):

@@ -1,7 +1,7 @@
-"""Continuous batching: texts of many requests are decoded together; each starts and ends alone.
+"""Continuous batching: many requests are decoded together, and join and leave at any step.
 
-A text is that of :func:`engine.generation.generate.complete_streams` for its prompt and seed,
-whatever else is in the batch.
+Each text equals that of :func:`engine.generation.generate.complete_streams` for its prompt and
+seed, whatever else is in the batch.
 """
 
 import logging
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.core.cli import describe_error
+from engine.core.errors import UserError
 from engine.generation.kv_cache import RowLengths, new_caches, new_row_caches
 from engine.generation.sampling import FilterOptions, sample_token
 from engine.generation.text_stream import TextStream
@@ -23,16 +24,16 @@ from model import GPT
 
 @dataclass
 class Token:
-    """A token of a text, and the text that is certain with it."""
+    """A token, and the new text that later tokens cannot change."""
 
     id: int
     text: str
     logprob: float | None = None  # in nats, of the model itself: temperature 1, all tokens
-    # Of the most likely ids and, if it is not one of them, this one; descending.
+    # (id, logprob) of the most likely ids, descending; then of this id, if it is not among them.
     top_logprobs: list[tuple[int, float]] = field(default_factory=list)
 
 
-Receive = Callable[[Token | Exception | None], None]
+Receiver = Callable[[Token | Exception | None], None]
 
 
 @dataclass(eq=False)
@@ -45,7 +46,7 @@ class TextRequest:
     stream: TextStream
     row_seed: int  # of engine.generation.sampling.row_seeds
     filters: FilterOptions
-    receive: Receive
+    receive: Receiver
     repetition_penalty: float = 1.0
     num_logprobs: int | None = None  # None: without logprobs; 0: only those of the tokens
     reports_prompt: bool = False
@@ -56,9 +57,9 @@ class TextRequest:
 
     @property
     def sampling_key(self) -> Any:
-        """What the requests that are sampled in one call have in common."""
-        is_alone = self.repetition_penalty != 1  # its tokens are as long as those of no other
-        return (*sorted(self.filters.items()), id(self) if is_alone else None)
+        """The key that groups the requests which are sampled in one call."""
+        has_penalty = self.repetition_penalty != 1  # its ids differ in number from those of others
+        return (*sorted(self.filters.items()), id(self) if has_penalty else None)
 
 
 class RunningBatch:
@@ -76,10 +77,11 @@ class RunningBatch:
 
     @torch.inference_mode()
     def add(self, request: TextRequest) -> None:
-        """Read the prompt of a request, draw its first token, and give it a row."""
+        """Prefill the prompt of a request, draw its first token, and assign it a row."""
         if request.reports_prompt:
             self.report_prompt(request)
         if request.stream.max_tokens == 0:
+            request.stream.is_cut = True
             request.receive(None)
             return
         prompt = torch.tensor([request.ids], device=self.device)
@@ -94,7 +96,7 @@ class RunningBatch:
         self.requests.append(request)
 
     def report_prompt(self, request: TextRequest) -> None:
-        """Send the tokens of a prompt, with its text at the first."""
+        """Send the tokens of a prompt; the first one carries the text of the prompt."""
         tokens = [Token(token_id, "") for token_id in request.ids]
         tokens[0].text = request.stream.tokenizer.decode(request.ids)
         if request.num_logprobs is not None:
@@ -106,7 +108,7 @@ class RunningBatch:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Draw a token for each sequence; drop those that have ended or are cancelled."""
+        """Draw a token for each sequence; drop those that have ended or are canceled."""
         self.drop_ended()
         if not self.requests:
             return
@@ -117,7 +119,13 @@ class RunningBatch:
         for row, request in enumerate(self.requests):
             groups.setdefault(request.sampling_key, []).append(row)
         for rows in groups.values():
-            self.draw(logits[rows], [self.requests[row] for row in rows])
+            group = [self.requests[row] for row in rows]
+            try:
+                self.draw(logits[rows], group)
+            except UserError as error:  # of the options of this group; the others continue
+                for request in group:
+                    request.receive(error)
+                    request.is_cancelled = True
         self.drop_ended()
 
     def draw(self, logits: Tensor, requests: Sequence[TextRequest]) -> None:
@@ -125,20 +133,21 @@ class RunningBatch:
         allowed = logits.index_fill(-1, self.banned, -torch.inf)
         draws = [(request.row_seed, request.stream.num_tokens) for request in requests]
         penalty = requests[0].repetition_penalty
-        # With a penalty, a request is alone; without, the tokens are not read.
+        # A request with a penalty has a group of its own; without one, the ids are not used.
         tokens = torch.tensor([requests[0].ids if penalty != 1 else []], device=self.device)
         ids = sample_token(allowed, tokens, draws, penalty, **requests[0].filters).tolist()
         for row, request in enumerate(requests):
             request.ids.append(ids[row])
-            token = Token(ids[row], request.stream.push(ids[row]))
+            token = Token(ids[row], "")
             if request.num_logprobs is not None:
                 self.score(token, logits[row], request.num_logprobs)
+            token.text = request.stream.push(ids[row])  # last: after an error, it has not ended
             request.receive(token)
             if request.stream.ended:
                 request.receive(None)
 
     def score(self, token: Token, logits: Tensor, num_alternatives: int) -> None:
-        """Set the logprobs of a token from logits (V,); banned ids are no alternatives."""
+        """Set the logprobs of a token from logits (V,); banned ids are not alternatives."""
         logprobs = logits.float().log_softmax(dim=-1)
         allowed = logprobs.index_fill(-1, self.banned, -torch.inf)
         count = min(num_alternatives, int(allowed.isfinite().sum()))
@@ -149,12 +158,12 @@ class RunningBatch:
             token.top_logprobs.append((token.id, token.logprob))
 
     def clear(self) -> None:
-        """Give up all rows."""
+        """Free all rows."""
         self.requests.clear()
         self.rows.replace(self.rows.lengths[:0])
 
     def drop_ended(self) -> None:
-        """Give up the rows of ended and cancelled requests; the last rows take their places."""
+        """Free the rows of ended and canceled requests, and move the last rows into them."""
         lengths = self.rows.lengths.tolist()
         for row in reversed(range(len(self.requests))):
             request = self.requests[row]
@@ -173,7 +182,7 @@ class RunningBatch:
 
 
 class QueueFullError(Exception):
-    """Too many requests wait for a row."""
+    """Too many requests are waiting for a row."""
 
 
 class BatchWorker:
@@ -183,39 +192,39 @@ class BatchWorker:
     """
 
     def __init__(self, batch: RunningBatch, max_waiting: int):
-        """Start the thread with the first request."""
+        """Prepare the worker. Its thread starts at the first request."""
         self.batch = batch
         self.max_waiting = max_waiting
         self.waiting: deque[TextRequest] = deque()
-        self.has_work = threading.Condition()
+        self.condition = threading.Condition()  # notified of new requests, and of the stop
         self.is_stopping = False
         self.thread: threading.Thread | None = None
 
     def submit(self, requests: Sequence[TextRequest]) -> None:
         """Enqueue requests, all or none. Raises QueueFullError if there is no room for them."""
-        with self.has_work:
+        with self.condition:
             self.waiting = deque(request for request in self.waiting if not request.is_cancelled)
             if len(self.waiting) + len(requests) > self.max_waiting:
                 raise QueueFullError
             self.waiting.extend(requests)
-            self.has_work.notify()
+            self.condition.notify()
             if self.thread is None and not self.is_stopping:
                 self.thread = threading.Thread(target=self._run, name="decoding")
                 self.thread.start()
 
     def stop(self) -> None:
-        """End the thread after its present step; unfinished texts receive nothing more."""
-        with self.has_work:
+        """Stop the thread after its current step; unfinished texts receive nothing more."""
+        with self.condition:
             self.is_stopping = True
-            self.has_work.notify()
+            self.condition.notify()
         if self.thread:
             self.thread.join()
 
     def _run(self) -> None:
         while True:
-            with self.has_work:
+            with self.condition:
                 while not (self.waiting or self.batch.requests or self.is_stopping):
-                    self.has_work.wait()
+                    self.condition.wait()
                 if self.is_stopping:
                     return
                 request = self._next_request()
@@ -225,7 +234,7 @@ class BatchWorker:
                 self.batch.clear()
 
     def _next_request(self) -> TextRequest | None:
-        """Return the first waiting request that is not cancelled; None without a free row."""
+        """Return the first waiting request that is not canceled; None without a free row."""
         while self.waiting and len(self.batch.requests) < self.batch.max_rows:
             request = self.waiting.popleft()
             if not request.is_cancelled:

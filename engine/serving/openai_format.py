@@ -25,7 +25,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOP_TEXTS = 16
 MAX_STOP_CHARACTERS = 200  # of a text
 MAX_QUOTED_VALUE_CHARACTERS = 100  # of a value, in a message
-# Arguments that change no text.
+# Arguments that do not change the text.
 IGNORED_ARGUMENTS = {"user", "metadata", "store", "service_tier", "safety_identifier"}
 IGNORED_ARGUMENTS |= {"prompt_cache_key", "parallel_tool_calls"}
 # Arguments of which only these values, without effect, are supported.
@@ -62,7 +62,7 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments that completions and chats have in common."""
+    """The arguments common to completions and chats."""
 
     model: str = ""
     max_tokens: Annotated[int | None, Ge(0)] = None
@@ -79,7 +79,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class CompletionSettings(Settings):
-    """The arguments of /v1/completions, but for the prompt."""
+    """The arguments of /v1/completions, except the prompt."""
 
     echo: bool = False
     logprobs: Annotated[int | None, Ge(0), Le(MAX_TOP_LOGPROBS)] = None
@@ -92,7 +92,7 @@ class CompletionSettings(Settings):
 
 @dataclass(frozen=True)
 class ChatSettings(Settings):
-    """The arguments of /v1/chat/completions, but for the messages."""
+    """The arguments of /v1/chat/completions, except the messages."""
 
     max_tokens: Annotated[int | None, Ge(1)] = None
     max_completion_tokens: Annotated[int | None, Ge(1)] = None  # the newer name
@@ -107,7 +107,7 @@ class ChatSettings(Settings):
 
 AnySettings = CompletionSettings | ChatSettings
 SettingsType = TypeVar("SettingsType", CompletionSettings, ChatSettings)
-# Arguments that are read by functions of their own.
+# Arguments that other functions read.
 INPUT_ARGUMENTS = {
     CompletionSettings: {"prompt", "stream_options"},
     ChatSettings: {"messages", "tools", "stream_options"},
@@ -151,7 +151,7 @@ def shorten(text: str) -> str:
 
 
 def quote(value: Any) -> str:
-    """Return the start of a value as Python writes it, for a message."""
+    """Return the start of the repr of a value, for a message."""
     return shorten(repr(value))
 
 
@@ -185,7 +185,9 @@ def read_prompts(prompt: Any, tokenizer: Tokenizer, initial_tokens: list[int]) -
                 raise ApiError(f"prompt: {problem}", param="prompt")
             encoded.append(item)
         else:
-            raise ApiError("prompt: must be text, a list of ids, or a list of them", param="prompt")
+            raise ApiError(
+                "prompt: must be a string, a list of token ids, or a list of these", param="prompt"
+            )
     return encoded
 
 
@@ -196,7 +198,7 @@ def check_num_texts(count: int) -> None:
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:
-    """Return a token as text and its bytes. A fraction of a character becomes bytes:\\xe2."""
+    """Return a token as text and its bytes. An incomplete character is bytes:\\xe2."""
     data = tokenizer.decode_bytes([token_id])
     try:
         return data.decode(), data
@@ -206,7 +208,7 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:
 
 @dataclass
 class ChoiceWriter:
-    """Writes a text, whole or piece by piece, in the form of a choice of an answer."""
+    """Formats a text as a choice of an answer: complete, or in chunks."""
 
     tokenizer: Tokenizer
     index: int
@@ -217,30 +219,30 @@ class ChoiceWriter:
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
     )
 
-    def whole(self, tokens: Sequence[Token], finish_reason: str) -> dict[str, Any]:
+    def full_choice(self, tokens: Sequence[Token], finish_reason: str) -> dict[str, Any]:
         """Return a choice with all of its tokens."""
         text = join_texts(tokens)
         message = {"role": "assistant", "content": text, "refusal": None}
         content = {"message": message} if self.is_chat else {"text": text}
         return self.choice(content, tokens, finish_reason)
 
-    def first_piece(self) -> dict[str, Any]:
-        """Return the first piece of an answer in a chat, which names its role."""
+    def first_chunk(self) -> dict[str, Any]:
+        """Return the first chunk of an answer in a chat, which has its role."""
         return self.choice({"delta": {"role": "assistant", "content": ""}}, [])
 
-    def next_piece(self, token: Token) -> dict[str, Any]:
-        """Return a piece with a token."""
+    def next_chunk(self, token: Token) -> dict[str, Any]:
+        """Return the chunk of a token."""
         content = {"delta": {"content": token.text}} if self.is_chat else {"text": token.text}
         return self.choice(content, [token])
 
-    def last_piece(self, finish_reason: str) -> dict[str, Any]:
-        """Return the piece that says why the text has ended."""
+    def last_chunk(self, finish_reason: str) -> dict[str, Any]:
+        """Return the last chunk, which has the finish reason."""
         return self.choice({"delta": {}} if self.is_chat else {"text": ""}, [], finish_reason)
 
     def choice(
         self, content: dict[str, Any], tokens: Sequence[Token], finish_reason: str | None = None
     ) -> dict[str, Any]:
-        """Return a choice with a content, and with the logprobs of its tokens if they exist."""
+        """Return a choice with its content, and the logprobs of its tokens if requested."""
         scores = None
         if self.has_logprobs and tokens:
             scores = self.chat_logprobs(tokens) if self.is_chat else self.text_logprobs(tokens)
@@ -267,7 +269,7 @@ class ChoiceWriter:
             offsets.append(self.num_characters)
             data = token_text(self.tokenizer, token.id)[1]
             self.num_characters += len(self.decoder.decode(data))
-            # Ascending, so that of equal texts the most likely remains.
+            # Ascending: of tokens with equal text, the most likely one remains.
             pairs = [*reversed(token.top_logprobs)]
             top = {token_text(self.tokenizer, token_id)[0]: value for token_id, value in pairs}
             tops.append(None if token.logprob is None else top)
@@ -290,7 +292,7 @@ def finish_reason(stream: TextStream) -> str:
 
 
 def usage(streams: Sequence[TextStream], num_choices: int) -> dict[str, int]:
-    """Return the number of tokens of prompts, each counted once for all of its choices."""
+    """Count the tokens of an answer; a prompt counts once for all of its choices."""
     prompt = sum(len(stream.prompt) for stream in streams[::num_choices])
     completion = sum(stream.num_tokens for stream in streams)
     return {
@@ -301,7 +303,7 @@ def usage(streams: Sequence[TextStream], num_choices: int) -> dict[str, int]:
 
 
 def new_answer(is_chat: bool, model: str, is_stream: bool = False) -> dict[str, Any]:
-    """Return what an answer, or all pieces of it, have in common."""
+    """Return the fields common to an answer and all of its chunks."""
     kind = "chat.completion" if is_chat else "text_completion"
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",

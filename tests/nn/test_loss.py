@@ -38,6 +38,13 @@ def test_the_loss_is_the_definition_whole_or_in_chunks(monkeypatch, rows, cap, n
     assert recorder.largest <= max(min(rows, 48) * 37, 48 * 3)
 
 
+def test_a_second_derivative_is_refused_and_not_wrong():
+    x, weight, targets = random_output()
+    loss = validation_loss(x, weight, targets)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
 def z_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Cross-entropy and a penalty of the normalizer: Chowdhery et al. 2022, section 5."""
     z = logits.logsumexp(dim=-1) * (targets != IGNORE_INDEX)

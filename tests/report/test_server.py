@@ -110,7 +110,7 @@ REFUSED = {
     "a large body": (413, {"body": bytes(2 * MAX_BODY_BYTES)}),
     "broken JSON": (400, {"body": b'{"text": '}),
     "deep JSON": (400, {"body": b"[" * MAX_BODY_BYTES}),
-    "half of a character": (400, {"path": "/read", "body": rb'{"text": "\ud800"}'}),
+    "a lone surrogate": (400, {"path": "/read", "body": rb'{"text": "\ud800"}'}),
     "an unknown field": (400, {"path": "/read", "body": b'{"prompt": "a"}'}),
 }
 

@@ -21,6 +21,7 @@ import pytest
 from helpers import ROOT, SMALL, randomised, serve_in_thread
 
 import sample
+from engine.core.errors import UserError
 from engine.data.chat import encode_chat
 from engine.data.tokenizer import ByteTokenizer
 from engine.data.tokenizer_json import SPECIAL_TOKENS
@@ -307,7 +308,7 @@ COMPLETION_ERRORS = {
     "ids of no token": ({"prompt": [97, 10**9]}, "prompt"),
     "a negative id": ({"prompt": [-1]}, "prompt"),
     "true is no id": ({"prompt": [True]}, "prompt"),
-    "half of a character": ({"prompt": "\ud800"}, "prompt"),
+    "a lone surrogate": ({"prompt": "\ud800"}, "prompt"),
     "too long": ({"prompt": "a" * CONTEXT_LENGTH}, "prompt"),
     "too long to score": ({"prompt": "a" * (CONTEXT_LENGTH + 1), "max_tokens": 0}, "prompt"),
     "a text as a number": ({"prompt": "a", "temperature": "a: b"}, "temperature"),
@@ -333,7 +334,7 @@ CHAT_ERRORS = {
     "empty messages": ({"messages": []}, "messages"),
     "an unknown role": ({"messages": [{"role": "x", "content": "a"}]}, "messages"),
     "a picture": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
-    "half of a character": ({"messages": [{"role": "user", "content": "\udc00"}]}, "messages"),
+    "a lone surrogate": ({"messages": [{"role": "user", "content": "\udc00"}]}, "messages"),
     "too long": ({"messages": [{"role": "user", "content": "a" * 4000}]}, "messages"),
     "a prompt": ({"messages": MESSAGES, "prompt": "a"}, "prompt"),
     "tools": ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
@@ -409,6 +410,11 @@ def test_other_machines_are_served_only_with_a_key(flags, capsys):
     with pytest.raises(SystemExit) as stop:
         sample.main(["out/none", "--serve", *flags])
     assert stop.value.code == 2 and "--api-key" in capsys.readouterr().err
+
+
+def test_a_host_without_an_address_is_named():
+    with pytest.raises(UserError, match="--host"):
+        PageServer({}, 0, "nosuch.invalid")
 
 
 def test_a_model_without_chats_refuses_them():

@@ -1,6 +1,7 @@
 """Continuous batching: a text does not depend on the requests that come and go beside it."""
 
 import dataclasses
+import math
 import random
 import threading
 from typing import Any
@@ -126,6 +127,44 @@ def test_requests_that_are_cancelled_change_no_other_and_receive_nothing_more():
         if not request.is_cancelled:
             assert client.text == client.text_alone(model)
     assert 2 < num_cancelled < 14
+
+
+def test_a_request_whose_options_fail_ends_alone():
+    model = new_model()
+    draw = random.Random(5)
+    clients = [Client(draw) for _ in range(4)]
+    requests = [client.request() for client in clients]
+    batch = new_batch(model, 4)
+    for request in requests:
+        batch.add(request)
+    failing = batch.requests[0]
+    failing.repetition_penalty = math.nan  # its logits are not finite
+    while batch.requests:
+        batch.step()
+    for request, client in zip(requests, clients, strict=True):
+        if request is failing:
+            assert isinstance(client.received[-1], UserError)
+        else:
+            assert client.text == client.text_alone(model)
+
+
+def test_a_text_has_not_ended_if_its_logprobs_fail(monkeypatch):
+    client = Client(random.Random(1))
+    client.limit = 1
+    batch = new_batch(new_model(), 1)
+    monkeypatch.setattr(batch, "score", lambda *arguments: 1 / 0)
+    request = client.request(num_logprobs=1)
+    with pytest.raises(ZeroDivisionError):
+        batch.add(request)
+    assert not request.stream.ended  # the worker sends the error to texts that have not ended
+
+
+def test_a_text_of_no_tokens_is_cut():
+    client = Client(random.Random(1))
+    client.limit = 0
+    request = client.request()
+    new_batch(new_model(), 1).add(request)
+    assert client.received == [None] and request.stream.is_cut
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 100])

@@ -1,0 +1,46 @@
+"""Values and gradients of layers equal those of their definitions."""
+
+import pytest
+import torch
+from reference import assert_same_gradients
+
+from engine.nn.layers import RMSNorm
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)]
+)
+@pytest.mark.parametrize("epsilon", [1e-6, 0.5])
+def test_the_root_mean_square_norm_matches_its_definition(dtype, tolerance, epsilon):
+    torch.manual_seed(0)
+    x = (3 * torch.randn(2, 5, 4, 24)).to(dtype).transpose(1, 2).requires_grad_()
+    exact = x.double()
+    expected = exact / (exact.square().mean(dim=-1, keepdim=True) + epsilon).sqrt()
+    normalized = RMSNorm(24, epsilon, elementwise_affine=False)(x)
+    assert normalized.dtype == dtype
+    assert_same_gradients(normalized, expected, [x], tolerance)
+
+
+def test_the_gradient_of_a_norm_passes_a_numerical_check_and_is_zero_for_rows_of_zeros():
+    norm = RMSNorm(6, 1e-2, elementwise_affine=False)
+    x = torch.randn(3, 6, dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(norm, x)
+    zeros = torch.zeros(2, 6).requires_grad_()
+    (grad,) = torch.autograd.grad(norm(zeros).square().sum(), zeros)
+    assert torch.equal(grad, torch.zeros_like(zeros))
+
+
+def test_a_norm_with_a_weight_or_without_gradients_gives_the_same_values():
+    x = torch.randn(3, 8).requires_grad_()
+    expected = RMSNorm(8, 1e-5, elementwise_affine=False)(x)
+    torch.testing.assert_close(RMSNorm(8, 1e-5, elementwise_affine=True)(x), expected)
+    unweighted = RMSNorm(8, 1e-5, elementwise_affine=False)
+    torch.testing.assert_close(unweighted(x.detach()), expected.detach())
+
+
+def test_a_second_derivative_of_a_norm_is_refused_and_not_wrong():
+    x = torch.randn(3, 8).requires_grad_()
+    norm = RMSNorm(8, 1e-5, elementwise_affine=False)
+    (grad,) = torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
