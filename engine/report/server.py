@@ -78,7 +78,7 @@ class PageServer:
         self.executor = ThreadPoolExecutor(max_workers=1)
         self.busy: set[asyncio.BaseProtocol] = set()  # with a request in progress
         try:
-            self.socket = socket.create_server((host, port))
+            self.socket = socket.create_server((socket.gethostbyname(host), port))
         except socket.gaierror:
             problem = f"--host: not an IPv4 address or a name of this machine (got {host})"
             raise UserError(f"{problem}. Give one, such as 0.0.0.0.") from None

@@ -41,7 +41,6 @@ READ_TIMEOUT_SECONDS = 30.0  # for receiving a body
 WRITE_TIMEOUT_SECONDS = 10.0  # for sending a chunk
 END_OF_STREAM = b"data: [DONE]\n\n"
 STOPPING_MESSAGE = "the server is stopping"
-UNSUPPORTED_TOOLS_MESSAGE = "tools: unsupported by the model's chat template. Leave them out."
 
 Arrival = tuple[int, Token | Exception | None]  # index of a choice; None: its text has ended
 
@@ -124,9 +123,7 @@ class Api:
             if reason:
                 raise ApiError(reason, 403)
             if not self.is_authorized(request):
-                message = (
-                    "the API key: missing or wrong. Send the header Authorization: Bearer KEY."
-                )
+                message = "the API key: missing or wrong. Send Authorization: Bearer KEY."
                 raise ApiError(message, 401, code="invalid_api_key")
             return await handler(request)
         except web.HTTPException as error:
@@ -180,7 +177,7 @@ class Api:
         template = own_template(self.tokenizer)
         tools = find_tools(body, template)
         if body.get("tools") and not tools:
-            raise ApiError(UNSUPPORTED_TOOLS_MESSAGE, param="tools")
+            raise ApiError("tools: unsupported by the chat template", param="tools")
         try:
             return encode_chat(self.tokenizer, parse_messages(messages, template, tools))
         except (UserError, UnicodeEncodeError) as error:  # the latter for a lone surrogate
@@ -290,10 +287,8 @@ class Api:
                     if not response.prepared:
                         await response.prepare(request)
                     await write(encode_event(event))
-            except (ConnectionError, TimeoutError):
-                raise
-            except Exception as error:  # the headers are sent: report it in the stream
-                if not response.prepared:
+            except Exception as error:
+                if isinstance(error, ConnectionError | TimeoutError) or not response.prepared:
                     raise
                 log_bug(error)
                 await write(encode_event(to_api_error(error).to_json()))
@@ -347,8 +342,7 @@ async def read_body(request: web.Request) -> dict[str, Any]:
         async with asyncio.timeout(READ_TIMEOUT_SECONDS):
             body = parse_json(await request.read(), Path("the body"))
     except TimeoutError:
-        message = f"the body: not received within {READ_TIMEOUT_SECONDS:g} seconds"
-        raise ApiError(message, 408) from None
+        raise ApiError("the body: not received in time. Send it again.", 408) from None
     except UserError as error:
         raise ApiError(str(error)) from None
     if not isinstance(body, dict):
