@@ -4,7 +4,7 @@
     python sample.py out/NAME --prompts-file in.jsonl --out out.jsonl    {"prompt": TEXT} per line
     python sample.py out/NAME --chat [--system TEXT]                     talk to a chat model
     python sample.py out/NAME --chat --prompts-file in.jsonl --out out.jsonl    {"messages": […]}
-    python sample.py out/NAME --serve                    OpenAI's API, and the page
+    python sample.py out/NAME --serve                    an OpenAI-compatible API, and the page
     python sample.py out/NAME --page                     a live page of the model, in a browser
     python sample.py out/NAME TEXT --attention map.png   a picture of attention
 
@@ -107,7 +107,7 @@ class SampleConfig:
     layer: int | None = None  # The layer to draw, from 1; None: a grid of all.
     # Serve a page in the browser: probabilities, attention, and heads to switch off.
     page: bool = False
-    serve: bool = False  # Serve OpenAI's API, and the page.
+    serve: bool = False  # Serve an OpenAI-compatible API, and the page.
     # Port to serve on; 0: any free one; None: 8000 with --serve, else any free one. Through an SSH
     # tunnel both ends need the same number.
     port: Annotated[int | None, Ge(0), Le(65535)] = None

@@ -92,7 +92,7 @@ VARIANTS = {
 }
 
 
-def randomised(config: ModelConfig, seed: int = 0) -> GPT:
+def random_model(config: ModelConfig, seed: int = 0) -> GPT:
     """Return a model in which every parameter matters: zeros would hide mistakes."""
     torch.manual_seed(seed)
     model = GPT(config)

@@ -40,7 +40,7 @@ def make_exports(folder: Path) -> None:
     """Export a model of each kind, and write the logits and token ids that are expected."""
     import dataclasses
 
-    from helpers import SMALL, randomised
+    from helpers import SMALL, random_model
     from test_huggingface import qwen2_tokenizer, save_run
 
     import huggingface
@@ -51,7 +51,7 @@ def make_exports(folder: Path) -> None:
     ids = torch.tensor([[*tokenizer.encode(text).tolist(), end]])
     for name, settings in EXPORTS.items():
         config = dataclasses.replace(SMALL, vocab_size=400, context_length=64, **settings)
-        model = randomised(config)
+        model = random_model(config)
         run = save_run(model, folder / f"{name}-run", tokenizer, "chats")
         family, _, dtype = name.partition("-")
         flags = ["--family", family, "--dtype", dtype if dtype == "bfloat16" else "float32"]

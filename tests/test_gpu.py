@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import GPT2, ROOT, VARIANTS, assert_same_run, logged, randomised
+from helpers import GPT2, ROOT, VARIANTS, assert_same_run, logged, random_model
 from reference import assert_same_gradients, attention_definition, loss_definition, random_heads
 
 import train
@@ -97,7 +97,7 @@ def test_the_output_loss_is_the_definition(device, monkeypatch, rows, cap):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_loss_logits_and_tokens_equal_those_of_a_cpu(device, name):
-    model = randomised(VARIANTS[name])
+    model = random_model(VARIANTS[name])
     tokens = torch.randint(37, (2, 3, 16))
     prompt = tokens[0, :, :4]
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_loss_logits_and_tokens_equal_those_of_a_cpu(device, name):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_loss_in_bfloat16_is_close_to_that_in_float32(device, name):
-    model = randomised(VARIANTS[name]).to(device)
+    model = random_model(VARIANTS[name]).to(device)
     tokens = torch.randint(37, (2, 3, 16)).to(device)
     losses = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -125,7 +125,7 @@ def test_the_loss_in_bfloat16_is_close_to_that_in_float32(device, name):
 @pytest.mark.parametrize(("name", "dtype"), [("default", torch.bfloat16), ("gpt2", torch.float32)])
 def test_a_model_compiles_into_one_graph_with_the_same_results(device, name, dtype, monkeypatch):
     monkeypatch.setattr(loss_module, "MAX_LOGITS", 20 * 37)  # in chunks too
-    model = randomised(dataclasses.replace(VARIANTS[name], num_layers=1)).to(device)
+    model = random_model(dataclasses.replace(VARIANTS[name], num_layers=1)).to(device)
     tokens = torch.randint(37, (2, 3, 16)).to(device)
     results = []
     for _ in range(2):

@@ -22,7 +22,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from helpers import VARIANTS, numbers_text, randomised
+from helpers import VARIANTS, numbers_text, random_model
 
 import huggingface
 from engine.core.errors import UserError
@@ -176,7 +176,7 @@ def test_round_trip_computes_the_same_for_odd_shapes(family: str, tmp_path, caps
     configs = sorted({draw_config(family, seed) for seed in range(200)}, key=str)
     assert len(configs) >= 50
     for seed, config in enumerate(configs[:: len(configs) // NUM_SHAPES][:NUM_SHAPES]):
-        model = randomised(config, seed)
+        model = random_model(config, seed)
         run, out, back, again = (tmp_path / f"{name}{seed}" for name in ("run", "hf", "b", "again"))
         tokenizer = qwen2_tokenizer() if family == "qwen2" else ByteTokenizer()
         run_command("export", save_run(model, run, tokenizer), out, "--family", family)
@@ -195,13 +195,13 @@ def test_round_trip_computes_the_same_for_odd_shapes(family: str, tmp_path, caps
 
 def test_relu2_is_exported_as_nanochat_by_itself(tmp_path: Path):
     config = dataclasses.replace(VARIANTS["relu2"], vocab_size=257)
-    run_command("export", save_run(randomised(config), tmp_path / "run"), tmp_path / "hf")
+    run_command("export", save_run(random_model(config), tmp_path / "run"), tmp_path / "hf")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "nanochat"
     assert "trained from data/a, data/b." in (tmp_path / "hf" / "README.md").read_text()
 
 
 def test_the_check_finds_a_wrong_export(tmp_path: Path, monkeypatch):
-    run = save_run(randomised(draw_config("llama", 3)), tmp_path / "run")
+    run = save_run(random_model(draw_config("llama", 3)), tmp_path / "run")
     monkeypatch.setitem(
         MODEL_FAMILIES, "llama", dataclasses.replace(MODEL_FAMILIES["llama"], flips_rope=False)
     )
@@ -231,7 +231,7 @@ CAPPED = {"logit_softcap": 9.0, "activation": "relu2"}
 )
 def test_unsupported_models_are_refused_with_a_fix(settings, flags, problem, fix, tmp_path: Path):
     config = dataclasses.replace(VARIANTS["default"], vocab_size=257, **settings)
-    run = save_run(randomised(config), tmp_path / "run")
+    run = save_run(random_model(config), tmp_path / "run")
     with pytest.raises(UserError, match=f"{problem}.*{fix}"):
         run_command("export", run, tmp_path / "hf", *flags.split())
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -266,7 +266,7 @@ def test_a_new_setting_is_refused_by_name_unless_it_is_off(family: str):
 
 @pytest.mark.parametrize("family", MODEL_FAMILIES)
 def test_a_new_parameter_is_refused_by_name(family: str):
-    model = randomised(draw_config(family, 1))
+    model = random_model(draw_config(family, 1))
     model.blocks[0].attention.gate = torch.nn.Linear(3, 3, bias=False)
     _, config = huggingface.choose_family(model.config, family, qwen2_tokenizer())
     with pytest.raises(
@@ -496,7 +496,7 @@ def export_gguf(
         sizes["d_model"] = 32 * config.num_heads
     if family == "qwen2":
         settings["head_dim"] = None
-    model = randomised(dataclasses.replace(config, **sizes, **settings))
+    model = random_model(dataclasses.replace(config, **sizes, **settings))
     run = save_run(model, tmp_path / "run", words)
     run_command("export", run, tmp_path / "hf", "--family", family, "--gguf", dtype)
     return model, tmp_path / "hf" / f"hf-{dtype}.gguf"
@@ -580,7 +580,7 @@ def test_weights_that_a_type_does_not_represent(
 ):
     pytest.importorskip("gguf")
     sizes = {"vocab_size": 410, "d_ff": 70, "norm": "weighted_rmsnorm"} | sizes
-    model = randomised(dataclasses.replace(VARIANTS["default"], **sizes))
+    model = random_model(dataclasses.replace(VARIANTS["default"], **sizes))
     model.token_embedding.weight.data.mul_(scale)
     run = save_run(model, tmp_path / "run", words)
     if problem:
@@ -670,7 +670,7 @@ def test_the_chat_template_gives_the_tokens_that_were_learned(
     elif kind == "imported":  # its template is replaced by that of the chats that are learned
         names = special_token_names(words, chat=True)
         words = words.with_chat_template("{{ messages }}").with_special(names)
-    model = randomised(dataclasses.replace(VARIANTS["default"], vocab_size=410))
+    model = random_model(dataclasses.replace(VARIANTS["default"], vocab_size=410))
     text, chats, hf, back, again = (tmp_path / name for name in ("text", "chats", "hf", "b", "a"))
     save_run(model, text, words)
     save_run(model, chats, words, "chats")
@@ -756,7 +756,7 @@ def fixture_hub(tmp_path: Path, monkeypatch) -> Iterator[Path]:
 
 
 def test_a_model_is_downloaded_from_the_hub_by_name(hub: Path, words: Tokenizer, tmp_path: Path):
-    model = randomised(dataclasses.replace(draw_config("llama", 1), vocab_size=400))
+    model = random_model(dataclasses.replace(draw_config("llama", 1), vocab_size=400))
     run_command("export", save_run(model, tmp_path / "run", words), hub / "someone" / "small")
     run_command("import", "someone/small", tmp_path / "back")
     tokens = torch.randint(400, (1, 16))

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import SMALL, VARIANTS, randomised
+from helpers import SMALL, VARIANTS, random_model
 from reference import assert_same_gradients
 from torch import nn
 
@@ -58,7 +58,7 @@ def dependencies(model: GPT, length: int, dtype: torch.dtype) -> torch.Tensor:
 @each_dtype
 def test_each_position_depends_on_all_earlier_positions_and_on_no_later_one(config, dtype):
     expected = torch.ones(12, 12, dtype=torch.bool).tril()
-    assert torch.equal(dependencies(randomised(config), 12, dtype), expected)
+    assert torch.equal(dependencies(random_model(config), 12, dtype), expected)
 
 
 @each_dtype
@@ -71,12 +71,12 @@ def test_a_position_depends_on_the_windows_of_its_layers(windows, num_layers, re
     changes = {"context_length": 40, "num_kv_heads": 1, "num_layers": num_layers}
     config = dataclasses.replace(SMALL, windows=windows, **changes)
     expected = torch.ones(40, 40, dtype=torch.bool).tril().triu(1 - reach)
-    assert torch.equal(dependencies(randomised(config), 40, dtype), expected)
+    assert torch.equal(dependencies(random_model(config), 40, dtype), expected)
 
 
 @torch.no_grad()
 def test_the_loss_of_a_position_does_not_depend_on_later_tokens(config):
-    model = randomised(config)
+    model = random_model(config)
     tokens, targets = random_batch(config, rows=1)
     targets[:, 6:] = -1
     changed = tokens.clone()
@@ -89,7 +89,7 @@ def test_the_loss_of_a_position_does_not_depend_on_later_tokens(config):
 @pytest.mark.parametrize("sizes", [[1] * 16, [7, 1, 1, 5, 2], [16]], ids=str)
 @torch.no_grad()
 def test_logits_with_a_cache_equal_those_without(config, sizes):
-    model = randomised(config)
+    model = random_model(config)
     tokens, _ = random_batch(config)
     expected = model(tokens)
     caches = new_caches(model, 3)
@@ -104,7 +104,7 @@ def test_logits_with_a_cache_equal_those_without(config, sizes):
 
 @torch.no_grad()
 def test_more_tokens_than_the_context_are_refused():
-    model = randomised(SMALL)
+    model = random_model(SMALL)
     with pytest.raises(ValueError, match=r"at most 16 positions .got 17"):
         model(torch.zeros(1, 17, dtype=torch.long))
     caches = new_caches(model, 1)
@@ -117,7 +117,7 @@ def test_more_tokens_than_the_context_are_refused():
 
 
 def test_attention_of_all_heads_equals_the_loop_over_them(config):
-    model = randomised(config)
+    model = random_model(config)
     attention = model.blocks[0].attention
     rotation = model.rotation(torch.arange(10))
     x = torch.randn(2, 10, config.d_model, requires_grad=True)
@@ -161,7 +161,7 @@ def test_attention_equals_torch_multihead_attention(bias):
 
 @torch.no_grad()
 def test_a_head_s_attention_is_a_distribution_over_the_past(config):
-    model = randomised(config)
+    model = random_model(config)
     head = model.blocks[0].attention.heads[-1]
     weights = head.attention(torch.randn(2, 10, config.d_model), model.rotation(torch.arange(10)))
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones(2, 10))
@@ -172,7 +172,7 @@ def test_a_head_s_attention_is_a_distribution_over_the_past(config):
 @pytest.mark.parametrize("qk_norm", [True, False])
 @torch.no_grad()
 def test_normalized_queries_and_keys_have_no_scale(qk_norm):
-    model = randomised(dataclasses.replace(SMALL, qk_norm=qk_norm))
+    model = random_model(dataclasses.replace(SMALL, qk_norm=qk_norm))
     tokens, _ = random_batch(SMALL)
     before = model(tokens)
     for head in model.blocks[0].attention.heads:
@@ -184,7 +184,7 @@ def test_normalized_queries_and_keys_have_no_scale(qk_norm):
 @torch.no_grad()
 def test_heads_of_a_group_share_one_key_and_value_that_is_saved_once():
     config = VARIANTS["qwen3"]
-    grouped = randomised(config)
+    grouped = random_model(config)
     names = [name for name in grouped.state_dict() if name.startswith("blocks.0.attention.heads")]
     queries = {f"{head}.query.weight" for head in range(4)}
     shared = {f"{head}.{kind}.weight" for head in (0, 2) for kind in ("key", "value")}
@@ -247,7 +247,7 @@ def test_a_bias_of_queries_keys_and_values_only():
 
 def test_sinusoidal_positions_are_those_of_2017():
     config = VARIANTS["2017"]
-    model = randomised(config)
+    model = random_model(config)
     tokens = torch.tensor([[5] * 16])
     embedding = model.token_embedding.weight[5] * math.sqrt(config.d_model)
     added = model.embed(tokens, torch.arange(16))[0] - embedding
@@ -281,7 +281,7 @@ def test_feed_forward_has_the_activation_of_its_name(name):
 @pytest.mark.parametrize("name", ["gpt2", "2017"])
 def test_a_block_normalizes_before_its_layers_or_after_their_sums(name):
     x = torch.randn(2, 5, 24)
-    block = randomised(VARIANTS[name]).blocks[0]
+    block = random_model(VARIANTS[name]).blocks[0]
     first = block.attention_norm
     second = block.feed_forward_norm
     if name == "gpt2":
@@ -295,7 +295,7 @@ def test_a_block_normalizes_before_its_layers_or_after_their_sums(name):
 
 @torch.no_grad()
 def test_softcap_bounds_logits():
-    model = randomised(VARIANTS["relu2"])
+    model = random_model(VARIANTS["relu2"])
     model.head.weight.mul_(100)
     logits = model(torch.randint(37, (1, 16)))
     assert 14 < logits.abs().max() <= 15
@@ -303,7 +303,7 @@ def test_softcap_bounds_logits():
 
 @torch.no_grad()
 def test_dropout_is_off_in_evaluation_and_on_in_training():
-    model = randomised(dataclasses.replace(SMALL, dropout=0.5))
+    model = random_model(dataclasses.replace(SMALL, dropout=0.5))
     tokens, _ = random_batch(SMALL)
     assert torch.equal(model(tokens), model(tokens))
     model.train()
@@ -316,7 +316,7 @@ def test_dropout_is_off_in_evaluation_and_on_in_training():
 @pytest.mark.parametrize("is_training", [True, False])
 @pytest.mark.parametrize("num_ignored", [0, 5, 48])
 def test_the_loss_is_the_summed_cross_entropy_of_counted_targets(config, num_ignored, is_training):
-    model = randomised(config).train(is_training)
+    model = random_model(config).train(is_training)
     tokens, targets = random_batch(config)
     targets.view(-1)[:num_ignored] = -1
     logits = model(tokens).flatten(0, 1)
@@ -329,7 +329,7 @@ def test_the_loss_is_the_summed_cross_entropy_of_counted_targets(config, num_ign
 
 
 def test_the_losses_of_micro_batches_add_up_to_that_of_the_batch(config):
-    model = randomised(config)
+    model = random_model(config)
     tokens, targets = random_batch(config)
     targets[0, :9] = -1
     losses = [model(tokens[i : i + 1], targets[i : i + 1]) for i in range(3)]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, assert_same_run, exit_code_of, logged, randomised, train_tiny
+from helpers import ROOT, assert_same_run, exit_code_of, logged, random_model, train_tiny
 
 import report
 from engine.data.mixture import open_mixture
@@ -174,7 +174,7 @@ def test_a_sharded_model_is_not_sampled_from(run_a, numbers):
 
 def test_a_model_that_diverged_has_samples_and_attention(numbers):
     data = open_mixture([numbers])
-    model = randomised(ModelConfig(data.tokenizer.vocab_size, 16, d_model=8))
+    model = random_model(ModelConfig(data.tokenizer.vocab_size, 16, d_model=8))
     model.head.weight.data.fill_(math.nan)
     model.blocks[0].attention.heads[0].query.weight.data.fill_(math.nan)
     assert {sample["text"][:5] for sample in generate_samples(model, data, 1, 1)} == {"none:"}

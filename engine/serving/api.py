@@ -6,7 +6,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ Arrival = tuple[int, Token | Exception | None]  # index of a choice; None: its t
 
 
 @dataclass(eq=False)
-class Job:
+class Completion:
     """The choices of a request, and their tokens as they arrive from the decoding thread."""
 
     settings: AnySettings
@@ -89,7 +89,7 @@ class Api:
         self.name = name
         self.key = key
         self.context_length = generator.model.config.context_length
-        self.jobs: set[Job] = set()
+        self.completions: set[Completion] = set()
         banned = banned_tokens(generator.tokenizer, generator.model, generator.ends)
         batch = RunningBatch(generator.decoder, MAX_ROWS, banned)
         self.worker = BatchWorker(batch, MAX_WAITING_TEXTS)
@@ -108,8 +108,8 @@ class Api:
     async def stop(self) -> None:
         """End all answers with an error, and stop the decoding thread."""
         self.worker.is_stopping = True
-        for job in self.jobs:
-            job.arrivals.put_nowait((0, ApiError(STOPPING_MESSAGE, 503)))
+        for completion in self.completions:
+            completion.arrivals.put_nowait((0, ApiError(STOPPING_MESSAGE, 503)))
         await asyncio.to_thread(self.worker.stop)
 
     def is_authorized(self, request: web.Request) -> bool:
@@ -194,33 +194,32 @@ class Api:
         request: web.Request,
         body: dict[str, Any],
         settings: AnySettings,
-        prompts: Sequence[list[int]],
+        prompts: list[list[int]],
         max_tokens: int,
     ) -> web.StreamResponse:
         """Decode the choices of all prompts, and answer in a stream or in one response."""
         self.check_model(settings.model)
-        job = Job(settings, openai_format.includes_usage(body))
-        self.add_requests(job, prompts, max_tokens)
+        completion = Completion(settings, openai_format.includes_usage(body))
+        self.add_requests(completion, prompts, max_tokens)
         if self.worker.is_stopping:
             raise ApiError(STOPPING_MESSAGE, 503)
         try:
-            self.worker.submit(job.requests)
+            self.worker.submit(completion.requests)
         except QueueFullError:
-            message = "too many requests are waiting. Try again later."
-            raise ApiError(message, 429, code="queue_full") from None
-        self.jobs.add(job)
+            raise ApiError("too many requests. Try again.", 429, code="queue_full") from None
+        self.completions.add(completion)
         try:
             if settings.stream:
-                return await self.send_stream(request, job)
-            return await self.send_complete(job)
+                return await self.send_stream(request, completion)
+            return await self.send_complete(completion)
         finally:  # also if the client disconnects
-            self.jobs.discard(job)
-            for text_request in job.requests:
+            self.completions.discard(completion)
+            for text_request in completion.requests:
                 text_request.is_cancelled = True
 
-    def add_requests(self, job: Job, prompts: Sequence[list[int]], max_tokens: int) -> None:
+    def add_requests(self, completion: Completion, prompts: list[list[int]], limit: int) -> None:
         """Add a request for each choice of each prompt. Raises ApiError if a prompt is too long."""
-        settings = job.settings
+        settings = completion.settings
         openai_format.check_num_texts(len(prompts) * settings.n)
         seed = secrets.randbits(32) if settings.seed is None else settings.seed
         is_echo = isinstance(settings, CompletionSettings) and settings.echo
@@ -234,44 +233,45 @@ class Api:
 
         def receive(index: int, arrival: Token | Exception | None) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, after a second Ctrl-C
-                loop.call_soon_threadsafe(job.arrivals.put_nowait, (index, arrival))
+                loop.call_soon_threadsafe(completion.arrivals.put_nowait, (index, arrival))
 
         all_prompts = [prompt for prompt in prompts for _ in range(settings.n)]
         for prompt, row_seed in zip(all_prompts, row_seeds(seed, all_prompts), strict=True):
             room = self.context_length - len(prompt)
-            if room < min(1, max_tokens):
+            if room < min(1, limit):
                 size = f"the context has {self.context_length} tokens (got {len(prompt)})"
-                name = "messages" if job.is_chat else "prompt"
+                name = "messages" if completion.is_chat else "prompt"
                 code = "context_length_exceeded"
                 raise ApiError(f"{name}: too long: {size}", param=name, code=code)
             ends = self.generator.ends
-            stream = TextStream(self.tokenizer, prompt, min(max_tokens, room), settings.stop, ends)
+            stream = TextStream(self.tokenizer, prompt, min(limit, room), settings.stop, ends)
             text_request = TextRequest(
                 stream,
                 row_seed,
                 filters,
-                functools.partial(receive, len(job.requests)),
+                functools.partial(receive, len(completion.requests)),
                 settings.repetition_penalty,
                 settings.num_logprobs,
                 is_echo,
             )
-            job.requests.append(text_request)
+            completion.requests.append(text_request)
 
-    async def send_complete(self, job: Job) -> web.Response:
+    async def send_complete(self, completion: Completion) -> web.Response:
         """Answer in one response, after all texts have ended."""
-        tokens: list[list[Token]] = [[] for _ in job.requests]
-        async for index, token in job.tokens():
+        tokens: list[list[Token]] = [[] for _ in completion.requests]
+        async for index, token in completion.tokens():
             if token:
                 tokens[index].append(token)
         choices = []
-        for writer, stream in zip(job.writers(self.tokenizer), job.streams, strict=True):
+        writers = completion.writers(self.tokenizer)
+        for writer, stream in zip(writers, completion.streams, strict=True):
             reason = openai_format.finish_reason(stream)
             choices.append(writer.full_choice(tokens[writer.index], reason))
-        answer = openai_format.new_answer(job.is_chat, self.name)
-        usage = openai_format.usage(job.streams, job.settings.n)
+        answer = openai_format.new_answer(completion.is_chat, self.name)
+        usage = openai_format.usage(completion.streams, completion.settings.n)
         return web.json_response({**answer, "choices": choices, "usage": usage}, dumps=to_json)
 
-    async def send_stream(self, request: web.Request, job: Job) -> web.StreamResponse:
+    async def send_stream(self, request: web.Request, completion: Completion) -> web.StreamResponse:
         """Answer with server-sent events: one for each token with text or logprobs."""
         response = web.StreamResponse(headers={"Cache-Control": "no-store"})
         response.content_type = "text/event-stream"
@@ -283,7 +283,7 @@ class Api:
         # The client disconnected, or does not read.
         with contextlib.suppress(ConnectionError, TimeoutError):
             try:
-                async for event in self.events(job):
+                async for event in self.events(completion):
                     if not response.prepared:
                         await response.prepare(request)
                     await write(encode_event(event))
@@ -295,26 +295,26 @@ class Api:
             await write(END_OF_STREAM)
         return response
 
-    async def events(self, job: Job) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, completion: Completion) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of an answer. Raises ApiError."""
-        answer = openai_format.new_answer(job.is_chat, self.name, is_stream=True)
-        writers = job.writers(self.tokenizer)
-        has_logprobs = job.settings.num_logprobs is not None
+        answer = openai_format.new_answer(completion.is_chat, self.name, is_stream=True)
+        writers = completion.writers(self.tokenizer)
+        has_logprobs = completion.settings.num_logprobs is not None
         started: set[int] = set()
-        async for index, token in job.tokens():
+        async for index, token in completion.tokens():
             choices = []
-            if job.is_chat and index not in started:
+            if completion.is_chat and index not in started:
                 choices.append(writers[index].first_chunk())
                 started.add(index)
             if token is None:
-                reason = openai_format.finish_reason(job.streams[index])
+                reason = openai_format.finish_reason(completion.streams[index])
                 choices.append(writers[index].last_chunk(reason))
             elif token.text or has_logprobs:
                 choices.append(writers[index].next_chunk(token))
             for choice in choices:
                 yield {**answer, "choices": [choice]}
-        if job.includes_usage:
-            usage = openai_format.usage(job.streams, job.settings.n)
+        if completion.includes_usage:
+            usage = openai_format.usage(completion.streams, completion.settings.n)
             yield {**answer, "choices": [], "usage": usage}
 
 

@@ -6,7 +6,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from helpers import VARIANTS, randomised
+from helpers import VARIANTS, random_model
 
 import engine.generation.attention_maps as attention_maps_module
 from engine.data.tokenizer import CharTokenizer, named_tokenizer
@@ -23,7 +23,7 @@ from engine.generation.attention_maps import (
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
 def test_the_maps_are_the_weights_that_the_model_uses(name):
-    model = randomised(VARIANTS[name])
+    model = random_model(VARIANTS[name])
     tokens = torch.randint(37, (10,))
     maps = attention_maps(model, tokens)
     assert maps.shape == (2, model.config.num_heads, 10, 10)

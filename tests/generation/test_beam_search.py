@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers import SMALL, VARIANTS, randomised
+from helpers import SMALL, VARIANTS, random_model
 
 from engine.core.errors import UserError
 from engine.data.tokenizer import CharTokenizer
@@ -29,7 +29,7 @@ def log_probability(model, prompt, ids, banned=()) -> float:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("banned", [(), (4,)])
 def test_enough_beams_find_the_best_of_all_continuations(seed, banned):
-    model = randomised(dataclasses.replace(SMALL, vocab_size=5), seed)
+    model = random_model(dataclasses.replace(SMALL, vocab_size=5), seed)
     prompt = [1, 3, 2]
     tokenizer = CharTokenizer("abcde"[: 5 - len(banned)])
     ends = (0, 2)
@@ -50,7 +50,7 @@ def test_enough_beams_find_the_best_of_all_continuations(seed, banned):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_one_beam_is_greedy_beyond_the_context_too(name):
-    model = for_decoding(randomised(VARIANTS[name]))
+    model = for_decoding(random_model(VARIANTS[name]))
     prompt = torch.randint(37, (7,))
     greedy = torch.cat([*generate(model, prompt, 30, temperature=0, banned=[35, 36])]).tolist()
     assert beam_search(model, TextStream(LETTERS, prompt.tolist(), 30), 1)[0] == greedy
@@ -60,7 +60,7 @@ def test_one_beam_is_greedy_beyond_the_context_too(name):
 
 
 def test_beams_beyond_the_context_have_the_scores_of_their_windows():
-    model = randomised(SMALL)
+    model = random_model(SMALL)
     ids = torch.randint(35, (13,)).tolist()
     best, score = beam_search(model, TextStream(LETTERS, ids, 9), 3)
     total = 0.0
@@ -71,7 +71,7 @@ def test_beams_beyond_the_context_have_the_scores_of_their_windows():
 
 
 def test_a_search_ends_when_no_beam_can_surpass_the_best():
-    model = randomised(dataclasses.replace(SMALL, vocab_size=5))
+    model = random_model(dataclasses.replace(SMALL, vocab_size=5))
     calls = []
     model.register_forward_pre_hook(lambda module, inputs: calls.append(inputs))
     stream = TextStream(CharTokenizer("abcde"), [1], 1000, ends=[0, 2, 3])
@@ -81,7 +81,7 @@ def test_a_search_ends_when_no_beam_can_surpass_the_best():
 
 def test_a_text_ends_with_the_end_of_text_or_an_end_or_a_stop_text():
     tokenizer = CharTokenizer("abcd").with_special(["<|endoftext|>", "<|end|>"])
-    model = randomised(dataclasses.replace(SMALL, vocab_size=8))
+    model = random_model(dataclasses.replace(SMALL, vocab_size=8))
     for prompt in range(4):
         stream = TextStream(tokenizer, [prompt], 10)
         text = search_text(model, stream, 3)
@@ -92,7 +92,7 @@ def test_a_text_ends_with_the_end_of_text_or_an_end_or_a_stop_text():
 
 
 def test_logits_that_are_not_finite_are_an_error():
-    model = randomised(SMALL)
+    model = random_model(SMALL)
     model.head.weight.data *= torch.nan
     with pytest.raises(UserError, match="not finite"):
         beam_search(model, TextStream(LETTERS, [1], 5), 2)

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import SMALL, VARIANTS, randomised
+from helpers import SMALL, VARIANTS, random_model
 
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
 from engine.generation.generate import (
@@ -67,18 +67,18 @@ def test_a_rolling_cache_is_moved_once_per_window():
 
 
 def test_caches_have_the_shape_of_attention_and_room_for_no_more_than_needed():
-    caches = new_caches(randomised(SMALL).bfloat16(), 5)
+    caches = new_caches(random_model(SMALL).bfloat16(), 5)
     assert [cache.filled for cache in caches] == [0] * SMALL.num_layers
     assert caches[0].length == 16 and caches[0].keys_values.dtype == torch.bfloat16
     assert caches[0].keys_values.shape == (2, 5, 3, 16, 8)
-    long = randomised(dataclasses.replace(SMALL, context_length=10**5))
+    long = random_model(dataclasses.replace(SMALL, context_length=10**5))
     assert new_caches(long, 1, max_length=8)[0].keys_values.shape[3] == 8
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("prompt_length", [1, 5, 16, 40])
 def test_cached_equals_uncached_beyond_the_context_too(name, prompt_length):
-    model = randomised(VARIANTS[name])
+    model = random_model(VARIANTS[name])
     torch.manual_seed(1)
     prompt = torch.randint(37, (2, prompt_length))
     for sampling in ({"temperature": 0.0}, {"repetition_penalty": 1.5, "min_p": 0.01}):
@@ -95,7 +95,7 @@ def test_the_window_grows_then_moves_by_half():
 
 
 def test_a_token_depends_on_its_window_only():
-    model = randomised(SMALL)
+    model = random_model(SMALL)
     prompt = torch.randint(37, (1, 40))
     start = window_start(40, 16)
     changed = torch.cat(((prompt[:, :start] + 1) % 37, prompt[:, start:]), dim=1)
@@ -105,7 +105,7 @@ def test_a_token_depends_on_its_window_only():
 
 
 def test_a_seed_determines_the_text_and_global_random_numbers_are_untouched():
-    model = randomised(SMALL)
+    model = random_model(SMALL)
     state = torch.get_rng_state()
     prompt = torch.tensor([[1]])
     texts = [decode(model, prompt, max_new_tokens=30, seed=seed) for seed in (0, 0, 1)]
@@ -119,12 +119,12 @@ def test_a_seed_determines_the_text_and_global_random_numbers_are_untouched():
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_banned_ids_are_never_chosen(temperature):
     options = {"max_new_tokens": 20, "banned": range(5, 37), "temperature": temperature}
-    rows = decode(randomised(SMALL), torch.tensor([[1]] * 8), **options)
+    rows = decode(random_model(SMALL), torch.tensor([[1]] * 8), **options)
     assert max(max(row) for row in rows) < 5
 
 
 def test_generated_text_has_only_ids_of_text_or_ends_of_it():
-    model = randomised(SMALL)  # 37 ids
+    model = random_model(SMALL)  # 37 ids
     assert banned_tokens(LETTERS, model) == [35, 36]
     assert banned_tokens(LETTERS, model, ends=[35]) == [36]
     texts = complete_all(model, [([0, 2], 60)] * 9, 9, temperature=5.0)
@@ -152,7 +152,7 @@ def complete_all(model, prompts, batch_size, stop=(), ends=(), **options) -> lis
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_batched_equals_single(name):
-    model = for_decoding(randomised(VARIANTS[name]))
+    model = for_decoding(random_model(VARIANTS[name]))
     torch.manual_seed(5)
     prompts = []
     for index, length in enumerate([52, 1, 23, 8, 60, 16, 45, 30, 17]):
@@ -170,7 +170,7 @@ def test_batched_equals_single(name):
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3, "top_p": 0.9}], ids=len)
 def test_a_seed_determines_the_text_of_a_prompt_whatever_is_in_its_batch(options):
-    model = for_decoding(randomised(SMALL))
+    model = for_decoding(random_model(SMALL))
     prompts = [([1, 2], 20), ([1, 2], 20), ([3] * 30, 9), ([1, 2, 3], 20), ([1, 2], 30)]
     texts = complete_all(model, prompts, 1, seed=4, **options)
     assert len({text[:9] for text in texts}) == len(texts)
@@ -193,7 +193,7 @@ def test_a_seed_determines_the_text_of_a_prompt_whatever_is_in_its_batch(options
 
 
 def test_finished_rows_are_removed_and_prompts_are_read_at_once():
-    model = randomised(SMALL)
+    model = random_model(SMALL)
     shapes = []
     model.register_forward_pre_hook(lambda module, inputs: shapes.append(tuple(inputs[0].shape)))
     complete_all(model, [([1, 2], 1)] * 7 + [([1, 2], 6)], 8, **GREEDY)

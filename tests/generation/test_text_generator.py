@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from helpers import SMALL, randomised
+from helpers import SMALL, random_model
 
 from engine.core.errors import UserError
 from engine.data.chat import encode_chat, encode_example, prompt_ids, stop_ids
@@ -20,7 +20,7 @@ OPTIONS = {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "seed": 5}
 
 @pytest.fixture(scope="module")
 def generator() -> TextGenerator:
-    return TextGenerator(randomised(SMALL), LETTERS, initial_tokens=[0])
+    return TextGenerator(random_model(SMALL), LETTERS, initial_tokens=[0])
 
 
 def test_text_is_that_of_the_generated_ids_whole_or_streamed(generator):

@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from helpers import VARIANTS, randomised, same_tensors
+from helpers import VARIANTS, random_model, same_tensors
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from test_huggingface import qwen2_tokenizer
 
@@ -232,7 +232,7 @@ def test_every_setting_is_exported_or_refused_by_name(variant: str):
     assert SETTINGS.keys() == {field.name for field in dataclasses.fields(ModelConfig)}
     refused = set()
     for name, value in SETTINGS.items():
-        model = randomised(dataclasses.replace(VARIANTS[variant], **{name: value}))
+        model = random_model(dataclasses.replace(VARIANTS[variant], **{name: value}))
         try:
             family, config = huggingface.choose_family(model.config, "auto", ByteTokenizer())
         except UserError as error:

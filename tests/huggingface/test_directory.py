@@ -9,7 +9,7 @@ import safetensors.torch
 import tokenizers
 import torch
 import transformers
-from helpers import SMALL, randomised
+from helpers import SMALL, random_model
 from hf_versions import EXPORTS, check_exports, make_exports
 from test_huggingface import qwen2_tokenizer, save_run
 
@@ -35,7 +35,7 @@ def test_exports_of_every_family_compute_the_same_and_can_be_saved_again(tmp_pat
 
 @pytest.fixture(name="run")
 def fixture_run(tmp_path: Path) -> Path:
-    model = randomised(dataclasses.replace(SMALL, vocab_size=3))
+    model = random_model(dataclasses.replace(SMALL, vocab_size=3))
     return save_run(model, tmp_path / "run", CharTokenizer("abc"))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import SMALL, VARIANTS, randomised, tiny
+from helpers import SMALL, VARIANTS, random_model, tiny
 from reference import assert_same_gradients
 from torch import nn
 
@@ -19,7 +19,7 @@ def forget_compiled():
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_checkpointed_activations_give_the_same_gradients_in_less_memory(name):
-    model = randomised(VARIANTS[name])
+    model = random_model(VARIANTS[name])
     names = list(model.state_dict())
     tokens = torch.randint(37, (2, 3, 16))
     results = []
@@ -76,7 +76,7 @@ def test_a_failed_warmup_returns_its_reason_and_leaves_modules_as_they_were():
 
 
 def test_checkpointed_blocks_compile():
-    model = randomised(SMALL)
+    model = random_model(SMALL)
     tokens = torch.randint(37, (2, 3, 16))
     expected = model(*tokens)
     checkpoint_activations(model)

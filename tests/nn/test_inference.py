@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import SMALL, VARIANTS, randomised
+from helpers import SMALL, VARIANTS, random_model
 from torch import nn
 
 from engine.generation.generate import generate, new_caches
@@ -18,7 +18,7 @@ from engine.nn.layers import FusedLinear
 
 @pytest.fixture(params=VARIANTS)
 def model(request) -> nn.Module:
-    return randomised(VARIANTS[request.param])
+    return random_model(VARIANTS[request.param])
 
 
 @pytest.fixture(params=["packed", "too small to pack", "not to be packed"])
@@ -153,7 +153,7 @@ def test_a_decoder_packs_each_weight_once(model, monkeypatch):
 
 
 def test_a_decoder_concatenates_the_heads_once_and_keeps_these_weights(decode):
-    model = randomised(SMALL)
+    model = random_model(SMALL)
     decoder = decode(model)
     assert not any(isinstance(module, FusedLinear) for module in decoder.modules())
     project = decoder.blocks[0].attention.fused_qkv
@@ -167,7 +167,7 @@ def test_a_decoder_concatenates_the_heads_once_and_keeps_these_weights(decode):
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_what_speeds_up_training_is_not_copied(decode, is_compiled):
-    model = randomised(SMALL)
+    model = random_model(SMALL)
     expected = list(generate(model, torch.tensor([[1, 2]]), 8, temperature=0))
     checkpoint_activations(model)
     if is_compiled:
@@ -179,7 +179,7 @@ def test_what_speeds_up_training_is_not_copied(decode, is_compiled):
 
 def test_decoding_compiles_into_one_graph_whatever_the_length():
     shape = dataclasses.replace(SMALL, num_layers=1, num_heads=1, d_model=8, windows=(5,))
-    model = for_decoding(randomised(shape), pack=False)
+    model = for_decoding(random_model(shape), pack=False)
     prompt = torch.tensor([[1, 2, 3]] * 2)
     options = {"max_new_tokens": 16, "temperature": 0}  # past the context
     expected = torch.stack(list(generate(model, prompt, **options)))

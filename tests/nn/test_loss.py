@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import VARIANTS, randomised
+from helpers import VARIANTS, random_model
 from reference import OperationRecorder, assert_same_gradients, loss_definition
 
 import model as model_module
@@ -62,7 +62,7 @@ def test_another_loss_of_logits_works_in_chunks_without_a_gradient_of_its_own(mo
 
 
 def test_another_training_loss_leaves_the_validation_loss_as_it_is(monkeypatch):
-    model = randomised(VARIANTS["default"])
+    model = random_model(VARIANTS["default"])
     tokens, targets = torch.randint(37, (2, 3, 16)).unbind(0)
     monkeypatch.setattr(model_module, "training_loss", lambda x, *others: x.square().sum())
     expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
@@ -101,7 +101,7 @@ def test_the_gradient_of_a_bfloat16_weight_is_summed_in_float32(monkeypatch):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_model_has_the_same_loss_and_gradients_in_chunks(monkeypatch, name):
-    model = randomised(VARIANTS[name])
+    model = random_model(VARIANTS[name])
     tokens, targets = torch.randint(37, (2, 3, 16)).unbind(0)
     expected = model(tokens, targets)
     monkeypatch.setattr(loss_module, "MAX_LOGITS", 5 * 37)  # the last chunk has 3 of 5 rows

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SMALL, VARIANTS, randomised
+from helpers import SMALL, VARIANTS, random_model
 
 from engine.core.errors import UserError
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
@@ -31,14 +31,14 @@ def inspect(model: GPT) -> ModelInspector:
 
 @pytest.fixture(scope="module")
 def inspector() -> ModelInspector:
-    return inspect(randomised(SMALL))
+    return inspect(random_model(SMALL))
 
 
 @pytest.fixture(scope="module")
 def chat_inspector() -> ModelInspector:
     tokenizer = ByteTokenizer().with_special(SPECIAL_TOKENS)
     config = ModelConfig(tokenizer.vocab_size, 64, num_layers=2, num_heads=2, d_model=16)
-    generator = TextGenerator(randomised(config), tokenizer, [0], is_chat_model=True)
+    generator = TextGenerator(random_model(config), tokenizer, [0], is_chat_model=True)
     return ModelInspector(generator, SETTINGS)
 
 
@@ -100,7 +100,9 @@ def test_characters_of_several_tokens_are_the_same_written_and_read(monkeypatch)
         "engine.report.inspector.sample_token", lambda *_, **__: torch.tensor([next(drawn)])
     )
     config = ModelConfig(vocab_size=257, context_length=32, num_layers=1, d_model=16)
-    inspector = ModelInspector(TextGenerator(randomised(config), ByteTokenizer(), [256]), SETTINGS)
+    inspector = ModelInspector(
+        TextGenerator(random_model(config), ByteTokenizer(), [256]), SETTINGS
+    )
     lines = [*inspector.write({"ids": text, "max_new_tokens": 9})]
     written = written_tokens(lines)
     shared = [token["shared"] for token in written]
@@ -119,7 +121,7 @@ def test_the_longest_text_can_be_read(inspector):
 
 def test_the_end_of_text_ends_it_and_unused_ids_are_never_drawn():
     config = ModelConfig(vocab_size=300, context_length=16, num_layers=1, d_model=16)
-    model = randomised(config)
+    model = random_model(config)
     with torch.no_grad():
         model.head.weight.zero_()
     generator = TextGenerator(model, ByteTokenizer(), [256])
@@ -131,7 +133,7 @@ def test_the_end_of_text_ends_it_and_unused_ids_are_never_drawn():
 
 @pytest.mark.parametrize("name", ["default", "gpt2", "2017", "relu2"])
 def test_a_head_that_is_off_is_one_whose_values_are_zero(name):
-    model = randomised(VARIANTS[name])
+    model = random_model(VARIANTS[name])
     without = copy.deepcopy(model)
     with torch.no_grad():
         for layer, head in ((0, 1), (1, 2)):
@@ -155,7 +157,7 @@ def test_a_head_that_is_off_is_one_whose_values_are_zero(name):
 @pytest.mark.parametrize("name", ["qwen3", "2017"])
 def test_attention_is_that_of_the_heads_beyond_the_context_too(name):
     config = VARIANTS[name]
-    model = randomised(config)
+    model = random_model(config)
     inspector = inspect(model)
     without = copy.deepcopy(model)
     without.blocks[0].attention.projection.weight.data[:, : config.head_width] = 0

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import ROOT, SMALL, randomised, serve_in_thread
+from helpers import ROOT, SMALL, random_model, serve_in_thread
 
 from engine.core.errors import UserError
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
@@ -44,7 +44,7 @@ def serving(answers: dict[str, Any]) -> Iterator[PageServer]:
 
 @pytest.fixture(scope="module")
 def inspector() -> ModelInspector:
-    generator = TextGenerator(randomised(SMALL), LETTERS, [0])
+    generator = TextGenerator(random_model(SMALL), LETTERS, [0])
     return ModelInspector(generator, {**SETTINGS, "name": "small", "text": TEXT})
 
 
@@ -366,7 +366,7 @@ def test_the_page_writes_reads_and_switches_heads_off(page, server, inspector):
 def answer_about(**settings: Any) -> Callable[[Any], Iterator[dict]]:
     """Return the answer about a small model that starts with other settings."""
     inspector = ModelInspector(
-        TextGenerator(randomised(SMALL), LETTERS, [0]),
+        TextGenerator(random_model(SMALL), LETTERS, [0]),
         {**SETTINGS, "name": "small", "text": TEXT, **settings},
     )
     return inspector.about
@@ -466,7 +466,7 @@ def test_characters_stand_over_their_tokens(page, text, characters, direction):
     from playwright.sync_api import expect
 
     config = ModelConfig(vocab_size=257, context_length=32, num_layers=1, d_model=16)
-    generator = TextGenerator(randomised(config), ByteTokenizer(), [256])
+    generator = TextGenerator(random_model(config), ByteTokenizer(), [256])
     settings = {**SETTINGS, "name": "bytes", "text": text, "max_new_tokens": 1}
     with serving(ModelInspector(generator, settings).answers) as server:
         page.goto(server.address)
@@ -498,7 +498,7 @@ CHAT_SETTINGS = {**SETTINGS, "name": "small", "text": ""}
 def chat_inspector(tokenizer: Any = None) -> ModelInspector:
     tokenizer = (tokenizer or ByteTokenizer()).with_special(SPECIAL_TOKENS)
     config = ModelConfig(tokenizer.vocab_size, 64, num_layers=1, d_model=16)
-    generator = TextGenerator(randomised(config), tokenizer, [0], is_chat_model=True)
+    generator = TextGenerator(random_model(config), tokenizer, [0], is_chat_model=True)
     return ModelInspector(generator, CHAT_SETTINGS)
 
 

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers import ROOT, SMALL, randomised, serve_in_thread
+from helpers import ROOT, SMALL, random_model, serve_in_thread
 
 import sample
 from engine.core.errors import UserError
@@ -33,7 +33,7 @@ from engine.serving.batching import RunningBatch
 CHAT = ByteTokenizer().with_special(SPECIAL_TOKENS)
 CONTEXT_LENGTH = 2048
 MODEL = dataclasses.replace(SMALL, vocab_size=CHAT.vocab_size, context_length=CONTEXT_LENGTH)
-GENERATOR = TextGenerator(randomised(MODEL), CHAT, [CHAT.end_of_text], is_chat_model=True)
+GENERATOR = TextGenerator(random_model(MODEL), CHAT, [CHAT.end_of_text], is_chat_model=True)
 DEFAULTS = {"temperature": 1.0, "top_p": 1.0}  # of the API
 MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello"}]
 TURNS = [("system", "Be short."), ("user", "Hello")]
@@ -473,7 +473,7 @@ def test_a_full_queue_refuses_and_a_client_that_leaves_frees_its_row_and_its_pla
         assert complete(server, prompt="a", max_tokens=3)["usage"]["completion_tokens"] <= 3
         running[1].close()
         wait_until(lambda: not worker.batch.requests and not worker.waiting)
-        wait_until(lambda: not server.api.jobs)
+        wait_until(lambda: not server.api.completions)
 
 
 def test_a_client_that_does_not_read_loses_its_row(monkeypatch):
@@ -484,11 +484,11 @@ def test_a_client_that_does_not_read_loses_its_row(monkeypatch):
         body = json.dumps({**LONG, "n": 8, "logprobs": 20, "stream": True}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n"
         client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        wait_until(lambda: server.api.jobs)
-        (job,) = server.api.jobs
-        wait_until(lambda: not server.api.jobs and not server.api.worker.batch.requests)
-        assert any(stream.num_tokens for stream in job.streams)
-        assert not any(stream.ended for stream in job.streams)
+        wait_until(lambda: server.api.completions)
+        (completion,) = server.api.completions
+        wait_until(lambda: not server.api.completions and not server.api.worker.batch.requests)
+        assert any(stream.num_tokens for stream in completion.streams)
+        assert not any(stream.ended for stream in completion.streams)
 
 
 def test_a_body_that_does_not_arrive_is_an_error(monkeypatch):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SMALL, VARIANTS, randomised
+from helpers import SMALL, VARIANTS, random_model
 
 from engine.core.errors import UserError
 from engine.data.tokenizer import CharTokenizer
@@ -72,7 +72,7 @@ class Client:
 
 def new_model(name: str = "default"):
     config = dataclasses.replace(BATCH_VARIANTS[name], context_length=CONTEXT_LENGTH)
-    return for_decoding(randomised(config))
+    return for_decoding(random_model(config))
 
 
 def new_batch(model, max_rows: int) -> RunningBatch:
