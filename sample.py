@@ -13,6 +13,7 @@ In Python: ``model = load("out/NAME"); print(model.generate("ROMEO:", max_new_to
 
 from engine.core.cli import (
     LOCAL_HOST,
+    LOCAL_HOSTS,
     count_noun,
     run_command,
     shell_command,
@@ -133,7 +134,7 @@ class SampleConfig:
             raise UserError(f"TEXT or -, --prompt and --prompt-file: {problem}. Keep one of them.")
         if self.quantize and self.compile:
             raise UserError("--quantize: unsupported with --compile. Leave one of them out.")
-        if self.host not in (LOCAL_HOST, "localhost") and not self.api_key:
+        if self.host not in LOCAL_HOSTS and not self.api_key:
             problem = f"lets other machines use the model (got {self.host})"
             raise UserError(f"--host: {problem}. Add --api-key KEY.")
         mode = next(name for name in SETTINGS_BY_MODE if not name or getattr(self, name))

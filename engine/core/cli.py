@@ -17,6 +17,7 @@ from tqdm import tqdm
 from engine.core.errors import UserError
 
 LOCAL_HOST = "127.0.0.1"  # the address of this machine, which no other reaches
+LOCAL_HOSTS = (LOCAL_HOST, "localhost")
 PROCESS_START = time.monotonic()  # of this process, approximately
 SAME_SIGNAL_SECONDS = 1.0  # torchrun repeats a signal to processes that already received it
 OUT_OF_MEMORY_PATTERN = re.compile(

@@ -16,9 +16,7 @@ MAX_CACHED_LOGITS = 2**21  # on a CPU, to stay in its caches; MIN_CHUNK_ROWS has
 MIN_CHUNK_ROWS = 512  # on a CPU: products of fewer rows are slow
 
 LogitsLoss = Callable[[Tensor, Tensor], Tensor]  # float32 logits (N, V), targets (N,) → a sum
-GradAndValue = Callable[
-    [Tensor, Tensor], tuple[Tensor, Tensor]
-]  # gradient and value of a LogitsLoss
+GradAndValue = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # of a LogitsLoss
 
 
 def training_loss(x: Tensor, weight: Tensor, targets: Tensor, cap: float = 0.0) -> Tensor:

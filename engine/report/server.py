@@ -21,7 +21,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from engine.core.cli import LOCAL_HOST
+from engine.core.cli import LOCAL_HOST, LOCAL_HOSTS
 from engine.core.errors import UserError
 from engine.core.files import parse_json, to_json
 from engine.report.page import WEB_DIR, content_security_policy
@@ -136,7 +136,7 @@ class PageServer:
 
     def foreign_reason(self, request: web.Request) -> str:
         """Return the reason to refuse a request that another site may have sent; "" if none."""
-        hosts = [f"{LOCAL_HOST}:{self.port}", f"localhost:{self.port}"]
+        hosts = [f"{host}:{self.port}" for host in LOCAL_HOSTS]
         if request.headers.getall("Host", []) not in [[host] for host in hosts]:
             return f"the host must be {hosts[0]}"
         if not {*request.headers.getall("Origin", [])} <= {f"http://{host}" for host in hosts}:
@@ -201,7 +201,7 @@ def serve(
     if api:
         print(f"OpenAI-compatible API: http://{host}:{server.port}{API_PREFIX.rstrip('/')}")
     stop_hint = "(Ctrl-C stops the server)"
-    if host in (LOCAL_HOST, "localhost", ANY_HOST):
+    if host in (*LOCAL_HOSTS, ANY_HOST):
         print(f"Open {server.address} {stop_hint}", flush=True)
     else:
         print(stop_hint, flush=True)
