@@ -27,8 +27,8 @@ H100_FLOPS = 989e12  # per second, of bfloat16 without sparsity, from the data s
 H100_MEMORY_BYTES = 80e9
 CPU_UTILIZATION = 2 / 3  # of measured matrix products
 GPU_UTILIZATION = 0.4  # of the data sheet: Grattafiori et al. 2024, table 4
-CPU_PROCESS_BYTES = 370 * 2**20  # Python, PyTorch, threads and report
-CPU_HEAP_OVERHEAD = 0.38  # measured: freed blocks that the C library keeps, of activations
+CPU_PROCESS_BYTES = 350 * 2**20  # Python, PyTorch, threads and report
+CPU_HEAP_OVERHEAD = 0.3  # measured: freed blocks that the C library keeps, of activations
 MAX_MEMORY_FRACTION = 0.9  # of a device, for a run
 
 
