@@ -57,17 +57,19 @@ class KVCache:
 
         Returns those of all positions that any of these T may see.
         """
-        new = torch.stack((key, value))
+        num_tokens = key.shape[2]
         start = self.stored
-        end = start + key.shape[2]
-        self.filled += key.shape[2]
+        end = start + num_tokens
+        self.filled += num_tokens
         if end <= self.keys_values.shape[3]:
-            self.keys_values[:, :, :, start:end] = new
             self.stored = end
-            keys, values = self.keys_values[:, :, :, :end]
+            keys, values = self.keys_values.narrow(3, 0, end).unbind()
+            keys.narrow(2, start, num_tokens).copy_(key)
+            values.narrow(2, start, num_tokens).copy_(value)
             return keys, values
         # The capacity is used up: move what the next position sees to the front.
         first_visible = max(0, start + 1 - self.window)
+        new = torch.stack((key, value))
         visible = torch.cat((self.keys_values[:, :, :, first_visible:start], new), dim=3)
         self.stored = min(self.window - 1, visible.shape[3])
         self.keys_values[:, :, :, : self.stored] = visible[

@@ -1,19 +1,29 @@
-"""Changes to a model for decoding: fused projections of the heads, and fast products."""
+"""Changes to a model for decoding: fast products, and layers with fewer operations."""
 
 import copy
 import warnings
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.nn.layers import FusedLinear
+from engine.nn.decoder_layers import (
+    FrozenAttention,
+    FrozenRMSNorm,
+    FrozenSwiGLU,
+    MakeLinear,
+    PairRotation,
+)
+from engine.nn.layers import FusedLinear, RMSNorm
 
 MAX_INT8 = 127
 MIN_SCALE = 1e-30  # of the weights of an output that are all zero
-MIN_ONEDNN_ELEMENTS = 2**18  # of a weight: smaller ones are read from a CPU's cache in any layout
-MAX_MKL_ROWS = 2  # of a product: with more rows, oneDNN is faster
+MAX_MKL_ROWS_ON_INTEL = 2  # of a product: with more rows, oneDNN is faster
+# MKL also starts faster than oneDNN, which counts where all weights stay in the CPU's cache: on
+# other processors it is faster up to these numbers of parameters and of multiplications.
+MAX_CACHED_PARAMETERS = 4_000_000
+MAX_MKL_MULTIPLICATIONS = 500_000
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -21,21 +31,23 @@ Model = TypeVar("Model", bound=nn.Module)
 class FrozenLinear(nn.Module):
     """A linear layer for inference that uses a CPU's fastest product for the number of rows.
 
-    With few rows, reading the weight takes most of the time. oneDNN reads its packed layout faster
-    than F.linear reads the plain one. On Intel's processors, MKL's product of one or two rows in
-    float32 is faster still, and needs the plain layout. The operations are private because the
-    public ``to_mkldnn()`` also needs its input converted: docs/architecture.md.
+    oneDNN reads its packed layout faster than F.linear reads the plain one. With few rows in
+    float32, F.linear, by MKL, may still be faster, and needs the plain layout. The operations are
+    private because the public ``to_mkldnn()`` also needs its input converted: docs/architecture.md.
     """
 
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, use_onednn: bool):
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, use_onednn: bool, is_cached: bool = False
+    ):
+        """Use a weight (outputs, inputs) that stays in the CPU's cache, or does not."""
         super().__init__()
         weight = weight.detach()
         self.use_onednn = use_onednn
-        self.max_mkl_rows = MAX_MKL_ROWS if prefers_mkl(weight) else 0
-        if use_onednn and not self.max_mkl_rows:
+        self.max_mkl_rows = max_mkl_rows(weight, is_cached)
+        if use_onednn and self.max_mkl_rows == 0:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight)
         self.register_buffer("weight", weight, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
@@ -75,51 +87,68 @@ class Int8Linear(nn.Module):
         return y.to(x.dtype)
 
 
-def prefers_mkl(weight: Tensor) -> bool:
-    """Return whether MKL reads a weight faster than oneDNN in products with few rows."""
+def max_mkl_rows(weight: Tensor, is_cached: bool) -> int:
+    """Return up to how many rows MKL's product with a weight is faster than oneDNN's."""
+    if not torch.backends.mkl.is_available() or weight.dtype != torch.float32:
+        return 0
     is_intel = "Intel" in torch.cpu.get_capabilities().get("cpu_name", "")
-    return is_intel and torch.backends.mkl.is_available() and weight.dtype == torch.float32
+    num_rows = MAX_MKL_ROWS_ON_INTEL if is_intel else 0
+    return max(num_rows, MAX_MKL_MULTIPLICATIONS // weight.numel()) if is_cached else num_rows
 
 
-def can_use_onednn(weight: Tensor) -> bool:
-    """Return whether oneDNN supports a weight that is large enough to gain from it."""
-    is_cpu = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-    is_supported_dtype = weight.dtype in (torch.float32, torch.bfloat16)
-    return is_cpu and is_supported_dtype and weight.numel() >= MIN_ONEDNN_ELEMENTS
+def runs_on_cpu(weight: Tensor) -> bool:
+    """Return whether a weight is on a CPU, in a dtype that the layers for decoding support."""
+    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
 
 
 def for_decoding(model: Model, pack: bool = True, quantize: bool = False) -> Model:
     """Return a copy of a model that decodes faster, with its current weights.
 
     The copy cannot train. The heads' projections are concatenated once, not in each call. On a CPU
-    large weights are packed; use pack=False for a model that will be compiled. With quantize, the
-    linear layers have 8-bit weights. All other tensors are shared.
+    large weights are packed, and layers have fewer operations: use pack=False for a model that will
+    be compiled. With quantize, the linear layers have 8-bit weights. All other tensors are shared.
     """
     shared = {id(parameter): parameter for parameter in model.parameters()}
-    decoder = copy.deepcopy(model, shared).eval()
-    modules = list(decoder.modules())
-    fused_layers: set[nn.Linear] = set()
-    for module in modules:
+    decoder: Any = copy.deepcopy(model, shared).eval()
+    for module in decoder.modules():
         vars(module).pop("forward", None)  # compiled, or recomputing activations, for training
-        if isinstance(module, FusedLinear):
-            fused_layers.update(module.layers)
 
-    def should_replace(weight: Tensor) -> bool:
-        return quantize or (pack and can_use_onednn(weight))
+    on_cpu = pack and runs_on_cpu(decoder.head_weight())
+    use_onednn = on_cpu and torch.backends.mkldnn.is_available()
+    is_cached = decoder.num_parameters <= MAX_CACHED_PARAMETERS
 
-    def frozen(weight: Tensor, bias: Tensor | None) -> nn.Module:
+    def make_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
         if quantize:
             return Int8Linear(weight, bias)
-        return FrozenLinear(weight, bias, should_replace(weight))
+        return FrozenLinear(weight, bias, use_onednn, is_cached)
 
-    for module in modules:
-        for name, child in module.named_children():
-            if isinstance(child, FusedLinear):
-                setattr(module, name, frozen(*child.concatenate()))
-            elif isinstance(child, nn.Linear):
-                is_fused = child in fused_layers
-                if not is_fused and should_replace(child.weight):
-                    setattr(module, name, frozen(child.weight, child.bias))
-    if decoder.head is None and should_replace(decoder.head_weight()):
-        decoder.head = frozen(decoder.head_weight(), None)
+    if on_cpu:
+        use_fewer_operations(decoder, make_linear)
+    for block in decoder.blocks:
+        qkv = block.attention.fused_qkv
+        if isinstance(qkv, FusedLinear):
+            block.attention.fused_qkv = make_linear(*qkv.concatenate())
+    if quantize or use_onednn:
+        for block in decoder.blocks:
+            for module in (block.attention, block.feed_forward):
+                for name, child in module.named_children():
+                    if isinstance(child, nn.Linear):
+                        setattr(module, name, make_linear(child.weight, child.bias))
+        decoder.head = make_linear(decoder.head_weight(), None)
     return decoder
+
+
+def use_fewer_operations(decoder: Any, make_linear: MakeLinear) -> None:
+    """Replace layers of a model by those of :mod:`engine.nn.decoder_layers`."""
+    config = decoder.config
+    for block in decoder.blocks:
+        if config.position == "rope":
+            block.attention = FrozenAttention(block.attention, make_linear)
+        if block.feed_forward.gate is not None:
+            block.feed_forward = FrozenSwiGLU(block.feed_forward, make_linear)
+    if config.position == "rope":
+        decoder.rotation = PairRotation(config.head_width, config.rope_base, config.rope_scaling)
+    for module in (decoder, *decoder.blocks):
+        for name, child in module.named_children():
+            if isinstance(child, RMSNorm):
+                setattr(module, name, FrozenRMSNorm(child, child.weight))

@@ -46,15 +46,25 @@ def position_range(start: int, count: int, max_length: int, device: torch.device
     return torch.arange(start, start + count, device=device)
 
 
-def angles(positions: Tensor, width: int, base: float, scaling: Scaling = None) -> Tensor:
+def rotation_frequencies(
+    width: int, base: float | None, scaling: Scaling = None, device: torch.device | None = None
+) -> Tensor:
+    """Return the angles between neighboring positions, in radians, (width / 2,)."""
+    exponents = -torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
+    return scale_frequencies((base or FREQUENCY_BASE) ** exponents, scaling)
+
+
+def angles(
+    positions: Tensor, width: int, base: float | None = None, scaling: Scaling = None
+) -> Tensor:
     """Return the angle, position × frequency, of each pair: (…) → (…, width / 2)."""
-    exponents = -torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width
-    return positions[..., None].float() * scale_frequencies(base**exponents, scaling)
+    frequencies = rotation_frequencies(width, base, scaling, positions.device)
+    return positions[..., None].float() * frequencies
 
 
 def sinusoids(positions: Tensor, width: int) -> Tensor:
     """Return the embeddings of Vaswani et al. 2017, section 3.5: (…) → (…, width)."""
-    theta = angles(positions, width, FREQUENCY_BASE)
+    theta = angles(positions, width)
     return torch.stack((theta.sin(), theta.cos()), dim=-1).flatten(-2)
 
 
@@ -63,7 +73,7 @@ def rotations(positions: Tensor, width: int, base: float | None, scaling: Scalin
 
     For positions (T,) they are (2, T, width / 2); for (B, T), (2, B, 1, T, width / 2).
     """
-    theta = angles(positions, width, base or FREQUENCY_BASE, scaling)
+    theta = angles(positions, width, base, scaling)
     if positions.ndim == 2:
         theta = theta[:, None]  # the same for all heads
     return torch.stack((theta.cos(), theta.sin()))

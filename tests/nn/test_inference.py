@@ -10,10 +10,12 @@ from helpers import SMALL, VARIANTS, random_model
 from torch import nn
 
 from engine.generation.generate import generate, new_caches
+from engine.generation.kv_cache import RowLengths, new_row_caches
 from engine.nn import inference
 from engine.nn.acceleration import checkpoint_activations, compile_modules
-from engine.nn.inference import FrozenLinear, Int8Linear, can_use_onednn, for_decoding
-from engine.nn.layers import FusedLinear
+from engine.nn.decoder_layers import FrozenRMSNorm
+from engine.nn.inference import FrozenLinear, Int8Linear, for_decoding
+from engine.nn.layers import FusedLinear, RMSNorm
 
 
 @pytest.fixture(params=VARIANTS)
@@ -24,33 +26,62 @@ def model(request) -> nn.Module:
 @pytest.fixture(params=["packed", "too small to pack", "not to be packed"])
 def decode(request, monkeypatch):
     """for_decoding where weights are packed, and where they are not."""
-    if request.param != "too small to pack":
-        monkeypatch.setattr(inference, "MIN_ONEDNN_ELEMENTS", 0)
+    if request.param == "packed":
+        monkeypatch.setattr(inference, "max_mkl_rows", lambda *_: 0)
     return partial(for_decoding, pack=request.param != "not to be packed")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("prefers_mkl", [True, False])
+@pytest.mark.parametrize("max_mkl_rows", [2, 0])
 @torch.no_grad()
-def test_a_frozen_layer_is_the_linear_layer(dtype, bias, prefers_mkl, monkeypatch):
-    monkeypatch.setattr(inference, "prefers_mkl", lambda weight: prefers_mkl)
+def test_a_frozen_layer_is_the_linear_layer(dtype, bias, max_mkl_rows, monkeypatch):
+    monkeypatch.setattr(inference, "max_mkl_rows", lambda *_: max_mkl_rows)
     torch.manual_seed(0)
     layer = nn.Linear(40, 56, bias=bias).to(dtype)
     frozen = FrozenLinear(layer.weight, layer.bias, True)
-    assert frozen.weight.is_mkldnn != prefers_mkl  # the plain weight is shared
+    is_shared = frozen.weight.data_ptr() == layer.weight.data_ptr() if max_mkl_rows else False
+    assert frozen.weight.is_mkldnn != is_shared
     rtol = 1e-5 if dtype == torch.float32 else 0.02
     for shape in ((1, 40), (2, 3, 40), (5, 1, 40), (300, 40)):
         x = torch.randn(shape).to(dtype)
         torch.testing.assert_close(frozen(x), layer(x), rtol=rtol, atol=1e-2)
 
 
-def test_only_large_weights_on_a_cpu_are_left_to_onednn():
-    large = torch.empty(512, 512)
-    assert can_use_onednn(large)
-    assert can_use_onednn(large.bfloat16())
-    for weight in (large[:-1], large.half(), torch.empty(512, 512, device="meta")):
-        assert not can_use_onednn(weight)
+def test_mkl_multiplies_few_rows_and_small_weights_in_float32(monkeypatch):
+    cpu = {"cpu_name": "AMD EPYC"}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu)
+    monkeypatch.setattr(inference, "MAX_MKL_MULTIPLICATIONS", 5000)
+    weight = torch.empty(20, 50)
+    assert [inference.max_mkl_rows(weight, is_cached) for is_cached in (True, False)] == [5, 0]
+    assert inference.max_mkl_rows(weight.bfloat16(), True) == 0
+    cpu["cpu_name"] = "Intel(R) Xeon(R)"
+    assert [inference.max_mkl_rows(weight, is_cached) for is_cached in (True, False)] == [5, 2]
+    assert inference.max_mkl_rows(torch.empty(200, 50), True) == 2
+
+
+def test_only_float32_and_bfloat16_on_a_cpu_have_layers_for_decoding():
+    weight = torch.empty(4, 4)
+    assert inference.runs_on_cpu(weight) and inference.runs_on_cpu(weight.bfloat16())
+    for unsupported in (weight.double(), weight.half(), torch.empty(4, 4, device="meta")):
+        assert not inference.runs_on_cpu(unsupported)
+    model = random_model(SMALL).double()
+    tokens = torch.randint(37, (2, 9))
+    torch.testing.assert_close(for_decoding(model)(tokens), model(tokens), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_weighted", [True, False])
+@torch.no_grad()
+def test_a_frozen_norm_is_the_norm_and_computes_in_float32(is_weighted):
+    torch.manual_seed(0)
+    norm = RMSNorm(40, 1e-3, is_weighted)
+    if is_weighted:
+        norm.weight.normal_()
+    frozen = FrozenRMSNorm(norm, norm.weight)
+    x = 0.02 * torch.randn(2, 3, 40)
+    torch.testing.assert_close(frozen(x), norm(x))
+    x = x.bfloat16()
+    assert torch.equal(frozen(x), frozen(x.float()).bfloat16())
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -79,9 +110,8 @@ def test_a_layer_of_8_bits_rounds_weights_and_inputs_by_half_a_step(bias):
 )
 @torch.no_grad()
 def test_logits_of_fewer_bits_are_close_and_a_cache_does_not_change_them(
-    model, dtype, quantize, tolerance, monkeypatch
+    model, dtype, quantize, tolerance
 ):
-    monkeypatch.setattr(inference, "MIN_ONEDNN_ELEMENTS", 0)
     tokens = torch.randint(37, (2, 9))
     expected = model(tokens)
     decoder = for_decoding(copy.deepcopy(model).to(dtype), quantize=quantize)
@@ -104,6 +134,35 @@ def test_a_decoder_gives_the_model_s_logits(model, decode):
     for end in (4, 5, 9):
         logits = decoder(tokens[:, caches[0].filled : end], caches=caches)
         torch.testing.assert_close(logits[:, 0], expected[:, end - 1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"qk_norm": False, "qkv_bias": True, "norm": "weighted_rmsnorm", "num_kv_heads": 1},
+        {"rope_base": 5e5, "rope_scaling": (4.0, 1.0, 4.0, 8.0)},
+        {"norm": "layernorm", "bias": True, "windows": (3,)},
+    ],
+    ids=["biases of queries, no norm", "scaled frequencies", "layer norms"],
+)
+@torch.no_grad()
+def test_rows_of_different_lengths_rotate_each_by_its_own_positions(kind, decode):
+    model = random_model(dataclasses.replace(SMALL, **kind))
+    decoder = decode(model)
+    prompts = [torch.randint(37, (1, length)) for length in (3, 7)]
+    rows = RowLengths(16, torch.device("cpu"))
+    row_caches = new_row_caches(decoder, rows, 2)
+    for row, prompt in enumerate(prompts):
+        caches = new_caches(decoder, 1)
+        decoder(prompt, caches=caches)
+        for row_cache, cache in zip(row_caches, caches, strict=True):
+            row_cache.insert(row, cache)
+    rows.replace(torch.tensor([3, 7]))
+    next_tokens = torch.tensor([[5], [6]])
+    logits = decoder(next_tokens, caches=row_caches)
+    for row, prompt in enumerate(prompts):
+        expected = model(torch.cat((prompt, next_tokens[row : row + 1]), dim=1))[0, -1]
+        torch.testing.assert_close(logits[row, 0], expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -133,17 +192,18 @@ def test_a_decoder_leaves_the_model_unchanged_and_trainable(model, decode):
         assert torch.equal(parameter.grad, expected_parameter.grad)
 
 
-def test_a_decoder_shares_all_tensors_that_it_does_not_pack(model, decode):
+def test_a_decoder_shares_all_weights_that_it_neither_packs_nor_concatenates(model, decode):
     decoder = decode(model)
-    shared = {id(parameter) for parameter in model.parameters()}
-    kept = {id(parameter) for parameter in decoder.parameters()}
-    is_packed = any(getattr(module, "use_onednn", False) for module in decoder.modules())
-    assert kept < shared if is_packed else kept == shared
-    assert id(model.token_embedding.weight) in kept
+    shared = {parameter.data_ptr() for parameter in model.parameters()}
+    assert {parameter.data_ptr() for parameter in decoder.parameters()} <= shared
+    assert decoder.token_embedding.weight is model.token_embedding.weight
+    block = decoder.blocks[0]
+    unpacked = [block.attention.projection.weight, block.feed_forward.contract.weight]
+    for weight in (*unpacked, decoder.head_weight()):
+        assert weight.is_mkldnn or weight.data_ptr() in shared
 
 
-def test_a_decoder_packs_each_weight_once(model, monkeypatch):
-    monkeypatch.setattr(inference, "MIN_ONEDNN_ELEMENTS", 0)
+def test_a_decoder_replaces_each_weight_once(model):
     modules = for_decoding(model).modules()
     packed = [module.weight.numel() for module in modules if isinstance(module, FrozenLinear)]
     params = dict(model.named_parameters())
