@@ -32,6 +32,7 @@ from engine.core.settings import parse
 from engine.data.tokenizer import named_tokenizer
 from engine.generation.generate import generate
 from engine.generation.kv_cache import new_caches
+from engine.generation.sampling import FilterOptions
 from engine.huggingface import convert, directory, gguf
 from engine.huggingface.families import MODEL_FAMILIES
 from engine.nn.inference import for_decoding
@@ -197,6 +198,23 @@ def make_contestants(folder: Path) -> dict[str, Contestant]:
     return contestants
 
 
+def default_model_milliseconds(num_rounds: int) -> dict[str, float]:
+    """Return the milliseconds for a token of the default run's model, most likely or sampled."""
+    model = GPT(ModelConfig(vocab_size=2048)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    decoder = for_decoding(model)
+    tokens = torch.arange(NUM_FIRST_TOKENS)
+    most_likely: FilterOptions = {"temperature": 0}
+    sampled: FilterOptions = {"temperature": 0.8, "top_p": 0.95}
+    calls = {
+        "most likely": lambda: list(generate(decoder, tokens, NUM_NEW_TOKENS, **most_likely)),
+        "sampled": lambda: list(generate(decoder, tokens, NUM_NEW_TOKENS, **sampled)),
+    }
+    seconds = take_turns(calls, 5 * num_rounds)
+    return {name: 1000 * time / NUM_NEW_TOKENS for name, time in seconds.items()}
+
+
 def take_turns(calls: Mapping[str, Callable[[], Any]], num_rounds: int) -> dict[str, float]:
     """Return the median seconds of each call, after one warmup call of each."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
@@ -223,6 +241,10 @@ def main(arguments: list[str] | None = None) -> None:
     num_weights = GPT(GPT2_CONFIG).num_parameters
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}; ", end="")
     print(f"memory is copied at {copy_speed() / 1e9:.1f} GB/s")
+    with torch.no_grad():
+        milliseconds = default_model_milliseconds(config.rounds)
+    texts = ", ".join(f"{name} {value:.2f} ms" for name, value in milliseconds.items())
+    print(f"a token of the default run's model: {texts}")
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         contestants = make_contestants(Path(folder))
         columns = {}

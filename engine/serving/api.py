@@ -114,8 +114,9 @@ class Api:
 
     def is_authorized(self, request: web.Request) -> bool:
         """Return whether a request carries the key; True if no key is set."""
-        actual = request.headers.get("Authorization", "").encode(errors="replace")
-        return not self.key or secrets.compare_digest(actual, f"Bearer {self.key}".encode())
+        scheme, _, actual = request.headers.get("Authorization", "").partition(" ")
+        is_key = secrets.compare_digest(actual.encode(errors="replace"), self.key.encode())
+        return not self.key or (is_key and scheme.lower() == "bearer")
 
     async def respond(self, request: web.Request, handler: Handler, reason: str) -> Any:
         """Handle a request of the API, unless there is a reason to refuse it."""
@@ -132,8 +133,6 @@ class Api:
             log_bug(error)
             api_error = to_api_error(error)
         return web.json_response(api_error.to_json(), status=api_error.status)
-
-    # Handlers.
 
     async def list_models(self, request: web.Request) -> web.Response:
         """Answer GET /v1/models."""

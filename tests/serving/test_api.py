@@ -395,12 +395,14 @@ def test_other_pages_are_refused_without_a_key(server, headers):
 
 def test_a_key_is_needed_for_each_request_but_no_host(server):
     with serving("secret") as server:
-        for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+        for value in ("", "Bearer wrong", "secret", "Basic secret"):
+            header = {"Authorization": value} if value else {}
             for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions")):
                 status, answer = send(server, method, path, **header)
                 assert status == 401 and answer["error"]["code"] == "invalid_api_key"
-        headers = {"Authorization": "Bearer secret", "Host": "example.com"}
-        assert send(server, "GET", "/v1/models", **headers)[0] == 200
+        for value in ("Bearer secret", "bearer secret"):
+            headers = {"Authorization": value, "Host": "example.com"}
+            assert send(server, "GET", "/v1/models", **headers)[0] == 200
         status, _ = send(server, "GET", f"/?token={server.token}", Host="example.com")
         assert status == 403  # the page is only for this machine
 
