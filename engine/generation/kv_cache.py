@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.nn.attention import attend
+from engine.nn.attention import attend, attend_from_last
 from engine.nn.positions import position_range
 from model import GPT
 
@@ -159,13 +159,7 @@ class RowCache:
             :, :, :, 0
         ].transpose(0, 1)
         keys, values = self.keys_values[:, :num_rows, :, :length]
-        return F.scaled_dot_product_attention(
-            query,
-            keys,
-            values,
-            attn_mask=self.rows.visible(self.window),
-            enable_gqa=query.shape[1] != keys.shape[1],
-        )
+        return attend_from_last(query, keys, values, self.rows.visible(self.window))
 
     def reserve(self, length: int) -> None:
         """Make room for sequences of a length, and at least for twice as many as before."""

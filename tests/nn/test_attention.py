@@ -6,13 +6,14 @@ import pytest
 import torch
 from reference import OperationRecorder, assert_same_gradients, attention_definition, random_heads
 
-from engine.nn.attention import MAX_UNFUSED_POSITIONS, attend
+from engine.nn.attention import MAX_UNFUSED_POSITIONS, attend, attend_from_last
 from engine.nn.layers import FAST_DROPOUT_RATES, dropout
 
 LONG_T = MAX_UNFUSED_POSITIONS + 1
 CASES_OF_BRANCHES = {  # T, S, dtype, whether PyTorch's fused operation computes it
     "the first token": (1, 1, torch.float32, True),
     "one token": (1, 9, torch.float32, True),
+    "one token in bfloat16": (1, 9, torch.bfloat16, True),
     "a later chunk": (4, 9, torch.float32, True),
     "a later chunk in bfloat16": (4, 9, torch.bfloat16, True),
     "a sequence": (20, 20, torch.float32, True),
@@ -49,6 +50,25 @@ def test_attention_is_the_definition(T, S, dtype, is_fused):
     assert recorder.has_fused_attention == is_fused
     tolerance = 1e-5 if dtype == torch.float32 else 0.05
     assert_same_gradients(mixed, attention_definition(*inputs), inputs, tolerance)
+
+
+@each_dtype
+@pytest.mark.parametrize("num_groups", [3, 1])
+def test_the_last_position_of_each_row_attends_to_those_of_its_mask(num_groups, dtype):
+    query, key, value = random_heads(1, 9, dtype, num_groups=num_groups)
+    num_visible = torch.arange(1, len(query) + 1)
+    mask = (torch.arange(9) < num_visible[:, None])[:, None, None]
+    mixed = attend_from_last(query, key, value, mask)
+    assert mixed.dtype == dtype
+    for row, count in enumerate(num_visible.tolist()):
+        inputs = (
+            query[row : row + 1],
+            key[row : row + 1, :, :count],
+            value[row : row + 1, :, :count],
+        )
+        tolerance = 1e-5 if dtype == torch.float32 else 0.05
+        expected = attention_definition(*inputs)
+        torch.testing.assert_close(mixed[row : row + 1].double(), expected, rtol=0, atol=tolerance)
 
 
 @each_dtype
