@@ -274,7 +274,8 @@ def test_a_depth_that_does_not_fit_in_memory_is_not_considered(monkeypatch):
     monkeypatch.setattr(estimate, "total_memory", lambda device: 5.5e8)
     search = make_search(search=SizeSearch, optimizer=OptimizerConfig("adamw"))
     sizes = [search.make_size(depth, 1e6) for depth in (search.depths[-1], search.depths[-1] + 1)]
-    configs = [with_sizes(TrainConfig(micro_batch_size=1), size.settings) for size in sizes]
+    smallest = dataclasses.replace(search.config, micro_batch_size=1)
+    configs = [with_sizes(smallest, size.settings) for size in sizes]
     rows = [estimate.largest_micro_batch(config, SINGLE_PROCESS) for config in configs]
     assert rows == [1, 0]
 
