@@ -28,11 +28,10 @@ def attention_by_layer(model: GPT, tokens: Tensor) -> Iterator[Tensor]:
     positions = torch.arange(len(tokens), device=tokens.device)
     x = model.embed(tokens[None], positions)
     rotation = model.rotation(positions)
-    head_rotation = GPT.rotation(model, positions)  # a decoder's blocks have one of another form
     for block in cast(Iterable[Block], model.blocks):
         attention_input = x if block.post_norm else block.attention_norm(x)
         heads = cast(Iterable[Head], block.attention.heads)
-        yield torch.stack([head.attention(attention_input, head_rotation)[0] for head in heads])
+        yield torch.stack([head.attention(attention_input, rotation)[0] for head in heads])
         x = block(x, rotation)
 
 

@@ -1,6 +1,7 @@
 """Changes to a model for decoding: fast products, and layers with fewer operations."""
 
 import copy
+import math
 import warnings
 from typing import Any, TypeVar
 
@@ -8,14 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.nn.decoder_layers import (
-    FrozenAttention,
-    FrozenRMSNorm,
-    FrozenSwiGLU,
-    MakeLinear,
-    PairRotation,
-)
 from engine.nn.layers import FusedLinear, RMSNorm
+from engine.nn.positions import RotationTable
 
 MAX_INT8 = 127
 MIN_SCALE = 1e-30  # of the weights of an output that are all zero
@@ -57,6 +52,26 @@ class FrozenLinear(nn.Module):
         if self.use_onednn and x.shape[:-1].numel() > self.max_mkl_rows:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
+
+
+class FrozenRMSNorm(nn.Module):
+    """Root-mean-square norm for inference, computed in float32: x · scale / hypot(‖x‖, √(n ε))."""
+
+    scale: Tensor
+    floor: Tensor
+
+    def __init__(self, norm: RMSNorm):
+        super().__init__()
+        root = torch.tensor(math.sqrt(norm.normalized_shape[0]))
+        scale = root if norm.weight is None else root * norm.weight.detach().float()
+        self.register_buffer("scale", scale, persistent=False)
+        self.register_buffer("floor", root * math.sqrt(norm.eps or 0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last dimension: (…, width) → (…, width)."""
+        wide = x.float()
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        return (wide * self.scale / torch.hypot(length, self.floor)).to(x.dtype)
 
 
 class Int8Linear(nn.Module):
@@ -105,16 +120,20 @@ def for_decoding(model: Model, pack: bool = True, quantize: bool = False) -> Mod
     """Return a copy of a model that decodes faster, with its current weights.
 
     The copy cannot train. The heads' projections are concatenated once, not in each call. On a CPU
-    large weights are packed, and layers have fewer operations: use pack=False for a model that will
-    be compiled. With quantize, the linear layers have 8-bit weights. All other tensors are shared.
+    weights are packed, and norms and rotations have fewer operations: use pack=False for a model
+    that will be compiled. With quantize, the linear layers have 8-bit weights. All other tensors
+    are shared.
     """
     shared = {id(parameter): parameter for parameter in model.parameters()}
     decoder: Any = copy.deepcopy(model, shared).eval()
-    for module in decoder.modules():
+    modules = list(decoder.modules())
+    fused_layers: set[nn.Linear] = set()
+    for module in modules:
         vars(module).pop("forward", None)  # compiled, or recomputing activations, for training
-
-    on_cpu = pack and runs_on_cpu(decoder.head_weight())
-    use_onednn = on_cpu and torch.backends.mkldnn.is_available()
+        if isinstance(module, FusedLinear):
+            fused_layers.update(module.layers)
+    has_cpu_layers = pack and runs_on_cpu(decoder.head_weight())
+    use_onednn = has_cpu_layers and torch.backends.mkldnn.is_available()
     is_cached = decoder.num_parameters <= MAX_CACHED_PARAMETERS
 
     def make_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
@@ -122,33 +141,20 @@ def for_decoding(model: Model, pack: bool = True, quantize: bool = False) -> Mod
             return Int8Linear(weight, bias)
         return FrozenLinear(weight, bias, use_onednn, is_cached)
 
-    if on_cpu:
-        use_fewer_operations(decoder, make_linear)
-    for block in decoder.blocks:
-        qkv = block.attention.fused_qkv
-        if isinstance(qkv, FusedLinear):
-            block.attention.fused_qkv = make_linear(*qkv.concatenate())
-    if quantize or use_onednn:
-        for block in decoder.blocks:
-            for module in (block.attention, block.feed_forward):
-                for name, child in module.named_children():
-                    if isinstance(child, nn.Linear):
-                        setattr(module, name, make_linear(child.weight, child.bias))
-        decoder.head = make_linear(decoder.head_weight(), None)
-    return decoder
-
-
-def use_fewer_operations(decoder: Any, make_linear: MakeLinear) -> None:
-    """Replace layers of a model by those of :mod:`engine.nn.decoder_layers`."""
-    config = decoder.config
-    for block in decoder.blocks:
-        if config.position == "rope":
-            block.attention = FrozenAttention(block.attention, make_linear)
-        if block.feed_forward.gate is not None:
-            block.feed_forward = FrozenSwiGLU(block.feed_forward, make_linear)
-    if config.position == "rope":
-        decoder.rotation = PairRotation(config.head_width, config.rope_base, config.rope_scaling)
-    for module in (decoder, *decoder.blocks):
+    for module in modules:
         for name, child in module.named_children():
-            if isinstance(child, RMSNorm):
-                setattr(module, name, FrozenRMSNorm(child, child.weight))
+            if isinstance(child, FusedLinear):
+                setattr(module, name, make_linear(*child.concatenate()))
+            elif isinstance(child, nn.Linear) and (quantize or use_onednn):
+                if child not in fused_layers:
+                    setattr(module, name, make_linear(child.weight, child.bias))
+            elif isinstance(child, RMSNorm) and has_cpu_layers:
+                setattr(module, name, FrozenRMSNorm(child))
+    if decoder.head is None and (quantize or use_onednn):
+        decoder.head = make_linear(decoder.head_weight(), None)
+    if has_cpu_layers:
+        decoder.rotation = RotationTable(decoder.rotation)
+        for block in decoder.blocks:
+            head = block.attention.heads[0]
+            block.attention.qk_norms = (head.query_norm, head.key_norm)
+    return decoder

@@ -105,10 +105,12 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
 
     On a CPU, where drawing is serial, each 64-bit draw is used as four 16-bit random numbers.
     """
+    if not training:
+        return x
     lowest, highest = FAST_DROPOUT_RATES
     is_fast = lowest <= p <= highest and not torch.compiler.is_compiling()
-    if not training or x.device.type != "cpu" or not is_fast:
-        return F.dropout(x, p, training)
+    if x.device.type != "cpu" or not is_fast:
+        return F.dropout(x, p)
     draws = torch.empty(math.ceil(x.numel() / 4), dtype=torch.int64).random_(-(2**63), None)
     numbers = draws.view(torch.int16)[: x.numel()].view(x.shape)
     threshold = round(p * 2**16) - 2**15

@@ -1,6 +1,7 @@
 """Position encodings: sinusoids, and rotations of queries and keys (RoPE)."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -46,25 +47,15 @@ def position_range(start: int, count: int, max_length: int, device: torch.device
     return torch.arange(start, start + count, device=device)
 
 
-def rotation_frequencies(
-    width: int, base: float | None, scaling: Scaling = None, device: torch.device | None = None
-) -> Tensor:
-    """Return the angles between neighboring positions, in radians, (width / 2,)."""
-    exponents = -torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
-    return scale_frequencies((base or FREQUENCY_BASE) ** exponents, scaling)
-
-
-def angles(
-    positions: Tensor, width: int, base: float | None = None, scaling: Scaling = None
-) -> Tensor:
+def angles(positions: Tensor, width: int, base: float, scaling: Scaling = None) -> Tensor:
     """Return the angle, position × frequency, of each pair: (…) → (…, width / 2)."""
-    frequencies = rotation_frequencies(width, base, scaling, positions.device)
-    return positions[..., None].float() * frequencies
+    exponents = -torch.arange(0, width, 2, dtype=torch.float32, device=positions.device) / width
+    return positions[..., None].float() * scale_frequencies(base**exponents, scaling)
 
 
 def sinusoids(positions: Tensor, width: int) -> Tensor:
     """Return the embeddings of Vaswani et al. 2017, section 3.5: (…) → (…, width)."""
-    theta = angles(positions, width)
+    theta = angles(positions, width, FREQUENCY_BASE)
     return torch.stack((theta.sin(), theta.cos()), dim=-1).flatten(-2)
 
 
@@ -73,7 +64,7 @@ def rotations(positions: Tensor, width: int, base: float | None, scaling: Scalin
 
     For positions (T,) they are (2, T, width / 2); for (B, T), (2, B, 1, T, width / 2).
     """
-    theta = angles(positions, width, base, scaling)
+    theta = angles(positions, width, base or FREQUENCY_BASE, scaling)
     if positions.ndim == 2:
         theta = theta[:, None]  # the same for all heads
     return torch.stack((theta.cos(), theta.sin()))
@@ -82,13 +73,16 @@ def rotations(positions: Tensor, width: int, base: float | None, scaling: Scalin
 def rotate(x: Tensor, rotation: Tensor | None) -> Tensor:
     """Rotate each pair of dimensions (i, i + K / 2) of x (…, T, K): RoPE, Su et al. 2021, eq. 34.
 
-    rotation is that of :func:`rotations`; None leaves x unchanged. Unlike eq. 34, pairs are not
+    rotation is that of :func:`rotations`, or of a :class:`RotationTable`; None leaves x unchanged.
+    Unlike eq. 34, pairs are not
     neighbors, and the rotation is clockwise. The scores are the paper's once the dimensions of
     queries and keys are permuted: i and i + K / 2 become neighbors, in swapped order.
     """
     if rotation is None:
         return x
     cos, sin = rotation.to(x.dtype)
+    if cos.shape[-1] == x.shape[-1]:  # of a RotationTable
+        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
     if prefer_closed_form_gradient(x):
         return Rotation.apply(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
@@ -119,3 +113,29 @@ class Rotation(torch.autograd.Function):
         """Rotate the gradient back."""
         cos, sin = ctx.saved_tensors
         return Rotation.forward(y_grad, cos, -sin), None, None
+
+
+class RotationTable:
+    """Rotations by a model's angles for inference on a CPU, computed once for each position.
+
+    They are (2, T, K) or (2, B, 1, T, K): the cosines of a pair's angle twice, its sine and the
+    negative sine. So :func:`rotate` has fewer operations.
+    """
+
+    def __init__(self, model_rotations: Callable[[Tensor], Tensor | None]):
+        """Take the rotations of a model, a function of positions (T,)."""
+        self.model_rotations = model_rotations
+        self.table: Tensor | None = None  # (2, length, K)
+
+    def __call__(self, positions: Tensor) -> Tensor | None:
+        """Return the rotations of positions (T,) or (B, T); None: the model has none."""
+        length = int(positions.max()) + 1
+        if self.table is None or length > self.table.shape[1]:
+            rotation = self.model_rotations(torch.arange(2 ** math.ceil(math.log2(length))))
+            if rotation is None:
+                return None
+            cos, sin = rotation
+            self.table = torch.stack((torch.cat((cos, cos), -1), torch.cat((sin, -sin), -1)))
+        if positions.ndim == 1:
+            return self.table.index_select(1, positions)
+        return self.table[:, positions][:, :, None]  # the same for all heads

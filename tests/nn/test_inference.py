@@ -13,9 +13,10 @@ from engine.generation.generate import generate, new_caches
 from engine.generation.kv_cache import RowLengths, new_row_caches
 from engine.nn import inference
 from engine.nn.acceleration import checkpoint_activations, compile_modules
-from engine.nn.decoder_layers import FrozenRMSNorm
-from engine.nn.inference import FrozenLinear, Int8Linear, for_decoding
+from engine.nn.inference import FrozenLinear, FrozenRMSNorm, Int8Linear, for_decoding
 from engine.nn.layers import FusedLinear, RMSNorm
+from engine.nn.positions import RotationTable, rotate
+from model import Block, FeedForward, MultiHeadAttention
 
 
 @pytest.fixture(params=VARIANTS)
@@ -77,7 +78,7 @@ def test_a_frozen_norm_is_the_norm_and_computes_in_float32(is_weighted):
     norm = RMSNorm(40, 1e-3, is_weighted)
     if is_weighted:
         norm.weight.normal_()
-    frozen = FrozenRMSNorm(norm, norm.weight)
+    frozen = FrozenRMSNorm(norm)
     x = 0.02 * torch.randn(2, 3, 40)
     torch.testing.assert_close(frozen(x), norm(x))
     x = x.bfloat16()
@@ -163,6 +164,31 @@ def test_rows_of_different_lengths_rotate_each_by_its_own_positions(kind, decode
     for row, prompt in enumerate(prompts):
         expected = model(torch.cat((prompt, next_tokens[row : row + 1]), dim=1))[0, -1]
         torch.testing.assert_close(logits[row, 0], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", [MultiHeadAttention, FeedForward, Block])
+@torch.no_grad()
+def test_a_decoder_computes_what_a_changed_model_defines(layer, decode, monkeypatch):
+    defined = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda *inputs: 0.5 * defined(*inputs).tanh())
+    model = random_model(SMALL)
+    tokens = torch.randint(37, (2, 9))
+    torch.testing.assert_close(decode(model)(tokens), model(tokens), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_table_of_rotations_grows_and_rotates_as_the_model_does():
+    model = random_model(dataclasses.replace(SMALL, rope_scaling=(4.0, 1.0, 4.0, 8.0)))
+    table = RotationTable(model.rotation)
+    for start, end in ((0, 3), (2, 4), (7, 12)):
+        x = torch.randn(2, 3, end - start, 8)
+        positions = torch.arange(start, end)
+        expected = rotate(x, model.rotation(positions))
+        torch.testing.assert_close(rotate(x, table(positions)), expected)
+        rows = torch.stack((positions, positions.flip(0)))
+        expected = rotate(x, model.rotation(rows))
+        torch.testing.assert_close(rotate(x, table(rows)), expected)
+    assert RotationTable(random_model(VARIANTS["gpt2"]).rotation)(positions) is None
 
 
 @torch.no_grad()
