@@ -241,8 +241,7 @@ def main(arguments: list[str] | None = None) -> None:
     num_weights = GPT(GPT2_CONFIG).num_parameters
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}; ", end="")
     print(f"memory is copied at {copy_speed() / 1e9:.1f} GB/s")
-    with torch.no_grad():
-        milliseconds = default_model_milliseconds(config.rounds)
+    milliseconds = default_model_milliseconds(config.rounds)
     texts = ", ".join(f"{name} {value:.2f} ms" for name, value in milliseconds.items())
     print(f"a token of the default run's model: {texts}")
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():

@@ -1,4 +1,4 @@
-"""Changes to a model for decoding: fast products, and layers with fewer operations."""
+"""Changes to a model for decoding: fast products, norms and rotations."""
 
 import copy
 import math
@@ -152,8 +152,9 @@ def for_decoding(model: Model, pack: bool = True, quantize: bool = False) -> Mod
                 setattr(module, name, FrozenRMSNorm(child))
     if decoder.head is None and (quantize or use_onednn):
         decoder.head = make_linear(decoder.head_weight(), None)
-    if has_cpu_layers:
+    if has_cpu_layers and decoder.config.position == "rope":
         decoder.rotation = RotationTable(decoder.rotation)
+    if has_cpu_layers:
         for block in decoder.blocks:
             head = block.attention.heads[0]
             block.attention.qk_norms = (head.query_norm, head.key_norm)

@@ -73,10 +73,10 @@ def rotations(positions: Tensor, width: int, base: float | None, scaling: Scalin
 def rotate(x: Tensor, rotation: Tensor | None) -> Tensor:
     """Rotate each pair of dimensions (i, i + K / 2) of x (…, T, K): RoPE, Su et al. 2021, eq. 34.
 
-    rotation is that of :func:`rotations`, or of a :class:`RotationTable`; None leaves x unchanged.
-    Unlike eq. 34, pairs are not
-    neighbors, and the rotation is clockwise. The scores are the paper's once the dimensions of
-    queries and keys are permuted: i and i + K / 2 become neighbors, in swapped order.
+    rotation is that of :func:`rotations` or a :class:`RotationTable`; None leaves x unchanged.
+    Unlike eq. 34, pairs are not neighbors, and the rotation is clockwise. The scores are the
+    paper's once the dimensions of queries and keys are permuted: i and i + K / 2 become neighbors,
+    in swapped order.
     """
     if rotation is None:
         return x
@@ -116,26 +116,26 @@ class Rotation(torch.autograd.Function):
 
 
 class RotationTable:
-    """Rotations by a model's angles for inference on a CPU, computed once for each position.
+    """The rotations of a model for inference on a CPU, computed once for each position.
 
-    They are (2, T, K) or (2, B, 1, T, K): the cosines of a pair's angle twice, its sine and the
-    negative sine. So :func:`rotate` has fewer operations.
+    They are (2, T, K) or (2, B, 1, T, K): each cosine twice, and each sine with both signs. So
+    :func:`rotate` has fewer operations.
     """
 
-    def __init__(self, model_rotations: Callable[[Tensor], Tensor | None]):
-        """Take the rotations of a model, a function of positions (T,)."""
+    def __init__(self, model_rotations: Callable[[Tensor], Tensor]):
+        """Take the rotations of a model, as a function of positions (T,)."""
         self.model_rotations = model_rotations
-        self.table: Tensor | None = None  # (2, length, K)
+        self.table = torch.empty(2, 0, 0)  # (2, length, K)
 
-    def __call__(self, positions: Tensor) -> Tensor | None:
-        """Return the rotations of positions (T,) or (B, T); None: the model has none."""
+    def __call__(self, positions: Tensor) -> Tensor:
+        """Return the rotations of positions (T,) or (B, T)."""
         length = int(positions.max()) + 1
-        if self.table is None or length > self.table.shape[1]:
-            rotation = self.model_rotations(torch.arange(2 ** math.ceil(math.log2(length))))
-            if rotation is None:
-                return None
-            cos, sin = rotation
-            self.table = torch.stack((torch.cat((cos, cos), -1), torch.cat((sin, -sin), -1)))
+        table = self.table  # threads may share a decoder, and replace it
+        if length > table.shape[1]:
+            capacity = 2 ** math.ceil(math.log2(length))
+            cos, sin = self.model_rotations(torch.arange(capacity))
+            table = torch.stack((torch.cat((cos, cos), -1), torch.cat((sin, -sin), -1)))
+            self.table = table
         if positions.ndim == 1:
-            return self.table.index_select(1, positions)
-        return self.table[:, positions][:, :, None]  # the same for all heads
+            return table.index_select(1, positions)
+        return table[:, positions][:, :, None]  # the same for all heads
