@@ -130,6 +130,7 @@ def browser() -> Iterator[Any]:
     names = ("chromium", "chromium-browser", "google-chrome")
     path = next(filter(None, map(shutil.which, names)), None)
     with playwright.sync_playwright() as context:
+        playwright.expect.set_options(timeout=20_000)
         try:  # root has no sandbox
             browser = context.chromium.launch(executable_path=path, args=["--no-sandbox"])
         except playwright.Error as error:
@@ -143,7 +144,7 @@ def page(browser: Any) -> Iterator[Any]:
     """A page whose console must stay free of errors, and whose requests must stay local."""
     context = browser.new_context()
     page = context.new_page()
-    page.set_default_timeout(10_000)
+    page.set_default_timeout(20_000)
     messages = []
     errors = []
     urls = []

@@ -445,6 +445,32 @@ def test_a_reload_keeps_the_prompt_and_the_settings_of_the_same_server(page, ins
 
 
 @pytest.mark.browser
+def test_nothing_can_be_typed_before_the_settings_have_come(browser, inspector):
+    from playwright.sync_api import expect
+
+    page = browser.new_context().new_page()  # whose console reports the failed request
+    release = threading.Event()
+    is_broken = False
+
+    def about(question: Any) -> Iterator[dict]:
+        release.wait(10)
+        if is_broken:
+            raise UserError("The model is gone.")
+        yield from inspector.about(question)
+
+    with serving({"about": about}) as server:
+        for is_broken in (False, True):
+            release.clear()
+            page.goto(server.address)
+            expect(page.locator("#shape")).to_have_text("Loading…")
+            expect(page.locator("#prompt")).to_be_hidden()
+            release.set()
+            expect(page.locator("#prompt")).to_be_visible(visible=not is_broken)
+        expect(page.locator("#shape.wrong")).to_have_text("The model is gone.")
+    page.context.close()
+
+
+@pytest.mark.browser
 @pytest.mark.parametrize("key", ["Control+Enter", "Meta+Enter"])
 def test_a_key_generates(page, server, key):
     from playwright.sync_api import expect
