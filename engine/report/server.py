@@ -112,10 +112,15 @@ class PageServer:
     def accept(self, runner: web.AppRunner) -> asyncio.BaseProtocol:
         """Return the protocol of a new connection, and close old ones that are idle."""
         assert runner.server is not None
-        idle = [protocol for protocol in runner.server.connections if protocol not in self.busy]
+        # Of connections that are accepted together, each is made before the next one's call.
+        asyncio.get_running_loop().call_soon(self.close_idle, runner.server)
+        return runner.server()
+
+    def close_idle(self, server: web.Server) -> None:
+        """Close the oldest connections without a request, but MAX_IDLE_CONNECTIONS."""
+        idle = [protocol for protocol in server.connections if protocol not in self.busy]
         for connection in idle[:-MAX_IDLE_CONNECTIONS]:
             connection.force_close()
-        return runner.server()
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
