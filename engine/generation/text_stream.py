@@ -31,8 +31,8 @@ class TextStream:
         self.ends = {*ends}
         if tokenizer.end_of_text is not None:
             self.ends.add(tokenizer.end_of_text)
-        starts_text = not prompt or prompt[-1] in tokenizer.special_tokens.values()
-        self.drops_space = tokenizer.adds_leading_space and starts_text
+        self.starts_text = not prompt or prompt[-1] in tokenizer.special_tokens.values()
+        self.drops_space = tokenizer.adds_leading_space and self.starts_text
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.pending = ""  # may start a stop text
         self.num_tokens = 0

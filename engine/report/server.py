@@ -41,6 +41,7 @@ SECURITY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
 }
 ANY_HOST = "0.0.0.0"  # all addresses of this machine
+HTTP_PORT = 80  # which an address need not name
 MAX_IDLE_CONNECTIONS = 64  # because a process may open a limited number of files
 
 Lines = Generator[dict[str, Any], None, None]
@@ -112,7 +113,7 @@ class PageServer:
     def accept(self, runner: web.AppRunner) -> asyncio.BaseProtocol:
         """Return the protocol of a new connection, and close old ones that are idle."""
         assert runner.server is not None
-        # Of connections that are accepted together, each is made before the next one's call.
+        # In a burst each connection is counted before the next call, and so not all at the end.
         asyncio.get_running_loop().call_soon(self.close_idle, runner.server)
         return runner.server()
 
@@ -141,7 +142,8 @@ class PageServer:
 
     def foreign_reason(self, request: web.Request) -> str:
         """Return the reason to refuse a request that another site may have sent; "" if none."""
-        hosts = [f"{host}:{self.port}" for host in LOCAL_HOSTS]
+        port = "" if self.port == HTTP_PORT else f":{self.port}"  # as clients write it
+        hosts = [f"{host}{port}" for host in LOCAL_HOSTS]
         if request.headers.getall("Host", []) not in [[host] for host in hosts]:
             return f"the host must be {hosts[0]}"
         if not {*request.headers.getall("Origin", [])} <= {f"http://{host}" for host in hosts}:

@@ -19,7 +19,6 @@ from engine.core.errors import UserError
 from engine.core.files import parse_json, to_json
 from engine.data.chat import encode_chat, own_template
 from engine.data.inputs.examples import find_tools, parse_messages
-from engine.data.tokenizer import Tokenizer
 from engine.generation.generate import banned_tokens
 from engine.generation.sampling import FilterOptions, row_seeds
 from engine.generation.text_generator import TextGenerator
@@ -62,11 +61,10 @@ class Completion:
     def streams(self) -> list[TextStream]:
         return [request.stream for request in self.requests]
 
-    def writers(self, tokenizer: Tokenizer) -> list[ChoiceWriter]:
+    def writers(self) -> list[ChoiceWriter]:
         """Return a writer for each choice."""
-        has_logprobs = self.settings.num_logprobs is not None
-        indices = range(len(self.requests))
-        return [ChoiceWriter(tokenizer, index, self.is_chat, has_logprobs) for index in indices]
+        requests = enumerate(self.requests)
+        return [ChoiceWriter(request, index, self.is_chat) for index, request in requests]
 
     async def tokens(self) -> AsyncIterator[tuple[int, Token | None]]:
         """Yield each token of the choices, and None at the end of each. Raises ApiError."""
@@ -262,7 +260,7 @@ class Api:
             if token:
                 tokens[index].append(token)
         choices = []
-        writers = completion.writers(self.tokenizer)
+        writers = completion.writers()
         for writer, stream in zip(writers, completion.streams, strict=True):
             reason = openai_format.finish_reason(stream)
             choices.append(writer.full_choice(tokens[writer.index], reason))
@@ -297,7 +295,7 @@ class Api:
     async def events(self, completion: Completion) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of an answer. Raises ApiError."""
         answer = openai_format.new_answer(completion.is_chat, self.name, is_stream=True)
-        writers = completion.writers(self.tokenizer)
+        writers = completion.writers()
         has_logprobs = completion.settings.num_logprobs is not None
         started: set[int] = set()
         async for index, token in completion.tokens():

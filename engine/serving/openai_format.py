@@ -7,7 +7,7 @@ import codecs
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -16,7 +16,7 @@ from engine.core.errors import UserError
 from engine.core.settings import from_values
 from engine.data.tokenizer import Tokenizer
 from engine.generation.text_stream import TextStream
-from engine.serving.batching import Token
+from engine.serving.batching import TextRequest, Token
 
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API; an answer to a chat may fill the context
 MAX_CHOICES = 128
@@ -210,14 +210,17 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:
 class ChoiceWriter:
     """Formats a text as a choice of an answer: complete, or in chunks."""
 
-    tokenizer: Tokenizer
+    request: TextRequest
     index: int
     is_chat: bool
-    has_logprobs: bool
-    num_characters: int = 0  # of the tokens so far
-    decoder: codecs.IncrementalDecoder = field(
-        default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
-    )
+
+    def __post_init__(self) -> None:
+        stream = self.request.stream
+        self.tokenizer = stream.tokenizer
+        starts_text = self.request.reports_prompt or stream.starts_text
+        self.drops_space = self.tokenizer.adds_leading_space and starts_text
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.num_characters = 0  # of the tokens so far
 
     def full_choice(self, tokens: Sequence[Token], finish_reason: str) -> dict[str, Any]:
         """Return a choice with all of its tokens."""
@@ -244,7 +247,7 @@ class ChoiceWriter:
     ) -> dict[str, Any]:
         """Return a choice with its content, and the logprobs of its tokens if requested."""
         scores = None
-        if self.has_logprobs and tokens:
+        if self.request.num_logprobs is not None and tokens:
             scores = self.chat_logprobs(tokens) if self.is_chat else self.text_logprobs(tokens)
         return {"index": self.index, **content, "logprobs": scores, "finish_reason": finish_reason}
 
@@ -267,8 +270,11 @@ class ChoiceWriter:
         tops = []
         for token in tokens:
             offsets.append(self.num_characters)
-            data = token_text(self.tokenizer, token.id)[1]
-            self.num_characters += len(self.decoder.decode(data))
+            text = self.decoder.decode(token_text(self.tokenizer, token.id)[1])
+            if self.drops_space and text:  # as in the text of the choice
+                text = text.removeprefix(" ")
+                self.drops_space = False
+            self.num_characters += len(text)
             # Ascending: of tokens with equal text, the most likely one remains.
             pairs = [*reversed(token.top_logprobs)]
             top = {token_text(self.tokenizer, token_id)[0]: value for token_id, value in pairs}

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp.test_utils import make_mocked_request
 from helpers import ROOT, SMALL, random_model, serve_in_thread
 
 from engine.core.errors import UserError
@@ -241,6 +242,15 @@ def test_idle_connections_make_room_for_new_ones_and_cost_no_answer(monkeypatch,
         assert [is_open(client) for client in clients] == [False] * 8 + [True] * 4
         release.set()
         assert list(lines)[-1] == {"end": True}
+
+
+def test_the_port_of_http_may_be_left_out_of_the_host(server, monkeypatch):
+    port = server.port
+    for host, number, is_served in (("localhost", 80, True), ("localhost", port, False)):
+        monkeypatch.setattr(server, "port", number)
+        headers = {"Host": host, "Origin": f"http://{host}"}
+        request = make_mocked_request("GET", f"/?token={server.token}", headers)
+        assert (server.reject_reason(request) == "") == is_served
 
 
 def test_a_port_in_use_is_an_error(server, inspector):
