@@ -35,7 +35,7 @@ from engine.generation.kv_cache import new_caches
 from engine.generation.sampling import FilterOptions
 from engine.huggingface import convert, directory, gguf
 from engine.huggingface.families import MODEL_FAMILIES
-from engine.nn.inference import for_decoding
+from engine.nn.inference import build_decoder
 from model import GPT, ModelConfig
 
 GPT2_CONFIG = ModelConfig(
@@ -92,7 +92,7 @@ class Ours:
             converted = GPT(model.config).bfloat16().eval()
             converted.load_state_dict(model.state_dict())
             model = converted
-        self.model = for_decoding(model, quantize=dtype == "int8")
+        self.model = build_decoder(model, quantize=dtype == "int8")
 
     def decode(self, num_rows: int) -> None:
         tokens = prompt(NUM_FIRST_TOKENS, num_rows)
@@ -203,7 +203,7 @@ def default_model_milliseconds(num_rounds: int) -> dict[str, float]:
     model = GPT(ModelConfig(vocab_size=2048)).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-    decoder = for_decoding(model)
+    decoder = build_decoder(model)
     tokens = torch.arange(NUM_FIRST_TOKENS)
     most_likely: FilterOptions = {"temperature": 0}
     sampled: FilterOptions = {"temperature": 0.8, "top_p": 0.95}

@@ -40,7 +40,7 @@ from engine.data.batches import Batches
 from engine.data.tokenizer import BPETokenizer
 from engine.data.tokenizer_training import train_bpe_tokenizer
 from engine.generation.generate import generate
-from engine.nn.inference import for_decoding
+from engine.nn.inference import build_decoder
 from engine.report.samples import processor_name
 from engine.training.optimizer import Optimizer, OptimizerConfig
 from model import GPT, ModelConfig
@@ -196,7 +196,7 @@ class Bench:
             if name == "one joined matrix":
                 for block in model.blocks:
                     block.attention = peers.JoinedAttention(SMALL_CONFIG).to(self.device)
-            decoder = for_decoding(model, pack=False)
+            decoder = build_decoder(model, pack=False)
             decoders[f"{name}, decoding"] = partial(decode_greedily, decoder, batch[0][:1, :1])
             steps[f"{name}, training"] = self.make_model_step(model, batch, peers.make_adamw(model))
         num_tokens = batch[0].numel()
@@ -212,7 +212,7 @@ class Bench:
         """Compare greedy decoding with GPT-2 124M's shape, also late in a text and in a batch."""
         config = ModelConfig(50257, 1024, num_layers=12, num_heads=12, d_model=768, **GPT2_SETTINGS)
         hf_model = peers.make_hf_gpt2(config).to(self.device).eval()
-        model: Any = for_decoding(GPT(config).to(self.device))
+        model: Any = build_decoder(GPT(config).to(self.device))
         prompt = torch.randint(config.vocab_size or 0, (1, 8), device=self.device)
         length = dict.fromkeys(("max_new_tokens", "min_new_tokens"), NUM_NEW_TOKENS)
         options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, **length}

@@ -24,7 +24,7 @@ from engine.generation.generate import generate
 from engine.nn import loss as loss_module
 from engine.nn.acceleration import checkpoint_activations
 from engine.nn.attention import attend
-from engine.nn.inference import for_decoding
+from engine.nn.inference import build_decoder
 from engine.nn.loss import IGNORE_INDEX, training_loss
 from engine.training.callbacks import MetricsFile
 from engine.training.config import TrainConfig
@@ -107,7 +107,7 @@ def test_loss_logits_and_tokens_equal_those_of_a_cpu(device, name):
     with torch.no_grad():
         results = model(*tokens.to(device)).cpu(), model(tokens[0].to(device)).cpu()
     torch.testing.assert_close(results, expected, rtol=1e-3, atol=1e-3)
-    decoded = list(generate(for_decoding(model), prompt.to(device), 20, temperature=0))
+    decoded = list(generate(build_decoder(model), prompt.to(device), 20, temperature=0))
     assert torch.equal(torch.stack(decoded).cpu(), torch.stack(expected_tokens))
 
 

@@ -39,7 +39,7 @@ class Sequences:
     ):
         """Start with tokens (B, T), T ≥ 0, to grow up to max_length. Banned ids get logits of -inf.
 
-        The model must be in evaluation mode; engine.nn.inference.for_decoding makes it faster.
+        The model must be in evaluation mode; engine.nn.inference.build_decoder makes it faster.
         """
         self.model = model
         self.tokens = tokens  # those from position ``start`` on

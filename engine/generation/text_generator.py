@@ -23,7 +23,7 @@ from engine.generation.sampling import (
     TextOptions,
 )
 from engine.generation.text_stream import TextStream
-from engine.nn.inference import for_decoding
+from engine.nn.inference import build_decoder
 from model import GPT
 
 DEFAULT_NEW_TOKENS = 500
@@ -59,7 +59,7 @@ class TextGenerator:
     def decoder(self) -> GPT:
         """The model, prepared for faster decoding."""
         should_pack = not self.should_compile
-        decoder = cast(GPT, for_decoding(self.model, should_pack, self.should_quantize))
+        decoder = cast(GPT, build_decoder(self.model, should_pack, self.should_quantize))
         if self.should_compile:
             decoder.compile(dynamic=True)
         return decoder

@@ -116,7 +116,7 @@ def runs_on_cpu(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
 
 
-def for_decoding(model: Model, pack: bool = True, quantize: bool = False) -> Model:
+def build_decoder(model: Model, pack: bool = True, quantize: bool = False) -> Model:
     """Return a copy of a model that decodes faster, with its current weights.
 
     The copy cannot train. The heads' projections are concatenated once, not in each call. On a CPU

@@ -3,7 +3,7 @@
 from typing import Any, cast
 
 from engine.core.files import atomic_write, to_json
-from engine.nn.inference import for_decoding
+from engine.nn.inference import build_decoder
 from engine.report.baselines import mixture_baselines
 from engine.report.page import describe_run, write_page
 from engine.report.samples import compute_attention, describe_environment, generate_samples
@@ -29,7 +29,7 @@ class Report(Callback):
         out = trainer.config.out
         attention = None
         if not trainer.dist.sharded:
-            model = cast(GPT, for_decoding(trainer.model))
+            model = cast(GPT, build_decoder(trainer.model))
             samples = generate_samples(model, trainer.data, trainer.step, trainer.config.seed)
             with open(out / "samples.jsonl", "a", encoding="utf-8") as file:
                 file.write("".join(f"{to_json(sample)}\n" for sample in samples))

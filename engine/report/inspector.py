@@ -20,7 +20,7 @@ from engine.generation.generate import Sequences, banned_tokens, complete_stream
 from engine.generation.sampling import FilterOptions, filter_logits, row_seeds, sample_token
 from engine.generation.text_generator import TextGenerator
 from engine.generation.text_stream import TextStream
-from engine.nn.inference import for_decoding
+from engine.nn.inference import build_decoder
 from model import GPT, Block
 
 NUM_LIKELY_TOKENS = 10  # in a table
@@ -184,7 +184,7 @@ class ModelInspector:
             width = self.config.head_width
             weight[:, (head - 1) * width : head * width] = 0
             attention.projection.weight = nn.Parameter(weight, requires_grad=False)
-        return for_decoding(model)
+        return build_decoder(model)
 
     def _layer_maps(self, ids: tuple[int, ...], layer: int, off: Heads) -> Tensor:
         """Compute the attention maps of one layer, (H, T, T)."""

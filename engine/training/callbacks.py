@@ -20,7 +20,7 @@ from engine.generation.generate import complete_streams, initial_tokens
 from engine.generation.pictures import draw_loss
 from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions
 from engine.generation.text_stream import TextStream
-from engine.nn.inference import for_decoding
+from engine.nn.inference import build_decoder
 from engine.training.optimizer import UNUSABLE_GRADIENTS
 from engine.training.run_dir import checkpoints_by_loss, read_records
 from engine.training.trainer import Callback, Trainer
@@ -278,7 +278,7 @@ def stream_sample(trainer: Trainer) -> Iterator[str]:
         prompt = prompt_ids(val.example(0).tolist()) or prompt
         ends = stop_ids(tokenizer)
         yield f"{tokenizer.decode(prompt)} → "
-    model: GPT = trainer.model.eval() if trainer.dist.sharded else for_decoding(trainer.model)
+    model: GPT = trainer.model.eval() if trainer.dist.sharded else build_decoder(trainer.model)
     stream = TextStream(tokenizer, prompt, FINAL_SAMPLE_TOKENS, ends=ends)
     options: SamplingOptions = {**DEFAULT_OPTIONS, "seed": trainer.config.seed}
     use_cache = not trainer.dist.sharded

@@ -13,7 +13,7 @@ from engine.data.tokenizer import CharTokenizer
 from engine.generation.beam_search import beam_search, search_text
 from engine.generation.generate import generate, window_start
 from engine.generation.text_stream import TextStream
-from engine.nn.inference import for_decoding
+from engine.nn.inference import build_decoder
 
 LETTERS = CharTokenizer("abcdefghijklmnopqrstuvwxyzABCDEFGHI")  # 35 ids of 37
 
@@ -50,7 +50,7 @@ def test_enough_beams_find_the_best_of_all_continuations(seed, banned):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_one_beam_is_greedy_beyond_the_context_too(name):
-    model = for_decoding(random_model(VARIANTS[name]))
+    model = build_decoder(random_model(VARIANTS[name]))
     prompt = torch.randint(37, (7,))
     greedy = torch.cat([*generate(model, prompt, 30, temperature=0, banned=[35, 36])]).tolist()
     assert beam_search(model, TextStream(LETTERS, prompt.tolist(), 30), 1)[0] == greedy

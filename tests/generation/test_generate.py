@@ -17,7 +17,7 @@ from engine.generation.generate import (
 )
 from engine.generation.kv_cache import KVCache, new_caches
 from engine.generation.text_stream import TextStream
-from engine.nn.inference import for_decoding
+from engine.nn.inference import build_decoder
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGH"
 LETTERS = CharTokenizer(CHARACTERS).with_special(["<|endoftext|>", "<|end|>"])  # 36 ids of 37
@@ -83,7 +83,7 @@ def test_cached_equals_uncached_beyond_the_context_too(name, prompt_length):
     prompt = torch.randint(37, (2, prompt_length))
     for sampling in ({"temperature": 0.0}, {"repetition_penalty": 1.5, "min_p": 0.01}):
         options = {"max_new_tokens": 40, "seed": 3, **sampling}
-        tokens = decode(for_decoding(model), prompt, **options)
+        tokens = decode(build_decoder(model), prompt, **options)
         assert tokens == decode(model, prompt, use_cache=False, **options)
         assert len(tokens) == 2 and len(tokens[0]) == 40
 
@@ -152,7 +152,7 @@ def complete_all(model, prompts, batch_size, stop=(), ends=(), **options) -> lis
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_batched_equals_single(name):
-    model = for_decoding(random_model(VARIANTS[name]))
+    model = build_decoder(random_model(VARIANTS[name]))
     torch.manual_seed(5)
     prompts = []
     for index, length in enumerate([52, 1, 23, 8, 60, 16, 45, 30, 17]):
@@ -170,7 +170,7 @@ def test_batched_equals_single(name):
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3, "top_p": 0.9}], ids=len)
 def test_a_seed_determines_the_text_of_a_prompt_whatever_is_in_its_batch(options):
-    model = for_decoding(random_model(SMALL))
+    model = build_decoder(random_model(SMALL))
     prompts = [([1, 2], 20), ([1, 2], 20), ([3] * 30, 9), ([1, 2, 3], 20), ([1, 2], 30)]
     texts = complete_all(model, prompts, 1, seed=4, **options)
     assert len({text[:9] for text in texts}) == len(texts)

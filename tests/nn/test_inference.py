@@ -13,7 +13,7 @@ from engine.generation.generate import generate, new_caches
 from engine.generation.kv_cache import RowLengths, new_row_caches
 from engine.nn import inference
 from engine.nn.acceleration import checkpoint_activations, compile_modules
-from engine.nn.inference import FrozenLinear, FrozenRMSNorm, Int8Linear, for_decoding
+from engine.nn.inference import FrozenLinear, FrozenRMSNorm, Int8Linear, build_decoder
 from engine.nn.layers import FusedLinear, RMSNorm
 from engine.nn.positions import RotationTable, rotate
 from model import Block, FeedForward, MultiHeadAttention
@@ -26,10 +26,10 @@ def model(request) -> nn.Module:
 
 @pytest.fixture(params=["packed", "too small to pack", "not to be packed"])
 def decode(request, monkeypatch):
-    """for_decoding where weights are packed, and where they are not."""
+    """build_decoder where weights are packed, and where they are not."""
     if request.param == "packed":
         monkeypatch.setattr(inference, "max_mkl_rows", lambda *_: 0)
-    return partial(for_decoding, pack=request.param != "not to be packed")
+    return partial(build_decoder, pack=request.param != "not to be packed")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -68,7 +68,7 @@ def test_only_float32_and_bfloat16_on_a_cpu_have_layers_for_decoding():
         assert not inference.runs_on_cpu(unsupported)
     model = random_model(SMALL).double()
     tokens = torch.randint(37, (2, 9))
-    torch.testing.assert_close(for_decoding(model)(tokens), model(tokens), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(build_decoder(model)(tokens), model(tokens), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("is_weighted", [True, False])
@@ -115,7 +115,7 @@ def test_logits_of_fewer_bits_are_close_and_a_cache_does_not_change_them(
 ):
     tokens = torch.randint(37, (2, 9))
     expected = model(tokens)
-    decoder = for_decoding(copy.deepcopy(model).to(dtype), quantize=quantize)
+    decoder = build_decoder(copy.deepcopy(model).to(dtype), quantize=quantize)
     atol = tolerance * expected.abs().max().item()
     torch.testing.assert_close(decoder(tokens).float(), expected, rtol=0, atol=atol)
     caches = new_caches(decoder, 2)
@@ -229,7 +229,7 @@ def test_a_decoder_shares_all_weights_that_it_neither_packs_nor_concatenates(mod
 
 
 def test_a_decoder_replaces_each_weight_once(model):
-    modules = for_decoding(model).modules()
+    modules = build_decoder(model).modules()
     packed = [module.weight.numel() for module in modules if isinstance(module, FrozenLinear)]
     params = dict(model.named_parameters())
     matrices = [name for name in params if model.specs[name].group == "matrix"]
@@ -264,7 +264,7 @@ def test_what_speeds_up_training_is_not_copied(decode, is_compiled):
 
 def test_decoding_compiles_into_one_graph_whatever_the_length():
     shape = dataclasses.replace(SMALL, num_layers=1, num_heads=1, d_model=8, windows=(5,))
-    model = for_decoding(random_model(shape), pack=False)
+    model = build_decoder(random_model(shape), pack=False)
     prompt = torch.tensor([[1, 2, 3]] * 2)
     options = {"max_new_tokens": 16, "temperature": 0}  # past the context
     expected = torch.stack(list(generate(model, prompt, **options)))

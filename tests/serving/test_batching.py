@@ -16,7 +16,7 @@ from engine.generation.generate import banned_tokens, complete_streams
 from engine.generation.kv_cache import KVCache, RowCache, RowLengths
 from engine.generation.sampling import FilterOptions, row_seeds
 from engine.generation.text_stream import TextStream
-from engine.nn.inference import for_decoding
+from engine.nn.inference import build_decoder
 from engine.serving.batching import BatchWorker, QueueFullError, RunningBatch, TextRequest, Token
 
 CONTEXT_LENGTH = 64
@@ -72,7 +72,7 @@ class Client:
 
 def new_model(name: str = "default"):
     config = dataclasses.replace(BATCH_VARIANTS[name], context_length=CONTEXT_LENGTH)
-    return for_decoding(random_model(config))
+    return build_decoder(random_model(config))
 
 
 def new_batch(model, max_rows: int) -> RunningBatch:
