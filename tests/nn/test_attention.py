@@ -54,7 +54,11 @@ def test_attention_is_the_definition(T, S, dtype, is_fused):
 
 @each_dtype
 @pytest.mark.parametrize("num_groups", [3, 1])
-def test_the_last_position_of_each_row_attends_to_those_of_its_mask(num_groups, dtype):
+@pytest.mark.parametrize("min_unfused_bytes", [0, 2**21])
+def test_the_last_position_of_each_row_attends_to_those_of_its_mask(
+    num_groups, dtype, min_unfused_bytes, monkeypatch
+):
+    monkeypatch.setattr("engine.nn.attention.MIN_UNFUSED_KEY_BYTES", min_unfused_bytes)
     query, key, value = random_heads(1, 9, dtype, num_groups=num_groups)
     num_visible = torch.arange(1, len(query) + 1)
     mask = (torch.arange(9) < num_visible[:, None])[:, None, None]
