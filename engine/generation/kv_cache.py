@@ -6,11 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.core.device import total_memory
 from engine.nn.attention import attend, attend_from_last
 from engine.nn.positions import position_range
 from model import GPT
 
 MAX_CACHED_WINDOWS = 2  # of a sliding window; with 1, every token would move the window
+MAX_CACHE_FRACTION = 0.25  # of a device's memory, for sequences that are decoded together
 MIN_ROW_POSITIONS = 128  # that rows of different lengths have room for
 
 
@@ -94,6 +96,15 @@ def new_caches(model: GPT, batch_size: int, max_length: float = math.inf) -> lis
     return [KVCache(*shape, like, window) for window in config.layer_windows]
 
 
+def max_cached_rows(model: GPT) -> int:
+    """Return how many sequences of full length fit in the memory for caches, at least 1."""
+    config = model.config
+    like = next(model.parameters())
+    num_values = 2 * config.num_layers * config.num_groups * config.head_width
+    row_bytes = num_values * config.context_length * like.element_size()
+    return max(1, int(MAX_CACHE_FRACTION * total_memory(like.device) // row_bytes))
+
+
 class RowLengths:
     """The lengths of sequences in the rows of :class:`RowCache`, the same in all blocks."""
 
@@ -122,25 +133,20 @@ class RowCache:
     """The keys and values of a block for sequences of different lengths, one in each row.
 
     Sequences come and go: one comes from a :class:`KVCache`, and all grow by one token at a time.
+    Memory grows with the number of sequences and with the longest.
     """
 
     def __init__(
-        self,
-        rows: RowLengths,
-        max_rows: int,
-        num_heads: int,
-        head_dim: int,
-        like: Tensor,
-        window: int = 0,
+        self, rows: RowLengths, num_heads: int, head_dim: int, like: Tensor, window: int = 0
     ):
-        """Allocate rows with the dtype and device of ``like``.
+        """Start without rows, with the dtype and device of ``like``.
 
         Each position sees ``window`` positions, or all of them if that is 0.
         """
         self.rows = rows
         self.window = window or rows.max_length
         # (2, N, G, S, K)
-        self.keys_values = like.new_zeros(2, max_rows, num_heads, 0, head_dim)
+        self.keys_values = like.new_zeros(2, 0, num_heads, 0, head_dim)
 
     def next_positions(self, num_tokens: int) -> Tensor:
         """Return the position of each row's next token, (N, 1). Raises ValueError without room."""
@@ -153,7 +159,7 @@ class RowCache:
         """Store the keys and values (N, G, 1, K) of a token; return its attention, (N, H, 1, K)."""
         num_rows = len(query)
         length = self.rows.longest + 1
-        self.reserve(length)
+        self.reserve(num_rows, length)
         indices = torch.arange(num_rows, device=query.device)
         self.keys_values[:, indices, :, self.rows.lengths] = torch.stack((key, value))[
             :, :, :, 0
@@ -161,16 +167,26 @@ class RowCache:
         keys, values = self.keys_values[:, :num_rows, :, :length]
         return attend_from_last(query, keys, values, self.rows.visible(self.window))
 
-    def reserve(self, length: int) -> None:
-        """Make room for sequences of a length, and at least for twice as many as before."""
+    def reserve(self, num_rows: int, length: int) -> None:
+        """Make room for sequences of a length. Room grows at least to twice the size."""
+        max_rows = self.keys_values.shape[1]
         capacity = self.keys_values.shape[3]
+        more_rows = max(num_rows - max_rows, max_rows) if num_rows > max_rows else 0
+        more_positions = 0
         if length > capacity:
             larger = min(max(MIN_ROW_POSITIONS, 2 * capacity, length), self.rows.max_length)
-            self.keys_values = F.pad(self.keys_values, (0, 0, 0, larger - capacity))
+            more_positions = larger - capacity
+        if more_rows or more_positions:
+            padding = (0, 0, 0, more_positions, 0, 0, 0, more_rows)
+            self.keys_values = F.pad(self.keys_values, padding)
+
+    def clear(self) -> None:
+        """Free the memory of all rows."""
+        self.keys_values = self.keys_values[:, :0, :, :0].clone()
 
     def insert(self, row: int, cache: KVCache) -> None:
         """Put the only sequence of a cache into a row."""
-        self.reserve(cache.filled)
+        self.reserve(row + 1, cache.filled)
         stored = slice(cache.filled - cache.stored, cache.filled)
         self.keys_values[:, row, :, stored] = cache.keys_values[:, 0, :, : cache.stored]
 
@@ -179,9 +195,9 @@ class RowCache:
         self.keys_values[:, target, :, :length] = self.keys_values[:, source, :, :length]
 
 
-def new_row_caches(model: GPT, rows: RowLengths, max_rows: int) -> list[RowCache]:
-    """Create a cache for each block, for up to max_rows sequences with the lengths of ``rows``."""
+def new_row_caches(model: GPT, rows: RowLengths) -> list[RowCache]:
+    """Create a cache for each block, for sequences with the lengths of ``rows``."""
     config = model.config
     like = next(model.parameters())
-    shape = (max_rows, config.num_groups, config.head_width)
+    shape = (config.num_groups, config.head_width)
     return [RowCache(rows, *shape, like, window) for window in config.layer_windows]

@@ -20,6 +20,7 @@ from engine.core.files import parse_json, to_json
 from engine.data.chat import encode_chat, own_template
 from engine.data.inputs.examples import find_tools, parse_messages
 from engine.generation.generate import banned_tokens
+from engine.generation.kv_cache import max_cached_rows
 from engine.generation.sampling import FilterOptions, row_seeds
 from engine.generation.text_generator import TextGenerator
 from engine.generation.text_stream import TextStream
@@ -89,7 +90,8 @@ class Api:
         self.context_length = generator.model.config.context_length
         self.completions: set[Completion] = set()
         banned = banned_tokens(generator.tokenizer, generator.model, generator.ends)
-        batch = RunningBatch(generator.decoder, MAX_ROWS, banned)
+        num_rows = min(MAX_ROWS, max_cached_rows(generator.model))
+        batch = RunningBatch(generator.decoder, num_rows, banned)
         self.worker = BatchWorker(batch, MAX_WAITING_TEXTS)
         created = int(time.time())
         self.model = {"id": name, "object": "model", "created": created, "owned_by": "user"}

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from engine.core.cli import describe_error
 from engine.core.errors import UserError
-from engine.generation.kv_cache import RowLengths, new_caches, new_row_caches
+from engine.generation.kv_cache import KVCache, RowLengths, new_caches, new_row_caches
 from engine.generation.sampling import FilterOptions, sample_token
 from engine.generation.text_stream import TextStream
 from model import GPT
+
+MAX_PREFILL_TOKENS = 256  # of a prompt between two steps; with fewer a prompt takes longer
 
 
 @dataclass
@@ -62,6 +64,14 @@ class TextRequest:
         return (*sorted(self.filters.items()), id(self) if has_penalty else None)
 
 
+@dataclass
+class Prefill:
+    """A request whose prompt is being computed, and the caches of its tokens so far."""
+
+    request: TextRequest
+    caches: list[KVCache]
+
+
 class RunningBatch:
     """The sequences that are decoded together. Each needs room for its text in the context."""
 
@@ -73,28 +83,46 @@ class RunningBatch:
         self.banned = torch.tensor(list(banned), dtype=torch.long, device=self.device)
         self.requests: list[TextRequest] = []  # in the order of the rows
         self.rows = RowLengths(model.config.context_length, self.device)
-        self.caches = new_row_caches(model, self.rows, max_rows)
+        self.caches = new_row_caches(model, self.rows)
+        self.joining: Prefill | None = None
 
-    @torch.inference_mode()
     def add(self, request: TextRequest) -> None:
-        """Prefill the prompt of a request, draw its first token, and assign it a row."""
+        """Prefill the first tokens of a request; if there are more, it is ``joining``."""
         if request.reports_prompt:
             self.report_prompt(request)
         if request.stream.max_tokens == 0:
             request.stream.is_cut = True
             request.receive(None)
             return
-        prompt = torch.tensor([request.ids], device=self.device)
-        caches = new_caches(self.model, 1, len(request.ids))
-        self.draw(self.model(prompt, caches=caches)[:, -1], [request])
+        self.joining = Prefill(request, new_caches(self.model, 1, len(request.ids)))
+        self.prefill()
+
+    @torch.inference_mode()
+    def prefill(self) -> None:
+        """Prefill the joining request further; at its end, draw a token and assign it a row."""
+        joining = self.joining
+        self.joining = None
+        if joining is None or joining.request.is_cancelled:
+            return
+        request = joining.request
+        num_tokens = len(request.ids)
+        start = joining.caches[0].filled
+        end = min(start + MAX_PREFILL_TOKENS, num_tokens)
+        tokens = torch.tensor([request.ids[start:end]], device=self.device)
+        logits = self.model(tokens, caches=joining.caches)[:, -1]
+        if end < num_tokens:
+            self.joining = joining
+            return
+        self.draw(logits, [request])
         if request.stream.ended:
             return
-        for rows, cache in zip(self.caches, caches, strict=True):
+        for rows, cache in zip(self.caches, joining.caches, strict=True):
             rows.insert(len(self.requests), cache)
         lengths = self.rows.lengths
-        self.rows.replace(torch.cat((lengths, lengths.new_tensor([prompt.shape[1]]))))
+        self.rows.replace(torch.cat((lengths, lengths.new_tensor([num_tokens]))))
         self.requests.append(request)
 
+    @torch.inference_mode()
     def report_prompt(self, request: TextRequest) -> None:
         """Send the tokens of a prompt; the first one carries the text of the prompt."""
         tokens = [Token(token_id, "") for token_id in request.ids]
@@ -158,9 +186,11 @@ class RunningBatch:
             token.top_logprobs.append((token.id, token.logprob))
 
     def clear(self) -> None:
-        """Free all rows."""
+        """Free all rows, and their memory."""
         self.requests.clear()
         self.rows.replace(self.rows.lengths[:0])
+        for cache in self.caches:
+            cache.clear()
 
     def drop_ended(self) -> None:
         """Free the rows of ended and canceled requests, and move the last rows into them."""
@@ -179,6 +209,8 @@ class RunningBatch:
             lengths.pop()
         if len(lengths) < len(self.rows.lengths):
             self.rows.replace(self.rows.lengths.new_tensor(lengths))
+            if not lengths:
+                self.clear()
 
 
 class QueueFullError(Exception):
@@ -188,7 +220,8 @@ class QueueFullError(Exception):
 class BatchWorker:
     """A thread that decodes the requests of other threads in one running batch.
 
-    A waiting request gets a free row between two steps, one request at a time.
+    A waiting request gets a free row between two steps, one request at a time. Between two steps at
+    most MAX_PREFILL_TOKENS of a prompt are computed, so that a long one does not stop the others.
     """
 
     def __init__(self, batch: RunningBatch, max_waiting: int):
@@ -223,12 +256,15 @@ class BatchWorker:
     def _run(self) -> None:
         while True:
             with self.condition:
-                while not (self.waiting or self.batch.requests or self.is_stopping):
+                joining = self.batch.joining
+                while not (self.waiting or self.batch.requests or joining or self.is_stopping):
                     self.condition.wait()
                 if self.is_stopping:
                     return
-                request = self._next_request()
-            if request:
+                request = None if joining else self._next_request()
+            if joining:
+                self._attempt(self.batch.prefill, [joining.request])
+            elif request:
                 self._attempt(self.batch.add, [request], request)
             if not self._attempt(self.batch.step, self.batch.requests):
                 self.batch.clear()

@@ -13,7 +13,7 @@ from helpers import SMALL, VARIANTS, random_model
 from engine.core.errors import UserError
 from engine.data.tokenizer import CharTokenizer
 from engine.generation.generate import banned_tokens, complete_streams
-from engine.generation.kv_cache import KVCache, RowCache, RowLengths
+from engine.generation.kv_cache import KVCache, RowCache, RowLengths, max_cached_rows
 from engine.generation.sampling import FilterOptions, row_seeds
 from engine.generation.text_stream import TextStream
 from engine.nn.inference import build_decoder
@@ -82,8 +82,10 @@ def new_batch(model, max_rows: int) -> RunningBatch:
 def run_batch(batch: RunningBatch, requests: list[TextRequest], draw: random.Random) -> None:
     """Add each request at a random moment, as soon as there is room."""
     waiting = [*requests]
-    while waiting or batch.requests:
-        if waiting and len(batch.requests) < batch.max_rows and draw.random() < 0.7:
+    while waiting or batch.requests or batch.joining:
+        if batch.joining:
+            batch.prefill()
+        elif waiting and len(batch.requests) < batch.max_rows and draw.random() < 0.7:
             batch.add(waiting.pop(0))
         batch.step()
 
@@ -92,7 +94,10 @@ def run_batch(batch: RunningBatch, requests: list[TextRequest], draw: random.Ran
     ("name", "max_rows", "num_clients"),
     [*((name, 4, 10) for name in BATCH_VARIANTS), ("default", 1, 3), ("windows", 20, 20)],
 )
-def test_texts_of_requests_that_join_and_leave_a_batch_are_those_alone(name, max_rows, num_clients):
+def test_texts_of_requests_that_join_and_leave_a_batch_are_those_alone(
+    name, max_rows, num_clients, monkeypatch
+):
+    monkeypatch.setattr("engine.serving.batching.MAX_PREFILL_TOKENS", 9)
     model = new_model(name)
     draw = random.Random(name)
     clients = [Client(draw) for _ in range(num_clients)]
@@ -101,6 +106,54 @@ def test_texts_of_requests_that_join_and_leave_a_batch_are_those_alone(name, max
         assert client.text == client.text_alone(model)
         assert client.received.index(None) == len(client.received) - 1
     assert len({client.text for client in clients}) > num_clients // 3
+
+
+def test_a_long_prompt_is_computed_between_the_steps_of_the_others(monkeypatch):
+    monkeypatch.setattr("engine.serving.batching.MAX_PREFILL_TOKENS", 8)
+    model = new_model()
+    draw = random.Random(4)
+    short, long, left = (Client(draw) for _ in range(3))
+    long.prompt = [*range(30)]
+    short.prompt = [*range(3)]
+    for client in (short, long):
+        client.stop = ()
+        client.limit = 20
+    batch = new_batch(model, 4)
+    batch.add(short.request())
+    batch.add(long.request())
+    while batch.joining:
+        num_received = len(short.received)
+        batch.step()
+        batch.prefill()
+        assert len(short.received) == num_received + 1
+    assert len(short.received) == 1 + 3 and len(long.received) == 1  # 8, 8, 8 and 6 tokens
+    left.prompt = [*range(30)]
+    request = left.request()
+    batch.add(request)
+    request.is_cancelled = True
+    batch.prefill()
+    assert batch.joining is None and left.received == []
+    run_batch(batch, [], draw)
+    assert [short.text, long.text] == [client.text_alone(model) for client in (short, long)]
+
+
+def test_memory_grows_with_the_sequences_and_is_freed_with_the_last(monkeypatch):
+    model = new_model()
+    batch = new_batch(model, 32)
+    clients = [Client(random.Random(6)) for _ in range(5)]
+    for count, client in enumerate(clients, 1):
+        client.limit = 20
+        batch.add(client.request())
+        (num_rows,) = {cache.keys_values.shape[1] for cache in batch.caches}
+        assert count <= num_rows < 2 * count
+    batch.clear()
+    assert all(cache.keys_values.numel() == 0 for cache in batch.caches)
+    row_bytes = 2 * 4 * SMALL.num_layers * SMALL.d_model * CONTEXT_LENGTH
+    for fraction, num_rows in ((0.0, 1), (7.5, 7)):
+        monkeypatch.setattr(
+            "engine.generation.kv_cache.total_memory", lambda device, f=fraction: 4 * f * row_bytes
+        )
+        assert max_cached_rows(model) == num_rows
 
 
 def test_requests_that_are_cancelled_change_no_other_and_receive_nothing_more():
@@ -173,7 +226,7 @@ def test_a_row_attends_as_a_cache_of_its_own(window, num_groups):
     torch.manual_seed(0)
     lengths = [1, 9, 150, 30]
     rows = RowLengths(200, torch.device("cpu"))
-    cache = RowCache(rows, 4, num_groups, 8, torch.empty(0), window)
+    cache = RowCache(rows, num_groups, 8, torch.empty(0), window)
     alone = [KVCache(1, num_groups, 200, 8, torch.empty(0), window) for _ in lengths]
     for row, (own, length) in enumerate(zip(alone, lengths, strict=True)):
         own.append(*torch.randn(2, 1, num_groups, length, 8))
@@ -241,7 +294,8 @@ def worker():
     worker.stop()
 
 
-def test_requests_of_many_threads_are_answered_as_alone(worker):
+def test_requests_of_many_threads_are_answered_as_alone(worker, monkeypatch):
+    monkeypatch.setattr("engine.serving.batching.MAX_PREFILL_TOKENS", 9)
     draw = random.Random(7)
     clients = [Client(draw) for _ in range(16)]
 
