@@ -96,19 +96,20 @@ def new_caches(model: GPT, batch_size: int, max_length: float = math.inf) -> lis
     return [KVCache(*shape, like, window) for window in config.layer_windows]
 
 
-def max_cached_rows(model: GPT) -> int:
-    """Return how many sequences of full length fit in the memory for caches, at least 1."""
+def max_cached_rows(model: GPT, limit: int) -> int:
+    """Return how many sequences of full length fit in the memory for caches, from 1 to a limit."""
     config = model.config
     like = next(model.parameters())
     num_values = 2 * config.num_layers * config.num_groups * config.head_width
     row_bytes = num_values * config.context_length * like.element_size()
-    return max(1, int(MAX_CACHE_FRACTION * total_memory(like.device) // row_bytes))
+    return int(max(1, min(limit, MAX_CACHE_FRACTION * total_memory(like.device) / row_bytes)))
 
 
 class RowLengths:
     """The lengths of sequences in the rows of :class:`RowCache`, the same in all blocks."""
 
-    def __init__(self, max_length: int, device: torch.device):
+    def __init__(self, max_rows: int, max_length: int, device: torch.device):
+        self.max_rows = max_rows
         self.max_length = max_length
         self.lengths = torch.empty(0, dtype=torch.long, device=device)  # (N,)
         self.longest = 0
@@ -168,11 +169,16 @@ class RowCache:
         return attend_from_last(query, keys, values, self.rows.visible(self.window))
 
     def reserve(self, num_rows: int, length: int) -> None:
-        """Make room for sequences of a length. Room grows at least to twice the size."""
+        """Make room for num_rows sequences of a length.
+
+        What grows has at least twice the size afterwards, up to its limit.
+        """
         max_rows = self.keys_values.shape[1]
         capacity = self.keys_values.shape[3]
-        more_rows = max(num_rows - max_rows, max_rows) if num_rows > max_rows else 0
+        more_rows = 0
         more_positions = 0
+        if num_rows > max_rows:
+            more_rows = min(max(2 * max_rows, num_rows), self.rows.max_rows) - max_rows
         if length > capacity:
             larger = min(max(MIN_ROW_POSITIONS, 2 * capacity, length), self.rows.max_length)
             more_positions = larger - capacity

@@ -113,12 +113,12 @@ class PageServer:
     def accept(self, runner: web.AppRunner) -> asyncio.BaseProtocol:
         """Return the protocol of a new connection, and close old ones that are idle."""
         assert runner.server is not None
-        # In a burst each connection is counted before the next call, and so not all at the end.
+        # Called soon, not now: in a burst, asyncio accepts all before any counts as connected.
         asyncio.get_running_loop().call_soon(self.close_idle, runner.server)
         return runner.server()
 
     def close_idle(self, server: web.Server) -> None:
-        """Close the oldest connections without a request, but MAX_IDLE_CONNECTIONS."""
+        """Close connections without a request, except for the newest MAX_IDLE_CONNECTIONS."""
         idle = [protocol for protocol in server.connections if protocol not in self.busy]
         for connection in idle[:-MAX_IDLE_CONNECTIONS]:
             connection.force_close()
@@ -142,8 +142,8 @@ class PageServer:
 
     def foreign_reason(self, request: web.Request) -> str:
         """Return the reason to refuse a request that another site may have sent; "" if none."""
-        port = "" if self.port == HTTP_PORT else f":{self.port}"  # as clients write it
-        hosts = [f"{host}{port}" for host in LOCAL_HOSTS]
+        hosts = [f"{host}:{self.port}" for host in LOCAL_HOSTS]
+        hosts += LOCAL_HOSTS if self.port == HTTP_PORT else ()
         if request.headers.getall("Host", []) not in [[host] for host in hosts]:
             return f"the host must be {hosts[0]}"
         if not {*request.headers.getall("Origin", [])} <= {f"http://{host}" for host in hosts}:

@@ -90,7 +90,7 @@ class Api:
         self.context_length = generator.model.config.context_length
         self.completions: set[Completion] = set()
         banned = banned_tokens(generator.tokenizer, generator.model, generator.ends)
-        num_rows = min(MAX_ROWS, max_cached_rows(generator.model))
+        num_rows = max_cached_rows(generator.model, MAX_ROWS)
         batch = RunningBatch(generator.decoder, num_rows, banned)
         self.worker = BatchWorker(batch, MAX_WAITING_TEXTS)
         created = int(time.time())

@@ -1,7 +1,7 @@
 """Continuous batching: many requests are decoded together, and join and leave at any step.
 
-Each text equals that of :func:`engine.generation.generate.complete_streams` for its prompt and
-seed, whatever else is in the batch.
+In float32 each text equals that of :func:`engine.generation.generate.complete_streams` for its
+prompt and seed, whatever else is in the batch.
 """
 
 import logging
@@ -82,41 +82,42 @@ class RunningBatch:
         self.device = next(model.parameters()).device
         self.banned = torch.tensor(list(banned), dtype=torch.long, device=self.device)
         self.requests: list[TextRequest] = []  # in the order of the rows
-        self.rows = RowLengths(model.config.context_length, self.device)
+        self.rows = RowLengths(max_rows, model.config.context_length, self.device)
         self.caches = new_row_caches(model, self.rows)
-        self.joining: Prefill | None = None
+        self.unfinished_prefill: Prefill | None = None
 
     def add(self, request: TextRequest) -> None:
-        """Prefill the first tokens of a request; if there are more, it is ``joining``."""
+        """Prefill the first tokens of a request; continue_prefill computes further ones."""
         if request.reports_prompt:
             self.report_prompt(request)
         if request.stream.max_tokens == 0:
             request.stream.is_cut = True
             request.receive(None)
             return
-        self.joining = Prefill(request, new_caches(self.model, 1, len(request.ids)))
-        self.prefill()
+        caches = new_caches(self.model, 1, len(request.ids))
+        self.unfinished_prefill = Prefill(request, caches)
+        self.continue_prefill()
 
     @torch.inference_mode()
-    def prefill(self) -> None:
-        """Prefill the joining request further; at its end, draw a token and assign it a row."""
-        joining = self.joining
-        self.joining = None
-        if joining is None or joining.request.is_cancelled:
+    def continue_prefill(self) -> None:
+        """Compute more of the unfinished prompt; at its end, draw a token and assign it a row."""
+        prefill = self.unfinished_prefill
+        self.unfinished_prefill = None
+        if prefill is None or prefill.request.is_cancelled:
             return
-        request = joining.request
+        request = prefill.request
         num_tokens = len(request.ids)
-        start = joining.caches[0].filled
+        start = prefill.caches[0].filled
         end = min(start + MAX_PREFILL_TOKENS, num_tokens)
         tokens = torch.tensor([request.ids[start:end]], device=self.device)
-        logits = self.model(tokens, caches=joining.caches)[:, -1]
+        logits = self.model(tokens, caches=prefill.caches)[:, -1]
         if end < num_tokens:
-            self.joining = joining
+            self.unfinished_prefill = prefill
             return
         self.draw(logits, [request])
         if request.stream.ended:
             return
-        for rows, cache in zip(self.caches, joining.caches, strict=True):
+        for rows, cache in zip(self.caches, prefill.caches, strict=True):
             rows.insert(len(self.requests), cache)
         lengths = self.rows.lengths
         self.rows.replace(torch.cat((lengths, lengths.new_tensor([num_tokens]))))
@@ -222,6 +223,7 @@ class BatchWorker:
 
     A waiting request gets a free row between two steps, one request at a time. Between two steps at
     most MAX_PREFILL_TOKENS of a prompt are computed, so that a long one does not stop the others.
+    Only a prompt whose own logprobs are requested is also computed at once.
     """
 
     def __init__(self, batch: RunningBatch, max_waiting: int):
@@ -256,14 +258,14 @@ class BatchWorker:
     def _run(self) -> None:
         while True:
             with self.condition:
-                joining = self.batch.joining
-                while not (self.waiting or self.batch.requests or joining or self.is_stopping):
+                prefill = self.batch.unfinished_prefill
+                while not (self.waiting or self.batch.requests or prefill or self.is_stopping):
                     self.condition.wait()
                 if self.is_stopping:
                     return
-                request = None if joining else self._next_request()
-            if joining:
-                self._attempt(self.batch.prefill, [joining.request])
+                request = None if prefill else self._next_request()
+            if prefill:
+                self._attempt(self.batch.continue_prefill, [prefill.request])
             elif request:
                 self._attempt(self.batch.add, [request], request)
             if not self._attempt(self.batch.step, self.batch.requests):

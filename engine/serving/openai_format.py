@@ -217,8 +217,12 @@ class ChoiceWriter:
     def __post_init__(self) -> None:
         stream = self.request.stream
         self.tokenizer = stream.tokenizer
-        starts_text = self.request.reports_prompt or stream.starts_text
-        self.drops_space = self.tokenizer.adds_leading_space and starts_text
+        # The indices of the tokens that start a text: of the prompt, and of its continuation.
+        self.text_starts = {0} if self.request.reports_prompt else set()
+        if stream.starts_text:
+            self.text_starts.add(len(stream.prompt) if self.request.reports_prompt else 0)
+        self.drops_space = False
+        self.num_tokens = 0
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.num_characters = 0  # of the tokens so far
 
@@ -270,6 +274,9 @@ class ChoiceWriter:
         tops = []
         for token in tokens:
             offsets.append(self.num_characters)
+            if self.num_tokens in self.text_starts:
+                self.drops_space = self.tokenizer.adds_leading_space
+            self.num_tokens += 1
             text = self.decoder.decode(token_text(self.tokenizer, token.id)[1])
             if self.drops_space and text:  # as in the text of the choice
                 text = text.removeprefix(" ")

@@ -151,7 +151,7 @@ def test_rows_of_different_lengths_rotate_each_by_its_own_positions(kind, decode
     model = random_model(dataclasses.replace(SMALL, **kind))
     decoder = decode(model)
     prompts = [torch.randint(37, (1, length)) for length in (3, 7)]
-    rows = RowLengths(16, torch.device("cpu"))
+    rows = RowLengths(2, 16, torch.device("cpu"))
     row_caches = new_row_caches(decoder, rows)
     for row, prompt in enumerate(prompts):
         caches = new_caches(decoder, 1)

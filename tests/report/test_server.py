@@ -246,7 +246,8 @@ def test_idle_connections_make_room_for_new_ones_and_cost_no_answer(monkeypatch,
 
 def test_the_port_of_http_may_be_left_out_of_the_host(server, monkeypatch):
     port = server.port
-    for host, number, is_served in (("localhost", 80, True), ("localhost", port, False)):
+    cases = [("localhost", 80, True), ("localhost:80", 80, True), ("localhost", port, False)]
+    for host, number, is_served in cases:
         monkeypatch.setattr(server, "port", number)
         headers = {"Host": host, "Origin": f"http://{host}"}
         request = make_mocked_request("GET", f"/?token={server.token}", headers)
@@ -460,11 +461,12 @@ def test_nothing_can_be_typed_before_the_settings_have_come(browser, inspector):
     from playwright.sync_api import expect
 
     page = browser.new_context().new_page()  # whose console reports the failed request
+    page.set_default_timeout(20_000)
     release = threading.Event()
     is_broken = False
 
     def about(question: Any) -> Iterator[dict]:
-        release.wait(10)
+        release.wait(60)
         if is_broken:
             raise UserError("The model is gone.")
         yield from inspector.about(question)

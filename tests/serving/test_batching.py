@@ -82,22 +82,27 @@ def new_batch(model, max_rows: int) -> RunningBatch:
 def run_batch(batch: RunningBatch, requests: list[TextRequest], draw: random.Random) -> None:
     """Add each request at a random moment, as soon as there is room."""
     waiting = [*requests]
-    while waiting or batch.requests or batch.joining:
-        if batch.joining:
-            batch.prefill()
+    while waiting or batch.requests or batch.unfinished_prefill:
+        if batch.unfinished_prefill:
+            batch.continue_prefill()
         elif waiting and len(batch.requests) < batch.max_rows and draw.random() < 0.7:
             batch.add(waiting.pop(0))
         batch.step()
 
 
 @pytest.mark.parametrize(
-    ("name", "max_rows", "num_clients"),
-    [*((name, 4, 10) for name in BATCH_VARIANTS), ("default", 1, 3), ("windows", 20, 20)],
+    ("name", "max_rows", "num_clients", "num_prefill_tokens"),
+    [
+        *((name, 4, 10, 9) for name in BATCH_VARIANTS),
+        ("default", 1, 3, 9),
+        ("windows", 20, 20, 2),
+        ("qwen3", 4, 10, 2),
+    ],
 )
 def test_texts_of_requests_that_join_and_leave_a_batch_are_those_alone(
-    name, max_rows, num_clients, monkeypatch
+    name, max_rows, num_clients, num_prefill_tokens, monkeypatch
 ):
-    monkeypatch.setattr("engine.serving.batching.MAX_PREFILL_TOKENS", 9)
+    monkeypatch.setattr("engine.serving.batching.MAX_PREFILL_TOKENS", num_prefill_tokens)
     model = new_model(name)
     draw = random.Random(name)
     clients = [Client(draw) for _ in range(num_clients)]
@@ -112,48 +117,51 @@ def test_a_long_prompt_is_computed_between_the_steps_of_the_others(monkeypatch):
     monkeypatch.setattr("engine.serving.batching.MAX_PREFILL_TOKENS", 8)
     model = new_model()
     draw = random.Random(4)
-    short, long, left = (Client(draw) for _ in range(3))
-    long.prompt = [*range(30)]
+    short, long, cancelled = (Client(draw) for _ in range(3))
     short.prompt = [*range(3)]
-    for client in (short, long):
+    for client in (short, long, cancelled):
+        client.prompt = client.prompt if client is short else [*range(30)]
+        client.filters = FilterOptions(temperature=0.0)
         client.stop = ()
         client.limit = 20
     batch = new_batch(model, 4)
     batch.add(short.request())
     batch.add(long.request())
-    while batch.joining:
+    while batch.unfinished_prefill:
         num_received = len(short.received)
         batch.step()
-        batch.prefill()
+        batch.continue_prefill()
         assert len(short.received) == num_received + 1
     assert len(short.received) == 1 + 3 and len(long.received) == 1  # 8, 8, 8 and 6 tokens
-    left.prompt = [*range(30)]
-    request = left.request()
+    request = cancelled.request()
     batch.add(request)
     request.is_cancelled = True
-    batch.prefill()
-    assert batch.joining is None and left.received == []
+    batch.continue_prefill()
+    assert batch.unfinished_prefill is None and cancelled.received == []
     run_batch(batch, [], draw)
     assert [short.text, long.text] == [client.text_alone(model) for client in (short, long)]
 
 
-def test_memory_grows_with_the_sequences_and_is_freed_with_the_last(monkeypatch):
-    model = new_model()
-    batch = new_batch(model, 32)
-    clients = [Client(random.Random(6)) for _ in range(5)]
-    for count, client in enumerate(clients, 1):
+def test_memory_grows_with_the_sequences_and_is_freed_with_the_last():
+    batch = new_batch(new_model(), 5)
+    draw = random.Random(6)
+    for count in range(1, 6):
+        client = Client(draw, max_prompt=10)
+        client.stop = ()
         client.limit = 20
         batch.add(client.request())
         (num_rows,) = {cache.keys_values.shape[1] for cache in batch.caches}
-        assert count <= num_rows < 2 * count
-    batch.clear()
+        assert count <= num_rows <= min(2 * count - 1, 5)
+    run_batch(batch, [], draw)
     assert all(cache.keys_values.numel() == 0 for cache in batch.caches)
+
+
+@pytest.mark.parametrize(("num_rows", "expected"), [(0.0, 1), (7.5, 7), (33.0, 32), (math.inf, 32)])
+def test_caches_are_limited_to_a_quarter_of_the_memory(num_rows, expected, monkeypatch):
     row_bytes = 2 * 4 * SMALL.num_layers * SMALL.d_model * CONTEXT_LENGTH
-    for fraction, num_rows in ((0.0, 1), (7.5, 7)):
-        monkeypatch.setattr(
-            "engine.generation.kv_cache.total_memory", lambda device, f=fraction: 4 * f * row_bytes
-        )
-        assert max_cached_rows(model) == num_rows
+    memory = 4 * num_rows * row_bytes
+    monkeypatch.setattr("engine.generation.kv_cache.total_memory", lambda device: memory)
+    assert max_cached_rows(new_model(), 32) == expected
 
 
 def test_requests_that_are_cancelled_change_no_other_and_receive_nothing_more():
@@ -225,7 +233,7 @@ def test_a_text_of_no_tokens_is_cut():
 def test_a_row_attends_as_a_cache_of_its_own(window, num_groups):
     torch.manual_seed(0)
     lengths = [1, 9, 150, 30]
-    rows = RowLengths(200, torch.device("cpu"))
+    rows = RowLengths(4, 200, torch.device("cpu"))
     cache = RowCache(rows, num_groups, 8, torch.empty(0), window)
     alone = [KVCache(1, num_groups, 200, 8, torch.empty(0), window) for _ in lengths]
     for row, (own, length) in enumerate(zip(alone, lengths, strict=True)):
@@ -340,20 +348,28 @@ def test_a_full_queue_takes_all_requests_of_a_job_or_none_and_forgets_cancelled_
     assert is_served == [i not in (3, 6, 11) for i in range(12)]
 
 
-@pytest.mark.parametrize("method", ["add", "step"])
+@pytest.mark.parametrize("method", ["add", "continue_prefill", "step"])
 @pytest.mark.parametrize("error", [UserError("a mistake"), RuntimeError("a bug")])
 def test_an_error_goes_to_the_requests_it_concerns_and_the_thread_continues(
-    worker, caplog, method, error
+    worker, caplog, monkeypatch, method, error
 ):
+    monkeypatch.setattr("engine.serving.batching.MAX_PREFILL_TOKENS", 9)
     clients = [Client(random.Random(number)) for number in range(4)]
+    clients[1].prompt = [*range(30)]
     for client in clients:
         client.limit = CONTEXT_LENGTH - len(client.prompt)
         client.stop = ()
     original = getattr(worker.batch, method)
     bad = clients[1].request()
 
+    def raise_error(num_tokens: int) -> None:
+        raise error
+
     def fail(*arguments: Any) -> None:
-        if bad in (*arguments, *(worker.batch.requests if method == "step" else [])):
+        prefill = worker.batch.unfinished_prefill
+        if method == "continue_prefill" and prefill.request is bad and prefill.caches[0].filled:
+            prefill.caches[0].next_positions = raise_error
+        elif bad in (*arguments, *(worker.batch.requests if method == "step" else [])):
             raise error
         original(*arguments)
 
@@ -364,7 +380,7 @@ def test_an_error_goes_to_the_requests_it_concerns_and_the_thread_continues(
     for client in clients:
         assert client.has_ended.wait(WAIT_SECONDS)
     assert clients[3].text == clients[3].text_alone(worker.batch.model)
-    if method == "add":
+    if method != "step":
         assert clients[0].text == clients[0].text_alone(worker.batch.model)
     assert ("a bug" in caplog.text) == isinstance(error, RuntimeError)
 

@@ -38,9 +38,16 @@ def test_of_alternatives_with_equal_texts_the_most_likely_is_listed():
 
 @pytest.mark.parametrize(
     ("options", "offsets"),
-    [({}, [0, 2]), ({"starts_text": True}, [0, 1]), ({"reports_prompt": True}, [0, 1])],
+    [
+        ({}, [0, 2]),
+        ({"starts_text": True}, [0, 1]),
+        ({"reports_prompt": True}, [0, 1]),
+        ({"starts_text": True, "reports_prompt": True}, [0, 4, 5]),
+    ],
 )
 def test_offsets_do_not_count_the_space_that_a_tokenizer_adds_at_the_start(options, offsets):
-    writer = new_writer({1: b" a", 2: b" b"}, adds_leading_space=True, **options)
+    writer = new_writer({0: b"</s>", 1: b" a", 2: b" b"}, adds_leading_space=True, **options)
     tokens = [Token(1, "a", -1.0), Token(2, " b", -1.0)]
+    if len(offsets) > len(tokens):
+        tokens.insert(0, Token(0, "</s>"))
     assert writer.full_choice(tokens, "stop")["logprobs"]["text_offset"] == offsets
