@@ -84,7 +84,8 @@ class PageServer:
             problem = f"--host: not an IPv4 address or a name of this machine (got {host})"
             raise UserError(f"{problem}. Give one, such as 0.0.0.0.") from None
         except OSError as error:
-            problem = f"--port: not available (got {host}:{port}: {error.strerror})"
+            reason = os.strerror(error.errno) if error.errno else error
+            problem = f"--port: not available (got {host}:{port}: {reason})"
             raise UserError(f"{problem}. Choose another, or leave it out.") from None
         self.port = self.socket.getsockname()[1]
         self.address = f"http://{LOCAL_HOST}:{self.port}/?token={self.token}"
