@@ -6,6 +6,7 @@ the address. A question is a JSON object; its answer is a stream of JSON objects
 
 import asyncio
 import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -80,10 +81,10 @@ class PageServer:
         self.busy: set[asyncio.BaseProtocol] = set()  # with a request in progress
         try:
             self.socket = socket.create_server((socket.gethostbyname(host), port))
-        except socket.gaierror:
-            problem = f"--host: not an IPv4 address or a name of this machine (got {host})"
-            raise UserError(f"{problem}. Give one, such as 0.0.0.0.") from None
         except OSError as error:
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                problem = f"--host: not an IPv4 address or a name of this machine (got {host})"
+                raise UserError(f"{problem}. Give one, such as 0.0.0.0.") from None
             reason = os.strerror(error.errno) if error.errno else error
             problem = f"--port: not available (got {host}:{port}: {reason})"
             raise UserError(f"{problem}. Choose another, or leave it out.") from None

@@ -414,9 +414,10 @@ def test_other_machines_are_served_only_with_a_key(flags, capsys):
     assert stop.value.code == 2 and "--api-key" in capsys.readouterr().err
 
 
-def test_a_host_without_an_address_is_named():
+@pytest.mark.parametrize("host", ["nosuch.invalid", "192.0.2.1"])  # reserved for examples
+def test_a_host_that_is_not_this_machine_is_named(host):
     with pytest.raises(UserError, match="--host"):
-        PageServer({}, 0, "nosuch.invalid")
+        PageServer({}, 0, host)
 
 
 def test_a_model_without_chats_refuses_them():
