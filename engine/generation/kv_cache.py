@@ -173,15 +173,14 @@ class RowCache:
 
         What grows has at least twice the size afterwards, up to its limit.
         """
-        max_rows = self.keys_values.shape[1]
-        capacity = self.keys_values.shape[3]
-        more_rows = 0
-        more_positions = 0
-        if num_rows > max_rows:
-            more_rows = min(max(2 * max_rows, num_rows), self.rows.max_rows) - max_rows
+        row_capacity = new_row_capacity = self.keys_values.shape[1]
+        capacity = new_capacity = self.keys_values.shape[3]
+        if num_rows > row_capacity:
+            new_row_capacity = min(max(2 * row_capacity, num_rows), self.rows.max_rows)
         if length > capacity:
-            larger = min(max(MIN_ROW_POSITIONS, 2 * capacity, length), self.rows.max_length)
-            more_positions = larger - capacity
+            new_capacity = min(max(MIN_ROW_POSITIONS, 2 * capacity, length), self.rows.max_length)
+        more_rows = new_row_capacity - row_capacity
+        more_positions = new_capacity - capacity
         if more_rows or more_positions:
             padding = (0, 0, 0, more_positions, 0, 0, 0, more_rows)
             self.keys_values = F.pad(self.keys_values, padding)

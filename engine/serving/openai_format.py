@@ -217,10 +217,11 @@ class ChoiceWriter:
     def __post_init__(self) -> None:
         stream = self.request.stream
         self.tokenizer = stream.tokenizer
+        num_reported = len(stream.prompt) if self.request.reports_prompt else 0
         # The indices of the tokens that start a text: of the prompt, and of its continuation.
-        self.text_starts = {0} if self.request.reports_prompt else set()
+        self.text_starts = {0} if num_reported else set()
         if stream.starts_text:
-            self.text_starts.add(len(stream.prompt) if self.request.reports_prompt else 0)
+            self.text_starts.add(num_reported)
         self.drops_space = False
         self.num_tokens = 0
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
