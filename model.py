@@ -10,17 +10,35 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.nn.attention import Cache, Caches, attend
-from engine.nn.layers import FusedLinear, LayerPair, RMSNorm, dropout, make_embedding, make_norm
+from engine.nn.layers import FusedLinear, RMSNorm, dropout, make_embedding, make_norm
 from engine.nn.loss import soft_cap, training_loss, validation_loss
 from engine.nn.positions import check_scaling, position_range, rotate, rotations, sinusoids
 from engine.nn.specs import ParameterSpec, draw_initial_values, match_specs
+
+# The least and the largest value of each number in ModelConfig; of a tuple, of its items.
+MODEL_BOUNDS: dict[str, tuple[float, float]] = {
+    "vocab_size": (1, 10**8),
+    "context_length": (1, 10**7),
+    "num_layers": (1, 10**4),
+    "num_heads": (1, 10**4),
+    "num_kv_heads": (1, 10**4),
+    "head_dim": (1, 10**6),
+    "windows": (0, 10**7),
+    "d_model": (1, 10**6),
+    "d_ff": (1, 10**7),
+    "dropout": (0.0, 0.999),
+    "rope_base": (1.0, 1e15),
+    "rope_scaling": (1e-6, 1e9),
+    "norm_epsilon": (1e-20, 1.0),
+    "logit_softcap": (0.0, 1e6),
+}
 
 
 @dataclass(frozen=True)
@@ -69,19 +87,32 @@ class ModelConfig:
 
     @property
     def epsilon(self) -> float:
-        return self.norm_epsilon or (1e-5 if self.norm == "layernorm" else 1e-6)
+        if self.norm_epsilon is not None:
+            return self.norm_epsilon
+        return 1e-5 if self.norm == "layernorm" else 1e-6
 
     @property
     def feed_forward_width(self) -> int:
         """By default SwiGLU's three matrices have as many weights as two: Shazeer 2020, sec. 3."""
+        if self.d_ff is not None:
+            return self.d_ff
         if self.activation == "swiglu":
-            return self.d_ff or 32 * math.ceil(self.d_model / 12)  # a multiple of 32
-        return self.d_ff or 4 * self.d_model
+            return 32 * math.ceil(self.d_model / 12)  # a multiple of 32
+        return 4 * self.d_model
+
+    def check_bounds(self) -> None:
+        """Raise ValueError for a number outside of MODEL_BOUNDS, or of another type."""
+        for name, (least, largest) in MODEL_BOUNDS.items():
+            value = getattr(self, name)
+            for number in value if isinstance(value, tuple) else (value,):
+                types = int if isinstance(least, int) else (int, float)
+                is_number = isinstance(number, types) and not isinstance(number, bool)
+                if number is not None and not (is_number and least <= number <= largest):
+                    bounds = f"from {least:,} to {largest:,}"
+                    raise ValueError(f"{name} must be {bounds} (got {number})")
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if type(value) is int and value <= 0:
-                raise ValueError(f"{name} must be positive (got {value})")
+        self.check_bounds()
         heads = self.num_heads
         if self.head_dim is None and self.d_model % heads:
             raise ValueError(f"num_heads must divide d_model {self.d_model} (got {heads})")
@@ -90,20 +121,18 @@ class ModelConfig:
         if self.position == "rope" and self.head_width % 2:
             raise ValueError(f"head_dim must be even for RoPE (got {self.head_width})")
         check_scaling(self.rope_scaling)
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be at least 0 and below 1 (got {self.dropout})")
 
 
 class Head(nn.Module):
     """Attention head with its own query, key and value projections: Vaswani et al. 2017, eq. 1.
 
     With grouped-query attention (Ainslie et al. 2023), the heads of a group share one key and one
-    value projection. All heads of a block share the norms of queries and keys. With RoPE, scores
-    are the paper's once the halves of queries and keys are swapped and interleaved: :func:`rotate`.
+    value projection, those of its first head. All heads of a block share the norms of queries and
+    keys, those of the first head. With RoPE, scores are the paper's once the halves of queries and
+    keys are swapped and interleaved: :func:`rotate`.
     """
 
-    def __init__(self, config: ModelConfig, window: int, key_value: LayerPair, qk_norms: LayerPair):
-        """Share the key_value and qk_norms layers of an earlier head; None: make new ones."""
+    def __init__(self, config: ModelConfig, window: int, starts_group: bool, starts_block: bool):
         super().__init__()
         has_bias = config.bias or config.qkv_bias
         make_linear = partial(nn.Linear, config.d_model, config.head_width, bias=has_bias)
@@ -111,33 +140,34 @@ class Head(nn.Module):
         make_rms_norm = partial(RMSNorm, config.head_width, config.epsilon, is_weighted)
         make_qk_norm = make_rms_norm if config.qk_norm else nn.Identity
         self.query = make_linear()
-        if key_value is None:
+        if starts_group:
             self.key = make_linear()
             self.value = make_linear()
-        if qk_norms is None:
+        if starts_block:
             self.query_norm = make_qk_norm()
             self.key_norm = make_qk_norm()
-        # Layers in a tuple are not registered: a shared layer is saved once, with its first head.
-        self.key_value = key_value or (self.key, self.value)
-        self.qk_norms = qk_norms or (self.query_norm, self.key_norm)
         self.window = window
 
-    def attention(self, x: Tensor, rotation: Tensor | None) -> Tensor:
-        """Return attention weights, (B, T, D) → (B, T, T): each row is a distribution."""
-        key, _ = self.key_value
-        query_norm, key_norm = self.qk_norms
-        q = rotate(query_norm(self.query(x)), rotation)  # (B, T, K)
-        k = rotate(key_norm(key(x)), rotation)
+    def attention(
+        self, x: Tensor, rotation: Tensor | None, group_head: "Head", block_head: "Head"
+    ) -> Tensor:
+        """Return attention weights, (B, T, D) → (B, T, T): each row is a distribution.
+
+        group_head and block_head are the first heads of this head's group and block.
+        """
+        q = rotate(block_head.query_norm(self.query(x)), rotation)  # (B, T, K)
+        k = rotate(block_head.key_norm(group_head.key(x)), rotation)
         scores = q @ k.mT / math.sqrt(k.shape[-1])  # (B, T, T)
         mask = torch.ones_like(scores, dtype=torch.bool).tril()
         if self.window:
             mask = mask.triu(1 - self.window)  # Beltagy et al. 2020
         return scores.masked_fill(~mask, -math.inf).softmax(dim=-1)
 
-    def forward(self, x: Tensor, rotation: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Tensor | None, group_head: "Head", block_head: "Head"
+    ) -> Tensor:
         """Return the weighted mean of the values, (B, T, D) → (B, T, K)."""
-        _, value = self.key_value
-        return self.attention(x, rotation) @ value(x)
+        return self.attention(x, rotation, group_head, block_head) @ group_head.value(x)
 
 
 class MultiHeadAttention(nn.Module):
@@ -148,37 +178,47 @@ class MultiHeadAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, window: int = 0):
         super().__init__()
-        group_size = config.num_heads // config.num_groups
-        heads: list[Head] = []
-        for index in range(config.num_heads):
-            key_value = heads[-1].key_value if index % group_size else None
-            qk_norms = heads[0].qk_norms if heads else None
-            heads.append(Head(config, window, key_value, qk_norms))
-        self.heads = nn.ModuleList(heads)
+        self.group_size = config.num_heads // config.num_groups
+        self.heads = nn.ModuleList(
+            Head(config, window, index % self.group_size == 0, index == 0)
+            for index in range(config.num_heads)
+        )
         heads_width = config.num_heads * config.head_width
         self.projection = nn.Linear(heads_width, config.d_model, bias=config.bias)
-        keys = [head.key for head in heads[::group_size]]
-        values = [head.value for head in heads[::group_size]]
-        self.fused_qkv = FusedLinear([head.query for head in heads] + keys + values)
-        self.qk_norms = heads[0].qk_norms
+        self.fused_qkv = FusedLinear(self.qkv_layers)
         self.window = window
         self.num_groups = config.num_groups
         self.head_width = config.head_width
         self.attention_dropout = config.dropout
         self.dropout = config.dropout
 
+    def qkv_layers(self) -> list[nn.Module]:
+        """Return the projections to queries, keys and values, as they are now."""
+        heads = cast(list[Head], list(self.heads))
+        group_heads = heads[:: self.group_size]
+        queries = [head.query for head in heads]
+        keys = [head.key for head in group_heads]
+        return [*queries, *keys, *[head.value for head in group_heads]]
+
+    def heads_with_shared(self) -> Iterator[tuple[Head, Head, Head]]:
+        """Yield each head, with the first heads of its group and of the block."""
+        heads = cast(list[Head], list(self.heads))
+        for index, head in enumerate(heads):
+            yield head, heads[index - index % self.group_size], heads[0]
+
     def loop(self, x: Tensor, rotation: Tensor | None) -> Tensor:
         """Compute one head after the other, without dropout: (B, T, D) → (B, T, D)."""
-        return self.projection(torch.cat([head(x, rotation) for head in self.heads], dim=-1))
+        outputs = [head(x, rotation, *shared) for head, *shared in self.heads_with_shared()]
+        return self.projection(torch.cat(outputs, dim=-1))
 
     def forward(self, x: Tensor, rotation: Tensor | None, cache: Cache | None = None) -> Tensor:
         """Compute all heads, (B, T, D) → (B, T, D). With a cache, x follows its positions."""
         B, T, _ = x.shape
         qkv = self.fused_qkv(x).view(B, T, -1, self.head_width).transpose(1, 2)
         q, k, v = qkv.split((len(self.heads), self.num_groups, self.num_groups), dim=1)
-        query_norm, key_norm = self.qk_norms
-        q = rotate(query_norm(q), rotation)  # (B, H, T, K)
-        k = rotate(key_norm(k), rotation)  # (B, G, T, K)
+        block_head = cast(Head, self.heads[0])
+        q = rotate(block_head.query_norm(q), rotation)  # (B, H, T, K)
+        k = rotate(block_head.key_norm(k), rotation)  # (B, G, T, K)
         if cache is None:
             mixed = attend(q, k, v, self.attention_dropout if self.training else 0.0, self.window)
         else:
@@ -272,7 +312,7 @@ class GPT(nn.Module):
         """
         T = tokens.shape[1]
         if caches:
-            positions = caches[0].next_positions(T)
+            positions = caches[0].next_positions()
         else:
             positions = position_range(0, T, self.config.context_length, tokens.device)
         x = self.embed(tokens, positions)

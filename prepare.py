@@ -10,6 +10,7 @@ python prepare.py --show data/NAME                                    describe a
 To resume an interrupted run, run the same command again.
 """
 
+import contextlib
 import os
 import re
 import tempfile
@@ -26,7 +27,7 @@ from engine.core.errors import UserError
 from engine.core.files import exclusive_lock
 from engine.core.settings import check_ranges, parse
 from engine.data import chat
-from engine.data.dataset import is_up_to_date, read_split
+from engine.data.dataset import is_up_to_date, open_dataset
 from engine.data.inputs import examples
 from engine.data.inputs.sources import DEFAULT_ENCODING, STDIN_NAMES, Source, find_sources, kind_of
 from engine.data.inputs.text import normalize_encoding
@@ -145,9 +146,7 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
         sources = list_sources(config, config.inputs, config.hf_split, Path(spool), tokenizer)
         val_sources = list_val_sources(config, Path(spool, "val"), tokenizer)
         val_fraction = 0.0 if val_sources else config.val_fraction or DEFAULT_VAL_FRACTION
-        record = read_split(out)
-        kept = record["kept"] if record.get("val_fraction") == val_fraction else {}
-        corpus = Corpus(sources, val_fraction, val_sources, kept)
+        corpus = Corpus(sources, val_fraction, val_sources)
         origin = origin_of(corpus, config, tokenizer)
         if is_up_to_date(
             out,
@@ -158,10 +157,10 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
         ):
             remove_work_folder(out)
             return out, False
-        if out.exists() and not record:
-            problem = "does not record its validation text"
-            warn(f"{out}: {problem}. If few documents have grown, some of it is for training now.")
         with exclusive_lock(out):
+            replaced = None
+            with contextlib.suppress(UserError, OSError):
+                replaced = open_dataset(out).manifest
             if tokenizer is None:
                 tokenizer = train_tokenizer(
                     corpus,
@@ -174,7 +173,28 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
             if corpus.examples:
                 tokenizer = tokenizer.with_special(chat.special_token_names(tokenizer, config.chat))
             write_dataset(out, corpus, tokenizer, origin, threads, config.ray)
+        new = open_dataset(out).manifest
+        if replaced and (reasons := find_split_changes(replaced, new, corpus.few)):
+            size = f"{replaced['splits']['val']['bytes']:,} bytes were validated before"
+            problem = (
+                f"validates other text than the dataset that it replaces ({', '.join(reasons)})"
+            )
+            warn(f"{out}: {problem}; {size}, and some may be for training now")
     return out, True
+
+
+def find_split_changes(old: dict[str, Any], new: dict[str, Any], is_cut: bool) -> list[str]:
+    """Return why the dataset of one manifest validates other text than that of another.
+
+    Documents that are assigned by their hash stay where they were; the end of a text does not.
+    """
+    origin = old["origin"]
+    names = ("val_fraction", "val", "hf_val_split", "split")
+    changes = [name for name in names if origin.get(name) != new["origin"].get(name)]
+    reasons = [f"{name} was {origin.get(name)}" for name in changes]
+    if is_cut and origin["content"] != new["origin"]["content"]:
+        reasons.append("the end of the text was another")
+    return reasons
 
 
 def check_arguments(config: PrepareConfig) -> None:

@@ -36,14 +36,15 @@ from annotated_types import Ge, Gt, Le, Lt
 from engine.core.device import MIN_BFLOAT16_DECODING_WIDTH, choose_device, choose_dtype
 from engine.core.errors import UserError
 from engine.core.files import read_input
-from engine.core.settings import parse
+from engine.core.pictures import draw_attention
+from engine.core.settings import flatten, parse
 from engine.data.tokenizer import load_tokenizer
-from engine.generation.attention_maps import attention_maps, draw_attention, token_labels
 from engine.generation.chat import converse
-from engine.generation.generate import initial_tokens
 from engine.generation.prompt_file import complete_file
 from engine.generation.sampling import DEFAULT_OPTIONS, TextOptions
+from engine.generation.text_batch import initial_tokens
 from engine.generation.text_generator import DECODING_BATCH_SIZE, DEFAULT_NEW_TOKENS, TextGenerator
+from engine.report.attention_maps import attention_maps, token_labels
 from engine.training.checkpoint import load_model
 from engine.training.run_dir import find_checkpoint
 from model import ModelConfig
@@ -54,6 +55,7 @@ WeightDtype = Literal["auto", "float32", "bfloat16"]
 DEFAULT_API_PORT = 8000
 PAGE_SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
 TEXT_SETTINGS = {"max_new_tokens", "stop", "compile", "quantize", *DEFAULT_OPTIONS}
+SETTINGS_OF_TEXTS = {"chat", "beams", "dtype", *TEXT_SETTINGS}  # they determine completions
 UNUSED_BY_BEAMS = {"num_samples", "batch_size", *DEFAULT_OPTIONS}
 # Mode → the settings that it uses. A mode is named for the setting that selects it; "" is the
 # default. If several are selected, the first is used.
@@ -105,7 +107,7 @@ class SampleConfig:
     dtype: WeightDtype = "auto"
     quantize: Literal["int8"] | None = None  # 8-bit weights: faster on a CPU, and less exact.
     attention: Path | None = None  # Draw the prompt's attention to this PNG file.
-    layer: int | None = None  # The layer to draw, from 1; None: a grid of all.
+    layer: Annotated[int | None, Ge(1)] = None  # The layer to draw, from 1; None: a grid of all.
     # Serve a page in the browser: probabilities, attention, and heads to switch off.
     page: bool = False
     serve: bool = False  # Serve an OpenAI-compatible API, and the page.
@@ -205,7 +207,11 @@ def sample(config: SampleConfig) -> None:
             f"train on them with train.py … {shell_command('--init-from', config.path)}."
         )
     if config.prompts_file and config.out:
-        files = (config.prompts_file, config.out, config.chat)
+        settings = {
+            name: value for name, value in flatten(config).items() if name in SETTINGS_OF_TEXTS
+        }
+        settings["model"] = str(find_checkpoint(config.path).path.resolve())
+        files = (config.prompts_file, config.out, config.chat, settings)
         complete_file(model, *files, **config.options)
     elif config.chat:
         converse(model, config.system, **config.options)

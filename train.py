@@ -16,6 +16,8 @@ if __name__ == "__main__":
     tune_openmp_spinning("train")  # before torch is loaded
 
 import contextlib
+import gc
+import math
 import signal
 import sys
 import time
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from engine.core.device import choose_device, use_deterministic_kernels
 from engine.core.distributed import DistributedContext, init_distributed, single_process
+from engine.core.errors import UserError
 from engine.core.settings import check_ranges, load_settings, to_toml
 from engine.core.sharding import gradient_sync
 from engine.data import batches
@@ -182,6 +185,10 @@ def evaluate_and_save(trainer: Trainer) -> None:
         record = trainer.data.evaluation_record(evaluate(trainer))
         trainer.val_loss = record["val_loss"]
         trainer.notify("on_record", {"step": trainer.step, **record})
+    if not math.isfinite(trainer.val_loss):
+        problem = f"the validation loss must be finite (got {trainer.val_loss})"
+        step = f"step {trainer.last_save[0]:,}" if trainer.last_save[0] else "the start"
+        raise UserError(f"--learning-rate: {problem}. Lower it, and continue from {step}.")
     if trainer.val_loss < trainer.best_val_loss:
         trainer.best_val_loss = trainer.val_loss
         trainer.save()
@@ -251,6 +258,10 @@ def measure_step_seconds(data: Mixture, dist: DistributedContext, config: TrainC
         _, _, grad_norm = train_step(trainer)
         grad_norm.item()  # waits for the device
         seconds.append(time.monotonic() - started_at)
+    del trainer
+    gc.collect()  # a module whose forward is replaced refers to itself
+    if dist.device.type == "cuda":
+        torch.cuda.empty_cache()
     return dist.sum(torch.tensor(min(seconds), dtype=torch.float64)).item() / dist.size
 
 

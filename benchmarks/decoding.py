@@ -27,11 +27,10 @@ import torch
 from annotated_types import Ge
 
 from benchmarks import peers
-from benchmarks.speed import GPT2_SETTINGS
+from benchmarks.speed import GPT2_SETTINGS, NUM_NEW_TOKENS, decode_rows
 from engine.core.settings import parse
 from engine.data.tokenizer import named_tokenizer
-from engine.generation.generate import generate
-from engine.generation.kv_cache import new_caches
+from engine.generation.decoding_engine import DecodingEngine
 from engine.generation.sampling import FilterOptions
 from engine.huggingface import convert, directory, gguf
 from engine.huggingface.families import MODEL_FAMILIES
@@ -48,7 +47,6 @@ GPT2_CONFIG = ModelConfig(
     norm_epsilon=1e-5,
     **GPT2_SETTINGS,
 )
-NUM_NEW_TOKENS = 64
 NUM_FIRST_TOKENS = 8  # of the prompt that is continued
 NUM_PROMPT_TOKENS = 512  # of the prompt that is only read
 COPY_BYTES = 2**28
@@ -95,12 +93,13 @@ class Ours:
         self.model = build_decoder(model, quantize=dtype == "int8")
 
     def decode(self, num_rows: int) -> None:
-        tokens = prompt(NUM_FIRST_TOKENS, num_rows)
-        list(generate(self.model, tokens, NUM_NEW_TOKENS, temperature=0))
+        ids = prompt(NUM_FIRST_TOKENS)[0].tolist()
+        list(decode_rows(self.model, ids, NUM_NEW_TOKENS, num_rows, temperature=0))
 
-    @torch.inference_mode()
     def read(self) -> None:
-        self.model(prompt(NUM_PROMPT_TOKENS), caches=new_caches(self.model, 1))
+        engine = DecodingEngine(self.model)
+        engine.add(prompt(NUM_PROMPT_TOKENS)[0].tolist())
+        engine.read(0)
 
 
 class HuggingFace:
@@ -204,12 +203,12 @@ def default_model_milliseconds(num_rounds: int) -> dict[str, float]:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     decoder = build_decoder(model)
-    tokens = torch.arange(NUM_FIRST_TOKENS)
+    ids = list(range(NUM_FIRST_TOKENS))
     most_likely: FilterOptions = {"temperature": 0}
     sampled: FilterOptions = {"temperature": 0.8, "top_p": 0.95}
     calls = {
-        "most likely": lambda: list(generate(decoder, tokens, NUM_NEW_TOKENS, **most_likely)),
-        "sampled": lambda: list(generate(decoder, tokens, NUM_NEW_TOKENS, **sampled)),
+        "most likely": lambda: list(decode_rows(decoder, ids, NUM_NEW_TOKENS, **most_likely)),
+        "sampled": lambda: list(decode_rows(decoder, ids, NUM_NEW_TOKENS, **sampled)),
     }
     seconds = take_turns(calls, 5 * num_rounds)
     return {name: 1000 * time / NUM_NEW_TOKENS for name, time in seconds.items()}

@@ -70,8 +70,9 @@ class JoinedAttention(MultiHeadAttention):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        weight, _ = self.fused_qkv.concatenate()
+        layers: list[Any] = self.qkv_layers()
+        weight = torch.cat([layer.weight for layer in layers])
         self.fused_qkv = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
         self.fused_qkv.weight.data.copy_(weight)
-        for head in self.heads:  # only their number is used
-            head.query.weight = head.key.weight = head.value.weight = None
+        for head in self.heads:  # only their number and norms are used
+            head.query = head.key = head.value = nn.Identity()

@@ -17,12 +17,12 @@ import json
 import statistics
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Unpack, get_args
 
 import numpy as np
 import torch
@@ -39,7 +39,8 @@ from engine.core.settings import parse
 from engine.data.batches import Batches
 from engine.data.tokenizer import BPETokenizer
 from engine.data.tokenizer_training import train_bpe_tokenizer
-from engine.generation.generate import generate
+from engine.generation.decoding_engine import DecodingEngine
+from engine.generation.sampling import FilterOptions, sample_token
 from engine.nn.inference import build_decoder
 from engine.report.samples import processor_name
 from engine.training.optimizer import Optimizer, OptimizerConfig
@@ -93,8 +94,28 @@ def print_rates(title: str, unit: str, rates: Rates, baseline: str) -> None:
         print(f"  {name:<44} {rate:>12,.1f} {unit}  {rate / rates[baseline]:>6.2f} ×")
 
 
-def decode_greedily(model: Any, prompt: Tensor) -> None:
-    list(generate(model, prompt, NUM_NEW_TOKENS, temperature=0))
+def decode_rows(
+    model: GPT,
+    prompt: Sequence[int],
+    num_tokens: int,
+    num_rows: int = 1,
+    **filters: Unpack[FilterOptions],
+) -> Iterator[list[int]]:
+    """Continue a prompt in num_rows rows: yield their next ids, num_tokens times."""
+    engine = DecodingEngine(model)
+    engine.add(prompt)
+    logits = engine.read(0).expand(num_rows, -1)
+    engine.keep([0] * num_rows)
+    for index in range(num_tokens):
+        draws = [(row, index) for row in range(num_rows)]
+        ids = sample_token(logits, draws, **filters).tolist()
+        yield ids
+        if index < num_tokens - 1:
+            logits = engine.step(ids)
+
+
+def decode_greedily(model: Any, prompt: Sequence[int], num_rows: int = 1) -> None:
+    list(decode_rows(model, prompt, NUM_NEW_TOKENS, num_rows, temperature=0))
 
 
 class Bench:
@@ -197,7 +218,7 @@ class Bench:
                 for block in model.blocks:
                     block.attention = peers.JoinedAttention(SMALL_CONFIG).to(self.device)
             decoder = build_decoder(model, pack=False)
-            decoders[f"{name}, decoding"] = partial(decode_greedily, decoder, batch[0][:1, :1])
+            decoders[f"{name}, decoding"] = partial(decode_greedily, decoder, [1])
             steps[f"{name}, training"] = self.make_model_step(model, batch, peers.make_adamw(model))
         num_tokens = batch[0].numel()
         training = {name: num_tokens / time for name, time in self.take_turns(steps).items()}
@@ -217,16 +238,17 @@ class Bench:
         length = dict.fromkeys(("max_new_tokens", "min_new_tokens"), NUM_NEW_TOKENS)
         options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, **length}
         contestants: dict[str, Call] = {
-            "ours": partial(decode_greedily, model, prompt),
+            "ours": partial(decode_greedily, model, prompt[0].tolist()),
             "Hugging Face generate": partial(hf_model.generate, prompt, **options),
-            "ours, batch of 8": partial(decode_greedily, model, prompt.expand(8, -1)),
+            "ours, batch of 8": partial(decode_greedily, model, prompt[0].tolist(), 8),
         }
         seconds = self.take_turns(contestants, max(3, self.config.rounds // 2))
         rates = {name: NUM_NEW_TOKENS / time for name, time in seconds.items()}
         rates["ours, batch of 8"] *= 8
         title = f"Decoding {NUM_NEW_TOKENS} tokens, GPT-2 124M's shape, float32"
         print_rates(title, "tokens/s", rates, "Hugging Face generate")
-        times = [time.perf_counter() for _ in generate(model, prompt, 1010, temperature=0)]
+        steps = decode_rows(model, prompt[0].tolist(), 1010, temperature=0)
+        times = [time.perf_counter() for _ in steps]
         milliseconds = 1e3 * np.diff(times)
         early = float(np.median(milliseconds[24:88]))
         late = float(np.median(milliseconds[-64:]))

@@ -24,14 +24,14 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from engine.core.cli import run_command
+from engine.core.pictures import save_figure
 from engine.core.settings import parse, with_values
 from engine.data.chat import encode_example, is_target, render_with_targets
 from engine.data.dataset import Tokens, open_dataset
 from engine.data.tokenizer import ByteTokenizer, load_tokenizer
-from engine.generation.attention_maps import attention_maps, token_labels
-from engine.generation.pictures import save_figure
 from engine.nn.attention import attend, causal_mask
 from engine.nn.positions import rotate
+from engine.report.attention_maps import attention_maps, token_labels
 from engine.training.checkpoint import load_model
 from engine.training.run_dir import find_checkpoint
 from model import GPT, ModelConfig
@@ -166,7 +166,7 @@ def list_of_heads() -> str:
     model = make_model(num_heads=4, position="learned", qk_norm=False)
     attention = model.blocks[0].attention
     module = nn.MultiheadAttention(128, 4, bias=False, batch_first=True, dtype=torch.float64)
-    module.in_proj_weight.data = attention.fused_qkv.concatenate()[0].data
+    module.in_proj_weight.data = torch.cat([layer.weight for layer in attention.qkv_layers()]).data
     module.out_proj.weight = attention.projection.weight
     x = torch.randn(2, 10, 128, dtype=torch.float64)
     hidden = ~causal_mask(10, 10)

@@ -7,7 +7,6 @@ import functools
 import json
 import signal
 import threading
-import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ import train
 from engine.core.cli import run_command
 from engine.core.files import sha256
 from engine.core.settings import load_settings
+from engine.generation.sampling import row_seeds
+from engine.generation.text_batch import TextBatch, TextRequest
 from engine.report.server import PageServer
 from engine.training.callbacks import MetricsFile
 from engine.training.checkpoint import Checkpoint, open_checkpoint
@@ -101,6 +102,49 @@ def random_model(config: ModelConfig, seed: int = 0) -> GPT:
     return model.eval()
 
 
+class IdStream:
+    """Stands in for a TextStream without a tokenizer: it collects num_tokens ids."""
+
+    num_characters = 0
+
+    def __init__(self, prompt: Sequence[int], num_tokens: int):
+        self.prompt = list(prompt)
+        self.max_tokens = num_tokens
+        self.ids: list[int] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def ended(self) -> bool:
+        return len(self.ids) == self.max_tokens
+
+    def push(self, token: int) -> str:
+        self.ids.append(token)
+        return ""
+
+
+def decode(
+    model,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    seed: int = 0,
+    banned: Sequence[int] = (),
+    repetition_penalty: float = 1.0,
+    **filters: Any,
+) -> list[list[int]]:
+    """Return the ids after each prompt, all decoded in one batch."""
+    streams: list[Any] = [IdStream(prompt, num_tokens) for prompt in prompts]
+    batch = TextBatch(model, len(prompts), banned)
+    for stream, row_seed in zip(streams, row_seeds(seed, prompts), strict=True):
+        batch.add([TextRequest(stream, row_seed, filters, repetition_penalty)])
+        batch.read()
+    while batch.requests:
+        batch.step()
+    return [stream.ids for stream in streams]
+
+
 def make_state(step: int, **values: Any) -> dict[str, Any]:
     """Return the state of a checkpoint without a model."""
     state = {"step": step, "model": {}, "settings": {}, "documents": 1, "elapsed_seconds": 0.0}
@@ -171,14 +215,6 @@ def parse_tiny(*flags: str) -> TrainConfig:
     return load_settings(TrainConfig, [*TINY, *flags])
 
 
-class MetricsWithoutPlot(MetricsFile):
-    """Write every record, and draw nothing: a picture takes longer than ten steps."""
-
-    def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        with unittest.mock.patch("engine.training.callbacks.draw_loss"):
-            super().on_record(trainer, record)
-
-
 def train_tiny(
     data: Path,
     out: Path,
@@ -189,7 +225,7 @@ def train_tiny(
     """Train a tiny model in this process; callbacks are called after metrics are written."""
     assert not {"--data", "--out"} & {*flags}
     config = dataclasses.replace(parse_tiny(*map(str, flags)), data=(data,), out=out)
-    all_callbacks = [MetricsWithoutPlot(), *callbacks]
+    all_callbacks = [MetricsFile(), *callbacks]
     if isinstance(should_stop, Callback):
         all_callbacks.append(should_stop)
     return train.train(config, callbacks=all_callbacks, should_stop=should_stop)

@@ -13,14 +13,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import GPT2, ROOT, VARIANTS, assert_same_run, logged, random_model
-from reference import assert_same_gradients, attention_definition, loss_definition, random_heads
+from helpers import GPT2, ROOT, VARIANTS, assert_same_run, decode, logged, random_model
+from reference import (
+    assert_same_gradients,
+    attention_definition,
+    decoding_definition,
+    loss_definition,
+    random_heads,
+)
 
 import train
 from engine.core.device import DTYPE_BY_NAME, mixed_precision
 from engine.core.distributed import DistributedContext, single_process
 from engine.core.settings import load_settings
-from engine.generation.generate import generate
 from engine.nn import loss as loss_module
 from engine.nn.acceleration import checkpoint_activations
 from engine.nn.attention import attend
@@ -99,16 +104,15 @@ def test_the_output_loss_is_the_definition(device, monkeypatch, rows, cap):
 def test_loss_logits_and_tokens_equal_those_of_a_cpu(device, name):
     model = random_model(VARIANTS[name])
     tokens = torch.randint(37, (2, 3, 16))
-    prompt = tokens[0, :, :4]
+    prompts = tokens[0, :, :4].tolist()
     with torch.no_grad():
         expected = model(*tokens), model(tokens[0])
-    expected_tokens = list(generate(model, prompt, 20, temperature=0, use_cache=False))
+    expected_tokens = decoding_definition(model, prompts, 20, temperature=0)
     model.to(device)
     with torch.no_grad():
         results = model(*tokens.to(device)).cpu(), model(tokens[0].to(device)).cpu()
     torch.testing.assert_close(results, expected, rtol=1e-3, atol=1e-3)
-    decoded = list(generate(build_decoder(model), prompt.to(device), 20, temperature=0))
-    assert torch.equal(torch.stack(decoded).cpu(), torch.stack(expected_tokens))
+    assert decode(build_decoder(model), prompts, 20, temperature=0) == expected_tokens
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -7,15 +7,18 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import SMALL, VARIANTS, random_model
-from reference import assert_same_gradients
+from helpers import SMALL, VARIANTS, decode, random_model
+from reference import assert_same_gradients, decoding_definition
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 
 import model as model_module
 from engine.core.distributed import SINGLE_PROCESS
 from engine.core.sharding import load_parameters, shard_and_allocate
-from engine.generation.generate import new_caches
+from engine.generation.decoding_engine import DecodingEngine
 from engine.nn import loss as loss_module
+from engine.nn.inference import build_decoder
+from engine.nn.layers import concatenate_linear
 from engine.nn.positions import rotate, scale_frequencies
 from engine.nn.specs import ParameterSpec, match_specs
 from engine.training.optimizer import Optimizer, OptimizerConfig, with_default_rates
@@ -92,14 +95,15 @@ def test_logits_with_a_cache_equal_those_without(config, sizes):
     model = random_model(config)
     tokens, _ = random_batch(config)
     expected = model(tokens)
-    caches = new_caches(model, 3)
-    end = 0
-    for size in sizes:
-        logits = model(tokens[:, end : end + size], caches=caches)
-        end += size
-        assert logits.shape == (3, 1, config.vocab_size)
-        assert caches[0].filled == end
-        torch.testing.assert_close(logits[:, 0], expected[:, end - 1], rtol=1e-4, atol=1e-5)
+    engine = DecodingEngine(model)
+    for row in tokens.tolist():
+        engine.add(row)
+    for row in range(3):
+        for size in sizes:
+            logits = engine.read(row, size)
+            end = engine.rows[row].num_cached
+            torch.testing.assert_close(logits[0], expected[row, end - 1], rtol=1e-4, atol=1e-5)
+        assert end == 16
 
 
 @torch.no_grad()
@@ -107,10 +111,6 @@ def test_more_tokens_than_the_context_are_refused():
     model = random_model(SMALL)
     with pytest.raises(ValueError, match=r"at most 16 positions .got 17"):
         model(torch.zeros(1, 17, dtype=torch.long))
-    caches = new_caches(model, 1)
-    model(torch.zeros(1, 16, dtype=torch.long), caches=caches)
-    with pytest.raises(ValueError, match="got 17"):
-        model(torch.zeros(1, 1, dtype=torch.long), caches=caches)
 
 
 # The list of heads.
@@ -135,7 +135,7 @@ def test_attention_equals_torch_multihead_attention(bias):
     theirs = nn.MultiheadAttention(width, config.num_heads, bias=bias, batch_first=True)
     for parameter in ours.parameters():
         nn.init.normal_(parameter, std=0.2)
-    in_weight, in_bias = ours.fused_qkv.concatenate()
+    in_weight, in_bias = concatenate_linear(ours.qkv_layers())
     with torch.no_grad():
         theirs.in_proj_weight.copy_(in_weight)
         if bias:
@@ -145,10 +145,10 @@ def test_attention_equals_torch_multihead_attention(bias):
     mask = nn.Transformer.generate_square_subsequent_mask(10)
     actual = ours(x, None)
     expected, _ = theirs(x, x, x, need_weights=False, attn_mask=mask, is_causal=True)
-    inputs = [x, ours.projection.weight, *(layer.weight for layer in ours.fused_qkv.layers)]
+    inputs = [x, ours.projection.weight, *(layer.weight for layer in ours.qkv_layers())]
     their_inputs = [x, theirs.out_proj.weight, theirs.in_proj_weight]
     if bias:
-        inputs += [layer.bias for layer in ours.fused_qkv.layers]
+        inputs += [layer.bias for layer in ours.qkv_layers()]
         their_inputs.append(theirs.in_proj_bias)
     weight = torch.randn(2, 10, width)
     grads = torch.autograd.grad((actual * weight).sum(), inputs)
@@ -162,8 +162,9 @@ def test_attention_equals_torch_multihead_attention(bias):
 @torch.no_grad()
 def test_a_head_s_attention_is_a_distribution_over_the_past(config):
     model = random_model(config)
-    head = model.blocks[0].attention.heads[-1]
-    weights = head.attention(torch.randn(2, 10, config.d_model), model.rotation(torch.arange(10)))
+    *_, (head, *shared) = model.blocks[0].attention.heads_with_shared()
+    x = torch.randn(2, 10, config.d_model)
+    weights = head.attention(x, model.rotation(torch.arange(10)), *shared)
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones(2, 10))
     assert weights.triu(1).abs().max() == 0
     assert weights.min() >= 0
@@ -179,6 +180,78 @@ def test_normalized_queries_and_keys_have_no_scale(qk_norm):
         head.query.weight.mul_(3)
         head.key.weight.mul_(2)
     assert torch.allclose(model(tokens), before, rtol=1e-3, atol=1e-3) == qk_norm
+
+
+class Scaled(nn.Module):
+    """A layer whose output is multiplied by a learned scale."""
+
+    def __init__(self, layer: nn.Module | None = None):
+        super().__init__()
+        self.layer = layer
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * (x if self.layer is None else self.layer(x))
+
+
+def change_layer(head: Head, name: str, kind: str) -> nn.Module:
+    """Replace, parametrize or hook a layer of a head; return what holds the new parameters."""
+    layer = getattr(head, name)
+    scaled = Scaled(layer if kind == "replace" else None)
+    if kind == "replace":
+        setattr(head, name, scaled)
+    elif kind == "parametrize":
+        register_parametrization(layer, "weight", scaled)
+    elif kind == "hook":
+        layer.register_forward_hook(lambda module, inputs, output: scaled(output))
+    else:
+        layer.register_forward_pre_hook(lambda module, inputs: (scaled(inputs[0]),))
+    return scaled
+
+
+@pytest.mark.parametrize("kind", ["replace", "parametrize", "hook", "pre-hook"])
+@pytest.mark.parametrize("name", ["query", "key", "value", "query_norm", "key_norm"])
+def test_a_changed_layer_changes_forward_loop_gradient_and_decoder_alike(name, kind):
+    is_norm = name.endswith("_norm")  # which cancels a scale before it
+    model = random_model(dataclasses.replace(VARIANTS["qwen3"], qk_norm=is_norm))
+    attention = model.blocks[0].attention
+    rotation = model.rotation(torch.arange(10))
+    x = torch.randn(2, 10, SMALL.d_model)
+    before = attention(x, rotation)
+    scaled = change_layer(attention.heads[0], name, kind)
+    expected = attention.loop(x, rotation)
+    actual = attention(x, rotation)
+    assert torch.allclose(actual, before, atol=1e-3) == (is_norm and kind == "pre-hook")
+    assert_same_gradients(actual, expected, [scaled.scale, *attention.parameters()], 1e-5)
+    tokens, _ = random_batch(SMALL)
+    for quantize in (False, True):
+        decoder = build_decoder(model, quantize=quantize)
+        tolerance = 0.1 if quantize else 1e-4
+        torch.testing.assert_close(decoder(tokens), model(tokens), rtol=tolerance, atol=tolerance)
+    prompts = tokens[:, :5].tolist()
+    expected_ids = decoding_definition(model, prompts, 20, temperature=0)
+    assert decode(build_decoder(model), prompts, 20, temperature=0) == expected_ids
+
+
+def test_a_replaced_head_is_the_one_that_the_other_heads_of_its_group_share():
+    model = random_model(VARIANTS["qwen3"])
+    attention = model.blocks[0].attention
+    attention.heads[0] = random_model(VARIANTS["qwen3"], seed=7).blocks[0].attention.heads[0]
+    x = torch.randn(2, 10, SMALL.d_model)
+    rotation = model.rotation(torch.arange(10))
+    torch.testing.assert_close(attention(x, rotation), attention.loop(x, rotation))
+
+
+def test_only_plain_linear_layers_are_concatenated():
+    layers = [nn.Linear(3, 2), nn.Linear(3, 4)]
+    weight, bias = concatenate_linear(layers)
+    assert weight.shape == (6, 3) and bias.shape == (6,)
+    assert concatenate_linear([*layers, nn.Linear(3, 2, bias=False)]) is None
+    assert concatenate_linear([*layers, nn.Identity()]) is None
+    hook = layers[0].register_full_backward_hook(lambda *_: None)
+    assert concatenate_linear(layers) is None
+    hook.remove()
+    assert concatenate_linear(layers) is not None
 
 
 @torch.no_grad()
@@ -444,7 +517,12 @@ def test_a_training_step_creates_its_tensors_on_the_device_of_the_model(
     with torch.no_grad():
         model.eval()
         assert model(*tokens).device == meta
-        assert model(tokens[0, :, :5], caches=new_caches(model, 3)).device == meta
+    engine = DecodingEngine(model)
+    for length in (5, 5, 7):
+        engine.add([0] * length)
+        assert engine.read(len(engine.rows) - 1).device == meta
+    assert engine.step([0, 0]).device == meta  # of equal lengths
+    assert engine.step([0, 0, 0]).device == meta
 
 
 # Settings.
@@ -460,6 +538,18 @@ def test_a_training_step_creates_its_tensors_on_the_device_of_the_model(
         ({"context_length": -1}, "context_length"),
         ({"d_ff": 0}, "d_ff"),
         ({"dropout": 1.0}, "dropout"),
+        ({"windows": (-8,)}, "windows"),
+        ({"windows": (4, -3)}, "windows"),
+        ({"windows": (1.5,)}, "windows"),
+        ({"rope_base": 0.0}, "rope_base"),
+        ({"rope_base": -5.0}, "rope_base"),
+        ({"rope_base": math.nan}, "rope_base"),
+        ({"rope_scaling": (math.inf,)}, "rope_scaling"),
+        ({"norm_epsilon": 0.0}, "norm_epsilon"),
+        ({"norm_epsilon": -1.0}, "norm_epsilon"),
+        ({"logit_softcap": -3.0}, "logit_softcap"),
+        ({"vocab_size": True}, "vocab_size"),
+        ({"num_layers": 2.0}, "num_layers"),
         ({"vocab_size": None}, "vocab_size"),
     ],
 )

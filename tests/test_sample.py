@@ -486,7 +486,6 @@ def test_every_setting_has_an_effect_in_some_mode():
     ("flags", "message"),
     [
         (["RUN", "--layer", "3", "--attention", "a.png", "--prompt", "x"], "--layer.*2"),
-        (["RUN", "--layer", "0", "--attention", "a.png", "--prompt", "x"], "--layer.*2"),
         (["RUN", "--attention", "a.png", "--prompt", "x" * 30], "30 tokens"),
         (["RUN", "--prompt-file", "latin-1.txt"], "latin-1.txt.*UTF-8 at byte 1"),
         (["RUN", "--prompt-file", "/dev/zero"], "/dev/zero.*4,194,304 bytes"),

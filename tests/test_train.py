@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import io
 import json
 import math
@@ -38,9 +39,11 @@ from helpers import (
 import sample
 import train
 from engine.core.cli import Interruption
+from engine.core.distributed import single_process
 from engine.core.errors import UserError
 from engine.core.settings import flatten, load_settings
 from engine.data.dataset import open_dataset
+from engine.data.mixture import open_mixture
 from engine.data.tokenizer import load_tokenizer
 from engine.training import estimate
 from engine.training.callbacks import MetricsFile
@@ -130,9 +133,8 @@ def test_text_is_prepared_trained_on_and_sampled(run, tmp_path, monkeypatch):
     assert "python sample.py out/n" in process.stdout
 
     out = tmp_path / "out" / "n"
-    files = ".lock about.json checkpoints config.toml loss.png metrics.jsonl report.html"
+    files = ".lock about.json checkpoints config.toml metrics.jsonl report.html"
     assert {path.name for path in out.iterdir()} == {*files.split(), "samples.jsonl"}
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     losses = logged(out, "train_loss")
     val_losses = logged(out, "val_loss")
     assert list(losses) == list(range(1, 41)) and list(val_losses) == [20, 40]
@@ -267,32 +269,41 @@ def test_a_run_of_an_earlier_version_is_sampled_and_resumed_bit_for_bit(trained,
     assert_same_run(full_run, out)
 
 
-class OldWindowOrder(Callback):
-    """Begin a run as before the order of windows was recorded."""
+def test_the_models_of_timing_steps_are_freed_at_once(numbers, tmp_path):
+    flags = ["--checkpoint-activations", "--out", str(tmp_path)]
+    config = with_sizes(load_settings(TrainConfig, tiny(numbers, tmp_path, *flags)), {})
+    data = open_mixture(config.data)
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(type(value) is GPT for value in gc.get_objects())
+        train.measure_step_seconds(data, single_process(torch.device("cpu")), config)
+        assert sum(type(value) is GPT for value in gc.get_objects()) == before
+    finally:
+        gc.enable()
 
-    def on_train_start(self, trainer: Trainer) -> None:
-        trainer.batches.window_order = 1
+
+class Spoil(Callback):
+    """Make a weight NaN after a step."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step(self, trainer: Trainer) -> None:
+        if trainer.step == self.step:
+            with torch.no_grad():
+                next(trainer.model.parameters())[0] = math.nan
 
 
-def test_a_run_on_a_short_text_keeps_the_order_of_its_version(tmp_path):
-    (tmp_path / "a.txt").write_text("A short text, of which an epoch has a few windows. " * 4)
-    prepare(PrepareConfig((str(tmp_path / "a.txt"),), tokenizer="byte", out=tmp_path / "data"))
-    flags = ["--steps", 6, "--eval-every", 3]
-    first_digests = set()
-    for name, callbacks in (("old", [OldWindowOrder()]), ("new", [])):
-        out = tmp_path / name
-        train_tiny(tmp_path / "data", tmp_path / f"full-{name}", *flags, callbacks=callbacks)
-        train_tiny(tmp_path / "data", out, *flags, callbacks=callbacks, should_stop=StopAfter(3))
-        checkpoint = list_checkpoints(out)[-1]
-        state = json.loads((checkpoint / "state.json").read_text())
-        if state["window_order"] == 1:
-            del state["window_order"]
-            (checkpoint / "state.json").write_text(json.dumps(state))
-            seal(checkpoint)
-        train_tiny(tmp_path / "data", out, *flags, "--resume")
-        assert_same_run(tmp_path / f"full-{name}", out)
-        first_digests.add(logged(out, "batch_digest")[1])
-    assert len(first_digests) == 2
+def test_a_run_whose_loss_is_not_finite_ends_in_one_line_after_its_last_checkpoint(
+    numbers, tmp_path
+):
+    flags = ("--steps", 9, "--eval-every", 3)
+    with pytest.raises(UserError, match=r"--learning-rate: .* step 3\b") as error:
+        train_tiny(numbers, tmp_path, *flags, callbacks=[MetricsFile(), Spoil(4)])
+    assert "\n" not in str(error.value)
+    assert list(logged(tmp_path, "val_loss")) == [3, 6]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000003"]
 
 
 # What training computes.

@@ -57,9 +57,16 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(content: bytes, path: Path) -> Any:
-    """Return the value of a JSON file's content. Raises UserError naming the path."""
+    """Return the value of a JSON file's content. Raises UserError naming the path.
+
+    Python also reads NaN and Infinity, which are not JSON.
+    """
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no JSON value")
+
     try:
-        return json.loads(content.decode(), parse_constant=lambda name: None)
+        return json.loads(content.decode(), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: corrupted, not valid JSON ({error}).") from None
 

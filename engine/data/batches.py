@@ -20,7 +20,6 @@ MAX_GROUP_BATCHES = 256  # batches whose examples are sorted by length together
 LENGTH_MULTIPLE = 8  # of padded examples: faster matrix products, and fewer shapes
 PADDING_TOKEN = ~0  # token 0, not a target
 MIN_LONG_TEXT_WINDOWS = 100  # the windows of an epoch miss less than 2% of a longer text
-WINDOW_ORDER = 2  # version of window_starts, in checkpoints; 1 has no rule for short texts
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
@@ -63,14 +62,12 @@ def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     return result
 
 
-def is_short_text(num_tokens: int, context_length: int, window_order: int) -> bool:
+def is_short_text(num_tokens: int, context_length: int) -> bool:
     """Return whether a text is short, so that the windows of an epoch overlap to cover it."""
-    return window_order > 1 and (num_tokens - 1) // context_length < MIN_LONG_TEXT_WINDOWS
+    return (num_tokens - 1) // context_length < MIN_LONG_TEXT_WINDOWS
 
 
-def windows_per_epoch(
-    num_tokens: int, context_length: int, window_order: int = WINDOW_ORDER
-) -> int:
+def windows_per_epoch(num_tokens: int, context_length: int) -> int:
     """Return the number of windows of context_length + 1 tokens in an epoch.
 
     Their stride is context_length. In a short text they cover all tokens from any offset. A long
@@ -80,29 +77,25 @@ def windows_per_epoch(
     if num_fitting < 1:
         reason = f"must be less than the number of tokens, {num_tokens} (got {context_length})"
         raise UserError(f"--context-length: {reason}. Lower it, or prepare more text.")
-    if is_short_text(num_tokens, context_length, window_order):
+    if is_short_text(num_tokens, context_length):
         return (num_tokens - 3) // context_length + 2
     return max(1, num_fitting - 1)
 
 
 def window_starts(
-    num_tokens: int,
-    context_length: int,
-    seed: int,
-    sequence_index: np.ndarray,
-    window_order: int = WINDOW_ORDER,
+    num_tokens: int, context_length: int, seed: int, sequence_index: np.ndarray
 ) -> np.ndarray:
     """Return the index of the first token of each window: sequence numbers (N,), uint64 → (N,).
 
     Each epoch has its own offset, and visits each window once, in pseudo-random order. Windows that
     would begin before a short text, or end after it, are moved into the text.
     """
-    size = windows_per_epoch(num_tokens, context_length, window_order)
+    size = windows_per_epoch(num_tokens, context_length)
     epoch = sequence_index // np.uint64(size)
     key = splitmix64(epoch + np.uint64(derived_seed(seed)))
     max_offset = min(context_length, num_tokens - size * context_length)
     margin = 0  # lets unsigned starts be before the text
-    if is_short_text(num_tokens, context_length, window_order):
+    if is_short_text(num_tokens, context_length):
         max_offset = context_length
         margin = context_length - 1
     offset = splitmix64(key) % np.uint64(max_offset)
@@ -118,11 +111,7 @@ def gather(tokens: Tokens, starts: np.ndarray, length: int) -> np.ndarray:
 
 
 def gather_windows(
-    tokens: Tokens | MixedTokens,
-    context_length: int,
-    seed: int,
-    sequence_index: np.ndarray,
-    window_order: int,
+    tokens: Tokens | MixedTokens, context_length: int, seed: int, sequence_index: np.ndarray
 ) -> np.ndarray:
     """Read the windows: sequence numbers (N,), uint64 → (N, context_length + 1), int64.
 
@@ -130,16 +119,14 @@ def gather_windows(
     same order.
     """
     if not isinstance(tokens, MixedTokens):
-        starts = window_starts(len(tokens), context_length, seed, sequence_index, window_order)
+        starts = window_starts(len(tokens), context_length, seed, sequence_index)
         return gather(tokens, starts, context_length + 1)
     windows = np.empty((len(sequence_index), context_length + 1), np.int64)
     dataset_index, index = assign_to_datasets(tokens.weights, sequence_index)
     for number, dataset in enumerate(tokens.datasets):
         rows = dataset_index == number
         dataset_seed = derived_seed(seed, number) if number else seed
-        windows[rows] = gather_windows(
-            dataset, context_length, dataset_seed, index[rows], window_order
-        )
+        windows[rows] = gather_windows(dataset, context_length, dataset_seed, index[rows])
     return windows
 
 
@@ -218,7 +205,6 @@ class Batches:
     batch_size: int  # sequences of all ranks
     rank_slice: slice  # selects the rank's sequences in a batch
     device: torch.device
-    window_order: int = WINDOW_ORDER
 
     def __post_init__(self) -> None:
         self.thread = ThreadPoolExecutor(1)
@@ -246,9 +232,7 @@ class Batches:
             rows = gather_examples(self.tokens, index[numbers], length + 1)
         else:
             index = np.uint64(step * self.batch_size) + numbers.astype(np.uint64)
-            rows = gather_windows(
-                self.tokens, self.context_length, self.seed, index, self.window_order
-            )
+            rows = gather_windows(self.tokens, self.context_length, self.seed, index)
         digest = sum(map(zlib.crc32, rows, numbers.tolist()))
         pair = inputs_and_targets(rows)
         return pair.pin_memory() if self.device.type == "cuda" else pair, digest

@@ -26,13 +26,13 @@ from engine.data.chat import count_targets
 from engine.data.splits import SPLIT_NAMES
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 EXAMPLES_DTYPE = "int32"  # of token shards of examples: ~id is negative
 LENGTHS_DTYPE = "uint32"
 MAX_SHARD_TOKENS = 2**27  # 256 MiB of uint16
 SHARD_HEADER_BYTES = 128  # NumPy's header with room for an array of any length
 VERSION_FILE = "prepared_from.json"  # holds Corpus.version
-SPLIT_FILE = "split.json"  # holds Corpus.record_split(), and counts of validation documents
+FACT_NAMES = ("documents", "repeats", "longest", "vocabulary", "val_distinct", "val_copies")
 SHARD_SCHEMA = {"file": str, "tokens": int, "sha256": str}
 COUNTS_SCHEMA = {"tokens": int, "bytes": int, "documents": int, "shards": list}
 MANIFEST_SCHEMA = {
@@ -41,12 +41,11 @@ MANIFEST_SCHEMA = {
     "tokenizer": {"sha256": str},
     "splits": dict.fromkeys(SPLIT_NAMES, COUNTS_SCHEMA),
     "origin": {"content": str},
-    "facts": {"documents": int, "repeats": int, "longest": int, "vocabulary": int},
+    "facts": dict.fromkeys(FACT_NAMES, int),
 }
 OPTIONAL_FACTS_SCHEMA = {"dropped": int, "notes": {"*": int}}
-SPLIT_SCHEMA = {"val_distinct": int, "val_copies": int, "kept": {"*": [int]}}
 DATASET_FILE_PATTERN = re.compile(
-    r"(manifest|tokenizer|verified|prepared_from|split)\.json"
+    r"(manifest|tokenizer|verified|prepared_from)\.json"
     r"|(train|val)(-lengths)?-[0-9]{5,}(-[0-9]+)?\.npy"
 )
 
@@ -291,15 +290,6 @@ def is_up_to_date(
         open_dataset(out)
         return True
     return False
-
-
-def read_split(path: Path) -> dict[str, Any]:
-    """Return the content of SPLIT_FILE; an older dataset has none."""
-    with contextlib.suppress(OSError, ValueError):
-        record = read_json(path / SPLIT_FILE)
-        check_types(record, SPLIT_SCHEMA, SPLIT_FILE)
-        return record
-    return {}
 
 
 class ShardWriter:

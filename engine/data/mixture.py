@@ -11,7 +11,7 @@ import numpy as np
 
 from engine.core.cli import count_noun, shell_command
 from engine.core.errors import UserError
-from engine.data.dataset import Dataset, Examples, Tokens, open_dataset, read_split, verify_dataset
+from engine.data.dataset import Dataset, Examples, Tokens, open_dataset, verify_dataset
 from engine.data.splits import MIN_EXPECTED_DOCUMENTS
 from engine.data.tokenizer import Tokenizer
 
@@ -178,18 +178,17 @@ class Mixture:
 
 def find_val_problems(dataset: Dataset) -> list[str]:
     """Return a sentence for each problem that makes a dataset's validation loss meaningless."""
-    split_record = read_split(dataset.path)
+    facts = dataset.manifest["facts"]
     num_val = dataset.manifest["splits"]["val"]["documents"]
-    num_val_distinct = split_record.get("val_distinct", num_val)
-    num_repeats = dataset.manifest["facts"]["repeats"]
+    num_repeats = facts["repeats"]
     problems = []
-    if split_record.get("val_copies"):
-        percent = f"{split_record['val_copies'] / max(1, num_val):.0%}"
+    if facts["val_copies"]:
+        percent = f"{facts['val_copies'] / max(1, num_val):.0%}"
         problems.append(f"{percent} of the validation documents are copies of training documents.")
     if num_repeats and dataset.num_documents - num_repeats == 1:
         problems.append(f"All {dataset.num_documents:,} documents are the same.")
-    elif num_repeats and num_val_distinct < min(MIN_EXPECTED_DOCUMENTS, num_val):
-        texts = count_noun(num_val_distinct, "different text")
+    elif num_repeats and facts["val_distinct"] < min(MIN_EXPECTED_DOCUMENTS, num_val):
+        texts = count_noun(facts["val_distinct"], "different text")
         problems.append(f"The {num_val} validation documents have only {texts}.")
     return problems
 

@@ -12,16 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.core.errors import UserError
-from engine.data.inputs import readers
 from engine.data.inputs.columns import count_parts
-from engine.data.inputs.readers import Text, count_documents, hash_prefixes, is_one_document, read
+from engine.data.inputs.readers import Text, count_documents, is_one_document, read
 from engine.data.inputs.sources import DEFAULT_ENCODING, Source, kind_of
 from engine.data.inputs.text import Notes
 
 SPLIT_NAMES = ("train", "val")
-SPLIT_VERSION = 2  # of Corpus.record_split; older datasets have no such record
 MIN_EXPECTED_DOCUMENTS = 6  # in the smaller split; with fewer, it could be empty by chance
-MAX_FOLLOWED_FILES = 2**12  # of plain text, that are recorded as documents that may grow
 MIN_UNIT_BYTES = 2**24
 MAX_UNITS = 2**12  # roughly: each has its own shards, and Linux maps at most 65,530 files
 MIN_BATCH_CHARACTERS = 2**19  # encoded by a thread at a time, unless a unit has fewer
@@ -71,74 +68,43 @@ class Rule:
     """Splits each document into train and validation, independently of the other documents.
 
     A document is assigned by its hash. A large document, or every document if there are few, is
-    cut: its tail is for validation. If a document has grown, each increment is cut.
+    cut: its tail is for validation.
     """
 
     val_fraction: float
     few: bool  # whether assignment by hash could leave a split empty
     single: bool  # whether there is one document, which does not end where it is cut
     examples: bool  # examples are never cut
-    kept: dict[str, list[int]]  # see Corpus.kept
+    val_hashes: frozenset[bytes] = frozenset()  # of few examples: those for validation
 
     def pieces(self, text: Text, digest: bytes, unit_split: str = "") -> list[Piece]:
-        """Split a text into pieces, one for each range that it overlaps."""
+        """Split a text into pieces, at most one for each split."""
         if unit_split:
             return [Piece(unit_split, text.text, text.ends)]
-        key = digest[HASH_BYTES].hex()
-        is_kept = key in self.kept
-        is_large = text.is_large
-        if self.examples or not (self.few or is_large or is_kept):
-            is_val = not self.few and hash_fraction(digest) <= self.val_fraction
-            return [Piece("val" if is_val or is_kept else "train", text.text, text.ends)]
+        if self.examples or not (self.few or text.is_large):
+            is_val = hash_fraction(digest) <= self.val_fraction
+            if self.few:
+                is_val = digest[HASH_BYTES] in self.val_hashes
+            return [Piece("val" if is_val else "train", text.text, text.ends)]
         data = text.text.encode()
         size = len(data) if text.document_bytes is None else text.document_bytes
         length = len(data) if text.piece_bytes is None else text.piece_bytes
-        is_whole = text.document_bytes is None
-        sizes = (self.kept.get(key) if is_whole else self._recorded_sizes.get(size)) or [size]
-        ends_at_cut = not self.single or len(sizes) > 1
-        pieces: list[Piece] = []
-        start = 0
-        for split, end in self._ranges(sizes):
-            num_bytes = end - text.offset
-            if num_bytes >= length:
-                ends = text.ends or (num_bytes == length and ends_at_cut)
-                return [*pieces, Piece(split, text.text[start:], ends)]
-            # Bytes that were replaced by U+FFFD make the text longer than its bytes in the file.
-            num_bytes = max(0, num_bytes * len(data) // length)
-            cut = len(data[:num_bytes].decode(errors="replace"))  # not inside a character
-            if cut > start:
-                pieces.append(Piece(split, text.text[start:cut], ends_at_cut))
-                start = cut
-        raise AssertionError("the last range ends with the document")
-
-    @functools.cached_property
-    def _recorded_sizes(self) -> dict[int, list[int]]:
-        """The sizes of each document that has grown, by its present size: for those in pieces."""
-        return {sizes[-1]: sizes for sizes in self.kept.values() if len(sizes) > 1}
-
-    def _ranges(self, sizes: list[int]) -> Iterator[tuple[str, int]]:
-        """Yield the split and the end, in bytes, of each range of a document that is cut."""
-        for start, end in itertools.pairwise([0, *sizes]):
-            if start or sizes[0] or len(sizes) == 1:
-                yield "train", start + int((end - start) * (1 - self.val_fraction))
-            yield "val", end
+        num_train_bytes = max(0, int(size * (1 - self.val_fraction)) - text.offset)
+        if num_train_bytes >= length:
+            ends = text.ends or (num_train_bytes == length and not self.single)
+            return [Piece("train", text.text, ends)]
+        # Bytes that were replaced by U+FFFD make the text longer than its bytes in the file.
+        num_bytes = num_train_bytes * len(data) // length
+        cut = len(data[:num_bytes].decode(errors="replace"))  # not inside a character
+        train_pieces = [Piece("train", text.text[:cut], not self.single)] if cut else []
+        return [*train_pieces, Piece("val", text.text[cut:], text.ends)]
 
 
 class Corpus:
-    """The documents of sources, in order.
-
-    Attributes:
-        kept: what must stay in validation, as the previous version of the dataset recorded it. By
-            hash: each document that may grow, with its sizes so far, or few examples, without. A
-            size of 0 comes before that of a document that was not cut.
-    """
+    """The documents of sources, in order."""
 
     def __init__(
-        self,
-        sources: list[Source],
-        val_fraction: float,
-        val_sources: Sequence[Source] = (),
-        kept: dict[str, list[int]] | None = None,
+        self, sources: list[Source], val_fraction: float, val_sources: Sequence[Source] = ()
     ):
         """Read documents until it is certain whether there are few.
 
@@ -147,25 +113,18 @@ class Corpus:
         self.groups = [group for group in (sources, val_sources) if group]
         self.sources = [*sources, *val_sources]
         self.val_fraction = val_fraction
-        self.kept = kept or {}
         self.examples = any(source.turns_of for source in self.sources)
         self.single = all(len(group) == 1 and is_one_document(group[0]) for group in self.groups)
         self.units = make_units(sources, "train" if val_sources else "")
         self.units += make_units(val_sources, "val", len(self.units))
         self.bytes = sum(source.size for source in self.sources)
         self.few = not val_sources and (self.single or self._has_few_documents())
-        are_files = len(sources) <= MAX_FOLLOWED_FILES and all(map(is_one_document, sources))
-        self.can_grow = not val_sources and (self.few or are_files)
 
     @functools.cached_property
     def rule(self) -> Rule:
-        """The rule of the split. Reads the texts if documents may have grown."""
-        kept = self.kept
-        if self.examples and self.few:
-            kept = self._choose_val_examples()
-        elif kept and not self.examples:
-            kept = self.find_cut_documents()
-        return Rule(self.val_fraction, self.few, self.single, self.examples, kept)
+        """The rule of the split. Reads the texts if there are few examples."""
+        val_hashes = frozenset(self._choose_val_examples() if self.examples and self.few else ())
+        return Rule(self.val_fraction, self.few, self.single, self.examples, val_hashes)
 
     def _has_few_documents(self) -> bool:
         num_enough = MIN_EXPECTED_DOCUMENTS / min(self.val_fraction, 1 - self.val_fraction)
@@ -180,38 +139,11 @@ class Corpus:
             else:
                 yield count
 
-    def _choose_val_examples(self) -> dict[str, list[int]]:
+    def _choose_val_examples(self) -> list[bytes]:
         """Choose about val_fraction of few examples by their hashes: at least one, but not all."""
         digests = sorted({digest_of(text) for text in self.texts()})
-        hashes = [digest[HASH_BYTES].hex() for digest in digests]
-        hashes.sort(key=lambda digest: digest not in self.kept)  # stable: kept ones first
-        count = min(max(1, round(self.val_fraction * len(hashes))), len(hashes) - 1)
-        num_kept = sum(digest in self.kept for digest in hashes)
-        return {digest: [] for digest in hashes[: max(count, num_kept, 0)]}
-
-    def find_cut_documents(self) -> dict[str, list[int]]:
-        """Return the sizes so far of each document that is cut or may grow, by its hash.
-
-        Of many documents, those are cut that were recorded before, or that start with one of them.
-        """
-        documents = {}
-        sizes = {size for sizes in self.kept.values() for size in sizes}
-        for digests in hash_prefixes(self.texts(), sizes):
-            size, digest = digests[-1]
-            hashes = [prefix_digest[HASH_BYTES].hex() for _, prefix_digest in digests]
-            matches = [self.kept[prefix] for prefix in hashes if prefix in self.kept]
-            is_cut = self.few or size > readers.LARGE_DOCUMENT_BYTES
-            is_val = hash_fraction(digest) <= self.val_fraction
-            if size and (matches or (self.can_grow and (is_cut or is_val))):
-                earlier_sizes = matches[-1] if matches else [] if is_cut else [0]
-                documents[hashes[-1]] = [*(n for n in earlier_sizes if n < size), size]
-        return documents
-
-    def record_split(self) -> dict[str, Any]:
-        """Return the record of the split, for the next version of the dataset."""
-        needs_sizes = self.can_grow and not self.examples and not self.kept
-        kept = self.find_cut_documents() if needs_sizes else self.rule.kept
-        return {"version": SPLIT_VERSION, "val_fraction": self.val_fraction, "kept": kept}
+        count = min(max(1, round(self.val_fraction * len(digests))), len(digests) - 1)
+        return [digest[HASH_BYTES] for digest in digests[:count]]
 
     @property
     def is_plain(self) -> bool:

@@ -299,8 +299,6 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """
     document = read_json(path)
     try:
-        if isinstance(document, dict) and document.get("format") == 1:
-            document = tokenizer_json.convert_format_1(document)
         with wrap_panics():
             tokenizer_json.check_document(document)
             return from_document(with_extension(document, **read_tokenizer_config(path.parent)))

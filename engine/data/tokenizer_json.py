@@ -5,7 +5,6 @@
 ``bos_token`` of that template, and ``other_templates`` (JSON of names and texts).
 """
 
-import base64
 import json
 import re
 from collections.abc import Sequence
@@ -309,24 +308,3 @@ def _pattern_of(document: Document) -> str | None:
     name = document["model"].get(EXTENSION_KEY, {}).get("name")
     is_known = regex in SPLIT_PATTERNS.values() or name in ENCODING_CONSTRUCTORS
     return regex if is_known and steps == [split_by(regex), BYTE_LEVEL] else None
-
-
-def convert_format_1(saved: Document) -> Document:
-    """Convert a file of this project's former format. Raises UserError if it is corrupted."""
-    try:
-        kind = saved["kind"]
-        special = saved.get("special_tokens", {})
-        if kind == "char":
-            document = char_document(saved["characters"], special)
-        elif kind == "byte":
-            document = byte_document(special or {END_OF_TEXT: 256})
-        else:
-            tokens = map(base64.b64decode, saved["tokens"].split(" "))
-            vocab = {to_byte_level(token): i for i, token in enumerate(tokens) if token}
-            document = bpe_document(vocab, saved["pattern"], special, saved.get("normalizer"))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{type(error).__name__}: {error}") from None
-    name = None if kind in ("char", "byte", "bpe") else kind
-    template = saved.get("chat_template")
-    end = saved.get("end_name")
-    return with_extension(document, name=name, end_of_text=end, chat_template=template)

@@ -249,7 +249,6 @@ def write_dataset(
             units = [replace(unit, dropped=repeats[unit.number]) for unit in units]
         encode_missing_units(job, units, corpus.is_plain, threads, ray)
         manifest = make_manifest(job, units, origin)
-        split_record = {**corpus.record_split(), **manifest.pop("val_facts")}
     except BaseException as error:
         num_finished = len([*folder.glob("record-*.npz")])
         if num_finished == 0 or (num_finished == len(units) and isinstance(error, UserError)):
@@ -258,7 +257,6 @@ def write_dataset(
     manifest["tokenizer"] = {"kind": tokenizer.kind, "sha256": tokenizer_sha256}
     with files.atomic_directory(out) as directory:
         files.write_json(directory / "manifest.json", manifest)
-        files.write_json(directory / dataset.SPLIT_FILE, split_record)
         if corpus.version:
             files.write_json(directory / dataset.VERSION_FILE, corpus.version)
         for path in [folder / "tokenizer.json", *folder.glob("*.npy")]:
@@ -315,6 +313,8 @@ def make_manifest(job: Job, units: Sequence[Unit], origin: dict[str, Any]) -> di
         "repeats": len(hashes) - len(np.unique(hashes)),
         "longest": int(lengths.max(initial=0)),
         "vocabulary": int(used.sum()),
+        "val_distinct": len(np.unique(hashes[is_val])),
+        "val_copies": int(np.isin(hashes[is_val], hashes[~is_val]).sum()),
     }
     if origin.get("deduplicate"):
         facts["dropped"] = sum(len(unit.dropped) for unit in units)
@@ -327,10 +327,6 @@ def make_manifest(job: Job, units: Sequence[Unit], origin: dict[str, Any]) -> di
         "splits": {split: split_entry(split, records, facts) for split in SPLIT_NAMES},
         "origin": {"content": splits.content_hash(units, texts), **origin},
         "facts": facts,
-        "val_facts": {
-            "val_distinct": len(np.unique(hashes[is_val])),
-            "val_copies": int(np.isin(hashes[is_val], hashes[~is_val]).sum()),
-        },
     }
 
 

@@ -4,8 +4,9 @@ import math
 
 import torch
 
-from engine.generation.generate import Sequences, banned_tokens
+from engine.generation.decoding_engine import DecodingEngine
 from engine.generation.sampling import check_finite
+from engine.generation.text_batch import banned_tokens
 from engine.generation.text_stream import TextStream
 from model import GPT
 
@@ -27,43 +28,43 @@ def beam_search(model: GPT, stream: TextStream, num_beams: int) -> tuple[list[in
     """
     tokenizer = stream.tokenizer
     max_tokens = stream.max_tokens
-    prompt = torch.tensor([stream.prompt], device=next(model.parameters()).device)
-    banned = banned_tokens(tokenizer, model, stream.ends)
-    sequences = Sequences(model, prompt, len(stream.prompt) + max_tokens, banned)
+    engine = DecodingEngine(model)
+    engine.add(stream.prompt)
+    logits = engine.read(0)
+    banned = torch.tensor(banned_tokens(tokenizer, model, stream.ends), dtype=torch.long)
+    banned = banned.to(engine.device)
     beams: list[list[int]] = [[]]
-    log_probs = torch.zeros(1, device=prompt.device)  # of each beam
+    log_probs = torch.zeros(1, device=engine.device)  # of each beam
     best: list[int] = []
     best_score = -math.inf
     for length in range(1, max_tokens + 1):
-        logits = sequences.logits()
         check_finite(logits)
-        scores = log_probs[:, None] + logits.float().log_softmax(dim=-1)  # (beams, V)
+        allowed = logits.index_fill(-1, banned, -math.inf).float()
+        scores = log_probs[:, None] + allowed.log_softmax(dim=-1)  # (beams, V)
         values, indices = scores.flatten().topk(min(num_beams, scores.numel()))  # descending
         is_allowed = values > -math.inf
         values = values[is_allowed]
         indices = indices[is_allowed]
-        parents = indices // scores.shape[1]
-        ids = indices % scores.shape[1]
-        unfinished = []  # (index among the candidates, ids)
-        candidates = zip(values.tolist(), parents.tolist(), ids.tolist(), strict=True)
-        for index, (value, parent, token) in enumerate(candidates):
-            candidate = [*beams[parent], token]
-            score = value / length_penalty(length)
-            is_last = length == max_tokens or token in stream.ends
+        parents = (indices // scores.shape[1]).tolist()
+        ids = (indices % scores.shape[1]).tolist()
+        unfinished = []  # indices of candidates
+        candidates = [[*beams[parent], token] for parent, token in zip(parents, ids, strict=True)]
+        for index, candidate in enumerate(candidates):
+            score = values[index].item() / length_penalty(length)
+            is_last = length == max_tokens or candidate[-1] in stream.ends
             if not is_last and not any(text in tokenizer.decode(candidate) for text in stream.stop):
-                unfinished.append((index, candidate))
+                unfinished.append(index)
             elif score > best_score:
                 best = candidate
                 best_score = score
         if not unfinished:
             break
-        kept = [index for index, _ in unfinished]
-        log_probs = values[kept]
+        log_probs = values[unfinished]
         if best_score >= log_probs[0].item() / length_penalty(max_tokens):
             break
-        beams = [candidate for _, candidate in unfinished]
-        sequences.select(parents[kept])
-        sequences.append(ids[kept][:, None])
+        beams = [candidates[index] for index in unfinished]
+        engine.keep([parents[index] for index in unfinished])
+        logits = engine.step([ids[index] for index in unfinished])
     return best, best_score
 
 

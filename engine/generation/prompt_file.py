@@ -1,5 +1,7 @@
 """Complete a file of prompts, or answer a file of chats: JSON Lines → JSON Lines."""
 
+import json
+import os
 import sys
 import time
 from codecs import BOM_UTF8
@@ -11,7 +13,7 @@ from tqdm import tqdm
 
 from engine.core.cli import count_noun
 from engine.core.errors import UserError
-from engine.core.files import atomic_write, parse_json, read_input, to_json
+from engine.core.files import atomic_write, exclusive_lock, parse_json, read_input, sha256, to_json
 from engine.data.chat import Turn, own_template
 from engine.data.inputs.examples import find_messages, find_tools, parse_messages
 from engine.data.tokenizer import Tokenizer
@@ -25,13 +27,16 @@ def complete_file(
     source: Path,
     target: Path,
     is_chat: bool,
+    settings: dict[str, Any],
     max_new_tokens: int,
     stop: Sequence[str],
     **options: Unpack[DecodingOptions],
 ) -> None:
     """Write the objects of a file, each with its completion, and print the speed.
 
-    Raises UserError for an unsuitable line, before any text is generated or written.
+    Finished completions are kept in ``target``.partial until all are. An interrupted command
+    continues from there, if the file and the settings are the same. Raises UserError for an
+    unsuitable line, before any text is generated or written.
     """
     if target.exists():
         raise UserError(f"--out: already exists (got {target}). Remove it, or choose another.")
@@ -45,20 +50,57 @@ def complete_file(
         except (UserError, UnicodeEncodeError) as error:
             raise UserError(f"{location}: {error}") from None
         streams.append(TextStream(model.tokenizer, prompt, limit, stop, model.ends))
-        records.append({**record, "completion": ""})
+        records.append(record)
     if not records:
         raise UserError(f'{source}: has no lines. Add lines such as {{"prompt": TEXT}}.')
     start_time = time.perf_counter()
-    with tqdm(total=len(records), disable=None, dynamic_ncols=True, leave=False) as bar:
-        for index, text in model.complete(streams, **options):
-            records[index]["completion"] += text
-            bar.update(streams[index].ended)
-    atomic_write(target, "".join(f"{to_json(record)}\n" for record in records).encode())
+    partial = target.with_name(f"{target.name}.partial")
+    with exclusive_lock(target):
+        finished = open_partial(partial, {"file": sha256(source), **settings})
+        for index in finished:
+            streams[index].end()
+        texts = [finished.get(index, "") for index in range(len(records))]
+        with (
+            open(partial, "a", encoding="utf-8") as file,
+            tqdm(total=len(records), initial=len(finished), disable=None, leave=False) as bar,
+        ):
+            for index, text in model.complete(streams, **options):
+                texts[index] += text
+                if streams[index].ended:
+                    file.write(f"{to_json([index, texts[index]])}\n")
+                    file.flush()
+                    bar.update()
+        lines = [
+            f"{to_json({**record, 'completion': text})}\n"
+            for record, text in zip(records, texts, strict=True)
+        ]
+        atomic_write(target, "".join(lines).encode())
+        partial.unlink()
     seconds = time.perf_counter() - start_time
     num_tokens = sum(stream.num_tokens for stream in streams)
-    counts = f"{count_noun(len(records), 'prompt')}, {count_noun(num_tokens, 'token')}"
+    counts = f"{count_noun(len(records) - len(finished), 'prompt')}, "
+    counts += count_noun(num_tokens, "token")
     speed = f"{seconds:,.1f} s, {num_tokens / seconds:,.0f} tokens/s"
     print(f"{target}: {counts} in {speed}", file=sys.stderr)
+
+
+def open_partial(path: Path, origin: dict[str, Any]) -> dict[int, str]:
+    """Return the finished completions by index, from a file that starts with their origin.
+
+    Makes the file, or removes an incomplete last line. Raises UserError for another origin.
+    """
+    if not path.exists():
+        atomic_write(path, f"{to_json(origin)}\n".encode())
+    first, *lines = path.read_bytes().split(b"\n")
+    recorded = parse_json(first, path)
+    if not isinstance(recorded, dict):
+        raise UserError(f"{path}: is not of this command. Remove it.")
+    for name, value in json.loads(to_json(origin)).items():
+        if recorded.get(name) != value:
+            problem = f"is of another {name} (got {value}, not {recorded.get(name)})"
+            raise UserError(f"{path}: {problem}. Repeat that command, or remove the file.")
+    os.truncate(path, path.stat().st_size - len(lines.pop()))
+    return dict(parse_json(line, path) for line in lines)
 
 
 def read_lines(path: Path) -> Iterator[tuple[Path, Any]]:

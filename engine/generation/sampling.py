@@ -168,20 +168,14 @@ def exponential_noise(draws: Sequence[tuple[int, int]], ids: Tensor) -> Tensor:
 
 
 def sample_token(
-    logits: Tensor,
-    tokens: Tensor,
-    draws: Sequence[tuple[int, int]],
-    repetition_penalty: float = 1.0,
-    **filters: Unpack[FilterOptions],
+    logits: Tensor, draws: Sequence[tuple[int, int]], **filters: Unpack[FilterOptions]
 ) -> Tensor:
-    """Draw the next token of each row: logits (B, V) after tokens (B, T) → (B,).
+    """Draw the next token of each row: logits (B, V) → (B,).
 
     The id of the largest weight / noise is drawn: its probability is proportional to its weight.
     As each id has noise of its own, a batch that rounds logits differently rarely changes a token.
     ``draws`` are those of :func:`exponential_noise`.
     """
-    if repetition_penalty != 1:
-        logits = penalize_repetition(logits, tokens, repetition_penalty)
     weights, ids = filter_logits(logits, **filters)
     if weights.shape[-1] > 1:
         ids = ids.gather(-1, (weights / exponential_noise(draws, ids)).argmax(-1, keepdim=True))

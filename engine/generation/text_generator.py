@@ -15,13 +15,13 @@ from engine.data.chat import Turn, common_length, encode_chat, keys_of, stop_ids
 from engine.data.chat_template import TOOLS_ROLE
 from engine.data.tokenizer import Tokenizer
 from engine.generation.beam_search import search_text
-from engine.generation.generate import complete_streams
 from engine.generation.sampling import (
     DEFAULT_OPTIONS,
     DecodingOptions,
     SamplingOptions,
     TextOptions,
 )
+from engine.generation.text_batch import complete_streams
 from engine.generation.text_stream import TextStream
 from engine.nn.inference import build_decoder
 from model import GPT
@@ -142,7 +142,9 @@ class TextGenerator:
         """Yield (index of the stream, text) until all have ended: sampled, or by beam search."""
         options = {**DEFAULT_OPTIONS, **options}
         if num_beams:
-            yield from enumerate(search_text(self.decoder, stream, num_beams) for stream in streams)
+            for index, stream in enumerate(streams):
+                if not stream.ended:
+                    yield index, search_text(self.decoder, stream, num_beams)
         else:
             yield from complete_streams(self.decoder, streams, batch_size, **options)
         lengths = [len(stream.prompt) + stream.num_tokens for stream in streams]

@@ -36,8 +36,9 @@ class TextStream:
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.pending = ""  # may start a stop text
         self.num_tokens = 0
-        self.ended = False
-        self.is_cut = False  # ended by max_tokens
+        self.num_characters = 0  # of the tokens so far
+        self.is_cut = max_tokens == 0  # ended by max_tokens
+        self.ended = self.is_cut
 
     def push(self, token: int) -> str:
         """Add a token, and return the new text that later tokens cannot change."""
@@ -46,11 +47,7 @@ class TextStream:
         self.num_tokens += 1
         if token in self.ends:
             return self.end()
-        content = self.decoder.decode(self.tokenizer.decode_bytes([token]))
-        if self.drops_space and content:
-            content = content.removeprefix(" ")
-            self.drops_space = False
-        self.pending += content
+        self.pending += self.decode(token)
         stop_starts = [self.pending.find(text) for text in self.stop if text in self.pending]
         if stop_starts:
             self.ended = True
@@ -63,6 +60,15 @@ class TextStream:
         text = self.pending[:num_certain]
         self.pending = self.pending[num_certain:]
         return text
+
+    def decode(self, token: int) -> str:
+        """Return the characters that a token completes, without a space that is dropped."""
+        content = self.decoder.decode(self.tokenizer.decode_bytes([token]))
+        if self.drops_space and content:
+            content = content.removeprefix(" ")
+            self.drops_space = False
+        self.num_characters += len(content)
+        return content
 
     def end(self) -> str:
         """End the text, and return its pending characters."""

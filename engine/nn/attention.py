@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.nn.layers import dropout
 
 MAX_UNFUSED_POSITIONS = 512  # for bfloat16 on a CPU: longer attention would store too many weights
-MIN_UNFUSED_KEY_BYTES = 2**21  # of all rows, for one query on a CPU
+MIN_UNFUSED_KEY_BYTES = 2**19  # of all rows, for one query on a CPU
 MIN_BLOCK_QUERIES = 32  # of sliding-window attention
 MAX_BLOCK_QUERIES = 128  # of sliding-window attention, or a quarter of the window if that is more
 
@@ -23,8 +23,8 @@ MAX_BLOCK_QUERIES = 128  # of sliding-window attention, or a quarter of the wind
 class Cache(Protocol):
     """Keys and values of earlier positions, for the attention of one Transformer block."""
 
-    def next_positions(self, num_tokens: int) -> Tensor:
-        """Return the positions of the next tokens, (T,) or (B, T). ValueError: they do not fit."""
+    def next_positions(self) -> Tensor:
+        """Return the positions of the next tokens, (T,) or (B, T)."""
         ...
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -75,9 +75,8 @@ def attend_from_last(
     """Return attention of the last of S positions, (B, H, 1, K), to all or those of a mask.
 
     query is (B, H, 1, K); key and value are (B, G, S, K); the mask is (B, 1, 1, S), True where a
-    position is visible. On a CPU the heads of a group are computed as its queries, and the keys are
-    read by plain products if they are large: faster, though bfloat16 scores are rounded. Otherwise,
-    without groups, bfloat16 is computed in float32, because the fused kernel is slow for one query.
+    position is visible. On a CPU the heads of a group are computed as its queries, and large keys
+    are read by plain products: faster, though bfloat16 scores are rounded.
     """
     G = key.shape[1]
     if query.device.type != "cpu":
@@ -89,9 +88,6 @@ def attend_from_last(
         if mask is not None:
             scores = scores.masked_fill(~mask.mT, -math.inf)
         output = scores.softmax(dim=-2).mT @ value
-    elif query.dtype == torch.bfloat16 and queries.shape[2] == 1:
-        wide = (queries.float(), key.float(), value.float())
-        output = F.scaled_dot_product_attention(*wide, mask).to(query.dtype)
     else:
         output = F.scaled_dot_product_attention(queries, key, value, mask)
     return output.reshape(query.shape)

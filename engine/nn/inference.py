@@ -1,77 +1,43 @@
-"""Changes to a model for decoding: fast products, norms and rotations."""
+"""Changes to a model for decoding: fast products and rotations."""
 
 import copy
-import math
 import warnings
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.nn.layers import FusedLinear, RMSNorm
+from engine.nn.layers import FusedLinear, concatenate_linear, is_plain_linear
 from engine.nn.positions import RotationTable
 
 MAX_INT8 = 127
 MIN_SCALE = 1e-30  # of the weights of an output that are all zero
-MAX_MKL_ROWS_ON_INTEL = 2  # of a product: with more rows, oneDNN is faster
-# MKL also starts faster than oneDNN, which counts where all weights stay in the CPU's cache: on
-# other processors it is faster up to these numbers of parameters and of multiplications.
-MAX_CACHED_PARAMETERS = 4_000_000
-MAX_MKL_MULTIPLICATIONS = 500_000
+MAX_CACHED_PARAMETERS = 4_000_000  # of a model whose weights stay in a CPU's cache
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class FrozenLinear(nn.Module):
-    """A linear layer for inference that uses a CPU's fastest product for the number of rows.
+class PackedLinear(nn.Module):
+    """A linear layer for inference on a CPU, with its weight in the layout of oneDNN's products.
 
-    oneDNN reads its packed layout faster than F.linear reads the plain one. With few rows in
-    float32, F.linear, by MKL, may still be faster, and needs the plain layout. The operations are
-    private because the public ``to_mkldnn()`` also needs its input converted: docs/architecture.md.
+    They read it faster than F.linear reads the plain layout. The operations are private because the
+    public ``to_mkldnn()`` also needs its input converted: docs/architecture.md.
     """
 
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, use_onednn: bool, is_cached: bool = False
-    ):
-        """Use a weight (outputs, inputs) that stays in the CPU's cache, or does not."""
+    def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
-        weight = weight.detach()
-        self.use_onednn = use_onednn
-        self.max_mkl_rows = max_mkl_rows(weight, is_cached)
-        if use_onednn and self.max_mkl_rows == 0:
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight)
-        self.register_buffer("weight", weight, persistent=False)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        self.register_buffer("weight", packed, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (…, inputs) → (…, outputs)."""
-        if self.use_onednn and x.shape[:-1].numel() > self.max_mkl_rows:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return F.linear(x, self.weight, self.bias)
-
-
-class FrozenRMSNorm(nn.Module):
-    """Root-mean-square norm for inference, computed in float32: x · scale / hypot(‖x‖, √(n ε))."""
-
-    scale: Tensor
-    floor: Tensor
-
-    def __init__(self, norm: RMSNorm):
-        super().__init__()
-        root = torch.tensor(math.sqrt(norm.normalized_shape[0]))
-        scale = root if norm.weight is None else root * norm.weight.detach().float()
-        self.register_buffer("scale", scale, persistent=False)
-        self.register_buffer("floor", root * math.sqrt(norm.eps or 0), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last dimension: (…, width) → (…, width)."""
-        wide = x.float()
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        return (wide * self.scale / torch.hypot(length, self.floor)).to(x.dtype)
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
 
 class Int8Linear(nn.Module):
@@ -102,60 +68,65 @@ class Int8Linear(nn.Module):
         return y.to(x.dtype)
 
 
-def max_mkl_rows(weight: Tensor, is_cached: bool) -> int:
-    """Return up to how many rows MKL's product with a weight is faster than oneDNN's."""
-    if not torch.backends.mkl.is_available() or weight.dtype != torch.float32:
-        return 0
-    is_intel = "Intel" in torch.cpu.get_capabilities().get("cpu_name", "")
-    num_rows = MAX_MKL_ROWS_ON_INTEL if is_intel else 0
-    return max(num_rows, MAX_MKL_MULTIPLICATIONS // weight.numel()) if is_cached else num_rows
+class PlainLinear(nn.Module):
+    """A linear layer for inference, with its weight in the plain layout.
 
+    Compiled for one row on a CPU, it is a reduction, which reads the weight faster than a product.
+    """
 
-def runs_on_cpu(weight: Tensor) -> bool:
-    """Return whether a weight is on a CPU, in a dtype that the layers for decoding support."""
-    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.register_buffer("weight", weight.detach(), persistent=False)
+        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer: (…, inputs) → (…, outputs)."""
+        has_one_row = x.shape[:-1].numel() == 1
+        if not (has_one_row and x.device.type == "cpu" and torch.compiler.is_compiling()):
+            return F.linear(x, self.weight, self.bias)
+        y = (self.weight * x.flatten()).sum(dim=-1)
+        return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], -1)
 
 
 def build_decoder(model: Model, pack: bool = True, quantize: bool = False) -> Model:
     """Return a copy of a model that decodes faster, with its current weights.
 
     The copy cannot train. The heads' projections are concatenated once, not in each call. On a CPU
-    weights are packed, and norms and rotations have fewer operations: use pack=False for a model
-    that will be compiled. With quantize, the linear layers have 8-bit weights. All other tensors
-    are shared.
+    large weights are packed, and rotations computed once: use pack=False for a model that will be
+    compiled. With quantize, the linear layers have 8-bit weights. A layer with hooks, or of another
+    class than nn.Linear, is called as it is. All other tensors are shared.
     """
     shared = {id(parameter): parameter for parameter in model.parameters()}
     decoder: Any = copy.deepcopy(model, shared).eval()
-    modules = list(decoder.modules())
-    fused_layers: set[nn.Linear] = set()
-    for module in modules:
+    for module in decoder.modules():
         vars(module).pop("forward", None)  # compiled, or recomputing activations, for training
+    head_weight = decoder.head_weight()
+    is_cpu = head_weight.device.type == "cpu"
+    is_large = decoder.num_parameters > MAX_CACHED_PARAMETERS
+    has_packed_dtype = head_weight.dtype in (torch.float32, torch.bfloat16)
+    convert: Callable[[Tensor, Tensor | None], nn.Module] = PlainLinear
+    if quantize:
+        convert = Int8Linear
+    elif pack and is_cpu and is_large and has_packed_dtype and torch.backends.mkldnn.is_available():
+        convert = PackedLinear
+    replacements = {}
+    fused_layers: set[nn.Module] = set()
+    for name, module in decoder.named_modules():
         if isinstance(module, FusedLinear):
-            fused_layers.update(module.layers)
-    has_cpu_layers = pack and runs_on_cpu(decoder.head_weight())
-    use_onednn = has_cpu_layers and torch.backends.mkldnn.is_available()
-    is_cached = decoder.num_parameters <= MAX_CACHED_PARAMETERS
-
-    def make_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
-        if quantize:
-            return Int8Linear(weight, bias)
-        return FrozenLinear(weight, bias, use_onednn, is_cached)
-
-    for module in modules:
-        for name, child in module.named_children():
-            if isinstance(child, FusedLinear):
-                setattr(module, name, make_linear(*child.concatenate()))
-            elif isinstance(child, nn.Linear) and (quantize or use_onednn):
-                if child not in fused_layers:
-                    setattr(module, name, make_linear(child.weight, child.bias))
-            elif isinstance(child, RMSNorm) and has_cpu_layers:
-                setattr(module, name, FrozenRMSNorm(child))
-    if decoder.head is None and (quantize or use_onednn):
-        decoder.head = make_linear(decoder.head_weight(), None)
-    if has_cpu_layers and decoder.config.position == "rope":
+            concatenated = concatenate_linear(module.get_layers())
+            if concatenated:
+                replacements[name] = convert(*concatenated)
+                fused_layers.update(module.get_layers())
+    for name, module in decoder.named_modules():
+        if is_plain_linear(module) and module not in fused_layers:
+            replacements[name] = convert(module.weight, module.bias)
+    for name, module in replacements.items():
+        decoder.set_submodule(name, module)
+    if decoder.head is None:
+        decoder.head = convert(head_weight, None)
+    if pack and is_cpu and decoder.config.position == "rope":
         decoder.rotation = RotationTable(decoder.rotation)
-    if has_cpu_layers:
-        for block in decoder.blocks:
-            head = block.attention.heads[0]
-            block.attention.qk_norms = (head.query_norm, head.key_norm)
     return decoder

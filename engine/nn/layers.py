@@ -1,7 +1,8 @@
 """Variants of PyTorch's layers: fused projections, norms, embeddings and dropout."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -10,50 +11,64 @@ from torch.autograd.function import once_differentiable
 
 FAST_DROPOUT_RATES = (0.001, 0.99)  # lower and upper bound: 16 bits resolve them to 0.1%
 
-LayerPair = tuple[nn.Module, nn.Module] | None  # None: not shared
+
+def is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether calling a layer computes F.linear of its weight and bias, and nothing else."""
+    hooks = (
+        *(layer._forward_hooks, layer._forward_pre_hooks),
+        *(layer._backward_hooks, layer._backward_pre_hooks),
+    )
+    return type(layer) is nn.Linear and "forward" not in vars(layer) and not any(hooks)
+
+
+def concatenate_linear(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None] | None:
+    """Return the layers' weights as one matrix, and their biases as one vector.
+
+    None unless all are plain linear layers, and all or none have a bias.
+    """
+    plain = [layer for layer in layers if is_plain_linear(layer)]
+    weights: list[Tensor] = [layer.weight for layer in plain]
+    biases: list[Tensor] = [layer.bias for layer in plain if layer.bias is not None]
+    if len(plain) < len(layers) or len(biases) not in (0, len(layers)):
+        return None
+    return torch.cat(weights), torch.cat(biases) if biases else None
 
 
 class FusedLinear(nn.Module):
-    """Several linear layers of one input, applied as one matrix product.
+    """Several layers of one input; plain linear layers are applied as one matrix product.
 
-    It has no parameters of its own: its tuple refers to layers that are registered elsewhere.
+    It has no layers of its own: a function returns those of another module, in every call.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear]):
+    def __init__(self, get_layers: Callable[[], list[nn.Module]]):
         super().__init__()
-        self.layers = tuple(layers)
-
-    def concatenate(self) -> tuple[Tensor, Tensor | None]:
-        """Return the layers' weights as one matrix, and their biases as one vector."""
-        weight = torch.cat([layer.weight for layer in self.layers])
-        if self.layers[0].bias is None:
-            return weight, None
-        return weight, torch.cat([layer.bias for layer in self.layers])
+        self.get_layers = get_layers
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the concatenated outputs of the layers: (…, D) → (…, sum of their widths)."""
-        weight, bias = self.concatenate()
-        return F.linear(x, weight, bias)
+        layers = self.get_layers()
+        concatenated = concatenate_linear(layers)
+        if concatenated is None:
+            return torch.cat([layer(x) for layer in layers], dim=-1)
+        return F.linear(x, *concatenated)
 
 
-def prefer_closed_form_gradient(x: Tensor) -> bool:
-    """Return whether a closed form is faster than autograd's gradient: on a CPU, not compiled."""
-    return x.device.type == "cpu" and x.requires_grad and not torch.compiler.is_compiling()
+def normalize_rows(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return x (…, width) with a root mean square of 1, and the scale of each row (…, 1)."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    bias = torch.tensor(epsilon, device=x.device)
+    scale = torch.addcmul(bias, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    return (wide * scale).to(x.dtype), scale
 
 
-class UnweightedRMSNorm(torch.autograd.Function):
-    """The root-mean-square norm without a weight, with its gradient in closed form.
-
-    On a CPU it is faster than F.rms_norm, which consists of separate operations.
-    """
+class ClosedFormRMSNorm(torch.autograd.Function):
+    """:func:`normalize_rows`, with its gradient in closed form."""
 
     @staticmethod
     def forward(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        """Return x (…, width) with a root mean square of 1, and the scale of each row (…, 1)."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = (norm.square() / x.shape[-1] + epsilon).rsqrt()
-        return (wide * scale).to(x.dtype), scale
+        """Normalize the rows of x (…, width)."""
+        return normalize_rows(x, epsilon)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -75,14 +90,21 @@ class UnweightedRMSNorm(torch.autograd.Function):
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root-mean-square norm in the dtype of its input: Zhang & Sennrich 2019."""
+    """Root-mean-square norm in the dtype of its input: Zhang & Sennrich 2019.
+
+    F.rms_norm is a kernel on a GPU or compiled. On a CPU it is a sequence of slower operations.
+    """
+
+    eps: float
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension: (…, width) → (…, width)."""
-        if self.weight is None and prefer_closed_form_gradient(x):
-            return UnweightedRMSNorm.apply(x, self.eps)[0]
         weight = None if self.weight is None else self.weight.to(x.dtype)
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        if x.device.type != "cpu" or torch.compiler.is_compiling():
+            return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        has_gradient = x.requires_grad and torch.is_grad_enabled()
+        y, _ = (ClosedFormRMSNorm.apply if has_gradient else normalize_rows)(x, self.eps)
+        return y if weight is None else y * weight
 
 
 def make_norm(kind: str, width: int, epsilon: float, bias: bool) -> nn.Module:

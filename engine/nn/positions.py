@@ -5,9 +5,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-
-from engine.nn.layers import prefer_closed_form_gradient
 
 Scaling = tuple[float, ...] | None  # see scale_frequencies
 FREQUENCY_BASE = 10_000.0  # frequencies range from 1 to about 1 / FREQUENCY_BASE
@@ -62,69 +59,35 @@ def sinusoids(positions: Tensor, width: int) -> Tensor:
 def rotations(positions: Tensor, width: int, base: float | None, scaling: Scaling) -> Tensor:
     """Return the cosines and sines of RoPE's angles, for :func:`rotate`.
 
-    For positions (T,) they are (2, T, width / 2); for (B, T), (2, B, 1, T, width / 2).
+    Each cosine stands twice, and each sine with both signs. For positions (T,) they are
+    (2, T, width); for (B, T), (2, B, 1, T, width).
     """
-    theta = angles(positions, width, base or FREQUENCY_BASE, scaling)
+    theta = angles(positions, width, FREQUENCY_BASE if base is None else base, scaling)
     if positions.ndim == 2:
         theta = theta[:, None]  # the same for all heads
-    return torch.stack((theta.cos(), theta.sin()))
+    sin = theta.sin()
+    return torch.stack((theta.cos().repeat(*[1] * (theta.ndim - 1), 2), torch.cat((sin, -sin), -1)))
 
 
 def rotate(x: Tensor, rotation: Tensor | None) -> Tensor:
     """Rotate each pair of dimensions (i, i + K / 2) of x (…, T, K): RoPE, Su et al. 2021, eq. 34.
 
-    rotation is that of :func:`rotations` or a :class:`RotationTable`; None leaves x unchanged.
-    Unlike eq. 34, pairs are not neighbors, and the rotation is clockwise. The scores are the
-    paper's once the dimensions of queries and keys are permuted: i and i + K / 2 become neighbors,
-    in swapped order.
+    rotation is that of :func:`rotations`; None leaves x unchanged. Unlike eq. 34, pairs are not
+    neighbors, and the rotation is clockwise. The scores are the paper's once the dimensions of
+    queries and keys are permuted: i and i + K / 2 become neighbors, in swapped order.
     """
     if rotation is None:
         return x
     cos, sin = rotation.to(x.dtype)
-    if cos.shape[-1] == x.shape[-1]:  # of a RotationTable
-        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
-    if prefer_closed_form_gradient(x):
-        return Rotation.apply(x, cos, sin)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
-
-
-class Rotation(torch.autograd.Function):
-    """:func:`rotate`, whose gradient is the inverse rotation."""
-
-    @staticmethod
-    def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate x (…, T, K) by angles with these cosines and sines."""
-        first, second = x.chunk(2, dim=-1)
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        first_y, second_y = y.chunk(2, dim=-1)
-        torch.mul(first, cos, out=first_y).addcmul_(second, sin)
-        torch.mul(second, cos, out=second_y).addcmul_(first, sin, value=-1)
-        return y
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        """Keep the cosines and sines for the gradient."""
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, y_grad: Tensor):
-        """Rotate the gradient back."""
-        cos, sin = ctx.saved_tensors
-        return Rotation.forward(y_grad, cos, -sin), None, None
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 class RotationTable:
-    """The rotations of a model for inference on a CPU, computed once for each position.
+    """The rotations of a model for decoding, computed once for each position."""
 
-    They are (2, T, K) or (2, B, 1, T, K): each cosine twice, and each sine with both signs. So
-    :func:`rotate` has fewer operations.
-    """
-
-    def __init__(self, model_rotations: Callable[[Tensor], Tensor]):
+    def __init__(self, compute_rotations: Callable[[Tensor], Tensor]):
         """Take the rotations of a model, as a function of positions (T,)."""
-        self.model_rotations = model_rotations
+        self.compute_rotations = compute_rotations
         self.table = torch.empty(2, 0, 0)  # (2, length, K)
 
     def __call__(self, positions: Tensor) -> Tensor:
@@ -132,9 +95,7 @@ class RotationTable:
         length = int(positions.max()) + 1
         table = self.table  # threads may share a decoder, and replace it
         if length > table.shape[1]:
-            capacity = 2 ** math.ceil(math.log2(length))
-            cos, sin = self.model_rotations(torch.arange(capacity))
-            table = torch.stack((torch.cat((cos, cos), -1), torch.cat((sin, -sin), -1)))
+            table = self.compute_rotations(torch.arange(2 ** math.ceil(math.log2(length))))
             self.table = table
         if positions.ndim == 1:
             return table.index_select(1, positions)

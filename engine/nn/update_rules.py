@@ -4,6 +4,7 @@ They do not derive from it, because that would import PyTorch's compiler: a seco
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -119,12 +120,24 @@ class Muon(GroupedOptimizer):
         return state
 
     def update_group(self, group: ParamGroup) -> None:
-        """Update the matrices of a group, and overwrite their gradients."""
-        params = group["params"]
+        """Update the matrices of a group that have a gradient, and overwrite their gradients.
+
+        In a stack with other gradients, a missing one counts as zero.
+        """
         stack_size = group["stack_size"]
+        params: list[Tensor] = []
+        for start in range(0, len(group["params"]), stack_size):
+            stack = group["params"][start : start + stack_size]
+            params += stack if any(param.grad is not None for param in stack) else []
+        if not params:
+            return
         num_rows, num_columns = params[0].shape
         matrices = [local(param) for param in params]
-        grads = [local(param.grad) for param in params]
+        has_grad = [param.grad is not None for param in params]
+        grads = [
+            torch.zeros_like(matrix) if param.grad is None else local(param.grad)
+            for param, matrix in zip(params, matrices, strict=True)
+        ]
         momenta = [local(self.state[param]["momentum"]) for param in params]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         torch._foreach_lerp_(grads, momenta, group["momentum"])  # Nesterov: one step ahead
@@ -141,7 +154,8 @@ class Muon(GroupedOptimizer):
 
         # The weight decay is added to the updates before the learning rate is applied.
         scale = 0.2 * math.sqrt(max(height, num_columns))
-        update_list = list(updates.unbind())
+        update_list = list(itertools.compress(updates.unbind(), has_grad))
+        matrices = list(itertools.compress(matrices, has_grad))
         torch._foreach_add_(update_list, matrices, alpha=group["weight_decay"] / scale)
         torch._foreach_add_(matrices, update_list, alpha=-group["lr"] * scale)
 
@@ -224,6 +238,8 @@ class AdamW(GroupedOptimizer):
     def update_group(self, group: ParamGroup) -> None:
         """Update the parameters of a group that have a gradient."""
         params = [param for param in group["params"] if param.grad is not None]
+        if not params:
+            return
         states = [self.state[param] for param in params]
         beta1, beta2 = group["betas"]
         adamw(

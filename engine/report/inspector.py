@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from engine.core.errors import UserError
 from engine.core.settings import from_values
 from engine.data.chat import Turn, encode_chat
-from engine.generation.attention_maps import attention_by_layer, shared_character, token_label
-from engine.generation.generate import Sequences, banned_tokens, complete_streams, window_start
+from engine.generation.decoding_engine import DecodingEngine, window_start
 from engine.generation.sampling import FilterOptions, filter_logits, row_seeds, sample_token
+from engine.generation.text_batch import banned_tokens, complete_streams
 from engine.generation.text_generator import TextGenerator
 from engine.generation.text_stream import TextStream
 from engine.nn.inference import build_decoder
+from engine.report.attention_maps import attention_by_layer, shared_character, token_label
 from model import GPT, Block
 
 NUM_LIKELY_TOKENS = 10  # in a table
@@ -118,27 +119,26 @@ class ModelInspector:
         """Yield what :meth:`read` does; for each new token {token, text}; {end: reason}."""
         request = self.parse(question)
         yield from self.read(question)
-        prompt = torch.tensor([request.ids], device=self.generator.device)
-        max_length = len(request.ids) + request.max_new_tokens
-        full = Sequences(self.generator.decoder, prompt, max_length)
-        ablated = Sequences(self.ablate(request.off), prompt, max_length) if request.off else None
+        models = [self.generator.decoder, *([self.ablate(request.off)] if request.off else [])]
+        engines = [DecodingEngine(model) for model in models]
+        for engine in engines:
+            engine.add(request.ids)
+        all_logits = [engine.read(0) for engine in engines]
         (row_seed,) = row_seeds(request.seed, [request.ids])
         ends = self.generator.ends
         stream = TextStream(self.tokenizer, request.ids, request.max_new_tokens, ends=ends)
         all_ids = request.ids
-        while not stream.ended:
-            full_logits = full.logits()
-            logits = ablated.logits() if ablated else full_logits
-            allowed = logits.index_fill(-1, self.banned, -torch.inf)
+        while True:
+            allowed = all_logits[-1].index_fill(-1, self.banned, -torch.inf)
             draws = [(row_seed, stream.num_tokens)]
-            ids = sample_token(allowed, full.tokens, draws, **request.filters)
-            full.append(ids[:, None])
-            if ablated:
-                ablated.append(ids[:, None])
-            (token,) = self.describe(ids.tolist(), full_logits, logits, request)
+            ids = sample_token(allowed, draws, **request.filters).tolist()
+            (token,) = self.describe(ids, all_logits[0], all_logits[-1], request)
             all_ids += (token["id"],)
             token["shared"] = shared_character(self.tokenizer, all_ids)
             yield {"token": token, "text": stream.push(token["id"])}
+            if stream.ended:
+                break
+            all_logits = [engine.step(ids) for engine in engines]
         is_end = token["id"] in stream.ends
         yield {"end": "the model ended the text" if is_end else LENGTH_LIMIT_REASON}
 

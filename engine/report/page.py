@@ -52,9 +52,9 @@ def describe_run(folder: Path, data: Mixture | None = None, **extras: Any) -> di
         "settings": settings,
         "defaults": about.get("defaults", {}),
         "machine": about.get("machine", {}),
-        # Losses of runs with equal tokenizer and text are comparable. Older runs recorded neither.
-        "tokenizer": about.get("tokenizer", settings.get("data")),
-        "text": about.get("text", settings.get("data")),
+        # Losses of runs with equal tokenizer and text are comparable.
+        "tokenizer": about.get("tokenizer"),
+        "text": about.get("text"),
         "data": describe_data(data) if data else [],
         "samples": select_samples(read_sorted_records(folder / "samples.jsonl")),
         "attention": None,

@@ -16,10 +16,10 @@ from engine.core.settings import flatten
 from engine.data.chat import prompt_ids, stop_ids
 from engine.data.dataset import Dataset, Examples
 from engine.data.mixture import Mixture
-from engine.generation.attention_maps import attention_maps, shared_character, token_label
-from engine.generation.generate import complete_streams, initial_tokens
 from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions
+from engine.generation.text_batch import complete_streams, initial_tokens
 from engine.generation.text_stream import TextStream
+from engine.report.attention_maps import attention_maps, shared_character, token_label
 from engine.training.trainer import Trainer
 from model import GPT
 

@@ -5,16 +5,11 @@ the address. A question is a JSON object; its answer is a stream of JSON objects
 """
 
 import asyncio
-import contextlib
 import errno
 import os
 import secrets
 import socket
-import sys
-import tempfile
-import threading
-import webbrowser
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -43,7 +38,8 @@ SECURITY_HEADERS = {
 }
 ANY_HOST = "0.0.0.0"  # all addresses of this machine
 HTTP_PORT = 80  # which an address need not name
-MAX_IDLE_CONNECTIONS = 64  # because a process may open a limited number of files
+MAX_PENDING_CONNECTIONS = 1024  # accepted later; the system refuses more
+MAX_SILENT_SECONDS = 30.0  # of a connection without a request
 
 Lines = Generator[dict[str, Any], None, None]
 
@@ -52,8 +48,7 @@ class PageServer:
     """Serves the page, and for POST /name the lines of answers[name](question).
 
     One thread computes. Answers of one name wait for each other, and end when their client
-    disconnects. The oldest connections without a request are closed if there are more than
-    MAX_IDLE_CONNECTIONS.
+    disconnects. A connection without a request is closed after MAX_SILENT_SECONDS.
     """
 
     def __init__(
@@ -78,7 +73,6 @@ class PageServer:
         }
         self.locks = {name: asyncio.Lock() for name in answers}
         self.executor = ThreadPoolExecutor(max_workers=1)
-        self.busy: set[asyncio.BaseProtocol] = set()  # with a request in progress
         try:
             self.socket = socket.create_server((socket.gethostbyname(host), port))
         except OSError as error:
@@ -97,38 +91,25 @@ class PageServer:
         app.add_routes([web.get("/", self.send_page), web.post("/{name}", self.send_answer)])
         app.add_routes(self.api.routes() if self.api else [])
         runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=0.1,
+            keepalive_timeout=MAX_SILENT_SECONDS,
         )
         await runner.setup()
-        listener = await asyncio.get_running_loop().create_server(
-            lambda: self.accept(runner), sock=self.socket, backlog=MAX_IDLE_CONNECTIONS
-        )
         try:
+            await web.SockSite(runner, self.socket, backlog=MAX_PENDING_CONNECTIONS).start()
             await asyncio.Event().wait()
         finally:
-            listener.close()
             if self.api:
                 await self.api.stop()
             await runner.cleanup()
             self.executor.shutdown()  # Python crashes if a thread computes while it ends
 
-    def accept(self, runner: web.AppRunner) -> asyncio.BaseProtocol:
-        """Return the protocol of a new connection, and close old ones that are idle."""
-        assert runner.server is not None
-        # Called soon, not now: in a burst, asyncio accepts all before any counts as connected.
-        asyncio.get_running_loop().call_soon(self.close_idle, runner.server)
-        return runner.server()
-
-    def close_idle(self, server: web.Server) -> None:
-        """Close connections without a request, except for the newest MAX_IDLE_CONNECTIONS."""
-        idle = [protocol for protocol in server.connections if protocol not in self.busy]
-        for connection in idle[:-MAX_IDLE_CONNECTIONS]:
-            connection.force_close()
-
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Handle a request of the page or of the API; refuse any other with {"error": reason}."""
-        self.busy.add(request.protocol)
         try:
             if self.api and request.path.startswith(API_PREFIX):
                 reason = "" if self.api.key else self.foreign_reason(request)
@@ -139,8 +120,6 @@ class PageServer:
         except web.HTTPException as error:
             message = {"error": error.text}
             return web.json_response(message, status=error.status, headers=self.headers)
-        finally:
-            self.busy.discard(request.protocol)
 
     def foreign_reason(self, request: web.Request) -> str:
         """Return the reason to refuse a request that another site may have sent; "" if none."""
@@ -202,10 +181,7 @@ def serve(
     host: str = LOCAL_HOST,
     api: Api | None = None,
 ) -> None:
-    """Print the address of the page, open it if a desktop runs this, and serve until Ctrl-C.
-
-    With an API its address is printed too, and no page is opened.
-    """
+    """Print the address of the page, and of the API if there is one; serve until Ctrl-C."""
     server = PageServer(answers, port, host, api)
     if api:
         print(f"OpenAI-compatible API: http://{host}:{server.port}{API_PREFIX.rstrip('/')}")
@@ -214,31 +190,8 @@ def serve(
         print(f"Open {server.address} {stop_hint}", flush=True)
     else:
         print(stop_hint, flush=True)
-    with contextlib.ExitStack() as stack:
-        if not api and sys.stdout.isatty() and has_display():
-            with contextlib.suppress(OSError):  # cannot write the file; the address is printed
-                path = stack.enter_context(redirect_file(server.address))
-                threading.Thread(target=webbrowser.open, args=[path.as_uri()], daemon=True).start()
-        try:
-            asyncio.run(server.run())
-        finally:  # after a second Ctrl-C too
-            if api:
-                api.worker.stop()
-
-
-def has_display() -> bool:
-    """Return whether a browser started by this process has a screen."""
-    if sys.platform in ("darwin", "win32"):
-        return "SSH_CONNECTION" not in os.environ
-    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
-
-
-@contextlib.contextmanager
-def redirect_file(address: str) -> Iterator[Path]:
-    """Make a file that redirects to an address, which must not be in the browser's arguments."""
-    # Other users can read arguments. In the home, because a sandboxed browser has another /tmp.
-    with tempfile.TemporaryDirectory(prefix="live-page-", dir=Path.home()) as folder:
-        path = Path(folder) / "open.html"
-        path.touch(mode=0o600)
-        path.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={address}">')
-        yield path
+    try:
+        asyncio.run(server.run())
+    finally:  # after a second Ctrl-C too
+        if api:
+            api.worker.stop()

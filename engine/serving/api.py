@@ -6,8 +6,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,63 +18,33 @@ from engine.core.errors import UserError
 from engine.core.files import parse_json, to_json
 from engine.data.chat import encode_chat, own_template
 from engine.data.inputs.examples import find_tools, parse_messages
-from engine.generation.generate import banned_tokens
-from engine.generation.kv_cache import max_cached_rows
+from engine.generation.decoding_engine import max_cached_rows
 from engine.generation.sampling import FilterOptions, row_seeds
+from engine.generation.text_batch import TextBatch, Token, banned_tokens
 from engine.generation.text_generator import TextGenerator
 from engine.generation.text_stream import TextStream
-from engine.serving import openai_format
-from engine.serving.batching import BatchWorker, QueueFullError, RunningBatch, TextRequest, Token
 from engine.serving.openai_format import (
+    MAX_TEXTS,
+    AnswerFormat,
     AnySettings,
     ApiError,
     ChatSettings,
-    ChoiceWriter,
     CompletionSettings,
+    includes_usage,
+    read_prompts,
+    read_settings,
 )
+from engine.serving.worker import BatchWorker, ClientRequest, QueueFullError
 
 API_PREFIX = "/v1/"
 MAX_ROWS = 32  # texts that are decoded together
 MAX_WAITING_TEXTS = 256
 READ_TIMEOUT_SECONDS = 30.0  # for receiving a body
 WRITE_TIMEOUT_SECONDS = 10.0  # for sending a chunk
-END_OF_STREAM = b"data: [DONE]\n\n"
-STOPPING_MESSAGE = "the server is stopping"
+STOPPING_ERROR = ApiError("the server is stopping", 503)
 
 Arrival = tuple[int, Token | Exception | None]  # index of a choice; None: its text has ended
-
-
-@dataclass(eq=False)
-class Completion:
-    """The choices of a request, and their tokens as they arrive from the decoding thread."""
-
-    settings: AnySettings
-    includes_usage: bool
-    requests: list[TextRequest] = field(default_factory=list)
-    arrivals: asyncio.Queue[Arrival] = field(default_factory=asyncio.Queue)
-
-    @property
-    def is_chat(self) -> bool:
-        return isinstance(self.settings, ChatSettings)
-
-    @property
-    def streams(self) -> list[TextStream]:
-        return [request.stream for request in self.requests]
-
-    def writers(self) -> list[ChoiceWriter]:
-        """Return a writer for each choice."""
-        requests = enumerate(self.requests)
-        return [ChoiceWriter(request, index, self.is_chat) for index, request in requests]
-
-    async def tokens(self) -> AsyncIterator[tuple[int, Token | None]]:
-        """Yield each token of the choices, and None at the end of each. Raises ApiError."""
-        num_running = len(self.requests)
-        while num_running:
-            index, arrival = await self.arrivals.get()
-            if isinstance(arrival, Exception):
-                raise to_api_error(arrival)
-            num_running -= arrival is None
-            yield index, arrival
+Answer = Callable[[dict[str, Any]], Awaitable[web.StreamResponse]]
 
 
 class Api:
@@ -88,11 +57,10 @@ class Api:
         self.name = name
         self.key = key
         self.context_length = generator.model.config.context_length
-        self.completions: set[Completion] = set()
+        self.arrivals: set[asyncio.Queue[Arrival]] = set()  # of the requests in progress
         banned = banned_tokens(generator.tokenizer, generator.model, generator.ends)
         num_rows = max_cached_rows(generator.model, MAX_ROWS)
-        batch = RunningBatch(generator.decoder, num_rows, banned)
-        self.worker = BatchWorker(batch, MAX_WAITING_TEXTS)
+        self.worker = BatchWorker(TextBatch(generator.decoder, num_rows, banned), MAX_WAITING_TEXTS)
         created = int(time.time())
         self.model = {"id": name, "object": "model", "created": created, "owned_by": "user"}
 
@@ -100,7 +68,6 @@ class Api:
         """Return the routes for an application."""
         return [
             web.get("/v1/models", self.list_models),
-            web.get("/v1/models/{name:.+}", self.show_model),
             web.post("/v1/completions", self.complete),
             web.post("/v1/chat/completions", self.chat),
         ]
@@ -108,29 +75,24 @@ class Api:
     async def stop(self) -> None:
         """End all answers with an error, and stop the decoding thread."""
         self.worker.is_stopping = True
-        for completion in self.completions:
-            completion.arrivals.put_nowait((0, ApiError(STOPPING_MESSAGE, 503)))
+        for arrivals in self.arrivals:
+            arrivals.put_nowait((0, STOPPING_ERROR))
         await asyncio.to_thread(self.worker.stop)
-
-    def is_authorized(self, request: web.Request) -> bool:
-        """Return whether a request carries the key; True if no key is set."""
-        scheme, _, actual = request.headers.get("Authorization", "").partition(" ")
-        is_key = secrets.compare_digest(actual.encode(errors="replace"), self.key.encode())
-        return not self.key or (is_key and scheme.lower() == "bearer")
 
     async def respond(self, request: web.Request, handler: Handler, reason: str) -> Any:
         """Handle a request of the API, unless there is a reason to refuse it."""
         try:
             if reason:
                 raise ApiError(reason, 403)
-            if not self.is_authorized(request):
+            scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+            is_key = secrets.compare_digest(key.encode(errors="replace"), self.key.encode())
+            if self.key and not (is_key and scheme.lower() == "bearer"):
                 message = "the API key: missing or wrong. Send Authorization: Bearer KEY."
                 raise ApiError(message, 401, code="invalid_api_key")
             return await handler(request)
         except web.HTTPException as error:
             api_error = ApiError(error.text or error.reason, error.status)
         except Exception as error:
-            log_bug(error)
             api_error = to_api_error(error)
         return web.json_response(api_error.to_json(), status=api_error.status)
 
@@ -138,33 +100,21 @@ class Api:
         """Answer GET /v1/models."""
         return web.json_response({"object": "list", "data": [self.model]})
 
-    async def show_model(self, request: web.Request) -> web.Response:
-        """Answer GET /v1/models/NAME."""
-        self.check_model(request.match_info["name"])
-        return web.json_response(self.model)
-
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Answer POST /v1/completions."""
         body = await read_body(request)
-        settings = openai_format.read_settings(CompletionSettings, body)
+        settings = read_settings(CompletionSettings, body, {"prompt", "stream_options"})
         prompts = await asyncio.to_thread(
-            openai_format.read_prompts,
-            body.get("prompt"),
-            self.tokenizer,
-            self.generator.initial_tokens,
+            read_prompts, body.get("prompt"), self.tokenizer, self.generator.initial_tokens
         )
-        max_tokens = settings.max_tokens
-        if max_tokens is None:
-            max_tokens = openai_format.DEFAULT_COMPLETION_TOKENS
-        return await self.answer(request, body, settings, prompts, max_tokens)
+        return await self.answer(request, body, settings, prompts)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer POST /v1/chat/completions."""
         body = await read_body(request)
-        settings = openai_format.read_settings(ChatSettings, body)
+        settings = read_settings(ChatSettings, body, {"messages", "tools", "stream_options"})
         prompts = [await asyncio.to_thread(self.encode_messages, body)]
-        max_tokens = settings.max_completion_tokens or settings.max_tokens or self.context_length
-        return await self.answer(request, body, settings, prompts, max_tokens)
+        return await self.answer(request, body, settings, prompts)
 
     def encode_messages(self, body: dict[str, Any]) -> list[int]:
         """Return the ids of the messages of a request. Raises ApiError."""
@@ -182,46 +132,63 @@ class Api:
         except (UserError, UnicodeEncodeError) as error:  # the latter for a lone surrogate
             raise ApiError(f"messages: {error}", param="messages") from None
 
-    def check_model(self, name: str) -> None:
-        """Raise ApiError for the name of another model."""
-        if name not in ("", self.name):
-            message = f"the model {name!r} does not exist. Use {self.name!r}."
-            raise ApiError(message, 404, "model", "model_not_found")
-
     async def answer(
         self,
         request: web.Request,
         body: dict[str, Any],
         settings: AnySettings,
         prompts: list[list[int]],
-        max_tokens: int,
     ) -> web.StreamResponse:
         """Decode the choices of all prompts, and answer in a stream or in one response."""
-        self.check_model(settings.model)
-        completion = Completion(settings, openai_format.includes_usage(body))
-        self.add_requests(completion, prompts, max_tokens)
+        if settings.model not in ("", self.name):
+            message = f"the model {settings.model!r} does not exist. Use {self.name!r}."
+            raise ApiError(message, 404, "model", "model_not_found")
+        has_usage = includes_usage(body)
+        arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
+        requests = self.make_requests(settings, prompts, arrivals)
         if self.worker.is_stopping:
-            raise ApiError(STOPPING_MESSAGE, 503)
+            raise STOPPING_ERROR
         try:
-            self.worker.submit(completion.requests)
+            self.worker.submit(requests)
         except QueueFullError:
             raise ApiError("too many requests. Try again.", 429, code="queue_full") from None
-        self.completions.add(completion)
+        self.arrivals.add(arrivals)
+        is_chat = isinstance(settings, ChatSettings)
+        has_logprobs = requests[0].num_logprobs is not None
+        form = AnswerFormat(self.name, self.tokenizer, is_chat, has_logprobs, settings.stream)
         try:
             if settings.stream:
-                return await self.send_stream(request, completion)
-            return await self.send_complete(completion)
+                chunks = stream_chunks(form, requests, arrivals, settings.n if has_usage else 0)
+                return await send_stream(request, chunks)
+            tokens: list[list[Token]] = [[] for _ in requests]
+            async for index, token in receive_tokens(arrivals, len(requests)):
+                tokens[index] += [token] if token else []
+            choices = [
+                form.choice(index, tokens[index], finish_reason(choice.stream))
+                for index, choice in enumerate(requests)
+            ]
+            answer = form.answer(choices, usage=count_tokens(requests, settings.n))
+            return web.json_response(answer, dumps=to_json)
         finally:  # also if the client disconnects
-            self.completions.discard(completion)
-            for text_request in completion.requests:
-                text_request.is_cancelled = True
+            self.arrivals.discard(arrivals)
+            for choice in requests:
+                choice.is_cancelled = True
 
-    def add_requests(self, completion: Completion, prompts: list[list[int]], limit: int) -> None:
-        """Add a request for each choice of each prompt. Raises ApiError if a prompt is too long."""
-        settings = completion.settings
-        openai_format.check_num_texts(len(prompts) * settings.n)
+    def make_requests(
+        self, settings: AnySettings, prompts: list[list[int]], arrivals: asyncio.Queue[Arrival]
+    ) -> list[ClientRequest]:
+        """Return a request for each choice of each prompt. Raises ApiError if one is too long."""
+        if len(prompts) * settings.n > MAX_TEXTS:
+            problem = f"at most {MAX_TEXTS} texts in a request (got {len(prompts) * settings.n:,})"
+            raise ApiError(f"n: {problem}", param="n")
+        if isinstance(settings, ChatSettings):
+            max_tokens = settings.max_completion_tokens or settings.max_tokens
+            max_tokens = max_tokens or self.context_length
+            num_logprobs = settings.top_logprobs if settings.logprobs else None
+        else:
+            max_tokens = settings.max_tokens
+            num_logprobs = settings.logprobs
         seed = secrets.randbits(32) if settings.seed is None else settings.seed
-        is_echo = isinstance(settings, CompletionSettings) and settings.echo
         filters = FilterOptions(
             temperature=settings.temperature,
             top_k=settings.top_k,
@@ -232,107 +199,114 @@ class Api:
 
         def receive(index: int, arrival: Token | Exception | None) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, after a second Ctrl-C
-                loop.call_soon_threadsafe(completion.arrivals.put_nowait, (index, arrival))
+                loop.call_soon_threadsafe(arrivals.put_nowait, (index, arrival))
 
         all_prompts = [prompt for prompt in prompts for _ in range(settings.n)]
-        for prompt, row_seed in zip(all_prompts, row_seeds(seed, all_prompts), strict=True):
+        seeds = row_seeds(seed, all_prompts)
+        requests = []
+        for index, prompt in enumerate(all_prompts):
             room = self.context_length - len(prompt)
-            if room < min(1, limit):
+            if room < min(1, max_tokens):
+                name = "messages" if isinstance(settings, ChatSettings) else "prompt"
                 size = f"the context has {self.context_length} tokens (got {len(prompt)})"
-                name = "messages" if completion.is_chat else "prompt"
                 code = "context_length_exceeded"
                 raise ApiError(f"{name}: too long: {size}", param=name, code=code)
-            ends = self.generator.ends
-            stream = TextStream(self.tokenizer, prompt, min(limit, room), settings.stop, ends)
-            text_request = TextRequest(
-                stream,
-                row_seed,
+            limit = min(max_tokens, room)
+            request = ClientRequest(
+                TextStream(self.tokenizer, prompt, limit, settings.stop, self.generator.ends),
+                seeds[index],
                 filters,
-                functools.partial(receive, len(completion.requests)),
                 settings.repetition_penalty,
-                settings.num_logprobs,
-                is_echo,
+                num_logprobs,
+                reports_prompt=isinstance(settings, CompletionSettings) and settings.echo,
+                receive=functools.partial(receive, index),
             )
-            completion.requests.append(text_request)
-
-    async def send_complete(self, completion: Completion) -> web.Response:
-        """Answer in one response, after all texts have ended."""
-        tokens: list[list[Token]] = [[] for _ in completion.requests]
-        async for index, token in completion.tokens():
-            if token:
-                tokens[index].append(token)
-        choices = []
-        writers = completion.writers()
-        for writer, stream in zip(writers, completion.streams, strict=True):
-            reason = openai_format.finish_reason(stream)
-            choices.append(writer.full_choice(tokens[writer.index], reason))
-        answer = openai_format.new_answer(completion.is_chat, self.name)
-        usage = openai_format.usage(completion.streams, completion.settings.n)
-        return web.json_response({**answer, "choices": choices, "usage": usage}, dumps=to_json)
-
-    async def send_stream(self, request: web.Request, completion: Completion) -> web.StreamResponse:
-        """Answer with server-sent events: one for each token with text or logprobs."""
-        response = web.StreamResponse(headers={"Cache-Control": "no-store"})
-        response.content_type = "text/event-stream"
-
-        async def write(content: bytes) -> None:
-            async with asyncio.timeout(WRITE_TIMEOUT_SECONDS):
-                await response.write(content)
-
-        # The client disconnected, or does not read.
-        with contextlib.suppress(ConnectionError, TimeoutError):
-            try:
-                async for event in self.events(completion):
-                    if not response.prepared:
-                        await response.prepare(request)
-                    await write(encode_event(event))
-            except Exception as error:
-                if isinstance(error, ConnectionError | TimeoutError) or not response.prepared:
-                    raise
-                log_bug(error)
-                await write(encode_event(to_api_error(error).to_json()))
-            await write(END_OF_STREAM)
-        return response
-
-    async def events(self, completion: Completion) -> AsyncIterator[dict[str, Any]]:
-        """Yield the chunks of an answer. Raises ApiError."""
-        answer = openai_format.new_answer(completion.is_chat, self.name, is_stream=True)
-        writers = completion.writers()
-        has_logprobs = completion.settings.num_logprobs is not None
-        started: set[int] = set()
-        async for index, token in completion.tokens():
-            choices = []
-            if completion.is_chat and index not in started:
-                choices.append(writers[index].first_chunk())
-                started.add(index)
-            if token is None:
-                reason = openai_format.finish_reason(completion.streams[index])
-                choices.append(writers[index].last_chunk(reason))
-            elif token.text or has_logprobs:
-                choices.append(writers[index].next_chunk(token))
-            for choice in choices:
-                yield {**answer, "choices": [choice]}
-        if completion.includes_usage:
-            usage = openai_format.usage(completion.streams, completion.settings.n)
-            yield {**answer, "choices": [], "usage": usage}
+            requests.append(request)
+        return requests
 
 
-def encode_event(event: dict[str, Any]) -> bytes:
-    """Return a server-sent event."""
-    return f"data: {to_json(event)}\n\n".encode()
+async def receive_tokens(
+    arrivals: asyncio.Queue[Arrival], num_texts: int
+) -> AsyncIterator[tuple[int, Token | None]]:
+    """Yield each token of the choices, and None at the end of each. Raises ApiError."""
+    while num_texts:
+        index, arrival = await arrivals.get()
+        if isinstance(arrival, Exception):
+            raise to_api_error(arrival)
+        num_texts -= arrival is None
+        yield index, arrival
 
 
-def log_bug(error: Exception) -> None:
-    """Log the traceback of an exception that is neither a client's mistake nor a user's."""
-    if not isinstance(error, ApiError) and describe_error(error) is None:
-        logging.getLogger(__name__).error("a request failed", exc_info=error)
+async def stream_chunks(
+    form: AnswerFormat,
+    requests: list[ClientRequest],
+    arrivals: asyncio.Queue[Arrival],
+    num_choices: int,
+) -> AsyncIterator[dict[str, Any]]:
+    """Yield the chunks of an answer, then the usage if num_choices is not 0. Raises ApiError."""
+    started: set[int] = set()
+    async for index, token in receive_tokens(arrivals, len(requests)):
+        is_first = index not in started
+        started.add(index)
+        if token is None:
+            reason = finish_reason(requests[index].stream)
+            yield form.answer([form.choice(index, [], reason, is_first)])
+        elif token.text or form.has_logprobs or is_first:
+            yield form.answer([form.choice(index, [token], None, is_first)])
+    if num_choices:
+        yield form.answer([], usage=count_tokens(requests, num_choices))
+
+
+async def send_stream(
+    request: web.Request, chunks: AsyncIterator[dict[str, Any]]
+) -> web.StreamResponse:
+    """Answer with server-sent events. An error after the first is an event too."""
+    response = web.StreamResponse(headers={"Cache-Control": "no-store"})
+    response.content_type = "text/event-stream"
+
+    async def write(event: str) -> None:
+        async with asyncio.timeout(WRITE_TIMEOUT_SECONDS):
+            await response.write(f"data: {event}\n\n".encode())
+
+    # The client disconnected, or does not read.
+    with contextlib.suppress(ConnectionError, TimeoutError):
+        try:
+            async for chunk in chunks:
+                if not response.prepared:
+                    await response.prepare(request)
+                await write(to_json(chunk))
+        except ApiError as error:
+            if not response.prepared:
+                raise
+            await write(to_json(error.to_json()))
+        await write("[DONE]")
+    return response
+
+
+def finish_reason(stream: TextStream) -> str:
+    """Return why a text has ended."""
+    return "length" if stream.is_cut else "stop"
+
+
+def count_tokens(requests: list[ClientRequest], num_choices: int) -> dict[str, int]:
+    """Return the usage of an answer; a prompt counts once for all of its choices."""
+    prompt = sum(len(request.stream.prompt) for request in requests[::num_choices])
+    completion = sum(request.stream.num_tokens for request in requests)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Convert an exception to the error that a client receives."""
+    """Return the error that a client receives; log the traceback of a bug."""
     if isinstance(error, ApiError):
         return error
-    return ApiError(describe_error(error) or "internal error. See the server's output.", 500)
+    description = describe_error(error)
+    if description is None:
+        logging.getLogger(__name__).error("a request failed", exc_info=error)
+    return ApiError(description or "internal error. See the server's output.", 500)
 
 
 async def read_body(request: web.Request) -> dict[str, Any]:

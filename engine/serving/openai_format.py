@@ -3,11 +3,10 @@
 Source: the API reference of OpenAI, "Completions" and "Chat completions".
 """
 
-import codecs
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -15,29 +14,22 @@ from annotated_types import Ge, Gt, Le, Lt
 from engine.core.errors import UserError
 from engine.core.settings import from_values
 from engine.data.tokenizer import Tokenizer
-from engine.generation.text_stream import TextStream
-from engine.serving.batching import TextRequest, Token
+from engine.generation.text_batch import Token
 
-DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API; an answer to a chat may fill the context
 MAX_CHOICES = 128
 MAX_TEXTS = 256  # of a request: the choices of all its prompts
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TEXTS = 16
 MAX_STOP_CHARACTERS = 200  # of a text
-MAX_QUOTED_VALUE_CHARACTERS = 100  # of a value, in a message
-# Arguments that do not change the text.
+MAX_MESSAGE_CHARACTERS = 200
+# Arguments that do not change the text, and values that mean the default.
 IGNORED_ARGUMENTS = {"user", "metadata", "store", "service_tier", "safety_identifier"}
 IGNORED_ARGUMENTS |= {"prompt_cache_key", "parallel_tool_calls"}
-# Arguments of which only these values, without effect, are supported.
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "best_of": (1,),
-    "suffix": ("",),
-    "tool_choice": ("auto", "none"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
+NEUTRAL_VALUES: dict[str, Any] = {
+    "best_of": [1],
+    "tool_choice": ["auto", "none"],
+    "response_format": [{"type": "text"}],
+    "modalities": [["text"]],
 }
 
 
@@ -81,13 +73,9 @@ class Settings:
 class CompletionSettings(Settings):
     """The arguments of /v1/completions, except the prompt."""
 
+    max_tokens: Annotated[int, Ge(0)] = 16  # as in OpenAI's API
     echo: bool = False
     logprobs: Annotated[int | None, Ge(0), Le(MAX_TOP_LOGPROBS)] = None
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """The number of alternatives to report for each token; None: no logprobs."""
-        return self.logprobs
 
 
 @dataclass(frozen=True)
@@ -99,43 +87,39 @@ class ChatSettings(Settings):
     logprobs: bool = False
     top_logprobs: Annotated[int, Ge(0), Le(MAX_TOP_LOGPROBS)] = 0
 
-    @property
-    def num_logprobs(self) -> int | None:
-        """The number of alternatives to report for each token; None: no logprobs."""
-        return self.top_logprobs if self.logprobs else None
-
 
 AnySettings = CompletionSettings | ChatSettings
 SettingsType = TypeVar("SettingsType", CompletionSettings, ChatSettings)
-# Arguments that other functions read.
-INPUT_ARGUMENTS = {
-    CompletionSettings: {"prompt", "stream_options"},
-    ChatSettings: {"messages", "tools", "stream_options"},
-}
 
 
-def read_settings(cls: type[SettingsType], body: dict[str, Any]) -> SettingsType:
-    """Return the settings of a request. Raises ApiError, which names the argument."""
+def shorten(value: Any, max_characters: int = MAX_MESSAGE_CHARACTERS) -> str:
+    """Return the start of a text, or of the repr of another value, for a message."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= max_characters else f"{text[:max_characters]}…"
+
+
+def read_settings(
+    cls: type[SettingsType], body: dict[str, Any], input_names: set[str]
+) -> SettingsType:
+    """Return the settings of a request. Raises ApiError, which names the argument.
+
+    An argument that is null counts as left out. Those of input_names are read elsewhere.
+    """
     names = {field.name for field in fields(cls)}
     values = {}
     for name, value in body.items():
-        if value is None or name in IGNORED_ARGUMENTS | INPUT_ARGUMENTS[cls]:
+        if value is None or name in input_names:
             continue
-        if name in NEUTRAL_VALUES:
-            if value not in NEUTRAL_VALUES[name]:
-                raise ApiError(f"{name}: not supported (got {quote(value)})", param=name)
-            continue
-        if name not in names:
-            raise ApiError(
-                f"{quote(name)}: unknown argument", param=name[:MAX_QUOTED_VALUE_CHARACTERS]
-            )
+        param = shorten(name)
         try:
-            from_values(cls, {name: value}, "")
+            from_values(cls, {name: value} if name in names else {}, "")
         except UserError as error:
-            # It has the form ": NAME: PROBLEM", and may quote the value.
-            problem = str(error).removeprefix(": ").partition(": ")[2]
-            raise ApiError(f"{name}: {shorten(problem)}", param=name) from None
-        values[name] = value
+            problem = str(error).partition(f"{name}: ")[2] or str(error)
+            raise ApiError(f"{param}: {shorten(problem)}", param=param) from None
+        if name in names:
+            values[name] = value
+        elif value and name not in IGNORED_ARGUMENTS and value not in NEUTRAL_VALUES.get(name, []):
+            raise ApiError(f"{param}: not supported (got {shorten(value)})", param=param)
     settings = from_values(cls, values, "")
     has_fitting_texts = all(0 < len(text) <= MAX_STOP_CHARACTERS for text in settings.stop)
     if len(settings.stop) > MAX_STOP_TEXTS or not has_fitting_texts:
@@ -144,24 +128,12 @@ def read_settings(cls: type[SettingsType], body: dict[str, Any]) -> SettingsType
     return settings
 
 
-def shorten(text: str) -> str:
-    """Return the start of a text, for a message."""
-    is_long = len(text) > MAX_QUOTED_VALUE_CHARACTERS
-    return f"{text[:MAX_QUOTED_VALUE_CHARACTERS]}…" if is_long else text
-
-
-def quote(value: Any) -> str:
-    """Return the start of the repr of a value, for a message."""
-    return shorten(repr(value))
-
-
 def includes_usage(body: dict[str, Any]) -> bool:
     """Return whether a stream ends with the number of tokens. Raises ApiError."""
     options = body.get("stream_options") or {}
     if not isinstance(options, dict) or not isinstance(options.get("include_usage", False), bool):
-        raise ApiError(
-            'stream_options: must be {"include_usage": true or false}', param="stream_options"
-        )
+        problem = 'must be {"include_usage": true or false}'
+        raise ApiError(f"stream_options: {problem}", param="stream_options")
     return options.get("include_usage", False)
 
 
@@ -170,10 +142,9 @@ def read_prompts(prompt: Any, tokenizer: Tokenizer, initial_tokens: list[int]) -
     prompts = prompt if isinstance(prompt, list) and prompt else [prompt]
     if prompts is prompt and all(type(item) is int for item in prompts):
         prompts = [prompts]
-    check_num_texts(len(prompts))
     valid_ids = tokenizer.text_ids.union(tokenizer.special_tokens.values())
     encoded = []
-    for item in prompts:
+    for item in prompts[: MAX_TEXTS + 1]:  # more are refused
         if isinstance(item, str):
             try:
                 encoded.append(tokenizer.encode(item).tolist() or initial_tokens)
@@ -181,87 +152,61 @@ def read_prompts(prompt: Any, tokenizer: Tokenizer, initial_tokens: list[int]) -
                 raise ApiError(f"prompt: {error}", param="prompt") from None
         elif isinstance(item, list) and item and all(type(token) is int for token in item):
             if unknown := {*item} - valid_ids:
-                problem = f"the tokenizer has no id {quote(min(unknown))}"
+                problem = f"the tokenizer has no id {shorten(min(unknown))}"
                 raise ApiError(f"prompt: {problem}", param="prompt")
             encoded.append(item)
         else:
-            raise ApiError(
-                "prompt: must be a string, a list of token ids, or a list of these", param="prompt"
-            )
+            problem = "must be a string, a list of token ids, or a list of these"
+            raise ApiError(f"prompt: {problem}", param="prompt")
     return encoded
 
 
-def check_num_texts(count: int) -> None:
-    """Raise ApiError for more texts than a request may ask for."""
-    if count > MAX_TEXTS:
-        raise ApiError(f"n: at most {MAX_TEXTS} texts in a request (got {count:,})", param="n")
-
-
-def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:
-    """Return a token as text and its bytes. An incomplete character is bytes:\\xe2."""
-    data = tokenizer.decode_bytes([token_id])
-    try:
-        return data.decode(), data
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
-
-
 @dataclass
-class ChoiceWriter:
-    """Formats a text as a choice of an answer: complete, or in chunks."""
+class AnswerFormat:
+    """Formats tokens as an answer, complete or in chunks."""
 
-    request: TextRequest
-    index: int
+    model: str
+    tokenizer: Tokenizer
     is_chat: bool
+    has_logprobs: bool
+    is_stream: bool
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
 
-    def __post_init__(self) -> None:
-        stream = self.request.stream
-        self.tokenizer = stream.tokenizer
-        num_reported = len(stream.prompt) if self.request.reports_prompt else 0
-        # The indices of the tokens that start a text: of the prompt, and of its continuation.
-        self.text_starts = {0} if num_reported else set()
-        if stream.starts_text:
-            self.text_starts.add(num_reported)
-        self.drops_space = False
-        self.num_tokens = 0
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.num_characters = 0  # of the tokens so far
-
-    def full_choice(self, tokens: Sequence[Token], finish_reason: str) -> dict[str, Any]:
-        """Return a choice with all of its tokens."""
-        text = join_texts(tokens)
-        message = {"role": "assistant", "content": text, "refusal": None}
-        content = {"message": message} if self.is_chat else {"text": text}
-        return self.choice(content, tokens, finish_reason)
-
-    def first_chunk(self) -> dict[str, Any]:
-        """Return the first chunk of an answer in a chat, which has its role."""
-        return self.choice({"delta": {"role": "assistant", "content": ""}}, [])
-
-    def next_chunk(self, token: Token) -> dict[str, Any]:
-        """Return the chunk of a token."""
-        content = {"delta": {"content": token.text}} if self.is_chat else {"text": token.text}
-        return self.choice(content, [token])
-
-    def last_chunk(self, finish_reason: str) -> dict[str, Any]:
-        """Return the last chunk, which has the finish reason."""
-        return self.choice({"delta": {}} if self.is_chat else {"text": ""}, [], finish_reason)
+    def answer(self, choices: Sequence[dict[str, Any]], **usage: Any) -> dict[str, Any]:
+        """Return an answer, or a chunk of one."""
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        return {
+            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.id}",
+            "object": f"{kind}.chunk" if self.is_chat and self.is_stream else kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            **usage,
+        }
 
     def choice(
-        self, content: dict[str, Any], tokens: Sequence[Token], finish_reason: str | None = None
+        self, index: int, tokens: Sequence[Token], finish_reason: str | None, is_first: bool = True
     ) -> dict[str, Any]:
-        """Return a choice with its content, and the logprobs of its tokens if requested."""
-        scores = None
-        if self.request.num_logprobs is not None and tokens:
-            scores = self.chat_logprobs(tokens) if self.is_chat else self.text_logprobs(tokens)
-        return {"index": self.index, **content, "logprobs": scores, "finish_reason": finish_reason}
+        """Return a choice with its tokens, or a chunk of it; the first one names the role."""
+        text = "".join(token.text for token in tokens)
+        content: dict[str, Any] = {"text": text}
+        if self.is_chat:
+            role = {"role": "assistant"} if is_first else {}
+            delta = {**role, "content": text} if tokens or is_first else {}
+            message = {**role, "content": text, "refusal": None}
+            content = {"delta": delta} if self.is_stream else {"message": message}
+        logprobs = None
+        if self.has_logprobs and tokens:
+            logprobs = self.chat_logprobs(tokens) if self.is_chat else self.text_logprobs(tokens)
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def chat_logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         """Return the logprobs of tokens of an answer in a chat."""
 
         def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
-            text, data = token_text(self.tokenizer, token_id)
-            return {"token": text, "logprob": logprob, "bytes": list(data)}
+            content = self.tokenizer.decode_bytes([token_id])
+            return {"token": self.text_of(token_id), "logprob": logprob, "bytes": list(content)}
 
         content = []
         for token in tokens:
@@ -271,57 +216,23 @@ class ChoiceWriter:
 
     def text_logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         """Return the logprobs of tokens of a completion; offsets are in characters."""
-        offsets = []
         tops = []
         for token in tokens:
-            offsets.append(self.num_characters)
-            if self.num_tokens in self.text_starts:
-                self.drops_space = self.tokenizer.adds_leading_space
-            self.num_tokens += 1
-            text = self.decoder.decode(token_text(self.tokenizer, token.id)[1])
-            if self.drops_space and text:  # as in the text of the choice
-                text = text.removeprefix(" ")
-                self.drops_space = False
-            self.num_characters += len(text)
             # Ascending: of tokens with equal text, the most likely one remains.
-            pairs = [*reversed(token.top_logprobs)]
-            top = {token_text(self.tokenizer, token_id)[0]: value for token_id, value in pairs}
+            pairs = reversed(token.top_logprobs)
+            top = {self.text_of(token_id): logprob for token_id, logprob in pairs}
             tops.append(None if token.logprob is None else top)
         return {
-            "tokens": [token_text(self.tokenizer, token.id)[0] for token in tokens],
+            "tokens": [self.text_of(token.id) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": tops,
-            "text_offset": offsets,
+            "text_offset": [token.offset for token in tokens],
         }
 
-
-def join_texts(tokens: Sequence[Token]) -> str:
-    """Return the text of tokens."""
-    return "".join(token.text for token in tokens)
-
-
-def finish_reason(stream: TextStream) -> str:
-    """Return why a text has ended."""
-    return "length" if stream.is_cut else "stop"
-
-
-def usage(streams: Sequence[TextStream], num_choices: int) -> dict[str, int]:
-    """Count the tokens of an answer; a prompt counts once for all of its choices."""
-    prompt = sum(len(stream.prompt) for stream in streams[::num_choices])
-    completion = sum(stream.num_tokens for stream in streams)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-    }
-
-
-def new_answer(is_chat: bool, model: str, is_stream: bool = False) -> dict[str, Any]:
-    """Return the fields common to an answer and all of its chunks."""
-    kind = "chat.completion" if is_chat else "text_completion"
-    return {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}",
-        "object": f"{kind}.chunk" if is_chat and is_stream else kind,
-        "created": int(time.time()),
-        "model": model,
-    }
+    def text_of(self, token_id: int) -> str:
+        """Return a token as text; an incomplete character is bytes:\\xe2."""
+        content = self.tokenizer.decode_bytes([token_id])
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)

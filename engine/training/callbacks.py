@@ -12,13 +12,13 @@ from typing import Any
 from tqdm import tqdm
 
 from engine.core.cli import count_noun, say, shell_command, warn
+from engine.core.device import DTYPE_BY_NAME
 from engine.core.files import atomic_write, to_json
 from engine.core.settings import flatten
 from engine.data.chat import prompt_ids, stop_ids
 from engine.data.dataset import Examples
-from engine.generation.generate import complete_streams, initial_tokens
-from engine.generation.pictures import draw_loss
 from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions
+from engine.generation.text_batch import complete_streams, initial_tokens
 from engine.generation.text_stream import TextStream
 from engine.nn.inference import build_decoder
 from engine.training.optimizer import UNUSABLE_GRADIENTS
@@ -56,7 +56,7 @@ def truncate_records(path: Path, last_step: int) -> list[dict[str, Any]]:
 
 
 class MetricsFile(Callback):
-    """Writes every record to metrics.jsonl, and loss.png after each evaluation."""
+    """Writes every record to metrics.jsonl."""
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Drop the records of steps that are repeated after a resume."""
@@ -75,8 +75,6 @@ class MetricsFile(Callback):
         self.records.append(record)
         self.unwritten += f"{to_json(record)}\n".encode()
         self.write_lines()
-        if "val_loss" in record:
-            draw_loss(self.records, trainer.config.out / "loss.png")
 
     def write_lines(self) -> None:
         """Append the unwritten lines, or nothing: a part of a line would be corrupted."""
@@ -281,9 +279,10 @@ def stream_sample(trainer: Trainer) -> Iterator[str]:
     model: GPT = trainer.model.eval() if trainer.dist.sharded else build_decoder(trainer.model)
     stream = TextStream(tokenizer, prompt, FINAL_SAMPLE_TOKENS, ends=ends)
     options: SamplingOptions = {**DEFAULT_OPTIONS, "seed": trainer.config.seed}
-    use_cache = not trainer.dist.sharded
+    # A sharded model computes in the dtype of the run, whatever that of its weights.
+    dtype = DTYPE_BY_NAME[trainer.config.dtype] if trainer.dist.sharded else None
     try:
-        for _, text in complete_streams(model, [stream], use_cache=use_cache, **options):
+        for _, text in complete_streams(model, [stream], cache_dtype=dtype, **options):
             yield text
     except ValueError as error:  # logits that are not finite
         yield f"none: {error}"

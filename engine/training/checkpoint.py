@@ -20,8 +20,8 @@ from model import GPT, ModelConfig
 Tensors = dict[str, Tensor]
 TensorKind = Literal["model", "optimizer"]
 SaveTokenizer = Callable[[Path], None]
-FORMAT_GATHERED = 1
-FORMAT_SHARDED = 2
+FORMAT_GATHERED = 3
+FORMAT_SHARDED = 4
 COMMON_FILES = ("state.json", "tokenizer.json")  # of both formats
 MAX_SHARDS = 99_999  # five digits of a file name
 REQUIRED_STATE = {

@@ -30,18 +30,22 @@ class ModelSettings(ModelConfig):
     """The settings of the model as a user writes them: a size that is None is chosen."""
 
     # Narrower in ModelConfig: a model has sizes. resolve() returns one.
-    context_length: Annotated[int | None, Ge(1), Le(10**7)] = None  # type: ignore[assignment]
+    context_length: int | None = None  # type: ignore[assignment]
     """Tokens in a sequence. None: 256, or chosen with the size."""
-    num_layers: Annotated[int | None, Ge(1), Le(10**4)] = None  # type: ignore[assignment]
+    num_layers: int | None = None  # type: ignore[assignment]
     """Transformer blocks. None: 2, or chosen with the size."""
-    num_heads: Annotated[int | None, Ge(1), Le(10**4)] = None  # type: ignore[assignment]
+    num_heads: int | None = None  # type: ignore[assignment]
     """Attention heads in each block. None: 2, or chosen with the size."""
-    d_model: Annotated[int | None, Ge(1), Le(10**6)] = None  # type: ignore[assignment]
+    d_model: int | None = None  # type: ignore[assignment]
     """Width of the residual stream. None: 128, or chosen with the size."""
-    dropout: Annotated[float | None, Ge(0), Lt(1)] = None  # type: ignore[assignment]
+    dropout: float | None = None  # type: ignore[assignment]
     """Probability of zeroing an activation during training. None: 0, or chosen with the size."""
 
     def __post_init__(self) -> None:
+        try:
+            self.check_bounds()
+        except ValueError as error:
+            raise UserError(str(error)) from None
         if any(getattr(self, name) is not None for name in SHAPE_FIELDS):
             self.resolve()  # the size is set: report an impossible one now
 
@@ -64,7 +68,7 @@ class ChangeableConfig:
     # Optimizer steps in total. None: 1,200. With --minutes an upper limit; None: no limit.
     steps: Annotated[int | None, Ge(1), Le(10**9)] = None
     minutes: Annotated[float | None, Gt(0), Le(10**7)] = None  # Minutes from start to exit.
-    # Sequences in one forward pass; fewer save memory. None: all, if they fit in memory.
+    # Sequences in one forward pass; fewer save memory. 0: all. None: all, if they fit in memory.
     micro_batch_size: Annotated[int | None, Ge(0)] = None
     # Steps between evaluations. None: 500; with --minutes, every 10% of the run or ten minutes.
     eval_every: Annotated[int | None, Ge(1)] = None

@@ -165,11 +165,15 @@ class Optimizer:
         dist_ctx: DistributedContext = SINGLE_PROCESS,
         dtype: torch.dtype = torch.float32,
     ):
-        """``dtype`` is that of the model's matrix products: float16 needs its loss scaled."""
+        """Update the parameters that require a gradient.
+
+        ``dtype`` is that of the model's matrix products: float16 needs its loss scaled.
+        """
         config = with_default_rates(config, model.config.d_model)
         self.config = config
         self.dist_ctx = dist_ctx
-        self.parameters = dict(model.named_parameters())
+        named_params = model.named_parameters()
+        self.parameters = {name: param for name, param in named_params if param.requires_grad}
         kind = OPTIMIZER_KINDS[config.optimizer]
         matrix_dtype = dtype if dtype == torch.float32 else fast_dtype(dist_ctx.device)
         groups = self._make_groups(model.specs, kind)

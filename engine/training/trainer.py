@@ -22,7 +22,7 @@ from engine.core.sharding import (
     should_reduce_every_microbatch,
     wrap_ddp,
 )
-from engine.data.batches import WINDOW_ORDER, Batches, tokens_per_step
+from engine.data.batches import Batches, tokens_per_step
 from engine.data.inputs.examples import NO_SYSTEM_NOTE
 from engine.data.mixture import Mixture
 from engine.nn.acceleration import checkpoint_activations, compile_modules
@@ -152,8 +152,6 @@ class Trainer:
         self.best_val_loss = math.inf if state["best_val_loss"] is None else state["best_val_loss"]
         self.last_save = (self.step, self.val_loss)
         self.changes = list(state.get("changes", []))
-        is_current_order = state.get("window_order") == WINDOW_ORDER
-        self.batches.window_order = WINDOW_ORDER if is_current_order else 1
         if changes:
             self.changes.append({"step": self.step, **changes})
         text = "".join(f", {name} {old} → {new}" for name, (old, new) in changes.items())
@@ -275,7 +273,6 @@ class Trainer:
             "model": asdict(self.config.model),
             "settings": flatten(self.config),
             "data_sha256": self.data.sha256,
-            "window_order": self.batches.window_order,
             "examples": manifest["origin"].get("examples"),
             "has_system_turns": facts.get("notes", {}).get(NO_SYSTEM_NOTE, 0) < num_documents,
             "documents": manifest["splits"]["train"]["documents"],

@@ -11,6 +11,7 @@ from helpers import SMALL
 
 from benchmarks import peers, speed
 from engine.core.errors import UserError
+from engine.nn.layers import concatenate_linear
 from model import GPT, ModelConfig, MultiHeadAttention
 
 TINY = dataclasses.replace(
@@ -119,7 +120,7 @@ def test_joined_attention_is_the_attention_of_the_list_of_heads():
     joined, heads = peers.JoinedAttention(SMALL), MultiHeadAttention(SMALL)
     assert sum(p.numel() for p in joined.parameters()) == sum(p.numel() for p in heads.parameters())
     with torch.no_grad():
-        joined.fused_qkv.weight.copy_(heads.fused_qkv.concatenate()[0])
+        joined.fused_qkv.weight.copy_(concatenate_linear(heads.qkv_layers())[0])
         joined.projection.load_state_dict(heads.projection.state_dict())
     x, rotation = torch.randn(2, 9, SMALL.d_model), GPT(SMALL).rotation(torch.arange(9))
     torch.testing.assert_close(joined(x, rotation), heads.loop(x, rotation), rtol=1e-5, atol=1e-5)

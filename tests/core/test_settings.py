@@ -6,7 +6,7 @@ import inspect
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import pytest
 from annotated_types import Ge, Gt, Le, Lt
@@ -16,9 +16,14 @@ import sample
 from benchmarks import speed
 from engine.core.errors import UserError
 from engine.core.settings import flatten, from_values, load_settings, parse, to_toml, with_values
+from engine.serving.openai_format import ChatSettings, CompletionSettings
 from engine.training.config import ChangeableConfig, ModelSettings, TrainConfig
 from engine.training.optimizer import OptimizerConfig
-from model import ModelConfig
+from huggingface import ExportConfig, ImportConfig
+from model import MODEL_BOUNDS, ModelConfig
+from prepare import PrepareConfig
+from report import ReportConfig
+from sample import SampleConfig
 
 
 @dataclass(frozen=True)
@@ -239,3 +244,34 @@ def test_parse_takes_a_union_of_subcommands():
     assert parse(First | Second, ["second", "--size", "0"]) == Second(0)
     with pytest.raises(SystemExit, match="2"):
         parse(First | Second, ["first", "--size", "0"])
+
+
+def numbers_without_bounds(cls: type) -> list[str]:
+    """The names of the fields that hold numbers, also in tuples, of which one side is open."""
+    names = []
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        default = getattr(cls, name, None)
+        if dataclasses.is_dataclass(hint):
+            names += numbers_without_bounds(hint)
+        is_number = re.search(r"\b(int|float)\b", str(hint))
+        bounds = {type(bound) for bound in getattr(hint, "__metadata__", ())}
+        if is_number and not (bounds & {Ge, Gt}) and name not in MODEL_BOUNDS:
+            names.append(f"{cls.__name__}.{name} = {default}")
+    return names
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        *(TrainConfig, OptimizerConfig, PrepareConfig, SampleConfig, ReportConfig),
+        *(ExportConfig, ImportConfig, CompletionSettings, ChatSettings),
+    ],
+)
+def test_every_number_has_bounds(cls):
+    assert numbers_without_bounds(cls) == []
+
+
+def test_the_bounds_of_a_model_are_those_of_its_numbers():
+    hints = get_type_hints(ModelConfig)
+    numbers = {name for name, hint in hints.items() if re.search(r"\b(int|float)\b", str(hint))}
+    assert numbers == MODEL_BOUNDS.keys()

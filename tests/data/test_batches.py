@@ -11,7 +11,6 @@ import torch
 from engine.core.errors import UserError
 from engine.data.batches import (
     MAX_GROUP_BATCHES,
-    WINDOW_ORDER,
     Batches,
     check_sizes,
     derived_seed,
@@ -36,19 +35,17 @@ def permutation(size: int, key: int) -> np.ndarray:
     return permute(np.arange(size), size, np.array([key], np.uint64))
 
 
-def starts_of(
-    tokens: int, context: int, seed: int, step: int, batch_size: int, order: int = WINDOW_ORDER
-) -> np.ndarray:
+def starts_of(tokens: int, context: int, seed: int, step: int, batch_size: int) -> np.ndarray:
     """Return where the windows of a batch start."""
     index = step * batch_size + np.arange(batch_size, dtype=np.uint64)
-    return window_starts(tokens, context, seed, index, order)
+    return window_starts(tokens, context, seed, index)
 
 
-def epoch_of_starts(num_tokens: int, context: int, epoch: int, order: int = 2) -> np.ndarray:
+def epoch_of_starts(num_tokens: int, context: int, epoch: int) -> np.ndarray:
     """Return the starts of the windows of one epoch, sorted, taken one at a time."""
-    size = windows_per_epoch(num_tokens, context, order)
+    size = windows_per_epoch(num_tokens, context)
     steps = range(epoch * size, (epoch + 1) * size)
-    starts = [starts_of(num_tokens, context, 1, step, 1, order) for step in steps]
+    starts = [starts_of(num_tokens, context, 1, step, 1) for step in steps]
     return np.sort(np.concatenate(starts))
 
 
@@ -95,13 +92,12 @@ def test_permute_scatters_and_depends_on_the_key_of_each_index():
     assert mixed.tolist() == [permutations[1][5], permutations[4][5], permutations[1][6]]
 
 
-@pytest.mark.parametrize("num_tokens", [9, 10, 16, 17, 18, 24, 25, 26, 100, 801, 1001])
+@pytest.mark.parametrize("num_tokens", [801, 1001])
 def test_an_epoch_visits_each_window_of_a_long_text_once(num_tokens: int):
-    order = 2 if num_tokens > 800 else 1  # in which short texts have the windows of long ones
     offsets = set()
     for epoch in range(6):
-        starts = epoch_of_starts(num_tokens, 8, epoch, order)
-        assert len(starts) == windows_per_epoch(num_tokens, 8, order)
+        starts = epoch_of_starts(num_tokens, 8, epoch)
+        assert len(starts) == windows_per_epoch(num_tokens, 8)
         assert (np.diff(starts) == 8).all()
         assert starts[0] < 8 and starts[-1] + 8 + 1 <= num_tokens
         offsets.add(int(starts[0]))
@@ -109,9 +105,8 @@ def test_an_epoch_visits_each_window_of_a_long_text_once(num_tokens: int):
 
 
 def test_every_start_is_visited_in_some_epoch():
-    for order, num_starts in ((1, 2 * 8), (2, 25 - 8)):
-        starts = np.concatenate([epoch_of_starts(25, 8, epoch, order) for epoch in range(200)])
-        assert {*starts.tolist()} == {*range(num_starts)}
+    starts = np.concatenate([epoch_of_starts(25, 8, epoch) for epoch in range(200)])
+    assert {*starts.tolist()} == {*range(25 - 8)}
 
 
 def test_each_token_of_a_short_text_is_a_target_in_each_epoch():
@@ -127,17 +122,6 @@ def test_each_token_of_a_short_text_is_a_target_in_each_epoch():
         assert starts.min() == 0 and starts.max() + context == num_tokens - 1
         assert np.diff(np.sort(starts)).max(initial=0) <= context
         assert num_tokens < 3 * context or len(np.unique(starts)) > size - 2
-
-
-def test_an_old_run_keeps_its_order_of_a_short_text():
-    assert starts_of(95, 32, 3, 5, 6, 1).tolist() == [17, 31, 1, 6, 21, 5]
-    batches = batches_of(np.arange(95), 32)
-    batches.window_order = 1
-    starts = starts_of(95, 32, 1, 7, 6, 1)
-    assert batches.get(7)[0][:, 0].tolist() == starts.tolist()
-    mix = batches_of(MixedTokens((np.arange(95), np.arange(200, 295)), (0.5, 0.5)), 32)
-    mix.window_order = 1
-    assert {*mix.get(0)[0][:, 0].tolist()} <= {*range(32), *range(200, 232)}
 
 
 def test_the_order_depends_on_the_epoch_and_on_the_seed():

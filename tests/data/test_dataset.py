@@ -21,7 +21,6 @@ from engine.data.dataset import (
     ShardWriter,
     is_up_to_date,
     open_dataset,
-    read_split,
     verify_dataset,
 )
 from engine.data.mixture import open_mixture
@@ -197,7 +196,7 @@ def paths_of(value: Any, path: tuple = ()) -> Iterator[tuple]:
 WRONG_VALUES = (None, -1, 1.5, True, "", "../text.txt", [1], {"a": {}})
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "split.json", "prepared_from.json"])
+@pytest.mark.parametrize("file", ["manifest.json", "prepared_from.json"])
 @pytest.mark.parametrize("name", ["text", "examples"])
 def test_a_wrong_value_in_a_file_is_one_line_or_does_no_harm(name: str, file: str, request):
     path = request.getfixturevalue(name)
@@ -215,7 +214,6 @@ def test_a_wrong_value_in_a_file_is_one_line_or_does_no_harm(name: str, file: st
             if value == "removed" and len(keys) > 1:
                 del container[keys[-1]]
             write_json(path / file, document[""])
-            read_split(path)
             for function in (
                 lambda: verify_dataset(open_dataset(path), force=True),
                 lambda: describe_dataset(path),

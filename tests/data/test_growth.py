@@ -1,4 +1,4 @@
-"""Text that was validated on stays so when a text grows; validation text of one's own; repeats."""
+"""Documents keep their split when others are added; validation text of one's own; repeats."""
 
 import json
 import re
@@ -12,7 +12,7 @@ import pytest
 from helpers import train_tiny
 
 from engine.core.errors import UserError
-from engine.data.dataset import Examples, open_dataset, read_split
+from engine.data.dataset import Examples, open_dataset
 from engine.data.inputs import readers
 from engine.data.mixture import find_val_problems, open_mixture
 from engine.report.dataset_summary import describe_dataset
@@ -20,7 +20,7 @@ from engine.report.page import describe_data
 from engine.training.callbacks import print_summary
 from prepare import PrepareConfig, prepare
 
-SIZES = (1, 2, 3, 7, 20, 59, 60, 61, 120, 400)  # of growing datasets
+SIZES = (60, 61, 120, 400)  # of growing datasets
 PAIR_FIELDS = {"prompt_field": "q", "completion_field": "a"}
 
 
@@ -65,34 +65,21 @@ def write_pairs(path: Path, texts: list[str]) -> None:
     path.write_text("".join(json.dumps({"q": "?", "a": text}) + "\n" for text in texts))
 
 
-def write_one(path: Path, texts: list[str]) -> None:
-    path.write_text("".join(texts), encoding="utf-8")
-
-
 GROWING: dict[str, tuple[Any, dict[str, Any]]] = {
     "a.jsonl": (write_lines, {}),
     "folder": (write_folder, {"deduplicate": True}),
     "a.parquet": (write_parquet, {"val_fraction": 0.3}),
     "pairs.jsonl": (write_pairs, PAIR_FIELDS),
-    "one.txt": (write_one, {}),
 }
 
 
 @pytest.mark.parametrize("name", GROWING)
-@pytest.mark.parametrize("is_small", [False, True])
-def test_validated_text_never_trains_when_text_is_appended(
-    name: str, is_small: bool, tmp_path: Path, monkeypatch
-):
-    if is_small:  # so that documents are large, and one text has many pieces
-        monkeypatch.setattr(readers, "LARGE_DOCUMENT_BYTES", 128)
-        monkeypatch.setattr(readers, "PIECE_BYTES", 64)
+def test_many_documents_stay_in_their_split_when_others_are_added(name, tmp_path, capsys):
     write, settings = GROWING[name]
     fraction = settings.get("val_fraction", 0.1)
-    validated: set[str] = set()
     texts = [document(number) for number in range(SIZES[-1])]
+    validated: set[str] = set()
     for size in SIZES:
-        if name == "pairs.jsonl" and size == 1:
-            continue  # one example cannot be split
         write(tmp_path / name, texts[:size])
         config = PrepareConfig(
             (str(tmp_path / name),), tokenizer="byte", out=tmp_path / "data", force=True, **settings
@@ -103,44 +90,22 @@ def test_validated_text_never_trains_when_text_is_appended(
         validated |= lines_of(decoded["val"])
         assert sum(map(len, decoded.values())) >= sum(map(len, texts[:size]))
         num_bytes = {split: len(text.encode()) for split, text in decoded.items()}
-        assert size < 59 or 0.5 < num_bytes["val"] / sum(num_bytes.values()) / fraction < 2.5
-        before = (tmp_path / "data" / "manifest.json").read_bytes()
-        assert prepare(PrepareConfig(**{**vars(config), "force": False}))[1] is False
-        prepare(config)
-        assert (tmp_path / "data" / "manifest.json").read_bytes() == before
-    assert len(validated) > 20
+        assert 0.5 < num_bytes["val"] / sum(num_bytes.values()) / fraction < 2.5
+    assert len(validated) > 20 and not capsys.readouterr().err
 
 
-# The numbers of lines of files, as they grow; and how many files are cut in the end.
-GROWING_FILES: dict[str, tuple[list[list[int]], int]] = {
-    "some of few, then among many": (
-        [[40, 30, 50], [40, 45, 50], [40, 90, 51], [40, 90, 99, *[3] * 99]],
-        3,
-    ),
-    "one, to the size of another": ([[50, 100], [100, 100], [100, 100, 100]], 3),
-    "each of many": ([[3] * 100, [5] * 100, [5] * 60 + [9] * 70], 0),
-    "a large one of many": ([[9000, *[3] * 79], [12000, *[3] * 79], [12500, *[3] * 99]], 1),
-}
-
-
-@pytest.mark.parametrize("name", GROWING_FILES)
-def test_files_that_grow_keep_their_validation_text(name: str, tmp_path: Path):
-    stages, num_cut = GROWING_FILES[name]
-    validated: set[str] = set()
-    for sizes in stages:
-        texts = [
-            "".join(f"document {number}, line {line}, é🚀\n" for line in range(size))
-            for number, size in enumerate(sizes)
-        ]
-        write_folder(tmp_path / "a", texts)
-        inputs = (str(tmp_path / "a"),)
-        prepare(PrepareConfig(inputs, tokenizer="byte", out=tmp_path / "data", force=True))
-        decoded = decode(tmp_path / "data")
-        assert not validated & lines_of(decoded["train"])
-        validated |= lines_of(decoded["val"])
-    assert 0.08 < len(validated) / sum(stages[-1]) < 0.25
-    kept = read_split(tmp_path / "data")["kept"].values()
-    assert sum(sizes[0] > 0 for sizes in kept) == num_cut
+@pytest.mark.parametrize("is_large", [False, True])
+def test_the_end_of_a_text_in_pieces_is_for_validation(is_large, tmp_path, monkeypatch):
+    if is_large:
+        monkeypatch.setattr(readers, "LARGE_DOCUMENT_BYTES", 128)
+        monkeypatch.setattr(readers, "PIECE_BYTES", 64)
+    text = "".join(map(document, range(20)))
+    (tmp_path / "one.txt").write_text(text, encoding="utf-8")
+    inputs = (str(tmp_path / "one.txt"),)
+    prepare(PrepareConfig(inputs, tokenizer="byte", out=tmp_path / "data"))
+    decoded = decode(tmp_path / "data")
+    assert (decoded["train"] + decoded["val"]).replace("<|endoftext|>", "") == text
+    assert len(decoded["val"].encode()) == pytest.approx(len(text.encode()) / 10, abs=20)
 
 
 def prepared(folder: Path, texts: list[str], **settings: Any) -> Path:
@@ -151,18 +116,26 @@ def prepared(folder: Path, texts: list[str], **settings: Any) -> Path:
     return folder / "data"
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text('{"kept": [1]}')])
-def test_a_dataset_without_a_record_of_its_split_is_kept_and_split_anew(damage, tmp_path, capsys):
-    texts = [document(number) for number in range(70)]
-    expected = decode(prepared(tmp_path, texts))
-    data = prepared(tmp_path, texts[:50], force=True)  # of other text, which keeps nothing
-    damage(data / "split.json")
-    before = decode(data)
-    assert decode(prepared(tmp_path, texts[:50])) == before and not (capsys.readouterr().err)
-    prepared(tmp_path, texts, force=True)
-    assert decode(data) == expected and "data" in capsys.readouterr().err
-    prepared(tmp_path, texts, force=True, val_fraction=0.3)  # by a person who knows
-    assert not capsys.readouterr().err and read_split(data)["kept"] == {}
+@pytest.mark.parametrize(
+    ("first", "then", "name"),
+    [
+        ({"val_fraction": 0.3}, {"val_fraction": 0.1}, "val_fraction was 0.3"),
+        ({"val_fraction": 0.1}, {"val_fraction": 0.1}, ""),
+        ({"num_texts": 5}, {"num_texts": 6}, "the end of the text"),
+        ({"num_texts": 5}, {"num_texts": 90}, "split was few"),
+    ],
+)
+def test_a_replacement_that_validates_other_text_says_so(first, then, name, tmp_path, capsys):
+    for settings in (first, then):
+        num_texts = settings.pop("num_texts", 90)
+        assert not capsys.readouterr().err
+        data = prepared(tmp_path, [*map(document, range(num_texts))], force=True, **settings)
+        num_bytes = open_dataset(data).manifest["splits"]["val"]["bytes"]
+        if settings is first:
+            num_before = num_bytes
+    warning = capsys.readouterr().err
+    assert name in warning and bool(warning) == bool(name)
+    assert not name or f"{num_before:,} bytes" in warning
 
 
 # Validation text of one's own.
@@ -197,7 +170,8 @@ def test_validation_text_is_that_of_val(kind: str, tmp_path: Path):
     manifest = json.loads((tmp_path / "data" / "manifest.json").read_text())
     assert (manifest["origin"]["val"], manifest["origin"]["val_fraction"]) == (["val"], 0)
     is_copy = "deduplicate" not in settings and kind != ".txt"
-    assert read_split(tmp_path / "data")["val_copies"] == is_copy
+    facts = open_dataset(tmp_path / "data").manifest["facts"]
+    assert facts["val_copies"] == is_copy
     assert ("50%" in describe_dataset(tmp_path / "data")) == is_copy
 
     assert not prepare(PrepareConfig(**{**vars(config), "val_fraction": 0.0}))[1]

@@ -1,6 +1,5 @@
 """Text ↔ token ids."""
 
-import base64
 import json
 import random
 import re
@@ -532,58 +531,6 @@ def test_a_file_of_something_else_is_refused_by_name(content: bytes, tmp_path: P
     path.write_bytes(content)
     with pytest.raises(UserError, match=re.escape(str(path))):
         load_tokenizer(path)
-
-
-# The former format.
-
-
-def format_1(**changes: Any) -> dict[str, Any]:
-    """Write the tokenizer of GAPPED_RANKS in the former format, with changes."""
-    tokens = [""] * 261
-    for token, rank in GAPPED_RANKS.items():
-        tokens[rank] = base64.b64encode(token).decode()
-    parts = {"pattern": SPLIT_PATTERNS["gpt2"], "special_tokens": {END_OF_TEXT: 256}}
-    return {"format": 1, "kind": "bpe", "tokens": " ".join(tokens), **parts, **changes}
-
-
-def test_a_file_of_format_1_loads_as_the_same_tokenizer(tmp_path: Path):
-    special = {END_OF_TEXT: 256, END_OF_TURN: 257}
-    chars = {"characters": "ab", "special_tokens": {END_OF_TURN: 2}}
-    gapped = bpe_of(GAPPED_RANKS, 256)
-    template = "{{ messages }}"
-    for saved, expected in (
-        ({"format": 1, "kind": "char", **chars}, CharTokenizer("ab").with_special([END_OF_TURN])),
-        ({"format": 1, "kind": "byte"}, ByteTokenizer()),
-        (
-            format_1(kind="byte", special_tokens=special),
-            ByteTokenizer().with_special([END_OF_TURN]),
-        ),
-        (format_1(), gapped),
-        (format_1(chat_template=template), gapped.with_chat_template(template)),
-    ):
-        loaded = load(saved, tmp_path)
-        assert type(loaded) is type(expected) and loaded.fingerprint == expected.fingerprint
-        assert loaded.encode("abab").tolist() == expected.encode("abab").tolist()
-    end = {"end_name": "<end>", "special_tokens": {"<end>": 256}}
-    loaded = load(format_1(kind="gpt2", normalizer="NFC", **end), tmp_path)
-    assert loaded.kind == "gpt2" and loaded.end_of_text == 256
-    assert loaded.encode("e\u0301").tolist() == [*"é".encode()]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"format": 2},
-        {"kind": "char", "characters": 7},
-        {"tokens": None},
-        {"tokens": "é"},
-        {"pattern": "("},
-        {"special_tokens": {END_OF_TEXT: -1}},
-    ],
-)
-def test_a_damaged_file_of_format_1_is_refused_by_name(changes: dict, tmp_path: Path):
-    with pytest.raises(UserError, match=f"^{re.escape(str(tmp_path / 'tokenizer.json'))}: "):
-        load(format_1(**changes), tmp_path)
 
 
 # Names.

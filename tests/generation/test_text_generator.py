@@ -5,13 +5,14 @@ import re
 import pytest
 import torch
 from helpers import SMALL, random_model
+from reference import decoding_definition
 
 from engine.core.errors import UserError
 from engine.data.chat import encode_chat, encode_example, prompt_ids, stop_ids
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
 from engine.data.tokenizer_json import SPECIAL_TOKENS
-from engine.generation.generate import generate
 from engine.generation.text_generator import TextGenerator, fit_chat
+from model import GPT
 
 LETTERS = CharTokenizer("".join(map(chr, range(ord("!"), ord("!") + SMALL.vocab_size))))
 CHAT = ByteTokenizer().with_special(SPECIAL_TOKENS)
@@ -23,57 +24,40 @@ def generator() -> TextGenerator:
     return TextGenerator(random_model(SMALL), LETTERS, initial_tokens=[0])
 
 
-def test_text_is_that_of_the_generated_ids_whole_or_streamed(generator):
-    prompt = LETTERS.encode("(&1").tolist()
-    steps = generate(generator.model, torch.tensor(prompt), 30, **OPTIONS)
-    expected = LETTERS.decode(torch.cat([*steps]).tolist())
+def test_text_is_that_of_the_decoded_ids_whole_or_streamed(generator):
+    (ids,) = decoding_definition(generator.model, [LETTERS.encode("(&1").tolist()], 30, **OPTIONS)
+    expected = LETTERS.decode(ids)
     assert generator.generate("(&1", max_new_tokens=30, **OPTIONS) == expected
     pieces = list(generator.stream("(&1", max_new_tokens=30, **OPTIONS))
     assert "".join(pieces) == expected and len(pieces) >= 30
     stopped = generator.generate("(&1", max_new_tokens=30, stop=[expected[7:9]], **OPTIONS)
     assert stopped == expected[: expected.index(expected[7:9])]
-
-
-def test_an_empty_prompt_is_the_initial_tokens(generator):
-    first = LETTERS.decode([0])
+    first = LETTERS.decode(generator.initial_tokens)
     assert generator.generate(max_new_tokens=9) == generator.generate(first, max_new_tokens=9)
 
 
-def test_a_sample_is_the_same_in_any_number_and_batch(generator):
-    prompts = torch.tensor([LETTERS.encode("(").tolist()] * 6)
-    steps = generate(generator.model, prompts, 20, **OPTIONS)
-    rows = torch.stack([*steps], dim=1).tolist()
-    expected = [LETTERS.decode(row) for row in rows]
-    for count, batch_size in ((1, 1), (6, 32), (6, 4), (3, 2)):
-        options = {"max_new_tokens": 20, "batch_size": batch_size, **OPTIONS}
-        assert generator.generate_samples(count, "(", **options) == expected[:count]
-    assert generator.generate("(", max_new_tokens=20, **OPTIONS) == expected[0]
-    assert generator.generate_samples(0, "(") == []
+def test_samples_of_a_prompt_differ_and_are_the_same_in_any_number_and_batch(generator):
+    prompts = [LETTERS.encode("(").tolist()] * 6
+    rows = decoding_definition(generator.model, prompts, 20, **OPTIONS)
     stop = LETTERS.characters[:4]
-    texts = generator.generate_samples(6, "(", max_new_tokens=20, stop=stop, **OPTIONS)
-    assert texts == [re.split(f"[{re.escape(stop)}]", text)[0] for text in expected]
-    assert len({*map(len, texts)}) > 3
+    expected = [re.split(f"[{re.escape(stop)}]", LETTERS.decode(row))[0] for row in rows]
+    assert len({*map(len, expected)}) > 3
+    for count, batch_size in ((0, 1), (1, 1), (6, 32), (6, 4)):
+        options = {"max_new_tokens": 20, "batch_size": batch_size, "stop": stop, **OPTIONS}
+        assert generator.generate_samples(count, "(", **options) == expected[:count]
 
 
 @pytest.mark.parametrize(("max_new_tokens", "answer"), [(500, "xxx"), (2, "xx")])
 def test_an_answer_or_a_text_ends_with_its_turn(max_new_tokens, answer):
-    class EndsTurn(torch.nn.Module):
+    class EndsTurn(GPT):
         """Always predicts x, and after three of them the end of the turn."""
 
-        def __init__(self):
-            super().__init__()
-            self.config = SMALL
-            self.weight = torch.nn.Parameter(torch.zeros(()))
-
         def forward(self, tokens, caches):
-            caches[0].filled += len(caches[0].next_positions(tokens.shape[1]))
-            (end,) = stop_ids(CHAT)
-            is_last = caches[0].filled >= 7  # <user> h <end> <assistant> x x x
-            logits = torch.eye(CHAT.vocab_size)[end if is_last else ord("x")]
-            return logits.expand(len(tokens), 1, -1).clone()
+            is_last = caches[0].next_positions().max() >= 6  # <user> h <end> <assistant> x x x
+            logits = torch.eye(CHAT.vocab_size)[stop_ids(CHAT)[0] if is_last else ord("x")]
+            return logits.expand(len(tokens), 1, -1)
 
-    generator = TextGenerator(EndsTurn(), CHAT, [0], is_chat_model=True)
-    generator.decoder = generator.model
+    generator = TextGenerator(EndsTurn(SMALL), CHAT, [0], is_chat_model=True)
     options = {"max_new_tokens": max_new_tokens, "temperature": 0}
     assert "".join(generator.stream_answer([("user", "h")], **options)) == answer
     assert generator.encode_prompt("<|user|>") == [*b"<|user|>"]

@@ -10,11 +10,19 @@ from engine.data.tokenizer_json import with_extension
 from engine.generation.text_stream import TextStream
 
 
-def test_a_stream_never_cuts_a_character():
-    stream = TextStream(ByteTokenizer())
-    pieces = [stream.push(byte) for byte in "aé€😀".encode()]
-    assert pieces == ["a", "", "é", "", "", "€", "", "", "", "😀"]
-    assert stream.push(0xE2) == stream.end() == ""
+@pytest.mark.parametrize(
+    ("content", "pieces"),
+    [
+        ("aé€😀".encode(), ["a", "", "é", "", "", "€", "", "", "", "😀", ""]),
+        (b"\xe2", ["", ""]),
+        (b" EN ENDof", [" ", "", "", "EN ", "", "", "", "", "", ""]),
+        (b"EEN", ["", "E", "", "EN"]),  # which may begin a stop text
+        (b"a\n\nb", ["a", "", "", "", ""]),
+    ],
+)
+def test_a_stream_writes_what_later_tokens_cannot_change(content, pieces):
+    stream = TextStream(ByteTokenizer(), stop=["END", "\n\n"])
+    assert [*map(stream.push, content), stream.end()] == pieces
 
 
 @pytest.mark.parametrize(
@@ -34,20 +42,7 @@ def test_a_character_that_the_limit_cuts_is_left_out(content, text):
         stream = TextStream(ByteTokenizer(), max_tokens=limit, stop=["END"])
         pieces = [stream.push(token) for token in [*content, *end]]
         assert stream.ended and "".join(pieces) == text
-
-
-def test_a_stop_text_ends_the_stream_across_tokens_and_is_not_written():
-    stream = TextStream(ByteTokenizer(), stop=["END", "\n\n"])
-    pieces = [stream.push(byte) for byte in b"an EN ENDof"]
-    assert "".join(pieces) == "an EN " and stream.ended
-    assert pieces[3] == pieces[4] == ""  # EN may begin END
-    assert stream.end() == ""
-
-
-def test_the_beginning_of_a_stop_text_is_written_when_it_does_not_continue():
-    stream = TextStream(ByteTokenizer(), stop=["END"])
-    assert [stream.push(byte) for byte in b"EEN"] == ["", "E", ""]
-    assert stream.end() == "EN"
+        assert stream.push(97) == stream.end() == "" and stream.is_cut == (not end)
 
 
 def test_the_first_stop_text_of_a_token_counts():
@@ -59,19 +54,11 @@ def test_the_first_stop_text_of_a_token_counts():
     assert stream.push(0) == "one " and stream.ended
 
 
-def test_the_end_of_text_and_given_ends_end_the_stream():
-    for ends in ([], [99]):
-        stream = TextStream(ByteTokenizer(), ends=ends)
-        assert [stream.push(token) for token in (97, *ends, 256, 98)] == [
-            "a",
-            *[""] * (2 + len(ends)),
-        ]
-        assert stream.ended
-
-
-def test_a_stream_ends_after_its_last_token_with_what_is_pending():
-    stream = TextStream(ByteTokenizer(), max_tokens=3, stop=["END"])
-    assert [stream.push(byte) for byte in b"xENx"] == ["x", "", "EN", ""] and stream.ended
+@pytest.mark.parametrize("ends", [[], [99]])
+def test_the_end_of_text_and_given_ends_end_the_stream(ends):
+    stream = TextStream(ByteTokenizer(), ends=ends)
+    assert [*map(stream.push, [97, *ends, 256, 98])] == ["a", "", "", *[""] * len(ends)]
+    assert stream.ended and stream.num_tokens == 2
 
 
 @pytest.mark.parametrize("prompt", ["", "7 is", "</s>"])
@@ -84,3 +71,4 @@ def test_a_space_that_the_tokenizer_adds_is_not_written(prompt):
     ids = tokenizer.encode("followed by 8.").tolist()
     text = "".join(map(stream.push, ids)) + stream.end()
     assert text == (" followed by 8." if prompt == "7 is" else "followed by 8.")
+    assert stream.num_characters == len(text)

@@ -1,10 +1,14 @@
 """Definitions that fast implementations are compared with, and how they are compared."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.generation.decoding_engine import window_start
+from engine.generation.sampling import penalize_repetition, row_seeds, sample_token
 
 
 class OperationRecorder(TorchDispatchMode):
@@ -72,3 +76,28 @@ def loss_definition(x: Tensor, weight: Tensor, targets: Tensor, cap: float) -> T
     probabilities = logits.exp() / logits.exp().sum(dim=-1, keepdim=True)
     counted = targets >= 0
     return -probabilities[counted, targets[counted]].log().sum()
+
+
+@torch.no_grad()
+def decoding_definition(
+    model,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    seed: int = 0,
+    banned: Sequence[int] = (),
+    repetition_penalty: float = 1.0,
+    **filters,
+) -> list[list[int]]:
+    """The ids after each prompt, computed one by one and without a cache."""
+    texts = []
+    for prompt, row_seed in zip(prompts, row_seeds(seed, prompts), strict=True):
+        ids = list(prompt)
+        for step in range(num_tokens):
+            tokens = torch.tensor([ids[window_start(len(ids), model.config.context_length) :]])
+            logits = model(tokens)[:, -1]
+            logits[:, list(banned)] = -math.inf
+            if repetition_penalty != 1:
+                logits = penalize_repetition(logits, tokens, repetition_penalty)
+            ids += sample_token(logits, [(row_seed, step)], **filters).tolist()
+        texts.append(ids[len(prompt) :])
+    return texts

@@ -1,5 +1,7 @@
 """The output loss, whole or in chunks, equals the definition, in values and gradients."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,15 @@ from reference import OperationRecorder, assert_same_gradients, loss_definition
 
 import model as model_module
 from engine.nn import loss as loss_module
-from engine.nn.loss import IGNORE_INDEX, cross_entropy, output_loss, soft_cap, validation_loss
+from engine.nn.loss import (
+    IGNORE_INDEX,
+    chunked_loss,
+    cross_entropy,
+    cross_entropy_grad_and_value,
+    soft_cap,
+    training_loss,
+    validation_loss,
+)
 
 
 def random_output(num_rows: int = 48, width: int = 3) -> tuple[torch.Tensor, ...]:
@@ -19,28 +29,54 @@ def random_output(num_rows: int = 48, width: int = 3) -> tuple[torch.Tensor, ...
     return x, weight, torch.randint(37, (num_rows,))
 
 
+@pytest.mark.parametrize("loss", [training_loss, validation_loss])
 @pytest.mark.parametrize("rows", [100, 48, 5, 1])
 @pytest.mark.parametrize("cap", [0.0, 3.0])
 @pytest.mark.parametrize("num_ignored", [0, 13, 48])
-def test_the_loss_is_the_definition_whole_or_in_chunks(monkeypatch, rows, cap, num_ignored):
+def test_a_loss_is_the_definition_whole_or_in_chunks(monkeypatch, loss, rows, cap, num_ignored):
     monkeypatch.setattr(loss_module, "MAX_LOGITS", rows * 37 + 36)
     x, weight, targets = random_output()
     targets[torch.randperm(48)[:num_ignored]] = IGNORE_INDEX
     with OperationRecorder() as recorder:
-        loss = validation_loss(x, weight, targets, cap)
+        value = loss(x, weight, targets, cap)
     assert recorder.largest <= max(min(rows, 48) * 37, 48 * 3)
-    assert loss.dtype == torch.float32
-    assert loss.shape == ()
+    assert value.dtype == torch.float32
+    assert value.shape == ()
     expected = loss_definition(x, weight, targets, cap)
-    assert_same_gradients(loss, expected, [x, weight], 1e-4)
-    with torch.no_grad(), OperationRecorder() as recorder:
-        torch.testing.assert_close(validation_loss(x, weight, targets, cap), expected)
-    assert recorder.largest <= max(min(rows, 48) * 37, 48 * 3)
+    assert_same_gradients(value, expected, [x, weight], 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_training_loss_has_the_value_and_gradient_of_the_cross_entropy(dtype):
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(48, 37)).to(dtype).requires_grad_()
+    targets = torch.randint(-1, 37, (48,))
+    expected = cross_entropy(logits, targets)
+    (expected_grad,) = torch.autograd.grad(expected, logits)
+    grad, value = cross_entropy_grad_and_value(logits.detach().float(), targets)
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(grad.to(dtype), expected_grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+@pytest.mark.parametrize("rows", [100, 5], ids=["whole", "in chunks"])
+@pytest.mark.parametrize("name", ["plain", "z-loss"])
+def test_compiled_and_eager_training_have_one_loss(monkeypatch, name, rows, cap):
+    monkeypatch.setattr(loss_module, "MAX_LOGITS", rows * 37)
+    x, weight, targets = random_output()
+    targets[::5] = IGNORE_INDEX
+    loss = training_loss
+    if name == "z-loss":
+        loss = partial(chunked_loss, torch.func.grad_and_value(z_loss))
+    compiled = torch.compile(loss, backend="aot_eager")
+    actual = compiled(x, weight, targets, cap)
+    assert_same_gradients(actual, loss(x, weight, targets, cap), [x, weight], 1e-5)
+    torch.compiler.reset()
 
 
 def test_a_second_derivative_is_refused_and_not_wrong():
     x, weight, targets = random_output()
-    loss = validation_loss(x, weight, targets)
+    loss = training_loss(x, weight, targets)
     with pytest.raises(RuntimeError, match="create_graph"):
         torch.autograd.grad(loss, x, create_graph=True)
 
@@ -51,13 +87,15 @@ def z_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits, targets) + 0.1 * z.square().sum()
 
 
-def test_another_loss_of_logits_works_in_chunks_without_a_gradient_of_its_own(monkeypatch):
+@pytest.mark.parametrize("rows", [100, 5], ids=["whole", "in chunks"])
+def test_another_loss_of_logits_needs_no_gradient_of_its_own(monkeypatch, rows):
+    monkeypatch.setattr(loss_module, "MAX_LOGITS", rows * 37)
     x, weight, targets = random_output()
     targets[::5] = IGNORE_INDEX
-    expected = output_loss(z_loss, x, weight, targets, 3.0)
-    monkeypatch.setattr(loss_module, "MAX_LOGITS", 5 * 37)
-    chunked = output_loss(z_loss, x, weight, targets, 3.0)
-    assert_same_gradients(chunked, expected, [x, weight], 1e-5)
+    expected = z_loss(soft_cap(F.linear(x, weight), 3.0), targets)
+    grad_and_value = torch.func.grad_and_value(z_loss)
+    actual = chunked_loss(grad_and_value, x, weight, targets, 3.0)
+    assert_same_gradients(actual, expected, [x, weight], 1e-5)
     assert expected > 1.1 * validation_loss(x, weight, targets, 3.0)
 
 
@@ -81,10 +119,10 @@ def assert_close_grads(loss, inputs, exact_loss, exact_inputs, dtype, tolerance)
 @pytest.mark.parametrize("cap", [0.0, 3.0])
 def test_chunks_in_bfloat16_are_close_to_float32(monkeypatch, cap):
     x, weight, targets = random_output(64, 24)
-    exact = validation_loss(x, weight, targets, cap)
+    exact = training_loss(x, weight, targets, cap)
     monkeypatch.setattr(loss_module, "MAX_LOGITS", 37 * 4)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = validation_loss(x, weight, targets, cap)
+        loss = training_loss(x, weight, targets, cap)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(exact.item(), rel=0.01)
     assert_close_grads(loss, [x, weight], exact, [x, weight], torch.float32, 0.02)
@@ -95,13 +133,13 @@ def test_the_gradient_of_a_bfloat16_weight_is_summed_in_float32(monkeypatch):
     *float32, targets = random_output(512, 24)
     bfloat16 = [tensor.detach().bfloat16().requires_grad_() for tensor in float32]
     exact = [tensor.detach().float().requires_grad_() for tensor in bfloat16]
-    losses = [validation_loss(*inputs, targets) for inputs in (bfloat16, exact)]
+    losses = [training_loss(*inputs, targets) for inputs in (bfloat16, exact)]
     assert_close_grads(losses[0], bfloat16, losses[1], exact, torch.bfloat16, 0.005)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_model_has_the_same_loss_and_gradients_in_chunks(monkeypatch, name):
-    model = random_model(VARIANTS[name])
+    model = random_model(VARIANTS[name]).train()
     tokens, targets = torch.randint(37, (2, 3, 16)).unbind(0)
     expected = model(tokens, targets)
     monkeypatch.setattr(loss_module, "MAX_LOGITS", 5 * 37)  # the last chunk has 3 of 5 rows

@@ -16,7 +16,8 @@ def test_a_rotation_multiplies_complex_numbers(positions, dtype, tolerance):
     rotation = rotations(positions, 8, None, None)
     x = torch.randn(2, 5, 3, 8).to(dtype).transpose(1, 2).requires_grad_()
     first, second = x.double().chunk(2, dim=-1)
-    turned = torch.complex(first, second) * torch.complex(*rotation.double()).conj()
+    cos, sin = rotation.double()[..., :4]
+    turned = torch.complex(first, second) * torch.complex(cos, sin).conj()
     expected = torch.cat((turned.real, turned.imag), dim=-1)
     rotated = rotate(x, rotation)
     assert rotated.dtype == dtype

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SMALL, VARIANTS, random_model
+from helpers import SMALL, VARIANTS, decode, random_model
 
 from engine.core.errors import UserError
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
 from engine.data.tokenizer_json import SPECIAL_TOKENS
-from engine.generation.attention_maps import attention_maps, token_label
-from engine.generation.generate import generate, window_start
+from engine.generation.decoding_engine import window_start
 from engine.generation.text_generator import TextGenerator
+from engine.report.attention_maps import attention_maps, token_label
 from engine.report.inspector import MAX_INSPECTED_TOKENS, NUM_LIKELY_TOKENS, ModelInspector
 from model import GPT, ModelConfig
 
@@ -63,14 +63,14 @@ def test_probabilities_and_surprises_are_the_models(inspector, ids):
         log_p = model(torch.tensor([window]))[0, -1].log_softmax(dim=-1)
         p = log_p.exp()
         top = p.topk(NUM_LIKELY_TOKENS)
-        assert is_close([row[1] for row in token["likely"]], top.values)
-        labels = [token_label(LETTERS, i) for i in top.indices.tolist()]
-        assert [row[0] for row in token["likely"]] == labels
+        labels, values, _, drawn = zip(*token["likely"], strict=True)
+        assert is_close(values, top.values)
+        assert [*labels] == [token_label(LETTERS, i) for i in top.indices.tolist()]
         four = p[top.indices[:4]] ** 2  # temperature 1/2 squares
         four /= four.sum()
         kept = four * (four.cumsum(0) - four < 0.8)
-        drawn = [*(kept / kept.sum()).tolist(), *[0] * (NUM_LIKELY_TOKENS - 4)]
-        assert is_close([row[3] for row in token["likely"]], drawn)
+        expected = [*(kept / kept.sum()).tolist(), *[0] * (NUM_LIKELY_TOKENS - 4)]
+        assert is_close(drawn, expected)
         if "bits" in token:
             assert is_close(token["bits"], [-log_p[ids[index + 1]] / math.log(2)] * 2)
             assert is_close(token["p"][:2], [p[ids[index + 1]]] * 2)
@@ -78,12 +78,10 @@ def test_probabilities_and_surprises_are_the_models(inspector, ids):
 
 def test_the_written_text_is_that_of_generation_with_the_numbers_of_reading(inspector):
     options = {"temperature": 1.5, "top_p": 0.9}
-    question = {"text": TEXT, "seed": 7, "max_new_tokens": 30, **options}
-    lines = [*inspector.write(question)]
+    lines = [*inspector.write({"text": TEXT, "seed": 7, "max_new_tokens": 30, **options})]
     written = written_tokens(lines)
     prompt = LETTERS.encode(TEXT).tolist()
-    steps = generate(inspector.generator.model, torch.tensor(prompt), 30, seed=7, **options)
-    ids = torch.cat([*steps]).tolist()
+    (ids,) = decode(inspector.generator.model, [prompt], 30, seed=7, **options)
     assert [token["id"] for token in written] == prompt + ids
     assert "".join(line["text"] for line in lines[1:-1]) == LETTERS.decode(ids)
     (read,) = inspector.read({"ids": prompt + ids, **options})
@@ -94,17 +92,14 @@ def test_the_written_text_is_that_of_generation_with_the_numbers_of_reading(insp
 
 
 def test_characters_of_several_tokens_are_the_same_written_and_read(monkeypatch):
-    text = [*"春".encode()[:2]]
+    prompt = [*"春".encode()[:2]]
     drawn = iter([*"春".encode()[2:], *"aم🚀".encode(), 0x9F])
-    monkeypatch.setattr(
-        "engine.report.inspector.sample_token", lambda *_, **__: torch.tensor([next(drawn)])
-    )
+    draw = "engine.report.inspector.sample_token"
+    monkeypatch.setattr(draw, lambda *_, **__: torch.tensor([next(drawn)]))
     config = ModelConfig(vocab_size=257, context_length=32, num_layers=1, d_model=16)
-    inspector = ModelInspector(
-        TextGenerator(random_model(config), ByteTokenizer(), [256]), SETTINGS
-    )
-    lines = [*inspector.write({"ids": text, "max_new_tokens": 9})]
-    written = written_tokens(lines)
+    generator = TextGenerator(random_model(config), ByteTokenizer(), [256])
+    inspector = ModelInspector(generator, SETTINGS)
+    written = written_tokens(inspector.write({"ids": prompt, "max_new_tokens": 9}))
     shared = [token["shared"] for token in written]
     assert shared == [None] * 2 + [(3, "春"), None, None, (2, "م")] + [None] * 3 + [(4, "🚀"), None]
     (read,) = inspector.read({"ids": [token["id"] for token in written]})
@@ -122,8 +117,7 @@ def test_the_longest_text_can_be_read(inspector):
 def test_the_end_of_text_ends_it_and_unused_ids_are_never_drawn():
     config = ModelConfig(vocab_size=300, context_length=16, num_layers=1, d_model=16)
     model = random_model(config)
-    with torch.no_grad():
-        model.head.weight.zero_()
+    model.head.weight.data.zero_()
     generator = TextGenerator(model, ByteTokenizer(), [256])
     *_, token, last = ModelInspector(generator, SETTINGS).write({"max_new_tokens": 2000})
     assert token["token"]["text"] == "<|endoftext|>" and "model" in last["end"]
@@ -135,10 +129,9 @@ def test_the_end_of_text_ends_it_and_unused_ids_are_never_drawn():
 def test_a_head_that_is_off_is_one_whose_values_are_zero(name):
     model = random_model(VARIANTS[name])
     without = copy.deepcopy(model)
-    with torch.no_grad():
-        for layer, head in ((0, 1), (1, 2)):
-            for parameter in without.blocks[layer].attention.heads[head].value.parameters():
-                parameter.zero_()
+    for layer, head in ((0, 1), (1, 2)):
+        for parameter in without.blocks[layer].attention.heads[head].value.parameters():
+            parameter.data.zero_()
     off = {"off": [[1, 2], [2, 3]]}
     question = {"text": TEXT, "max_new_tokens": 30}
     written = written_tokens(inspect(model).write(question | off))
@@ -177,25 +170,16 @@ def test_attention_is_that_of_the_heads_beyond_the_context_too(name):
     [
         ([], "settings"),
         ({"prompt": "a"}, "prompt"),
-        ({"text": 5}, "text"),
         ({"text": "!" * 50_001}, "50,000"),
         ({"text": TEXT * 2}, "16 tokens"),
         ({"text": "é"}, "é"),
-        ({"ids": [37]}, "id"),
-        ({"ids": [-1]}, "ids"),
+        ({"ids": [37]}, "id must"),
         ({"ids": [1] * (MAX_INSPECTED_TOKENS + 1)}, "2,048"),
-        ({"ids": [True]}, "int"),
-        ({"ids": [1], "at": 1}, "at"),
+        ({"ids": [1], "at": 1}, "at must"),
         ({"layer": 3}, "layer"),
-        ({"head": 0}, "head"),
         ({"off": [[1, 4]]}, "head"),
-        ({"off": [[0, 1]]}, "off"),
         ({"off": [[1]]}, "off"),
-        ({"off": [1]}, "off|int"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"temperature": None}, "temperature"),
         ({"top_p": 0}, "top"),
-        ({"top_k": 0}, "top"),
         ({"max_new_tokens": 10**9}, "max_new_tokens"),
     ],
 )
@@ -206,22 +190,19 @@ def test_an_unsuitable_question_is_an_error_in_one_line(inspector, question, mes
         assert len(str(error.value)) < 300 and "\n" not in str(error.value)
 
 
-def answer_of(lines: Iterator[dict]) -> tuple[str, dict]:
-    *pieces, end = lines
-    return "".join(piece["text"] for piece in pieces), end
-
-
 def test_the_answer_in_a_chat_is_that_of_the_text_generator(chat_inspector):
     options = {"temperature": 0.9, "top_p": 0.8, "seed": 3, "max_new_tokens": 20}
+
+    def answer(turns: list[str], **fields: Any) -> tuple[str, bool]:
+        *pieces, end = chat_inspector.chat({"turns": turns, **options, **fields})
+        return "".join(piece["text"] for piece in pieces), end["is_shortened"]
+
     texts = ["<|user|> é", "مر", "c"]
     turns = [*zip(("user", "assistant", "user"), texts, strict=True)]
     expected = "".join(chat_inspector.generator.stream_answer(turns, **options))
-    text, end = answer_of(chat_inspector.chat({"turns": texts, **options}))
-    assert text == expected and not end["is_shortened"]
-    without, _ = answer_of(chat_inspector.chat({"turns": texts, "off": [[1, 1]], **options}))
-    assert without != text
-    _, end = answer_of(chat_inspector.chat({"turns": ["a" * 40, "b", "c"], **options}))
-    assert end["is_shortened"]
+    assert answer(texts) == (expected, False)
+    assert answer(texts, off=[[1, 1]])[0] != expected
+    assert answer(["a" * 40, "b", "c"])[1]
 
 
 def test_only_a_chat_model_answers_chats(inspector, chat_inspector):
@@ -231,18 +212,9 @@ def test_only_a_chat_model_answers_chats(inspector, chat_inspector):
 
 
 @pytest.mark.parametrize(
-    ("question", "message"),
-    [
-        ({}, "turns"),
-        ({"turns": ["a", "b"]}, "turns"),
-        ({"turns": [5]}, "turns"),
-        ({"turns": [["user", "a"]]}, "turns"),
-        ({"turns": ["a" * 30_000, "b", "c" * 30_000]}, "50,000"),
-        ({"turns": ["a"], "max_new_tokens": 10**9}, "max_new_tokens"),
-        ({"turns": ["a"], "off": [[3, 1]]}, "layer"),
-    ],
+    "turns", [[], ["a", "b"], [["user", "a"]], ["a" * 30_000, "b", "c" * 30_000]]
 )
-def test_an_unsuitable_chat_is_an_error_in_one_line(chat_inspector, question, message):
-    with pytest.raises(UserError, match=message) as error:
-        next(chat_inspector.chat(question))
+def test_unsuitable_turns_are_an_error_in_one_line(chat_inspector, turns):
+    with pytest.raises(UserError, match=r"turns|50,000") as error:
+        next(chat_inspector.chat({"turns": turns}))
     assert len(str(error.value)) < 300 and "\n" not in str(error.value)

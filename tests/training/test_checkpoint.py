@@ -188,11 +188,11 @@ def test_a_file_without_tensors_is_refused_though_its_hash_matches(tmp_path, kin
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 3}, "got 3"),
+        ({"format": 1}, "got 1"),
         ({"format": None}, "got None"),
-        ({"format": 2}, "manifest.json"),
-        ({"format": 2, "shards": 10**9}, "manifest.json"),
-        ({"format": 2, "shards": 2}, r"model-00001-of-00002\.safetensors, model-00002-of"),
+        ({"format": 4}, "manifest.json"),
+        ({"format": 4, "shards": 10**9}, "manifest.json"),
+        ({"format": 4, "shards": 2}, r"model-00001-of-00002\.safetensors, model-00002-of"),
         ({"files": []}, "manifest.json"),
         ({"files": {}}, r"model\.safetensors"),
     ],

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import SMALL, VARIANTS
+from helpers import SMALL, VARIANTS, random_model
 from torch import nn
 
 from engine.nn.update_rules import NEWTON_SCHULZ_COEFFICIENTS, AdamW, Muon, orthogonalize
@@ -453,3 +453,35 @@ def test_a_step_moves_a_matrix_as_far_as_adamw_does():
     optimizer.step(0, 1)
     moved = (weight - before).square().mean().sqrt()
     assert moved.item() == pytest.approx(0.2, rel=0.3)
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_frozen_parameters_and_those_without_a_gradient_do_not_change(kind):
+    model = random_model(SMALL).train()
+    model.blocks[0].requires_grad_(False)
+    optimizer = Optimizer(model, OptimizerConfig(optimizer=kind))
+    model.blocks[1].attention.requires_grad_(False)  # after it was built
+    model.blocks[1].feed_forward.gate.requires_grad_(False)  # its stack has other gradients
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    is_trained = {name: param.requires_grad for name, param in model.named_parameters()}
+    assert not any(name.startswith("blocks.0.") for name in optimizer.state())
+    for step in range(2):
+        model(*torch.randint(37, (2, 3, 16))).backward()
+        optimizer.step(step, 10)
+    for name, param in model.named_parameters():
+        assert torch.equal(param, before[name]) != is_trained[name], name
+
+
+def test_a_matrix_that_is_updated_beside_one_without_a_gradient_counts_it_as_zero():
+    torch.manual_seed(0)
+    matrices = torch.randn(2, 6, 5)
+    grads = torch.stack((torch.randn(6, 5), torch.zeros(6, 5)))
+    updated = []
+    for missing in (False, True):
+        params = [matrix.clone().requires_grad_() for matrix in matrices]
+        params[0].grad = grads[0].clone()
+        params[1].grad = None if missing else grads[1].clone()
+        Muon([{"params": params, "stack_size": 2}]).step()
+        updated.append(params[0].detach())
+        assert torch.equal(params[1], matrices[1]) == missing
+    assert torch.equal(*updated)

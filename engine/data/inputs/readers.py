@@ -1,12 +1,11 @@
 """Sources → documents: one reader for each kind of file."""
 
 import codecs
-import hashlib
 import io
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
@@ -238,26 +237,3 @@ def _text_of(record: dict[str, Any] | UserError, source: Source, notes: Notes) -
     replaced = data.decode("utf-16-le", "replace")
     notes[REPLACED_NOTE] += replaced.count("\ufffd") - text.count("\ufffd")
     return replaced
-
-
-def hash_prefixes(
-    texts: Iterable[Text], sizes: Collection[int]
-) -> Iterator[list[tuple[int, bytes]]]:
-    """Yield for each document (size, digest) of its prefixes of these sizes, then of itself."""
-    content = hashlib.blake2b()
-    digests = []
-    for text in texts:
-        data = text.text.encode()
-        length = len(data) if text.piece_bytes is None else text.piece_bytes
-        end = text.offset + length
-        start = 0
-        for size in [*sorted(size for size in sizes if text.offset < size < end), end]:
-            stop = (size - text.offset) * len(data) // max(1, length)
-            content.update(data[start:stop])
-            start = stop
-            if size in sizes or text.ends:
-                digests.append((size, content.digest()))
-        if text.ends:
-            yield digests
-            content = hashlib.blake2b()
-            digests = []

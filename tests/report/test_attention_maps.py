@@ -1,23 +1,14 @@
-"""Attention maps: the model's own weights, visible tokens, and the picture."""
+"""Attention maps: the model's own weights, and visible tokens."""
 
 import re
 
-import matplotlib.image
-import numpy as np
 import pytest
 import torch
 from helpers import VARIANTS, random_model
 
-import engine.generation.attention_maps as attention_maps_module
 from engine.data.tokenizer import CharTokenizer, named_tokenizer
 from engine.data.tokenizer_training import train_bpe_tokenizer
-from engine.generation.attention_maps import (
-    attention_maps,
-    draw_attention,
-    shared_character,
-    token_label,
-    token_labels,
-)
+from engine.report.attention_maps import attention_maps, shared_character, token_label, token_labels
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -35,13 +26,15 @@ def test_the_maps_are_the_weights_that_the_model_uses(name):
     for index, block in enumerate(model.blocks):  # a layer's output from its maps
         attention_input = x if block.post_norm else block.attention_norm(x)
         attention = block.attention
-        for head, module in enumerate(attention.heads):
-            output = module(attention_input, rotation)[0]
+        outputs = []
+        for head, (module, *shared) in enumerate(attention.heads_with_shared()):
+            outputs.append(module(attention_input, rotation, *shared))
             # Alone, a position attends to itself: the output is its value.
             single = model.rotation(torch.arange(1))
-            values = [module(attention_input[:, t : t + 1], single)[0] for t in range(10)]
-            torch.testing.assert_close(maps[index, head] @ torch.cat(values), output)
-        mixed = torch.cat([head(attention_input, rotation) for head in attention.heads], dim=-1)
+            inputs = attention_input.unbind(1)
+            values = [module(x[:, None], single, *shared)[0] for x in inputs]
+            torch.testing.assert_close(maps[index, head] @ torch.cat(values), outputs[-1][0])
+        mixed = torch.cat(outputs, dim=-1)
         expected = attention(attention_input, rotation)
         torch.testing.assert_close(attention.projection(mixed), expected, rtol=1e-4, atol=1e-5)
         x = block(x, rotation)
@@ -93,35 +86,3 @@ def test_characters_are_shared_by_tokens_that_begin_or_end_inside_of_them(tiktok
             visible += characters if count else label if not label.startswith("⟨") else ""
         assert visible == text.replace(" ", "·").replace("\n", "⏎")
     assert shared_character(tokenizer, [*ids, 10**6]) is None
-
-
-# The picture.
-
-
-@pytest.mark.parametrize(("layer", "first"), [(None, 0), (0, 0), (1, 3)])
-def test_a_panel_has_the_weights_of_a_head_and_none_above_the_diagonal(monkeypatch, layer, first):
-    figures = []
-    monkeypatch.setattr(
-        attention_maps_module, "save_figure", lambda figure, path: figures.append(figure)
-    )
-    maps = np.random.default_rng(0).random((2, 3, 6, 6))
-    draw_attention(maps, list("abcdef"), None, layer)
-    *panels, color_bar = figures[0].axes
-    panels = [axes for axes in panels if axes.images]
-    assert len(panels) == (6 if layer is None else 3) and "weight" in color_bar.get_ylabel()
-    for axes, expected in zip(panels, maps.reshape(6, 6, 6)[first:], strict=False):
-        weights = axes.images[0].get_array()
-        assert (weights.mask == ~np.tri(6, dtype=bool)).all()
-        assert (weights.data[~weights.mask] == expected[~weights.mask]).all()
-        assert [label.get_text() for label in axes.get_xticklabels()] == list("abcdef")
-        assert axes.images[0].get_clim() == (0, 1)
-    assert f"layer {2 if layer != 0 else 1}, head 3" in panels[-1].get_title()
-
-
-@pytest.mark.parametrize(("num_layers", "length"), [(1, 1), (1, 10), (18, 100)])
-def test_any_token_can_be_a_label_of_a_map_of_any_size(tmp_path, num_layers, length):
-    labels = ["$", "$x_", "\\frac", "\n", "漢", "🚀", "", "�", "<|endoftext|>", "^{"] * 10
-    maps = np.broadcast_to(np.eye(length), (num_layers, 1, length, length))
-    draw_attention(maps, labels[:length], tmp_path / "a.png")
-    height, width, _ = matplotlib.image.imread(tmp_path / "a.png").shape
-    assert width < 500 and 200 < height / num_layers < 500

@@ -1,0 +1,244 @@
+"""The decoding engine: token sequences of different lengths, and the logits of their next tokens.
+
+Each sequence is a row of a cache of keys and values, so that a token costs only its own
+computation. Everything that generates text drives one engine.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.core.device import total_memory
+from engine.nn.attention import attend, attend_from_last
+from model import GPT
+
+MAX_CACHE_FRACTION = 0.25  # of a device's memory, for the rows of a batch
+MIN_CACHED_POSITIONS = 128  # that the cache has room for
+
+
+def window_start(length: int, context_length: int) -> int:
+    """Return where the context of the next token starts in ``length`` tokens.
+
+    The context grows to context_length, then drops its older half and grows again, so that a cache
+    stays valid meanwhile.
+    """
+    stride = (context_length + 1) // 2
+    num_excess = max(0, length - context_length)
+    return math.ceil(num_excess / stride) * stride
+
+
+def max_cached_rows(model: GPT, limit: int) -> int:
+    """Return how many rows of full length fit in the memory for caches, from 1 to a limit."""
+    config = model.config
+    like = next(model.parameters())
+    num_values = 2 * config.num_layers * config.num_groups * config.head_width
+    row_bytes = num_values * config.context_length * like.element_size()
+    return int(max(1, min(limit, MAX_CACHE_FRACTION * total_memory(like.device) / row_bytes)))
+
+
+class RowSpan:
+    """Consecutive rows of a cache, to which a forward pass appends T tokens each.
+
+    Rows of different lengths grow by one token at a time.
+    """
+
+    def __init__(
+        self,
+        first: int,
+        lengths: Sequence[int],
+        num_tokens: int,
+        windows: set[int],
+        device: torch.device,
+    ):
+        """Take the rows from ``first`` on, with the numbers of positions that they have cached."""
+        self.first = first
+        self.start = min(lengths)
+        self.end = max(lengths) + num_tokens
+        self.has_equal_lengths = self.start + num_tokens == self.end
+        self.masks: dict[int, Tensor] = {}  # by window: visible positions, (N, 1, 1, S)
+        if self.has_equal_lengths:
+            self.positions = torch.arange(self.start, self.end, device=device)  # (T,)
+            return
+        self.positions = torch.tensor(lengths, device=device)[:, None]  # (N, 1)
+        for window in windows:
+            first_visible = max(0, self.start + 1 - window)
+            distances = self.positions - torch.arange(first_visible, self.end, device=device)
+            self.masks[window] = ((distances >= 0) & (distances < window))[:, None, None]
+
+
+class KVCache:
+    """The keys and values of a block's attention, in a row for each sequence."""
+
+    span: RowSpan  # of the next forward pass
+
+    def __init__(self, num_heads: int, head_dim: int, window: int, like: Tensor):
+        """Start without rows, with the dtype and device of ``like``.
+
+        Each position sees ``window`` positions, itself included.
+        """
+        self.window = window
+        # (2, N, G, S, K). Zeros, because a NaN would change a sum in which its weight is 0.
+        self.keys_values = like.new_zeros(2, 0, num_heads, 0, head_dim)
+
+    def next_positions(self) -> Tensor:
+        """Return the positions of the next tokens: (T,), or (N, 1) for different lengths."""
+        return self.span.positions
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Append keys and values (N, G, T, K); return attention to all visible, (N, H, T, K)."""
+        span = self.span
+        keys, values = self.keys_values.narrow(1, span.first, len(key)).unbind()
+        if span.has_equal_lengths:
+            num_tokens = key.shape[2]
+            keys.narrow(2, span.start, num_tokens).copy_(key)
+            values.narrow(2, span.start, num_tokens).copy_(value)
+            keys = keys.narrow(2, 0, span.end)
+            values = values.narrow(2, 0, span.end)
+            return attend(query, keys, values, window=self.window)
+        indices = (torch.arange(len(key), device=key.device), slice(None), span.positions[:, 0])
+        keys[indices] = key[:, :, 0]
+        values[indices] = value[:, :, 0]
+        mask = span.masks[self.window]
+        num_visible = mask.shape[-1]
+        keys = keys.narrow(2, span.end - num_visible, num_visible)
+        values = values.narrow(2, span.end - num_visible, num_visible)
+        return attend_from_last(query, keys, values, mask)
+
+    def reserve(self, num_rows: int, length: int, max_length: int) -> None:
+        """Make room for rows of a length. What grows doubles at least, up to max_length."""
+        row_capacity = self.keys_values.shape[1]
+        capacity = self.keys_values.shape[3]
+        more_rows = 0
+        more_positions = 0
+        if num_rows > row_capacity:
+            more_rows = max(row_capacity, num_rows - row_capacity)
+        if length > capacity:
+            more_positions = max(MIN_CACHED_POSITIONS, 2 * capacity, length)
+            more_positions = min(more_positions, max_length) - capacity
+        if more_rows or more_positions:
+            padding = (0, 0, 0, more_positions, 0, 0, 0, more_rows)
+            self.keys_values = F.pad(self.keys_values, padding)
+
+    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the first positions of rows over other rows."""
+        if targets:
+            self.keys_values[:, targets, :, :length] = self.keys_values[:, sources, :, :length]
+
+    def erase_rows(self, start: int, end: int, length: int) -> None:
+        """Set the first positions of rows to zero: a NaN would change another text."""
+        self.keys_values[:, start:end, :, :length] = 0
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self.keys_values = self.keys_values[:, :0, :, :0].clone()
+
+
+@dataclass
+class Row:
+    """A sequence: the ids of its context, of which the first num_cached are in the cache."""
+
+    ids: tuple[int, ...]
+    num_cached: int = 0
+
+    @property
+    def num_unread(self) -> int:
+        return len(self.ids) - self.num_cached
+
+
+class DecodingEngine:
+    """Token sequences, one a row, that grow together, and the logits of their next tokens.
+
+    A row depends on its own tokens only. One that fills the context continues with its newer half:
+    :func:`window_start`.
+    """
+
+    def __init__(self, model: GPT, cache_dtype: torch.dtype | None = None):
+        """Decode with a model in evaluation mode; engine.nn.inference.build_decoder makes it fast.
+
+        cache_dtype is that of keys and values; None: that of the weights.
+        """
+        config = model.config
+        weight = next(model.parameters())
+        self.model = model
+        self.device = weight.device
+        self.context_length = config.context_length
+        self.rows: list[Row] = []
+        like = torch.empty(0, dtype=cache_dtype or weight.dtype, device=self.device)
+        windows = [window or config.context_length for window in config.layer_windows]
+        self.windows = {*windows}
+        self.caches = [
+            KVCache(config.num_groups, config.head_width, window, like) for window in windows
+        ]
+
+    def add(self, prompt: Sequence[int]) -> None:
+        """Append a row with the ids of a prompt, which :meth:`read` computes."""
+        self.rows.append(Row(tuple(prompt[window_start(len(prompt), self.context_length) :])))
+
+    def read(self, row: int, max_tokens: int | None = None) -> Tensor:
+        """Compute the ids of a row that are not in the cache, or the first max_tokens of them.
+
+        Returns the logits of the token after these, (1, V).
+        """
+        start = self.rows[row].num_cached
+        return self._extend(row, [self.rows[row].ids[start:][:max_tokens]])
+
+    def step(self, ids: Sequence[int]) -> Tensor:
+        """Append ids[i] to row i, of the first N rows; return the next tokens' logits, (N, V)."""
+        rows = self.rows[: len(ids)]
+        full = [index for index, row in enumerate(rows) if row.num_cached == self.context_length]
+        if full:
+            self._drop_older_half(full, len(rows))
+        for row, token in zip(self.rows, ids, strict=False):
+            row.ids += (token,)
+        return self._extend(0, [[token] for token in ids])
+
+    @torch.inference_mode()
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep the rows of these indices, in this order; an index may be repeated."""
+        num_rows = len(self.rows)
+        length = max((row.num_cached for row in self.rows), default=0)
+        sources = [source for target, source in enumerate(rows) if source != target]
+        targets = [target for target, source in enumerate(rows) if source != target]
+        self.rows = [replace(self.rows[source]) for source in rows]
+        for cache in self.caches:
+            if rows:
+                cache.reserve(len(rows), length, self.context_length)
+                cache.copy_rows(sources, targets, length)
+                cache.erase_rows(len(rows), num_rows, length)
+            else:
+                cache.clear()
+
+    def _drop_older_half(self, full: Sequence[int], num_rows: int) -> None:
+        """Compute the newer half of full rows again, at its new positions."""
+        start = window_start(self.context_length + 1, self.context_length)
+        for index in full:
+            self.rows[index] = Row(self.rows[index].ids[start:])
+        if start == self.context_length:
+            return
+        if len(full) == num_rows:
+            self._extend(0, [row.ids for row in self.rows[:num_rows]])
+        else:
+            for index in full:
+                self.read(index)
+
+    @torch.inference_mode()
+    def _extend(self, first: int, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Append tokens (N, T) to the cached positions of N rows from ``first`` on.
+
+        Returns the logits of the next tokens, (N, V).
+        """
+        num_tokens = len(tokens[0])
+        rows = self.rows[first : first + len(tokens)]
+        lengths = [row.num_cached for row in rows]
+        span = RowSpan(first, lengths, num_tokens, self.windows, self.device)
+        for cache in self.caches:
+            cache.span = span
+            cache.reserve(len(self.rows), span.end, self.context_length)
+        logits = self.model(torch.tensor(tokens, device=self.device), caches=self.caches)[:, -1]
+        for row in rows:
+            row.num_cached += num_tokens
+        return logits

@@ -1,0 +1,276 @@
+"""Texts that are decoded together: requests join and leave a batch at any step.
+
+In float32 a text depends on its prompt, its seed and its settings only, whatever else is in the
+batch.
+"""
+
+from collections import deque
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from engine.core.errors import UserError
+from engine.data.tokenizer import Tokenizer
+from engine.generation.decoding_engine import DecodingEngine
+from engine.generation.sampling import FilterOptions, penalize_repetition, row_seeds, sample_token
+from engine.generation.text_stream import TextStream
+from model import GPT
+
+
+@dataclass
+class Token:
+    """A token, and the new text that later tokens cannot change."""
+
+    id: int
+    text: str
+    offset: int  # of its characters in the text; with an echo, from the start of the prompt
+    logprob: float | None = None  # in nats, of the model itself: temperature 1, all tokens
+    # (id, logprob) of the most likely ids, descending; then of this id, if it is not among them.
+    top_logprobs: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class TextRequest:
+    """A prompt to continue, and the settings of its text.
+
+    With ``reports_prompt`` the tokens of the prompt come first, with their logprobs.
+    """
+
+    stream: TextStream
+    seed: int  # of engine.generation.sampling.row_seeds
+    filters: FilterOptions
+    repetition_penalty: float = 1.0
+    num_logprobs: int | None = None  # None: without logprobs; 0: only those of the tokens
+    reports_prompt: bool = False
+    is_cancelled: bool = False
+    last_id: int = 0  # the newest token of the text
+
+    @cached_property
+    def sampling_key(self) -> Any:
+        """The key that groups the requests which are sampled in one call."""
+        return (self.repetition_penalty, *sorted(self.filters.items()))
+
+
+Event = tuple[TextRequest, Token | UserError | None]  # None: the text has ended
+
+
+class TextBatch:
+    """Requests that are decoded together, each in a row of an engine, in the same order.
+
+    Its methods return a token for each request that was computed, and None at the end of each text.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        max_rows: int,
+        banned: Sequence[int] = (),
+        cache_dtype: torch.dtype | None = None,
+    ):
+        """Decode up to max_rows texts, without drawing banned ids."""
+        self.engine = DecodingEngine(model, cache_dtype)
+        self.max_rows = max_rows
+        self.banned = torch.tensor(list(banned), dtype=torch.long, device=self.engine.device)
+        self.requests: list[TextRequest] = []
+        self.unread: list[TextRequest] = []  # of the prompt in the row after those of the requests
+
+    @property
+    def num_free_rows(self) -> int:
+        return 0 if self.unread else self.max_rows - len(self.requests)
+
+    def add(self, requests: Sequence[TextRequest]) -> list[Event]:
+        """Add requests for one prompt, which :meth:`read` computes once for all of them."""
+        events: list[Event] = []
+        for request in requests:
+            if request.reports_prompt:
+                events += [(request, token) for token in self._score_prompt(request)]
+            if request.stream.ended:  # its maximum length is 0
+                events.append((request, None))
+        self.unread = [request for request in requests if not request.stream.ended]
+        if self.unread:
+            self.engine.add(self.unread[0].stream.prompt)
+        return events
+
+    def read(self, max_tokens: int | None = None) -> list[Event]:
+        """Compute the unread prompt, or max_tokens of it; at its end, draw the first tokens."""
+        num_rows = len(self.requests)
+        requests = [request for request in self.unread if not request.is_cancelled]
+        if requests:
+            logits = self.engine.read(num_rows, max_tokens)
+            if self.engine.rows[num_rows].num_unread:
+                return []
+        self.unread = []
+        self.requests += requests
+        self.engine.keep([*range(num_rows), *[num_rows] * len(requests)])
+        return self._draw(logits.expand(len(requests), -1), requests) if requests else []
+
+    def step(self) -> list[Event]:
+        """Draw a token for each request whose prompt is read."""
+        self._drop_ended()
+        if not self.requests:
+            return []
+        logits = self.engine.step([request.last_id for request in self.requests])
+        return self._draw(logits, self.requests)
+
+    def clear(self) -> None:
+        """Drop all requests, and free their memory."""
+        self.requests = []
+        self.unread = []
+        self.engine.keep([])
+
+    @torch.inference_mode()
+    def _draw(self, logits: Tensor, requests: Sequence[TextRequest]) -> list[Event]:
+        """Draw a token for each of the last requests from logits (N, V); drop ended requests."""
+        events: list[Event] = []
+        groups: dict[Any, list[int]] = {}
+        for index, request in enumerate(requests):
+            groups.setdefault(request.sampling_key, []).append(index)
+        first_row = len(self.requests) - len(requests)
+        for indices in groups.values():
+            group = [requests[index] for index in indices]
+            group_logits = logits if len(groups) == 1 else logits[indices]
+            rows = [self.engine.rows[first_row + index].ids for index in indices]
+            try:
+                ids = self._sample(group_logits, group, rows)
+            except UserError as error:  # of the options of this group; the others continue
+                for request in group:
+                    request.is_cancelled = True
+                    events.append((request, error))
+                continue
+            for index, request in enumerate(group):
+                request.last_id = ids[index]
+                offset = request.stream.num_characters
+                token = Token(ids[index], request.stream.push(ids[index]), offset)
+                if request.num_logprobs is not None:
+                    self._score(token, group_logits[index], request.num_logprobs)
+                events.append((request, token))
+                if request.stream.ended:
+                    events.append((request, None))
+        self._drop_ended()
+        return events
+
+    def _sample(
+        self, logits: Tensor, requests: Sequence[TextRequest], rows: Sequence[tuple[int, ...]]
+    ) -> list[int]:
+        """Draw an id for each request from logits (N, V), with the settings of the first one."""
+        if len(self.banned):
+            logits = logits.index_fill(-1, self.banned, -torch.inf)
+        draws = [(request.seed, request.stream.num_tokens) for request in requests]
+        penalty = requests[0].repetition_penalty
+        if penalty != 1:
+            # A shorter row repeats its first id: a penalty counts each id once.
+            longest = max(map(len, rows))
+            tokens = [row + row[:1] * (longest - len(row)) for row in rows]
+            logits = penalize_repetition(
+                logits, torch.tensor(tokens, device=logits.device), penalty
+            )
+        return sample_token(logits, draws, **requests[0].filters).tolist()
+
+    def _score(self, token: Token, logits: Tensor, num_alternatives: int) -> None:
+        """Set the logprobs of a token from logits (V,); banned ids are not alternatives."""
+        logprobs = logits.float().log_softmax(dim=-1)
+        allowed = logprobs.index_fill(-1, self.banned, -torch.inf)
+        count = min(num_alternatives, int(allowed.isfinite().sum()))
+        values, ids = allowed.topk(count)
+        token.logprob = logprobs[token.id].item()
+        token.top_logprobs = [*zip(ids.tolist(), values.tolist(), strict=True)]
+        if token.id not in ids.tolist():
+            token.top_logprobs.append((token.id, token.logprob))
+
+    @torch.inference_mode()
+    def _score_prompt(self, request: TextRequest) -> list[Token]:
+        """Return the tokens of a prompt, with their logprobs if they are requested."""
+        ids = request.stream.prompt
+        reader = TextStream(request.stream.tokenizer)
+        tokens = []
+        for token_id in ids:
+            offset = reader.num_characters
+            tokens.append(Token(token_id, reader.decode(token_id), offset))
+        request.stream.num_characters = reader.num_characters
+        if request.num_logprobs is not None:
+            logits = self.engine.model(torch.tensor([ids], device=self.engine.device))[0]
+            for token, row in zip(tokens[1:], logits, strict=False):
+                self._score(token, row, request.num_logprobs)
+        return tokens
+
+    def _drop_ended(self) -> None:
+        """Drop ended and canceled requests, and move the last ones into their rows."""
+        num_rows = len(self.requests)
+        order = [*range(num_rows)]
+        for row in reversed(range(num_rows)):
+            if self.requests[row].stream.ended or self.requests[row].is_cancelled:
+                last = order.pop()
+                if row < len(order):
+                    order[row] = last
+        if len(order) < num_rows:
+            self.requests = [self.requests[row] for row in order]
+            self.engine.keep([*order, num_rows] if self.unread else order)
+
+
+def banned_tokens(tokenizer: Tokenizer, model: GPT, ends: Container[int] = ()) -> list[int]:
+    """List the ids of the model that neither occur in text nor end it."""
+    padding = range(tokenizer.vocab_size, model.config.vocab_size or 0)
+    return [token for token in [*tokenizer.unused_ids(), *padding] if token not in ends]
+
+
+def initial_tokens(tokenizer: Tokenizer, num_documents: int) -> list[int]:
+    """Return the ids that replace an empty prompt.
+
+    They are the end of text if the model was trained on several documents. Otherwise they are a
+    newline, or the first id if the tokenizer has none.
+    """
+    if tokenizer.end_of_text is not None and num_documents > 1:
+        return [tokenizer.end_of_text]
+    try:
+        return tokenizer.encode("\n").tolist()
+    except UserError:
+        return [0]
+
+
+def complete_streams(
+    model: GPT,
+    streams: Sequence[TextStream],
+    batch_size: int = 1,
+    seed: int = 0,
+    repetition_penalty: float = 1.0,
+    cache_dtype: torch.dtype | None = None,
+    **filters: Unpack[FilterOptions],
+) -> Iterator[tuple[int, str]]:
+    """Continue the prompts of streams until all have ended, up to batch_size at once.
+
+    Yields (index of the stream, text) for each new token. A stream that has ended makes room for
+    the next. The streams have one tokenizer and the same ``ends``.
+    """
+    seeds = row_seeds(seed, [stream.prompt for stream in streams])
+    indices = {
+        TextRequest(stream, seeds[index], filters, repetition_penalty): index
+        for index, stream in enumerate(streams)
+        if not stream.ended
+    }
+    banned = banned_tokens(streams[0].tokenizer, model, streams[0].ends) if streams else []
+    batch = TextBatch(model, batch_size, banned, cache_dtype)
+    waiting = deque(indices)
+    while waiting or batch.requests:
+        if waiting and batch.num_free_rows:
+            batch.add(next_group(waiting, batch.num_free_rows))
+            events = batch.read()
+        else:
+            events = batch.step()
+        for request, token in events:
+            if isinstance(token, UserError):
+                raise token
+            if token:
+                yield indices[request], token.text
+
+
+def next_group(waiting: deque[TextRequest], max_requests: int) -> list[TextRequest]:
+    """Remove and return the first request and those with the same prompt that follow it."""
+    group = [waiting.popleft()]
+    prompt = group[0].stream.prompt
+    while waiting and len(group) < max_requests and waiting[0].stream.prompt == prompt:
+        group.append(waiting.popleft())
+    return group

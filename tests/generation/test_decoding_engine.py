@@ -1,0 +1,131 @@
+"""The decoding engine: cached rows have the logits of their tokens alone."""
+
+import dataclasses
+import math
+import random
+
+import pytest
+import torch
+from helpers import SMALL, VARIANTS, decode, random_model
+from reference import OperationRecorder, decoding_definition
+
+from engine.generation.decoding_engine import DecodingEngine, max_cached_rows, window_start
+from engine.nn.inference import build_decoder
+
+CHANGES = [{"windows": (1, 5)}, {"windows": (3, 60), "num_kv_heads": 1}, {"context_length": 1}]
+CHANGES += [{"context_length": 7, "windows": (0, 2)}]
+CONFIGS = VARIANTS | {str(change): dataclasses.replace(SMALL, **change) for change in CHANGES}
+
+
+def start_engine(model, *lengths: int) -> DecodingEngine:
+    """Return an engine that has read prompts of these lengths."""
+    engine = DecodingEngine(model)
+    for row, length in enumerate(lengths):
+        engine.add([row + 1] * length)
+        engine.read(row)
+    return engine
+
+
+def test_the_window_grows_then_moves_by_half():
+    starts = [window_start(length, 8) for length in range(1, 22)]
+    assert starts == [0] * 8 + [4] * 4 + [8] * 4 + [12] * 4 + [16]
+    assert [window_start(length, 1) for length in (1, 2, 3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("lengths", [(1,), (5, 5), (16, 16), (40,), (1, 5, 16, 40)], ids=str)
+def test_cached_equals_uncached_beyond_the_context_too(name, lengths):
+    model = random_model(CONFIGS[name])
+    prompts = [torch.randint(37, (length,)).tolist() for length in lengths]
+    for options in ({"temperature": 0.0}, {"repetition_penalty": 1.5, "min_p": 0.01}):
+        ids = decode(build_decoder(model), prompts, 26, seed=3, **options)
+        assert ids == decoding_definition(model, prompts, 26, seed=3, **options)
+        assert [*map(len, ids)] == [26] * len(prompts)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_rows_that_are_read_in_chunks_kept_dropped_and_repeated_depend_on_their_ids_only(name):
+    model = random_model(CONFIGS[name])
+    draw = random.Random(name)
+    engine = DecodingEngine(model)
+    texts: list[list[int]] = []
+
+    def check(logits: torch.Tensor, texts: list[list[int]]) -> None:
+        windows = [text[window_start(len(text), model.config.context_length) :] for text in texts]
+        expected = torch.cat([model(torch.tensor([window]))[:, -1] for window in windows])
+        torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+
+    def step(num_rows: int) -> None:
+        ids = draw.choices(range(37), k=num_rows)
+        for text, token in zip(texts, ids, strict=False):
+            text.append(token)
+        check(engine.step(ids), texts[:num_rows])
+
+    for num_kept in (1, 2, 4, 3, 5, 6, 2, 7, 1, 3):
+        texts.append(draw.choices(range(37), k=draw.randrange(1, 40)))
+        engine.add(texts[-1])
+        while engine.rows[-1].num_unread:
+            logits = engine.read(len(texts) - 1, draw.choice([1, 3, 7, None]))
+            if len(texts) > 1:
+                step(len(texts) - 1)
+        check(logits, texts[-1:])
+        for _ in range(draw.randrange(12)):
+            step(len(texts))
+        rows = draw.choices(range(len(texts)), k=num_kept)
+        engine.keep(rows)
+        texts = [[*texts[row]] for row in rows]
+
+
+def test_a_row_does_not_depend_on_what_its_memory_held_before():
+    model = random_model(SMALL)
+    model.token_embedding.weight.data[2] = torch.nan  # the id of the second row
+    engine = start_engine(model, 9, 9)
+    engine.keep([0])
+    engine.add([3, 4])
+    engine.read(1)
+    assert engine.step([5, 5]).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shapes", "has_masks"),
+    [
+        ((3,), [(1, 1)], False),
+        ((3, 3), [(2, 1)], False),
+        ((16,), [(1, 8), (1, 1)], False),
+        ((40, 16), [(2, 8), (2, 1)], False),
+        ((16, 3, 16), [(1, 8), (1, 8), (3, 1)], True),
+    ],
+)
+def test_full_rows_read_their_newer_half_and_equal_lengths_need_no_mask(lengths, shapes, has_masks):
+    model = random_model(SMALL)
+    engine = start_engine(model, *lengths)
+    actual = []
+    model.register_forward_pre_hook(lambda module, inputs: actual.append(tuple(inputs[0].shape)))
+    with OperationRecorder() as recorder:
+        engine.step([0] * len(lengths))
+    assert actual == shapes and bool(engine.caches[0].span.masks) == has_masks
+    assert any("index" in name for name in recorder.names) == has_masks  # gathers and scatters
+
+
+def test_memory_doubles_as_rows_and_positions_grow_and_is_freed_with_the_last_row():
+    model = random_model(dataclasses.replace(SMALL, context_length=300)).bfloat16()
+    engine = start_engine(model, 5)
+    cache = engine.caches[-1]
+    shapes = [cache.keys_values.shape]
+    for num_rows in (*[1] * 300, 2, 3, 4, 5, 1):
+        engine.keep([0] * num_rows)
+        engine.step([0] * num_rows)
+        shapes.append(cache.keys_values.shape)
+    sizes = [(1, 128), (1, 256), (1, 300), (2, 300), (4, 300), (8, 300)]
+    assert [*dict.fromkeys(shapes)] == [(2, rows, 3, length, 8) for rows, length in sizes]
+    engine.keep([])
+    assert cache.keys_values.numel() == 0 and cache.keys_values.dtype == torch.bfloat16
+    assert DecodingEngine(model, torch.float32).caches[0].keys_values.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("num_rows", "expected"), [(0.0, 1), (7.5, 7), (33.0, 32), (math.inf, 32)])
+def test_caches_are_limited_to_a_quarter_of_the_memory(num_rows, expected, monkeypatch):
+    memory = 4 * num_rows * 2 * 4 * SMALL.num_layers * SMALL.d_model * SMALL.context_length
+    monkeypatch.setattr("engine.generation.decoding_engine.total_memory", lambda device: memory)
+    assert max_cached_rows(random_model(SMALL), 32) == expected

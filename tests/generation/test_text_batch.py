@@ -1,0 +1,231 @@
+"""Texts that are decoded together: each depends on its own prompt, seed and settings only."""
+
+import dataclasses
+import itertools
+import json
+import math
+import random
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from helpers import SMALL, VARIANTS, numbers_text, random_model, train_sentencepiece
+from reference import decoding_definition
+
+from engine.core.errors import UserError
+from engine.data.tokenizer import ByteTokenizer, CharTokenizer, from_document
+from engine.data.tokenizer_json import with_extension
+from engine.generation import text_batch
+from engine.generation.sampling import row_seeds
+from engine.generation.text_batch import Event, TextBatch, TextRequest, Token
+from engine.generation.text_stream import TextStream
+from engine.nn.inference import build_decoder
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGH"
+LETTERS = CharTokenizer(CHARACTERS).with_special(["<|endoftext|>", "<|end|>"])  # 36 ids of 37
+BANNED = [35, 36]
+SEED = 4
+FILTERS = [{"temperature": 0.0}, {}, {"temperature": 1.5, "top_k": 5}, {"top_p": 0.9, "min_p": 0.1}]
+
+
+def draw_request(draw: random.Random, **changes: Any) -> TextRequest:
+    """Return a request for a text, which is drawn at random except for the changes."""
+    prompt = changes.pop("prompt", draw.choices(range(34), k=draw.randrange(1, 40)))
+    limit = changes.pop("limit", draw.randrange(40))
+    stream = TextStream(LETTERS, prompt, limit, changes.pop("stop", draw.choice([(), "ab"])))
+    options = {"repetition_penalty": draw.choice([1.0, 1.3, 2.0]), **changes}
+    return TextRequest(stream, row_seeds(SEED, [prompt])[0], draw.choice(FILTERS), **options)
+
+
+def run(
+    batch: TextBatch, requests: list[TextRequest], max_tokens: int = 9, cancelling: Any = None
+) -> list[Event]:
+    """Decode requests until all have ended. With random numbers, some are canceled."""
+    events: list[Event] = []
+    waiting = deque(requests)
+    while waiting or batch.unread or batch.requests:
+        new = []
+        if waiting and batch.num_free_rows:
+            new += batch.add(text_batch.next_group(waiting, batch.num_free_rows))
+        new += batch.read(max_tokens) if batch.unread else []
+        assert len(batch.requests) + len(batch.unread) <= batch.max_rows
+        new += batch.step()
+        assert len(batch.engine.rows) == len(batch.requests) + bool(batch.unread)
+        assert not any(request.is_cancelled for request, token in new if isinstance(token, Token))
+        events += new
+        if cancelling and cancelling.random() < 0.1:
+            cancelling.choice([*batch.requests, *batch.unread, *requests]).is_cancelled = True
+    return events
+
+
+def arrivals_of(request: TextRequest, events: list[Event]) -> list[Any]:
+    return [arrival for receiver, arrival in events if receiver is request]
+
+
+def text_of(request: TextRequest, events: list[Event]) -> str:
+    tokens = arrivals_of(request, events)
+    return "".join(token.text for token in tokens if isinstance(token, Token))
+
+
+def text_alone(model, request: TextRequest) -> str:
+    """Return the text of a request by the definition of decoding."""
+    stream = request.stream
+    settings = (stream.max_tokens, SEED, BANNED, request.repetition_penalty)
+    (ids,) = decoding_definition(model, [stream.prompt], *settings, **request.filters)
+    return "".join(map(TextStream(LETTERS, stream.prompt, len(ids), stream.stop).push, ids))
+
+
+@pytest.mark.parametrize("are_cancelled", [False, True])
+@pytest.mark.parametrize(
+    ("name", "max_rows", "max_tokens"),
+    [*((name, 4, 9) for name in VARIANTS), ("default", 1, 9), ("qwen3", 20, 2)],
+)
+def test_texts_of_requests_that_join_leave_and_fail_in_a_batch_are_those_alone(
+    name, max_rows, max_tokens, are_cancelled
+):
+    model = random_model(VARIANTS[name])
+    draw = random.Random(name)
+    requests = [draw_request(draw) for _ in range(16)]
+    requests += [draw_request(draw, prompt=requests[-1].stream.prompt) for _ in range(3)]
+    failing = draw_request(draw, prompt=[1, 2], limit=9, repetition_penalty=math.nan)
+    requests += [draw_request(draw, prompt=[1, 2]), failing, draw_request(draw, prompt=[1, 2])]
+    batch = TextBatch(build_decoder(model), max_rows, BANNED)
+    events = run(batch, requests, max_tokens, draw if are_cancelled else None)
+    for request in requests:
+        arrivals = arrivals_of(request, events)
+        text = text_of(request, events)
+        if request is failing:
+            assert text == "" and (are_cancelled or isinstance(arrivals[0], UserError))
+        elif request.is_cancelled:
+            assert text_alone(model, request).startswith(text)
+        else:
+            assert text == text_alone(model, request)
+            assert arrivals.index(None) == request.stream.num_tokens == len(arrivals) - 1
+    assert sum(request.is_cancelled for request in requests) > 1 or not are_cancelled
+    assert batch.engine.rows == [] and not batch.engine.caches[0].keys_values.numel()
+
+
+def test_a_text_whose_options_fail_ends_alone():
+    model = random_model(SMALL)
+    draw = random.Random(5)
+    requests = [draw_request(draw, stop=(), limit=9, repetition_penalty=p) for p in (1.0, 3.0, 2.0)]
+    batch = TextBatch(model, 5, BANNED)
+    events: list[Event] = []
+    for request in requests:
+        events += batch.add([request]) + batch.read()
+    requests[1].repetition_penalty = math.nan
+    events += run(batch, [])
+    token, error = arrivals_of(requests[1], events)
+    assert isinstance(token, Token) and isinstance(error, UserError)
+    assert text_of(requests[0], events) == text_alone(model, requests[0])
+    assert text_of(requests[2], events) == text_alone(model, requests[2])
+    with pytest.raises(UserError, match="not finite"):
+        complete_all(model, [[1]], 3, 1, repetition_penalty=math.nan)
+
+
+def test_a_prompt_whose_logits_are_not_finite_ends_alone():
+    model = random_model(SMALL)
+    model.token_embedding.weight.data[35] = torch.nan  # an id that no text has
+    draw = random.Random(5)
+    prompts = ([1] * 9, [35] * 9, [3, 4])  # the last one gets the row of the second
+    requests = [draw_request(draw, prompt=prompt, stop=(), limit=9) for prompt in prompts]
+    events = run(TextBatch(model, 3, BANNED), requests)
+    assert isinstance(arrivals_of(requests[1], events)[0], UserError)
+    assert text_of(requests[0], events) == text_alone(model, requests[0])
+    assert text_of(requests[2], events) == text_alone(model, requests[2])
+
+
+def test_logprobs_are_those_of_the_model_and_the_same_for_a_text_and_for_its_echo():
+    model = random_model(SMALL)
+    draw = random.Random(5)
+    options = {"stop": (), "repetition_penalty": 1.5, "reports_prompt": True}
+    request = draw_request(draw, prompt=[1, 2, 3, 4, 5], limit=9, num_logprobs=3, **options)
+    batch = TextBatch(model, 2, BANNED)
+    tokens = arrivals_of(request, run(batch, [request, draw_request(draw)]))[:-1]
+    ids = [token.id for token in tokens]
+    assert ids[:5] == [1, 2, 3, 4, 5] and [token.offset for token in tokens] == [*range(14)]
+    assert "".join(token.text for token in tokens) == LETTERS.decode(ids)
+    expected = model(torch.tensor([ids]))[0].log_softmax(dim=-1)
+    for token, row in zip(tokens[1:], expected, strict=False):
+        assert token.logprob == pytest.approx(row[token.id].item(), abs=1e-4)
+        values = [value for _, value in token.top_logprobs]
+        assert values == sorted(values, reverse=True) and 3 <= len(values) <= 4
+        assert values[0] == pytest.approx(row[:35].max().item(), abs=1e-4)
+        assert (token.id, token.logprob) in token.top_logprobs
+        assert not {*BANNED} & {token_id for token_id, _ in token.top_logprobs}
+    echo = draw_request(draw, prompt=ids, limit=0, num_logprobs=0, **options)
+    first, *rest, end = arrivals_of(echo, batch.add([echo]))
+    assert (first.logprob, first.top_logprobs, tokens[0].logprob, end) == (None, [], None, None)
+    scores = [token.logprob for token in tokens[1:]]
+    assert [token.logprob for token in rest] == pytest.approx(scores, abs=1e-4)
+    assert all(len(token.top_logprobs) == 1 for token in rest)
+
+
+@pytest.mark.parametrize("reports_prompt", [False, True])
+@pytest.mark.parametrize("prompt", ["7 is followed", "</s>"])
+def test_offsets_are_those_of_the_text_also_if_the_tokenizer_adds_a_space(prompt, reports_prompt):
+    document = json.loads(train_sentencepiece([numbers_text(200)]).to_str())
+    tokenizer = from_document(with_extension(document, end_of_text="</s>"))
+    end = tokenizer.special_tokens["</s>"]
+    ids = [end] if prompt == "</s>" else tokenizer.encode(prompt).tolist()
+    pieces = {token: tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)}
+    word = next(token for token, piece in pieces.items() if piece.startswith(b" "))
+    model = random_model(dataclasses.replace(SMALL, vocab_size=tokenizer.vocab_size))
+    batch = TextBatch(model, 1, banned=[*pieces.keys() - {word}])
+    request = TextRequest(TextStream(tokenizer, ids, 3), 0, {}, reports_prompt=reports_prompt)
+    events = run(batch, [request])
+    text = (pieces[word] * 3).decode()[prompt == "</s>" :]
+    assert text_of(request, events) == (prompt + text if reports_prompt else text)
+    lengths = [len(token.text) for _, token in events if token]
+    offsets = [token.offset for _, token in events if token]
+    assert offsets == [sum(lengths[:index]) for index in range(len(offsets))]
+
+
+def complete_all(model, prompts, limit: int, batch_size: int, stop=(), **options) -> list[str]:
+    """Return the texts after prompts."""
+    streams = [TextStream(LETTERS, ids, limit, stop) for ids in prompts]
+    texts = [""] * len(prompts)
+    for index, text in text_batch.complete_streams(model, streams, batch_size, **options):
+        texts[index] += text
+    return texts
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3, "top_p": 0.9}], ids=len)
+def test_a_seed_determines_the_texts_of_prompts_in_any_batch(options):
+    model = random_model(SMALL)
+    state = torch.get_rng_state()
+    prompts = [[1, 2], [1, 2], [3] * 30, [1, 2, 3], [1, 2]]
+    rows = decoding_definition(model, prompts, 20, SEED, BANNED, **options)
+    texts = ["".join(map(TextStream(LETTERS, [0]).push, row)) for row in rows]
+    assert len({text[:9] for text in texts}) == len(texts)
+    for batch_size, stop in itertools.product((1, 2, 3, 100), ("", "b")):
+        expected = [text.partition(stop)[0] if stop else text for text in texts]
+        assert complete_all(model, prompts, 20, batch_size, stop, seed=SEED, **options) == expected
+    assert complete_all(model, prompts, 20, 5, seed=5, **options) != texts
+    assert torch.get_rng_state().equal(state)
+
+
+def test_equal_prompts_are_read_once_and_a_finished_text_makes_room_at_once():
+    model = random_model(SMALL)
+    shapes = []
+    model.register_forward_pre_hook(lambda module, inputs: shapes.append(tuple(inputs[0].shape)))
+    prompts = [([1], 1), ([1], 4), ([2, 2], 1), ([3, 3, 3], 2), ([1], 1)]
+    streams = [TextStream(LETTERS, ids, limit) for ids, limit in prompts]
+    assert len([*text_batch.complete_streams(model, streams, 2)]) == 9
+    assert shapes == [(1, 1), (1, 2), (1, 3), (2, 1), (1, 1), (1, 1), (1, 1)]
+
+
+def test_generated_text_has_only_ids_of_text_or_ends_of_it():
+    model = random_model(SMALL)
+    assert text_batch.banned_tokens(LETTERS, model) == BANNED
+    assert text_batch.banned_tokens(LETTERS, model, ends=[35]) == [36]
+    texts = complete_all(model, [[0, 2]] * 9, 60, 9, temperature=5.0)
+    assert set("".join(texts)) == {*CHARACTERS} and any(len(text) < 60 for text in texts)
+
+
+def test_initial_tokens_are_the_end_of_a_document_or_a_newline():
+    assert text_batch.initial_tokens(ByteTokenizer(), num_documents=2) == [256]
+    assert text_batch.initial_tokens(ByteTokenizer(), num_documents=1) == [10]
+    assert text_batch.initial_tokens(CharTokenizer("\nab"), num_documents=5) == [0]
+    assert text_batch.initial_tokens(CharTokenizer("ab"), num_documents=5) == [0]
