@@ -1,11 +1,13 @@
-"""Documents: every command parses, every file and link exists, and the limits on words hold."""
+"""Documents: commands parse, links and paths lead somewhere, languages and figures agree."""
 
 import ast
 import importlib
+import itertools
 import re
 import shlex
 import tomllib
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -13,139 +15,131 @@ from check_language import check_constants, check_duplicates, check_text, check_
 from helpers import ROOT
 from torch.distributed.run import get_args_parser
 
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
-ENGLISH_PAGES = [page for page in PAGES if not page.name.endswith(".zh.md")]
+from docs import attention
+from engine.core.settings import flatten, load_settings
+from train import TrainConfig
+
+PAGES = {path: path.read_text("utf-8") for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
+TUTORIAL = ROOT / "docs" / "attention.md"
 MAX_README_WORDS = 1300
 MAX_ENGLISH_WORDS = 9000
-SHELL_LANGUAGES = ("", "sh", "console")
-SEPARATORS = {"|", "&&", ";", "do", "done"}
-REDIRECTIONS = {">", "<", ">>", "&"}
+PROGRAMS = ("python", "pytest", "torchrun")
+OPERATORS = {"|", "&&", ";", ">", "<", ">>", "&"}
+CODE_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+INLINE_CODE = re.compile(r"(?<!`)`([^`\n]+)`")
+SOURCE_PATH = re.compile(r"[\w/]+\.py|(?:config|docs|engine|examples|tests)/[\w./-]*")
+COMMAND_LINE = re.compile(r"^.*\b(?:python|pytest|torchrun) .*$", re.M)
+TREE_LINE = re.compile(r"^( *\w+(?:\.py|/)) .*$", re.M)  # a file, and what it is
+RUN_FILE = re.compile(r"out/|\w+\.html")
+each_page = pytest.mark.parametrize("page", sorted(PAGES), ids=lambda page: page.name)
 
 
-def code_blocks(page: Path) -> list[tuple[str, str]]:
-    """Return the language and content of each code block of a page."""
-    return re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+def read_commands(page: Path) -> Iterator[str]:
+    """Yield the command lines of a page, continuation lines joined."""
+    for language, block in CODE_BLOCK.findall(PAGES[page]):
+        if language in ("", "sh", "console"):
+            yield from COMMAND_LINE.findall(block.replace("\\\n", " "))
+    for code in INLINE_CODE.findall(PAGES[page]):
+        line = f"python train.py {code}" if code[:2] == "--" and page == TUTORIAL else code
+        if line.startswith(PROGRAMS) and not re.search(r"\bDIR\b|NAME\.toml", line):
+            yield line
 
 
-def shell_lines(page: Path) -> Iterator[str]:
-    """Yield the command lines in the code blocks of a page, continuation lines joined."""
-    for language, block in code_blocks(page):
-        if language not in SHELL_LANGUAGES:
-            continue
-        if language == "console":
-            block = "\n".join(re.findall(r"^\$ (.*)$", block, re.M))
-        yield from block.replace("\\\n", " ").splitlines()
+def check_line(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check each command of a line for a shell."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
+    lexer.whitespace_split = True
+    for _, group in itertools.groupby(lexer, OPERATORS.__contains__):
+        words = [*itertools.dropwhile(lambda word: word not in PROGRAMS, group)]
+        if words[1:]:
+            check_command(words[0], words[1:], monkeypatch)
 
 
-def split_commands(line: str) -> Iterator[list[str]]:
-    """Yield each ``python …`` or ``torchrun …`` of a command line, as its words."""
-    words: list[str] = []
-    for word in [*shlex.split(line, comments=True), ";"]:
-        if word not in SEPARATORS | REDIRECTIONS and not word.endswith(";"):
-            words.append(word)
-            continue
-        if word not in SEPARATORS | REDIRECTIONS:
-            words.append(word.rstrip(";"))
-        starts = [index for index, name in enumerate(words) if name in ("python", "torchrun")]
-        if starts:
-            yield words[starts[0] :]
-        words = []
-
-
-def script_and_arguments(words: list[str]) -> tuple[str, list[str]]:
-    """Return the script that a command runs, and its arguments."""
-    if words[0] == "torchrun":
-        parsed = get_args_parser().parse_args(words[1:])
-        return parsed.training_script, parsed.training_script_args
-    if words[1] == "-m":
-        return words[2].replace(".", "/") + ".py", words[3:]
-    return words[1], words[2:]
-
-
-def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def check_command(program: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Parse a command as its program does, without running it."""
-    script, arguments = script_and_arguments(words)
+    if program == "pytest":
+        path, _, name = arguments[-3:]
+        assert re.search(rf"def test_\w*{name}", (ROOT / path).read_text("utf-8"))
+        return
+    if program == "torchrun":
+        parsed = get_args_parser().parse_args(arguments)
+        arguments = [parsed.training_script, *parsed.training_script_args]
+    elif arguments[0] == "-m":
+        arguments = [f"{arguments[1].replace('.', '/')}.py", *arguments[2:]]
+    script, *flags = arguments
     assert (ROOT / script).is_file(), script
-    if script.startswith(("docs/", "tests/")):
+    if script.startswith("tests/") or flags == ["--help"]:
         return
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
     name = "load_settings" if hasattr(module, "load_settings") else "parse"
     parse = getattr(module, name)
-    results = []
 
     def parse_and_stop(*arguments, **options):
-        results.append(parse(*arguments, **options))
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(parse(*arguments, **options))
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(module, name, parse_and_stop)
-        module.main(arguments)
-    assert results
+        module.main(flags)
 
 
-# The commands of architecture.md use flags that its diffs add: test_architecture.py runs them.
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name != "architecture.md"], ids=lambda page: page.name
-)
+@each_page
 def test_every_command_parses(page, monkeypatch):
     monkeypatch.chdir(ROOT)
-    for line in shell_lines(page):
-        for words in split_commands(line):
-            if words[1:2] not in ([], ["-"], ["--help"]):
-                check_command(words, monkeypatch)
+    for line in read_commands(page):
+        check_line(line, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "python prepare.py book.txt --tokeniser byte",
+def test_a_mistake_in_a_command_is_seen(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for line in (
         "python trian.py",
-        "python train.py config/gpt3.toml",
         "python -m examples.dates dats",
-        "torchrun --nproc-per-nodes 8 train.py",
         "torchrun --nproc-per-node 8 train.py --stpes 3",
         "cat *.log | python prepare.py - --outt data/logs",
-    ],
-)
-def test_a_mistake_in_a_command_is_seen(line, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    with pytest.raises((SystemExit, OSError, AssertionError)):
-        for words in split_commands(line):
-            check_command(words, monkeypatch)
+        "pytest tests/test_model.py -k laterr",
+    ):
+        with pytest.raises((SystemExit, OSError, AssertionError)):
+            check_line(line, monkeypatch)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_leads_somewhere(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+@each_page
+def test_every_link_path_and_extra_leads_somewhere(page):
+    for label, target in re.findall(r"\[([^\]]*)\]\(([^)\s]+)\)", PAGES[page]):
         path, _, anchor = target.partition("#")
-        if "://" in target:
-            continue
-        linked = page.parent / path if path else page
-        assert linked.exists(), target
-        if anchor:
-            titles = re.findall(r"^#+ (.+)$", linked.read_text(encoding="utf-8"), re.M)
+        linked = (page.parent / path).resolve() if path else page
+        assert "://" in target or linked.exists(), target
+        if anchor and linked in PAGES:
+            titles = re.findall(r"^#+ (.+)$", PAGES[linked], re.M)
             anchors = [re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles]
             assert anchor in anchors, target
-
-
-def test_extras_that_documents_install_exist():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    for page in PAGES:
-        for names in re.findall(r'pip install -e "\.\[(.*?)\]"', page.read_text(encoding="utf-8")):
-            assert set(names.split(",")) <= project["optional-dependencies"].keys()
+        if ".py: " in label:  # a link to code
+            file, name = label.strip("`").split(": ")
+            module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
+            assert linked == ROOT / file and callable(attrgetter(name)(module))
+    for code in filter(SOURCE_PATH.fullmatch, INLINE_CODE.findall(PAGES[page])):
+        assert (ROOT / code).exists() or [*ROOT.glob(f"engine/**/{code}")], code
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    for extras in re.findall(r'pip install -e "\.\[(.*?)\]"', PAGES[page]):
+        assert set(extras.split(",")) <= project["optional-dependencies"].keys()
 
 
 @pytest.mark.parametrize("name", ["README", "docs/attention"])
-def test_both_languages_have_the_same_commands(name):
-    english, chinese = (ROOT / f"{name}.md", ROOT / f"{name}.zh.md")
-    assert [*shell_lines(english)] == [*shell_lines(chinese)]
-    assert [*shell_lines(english)]
+def test_both_languages_have_the_same_commands_code_and_figures(name):
+    contents = []
+    for text in (PAGES[ROOT / f"{name}.md"], PAGES[ROOT / f"{name}.zh.md"]):
+        blocks = [TREE_LINE.sub(r"\1", block) for _, block in CODE_BLOCK.findall(text)]
+        codes = sorted(code for code in INLINE_CODE.findall(text) if not RUN_FILE.match(code))
+        rows = "".join(re.findall(r"^\|.*\n", text, re.M))
+        figures = re.findall(r"[+-]?\d+(?:[.,]\d+)*", rows)
+        formulas_and_pictures = re.findall(r"^\$\$.+\$\$$|\]\(\S+\.png\)", text, re.M)
+        contents.append((blocks, codes, figures, formulas_and_pictures))
+    assert contents[0] == contents[1] and all(contents[0])
 
 
-def test_documents_are_short():
-    words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in ENGLISH_PAGES}
-    assert words["README.md"] <= MAX_README_WORDS
-    assert sum(words.values()) <= MAX_ENGLISH_WORDS
+def test_english_documents_are_short():
+    english = {page.name: text for page, text in PAGES.items() if not page.match("*.zh.md")}
+    assert len(english["README.md"].split()) <= MAX_README_WORDS
+    assert sum(len(text.split()) for text in english.values()) <= MAX_ENGLISH_WORDS
 
 
 def test_the_language_check_sees_each_kind_of_finding():
@@ -153,6 +147,24 @@ def test_the_language_check_sees_each_kind_of_finding():
     assert [line for line, _ in check_constants(module)] == [1]
     assert [line for line, _ in check_variables(module)] == [2]
     assert len([*check_text("It ends sooner.\nA colour.\nPlain text.\n")]) == 2
-    renamed = ast.parse("MAX_ROWS = 4\n")
-    assert len([*check_duplicates({"a.py": module, "b.py": renamed})]) == 1
+    assert len([*check_duplicates({"a.py": module, "b.py": ast.parse("MAX_ROWS = 4")})]) == 1
     assert not [*check_duplicates({"a.py": module, "b.py": module})]
+
+
+def test_the_tutorial_has_the_figures_of_its_script_and_the_code_of_its_formulas(capsys):
+    attention.main(["numbers"])
+    sections = capsys.readouterr().out.strip().split("\n\n")
+    blocks = [block for _, block in CODE_BLOCK.findall(PAGES[TUTORIAL]) if block[:2] != "py"]
+    assert blocks == [section.split("\n", 1)[1] + "\n" for section in sections]
+    assert all(".py: " in part for part in PAGES[TUTORIAL].split("\n## ") if "$$" in part)
+
+
+def test_the_history_of_the_tutorial_goes_from_2017_to_the_defaults():
+    settings = dict(attention.DECODER_2017)
+    rows = re.findall(r"^\| [^|]+ \| `(--.+)` \|", PAGES[TUTORIAL], re.M)
+    for flags, (_, change) in zip(rows, attention.RECIPE_CHANGES, strict=True):
+        assert change.items() <= flatten(load_settings(TrainConfig, shlex.split(flags))).items()
+        assert change.items() - settings.items()
+        settings |= change
+    del settings["learning_rate"]  # its default depends on the batch size
+    assert settings.items() <= flatten(TrainConfig()).items()

@@ -2,41 +2,32 @@
 
 import ast
 import contextlib
-import functools
+import copy
+import itertools
 import json
-import operator
 import os
 import pickle
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import (
-    ROOT,
-    TINY,
-    assert_same_run,
-    logged,
-    newest_checkpoint,
-    numbers_text,
-    rendezvous,
-    seal,
-    tiny,
-    train_tiny,
-)
+from helpers import ROOT, logged, newest_checkpoint, numbers_text, seal, tiny, train_tiny
+from soak import run_ranks
 
 import sample
 import train
+from engine.core.distributed import init_distributed
 from engine.core.errors import UserError
 from engine.core.files import sha256, write_json
 from engine.core.settings import load_settings
 from engine.data.dataset import open_dataset, verify_dataset
-from engine.training.checkpoint import REQUIRED_STATE
+from engine.training.callbacks import MetricsFile
+from engine.training.checkpoint import REQUIRED_STATE, StateFields, open_checkpoint
 from engine.training.config import TrainConfig
 from engine.training.optimizer import MAX_SKIPPED_STEPS
 from engine.training.trainer import Callback, Trainer
@@ -44,31 +35,29 @@ from prepare import PrepareConfig, prepare
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory) -> Path:
+def workspace(numbers, tmp_path_factory) -> Path:
     """Make a folder with a dataset, and a finished run of two checkpoints."""
     folder = tmp_path_factory.mktemp("trust")
-    text = folder / "text.txt"
-    text.write_text(numbers_text(2000), encoding="utf-8")
-    prepare(PrepareConfig(inputs=(str(text),), tokenizer="byte", out=folder / "data"))
+    shutil.copytree(numbers, folder / "data")
     train_tiny(folder / "data", folder / "run", "--steps", 4, "--eval-every", 2, "--save-every", 2)
     return folder
 
 
 @pytest.fixture
-def copy(workspace, tmp_path) -> Path:
+def place(workspace, tmp_path) -> Path:
     """Copy the workspace, to damage it."""
     return Path(shutil.copytree(workspace, tmp_path / "copy"))
 
 
 class At(Callback):
-    """Calls a function when a step is recorded."""
+    """Calls a function with the trainer when a step is recorded."""
 
-    def __init__(self, step: int, act: Callable[[], Any]):
+    def __init__(self, step: int, act: Callable[[Trainer], Any]):
         self.step, self.act = step, act
 
     def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
         if trainer.step == self.step and "train_loss" in record:
-            self.act()
+            self.act(trainer)
 
 
 # The source.
@@ -76,64 +65,61 @@ class At(Callback):
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "breakpoint", "os.system", "os.popen"}
 FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"}
 SAFE_ARGUMENTS = {"allow_pickle": "False", "shell": "False"}
-SOURCE_FILES = pytest.mark.parametrize(
+LAYERS = ["engine.core", "engine.nn", "model", "engine.data", "engine.generation"]
+LAYERS += ["engine.serving", "engine.training", "engine.huggingface", "engine.report", "prepare"]
+COMMANDS = {path.stem for path in ROOT.glob("*.py")} | {"benchmarks", "examples"}
+RANKS = dict.fromkeys(COMMANDS, len(LAYERS)) | {name: rank for rank, name in enumerate(LAYERS)}
+each_source = pytest.mark.parametrize(
     "path", [*ROOT.glob("*.py"), *ROOT.glob("engine/**/*.py")], ids=lambda path: path.name
 )
 
 
-@SOURCE_FILES
-def test_no_source_file_can_run_what_it_reads(path: Path):
-    modules = {name.split(".")[0] for name, _ in imported_modules(path)}
-    assert modules.isdisjoint(FORBIDDEN_MODULES)
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
-            arguments = {str(k.arg): ast.unparse(k.value) for k in node.keywords}
-            assert name not in FORBIDDEN_CALLS, ast.unparse(node)
-            assert name != "torch.load" or arguments.get("weights_only") == "True"
-            for argument, value in SAFE_ARGUMENTS.items():
-                assert arguments.get(argument, value) == value, ast.unparse(node)
+def calls_and_imports(path: Path) -> tuple[list[ast.Call], list[str]]:
+    """List the calls in a file, and the dotted name of every import."""
+    nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    sources = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    names = [f"{node.module}.{alias.name}" for node in sources for alias in node.names]
+    names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return [node for node in nodes if isinstance(node, ast.Call)], names
 
 
-COMMANDS = {path.stem for path in ROOT.glob("*.py")} - {"model"}
-LAYERS = ["core", "nn", "model", "data", "generation", "serving", "training"]
-LAYERS += ["huggingface", "report", "commands"]
+@each_source
+def test_no_source_file_can_run_what_it_reads(path):
+    calls, imports = calls_and_imports(path)
+    assert FORBIDDEN_MODULES.isdisjoint(name.split(".")[0] for name in imports)
+    for call in calls:
+        name = ast.unparse(call.func)
+        arguments = {str(word.arg): ast.unparse(word.value) for word in call.keywords}
+        assert name not in FORBIDDEN_CALLS, ast.unparse(call)
+        assert name != "torch.load" or arguments.get("weights_only") == "True"
+        assert SAFE_ARGUMENTS | arguments == arguments | SAFE_ARGUMENTS, ast.unparse(call)
 
 
-def layer_of(name: str) -> str | None:
-    """Return the layer of a dotted module name; None for a module of another project."""
-    first, _, rest = name.partition(".")
-    if first == "engine":
-        return rest.split(".")[0] or None
-    if first in COMMANDS | {"benchmarks", "examples"}:
-        return "commands"
-    return "model" if first == "model" else None
+def layer_of(name: str) -> str:
+    """Return the layer of a dotted module name: a folder of the engine, or a top-level module."""
+    return ".".join(name.split(".")[: 2 if name.startswith("engine.") else 1])
 
 
-def imported_modules(path: Path) -> list[tuple[str, str]]:
-    """List (dotted name, source line) of every import in a file."""
-    imports = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            imports += [(f"{node.module}.{alias.name}", ast.unparse(node)) for alias in node.names]
-        elif isinstance(node, ast.Import):
-            imports += [(alias.name, ast.unparse(node)) for alias in node.names]
-    return imports
-
-
-@SOURCE_FILES
-def test_imports_run_one_way(path: Path):
-    own = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for name, line in imported_modules(path):
+@each_source
+def test_imports_run_one_way(path):
+    own = layer_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    for name in calls_and_imports(path)[1]:
         layer = layer_of(name)
-        if layer == "commands":
-            assert (own, name.split(".")[0]) == ("train", "prepare"), line
-        elif layer:
-            assert LAYERS.index(layer) <= LAYERS.index(layer_of(own)), line
-            assert own != "model" or layer == "nn", line
+        if layer != own and (layer in RANKS or layer.startswith("engine.")):
+            assert RANKS[layer] < RANKS[own], name
+            assert layer != "prepare" or own == "train", name
+            assert own != "model" or layer == "engine.nn", name
 
 
 # Malicious and corrupted files.
+
+CHECKPOINT = "run/checkpoints/step-00000004"
+SEALED_FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json")
+FILES = [f"{CHECKPOINT}/{name}" for name in (*SEALED_FILES, "manifest.json")]
+FILES += ["data/train-00000.npy", "data/val-00000.npy", "data/tokenizer.json"]
+FILES += ["data/manifest.json", "run/config.toml"]
+WRONG_VALUES = (None, 0, -1, 1.5, "10", "../../etc/passwd", [], {}, {"x": [1]})
+UNCHECKED_FIELDS = {"origin", "facts", "documents", "kind"}  # informative only
 
 
 class Malicious:
@@ -146,142 +132,91 @@ class Malicious:
         return os.mkdir, (self.trace,)
 
 
-CHECKPOINT_FILES = "model.safetensors optimizer.safetensors state.json tokenizer.json manifest.json"
-
-
-@pytest.mark.parametrize("name", CHECKPOINT_FILES.split())
-def test_a_pickle_in_a_checkpoint_is_refused(copy: Path, tmp_path: Path, name: str):
-    for path in (copy / "run" / "checkpoints").iterdir():
-        (path / name).write_bytes(pickle.dumps(Malicious(tmp_path / "trace")))
-        if name != "manifest.json":
-            seal(path)
-    with pytest.raises(UserError):
-        train_tiny(copy / "data", copy / "run", "--steps", 6, "--resume")
-    is_read = name != "optimizer.safetensors"
-    with pytest.raises(UserError) if is_read else contextlib.nullcontext():
-        sample.main([str(copy / "run"), "--max-new-tokens", "3", "--device", "cpu"])
-    assert not (tmp_path / "trace").exists()
-
-
-DATASET_FILES = ["train-00000.npy", "val-00000.npy", "manifest.json", "tokenizer.json"]
-
-
-@pytest.mark.parametrize("name", DATASET_FILES)
-def test_a_pickle_in_a_dataset_is_refused(copy: Path, tmp_path: Path, name: str):
-    path = copy / "data" / name
+@pytest.mark.parametrize("name", FILES)
+def test_a_pickle_in_place_of_a_file_is_refused(place, tmp_path, name):
+    path = place / name
+    manifest = path.with_name("manifest.json")
+    sealed = sha256(path).encode()
     malicious = Malicious(tmp_path / "trace")
-    if name.endswith(".npy"):
+    path.write_bytes(pickle.dumps(malicious))
+    if path.suffix == ".npy":
         np.save(path, np.array([malicious], dtype=object), allow_pickle=True)
-    else:
-        path.write_bytes(pickle.dumps(malicious))
-    if name == "tokenizer.json":
-        manifest = json.loads((copy / "data" / "manifest.json").read_text())
-        manifest["tokenizer"]["sha256"] = sha256(path)
-        (copy / "data" / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match=re.escape(str(copy / "data"))):
-        train_tiny(copy / "data", copy / "new")
-    assert not (tmp_path / "trace").exists() and not (copy / "new").exists()
-
-
-def test_a_pickle_as_settings_is_refused(tmp_path):
-    (tmp_path / "config.toml").write_bytes(pickle.dumps(Malicious(tmp_path / "trace")))
-    with pytest.raises(UserError, match=r"config\.toml"):
-        load_settings(TrainConfig, [str(tmp_path / "config.toml")])
+    if manifest.exists():
+        manifest.write_bytes(manifest.read_bytes().replace(sealed, sha256(path).encode()))
+    shutil.rmtree(place / "run" / "checkpoints" / "step-00000002")
+    flags = ["--data", str(place / "data"), "--out", str(place / "run"), "--steps", "6", "--resume"]
+    with pytest.raises(UserError, match=re.escape(str(place / name.split("/")[0]))):
+        train.main([str(place / "run" / "config.toml"), *flags])
+    is_sampled = name.startswith(CHECKPOINT) and "optimizer" not in name
+    with pytest.raises(UserError) if is_sampled else contextlib.nullcontext():
+        sample.main([str(place / "run"), "--max-new-tokens", "3", "--device", "cpu"])
     assert not (tmp_path / "trace").exists()
 
 
-def leaves(value: Any, path: tuple = ()) -> list[tuple]:
-    """List the paths to every value inside a JSON value."""
-    items: Any = value.items() if isinstance(value, dict) else ()
-    items = enumerate(value) if isinstance(value, list) else items
-    return [path, *(leaf for key, inner in items for leaf in leaves(inner, (*path, key)))]
-
-
-UNCHECKED_FIELDS = {"origin", "facts", "documents", "kind"}  # informative only
-
-
-def test_every_field_of_a_datasets_manifest_is_checked(copy: Path):
-    path = copy / "data" / "manifest.json"
-    content = path.read_text()
-    num_checked = 0
-    for keys in leaves(json.loads(content)):
-        is_shard_hash = "sha256" in keys and "tokenizer" not in keys  # for --verify-data
-        if not keys or is_shard_hash or UNCHECKED_FIELDS & set(keys):
+def corruptions(value: Any, wrong_values: tuple) -> Iterator[Any]:
+    """Yield a JSON value with each part of it removed, or replaced by each wrong value."""
+    keys = range(len(value)) if isinstance(value, list) else ()
+    for key in value if isinstance(value, dict) else keys:
+        if key in UNCHECKED_FIELDS or (key == "sha256" and "file" in value):  # for --verify-data
             continue
-        for wrong in (None, -1, "x", [], {}, 10**12, "../../etc/passwd"):
-            if keys[-1] == "bytes" and wrong == 10**12:
-                continue
-            manifest = json.loads(content)
-            parent = functools.reduce(operator.getitem, keys[:-1], manifest)
-            parent[keys[-1]] = wrong
-            path.write_text(json.dumps(manifest))
-            with pytest.raises(UserError, match=f"^{re.escape(str(copy / 'data'))}[^\n]*$"):
-                open_dataset(copy / "data")
-            num_checked += 1
-    assert num_checked > 80
+        for replacement in (*wrong_values, *corruptions(value[key], wrong_values)):
+            changed = copy.copy(value)
+            changed[key] = replacement
+            yield changed
+        if isinstance(value, dict):
+            yield {name: item for name, item in value.items() if name != key}
 
 
-def test_altered_tokens_are_found_at_first_use_and_by_verify_data(copy: Path):
-    path = copy / "data" / "train-00000.npy"
-    content = path.read_bytes()
-    verify_dataset(open_dataset(copy / "data"), force=False)
-    stat = path.stat()
-    path.write_bytes(content[:-2] + b"\x07\x00")
-    with pytest.raises(UserError, match=r"train-00000\.npy: SHA-256"):
-        train_tiny(copy / "data", copy / "new")
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as a failing disk leaves it
-    with pytest.raises(UserError, match=r"train-00000\.npy: SHA-256"):
-        train_tiny(copy / "data", copy / "new", "--verify-data")
-    path.write_bytes(content + b"x")
-    with pytest.raises(UserError, match=re.escape(str(copy / "data"))):
-        open_dataset(copy / "data")
-    assert not (copy / "new").exists()
+def test_every_field_of_a_manifest_is_checked(place):
+    readers = {"data": open_dataset, CHECKPOINT: lambda path: open_checkpoint(path).verify()}
+    for name, read in readers.items():
+        path = place / name / "manifest.json"
+        for manifest in corruptions(json.loads(path.read_text()), WRONG_VALUES):
+            write_json(path, manifest)
+            with pytest.raises(UserError, match=f"^{re.escape(str(path.parent))}[^\n]*$"):
+                read(path.parent)
 
 
-WRONG_VALUES = (None, 0, -1, 1.5, "10", [1], {"x": [1]}, 10**400)
-
-
-def test_every_field_of_a_checkpoints_state_is_checked_or_has_a_default(
-    copy: Path, workspace: Path
-):
-    def resume(run: Path) -> None:
-        train_tiny(copy / "data", run, "--resume", "--steps", 4, "--eval-every", 2)
-
-    checkpoint = newest_checkpoint(copy / "run").path
-    original = newest_checkpoint(workspace / "run")
-    state = original.state
-    states = [state | {name: wrong} for name in state for wrong in WRONG_VALUES]
-    states += [{key: state[key] for key in state.keys() - {name}} for name in state]
-    states.append(state | {"unknown": 1})
-    for name in ("settings", "model"):
-        states += [state | {name: state[name] | {key: [{}]}} for key in state[name]]
+def test_every_field_of_a_state_is_checked_or_has_a_default(place, workspace):
+    path = place / CHECKPOINT
+    state = vars(StateFields()) | json.loads((path / "state.json").read_text())
+    shutil.rmtree(path.with_name("step-00000002"))
+    wrong_values = (*WRONG_VALUES, 10**400)
+    states = [state | {name: wrong} for name in (*state, "unknown") for wrong in wrong_values]
+    nested = corruptions({name: state[name] for name in ("settings", "model")}, wrong_values)
+    states += [state | changes for changes in itertools.islice(nested, 0, None, 13)]
+    flags = ["--resume", "--steps", 4]
     num_refused = 0
     for changed in states:
-        write_json(checkpoint / "state.json", changed)
-        seal(checkpoint)
-        for use in (sample.load, resume):
+        write_json(path / "state.json", changed)
+        seal(path)
+        for use in (sample.load, lambda run: train_tiny(place / "data", run, *flags)):
             try:
-                use(copy / "run")
+                use(place / "run")
             except UserError as error:
                 num_refused += 1
                 assert "\n" not in str(error)
-        shutil.rmtree(copy / "run" / "checkpoints")
-        shutil.copytree(original.path, checkpoint)
+        shutil.rmtree(path.parent)
+        shutil.copytree(workspace / CHECKPOINT, path)
     assert num_refused > 150
+    write_json(path / "state.json", {name: state[name] for name in REQUIRED_STATE})
+    seal(path)
+    assert train_tiny(place / "data", place / "run", "--resume", "--steps", 6).step == 6
 
 
-def test_a_checkpoint_without_fields_of_later_versions_is_resumed(copy: Path):
-    checkpoint = newest_checkpoint(copy / "run")
-    state = {name: x for name, x in checkpoint.state.items() if name in REQUIRED_STATE}
-    state["settings"] = state["settings"].copy()
-    for name in ("long_examples", "mix", "window_warmup", "keep_checkpoints", "minutes"):
-        del state["settings"][name]
-    write_json(checkpoint.path / "state.json", state)
-    seal(checkpoint.path)
-    assert train_tiny(copy / "data", copy / "run", "--resume", "--steps", 6).step == 6
+def test_altered_tokens_are_found_at_first_use_and_by_verify_data(place):
+    path = place / "data" / "train-00000.npy"
+    verify_dataset(open_dataset(place / "data"), force=False)
+    stat = path.stat()
+    path.write_bytes(path.read_bytes()[:-2] + b"\x07\x00")
+    for flags in ((), ("--verify-data",)):
+        with pytest.raises(UserError, match=r"train-00000\.npy: SHA-256"):
+            train_tiny(place / "data", place / "new", *flags)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as a failing disk leaves it
+    assert not (place / "new").exists()
 
 
-# Disks.
+# Disks, folders and numbers.
 
 
 @pytest.fixture
@@ -296,63 +231,33 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", path], check=True)
 
 
-def test_a_disk_that_fills_up_while_saving_keeps_the_saved_checkpoints(run, workspace, small_disk):
-    flags = ["--save-every", 10, "--eval-every", 1000, "--steps", 1000]
-    flags += ["--num-layers", 1, "--d-model", 64]
-    done = run("train.py", *tiny(workspace / "data", small_disk / "run", *flags))
-    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    assert "No space left" in done.stderr
-    assert newest_checkpoint(small_disk / "run").step >= 10
-    assert not list((small_disk / "run" / "checkpoints").glob(".*"))
-
-
-def test_a_disk_that_fills_up_while_logging_keeps_the_run(copy: Path, small_disk: Path):
-    out = small_disk / "run"
-    shutil.copytree(copy / "run", out)
-    stat = os.statvfs(small_disk)
-    (small_disk / "filler").write_bytes(b"x" * (stat.f_bavail * stat.f_bsize - 8192))
-    with pytest.raises(OSError, match="No space left"):
-        train_tiny(copy / "data", out, "--resume", "--steps", 100_000, "--save-every", 100)
-    (small_disk / "filler").unlink()
-    assert newest_checkpoint(out).step == 4
-    assert train_tiny(copy / "data", out, "--resume", "--steps", 6).step == 6
-    assert list(logged(out, "train_loss")) == [1, 2, 3, 4, 5, 6]
-
-
-def test_metrics_of_a_full_disk_are_written_when_there_is_space_again(copy, small_disk, capsys):
-    shutil.copytree(copy / "run", small_disk / "run")
+def test_a_full_disk_keeps_the_checkpoints_and_delays_the_metrics(place, small_disk, capsys):
+    run = shutil.copytree(place / "run", small_disk / "run")
     filler = small_disk / "filler"
 
-    def fill() -> None:
+    def fill(trainer: Trainer) -> None:
         with contextlib.suppress(OSError):
             filler.write_bytes(b"x" * 2**21)
 
-    flags = ["--resume", "--steps", 12, "--save-every", 100, "--eval-every", 100]
+    flags = ["--resume", "--save-every", 100, "--eval-every", 100, "--steps"]
     with pytest.raises(OSError, match="No space left"):  # the final save
-        train_tiny(copy / "data", small_disk / "run", *flags, callbacks=[At(5, fill)])
+        train_tiny(place / "data", run, *flags, 12, callbacks=[At(5, fill)])
     assert capsys.readouterr().err.count("warning: Metrics") <= 1
     filler.unlink()
-    assert all(map(json.loads, (small_disk / "run" / "metrics.jsonl").read_text().splitlines()))
-    flags[2] = 40
-    actions = [At(6, fill), At(20, filler.unlink)]
-    train_tiny(copy / "data", small_disk / "run", *flags, callbacks=actions)
+    assert newest_checkpoint(run).step == 4 and not [*run.glob("checkpoints/.*")]
+    assert all(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
+    actions = [At(6, fill), At(20, lambda trainer: filler.unlink())]
+    train_tiny(place / "data", run, *flags, 40, callbacks=actions)
     assert capsys.readouterr().err.count("warning: Metrics") == 1
-    assert list(logged(small_disk / "run", "train_loss")) == list(range(1, 41))
+    assert list(logged(run, "train_loss")) == list(range(1, 41))
 
 
-def test_a_disk_that_fills_up_while_preparing_leaves_nothing(workspace, small_disk, tmp_path):
+def test_a_disk_that_fills_up_while_preparing_leaves_nothing(small_disk, tmp_path):
     text = tmp_path / "big.txt"
-    text.write_text((workspace / "text.txt").read_text() * 60)
+    text.write_text(numbers_text(100_000))
     with pytest.raises(OSError, match="No space left"):
-        prepare(PrepareConfig(inputs=(str(text),), tokenizer="byte", out=small_disk / "data"))
+        prepare(PrepareConfig((str(text),), tokenizer="byte", out=small_disk / "data"))
     assert list(small_disk.iterdir()) == []
-
-
-def remove_while_it_is_written(run: Path) -> None:
-    """Remove a folder like ``rm -rf``, as another process adds a file to it."""
-    shutil.rmtree(run)
-    run.mkdir()
-    (run / "metrics.jsonl").write_text("")
 
 
 def replace_by_another(run: Path) -> None:
@@ -361,126 +266,64 @@ def replace_by_another(run: Path) -> None:
     (run / "checkpoints" / ".step-00000009.partial.x").mkdir()  # written by that run
 
 
-@pytest.mark.parametrize("flags", [["--save-every", 5], ["--save-every", 100, "--eval-every", 8]])
-@pytest.mark.parametrize(
-    "change",
-    [
-        shutil.rmtree,
-        lambda run: run.rename(run.with_name("moved")),
-        remove_while_it_is_written,
-        replace_by_another,
-        lambda run: (run / ".lock").unlink(),
-    ],
-    ids=["removed", "renamed", "recreated", "replaced", "unlocked"],
-)
-def test_a_run_folder_that_is_not_its_own_any_more_ends_the_run(copy, change, flags):
-    contents = {}
-
-    def change_folder() -> None:
-        trainer_dirs[0].wait()
-        change(copy / "run")
-        contents.update(read_files(copy / "run"))
-
-    class Watch(Callback):
-        def on_train_start(self, trainer: Trainer) -> None:
-            trainer_dirs.append(trainer.run_dir)
-
-    trainer_dirs: list[Any] = []
-    flags = ["--resume", "--steps", 20, "--log-every", 3, *flags]
-    with pytest.raises(UserError, match=f"^{copy / 'run'}: .*--resume"):
-        train_tiny(copy / "data", copy / "run", *flags, callbacks=[Watch(), At(6, change_folder)])
-    assert read_files(copy / "run") == contents
-    assert (copy / "run").exists() == bool(contents)
-
-
 def read_files(folder: Path) -> dict[Path, bytes]:
     """Return the content of each file in a folder, and b"" for each folder."""
     return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
-def test_a_folder_that_can_not_be_written_is_refused(workspace, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError, match="file/run"):
-        train.main(tiny(workspace / "data", tmp_path / "file" / "run"))
+CHANGES = {
+    "removed": shutil.rmtree,
+    "renamed": lambda run: run.rename(run.with_name("moved")),
+    "replaced": replace_by_another,
+    "unlocked": lambda run: (run / ".lock").unlink(),
+}
 
 
-# Users and numbers.
+@pytest.mark.parametrize("flags", [["--save-every", 5], ["--save-every", 100, "--eval-every", 8]])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_run_folder_that_is_not_its_own_any_more_ends_the_run(place, change, flags):
+    run = place / "run"
+    contents = {}
+
+    def change_folder(trainer: Trainer) -> None:
+        trainer.run_dir.wait()
+        CHANGES[change](run)
+        contents.update(read_files(run))
+
+    flags = ["--resume", "--steps", 20, "--log-every", 3, *flags]
+    with pytest.raises(UserError, match=f"^{run}: .*--resume"):
+        train_tiny(place / "data", run, *flags, callbacks=[At(6, change_folder)])
+    assert read_files(run) == contents
+    assert run.exists() == bool(contents)
 
 
-def test_a_second_run_in_a_folder_is_refused_and_does_the_first_no_harm(workspace, tmp_path):
-    def intrude() -> None:
-        with pytest.raises(UserError, match=rf"in use by process {os.getpid()} on "):
-            train.main(tiny(workspace / "data", tmp_path / "run", "--steps", 4, "--resume"))
+class Spoil(Callback):
+    """Makes the loss of rank 1 NaN in steps 5 and 6, and from step 61."""
 
-    flags = ["--steps", 4, "--eval-every", 2, "--save-every", 2]
-    train_tiny(workspace / "data", tmp_path / "run", *flags, callbacks=[At(3, intrude)])
-    assert_same_run(workspace / "run", tmp_path / "run")
-
-
-NAN_ON_ONE = """
-import os
-import sys
-
-import train
-from engine.core.cli import run_command
-from engine.training.callbacks import MetricsFile
-from engine.core.distributed import init_distributed
-from engine.core.settings import load_settings
-from engine.training.config import TrainConfig
-from engine.training.trainer import Callback
-
-
-class Spoiling(Callback):
-    def __init__(self, last):
-        self.last = last
-
-    def on_train_start(self, trainer):
-        def spoil(model, inputs, loss):
-            bad = model.training and trainer.dist.rank == 1 and 4 <= trainer.step < self.last
-            return loss * float("nan") if bad else loss
+    def on_train_start(self, trainer: Trainer) -> None:
+        def spoil(model: Any, inputs: Any, loss: Any) -> Any:
+            is_chosen = trainer.step in (4, 5) or trainer.step >= 60
+            is_spoiled = model.training and trainer.dist.rank == 1 and is_chosen
+            return loss * float("nan") if is_spoiled else loss
 
         trainer.model.register_forward_hook(spoil)
 
 
-def main():
-    out, *flags = sys.argv[1:]
-    with init_distributed("cpu", timeout=60) as dist:
-        for name, last in (("recovers", 6), ("never", 1000)):
-            config = load_settings(TrainConfig, ["--out", f"{out}/{name}", *flags])
-            metrics = [MetricsFile()] if dist.is_main_process else []
-            train.train(config, dist, [Spoiling(last), *metrics])
+def test_nan_of_one_rank_is_skipped_by_both_until_it_ends_the_run(workspace, tmp_path):
+    run = tmp_path / "run"
+    flags = ["--steps", 1000, "--eval-every", 1000, "--save-every", 3]
+    config = load_settings(TrainConfig, tiny(workspace / "data", run, *flags))
 
+    def train_spoiled(rank: int) -> None:
+        with init_distributed("cpu", timeout=60) as dist:
+            callbacks = [Spoil(), MetricsFile()] if dist.is_main_process else [Spoil()]
+            train.train(config, dist, callbacks)
 
-os.environ["RANK"] = "0" if os.fork() else "1"  # one import of torch serves both
-run_command(main)
-"""
-
-
-@pytest.fixture(scope="module")
-def spoiled(workspace, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
-    """Train twice on two ranks, one of which has NaN losses: in steps 5 and 6, or from step 5."""
-    out = tmp_path_factory.mktemp("spoiled")
-    flags = [*TINY, "--steps", "60", "--eval-every", "1000", "--save-every", "3"]
-    command = [sys.executable, "-c", NAN_ON_ONE, out, "--data", workspace / "data", *flags]
-    options = {"capture_output": True, "encoding": "utf-8", "timeout": 120}
-    with rendezvous(2) as variables:
-        environment = {**os.environ, **variables, "LOCAL_RANK": "0", "PYTHONPATH": str(ROOT)}
-        return out, subprocess.run(list(map(str, command)), env=environment, **options)
-
-
-def test_a_nan_on_one_of_two_processes_is_skipped_by_both(spoiled):
-    out, _ = spoiled
-    skipped = logged(out / "recovers", "skipped_steps")
-    losses = logged(out / "recovers", "train_loss")
-    assert [skipped[step] for step in (4, 5, 6, 7, 60)] == [0, 1, 2, 2, 2]
-    assert losses[5] is losses[6] is None and losses[60] < losses[1] - 0.3
-
-
-def test_a_run_that_only_skips_ends_in_one_line_with_the_step_to_resume_from(spoiled):
-    out, done = spoiled
-    checkpoint = newest_checkpoint(out / "never")
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert re.search(rf"--learning-rate: .*\b{MAX_SKIPPED_STEPS}\b", done.stderr)
-    assert f"--resume from step {checkpoint.step}" in done.stderr
-    assert checkpoint.step > 4
-    assert all(tensor.isfinite().all() for _, tensor in checkpoint.model())
+    assert 0 not in run_ranks(tmp_path / "log", 2, train_spoiled)
+    skipped, losses = (logged(run, key) for key in ("skipped_steps", "train_loss"))
+    assert [skipped[step] for step in (4, 5, 6, 7, 60, 61)] == [0, 1, 2, 2, 2, 3]
+    assert losses[5] is losses[6] is losses[61] is None and losses[60] < losses[1] - 0.3
+    saved = newest_checkpoint(run)
+    assert saved.step >= 60 and all(tensor.isfinite().all() for _, tensor in saved.model())
+    pattern = rf"UserError.*--learning-rate: .*\b{MAX_SKIPPED_STEPS}\b.* step {saved.step}\b"
+    assert len(re.findall(pattern, (tmp_path / "log").read_text())) == 2

@@ -100,7 +100,7 @@ def wait_until(condition: Callable[[], Any]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"user": "me", "best_of": 1, "logit_bias": {}, "suffix": None, "model": "run/small"},
+        {"user": "me", "best_of": 1, "logit_bias": {}, "stream": None, "model": "run/small"},
         {"seed": 5, "temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
         {"seed": -7, "repetition_penalty": 1.5, "stop": ["x", "qu"]},
         {"temperature": 0, "stop": "e"},
@@ -154,6 +154,7 @@ def test_logprobs_name_each_token_and_its_offset(server):
         chunks = [event["choices"][0]["logprobs"] for event in events]
     for name in ("tokens", "text_offset"):
         assert [value for chunk in chunks if chunk for value in chunk[name]] == scores[name]
+    assert complete(server, prompt="a" * CONFIG.context_length, max_tokens=0)
 
 
 def test_the_official_client_gets_models_texts_streams_and_errors():

@@ -69,4 +69,4 @@ def test_an_error_goes_to_the_requests_it_concerns_and_the_thread_continues(
     worker.submit([later.request])
     for client in (later,) if num_tokens else (first, second, later):
         assert client.has_text_alone(worker.batch.engine.model)
-    assert ("a bug" in caplog.text) == isinstance(error, RuntimeError)
+    assert bool(caplog.records) == isinstance(error, RuntimeError)
