@@ -88,14 +88,14 @@ class SampleConfig:
     num_samples: Annotated[int, Ge(1), Le(10**6)] = 1  # Texts to generate.
     max_new_tokens: Annotated[int, Ge(1)] = DEFAULT_NEW_TOKENS  # Limit of tokens for each text.
     # Randomness: 0 always takes the most likely token; above 1 is more random than the model.
-    temperature: Annotated[float, Ge(0)] = DEFAULT_OPTIONS["temperature"]
+    temperature: Annotated[float, Ge(0), Le(1e6)] = DEFAULT_OPTIONS["temperature"]
     top_k: Annotated[int | None, Ge(1)] = None  # Sample from the k most likely tokens; None: all.
     # Sample from the fewest tokens whose probabilities reach this sum.
     top_p: Annotated[float, Gt(0), Le(1)] = DEFAULT_OPTIONS["top_p"]
     # Smallest probability of a token to sample, relative to that of the most likely token.
     min_p: Annotated[float, Ge(0), Le(1)] = DEFAULT_OPTIONS["min_p"]
     # Above 1, tokens of the context become less likely: positive logits are divided by it.
-    repetition_penalty: Annotated[float, Gt(0)] = DEFAULT_OPTIONS["repetition_penalty"]
+    repetition_penalty: Annotated[float, Ge(0.01), Le(100)] = DEFAULT_OPTIONS["repetition_penalty"]
     beams: Annotated[int | None, Ge(1)] = None  # Beam search of this width, instead of sampling.
     # End a sample before this text; the flag may be repeated.
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()

@@ -12,8 +12,8 @@ from helpers import ROOT, TINY, logged
 PAGE = ROOT / "docs" / "architecture.md"
 SOURCES = ("*.py", "engine", "config")
 # They are lowered whenever they can be. Only a new capability raises them.
-MAX_SOURCE_LINES = 14_500
-MAX_TEST_LINES = 20_000
+MAX_SOURCE_LINES = 14_470
+MAX_TEST_LINES = 18_920
 
 
 def read_changes() -> dict[str, tuple[str, list[str]]]:

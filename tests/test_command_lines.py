@@ -20,7 +20,7 @@ LONG_NAME = "a" * 300
 MANY = "10" * 20
 RESULTS = {  # command line: a file that it writes, or a text that it prints
     "prepare text.txt --out data/text": "data/text/manifest.json",
-    "prepare folder lines.jsonl --glob '*' --tokenizer byte --out data/two": "data/two/manifest.json",
+    "prepare folder lines.jsonl --glob '*' --tokenizer byte --out data/b": "data/b/manifest.json",
     "prepare text.txt --separator '\n' --tokenizer char --out data/rows": "data/rows/manifest.json",
     f"{TRAIN} --steps 2 --out out/new": "out/new/report.html",
     f"{TRAIN} --minutes 1e-30 --out out/brief": "out/brief/metrics.jsonl",

@@ -72,12 +72,12 @@ def changed_json(draw, *originals: Any):
 
 @st.composite
 def damaged(draw, content: bytes):
-    """Cut the end of a content off, and replace some of its bytes."""
+    """Replace some bytes of a content, and perhaps cut its end off."""
     data = bytearray(content)
     edits = st.tuples(st.integers(0, len(content) - 1), st.integers(0, 255))
     for offset, byte in draw(st.lists(edits, max_size=4)):
         data[offset] = byte
-    return bytes(data[: draw(st.integers(0, len(content)))])
+    return bytes(data[: draw(st.just(len(content)) | st.integers(0, len(content)))])
 
 
 def fuzz(

@@ -130,16 +130,20 @@ class TextBatch:
         for index, request in enumerate(requests):
             groups.setdefault(request.sampling_key, []).append(index)
         first_row = len(self.requests) - len(requests)
-        for indices in groups.values():
+        pending = [*groups.values()]
+        while pending:
+            indices = pending.pop()
             group = [requests[index] for index in indices]
-            group_logits = logits if len(groups) == 1 else logits[indices]
+            group_logits = logits if len(indices) == len(requests) else logits[indices]
             rows = [self.engine.rows[first_row + index].ids for index in indices]
             try:
                 ids = self._sample(group_logits, group, rows)
-            except UserError as error:  # of the options of this group; the others continue
-                for request in group:
-                    request.is_cancelled = True
-                    events.append((request, error))
+            except UserError as error:  # of one request; the others continue
+                if len(group) > 1:
+                    pending += [[index] for index in indices]
+                    continue
+                group[0].is_cancelled = True
+                events.append((group[0], error))
                 continue
             for index, request in enumerate(group):
                 request.last_id = ids[index]

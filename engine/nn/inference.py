@@ -84,8 +84,8 @@ class PlainLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (…, inputs) → (…, outputs)."""
-        has_one_row = x.shape[:-1].numel() == 1
-        if not (has_one_row and x.device.type == "cpu" and torch.compiler.is_compiling()):
+        is_compiling = torch.compiler.is_compiling()
+        if not (is_compiling and x.device.type == "cpu" and x.shape[:-1].numel() == 1):
             return F.linear(x, self.weight, self.bias)
         y = (self.weight * x.flatten()).sum(dim=-1)
         return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], -1)

@@ -57,7 +57,7 @@ def normalize_rows(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """Return x (…, width) with a root mean square of 1, and the scale of each row (…, 1)."""
     wide = x if x.dtype == torch.float64 else x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    bias = torch.tensor(epsilon, device=x.device)
+    bias = torch.full((), epsilon, device="cpu")
     scale = torch.addcmul(bias, norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return (wide * scale).to(x.dtype), scale
 

@@ -62,7 +62,7 @@ class Settings:
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     top_k: Annotated[int | None, Ge(1)] = None
     min_p: Annotated[float, Ge(0), Le(1)] = 0.0
-    repetition_penalty: Annotated[float, Gt(0)] = 1.0
+    repetition_penalty: Annotated[float, Ge(0.01), Le(100)] = 1.0
     seed: Annotated[int | None, Ge(-(2**63)), Lt(2**63)] = None
     stop: tuple[str, ...] = ()
     n: Annotated[int, Ge(1), Le(MAX_CHOICES)] = 1

@@ -113,7 +113,7 @@ class TrainConfig(ChangeableConfig):
     # Seed of the initial weights, the order of the data, and dropout.
     seed: Annotated[int, Ge(0), Lt(9 * 10**18)] = 1
     # Fraction of sequences from each dataset. None: in proportion to their tokens.
-    mix: Annotated[tuple[float, ...] | None, Gt(0)] = None
+    mix: Annotated[tuple[float, ...] | None, Gt(0), Le(1e15)] = None
     # What to do with examples that are longer than the context.
     long_examples: Literal["leave_out", "cut"] = "leave_out"
     # To type checkers the model has its sizes, as it does after resolve_sizes().

@@ -32,15 +32,16 @@ class OptimizerConfig:
     # Muon updates the matrices inside the blocks, and AdamW the other parameters.
     optimizer: Literal["muon", "adamw"] = "muon"
     # The largest; see decay. None: 0.014 for Muon, by d_model for AdamW, or chosen with the size.
-    learning_rate: Annotated[float | None, Ge(0)] = None
+    learning_rate: Annotated[float | None, Ge(0), Le(1e6)] = None
     # Factor on the learning rate of an untied token embedding; None: 3 with Muon, else 1.
-    embedding_rate: Annotated[float | None, Gt(0)] = None
+    embedding_rate: Annotated[float | None, Gt(0), Le(1e6)] = None
     # Weight decay of all matrices, decoupled. None: 0.1, or chosen with the size.
-    weight_decay: Annotated[float | None, Ge(0)] = None
+    weight_decay: Annotated[float | None, Ge(0), Le(1e6)] = None
     beta1: Annotated[float, Ge(0), Lt(1)] = 0.9  # AdamW's decay rate of the mean gradient.
     beta2: Annotated[float, Ge(0), Lt(1)] = 0.95  # AdamW's decay rate of the mean squared gradient.
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.9  # Muon's decay rate of the mean gradient.
-    clip_norm: Annotated[float, Ge(0)] = 1.0  # Clip the norm of all gradients to this; 0: off.
+    # Clip the norm of all gradients to this; 0: off.
+    clip_norm: Annotated[float, Ge(0), Le(1e12)] = 1.0
     # Steps of linear warmup of the learning rate; None: 10, or all but the last step.
     warmup_steps: Annotated[int | None, Ge(0)] = None
     # First fraction of the run, in which the first block attends to 16 tokens only. None: 0.2;
@@ -48,7 +49,7 @@ class OptimizerConfig:
     window_warmup: Annotated[float | None, Ge(0), Le(1)] = None
     decay: Literal["linear", "cosine", "inverse_sqrt"] = "linear"  # Learning rate after warmup.
     # Learning rate at the end, as a fraction of the largest.
-    final_learning_rate: Annotated[float, Ge(0)] = 0.0
+    final_learning_rate: Annotated[float, Ge(0), Le(1e6)] = 0.0
 
 
 class TorchOptimizer(Protocol):

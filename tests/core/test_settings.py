@@ -247,7 +247,7 @@ def test_parse_takes_a_union_of_subcommands():
 
 
 def numbers_without_bounds(cls: type) -> list[str]:
-    """The names of the fields that hold numbers, also in tuples, of which one side is open."""
+    """The fields of numbers, also in tuples, without a least value, or a largest one of floats."""
     names = []
     for name, hint in get_type_hints(cls, include_extras=True).items():
         default = getattr(cls, name, None)
@@ -255,7 +255,8 @@ def numbers_without_bounds(cls: type) -> list[str]:
             names += numbers_without_bounds(hint)
         is_number = re.search(r"\b(int|float)\b", str(hint))
         bounds = {type(bound) for bound in getattr(hint, "__metadata__", ())}
-        if is_number and not (bounds & {Ge, Gt}) and name not in MODEL_BOUNDS:
+        has_bounds = bounds & {Ge, Gt} and (bounds & {Le, Lt} or "float" not in str(hint))
+        if is_number and not has_bounds and name not in MODEL_BOUNDS:
             names.append(f"{cls.__name__}.{name} = {default}")
     return names
 

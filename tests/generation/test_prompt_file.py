@@ -49,8 +49,8 @@ def complete(folder: Path, name: str, stop_at: int = 0, error: Any = None, **opt
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_the_same_command_continues_an_interrupted_file(options, torn, error, tmp_path, capsys):
     num_calls = complete(tmp_path, "whole.jsonl", **options)
-    whole = (tmp_path / "whole.jsonl").read_bytes()
-    records = [*map(json.loads, whole.splitlines())]
+    expected = (tmp_path / "whole.jsonl").read_bytes()
+    records = [*map(json.loads, expected.splitlines())]
     assert [(record["id"], record["prompt"]) for record in records[:-1]] == [*enumerate(PROMPTS)]
     partial = tmp_path / "out.jsonl.partial"
     num_finished = []
@@ -66,7 +66,7 @@ def test_the_same_command_continues_an_interrupted_file(options, torn, error, tm
     assert 0 < num_finished[0] <= num_finished[1] < num_finished[2] < len(records)
     capsys.readouterr()
     assert complete(tmp_path, "out.jsonl", **options) < num_calls // 2
-    assert (tmp_path / "out.jsonl").read_bytes() == whole and not partial.exists()
+    assert (tmp_path / "out.jsonl").read_bytes() == expected and not partial.exists()
     assert f"{len(records) - num_finished[2]} prompt" in capsys.readouterr().err
 
 

@@ -136,6 +136,21 @@ def test_a_prompt_whose_logits_are_not_finite_ends_alone():
     assert text_of(requests[2], events) == text_alone(model, requests[2])
 
 
+def test_a_text_whose_logits_become_not_finite_ends_alone():
+    model = random_model(SMALL)
+    requests = [TextRequest(TextStream(LETTERS, [number], 9), number, {}) for number in (1, 2)]
+
+    def spoil(module, inputs, logits: torch.Tensor) -> None:
+        if len(logits) == 2 and requests[1].stream.num_tokens == 3:
+            logits[1] = torch.nan
+
+    model.register_forward_hook(spoil)
+    events = run(TextBatch(model, 2, BANNED), requests)
+    *tokens, error = arrivals_of(requests[1], events)
+    assert len(tokens) == 3 and isinstance(error, UserError)
+    assert arrivals_of(requests[0], events)[-1] is None
+
+
 def test_logprobs_are_those_of_the_model_and_the_same_for_a_text_and_for_its_echo():
     model = random_model(SMALL)
     draw = random.Random(5)
