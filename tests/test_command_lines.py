@@ -26,7 +26,7 @@ RESULTS = {  # command line: a file that it writes, or a text that it prints
     f"{TRAIN} --minutes 1e-30 --out out/brief": "out/brief/metrics.jsonl",
     f"{TRAIN} --steps 1 --eval-tokens 0 --dtype float16 --parallel fsdp --out out/fsdp": "out/fsdp",
     "sample out/run '1 is'": "1 is",
-    "sample out/run/checkpoints/step-00000004 '2 is' --temperature 1e300 --top-p 1e-30": "2 is",
+    "sample out/run/checkpoints/step-00000004 '2 is' --temperature 1e6 --top-p 1e-30": "2 is",
     f"sample out/run --num-samples 2 --batch-size {MANY} --top-k {MANY}": "--- sample 2 ---",
     "sample out/run '3 is' --beams 8 --repetition-penalty 1": "3 is",
     "sample out/run --max-new-tokens 3 --prompts-file prompts.jsonl --out a.jsonl": "a.jsonl",
