@@ -6,7 +6,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,6 @@ WRITE_TIMEOUT_SECONDS = 10.0  # for sending a chunk
 STOPPING_ERROR = ApiError("the server is stopping", 503)
 
 Arrival = tuple[int, Token | Exception | None]  # index of a choice; None: its text has ended
-Answer = Callable[[dict[str, Any]], Awaitable[web.StreamResponse]]
 
 
 class Api:
