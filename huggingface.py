@@ -26,7 +26,7 @@ from engine.huggingface.families import (
     is_qwen2_tokenizer,
     unsupported_settings,
 )
-from engine.nn.positions import FREQUENCY_BASE
+from engine.nn.positions import FREQUENCY_BASE, sinusoids
 from engine.training.checkpoint import load_model, write_checkpoint, write_tensors
 from engine.training.run_dir import find_checkpoint
 from model import GPT, ModelConfig
@@ -208,9 +208,8 @@ def rewrite_params(model: GPT, config: ModelConfig) -> convert.Tensors:
     if model.config.norm == "rmsnorm" != config.norm:
         params["token_embedding.weight"] = model.embedding_norm(params["token_embedding.weight"])
     if model.config.position != config.position:
-        params["position_embedding.weight"] = model.embed_positions(
-            torch.arange(config.context_length)
-        )
+        positions = torch.arange(config.context_length)
+        params["position_embedding.weight"] = sinusoids(positions, config.d_model)
     if model.config.tie_embeddings != config.tie_embeddings:
         params["head.weight"] = embedding
     neutral = {  # norm weights of 1 and biases of 0 change nothing

@@ -17,28 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.nn.attention import Cache, Caches, attend
+from engine.nn.bounds import check_model_config
 from engine.nn.layers import FusedLinear, RMSNorm, dropout, make_embedding, make_norm
 from engine.nn.loss import soft_cap, training_loss, validation_loss
-from engine.nn.positions import check_scaling, position_range, rotate, rotations, sinusoids
+from engine.nn.positions import position_range, rotate, rotations, sinusoids
 from engine.nn.specs import ParameterSpec, draw_initial_values, match_specs
-
-# The least and the largest value of each number in ModelConfig; of a tuple, of its items.
-MODEL_BOUNDS: dict[str, tuple[float, float]] = {
-    "vocab_size": (1, 10**8),
-    "context_length": (1, 10**7),
-    "num_layers": (1, 10**4),
-    "num_heads": (1, 10**4),
-    "num_kv_heads": (1, 10**4),
-    "head_dim": (1, 10**6),
-    "windows": (0, 10**7),
-    "d_model": (1, 10**6),
-    "d_ff": (1, 10**7),
-    "dropout": (0.0, 0.999),
-    "rope_base": (1.0, 1e15),
-    "rope_scaling": (1e-6, 1e9),
-    "norm_epsilon": (1e-20, 1.0),
-    "logit_softcap": (0.0, 1e6),
-}
 
 
 @dataclass(frozen=True)
@@ -100,27 +83,8 @@ class ModelConfig:
             return 32 * math.ceil(self.d_model / 12)  # a multiple of 32
         return 4 * self.d_model
 
-    def check_bounds(self) -> None:
-        """Raise ValueError for a number outside of MODEL_BOUNDS, or of another type."""
-        for name, (least, largest) in MODEL_BOUNDS.items():
-            value = getattr(self, name)
-            for number in value if isinstance(value, tuple) else (value,):
-                types = int if isinstance(least, int) else (int, float)
-                is_number = isinstance(number, types) and not isinstance(number, bool)
-                if number is not None and not (is_number and least <= number <= largest):
-                    bounds = f"from {least:,} to {largest:,}"
-                    raise ValueError(f"{name} must be {bounds} (got {number})")
-
     def __post_init__(self) -> None:
-        self.check_bounds()
-        heads = self.num_heads
-        if self.head_dim is None and self.d_model % heads:
-            raise ValueError(f"num_heads must divide d_model {self.d_model} (got {heads})")
-        if heads % self.num_groups:
-            raise ValueError(f"num_kv_heads must divide num_heads {heads} (got {self.num_groups})")
-        if self.position == "rope" and self.head_width % 2:
-            raise ValueError(f"head_dim must be even for RoPE (got {self.head_width})")
-        check_scaling(self.rope_scaling)
+        check_model_config(self)
 
 
 class Head(nn.Module):
@@ -332,15 +296,11 @@ class GPT(nn.Module):
         x = self.token_embedding(tokens)
         if self.config.scale_embeddings:
             x = x * math.sqrt(self.config.d_model)
-        if self.config.position != "rope":
-            x = x + self.embed_positions(positions).to(x.dtype)
-        return dropout(self.embedding_norm(x), self.config.dropout, self.training)
-
-    def embed_positions(self, positions: Tensor) -> Tensor:
-        """Return the learned or sinusoidal embeddings of positions: (…) → (…, D)."""
         if self.position_embedding is not None:
-            return self.position_embedding(positions)
-        return sinusoids(positions, self.config.d_model)
+            x = x + self.position_embedding(positions)
+        elif self.config.position == "sinusoidal":
+            x = x + sinusoids(positions, self.config.d_model).to(x.dtype)
+        return dropout(self.embedding_norm(x), self.config.dropout, self.training)
 
     def rotation(self, positions: Tensor) -> Tensor | None:
         """Return RoPE's cosines and sines of positions (T,) or (B, T)."""

@@ -30,7 +30,7 @@ from engine.data.chat import encode_example, is_target, render_with_targets
 from engine.data.dataset import Tokens, open_dataset
 from engine.data.tokenizer import ByteTokenizer, load_tokenizer
 from engine.nn.attention import attend, causal_mask
-from engine.nn.positions import rotate
+from engine.nn.positions import rotate, sinusoids
 from engine.report.attention_maps import attention_maps, token_labels
 from engine.training.checkpoint import load_model
 from engine.training.run_dir import find_checkpoint
@@ -212,13 +212,13 @@ def positions() -> str:
     query, key = random_tensor(2, 128)
     rope = make_model(num_heads=1, context_length=128).rotation(torch.arange(128))
     rotated = rotate(query.expand(128, -1), rope) @ rotate(key.expand(128, -1), rope).T
-    shape = {"num_heads": 1, "context_length": 128}
-    sinusoids = make_model(**shape, position="sinusoidal").embed_positions(torch.arange(128))
-    learned = make_model(**shape, position="learned").embed_positions(torch.arange(128))
+    model = make_model(num_heads=1, context_length=128, position="learned")
+    learned = model.position_embedding(torch.arange(128))
     learned = learned / learned.std()  # as large as the vectors that they are added to
+    fixed = sinusoids(torch.arange(128), model.config.d_model)
     rows = [("query at, key at", "RoPE", "sinusoids", "learned")]
     for i, j in ((5, 2), (50, 47), (103, 100), (50, 20)):
-        scores = [rotated[i, j], *((query + p[i]) @ (key + p[j]) for p in (sinusoids, learned))]
+        scores = [rotated[i, j], *((query + p[i]) @ (key + p[j]) for p in (fixed, learned))]
         rows.append((f"{i}, {j}", *(f"{score:.3f}" for score in scores)))
     return align(*rows)
 

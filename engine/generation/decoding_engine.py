@@ -91,22 +91,21 @@ class KVCache:
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Append keys and values (N, G, T, K); return attention to all visible, (N, H, T, K)."""
         span = self.span
-        keys, values = self.keys_values.narrow(1, span.first, len(key)).unbind()
+        rows = self.keys_values.narrow(1, span.first, len(key))
+        keys, values = rows.narrow(3, 0, span.end).unbind()
         if span.has_equal_lengths:
             num_tokens = key.shape[2]
             keys.narrow(2, span.start, num_tokens).copy_(key)
             values.narrow(2, span.start, num_tokens).copy_(value)
-            keys = keys.narrow(2, 0, span.end)
-            values = values.narrow(2, 0, span.end)
             return attend(query, keys, values, window=self.window)
         indices = (torch.arange(len(key), device=key.device), slice(None), span.positions[:, 0])
         keys[indices] = key[:, :, 0]
         values[indices] = value[:, :, 0]
         mask = span.masks[self.window]
-        num_visible = mask.shape[-1]
-        keys = keys.narrow(2, span.end - num_visible, num_visible)
-        values = values.narrow(2, span.end - num_visible, num_visible)
-        return attend_from_last(query, keys, values, mask)
+        first_visible = span.end - mask.shape[-1]
+        return attend_from_last(
+            query, keys[:, :, first_visible:], values[:, :, first_visible:], mask
+        )
 
     def reserve(self, num_rows: int, length: int, max_length: int) -> None:
         """Make room for rows of a length. What grows doubles at least, up to max_length."""

@@ -44,15 +44,9 @@ def complete_file(
         raise UserError(f"--out: its folder does not exist (got {target}). Create it first.")
     records = []
     streams = []
-    for location, record in read_lines(source):
-        try:
-            prompt, limit = encode_record(record, model, is_chat, max_new_tokens)
-        except (UserError, UnicodeEncodeError) as error:
-            raise UserError(f"{location}: {error}") from None
+    for record, prompt, limit in encode_lines(source, model, is_chat, max_new_tokens):
         streams.append(TextStream(model.tokenizer, prompt, limit, stop, model.ends))
         records.append(record)
-    if not records:
-        raise UserError(f'{source}: has no lines. Add lines such as {{"prompt": TEXT}}.')
     start_time = time.perf_counter()
     partial = target.with_name(f"{target.name}.partial")
     with exclusive_lock(target):
@@ -70,10 +64,8 @@ def complete_file(
                     file.write(f"{to_json([index, texts[index]])}\n")
                     file.flush()
                     bar.update()
-        lines = [
-            f"{to_json({**record, 'completion': text})}\n"
-            for record, text in zip(records, texts, strict=True)
-        ]
+        pairs = zip(records, texts, strict=True)
+        lines = [f"{to_json({**record, 'completion': text})}\n" for record, text in pairs]
         atomic_write(target, "".join(lines).encode())
         partial.unlink()
     seconds = time.perf_counter() - start_time
@@ -93,7 +85,7 @@ def open_partial(path: Path, origin: dict[str, Any]) -> dict[int, str]:
         atomic_write(path, f"{to_json(origin)}\n".encode())
     first, *lines = path.read_bytes().split(b"\n")
     recorded = parse_json(first, path)
-    if not isinstance(recorded, dict):
+    if not lines or not isinstance(recorded, dict):
         raise UserError(f"{path}: is not of this command. Remove it.")
     for name, value in json.loads(to_json(origin)).items():
         if recorded.get(name) != value:
@@ -111,6 +103,23 @@ def read_lines(path: Path) -> Iterator[tuple[Path, Any]]:
         if line.strip():
             location = Path(f"{path}, line {number}")
             yield location, parse_json(line, location)
+
+
+def encode_lines(
+    path: Path, model: TextGenerator, is_chat: bool, max_new_tokens: int
+) -> Iterator[tuple[dict[str, Any], list[int], int]]:
+    """Yield each line's object, the ids to continue, and the maximum number of new tokens.
+
+    Raises UserError for an unsuitable line, and for a file without lines.
+    """
+    location = None
+    for location, record in read_lines(path):
+        try:
+            yield record, *encode_record(record, model, is_chat, max_new_tokens)
+        except (UserError, UnicodeEncodeError) as error:
+            raise UserError(f"{location}: {error}") from None
+    if location is None:
+        raise UserError(f'{path}: has no lines. Add lines such as {{"prompt": TEXT}}.')
 
 
 def encode_record(

@@ -53,12 +53,11 @@ class FusedLinear(nn.Module):
         return F.linear(x, *concatenated)
 
 
-def normalize_rows(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def normalize_rows(x: Tensor, epsilon: Tensor) -> tuple[Tensor, Tensor]:
     """Return x (…, width) with a root mean square of 1, and the scale of each row (…, 1)."""
     wide = x if x.dtype == torch.float64 else x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    bias = torch.full((), epsilon, device="cpu")
-    scale = torch.addcmul(bias, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    scale = torch.addcmul(epsilon, norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return (wide * scale).to(x.dtype), scale
 
 
@@ -66,7 +65,7 @@ class ClosedFormRMSNorm(torch.autograd.Function):
     """:func:`normalize_rows`, with its gradient in closed form."""
 
     @staticmethod
-    def forward(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    def forward(x: Tensor, epsilon: Tensor) -> tuple[Tensor, Tensor]:
         """Normalize the rows of x (…, width)."""
         return normalize_rows(x, epsilon)
 
@@ -97,13 +96,17 @@ class RMSNorm(nn.RMSNorm):
 
     eps: float
 
+    def __init__(self, width: int, epsilon: float, is_weighted: bool):
+        super().__init__(width, epsilon, is_weighted)
+        self.cpu_epsilon = torch.tensor(epsilon, device="cpu")  # making it anew is a slow operation
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension: (…, width) → (…, width)."""
         weight = None if self.weight is None else self.weight.to(x.dtype)
         if x.device.type != "cpu" or torch.compiler.is_compiling():
             return F.rms_norm(x, self.normalized_shape, weight, self.eps)
         has_gradient = x.requires_grad and torch.is_grad_enabled()
-        y, _ = (ClosedFormRMSNorm.apply if has_gradient else normalize_rows)(x, self.eps)
+        y, _ = (ClosedFormRMSNorm.apply if has_gradient else normalize_rows)(x, self.cpu_epsilon)
         return y if weight is None else y * weight
 
 
@@ -111,7 +114,7 @@ def make_norm(kind: str, width: int, epsilon: float, bias: bool) -> nn.Module:
     """Return a layer norm, or a root-mean-square norm with or without a weight."""
     if kind == "layernorm":
         return nn.LayerNorm(width, eps=epsilon, bias=bias)
-    return RMSNorm(width, epsilon, elementwise_affine=kind == "weighted_rmsnorm")
+    return RMSNorm(width, epsilon, kind == "weighted_rmsnorm")
 
 
 def make_embedding(num_rows: int, width: int) -> nn.Embedding:

@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from engine.core.errors import UserError
 from engine.core.settings import fill_unset
 from engine.data.mixture import dataset_paths
+from engine.nn.bounds import check_bounds
 from engine.training.optimizer import OptimizerConfig, with_default_rates
 from model import ModelConfig
 
@@ -43,7 +44,7 @@ class ModelSettings(ModelConfig):
 
     def __post_init__(self) -> None:
         try:
-            self.check_bounds()
+            check_bounds(self)
         except ValueError as error:
             raise UserError(str(error)) from None
         if any(getattr(self, name) is not None for name in SHAPE_FIELDS):

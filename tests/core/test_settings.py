@@ -16,11 +16,12 @@ import sample
 from benchmarks import speed
 from engine.core.errors import UserError
 from engine.core.settings import flatten, from_values, load_settings, parse, to_toml, with_values
+from engine.nn.bounds import MODEL_BOUNDS
 from engine.serving.openai_format import ChatSettings, CompletionSettings
 from engine.training.config import ChangeableConfig, ModelSettings, TrainConfig
 from engine.training.optimizer import OptimizerConfig
 from huggingface import ExportConfig, ImportConfig
-from model import MODEL_BOUNDS, ModelConfig
+from model import ModelConfig
 from prepare import PrepareConfig
 from report import ReportConfig
 from sample import SampleConfig
