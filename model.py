@@ -8,7 +8,7 @@ parameters. This is the definition; engine/nn has fast implementations of the sa
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, cast
 
@@ -25,20 +25,13 @@ from engine.nn.specs import ParameterSpec, draw_initial_values, match_specs
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Architecture of a GPT. The defaults are a modern recipe for small models."""
+class Architecture:
+    """How a GPT computes, apart from its size. The defaults are a modern recipe."""
 
-    vocab_size: int | None = None  # Number of tokens, padding included; None: the tokenizer's.
-    context_length: int = 256  # Number of positions that attention spans.
-    num_layers: int = 2  # Number of Transformer blocks.
-    num_heads: int = 2  # Number of attention heads in each block.
     num_kv_heads: int | None = None  # Number of key-value heads (grouped-query); None: num_heads.
     head_dim: int | None = None  # Width of a head; None: d_model / num_heads.
-    # Sliding window of each layer in tokens, repeated over the layers; 0 or None: no window.
-    windows: tuple[int, ...] | None = None
-    d_model: int = 128  # Width of the residual stream.
+    windows: tuple[int, ...] | None = None  # Tokens of each layer's window, repeated; 0: no window.
     d_ff: int | None = None  # Feed-forward width; None: 4 d_model, or about 8/3 of it with SwiGLU.
-    dropout: float = 0.0  # Probability of zeroing an activation during training.
     bias: bool = False  # Add a bias to linear layers and layer norms.
     qkv_bias: bool = False  # Add a bias to queries, keys and values.
     position: Literal["rope", "learned", "sinusoidal"] = "rope"  # Position encoding.
@@ -47,13 +40,24 @@ class ModelConfig:
     # Normalization layer; rmsnorm is the one without a weight.
     norm: Literal["rmsnorm", "weighted_rmsnorm", "layernorm"] = "rmsnorm"
     norm_epsilon: float | None = None  # Added to the mean square; None: 1e-6, or 1e-5 (layernorm).
-    # Normalize before each sub-layer (pre), or after its residual sum (post, 2017).
-    norm_placement: Literal["pre", "post"] = "pre"
+    norm_placement: Literal["pre", "post"] = "pre"  # Before each sub-layer, or after it (2017).
     activation: Literal["swiglu", "relu2", "gelu", "relu"] = "swiglu"  # Feed-forward activation.
     qk_norm: bool = True  # Normalize queries and keys with an RMSNorm, before RoPE.
     tie_embeddings: bool = False  # Use the token embedding as the output head too.
     scale_embeddings: bool = False  # Multiply token embeddings by √d_model (2017).
     logit_softcap: float = 0.0  # Largest absolute logit, by a smooth bound; 0: no bound.
+
+
+@dataclass(frozen=True)
+class ModelConfig(Architecture):
+    """Architecture and size of a GPT."""
+
+    vocab_size: int = field(kw_only=True)  # Number of tokens, padding included.
+    context_length: int = 256  # Number of positions that attention spans.
+    num_layers: int = 2  # Number of Transformer blocks.
+    num_heads: int = 2  # Number of attention heads in each block.
+    d_model: int = 128  # Width of the residual stream.
+    dropout: float = 0.0  # Probability of zeroing an activation during training.
 
     @property
     def head_width(self) -> int:
@@ -91,18 +95,16 @@ class Head(nn.Module):
     """Attention head with its own query, key and value projections: Vaswani et al. 2017, eq. 1.
 
     With grouped-query attention (Ainslie et al. 2023), the heads of a group share one key and one
-    value projection, those of its first head. All heads of a block share the norms of queries and
-    keys, those of the first head. With RoPE, scores are the paper's once the halves of queries and
-    keys are swapped and interleaved: :func:`rotate`.
+    value projection, those of its first head. All heads of a block share the norms of its first.
     """
 
     def __init__(self, config: ModelConfig, window: int, starts_group: bool, starts_block: bool):
         super().__init__()
         has_bias = config.bias or config.qkv_bias
         make_linear = partial(nn.Linear, config.d_model, config.head_width, bias=has_bias)
+        norm_class = RMSNorm if config.qk_norm else nn.Identity
         is_weighted = config.norm == "weighted_rmsnorm"
-        make_rms_norm = partial(RMSNorm, config.head_width, config.epsilon, is_weighted)
-        make_qk_norm = make_rms_norm if config.qk_norm else nn.Identity
+        make_qk_norm = partial(norm_class, config.head_width, config.epsilon, is_weighted)
         self.query = make_linear()
         if starts_group:
             self.key = make_linear()
@@ -150,11 +152,9 @@ class MultiHeadAttention(nn.Module):
         heads_width = config.num_heads * config.head_width
         self.projection = nn.Linear(heads_width, config.d_model, bias=config.bias)
         self.fused_qkv = FusedLinear(self.qkv_layers)
+        self.config = config
         self.window = window
-        self.num_groups = config.num_groups
-        self.head_width = config.head_width
         self.attention_dropout = config.dropout
-        self.dropout = config.dropout
 
     def qkv_layers(self) -> list[nn.Module]:
         """Return the projections to queries, keys and values, as they are now."""
@@ -178,8 +178,8 @@ class MultiHeadAttention(nn.Module):
     def forward(self, x: Tensor, rotation: Tensor | None, cache: Cache | None = None) -> Tensor:
         """Compute all heads, (B, T, D) → (B, T, D). With a cache, x follows its positions."""
         B, T, _ = x.shape
-        qkv = self.fused_qkv(x).view(B, T, -1, self.head_width).transpose(1, 2)
-        q, k, v = qkv.split((len(self.heads), self.num_groups, self.num_groups), dim=1)
+        qkv = self.fused_qkv(x).view(B, T, -1, self.config.head_width).transpose(1, 2)
+        q, k, v = qkv.split((len(self.heads), *[self.config.num_groups] * 2), dim=1)
         block_head = cast(Head, self.heads[0])
         q = rotate(block_head.query_norm(q), rotation)  # (B, H, T, K)
         k = rotate(block_head.key_norm(k), rotation)  # (B, G, T, K)
@@ -188,7 +188,7 @@ class MultiHeadAttention(nn.Module):
         else:
             mixed = cache.attend(q, k, v)  # to all visible positions
         mixed = mixed.transpose(1, 2).reshape(B, T, -1)  # (B, H, T, K) → (B, T, H·K)
-        return dropout(self.projection(mixed), self.dropout, self.training)
+        return dropout(self.projection(mixed), self.config.dropout, self.training)
 
 
 class FeedForward(nn.Module):
@@ -243,10 +243,8 @@ class GPT(nn.Module):
     """Decoder-only Transformer: token ids in, logits of the next token out."""
 
     def __init__(self, config: ModelConfig):
-        """Raise ValueError without a vocab_size, or for a parameter without exactly one spec."""
+        """Raise ValueError for a parameter without exactly one spec."""
         super().__init__()
-        if config.vocab_size is None:
-            raise ValueError("vocab_size must be set (got None)")
         self.config = config
         # Draw the seed first: on some devices, constructing a layer draws random numbers.
         self.seed = int(torch.randint(2**62, (), device="cpu"))
@@ -274,11 +272,11 @@ class GPT(nn.Module):
         tokens follow the cached positions, and only the last position's logits are returned,
         (B, 1, V). Raises ValueError for too many positions.
         """
-        T = tokens.shape[1]
         if caches:
             positions = caches[0].next_positions()
         else:
-            positions = position_range(0, T, self.config.context_length, tokens.device)
+            max_length = self.config.context_length
+            positions = position_range(0, tokens.shape[1], max_length, tokens.device)
         x = self.embed(tokens, positions)
         rotation = self.rotation(positions)
         for index, block in enumerate(self.blocks):

@@ -18,7 +18,6 @@ import tyro
 
 from engine.core.errors import UserError
 from engine.core.settings import parse
-from engine.data.batches import drop_long_examples
 from engine.data.dataset import Dataset
 from engine.data.mixture import Mixture, dataset_paths, open_mixture
 from engine.report.baselines import mixture_baselines
@@ -75,9 +74,8 @@ def describe_fully(folder: Path) -> dict[str, Any]:
         is_cut = settings.get("long_examples") == "cut"
         run["data"] = describe_data(data)
         run["memorization"] = describe_memorization(run["samples"], data.datasets)
-        run["baselines"] = mixture_baselines(
-            drop_long_examples(data, settings["context_length"], is_cut)
-        )
+        fitting = data.drop_long_examples(settings["context_length"], is_cut)
+        run["baselines"] = mixture_baselines(fitting)
         run["attention"] = compute_attention(load_model(find_checkpoint(folder)), data)
     except UserError as error:
         missing = "attention" if run["data"] else "data"

@@ -38,9 +38,15 @@ from engine.nn.loss import IGNORE_INDEX
 from engine.report.callback import Report
 from engine.training.callbacks import MetricsFile, Terminal, WeightsAndBiases, print_summary
 from engine.training.checkpoint import Checkpoint
-from engine.training.config import BUILT_IN_DATA, TrainConfig, check_data, should_choose_sizes
+from engine.training.config import (
+    BUILT_IN_DATA,
+    RunConfig,
+    TrainConfig,
+    check_data,
+    should_choose_sizes,
+)
 from engine.training.estimate import describe_plan
-from engine.training.resolve import check_tokenizer, fill_defaults, resolve_config
+from engine.training.resolve import check_tokenizer, make_run_config, resolve
 from engine.training.run_dir import RunDir, find_checkpoint
 from engine.training.trainer import Callback, Trainer
 from prepare import PrepareConfig, prepare
@@ -89,6 +95,7 @@ def train(
     if callbacks is None:
         callbacks = default_callbacks(config) if dist.is_main_process else ()
     check_ranges(config)
+    use_deterministic_kernels(config.deterministic)  # before the first use of CUDA
     run_dir = RunDir(config.out, config.resume, dist, config.keep_checkpoints)
     with contextlib.closing(run_dir):
         # Data, and the checkpoint to start from: the newest of this run, or a base model.
@@ -96,22 +103,19 @@ def train(
         data = open_data(config, dist)
         base = None if checkpoint else open_base(config, data, dist)
 
-        # Settings: every None gets its value.
-        measure = partial(measure_step_seconds, data, dist)
-        config = resolve_config(config, data, dist, started_at, checkpoint or base, measure)
-        should_cut = config.long_examples == "cut"
-        data = batches.drop_long_examples(data, config.model.context_length, should_cut)
+        # Settings, and the data that fits them.
+        measure = partial(measure_step_seconds, dist)
+        run_config, data = resolve(config, data, dist, started_at, checkpoint or base, measure)
 
         # Model and optimizer, then the training loop.
-        use_deterministic_kernels(config.deterministic)
-        trainer = Trainer(config, dist, data, run_dir, callbacks)
+        trainer = Trainer(run_config, dist, data, run_dir, callbacks)
         try:
             if checkpoint:
                 trainer.restore(checkpoint)
             else:
                 trainer.initialize(base)
             trainer.start_budget(started_at, checkpoint)
-            run_dir.write_settings(to_toml(config))
+            run_dir.write_settings(to_toml(run_config))
             with trainer.clock.pause():
                 trainer.wrap_model()
                 trainer.notify("on_train_start")
@@ -247,9 +251,9 @@ def open_base(config: TrainConfig, data: Mixture, dist: DistributedContext) -> C
     return base
 
 
-def measure_step_seconds(data: Mixture, dist: DistributedContext, config: TrainConfig) -> float:
+def measure_step_seconds(dist: DistributedContext, config: RunConfig, data: Mixture) -> float:
     """Measure the seconds of an optimizer step, compiled and in micro-batches as in the run."""
-    trainer = Trainer(fill_defaults(config, data, dist), dist, data)
+    trainer = Trainer(config, dist, data)
     trainer.initialize()
     trainer.wrap_model()
     seconds = []
@@ -276,14 +280,18 @@ def plan(config: TrainConfig) -> str:
     The dataset is not needed if the config sets the sizes and the vocabulary size.
     """
     dist = single_process(choose_device(config.device))
-    epoch_tokens: list[float] = []
     if plan_needs_data(config) or all(path.exists() for path in config.data):
         data = open_data(config, dist)
-        measure = partial(measure_step_seconds, data, dist)
+        measure = partial(measure_step_seconds, dist)
         base = open_base(config, data, dist)
-        config = resolve_config(config, data, dist, time.monotonic(), base, measure)
-        epoch_tokens = data.epoch_tokens
-    return describe_plan(config, dist.device, epoch_tokens)
+        run_config, data = resolve(config, data, dist, time.monotonic(), base, measure)
+        context_length = run_config.model.context_length
+        step_tokens = batches.tokens_per_step(data.train, context_length, run_config.batch_size)
+        return describe_plan(run_config, dist.device, step_tokens, data.epoch_tokens)
+    run_config = make_run_config(config, {}, dist)
+    batches.check_sizes(run_config.batch_size, 1, run_config.micro_batch_size)
+    step_tokens = run_config.batch_size * run_config.model.context_length
+    return describe_plan(run_config, dist.device, step_tokens, ())
 
 
 if __name__ == "__main__":

@@ -46,7 +46,9 @@ from engine.report.samples import processor_name
 from engine.training.optimizer import Optimizer, OptimizerConfig
 from model import GPT, ModelConfig
 
-SMALL_CONFIG = ModelConfig(65, context_length=256, num_layers=6, num_heads=6, d_model=384)
+SMALL_CONFIG = ModelConfig(
+    vocab_size=65, context_length=256, num_layers=6, num_heads=6, d_model=384
+)
 GPT2_SETTINGS: dict[str, Any] = {
     **{"position": "learned", "norm": "layernorm", "activation": "gelu", "qk_norm": False},
     **{"tie_embeddings": True, "bias": True},
@@ -231,7 +233,8 @@ class Bench:
 
     def decode(self) -> Rates:
         """Compare greedy decoding with GPT-2 124M's shape, also late in a text and in a batch."""
-        config = ModelConfig(50257, 1024, num_layers=12, num_heads=12, d_model=768, **GPT2_SETTINGS)
+        size: dict[str, Any] = {"context_length": 1024, "num_layers": 12, "num_heads": 12}
+        config = ModelConfig(vocab_size=50257, d_model=768, **size, **GPT2_SETTINGS)
         hf_model = peers.make_hf_gpt2(config).to(self.device).eval()
         model: Any = build_decoder(GPT(config).to(self.device))
         prompt = torch.randint(config.vocab_size or 0, (1, 8), device=self.device)

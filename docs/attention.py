@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from engine.core.cli import run_command
 from engine.core.pictures import save_figure
-from engine.core.settings import parse, with_values
+from engine.core.settings import build, parse
 from engine.data.chat import encode_example, is_target, render_with_targets
 from engine.data.dataset import Tokens, open_dataset
 from engine.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -231,7 +231,9 @@ def window() -> str:
 
 def tying() -> str:
     with torch.device("meta"):
-        untied, tied = (GPT(ModelConfig(4096, tie_embeddings=tied)) for tied in (False, True))
+        untied, tied = (
+            GPT(ModelConfig(vocab_size=4096, tie_embeddings=tied)) for tied in (False, True)
+        )
     return f"untied {untied.num_parameters:,}, tied {tied.num_parameters:,}"
 
 
@@ -374,7 +376,7 @@ def history(config: AttentionConfig) -> str:
         for seed in range(1, config.seeds + 1):
             with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
                 values = {**settings, "seed": seed, "out": Path(folder) / "run"}
-                losses.append(train(with_values(TrainConfig(), values)).val_loss)
+                losses.append(train(build(TrainConfig, values)).val_loss)
         loss = fmean(losses)
         change = "" if math.isnan(previous) else f"{loss - previous:+.3f}"
         lines.append(f"| {title} | `{format_flags(changes)}` | {loss:.3f} | {change} |")

@@ -147,7 +147,13 @@ def decode(
 
 def make_state(step: int, **values: Any) -> dict[str, Any]:
     """Return the state of a checkpoint without a model."""
-    state = {"step": step, "model": {}, "settings": {}, "documents": 1, "elapsed_seconds": 0.0}
+    state = {
+        "step": step,
+        "model": {"vocab_size": 1},
+        "settings": {},
+        "documents": 1,
+        "elapsed_seconds": 0.0,
+    }
     return state | {"best_val_loss": None, "data_sha256": ""} | values
 
 

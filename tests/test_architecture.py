@@ -12,7 +12,7 @@ from helpers import ROOT, TINY, logged
 PAGE = ROOT / "docs" / "architecture.md"
 SOURCES = ("*.py", "engine", "config")
 # They are lowered whenever they can be. Only a new capability raises them.
-MAX_SOURCE_LINES = 14_470
+MAX_SOURCE_LINES = 14_560
 MAX_TEST_LINES = 18_920
 
 

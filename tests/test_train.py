@@ -41,15 +41,21 @@ import train
 from engine.core.cli import Interruption
 from engine.core.distributed import single_process
 from engine.core.errors import UserError
-from engine.core.settings import flatten, load_settings
+from engine.core.settings import flatten, iterate_hints, load_settings
 from engine.data.dataset import open_dataset
 from engine.data.mixture import open_mixture
 from engine.data.tokenizer import load_tokenizer
 from engine.training import estimate
 from engine.training.callbacks import MetricsFile
-from engine.training.config import BUILT_IN_DATA, TrainConfig, with_sizes
+from engine.training.config import (
+    BUILT_IN_DATA,
+    FIXED_SETTINGS,
+    ModelSettings,
+    RunConfig,
+    TrainConfig,
+)
 from engine.training.optimizer import Optimizer
-from engine.training.resolve import CHANGEABLE_SETTINGS, SETTINGS_IGNORED_ON_RESUME
+from engine.training.resolve import SETTINGS_IGNORED_ON_RESUME, make_run_config
 from engine.training.run_dir import RunDir, list_checkpoints
 from engine.training.trainer import Callback, Trainer
 from model import GPT, ModelConfig
@@ -271,13 +277,16 @@ def test_a_run_of_an_earlier_version_is_sampled_and_resumed_bit_for_bit(trained,
 
 def test_the_models_of_timing_steps_are_freed_at_once(numbers, tmp_path):
     flags = ["--checkpoint-activations", "--out", str(tmp_path)]
-    config = with_sizes(load_settings(TrainConfig, tiny(numbers, tmp_path, *flags)), {})
-    data = open_mixture(config.data)
+    dist_ctx = single_process(torch.device("cpu"))
+    data = open_mixture([numbers])
+    flags += ["--vocab-size", str(data.tokenizer.vocab_size)]
+    typed = load_settings(TrainConfig, tiny(numbers, tmp_path, *flags))
+    config = make_run_config(typed, {}, dist_ctx)
     gc.collect()
     gc.disable()
     try:
         before = sum(type(value) is GPT for value in gc.get_objects())
-        train.measure_step_seconds(data, single_process(torch.device("cpu")), config)
+        train.measure_step_seconds(dist_ctx, config, data)
         assert sum(type(value) is GPT for value in gc.get_objects()) == before
     finally:
         gc.enable()
@@ -387,7 +396,7 @@ def test_a_resume_with_another_dtype_sets_the_loss_scale(trained, dtypes, scale)
 
 def test_evaluation_is_the_mean_over_every_token_of_the_split(trained, numbers):
     path = trained("run", "--steps", 2, "--eval-tokens", 0, "--dropout", 0.3)
-    model = GPT(load_settings(TrainConfig, [str(path / "config.toml")]).model)
+    model = GPT(ModelConfig(**newest_checkpoint(path).state["model"]))
     model.load_state_dict(dict(newest_checkpoint(path).model()))
     model.eval()
     tokens = torch.from_numpy(open_dataset(numbers).val[:].astype(int))
@@ -611,7 +620,7 @@ SHORT_FLAGS = ["--steps", 2, "--eval-every", 2, "--log-every", 2]
 CHANGEABLE_FLAGS = """
     --steps 4 --micro-batch-size 2 --eval-every 1 --eval-tokens 100 --save-every 1 --log-every 1
     --device cpu:0 --dtype bfloat16 --no-compile --checkpoint-activations --parallel fsdp
-    --timeout 60 --verify-data --deterministic --plan --keep-checkpoints 5 --wandb
+    --timeout 60 --verify-data --deterministic --keep-checkpoints 5 --wandb
     --learning-rate 0.5 --weight-decay 0 --beta1 0.5 --beta2 0.5 --momentum 0.5 --clip-norm 0
     --warmup-steps 1 --embedding-rate 2 --decay cosine --final-learning-rate 0.5
     --window-warmup 0.5
@@ -633,6 +642,10 @@ def short_run(tmp_path_factory, numbers) -> Path:
     return out
 
 
+CHANGEABLE_SETTINGS = dict(iterate_hints(RunConfig)).keys() - FIXED_SETTINGS
+CHANGED_ELSEWHERE = {"minutes", "compile"}
+
+
 def changed_names(config: TrainConfig, run: Path) -> set[str]:
     """Return the names of the settings that are set, and differ from those of a run."""
     settings = flatten(load_settings(TrainConfig, [str(run / "config.toml")]))
@@ -648,18 +661,16 @@ def test_a_resumed_run_may_change_paths_speed_length_and_reports(
     paths = ["--resume", "--init-from", short_run]  # a checkpoint to resume wins over --init-from
     arguments = tiny(data, out, *SHORT_FLAGS, *CHANGEABLE_FLAGS.split(), *paths)
     config = load_settings(TrainConfig, arguments)
-    assert changed_names(config, short_run) == CHANGEABLE_SETTINGS - {"minutes"}
+    assert changed_names(config, short_run) == CHANGEABLE_SETTINGS - CHANGED_ELSEWHERE
     assert train.train(config, callbacks=()).step == newest_checkpoint(out).step == 4
     (changes,) = newest_checkpoint(out).state["changes"]
     assert changes.pop("step") == 2 and changes["learning_rate"] == [0.014, 0.5]
-    assert changes.keys() == CHANGEABLE_SETTINGS - SETTINGS_IGNORED_ON_RESUME - {"minutes"}
+    assert changes.keys() == CHANGEABLE_SETTINGS - SETTINGS_IGNORED_ON_RESUME - CHANGED_ELSEWHERE
     assert "learning_rate 0.014 → 0.5" in capsys.readouterr().out
 
 
 def test_a_resumed_run_may_change_nothing_else_and_each_change_is_named(short_run, numbers):
-    fields = [*dataclasses.fields(TrainConfig), *dataclasses.fields(ModelConfig)]
-    names = {field.name for field in fields} - CHANGEABLE_SETTINGS
-    names = names - {"model", "mix", "depth"} | {"optimizer"}  # those three: tests elsewhere
+    names = FIXED_SETTINGS - {"mix"}  # tests/data/test_mixture.py
     settings = (short_run / "config.toml").read_bytes()
     arguments = tiny(numbers, short_run, *SHORT_FLAGS, *FIXED_FLAGS.split(), "--resume")
     config = load_settings(TrainConfig, arguments)
@@ -739,7 +750,8 @@ PRESETS = sorted((ROOT / "config").glob("*.toml"))
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 def test_a_preset_lowers_the_loss(path):
     flags = "--vocab-size 256 --num-layers 1 --num-heads 4 --d-model 256 --warmup-steps 0"
-    config = with_sizes(load_settings(TrainConfig, [str(path), *flags.split()]), {})
+    typed = load_settings(TrainConfig, [str(path), *flags.split()])
+    config = make_run_config(typed, {}, single_process(torch.device("cpu")))
     torch.manual_seed(0)
     model = GPT(config.model)
     optimizer = Optimizer(model, config.optimizer)
@@ -764,9 +776,10 @@ def test_a_preset_lowers_the_loss(path):
 )
 def test_a_preset_has_the_size_that_it_documents(name, num_parameters):
     path = ROOT / "config" / f"{name}.toml"
-    config = with_sizes(load_settings(TrainConfig, [str(path)]), {}).model
+    typed = load_settings(TrainConfig, [str(path)])
+    config = make_run_config(typed, {"vocab_size": 65}, single_process(torch.device("cpu")))
     with torch.device("meta"):
-        model = GPT(dataclasses.replace(config, vocab_size=config.vocab_size or 65))
+        model = GPT(config.model)
     assert model.num_parameters == pytest.approx(num_parameters, rel=0.01)
 
 
@@ -798,7 +811,7 @@ def test_a_preset_without_its_data_prints_the_command_of_its_header(
 
 def library_config(data: Path, out: Path, **values: Any) -> TrainConfig:
     """Return the settings of a tiny run, written without a command line."""
-    model = ModelConfig(num_layers=1, num_heads=2, d_model=16, context_length=16)
+    model = ModelSettings(num_layers=1, num_heads=2, d_model=16, context_length=16)
     return TrainConfig(data=data, out=out, batch_size=4, device="cpu", model=model, **values)
 
 

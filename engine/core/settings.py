@@ -11,9 +11,10 @@ import operator
 import re
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import tyro
 from annotated_types import Ge, Gt, Le, Lt
@@ -86,12 +87,12 @@ def _read_error_box(box: str) -> str:
     return re.split(" Argument helptext:| For full helptext", text)[0]
 
 
-def _iterate_fields(config: Any) -> Iterator[tuple[str, Any, Any]]:
+def iterate_fields(config: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield the name, value and annotation of each field, those of nested dataclasses too."""
     for name, hint in get_type_hints(type(config), include_extras=True).items():
         value = getattr(config, name)
         if dataclasses.is_dataclass(value):
-            yield from _iterate_fields(value)
+            yield from iterate_fields(value)
         else:
             yield name, value, hint
 
@@ -101,7 +102,7 @@ def check_ranges(config: Any) -> None:
 
     Bounds are those of annotated_types, as in ``Annotated[int | None, Ge(1)]``. None has no bounds.
     """
-    for name, value, hint in _iterate_fields(config):
+    for name, value, hint in iterate_fields(config):
         bounds = [
             bound for bound in getattr(hint, "__metadata__", ()) if type(bound) in BOUND_TYPES
         ]
@@ -120,7 +121,7 @@ def check_ranges(config: Any) -> None:
 
 def flatten(config: Any) -> dict[str, Any]:
     """Return {field name: value} of a dataclass and of those nested in it, in types of JSON."""
-    values = {name: value for name, value, _ in _iterate_fields(config)}
+    values = {name: value for name, value, _ in iterate_fields(config)}
     return json.loads(json.dumps(values, default=str))
 
 
@@ -131,33 +132,41 @@ def to_toml(config: Any) -> str:
     return "\n".join([*lines, ""])
 
 
-def with_values(config: Config, values: dict[str, Any]) -> Config:
-    """Return the dataclass with some fields replaced, by bare name, also in nested ones."""
-    arguments = {}
-    for name, value in vars(config).items():
-        if dataclasses.is_dataclass(value):
-            arguments[name] = with_values(value, values)
+def iterate_hints(cls: type) -> Iterator[tuple[str, Any]]:
+    """Yield the name and annotation of each field of a dataclass, and of those nested in it."""
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        if dataclasses.is_dataclass(hint):
+            yield from iterate_hints(cast(type, hint))
         else:
-            arguments[name] = values.get(name, value)
-    return type(config)(**arguments)
+            yield name, hint
 
 
-def fill_unset(config: Config, values: dict[str, Any]) -> Config:
-    """Replace the fields that are None, by bare name, also in nested ones."""
-    unset = {name for name, value, _ in _iterate_fields(config) if value is None}
-    return with_values(config, {name: values[name] for name in unset & values.keys()})
+def build(cls: type[Config], values: Mapping[str, Any]) -> Config:
+    """Return the dataclass with the given fields, by bare name, also in nested ones.
+
+    The others have their defaults. Raises UserError if a field without a default is missing.
+    """
+    arguments: dict[str, Any] = {}
+    for name, hint in get_type_hints(cls).items():
+        if dataclasses.is_dataclass(hint):
+            arguments[name] = build(cast(type, hint), values)
+        elif name in values:
+            arguments[name] = values[name]
+    for field in dataclasses.fields(cast(Any, cls)):
+        if field.name not in arguments and field.default is field.default_factory is MISSING:
+            raise UserError(f"{field.name}: missing.")
+    return cls(**arguments)
 
 
 def from_values(cls: type[Config], values: Any, source: str) -> Config:
-    """Return the dataclass with the fields in ``values``, by bare name, also in nested ones.
+    """Return the dataclass with the fields in ``values``: see :func:`build`.
 
-    ``values`` are as in TOML or JSON: lists for tuples and text for paths. The other fields have
-    their defaults. Raises UserError, which names the source, for anything that does not fit.
+    ``values`` are as in TOML or JSON: lists for tuples and text for paths. Raises UserError, which
+    names the source, for anything that does not fit.
     """
     if not isinstance(values, dict):
         raise UserError(f"{source}: must hold settings by name (got {values!r}).")
-    defaults = cls()
-    hints = {name: hint for name, _, hint in _iterate_fields(defaults)}
+    hints = dict(iterate_hints(cls))
     converted = {}
     for name, value in values.items():
         if name not in hints:
@@ -171,9 +180,9 @@ def from_values(cls: type[Config], values: Any, source: str) -> Config:
         except TypeError as error:
             raise UserError(f"{source}: {name}: must be {error} (got {value!r}).") from None
     try:
-        config = with_values(defaults, converted)
+        config = build(cls, converted)
         check_ranges(config)
-    except ValueError as error:  # of a __post_init__, or of bounds
+    except (UserError, ValueError) as error:  # of a __post_init__, or of bounds
         raise UserError(f"{source}: {error}") from None
     return config
 

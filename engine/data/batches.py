@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.core.errors import UserError
 from engine.data.dataset import Examples, Tokens
-from engine.data.mixture import MixedTokens, Mixture, assign_to_datasets
+from engine.data.mixture import MixedTokens, assign_to_datasets
 from engine.nn.loss import IGNORE_INDEX
 
 NUM_FEISTEL_ROUNDS = 6
@@ -236,12 +236,6 @@ class Batches:
         digest = sum(map(zlib.crc32, rows, numbers.tolist()))
         pair = inputs_and_targets(rows)
         return pair.pin_memory() if self.device.type == "cuda" else pair, digest
-
-
-def drop_long_examples(mixture: Mixture, context_length: int, cut: bool) -> Mixture:
-    """Remove or cut the examples that are too long. Raises UserError if none remains."""
-    datasets = [dataset.drop_long_examples(context_length, cut) for dataset in mixture.datasets]
-    return replace(mixture, datasets=tuple(datasets))
 
 
 def tokens_per_step(

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,18 @@ class Mixture:
         splits = (dataset.train for dataset in self.datasets)
         texts = tuple(split for split in splits if not isinstance(split, Examples))
         return MixedTokens(texts, self.weights)
+
+    @property
+    def longest_example(self) -> int:
+        """The tokens of the longest example; 0 for text."""
+        splits = [split for dataset in self.datasets for split in (dataset.train, dataset.val)]
+        lengths = [int(split.lengths.max()) for split in splits if isinstance(split, Examples)]
+        return max(lengths, default=0)
+
+    def drop_long_examples(self, context_length: int, cut: bool) -> "Mixture":
+        """Remove or cut the examples that are too long. Raises UserError if none remains."""
+        datasets = [dataset.drop_long_examples(context_length, cut) for dataset in self.datasets]
+        return replace(self, datasets=tuple(datasets))
 
     @property
     def names(self) -> list[str]:

@@ -96,8 +96,8 @@ class RMSNorm(nn.RMSNorm):
 
     eps: float
 
-    def __init__(self, width: int, epsilon: float, is_weighted: bool):
-        super().__init__(width, epsilon, is_weighted)
+    def __init__(self, width: int, epsilon: float, elementwise_affine: bool = True):
+        super().__init__(width, epsilon, elementwise_affine)
         self.cpu_epsilon = torch.tensor(epsilon, device="cpu")  # making it anew is a slow operation
 
     def forward(self, x: Tensor) -> Tensor:

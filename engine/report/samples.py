@@ -20,6 +20,7 @@ from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions
 from engine.generation.text_batch import complete_streams, initial_tokens
 from engine.generation.text_stream import TextStream
 from engine.report.attention_maps import attention_maps, shared_character, token_label
+from engine.training.config import TrainConfig
 from engine.training.trainer import Trainer
 from model import GPT
 
@@ -51,7 +52,7 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
         "Python": platform.python_version(),
         "PyTorch": torch.__version__,
     }
-    defaults = flatten(type(trainer.config)())
+    defaults = flatten(TrainConfig())
     return {
         "parameters": trainer.model.num_parameters,
         "machine": machine,

@@ -185,8 +185,8 @@ def describe_run(trainer: Trainer) -> str:
     config = trainer.config
     model = config.model
     data = trainer.data
-    tokens_per_row = trainer.tokens_per_step // trainer.batch_size
-    batch = f"{trainer.batch_size} × {count_noun(tokens_per_row, 'token')} a step"
+    tokens_per_row = trainer.tokens_per_step // config.batch_size
+    batch = f"{config.batch_size} × {count_noun(tokens_per_row, 'token')} a step"
     length = f"{count_noun(config.minutes, 'minute')}, {batch}" if config.minutes else ""
     if config.steps:
         tokens = trainer.tokens_per_step * config.steps

@@ -1,89 +1,62 @@
-"""Every setting of a training run. None means that the value is chosen automatically."""
+"""Every setting of a training run, as a user types it and as the run has it."""
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 from annotated_types import Ge, Gt, Le, Lt
 
 from engine.core.errors import UserError
-from engine.core.settings import fill_unset
 from engine.data.mixture import dataset_paths
 from engine.nn.bounds import check_bounds
-from engine.training.optimizer import OptimizerConfig, with_default_rates
-from model import ModelConfig
+from engine.training.optimizer import OptimizerConfig, OptimizerSettings
+from model import Architecture, ModelConfig
 
 BUILT_IN_DATA = Path("data/stdlib")
-DEFAULT_STEPS = 1200
-DEFAULT_INTERVAL_STEPS = 500  # between evaluations, and between saves
-DEFAULT_BATCH_SIZE = 16
 SHAPE_FIELDS = ("num_layers", "num_heads", "d_model")  # with one of them set, no size is chosen
-SIZE_FIELDS = (
-    *("depth", *SHAPE_FIELDS, "context_length", "dropout"),
-    *("batch_size", "micro_batch_size", "learning_rate", "weight_decay"),
-)
 
 
 @dataclass(frozen=True)
-class ModelSettings(ModelConfig):
-    """The settings of the model as a user writes them: a size that is None is chosen."""
+class ModelSettings(Architecture):
+    """The model as a user sets it. None means that the value is chosen automatically."""
 
-    # Narrower in ModelConfig: a model has sizes. resolve() returns one.
-    context_length: int | None = None  # type: ignore[assignment]
-    """Tokens in a sequence. None: 256, or chosen with the size."""
-    num_layers: int | None = None  # type: ignore[assignment]
-    """Transformer blocks. None: 2, or chosen with the size."""
-    num_heads: int | None = None  # type: ignore[assignment]
-    """Attention heads in each block. None: 2, or chosen with the size."""
-    d_model: int | None = None  # type: ignore[assignment]
-    """Width of the residual stream. None: 128, or chosen with the size."""
-    dropout: float | None = None  # type: ignore[assignment]
-    """Probability of zeroing an activation during training. None: 0, or chosen with the size."""
+    vocab_size: int | None = None  # Number of tokens, padding included; None: the tokenizer's.
+    # Number of positions that attention spans. None: 256, or chosen with the size.
+    context_length: int | None = None
+    num_layers: int | None = None  # Transformer blocks. None: 2, or chosen with the size.
+    num_heads: int | None = None  # Attention heads in each block. None: 2, or chosen with the size.
+    d_model: int | None = None  # Width of the residual stream. None: 128, or chosen with the size.
+    # Probability of zeroing an activation during training. None: 0, or chosen with the size.
+    dropout: float | None = None
 
     def __post_init__(self) -> None:
+        """Raise UserError for a number out of bounds, and for a size that is impossible."""
         try:
             check_bounds(self)
-        except ValueError as error:
-            raise UserError(str(error)) from None
-        if any(getattr(self, name) is not None for name in SHAPE_FIELDS):
-            self.resolve()  # the size is set: report an impossible one now
-
-    def resolve(self) -> ModelConfig:
-        """Return the model's config, with ModelConfig's default for every None."""
-        values = {name: value for name, value in vars(self).items() if value is not None}
-        try:
-            return ModelConfig(**values)
+            if any(getattr(self, name) is not None for name in SHAPE_FIELDS):
+                values = {name: value for name, value in vars(self).items() if value is not None}
+                ModelConfig(**{"vocab_size": 1, **values})
         except ValueError as error:
             raise UserError(str(error)) from None
 
 
 @dataclass(frozen=True)
-class ChangeableConfig:
-    """The settings that a resumed run may change: paths, speed, length and reports."""
+class CommonConfig:
+    """The settings that no run chooses automatically."""
 
     # One or more datasets that prepare.py wrote; --mix sets the fraction of each.
     data: tuple[Path, ...] = (BUILT_IN_DATA,)
     out: Path = Path("out/stdlib")  # The run directory, for checkpoints, metrics and pictures.
-    # Optimizer steps in total. None: 1,200. With --minutes an upper limit; None: no limit.
-    steps: Annotated[int | None, Ge(1), Le(10**9)] = None
     minutes: Annotated[float | None, Gt(0), Le(10**7)] = None  # Minutes from start to exit.
-    # Sequences in one forward pass; fewer save memory. 0: all. None: all, if they fit in memory.
-    micro_batch_size: Annotated[int | None, Ge(0)] = None
-    # Steps between evaluations. None: 500; with --minutes, every 10% of the run or ten minutes.
-    eval_every: Annotated[int | None, Ge(1)] = None
     # Tokens of each validation split to evaluate on; 0: all.
     eval_tokens: Annotated[int, Ge(0)] = 2**17
-    # Steps between checkpoints, besides new best ones. None: 500; with --minutes as for eval_every.
-    save_every: Annotated[int | None, Ge(1)] = None
     # Number of newest checkpoints to keep, besides the best one.
     keep_checkpoints: Annotated[int, Ge(1)] = 2
     log_every: Annotated[int, Ge(1)] = 10  # Steps between training records in metrics.jsonl.
     device: str = "auto"  # cpu, cuda, mps, or auto: the best available one.
-    # Precision of matrix products. auto: bfloat16 where that is fast, else float32.
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    compile: tyro.conf.DisallowNone[bool | None] = None  # Compile the model. None: on CUDA.
     # Recompute each block in the backward pass: slower, in far less memory.
     checkpoint_activations: bool = False
     # Under torchrun: each rank holds the full model, or a shard of it.
@@ -96,44 +69,76 @@ class ChangeableConfig:
     resume: bool = False
     # Check the dataset's SHA-256 hashes even if its files did not change since the last time.
     verify_data: bool = False
-    plan: bool = False  # Print memory, operations and time; do not train.
     # Log to Weights & Biases too (WANDB_MODE=offline keeps it on this machine).
     wandb: bool = False
     # Start from the weights, shape and tokenizer of this run or imported model.
     init_from: Path | None = None
-
-
-@dataclass(frozen=True)
-class TrainConfig(ChangeableConfig):
-    """Train a GPT on a prepared dataset: python train.py [FILE.toml] [flags]; flags win."""
-
-    # Number of layers and of heads, and width / 64. None: chosen from --minutes or --steps.
-    depth: Annotated[int | None, Ge(1), Le(24)] = None
-    # Sequences in one optimizer step, over all ranks. None: 16, or chosen with the size.
-    batch_size: Annotated[int | None, Ge(1), Le(10**6)] = None
     # Seed of the initial weights, the order of the data, and dropout.
     seed: Annotated[int, Ge(0), Lt(9 * 10**18)] = 1
     # Fraction of sequences from each dataset. None: in proportion to their tokens.
     mix: Annotated[tuple[float, ...] | None, Gt(0), Le(1e15)] = None
     # What to do with examples that are longer than the context.
     long_examples: Literal["leave_out", "cut"] = "leave_out"
-    # To type checkers the model has its sizes, as it does after resolve_sizes().
-    model: Annotated[ModelConfig, tyro.conf.arg(constructor=ModelSettings)] = field(
-        default_factory=ModelSettings
-    )
-    """The architecture of the model."""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass(frozen=True)
+class TrainConfig(CommonConfig):
+    """Train a GPT on a prepared dataset: python train.py [FILE.toml] [flags]; flags win."""
+
+    # Number of layers and of heads, and width / 64. None: chosen from --minutes or --steps.
+    depth: Annotated[int | None, Ge(1), Le(24)] = None
+    # Optimizer steps in total. None: 1,200. With --minutes an upper limit; None: no limit.
+    steps: Annotated[int | None, Ge(1), Le(10**9)] = None
+    # Sequences in one optimizer step, over all ranks. None: 16, or chosen with the size.
+    batch_size: Annotated[int | None, Ge(1), Le(10**6)] = None
+    # Sequences in one forward pass; fewer save memory. 0: all. None: all, if they fit in memory.
+    micro_batch_size: Annotated[int | None, Ge(0)] = None
+    # Steps between evaluations. None: 500; with --minutes, every 10% of the run or ten minutes.
+    eval_every: Annotated[int | None, Ge(1)] = None
+    # Steps between checkpoints, besides new best ones. None: 500; with --minutes as for eval_every.
+    save_every: Annotated[int | None, Ge(1)] = None
+    # Precision of matrix products. auto: bfloat16 where that is fast, else float32.
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    compile: tyro.conf.DisallowNone[bool | None] = None  # Compile the model. None: on CUDA.
+    plan: bool = False  # Print memory, operations and time; do not train.
+    model: ModelSettings = field(default_factory=ModelSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
 
     def __post_init__(self) -> None:
+        """Raise UserError for settings that contradict each other."""
         object.__setattr__(self, "data", dataset_paths(self.data, self.mix))
         for path in self.data:
             if self.out.resolve().is_relative_to(path.resolve()):
                 problem = f"must not be inside the dataset {path} (got {self.out})"
                 raise UserError(f"--out: {problem}. Use another directory.")
-        warmup_steps = self.optimizer.warmup_steps or 0
-        if self.steps and self.steps <= warmup_steps:
+        warmup_steps = self.optimizer.warmup_steps
+        is_default = warmup_steps == OptimizerSettings.warmup_steps
+        if self.steps and self.steps <= warmup_steps and not is_default:
             problem = f"must exceed --warmup-steps {warmup_steps} (got {self.steps})"
             raise UserError(f"--steps: {problem}. Use fewer warmup steps.")
+
+
+@dataclass(frozen=True)
+class RunConfig(CommonConfig):
+    """The settings of a run: TrainConfig with a value for everything that is automatic.
+
+    See engine.training.resolve.
+    """
+
+    model: ModelConfig = field(kw_only=True)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    steps: int | None = None  # None: until the minutes are used up
+    batch_size: int = 16  # sequences, over all ranks
+    micro_batch_size: int = 0  # sequences of a rank in one forward pass; 0: all
+    eval_every: int | None = None  # steps; None: chosen during a run in minutes
+    save_every: int | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    compile: bool = False
+
+
+# A resumed run may change all others.
+FIXED_SETTINGS = {"batch_size", "seed", "mix", "long_examples", "optimizer"}
+FIXED_SETTINGS |= {setting.name for setting in dataclasses.fields(ModelConfig)}
 
 
 def check_data(arguments: Sequence[str], data: Sequence[Path]) -> None:
@@ -151,13 +156,3 @@ def should_choose_sizes(config: TrainConfig) -> bool:
     """Return whether sizes follow from minutes, steps or a depth, as no shape is set."""
     has_shape = any(getattr(config.model, name) is not None for name in SHAPE_FIELDS)
     return not has_shape and any((config.minutes, config.steps, config.depth))
-
-
-def with_sizes(config: TrainConfig, sizes: dict[str, Any]) -> TrainConfig:
-    """Return the config with a size, or else its default, for every size that is None."""
-    config = fill_unset(config, {"batch_size": DEFAULT_BATCH_SIZE, **sizes})
-    model = config.model
-    if isinstance(model, ModelSettings):
-        model = model.resolve()
-    optimizer = with_default_rates(config.optimizer, model.d_model)
-    return replace(config, model=model, optimizer=optimizer)

@@ -14,12 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.benchmark import Timer
 
 from engine.core.cli import count_noun
-from engine.core.device import choose_dtype, mixed_precision, total_memory
+from engine.core.device import DTYPE_BY_NAME, mixed_precision, total_memory
 from engine.core.distributed import SINGLE_PROCESS, DistributedContext
 from engine.core.sharding import should_reduce_every_microbatch
-from engine.data.batches import check_sizes
 from engine.nn.acceleration import checkpoint_activations
-from engine.training.config import DEFAULT_STEPS, TrainConfig, with_sizes
+from engine.training.config import RunConfig
 from engine.training.optimizer import Optimizer, OptimizerConfig
 from model import GPT, ModelConfig, MultiHeadAttention
 
@@ -72,7 +71,7 @@ class PeakMemory(TorchDispatchMode):
 @contextlib.contextmanager
 def trace_memory(gpt: GPT) -> Iterator[PeakMemory]:
     """Count memory beyond the weights and gradients of a meta model, without values."""
-    with FakeTensorMode(), PeakMemory() as counter:
+    with FakeTensorMode(allow_non_fake_inputs=True), PeakMemory() as counter:
         weights = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in gpt.named_parameters()}
         gpt.load_state_dict(weights, assign=True)
         grads = [torch.empty_like(parameter) for parameter in gpt.parameters()]
@@ -102,7 +101,7 @@ def extrapolate_layers(model: ModelConfig, count: Callable[[ModelConfig], Tensor
 def flops_per_token(model: ModelConfig) -> float:
     """Return the operations of a training step per token: 6 for each weight, and attention."""
     gpt = build_meta_model(model)
-    num_weights = model.d_model * (model.vocab_size or 0)  # of the head
+    num_weights = model.d_model * model.vocab_size  # of the head
     for name, parameter in gpt.named_parameters():
         num_weights += parameter.numel() * (gpt.specs[name].group == "matrix")
     T = model.context_length
@@ -162,7 +161,7 @@ def optimizer_bytes(
     return state, update
 
 
-def estimate_memory(config: TrainConfig, rows: int, hardware: Hardware) -> dict[str, float]:
+def estimate_memory(config: RunConfig, rows: int, hardware: Hardware) -> dict[str, float]:
     """Return the bytes that a rank needs, by purpose, for micro-batches of ``rows`` sequences.
 
     With FSDP, a rank also has the full weights of two blocks and of all modules outside the blocks.
@@ -181,7 +180,7 @@ def estimate_memory(config: TrainConfig, rows: int, hardware: Hardware) -> dict[
         block_params = sum(parameter.numel() for parameter in model.blocks[0].parameters())
         gathered_bytes = 4 * (num_params - len(model.blocks) * block_params)
         gathered_bytes += 2 * hardware.dtype.itemsize * block_params
-        accumulates = rows * shards < (config.batch_size or 1)
+        accumulates = rows * shards < config.batch_size
         if not accumulates or should_reduce_every_microbatch(num_params, H100_MEMORY_BYTES):
             num_buffered = block_params
     memory = {
@@ -195,47 +194,47 @@ def estimate_memory(config: TrainConfig, rows: int, hardware: Hardware) -> dict[
     return {**memory, "process and heap": 0.0 if hardware.is_gpu else overhead}
 
 
-def bound_memory(config: TrainConfig, rows: int) -> float:
+def bound_memory(config: RunConfig, rows: int) -> float:
     """Return an upper bound of the bytes that a rank needs, without a trace."""
     model = config.model
     tokens = rows * model.context_length
     scores = model.context_length * model.num_heads * model.num_layers
-    per_token = 400 * model.d_model * model.num_layers + 24 * scores + 16 * (model.vocab_size or 0)
+    per_token = 400 * model.d_model * model.num_layers + 24 * scores + 16 * model.vocab_size
     tensors = 32 * build_meta_model(model).num_parameters + tokens * per_token
     return CPU_PROCESS_BYTES + (1 + CPU_HEAP_OVERHEAD) * tensors
 
 
-def micro_batch_sizes(config: TrainConfig, num_ranks: int) -> list[int]:
+def micro_batch_sizes(config: RunConfig, num_ranks: int) -> list[int]:
     """Return the numbers of sequences that divide a rank's batch, largest first."""
-    batch_rows = (config.batch_size or 1) // num_ranks
+    batch_rows = config.batch_size // num_ranks
     max_rows = config.micro_batch_size or batch_rows
     return [n for n in range(min(max_rows, batch_rows), 0, -1) if batch_rows % n == 0]
 
 
-def largest_micro_batch(config: TrainConfig, dist: DistributedContext) -> int:
+def largest_micro_batch(config: RunConfig, dist_ctx: DistributedContext) -> int:
     """Return the most sequences, at most a rank's batch, that fit in memory at once, or 0.
 
     A micro-batch size that is set is the only choice.
     """
-    dtype = choose_dtype(config.dtype, dist.device, config.model.d_model)
-    hardware = Hardware(dtype, dist.device.type != "cpu", dist.size, dist.sharded)
-    limit = MAX_MEMORY_FRACTION * total_memory(dist.device)
+    dtype = DTYPE_BY_NAME[config.dtype]
+    hardware = Hardware(dtype, dist_ctx.device.type != "cpu", dist_ctx.size, dist_ctx.sharded)
+    limit = MAX_MEMORY_FRACTION * total_memory(dist_ctx.device)
     if not hardware.is_gpu:
-        limit /= dist.size  # ranks on CPUs are of one machine
-    sizes = micro_batch_sizes(config, dist.size)
+        limit /= dist_ctx.size  # ranks on CPUs are of one machine
+    sizes = micro_batch_sizes(config, dist_ctx.size)
     for rows in sizes[:1] if config.micro_batch_size else sizes:
         is_too_large = bound_memory(config, rows) > limit
         if is_too_large:
             is_too_large = sum(estimate_memory(config, rows, hardware).values()) > limit
-        if not dist.any(is_too_large):
+        if not dist_ctx.any(is_too_large):
             return rows
     return 0
 
 
-def fit_micro_batches(config: TrainConfig, dist: DistributedContext) -> TrainConfig:
+def fit_micro_batches(config: RunConfig, dist_ctx: DistributedContext) -> RunConfig:
     """Return the config, with micro-batches if the batch does not fit in memory."""
-    rows = max(1, largest_micro_batch(config, dist))
-    if config.micro_batch_size or rows * dist.size == config.batch_size:
+    rows = max(1, largest_micro_batch(config, dist_ctx))
+    if config.micro_batch_size or rows * dist_ctx.size == config.batch_size:
         return config
     return replace(config, micro_batch_size=rows)
 
@@ -248,21 +247,21 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 / timer.blocked_autorange(min_run_time=0.3).median
 
 
-def describe_plan(config: TrainConfig, device: torch.device, epoch_tokens: Sequence[float]) -> str:
+def describe_plan(
+    config: RunConfig, device: torch.device, step_tokens: int, epoch_tokens: Sequence[float]
+) -> str:
     """Describe what a run needs: on this device, on one H100, and on eight with FSDP.
 
-    ``epoch_tokens`` are the tokens of an epoch of each dataset. Sizes that are None have defaults.
+    ``step_tokens`` are the tokens of an optimizer step, and ``epoch_tokens`` those of an epoch of
+    each dataset.
     """
-    config = with_sizes(config, {})
-    batch_size = config.batch_size or 1
-    check_sizes(batch_size, 1, config.micro_batch_size)
-    dtype = choose_dtype(config.dtype, device, config.model.d_model)
+    batch_size = config.batch_size
+    dtype = DTYPE_BY_NAME[config.dtype]
     utilization = CPU_UTILIZATION if device.type == "cpu" else GPU_UTILIZATION
     speed = utilization * measure_matmul_flops(device, dtype)
     h100_speed = GPU_UTILIZATION * H100_FLOPS
-    tokens_per_step = batch_size * config.model.context_length
-    step_flops = tokens_per_step * flops_per_token(config.model)
-    steps = config.steps or (0 if config.minutes else DEFAULT_STEPS)  # 0: as many as fit
+    step_flops = step_tokens * flops_per_token(config.model)
+    steps = config.steps or 0  # 0: as many as fit
     plans = {
         "here": (Hardware(dtype, device.type != "cpu"), speed),
         "1 H100": (Hardware(torch.bfloat16, True), h100_speed),
@@ -279,12 +278,12 @@ def describe_plan(config: TrainConfig, device: torch.device, epoch_tokens: Seque
     table = [f"{'':<16}" + "".join(f"{title:>14}" for title in columns)]
     for name in columns["here"]:
         table.append(f"{name:<16}" + "".join(f"{cells[name]:>14}" for cells in columns.values()))
-    tokens = steps * tokens_per_step
+    tokens = steps * step_tokens
     epochs = "".join(f", {tokens / epoch:,.2f} epochs" for epoch in epoch_tokens)
-    step_tokens = count_noun(tokens_per_step, "token")
-    length = f"{count_noun(steps, 'step')} of {step_tokens} = {tokens:,}{epochs}"
+    step_length = count_noun(step_tokens, "token")
+    length = f"{count_noun(steps, 'step')} of {step_length} = {tokens:,}{epochs}"
     if not steps:
-        length = f"{count_noun(config.minutes or 0, 'minute')} in steps of {step_tokens}"
+        length = f"{count_noun(config.minutes or 0, 'minute')} in steps of {step_length}"
     num_params = build_meta_model(config.model).num_parameters
     return f"""\
 model  {num_params:,} parameters, {flops_per_token(config.model) / 1e9:,.3f} GFLOP per token
@@ -296,10 +295,10 @@ speed  here {utilization:.0%} of what matrix products reach, {speed / 1e12:,.2f}
 """ + "\n".join(table)
 
 
-def describe_memory(config: TrainConfig, hardware: Hardware) -> dict[str, str]:
+def describe_memory(config: RunConfig, hardware: Hardware) -> dict[str, str]:
     """Return the micro-batches of a rank and the memory that they need, for the table."""
     rows = micro_batch_sizes(config, hardware.num_ranks)[0]
-    num_micro_batches = (config.batch_size or 1) // hardware.num_ranks // rows
+    num_micro_batches = config.batch_size // hardware.num_ranks // rows
     cells = {"micro-batches": f"{num_micro_batches} × {rows}"}
     memory = estimate_memory(config, rows, hardware)
     for name, num_bytes in {**memory, "= memory": sum(memory.values())}.items():

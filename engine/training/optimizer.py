@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -26,30 +26,46 @@ MAX_SKIPPED_STEPS = 50  # in a row, until a run ends
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
-    """The optimizer and its settings."""
+class UpdateSettings:
+    """The optimizer, and its settings that do not depend on the model."""
 
     # Muon updates the matrices inside the blocks, and AdamW the other parameters.
     optimizer: Literal["muon", "adamw"] = "muon"
+    beta1: Annotated[float, Ge(0), Lt(1)] = 0.9  # AdamW's decay rate of the mean gradient.
+    beta2: Annotated[float, Ge(0), Lt(1)] = 0.95  # AdamW's decay rate of the mean squared gradient.
+    momentum: Annotated[float, Ge(0), Lt(1)] = 0.9  # Muon's decay rate of the mean gradient.
+    # Clip the norm of all gradients to this; 0: off.
+    clip_norm: Annotated[float, Ge(0), Le(1e12)] = 1.0
+    # Steps of linear warmup of the learning rate; a short run has one step less than its length.
+    warmup_steps: Annotated[int, Ge(0), Le(10**9)] = DEFAULT_WARMUP_STEPS
+    decay: Literal["linear", "cosine", "inverse_sqrt"] = "linear"  # Learning rate after warmup.
+    # Learning rate at the end, as a fraction of the largest.
+    final_learning_rate: Annotated[float, Ge(0), Le(1e6)] = 0.0
+
+
+@dataclass(frozen=True)
+class OptimizerSettings(UpdateSettings):
+    """The optimizer as a user sets it. None means that the value is chosen automatically."""
+
     # The largest; see decay. None: 0.014 for Muon, by d_model for AdamW, or chosen with the size.
     learning_rate: Annotated[float | None, Ge(0), Le(1e6)] = None
     # Factor on the learning rate of an untied token embedding; None: 3 with Muon, else 1.
     embedding_rate: Annotated[float | None, Gt(0), Le(1e6)] = None
     # Weight decay of all matrices, decoupled. None: 0.1, or chosen with the size.
     weight_decay: Annotated[float | None, Ge(0), Le(1e6)] = None
-    beta1: Annotated[float, Ge(0), Lt(1)] = 0.9  # AdamW's decay rate of the mean gradient.
-    beta2: Annotated[float, Ge(0), Lt(1)] = 0.95  # AdamW's decay rate of the mean squared gradient.
-    momentum: Annotated[float, Ge(0), Lt(1)] = 0.9  # Muon's decay rate of the mean gradient.
-    # Clip the norm of all gradients to this; 0: off.
-    clip_norm: Annotated[float, Ge(0), Le(1e12)] = 1.0
-    # Steps of linear warmup of the learning rate; None: 10, or all but the last step.
-    warmup_steps: Annotated[int | None, Ge(0)] = None
     # First fraction of the run, in which the first block attends to 16 tokens only. None: 0.2;
     # for vocabularies up to 512 and with --init-from, 0.
     window_warmup: Annotated[float | None, Ge(0), Le(1)] = None
-    decay: Literal["linear", "cosine", "inverse_sqrt"] = "linear"  # Learning rate after warmup.
-    # Learning rate at the end, as a fraction of the largest.
-    final_learning_rate: Annotated[float, Ge(0), Le(1e6)] = 0.0
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(UpdateSettings):
+    """The optimizer of a run: :class:`OptimizerSettings` with a value for every None."""
+
+    learning_rate: Annotated[float, Ge(0), Le(1e6)] = 0.014
+    embedding_rate: Annotated[float, Gt(0), Le(1e6)] = 3.0
+    weight_decay: Annotated[float, Ge(0), Le(1e6)] = 0.1
+    window_warmup: Annotated[float, Ge(0), Le(1)] = 0.0
 
 
 class TorchOptimizer(Protocol):
@@ -103,23 +119,20 @@ OPTIMIZER_KINDS = {
 }
 
 
-def with_default_rates(config: OptimizerConfig, d_model: int) -> OptimizerConfig:
-    """Replace a learning rate and weight decay of None by the optimizer's defaults."""
-    kind = OPTIMIZER_KINDS[config.optimizer]
-    learning_rate = config.learning_rate
-    if learning_rate is None:
-        default = kind.learning_rate
-        learning_rate = default(d_model) if callable(default) else default
-    weight_decay = kind.weight_decay if config.weight_decay is None else config.weight_decay
-    return replace(config, learning_rate=learning_rate, weight_decay=weight_decay)
+def default_rates(optimizer: str, d_model: int) -> dict[str, float]:
+    """Return the default rates of an optimizer, as fields of OptimizerConfig."""
+    kind = OPTIMIZER_KINDS[optimizer]
+    rate = kind.learning_rate
+    return {
+        "learning_rate": rate(d_model) if callable(rate) else rate,
+        "embedding_rate": kind.embedding_rate,
+        "weight_decay": kind.weight_decay,
+    }
 
 
 def learning_rate_at(step: int, num_steps: float, config: OptimizerConfig) -> float:
     """Return the learning rate of optimizer step ``step`` (from 0) of ``num_steps``."""
-    assert config.learning_rate is not None
-    warmup: float = min(DEFAULT_WARMUP_STEPS, num_steps - 1)
-    if config.warmup_steps is not None:
-        warmup = config.warmup_steps
+    warmup = min(config.warmup_steps, num_steps - 1)
     progress = (step - warmup) / max(1, num_steps - warmup)
     if step < warmup:
         factor = (step + 1) / warmup
@@ -170,7 +183,6 @@ class Optimizer:
 
         ``dtype`` is that of the model's matrix products: float16 needs its loss scaled.
         """
-        config = with_default_rates(config, model.config.d_model)
         self.config = config
         self.dist_ctx = dist_ctx
         named_params = model.named_parameters()
@@ -205,11 +217,11 @@ class Optimizer:
             groups.pop()
             for (stack_size, _), matrices in group_matrices(self.parameters, specs).items():
                 groups.append({"params": matrices, "role": "matrix", "stack_size": stack_size})
-        embedding_rate = self.config.embedding_rate or kind.embedding_rate
+        config = self.config
         for group in groups:
-            group["rate"] = embedding_rate if group["role"] == "embedding" else 1.0
-            group["lr"] = self.config.learning_rate * group["rate"]
-            group["weight_decay"] = 0.0 if group["role"] == "vector" else self.config.weight_decay
+            group["lr_scale"] = config.embedding_rate if group["role"] == "embedding" else 1.0
+            group["lr"] = config.learning_rate * group["lr_scale"]
+            group["weight_decay"] = 0.0 if group["role"] == "vector" else config.weight_decay
         return [group for group in groups if group["params"]]
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -250,7 +262,7 @@ class Optimizer:
         """Update every parameter from its gradient."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate * group["rate"]
+                group["lr"] = learning_rate * group["lr_scale"]
             optimizer.step()
 
     def _update_guard(self, is_finite: bool) -> None:

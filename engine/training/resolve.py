@@ -1,9 +1,7 @@
-"""The settings of a run: a value for every None, and the changes that a resume allows."""
+"""The settings of a run, from those that are typed; and the changes that a resume allows."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,101 +12,133 @@ from engine.core.cli import count_noun, shell_command
 from engine.core.device import choose_dtype, dtype_name
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
-from engine.core.settings import fill_unset, flatten, from_values
+from engine.core.settings import build, flatten, from_values, iterate_fields
 from engine.data import batches
 from engine.data.mixture import Mixture
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
 from engine.training.checkpoint import Checkpoint
 from engine.training.config import (
-    DEFAULT_INTERVAL_STEPS,
-    DEFAULT_STEPS,
-    SIZE_FIELDS,
-    ChangeableConfig,
+    FIXED_SETTINGS,
+    SHAPE_FIELDS,
+    RunConfig,
     TrainConfig,
+    should_choose_sizes,
 )
-from engine.training.optimizer import OptimizerConfig
-from engine.training.sizing import MAX_CHARACTER_VOCAB_SIZE, resolve_sizes
+from engine.training.optimizer import default_rates
+from engine.training.sizing import MAX_CHARACTER_VOCAB_SIZE, choose_sizes
 from model import ModelConfig
 
 # Changing these settings changes no result.
 SETTINGS_IGNORED_ON_RESUME = {"data", "out", "resume", "wandb", "verify_data", "keep_checkpoints"}
-CHANGEABLE_SETTINGS = {
-    setting.name
-    for cls in (ChangeableConfig, OptimizerConfig)
-    for setting in dataclasses.fields(cls)
-    if setting.name != "optimizer"
-}
+# A resumed run has the recorded values of these, unless others are typed.
+SIZE_FIELDS = (
+    *(*SHAPE_FIELDS, "context_length", "dropout"),
+    *("batch_size", "micro_batch_size", "learning_rate", "weight_decay"),
+)
+DEFAULT_STEPS = 1200
+DEFAULT_INTERVAL_STEPS = 500  # between evaluations, and between saves
+MAX_CHOSEN_EXAMPLE_LENGTH = 1024  # tokens; longer examples need --context-length
 WINDOW_WARMUP_FRACTION = 0.2  # of the run, where tokens are more than characters
 
 
-def resolve_config(
+def resolve(
     config: TrainConfig,
     data: Mixture,
-    dist: DistributedContext,
+    dist_ctx: DistributedContext,
     started_at: float,
     checkpoint: Checkpoint | None,
-    measure: Callable[[TrainConfig], float],
-) -> TrainConfig:
-    """Return the config with a value for every None, equal on all ranks.
+    measure: Callable[[RunConfig, Mixture], float],
+) -> tuple[RunConfig, Mixture]:
+    """Return the settings of a run, equal on all ranks, and its data.
 
-    The checkpoint is the one to resume, or the base model of a new run: its sizes are taken.
-    ``measure`` returns the seconds of a step. Raises UserError for settings that conflict with
-    each other, the data, or the checkpoint.
+    What is typed wins; else what the resumed run recorded or the base model has, then a size that
+    is chosen, then defaults. The checkpoint is the one to resume, or the base model. ``measure``
+    returns the seconds of a step. The data is without examples that are too long. Raises UserError
+    for settings that conflict with each other, the data, or the checkpoint.
     """
     settings = {**flatten(config), "the text in data": data.sha256}
-    dist.assert_equal_across_ranks(settings, ignore=SETTINGS_IGNORED_ON_RESUME | {"device"})
-    state = dist.broadcast(checkpoint.state if checkpoint else None)
+    dist_ctx.assert_equal_across_ranks(settings, ignore=SETTINGS_IGNORED_ON_RESUME | {"device"})
+    state = dist_ctx.broadcast(checkpoint.state if checkpoint else None)
+    values = {name: value for name, value, _ in iterate_fields(config) if value is not None}
     if state and config.resume:
-        recorded = recorded_settings(state)
-        config = fill_unset(config, {name: recorded.get(name) for name in SIZE_FIELDS})
-        if recorded.get("minutes") and config.minutes:
-            config = fill_unset(config, {"steps": recorded.get("steps")})
+        values = {**recorded_sizes(state, config), **values}
     if state and config.init_from:
-        model = merge_base_model_config(state["model"], config.model, config.init_from)
-        config = replace(config, model=model)
-    config = resolve_sizes(config, data, dist, started_at, measure)
-    config = fill_defaults(config, data, dist)
-    dist.assert_equal_across_ranks({"dtype": config.dtype})  # "auto" is chosen by each machine
-    return config
+        values |= base_model_values(state["model"], values, config.init_from)
+    vocab_size = find_vocab_size(values.get("vocab_size"), data, bool(config.init_from))
+    values["vocab_size"] = vocab_size
+    config = build(TrainConfig, values)
+
+    chooses_sizes = should_choose_sizes(config)
+    context_length = config.model.context_length or ModelConfig.context_length
+    if data.longest_example and chooses_sizes and not config.model.context_length:
+        context_length = min(MAX_CHOSEN_EXAMPLE_LENGTH, data.longest_example - 1)
+        config = build(TrainConfig, {**values, "context_length": context_length})
+    data = data.drop_long_examples(context_length, config.long_examples == "cut")
+    sizes: dict[str, Any] = {}
+    if chooses_sizes:
+        sizes = choose_sizes(config, data, dist_ctx, started_at, make_run_config, measure)
+    run_config = make_run_config(config, sizes, dist_ctx)
+    if config.depth not in (None, run_config.model.num_layers):
+        raise UserError(f"--depth: other sizes are set (got {config.depth}). Leave it out.")
+    batches.check_sizes(run_config.batch_size, dist_ctx.size, run_config.micro_batch_size)
+    data.check_length(run_config.model.context_length)
+    dist_ctx.assert_equal_across_ranks({"dtype": run_config.dtype})  # each machine chooses it
+    return run_config, data
 
 
-def fill_defaults(config: TrainConfig, data: Mixture, dist: DistributedContext) -> TrainConfig:
-    """Return the config with a value for the settings that do not depend on the model's size.
-
-    Raises UserError for settings that do not fit the data or the ranks.
-    """
-    vocab_size = config.model.vocab_size or data.tokenizer.vocab_size
-    if config.init_from:
-        vocab_size = max(vocab_size, data.tokenizer.vocab_size)  # new rows are added
-    if vocab_size < data.tokenizer.vocab_size:
-        raise UserError(
-            f"--vocab-size: must be at least {data.tokenizer.vocab_size} for {data.path} "
-            f"(got {vocab_size}). Leave it out."
-        )
-    assert config.batch_size is not None
-    batches.check_sizes(config.batch_size, dist.size, config.micro_batch_size)
-    data.check_length(config.model.context_length)
+def make_run_config(
+    config: TrainConfig, sizes: dict[str, Any], dist_ctx: DistributedContext
+) -> RunConfig:
+    """Return the settings of a run with a vocabulary size: those that are typed win over sizes."""
+    typed = {name: value for name, value, _ in iterate_fields(config) if value is not None}
+    values = {**sizes, **typed}
+    vocab_size = values["vocab_size"]
+    d_model = values.get("d_model", ModelConfig.d_model)
     is_window_fixed = bool(config.init_from) or vocab_size <= MAX_CHARACTER_VOCAB_SIZE
-    dtype = choose_dtype(config.dtype, dist.device, config.model.d_model)
-    model = replace(config.model, vocab_size=vocab_size)
-    config = replace(config, model=model, dtype=dtype_name(dtype))
-    defaults = {"window_warmup": 0.0 if is_window_fixed else WINDOW_WARMUP_FRACTION}
+    defaults = {
+        **default_rates(config.optimizer.optimizer, d_model),
+        "window_warmup": 0.0 if is_window_fixed else WINDOW_WARMUP_FRACTION,
+        "compile": dist_ctx.device.type == "cuda",
+    }
     if not config.minutes:
         defaults["steps"] = DEFAULT_STEPS
         defaults["eval_every"] = DEFAULT_INTERVAL_STEPS
         defaults["save_every"] = DEFAULT_INTERVAL_STEPS
-    return fill_unset(config, defaults)
+    values["dtype"] = dtype_name(choose_dtype(config.dtype, dist_ctx.device, d_model))
+    try:
+        return build(RunConfig, {**defaults, **values})
+    except ValueError as error:  # of ModelConfig: the sizes do not fit each other
+        raise UserError(str(error)) from None
+
+
+def find_vocab_size(vocab_size: int | None, data: Mixture, extends_base: bool) -> int:
+    """Return the number of tokens of a model, for which a base model gets new rows.
+
+    Raises UserError if it is set to less than that of the data.
+    """
+    min_size = data.tokenizer.vocab_size
+    if vocab_size is None or extends_base:
+        return max(vocab_size or 0, min_size)
+    if vocab_size < min_size:
+        problem = f"must be at least {min_size} for {data.path} (got {vocab_size})"
+        raise UserError(f"--vocab-size: {problem}. Leave it out.")
+    return vocab_size
 
 
 def recorded_settings(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings in a checkpoint's state, and defaults for those of later versions.
+    """Return the settings in a checkpoint's state. Raises UserError for values that do not fit."""
+    source = f"checkpoint of step {state['step']:,}"
+    return flatten(from_values(RunConfig, state["settings"], source))
 
-    Raises UserError for values that do not fit.
-    """
-    names = flatten(TrainConfig())
-    values = {name: value for name, value in state["settings"].items() if name in names}
-    return flatten(from_values(TrainConfig, values, f"checkpoint of step {state['step']:,}"))
+
+def recorded_sizes(state: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
+    """Return the sizes of a resumed run; of a run in minutes, also the steps that limit it."""
+    recorded = recorded_settings(state)
+    names = [*SIZE_FIELDS]
+    if recorded["minutes"] and config.minutes:
+        names.append("steps")
+    return {name: recorded[name] for name in names if recorded[name] is not None}
 
 
 def changed_settings(
@@ -126,7 +156,7 @@ def changed_settings(
     refused = [
         f"{name} {old!r} → {new!r}"
         for name, (old, new) in changed.items()
-        if name not in CHANGEABLE_SETTINGS
+        if name in FIXED_SETTINGS
     ]
     if state["data_sha256"] != data_sha256:
         refused.append("the text in --data (docs/data.md: My text has grown)")
@@ -156,21 +186,22 @@ def check_tokenizer(base: Path, tokenizer: Tokenizer, data: Path) -> None:
         raise UserError(f"{data}: its tokenizer is not that of {base}. Prepare it with: {command}")
 
 
-def merge_base_model_config(base: dict[str, Any], config: ModelConfig, source: Path) -> ModelConfig:
-    """Return the model settings of a base checkpoint, with the dropout of config.
+def base_model_values(base: dict[str, Any], values: dict[str, Any], source: Path) -> dict[str, Any]:
+    """Return the model settings of a base checkpoint, with the dropout of ``values``.
 
-    Raises UserError, naming the source, for a setting of config that is neither its default nor
-    the value of the base.
+    Raises UserError, naming the source, for one of ``values`` that is neither its default nor that
+    of the base.
     """
-    merged = from_values(ModelConfig, base, str(source))
-    for name, base_value in dataclasses.asdict(merged).items():
-        value = getattr(config, name)
-        if name != "dropout" and value not in (getattr(type(config), name), base_value):
+    merged = vars(from_values(ModelConfig, base, str(source)))
+    for name, base_value in merged.items():
+        default = getattr(ModelConfig, name, None)
+        value = values.get(name, base_value)
+        if name != "dropout" and value not in (default, base_value):
             flag = f"--{name.replace('_', '-')}"
             raise UserError(
                 f"{flag}: must be that of {source}, {base_value} (got {value}). Leave it out."
             )
-    return replace(merged, dropout=config.dropout or 0.0)
+    return {**merged, "dropout": values.get("dropout", 0.0)}
 
 
 def split_token_ids(

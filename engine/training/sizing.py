@@ -1,4 +1,7 @@
-"""--depth, --steps or --minutes → the size of the model: see docs/training.md."""
+"""--depth, --steps or --minutes → the size of the model.
+
+The numbers are fitted to the runs in docs/experiments.md; docs/training.md has them in a table.
+"""
 
 import math
 import time
@@ -9,11 +12,9 @@ from typing import Any
 
 from engine.core.cli import say
 from engine.core.distributed import DistributedContext
-from engine.core.errors import UserError
 from engine.core.settings import flatten
-from engine.data.dataset import Examples
 from engine.data.mixture import Mixture
-from engine.training.config import DEFAULT_STEPS, TrainConfig, should_choose_sizes, with_sizes
+from engine.training.config import RunConfig, TrainConfig
 from engine.training.estimate import fit_micro_batches, largest_micro_batch
 
 MAX_CHARACTER_VOCAB_SIZE = 512  # larger vocabularies are of pieces of words
@@ -34,30 +35,40 @@ class Size:
     step_tokens: int  # of an optimizer step
 
 
+# A config, sizes and ranks → the settings of a run: see engine.training.resolve.
+MakeRunConfig = Callable[[TrainConfig, dict[str, Any], DistributedContext], RunConfig]
+
+
 class SizeSearch:
     """Finds the best size for a config and its data."""
 
-    def __init__(self, config: TrainConfig, data: Mixture, dist: DistributedContext):
+    def __init__(
+        self,
+        config: TrainConfig,
+        data: Mixture,
+        dist_ctx: DistributedContext,
+        make_run_config: MakeRunConfig,
+    ):
         self.config = config
-        self.dist = dist
+        self.dist_ctx = dist_ctx
+        self.make_run_config = make_run_config
         self.text_tokens = len(data.train)
         self.vocab_size = config.model.vocab_size or data.tokenizer.vocab_size
         step = config.model.num_kv_heads or 1  # heads share keys in equal groups
         first = config.depth or max(2, step)  # induction heads need two layers
         last = config.depth or min(24, int((self.text_tokens / 768) ** (1 / 3)))
         self.depths = range(first, max(first, last) + 1, step)
+        self.context = config.model.context_length
         splits = [split for dataset in data.datasets for split in (dataset.train, dataset.val)]
-        lengths = [int(split.lengths.max()) for split in splits if isinstance(split, Examples)]
-        self.context = config.model.context_length or min(1024, max(lengths, default=1) - 1)
         self.max_context = min(len(split) - 1 for split in splits)
         num_fitting = bisect_left(self.depths, True, lo=1, key=lambda depth: not self.fits(depth))
         self.depths = self.depths[:num_fitting]
 
     def fits(self, depth: int) -> bool:
         """Return whether a model of a depth fits in memory with the smallest micro-batch."""
-        config = with_sizes(self.config, self.make_size(depth, TIMED_TOKENS).settings)
-        smallest = replace(config, micro_batch_size=config.micro_batch_size or 1)
-        return largest_micro_batch(smallest, self.dist) > 0
+        sizes = self.make_size(depth, TIMED_TOKENS).settings
+        config = self.make_run_config(self.config, {"micro_batch_size": 1, **sizes}, self.dist_ctx)
+        return largest_micro_batch(config, self.dist_ctx) > 0
 
     def make_size(self, depth: int, tokens: float) -> Size:
         """Return the size of a depth that trains on a number of tokens."""
@@ -75,7 +86,7 @@ class SizeSearch:
         # Batch size: Bergsma et al. 2025.
         step_tokens = 2048 * (different_tokens / 1e6) ** 0.38
         step_tokens *= math.sqrt(5 / max(5, min(20, overfitting)))
-        multiple = self.dist.size * (self.config.micro_batch_size or 1)
+        multiple = self.dist_ctx.size * (self.config.micro_batch_size or 1)
         batch_size = max(1, round(step_tokens / context / multiple)) * multiple
         batch_size = self.config.batch_size or batch_size
 
@@ -115,16 +126,16 @@ class SizeSearch:
         return min(sizes, key=lambda size: size.loss)
 
     def for_seconds(
-        self, seconds_left: Callable[[], float], measure: Callable[[TrainConfig], float]
+        self, seconds_left: Callable[[], float], measure: Callable[[RunConfig], float]
     ) -> Size:
         """Return the best size for a time. The best depth and the next one are timed."""
         speeds: dict[int, float] = {}
         depth = self.depths[0]
         while depth not in speeds:
             timed = self.make_size(depth, TIMED_TOKENS)
-            config = with_sizes(self.config, timed.settings)
+            config = self.make_run_config(self.config, timed.settings, self.dist_ctx)
             config = replace(config, optimizer=replace(config.optimizer, window_warmup=0.0))
-            config = fit_micro_batches(config, self.dist)
+            config = fit_micro_batches(config, self.dist_ctx)
             speeds[depth] = timed.step_tokens * timed.operations / measure(config)
             best = self.best_size(seconds_left(), speeds)
             depth = best.depth
@@ -145,31 +156,37 @@ class SizeSearch:
         return replace(best, tokens=steps * best.step_tokens)
 
 
-def resolve_sizes(
+def choose_sizes(
     config: TrainConfig,
     data: Mixture,
-    dist: DistributedContext,
+    dist_ctx: DistributedContext,
     started_at: float,
-    measure: Callable[[TrainConfig], float],
-) -> TrainConfig:
-    """Return the config with a value for every size. ``measure`` times a step of a config."""
-    if not should_choose_sizes(config):
-        resolved = with_sizes(config, {})
-        if config.depth not in (None, resolved.model.num_layers):
-            raise UserError(f"--depth: other sizes are set (got {config.depth}). Leave it out.")
-        return resolved
-    search = SizeSearch(config, data, dist)
+    make_run_config: MakeRunConfig,
+    measure: Callable[[RunConfig, Mixture], float],
+) -> dict[str, Any]:
+    """Return the sizes for the time, the steps or the depth of a config, by name.
+
+    ``measure`` times a step of a run.
+    """
+    search = SizeSearch(config, data, dist_ctx, make_run_config)
     if config.minutes:
         end = started_at + 60 * config.minutes
-        size = search.for_seconds(lambda: dist.broadcast(max(1.0, end - time.monotonic())), measure)
+        size = search.for_seconds(
+            lambda: dist_ctx.broadcast(max(1.0, end - time.monotonic())),
+            lambda run_config: measure(run_config, data),
+        )
     else:
-        size = search.for_steps(config.steps or DEFAULT_STEPS)
-    resolved = fit_micro_batches(with_sizes(config, size.settings), dist)
+        size = search.for_steps(make_run_config(config, {}, dist_ctx).steps or 1)
+    run_config = make_run_config(config, size.settings, dist_ctx)
+    sizes = {
+        **size.settings,
+        "micro_batch_size": fit_micro_batches(run_config, dist_ctx).micro_batch_size,
+    }
     if config.minutes and not config.steps and size.overfitting > 0.999 * MAX_OVERFITTING:
-        resolved = replace(resolved, steps=math.ceil(size.tokens / size.step_tokens))
-    if dist.is_main_process:
-        old = flatten(config)
-        chosen = [f"{name} {x}" for name, x in size.settings.items() if old[name] is None]
+        sizes["steps"] = math.ceil(size.tokens / size.step_tokens)
+    if dist_ctx.is_main_process:
+        typed = flatten(config)
+        chosen = [f"{name} {x}" for name, x in size.settings.items() if typed[name] is None]
         epochs = size.tokens / search.text_tokens
         say(f"chosen {', '.join(chosen)}: {size.tokens:,.0f} tokens, {epochs:.1f} epochs")
-    return resolved
+    return sizes

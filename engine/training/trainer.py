@@ -28,7 +28,7 @@ from engine.data.mixture import Mixture
 from engine.nn.acceleration import checkpoint_activations, compile_modules
 from engine.training.budget import Budget, Clock, Event
 from engine.training.checkpoint import Checkpoint
-from engine.training.config import TrainConfig
+from engine.training.config import RunConfig
 from engine.training.optimizer import Optimizer
 from engine.training.resolve import changed_settings, init_token_rows, split_token_ids
 from engine.training.run_dir import RunDir
@@ -59,17 +59,16 @@ class Trainer:
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: RunConfig,
         dist: DistributedContext,
         data: Mixture,
         run_dir: RunDir | None = None,
         callbacks: Sequence[Callback] = (),
     ):
-        """Build the model and the optimizer. The config must be resolved.
+        """Build the model and the optimizer.
 
         :meth:`initialize` or :meth:`restore` sets the weights. Nothing is saved without a run_dir.
         """
-        assert config.batch_size is not None
         self.config = config
         self.dist = dist
         self.data = data
@@ -86,11 +85,11 @@ class Trainer:
         self.reduce_every_microbatch = False
         self.optimizer = Optimizer(self.model, config.optimizer, dist, dtype)
 
-        self.batch_size: int = config.batch_size
         context = config.model.context_length
-        rows = dist.rank_slice(self.batch_size)
-        self.batches = Batches(data.train, context, config.seed, self.batch_size, rows, dist.device)
-        self.tokens_per_step = tokens_per_step(data.train, context, self.batch_size)
+        rows = dist.rank_slice(config.batch_size)
+        batch_size = config.batch_size
+        self.batches = Batches(data.train, context, config.seed, batch_size, rows, dist.device)
+        self.tokens_per_step = tokens_per_step(data.train, context, batch_size)
 
         self.step = 0
         self.val_loss: float | None = None  # of this step, if it was evaluated
@@ -162,18 +161,18 @@ class Trainer:
         config = self.config
         if config.checkpoint_activations:
             checkpoint_activations(self.model)
-        rows = config.micro_batch_size or self.batch_size // self.dist.size
+        rows = config.micro_batch_size or self.config.batch_size // self.dist.size
         shape = (2, rows, config.model.context_length)
         example = torch.zeros(shape, dtype=torch.long, device=self.dist.device)
         with self.autocast():
-            if config.compile or (config.compile is None and self.dist.device.type == "cuda"):
+            if config.compile:
                 modules = list(self.model.blocks) if self.dist.sharded else [self.model]
                 error = compile_modules(modules, lambda: self.model(*example).backward())
                 if error and self.dist.is_main_process:
                     warn(f"training continues without compilation, which failed: {error}")
                 self.model.zero_grad()
             self.ddp_model = wrap_ddp(self.model, self.dist, *example)
-        if self.dist.sharded and rows * self.dist.size < self.batch_size:
+        if self.dist.sharded and rows * self.dist.size < self.config.batch_size:
             memory = total_memory(self.dist.device)
             is_too_large = should_reduce_every_microbatch(self.model.num_parameters, memory)
             self.reduce_every_microbatch = self.dist.any(is_too_large)
@@ -191,7 +190,7 @@ class Trainer:
         assert isinstance(block, Block)
         attention = block.attention
         window = attention.window
-        if self.budget.progress < (self.config.optimizer.window_warmup or 0.0):
+        if self.budget.progress < self.config.optimizer.window_warmup:
             attention.window = min(window or WARMUP_WINDOW_TOKENS, WARMUP_WINDOW_TOKENS)
         try:
             yield

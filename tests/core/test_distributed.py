@@ -1,6 +1,7 @@
 """N ranks = 1 rank: losses, batches, gradients, resuming on other world sizes, faults."""
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -33,7 +34,7 @@ from in_turn import LENGTH, ROWS, folder_of, masks
 import train
 from engine.core.distributed import DistributedContext, init_distributed
 from engine.core.errors import UserError
-from engine.core.settings import load_settings, with_values
+from engine.core.settings import load_settings
 from engine.data.dataset import Examples, open_dataset
 from engine.training.config import TrainConfig
 from engine.training.run_dir import list_checkpoints
@@ -76,7 +77,7 @@ def folder(tmp_path_factory) -> Path:
         path = folder / name
         path.write_text(text, encoding="utf-8")
         config = PrepareConfig((str(path),), tokenizer=tokenizer, out=folder / path.stem)
-        prepare(with_values(config, fields))
+        prepare(dataclasses.replace(config, **fields))
     return folder
 
 

@@ -15,13 +15,13 @@ import prepare
 import sample
 from benchmarks import speed
 from engine.core.errors import UserError
-from engine.core.settings import flatten, from_values, load_settings, parse, to_toml, with_values
+from engine.core.settings import build, flatten, from_values, load_settings, parse, to_toml
 from engine.nn.bounds import MODEL_BOUNDS
 from engine.serving.openai_format import ChatSettings, CompletionSettings
-from engine.training.config import ChangeableConfig, ModelSettings, TrainConfig
-from engine.training.optimizer import OptimizerConfig
+from engine.training.config import CommonConfig, ModelSettings, TrainConfig
+from engine.training.optimizer import OptimizerConfig, OptimizerSettings
 from huggingface import ExportConfig, ImportConfig
-from model import ModelConfig
+from model import Architecture, ModelConfig
 from prepare import PrepareConfig
 from report import ReportConfig
 from sample import SampleConfig
@@ -83,7 +83,7 @@ def test_settings_are_read_back_from_toml_and_from_json(tmp_path, config):
 
 
 def test_nested_settings_are_replaced_by_their_bare_names():
-    config = with_values(Outer(), {"rate": 0.1, "width": 9})
+    config = build(Outer, {"rate": 0.1, "width": 9})
     assert config == Outer(rate=0.1, inner=Inner(width=9))
     assert flatten(config)["width"] == 9 and flatten(config)["paths"] == ["here"]
 
@@ -187,7 +187,7 @@ def test_bounds_include_their_limits(rate, count):
 
 
 CONFIGS_OF_COMMAND: dict[str, tuple[Any, ...]] = {
-    "train": (TrainConfig, ChangeableConfig, ModelConfig, ModelSettings, OptimizerConfig),
+    "train": (TrainConfig, CommonConfig, Architecture, ModelSettings, OptimizerSettings),
     "prepare": (prepare.PrepareConfig,),
     "sample": (sample.SampleConfig,),
     "benchmarks.speed": (speed.BenchConfig,),
@@ -216,11 +216,10 @@ def test_help_describes_every_setting(command, capsys):
     printed = capsys.readouterr().out
     assert "--debug shows" in printed
     for cls in CONFIGS_OF_COMMAND[command]:
-        replaced = ModelSettings.__annotations__ if cls is ModelConfig else ()
         names = {field.name for field in dataclasses.fields(cls)} & set(cls.__annotations__)
         descriptions = read_descriptions(cls)
         assert descriptions.keys() >= names - NESTED_FIELDS
-        for name in descriptions.keys() - NESTED_FIELDS - set(replaced):
+        for name in descriptions.keys() - NESTED_FIELDS:
             assert letters(descriptions[name]) in letters(printed), name
             is_positional = "Positional" in str(cls.__annotations__[name])
             assert is_positional or f"--{name.replace('_', '-')}" in printed, name

@@ -16,7 +16,7 @@ import train
 from engine.core.distributed import SINGLE_PROCESS
 from engine.nn.acceleration import checkpoint_activations as recompute_activations
 from engine.training import estimate
-from engine.training.config import TrainConfig, with_sizes
+from engine.training.config import RunConfig
 from engine.training.estimate import (
     Hardware,
     activation_bytes,
@@ -55,10 +55,6 @@ GPT2_124M = ModelConfig(**SHAPE_124M, d_model=768, **GPT2)
 
 def small(**settings) -> ModelConfig:
     return dataclasses.replace(SMALL, **settings)
-
-
-def config_of(model: ModelConfig, **settings) -> TrainConfig:
-    return with_sizes(TrainConfig(model=model, **settings), {})
 
 
 # Operations.
@@ -204,7 +200,7 @@ def test_fsdp_divides_all_but_what_is_gathered():
     block = 12 * 4096**2
     other_params = num_params - 32 * block
     assert other_params == 2 * 50304 * 4096
-    config = config_of(model, batch_size=64)
+    config = RunConfig(model=model, batch_size=64)
     single = estimate_memory(config, 8, Hardware(BFLOAT16, True))
     ddp = estimate_memory(config, 8, Hardware(BFLOAT16, True, 8))
     fsdp = estimate_memory(config, 8, Hardware(BFLOAT16, True, 8, True))
@@ -217,7 +213,7 @@ def test_fsdp_divides_all_but_what_is_gathered():
 
 def test_fsdp_accumulates_gradients_in_full_where_they_fit():
     num_params = build_meta_model(GPT2_124M).num_parameters
-    config = config_of(GPT2_124M, batch_size=128)
+    config = RunConfig(model=GPT2_124M, batch_size=128)
     fsdp = estimate_memory(config, 8, Hardware(BFLOAT16, True, 8, True))
     assert fsdp["gradients"] == 4 * num_params / 8 + 4 * num_params
 
@@ -228,14 +224,14 @@ def test_fsdp_accumulates_gradients_in_full_where_they_fit():
 @pytest.mark.parametrize("kind", [*KINDS, {"num_layers": 8, "num_heads": 8, "d_model": 512}])
 @pytest.mark.parametrize("dtype", DTYPE_BY_NAME)
 def test_bound_is_above_the_estimate(kind, dtype):
-    config = config_of(small(**kind), batch_size=8)
+    config = RunConfig(model=small(**kind), batch_size=8)
     for rows in (1, 8):
         memory = estimate_memory(config, rows, Hardware(dtype, False, 2))
         assert bound_memory(config, rows) > sum(memory.values())
 
 
 def test_largest_micro_batch_divides_the_batch_and_fits(monkeypatch):
-    config = config_of(SMALL, batch_size=24, dtype="float32")
+    config = RunConfig(model=SMALL, batch_size=24, dtype="float32")
     hardware = Hardware(FLOAT32, is_gpu=False)
     for rows in (12, 2):
         needed = sum(estimate_memory(config, rows, hardware).values())
@@ -264,8 +260,8 @@ def rows_of(plan: str) -> dict[str, list[str]]:
 )
 def test_plan_is_a_table_of_this_device_one_gpu_and_eight(batch_size, cells):
     rows = int(cells[0].split()[-1])
-    config = TrainConfig(model=SMALL, batch_size=batch_size, micro_batch_size=rows, steps=10_000)
-    plan = describe_plan(config, CPU, [10**9])
+    config = RunConfig(model=SMALL, batch_size=batch_size, micro_batch_size=rows, steps=10_000)
+    plan = describe_plan(config, CPU, batch_size * 128, [10**9])
     rows = rows_of(plan)
     assert max(map(len, plan.splitlines())) <= 80
     assert f"{build_meta_model(SMALL).num_parameters:,} parameters" in plan
@@ -275,15 +271,15 @@ def test_plan_is_a_table_of_this_device_one_gpu_and_eight(batch_size, cells):
 
 
 def test_plan_of_minutes_does_not_guess_the_number_of_steps():
-    plan = describe_plan(TrainConfig(model=SMALL, minutes=60), CPU, [1e6])
+    plan = describe_plan(RunConfig(model=SMALL, minutes=60), CPU, 2048, [1e6])
     assert "60 min" in plan and "epochs" not in plan
     assert "all steps" not in rows_of(plan) and "one step" in rows_of(plan)
 
 
 def test_plan_marks_what_exceeds_an_h100():
     model = ModelConfig(vocab_size=500, num_layers=2, num_heads=32, d_model=16384)
-    config = TrainConfig(model=model, batch_size=8, micro_batch_size=1)
-    rows = rows_of(describe_plan(config, CPU, []))
+    config = RunConfig(model=model, batch_size=8, micro_batch_size=1)
+    rows = rows_of(describe_plan(config, CPU, 2048, []))
     assert [cell.endswith("!") for cell in rows["= memory"]] == [False, True, False]
 
 

@@ -18,9 +18,9 @@ from engine.training.optimizer import (
     Optimizer,
     OptimizerConfig,
     OptimizerKind,
+    default_rates,
     group_matrices,
     learning_rate_at,
-    with_default_rates,
 )
 from model import GPT, ModelConfig
 
@@ -36,7 +36,8 @@ CONFIG = ModelConfig(
 
 
 def make_config(**settings: object) -> OptimizerConfig:
-    return with_default_rates(OptimizerConfig(**settings), 384)
+    rates = default_rates(settings.get("optimizer", "muon"), 384)
+    return OptimizerConfig(**{**rates, **settings})
 
 
 def make_optimizer(

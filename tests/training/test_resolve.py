@@ -7,25 +7,28 @@ import pytest
 import torch
 
 from engine.core.errors import UserError
+from engine.core.settings import flatten
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
 from engine.training.checkpoint import Checkpoint
+from engine.training.config import RunConfig
 from engine.training.resolve import (
+    base_model_values,
     changed_settings,
     check_tokenizer,
     init_token_rows,
-    merge_base_model_config,
     split_token_ids,
 )
 from model import ModelConfig
 
-SETTINGS = {"steps": 100, "minutes": None, "seed": 1, "bias": False, "data": "a"}
+CONFIG = RunConfig(model=ModelConfig(vocab_size=11), steps=100)
+SETTINGS = flatten(CONFIG)
 STATE = {"settings": SETTINGS, "data_sha256": "abc", "step": 60, "elapsed_seconds": 120.0}
 
 
 def test_changed_settings_are_returned_unless_they_change_no_result():
     assert changed_settings(STATE, SETTINGS, "abc") == {}
-    settings = SETTINGS | {"steps": 200, "data": "b", "clip_norm": 2.0}
+    settings = SETTINGS | {"steps": 200, "data": ["b"], "clip_norm": 2.0}
     expected = {"steps": (100, 200), "clip_norm": (1.0, 2.0)}
     assert changed_settings(STATE, settings, "abc") == expected
 
@@ -57,11 +60,14 @@ def test_a_tokenizer_must_extend_that_of_the_base(tmp_path):
 def test_a_base_determines_all_model_settings_but_dropout():
     base = ModelConfig(vocab_size=11, num_layers=3, num_heads=2, d_model=8, dropout=0.3)
     state = dataclasses.asdict(base)
-    merged = merge_base_model_config(state, ModelConfig(dropout=0.1), Path("base"))
-    assert merged == dataclasses.replace(base, dropout=0.1)
-    assert merge_base_model_config(state, base, Path("base")) == base
+    assert base_model_values(state, {"dropout": 0.1, "bias": False}, Path("base")) == {
+        **state,
+        "dropout": 0.1,
+    }
+    assert base_model_values(state, state, Path("base")) == state
+    assert base_model_values(state, {}, Path("base"))["dropout"] == 0
     with pytest.raises(UserError, match=r"--num-layers: .*base, 3 \(got 5\)"):
-        merge_base_model_config(state, dataclasses.replace(base, num_layers=5), Path("base"))
+        base_model_values(state, {"num_layers": 5}, Path("base"))
 
 
 @pytest.mark.parametrize("num_rows", [6, 9])

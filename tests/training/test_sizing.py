@@ -15,9 +15,10 @@ from engine.core.errors import UserError
 from engine.core.settings import load_settings, to_toml
 from engine.data.mixture import open_mixture
 from engine.training import estimate, sizing
-from engine.training.config import ModelSettings, TrainConfig, with_sizes
-from engine.training.optimizer import OptimizerConfig
-from engine.training.sizing import MAX_OVERFITTING, Size, SizeSearch, resolve_sizes
+from engine.training.config import ModelSettings, RunConfig, TrainConfig
+from engine.training.optimizer import OptimizerSettings
+from engine.training.resolve import make_run_config, resolve
+from engine.training.sizing import MAX_OVERFITTING, Size, SizeSearch
 from model import ModelConfig
 
 
@@ -44,7 +45,7 @@ def make_search(
         tokenizer=SimpleNamespace(vocab_size=vocab_size),
     )
     dist = SimpleNamespace(size=num_ranks, device=torch.device("cpu"), sharded=False, any=bool)
-    return search(TrainConfig(**settings), data, dist)
+    return search(TrainConfig(**settings), data, dist, make_run_config)
 
 
 SHAKESPEARE = make_search(1_003_854)
@@ -54,7 +55,7 @@ PYTHON = make_search(2_807_314, 2048)
 def choose(search: SizeSearch, seconds: float, power: float, timed: list | None = None) -> Size:
     """Search on a machine that does 1e10 · depth^power operations per second."""
 
-    def measure(config: TrainConfig) -> float:
+    def measure(config: RunConfig) -> float:
         depth = config.model.num_layers
         if timed is not None:
             timed.append(depth)
@@ -178,11 +179,14 @@ def test_tokens_are_those_of_the_steps(settings):
         assert size.settings["batch_size"] % settings.get("micro_batch_size", 1) == 0
 
 
-# resolve_sizes().
+# resolve().
 
 
-def resolve(config: TrainConfig, data, measure=lambda config: 0.01) -> TrainConfig:
-    return resolve_sizes(config, data, SINGLE_PROCESS, time.monotonic(), measure)
+def run_settings(config: TrainConfig, data, measure=lambda config: 0.01, started_at=None):
+    """Return the settings of a run of the config; ``measure`` returns the seconds of a step."""
+    started_at = time.monotonic() if started_at is None else started_at
+    measure_on = lambda run_config, data: measure(run_config)  # noqa: E731
+    return resolve(config, data, SINGLE_PROCESS, started_at, None, measure_on)[0]
 
 
 @pytest.fixture(scope="module")
@@ -190,41 +194,42 @@ def data(numbers):
     return open_mixture([numbers])
 
 
-def test_defaults():
-    sizes = resolve(TrainConfig(), None)
-    assert sizes.model == ModelConfig()
-    assert type(sizes.model) is ModelConfig
-    assert sizes.batch_size == 16
-    assert (sizes.optimizer.learning_rate, sizes.optimizer.weight_decay) == (0.014, 0.1)
-    assert sizes.depth is None
+def test_defaults(data):
+    config = run_settings(TrainConfig(), data)
+    assert config.model == ModelConfig(vocab_size=data.tokenizer.vocab_size)
+    assert (config.batch_size, config.micro_batch_size) == (16, 0)
+    assert (config.steps, config.eval_every, config.save_every) == (1200, 500, 500)
+    optimizer = config.optimizer
+    assert (optimizer.learning_rate, optimizer.weight_decay) == (0.014, 0.1)
+    assert (optimizer.embedding_rate, optimizer.warmup_steps, optimizer.window_warmup) == (3, 10, 0)
 
 
-def test_a_shape_leaves_the_other_sizes_at_their_defaults():
-    config = resolve(TrainConfig(minutes=5, model=ModelSettings(num_layers=1)), None)
-    assert config.model == ModelConfig(num_layers=1)
+def test_a_shape_leaves_the_other_sizes_at_their_defaults(data):
+    config = run_settings(TrainConfig(minutes=5, model=ModelSettings(num_layers=1)), data)
+    assert config.model == ModelConfig(vocab_size=data.tokenizer.vocab_size, num_layers=1)
+    assert config.steps is config.eval_every is config.save_every is None
 
 
 def test_set_sizes_stay(data, capsys):
-    optimizer = OptimizerConfig(weight_decay=0.3)
+    optimizer = OptimizerSettings(weight_decay=0.3)
     config = TrainConfig(
         steps=3, batch_size=2, model=ModelSettings(dropout=0.2), optimizer=optimizer
     )
-    resolved = resolve(config, data)
-    assert resolved.model.num_layers == resolved.depth == 2
+    resolved = run_settings(config, data)
+    assert resolved.model.num_layers == resolved.model.num_heads == 2
     assert resolved.batch_size == 2
     assert resolved.model.dropout == 0.2
     assert resolved.optimizer.weight_decay == 0.3
     line = capsys.readouterr().out.splitlines()[0]
     assert "d_model 128" in line
     assert "batch_size" not in line
-    assert resolve(resolved, data) == resolved
 
 
 def test_a_resolved_config_is_read_back_from_its_file(data, tmp_path):
-    config = resolve(TrainConfig(depth=3, model=ModelSettings(bias=True)), data)
+    config = run_settings(TrainConfig(depth=3, model=ModelSettings(bias=True)), data)
     (tmp_path / "config.toml").write_text(to_toml(config))
     loaded = load_settings(TrainConfig, [str(tmp_path / "config.toml")])
-    assert resolve(loaded, data) == config
+    assert run_settings(loaded, data) == config
     (tmp_path / "part.toml").write_text("num_kv_heads = 1\n")
     assert load_settings(TrainConfig, [str(tmp_path / "part.toml")]).model.num_layers is None
 
@@ -232,19 +237,21 @@ def test_a_resolved_config_is_read_back_from_its_file(data, tmp_path):
 @pytest.mark.parametrize(("depth", "rate"), [(2, 3e-3), (6, 1e-3), (12, 6e-4)])
 def test_adamw_has_the_rates_of_the_presets(data, depth, rate):
     """Those of transformer-2017, tutorial and gpt2-124m, which are 128, 384 and 768 wide."""
-    config = resolve(TrainConfig(depth=depth, optimizer=OptimizerConfig(optimizer="adamw")), data)
+    config = run_settings(
+        TrainConfig(depth=depth, optimizer=OptimizerSettings(optimizer="adamw")), data
+    )
     assert config.optimizer.learning_rate == pytest.approx(rate)
 
 
 @pytest.mark.parametrize("flag", ["--d-model=64", "--num-layers=3"])
-def test_a_depth_next_to_other_sizes_is_refused(flag):
+def test_a_depth_next_to_other_sizes_is_refused(flag, data):
     config = load_settings(TrainConfig, ["--depth", "4", flag])
     with pytest.raises(UserError, match="--depth"):
-        resolve(config, None)
+        run_settings(config, data)
 
 
 def test_steps_are_a_maximum_next_to_minutes(data):
-    assert resolve(TrainConfig(minutes=1, steps=2), data).steps == 2
+    assert run_settings(TrainConfig(minutes=1, steps=2), data).steps == 2
 
 
 def test_impossible_shapes_are_refused_when_they_are_read(capsys):
@@ -254,49 +261,48 @@ def test_impossible_shapes_are_refused_when_they_are_read(capsys):
 
 def test_depths_share_keys_evenly_and_weights_are_bounded_by_the_text(data):
     config = TrainConfig(minutes=100, model=ModelSettings(num_kv_heads=3))
-    assert resolve(config, data).depth == 3
-    assert resolve(TrainConfig(minutes=100), data, lambda config: 1e-6).depth == 3
+    assert run_settings(config, data).model.num_layers == 3
+    fast = run_settings(TrainConfig(minutes=100), data, lambda config: 1e-6)
+    assert fast.model.num_layers == 3
 
 
 def test_timed_config_is_complete_and_has_no_window_warmup(data):
     timed = []
     config = TrainConfig(minutes=1, micro_batch_size=4)
-    resolved = resolve(config, data, lambda config: timed.append(config) or 0.01)
-    assert resolved.batch_size % 4 == 0
-    for config in timed:
-        assert type(config.model) is ModelConfig
-        assert config.batch_size % 4 == 0
-        assert config.optimizer.window_warmup == 0
-    assert resolved.optimizer.window_warmup is None
+    resolved = run_settings(config, data, lambda config: timed.append(config) or 0.01)
+    assert timed and resolved.batch_size % 4 == 0
+    for run_config in timed:
+        assert run_config.batch_size % 4 == 0 and run_config.micro_batch_size == 4
+        assert run_config.optimizer.window_warmup == 0
 
 
 def test_a_depth_that_does_not_fit_in_memory_is_not_considered(monkeypatch):
     monkeypatch.setattr(estimate, "total_memory", lambda device: 5.5e8)
-    search = make_search(search=SizeSearch, optimizer=OptimizerConfig("adamw"))
+    search = make_search(search=SizeSearch, optimizer=OptimizerSettings("adamw"))
     sizes = [search.make_size(depth, 1e6) for depth in (search.depths[-1], search.depths[-1] + 1)]
-    smallest = dataclasses.replace(search.config, micro_batch_size=1)
-    configs = [with_sizes(smallest, size.settings) for size in sizes]
+    configs = [
+        make_run_config(search.config, {**size.settings, "micro_batch_size": 1}, SINGLE_PROCESS)
+        for size in sizes
+    ]
     rows = [estimate.largest_micro_batch(config, SINGLE_PROCESS) for config in configs]
     assert rows == [1, 0]
 
 
 def test_a_batch_that_does_not_fit_in_memory_is_split(data, monkeypatch):
     config = TrainConfig(depth=2, steps=30_000, batch_size=4, dtype="float32")
-    resolved = resolve(config, data)
-    assert resolved.micro_batch_size is None
+    resolved = run_settings(config, data)
+    assert resolved.micro_batch_size == 0
     hardware = estimate.Hardware(torch.float32, is_gpu=False)
     needed = sum(estimate.estimate_memory(resolved, 2, hardware).values()) / 0.9
     for memory, rows in ((needed + 1, 2), (1.0, 1)):
         monkeypatch.setattr(estimate, "total_memory", lambda device, memory=memory: memory)
-        assert resolve(config, data) == dataclasses.replace(resolved, micro_batch_size=rows)
+        assert run_settings(config, data) == dataclasses.replace(resolved, micro_batch_size=rows)
 
 
 def test_minutes_that_passed_before_the_start_choose_the_smallest(data):
     config = TrainConfig(minutes=0.1)
-    resolved = resolve_sizes(
-        config, data, SINGLE_PROCESS, time.monotonic() - 100, lambda config: 0.01
-    )
-    assert resolved.depth == 2
+    resolved = run_settings(config, data, started_at=time.monotonic() - 100)
+    assert resolved.model.num_layers == 2
 
 
 # Whole runs.
