@@ -16,7 +16,7 @@ from engine.core.cli import run_command, shell_command
 from engine.core.errors import UserError
 from engine.core.files import atomic_directory, write_json
 from engine.core.settings import from_values, parse
-from engine.data.chat_template import read_tokenizer_config
+from engine.data.chats.chat_template import read_tokenizer_config
 from engine.data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
 from engine.huggingface import convert, directory
 from engine.huggingface import gguf as gguf_file
@@ -134,15 +134,13 @@ def import_model(config: ImportConfig) -> bool:
         raise UserError(f"--tokenizer: must be that of the model ({sizes}).")
     params = convert.from_hf(tensors, dict(model.named_parameters()), family, str(path))
     is_chat_model = "chat_template" in read_tokenizer_config(path)
-    state = {
-        "step": 0,
+    state: dict[str, Any] = {
+        **{"step": 0, "tokens": 0, "elapsed_seconds": 0.0, "progress": 0.0},
+        **{"val_loss": None, "best_val_loss": None, "changes": [], "settings": {}},
         "model": asdict(model_config),
-        "settings": {},
         "documents": 2,
-        "elapsed_seconds": 0.0,
-        "best_val_loss": None,
-        "val_loss": None,
         "data_sha256": "",
+        "has_system_turns": True,
         "imported": config.source,
         "examples": "chats" if is_chat_model else None,
     }
@@ -154,7 +152,7 @@ def import_model(config: ImportConfig) -> bool:
 def choose_family(
     config: ModelConfig, name: str, tokenizer: Tokenizer
 ) -> tuple[Family, ModelConfig]:
-    """Return the named family, or the first that supports the model; and the settings there.
+    """Return the family to export as, and the config rewritten for it.
 
     Raises UserError, naming every unsupported setting, if there is none.
     """
@@ -174,7 +172,7 @@ def choose_family(
 
 
 def rewrite_config(config: ModelConfig, family: Family) -> ModelConfig:
-    """Return settings of the same function, supported by the family where possible, none None."""
+    """Return an equivalent config without None, in settings of the family where possible."""
     supports = family.supported_values()
     changes: dict[str, Any] = {
         "scale_embeddings": False,
@@ -200,7 +198,7 @@ def rewrite_config(config: ModelConfig, family: Family) -> ModelConfig:
 
 
 def rewrite_params(model: GPT, config: ModelConfig) -> convert.Tensors:
-    """Compute the parameters of the same function with the settings of :func:`rewrite_config`."""
+    """Compute the parameters that give the same logits under the rewritten config."""
     params: convert.Tensors = dict(model.named_parameters())
     embedding = params["token_embedding.weight"]
     if model.config.scale_embeddings:

@@ -14,8 +14,7 @@ import contextlib
 import os
 import re
 import tempfile
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
@@ -26,12 +25,11 @@ from engine.core.cli import run_command, shell_command, warn
 from engine.core.errors import UserError
 from engine.core.files import exclusive_lock
 from engine.core.settings import check_ranges, parse
-from engine.data import chat
+from engine.data.chats import chat, examples
 from engine.data.dataset import is_up_to_date, open_dataset
-from engine.data.inputs import examples
-from engine.data.inputs.sources import DEFAULT_ENCODING, STDIN_NAMES, Source, find_sources, kind_of
+from engine.data.inputs.documents import Corpus
+from engine.data.inputs.sources import DEFAULT_ENCODING, STDIN_NAMES, Reader, Source, find_sources
 from engine.data.inputs.text import normalize_encoding
-from engine.data.splits import Corpus, content_hash
 from engine.data.tokenizer import Tokenizer, named_tokenizer
 from engine.data.tokenizer_json import MAX_VOCAB_SIZE, SPLIT_PATTERNS
 from engine.data.tokenizer_training import MIN_BPE_VOCAB_SIZE, train_tokenizer
@@ -142,19 +140,15 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
     if config.tokenizer not in TRAINED_TOKENIZERS:
         tokenizer = named_tokenizer(config.tokenizer)
     out = config.out or Path("data") / dataset_name(config.inputs[0])
+    reader = make_reader(config, tokenizer)
     with tempfile.TemporaryDirectory() as spool:
-        sources = list_sources(config, config.inputs, config.hf_split, Path(spool), tokenizer)
-        val_sources = list_val_sources(config, Path(spool, "val"), tokenizer)
+        sources = list_sources(config, config.inputs, config.hf_split, Path(spool))
+        val_sources = list_val_sources(config, Path(spool, "val"))
+        check_reader(config, reader, [*sources, *val_sources])
         val_fraction = 0.0 if val_sources else config.val_fraction or DEFAULT_VAL_FRACTION
-        corpus = Corpus(sources, val_fraction, val_sources)
+        corpus = Corpus(sources, val_fraction, val_sources, reader)
         origin = origin_of(corpus, config, tokenizer)
-        if is_up_to_date(
-            out,
-            origin,
-            config.force,
-            corpus.version,
-            lambda: content_hash(corpus.units, corpus.digests()),
-        ):
+        if is_up_to_date(out, origin, config.force, corpus.version, corpus.hash_content):
             remove_work_folder(out)
             return out, False
         with exclusive_lock(out):
@@ -170,31 +164,31 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
                     config.vocab_size,
                     config.pattern or DEFAULT_PATTERN,
                 )
-            if corpus.examples:
+            if corpus.rule.has_examples:
                 tokenizer = tokenizer.with_special(chat.special_token_names(tokenizer, config.chat))
             write_dataset(out, corpus, tokenizer, origin, threads, config.ray)
-        new = open_dataset(out).manifest
-        if replaced and (reasons := find_split_changes(replaced, new, corpus.few)):
-            size = f"{replaced['splits']['val']['bytes']:,} bytes were validated before"
-            problem = (
-                f"validates other text than the dataset that it replaces ({', '.join(reasons)})"
-            )
-            warn(f"{out}: {problem}; {size}, and some may be for training now")
+        if replaced:
+            warn_of_split_changes(out, replaced, corpus.rule.has_few_documents)
     return out, True
 
 
-def find_split_changes(old: dict[str, Any], new: dict[str, Any], is_cut: bool) -> list[str]:
-    """Return why the dataset of one manifest validates other text than that of another.
+def warn_of_split_changes(out: Path, old: dict[str, Any], is_cut: bool) -> None:
+    """Print a warning if a dataset validates other text than the one that it replaced.
 
     Documents that are assigned by their hash stay where they were; the end of a text does not.
     """
+    new = open_dataset(out).manifest
     origin = old["origin"]
     names = ("val_fraction", "val", "hf_val_split", "split")
     changes = [name for name in names if origin.get(name) != new["origin"].get(name)]
     reasons = [f"{name} was {origin.get(name)}" for name in changes]
     if is_cut and origin["content"] != new["origin"]["content"]:
-        reasons.append("the end of the text was another")
-    return reasons
+        is_text = "examples" not in origin
+        reasons.append("the end of the text was another" if is_text else "few prompts changed")
+    if reasons:
+        problem = "validates other text than the dataset that it replaces"
+        size = f"{old['splits']['val']['bytes']:,} bytes were validated before"
+        warn(f"{out}: {problem} ({', '.join(reasons)}); {size}, and some may be for training now")
 
 
 def check_arguments(config: PrepareConfig) -> None:
@@ -239,62 +233,59 @@ def check_arguments(config: PrepareConfig) -> None:
         raise UserError("--chat, --prompt-field, --field: are mutually exclusive. Give one.")
 
 
-def list_sources(
-    config: PrepareConfig,
-    inputs: tuple[str, ...],
-    hub_split: str | None,
-    spool: Path,
-    tokenizer: Tokenizer | None = None,
-) -> list[Source]:
-    """List the files of inputs, with the options to read them.
-
-    Chats use the tokenizer's chat template. Raises UserError for flags that do not fit the files.
-    """
-    template = chat.own_template(tokenizer) if tokenizer else None
-    options: dict[str, Any] = {}
+def make_reader(config: PrepareConfig, tokenizer: Tokenizer | None) -> Reader:
+    """Return how the inputs are read. Chats use the tokenizer's chat template."""
+    parser = None
     if config.chat:
-        options = examples.chat_options(config.chat_field, template)
+        template = chat.own_template(tokenizer) if tokenizer else None
+        parser = examples.chat_parser(config.chat_field, template)
     if config.completion_field:
-        options = examples.pair_options(config.prompt_field or (), config.completion_field)
-    spool.mkdir(exist_ok=True)
-    sources = find_sources(inputs, spool, config.glob, config.sha256, config.hf_config, hub_split)
-    text_files = [source.name for source in sources if not kind_of(source)]
-    if text_files and (options or config.field):
+        parser = examples.pair_parser(config.prompt_field or (), config.completion_field)
+    return Reader(
+        config.field or "text",
+        normalize_encoding(config.encoding),
+        config.errors,
+        config.separator or "",
+        config.skip_bad_rows,
+        parser,
+    )
+
+
+def check_reader(config: PrepareConfig, reader: Reader, sources: list[Source]) -> None:
+    """Raise UserError for flags that do not fit the files."""
+    text_files = [source.name for source in sources if source.kind == "text"]
+    if text_files and (reader.examples or config.field):
         flag = "--field" if config.field else "--chat" if config.chat else "--prompt-field"
         kinds = "JSON lines, CSV, Parquet or a Hugging Face dataset"
         advice = "Convert it, or choose files with --glob '*.jsonl'"
         raise UserError(f"{flag}: needs {kinds} (got {text_files[0]}). {advice}.")
-    used_kinds = {kind_of(source) for source in sources}
-    encoding = normalize_encoding(config.encoding)
+    kinds_in_use = {source.kind for source in sources}
+    is_encoded = not kinds_in_use <= {".parquet", "rows"}
     ineffective_flags = {
-        "--separator": config.separator and "" not in used_kinds,
-        "--skip-bad-rows": config.skip_bad_rows and used_kinds == {""},
-        "--encoding": encoding != DEFAULT_ENCODING and used_kinds <= {".parquet", "rows"},
+        "--separator": reader.separator and not text_files,
+        "--skip-bad-rows": reader.skip_bad_rows and kinds_in_use == {"text"},
+        "--encoding": reader.encoding != DEFAULT_ENCODING and not is_encoded,
     }
     for flag, is_ineffective in ineffective_flags.items():
         if is_ineffective:
             raise UserError(f"{flag}: has no effect on {sources[0].name}. Leave it out.")
-    set_options = partial(
-        replace,
-        field=config.field or "text",
-        encoding=encoding,
-        errors=config.errors,
-        separator=config.separator or "",
-        skip_bad_rows=config.skip_bad_rows,
-        **options,
-    )
-    return [*map(set_options, sources)]
 
 
-def list_val_sources(
-    config: PrepareConfig, spool: Path, tokenizer: Tokenizer | None
+def list_sources(
+    config: PrepareConfig, inputs: tuple[str, ...], hub_split: str | None, spool: Path
 ) -> list[Source]:
+    """List the files of inputs; pipes are copied to a spool folder."""
+    spool.mkdir(exist_ok=True)
+    return find_sources(inputs, spool, config.glob, config.sha256, config.hf_config, hub_split)
+
+
+def list_val_sources(config: PrepareConfig, spool: Path) -> list[Source]:
     """List the files of --val and --hf-val-split; none if a fraction of the inputs is used."""
     if not config.val and not config.hf_val_split:
         return []
     hub_names = tuple(name for name in config.inputs if name.startswith("hf:"))
     split = config.hf_val_split or config.hf_split
-    return list_sources(config, config.val or hub_names, split, spool, tokenizer)
+    return list_sources(config, config.val or hub_names, split, spool)
 
 
 def dataset_name(first_input: str) -> str:
@@ -313,10 +304,12 @@ def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None
     name = config.tokenizer
     has_end_of_text = name == "bpe"
     if tokenizer:
-        has_end_of_text = tokenizer.end_of_text is not None
+        has_end_of_text = tokenizer.end_of_text_id is not None
         if name != tokenizer.kind:  # a path, whose tokenizer may change
             name = f"{tokenizer.kind} {tokenizer.fingerprint}"
-    needs_separator = not (corpus.examples or corpus.single or has_end_of_text)
+    needs_separator = not (
+        corpus.rule.has_examples or corpus.rule.is_single_document or has_end_of_text
+    )
     tokenizer_bytes = config.tokenizer_bytes
     encoding = normalize_encoding(config.encoding)
     fields = examples.list_fields(config.prompt_field or ())
@@ -335,14 +328,16 @@ def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None
         "errors": config.errors if config.errors != "strict" else None,
         "document_separator": config.separator,
         "skip_bad_rows": config.skip_bad_rows,
-        "examples": ("chats" if config.chat else "pairs") if corpus.examples else None,
+        "examples": ("chats" if config.chat else "pairs") if corpus.rule.has_examples else None,
         "separator": "\n" if needs_separator else None,
-        "split": "few" if corpus.few and not corpus.single else None,
-        "val": [PurePath(name).name for name in config.val],
+        "split": "few"
+        if corpus.rule.has_few_documents and not corpus.rule.is_single_document
+        else None,
+        "val": [os.fsencode(PurePath(name).name).decode(errors="replace") for name in config.val],
         "hf_val_split": config.hf_val_split,
     }
     nondefault = {key: value for key, value in settings.items() if value}
-    return {"tokenizer": name, "val_fraction": corpus.val_fraction, **nondefault}
+    return {"tokenizer": name, "val_fraction": corpus.rule.val_fraction, **nondefault}
 
 
 if __name__ == "__main__":

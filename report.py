@@ -18,11 +18,11 @@ import tyro
 
 from engine.core.errors import UserError
 from engine.core.settings import parse
+from engine.data.batches import Mixture, dataset_paths, open_mixture
 from engine.data.dataset import Dataset
-from engine.data.mixture import Mixture, dataset_paths, open_mixture
 from engine.report.baselines import mixture_baselines
-from engine.report.memorization import find_passages, read_ids
-from engine.report.page import describe_data, describe_run, write_page
+from engine.report.memorization import find_passages
+from engine.report.page import collect_run_content, describe_data, write_page
 from engine.report.samples import compute_attention
 from engine.training.checkpoint import load_model, open_checkpoint
 from engine.training.run_dir import find_checkpoint, list_checkpoints
@@ -58,7 +58,7 @@ def report(config: ReportConfig) -> Path:
         write_page([describe_fully(first)], path)
     else:
         path = config.out or first.resolve().parent / "compare.html"
-        write_page([describe_run(folder) for folder in config.runs], path)
+        write_page([collect_run_content(folder) for folder in config.runs], path)
     return path
 
 
@@ -67,10 +67,10 @@ def describe_fully(folder: Path) -> dict[str, Any]:
 
     Raises UserError if the folder is not a run.
     """
-    run = describe_run(folder)
+    run = collect_run_content(folder)
     settings = run["settings"]
     try:
-        data = open_data(folder, settings)
+        data = open_run_data(folder, settings)
         is_cut = settings.get("long_examples") == "cut"
         run["data"] = describe_data(data)
         run["memorization"] = describe_memorization(run["samples"], data.datasets)
@@ -83,7 +83,7 @@ def describe_fully(folder: Path) -> dict[str, Any]:
     return run
 
 
-def open_data(folder: Path, settings: dict[str, Any]) -> Mixture:
+def open_run_data(folder: Path, settings: dict[str, Any]) -> Mixture:
     """Open the data of a run. Raises UserError if it is missing, or not that of the checkpoint."""
     mix = settings.get("mix")
     data = open_mixture(dataset_paths(settings.get("data", []), mix), mix)
@@ -121,7 +121,8 @@ def sample_validation(texts: Sequence[str], datasets: Sequence[Dataset]) -> list
         dataset = datasets[index % len(datasets)]
         num_tokens = len(text.encode())  # a token has at least one byte
         start = max(0, len(dataset.val) - num_tokens) * index // max(1, len(texts) - 1)
-        piece = dataset.tokenizer.decode(read_ids(dataset.val, start, num_tokens))
+        ids, _ = dataset.val.read(start, start + num_tokens)
+        piece = dataset.tokenizer.decode(ids.tolist())
         pieces.append(piece[: len(text)])
     return pieces
 

@@ -186,7 +186,7 @@ def load(
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
     start = initial_tokens(tokenizer, checkpoint.state["documents"])
     template_has_system = "system" in (tokenizer.chat_template or "")
-    has_system = checkpoint.state.get("has_system_turns", True) or template_has_system
+    has_system = checkpoint.state["has_system_turns"] or template_has_system
     is_chat_model = checkpoint.is_chat_model
     return TextGenerator(
         model, tokenizer, start, is_chat_model, compile, has_system, quantize is not None

@@ -32,8 +32,8 @@ from engine.core.distributed import DistributedContext, init_distributed, single
 from engine.core.errors import UserError
 from engine.core.settings import check_ranges, load_settings, to_toml
 from engine.core.sharding import gradient_sync
-from engine.data import batches
-from engine.data.mixture import Mixture, open_mixture
+from engine.data.batches import Mixture, check_sizes, evaluation_batches, open_mixture
+from engine.data.order import derived_seed
 from engine.nn.loss import IGNORE_INDEX
 from engine.report.callback import Report
 from engine.training.callbacks import MetricsFile, Terminal, WeightsAndBiases, print_summary
@@ -43,10 +43,11 @@ from engine.training.config import (
     RunConfig,
     TrainConfig,
     check_data,
+    make_run_config,
     should_choose_sizes,
 )
 from engine.training.estimate import describe_plan
-from engine.training.resolve import check_tokenizer, make_run_config, resolve
+from engine.training.resolve import check_tokenizer, resolve
 from engine.training.run_dir import RunDir, find_checkpoint
 from engine.training.trainer import Callback, Trainer
 from prepare import PrepareConfig, prepare
@@ -63,22 +64,22 @@ def main(arguments: list[str] | None = None) -> int:
         print(plan(config))
         return 0
     with (
-        init_distributed(config.device, config.parallel, config.timeout) as dist,
+        init_distributed(config.device, config.parallel, config.timeout) as dist_ctx,
         Interruption() as interruption,
     ):
         started_at = PROCESS_START if arguments is None else None
-        trainer = train(config, dist, None, lambda: bool(interruption.signal), started_at)
+        trainer = train(config, dist_ctx, None, lambda: bool(interruption.signal), started_at)
         if trainer.budget.exhausted:
             print_summary(trainer)
             return 0
-        command = f"{dist.launcher} {command_line(arguments, '--resume')}"
+        command = f"{dist_ctx.torchrun_command} {command_line(arguments, '--resume')}"
         trainer.say(f"Interrupted after step {trainer.step:,}. Resume with: {command}")
         return 128 + (interruption.signal or signal.SIGTERM)
 
 
 def train(
     config: TrainConfig,
-    dist: DistributedContext | None = None,
+    dist_ctx: DistributedContext | None = None,
     callbacks: Sequence[Callback] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     started_at: float | None = None,
@@ -88,27 +89,27 @@ def train(
     Defaults are those of the command line. ``started_at`` is the start of config.minutes, in
     seconds of time.monotonic(); None: now. Raises UserError for invalid settings.
     """
-    if dist is None:
-        with init_distributed(config.device, config.parallel, config.timeout) as dist:
-            return train(config, dist, callbacks, should_stop, started_at)
+    if dist_ctx is None:
+        with init_distributed(config.device, config.parallel, config.timeout) as dist_ctx:
+            return train(config, dist_ctx, callbacks, should_stop, started_at)
     started_at = time.monotonic() if started_at is None else started_at
     if callbacks is None:
-        callbacks = default_callbacks(config) if dist.is_main_process else ()
+        callbacks = default_callbacks(config) if dist_ctx.is_main_process else ()
     check_ranges(config)
     use_deterministic_kernels(config.deterministic)  # before the first use of CUDA
-    run_dir = RunDir(config.out, config.resume, dist, config.keep_checkpoints)
+    run_dir = RunDir(config.out, config.resume, dist_ctx, config.keep_checkpoints)
     with contextlib.closing(run_dir):
         # Data, and the checkpoint to start from: the newest of this run, or a base model.
         checkpoint = run_dir.newest()
-        data = open_data(config, dist)
-        base = None if checkpoint else open_base(config, data, dist)
+        data = open_data(config, dist_ctx)
+        base = None if checkpoint else open_base(config, data, dist_ctx)
 
         # Settings, and the data that fits them.
-        measure = partial(measure_step_seconds, dist)
-        run_config, data = resolve(config, data, dist, started_at, checkpoint or base, measure)
+        measure = partial(measure_step_seconds, dist_ctx)
+        run_config, data = resolve(config, data, dist_ctx, started_at, checkpoint or base, measure)
 
         # Model and optimizer, then the training loop.
-        trainer = Trainer(run_config, dist, data, run_dir, callbacks)
+        trainer = Trainer(run_config, dist_ctx, data, run_dir, callbacks)
         try:
             if checkpoint:
                 trainer.restore(checkpoint)
@@ -130,7 +131,7 @@ def training_loop(trainer: Trainer, should_stop: Callable[[], bool]) -> None:
     """Step, log, evaluate and save, each when it is due."""
     config = trainer.config
     budget = trainer.budget
-    while not (budget.exhausted or trainer.dist.any(should_stop())):
+    while not (budget.exhausted or trainer.dist_ctx.any(should_stop())):
         loss, learning_rate, grad_norm = train_step(trainer)
         budget.update(trainer.step, trainer.clock)
         trainer.notify("on_step")
@@ -156,14 +157,14 @@ def train_step(trainer: Trainer) -> tuple[Tensor, float, Tensor]:
     number of counted targets.
     """
     config = trainer.config
-    dist = trainer.dist
+    dist_ctx = trainer.dist_ctx
     inputs, targets = trainer.batches.get(trainer.step)  # (rows of this rank, T) each
     if config.model.dropout:
-        torch.manual_seed(batches.derived_seed(config.seed, trainer.step, dist.rank))
-    num_targets = dist.sum((targets != IGNORE_INDEX).sum()).clamp(min=1)
+        torch.manual_seed(derived_seed(config.seed, trainer.step, dist_ctx.rank))
+    num_targets = dist_ctx.sum((targets != IGNORE_INDEX).sum()).clamp(min=1)
     rows = config.micro_batch_size or len(inputs)
     micro_batches = list(zip(inputs.split(rows), targets.split(rows), strict=True))
-    total_loss = torch.zeros((), device=dist.device)
+    total_loss = torch.zeros((), device=dist_ctx.device)
     for index, micro_batch in enumerate(micro_batches):
         sync = trainer.reduce_every_microbatch or index == len(micro_batches) - 1
         with (
@@ -172,8 +173,8 @@ def train_step(trainer: Trainer) -> tuple[Tensor, float, Tensor]:
             trainer.attention_window_warmup(),
         ):
             loss = trainer.ddp_model(*micro_batch)
-            # DDP and FSDP average gradients over the ranks: times dist.size they are sums.
-            trainer.optimizer.scale_loss(loss * (dist.size / num_targets)).backward()
+            # DDP and FSDP average gradients over the ranks: times dist_ctx.size they are sums.
+            trainer.optimizer.scale_loss(loss * (dist_ctx.size / num_targets)).backward()
         total_loss += loss.detach()
     learning_rate, grad_norm = trainer.optimizer.step(trainer.step, trainer.budget.total_steps)
     trainer.step += 1
@@ -202,20 +203,24 @@ def evaluate_and_save(trainer: Trainer) -> None:
 def evaluate(trainer: Trainer) -> list[float]:
     """Return the validation loss on each dataset, in nats per token, always on the same windows."""
     config = trainer.config
-    dist = trainer.dist
+    dist_ctx = trainer.dist_ctx
     losses = []
     trainer.model.eval()
     for dataset in trainer.data.datasets:
         total_loss = torch.zeros((), dtype=torch.float64)
         num_targets = torch.zeros((), dtype=torch.float64)
-        for batch in batches.evaluation_batches(
-            dataset.val, config.model.context_length, config.eval_tokens, dist.rank, dist.size
+        for batch in evaluation_batches(
+            dataset.val,
+            config.model.context_length,
+            config.eval_tokens,
+            dist_ctx.rank,
+            dist_ctx.size,
         ):
-            inputs, targets = batch.to(dist.device)
+            inputs, targets = batch.to(dist_ctx.device)
             with trainer.autocast():
                 total_loss += trainer.model(inputs, targets).item()
             num_targets += (targets != IGNORE_INDEX).sum().item()
-        losses.append((dist.sum(total_loss) / dist.sum(num_targets)).item())
+        losses.append((dist_ctx.sum(total_loss) / dist_ctx.sum(num_targets)).item())
     trainer.model.train()
     return losses
 
@@ -228,32 +233,34 @@ def default_callbacks(config: TrainConfig) -> list[Callback]:
     return callbacks
 
 
-def open_data(config: TrainConfig, dist: DistributedContext) -> Mixture:
+def open_data(config: TrainConfig, dist_ctx: DistributedContext) -> Mixture:
     """Open the datasets, and verify them on each machine; prepare the built-in one if missing."""
-    with dist.keep_alive():
-        if BUILT_IN_DATA in config.data and not BUILT_IN_DATA.exists() and dist.is_main_process:
+    with dist_ctx.keep_alive():
+        if BUILT_IN_DATA in config.data and not BUILT_IN_DATA.exists() and dist_ctx.is_main_process:
             prepare(PrepareConfig(inputs=("stdlib",), out=BUILT_IN_DATA))
-    with dist.keep_alive():
+    with dist_ctx.keep_alive():
         data = open_mixture(config.data, config.mix)
-        if dist.local_rank == 0:
+        if dist_ctx.local_rank == 0:
             data.verify(config.verify_data)
     return data
 
 
-def open_base(config: TrainConfig, data: Mixture, dist: DistributedContext) -> Checkpoint | None:
+def open_base(
+    config: TrainConfig, data: Mixture, dist_ctx: DistributedContext
+) -> Checkpoint | None:
     """Return the checkpoint of ``--init-from`` on the main process, and None on the others."""
     if config.init_from is None:
         return None
-    with dist.keep_alive():  # raises a UserError on every rank
-        base = dist.run_on_main(find_checkpoint, config.init_from)
+    with dist_ctx.keep_alive():  # raises a UserError on every rank
+        base = dist_ctx.run_on_main(find_checkpoint, config.init_from)
         if base:
             check_tokenizer(base.path, data.tokenizer, data.path)
     return base
 
 
-def measure_step_seconds(dist: DistributedContext, config: RunConfig, data: Mixture) -> float:
+def measure_step_seconds(dist_ctx: DistributedContext, config: RunConfig, data: Mixture) -> float:
     """Measure the seconds of an optimizer step, compiled and in micro-batches as in the run."""
-    trainer = Trainer(config, dist, data)
+    trainer = Trainer(config, dist_ctx, data)
     trainer.initialize()
     trainer.wrap_model()
     seconds = []
@@ -264,9 +271,9 @@ def measure_step_seconds(dist: DistributedContext, config: RunConfig, data: Mixt
         seconds.append(time.monotonic() - started_at)
     del trainer
     gc.collect()  # a module whose forward is replaced refers to itself
-    if dist.device.type == "cuda":
+    if dist_ctx.device.type == "cuda":
         torch.cuda.empty_cache()
-    return dist.sum(torch.tensor(min(seconds), dtype=torch.float64)).item() / dist.size
+    return dist_ctx.sum(torch.tensor(min(seconds), dtype=torch.float64)).item() / dist_ctx.size
 
 
 def plan_needs_data(config: TrainConfig) -> bool:
@@ -279,19 +286,19 @@ def plan(config: TrainConfig) -> str:
 
     The dataset is not needed if the config sets the sizes and the vocabulary size.
     """
-    dist = single_process(choose_device(config.device))
+    dist_ctx = single_process(choose_device(config.device))
     if plan_needs_data(config) or all(path.exists() for path in config.data):
-        data = open_data(config, dist)
-        measure = partial(measure_step_seconds, dist)
-        base = open_base(config, data, dist)
-        run_config, data = resolve(config, data, dist, time.monotonic(), base, measure)
+        data = open_data(config, dist_ctx)
+        measure = partial(measure_step_seconds, dist_ctx)
+        base = open_base(config, data, dist_ctx)
+        run_config, data = resolve(config, data, dist_ctx, time.monotonic(), base, measure)
         context_length = run_config.model.context_length
-        step_tokens = batches.tokens_per_step(data.train, context_length, run_config.batch_size)
-        return describe_plan(run_config, dist.device, step_tokens, data.epoch_tokens)
-    run_config = make_run_config(config, {}, dist)
-    batches.check_sizes(run_config.batch_size, 1, run_config.micro_batch_size)
+        step_tokens = data.train.tokens_per_step(run_config.batch_size, context_length)
+        return describe_plan(run_config, dist_ctx.device, step_tokens, data.epoch_tokens)
+    run_config = make_run_config(config, {}, dist_ctx)
+    check_sizes(run_config.batch_size, 1, run_config.micro_batch_size)
     step_tokens = run_config.batch_size * run_config.model.context_length
-    return describe_plan(run_config, dist.device, step_tokens, ())
+    return describe_plan(run_config, dist_ctx.device, step_tokens, ())
 
 
 if __name__ == "__main__":

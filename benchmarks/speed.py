@@ -37,6 +37,7 @@ from engine.core.distributed import single_process
 from engine.core.errors import UserError
 from engine.core.settings import parse
 from engine.data.batches import Batches
+from engine.data.split import BatchSpec, Split
 from engine.data.tokenizer import BPETokenizer
 from engine.data.tokenizer_training import train_bpe_tokenizer
 from engine.generation.decoding_engine import DecodingEngine
@@ -285,8 +286,8 @@ class Bench:
     def data(self) -> Rates:
         """Measure the assembly of batches, in a training step and alone."""
         tokens = np.random.default_rng(0).integers(0, 65, 10_000_000, dtype=np.uint16)
-        sizes = (SMALL_CONFIG.context_length, 1, self.config.batch_size)
-        batches = Batches(tokens, *sizes, slice(None), self.device)
+        spec = BatchSpec(SMALL_CONFIG.context_length, 1, self.config.batch_size, slice(None))
+        batches = Batches(Split(tokens), spec, self.device)
         fixed_batch = batches.get(0)
         numbers = itertools.count()
         model = GPT(SMALL_CONFIG).to(self.device)

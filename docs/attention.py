@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from engine.core.cli import run_command
 from engine.core.pictures import save_figure
 from engine.core.settings import build, parse
-from engine.data.chat import encode_example, is_target, render_with_targets
-from engine.data.dataset import Tokens, open_dataset
+from engine.data.chats.chat import encode_example, is_target, render_with_targets
+from engine.data.dataset import open_dataset
+from engine.data.split import Tokens
 from engine.data.tokenizer import ByteTokenizer, load_tokenizer
 from engine.nn.attention import attend, causal_mask
 from engine.nn.positions import rotate, sinusoids
@@ -318,7 +319,7 @@ def heads(config: AttentionConfig) -> str:
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
     data = open_dataset(config.data or Path(checkpoint.state["settings"]["data"][0]))
     texts = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
-    scores, equal_scores = score_heads(model, data.val, texts)
+    scores, equal_scores = score_heads(model, data.val.tokens, texts)
     tokens = torch.from_numpy(tokenizer.encode(config.text).astype(np.int64))
     tokens = tokens[: model.config.context_length]
     labels = token_labels(tokenizer, tokens.tolist())

@@ -5,9 +5,10 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import train
 from engine.core.cli import run_command
 from engine.core.files import sha256
 from engine.core.settings import load_settings
+from engine.data.inputs.sources import ExampleParser, Reader
 from engine.generation.sampling import row_seeds
 from engine.generation.text_batch import TextBatch, TextRequest
 from engine.report.server import PageServer
@@ -59,6 +61,12 @@ def train_sentencepiece(texts: list[str]) -> tokenizers.Tokenizer:
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     tokenizer.post_processor = processors.TemplateProcessing("<s> $0", None, [("<s>", 1)])
     return tokenizer
+
+
+def make_reader(turns_of: Any = None, fields: Sequence[str] = (), **options: Any) -> Reader:
+    """Return a reader; with turns_of, of examples in fields of records."""
+    parser = ExampleParser(turns_of, lambda record: [], tuple(fields)) if turns_of else None
+    return Reader(examples=parser, **options)
 
 
 SMALL = ModelConfig(vocab_size=37, context_length=16, num_layers=2, num_heads=3, d_model=24)
@@ -117,7 +125,7 @@ class IdStream:
         return len(self.ids)
 
     @property
-    def ended(self) -> bool:
+    def is_finished(self) -> bool:
         return len(self.ids) == self.max_tokens
 
     def push(self, token: int) -> str:
@@ -146,15 +154,11 @@ def decode(
 
 
 def make_state(step: int, **values: Any) -> dict[str, Any]:
-    """Return the state of a checkpoint without a model."""
-    state = {
-        "step": step,
-        "model": {"vocab_size": 1},
-        "settings": {},
-        "documents": 1,
-        "elapsed_seconds": 0.0,
-    }
-    return state | {"best_val_loss": None, "data_sha256": ""} | values
+    """Return the state of a checkpoint; by default without a model."""
+    state = {"step": step, "tokens": step, "elapsed_seconds": 0.0, "progress": 0.0, "changes": []}
+    state |= dict.fromkeys(("val_loss", "best_val_loss", "examples", "imported"))
+    state |= {"model": {"vocab_size": 1}, "settings": {}, "data_sha256": "", "documents": 2}
+    return state | {"has_system_turns": True} | values
 
 
 def newest_checkpoint(run: Path) -> Checkpoint:
@@ -235,6 +239,61 @@ def train_tiny(
     if isinstance(should_stop, Callback):
         all_callbacks.append(should_stop)
     return train.train(config, callbacks=all_callbacks, should_stop=should_stop)
+
+
+class Action(Callback):
+    """Call a function when a step has ended, or at its record with a key, or in its evaluation."""
+
+    def __init__(self, step: int, act: Callable[[], Any], when: str = "on_step"):
+        self.step = step
+        self.act = act
+        self.when = when
+
+    def call(self, trainer: Trainer, is_moment: bool) -> None:
+        if trainer.step == self.step and is_moment:
+            self.act()
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        trainer.model.register_forward_pre_hook(
+            lambda model, _: self.call(trainer, self.when == "evaluation" and not model.training)
+        )
+
+    def on_step(self, trainer: Trainer) -> None:
+        self.call(trainer, self.when == "on_step")
+
+    def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        self.call(trainer, self.when in record)
+
+
+class SpoilLoss(Callback):
+    """Multiplies the training loss of some steps by a factor, on the last rank."""
+
+    def __init__(self, steps: Container[int], factor: float = math.nan):
+        self.steps = steps
+        self.factor = factor
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        is_last_rank = trainer.dist_ctx.rank == trainer.dist_ctx.size - 1
+
+        def spoil(model: torch.nn.Module, inputs: tuple, loss: torch.Tensor) -> torch.Tensor:
+            is_spoiled = is_last_rank and model.training and trainer.step + 1 in self.steps
+            return loss * self.factor if is_spoiled else loss
+
+        trainer.model.register_forward_hook(spoil)
+
+
+class StopAfter(Callback):
+    """A callback and ``should_stop`` that is true after a number of steps."""
+
+    def __init__(self, step: int):
+        self.last_step = step
+        self.step = 0
+
+    def on_step(self, trainer: Trainer) -> None:
+        self.step = trainer.step
+
+    def __call__(self) -> bool:
+        return self.step >= self.last_step
 
 
 def assert_same_run(actual: Path, expected: Path) -> None:

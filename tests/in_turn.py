@@ -37,7 +37,7 @@ from engine.core.files import to_json
 from engine.core.settings import load_settings
 from engine.core.sharding import load_parameters, local
 from engine.data.batches import Batches
-from engine.data.dataset import Examples
+from engine.data.split import BatchSpec
 from engine.nn.loss import IGNORE_INDEX
 from engine.training import callbacks as callbacks_module
 from engine.training import trainer as trainer_module
@@ -71,27 +71,26 @@ class Records(MetricsFile):
     """Writes every record to metrics.jsonl, on the first process, and draws nothing."""
 
     def on_train_start(self, trainer: Trainer) -> None:
-        if trainer.dist.is_main_process:
+        if trainer.dist_ctx.is_main_process:
             super().on_train_start(trainer)
 
     def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        if trainer.dist.is_main_process:
+        if trainer.dist_ctx.is_main_process:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(f"{to_json(record)}\n")
 
 
 class Stopper(Callback):
-    """On the last process only: asks to stop after a step, or after another one hangs."""
+    """On the last rank only: requests a stop after a step, or hangs after another."""
 
-    def __init__(self, step: int | None, hanging: int | None):
-        self.step = step
-        self.hanging = hanging
+    def __init__(self, options: dict[str, Any]):
+        self.options = options
         self.should_stop = False
 
     def on_step(self, trainer: Trainer) -> None:
-        if trainer.dist.rank == trainer.dist.size - 1:
-            self.should_stop = trainer.step == self.step
-            if trainer.step == self.hanging:
+        if trainer.dist_ctx.rank == trainer.dist_ctx.size - 1:
+            self.should_stop = trainer.step == self.options.get("stop")
+            if trainer.step == self.options.get("hang"):
                 os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -99,46 +98,44 @@ class Gradients(Callback):
     """Calls ``note`` before the optimizers update the parameters, while there are gradients."""
 
     def on_train_start(self, trainer: Trainer) -> None:
-        self.parameters, first = trainer.optimizer.parameters, trainer.optimizer.optimizers[0]
-        move = first.step
+        self.parameters = trainer.optimizer.parameters
+        optimizer = trainer.optimizer.optimizers[0]
+        optimizer_step = optimizer.step
 
-        def step(*how: Any) -> None:
+        def step(*arguments: Any) -> None:
             self.note()
-            move(*how)
+            optimizer_step(*arguments)
 
-        first.step = step
+        optimizer.step = step
 
     def note(self) -> None:
         raise NotImplementedError
 
 
 class Watcher(Gradients):
-    """What the first process sends in one step, and the bytes that it holds."""
+    """Records the messages of the first rank in one step, and the bytes that it stores."""
 
     def __init__(self):
-        self.seen = {"parameters": 0, "gradients": 0}
+        self.record: dict[str, Any] = {}
 
     def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
         if trainer.step == WATCHED - 1:
             self.profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
             self.profiler.start()
-            self.seen |= {"parameters": 0, "gradients": 0}
 
     def note(self) -> None:
-        for parameter in self.parameters.values():
-            self.seen["parameters"] += local(parameter).nbytes
-            self.seen["gradients"] += local(parameter.grad).nbytes
+        self.record["parameters"] = sum(local(p).nbytes for p in self.parameters.values())
+        self.record["gradients"] = sum(local(p.grad).nbytes for p in self.parameters.values())
 
     def on_step(self, trainer: Trainer) -> None:
         if trainer.step == WATCHED:
             self.profiler.stop()
             events = [event for event in self.profiler.events() if event.name.startswith("gloo:")]
-            self.seen["messages"] = [
+            self.record["messages"] = [
                 (event.name.removeprefix("gloo:"), event.input_shapes[0]) for event in events
             ]
-            self.seen["optimizer"] = sum(
-                local(value).nbytes for value in trainer.optimizer.state().values()
-            )
+            tensors = trainer.optimizer.state().values()
+            self.record["optimizer"] = sum(local(tensor).nbytes for tensor in tensors)
 
 
 class Masked(Gradients):
@@ -147,47 +144,30 @@ class Masked(Gradients):
     OUT.seen/s.safetensors holds the batch of step s, from 1, and the gradient over all ranks.
     """
 
-    @property
-    def window_order(self) -> int:
-        """The order of windows of the batches."""
-        return self.whole.window_order
+    digest = 0
 
     def on_train_start(self, trainer: Trainer) -> None:
         super().on_train_start(trainer)
-        settings = (LENGTH, trainer.config.seed, ROWS, slice(0, ROWS), trainer.dist.device)
-        self.whole, self.rows, self.digest = (
-            Batches(trainer.data.train, *settings),
-            trainer.dist.rank_slice(ROWS),
-            0,
-        )
+        spec = BatchSpec(LENGTH, trainer.config.seed, ROWS, slice(0, ROWS))
+        self.batches = Batches(trainer.data.train, spec, trainer.dist_ctx.device)
+        self.rows = trainer.dist_ctx.rank_slice(ROWS)
         torch.manual_seed(1)
-        load_parameters(
-            trainer.model,
-            [
-                (name, 0.2 * torch.randn(parameter.shape))
-                for name, parameter in self.parameters.items()
-            ],
-        )
+        values = {name: 0.2 * torch.randn(p.shape) for name, p in self.parameters.items()}
+        load_parameters(trainer.model, [*values.items()])
         trainer.batches = self
 
     def get(self, step: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = self.whole.get(step)
-        if not isinstance(self.whole.tokens, Examples):
+        inputs, targets = self.batches.get(step)
+        if not self.batches.split.num_examples:
             targets = torch.where(list(masks().values())[step], targets, IGNORE_INDEX)
         self.batch = {"inputs": inputs, "targets": targets}
         return inputs[self.rows], targets[self.rows]
 
     def note(self) -> None:
-        self.gradients = {
-            name: parameter.grad.clone() for name, parameter in self.parameters.items()
-        }
+        self.gradients = {name: p.grad.clone() for name, p in self.parameters.items()}
 
     def on_step(self, trainer: Trainer) -> None:
-        kept = trainer.dist.gather_full(self.gradients)
-        if trainer.dist.is_main_process:
-            safetensors.torch.save_file(
-                kept | self.batch, folder_of(trainer.config.out) / f"{trainer.step}.safetensors"
-            )
+        save_gathered(trainer, f"{trainer.step}", self.gradients, self.batch)
 
 
 class Holder(Callback):
@@ -196,21 +176,24 @@ class Holder(Callback):
     def on_train_start(self, trainer: Trainer) -> None:
         self.note(trainer, "resumed")
 
-    def note(self, trainer: Trainer, when: str) -> None:
-        states = (
-            trainer.model.state_dict(),
-            {f"{key} of the optimizer": x for key, x in trainer.optimizer.state().items()},
-        )
-        model, optimizer = (trainer.dist.gather_full(state) for state in states)
-        if trainer.dist.is_main_process:
-            safetensors.torch.save_file(
-                model | optimizer,
-                folder_of(trainer.config.out) / f"{trainer.step}-{when}.safetensors",
-            )
+    def note(self, trainer: Trainer, moment: str) -> None:
+        state = trainer.optimizer.state()
+        tensors = {f"{name} of the optimizer": tensor for name, tensor in state.items()}
+        save_gathered(trainer, f"{trainer.step}-{moment}", trainer.model.state_dict() | tensors, {})
+
+
+def save_gathered(
+    trainer: Trainer, name: str, sharded: dict[str, Tensor], full: dict[str, Tensor]
+) -> None:
+    """Write tensors, some of which are sharded, to OUT.seen/NAME.safetensors."""
+    gathered = trainer.dist_ctx.gather_full(sharded)
+    if trainer.dist_ctx.is_main_process:
+        path = folder_of(trainer.config.out) / f"{name}.safetensors"
+        safetensors.torch.save_file(gathered | full, path)
 
 
 def folder_of(out: Path) -> Path:
-    """Where what was seen of a run is."""
+    """Return the folder of the records of a run."""
     return out.with_name(f"{out.name}.seen")
 
 
@@ -225,56 +208,52 @@ def play(runs: list[dict[str, Any]]) -> None:
             trainer_module.total_memory = lambda device, run=options: run.get("memory", 2**40)
             if "full" in options and dist.rank == dist.size - 1:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (options["full"], resource.RLIM_INFINITY))
-            stopper, watcher = Stopper(options.get("stop"), options.get("hang")), Watcher()
-            watching = [Records(), stopper]
-            watching += [watcher] if options.get("watch") and dist.is_main_process else []
-            watching += [Masked()] if options.get("mask") else []
-            watching += [holder := Holder()] if options.get("hold") else []
+            stopper = Stopper(options)
+            watcher = Watcher()
+            holder = Holder()
+            callbacks = [Records(), stopper]
+            callbacks += [watcher] if options.get("watch") and dist.is_main_process else []
+            callbacks += [Masked()] if options.get("mask") else []
+            callbacks += [holder] if options.get("hold") else []
             with contextlib.redirect_stdout(io.StringIO()) as output:
                 peers = dataclasses.replace(dist, sharded=config.parallel == "fsdp")
-                run = train.train(
-                    config, peers, watching, lambda stopper=stopper: stopper.should_stop
-                )
+                run = train.train(config, peers, callbacks, lambda s=stopper: s.should_stop)
                 if options.get("conclude"):
                     print_summary(run)
                 if options.get("hold"):
                     holder.note(run, "ended")
             assert run.step == (options.get("stop") or config.steps or run.step)
-            assert (
-                run.ddp_model is run.model
-            )  # a DDP that outlives its process group may hang in its destructor
-            seen = watcher.seen | {
+            # A DDP that outlives its process group may hang in its destructor.
+            assert run.ddp_model is run.model
+            record = {
                 "output": output.getvalue(),
-                "share": run.budget.progress,
+                "progress": run.budget.progress,
                 "steps": run.step,
             }
-            (folder_of(config.out) / f"{dist.rank}.json").write_text(json.dumps(seen))
+            path = folder_of(config.out) / f"{dist.rank}.json"
+            path.write_text(json.dumps(watcher.record | record))
 
 
-def forked(size: int, runs: list[dict[str, Any]]) -> int:
+def run_forks(size: int, runs: list[dict[str, Any]]) -> int:
     """Run in ``size`` forks of this process; return the first exit code that is not 0, or 0."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     children = set()
     for rank in range(size):
-        if not (child := os.fork()):
-            variables = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": size,
-                "LOCAL_WORLD_SIZE": size,
-            }
-            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            os.environ.update({name: str(value) for name, value in variables.items()})
-            signal.alarm(MAX_RUN_SECONDS)
-            try:
-                play(runs)
-                os._exit(0)
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-                sys.stderr.flush()
-                os._exit(1)
-        children.add(child)
+        if child := os.fork():
+            children.add(child)
+            continue
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        signal.alarm(MAX_RUN_SECONDS)
+        try:
+            play(runs)
+            os._exit(0)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            sys.stderr.flush()
+            os._exit(1)
     code = 0
     while children:
         child, status = os.wait()
@@ -291,7 +270,7 @@ def serve(lines: Iterable[str]) -> None:
     for module in ("torch._dynamo", "torch.distributed.device_mesh", "torch.distributed.fsdp"):
         importlib.import_module(module)  # else every fork would, for its optimizer, or to shard
     for line in lines:
-        print(forked(*json.loads(line)), flush=True)
+        print(run_forks(*json.loads(line)), flush=True)
 
 
 if __name__ == "__main__":

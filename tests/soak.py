@@ -1,28 +1,23 @@
 """Kill training and preparing, run them again, and compare with a run that was not killed.
 
-    python tests/soak.py events        killed at every change of a file, one after the other
-    python tests/soak.py ranks         each of two FSDP ranks killed at each stage of a save
-    python tests/soak.py kills 100     killed 100 times at random moments
-    python tests/soak.py long 20000    20,000 steps: memory and open files must not grow
+    python tests/soak.py events    killed at every change of a file, one after the other
+    python tests/soak.py ranks     the same for each of two FSDP ranks
 
-Torch is imported once, and each run is a fork, except under torchrun. Exit code 0: no difference.
+Torch is imported once, and each run is a fork. Exit code 0: no difference.
 """
 
-import collections
 import contextlib
 import functools
 import itertools
 import json
 import math
 import os
-import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,19 +29,18 @@ import matplotlib.figure  # noqa: F401  these three, or every fork would import 
 import torch
 import torch._dynamo
 import torch.distributed.fsdp
-from helpers import newest_checkpoint, numbers_text, rendezvous, same_checkpoint
+from helpers import Action, newest_checkpoint, numbers_text, rendezvous, same_checkpoint
 
 import prepare
 import train
-from engine.core.cli import run_command
+from engine.core.errors import UserError
 from engine.core.settings import load_settings
 from engine.report import samples as report_samples
-from engine.training import callbacks, checkpoint, run_dir
+from engine.training import callbacks
 from engine.training.callbacks import MetricsFile
 from engine.training.checkpoint import open_checkpoint
 from engine.training.config import TrainConfig
 from engine.training.run_dir import list_checkpoints
-from engine.training.trainer import Callback, Trainer
 
 SHAPE = "--num-layers 1 --num-heads 2 --d-model 16 --context-length 16 --batch-size 4"
 FLAGS = "--warmup-steps 2 --dropout 0.1 --eval-tokens 200 --eval-every 1000000 --resume"
@@ -180,18 +174,11 @@ class Killer:
 
 
 def make_killed_run(folder: Path) -> None:
-    """Train to step 5 and be killed; the checkpoints are of steps 2 and 4."""
-
-    class KillAtStepFive(Callback):
-        def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
-            if trainer.step == 5:
-                assert trainer.run_dir is not None
-                trainer.run_dir.wait()
-                os.kill(os.getpid(), signal.SIGKILL)
-
+    """Train to step 5 and be killed; there are checkpoints, but none of step 5."""
     make_data(folder / "data")
     config = load_settings(TrainConfig, train_arguments(folder / "run", *SIX_STEPS))
-    hooks = [MetricsFile(), KillAtStepFive()]
+    kill = functools.partial(signal.raise_signal, signal.SIGKILL)
+    hooks = [MetricsFile(), Action(5, kill, "train_loss")]
     child = fork(folder.with_suffix(".log"), lambda: train.train(config, callbacks=hooks))
     assert wait_for(child) == -signal.SIGKILL
     assert [step for step, *_ in losses_of(folder / "run")] == [1, 2, 3, 4, 5]
@@ -211,41 +198,38 @@ def losses_of(run: Path) -> list[tuple[int, float | None, float | None]]:
     ]
 
 
-def is_sound_run(now: Path, before: Path, after: Path) -> bool:
-    """Return whether every file in place is complete: checkpoints and settings."""
-    files = contents_of(now / "run")
-    expected = contents_of(after / "run")
+def check_killed_run(now: Path, before: Path, after: Path) -> None:
+    """Check that every file in place is complete: checkpoints and settings."""
     for path in list_checkpoints(now / "run"):
         open_checkpoint(path).verify()
-    return all(files.get(name, expected[name]) == expected[name] for name in ("config.toml",))
+    config = now / "run" / "config.toml"
+    expected = (after / "run" / "config.toml").read_bytes()
+    assert not config.exists() or config.read_bytes() == expected
 
 
-def is_sound_dataset(now: Path, before: Path, after: Path) -> bool:
-    """Return whether the dataset is the old or the new one."""
+def check_killed_dataset(now: Path, before: Path, after: Path) -> None:
+    """Check that the dataset is the old or the new one."""
     files = contents_of(now / "data") or contents_of(now / ".data.replaced")
-    return files in (contents_of(before / "data"), contents_of(after / "data"))
+    assert files in (contents_of(before / "data"), contents_of(after / "data"))
 
 
-def is_same_dataset(now: Path, after: Path) -> bool:
-    return contents_of(now) == contents_of(after)
+def check_same_dataset(now: Path, after: Path) -> None:
+    assert contents_of(now) == contents_of(after)
 
 
-def is_same_run(now: Path, after: Path) -> bool:
-    """Return whether two runs have the same files, weights, optimizer states and losses.
+def check_same_run(now: Path, after: Path) -> None:
+    """Check that two runs have the same files, weights, optimizer states and losses.
 
     The first may have an older checkpoint too: killed before the prune, with nothing left to save.
     """
     files = contents_of(now)
     expected = contents_of(after)
+    assert expected.keys() <= files.keys()
     additional = files.keys() - expected.keys()
-    newest = [newest_checkpoint(folder / "run") for folder in (now, after)]
-    return (
-        expected.keys() <= files.keys()
-        and all(name.startswith("run/checkpoints/step-") for name in additional)
-        and files["run/config.toml"] == expected["run/config.toml"]
-        and losses_of(now / "run") == losses_of(after / "run")
-        and same_checkpoint(*newest)
-    )
+    assert all(name.startswith("run/checkpoints/step-") for name in additional)
+    assert files["run/config.toml"] == expected["run/config.toml"]
+    assert losses_of(now / "run") == losses_of(after / "run")
+    assert same_checkpoint(newest_checkpoint(now / "run"), newest_checkpoint(after / "run"))
 
 
 @dataclass
@@ -254,8 +238,8 @@ class Kind:
 
     begin: Callable[[Path], Any]
     command: Callable[[Path], Any]
-    is_sound: Callable[[Path, Path, Path], bool]
-    is_same: Callable[[Path, Path], bool]
+    check_killed: Callable[[Path, Path, Path], None]
+    check_same: Callable[[Path, Path], None]
     num_ranks: int = 1
     victim: int = 0  # the rank to kill
 
@@ -264,7 +248,14 @@ def train_kind(begin: Callable[[Path], Any], *flags: str, **ranks: int) -> Kind:
     def command(folder: Path) -> int:
         return train.main(train_arguments(folder / "run", *SIX_STEPS, *flags))
 
-    return Kind(begin, command, is_sound_run, is_same_run, **ranks)
+    return Kind(begin, command, check_killed_run, check_same_run, **ranks)
+
+
+def prepare_kind(begin: Callable[[Path], Any], *flags: str) -> Kind:
+    def command(folder: Path) -> None:
+        make_data(folder / "data", *flags)
+
+    return Kind(begin, command, check_killed_dataset, check_same_dataset)
 
 
 def make_default_data(folder: Path) -> None:
@@ -276,24 +267,17 @@ KINDS = {
     "resume": train_kind(make_killed_run),
     "train, rank 0 of 2 sharded": train_kind(make_default_data, *FSDP, num_ranks=2, victim=0),
     "train, rank 1 of 2 sharded": train_kind(make_default_data, *FSDP, num_ranks=2, victim=1),
-    "prepare": Kind(lambda folder: None, make_default_data, is_sound_dataset, is_same_dataset),
-    "prepare --force": Kind(
-        lambda folder: make_data(folder / "data", "--val-fraction", "0.3"),
-        lambda folder: make_data(folder / "data", "--force"),
-        is_sound_dataset,
-        is_same_dataset,
+    "prepare": prepare_kind(lambda folder: None),
+    "prepare --force": prepare_kind(
+        lambda folder: make_data(folder / "data", "--val-fraction", "0.3"), "--force"
     ),
 }
 
 
-def every_event(num_events: int) -> Iterable[int]:
-    return range(1, num_events + 1)
+def events(folder: Path, name: str, max_kills: int = 10**6) -> int:
+    """Kill one kind of command at each of its file events, or at some of them, evenly spread.
 
-
-def events(folder: Path, name: str, choose: Callable[[int], Iterable[int]] = every_event) -> str:
-    """Kill one kind of command at each of its file events, or the chosen ones, counted from 1.
-
-    Raises AssertionError for an event from which it did not recover.
+    Returns the number of kills. Raises AssertionError for one from which it did not recover.
     """
     kind = KINDS[name]
     now, before, after, temporary = (folder / name for name in ("now", "before", "after", "tmp"))
@@ -320,154 +304,24 @@ def events(folder: Path, name: str, choose: Callable[[int], Iterable[int]] = eve
     assert run() == 0, log.read_text()
     now.rename(after)
     seen = json.loads((folder / "events.json").read_text())
-    for fatal in choose(len(seen)):
+    chosen = range(len(seen), 0, -max(1, len(seen) // max_kills))
+    for fatal in chosen:
         where = f"{name}, killed at event {fatal} of {len(seen)}, {seen[fatal - 1]}"
         shutil.copytree(before, now)
         code = run(fatal)
         assert code == -signal.SIGKILL, f"{where}: exit code {code}, {log.read_text()[-2000:]}"
-        assert kind.is_sound(now, before, after), f"{where}: left an incomplete file"
-        assert run() == 0, f"{where}: {log.read_text()[-2000:]}"
-        assert kind.is_same(now, after), f"{where}: the second run ended differently"
+        try:
+            kind.check_killed(now, before, after)
+            assert run() == 0, log.read_text()[-2000:]
+            kind.check_same(now, after)
+        except (AssertionError, UserError) as error:
+            raise AssertionError(where) from error
         shutil.rmtree(now)
-    counts = sorted(collections.Counter(seen).items())
-    return f"{name}: {len(seen)} events ({', '.join(f'{n} {event}' for event, n in counts)})"
-
-
-# Ranks killed at each stage of a sharded save, and restarted by torchrun.
-
-STAGES = {  # and the steps from the start of an attempt to the checkpoint to resume from
-    "before writing": {2},
-    "while writing": {2},
-    "before reporting": {2},
-    "before the rename": {2, 4},  # rank 0 may complete it without rank 1
-    "after the rename": {4},
-}
-ALL_KILLS = [(stage, rank) for stage in STAGES for rank in (0, 1)][:-1]
-
-
-def kill_in_call(module: Any, name: str, number: int, before: bool = False) -> None:
-    """Patch a function so that its n-th call kills this process, before or after its work."""
-    function = getattr(module, name)
-    counter = itertools.count(1)
-
-    def patched(*arguments: Any) -> Any:
-        is_fatal = next(counter) == number
-        result = None if is_fatal and before else function(*arguments)
-        if is_fatal:
-            if name == "write_tensors":
-                os.truncate(arguments[0], arguments[0].stat().st_size // 2)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    setattr(module, name, patched)
-
-
-def kill_in_second_save(stage: str, rank: int) -> None:
-    """Patch this process to be killed at a stage of the second checkpoint that it saves."""
-    if stage == "before writing":
-        kill_in_call(run_dir, "write_shard", 2, before=True)
-    elif stage == "while writing":
-        kill_in_call(checkpoint, "write_tensors", 4)  # two files in each save
-    elif stage == "before reporting":
-        kill_in_call(run_dir, "write_shard", 2)
-    elif rank > 0:
-        kill_in_call(run_dir.RunDir, "_write_and_prune", 2, before=True)
-    elif stage == "before the rename":
-        kill_in_call(checkpoint, "_write_manifest", 2)
-    else:
-        kill_in_call(run_dir, "complete_shards", 2)
-
-
-def train_killed(run: str, kills: str, *flags: str) -> None:
-    """Train under torchrun; its n-th attempt is killed by the n-th of the kills."""
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    rank = int(os.environ["RANK"])
-    torch.set_num_threads(1)
-    callbacks.FINAL_SAMPLE_TOKENS = report_samples.NEW_TOKENS = 3
-    for stage, victim in json.loads(kills)[attempt : attempt + 1]:
-        if victim == rank:
-            kill_in_second_save(stage, rank)
-    run_command(lambda: train.main(train_arguments(Path(run), *flags)))
-
-
-def ranks(folder: Path, kills: list[tuple[str, int]] = ALL_KILLS) -> str:
-    """Kill ranks as listed, each in the next attempt of one run, and compare how it ends."""
-    make_data(folder / "data")
-    steps = 4 * (len(kills) + 1)
-    flags = list(map(str, [*FSDP, "--steps", steps, "--save-every", 2, "--log-every", 1]))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    torchrun += ["--nproc-per-node", "2", "--max-restarts", str(len(kills))]
-    arguments = [__file__, "train_killed", str(folder / "killed"), json.dumps(kills), *flags]
-    done = subprocess.run(
-        [*torchrun, *arguments], capture_output=True, encoding="utf-8", timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    assert "skipped" not in done.stdout, done.stdout
-    lines = [line for line in done.stdout.splitlines() if line.startswith("Resuming after step ")]
-    resumed = [int(line.split()[3].strip(",;")) for line in lines]
-    assert len(resumed) == len(kills), done.stdout
-    for (stage, rank), start, step in zip(kills, [0, *resumed], resumed, strict=False):
-        assert step - start in STAGES[stage], f"rank {rank} killed {stage}: {start} → {step}"
-    arguments = train_arguments(folder / "whole", *flags)
-    assert run_ranks(folder / "log", 2, lambda rank: train.main(arguments)) == [0, 0]
-    newest = [newest_checkpoint(folder / name) for name in ("killed", "whole")]
-    assert newest[0].step == steps and newest[0].shards == 2 and same_checkpoint(*newest)
-    return f"{len(kills)} kills of ranks, resumed after steps {resumed} to the same weights"
-
-
-# Killed at random, and not killed.
-
-
-def kills(folder: Path, num_kills: int) -> str:
-    """Kill a run at random moments, resume it each time, and compare how it ends."""
-    make_data(folder / "data")
-    flags = ("--save-every", 7, "--log-every", 50, "--decay", "inverse_sqrt")  # of any length
-
-    def start(name: str, steps: int) -> int:
-        arguments = train_arguments(folder / name, *flags, "--steps", steps)
-        return fork(folder / f"{name}.log", lambda: train.main(arguments))
-
-    for number in range(num_kills):
-        child = start("killed", 1_000_000)
-        time.sleep(random.Random(number).uniform(0.02, 0.6))
-        os.kill(child, signal.SIGKILL)
-        assert wait_for(child) == -signal.SIGKILL
-    is_saved = bool(list_checkpoints(folder / "killed"))
-    reached = newest_checkpoint(folder / "killed").step if is_saved else 0
-    assert all(wait_for(start(name, reached + 10)) == 0 for name in ("killed", "whole"))
-    assert same_checkpoint(*(newest_checkpoint(folder / name) for name in ("killed", "whole")))
-    return f"{num_kills} kills, up to step {reached}, resumed to the same weights"
-
-
-def long(folder: Path, steps: int) -> str:
-    """Train for many steps; memory and open files must not grow."""
-    make_data(folder / "data")
-    flags = ("--steps", steps, "--save-every", 500, "--log-every", 100)
-    arguments = train_arguments(folder / "long", *flags)
-    child = fork(folder / "log", lambda: train.main(arguments))
-    usage = []
-    while os.waitpid(child, os.WNOHANG) == (0, 0):
-        if list_checkpoints(folder / "long"):
-            num_pages = int(Path(f"/proc/{child}/statm").read_text().split()[1])
-            mebibytes = num_pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-            usage.append((mebibytes, len(os.listdir(f"/proc/{child}/fd"))))
-        time.sleep(0.2)
-    early = usage[len(usage) // 10]
-    late = usage[len(usage) * 9 // 10]
-    assert newest_checkpoint(folder / "long").step == steps
-    assert late[0] < early[0] * 1.05 + 5 and late[1] <= early[1] + 2, (early, late)
-    return f"{steps} steps: (MiB, open files) {early} at 10% of the time, {late} at 90%"
+    return len(chosen)
 
 
 if __name__ == "__main__":
-    mode, *arguments = sys.argv[1:]
-    if mode == "train_killed":
-        train_killed(*arguments)
-    elif mode == "events":
-        for name in KINDS:
+    for name, kind in KINDS.items():
+        if sys.argv[1] == ("events" if kind.num_ranks == 1 else "ranks"):
             with tempfile.TemporaryDirectory() as temporary:
-                print(events(Path(temporary), name), flush=True)
-    else:
-        function = {"ranks": ranks, "kills": kills, "long": long}[mode]
-        with tempfile.TemporaryDirectory() as temporary:
-            print(function(Path(temporary), *map(int, arguments)))
+                print(f"{name}: killed at {events(Path(temporary), name)} events", flush=True)

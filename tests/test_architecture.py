@@ -12,8 +12,8 @@ from helpers import ROOT, TINY, logged
 PAGE = ROOT / "docs" / "architecture.md"
 SOURCES = ("*.py", "engine", "config")
 # They are lowered whenever they can be. Only a new capability raises them.
-MAX_SOURCE_LINES = 14_560
-MAX_TEST_LINES = 18_920
+MAX_SOURCE_LINES = 14_760
+MAX_TEST_LINES = 17_000
 
 
 def read_changes() -> dict[str, tuple[str, list[str]]]:

@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow
 import pytest
 from backports import zstd
-from helpers import train_tiny
+from helpers import make_reader
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
@@ -27,15 +27,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.core.errors import UserError
 from engine.core.settings import flatten, load_settings
-from engine.data.inputs.examples import parse_chat, parse_pair
+from engine.data.chats.examples import parse_chat, parse_pair
+from engine.data.inputs.documents import Corpus
 from engine.data.inputs.readers import read
 from engine.data.inputs.sources import Source
-from engine.data.splits import Corpus
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer
 from engine.data.tokenizer_training import train_bpe_tokenizer
 from engine.training.config import TrainConfig
 from huggingface import ImportConfig, import_model
-from sample import SampleConfig, sample
 
 WRAPPED_BUG = re.compile(r"\((?:Assertion|Attribute|Index|Key|Name|Runtime|Type)Error: ")
 CASES = settings(
@@ -130,25 +129,6 @@ def test_imported_models(name, tmp_path):
     fuzz(path, changed_json(json.loads(path.read_bytes())), parse)
 
 
-@pytest.mark.parametrize("name", ["prompt.txt", "prompts.jsonl"])
-def test_prompts(name, numbers, tmp_path):
-    train_tiny(numbers, tmp_path / "run", "--steps", 1, "--num-layers", 1, "--d-model", 8)
-    path = tmp_path / name
-    out = tmp_path / "out.jsonl"
-    contents = st.text("0123 is.\r\n\ufeff\0", max_size=60).map(str.encode)
-    files = {"prompt_file": path}
-    if name == "prompts.jsonl":
-        contents = st.lists(changed_json({"prompt": "1 is", "id": 1}), max_size=3).map(b"\n".join)
-        files = {"prompts_file": path, "out": out}
-    config = SampleConfig(tmp_path / "run", max_new_tokens=1, device="cpu", **files)
-
-    def parse() -> None:
-        out.unlink(missing_ok=True)
-        sample(config)
-
-    fuzz(path, contents, parse)
-
-
 @pytest.mark.parametrize(
     "turns_of", [parse_chat, partial(parse_pair, prompt_fields=["a"], completion_field="c")]
 )
@@ -158,7 +138,8 @@ def test_pairs_and_chats(turns_of, tmp_path):
     contents = changed_json({"a": "b", "c": "d", "messages": messages})
 
     def parse() -> None:
-        texts = read(Source(path, path.name, turns_of=turns_of))
+        reader = make_reader(turns_of, ("a", "c", "messages"))
+        texts = read(Source(path, path.name), reader=reader)
         assert all(json.loads(text.text) for text in texts)
 
     fuzz(path, contents, parse)
@@ -198,13 +179,14 @@ def test_files_of_text_are_read_twice_alike(kind, tmp_path):
     contents = st.one_of(encoded, encoded.filter(bool).flatmap(damaged), documents)
 
     def parse(**options: Any) -> None:
-        source = Source(path, path.name, **options)
+        source = Source(path, path.name)
+        reader = make_reader(**options)
         notes: Counter[str] = Counter()
-        texts = [text.text for text in read(source, notes=notes)]
-        assert texts == [text.text for text in read(source)]
+        texts = [text.text for text in read(source, notes=notes, reader=reader)]
+        assert texts == [text.text for text in read(source, reader=reader)]
         assert "\0" not in "".join(texts) or kind not in LINES
-        assert not any(note.startswith("rows") for note in notes) or source.skip_bad_rows
-        Corpus([source], 0.1)
+        assert not any(note.startswith("rows") for note in notes) or reader.skip_bad_rows
+        Corpus([source], 0.1, (), reader)
 
     options = {
         "encoding": st.sampled_from(["utf-8", "auto", "utf-16", "gb18030", "cp1252"]),

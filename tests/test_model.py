@@ -19,7 +19,7 @@ from engine.generation.decoding_engine import DecodingEngine
 from engine.nn import loss as loss_module
 from engine.nn.inference import build_decoder
 from engine.nn.layers import concatenate_linear
-from engine.nn.positions import rotate, scale_frequencies
+from engine.nn.positions import scale_frequencies
 from engine.nn.specs import ParameterSpec, match_specs
 from engine.training.optimizer import Optimizer, OptimizerConfig, default_rates
 from model import GPT, FeedForward, Head, ModelConfig, MultiHeadAttention
@@ -78,35 +78,6 @@ def test_a_position_depends_on_the_windows_of_its_layers(windows, num_layers, re
 
 
 @torch.no_grad()
-def test_the_loss_of_a_position_does_not_depend_on_later_tokens(config):
-    model = random_model(config)
-    tokens, targets = random_batch(config, rows=1)
-    targets[:, 6:] = -1
-    changed = tokens.clone()
-    changed[:, 6:] = (tokens[:, 6:] + 1) % config.vocab_size
-    assert torch.equal(model(tokens, targets), model(changed, targets))
-    changed[:, 5] = (tokens[:, 5] + 1) % config.vocab_size
-    assert not torch.equal(model(tokens, targets), model(changed, targets))
-
-
-@pytest.mark.parametrize("sizes", [[1] * 16, [7, 1, 1, 5, 2], [16]], ids=str)
-@torch.no_grad()
-def test_logits_with_a_cache_equal_those_without(config, sizes):
-    model = random_model(config)
-    tokens, _ = random_batch(config)
-    expected = model(tokens)
-    engine = DecodingEngine(model)
-    for row in tokens.tolist():
-        engine.add(row)
-    for row in range(3):
-        for size in sizes:
-            logits = engine.read(row, size)
-            end = engine.rows[row].num_cached
-            torch.testing.assert_close(logits[0], expected[row, end - 1], rtol=1e-4, atol=1e-5)
-        assert end == 16
-
-
-@torch.no_grad()
 def test_more_tokens_than_the_context_are_refused():
     model = random_model(SMALL)
     with pytest.raises(ValueError, match=r"at most 16 positions .got 17"):
@@ -157,29 +128,6 @@ def test_attention_equals_torch_multihead_attention(bias):
     flat = torch.cat([grad.flatten() for grad in grads])
     expected_flat = torch.cat([grad.flatten() for grad in expected_grads])
     torch.testing.assert_close(flat, expected_flat, rtol=1e-5, atol=1e-5)
-
-
-@torch.no_grad()
-def test_a_head_s_attention_is_a_distribution_over_the_past(config):
-    model = random_model(config)
-    *_, (head, *shared) = model.blocks[0].attention.heads_with_shared()
-    x = torch.randn(2, 10, config.d_model)
-    weights = head.attention(x, model.rotation(torch.arange(10)), *shared)
-    torch.testing.assert_close(weights.sum(dim=-1), torch.ones(2, 10))
-    assert weights.triu(1).abs().max() == 0
-    assert weights.min() >= 0
-
-
-@pytest.mark.parametrize("qk_norm", [True, False])
-@torch.no_grad()
-def test_normalized_queries_and_keys_have_no_scale(qk_norm):
-    model = random_model(dataclasses.replace(SMALL, qk_norm=qk_norm))
-    tokens, _ = random_batch(SMALL)
-    before = model(tokens)
-    for head in model.blocks[0].attention.heads:
-        head.query.weight.mul_(3)
-        head.key.weight.mul_(2)
-    assert torch.allclose(model(tokens), before, rtol=1e-3, atol=1e-3) == qk_norm
 
 
 class Scaled(nn.Module):
@@ -258,13 +206,6 @@ def test_only_plain_linear_layers_are_concatenated():
 def test_heads_of_a_group_share_one_key_and_value_that_is_saved_once():
     config = VARIANTS["qwen3"]
     grouped = random_model(config)
-    names = [name for name in grouped.state_dict() if name.startswith("blocks.0.attention.heads")]
-    queries = {f"{head}.query.weight" for head in range(4)}
-    shared = {f"{head}.{kind}.weight" for head in (0, 2) for kind in ("key", "value")}
-    norms = {"0.query_norm.weight", "0.key_norm.weight"}
-    assert {
-        name.removeprefix("blocks.0.attention.heads.") for name in names
-    } == queries | shared | norms
     assert list(grouped.state_dict()) == [name for name, _ in grouped.named_parameters()]
     # The model equals one without groups whose heads have equal keys and values.
     full = GPT(dataclasses.replace(config, num_kv_heads=None)).eval()
@@ -282,15 +223,11 @@ def test_heads_of_a_group_share_one_key_and_value_that_is_saved_once():
 # Positions.
 
 
-def test_rope_rotates_pairs_as_complex_numbers():
-    rotation = GPT(SMALL).rotation(torch.arange(3, 8))  # (2, 5, 4)
-    x = torch.randn(5, SMALL.head_width)
-    positions = torch.arange(3.0, 8)[:, None]
-    frequencies = 10_000.0 ** (-torch.arange(4) / 4)
-    pairs = torch.view_as_complex(torch.stack(x.chunk(2, dim=-1), dim=-1))
-    expected = pairs * torch.exp(-1j * positions * frequencies)
-    expected = torch.cat((expected.real, expected.imag), dim=-1)
-    torch.testing.assert_close(rotate(x, rotation), expected)
+def test_rope_rotates_by_angles_in_proportion_to_the_position():
+    cos, sin = GPT(SMALL).rotation(torch.arange(3, 8))[..., :4]
+    angles = torch.arange(3.0, 8)[:, None] * 10_000.0 ** (-torch.arange(4) / 4)
+    torch.testing.assert_close(cos, angles.cos())
+    torch.testing.assert_close(sin, angles.sin())
     assert GPT(VARIANTS["gpt2"]).rotation(torch.arange(4)) is None
 
 
@@ -304,12 +241,6 @@ def test_scaled_rope_divides_the_frequencies_of_few_periods():
     assert scale_frequencies(frequencies, None) is frequencies
     linear = GPT(dataclasses.replace(SMALL, rope_scaling=(4.0,))).rotation(torch.arange(13))
     torch.testing.assert_close(linear[:, ::4], GPT(SMALL).rotation(torch.arange(4)))
-
-
-@pytest.mark.parametrize("scaling", [(), (0.0,), (2.0, 1.0), (8.0, 4.0, 1.0, 64.0), (8.0,) * 4])
-def test_scaling_of_wrong_numbers_is_refused(scaling):
-    with pytest.raises(ValueError, match="rope_scaling"):
-        dataclasses.replace(SMALL, rope_scaling=scaling)
 
 
 def test_a_bias_of_queries_keys_and_values_only():
@@ -399,24 +330,6 @@ def test_the_loss_is_the_summed_cross_entropy_of_counted_targets(config, num_ign
     assert loss.dtype == torch.float32
     assert (loss == 0) == (num_ignored == 48)
     assert_same_gradients(loss, expected, list(model.parameters()), 1e-4)
-
-
-def test_the_losses_of_micro_batches_add_up_to_that_of_the_batch(config):
-    model = random_model(config)
-    tokens, targets = random_batch(config)
-    targets[0, :9] = -1
-    losses = [model(tokens[i : i + 1], targets[i : i + 1]) for i in range(3)]
-    torch.testing.assert_close(model(tokens, targets), sum(losses))
-
-
-@torch.no_grad()
-def test_the_initial_loss_is_that_of_a_uniform_guess(config):
-    torch.manual_seed(0)
-    model = GPT(config).eval()
-    tokens = torch.randint(config.vocab_size, (32, 17))
-    loss = model(tokens[:, :-1], tokens[:, 1:]).item() / (32 * 16)
-    rel = 0.02 if config.tie_embeddings else 1e-6
-    assert loss == pytest.approx(math.log(config.vocab_size), rel=rel)
 
 
 # Initialization and specs.
@@ -513,7 +426,7 @@ def test_a_training_step_creates_its_tensors_on_the_device_of_the_model(
     assert optimizer.clip_gradients().device == meta
     optimizer.update(0.01)
     for name, tensor in optimizer.state().items():
-        assert tensor.device == meta or name.startswith("guard."), name
+        assert tensor.device == meta or name.startswith("loss_scaler."), name
     with torch.no_grad():
         model.eval()
         assert model(*tokens).device == meta
@@ -535,19 +448,14 @@ def test_a_training_step_creates_its_tensors_on_the_device_of_the_model(
         ({"num_kv_heads": 2}, "num_kv_heads"),
         ({"d_model": 9}, "head_dim"),
         ({"num_layers": 0}, "num_layers"),
-        ({"context_length": -1}, "context_length"),
-        ({"d_ff": 0}, "d_ff"),
         ({"dropout": 1.0}, "dropout"),
-        ({"windows": (-8,)}, "windows"),
         ({"windows": (4, -3)}, "windows"),
         ({"windows": (1.5,)}, "windows"),
-        ({"rope_base": 0.0}, "rope_base"),
-        ({"rope_base": -5.0}, "rope_base"),
         ({"rope_base": math.nan}, "rope_base"),
+        ({"rope_scaling": ()}, "rope_scaling"),
         ({"rope_scaling": (math.inf,)}, "rope_scaling"),
+        ({"rope_scaling": (8.0, 4.0, 1.0, 64.0)}, "rope_scaling"),
         ({"norm_epsilon": 0.0}, "norm_epsilon"),
-        ({"norm_epsilon": -1.0}, "norm_epsilon"),
-        ({"logit_softcap": -3.0}, "logit_softcap"),
         ({"vocab_size": True}, "vocab_size"),
         ({"num_layers": 2.0}, "num_layers"),
     ],
@@ -555,21 +463,3 @@ def test_a_training_step_creates_its_tensors_on_the_device_of_the_model(
 def test_impossible_settings_are_refused_by_name(changes, name):
     with pytest.raises(ValueError, match=f"^{name} "):
         GPT(dataclasses.replace(SMALL, **changes))
-
-
-def test_the_default_width_of_the_feed_forward_layer():
-    assert VARIANTS["gpt2"].feed_forward_width == 96
-    assert VARIANTS["relu2"].feed_forward_width == 40
-    configs = [dataclasses.replace(SMALL, d_model=d, num_heads=2) for d in (24, 96, 132)]
-    assert [config.feed_forward_width for config in configs] == [64, 256, 352]
-    assert GPT(SMALL).blocks[0].feed_forward.gate.weight.shape == (64, 24)
-
-
-def test_the_number_of_parameters():
-    matrices = 2 * (4 * 24 * 24 + 2 * 24 * 96)
-    biases = 2 * (4 * 24 + 96 + 24)
-    norms = 2 * 2 * 2 * 24
-    assert GPT(SMALL).num_parameters == 37 * 24 * 2 + matrices
-    assert GPT(VARIANTS["2017"]).num_parameters == 37 * 24 + matrices + biases + norms
-    gpt2 = 37 * 24 + 16 * 24 + matrices + biases + norms + 2 * 24
-    assert GPT(VARIANTS["gpt2"]).num_parameters == gpt2

@@ -24,8 +24,8 @@ from pyarrow import parquet
 import prepare as command
 from engine.core.errors import UserError
 from engine.core.files import exclusive_lock
-from engine.data import splits
 from engine.data.dataset import FORMAT_VERSION, open_dataset
+from engine.data.inputs import documents
 from engine.data.writer import work_folder
 from prepare import PrepareConfig
 
@@ -104,17 +104,18 @@ def test_tiny_shakespeare(
     dataset = open_dataset(path)
     expected = shakespeare.read_text(encoding="utf-8")
     ending = "" if tokenizer == "char" else "<|endoftext|>"
-    assert dataset.tokenizer.decode(dataset.train[:]) == expected[:1_003_854]
-    assert dataset.tokenizer.decode(dataset.val[:]) == expected[1_003_854:] + ending
+    assert dataset.tokenizer.decode(dataset.train.tokens[:]) == expected[:1_003_854]
+    assert dataset.tokenizer.decode(dataset.val.tokens[:]) == expected[1_003_854:] + ending
 
     manifest = json.loads((path / "manifest.json").read_text())
     keys = ["format", "vocab_size", "dtype"]
     assert [manifest[key] for key in keys] == [FORMAT_VERSION, vocab_size, dtype]
     written = hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest()
     assert manifest["tokenizer"] == {"kind": dataset.tokenizer.kind, "sha256": written}
-    ids = [*dataset.train[:].tolist(), *dataset.val[:].tolist()]
+    ids = [*dataset.train.tokens[:].tolist(), *dataset.val.tokens[:].tolist()]
     facts = {"documents": 1, "repeats": 0, "longest": len(ids), "vocabulary": len({*ids})}
-    assert manifest["facts"] == facts | {"val_distinct": 1, "val_copies": 0}
+    facts |= {"val_distinct": 1, "val_copies": 0, "dropped": 0, "notes": {}}
+    assert manifest["statistics"] == facts
     for split, tokens, size in (("train", train_tokens, 1_003_854), ("val", val_tokens, 111_540)):
         counts = manifest["splits"][split]
         assert (counts["bytes"], counts["documents"]) == (size, split == "val")
@@ -127,22 +128,22 @@ def test_tiny_shakespeare(
 
 
 def test_documents_are_encoded_in_order_each_with_its_end(code, prepare, tmp_path, monkeypatch):
-    monkeypatch.setattr(splits, "MIN_BATCH_CHARACTERS", 500)
+    monkeypatch.setattr(documents, "MIN_BATCH_CHARACTERS", 500)
     texts = ["", *(f"№ {i}: {code[100 * i :][: i % 700]}" for i in range(len(code) // 100))]
     (tmp_path / "lines.jsonl").write_text(to_lines([{"text": text} for text in texts]))
     prepare("lines.jsonl", "--vocab-size", 300, "--val-fraction", 0.2)
     dataset = open_dataset(tmp_path / "data" / "lines")
     order = []
     for split in ("train", "val"):
-        tokens = getattr(dataset, split)[:]
-        ends = np.flatnonzero(tokens == dataset.tokenizer.end_of_text)
+        tokens = getattr(dataset, split).tokens[:]
+        ends = np.flatnonzero(tokens == dataset.tokenizer.end_of_text_id)
         assert ends[-1] == len(tokens) - 1
-        documents = [ids[:-1] for ids in np.split(tokens, ends[:-1] + 1)]
-        decoded = [dataset.tokenizer.decode(ids) for ids in documents]
+        encoded = [ids[:-1] for ids in np.split(tokens, ends[:-1] + 1)]
+        decoded = [dataset.tokenizer.decode(ids) for ids in encoded]
         counts = dataset.manifest["splits"][split]
         num_bytes = sum(len(text.encode()) for text in decoded)
         assert (counts["documents"], counts["bytes"]) == (len(decoded), num_bytes)
-        np.testing.assert_array_equal(documents[0], dataset.tokenizer.encode(decoded[0]))
+        np.testing.assert_array_equal(encoded[0], dataset.tokenizer.encode(decoded[0]))
         numbers = [texts.index(text) for text in decoded]
         assert numbers == sorted(numbers)
         order += numbers
@@ -175,7 +176,7 @@ def test_the_same_texts_give_the_same_stream_in_any_format(count: int, code: str
         out = tmp_path / str(number)
         command.prepare(PrepareConfig((name,), vocab_size=400, out=out))
         dataset = open_dataset(out)
-        streams.append([dataset.train[:].tolist(), dataset.val[:].tolist()])
+        streams.append([dataset.train.tokens[:].tolist(), dataset.val.tokens[:].tolist()])
         assert streams[number] == streams[0], name
 
 
@@ -187,7 +188,7 @@ def test_standard_input(content: str, flags, num_documents: int, run, tmp_path: 
     result = run("prepare.py", "-", "--tokenizer", "byte", *flags, input=content)
     assert (result.returncode, result.stderr) == (0, "") and ("⟦" in result.stdout) == bool(flags)
     dataset = open_dataset(tmp_path / "data" / "stdin")
-    assert dataset.manifest["facts"]["documents"] == num_documents
+    assert dataset.manifest["statistics"]["documents"] == num_documents
 
 
 def test_files_and_fields_are_chosen(prepare, tmp_path: Path):
@@ -198,7 +199,7 @@ def test_files_and_fields_are_chosen(prepare, tmp_path: Path):
     assert "--glob" in prepare("posts", error=True)
     prepare("posts", "--glob", "*.jsonl", "--field", "body", "--tokenizer", "char")
     dataset = open_dataset(tmp_path / "data" / "posts")
-    texts = [dataset.tokenizer.decode(tokens[:]) for tokens in (dataset.train, dataset.val)]
+    texts = [dataset.tokenizer.decode(part.tokens[:]) for part in (dataset.train, dataset.val)]
     assert texts == ["one pos\nand anoth\n", "t\ner\n"]
 
 
@@ -320,7 +321,7 @@ GOOD = '{"q": "a", "a": "b", "messages": [{"role": "assistant", "content": "c"}]
         (("a.txt", "--prompt-field", "q"), "--completion-field"),
         (("a.txt", "--completion-field", "q"), "--prompt-field"),
         (("empty.jsonl", "--chat"), "train split"),
-        (("good.jsonl", *PAIR_FLAGS), "val split"),
+        (("good.jsonl", *PAIR_FLAGS), "--val"),
         (("half.jsonl", *PAIR_FLAGS), "half.jsonl, line 3: "),
         (("half.jsonl", "--chat"), "half.jsonl, line 3: "),
     ],
@@ -361,7 +362,7 @@ def test_a_million_spaces_in_a_row_are_text(prepare, tmp_path: Path):
     (tmp_path / "a.txt").write_text("some words " + " " * 1_500_000 + "\nand more\n")
     prepare("a.txt", "--vocab-size", 300)
     dataset = open_dataset(tmp_path / "data" / "a")
-    assert dataset.tokenizer.decode(dataset.train[:100]).startswith("some words ")
+    assert dataset.tokenizer.decode(dataset.train.tokens[:100]).startswith("some words ")
 
 
 # Examples.
@@ -445,3 +446,14 @@ def test_the_tokenizer_of_another_dataset_is_identified_by_its_content(prepare, 
         assert "up to date" in prepare(*arguments, path)
     prepare("a.txt", "--tokenizer", "byte", "--force")
     assert "tokenizer bpe" in prepare(*arguments, "data/a", error=True)
+
+
+def test_names_that_are_not_utf8_are_prepared(prepare, tmp_path):
+    for folder in ("text", "val"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / os.fsdecode(b"caf\xe9.txt")).write_text("some words\n" * 99)
+    prepare("text", "--tokenizer", "byte", "--out", "data")
+    assert len(open_dataset(tmp_path / "data").train) > 800
+    validation = os.fsdecode(b"val/caf\xe9.txt")
+    prepare("text", "--tokenizer", "byte", "--out", "both", "--val", validation)
+    assert len(open_dataset(tmp_path / "both").val) == 1090

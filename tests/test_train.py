@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,8 @@ import torch
 from helpers import (
     ROOT,
     TINY,
+    Action,
+    StopAfter,
     assert_same_run,
     exit_code_of,
     logged,
@@ -42,10 +43,9 @@ from engine.core.cli import Interruption
 from engine.core.distributed import single_process
 from engine.core.errors import UserError
 from engine.core.settings import flatten, iterate_hints, load_settings
+from engine.data.batches import open_mixture
 from engine.data.dataset import open_dataset
-from engine.data.mixture import open_mixture
 from engine.data.tokenizer import load_tokenizer
-from engine.training import estimate
 from engine.training.callbacks import MetricsFile
 from engine.training.config import (
     BUILT_IN_DATA,
@@ -53,9 +53,10 @@ from engine.training.config import (
     ModelSettings,
     RunConfig,
     TrainConfig,
+    make_run_config,
 )
 from engine.training.optimizer import Optimizer
-from engine.training.resolve import SETTINGS_IGNORED_ON_RESUME, make_run_config
+from engine.training.resolve import SETTINGS_IGNORED_ON_RESUME, resolve
 from engine.training.run_dir import RunDir, list_checkpoints
 from engine.training.trainer import Callback, Trainer
 from model import GPT, ModelConfig
@@ -64,56 +65,6 @@ from prepare import main as prepare_command
 
 # Evaluations at 6, 12, …, 30 and saves at 8, 16, 24: both at 24.
 RUN_FLAGS = ["--steps", "30", "--dropout", "0.3", "--eval-every", "6", "--save-every", "8"]
-
-
-class Action(Callback):
-    """Does something after a step, or at its record with a key."""
-
-    def __init__(self, step: int, act: Callable[[], Any], key: str | None = None):
-        self.step = step
-        self.act = act
-        self.key = key
-
-    def on_step(self, trainer: Trainer) -> None:
-        if trainer.step == self.step and self.key is None:
-            self.act()
-
-    def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        if trainer.step == self.step and self.key in record:
-            self.act()
-
-
-class ActionInEvaluation(Action):
-    """Does something while the loss of a batch of the evaluation after a step is computed."""
-
-    def on_train_start(self, trainer: Trainer) -> None:
-        def act(model: GPT, inputs: Any) -> None:
-            if trainer.step == self.step and not model.training:
-                self.act()
-
-        trainer.model.register_forward_pre_hook(act)
-
-    def on_step(self, trainer: Trainer) -> None:
-        pass
-
-
-class StopAfter(Callback):
-    """A ``should_stop`` that is true after a number of steps."""
-
-    def __init__(self, step: int):
-        self.last_step = step
-        self.step = 0
-
-    def on_step(self, trainer: Trainer) -> None:
-        self.step = trainer.step
-
-    def __call__(self) -> bool:
-        return self.step >= self.last_step
-
-
-def send_signal(number: int) -> None:
-    """Send a signal to this process."""
-    os.kill(os.getpid(), number)
 
 
 @pytest.fixture(scope="module")
@@ -175,20 +126,17 @@ def test_a_missing_built_in_corpus_is_prepared(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("number", "step", "action"),
+    ("number", "step", "when"),
     [
-        (signal.SIGINT, 7, Action),
-        (signal.SIGTERM, 8, Action),
-        (signal.SIGHUP, 12, partial(Action, key="val_loss")),
-        (signal.SIGINT, 24, partial(Action, key="val_loss")),
-        (signal.SIGTERM, 12, ActionInEvaluation),
+        (signal.SIGINT, 7, "on_step"),  # between saves
+        (signal.SIGTERM, 8, "on_step"),  # at a save
+        (signal.SIGHUP, 12, "val_loss"),
+        (signal.SIGINT, 24, "val_loss"),  # at a save too
+        (signal.SIGTERM, 12, "evaluation"),
     ],
-    ids=["between saves", "at a save", "at an evaluation", "at both", "in an evaluation"],
 )
-def test_an_interrupted_run_resumes_bit_for_bit(
-    numbers, tmp_path, trained, full_run, number, step, action
-):
-    callbacks = [action(step, partial(send_signal, number))]
+def test_an_interrupted_run_resumes_bit_for_bit(trained, full_run, number, step, when):
+    callbacks = [Action(step, partial(signal.raise_signal, number), when)]
     with Interruption() as interruption:
         out = trained(
             "run", *RUN_FLAGS, callbacks=callbacks, should_stop=lambda: bool(interruption.signal)
@@ -200,25 +148,6 @@ def test_an_interrupted_run_resumes_bit_for_bit(
     assert_same_run(full_run, trained("run", *RUN_FLAGS, "--resume"))
     elapsed = list(logged(out, "elapsed_seconds").values())
     assert elapsed == sorted(elapsed)  # the resumed clock continues
-
-
-def test_a_second_ctrl_c_stops_at_once(trained, tmp_path, full_run):
-    def interrupt_twice() -> None:
-        send_signal(signal.SIGINT)
-        send_signal(signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt), Interruption():
-        trained("run", *RUN_FLAGS, callbacks=[Action(11, interrupt_twice)])
-    assert newest_checkpoint(tmp_path / "run").step == 8
-    assert_same_run(full_run, trained("run", *RUN_FLAGS, "--resume"))
-
-
-def test_an_interrupted_main_returns_the_code_of_the_signal(numbers, tmp_path, monkeypatch, capsys):
-    callbacks = [Action(7, partial(send_signal, signal.SIGINT))]
-    monkeypatch.setattr(train, "default_callbacks", lambda config: callbacks)
-    assert train.main(tiny(numbers, tmp_path / "run", *RUN_FLAGS)) == 128 + signal.SIGINT
-    assert newest_checkpoint(tmp_path / "run").step == 7
-    assert capsys.readouterr().out.endswith(" --resume\n")
 
 
 def test_a_terminated_command_prints_the_command_to_resume_with(numbers, tmp_path, trained):
@@ -374,24 +303,19 @@ def test_accumulated_micro_batches_are_the_whole_batch(trained):
             assert logged(run, key) == pytest.approx(logged(whole_batch, key), **tolerance)
 
 
-def test_float16_scales_its_loss_and_learns(trained):
-    run = trained("half", "--steps", 20, "--dtype", "float16")
-    exact = logged(trained("exact", "--steps", 20, "--dtype", "float32"), "train_loss")
-    assert logged(run, "train_loss")[20] == pytest.approx(exact[20], abs=0.05)
-    scale = dict(newest_checkpoint(run).optimizer())["guard.loss_scale"]
-    assert scale == 2**16 * 0.5 ** logged(run, "skipped_steps")[20]
+def test_float16_scales_its_loss_and_learns_also_after_a_resume_with_another_dtype(trained):
+    def loss_scale(run: Path) -> float:
+        return dict(newest_checkpoint(run).optimizer())["loss_scaler.loss_scale"].item()
 
-
-@pytest.mark.parametrize(
-    ("dtypes", "scale"), [(("float16", "float32"), 1), (("float32", "float16"), 2**16)]
-)
-def test_a_resume_with_another_dtype_sets_the_loss_scale(trained, dtypes, scale):
-    flags = ["--steps", 6, "--save-every", 3, "--dtype"]
-    trained("run", *flags, dtypes[0], should_stop=StopAfter(3))
-    run = trained("run", *flags, dtypes[1], "--resume")
-    assert dict(newest_checkpoint(run).optimizer())["guard.loss_scale"] == scale
-    norms = logged(run, "grad_norm")
-    assert 0.2 < norms[6] / norms[3] < 5
+    flags = ["--steps", 20, "--dtype"]
+    half = trained("half", *flags, "float16", should_stop=StopAfter(10))
+    assert loss_scale(half) == 2**16 * 0.5 ** logged(half, "skipped_steps")[10]
+    exact = trained("exact", *flags, "float32", should_stop=StopAfter(10))
+    assert loss_scale(trained("half", *flags, "float32", "--resume")) == 1
+    assert loss_scale(trained("exact", *flags, "float16", "--resume")) <= 2**16
+    losses = [logged(run, "train_loss") for run in (half, exact)]
+    for step in (10, 20):
+        assert losses[0][step] == pytest.approx(losses[1][step], abs=0.05)
 
 
 def test_evaluation_is_the_mean_over_every_token_of_the_split(trained, numbers):
@@ -399,7 +323,7 @@ def test_evaluation_is_the_mean_over_every_token_of_the_split(trained, numbers):
     model = GPT(ModelConfig(**newest_checkpoint(path).state["model"]))
     model.load_state_dict(dict(newest_checkpoint(path).model()))
     model.eval()
-    tokens = torch.from_numpy(open_dataset(numbers).val[:].astype(int))
+    tokens = torch.from_numpy(open_dataset(numbers).val.tokens[:].astype(int))
     total = 0.0
     with torch.no_grad():
         for start in range(0, len(tokens) - 1, 16):
@@ -454,8 +378,9 @@ def test_a_dataset_with_another_tokenizer_is_refused_with_the_way_to_prepare_it(
     train_tiny(data, tmp_path / "tuned", "--init-from", base, "--steps", 1)
 
 
-@pytest.mark.parametrize("kind", ["run", "checkpoint", "file"])
-@pytest.mark.parametrize("form", ["pairs", "chats"])
+@pytest.mark.parametrize(
+    ("form", "kind"), [("pairs", "run"), ("chats", "checkpoint"), ("pairs", "file")]
+)
 def test_examples_for_a_base_lead_to_fine_tuning_and_then_to_a_question(
     tmp_path, base, monkeypatch, capsys, form, kind
 ):
@@ -464,7 +389,7 @@ def test_examples_for_a_base_lead_to_fine_tuning_and_then_to_a_question(
     records = [{"q": f"{number} is\n", "a": "followed"} for number in range(30)]
     if form == "chats":
         flags = ["--chat"]
-        answer = {"role": "assistant", "content": "followed"}
+        answer = {"role": "assistant", "content": "by"}
         questions = [{"role": "user", "content": record["q"]} for record in records]
         records = [{"messages": [question, answer]} for question in questions]
     (tmp_path / "x.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
@@ -596,22 +521,11 @@ def test_a_run_on_a_mix_resumes_bit_for_bit_with_moved_datasets(datasets, mixed_
 @pytest.mark.parametrize(
     ("order", "mix", "refused"),
     [((0, 1), (7, 4), "mix"), ((0, 1), (), "mix"), ((1, 0), (7, 3), "--data"), ((0,), (), "mix")],
-    ids=["another mix", "no mix", "another order", "one dataset"],
 )
 def test_a_resumed_run_may_not_change_its_mix(datasets, mixed_run, order, mix, refused):
     datasets = [datasets[index] for index in order]
     with pytest.raises(UserError, match=f"--resume: .*{refused}"):
         train.main([*mix_arguments(datasets, mixed_run[0], *mix), "--resume"])
-
-
-def test_a_plan_has_the_epochs_of_each_dataset(datasets, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(estimate, "measure_matmul_flops", lambda *arguments: 1e12)
-    assert train.main([*mix_arguments(datasets, tmp_path / "run", 7, 3), "--plan"]) == 0
-    printed = capsys.readouterr().out
-    for path, weight in zip(datasets, (0.7, 0.3), strict=True):
-        num_epochs = 40 * 64 * weight / len(open_dataset(path).train)
-        assert f"{num_epochs:.2f} epochs" in printed
-    assert not (tmp_path / "run").exists()
 
 
 # What a resumed run may change.
@@ -693,13 +607,6 @@ def test_a_resumed_run_may_not_change_its_text(short_run, numbers, tmp_path):
 # Mistakes.
 
 
-def test_an_existing_run_is_not_overwritten(short_run, numbers):
-    settings = (short_run / "config.toml").read_bytes()
-    with pytest.raises(UserError, match="--resume"):
-        train_tiny(numbers, short_run, *SHORT_FLAGS)
-    assert (short_run / "config.toml").read_bytes() == settings
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -712,6 +619,7 @@ def test_an_existing_run_is_not_overwritten(short_run, numbers):
         ("--data nowhere", "nowhere"),
         ("--mix 1 1", "--mix"),
         ("--steps 5 --warmup-steps 5", "--warmup-steps"),
+        ("--data nowhere --out nowhere/run", "--out"),  # a run inside its dataset
     ],
 )
 def test_an_unsuitable_setting_is_one_line_before_the_first_step(
@@ -724,34 +632,42 @@ def test_an_unsuitable_setting_is_one_line_before_the_first_step(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["steps", "batch_size", "eval_every", "save_every", "log_every", "timeout"]
-)
-def test_zero_is_refused(name):
-    with pytest.raises(UserError, match=f"--{name.replace('_', '-')}"):
-        train.train(TrainConfig(**{name: 0}))
-
-
-@pytest.mark.parametrize("name", ["data", "data/run"])
-def test_a_run_inside_its_dataset_is_refused(name, numbers, tmp_path):
-    data = Path(shutil.copytree(numbers, tmp_path / "data"))
-    with pytest.raises(SystemExit, match="2"):
-        train.main(tiny(data, tmp_path / name))
-    with pytest.raises(UserError, match="--out"):
-        TrainConfig(data=data, out=tmp_path / name)
-    assert sorted(os.listdir(data)) == sorted(os.listdir(numbers))
-
-
 # Presets.
 
-PRESETS = sorted((ROOT / "config").glob("*.toml"))
+DOCUMENTED_SIZES = {
+    "shakespeare-char": 10.7e6,
+    "shakespeare-char-cpu": 0.78e6,
+    "gpt2-124m": 124e6,
+    "124m": 162e6,
+}
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_a_preset_lowers_the_loss(path):
-    flags = "--vocab-size 256 --num-layers 1 --num-heads 4 --d-model 256 --warmup-steps 0"
-    typed = load_settings(TrainConfig, [str(path), *flags.split()])
-    config = make_run_config(typed, {}, single_process(torch.device("cpu")))
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "config").glob("*.toml")), ids=lambda path: path.stem
+)
+def test_a_preset_has_its_documented_size_names_its_data_and_lowers_the_loss(
+    path, tmp_path, monkeypatch
+):
+    def make_config(**values: int) -> RunConfig:
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+        typed = load_settings(TrainConfig, [str(path), *flags])
+        return make_run_config(typed, {"vocab_size": 65}, single_process(torch.device("cpu")))
+
+    with torch.device("meta"):
+        size = GPT(make_config().model).num_parameters
+    assert size == pytest.approx(DOCUMENTED_SIZES.get(path.stem, size), rel=0.01)
+
+    monkeypatch.chdir(tmp_path)
+    data = tomllib.loads(path.read_text()).get("data")
+    if data not in (None, str(BUILT_IN_DATA)):
+        with pytest.raises(UserError) as caught:
+            train.main([str(path), "--device", "cpu"])
+        command = str(caught.value).partition(": python ")[2]
+        assert command in path.read_text() and command.endswith(f" --out {data}")
+    with pytest.raises(UserError, match=r"^nowhere: .*--out nowhere"):
+        train.main([str(path), "--device", "cpu", "--data", "nowhere"])
+
+    config = make_config(vocab_size=256, num_layers=1, num_heads=4, d_model=256, warmup_steps=0)
     torch.manual_seed(0)
     model = GPT(config.model)
     optimizer = Optimizer(model, config.optimizer)
@@ -763,47 +679,6 @@ def test_a_preset_lowers_the_loss(path):
         optimizer.step(step, config.steps)
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.05
-
-
-@pytest.mark.parametrize(
-    ("name", "num_parameters"),
-    [
-        ("shakespeare-char", 10.7e6),
-        ("shakespeare-char-cpu", 0.78e6),
-        ("gpt2-124m", 124e6),
-        ("124m", 162e6),
-    ],
-)
-def test_a_preset_has_the_size_that_it_documents(name, num_parameters):
-    path = ROOT / "config" / f"{name}.toml"
-    typed = load_settings(TrainConfig, [str(path)])
-    config = make_run_config(typed, {"vocab_size": 65}, single_process(torch.device("cpu")))
-    with torch.device("meta"):
-        model = GPT(config.model)
-    assert model.num_parameters == pytest.approx(num_parameters, rel=0.01)
-
-
-@pytest.mark.parametrize("mode", [[], ["--plan"]], ids=len)
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.name)
-def test_a_preset_without_its_data_prints_the_command_of_its_header(
-    path, mode, tmp_path, monkeypatch, capsys
-):
-    settings = tomllib.loads(path.read_text())
-    data = settings.get("data")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(estimate, "measure_matmul_flops", lambda *arguments: 1e12)
-    if mode and "vocab_size" in settings:
-        small = "--num-layers 2 --num-heads 1 --d-model 16 --context-length 16"
-        assert train.main([str(path), "--device", "cpu", *mode, *small.split()]) == 0
-        assert "parameters" in capsys.readouterr().out
-        return
-    if data not in (None, str(BUILT_IN_DATA)):
-        with pytest.raises(UserError) as caught:
-            train.main([str(path), "--device", "cpu", *mode])
-        command = str(caught.value).partition(": python ")[2]
-        assert command in path.read_text() and command.endswith(f" --out {data}")
-    with pytest.raises(UserError, match=r"^nowhere: .*--out nowhere"):
-        train.main([str(path), "--device", "cpu", "--data", "nowhere", *mode])
 
 
 # As a library.
@@ -822,7 +697,10 @@ def assert_unlocked(out: Path) -> None:
 
 def test_train_returns_the_trainer_and_prints_nothing(numbers, tmp_path, capfd):
     out = tmp_path / "run"
-    trainer = train.train(library_config(numbers, out, steps=3), callbacks=())
+    config = library_config(numbers, out, steps=3)
+    assert train.train(config, callbacks=(), should_stop=lambda: True).step == 0
+    assert not list_checkpoints(out)
+    trainer = train.train(config, callbacks=())
     assert isinstance(trainer, Trainer) and trainer.step == trainer.last_save[0] == 3
     assert 0 < trainer.val_loss == trainer.best_val_loss
     assert capfd.readouterr() == ("", "")
@@ -833,54 +711,23 @@ def test_train_returns_the_trainer_and_prints_nothing(numbers, tmp_path, capfd):
     assert_unlocked(out)
 
 
-def test_train_stops_when_should_stop_is_true_and_saves(numbers, tmp_path):
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_an_error_of_a_callback_is_a_warning_and_an_exit_waits_for_the_save(
+    error, numbers, tmp_path, capsys
+):
+    def fail() -> None:
+        raise error("the callback\nfailed")
+
     out = tmp_path / "run"
-    config = library_config(numbers, out, steps=10, save_every=4)
-    assert train.train(config, callbacks=(), should_stop=lambda: True).step == 0
-    assert list_checkpoints(out) == []
-    stop = StopAfter(6)
-    trainer = train.train(config, callbacks=[stop], should_stop=stop)
-    assert trainer.step == trainer.last_save[0] == newest_checkpoint(out).step == 6
+    callbacks = [*(Action(step, fail) for step in (4, 5)), MetricsFile()]
+    config = library_config(numbers, out, steps=6, save_every=3)
+    with pytest.raises(SystemExit) if error is SystemExit else contextlib.nullcontext():
+        train.train(config, callbacks=callbacks)
+    (warning,) = capsys.readouterr().err.splitlines() or [""]
+    assert ("RuntimeError" in warning) == (error is RuntimeError)
+    assert newest_checkpoint(out).step == (6 if error is RuntimeError else 3)
+    assert (out / "metrics.jsonl").exists() == (error is RuntimeError)  # of a later callback
     assert_unlocked(out)
-    assert train.train(dataclasses.replace(config, resume=True)).step == 10
-
-
-class FailingCallback(Callback):
-    """Raises an error after each step and at each record."""
-
-    def __init__(self, error: type[BaseException], first_step: int = 1):
-        self.error = error
-        self.first_step = first_step
-        self.is_closed = False
-
-    def on_step(self, trainer: Trainer) -> None:
-        if trainer.step >= self.first_step:
-            raise self.error("the callback\nfailed")
-
-    def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        self.on_step(trainer)
-
-    def on_train_end(self, trainer: Trainer) -> None:
-        self.is_closed = True
-
-
-def test_an_exit_in_a_run_waits_for_the_save_and_unlocks_the_directory(numbers, tmp_path):
-    callback = FailingCallback(SystemExit, first_step=4)
-    config = library_config(numbers, tmp_path / "run", steps=10, save_every=3)
-    with pytest.raises(SystemExit, match="the callback"):
-        train.train(config, callbacks=[callback])
-    assert callback.is_closed
-    assert newest_checkpoint(tmp_path / "run").step == 3
-    assert_unlocked(tmp_path / "run")
-
-
-def test_an_error_of_a_callback_is_a_warning(numbers, tmp_path, capsys):
-    callbacks = [FailingCallback(RuntimeError), MetricsFile()]
-    trainer = train.train(library_config(numbers, tmp_path / "run", steps=3), callbacks=callbacks)
-    warnings = capsys.readouterr().err.splitlines()
-    assert len(warnings) == 1 and all("RuntimeError" in line for line in warnings)
-    assert trainer.step == newest_checkpoint(tmp_path / "run").step == 3
-    assert logged(tmp_path / "run", "train_loss")
 
 
 def test_a_refused_start_unlocks_the_directory(numbers, tmp_path):
@@ -920,3 +767,56 @@ def test_a_closed_pipe_does_not_end_a_run(numbers, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "stdout", pipe)
         assert train.main(tiny(numbers, tmp_path / "run", "--steps", 6)) == 0
     assert newest_checkpoint(tmp_path / "run").step == 6
+
+
+# Examples that are longer than the context.
+
+
+@pytest.fixture(scope="module")
+def long_pairs(tmp_path_factory) -> Path:
+    """A dataset of examples, half of which have 300 tokens or more."""
+    folder = tmp_path_factory.mktemp("long")
+    rows = [{"q": f"{n} cat?" + " dog" * 75 * (n % 2), "a": str(n)} for n in range(400)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = {"prompt_field": "q", "completion_field": "a", "tokenizer": "byte"}
+    prepare(PrepareConfig((str(folder / "pairs.jsonl"),), out=folder / "data", **fields))
+    return folder / "data"
+
+
+@pytest.mark.parametrize("long_examples", ["leave_out", "cut"])
+def test_timing_steps_and_plan_see_the_examples_of_the_run(long_pairs, long_examples, capsys):
+    model = ModelSettings(context_length=64)
+    options = {"data": (long_pairs,), "model": model, "long_examples": long_examples}
+    config = TrainConfig(minutes=0.3, device="cpu", depth=1, **options)
+    assert "parameters" in train.plan(config)  # with timing steps
+    fitted = []
+
+    def measure(run_config: RunConfig, data: Any) -> float:
+        fitted.append(data)
+        assert data.longest_example <= run_config.model.context_length + 1
+        return 0.01
+
+    dist_ctx = single_process(torch.device("cpu"))
+    data = open_mixture([long_pairs])
+    _, run_data = resolve(config, data, dist_ctx, time.monotonic(), None, measure)
+    assert fitted and all(each is run_data for each in fitted)
+
+
+def test_a_plan_has_the_tokens_and_epochs_of_the_run(long_pairs, tmp_path, capsys):
+    arguments = tiny(long_pairs, tmp_path / "run", "--steps", 20, "--context-length", 32)
+    assert train.main([*arguments, "--plan"]) == 0
+    planned = re.search(r"= ([0-9,]+), ([0-9.]+) epochs", capsys.readouterr().out)
+    assert train.main(arguments) == 0
+    done = re.search(r"= ([0-9,]+) tokens \(([0-9.]+) epochs\)", capsys.readouterr().out)
+    assert planned[1] == done[1]
+    assert float(planned[2]) == pytest.approx(float(done[2]), abs=0.06)
+    assert int(done[1].replace(",", "")) == logged(tmp_path / "run", "tokens")[20]
+
+
+def test_reproducible_kernels_are_chosen_before_the_first_step(numbers, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(train, "use_deterministic_kernels", lambda flag: calls.append(flag))
+    monkeypatch.setattr(train, "measure_step_seconds", lambda *values: calls.append("step") or 0.01)
+    config = TrainConfig(data=(numbers,), out=tmp_path, device="cpu", depth=1, minutes=0.05)
+    train.train(dataclasses.replace(config, deterministic=True), callbacks=[])
+    assert calls[:2] == [True, "step"]

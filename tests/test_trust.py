@@ -10,13 +10,13 @@ import pickle
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import ROOT, logged, newest_checkpoint, numbers_text, seal, tiny, train_tiny
+from helpers import ROOT, Action, SpoilLoss, logged, newest_checkpoint, seal, tiny, train_tiny
 from soak import run_ranks
 
 import sample
@@ -27,11 +27,9 @@ from engine.core.files import sha256, write_json
 from engine.core.settings import load_settings
 from engine.data.dataset import open_dataset, verify_dataset
 from engine.training.callbacks import MetricsFile
-from engine.training.checkpoint import REQUIRED_STATE, StateFields, open_checkpoint
+from engine.training.checkpoint import open_checkpoint
 from engine.training.config import TrainConfig
 from engine.training.optimizer import MAX_SKIPPED_STEPS
-from engine.training.trainer import Callback, Trainer
-from prepare import PrepareConfig, prepare
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +45,6 @@ def workspace(numbers, tmp_path_factory) -> Path:
 def place(workspace, tmp_path) -> Path:
     """Copy the workspace, to damage it."""
     return Path(shutil.copytree(workspace, tmp_path / "copy"))
-
-
-class At(Callback):
-    """Calls a function with the trainer when a step is recorded."""
-
-    def __init__(self, step: int, act: Callable[[Trainer], Any]):
-        self.step, self.act = step, act
-
-    def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        if trainer.step == self.step and "train_loss" in record:
-            self.act(trainer)
 
 
 # The source.
@@ -118,8 +105,8 @@ SEALED_FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "tok
 FILES = [f"{CHECKPOINT}/{name}" for name in (*SEALED_FILES, "manifest.json")]
 FILES += ["data/train-00000.npy", "data/val-00000.npy", "data/tokenizer.json"]
 FILES += ["data/manifest.json", "run/config.toml"]
-WRONG_VALUES = (None, 0, -1, 1.5, "10", "../../etc/passwd", [], {}, {"x": [1]})
-UNCHECKED_FIELDS = {"origin", "facts", "documents", "kind"}  # informative only
+WRONG_VALUES = (None, -1, "../../etc/passwd", {"x": [1]})
+UNCHECKED_FIELDS = {"origin", "statistics", "documents", "kind"}  # informative only
 
 
 class Malicious:
@@ -153,13 +140,13 @@ def test_a_pickle_in_place_of_a_file_is_refused(place, tmp_path, name):
     assert not (tmp_path / "trace").exists()
 
 
-def corruptions(value: Any, wrong_values: tuple) -> Iterator[Any]:
+def corruptions(value: Any) -> Iterator[Any]:
     """Yield a JSON value with each part of it removed, or replaced by each wrong value."""
     keys = range(len(value)) if isinstance(value, list) else ()
     for key in value if isinstance(value, dict) else keys:
         if key in UNCHECKED_FIELDS or (key == "sha256" and "file" in value):  # for --verify-data
             continue
-        for replacement in (*wrong_values, *corruptions(value[key], wrong_values)):
+        for replacement in (*WRONG_VALUES, *corruptions(value[key])):
             changed = copy.copy(value)
             changed[key] = replacement
             yield changed
@@ -171,35 +158,32 @@ def test_every_field_of_a_manifest_is_checked(place):
     readers = {"data": open_dataset, CHECKPOINT: lambda path: open_checkpoint(path).verify()}
     for name, read in readers.items():
         path = place / name / "manifest.json"
-        for manifest in corruptions(json.loads(path.read_text()), WRONG_VALUES):
+        for manifest in corruptions(json.loads(path.read_text())):
             write_json(path, manifest)
             with pytest.raises(UserError, match=f"^{re.escape(str(path.parent))}[^\n]*$"):
                 read(path.parent)
 
 
-def test_every_field_of_a_state_is_checked_or_has_a_default(place, workspace):
+def test_every_field_of_a_state_is_checked(place):
     path = place / CHECKPOINT
-    state = vars(StateFields()) | json.loads((path / "state.json").read_text())
     shutil.rmtree(path.with_name("step-00000002"))
-    wrong_values = (*WRONG_VALUES, 10**400)
-    states = [state | {name: wrong} for name in (*state, "unknown") for wrong in wrong_values]
-    nested = corruptions({name: state[name] for name in ("settings", "model")}, wrong_values)
-    states += [state | changes for changes in itertools.islice(nested, 0, None, 13)]
+    state = json.loads((path / "state.json").read_text())
+    states = [state | {name: wrong} for name in (*state, "unknown") for wrong in WRONG_VALUES]
+    nested = corruptions({name: state[name] for name in ("settings", "model")})
+    states += [state | changes for changes in itertools.islice(nested, 0, None, 7)]
     flags = ["--resume", "--steps", 4]
     num_refused = 0
     for changed in states:
-        write_json(path / "state.json", changed)
-        seal(path)
         for use in (sample.load, lambda run: train_tiny(place / "data", run, *flags)):
+            write_json(path / "state.json", changed)
+            seal(path)
             try:
                 use(place / "run")
             except UserError as error:
                 num_refused += 1
                 assert "\n" not in str(error)
-        shutil.rmtree(path.parent)
-        shutil.copytree(workspace / CHECKPOINT, path)
-    assert num_refused > 150
-    write_json(path / "state.json", {name: state[name] for name in REQUIRED_STATE})
+    assert num_refused > 100
+    write_json(path / "state.json", state)
     seal(path)
     assert train_tiny(place / "data", place / "run", "--resume", "--steps", 6).step == 6
 
@@ -235,40 +219,32 @@ def test_a_full_disk_keeps_the_checkpoints_and_delays_the_metrics(place, small_d
     run = shutil.copytree(place / "run", small_disk / "run")
     filler = small_disk / "filler"
 
-    def fill(trainer: Trainer) -> None:
+    def fill() -> None:
         with contextlib.suppress(OSError):
             filler.write_bytes(b"x" * 2**21)
 
     flags = ["--resume", "--save-every", 100, "--eval-every", 100, "--steps"]
     with pytest.raises(OSError, match="No space left"):  # the final save
-        train_tiny(place / "data", run, *flags, 12, callbacks=[At(5, fill)])
+        train_tiny(place / "data", run, *flags, 12, callbacks=[Action(5, fill, "train_loss")])
     assert capsys.readouterr().err.count("warning: Metrics") <= 1
     filler.unlink()
     assert newest_checkpoint(run).step == 4 and not [*run.glob("checkpoints/.*")]
     assert all(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
-    actions = [At(6, fill), At(20, lambda trainer: filler.unlink())]
+    actions = [Action(6, fill, "train_loss"), Action(20, filler.unlink, "train_loss")]
     train_tiny(place / "data", run, *flags, 40, callbacks=actions)
     assert capsys.readouterr().err.count("warning: Metrics") == 1
     assert list(logged(run, "train_loss")) == list(range(1, 41))
 
 
-def test_a_disk_that_fills_up_while_preparing_leaves_nothing(small_disk, tmp_path):
-    text = tmp_path / "big.txt"
-    text.write_text(numbers_text(100_000))
-    with pytest.raises(OSError, match="No space left"):
-        prepare(PrepareConfig((str(text),), tokenizer="byte", out=small_disk / "data"))
-    assert list(small_disk.iterdir()) == []
+def read_files(folder: Path) -> dict[Path, bytes]:
+    """Return the content of each file in a folder, and b"" for each folder."""
+    return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
 def replace_by_another(run: Path) -> None:
     run.rename(run.with_name("moved"))
     shutil.copytree(run.with_name("moved"), run)
     (run / "checkpoints" / ".step-00000009.partial.x").mkdir()  # written by that run
-
-
-def read_files(folder: Path) -> dict[Path, bytes]:
-    """Return the content of each file in a folder, and b"" for each folder."""
-    return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
 CHANGES = {
@@ -279,34 +255,20 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("flags", [["--save-every", 5], ["--save-every", 100, "--eval-every", 8]])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_run_folder_that_is_not_its_own_any_more_ends_the_run(place, change, flags):
+def test_a_run_folder_that_is_not_its_own_any_more_ends_the_run(place, change):
     run = place / "run"
     contents = {}
 
-    def change_folder(trainer: Trainer) -> None:
-        trainer.run_dir.wait()
+    def change_folder() -> None:
         CHANGES[change](run)
         contents.update(read_files(run))
 
-    flags = ["--resume", "--steps", 20, "--log-every", 3, *flags]
+    flags = ["--resume", "--steps", 20, "--log-every", 3, "--save-every", 100, "--eval-every", 8]
     with pytest.raises(UserError, match=f"^{run}: .*--resume"):
-        train_tiny(place / "data", run, *flags, callbacks=[At(6, change_folder)])
+        train_tiny(place / "data", run, *flags, callbacks=[Action(6, change_folder, "train_loss")])
     assert read_files(run) == contents
     assert run.exists() == bool(contents)
-
-
-class Spoil(Callback):
-    """Makes the loss of rank 1 NaN in steps 5 and 6, and from step 61."""
-
-    def on_train_start(self, trainer: Trainer) -> None:
-        def spoil(model: Any, inputs: Any, loss: Any) -> Any:
-            is_chosen = trainer.step in (4, 5) or trainer.step >= 60
-            is_spoiled = model.training and trainer.dist.rank == 1 and is_chosen
-            return loss * float("nan") if is_spoiled else loss
-
-        trainer.model.register_forward_hook(spoil)
 
 
 def test_nan_of_one_rank_is_skipped_by_both_until_it_ends_the_run(workspace, tmp_path):
@@ -316,8 +278,8 @@ def test_nan_of_one_rank_is_skipped_by_both_until_it_ends_the_run(workspace, tmp
 
     def train_spoiled(rank: int) -> None:
         with init_distributed("cpu", timeout=60) as dist:
-            callbacks = [Spoil(), MetricsFile()] if dist.is_main_process else [Spoil()]
-            train.train(config, dist, callbacks)
+            metrics = [MetricsFile()] if dist.is_main_process else []
+            train.train(config, dist, [SpoilLoss([5, 6, *range(61, 1001)]), *metrics])
 
     assert 0 not in run_ranks(tmp_path / "log", 2, train_spoiled)
     skipped, losses = (logged(run, key) for key in ("skipped_steps", "train_loss"))

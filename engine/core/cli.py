@@ -23,7 +23,7 @@ SAME_SIGNAL_SECONDS = 1.0  # torchrun repeats a signal to processes that already
 OUT_OF_MEMORY_PATTERN = re.compile(
     "out of memory|can.t allocate memory|size calculation overflowed", re.I
 )
-LOST_CONNECTION_PATTERN = re.compile("gloo|NCCL|by peer", re.I)
+LOST_CONNECTION_PATTERN = re.compile(r"/gloo/|NCCL error|(closed|reset) by peer", re.I)
 MAX_MESSAGE_CHARS = 1000
 CONTROL_PATTERN = re.compile("[\x00-\x1f\x7f-\x9f]")  # a name may contain commands of a terminal
 # Polls of an idle OpenMP thread before it sleeps. libgomp's default, 300,000 or about 3 ms, takes
@@ -135,11 +135,14 @@ def describe_error(error: Exception) -> str | None:
     """
     message = " ".join(str(error).split())[:MAX_MESSAGE_CHARS]
     is_runtime_error = isinstance(error, RuntimeError)
+    class_names = [cls.__name__ for cls in type(error).__mro__]
     if isinstance(error, MemoryError) or (
         is_runtime_error and OUT_OF_MEMORY_PATTERN.search(message)
     ):
         return f"out of memory ({message[:200]}). Use a smaller model or batch."
-    if is_runtime_error and LOST_CONNECTION_PATTERN.search(message):
+    if "DistError" in class_names or (  # of torch.distributed
+        is_runtime_error and LOST_CONNECTION_PATTERN.search(message)
+    ):
         return f"lost the connection to another process ({message[:200]}). See its own error."
     if isinstance(error, OSError) and error.filename:
         return " ".join(f"{error.strerror}: {error.filename}".split())[:MAX_MESSAGE_CHARS]
@@ -154,6 +157,8 @@ def run_command(main: Callable[[], int | None]) -> None:
     code = 1
     debug = "--debug" in sys.argv
     sys.argv = [argument for argument in sys.argv if argument != "--debug"]
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  a closed stream is None
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # print ? for characters that the terminal lacks
@@ -170,6 +175,10 @@ def run_command(main: Callable[[], int | None]) -> None:
     except Exception as error:
         line = None if debug else describe_error(error)
         if line is None:
+            cause: BaseException | None = error
+            while cause:  # let the traceback show the errors that were replaced
+                cause.__suppress_context__ = False
+                cause = cause.__context__
             raise
         line = CONTROL_PATTERN.sub(lambda match: escape_character(match[0]), line)
         sys.stderr.write(f"error: {line}\n")  # one write, because other ranks may write now

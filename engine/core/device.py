@@ -79,7 +79,7 @@ def mixed_precision(dtype: torch.dtype, device: torch.device) -> torch.autocast:
 
 
 def use_deterministic_kernels(enabled: bool) -> None:
-    """Make CUDA use only deterministic kernels, if called before the first use of CUDA."""
+    """Make CUDA use only deterministic kernels. Call it before the first matrix product."""
     if enabled:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

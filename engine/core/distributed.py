@@ -27,6 +27,7 @@ HEARTBEAT_SECONDS = 1.0
 GROUP_SHUTDOWN_SECONDS = 2.0
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # Numbers of processes that srun and mpirun start. SLURM sets SLURM_NTASKS for one process too.
+RENDEZVOUS_FLAGS = "--rdzv-backend c10d --rdzv-endpoint HOST:PORT"  # how machines find each other
 LAUNCHER_SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 # torch 2.13 renamed all_gather_into_tensor, and warns of the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -49,15 +50,12 @@ class DistributedContext:
         return self.rank == 0
 
     @property
-    def launcher(self) -> str:
-        """The command that starts a Python script on as many processes.
-
-        RENDEZVOUS stands for the flags by which several machines find each other.
-        """
+    def torchrun_command(self) -> str:
+        """The command that starts a Python script on as many processes."""
         if self.size == 1:
             return "python"
         num_machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
-        machines = f"--nnodes {num_machines} RENDEZVOUS " if num_machines > 1 else ""
+        machines = f"--nnodes {num_machines} {RENDEZVOUS_FLAGS} " if num_machines > 1 else ""
         return f"torchrun {machines}--nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
 
     @property
@@ -135,14 +133,13 @@ class DistributedContext:
 
         The message names the rank, unless the error is a mistake of the user.
         """
-        message = f"rank {self.rank}: {error}" if error else None
-        message = self.broadcast_first_non_none(
-            str(error) if isinstance(error, UserError) else message
-        )
+        text = f"rank {self.rank}: {error}" if error else None
+        messages = self.gather_json(str(error) if isinstance(error, UserError) else text)
         if error:
             raise error
-        if message is not None:
-            raise UserError(message)
+        for message in messages:
+            if message is not None:
+                raise UserError(message)
 
     def assert_equal_across_ranks(self, settings: dict, ignore: Container[str] = ()) -> None:
         """Raise UserError on every rank unless all have the same settings, of JSON types."""
@@ -171,11 +168,6 @@ class DistributedContext:
     def broadcast(self, value: Any) -> Any:
         """Return the value, of JSON types, of the main process."""
         return self.gather_json(value if self.is_main_process else None)[0]
-
-    def broadcast_first_non_none(self, value: Any) -> Any:
-        """Return the value, of JSON types, of the first rank that has one; None without any."""
-        values = self.gather_json(value)
-        return next((value for value in values if value is not None), None)
 
     def broadcast_tensors(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         """Yield the named tensors of the main process on every rank, one at a time."""

@@ -1,11 +1,17 @@
 """The one exception for mistakes of the user, and errors of libraries that become one."""
 
 import contextlib
-import os
+import importlib
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ENGINE_FOLDER = Path(__file__).resolve().parents[1]
+BUG_TYPES = (AssertionError, AttributeError, LookupError, NameError, TypeError)
 
 
-class UserError(ValueError):
+class UserError(Exception):
     """A mistake of the user: a wrong flag, path or file.
 
     A command prints it as one line without a traceback, and exits with 1. The message follows the
@@ -32,16 +38,25 @@ def wrap_library_errors(problem: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def wrap_panics() -> Iterator[None]:
-    """Turn panics of Rust libraries into UserErrors. Discards stderr, where Rust reports them."""
-    stderr = os.dup(2)
-    with open(os.devnull, "wb") as null:
-        os.dup2(null.fileno(), 2)
+    """Turn panics of Rust libraries, which report them on stderr, into UserErrors."""
     try:
         yield
     except BaseException as error:
         if not is_panic(error):
             raise
         raise UserError(f"it makes a library panic ({' '.join(str(error).split())})") from None
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
+
+
+def is_bug(error: BaseException) -> bool:
+    """Return whether an error is a mistake in this project's code, rather than one of a library."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return isinstance(error, BUG_TYPES) and ENGINE_FOLDER in Path(frame.f_code.co_filename).parents
+
+
+def import_optional(module: str, name: str, extra: str = "data") -> Any:
+    """Import a module of an optional package. Raises UserError with the command to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        command = f'pip install -e ".[{extra}]"'
+        raise UserError(f"{name}: needs the package {module}. Install it: {command}") from None

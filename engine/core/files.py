@@ -8,7 +8,6 @@ import os
 import platform
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -20,6 +19,7 @@ from engine.core.errors import UserError
 
 INPUT_BLOCK_BYTES = 2**20  # read at a time
 MAX_INPUT_BYTES = 2**30  # of an input that is read at once
+MAX_NUMBER = 2**63  # in a file of the project
 
 
 def read_input(file: BinaryIO, name: Path | str) -> bytes:
@@ -72,22 +72,32 @@ def parse_json(content: bytes, path: Path) -> Any:
 
 
 def check_types(value: Any, schema: Any, name: str) -> None:
-    """Raise UserError unless a value of JSON has the types of a schema, and no negative number.
+    """Raise UserError unless a value of JSON has the types of a schema, and numbers in bounds.
 
     The schema of a dict has that of each key, or of "*" for the others; of a list, of its items.
+    (type, None) admits null.
     """
+    if isinstance(schema, tuple):
+        if value is None:
+            return
+        schema, _ = schema
     expected_type: Any = schema if isinstance(schema, type) else type(schema)
-    is_negative = isinstance(value, int) and value < 0
-    if not isinstance(value, expected_type) or isinstance(value, bool) or is_negative:
-        problem = f"must be of type {expected_type.__name__} and not negative"
+    types: Any = (int, float) if expected_type is float else expected_type
+    is_wrong_bool = isinstance(value, bool) and expected_type is not bool
+    if not isinstance(value, types) or is_wrong_bool:
+        problem = f"must be of type {expected_type.__name__}"
         raise UserError(f"{name}: {problem} (got {str(value)[:40]!r})")
-    if isinstance(schema, list):
+    if expected_type in (int, float) and not 0 <= value <= MAX_NUMBER:
+        raise UserError(f"{name}: must be from 0 to {MAX_NUMBER:,} (got {value})")
+    if isinstance(schema, list) and schema:
         for index, item in enumerate(value):
             check_types(item, schema[0], f"{name}[{index}]")
     if isinstance(schema, dict):
         names = [*schema, *value] if "*" in schema else [*schema]
         for key in filter(lambda key: key != "*", names):
-            check_types(value.get(key), schema.get(key, schema.get("*")), f"{name}.{key}")
+            if key not in value:
+                raise UserError(f"{name}: must have {key}")
+            check_types(value[key], schema.get(key, schema.get("*")), f"{name}.{key}")
 
 
 def safe_child_path(folder: Path, name: Any) -> Path:
@@ -142,10 +152,9 @@ def fsync(path: Path) -> None:
 
 
 def chmod_and_fsync(path: Path) -> None:
-    """Give a file or directory the permissions of the umask, and flush it to the disk."""
-    mask = os.umask(0)
-    os.umask(mask)
-    path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)  # mkdtemp and safetensors: 0600
+    """Give a file, which safetensors makes private, the permissions of its directory; flush it."""
+    if path.is_file():
+        path.chmod(path.parent.stat().st_mode & 0o666)
     fsync(path)
 
 
@@ -172,10 +181,10 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     replaced = target.with_name(f".{target.name}.replaced")
     _restore(target, replaced)
-    prefix = f".{target.name}.partial."
-    for stale in target.parent.glob(f"{glob.escape(prefix)}*"):  # after a kill
+    for stale in target.parent.glob(f"{glob.escape(f'.{target.name}.partial.')}*"):  # after a kill
         shutil.rmtree(stale, ignore_errors=True)
-    partial = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+    partial = target.with_name(f".{target.name}.partial.{os.getpid()}")
+    partial.mkdir()  # with the permissions of the umask, unlike tempfile.mkdtemp()
     try:
         yield partial
         for path in (*partial.iterdir(), partial):

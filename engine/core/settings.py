@@ -57,7 +57,7 @@ def load_settings(cls: type[Config], arguments: Sequence[str] | None = None) -> 
 
 
 def parse(cls: Any, arguments: Sequence[str] | None = None, **options: Any) -> Any:
-    """Return the dataclass, or one of a union of subcommands, from a command line.
+    """Parse a command line into a dataclass, or into one of several (subcommands).
 
     A mistake there is one line on stderr, and exit code 2.
     """
@@ -87,14 +87,22 @@ def _read_error_box(box: str) -> str:
     return re.split(" Argument helptext:| For full helptext", text)[0]
 
 
-def iterate_fields(config: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name, value and annotation of each field, those of nested dataclasses too."""
-    for name, hint in get_type_hints(type(config), include_extras=True).items():
-        value = getattr(config, name)
-        if dataclasses.is_dataclass(value):
-            yield from iterate_fields(value)
+def iterate_hints(cls: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name and annotation of each field of a dataclass, and of those nested in it."""
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        if dataclasses.is_dataclass(hint):
+            yield from iterate_hints(hint)
         else:
-            yield name, value, hint
+            yield name, hint
+
+
+def field_values(config: Any) -> dict[str, Any]:
+    """Return {field name: value} of a dataclass and of those nested in it."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        values |= field_values(value) if dataclasses.is_dataclass(value) else {field.name: value}
+    return values
 
 
 def check_ranges(config: Any) -> None:
@@ -102,10 +110,11 @@ def check_ranges(config: Any) -> None:
 
     Bounds are those of annotated_types, as in ``Annotated[int | None, Ge(1)]``. None has no bounds.
     """
-    for name, value, hint in iterate_fields(config):
-        bounds = [
-            bound for bound in getattr(hint, "__metadata__", ()) if type(bound) in BOUND_TYPES
-        ]
+    values = field_values(config)
+    for name, hint in iterate_hints(type(config)):
+        value = values[name]
+        metadata = getattr(hint, "__metadata__", ())
+        bounds = [bound for bound in metadata if type(bound) in BOUND_TYPES]
         for number in value if isinstance(value, tuple) else (value,):
             if not isinstance(number, int | float):
                 continue
@@ -121,8 +130,7 @@ def check_ranges(config: Any) -> None:
 
 def flatten(config: Any) -> dict[str, Any]:
     """Return {field name: value} of a dataclass and of those nested in it, in types of JSON."""
-    values = {name: value for name, value, _ in iterate_fields(config)}
-    return json.loads(json.dumps(values, default=str))
+    return json.loads(json.dumps(field_values(config), default=str))
 
 
 def to_toml(config: Any) -> str:
@@ -130,15 +138,6 @@ def to_toml(config: Any) -> str:
     values = {name: value for name, value in flatten(config).items() if value is not None}
     lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in values.items()]
     return "\n".join([*lines, ""])
-
-
-def iterate_hints(cls: type) -> Iterator[tuple[str, Any]]:
-    """Yield the name and annotation of each field of a dataclass, and of those nested in it."""
-    for name, hint in get_type_hints(cls, include_extras=True).items():
-        if dataclasses.is_dataclass(hint):
-            yield from iterate_hints(cast(type, hint))
-        else:
-            yield name, hint
 
 
 def build(cls: type[Config], values: Mapping[str, Any]) -> Config:

@@ -77,31 +77,31 @@ def load_parameters(model: nn.Module, tensors: Iterable[tuple[str, Sliceable]]) 
         raise UserError(f"checkpoint: parameter {next(iter(params))} is missing.")
 
 
-def shard_and_allocate(model: Model, context: "DistributedContext", dtype: torch.dtype) -> Model:
-    """Move a model from the meta device to the context's, without values; return it.
+def shard_and_allocate(model: Model, dist_ctx: "DistributedContext", dtype: torch.dtype) -> Model:
+    """Move a model from the meta device to the rank's device, without values; return it.
 
     Sharded (FSDP2: Zhao et al. 2023), ranks gather parameters where they are used, those of
     ``blocks`` in dtype. Activations keep their own dtype, as without sharding.
     """
-    if context.sharded:
+    if dist_ctx.sharded:
         from torch.distributed.device_mesh import init_device_mesh  # imported late: half a second
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        mesh = init_device_mesh(context.device.type, (context.size,))
+        mesh = init_device_mesh(dist_ctx.device.type, (dist_ctx.size,))
         policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for block in model.get_submodule("blocks").children():
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh)
-    return model.to_empty(device=context.device)
+    return model.to_empty(device=dist_ctx.device)
 
 
-def wrap_ddp(model: nn.Module, context: "DistributedContext", *example: Tensor) -> nn.Module:
+def wrap_ddp(model: nn.Module, dist_ctx: "DistributedContext", *example: Tensor) -> nn.Module:
     """Return the model with gradients averaged over ranks in the backward pass.
 
     DDP rearranges its buckets after the first backward pass. An example micro-batch comes first, so
     that a resumed run sums in the same order as an uninterrupted one.
     """
-    if context.sharded or context.size == 1:
+    if dist_ctx.sharded or dist_ctx.size == 1:
         return model
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     ddp_model(*example).backward()

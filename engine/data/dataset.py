@@ -3,15 +3,14 @@
 import contextlib
 import hashlib
 import re
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from engine.core.cli import shell_command
+from engine.core.cli import count_noun, shell_command
 from engine.core.errors import UserError
 from engine.core.files import (
     check_types,
@@ -22,100 +21,34 @@ from engine.core.files import (
     sha256,
     write_json,
 )
-from engine.data.chat import count_targets
-from engine.data.splits import SPLIT_NAMES
+from engine.data.chats.chat import count_targets
+from engine.data.split import EXAMPLES_DTYPE, Examples, ShardedTokens, Split
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 
-FORMAT_VERSION = 2
-EXAMPLES_DTYPE = "int32"  # of token shards of examples: ~id is negative
+FORMAT_VERSION = 3
+SPLIT_NAMES = ("train", "val")
+MIN_VAL_DOCUMENTS = 6  # with fewer different ones, a validation loss says little
 LENGTHS_DTYPE = "uint32"
 MAX_SHARD_TOKENS = 2**27  # 256 MiB of uint16
 SHARD_HEADER_BYTES = 128  # NumPy's header with room for an array of any length
 VERSION_FILE = "prepared_from.json"  # holds Corpus.version
-FACT_NAMES = ("documents", "repeats", "longest", "vocabulary", "val_distinct", "val_copies")
+STATISTIC_NAMES = ("documents", "repeats", "longest", "vocabulary", "val_distinct", "val_copies")
 SHARD_SCHEMA = {"file": str, "tokens": int, "sha256": str}
-COUNTS_SCHEMA = {"tokens": int, "bytes": int, "documents": int, "shards": list}
+COUNTS_SCHEMA = {"tokens": int, "bytes": int, "documents": int, "shards": [SHARD_SCHEMA]}
 MANIFEST_SCHEMA = {
+    "format": int,
     "vocab_size": int,
     "dtype": str,
     "tokenizer": {"sha256": str},
     "splits": dict.fromkeys(SPLIT_NAMES, COUNTS_SCHEMA),
     "origin": {"content": str},
-    "facts": dict.fromkeys(FACT_NAMES, int),
+    "statistics": {**dict.fromkeys(STATISTIC_NAMES, int), "dropped": int, "notes": {"*": int}},
 }
-OPTIONAL_FACTS_SCHEMA = {"dropped": int, "notes": {"*": int}}
+EXAMPLES_SCHEMA = {"targets": int, "lengths": [SHARD_SCHEMA]}  # besides COUNTS_SCHEMA
 DATASET_FILE_PATTERN = re.compile(
     r"(manifest|tokenizer|verified|prepared_from)\.json"
     r"|(train|val)(-lengths)?-[0-9]{5,}(-[0-9]+)?\.npy"
 )
-
-
-class ShardedTokens:
-    """Several arrays, read as one by slices."""
-
-    def __init__(self, arrays: Sequence[np.ndarray]):
-        self.arrays = arrays
-        self.starts = np.cumsum([0] + [len(array) for array in arrays]).tolist()
-
-    def __len__(self) -> int:
-        return self.starts[-1]
-
-    def __getitem__(self, span: slice) -> np.ndarray:
-        start, stop, _ = span.indices(len(self))
-        touched = slice(bisect_right(self.starts, start) - 1, bisect_left(self.starts, stop))
-        arrays = zip(self.arrays[touched], self.starts[touched], strict=True)
-        slices = [array[max(0, start - offset) : stop - offset] for array, offset in arrays]
-        if len(slices) == 1:
-            return slices[0]
-        return np.concatenate(slices or [np.empty(0, np.uint16)])
-
-
-Tokens = np.ndarray | ShardedTokens  # token ids (N,)
-
-
-@dataclass(frozen=True)
-class Examples:
-    """A split of examples. Its length is its number of tokens, as for a split of text."""
-
-    tokens: Tokens  # int32, all examples: an id where it is a target, ~id elsewhere
-    starts: np.ndarray  # int64 (N,), of each example in tokens
-    lengths: np.ndarray  # int64 (N,), of each example
-    num_cut: int = 0  # by drop_long
-    num_removed: int = 0  # by drop_long
-
-    def __len__(self) -> int:
-        return int(self.lengths.sum())
-
-    @property
-    def num_examples(self) -> int:
-        return len(self.lengths)
-
-    def example(self, index: int) -> np.ndarray:
-        """Read the tokens of one example, int32."""
-        start = int(self.starts[index])
-        return self.tokens[start : start + int(self.lengths[index])]
-
-    def drop_long(self, context_length: int, cut: bool) -> "Examples":
-        """Remove the examples of more than context_length + 1 tokens, or cut them.
-
-        An example without a target after the cut is removed. Raises UserError if none remains.
-        """
-        max_length = context_length + 1
-        long = np.flatnonzero(self.lengths > max_length).tolist()
-        shortened = replace(self, lengths=np.minimum(self.lengths, max_length))
-        removed = [i for i in long if not (cut and (shortened.example(i)[1:] >= 0).any())]
-        if len(removed) == self.num_examples:
-            reason = f"no example has a target within {max_length} tokens"
-            min_context = int(self.lengths.min()) - 1
-            advice = "Raise it" if cut else f"Raise it to {min_context}, or use --long-examples cut"
-            raise UserError(f"--context-length: {reason} (got {context_length}). {advice}.")
-        return replace(
-            self,
-            starts=np.delete(self.starts, removed),
-            lengths=np.delete(shortened.lengths, removed),
-            num_cut=len(long) - len(removed),
-            num_removed=len(removed),
-        )
 
 
 @dataclass(frozen=True)
@@ -125,14 +58,14 @@ class Dataset:
     path: Path
     manifest: dict[str, Any]
     tokenizer: Tokenizer
-    train: Tokens | Examples
-    val: Tokens | Examples
+    train: Split
+    val: Split
     sha256: str  # of the manifest as it was opened
 
     @property
     def num_documents(self) -> int:
         """Number of documents; one that was cut is counted once."""
-        return self.manifest["facts"]["documents"]
+        return self.manifest["statistics"]["documents"]
 
     def bytes_per_token(self, split: str) -> float:
         """Return the mean UTF-8 bytes of text of one token; of examples, of one target."""
@@ -141,18 +74,33 @@ class Dataset:
 
     def drop_long_examples(self, context_length: int, cut: bool) -> "Dataset":
         """Apply Examples.drop_long to both splits, and correct the manifest's counts of val."""
-        if not isinstance(self.train, Examples) or not isinstance(self.val, Examples):
-            return self
         train = self.train.drop_long(context_length, cut)
         val = self.val.drop_long(context_length, cut)
         splits = self.manifest["splits"]
         if val.num_cut or val.num_removed:
-            kept = map(val.example, range(val.num_examples))
-            counts = [count_targets(self.tokenizer, example) for example in kept]
+            counts = [count_targets(self.tokenizer, example) for example in val.examples()]
             num_targets, num_bytes = map(sum, zip(*counts, strict=True))
             counted = {"targets": num_targets, "bytes": num_bytes}
             splits = {**splits, "val": {**splits["val"], **counted}}
         return replace(self, train=train, val=val, manifest={**self.manifest, "splits": splits})
+
+    def find_val_problems(self) -> list[str]:
+        """Return a sentence for each problem that makes the validation loss meaningless."""
+        statistics = self.manifest["statistics"]
+        num_val = self.manifest["splits"]["val"]["documents"]
+        num_repeats = statistics["repeats"]
+        problems = []
+        if statistics["val_copies"]:
+            percent = f"{statistics['val_copies'] / max(1, num_val):.0%}"
+            problems.append(
+                f"{percent} of the validation documents are copies of training documents."
+            )
+        if num_repeats and self.num_documents - num_repeats == 1:
+            problems.append(f"All {self.num_documents:,} documents are the same.")
+        elif num_repeats and statistics["val_distinct"] < min(MIN_VAL_DOCUMENTS, num_val):
+            texts = count_noun(statistics["val_distinct"], "different text")
+            problems.append(f"The {num_val} validation documents have only {texts}.")
+        return problems
 
 
 def open_dataset(path: Path) -> Dataset:
@@ -160,15 +108,13 @@ def open_dataset(path: Path) -> Dataset:
     if not (path / "manifest.json").is_file():
         command = shell_command("python", "prepare.py", "INPUT", "--out", path)
         raise UserError(f"{path}: is not a dataset. Make it with: {command}")
+    content = (path / "manifest.json").read_bytes()
     try:
-        content = (path / "manifest.json").read_bytes()
         manifest = parse_json(content, path / "manifest.json")
-        if manifest["format"] != FORMAT_VERSION:
-            raise UserError(f"its format must be {FORMAT_VERSION} (got {manifest['format']})")
+        version = manifest.get("format") if isinstance(manifest, dict) else None
+        if version != FORMAT_VERSION:
+            raise UserError(f"its format must be {FORMAT_VERSION} (got {version})")
         check_types(manifest, MANIFEST_SCHEMA, "manifest")
-        for name in OPTIONAL_FACTS_SCHEMA.keys() & manifest["facts"].keys():
-            fact = manifest["facts"][name]
-            check_types(fact, OPTIONAL_FACTS_SCHEMA[name], f"manifest.facts.{name}")
         if sha256(path / "tokenizer.json") != manifest["tokenizer"]["sha256"]:
             raise UserError("tokenizer.json is not the one that encoded the text")
         splits = {split: _open_split(path, manifest, split) for split in SPLIT_NAMES}
@@ -176,20 +122,21 @@ def open_dataset(path: Path) -> Dataset:
         if manifest["vocab_size"] != tokenizer.vocab_size:
             sizes = f"{tokenizer.vocab_size} (got {manifest['vocab_size']})"
             raise UserError(f"its vocabulary size must be {sizes}")
-    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, UserError) as error:
         raise _dataset_error(path, error) from None
     return Dataset(path, manifest, tokenizer, **splits, sha256=hashlib.sha256(content).hexdigest())
 
 
-def _open_split(path: Path, manifest: dict[str, Any], split: str) -> Tokens | Examples:
-    """Map a split into memory. Raises various errors unless it matches the manifest."""
+def _open_split(path: Path, manifest: dict[str, Any], split: str) -> Split:
+    """Map a split into memory. Raises UserError or OSError unless it matches the manifest."""
     counts = manifest["splits"][split]
     tokens = _open_shards(path, counts["shards"], manifest["dtype"])
     if len(tokens) != counts["tokens"] or min(len(tokens), counts["bytes"]) < 1:
         sizes = f"{counts['tokens']} tokens and {counts['bytes']} bytes"
         raise UserError(f"its {split} split must have the tokens of its shards (got {sizes})")
     if manifest["dtype"] != EXAMPLES_DTYPE:
-        return tokens
+        return Split(tokens)
+    check_types(counts, EXAMPLES_SCHEMA, f"manifest.splits.{split}")
     lengths = _open_shards(path, counts["lengths"], LENGTHS_DTYPE)[:].astype(np.int64)
     is_valid = len(lengths) == counts["documents"] and lengths.sum() == len(tokens)
     if not is_valid or not lengths.all() or counts["targets"] < 1:
@@ -198,12 +145,14 @@ def _open_split(path: Path, manifest: dict[str, Any], split: str) -> Tokens | Ex
 
 
 def _open_shards(folder: Path, shards: list[dict[str, Any]], dtype: str) -> ShardedTokens:
-    """Map shards into memory. Raises various errors unless they match the manifest."""
-    check_types(shards, [SHARD_SCHEMA], "shards")
+    """Map shards into memory. Raises UserError or OSError unless they match the manifest."""
     arrays = []
     for shard in shards:
         path = safe_child_path(folder, shard["file"])
-        array = np.load(path, mmap_mode="r")
+        try:
+            array = np.load(path, mmap_mode="r")
+        except (ValueError, EOFError) as error:
+            raise UserError(f"{path.name} is not a shard: {error}") from None
         shape = (shard["tokens"],)
         if array.shape != shape or array.dtype != dtype:
             actual = f"{array.dtype} {array.shape}"
@@ -216,8 +165,15 @@ def _open_shards(folder: Path, shards: list[dict[str, Any]], dtype: str) -> Shar
 
 
 def _dataset_error(path: Path, error: Exception) -> UserError:
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    reason = " ".join(str(error).removesuffix(".").split())
     return UserError(f"{path}: can't be used ({reason}). Prepare it again with --force.")
+
+
+def list_shards(manifest: dict[str, Any]) -> dict[str, str]:
+    """Return the SHA-256 of each shard of tokens and of lengths, by file name."""
+    counts = [manifest["splits"][split] for split in SPLIT_NAMES]
+    shards = [shard for count in counts for shard in (*count["shards"], *count.get("lengths", ()))]
+    return {shard["file"]: shard["sha256"] for shard in shards}
 
 
 def verify_dataset(dataset: Dataset, force: bool) -> None:
@@ -227,20 +183,17 @@ def verify_dataset(dataset: Dataset, force: bool) -> None:
     Raises UserError for a corrupted shard.
     """
     record = dataset.path / "verified.json"
-    splits = [dataset.manifest["splits"][split] for split in SPLIT_NAMES]
-    token_shards = [shard for counts in splits for shard in counts["shards"]]
-    length_shards = [shard for counts in splits for shard in counts.get("lengths", [])]
-    hashes = {shard["file"]: shard["sha256"] for shard in token_shards + length_shards}
+    hashes = list_shards(dataset.manifest)
     stats = [(dataset.path / name).stat() for name in ("manifest.json", *hashes)]
     state = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, UserError):
         if not force and read_json(record) == state:
             return
     vocab_size = dataset.tokenizer.vocab_size
-    for number, (name, expected_hash) in enumerate(hashes.items()):
+    for name, expected_hash in hashes.items():
         if sha256(dataset.path / name) != expected_hash:
             raise _dataset_error(dataset.path, UserError(f"{name}: SHA-256 mismatch"))
-        if number < len(token_shards):
+        if "-lengths-" not in name:
             tokens = np.load(dataset.path / name, mmap_mode="r")
             largest = max(int(tokens.max()), ~int(tokens.min()))
             if largest >= vocab_size:
@@ -270,16 +223,18 @@ def is_up_to_date(
     if force:
         return False
     try:
-        old_origin = read_json(out / "manifest.json")["origin"]
-        content = old_origin.pop("content")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        manifest = read_json(out / "manifest.json")
+        check_types(manifest, {"origin": {"content": str}}, "manifest")
+    except (OSError, UserError):
         raise UserError(f"{out}: manifest.json is corrupted. Use --force to replace it.") from None
+    old_origin = manifest["origin"]
+    content = old_origin.pop("content")
     keys = sorted(old_origin.keys() | origin.keys())
     changed = [key for key in keys if old_origin.get(key) != origin.get(key)]
     settings = [key for key in changed if key not in ("split", "separator")]  # others: of the text
     differences = [f"{key} {old_origin.get(key)}" for key in settings]
     is_same_version = False
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, UserError):
         is_same_version = read_json(out / VERSION_FILE) == version
     if not settings and (changed or not (is_same_version or hash_content() == content)):
         differences = ["other text"]
@@ -302,19 +257,19 @@ class ShardWriter:
         self.file: Any = None
         self.num_tokens = 0  # in the open file
 
-    def write(self, ids: np.ndarray) -> None:
-        """Append ids, or lengths, (N,), whose dtype must not change between calls."""
-        while len(ids):
+    def write(self, values: np.ndarray) -> None:
+        """Append values, ids or lengths (N,), whose dtype must not change between calls."""
+        while len(values):
             if self.file is None:
                 suffix = f"-{len(self.shards)}" if self.shards else ""
                 self.file = (self.folder / f"{self.name}{suffix}.npy").open("wb")
                 self.file.seek(SHARD_HEADER_BYTES)
                 self.num_tokens = 0
-                self.descr = np.lib.format.dtype_to_descr(ids.dtype)
-            head = ids[: MAX_SHARD_TOKENS - self.num_tokens]
+                self.descr = np.lib.format.dtype_to_descr(values.dtype)
+            head = values[: MAX_SHARD_TOKENS - self.num_tokens]
             self.file.write(head.data)
             self.num_tokens += len(head)
-            ids = ids[len(head) :]
+            values = values[len(head) :]
             if self.num_tokens == MAX_SHARD_TOKENS:
                 self.close()
 

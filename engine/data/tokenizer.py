@@ -21,7 +21,7 @@ from tokenizers.normalizers import NFC
 from engine.core.errors import UserError, is_panic, wrap_library_errors, wrap_panics
 from engine.core.files import read_json
 from engine.data import tokenizer_json
-from engine.data.chat_template import read_tokenizer_config
+from engine.data.chats.chat_template import read_tokenizer_config
 from engine.data.tokenizer_json import (
     CHAT_KEYS,
     END_OF_TEXT,
@@ -59,11 +59,11 @@ class Tokenizer:
         self.markup = self.special_tokens.keys() - {*names}  # such as <think>: text in an answer
         self.text_ids = {*tokenizer_json.text_vocab(document).values(), *ordinary}
         self.vocab_size = tokenizer_json.vocab_size_of(document)
-        self.end_name: str = extension.get("end_of_text", END_OF_TEXT)
-        self.end_of_text = self.special_tokens.get(self.end_name)
+        self.end_of_text_name: str = extension.get("end_of_text", END_OF_TEXT)
+        self.end_of_text_id = self.special_tokens.get(self.end_of_text_name)
         self.chat_template: str | None = extension.get("chat_template")
         self.other_templates: dict[str, str] = json.loads(extension.get("other_templates", "{}"))
-        self.bos_token: str = extension.get("bos_token", self.end_name)
+        self.bos_token: str = extension.get("bos_token", self.end_of_text_name)
         self.bytes_of_id = {number: name.encode() for name, number in self.special_tokens.items()}
 
     @functools.cached_property
@@ -117,7 +117,7 @@ class Tokenizer:
 
     def unused_ids(self) -> list[int]:
         """List the ids that neither occur in text nor end it; they must not be sampled."""
-        used = self.text_ids | {self.end_of_text, *map(self.special_tokens.get, self.markup)}
+        used = self.text_ids | {self.end_of_text_id, *map(self.special_tokens.get, self.markup)}
         return [number for number in range(self.vocab_size) if number not in used]
 
     def with_special(self, names: Sequence[str]) -> "Tokenizer":
@@ -285,9 +285,9 @@ def from_document(document: Document) -> Tokenizer:
         tokenizer = BPETokenizer(document, *form)
     else:
         tokenizer = HuggingFaceTokenizer(document)
-    can_lack_end = tokenizer.kind == "char" and tokenizer.end_name == END_OF_TEXT
-    if tokenizer.end_of_text is None and not can_lack_end:
-        raise UserError(f"the end of text, {tokenizer.end_name!r}, is not a special token")
+    can_lack_end = tokenizer.kind == "char" and tokenizer.end_of_text_name == END_OF_TEXT
+    if tokenizer.end_of_text_id is None and not can_lack_end:
+        raise UserError(f"the end of text, {tokenizer.end_of_text_name!r}, is not a special token")
     return tokenizer
 
 

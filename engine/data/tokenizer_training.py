@@ -1,6 +1,5 @@
 """Tokenizers trained on text: its characters, or a byte-level BPE."""
 
-import itertools
 import json
 from collections.abc import Iterable, Iterator
 
@@ -9,7 +8,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 from engine.core.cli import progress
-from engine.data.splits import Corpus
+from engine.data.inputs.documents import Corpus
 from engine.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, from_document
 from engine.data.tokenizer_json import SPECIAL_TOKENS, SPLIT_PATTERNS, bpe_document
 
@@ -78,35 +77,39 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Train a tokenizer on the text: char on all of it, or bpe on about ``max_bytes``."""
     if kind == "char":
-        return train_char_tokenizer(training_texts(corpus, None), separator)
-    return train_bpe_tokenizer(training_texts(corpus, max_bytes), vocab_size, pattern)
+        return train_char_tokenizer(tokenizer_texts(corpus, None), separator)
+    return train_bpe_tokenizer(tokenizer_texts(corpus, max_bytes), vocab_size, pattern)
 
 
-def training_texts(corpus: Corpus, max_bytes: int | None) -> Iterator[str]:
+def tokenizer_texts(corpus: Corpus, max_bytes: int | None) -> Iterator[str]:
     """Yield all text, or a sample of about ``max_bytes``, in short strings."""
     total = min(max_bytes or corpus.bytes, corpus.bytes) if corpus.is_plain else None
     with progress("training tokenizer", total) as bar:
         for document in sample_texts(corpus, max_bytes):
             bar.update(len(document))
-            turns = [turn[1] for turn in json.loads(document)] if corpus.examples else [document]
+            turns = (
+                [turn[1] for turn in json.loads(document)]
+                if corpus.rule.has_examples
+                else [document]
+            )
             for text in turns:
                 for start in range(0, len(text), MAX_TRAINER_CHARACTERS):
                     yield text[start : start + MAX_TRAINER_CHARACTERS]
 
 
 def sample_texts(corpus: Corpus, max_bytes: int | None) -> Iterator[str]:
-    """Yield all texts, or if they exceed ``max_bytes`` the beginning of each unit.
+    """Yield all texts, or the beginning of each unit in proportion to its size.
 
-    The result depends on the sources alone. A unit contributes in proportion to its size, and more
-    if earlier units were too short.
+    A unit contributes more if earlier units were too short. The result depends on the sources
+    alone, and has about ``max_bytes``. All text is yielded if it is known to fit.
     """
-    if max_bytes is None or _fits(corpus, max_bytes):
+    if max_bytes is None or (corpus.is_plain and corpus.bytes <= max_bytes):
         yield from (text.text for text in corpus.texts())
         return
     budget = 0.0
-    total_bytes = sum(unit.size for unit in corpus.units)
-    for unit in corpus.units:
-        budget += max_bytes * unit.size / max(1, total_bytes)
+    sizes = [max(1, unit.size) for unit in corpus.units]
+    for unit, size in zip(corpus.units, sizes, strict=True):
+        budget += max_bytes * size / sum(sizes)
         if budget <= 0:
             continue
         for text in unit.texts():
@@ -114,14 +117,6 @@ def sample_texts(corpus: Corpus, max_bytes: int | None) -> Iterator[str]:
             budget -= len(text.text.encode())
             if budget <= 0:
                 break
-
-
-def _fits(corpus: Corpus, max_bytes: int) -> bool:
-    """Return whether the texts have at most ``max_bytes``, without reading plain sources."""
-    if corpus.is_plain:
-        return corpus.bytes <= max_bytes
-    totals = itertools.accumulate(len(text.text.encode()) for text in corpus.texts())
-    return all(total <= max_bytes for total in totals)
 
 
 def pre_tokenizer_name(tokenizer: Tokenizer) -> str | None:

@@ -1,6 +1,6 @@
 """A corpus → data/<name>/: its shards, encoded by threads or on a Ray cluster, and a manifest.
 
-Each finished unit has a record beside its shards, so that a later run skips it.
+Each finished unit has a summary beside its shards, so that a later run skips it.
 """
 
 import contextlib
@@ -23,13 +23,16 @@ import numpy as np
 
 from engine.core import files
 from engine.core.cli import progress
-from engine.core.errors import UserError
-from engine.data import dataset, splits
-from engine.data.chat import Encoder, make_encoder
+from engine.core.errors import UserError, import_optional
+from engine.data import dataset
+from engine.data.chats.chat import Encoder, make_encoder
+from engine.data.dataset import SPLIT_NAMES
+from engine.data.inputs import documents
+from engine.data.inputs.documents import Corpus, Piece, SplitRule, Unit
 from engine.data.inputs.readers import Text
-from engine.data.inputs.sources import import_optional, wrap_errors
+from engine.data.inputs.sources import wrap_errors
 from engine.data.inputs.text import merge_notes
-from engine.data.splits import SPLIT_NAMES, Corpus, Piece, Rule, Unit
+from engine.data.split import EXAMPLES_DTYPE, token_ids
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 
 RAY_TIMEOUT_SECONDS = 10  # to reach a cluster
@@ -42,22 +45,24 @@ class Batch:
 
     ids: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
     counts: dict[str, Counter] = field(default_factory=lambda: defaultdict(Counter))
-    texts: list[tuple[bytes, int, bool, bool]] = field(default_factory=list)  # see TEXT_DTYPE
+    texts: list[tuple[bytes, int, bool, bool]] = field(
+        default_factory=list
+    )  # see documents.TEXT_DTYPE
     num_characters: int = 0
 
 
 def encode_batch(
-    texts: Iterable[Text], unit_split: str, rule: Rule, encode: Encoder, join_pieces: bool
+    texts: Iterable[Text], unit_split: str, rule: SplitRule, encode: Encoder, join_pieces: bool
 ) -> Batch:
     """Split, hash and encode texts; with join_pieces, join the texts of each document first."""
     batch = Batch()
     pieces: list[Piece] = []
     for text in texts:
-        digest = splits.digest_of(text)
+        digest = documents.digest_of(text)
         pieces += rule.pieces(text, digest, unit_split)
         is_val = any(piece.split == "val" for piece in pieces)
         num_tokens = 0
-        if text.ends or not join_pieces:
+        if text.ends_document or not join_pieces:
             for split, group in itertools.groupby(pieces, key=attrgetter("split")):
                 _, contents, ends = zip(*group, strict=True)
                 content = "".join(contents)
@@ -70,16 +75,16 @@ def encode_batch(
                 num_tokens += len(ids)
                 batch.num_characters += len(content)
             pieces.clear()
-        batch.texts.append((digest[splits.HASH_BYTES], num_tokens, text.ends, is_val))
+        batch.texts.append((digest[documents.HASH_BYTES], num_tokens, text.ends_document, is_val))
     return batch
 
 
 @dataclass(frozen=True)
-class Job:
+class EncodingJob:
     """How a process, on this or another machine, encodes units."""
 
     folder: Path  # for the files of units, and tokenizer.json
-    rule: Rule
+    rule: SplitRule
     separator: str  # ends a document where the tokenizer has no token for it
     vocab_size: int
     settings: str  # JSON of all other settings that the shards depend on
@@ -87,26 +92,34 @@ class Job:
     @property
     def dtype(self) -> str:
         """The dtype of token shards."""
-        if self.rule.examples:
-            return dataset.EXAMPLES_DTYPE
+        if self.rule.has_examples:
+            return EXAMPLES_DTYPE
         return "uint16" if self.vocab_size <= 2**16 else "uint32"
 
-    def key(self, unit: Unit) -> str:
-        """Hash a unit's inputs and settings; return "" if the version of a source is unknown."""
-        versions = splits.source_versions(source for source, _, _ in unit.parts)
+    def summary_path(self, unit: Unit) -> Path:
+        """Return the path of a unit's summary, which exists once the unit is finished.
+
+        The name depends on the unit's inputs and on all settings.
+        """
+        versions = documents.source_versions(source for source, _, _ in unit.parts)
         parts = [(unit.split, index, count) for _, index, count in unit.parts]
         content = [versions, parts, sorted(unit.dropped), repr(self.rule), self.settings]
-        return hashlib.sha256(files.to_json(content).encode()).hexdigest() if versions else ""
+        key = hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+        return self.folder / f"unit-{unit.number:05d}-{key if versions else 'unknown'}.npz"
 
-    def record_path(self, unit: Unit) -> Path:
-        """Return the path of a unit's record, which exists once the unit is finished."""
-        return self.folder / f"record-{unit.number:05d}.npz"
+    def is_finished(self, unit: Unit) -> bool:
+        """Return whether a unit has a summary, and its shards are intact and in the folder."""
+        if not self.summary_path(unit).exists():
+            return False
+        shards = itertools.chain(*self.read_summary(unit)["shards"].values())
+        hashes = {self.folder / shard["file"]: shard["sha256"] for shard in shards}
+        return all(path.exists() and files.sha256(path) == hashes[path] for path in hashes)
 
-    def read_record(self, unit: Unit) -> dict[str, Any]:
-        """Read the record of a finished unit."""
-        with np.load(self.record_path(unit)) as arrays:
-            facts = json.loads(str(arrays["facts"]))
-            return {**facts, "texts": arrays["texts"], "used": arrays["used"]}
+    def read_summary(self, unit: Unit) -> dict[str, Any]:
+        """Read the summary of a finished unit."""
+        with np.load(self.summary_path(unit)) as arrays:
+            content = json.loads(str(arrays["content"]))
+            return {**content, "texts": arrays["texts"], "used": arrays["used"]}
 
 
 def map_in_order(function: Callable, items: Iterable[tuple], num_threads: int) -> Iterator[Any]:
@@ -122,24 +135,25 @@ def map_in_order(function: Callable, items: Iterable[tuple], num_threads: int) -
 
 
 def encode_units(
-    job: Job,
+    job: EncodingJob,
     units: Sequence[Unit],
     threads: int | None = None,
     advance: Callable[[int], Any] = lambda num_characters: None,
 ) -> int:
     """Encode units in order with ``threads`` threads; None: one for each core.
 
-    Threads suffice, because tiktoken and NumPy release Python's lock. ``advance`` gets the number
-    of characters of each batch. Returns the size of the sources in bytes.
+    Threads suffice for text, because tiktoken and NumPy release Python's lock; rows and chats
+    are parsed in one thread at a time. ``advance`` gets the number of characters of each batch.
+    Returns the size of the sources in bytes.
     """
     tokenizer = load_tokenizer(job.folder / "tokenizer.json")
     join_pieces = not tokenizer.can_encode_pieces
-    encoder = make_encoder(tokenizer, job.separator, job.rule.examples)
+    encoder = make_encoder(tokenizer, job.separator, job.rule.has_examples)
 
     def encode(unit: Unit, texts: list[Text]) -> tuple[Unit, Batch]:
         return unit, encode_batch(texts, unit.split, job.rule, encoder, join_pieces)
 
-    items = splits.make_batches(units, join_pieces)
+    items = documents.make_batches(units, join_pieces)
     batches = map_in_order(encode, items, threads or os.cpu_count() or 1)
     for unit, group in itertools.groupby(batches, key=itemgetter(0)):
         write_unit(job, unit, (batch for _, batch in group), advance)
@@ -147,34 +161,34 @@ def encode_units(
 
 
 def write_unit(
-    job: Job, unit: Unit, batches: Iterable[Batch], advance: Callable[[int], Any]
+    job: EncodingJob, unit: Unit, batches: Iterable[Batch], advance: Callable[[int], Any]
 ) -> None:
-    """Write the shards of a unit, then its record."""
+    """Write the shards of a unit, then its summary."""
     counts: dict[str, Counter] = {split: Counter() for split in SPLIT_NAMES}
     used = np.zeros(job.vocab_size, bool)  # which token ids occur
     texts = []
-    names = [*SPLIT_NAMES, *(f"{split}-lengths" for split in SPLIT_NAMES if job.rule.examples)]
+    names = [*SPLIT_NAMES, *(f"{split}-lengths" for split in SPLIT_NAMES if job.rule.has_examples)]
     writers = {name: dataset.ShardWriter(job.folder, f"{name}-{unit.number:05d}") for name in names}
     for batch in batches:
         for split in SPLIT_NAMES:
             ids = np.concatenate(batch.ids[split] or [np.empty(0, np.uint32)])
-            used[np.maximum(ids, ~ids) if job.rule.examples else ids] = True
+            used[token_ids(ids) if job.rule.has_examples else ids] = True
             writers[split].write(ids.astype(job.dtype, copy=False))
-            if job.rule.examples:
+            if job.rule.has_examples:
                 lengths = [len(example) for example in batch.ids[split]]
                 writers[f"{split}-lengths"].write(np.array(lengths, dataset.LENGTHS_DTYPE))
             counts[split].update(batch.counts[split], tokens=len(ids))
-        texts.append(np.array(batch.texts, splits.TEXT_DTYPE))
+        texts.append(np.array(batch.texts, documents.TEXT_DTYPE))
         advance(batch.num_characters)
     shards = {name: writer.close() for name, writer in writers.items()}
-    record = {"key": job.key(unit), "counts": counts, "shards": shards, "notes": unit.notes}
+    summary = {"counts": counts, "shards": shards, "notes": unit.notes}
     partial = job.folder / f".partial-{unit.number:05d}.npz"
-    np.savez(partial, facts=files.to_json(record), texts=np.concatenate(texts), used=used)
+    np.savez(partial, content=files.to_json(summary), texts=np.concatenate(texts), used=used)
     files.fsync(partial)
-    partial.replace(job.record_path(unit))
+    partial.replace(job.summary_path(unit))
 
 
-def encode_on_ray(job: Job, units: Sequence[Unit], address: str) -> Iterator[int]:
+def encode_on_ray(job: EncodingJob, units: Sequence[Unit], address: str) -> Iterator[int]:
     """Encode units as tasks of Ray. Yields the size in bytes of each finished unit.
 
     ``address`` is local, local:4 (workers), or that of a running cluster, whose machines need this
@@ -236,44 +250,41 @@ def write_dataset(
     """
     folder = work_folder(out)
     folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("unit-*-unknown.npz"):
+        path.unlink()  # it is unknown whether a source has changed since
     tokenizer.save(folder / "tokenizer.json")
-    tokenizer_sha256 = files.sha256(folder / "tokenizer.json")
-    settings = files.to_json([dataset.FORMAT_VERSION, origin, tokenizer_sha256])
-    job = Job(folder, corpus.rule, origin.get("separator", ""), tokenizer.vocab_size, settings)
+    settings = files.to_json([dataset.FORMAT_VERSION, origin, tokenizer.fingerprint])
+    separator = origin.get("separator", "")
+    job = EncodingJob(folder, corpus.rule, separator, tokenizer.vocab_size, settings)
     units = corpus.units
     try:
         if origin.get("deduplicate"):
             texts = corpus.digests()
-            origin = {"content": splits.content_hash(units, texts), **origin}
-            repeats = splits.find_repeats(texts)
+            origin = {"content": documents.content_hash(units, texts), **origin}
+            repeats = documents.find_repeats(texts)
             units = [replace(unit, dropped=repeats[unit.number]) for unit in units]
         encode_missing_units(job, units, corpus.is_plain, threads, ray)
         manifest = make_manifest(job, units, origin)
     except BaseException as error:
-        num_finished = len([*folder.glob("record-*.npz")])
+        num_finished = len([*folder.glob("unit-*.npz")])
         if num_finished == 0 or (num_finished == len(units) and isinstance(error, UserError)):
             shutil.rmtree(folder)  # nothing to resume from
         raise
-    manifest["tokenizer"] = {"kind": tokenizer.kind, "sha256": tokenizer_sha256}
+    manifest["tokenizer"] = {"kind": tokenizer.kind, "sha256": tokenizer.fingerprint}
     with files.atomic_directory(out) as directory:
         files.write_json(directory / "manifest.json", manifest)
         if corpus.version:
             files.write_json(directory / dataset.VERSION_FILE, corpus.version)
-        for path in [folder / "tokenizer.json", *folder.glob("*.npy")]:
-            path.rename(directory / path.name)
+        for name in ["tokenizer.json", *dataset.list_shards(manifest)]:
+            (folder / name).rename(directory / name)
     shutil.rmtree(folder)
 
 
 def encode_missing_units(
-    job: Job, units: Sequence[Unit], is_plain: bool, threads: int | None, ray: str | None
+    job: EncodingJob, units: Sequence[Unit], is_plain: bool, threads: int | None, ray: str | None
 ) -> None:
-    """Remove all files that do not belong to a finished unit, and encode the missing units."""
-    names = {unit.number: list_unit_files(job, unit) for unit in units}
-    missing = [unit for unit in units if not names[unit.number]]
-    valid_names = {"tokenizer.json", *itertools.chain(*names.values())}
-    for path in job.folder.iterdir():
-        if path.name not in valid_names:
-            path.unlink()
+    """Encode the units that are not finished."""
+    missing = [unit for unit in units if not job.is_finished(unit)]
     total_bytes = sum(unit.size for unit in missing) if is_plain or ray else None
     with progress("encoding", total_bytes) as bar:
         if ray and missing:
@@ -283,63 +294,51 @@ def encode_missing_units(
             encode_units(job, missing, threads, bar.update)
 
 
-def list_unit_files(job: Job, unit: Unit) -> list[str]:
-    """List the files of a finished unit; none if one of them is missing, damaged or outdated."""
-    key = job.key(unit)
-    if not key or not job.record_path(unit).exists():
-        return []
-    record = job.read_record(unit)
-    shards = itertools.chain(*record["shards"].values())
-    hashes = {job.folder / shard["file"]: shard["sha256"] for shard in shards}
-    is_intact = all(path.exists() and files.sha256(path) == hashes[path] for path in hashes)
-    if record["key"] != key or not is_intact:
-        return []
-    return [path.name for path in (job.record_path(unit), *hashes)]
-
-
-def make_manifest(job: Job, units: Sequence[Unit], origin: dict[str, Any]) -> dict[str, Any]:
-    """Make the manifest from the records of units. Raises UserError if a split is too short."""
-    records = []
+def make_manifest(
+    job: EncodingJob, units: Sequence[Unit], origin: dict[str, Any]
+) -> dict[str, Any]:
+    """Make the manifest from the summaries of units. Raises UserError if a split is too short."""
+    summaries = []
     used = np.zeros(job.vocab_size, bool)
     for unit in units:
-        record = job.read_record(unit)
-        used |= record.pop("used")
-        records.append(record)
-    texts = [record["texts"] for record in records]
-    documents = [splits.sum_documents(unit_texts) for unit_texts in texts]
-    hashes, lengths, is_val = map(np.concatenate, zip(*documents, strict=True))
-    facts: dict[str, Any] = {
+        summary = job.read_summary(unit)
+        used |= summary.pop("used")
+        summaries.append(summary)
+    texts = [summary["texts"] for summary in summaries]
+    columns = zip(*map(documents.aggregate_documents, texts), strict=True)
+    hashes, lengths, is_val = map(np.concatenate, columns)
+    statistics: dict[str, Any] = {
         "documents": len(hashes),
         "repeats": len(hashes) - len(np.unique(hashes)),
         "longest": int(lengths.max(initial=0)),
         "vocabulary": int(used.sum()),
         "val_distinct": len(np.unique(hashes[is_val])),
         "val_copies": int(np.isin(hashes[is_val], hashes[~is_val]).sum()),
+        "dropped": sum(len(unit.dropped) for unit in units),
+        "notes": merge_notes((summary["notes"] for summary in summaries), len(hashes)),
     }
-    if origin.get("deduplicate"):
-        facts["dropped"] = sum(len(unit.dropped) for unit in units)
-    if notes := merge_notes((record["notes"] for record in records), len(hashes)):
-        facts["notes"] = notes
     return {
         "format": dataset.FORMAT_VERSION,
         "vocab_size": job.vocab_size,
         "dtype": job.dtype,
-        "splits": {split: split_entry(split, records, facts) for split in SPLIT_NAMES},
-        "origin": {"content": splits.content_hash(units, texts), **origin},
-        "facts": facts,
+        "splits": {split: split_entry(split, summaries, statistics) for split in SPLIT_NAMES},
+        "origin": {"content": documents.content_hash(units, texts), **origin},
+        "statistics": statistics,
     }
 
 
-def split_entry(split: str, records: list[dict[str, Any]], facts: dict[str, Any]) -> dict[str, Any]:
+def split_entry(
+    split: str, summaries: list[dict[str, Any]], statistics: dict[str, Any]
+) -> dict[str, Any]:
     """Return a split's entry in the manifest. Raises UserError if the split is too short."""
-    counts = sum((Counter(record["counts"][split]) for record in records), Counter())
+    counts = sum((Counter(summary["counts"][split]) for summary in summaries), Counter())
     if counts["tokens"] < 2:
-        documents = f"{facts['documents']} documents, {facts['repeats']} of them repeats"
+        documents = f"{statistics['documents']} documents, {statistics['repeats']} of them repeats"
         problem = f"must have at least 2 tokens (got {counts['tokens']}, of {documents})"
         raise UserError(f"the {split} split {problem}. Change --val-fraction or --val.")
     entry = {name: counts[name] for name in ("tokens", "bytes", "documents")}
-    shards = [shard for record in records for shard in record["shards"][split]]
-    if f"{split}-lengths" not in records[0]["shards"]:
+    shards = [shard for summary in summaries for shard in summary["shards"][split]]
+    if f"{split}-lengths" not in summaries[0]["shards"]:
         return {**entry, "shards": shards}
-    lengths = [shard for record in records for shard in record["shards"][f"{split}-lengths"]]
+    lengths = [shard for summary in summaries for shard in summary["shards"][f"{split}-lengths"]]
     return {**entry, "targets": counts["targets"], "shards": shards, "lengths": lengths}

@@ -31,7 +31,7 @@ def beam_search(model: GPT, stream: TextStream, num_beams: int) -> tuple[list[in
     engine = DecodingEngine(model)
     engine.add(stream.prompt)
     logits = engine.read(0)
-    banned = torch.tensor(banned_tokens(tokenizer, model, stream.ends), dtype=torch.long)
+    banned = torch.tensor(banned_tokens(tokenizer, model, stream.stop_token_ids), dtype=torch.long)
     banned = banned.to(engine.device)
     beams: list[list[int]] = [[]]
     log_probs = torch.zeros(1, device=engine.device)  # of each beam
@@ -51,7 +51,7 @@ def beam_search(model: GPT, stream: TextStream, num_beams: int) -> tuple[list[in
         candidates = [[*beams[parent], token] for parent, token in zip(parents, ids, strict=True)]
         for index, candidate in enumerate(candidates):
             score = values[index].item() / length_penalty(length)
-            is_last = length == max_tokens or candidate[-1] in stream.ends
+            is_last = length == max_tokens or candidate[-1] in stream.stop_token_ids
             if not is_last and not any(text in tokenizer.decode(candidate) for text in stream.stop):
                 unfinished.append(index)
             elif score > best_score:

@@ -14,8 +14,8 @@ from tqdm import tqdm
 from engine.core.cli import count_noun
 from engine.core.errors import UserError
 from engine.core.files import atomic_write, exclusive_lock, parse_json, read_input, sha256, to_json
-from engine.data.chat import Turn, own_template
-from engine.data.inputs.examples import find_messages, find_tools, parse_messages
+from engine.data.chats.chat import Turn, own_template
+from engine.data.chats.examples import find_messages, find_tools, parse_messages
 from engine.data.tokenizer import Tokenizer
 from engine.generation.sampling import DecodingOptions
 from engine.generation.text_generator import TextGenerator
@@ -38,42 +38,46 @@ def complete_file(
     continues from there, if the file and the settings are the same. Raises UserError for an
     unsuitable line, before any text is generated or written.
     """
-    if target.exists():
-        raise UserError(f"--out: already exists (got {target}). Remove it, or choose another.")
-    if not target.parent.is_dir():
-        raise UserError(f"--out: its folder does not exist (got {target}). Create it first.")
-    records = []
+    check_target(target)
+    lines = []
     streams = []
-    for record, prompt, limit in encode_lines(source, model, is_chat, max_new_tokens):
-        streams.append(TextStream(model.tokenizer, prompt, limit, stop, model.ends))
-        records.append(record)
+    for line, prompt, limit in encode_lines(source, model, is_chat, max_new_tokens):
+        streams.append(TextStream(model.tokenizer, prompt, limit, stop, model.stop_token_ids))
+        lines.append(line)
     start_time = time.perf_counter()
     partial = target.with_name(f"{target.name}.partial")
     with exclusive_lock(target):
         finished = open_partial(partial, {"file": sha256(source), **settings})
         for index in finished:
             streams[index].end()
-        texts = [finished.get(index, "") for index in range(len(records))]
+        texts = [finished.get(index, "") for index, _ in enumerate(lines)]
         with (
             open(partial, "a", encoding="utf-8") as file,
-            tqdm(total=len(records), initial=len(finished), disable=None, leave=False) as bar,
+            tqdm(total=len(lines), initial=len(finished), disable=None, leave=False) as bar,
         ):
             for index, text in model.complete(streams, **options):
                 texts[index] += text
-                if streams[index].ended:
+                if streams[index].is_finished:
                     file.write(f"{to_json([index, texts[index]])}\n")
                     file.flush()
                     bar.update()
-        pairs = zip(records, texts, strict=True)
-        lines = [f"{to_json({**record, 'completion': text})}\n" for record, text in pairs]
-        atomic_write(target, "".join(lines).encode())
+        pairs = zip(lines, texts, strict=True)
+        content = "".join(f"{to_json({**line, 'completion': text})}\n" for line, text in pairs)
+        atomic_write(target, content.encode())
         partial.unlink()
     seconds = time.perf_counter() - start_time
     num_tokens = sum(stream.num_tokens for stream in streams)
-    counts = f"{count_noun(len(records) - len(finished), 'prompt')}, "
-    counts += count_noun(num_tokens, "token")
+    counts = f"{count_noun(len(lines) - len(finished), 'prompt')}, {num_tokens:,} tokens"
     speed = f"{seconds:,.1f} s, {num_tokens / seconds:,.0f} tokens/s"
     print(f"{target}: {counts} in {speed}", file=sys.stderr)
+
+
+def check_target(path: Path) -> None:
+    """Raise UserError unless a new file can be made at a path."""
+    if path.exists():
+        raise UserError(f"--out: already exists (got {path}). Remove it, or choose another.")
+    if not path.parent.is_dir():
+        raise UserError(f"--out: its folder does not exist (got {path}). Create it first.")
 
 
 def open_partial(path: Path, origin: dict[str, Any]) -> dict[int, str]:
@@ -113,39 +117,39 @@ def encode_lines(
     Raises UserError for an unsuitable line, and for a file without lines.
     """
     location = None
-    for location, record in read_lines(path):
+    for location, line in read_lines(path):
         try:
-            yield record, *encode_record(record, model, is_chat, max_new_tokens)
+            yield line, *encode_line(line, model, is_chat, max_new_tokens)
         except (UserError, UnicodeEncodeError) as error:
             raise UserError(f"{location}: {error}") from None
     if location is None:
         raise UserError(f'{path}: has no lines. Add lines such as {{"prompt": TEXT}}.')
 
 
-def encode_record(
-    record: Any, model: TextGenerator, is_chat: bool, max_new_tokens: int
+def encode_line(
+    line: Any, model: TextGenerator, is_chat: bool, max_new_tokens: int
 ) -> tuple[list[int], int]:
     """Return the ids of a line's prompt or chat, and the maximum number of new tokens.
 
     Raises UserError or UnicodeEncodeError.
     """
-    to_json(record).encode()  # JSON can spell half of a surrogate pair
-    if not isinstance(record, dict):
-        raise UserError(f"must be a JSON object (got {to_json(record)[:40]}).")
-    if "completion" in record:
+    to_json(line).encode()  # JSON can spell half of a surrogate pair
+    if not isinstance(line, dict):
+        raise UserError(f"must be a JSON object (got {to_json(line)[:40]}).")
+    if "completion" in line:
         raise UserError("already has a 'completion'. Rename it.")
     if is_chat:
-        return model.encode_turns(parse_question(record, model.tokenizer), max_new_tokens)
-    if not isinstance(record.get("prompt"), str):
-        names = ", ".join(map(repr, record))
+        return model.encode_turns(parse_question(line, model.tokenizer), max_new_tokens)
+    if not isinstance(line.get("prompt"), str):
+        names = ", ".join(map(repr, line))
         raise UserError(f"must have a text 'prompt' (got {names}). For chats, use --chat.")
-    return model.encode_prompt(record["prompt"]), max_new_tokens
+    return model.encode_prompt(line["prompt"]), max_new_tokens
 
 
-def parse_question(record: dict[str, Any], tokenizer: Tokenizer) -> list[Turn]:
+def parse_question(line: dict[str, Any], tokenizer: Tokenizer) -> list[Turn]:
     """Return the turns of a chat to answer. Raises UserError unless the last is a question."""
     template = own_template(tokenizer)
-    turns = parse_messages(find_messages(record), template, find_tools(record, template))
+    turns = parse_messages(find_messages(line), template, find_tools(line, template))
     if turns[-1][0] == "assistant":
         raise UserError("'messages' must end with a question. Remove the assistant's last message.")
     return turns

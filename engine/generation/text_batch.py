@@ -88,9 +88,9 @@ class TextBatch:
         for request in requests:
             if request.reports_prompt:
                 events += [(request, token) for token in self._score_prompt(request)]
-            if request.stream.ended:  # its maximum length is 0
+            if request.stream.is_finished:  # its maximum length is 0
                 events.append((request, None))
-        self.unread = [request for request in requests if not request.stream.ended]
+        self.unread = [request for request in requests if not request.stream.is_finished]
         if self.unread:
             self.engine.add(self.unread[0].stream.prompt)
         return events
@@ -152,7 +152,7 @@ class TextBatch:
                 if request.num_logprobs is not None:
                     self._score(token, group_logits[index], request.num_logprobs)
                 events.append((request, token))
-                if request.stream.ended:
+                if request.stream.is_finished:
                     events.append((request, None))
         self._drop_ended()
         return events
@@ -206,7 +206,7 @@ class TextBatch:
         num_rows = len(self.requests)
         order = [*range(num_rows)]
         for row in reversed(range(num_rows)):
-            if self.requests[row].stream.ended or self.requests[row].is_cancelled:
+            if self.requests[row].stream.is_finished or self.requests[row].is_cancelled:
                 last = order.pop()
                 if row < len(order):
                     order[row] = last
@@ -215,10 +215,12 @@ class TextBatch:
             self.engine.keep([*order, num_rows] if self.unread else order)
 
 
-def banned_tokens(tokenizer: Tokenizer, model: GPT, ends: Container[int] = ()) -> list[int]:
+def banned_tokens(
+    tokenizer: Tokenizer, model: GPT, stop_token_ids: Container[int] = ()
+) -> list[int]:
     """List the ids of the model that neither occur in text nor end it."""
-    padding = range(tokenizer.vocab_size, model.config.vocab_size or 0)
-    return [token for token in [*tokenizer.unused_ids(), *padding] if token not in ends]
+    padding = range(tokenizer.vocab_size, model.config.vocab_size)
+    return [token for token in [*tokenizer.unused_ids(), *padding] if token not in stop_token_ids]
 
 
 def initial_tokens(tokenizer: Tokenizer, num_documents: int) -> list[int]:
@@ -227,8 +229,8 @@ def initial_tokens(tokenizer: Tokenizer, num_documents: int) -> list[int]:
     They are the end of text if the model was trained on several documents. Otherwise they are a
     newline, or the first id if the tokenizer has none.
     """
-    if tokenizer.end_of_text is not None and num_documents > 1:
-        return [tokenizer.end_of_text]
+    if tokenizer.end_of_text_id is not None and num_documents > 1:
+        return [tokenizer.end_of_text_id]
     try:
         return tokenizer.encode("\n").tolist()
     except UserError:
@@ -247,15 +249,17 @@ def complete_streams(
     """Continue the prompts of streams until all have ended, up to batch_size at once.
 
     Yields (index of the stream, text) for each new token. A stream that has ended makes room for
-    the next. The streams have one tokenizer and the same ``ends``.
+    the next. The streams have one tokenizer and the same ``stop_token_ids``.
     """
     seeds = row_seeds(seed, [stream.prompt for stream in streams])
     indices = {
         TextRequest(stream, seeds[index], filters, repetition_penalty): index
         for index, stream in enumerate(streams)
-        if not stream.ended
+        if not stream.is_finished
     }
-    banned = banned_tokens(streams[0].tokenizer, model, streams[0].ends) if streams else []
+    banned = (
+        banned_tokens(streams[0].tokenizer, model, streams[0].stop_token_ids) if streams else []
+    )
     batch = TextBatch(model, batch_size, banned, cache_dtype)
     waiting = deque(indices)
     while waiting or batch.requests:

@@ -11,8 +11,8 @@ import torch
 
 from engine.core.cli import count_noun, warn
 from engine.core.errors import UserError
-from engine.data.chat import Turn, common_length, encode_chat, keys_of, stop_ids
-from engine.data.chat_template import TOOLS_ROLE
+from engine.data.chats.chat import Turn, common_length, encode_chat, keys_of, stop_token_ids
+from engine.data.chats.chat_template import TOOLS_ROLE
 from engine.data.tokenizer import Tokenizer
 from engine.generation.beam_search import search_text
 from engine.generation.sampling import (
@@ -51,9 +51,9 @@ class TextGenerator:
         return next(self.model.parameters()).device
 
     @property
-    def ends(self) -> list[int]:
+    def stop_token_ids(self) -> list[int]:
         """The ids that end a text, besides the end of text."""
-        return stop_ids(self.tokenizer) if self.is_chat_model else []
+        return stop_token_ids(self.tokenizer) if self.is_chat_model else []
 
     @cached_property
     def decoder(self) -> GPT:
@@ -80,7 +80,7 @@ class TextGenerator:
     def stream(self, prompt: str = "", **options: Unpack[TextOptions]) -> Iterator[str]:
         """Yield the text of :meth:`generate` piece by piece."""
         prompts = [self.encode_prompt(prompt)]
-        return (text for _, text in self._complete(prompts, self.ends, **options))
+        return (text for _, text in self._complete(prompts, self.stop_token_ids, **options))
 
     def generate_samples(
         self, num_samples: int, prompt: str = "", **options: Unpack[TextOptions]
@@ -88,7 +88,7 @@ class TextGenerator:
         """Return ``num_samples`` texts after one prompt; the first is that of :meth:`generate`."""
         prompts = [self.encode_prompt(prompt)] * num_samples
         texts = [""] * num_samples
-        for index, text in self._complete(prompts, self.ends, **options):
+        for index, text in self._complete(prompts, self.stop_token_ids, **options):
             texts[index] += text
         return texts
 
@@ -96,7 +96,9 @@ class TextGenerator:
         """Yield the assistant's answer to a chat, (role, text) turns, piece by piece."""
         ids, limit = self.encode_turns(turns, options.get("max_new_tokens", DEFAULT_NEW_TOKENS))
         options = {**options, "max_new_tokens": limit}
-        return (text for _, text in self._complete([ids], stop_ids(self.tokenizer), **options))
+        return (
+            text for _, text in self._complete([ids], stop_token_ids(self.tokenizer), **options)
+        )
 
     def encode_turns(self, turns: Sequence[Turn], max_new_tokens: int) -> tuple[list[int], int]:
         """Return the result of fit_chat. Warns once of each kind of turns without effect."""
@@ -121,14 +123,15 @@ class TextGenerator:
     def _complete(
         self,
         prompts: Iterable[list[int]],
-        ends: Sequence[int],
+        stop_token_ids: Sequence[int],
         max_new_tokens: int = DEFAULT_NEW_TOKENS,
         stop: Sequence[str] = (),
         **options: Unpack[DecodingOptions],
     ) -> Iterator[tuple[int, str]]:
         """Yield (index of the prompt, text) piece by piece."""
         streams = [
-            TextStream(self.tokenizer, prompt, max_new_tokens, stop, ends) for prompt in prompts
+            TextStream(self.tokenizer, prompt, max_new_tokens, stop, stop_token_ids)
+            for prompt in prompts
         ]
         return self.complete(streams, **options)
 
@@ -143,7 +146,7 @@ class TextGenerator:
         options = {**DEFAULT_OPTIONS, **options}
         if num_beams:
             for index, stream in enumerate(streams):
-                if not stream.ended:
+                if not stream.is_finished:
                     yield index, search_text(self.decoder, stream, num_beams)
         else:
             yield from complete_streams(self.decoder, streams, batch_size, **options)

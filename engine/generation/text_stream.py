@@ -16,9 +16,9 @@ class TextStream:
         prompt: Sequence[int] = (),
         max_tokens: int = sys.maxsize,
         stop: Sequence[str] = (),
-        ends: Sequence[int] = (),
+        stop_token_ids: Sequence[int] = (),
     ):
-        """End the text before any text of ``stop``, and at any id of ``ends`` or the end of text.
+        """End the text before any text of ``stop``, at stop_token_ids and at the end of text.
 
         A space that the tokenizer adds at the start is dropped, unless the text continues a prompt.
         A last character whose bytes are incomplete is left out.
@@ -28,32 +28,32 @@ class TextStream:
         self.max_tokens = max_tokens
         self.stop = stop
         self.stop_prefixes = [text[:length] for text in stop for length in range(1, len(text))]
-        self.ends = {*ends}
-        if tokenizer.end_of_text is not None:
-            self.ends.add(tokenizer.end_of_text)
+        self.stop_token_ids = {*stop_token_ids}
+        if tokenizer.end_of_text_id is not None:
+            self.stop_token_ids.add(tokenizer.end_of_text_id)
         self.starts_text = not prompt or prompt[-1] in tokenizer.special_tokens.values()
         self.drops_space = tokenizer.adds_leading_space and self.starts_text
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.pending = ""  # may start a stop text
         self.num_tokens = 0
         self.num_characters = 0  # of the tokens so far
-        self.is_cut = max_tokens == 0  # ended by max_tokens
-        self.ended = self.is_cut
+        self.hit_token_limit = max_tokens == 0  # ended by max_tokens
+        self.is_finished = self.hit_token_limit
 
     def push(self, token: int) -> str:
         """Add a token, and return the new text that later tokens cannot change."""
-        if self.ended:
+        if self.is_finished:
             return ""
         self.num_tokens += 1
-        if token in self.ends:
+        if token in self.stop_token_ids:
             return self.end()
         self.pending += self.decode(token)
         stop_starts = [self.pending.find(text) for text in self.stop if text in self.pending]
         if stop_starts:
-            self.ended = True
+            self.is_finished = True
             return self.pending[: min(stop_starts)]
         if self.num_tokens == self.max_tokens:
-            self.is_cut = True
+            self.hit_token_limit = True
             return self.end()
         lengths = [len(prefix) for prefix in self.stop_prefixes if self.pending.endswith(prefix)]
         num_certain = len(self.pending) - max(lengths, default=0)
@@ -72,6 +72,6 @@ class TextStream:
 
     def end(self) -> str:
         """End the text, and return its pending characters."""
-        text = "" if self.ended else self.pending
-        self.ended = True
+        text = "" if self.is_finished else self.pending
+        self.is_finished = True
         return text

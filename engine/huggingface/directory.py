@@ -12,8 +12,8 @@ from torch import Tensor
 
 from engine.core.errors import UserError
 from engine.core.files import read_json, write_json
-from engine.data.chat import chat_format, end_of_turn
-from engine.data.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE
+from engine.data.chats.chat import chat_format, end_of_turn_id
+from engine.data.chats.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE
 from engine.data.tokenizer import Tokenizer, from_document, load_tokenizer
 from model import GPT
 
@@ -119,7 +119,7 @@ def read_tokenizer(directory: Path) -> Tokenizer:
 
 def special_token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
     """Return config.json's special token ids. Each family has defaults, which would be wrong."""
-    end_of_text = tokenizer.end_of_text
+    end_of_text = tokenizer.end_of_text_id
     return {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": None}
 
 
@@ -146,17 +146,17 @@ def write_tokenizer(path: Path, tokenizer: Tokenizer, length: int, template: str
         named = {"default": template, **tokenizer.other_templates}
         templates = [{"name": name, "template": text} for name, text in named.items()]
         config["chat_template"] = templates if tokenizer.other_templates else template
-    if tokenizer.end_of_text is not None:
+    if tokenizer.end_of_text_id is not None:
         config["bos_token"] = tokenizer.bos_token
-        config["eos_token"] = tokenizer.end_name
+        config["eos_token"] = tokenizer.end_of_text_name
     write_json(path / "tokenizer_config.json", config)
-    stop_ids = [tokenizer.end_of_text, end_of_turn(tokenizer) if template else None]
+    stop_token_ids = [tokenizer.end_of_text_id, end_of_turn_id(tokenizer) if template else None]
     generation_config = {
         "do_sample": True,
         "temperature": 0.8,
         "top_p": 0.95,
         **special_token_ids(tokenizer),
-        "eos_token_id": [token for token in stop_ids if token is not None] or None,
+        "eos_token_id": [token for token in stop_token_ids if token is not None] or None,
     }
     write_json(path / "generation_config.json", generation_config)
 

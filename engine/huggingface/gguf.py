@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.core.cli import count_noun, warn
 from engine.core.errors import UserError
-from engine.data.chat import end_of_turn
+from engine.data.chats.chat import end_of_turn_id
 from engine.data.tokenizer import Tokenizer
 from engine.data.tokenizer_training import pre_tokenizer_name
 
@@ -176,8 +176,8 @@ def _add_tokenizer(writer: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
         [pair if isinstance(pair, str) else " ".join(pair) for pair in bpe["merges"]]
     )
     writer.add_add_bos_token(False)
-    writer.add_bos_token_id(tokenizer.end_of_text)
-    writer.add_eos_token_id(tokenizer.end_of_text)
-    turn_end = end_of_turn(tokenizer)
+    writer.add_bos_token_id(tokenizer.end_of_text_id)
+    writer.add_eos_token_id(tokenizer.end_of_text_id)
+    turn_end = end_of_turn_id(tokenizer)
     if turn_end is not None:
         writer.add_eot_token_id(turn_end)

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-FAST_DROPOUT_RATES = (0.001, 0.99)  # lower and upper bound: 16 bits resolve them to 0.1%
+MIN_16_BIT_DROPOUT = 0.001  # 16 bits resolve it to 0.1%
+MAX_16_BIT_DROPOUT = 0.99
 
 
 def is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
@@ -132,8 +133,7 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     """
     if not training:
         return x
-    lowest, highest = FAST_DROPOUT_RATES
-    is_fast = lowest <= p <= highest and not torch.compiler.is_compiling()
+    is_fast = MIN_16_BIT_DROPOUT <= p <= MAX_16_BIT_DROPOUT and not torch.compiler.is_compiling()
     if x.device.type != "cpu" or not is_fast:
         return F.dropout(x, p)
     draws = torch.empty(math.ceil(x.numel() / 4), dtype=torch.int64).random_(-(2**63), None)

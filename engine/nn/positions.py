@@ -38,7 +38,7 @@ def scale_frequencies(frequencies: Tensor, scaling: Scaling) -> Tensor:
 
 
 def position_range(start: int, count: int, max_length: int, device: torch.device) -> Tensor:
-    """Return the positions from start on, (count,). Raises ValueError from max_length on."""
+    """Return start … start + count - 1. Raises ValueError if one is max_length or more."""
     if start + count > max_length:
         raise ValueError(f"tokens must have at most {max_length} positions (got {start + count})")
     return torch.arange(start, start + count, device=device)

@@ -45,7 +45,7 @@ def token_label(tokenizer: Tokenizer, *tokens: int) -> str:
 
 
 def shared_character(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[int, str] | None:
-    """Return the number of last tokens that are text only together, and that text.
+    """If the last tokens are bytes of one character, return how many and the character.
 
     None if the last token is text by itself, or does not complete a character.
     """

@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from engine.data.dataset import Dataset, Examples, Tokens
-from engine.data.mixture import Mixture
+from engine.data.batches import Mixture
+from engine.data.dataset import Dataset
+from engine.data.split import Split
 
 COUNTED_CHUNK_TOKENS = 2**22
 MAX_COUNTED_TOKENS = 2**25  # of a split, from its start
@@ -61,25 +62,21 @@ def bigram_probabilities(
     return np.where(total > 0, smoothed, backoff)
 
 
-def count_pairs(split: Tokens | Examples, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+def count_pairs(split: Split, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Count the pairs of a target and the token before it: sorted pairs, int64 (N,), and counts.
 
     A pair is vocab_size · the token before + the target.
     """
-    tokens = split.tokens if isinstance(split, Examples) else split
     pairs = np.empty(0, np.int64)
     counts = np.empty(0, np.int64)
-    for start in range(0, min(len(tokens), MAX_COUNTED_TOKENS) - 1, COUNTED_CHUNK_TOKENS):
+    start = 0
+    while start < MAX_COUNTED_TOKENS - 1:
         stop = min(start + COUNTED_CHUNK_TOKENS, MAX_COUNTED_TOKENS - 1) + 1
-        ids = np.asarray(tokens[start:stop], np.int64)
-        is_target = ids[1:] >= 0
-        if isinstance(split, Examples):  # examples may have been removed or cut
-            position = np.arange(start + 1, start + len(ids))
-            example = np.searchsorted(split.starts, position, "right") - 1
-            offset = position - split.starts[example]
-            is_target &= (offset > 0) & (offset < split.lengths[example])
-        ids = np.where(ids < 0, ~ids, ids)
-        new_pairs = (ids[:-1] * vocab_size + ids[1:])[is_target]
+        ids, is_target = split.read(start, stop)
+        if len(ids) < 2:
+            break
+        start += COUNTED_CHUNK_TOKENS
+        new_pairs = (ids[:-1] * vocab_size + ids[1:])[is_target[1:]]
         new_pairs, new_counts = np.unique(new_pairs, return_counts=True)
         pairs, index = np.unique(np.concatenate((pairs, new_pairs)), return_inverse=True)
         counts = np.bincount(index, np.concatenate((counts, new_counts))).astype(np.int64)

@@ -5,8 +5,8 @@ from typing import Any, cast
 from engine.core.files import atomic_write, to_json
 from engine.nn.inference import build_decoder
 from engine.report.baselines import mixture_baselines
-from engine.report.page import describe_run, write_page
-from engine.report.samples import compute_attention, describe_environment, generate_samples
+from engine.report.page import collect_run_content, write_page
+from engine.report.samples import compute_attention, describe_environment, sample_for_report
 from engine.training.callbacks import truncate_records
 from engine.training.trainer import Callback, Trainer
 from model import GPT
@@ -28,11 +28,11 @@ class Report(Callback):
             return
         out = trainer.config.out
         attention = None
-        if not trainer.dist.sharded:
+        if not trainer.dist_ctx.sharded:
             model = cast(GPT, build_decoder(trainer.model))
-            samples = generate_samples(model, trainer.data, trainer.step, trainer.config.seed)
+            samples = sample_for_report(model, trainer.data, trainer.step, trainer.config.seed)
             with open(out / "samples.jsonl", "a", encoding="utf-8") as file:
                 file.write("".join(f"{to_json(sample)}\n" for sample in samples))
             attention = compute_attention(model, trainer.data)
-        run = describe_run(out, trainer.data, attention=attention, baselines=self.baselines)
+        run = collect_run_content(out, trainer.data, attention=attention, baselines=self.baselines)
         write_page([run], out / "report.html")

@@ -3,9 +3,8 @@
 import textwrap
 from pathlib import Path
 
-from engine.data import chat
-from engine.data.dataset import Dataset, Examples, open_dataset
-from engine.data.mixture import find_val_problems
+from engine.data.chats import chat
+from engine.data.dataset import Dataset, open_dataset
 from engine.data.tokenizer_training import export_note
 
 NUM_SAMPLE_TOKENS = 60  # of the text that describe_sample shows
@@ -15,19 +14,19 @@ def describe_dataset(path: Path) -> str:
     """Return a summary of a dataset. Raises UserError if there is none."""
     dataset = open_dataset(path)
     manifest = dataset.manifest
-    facts = manifest["facts"]
+    statistics = manifest["statistics"]
     repeats = ""
-    if facts["repeats"]:
-        repeats = f"exact repeats: {facts['repeats']:,}, see --deduplicate"
-    if "dropped" in facts:
-        repeats = f"exact repeats left out: {facts['dropped']:,}"
-    used_fraction = facts["vocabulary"] / manifest["vocab_size"]
+    if statistics["repeats"]:
+        repeats = f"exact repeats: {statistics['repeats']:,}, see --deduplicate"
+    if statistics["dropped"]:
+        repeats = f"exact repeats left out: {statistics['dropped']:,}"
+    used_fraction = statistics["vocabulary"] / manifest["vocab_size"]
     vocabulary = (
         f"{dataset.tokenizer.kind}, {used_fraction:.0%} of it used{export_note(dataset.tokenizer)}"
     )
     rows = [
         ("documents", dataset.num_documents, repeats),
-        ("longest", facts["longest"], "tokens in one document"),
+        ("longest", statistics["longest"], "tokens in one document"),
         ("vocabulary", manifest["vocab_size"], vocabulary),
     ]
     for split, counts in manifest["splits"].items():
@@ -38,23 +37,23 @@ def describe_dataset(path: Path) -> str:
         if "examples" in manifest["origin"]:
             note = f"targets: {counts['targets']:,}, examples: {counts['documents']:,}"
         rows.append((f"{split} tokens", counts["tokens"], note))
-    for text, count in facts.get("notes", {}).items():
+    for text, count in statistics["notes"].items():
         noun, _, note = text.partition(" ")
         rows.append((noun.removesuffix("s") if count == 1 else noun, count, note))
     lines = [f"  {name:<12}  {count:>15,}  {note}".rstrip() for name, count, note in rows]
-    lines += [f"  {problem}" for problem in find_val_problems(dataset)]
+    lines += [f"  {problem}" for problem in dataset.find_val_problems()]
     return "\n".join([str(path), *lines, describe_sample(dataset)])
 
 
 def describe_sample(dataset: Dataset) -> str:
     """Return the first training example, or text from the middle of the training tokens."""
     train = dataset.train
-    if isinstance(train, Examples):
+    if train.num_examples:
         title = "The first example, its targets between ⟦ and ⟧"
-        text = chat.render_with_targets(dataset.tokenizer, train.example(0))
+        text = chat.render_with_targets(dataset.tokenizer, next(train.examples()))
     else:
         title = "From the middle of train"
         start = max(0, len(train) // 2 - NUM_SAMPLE_TOKENS // 2)
-        tokens = train[start : start + NUM_SAMPLE_TOKENS].tolist()
-        text = chat.escape_unprintable(dataset.tokenizer.decode(tokens))
+        ids, _ = train.read(start, start + NUM_SAMPLE_TOKENS)
+        text = chat.escape_unprintable(dataset.tokenizer.decode(ids.tolist()))
     return f"  {title}:\n{textwrap.indent(text, '    ')}"

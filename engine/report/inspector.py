@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.core.errors import UserError
 from engine.core.settings import from_values
-from engine.data.chat import Turn, encode_chat
+from engine.data.chats.chat import Turn, encode_chat
 from engine.generation.decoding_engine import DecodingEngine, window_start
 from engine.generation.sampling import FilterOptions, filter_logits, row_seeds, sample_token
 from engine.generation.text_batch import banned_tokens, complete_streams
@@ -68,7 +68,7 @@ class ModelInspector:
         self.tokenizer = model.tokenizer
         self.config = model.model.config
         self.settings = settings
-        banned = banned_tokens(model.tokenizer, model.model, model.ends)
+        banned = banned_tokens(model.tokenizer, model.model, model.stop_token_ids)
         self.banned = torch.tensor(banned, dtype=torch.long, device=model.device)
         self.max_prompt_tokens = min(self.config.context_length, MAX_INSPECTED_TOKENS // 2)
         self.max_new_tokens = MAX_INSPECTED_TOKENS - self.max_prompt_tokens
@@ -125,8 +125,9 @@ class ModelInspector:
             engine.add(request.ids)
         all_logits = [engine.read(0) for engine in engines]
         (row_seed,) = row_seeds(request.seed, [request.ids])
-        ends = self.generator.ends
-        stream = TextStream(self.tokenizer, request.ids, request.max_new_tokens, ends=ends)
+        stop_ids = self.generator.stop_token_ids
+        limit = request.max_new_tokens
+        stream = TextStream(self.tokenizer, request.ids, limit, stop_token_ids=stop_ids)
         all_ids = request.ids
         while True:
             allowed = all_logits[-1].index_fill(-1, self.banned, -torch.inf)
@@ -136,10 +137,10 @@ class ModelInspector:
             all_ids += (token["id"],)
             token["shared"] = shared_character(self.tokenizer, all_ids)
             yield {"token": token, "text": stream.push(token["id"])}
-            if stream.ended:
+            if stream.is_finished:
                 break
             all_logits = [engine.step(ids) for engine in engines]
-        is_end = token["id"] in stream.ends
+        is_end = token["id"] in stream.stop_token_ids
         yield {"end": "the model ended the text" if is_end else LENGTH_LIMIT_REASON}
 
     @torch.inference_mode()
@@ -152,21 +153,23 @@ class ModelInspector:
         request = self.parse(question)
         if len(request.turns) % 2 == 0:
             raise UserError("The question: turns must alternate, and end with a question.")
-        check_length(sum(map(len, request.turns)))
+        check_num_characters(sum(map(len, request.turns)))
         roles = itertools.cycle(("user", "assistant"))
         turns: list[Turn] = [*zip(roles, request.turns, strict=False)]
         ids, limit = self.generator.encode_turns(turns, request.max_new_tokens)
-        stream = TextStream(self.tokenizer, ids, limit, ends=self.generator.ends)
+        stream = TextStream(
+            self.tokenizer, ids, limit, stop_token_ids=self.generator.stop_token_ids
+        )
         model = self.ablate(request.off) if request.off else self.generator.decoder
         for _, text in complete_streams(model, [stream], seed=request.seed, **request.filters):
             yield {"text": text}
         yield {
-            "end": LENGTH_LIMIT_REASON if stream.is_cut else "the model ended its answer",
+            "end": LENGTH_LIMIT_REASON if stream.hit_token_limit else "the model ended its answer",
             "is_shortened": ids != encode_chat(self.tokenizer, turns),
         }
 
     def attention(self, question: Any) -> Lines:
-        """Yield {start, weights}: a head's weights at position ``at``, of those from start on."""
+        """Yield {start, weights}: the weights of position ``at`` over positions start … at."""
         request = self.parse(question)
         start, end = window_of(request.at, len(request.ids), self.config.context_length)
         maps = self.layer_maps(request.ids[start:end], request.layer, request.off)  # (H, T, T)
@@ -225,7 +228,7 @@ class ModelInspector:
         """Check a question. Raises UserError naming an unsuitable field."""
         request = from_values(InspectRequest, question, "the question")
         if not request.ids:
-            check_length(len(request.text))
+            check_num_characters(len(request.text))
             ids = tuple(self.generator.encode_prompt(request.text))
             if len(ids) > self.max_prompt_tokens:
                 size = f"got {len(ids):,} of at most {self.max_prompt_tokens:,} tokens"
@@ -252,7 +255,7 @@ class ModelInspector:
                 raise UserError(f"The question: {name} must be at most {limit:,} (got {value:,}).")
 
 
-def check_length(num_characters: int) -> None:
+def check_num_characters(num_characters: int) -> None:
     """Raise UserError for a text with too many characters."""
     if num_characters > MAX_PROMPT_CHARACTERS:
         size = f"got {num_characters:,} of at most {MAX_PROMPT_CHARACTERS:,} characters"

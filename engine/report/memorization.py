@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from tqdm import tqdm
 
-from engine.data.dataset import Dataset, Examples, Tokens
+from engine.data.dataset import Dataset
 from engine.data.tokenizer import Tokenizer
 
 MIN_PASSAGE_BYTES = 24
@@ -41,8 +41,8 @@ def find_passages(texts: list[str], datasets: Sequence[Dataset]) -> tuple[list[P
         spellings = spell_tokens(dataset.tokenizer)
         chunks = range(0, len(dataset.train), DECODED_CHUNK_TOKENS)
         for first in tqdm(chunks, "searching training text", disable=None, leave=False):
-            ids = read_ids(dataset.train, first, DECODED_CHUNK_TOKENS + overlap)
-            pieces = [spellings[token] for token in ids]
+            ids, _ = dataset.train.read(first, first + DECODED_CHUNK_TOKENS + overlap)
+            pieces = [spellings[token] for token in ids.tolist()]
             data = b"".join(pieces)
             ends = np.cumsum([len(piece) for piece in pieces])
             for start, end in find_seed_runs(data, is_seed):
@@ -111,10 +111,3 @@ def spell_tokens(tokenizer: Tokenizer) -> list[bytes]:
     non_text = {*tokenizer.unused_ids(), *tokenizer.special_tokens.values()}
     ids = range(tokenizer.vocab_size)
     return [NON_TEXT_BYTE if i in non_text else tokenizer.decode_bytes([i]) for i in ids]
-
-
-def read_ids(split: Tokens | Examples, start: int, count: int) -> list[int]:
-    """Read token ids; of examples, ~id is an id that is not a target."""
-    tokens = split.tokens if isinstance(split, Examples) else split
-    ids = tokens[start : start + count].astype(np.int64)
-    return np.where(ids < 0, ~ids, ids).tolist()

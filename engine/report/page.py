@@ -14,7 +14,7 @@ import numpy as np
 
 from engine.core.errors import UserError
 from engine.core.files import atomic_write, read_json, to_json
-from engine.data.mixture import Mixture
+from engine.data.batches import Mixture
 from engine.training.run_dir import read_records
 
 WEB_DIR = Path(__file__).with_name("web")
@@ -26,7 +26,7 @@ AXIS_KEYS = {"step": "step", "tokens": "tokens", "seconds": "elapsed_seconds"}
 Record = dict[str, Any]
 
 
-def describe_run(folder: Path, data: Mixture | None = None, **extras: Any) -> dict[str, Any]:
+def collect_run_content(folder: Path, data: Mixture | None = None, **extras: Any) -> dict[str, Any]:
     """Return the content of a run's page. Raises UserError if the folder has no run.
 
     The extras are attention, baselines, memorization, and notes on missing content.

@@ -1,6 +1,7 @@
 """What a run records for its page: its machine, samples of text, and attention maps."""
 
 import base64
+import itertools
 import os
 import platform
 import re
@@ -13,9 +14,10 @@ import torch
 from engine.core.device import total_memory
 from engine.core.errors import UserError
 from engine.core.settings import flatten
-from engine.data.chat import prompt_ids, stop_ids
-from engine.data.dataset import Dataset, Examples
-from engine.data.mixture import Mixture
+from engine.data.batches import Mixture
+from engine.data.chats.chat import stop_token_ids
+from engine.data.dataset import Dataset
+from engine.data.split import prompt_ids, token_ids
 from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions
 from engine.generation.text_batch import complete_streams, initial_tokens
 from engine.generation.text_stream import TextStream
@@ -35,7 +37,7 @@ TOKENIZER_KEYS = ("tokenizer", "vocab_size", "pattern", "tokenizer_bytes", "sepa
 
 def describe_environment(trainer: Trainer) -> dict[str, Any]:
     """Describe a run when it starts: parameters, machine, data, and defaults of all settings."""
-    device = trainer.dist.device
+    device = trainer.dist_ctx.device
     has_affinity = hasattr(os, "sched_getaffinity")
     machine = {
         "processor": processor_name(),
@@ -47,7 +49,7 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
         memory = f"{total_memory(device) / 2**30:,.0f} GiB"
         machine["GPU"] = f"{torch.cuda.get_device_name(device)}, {memory}"
     machine |= {
-        "processes": trainer.dist.size,
+        "processes": trainer.dist_ctx.size,
         "system": platform.platform(terse=True),
         "Python": platform.python_version(),
         "PyTorch": torch.__version__,
@@ -79,36 +81,35 @@ def processor_name() -> str:
 def choose_prompts(data: Mixture, num_tokens: int) -> list[list[int]]:
     """Return the beginnings of lines of validation text as token ids; of examples, the prompts."""
     val = data.datasets[0].val
-    if isinstance(val, Examples):
-        count = min(NUM_PROMPTS + 1, val.num_examples)
-        return [prompt_ids(val.example(index).tolist()) for index in range(count)]
+    if val.num_examples:
+        return [*map(prompt_ids, itertools.islice(val.examples(), NUM_PROMPTS + 1))]
     prompts = []
     for index in range(NUM_PROMPTS):
         start = index * len(val) // NUM_PROMPTS
-        ids = val[start : start + MAX_LINE_TOKENS + num_tokens].tolist()
+        ids = val.read(start, start + MAX_LINE_TOKENS + num_tokens)[0].tolist()
         first = 0
         if start:
             pieces = [data.tokenizer.decode_bytes([token]) for token in ids[:MAX_LINE_TOKENS]]
             line_ends = [end for end, piece in enumerate(pieces, 1) if piece.endswith(b"\n")]
             first = min(line_ends, default=0)
         prompt = ids[first : first + num_tokens]
-        text_ids = [token for token in prompt if token != data.tokenizer.end_of_text]
+        text_ids = [token for token in prompt if token != data.tokenizer.end_of_text_id]
         prompts.append(text_ids or prompt)
     return prompts
 
 
-def generate_samples(model: GPT, data: Mixture, step: int, seed: int) -> list[dict[str, Any]]:
+def sample_for_report(model: GPT, data: Mixture, step: int, seed: int) -> list[dict[str, Any]]:
     """Continue the same prompts each time: records of step, prompt and text."""
     tokenizer = data.tokenizer
-    has_examples = isinstance(data.datasets[0].val, Examples)
+    has_examples = data.datasets[0].val.num_examples > 0
     prompts = [ids for ids in choose_prompts(data, PROMPT_TOKENS) if ids]
     names = [tokenizer.decode(ids) for ids in prompts]
     if not (has_examples and prompts):
         num_documents = data.manifest["splits"]["train"]["documents"]
         prompts.insert(0, initial_tokens(tokenizer, num_documents))
         names.insert(0, "")
-    ends = stop_ids(tokenizer) if has_examples else []
-    streams = [TextStream(tokenizer, ids, NEW_TOKENS, ends=ends) for ids in prompts]
+    ends = stop_token_ids(tokenizer) if has_examples else []
+    streams = [TextStream(tokenizer, ids, NEW_TOKENS, stop_token_ids=ends) for ids in prompts]
     options: SamplingOptions = {**DEFAULT_OPTIONS, "seed": seed}
     texts = [""] * len(streams)
     try:
@@ -128,8 +129,8 @@ def compute_attention(model: GPT, data: Mixture) -> dict[str, Any]:
     They are of the first layers and heads that fit into MAX_ATTENTION_BYTES.
     """
     val = data.datasets[0].val
-    if isinstance(val, Examples):
-        ids = [max(token, ~token) for token in val.example(0).tolist()]
+    if val.num_examples:
+        ids = token_ids(next(val.examples())).tolist()
     else:
         ids = choose_prompts(data, ATTENTION_TOKENS)[-1]
     ids = ids[: min(ATTENTION_TOKENS, model.config.context_length)]

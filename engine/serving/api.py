@@ -16,8 +16,8 @@ from aiohttp.typedefs import Handler
 from engine.core.cli import describe_error
 from engine.core.errors import UserError
 from engine.core.files import parse_json, to_json
-from engine.data.chat import encode_chat, own_template
-from engine.data.inputs.examples import find_tools, parse_messages
+from engine.data.chats.chat import encode_chat, own_template
+from engine.data.chats.examples import find_tools, parse_messages
 from engine.generation.decoding_engine import max_cached_rows
 from engine.generation.sampling import FilterOptions, row_seeds
 from engine.generation.text_batch import TextBatch, Token, banned_tokens
@@ -57,7 +57,7 @@ class Api:
         self.key = key
         self.context_length = generator.model.config.context_length
         self.arrivals: set[asyncio.Queue[Arrival]] = set()  # of the requests in progress
-        banned = banned_tokens(generator.tokenizer, generator.model, generator.ends)
+        banned = banned_tokens(generator.tokenizer, generator.model, generator.stop_token_ids)
         num_rows = max_cached_rows(generator.model, MAX_ROWS)
         self.worker = BatchWorker(TextBatch(generator.decoder, num_rows, banned), MAX_WAITING_TEXTS)
         created = int(time.time())
@@ -211,8 +211,9 @@ class Api:
                 code = "context_length_exceeded"
                 raise ApiError(f"{name}: too long: {size}", param=name, code=code)
             limit = min(max_tokens, room)
+            stop_token_ids = self.generator.stop_token_ids
             request = ClientRequest(
-                TextStream(self.tokenizer, prompt, limit, settings.stop, self.generator.ends),
+                TextStream(self.tokenizer, prompt, limit, settings.stop, stop_token_ids),
                 seeds[index],
                 filters,
                 settings.repetition_penalty,
@@ -284,7 +285,7 @@ async def send_stream(
 
 def finish_reason(stream: TextStream) -> str:
     """Return why a text has ended."""
-    return "length" if stream.is_cut else "stop"
+    return "length" if stream.hit_token_limit else "stop"
 
 
 def count_tokens(requests: list[ClientRequest], num_choices: int) -> dict[str, int]:

@@ -9,6 +9,10 @@ from typing import Literal
 
 from engine.core.distributed import SINGLE_PROCESS, DistributedContext
 
+# Of evaluations, or of saves, in a run in minutes: see docs/training.md.
+MAX_EVENT_TIME = 0.04  # fraction of the run
+MIN_EVENTS = 9
+MAX_EVENT_INTERVAL_SECONDS = 600
 SHUTDOWN_SECONDS = 2.5  # for picture, sample and exit, after the last save
 
 Event = Literal["evaluate", "save"]
@@ -26,7 +30,7 @@ class Clock:
     def elapsed(self) -> float:
         return time.monotonic() - self.start_time
 
-    def steps_per_second(self, step: int) -> float:
+    def measure_speed(self, step: int) -> float:
         """Return the speed since the last call, without pauses."""
         last_seconds, last_step = self.last_report
         seconds = self.elapsed - self.paused
@@ -45,21 +49,22 @@ class Clock:
 class Budget:
     """The length of a run in steps or in seconds, whichever ends first, by the clock of rank 0."""
 
-    every: dict[Event, int | None]  # steps between events; None, in a run in seconds: chosen
-    costs: dict[Event, float]  # estimates: of an evaluation in steps, of a save in seconds
+    intervals: dict[Event, int | None]  # steps between events; None, in a run in seconds: chosen
+    eval_cost_steps: float = 0.0  # estimate: an evaluation takes as long as these steps
+    save_cost_seconds: float = 0.0  # estimate
     steps: float = math.inf
     seconds: float = math.inf
     first_step: int = 0  # of this process
     progress: float = 0.0  # 0 to 1
-    dist: DistributedContext = SINGLE_PROCESS
+    dist_ctx: DistributedContext = SINGLE_PROCESS
     total_step_seconds: float = 0.0
     step_seconds: float = 0.0  # moving average
     eval_seconds: float = 0.0  # estimate of rank 0
 
     def __post_init__(self) -> None:
-        self.seconds = max(1.0, self.dist.broadcast(self.seconds))
+        self.seconds = max(1.0, self.dist_ctx.broadcast(self.seconds))
         self.total_steps = self.steps  # in a run in seconds an estimate
-        self.last_done_at = dict.fromkeys(self.every, self.progress)
+        self.last_done_at = dict.fromkeys(self.intervals, self.progress)
 
     @property
     def exhausted(self) -> bool:
@@ -74,23 +79,25 @@ class Budget:
         self.total_step_seconds = total_step_seconds
         fraction = step / self.steps
         if self.seconds < math.inf:
-            eval_seconds = self.step_seconds * self.costs["evaluate"]
-            training_seconds = self.seconds - eval_seconds - self.costs["save"] - SHUTDOWN_SECONDS
+            eval_seconds = self.step_seconds * self.eval_cost_steps
+            training_seconds = (
+                self.seconds - eval_seconds - self.save_cost_seconds - SHUTDOWN_SECONDS
+            )
             elapsed = clock.elapsed + self.step_seconds / 2 if step else 0.0  # to the nearest step
             fraction = max(fraction, elapsed / max(training_seconds, 1e-9))
-            fraction, self.eval_seconds = self.dist.broadcast([fraction, eval_seconds])
+            fraction, self.eval_seconds = self.dist_ctx.broadcast([fraction, eval_seconds])
         self.progress = min(1.0, max(self.progress, fraction))
         if self.seconds < math.inf and self.progress:
             self.total_steps = step / self.progress
 
     def is_due(self, event: Event, step: int) -> bool:
         """Return whether enough steps or time passed since the event, and the end is not near."""
-        interval = self.every[event]
+        interval = self.intervals[event]
         if interval or self.seconds == math.inf:
             return interval is not None and step % interval == 0
-        cost = self.eval_seconds if event == "evaluate" else self.costs["save"]
-        num_affordable = int(0.04 * self.seconds / max(cost, 1e-9))
-        num_wanted = max(9, int(self.seconds / 600))  # in long runs one in ten minutes
+        cost = self.eval_seconds if event == "evaluate" else self.save_cost_seconds
+        num_affordable = int(MAX_EVENT_TIME * self.seconds / max(cost, 1e-9))
+        num_wanted = max(MIN_EVENTS, int(self.seconds / MAX_EVENT_INTERVAL_SECONDS))
         fraction = 1 / (1 + min(num_affordable, num_wanted))
         return self.last_done_at[event] + fraction <= self.progress <= 1 - fraction / 2
 
@@ -100,7 +107,7 @@ class Budget:
         yield
         self.last_done_at[event] = self.progress
         if event == "evaluate" and self.step_seconds:
-            self.costs[event] = (time.monotonic() - start) / self.step_seconds
+            self.eval_cost_steps = (time.monotonic() - start) / self.step_seconds
 
     def seconds_left(self, clock: Clock) -> float:
         return self.seconds - clock.elapsed

@@ -13,10 +13,11 @@ from tqdm import tqdm
 
 from engine.core.cli import count_noun, say, shell_command, warn
 from engine.core.device import DTYPE_BY_NAME
+from engine.core.errors import UserError
 from engine.core.files import atomic_write, to_json
 from engine.core.settings import flatten
-from engine.data.chat import prompt_ids, stop_ids
-from engine.data.dataset import Examples
+from engine.data.chats.chat import stop_token_ids
+from engine.data.split import prompt_ids
 from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions
 from engine.generation.text_batch import complete_streams, initial_tokens
 from engine.generation.text_stream import TextStream
@@ -35,19 +36,14 @@ TORCHRUN_SHUTDOWN_SECONDS = 30.0  # unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set
 
 
 def truncate_records(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """Remove the records after a step from a .jsonl file, and return the others.
-
-    Corrupted lines are moved to a file beside it.
-    """
+    """Remove the records after a step, and corrupted lines, from a .jsonl file; return the rest."""
     if not path.exists():
         return []
     content = path.read_bytes()
     records = read_records(path)
     num_lines = sum(bool(line.strip()) for line in content.split(b"\n")[:-1])
     if num_lines > len(records):
-        copy = path.with_suffix(".damaged")
-        atomic_write(copy, content)
-        warn(f"{path}: {count_noun(num_lines - len(records), 'corrupted line')}, kept in {copy}.")
+        warn(f"{path}: {count_noun(num_lines - len(records), 'corrupted line')} removed.")
     records = [record for record in records if record["step"] <= last_step]
     new_content = "".join(f"{to_json(record)}\n" for record in records).encode()
     if new_content != content:
@@ -77,7 +73,7 @@ class MetricsFile(Callback):
         self.write_lines()
 
     def write_lines(self) -> None:
-        """Append the unwritten lines, or nothing: a part of a line would be corrupted."""
+        """Append the unwritten lines, all or none."""
         num_bytes = self.path.stat().st_size if self.path.exists() else 0
         try:
             with open(self.path, "ab") as file:
@@ -103,7 +99,7 @@ class Terminal(Callback):
     def on_train_start(self, trainer: Trainer) -> None:
         """Print what is about to be trained, and start the progress bar."""
         config = trainer.config
-        say(describe_run(trainer))
+        say(describe_training(trainer))
         seconds = trainer.save_seconds
         limit = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", TORCHRUN_SHUTDOWN_SECONDS))
         if "TORCHELASTIC_RUN_ID" in os.environ and seconds > limit:
@@ -111,7 +107,7 @@ class Terminal(Callback):
                 f"a save may take {seconds:.0f} s, but torchrun kills {limit:.0f} s after SIGTERM"
             )
             say(f"{problem}. Set TORCH_ELASTIC_SHUTDOWN_TIMEOUT={2 * seconds:.0f}")
-        self.num_skipped = int(trainer.optimizer.guard["skipped"])
+        self.num_skipped = int(trainer.optimizer.loss_scaler["skipped"])
         self.num_steps = f"/{config.steps}" if config.steps else ""
         self.bar = tqdm(
             total=1.0,
@@ -180,7 +176,7 @@ class WeightsAndBiases(Callback):
             self.run.finish()
 
 
-def describe_run(trainer: Trainer) -> str:
+def describe_training(trainer: Trainer) -> str:
     """Return lines about data, model and run, and about examples longer than the context."""
     config = trainer.config
     model = config.model
@@ -200,13 +196,11 @@ def describe_run(trainer: Trainer) -> str:
         f"{count_noun(model.num_layers, 'layer')}, {count_noun(model.num_heads, 'head')}, "
         f"d_model {model.d_model}, context {model.context_length}",
         f"run    {length}, {config.optimizer.optimizer}, "
-        f"{trainer.dist.size} × {trainer.dist.device} in {config.dtype} → {config.out}",
+        f"{trainer.dist_ctx.size} × {trainer.dist_ctx.device} in {config.dtype} → {config.out}",
     ]
-    splits = [split for dataset in data.datasets for split in (dataset.train, dataset.val)]
-    examples = [split for split in splits if isinstance(split, Examples)]
     counts = {
-        "cut": sum(split.num_cut for split in examples),
-        "left out": sum(split.num_removed for split in examples),
+        "cut": sum(split.num_cut for split in data.splits),
+        "left out": sum(split.num_removed for split in data.splits),
     }
     actions = ", ".join(f"{count:,} {action}" for action, count in counts.items() if count)
     if actions:
@@ -220,7 +214,7 @@ def print_summary(trainer: Trainer) -> None:
     steps = count_noun(trainer.step, "step")
     perplexity = math.exp(min(trainer.val_loss, 700))
     bits = trainer.val_loss / math.log(2) / trainer.data.bytes_per_token("val")
-    num_skipped = int(trainer.optimizer.guard["skipped"])
+    num_skipped = int(trainer.optimizer.loss_scaler["skipped"])
     skipped = f" ({num_skipped:,} skipped: gradients {UNUSABLE_GRADIENTS})" if num_skipped else ""
     trainer.say(
         f"\n{steps}{skipped} in {trainer.clock.elapsed:,.1f} s. Validation loss "
@@ -239,9 +233,9 @@ def print_summary(trainer: Trainer) -> None:
     for count, text in enumerate(stream_sample(trainer)):
         trainer.say(text, end="")
         is_late = trainer.budget.seconds_left(trainer.clock) < SHUTDOWN_RESERVE_SECONDS
-        if trainer.dist.any(count >= MIN_SAMPLE_TOKENS and is_late):
+        if trainer.dist_ctx.any(count >= MIN_SAMPLE_TOKENS and is_late):
             break
-    trainer.dist.run_on_main(print_paths, trainer)
+    trainer.dist_ctx.run_on_main(print_paths, trainer)
 
 
 def print_paths(trainer: Trainer) -> None:
@@ -258,9 +252,9 @@ def print_paths(trainer: Trainer) -> None:
     if trainer.data.manifest["origin"].get("examples") == "chats":
         title = "Chat with it"
         words.append("--chat")
-    elif isinstance(val, Examples):
+    elif val.num_examples:
         title = "Ask it"
-        question = trainer.data.tokenizer.decode(prompt_ids(val.example(0).tolist()))
+        question = trainer.data.tokenizer.decode(prompt_ids(next(val.examples())))
         words += [f"--prompt={question}"] if question[:1] == "-" else ["--prompt", question]
     say(f"{title}: {shell_command(*words)}")
 
@@ -272,17 +266,17 @@ def stream_sample(trainer: Trainer) -> Iterator[str]:
     val = data.datasets[0].val
     prompt = initial_tokens(tokenizer, data.manifest["splits"]["train"]["documents"])
     ends: list[int] = []
-    if isinstance(val, Examples):
-        prompt = prompt_ids(val.example(0).tolist()) or prompt
-        ends = stop_ids(tokenizer)
+    if val.num_examples:
+        prompt = prompt_ids(next(val.examples())) or prompt
+        ends = stop_token_ids(tokenizer)
         yield f"{tokenizer.decode(prompt)} → "
-    model: GPT = trainer.model.eval() if trainer.dist.sharded else build_decoder(trainer.model)
-    stream = TextStream(tokenizer, prompt, FINAL_SAMPLE_TOKENS, ends=ends)
+    model: GPT = trainer.model.eval() if trainer.dist_ctx.sharded else build_decoder(trainer.model)
+    stream = TextStream(tokenizer, prompt, FINAL_SAMPLE_TOKENS, stop_token_ids=ends)
     options: SamplingOptions = {**DEFAULT_OPTIONS, "seed": trainer.config.seed}
     # A sharded model computes in the dtype of the run, whatever that of its weights.
-    dtype = DTYPE_BY_NAME[trainer.config.dtype] if trainer.dist.sharded else None
+    dtype = DTYPE_BY_NAME[trainer.config.dtype] if trainer.dist_ctx.sharded else None
     try:
         for _, text in complete_streams(model, [stream], cache_dtype=dtype, **options):
             yield text
-    except ValueError as error:  # logits that are not finite
+    except UserError as error:  # logits that are not finite
         yield f"none: {error}"

@@ -2,50 +2,50 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import safetensors
 import safetensors.torch
 import torch
-from annotated_types import Ge, Le
 from torch import Tensor
 
 from engine.core.errors import UserError
-from engine.core.files import atomic_directory, chmod_and_fsync, read_json, sha256, write_json
+from engine.core.files import (
+    atomic_directory,
+    check_types,
+    chmod_and_fsync,
+    read_json,
+    sha256,
+    write_json,
+)
 from engine.core.settings import from_values
 from model import GPT, ModelConfig
 
 Tensors = dict[str, Tensor]
 TensorKind = Literal["model", "optimizer"]
 SaveTokenizer = Callable[[Path], None]
-FORMAT_GATHERED = 3
-FORMAT_SHARDED = 4
+FORMAT_GATHERED = 5
+FORMAT_SHARDED = 6
 COMMON_FILES = ("state.json", "tokenizer.json")  # of both formats
 MAX_SHARDS = 99_999  # five digits of a file name
-REQUIRED_STATE = {
-    *("step", "model", "settings", "documents", "elapsed_seconds", "best_val_loss", "data_sha256")
+STATE_SCHEMA = {
+    "step": int,
+    "tokens": int,
+    "elapsed_seconds": float,
+    "progress": float,  # of the run, 0 to 1
+    "val_loss": (float, None),
+    "best_val_loss": (float, None),
+    "changes": [dict],  # settings changed by each resume
+    "model": {},
+    "settings": {},
+    "data_sha256": str,
+    "examples": (str, None),  # pairs or chats
+    "has_system_turns": bool,
+    "documents": int,
+    "imported": (str, None),
 }
-
-
-@dataclass(frozen=True)
-class StateFields:
-    """The types and bounds of the fields of state.json, and the defaults of missing ones."""
-
-    step: Annotated[int, Ge(0), Le(10**12)] = 0
-    tokens: Annotated[int, Ge(0), Le(10**18)] = 0
-    elapsed_seconds: Annotated[float, Ge(0)] = 0.0
-    share: Annotated[float, Ge(0), Le(1)] = 0.0  # progress of the run
-    val_loss: float | None = None
-    best_val_loss: float | None = None
-    changes: tuple[dict, ...] = ()  # settings changed by each resume
-    model: dict = field(default_factory=dict)
-    settings: dict = field(default_factory=dict)
-    data_sha256: str = ""
-    examples: Literal["pairs", "chats"] | None = None
-    documents: Annotated[int, Ge(0), Le(10**18)] = 0
-    imported: str | None = None
 
 
 @dataclass(frozen=True)
@@ -201,11 +201,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise UserError(f"{path}: corrupted, its manifest.json lacks {', '.join(missing)}.")
     _verify_file(path, "state.json", files["state.json"])
     state = read_json(path / "state.json")
-    if not isinstance(state, dict) or not state.keys() >= REQUIRED_STATE:
-        required = ", ".join(sorted(REQUIRED_STATE))
-        raise UserError(f"{path}: corrupted, its state.json must have {required}.")
-    known_fields = {name: state[name] for name in vars(StateFields()).keys() & state.keys()}
-    state |= vars(from_values(StateFields, known_fields, str(path / "state.json")))
+    try:
+        check_types(state, STATE_SCHEMA, "state")
+    except UserError as error:
+        raise UserError(f"{path / 'state.json'}: corrupted ({error}).") from None
     from_values(ModelConfig, state["model"], f"{path / 'state.json'}: model")
     return Checkpoint(path, state, {name: files[name] for name in names}, shards)
 
@@ -224,16 +223,17 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> GP
     match state.json.
     """
     weights = {name: value.to(dtype) for name, value in checkpoint.model()}
-    try:
-        source = str(checkpoint.path / "state.json")
-        config = from_values(ModelConfig, checkpoint.state["model"], source)
-        if config.num_layers * config.num_heads > len(weights):
-            raise RuntimeError(f"{len(weights)} tensors for {config.num_layers} layers")
-        with torch.device("meta"):  # no memory is allocated for a shape that does not match
-            model = GPT(config)
-        model.load_state_dict(weights, assign=True)
-    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        reason = " ".join(str(error).split())[:200]
-        message = f"{checkpoint.path}: corrupted, its weights do not match its state.json"
-        raise UserError(f"{message} ({reason}).") from None
+    source = f"{checkpoint.path / 'state.json'}: model"
+    config = from_values(ModelConfig, checkpoint.state["model"], source)
+    message = f"{checkpoint.path}: corrupted, its weights do not match its state.json"
+    if config.num_layers * config.num_heads > len(weights):
+        raise UserError(f"{message} ({len(weights)} tensors for {config.num_layers} layers).")
+    with torch.device("meta"):  # no memory is allocated for a shape that does not match
+        model = GPT(config)
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    for name in sorted(shapes.keys() | weights.keys()):
+        shape = tuple(weights[name].shape) if name in weights else None
+        if shape != shapes.get(name):
+            raise UserError(f"{message} ({name} must be {shapes.get(name)}, got {shape}).")
+    model.load_state_dict(weights, assign=True)
     return model.eval()

@@ -4,18 +4,25 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from annotated_types import Ge, Gt, Le, Lt
 
+from engine.core.device import choose_dtype, dtype_name
+from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
-from engine.data.mixture import dataset_paths
+from engine.core.settings import build, field_values
+from engine.data.batches import dataset_paths
 from engine.nn.bounds import check_bounds
-from engine.training.optimizer import OptimizerConfig, OptimizerSettings
+from engine.training.optimizer import OptimizerConfig, OptimizerSettings, default_rates
 from model import Architecture, ModelConfig
 
 BUILT_IN_DATA = Path("data/stdlib")
+DEFAULT_STEPS = 1200
+DEFAULT_INTERVAL_STEPS = 500  # between evaluations, and between saves
+MAX_CHARACTER_VOCAB_SIZE = 512  # larger vocabularies are of pieces of words
+WINDOW_WARMUP_FRACTION = 0.2  # of the run, where tokens are pieces of words
 SHAPE_FIELDS = ("num_layers", "num_heads", "d_model")  # with one of them set, no size is chosen
 
 
@@ -122,7 +129,7 @@ class TrainConfig(CommonConfig):
 class RunConfig(CommonConfig):
     """The settings of a run: TrainConfig with a value for everything that is automatic.
 
-    See engine.training.resolve.
+    :func:`make_run_config` makes one.
     """
 
     model: ModelConfig = field(kw_only=True)
@@ -156,3 +163,32 @@ def should_choose_sizes(config: TrainConfig) -> bool:
     """Return whether sizes follow from minutes, steps or a depth, as no shape is set."""
     has_shape = any(getattr(config.model, name) is not None for name in SHAPE_FIELDS)
     return not has_shape and any((config.minutes, config.steps, config.depth))
+
+
+def set_values(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings that are not chosen automatically, by name."""
+    return {name: value for name, value in field_values(config).items() if value is not None}
+
+
+def make_run_config(
+    config: TrainConfig, sizes: dict[str, Any], dist_ctx: DistributedContext
+) -> RunConfig:
+    """Return the settings of a run with a vocabulary size: those that are typed win over sizes."""
+    values = {**sizes, **set_values(config)}
+    vocab_size = values["vocab_size"]
+    d_model = values.get("d_model", ModelConfig.d_model)
+    is_window_fixed = bool(config.init_from) or vocab_size <= MAX_CHARACTER_VOCAB_SIZE
+    defaults = {
+        **default_rates(config.optimizer.optimizer, d_model),
+        "window_warmup": 0.0 if is_window_fixed else WINDOW_WARMUP_FRACTION,
+        "compile": dist_ctx.device.type == "cuda",
+    }
+    if not config.minutes:
+        defaults["steps"] = DEFAULT_STEPS
+        defaults["eval_every"] = DEFAULT_INTERVAL_STEPS
+        defaults["save_every"] = DEFAULT_INTERVAL_STEPS
+    values["dtype"] = dtype_name(choose_dtype(config.dtype, dist_ctx.device, d_model))
+    try:
+        return build(RunConfig, {**defaults, **values})
+    except ValueError as error:  # of ModelConfig: the sizes do not fit each other
+        raise UserError(str(error)) from None

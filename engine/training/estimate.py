@@ -88,7 +88,7 @@ def build_meta_model(model: ModelConfig) -> GPT:
 
 
 def extrapolate_layers(model: ModelConfig, count: Callable[[ModelConfig], Tensor]) -> Tensor:
-    """Count few layers, and extrapolate to all: each repetition of the windows adds the same."""
+    """Measure two shallow models, and extrapolate linearly in the number of window patterns."""
     pattern = len(model.windows or (0,))
     num_patterns, num_extra = divmod(model.num_layers - 2, pattern)
     if num_patterns <= 1:

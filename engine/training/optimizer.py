@@ -198,7 +198,7 @@ class Optimizer:
         if rest:
             self.optimizers.append(build_adamw(rest, config))
         self.is_loss_scaled = dtype == torch.float16
-        self.guard = {
+        self.loss_scaler = {
             "loss_scale": INITIAL_LOSS_SCALE if self.is_loss_scaled else 1.0,
             "good_steps": 0.0,
             "skipped": 0.0,
@@ -225,7 +225,7 @@ class Optimizer:
         return [group for group in groups if group["params"]]
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        return loss * self.guard["loss_scale"]
+        return loss * self.loss_scaler["loss_scale"]
 
     def step(self, step: int, num_steps: float) -> tuple[float, Tensor]:
         """Clip the gradients, update every parameter, and drop the gradients.
@@ -243,13 +243,13 @@ class Optimizer:
             self.update(learning_rate)
         for parameter in self.parameters.values():
             parameter.grad = None
-        self._update_guard(is_usable)
+        self._update_loss_scaler(is_usable)
         return learning_rate, norm
 
     def clip_gradients(self) -> Tensor:
         """Undo the loss scale, clip the norm of all gradients, and return the unclipped norm."""
         grads = [param.grad for param in self.parameters.values() if param.grad is not None]
-        loss_scale = self.guard["loss_scale"]
+        loss_scale = self.loss_scaler["loss_scale"]
         norm = self.dist_ctx.norm(grads) / loss_scale
         factor = torch.ones_like(norm)
         if self.config.clip_norm:
@@ -265,26 +265,26 @@ class Optimizer:
                 group["lr"] = learning_rate * group["lr_scale"]
             optimizer.step()
 
-    def _update_guard(self, is_finite: bool) -> None:
+    def _update_loss_scaler(self, is_finite: bool) -> None:
         """Count skipped steps, and adapt the loss scale to them."""
-        guard = self.guard
-        guard["skipped"] += not is_finite
-        guard["skipped_in_a_row"] = 0.0 if is_finite else guard["skipped_in_a_row"] + 1
+        scaler = self.loss_scaler
+        scaler["skipped"] += not is_finite
+        scaler["skipped_in_a_row"] = 0.0 if is_finite else scaler["skipped_in_a_row"] + 1
         if not self.is_loss_scaled:
             return
-        guard["good_steps"] = guard["good_steps"] + 1 if is_finite else 0.0
+        scaler["good_steps"] = scaler["good_steps"] + 1 if is_finite else 0.0
         if not is_finite:
-            guard["loss_scale"] /= 2
-        elif guard["good_steps"] >= NUM_STEPS_TO_DOUBLE_SCALE:
-            guard["loss_scale"] *= 2
-            guard["good_steps"] = 0.0
+            scaler["loss_scale"] /= 2
+        elif scaler["good_steps"] >= NUM_STEPS_TO_DOUBLE_SCALE:
+            scaler["loss_scale"] *= 2
+            scaler["good_steps"] = 0.0
 
     def count_skipped(self, saved: int) -> int:
         """Return the number of skipped steps. Raises UserError for too many in a row.
 
         ``saved`` is the step of the newest checkpoint.
         """
-        num_in_a_row = int(self.guard["skipped_in_a_row"])
+        num_in_a_row = int(self.loss_scaler["skipped_in_a_row"])
         if num_in_a_row >= MAX_SKIPPED_STEPS:
             raise UserError(
                 f"--learning-rate: the gradients of {num_in_a_row} steps in a row were "
@@ -292,7 +292,7 @@ class Optimizer:
                 "Lower it, set --clip-norm, or compute in another --dtype, and continue with "
                 f"--resume from step {saved:,}."
             )
-        return int(self.guard["skipped"])
+        return int(self.loss_scaler["skipped"])
 
     def _parameter_states(self) -> dict[str, dict[str, Any]]:
         """Return the state of each parameter, by its name."""
@@ -303,8 +303,9 @@ class Optimizer:
         return {name: states[parameter] for name, parameter in self.parameters.items()}
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state of all optimizers, as ``{parameter name}.{key}`` and ``guard.{key}``."""
-        state = {f"guard.{key}": torch.tensor(value) for key, value in self.guard.items()}
+        """Return all state, as ``{parameter name}.{key}`` and ``loss_scaler.{key}``."""
+        scaler = self.loss_scaler
+        state = {f"loss_scaler.{key}": torch.tensor(value) for key, value in scaler.items()}
         for name, values in self._parameter_states().items():
             for key, value in values.items():
                 if value is not None:
@@ -316,8 +317,8 @@ class Optimizer:
         states = self._parameter_states()
         for name_and_key, value in state:
             name, key = name_and_key.rsplit(".", 1)
-            if name == "guard":
-                self.guard[key] = float(value[...])
+            if name == "loss_scaler":
+                self.loss_scaler[key] = float(value[...])
             elif name not in states:
                 raise UserError(f"--resume: the model has no parameter {name} (got {name_and_key})")
             elif len(value.shape) == 0:
@@ -326,5 +327,5 @@ class Optimizer:
                 states[name][key] = shard_like(value, self.parameters[name])
         for optimizer in self.optimizers:  # moves scalars to the devices that they must be on
             optimizer.load_state_dict(optimizer.state_dict())
-        if self.is_loss_scaled != (self.guard["loss_scale"] > 1):  # the dtype changed
-            self.guard["loss_scale"] = INITIAL_LOSS_SCALE if self.is_loss_scaled else 1.0
+        if self.is_loss_scaled != (self.loss_scaler["loss_scale"] > 1):  # the dtype changed
+            self.loss_scaler["loss_scale"] = INITIAL_LOSS_SCALE if self.is_loss_scaled else 1.0

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from engine.core.cli import count_noun, shell_command
-from engine.core.device import choose_dtype, dtype_name
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
-from engine.core.settings import build, flatten, from_values, iterate_fields
+from engine.core.settings import build, flatten, from_values
 from engine.data import batches
-from engine.data.mixture import Mixture
+from engine.data.batches import Mixture
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
 from engine.training.checkpoint import Checkpoint
@@ -23,10 +22,11 @@ from engine.training.config import (
     SHAPE_FIELDS,
     RunConfig,
     TrainConfig,
+    make_run_config,
+    set_values,
     should_choose_sizes,
 )
-from engine.training.optimizer import default_rates
-from engine.training.sizing import MAX_CHARACTER_VOCAB_SIZE, choose_sizes
+from engine.training.sizing import choose_sizes
 from model import ModelConfig
 
 # Changing these settings changes no result.
@@ -36,10 +36,7 @@ SIZE_FIELDS = (
     *(*SHAPE_FIELDS, "context_length", "dropout"),
     *("batch_size", "micro_batch_size", "learning_rate", "weight_decay"),
 )
-DEFAULT_STEPS = 1200
-DEFAULT_INTERVAL_STEPS = 500  # between evaluations, and between saves
 MAX_CHOSEN_EXAMPLE_LENGTH = 1024  # tokens; longer examples need --context-length
-WINDOW_WARMUP_FRACTION = 0.2  # of the run, where tokens are more than characters
 
 
 def resolve(
@@ -60,13 +57,16 @@ def resolve(
     settings = {**flatten(config), "the text in data": data.sha256}
     dist_ctx.assert_equal_across_ranks(settings, ignore=SETTINGS_IGNORED_ON_RESUME | {"device"})
     state = dist_ctx.broadcast(checkpoint.state if checkpoint else None)
-    values = {name: value for name, value, _ in iterate_fields(config) if value is not None}
+    values = set_values(config)
     if state and config.resume:
-        values = {**recorded_sizes(state, config), **values}
+        recorded = recorded_settings(state)
+        limits = ("steps",) if recorded["minutes"] and config.minutes else ()
+        sizes = {name: recorded[name] for name in (*SIZE_FIELDS, *limits)}
+        values = {**{name: x for name, x in sizes.items() if x is not None}, **values}
     if state and config.init_from:
         values |= base_model_values(state["model"], values, config.init_from)
-    vocab_size = find_vocab_size(values.get("vocab_size"), data, bool(config.init_from))
-    values["vocab_size"] = vocab_size
+    min_size = values.get("vocab_size", data.tokenizer.vocab_size)
+    values["vocab_size"] = find_vocab_size(min_size, data, bool(config.init_from))
     config = build(TrainConfig, values)
 
     chooses_sizes = should_choose_sizes(config)
@@ -75,9 +75,7 @@ def resolve(
         context_length = min(MAX_CHOSEN_EXAMPLE_LENGTH, data.longest_example - 1)
         config = build(TrainConfig, {**values, "context_length": context_length})
     data = data.drop_long_examples(context_length, config.long_examples == "cut")
-    sizes: dict[str, Any] = {}
-    if chooses_sizes:
-        sizes = choose_sizes(config, data, dist_ctx, started_at, make_run_config, measure)
+    sizes = choose_sizes(config, data, dist_ctx, started_at, measure) if chooses_sizes else {}
     run_config = make_run_config(config, sizes, dist_ctx)
     if config.depth not in (None, run_config.model.num_layers):
         raise UserError(f"--depth: other sizes are set (got {config.depth}). Leave it out.")
@@ -87,58 +85,22 @@ def resolve(
     return run_config, data
 
 
-def make_run_config(
-    config: TrainConfig, sizes: dict[str, Any], dist_ctx: DistributedContext
-) -> RunConfig:
-    """Return the settings of a run with a vocabulary size: those that are typed win over sizes."""
-    typed = {name: value for name, value, _ in iterate_fields(config) if value is not None}
-    values = {**sizes, **typed}
-    vocab_size = values["vocab_size"]
-    d_model = values.get("d_model", ModelConfig.d_model)
-    is_window_fixed = bool(config.init_from) or vocab_size <= MAX_CHARACTER_VOCAB_SIZE
-    defaults = {
-        **default_rates(config.optimizer.optimizer, d_model),
-        "window_warmup": 0.0 if is_window_fixed else WINDOW_WARMUP_FRACTION,
-        "compile": dist_ctx.device.type == "cuda",
-    }
-    if not config.minutes:
-        defaults["steps"] = DEFAULT_STEPS
-        defaults["eval_every"] = DEFAULT_INTERVAL_STEPS
-        defaults["save_every"] = DEFAULT_INTERVAL_STEPS
-    values["dtype"] = dtype_name(choose_dtype(config.dtype, dist_ctx.device, d_model))
-    try:
-        return build(RunConfig, {**defaults, **values})
-    except ValueError as error:  # of ModelConfig: the sizes do not fit each other
-        raise UserError(str(error)) from None
-
-
-def find_vocab_size(vocab_size: int | None, data: Mixture, extends_base: bool) -> int:
+def find_vocab_size(vocab_size: int, data: Mixture, extends_base: bool) -> int:
     """Return the number of tokens of a model, for which a base model gets new rows.
 
     Raises UserError if it is set to less than that of the data.
     """
     min_size = data.tokenizer.vocab_size
-    if vocab_size is None or extends_base:
-        return max(vocab_size or 0, min_size)
-    if vocab_size < min_size:
+    if vocab_size < min_size and not extends_base:
         problem = f"must be at least {min_size} for {data.path} (got {vocab_size})"
         raise UserError(f"--vocab-size: {problem}. Leave it out.")
-    return vocab_size
+    return max(vocab_size, min_size)
 
 
 def recorded_settings(state: dict[str, Any]) -> dict[str, Any]:
     """Return the settings in a checkpoint's state. Raises UserError for values that do not fit."""
     source = f"checkpoint of step {state['step']:,}"
     return flatten(from_values(RunConfig, state["settings"], source))
-
-
-def recorded_sizes(state: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
-    """Return the sizes of a resumed run; of a run in minutes, also the steps that limit it."""
-    recorded = recorded_settings(state)
-    names = [*SIZE_FIELDS]
-    if recorded["minutes"] and config.minutes:
-        names.append("steps")
-    return {name: recorded[name] for name in names if recorded[name] is not None}
 
 
 def changed_settings(

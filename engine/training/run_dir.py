@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable
 from concurrent import futures
 from functools import partial
@@ -49,11 +48,11 @@ def checkpoints_by_loss(run: Path) -> list[Path]:
     """
 
     def val_loss(path: Path) -> float:
-        try:
-            return float(read_json(path / "state.json").get("val_loss"))
-        except (OSError, ArithmeticError, ValueError, TypeError, AttributeError):
-            # It is reported when it is opened.
-            return math.inf
+        state = None
+        with contextlib.suppress(OSError, UserError):  # it is reported when it is opened
+            state = read_json(path / "state.json")
+        loss = state.get("val_loss") if isinstance(state, dict) else None
+        return loss if isinstance(loss, int | float) else math.inf
 
     return sorted(reversed(list_checkpoints(run)), key=val_loss)
 
@@ -94,14 +93,19 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     records = []
     content = path.read_bytes() if path.exists() else b""
     for line in content.split(b"\n")[:-1]:
-        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+        with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
-            is_record = type(record["step"]) is int
-            for name in {"train_loss", "val_loss"} & record.keys():
-                is_record &= type(record[name]) in (int, float, type(None))
-            if is_record and to_json(record).encode():  # raises for half a surrogate pair
+            if is_record(record) and to_json(record).encode():  # raises for half a surrogate pair
                 records.append(record)
     return records
+
+
+def is_record(record: Any) -> bool:
+    """Return whether a value of JSON is a record: with a step, and losses that are numbers."""
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return False
+    losses = (record.get(name) for name in ("train_loss", "val_loss"))
+    return all(type(loss) in (int, float, type(None)) for loss in losses)
 
 
 class RunDir:
@@ -118,7 +122,7 @@ class RunDir:
         self,
         path: Path,
         resume: bool = False,
-        world: DistributedContext = SINGLE_PROCESS,
+        dist_ctx: DistributedContext = SINGLE_PROCESS,
         keep_checkpoints: int = 2,
     ):
         """Create or open the folder, to keep the best checkpoint and a number of the newest.
@@ -127,36 +131,38 @@ class RunDir:
         the run is neither resumed nor restarted by torchrun.
         """
         self.path = path
-        self.world = world
+        self.dist_ctx = dist_ctx
         self.keep_checkpoints = keep_checkpoints
-        resume = world.any(resume or world.is_restart)
-        world.broadcast_from_main(self._acquire, resume)
-        self.is_shared = world.sharded and self._is_visible_to_all()
+        resume = dist_ctx.any(resume or dist_ctx.is_restart)
+        dist_ctx.broadcast_from_main(self._acquire, resume)
+        self.is_shared = dist_ctx.sharded and self._is_visible_to_all()
         self.complete: dict[Path, FileStats] = {}  # checkpoints, as they were when complete
         self.thread = futures.ThreadPoolExecutor(1)
         self.pending: futures.Future[Hashes] | None = None
-        self.next_stage: Callable[[Hashes], Hashes] | None = None  # called with all ranks' hashes
+        self.finish_sharded_save: Callable[[Hashes], Hashes] | None = (
+            None  # called with all ranks' hashes
+        )
 
     def write_settings(self, toml: str) -> None:
         """Write config.toml."""
-        self.world.run_on_main(atomic_write, self.path / "config.toml", toml.encode())
+        self.dist_ctx.run_on_main(atomic_write, self.path / "config.toml", toml.encode())
 
     def newest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint, all of it verified; None without checkpoints.
 
         Prints the corrupted ones, which are skipped. Raises UserError if all are corrupted.
         """
-        if self.world.sharded and not self.is_shared:
+        if self.dist_ctx.sharded and not self.is_shared:
             message = f"Checkpoints are gathered by the main process: not all ranks see {self.path}"
-            self.world.run_on_main(say, message)
-        names = self.world.broadcast([path.name for path in list_checkpoints(self.path)])
+            self.dist_ctx.run_on_main(say, message)
+        names = self.dist_ctx.broadcast([path.name for path in list_checkpoints(self.path)])
         for name in reversed(names):
             try:
                 checkpoint = self._open(self.path / "checkpoints" / name)
             except UserError as error:
-                self.world.run_on_main(say, f"skipped: {error}")
+                self.dist_ctx.run_on_main(say, f"skipped: {error}")
                 continue
-            self.world.broadcast_from_main(self._prune, checkpoint.path)
+            self.dist_ctx.broadcast_from_main(self._prune, checkpoint.path)
             return checkpoint
         if names:
             raise UserError(f"{self.path}: every checkpoint is corrupted. Choose another --out.")
@@ -165,18 +171,18 @@ class RunDir:
     def _open(self, path: Path) -> Checkpoint:
         """Return a verified checkpoint; ranks that see the folder share the work."""
         content = None
-        with self.world.keep_alive():  # raises the UserError of one rank on all
-            if self.is_shared or self.world.is_main_process:
+        with self.dist_ctx.keep_alive():  # raises the UserError of one rank on all
+            if self.is_shared or self.dist_ctx.is_main_process:
                 checkpoint = open_checkpoint(path)
                 names = list(checkpoint.sha256)
-                rank_names = names[self.world.rank :: self.world.size]
+                rank_names = names[self.dist_ctx.rank :: self.dist_ctx.size]
                 checkpoint.verify(rank_names if self.is_shared else names)
                 content = [checkpoint.state, checkpoint.sha256, checkpoint.shards]
-        return Checkpoint(path, *self.world.broadcast(content))
+        return Checkpoint(path, *self.dist_ctx.broadcast(content))
 
     def distribute(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """Yield a checkpoint's tensors on every rank, also on ranks that do not see the folder."""
-        return tensors if self.is_shared else self.world.broadcast_tensors(tensors)
+        return tensors if self.is_shared else self.dist_ctx.broadcast_tensors(tensors)
 
     def save(
         self,
@@ -189,45 +195,47 @@ class RunDir:
         self.wait()
         path = self.path / "checkpoints" / f"step-{state['step']:08d}"
         if not self.is_shared:
-            tensors = (self.world.gather_full(model), self.world.gather_full(optimizer))
+            tensors = (self.dist_ctx.gather_full(model), self.dist_ctx.gather_full(optimizer))
             task = partial(self._write_and_prune, path, write_checkpoint)
             self.pending = self.thread.submit(task, state, *tensors, save_tokenizer)
             return
-        directory = path.with_name(self.world.broadcast_from_main(self._make_shard_directory, path))
-        rows = (self.world.snapshot(model), self.world.snapshot(optimizer))
-        write = partial(write_shard, directory, self.world.rank, self.world.size)
+        directory = path.with_name(
+            self.dist_ctx.broadcast_from_main(self._make_shard_directory, path)
+        )
+        rows = (self.dist_ctx.snapshot(model), self.dist_ctx.snapshot(optimizer))
+        write = partial(write_shard, directory, self.dist_ctx.rank, self.dist_ctx.size)
         self.pending = self.thread.submit(write, *rows)
         shards = (directory, state, save_tokenizer)
-        self.next_stage = partial(self._write_and_prune, path, complete_shards, *shards)
+        self.finish_sharded_save = partial(self._write_and_prune, path, complete_shards, *shards)
 
     def wait(self) -> None:
         """Wait until everything is on the disk. Raises the error of any rank."""
         while self.pending:
-            with self.world.keep_alive():
+            with self.dist_ctx.keep_alive():
                 futures.wait([self.pending])
             self._finish(self.pending)
-        self.world.raise_error(self._folder_error())
+        self.dist_ctx.raise_error(self._folder_error())
 
     def check(self) -> None:
         """Complete a checkpoint that all ranks have written, without waiting for one.
 
         Raises the error of any rank, and UserError if the folder is no longer that of this run.
         """
-        self.world.raise_error(self._folder_error())
-        if self.pending and not self.world.any(not self.pending.done()):
+        self.dist_ctx.raise_error(self._folder_error())
+        if self.pending and not self.dist_ctx.any(not self.pending.done()):
             self._finish(self.pending)
 
     def _finish(self, task: futures.Future[Hashes]) -> None:
         """Raise the error of any rank's task, which is done, or begin the next stage of a save."""
-        next_stage = self.next_stage
+        finish_sharded_save = self.finish_sharded_save
         self.pending = None
-        self.next_stage = None
-        self.world.raise_error(self._folder_error() or task.exception())
-        if next_stage:
+        self.finish_sharded_save = None
+        self.dist_ctx.raise_error(self._folder_error() or task.exception())
+        if finish_sharded_save:
             hashes = {}
-            for rank_hashes in self.world.gather_json(task.result()):
+            for rank_hashes in self.dist_ctx.gather_json(task.result()):
                 hashes.update(rank_hashes)
-            self.pending = self.thread.submit(next_stage, hashes)
+            self.pending = self.thread.submit(finish_sharded_save, hashes)
 
     def close(self) -> None:
         """Unlock the folder after this rank's writes, without waiting for other ranks.
@@ -236,7 +244,7 @@ class RunDir:
         without files removed.
         """
         self.thread.shutdown()
-        if self.world.is_main_process:
+        if self.dist_ctx.is_main_process:
             if not self._folder_error():
                 self._remove_partial()
                 if self.is_new and os.listdir(self.path) == [".lock"]:
@@ -248,7 +256,7 @@ class RunDir:
         """Return whether every rank sees the main process's run folder, not one of its own."""
         file = self.path / ".lock"
         content = file.read_text(encoding="utf-8") if file.is_file() else None
-        return not self.world.any(content != self.world.broadcast(content))
+        return not self.dist_ctx.any(content != self.dist_ctx.broadcast(content))
 
     # On the main process.
 
@@ -265,7 +273,7 @@ class RunDir:
 
     def _folder_error(self) -> UserError | None:
         """Return an error if the main process's lock is no longer in the folder."""
-        if not self.world.is_main_process:
+        if not self.dist_ctx.is_main_process:
             return None
         with contextlib.suppress(OSError):
             if os.path.samestat(os.stat(self.path / ".lock"), self.lock_stat):
@@ -276,11 +284,14 @@ class RunDir:
     def _make_shard_directory(self, path: Path) -> str:
         """Make the directory into which all ranks write a checkpoint's shards; return its name."""
         path.parent.mkdir(exist_ok=True)
-        return Path(tempfile.mkdtemp("", f".{path.name}.shards.partial.", path.parent)).name
+        directory = path.with_name(f".{path.name}.shards.partial.new")
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir()
+        return directory.name
 
     def _write_and_prune(self, path: Path, write: Callable[..., None], *contents: Any) -> Hashes:
         """Call a function that writes a checkpoint, then remove old checkpoints."""
-        if self.world.is_main_process:
+        if self.dist_ctx.is_main_process:
             if error := self._folder_error():  # writing would create it again
                 raise error
             write(path, *contents)

@@ -13,11 +13,16 @@ from typing import Any
 from engine.core.cli import say
 from engine.core.distributed import DistributedContext
 from engine.core.settings import flatten
-from engine.data.mixture import Mixture
-from engine.training.config import RunConfig, TrainConfig
+from engine.data.batches import Mixture
+from engine.training.config import (
+    DEFAULT_STEPS,
+    MAX_CHARACTER_VOCAB_SIZE,
+    RunConfig,
+    TrainConfig,
+    make_run_config,
+)
 from engine.training.estimate import fit_micro_batches, largest_micro_batch
 
-MAX_CHARACTER_VOCAB_SIZE = 512  # larger vocabularies are of pieces of words
 MAX_OVERFITTING = 20  # where a run in minutes ends early
 TIMED_TOKENS = 1e6  # the length of the run whose step is timed
 
@@ -35,23 +40,12 @@ class Size:
     step_tokens: int  # of an optimizer step
 
 
-# A config, sizes and ranks → the settings of a run: see engine.training.resolve.
-MakeRunConfig = Callable[[TrainConfig, dict[str, Any], DistributedContext], RunConfig]
-
-
 class SizeSearch:
     """Finds the best size for a config and its data."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        data: Mixture,
-        dist_ctx: DistributedContext,
-        make_run_config: MakeRunConfig,
-    ):
+    def __init__(self, config: TrainConfig, data: Mixture, dist_ctx: DistributedContext):
         self.config = config
         self.dist_ctx = dist_ctx
-        self.make_run_config = make_run_config
         self.text_tokens = len(data.train)
         self.vocab_size = config.model.vocab_size or data.tokenizer.vocab_size
         step = config.model.num_kv_heads or 1  # heads share keys in equal groups
@@ -59,15 +53,14 @@ class SizeSearch:
         last = config.depth or min(24, int((self.text_tokens / 768) ** (1 / 3)))
         self.depths = range(first, max(first, last) + 1, step)
         self.context = config.model.context_length
-        splits = [split for dataset in data.datasets for split in (dataset.train, dataset.val)]
-        self.max_context = min(len(split) - 1 for split in splits)
+        self.max_context = min(len(split) - 1 for split in data.splits)
         num_fitting = bisect_left(self.depths, True, lo=1, key=lambda depth: not self.fits(depth))
         self.depths = self.depths[:num_fitting]
 
     def fits(self, depth: int) -> bool:
         """Return whether a model of a depth fits in memory with the smallest micro-batch."""
         sizes = self.make_size(depth, TIMED_TOKENS).settings
-        config = self.make_run_config(self.config, {"micro_batch_size": 1, **sizes}, self.dist_ctx)
+        config = make_run_config(self.config, {"micro_batch_size": 1, **sizes}, self.dist_ctx)
         return largest_micro_batch(config, self.dist_ctx) > 0
 
     def make_size(self, depth: int, tokens: float) -> Size:
@@ -133,7 +126,7 @@ class SizeSearch:
         depth = self.depths[0]
         while depth not in speeds:
             timed = self.make_size(depth, TIMED_TOKENS)
-            config = self.make_run_config(self.config, timed.settings, self.dist_ctx)
+            config = make_run_config(self.config, timed.settings, self.dist_ctx)
             config = replace(config, optimizer=replace(config.optimizer, window_warmup=0.0))
             config = fit_micro_batches(config, self.dist_ctx)
             speeds[depth] = timed.step_tokens * timed.operations / measure(config)
@@ -161,14 +154,13 @@ def choose_sizes(
     data: Mixture,
     dist_ctx: DistributedContext,
     started_at: float,
-    make_run_config: MakeRunConfig,
     measure: Callable[[RunConfig, Mixture], float],
 ) -> dict[str, Any]:
     """Return the sizes for the time, the steps or the depth of a config, by name.
 
     ``measure`` times a step of a run.
     """
-    search = SizeSearch(config, data, dist_ctx, make_run_config)
+    search = SizeSearch(config, data, dist_ctx)
     if config.minutes:
         end = started_at + 60 * config.minutes
         size = search.for_seconds(
@@ -176,7 +168,7 @@ def choose_sizes(
             lambda run_config: measure(run_config, data),
         )
     else:
-        size = search.for_steps(make_run_config(config, {}, dist_ctx).steps or 1)
+        size = search.for_steps(config.steps or DEFAULT_STEPS)
     run_config = make_run_config(config, size.settings, dist_ctx)
     sizes = {
         **size.settings,

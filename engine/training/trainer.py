@@ -3,6 +3,7 @@
 import contextlib
 import math
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from engine.core.cli import say, warn
 from engine.core.device import DTYPE_BY_NAME, mixed_precision, total_memory
 from engine.core.distributed import DistributedContext
-from engine.core.errors import UserError
+from engine.core.errors import UserError, is_bug
 from engine.core.settings import flatten
 from engine.core.sharding import (
     load_parameters,
@@ -22,9 +23,9 @@ from engine.core.sharding import (
     should_reduce_every_microbatch,
     wrap_ddp,
 )
-from engine.data.batches import Batches, tokens_per_step
-from engine.data.inputs.examples import NO_SYSTEM_NOTE
-from engine.data.mixture import Mixture
+from engine.data.batches import Batches, Mixture
+from engine.data.chats.examples import NO_SYSTEM_NOTE
+from engine.data.split import BatchSpec
 from engine.nn.acceleration import checkpoint_activations, compile_modules
 from engine.training.budget import Budget, Clock, Event
 from engine.training.checkpoint import Checkpoint
@@ -60,7 +61,7 @@ class Trainer:
     def __init__(
         self,
         config: RunConfig,
-        dist: DistributedContext,
+        dist_ctx: DistributedContext,
         data: Mixture,
         run_dir: RunDir | None = None,
         callbacks: Sequence[Callback] = (),
@@ -70,26 +71,26 @@ class Trainer:
         :meth:`initialize` or :meth:`restore` sets the weights. Nothing is saved without a run_dir.
         """
         self.config = config
-        self.dist = dist
+        self.dist_ctx = dist_ctx
         self.data = data
         self.run_dir = run_dir
         self.callbacks = list(callbacks)
 
         dtype = DTYPE_BY_NAME[config.dtype]
-        self.autocast = partial(mixed_precision, dtype, dist.device)
+        self.autocast = partial(mixed_precision, dtype, dist_ctx.device)
         torch.manual_seed(config.seed)
         with torch.device("meta"):
             model = GPT(config.model)
-        self.model: GPT = shard_and_allocate(model, dist, dtype)
+        self.model: GPT = shard_and_allocate(model, dist_ctx, dtype)
         self.ddp_model: nn.Module = self.model  # averages gradients over the ranks
         self.reduce_every_microbatch = False
-        self.optimizer = Optimizer(self.model, config.optimizer, dist, dtype)
+        self.optimizer = Optimizer(self.model, config.optimizer, dist_ctx, dtype)
 
-        context = config.model.context_length
-        rows = dist.rank_slice(config.batch_size)
-        batch_size = config.batch_size
-        self.batches = Batches(data.train, context, config.seed, batch_size, rows, dist.device)
-        self.tokens_per_step = tokens_per_step(data.train, context, batch_size)
+        context_length = config.model.context_length
+        rank_slice = dist_ctx.rank_slice(config.batch_size)
+        spec = BatchSpec(context_length, config.seed, config.batch_size, rank_slice)
+        self.batches = Batches(data.train, spec, dist_ctx.device)
+        self.tokens_per_step = data.train.tokens_per_step(config.batch_size, context_length)
 
         self.step = 0
         self.val_loss: float | None = None  # of this step, if it was evaluated
@@ -98,11 +99,11 @@ class Trainer:
         self.warnings: set[str] = set()  # each is printed once
         self.changes: list[dict[str, Any]] = []  # settings changed by each resume
         self.clock = Clock(0.0, 0)
-        self.budget = Budget({}, {}, config.steps or math.inf)
+        self.budget = Budget({}, steps=config.steps or math.inf)
 
     def say(self, text: str, end: str = "\n") -> None:
         """Print on the main process."""
-        if self.dist.is_main_process:
+        if self.dist_ctx.is_main_process:
             say(text, end)
 
     def notify(self, event: str, *arguments: Any) -> None:
@@ -113,6 +114,8 @@ class Trainer:
             except Exception as error:
                 reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                 text = f"{type(callback).__name__} failed ({reason}); training continues"
+                if is_bug(error) and text not in self.warnings:
+                    traceback.print_exception(error)
                 if text not in self.warnings:
                     warn(text)
                 self.warnings.add(text)
@@ -132,7 +135,7 @@ class Trainer:
             trained_ids, new_ids = split_token_ids(base, self.data.tokenizer, learns_chats)
             num_rows = len(self.model.token_embedding.weight)
             weights = init_token_rows(base.model(), num_rows, trained_ids, new_ids)
-        load_parameters(self.model, self.dist.broadcast_tensors(weights))
+        load_parameters(self.model, self.dist_ctx.broadcast_tensors(weights))
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint of this run, and print the settings that have changed.
@@ -161,21 +164,21 @@ class Trainer:
         config = self.config
         if config.checkpoint_activations:
             checkpoint_activations(self.model)
-        rows = config.micro_batch_size or self.config.batch_size // self.dist.size
+        rows = config.micro_batch_size or self.config.batch_size // self.dist_ctx.size
         shape = (2, rows, config.model.context_length)
-        example = torch.zeros(shape, dtype=torch.long, device=self.dist.device)
+        example = torch.zeros(shape, dtype=torch.long, device=self.dist_ctx.device)
         with self.autocast():
             if config.compile:
-                modules = list(self.model.blocks) if self.dist.sharded else [self.model]
+                modules = list(self.model.blocks) if self.dist_ctx.sharded else [self.model]
                 error = compile_modules(modules, lambda: self.model(*example).backward())
-                if error and self.dist.is_main_process:
+                if error and self.dist_ctx.is_main_process:
                     warn(f"training continues without compilation, which failed: {error}")
                 self.model.zero_grad()
-            self.ddp_model = wrap_ddp(self.model, self.dist, *example)
-        if self.dist.sharded and rows * self.dist.size < self.config.batch_size:
-            memory = total_memory(self.dist.device)
+            self.ddp_model = wrap_ddp(self.model, self.dist_ctx, *example)
+        if self.dist_ctx.sharded and rows * self.dist_ctx.size < self.config.batch_size:
+            memory = total_memory(self.dist_ctx.device)
             is_too_large = should_reduce_every_microbatch(self.model.num_parameters, memory)
-            self.reduce_every_microbatch = self.dist.any(is_too_large)
+            self.reduce_every_microbatch = self.dist_ctx.any(is_too_large)
         if self.reduce_every_microbatch:
             self.say("gradients are reduced after each micro-batch, to save memory")
 
@@ -211,24 +214,24 @@ class Trainer:
         ``started_at`` is the start of config.minutes, in seconds of time.monotonic().
         """
         config = self.config
-        new_state = {"elapsed_seconds": 0.0, "share": 0.0, "settings": {}}
+        new_state = {"elapsed_seconds": 0.0, "progress": 0.0, "settings": {}}
         state: dict[str, Any] = checkpoint.state if checkpoint else new_state
         self.clock = Clock(state["elapsed_seconds"], self.step)
-        every: dict[Event, int | None] = {"evaluate": config.eval_every, "save": config.save_every}
+        intervals: dict[Event, int | None] = {
+            "evaluate": config.eval_every,
+            "save": config.save_every,
+        }
         seconds = math.inf
         progress = 0.0
         if config.minutes:
             seconds = 60 * config.minutes - (time.monotonic() - started_at)
             has_same_length = state["settings"].get("minutes") == config.minutes
-            progress = state["share"] if has_same_length else 0.0
-        splits = [dataset.val for dataset in self.data.datasets]
-        eval_tokens = sum(min(len(split), config.eval_tokens or len(split)) for split in splits)
-        costs: dict[Event, float] = {
-            "evaluate": eval_tokens / self.tokens_per_step / 3,  # no backward pass
-            "save": self.save_seconds,
-        }
+            progress = state["progress"] if has_same_length else 0.0
+        sizes = [len(dataset.val) for dataset in self.data.datasets]
+        eval_tokens = sum(min(size, config.eval_tokens or size) for size in sizes)
+        costs = (eval_tokens / self.tokens_per_step / 3, self.save_seconds)  # no backward pass
         steps = config.steps or math.inf
-        self.budget = Budget(every, costs, steps, seconds, self.step, progress, self.dist)
+        self.budget = Budget(intervals, *costs, steps, seconds, self.step, progress, self.dist_ctx)
         self.budget.update(self.step, self.clock)
 
     # Records and checkpoints.
@@ -237,12 +240,12 @@ class Trainer:
         """Pass the record of a step to the callbacks. Waits for the device."""
         if self.run_dir is not None:
             self.run_dir.check()
-        digest = self.dist.sum(torch.tensor(self.batches.digest, dtype=torch.float64))
-        speed = self.clock.steps_per_second(self.step) * self.tokens_per_step
+        digest = self.dist_ctx.sum(torch.tensor(self.batches.digest, dtype=torch.float64))
+        speed = self.clock.measure_speed(self.step) * self.tokens_per_step
         record = {
             "step": self.step,
             "tokens": self.step * self.tokens_per_step,
-            "train_loss": self.dist.sum(loss).item(),
+            "train_loss": self.dist_ctx.sum(loss).item(),
             "learning_rate": learning_rate,
             "grad_norm": grad_norm.item(),
             "tokens_per_second": round(speed, 1),
@@ -251,7 +254,7 @@ class Trainer:
             "batch_digest": f"{int(digest):x}",
         }
         if self.config.minutes:
-            record["share"] = round(self.budget.progress, 6)
+            record["progress"] = round(self.budget.progress, 6)
         self.notify("on_record", record)
 
     def save(self) -> None:
@@ -259,13 +262,13 @@ class Trainer:
         if self.run_dir is None or self.step == 0 or self.last_save == (self.step, self.val_loss):
             return
         manifest = self.data.manifest
-        facts = manifest["facts"]
-        num_documents = facts["documents"] + facts.get("dropped", 0)
+        statistics = manifest["statistics"]
+        num_documents = statistics["documents"] + statistics["dropped"]
         state = {
             "step": self.step,
             "tokens": self.step * self.tokens_per_step,
             "elapsed_seconds": self.clock.elapsed,
-            "share": self.budget.progress,
+            "progress": self.budget.progress,
             "val_loss": self.val_loss,
             "best_val_loss": self.best_val_loss,
             "changes": self.changes,
@@ -273,8 +276,9 @@ class Trainer:
             "settings": flatten(self.config),
             "data_sha256": self.data.sha256,
             "examples": manifest["origin"].get("examples"),
-            "has_system_turns": facts.get("notes", {}).get(NO_SYSTEM_NOTE, 0) < num_documents,
+            "has_system_turns": statistics["notes"].get(NO_SYSTEM_NOTE, 0) < num_documents,
             "documents": manifest["splits"]["train"]["documents"],
+            "imported": None,
         }
         with self.clock.pause(), self.budget.timing("save"):
             tensors = (self.model.state_dict(), self.optimizer.state())

@@ -17,48 +17,19 @@ from model import GPT, ModelConfig, MultiHeadAttention
 TINY = dataclasses.replace(
     speed.SMALL_CONFIG, context_length=16, num_layers=1, num_heads=2, d_model=16
 )
-FIGURES = {
-    "train": {
-        "ours, GPT-2's architecture, AdamW",
-        "Hugging Face GPT2LMHeadModel, AdamW",
-        "ours, default recipe, Muon",
-    },
-    "attention": {
-        f"{heads}, {work}"
-        for heads in ("list of heads", "one joined matrix")
-        for work in ("training", "decoding")
-    },
-    "decode": {
-        "ours",
-        "Hugging Face generate",
-        "ours, batch of 8",
-        "ms near token 64",
-        "ms near token 1,000",
-    },
-    "prepare": {"ours", "tiktoken"},
-    "data": {"with loading", "without", "ms a batch"},
-}
+NUM_FIGURES = {"train": 3, "attention": 4, "decode": 5, "prepare": 2, "data": 3}
 NANOGPT = """
-import dataclasses, torch
+import types
+import torch
 
-@dataclasses.dataclass
-class GPTConfig:
-    block_size: int
-    vocab_size: int
-    n_layer: int
-    n_head: int
-    n_embd: int
-    dropout: float
-    bias: bool
+GPTConfig = types.SimpleNamespace
 
-class GPT(torch.nn.Module):
+class GPT(torch.nn.Embedding):
     def __init__(self, config):
-        super().__init__()
-        print("number of parameters")
-        self.logits = torch.nn.Embedding(config.vocab_size, config.vocab_size)
+        super().__init__(config.vocab_size, config.vocab_size)
 
     def forward(self, inputs, targets):
-        logits = self.logits(inputs)
+        logits = super().forward(inputs)
         return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
@@ -93,12 +64,12 @@ def measure(monkeypatch, capsys, tmp_path):
     return measure
 
 
-@pytest.mark.parametrize("stage", FIGURES)
+@pytest.mark.parametrize("stage", NUM_FIGURES)
 def test_each_stage_prints_a_table_and_its_figures_as_json(measure, stage):
     lines = measure(stage)
-    assert lines[0].startswith("cpu (") and torch.__version__ in lines[0]
+    assert torch.__version__ in lines[0]
     (figures,) = json.loads(lines[-1]).values()
-    assert json.loads(lines[-1]).keys() == {stage} and figures.keys() == FIGURES[stage]
+    assert json.loads(lines[-1]).keys() == {stage} and len(figures) == NUM_FIGURES[stage]
     assert all(0 < figure < math.inf for figure in figures.values())
     assert any(next(iter(figures)) in line for line in lines[1:-1])
 
@@ -106,7 +77,7 @@ def test_each_stage_prints_a_table_and_its_figures_as_json(measure, stage):
 def test_nanogpt_is_measured_where_it_is_given(measure, tmp_path):
     (tmp_path / "model.py").write_text(NANOGPT)
     figures = json.loads(measure("train", "--nanogpt", tmp_path)[-1])["train"]
-    assert figures.keys() == FIGURES["train"] | {"nanoGPT as it ships"}
+    assert len(figures) == NUM_FIGURES["train"] + 1 and any("nanoGPT" in name for name in figures)
 
 
 @pytest.mark.parametrize("stage", ["train", "decode"])
@@ -134,16 +105,12 @@ def test_contestants_take_turns_after_a_warmup_round():
 
 
 def test_a_step_trains_with_any_optimizer():
-    bench, batch = (
-        speed.Bench(speed.BenchConfig(), torch.device("cpu")),
-        tuple(torch.ones(2, 1, 8, dtype=torch.long)),
-    )
+    bench = speed.Bench(speed.BenchConfig(), torch.device("cpu"))
+    batch = tuple(torch.ones(2, 1, 8, dtype=torch.long))
     for make_optimizer in (peers.make_adamw, lambda model: bench.make_optimizer(model, "muon")):
         model = GPT(SMALL)
-        step, before = (
-            bench.make_model_step(model, batch, make_optimizer(model)),
-            model(*batch).item(),
-        )
+        step = bench.make_model_step(model, batch, make_optimizer(model))
+        before = model(*batch).item()
         for _ in range(20):
             step()
         assert model(*batch).item() < before and all(p.grad is None for p in model.parameters())

@@ -28,12 +28,6 @@ def names_below(folder: Path) -> set[str]:
     return {path.name for path in folder.rglob("*")}
 
 
-def test_sha256_equals_hashlib(tmp_path):
-    content = bytes(range(256)) * 10_000
-    (tmp_path / "file").write_bytes(content)
-    assert sha256(tmp_path / "file") == hashlib.sha256(content).hexdigest()
-
-
 # JSON.
 
 
@@ -74,6 +68,7 @@ def test_file_is_replaced_unless_the_write_fails(tmp_path, monkeypatch, is_disk_
 
     path = tmp_path / "file"
     atomic_write(path, b"old")
+    assert sha256(path) == hashlib.sha256(b"old").hexdigest()
     with open(path, "rb") as reader:
         if is_disk_full:
             monkeypatch.setattr(os, "fsync", fail)
@@ -91,7 +86,6 @@ def test_file_is_replaced_unless_the_write_fails(tmp_path, monkeypatch, is_disk_
 
 def fill(target: Path, text: str) -> None:
     with atomic_directory(target) as directory:
-        assert directory.parent == target.parent  # a rename needs the same file system
         (directory / text).write_text(text)
 
 
@@ -101,16 +95,12 @@ def test_directory_appears_when_it_is_complete_and_is_replaced_when_it_exists(tm
         (directory / "one").write_text("x")
         assert not target.exists()
     assert names_below(tmp_path) == {"deep", "target", "one"}
-    fill(target, "two")
-    assert names_below(tmp_path) == {"deep", "target", "two"}
-
-
-def test_directory_behind_a_symbolic_link_is_replaced(tmp_path):
-    fill(tmp_path / "target", "one")
-    (tmp_path / "link").symlink_to("target")
+    (tmp_path / "link").symlink_to(target)
     with atomic_directory(tmp_path / "link") as directory:
+        assert directory.parent == target.parent  # a rename needs the same file system
         (directory / "two").write_text("")
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "target" / "two").exists()
+    assert (tmp_path / "link").is_symlink()
+    assert names_below(tmp_path) == {"deep", "target", "two", "link"}
 
 
 @pytest.mark.parametrize("exists", [False, True])
@@ -123,24 +113,6 @@ def test_error_leaves_a_directory_as_it_was(tmp_path, exists):
         (directory / "two").write_text("")
         raise KeyboardInterrupt
     assert names_below(tmp_path) == before
-
-
-@pytest.mark.parametrize("failing_rename", [1, 2])
-def test_failed_rename_leaves_a_directory_as_it_was(tmp_path, monkeypatch, failing_rename):
-    fill(tmp_path / "target", "one")
-    rename = Path.rename
-    calls = []
-
-    def rename_or_fail(path: Path, new_path: Path) -> Path:
-        calls.append(path)
-        if len(calls) == failing_rename:
-            raise OSError("disk")
-        return rename(path, new_path)
-
-    monkeypatch.setattr(Path, "rename", rename_or_fail)
-    with pytest.raises(OSError, match="disk"):
-        fill(tmp_path / "target", "two")
-    assert names_below(tmp_path) == {"target", "one"}
 
 
 def test_directory_of_a_kill_between_two_renames_is_restored(tmp_path):
@@ -167,9 +139,11 @@ def test_partial_directories_of_a_kill_are_removed_and_others_stay(tmp_path):
 def test_directory_has_the_permissions_of_the_umask(tmp_path):
     before = os.umask(0o027)
     try:
-        with atomic_directory(tmp_path / "target") as directory:
-            (directory / "folder").mkdir()
-            (directory / "file").touch(mode=0o600)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "umask", None)  # to set it, even for a moment, affects all threads
+            with atomic_directory(tmp_path / "target") as directory:
+                (directory / "folder").mkdir()
+                (directory / "file").touch(mode=0o600)
     finally:
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}

@@ -9,24 +9,19 @@ import pytest
 import torch
 
 from engine.core.errors import UserError
-from engine.data.batches import (
+from engine.data.batches import Batches, Mixture, check_sizes, evaluation_batches
+from engine.data.dataset import Dataset
+from engine.data.order import (
     MAX_GROUP_BATCHES,
-    Batches,
-    check_sizes,
+    assign_to_texts,
     derived_seed,
-    drop_long_examples,
-    evaluation_batches,
     evaluation_windows,
     example_indices,
-    gather,
-    padded_length,
     permute,
-    tokens_per_step,
     window_starts,
     windows_per_epoch,
 )
-from engine.data.dataset import Dataset, Examples, ShardedTokens
-from engine.data.mixture import MixedTokens, Mixture, assign_to_datasets
+from engine.data.split import BatchSpec, Examples, MixedText, ShardedTokens, Split, padded_length
 from engine.data.tokenizer import ByteTokenizer
 from engine.nn.loss import IGNORE_INDEX
 
@@ -49,10 +44,10 @@ def epoch_of_starts(num_tokens: int, context: int, epoch: int) -> np.ndarray:
     return np.sort(np.concatenate(starts))
 
 
-def batches_of(tokens, context_length: int, rank: int = 0, world_size: int = 1) -> Batches:
+def batches_of(split, context_length: int, rank: int = 0, world_size: int = 1) -> Batches:
     """Return batches of six sequences, of which a rank has its slice."""
     rows = slice(rank * 6 // world_size, (rank + 1) * 6 // world_size)
-    return Batches(tokens, context_length, 1, 6, rows, torch.device("cpu"))
+    return Batches(split, BatchSpec(context_length, 1, 6, rows), torch.device("cpu"))
 
 
 def mixture_of(**splits: object) -> Mixture:
@@ -136,10 +131,10 @@ def test_batches_are_the_same_in_every_version():
     assert starts_of(1001, 8, 3, 7, 6).tolist() == [291, 187, 35, 131, 411, 251]
     assert derived_seed(1, 2, 3) == 6053372350886475030
     examples = examples_of(random_lengths(40))
-    assert example_indices(examples, 3, 6, 6).tolist() == [18, 21, 37, 39, 30, 38]
-    texts = np.arange(1001, dtype=np.uint16)
-    for tokens, context_length, digest in ((texts, 8, 10327528389), (examples, 1024, 14270823520)):
-        batches = batches_of(tokens, context_length)
+    assert example_indices(examples.lengths, 3, 6, 6).tolist() == [18, 21, 37, 39, 30, 38]
+    text = Split(np.arange(1001, dtype=np.uint16))
+    for split, context_length, digest in ((text, 8, 10327528389), (examples, 1024, 14270823520)):
+        batches = batches_of(split, context_length)
         batches.get(2)
         assert batches.digest == digest
 
@@ -163,23 +158,24 @@ def test_memory_does_not_depend_on_the_number_of_tokens(step: int):
 
 def test_windows_are_gathered_across_shards():
     tokens = ShardedTokens([np.array([1, 2, 3], np.uint16), np.array([4, 65535], np.uint16)])
-    windows = gather(tokens, np.array([2, 0]), 3)
-    assert windows.dtype == np.int64 and windows.tolist() == [[3, 4, 65535], [1, 2, 3]]
-    assert gather(tokens, np.array([], int), 3).shape == (0, 3)
+    ids, is_target = Split(tokens).read(1, 5)
+    assert ids.dtype == np.int64 and ids.tolist() == [2, 3, 4, 65535] and is_target.all()
+    assert Split(tokens).read(0, 2)[1].tolist() == [False, True]
+    assert Split(tokens).windows(2, 0, np.empty(0, np.uint64)).shape == (0, 3)
 
 
 # Batches.
 
-TEXT = ShardedTokens(np.split(np.arange(1001, dtype=np.uint16), [300, 500]))
-MIX = MixedTokens((np.arange(99), np.arange(500, 999)), (0.3, 0.7))
+TEXT = Split(ShardedTokens(np.split(np.arange(1001, dtype=np.uint16), [300, 500])))
+MIX = MixedText([Split(np.arange(99)), Split(np.arange(500, 999))], (0.3, 0.7))
 EXAMPLES = examples_of(random_lengths(50, median=8, maximum=21))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6])
-@pytest.mark.parametrize("tokens", [TEXT, MIX, EXAMPLES], ids=["text", "mix", "examples"])
-def test_ranks_share_the_batch_of_one_rank_in_any_order_of_steps(tokens, world_size: int):
-    ranks = [batches_of(tokens, 20, rank, world_size) for rank in range(world_size)]
-    alone = batches_of(tokens, 20)
+@pytest.mark.parametrize("split", [TEXT, MIX, EXAMPLES], ids=["text", "mix", "examples"])
+def test_ranks_share_the_batch_of_one_rank_in_any_order_of_steps(split, world_size: int):
+    ranks = [batches_of(split, 20, rank, world_size) for rank in range(world_size)]
+    alone = batches_of(split, 20)
     digests = set()
     for step in (0, 1, 2, 10**9, 7, 8, 7):  # the next one is assembled ahead
         pairs = [batches.get(step) for batches in ranks]
@@ -195,20 +191,21 @@ def test_ranks_share_the_batch_of_one_rank_in_any_order_of_steps(tokens, world_s
 @pytest.mark.parametrize("step", [0, 20, 10**9])
 def test_a_batch_of_text_has_its_windows_and_the_tokens_after_them(step: int):
     inputs, targets = batches_of(TEXT, 8).get(step)
-    np.testing.assert_array_equal(inputs, gather(TEXT, starts_of(1001, 8, 1, step, 6), 8))
+    assert inputs[:, 0].tolist() == starts_of(1001, 8, 1, step, 6).tolist()
+    assert (inputs - inputs[:, :1] == torch.arange(8)).all()
     assert torch.equal(targets, inputs + 1)
 
 
 @pytest.mark.parametrize("step", [0, 10**9])
 def test_a_batch_of_a_mix_has_the_datasets_of_its_sequences(step: int):
-    dataset_index, _ = assign_to_datasets(MIX.weights, step * 6 + np.arange(6, dtype=np.uint64))
+    dataset_index, _ = assign_to_texts(MIX.weights, step * 6 + np.arange(6, dtype=np.uint64))
     assert (batches_of(MIX, 8).get(step)[0][:, 0] // 500).tolist() == dataset_index.tolist()
 
 
 def test_each_dataset_of_a_mix_is_visited_once_an_epoch_in_its_own_order():
     starts_and_lengths = [(0, 1001), (10_000, 1001), (20_000, 897)]
-    texts = tuple(np.arange(start, start + length) for start, length in starts_and_lengths)
-    mix = MixedTokens(texts, (0.5, 0.2, 0.3))
+    texts = [Split(np.arange(first, first + size)) for first, size in starts_and_lengths]
+    mix = MixedText(texts, (0.5, 0.2, 0.3))
     batches = batches_of(mix, 8)
     rows = torch.cat([batches.get(step)[0] for step in range(120)])
     assert (rows - rows[:, :1] == torch.arange(8)).all()  # each is a window of one dataset
@@ -231,7 +228,7 @@ def test_each_dataset_of_a_mix_is_visited_once_an_epoch_in_its_own_order():
 @pytest.mark.parametrize("step", [0, 8, 9])  # 8 1/3 batches an epoch
 def test_a_batch_of_examples_is_padded_on_the_right(step: int):
     inputs, targets = batches_of(EXAMPLES, 20).get(step)
-    index = example_indices(EXAMPLES, 1, step, 6)
+    index = example_indices(EXAMPLES.lengths, 1, step, 6)
     num_inputs = EXAMPLES.lengths[index] - 1
     assert inputs.shape == (6, min(-(-num_inputs.max() // 8) * 8, 20))
     rows = zip(index.tolist(), num_inputs.tolist(), inputs.tolist(), targets.tolist(), strict=True)
@@ -250,11 +247,13 @@ def test_the_last_token_of_the_longest_example_is_a_target():
 @pytest.mark.parametrize("batch_size", [1, 2, 7, 32])
 @pytest.mark.parametrize("count", [1, 2, 3, 31, 32, 33, 200])
 def test_an_epoch_visits_each_example_once(count: int, batch_size: int, monkeypatch):
-    monkeypatch.setattr("engine.data.batches.MAX_GROUP_BATCHES", 5)
+    monkeypatch.setattr("engine.data.order.MAX_GROUP_BATCHES", 5)
     examples = examples_of(random_lengths(count))
     num_epochs = batch_size if count < 100 else 2
     steps = range(-(-num_epochs * count // batch_size))
-    index = np.concatenate([example_indices(examples, 3, step, batch_size) for step in steps])
+    index = np.concatenate(
+        [example_indices(examples.lengths, 3, step, batch_size) for step in steps]
+    )
     epochs = index[: num_epochs * count].reshape(num_epochs, count)
     assert (np.sort(epochs) == np.arange(count)).all()
     assert count < 31 or num_epochs < 2 or len(np.unique(epochs, axis=0)) > 1
@@ -263,9 +262,8 @@ def test_an_epoch_visits_each_example_once(count: int, batch_size: int, monkeypa
 @pytest.mark.parametrize("count, max_padding", [(52_000, 0.09), (5000, 0.12)])
 def test_a_batch_has_similar_lengths_and_batches_are_not_in_their_order(count, max_padding):
     lengths = random_lengths(count)
-    examples = Examples(np.empty(0, np.int32), np.cumsum(lengths) - lengths, lengths)
     steps = range(min(count // 32, 2 * MAX_GROUP_BATCHES))
-    batches = [lengths[example_indices(examples, 1, step, 32)] for step in steps]
+    batches = [lengths[example_indices(lengths, 1, step, 32)] for step in steps]
     num_inputs = sum(padded_length(batch.max(), 1024) * len(batch) for batch in batches)
     assert 1 - sum((batch - 1).sum() for batch in batches) / num_inputs < max_padding
     longest = [batch.max() for batch in batches[:100]]
@@ -291,7 +289,7 @@ def evaluation_rows(tokens, context_length: int, world_size: int) -> list[tuple[
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("num_tokens", [9, 10, 16, 17, 18, 100, 129])
 def test_each_token_but_the_first_is_a_target_once(num_tokens: int, world_size: int):
-    rows = evaluation_rows(np.arange(num_tokens), 8, world_size)
+    rows = evaluation_rows(Split(np.arange(num_tokens)), 8, world_size)
     pairs = [pair for inputs, targets in rows for pair in zip(inputs, targets, strict=True)]
     counted = [(x, y) for x, y in pairs if y != IGNORE_INDEX]
     assert sorted(counted) == [(token, token + 1) for token in range(num_tokens - 1)]
@@ -336,7 +334,7 @@ def test_a_batch_that_divides_is_accepted(sizes):
     check_sizes(*sizes)
 
 
-SHORT = mixture_of(train=np.arange(9), val=np.arange(8))
+SHORT = mixture_of(train=Split(np.arange(9)), val=Split(np.arange(8)))
 EXAMPLES_TO_FIT = mixture_of(train=examples_of([3, 9, 20]), val=examples_of([9, 3]))
 
 
@@ -350,7 +348,7 @@ EXAMPLES_TO_FIT = mixture_of(train=examples_of([3, 9, 20]), val=examples_of([9, 
         (lambda: SHORT.check_length(9), "^--context-length: .* 9 .*training"),
         (lambda: starts_of(8, 8, 0, 0, 1), "^--context-length: "),
         (lambda: evaluation_windows(8, 8), "^--context-length: "),
-        (lambda: drop_long_examples(EXAMPLES_TO_FIT, 1, cut=False), "^--context-length: "),
+        (lambda: EXAMPLES_TO_FIT.drop_long_examples(1, cut=False), "^--context-length: "),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(function, message: str):
@@ -360,11 +358,11 @@ def test_sizes_that_do_not_fit_are_refused(function, message: str):
 
 @pytest.mark.parametrize(("cut", "train"), [(False, [3, 9]), (True, [3, 9, 9])])
 def test_examples_are_made_to_fit_the_context(cut: bool, train: list[int]):
-    (dataset,) = drop_long_examples(EXAMPLES_TO_FIT, 8, cut).datasets
+    (dataset,) = EXAMPLES_TO_FIT.drop_long_examples(8, cut).datasets
     assert (dataset.train.lengths.tolist(), dataset.val.lengths.tolist()) == (train, [9, 3])
     assert (dataset.train.num_cut, dataset.train.num_removed) == (cut, not cut)
     assert (dataset.val.num_cut, dataset.val.num_removed) == (0, 0)
-    assert tokens_per_step(dataset.train, 8, 4) == round(4 * (sum(train) / len(train) - 1))
-    text = mixture_of(train=np.arange(9), val=np.arange(9))
+    assert dataset.train.tokens_per_step(4, 8) == round(4 * (sum(train) / len(train) - 1))
+    text = mixture_of(train=Split(np.arange(9)), val=Split(np.arange(9)))
     text.check_length(8)
-    assert drop_long_examples(text, 8, cut) == text and tokens_per_step(np.arange(99), 8, 4) == 32
+    assert text.drop_long_examples(8, cut) == text and text.train.tokens_per_step(4, 8) == 32

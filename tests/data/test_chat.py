@@ -7,18 +7,18 @@ import pytest
 from helpers import train_sentencepiece
 
 from engine.core.errors import UserError
-from engine.data.chat import (
+from engine.data.chats.chat import (
     CHATML_TOKENS,
     count_targets,
     encode_chat,
     encode_example,
-    end_of_turn,
+    end_of_turn_id,
     is_target,
     render_with_targets,
     special_token_names,
 )
+from engine.data.chats.examples import parse_chat, parse_pair
 from engine.data.dataset import open_dataset
-from engine.data.inputs.examples import parse_chat, parse_pair
 from engine.data.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
@@ -68,12 +68,12 @@ def test_texts_of_the_assistant_and_their_ends_are_targets():
     expected = [*(~token for token in context), *b"Ja.", end]
     expected += [*(~token for token in (user, *b"Ok", end, assistant)), end]
     assert encode_example(BYTES, CHAT).tolist() == expected
-    assert end_of_turn(BYTES) == end
+    assert end_of_turn_id(BYTES) == end
 
 
 def test_imported_chat_models_keep_their_tokens():
     assert special_token_names(CHATML_BYTES, chat=True) == []
-    assert end_of_turn(CHATML_BYTES) == CHATML_BYTES.special_tokens["<|im_end|>"]
+    assert end_of_turn_id(CHATML_BYTES) == CHATML_BYTES.special_tokens["<|im_end|>"]
     example = encode_example(CHATML_BYTES, CHAT[1:3])
     text = "<|im_start|>user\nHé?<|im_end|>\n<|im_start|>assistant\nJa.<|im_end|>\n"
     assert CHATML_BYTES.decode(ids_of(example)) == text
@@ -120,7 +120,7 @@ def test_the_bytes_of_targets_are_those_of_their_text(name: str, code: str, tikt
 
 @pytest.mark.parametrize("name", ["byte", "gpt2"])
 def test_one_function_counts_the_targets_of_a_dataset(name: str, tmp_path, tiktoken_cache):
-    rows = [{"p": "?" * (n % 2), "c": f"{n} héllo", "id": n} for n in range(200)]
+    rows = [{"p": f"{n}?" * (n % 2 + 1), "c": f"{n} héllo", "id": n} for n in range(200)]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     fields = {"prompt_field": "p", "completion_field": "c"}
@@ -135,7 +135,7 @@ def test_one_function_counts_the_targets_of_a_dataset(name: str, tmp_path, tikto
     short = dataset.drop_long_examples(int(examples.lengths.max()) - 2, cut=True)
     assert 0 < short.val.num_cut < short.val.num_examples and short.val.num_removed == 0
     assert short.manifest["splits"]["val"]["bytes"] <= expected["bytes"]
-    assert dataset.manifest["facts"]["notes"] == {"examples with 'id', which is not used": 200}
+    assert dataset.manifest["statistics"]["notes"] == {"examples with 'id', which is not used": 200}
 
 
 TURN = {"role": "assistant", "content": "a"}

@@ -12,19 +12,19 @@ import transformers
 from helpers import train_sentencepiece
 
 from engine.core.errors import UserError
-from engine.data.chat import (
+from engine.data.chats.chat import (
     CHATML_TOKENS,
     count_targets,
     encode_chat,
     encode_example,
-    end_of_turn,
+    end_of_turn_id,
     own_template,
     special_token_names,
     to_messages,
 )
-from engine.data.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE, ChatTemplate
+from engine.data.chats.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE, ChatTemplate
+from engine.data.chats.examples import chat_parser, parse_chat, parse_messages
 from engine.data.dataset import open_dataset
-from engine.data.inputs.examples import chat_options, parse_chat, parse_messages
 from engine.data.tokenizer import Tokenizer, from_document, load_tokenizer
 from engine.data.tokenizer_training import train_bpe_tokenizer
 from engine.generation.text_generator import fit_chat
@@ -286,13 +286,13 @@ def test_tools_are_written_as_transformers_writes_them_or_named(
     tokenizer = with_template(words, with_body(template, tagged=False))
     directory.write_tokenizer(tmp_path, tokenizer, 64, tokenizer.chat_template)
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    options = chat_options(None, own_template(tokenizer))
-    assert ("tools" in options["fields"]) == (template != CHATML)
+    parser = chat_parser(None, own_template(tokenizer))
+    assert ("tools" in parser.fields) == (template != CHATML)
     is_written = tools in (TOOLS, TOOLS * 2, json.dumps(TOOLS)) and template != CHATML
     for messages in ([QUESTION, ANSWER], [ANSWER, QUESTION, ANSWER], [QUESTION, CALL, ANSWER]):
         record = {"messages": messages, "tools": tools}
-        turns = options["turns_of"](record)
-        notes = options["notes_of"](record)
+        turns = parser.turns_of(record)
+        notes = parser.notes_of(record)
         assert any("'tools'" in note for note in notes) == (bool(tools) and not is_written)
         offered = TOOLS * (2 if tools == TOOLS * 2 else 1) if is_written else None
         chat = exported.apply_chat_template(parsed_messages(turns), offered, return_dict=False)
@@ -336,7 +336,7 @@ def test_the_prompt_of_an_answer_is_what_comes_before_its_targets(family, words,
     prompt = encode_chat(tokenizer, turns)
     assert [max(token, ~token) for token in example[: len(prompt)].tolist()] == prompt
     answer = [*tokenizer.encode(" four" if family == "mistral" else "four").tolist()]
-    targets = [*answer, end_of_turn(tokenizer)]
+    targets = [*answer, end_of_turn_id(tokenizer)]
     assert example[len(prompt) :].tolist()[: len(targets)] == targets
     assert (example[len(prompt) + len(targets) :] < 0).all()
 
@@ -456,3 +456,27 @@ def test_malformed_named_templates_are_refused(template: Any, words: Tokenizer, 
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     with pytest.raises(UserError, match=r"tokenizer\.json: .*chat_template"):
         load_tokenizer(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize("name", ["plain", "ChatML"])
+def test_a_chat_is_rendered_in_linear_time(name, words: Tokenizer, monkeypatch):
+    names = special_token_names(words, chat=True) if name == "plain" else [*CHATML_TOKENS]
+    tokenizer = words.with_special(names)
+    calls = []
+    render = ChatTemplate.render
+
+    def count(self: ChatTemplate, messages: Any, add_generation_prompt: bool = False) -> str:
+        calls.append(len(messages))
+        return render(self, messages, add_generation_prompt)
+
+    monkeypatch.setattr(ChatTemplate, "render", count)
+    numbers = []
+    for num_answers in (4, 40):
+        turns = [("user", "Hi"), ("assistant", "Hello")] * num_answers
+        encode_example(tokenizer, turns)  # what is rendered once for a tokenizer
+        calls.clear()
+        example = encode_example(tokenizer, turns)
+        numbers.append(len(calls))
+        answers = (np.diff(np.append(-1, example) >= 0) & (example >= 0)).sum()
+        assert answers == num_answers
+    assert numbers[0] == numbers[1] < 8

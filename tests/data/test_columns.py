@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from helpers import ROOT
+from helpers import ROOT, make_reader
 
 from engine.core.errors import UserError
 from engine.data.inputs import columns, readers
@@ -30,7 +30,7 @@ def write(path: Path, table: Any, **options: Any) -> Path:
 
 
 def texts_of(path: Path, **settings: Any) -> list[str]:
-    return [text.text for text in read(Source(path, path.name, **settings))]
+    return [text.text for text in read(Source(path, path.name), reader=make_reader(**settings))]
 
 
 def turns_of(record: dict[str, Any], names: str = "prompt completion") -> list[tuple[str, str]]:
@@ -38,6 +38,7 @@ def turns_of(record: dict[str, Any], names: str = "prompt completion") -> list[t
     return [(name, record[name]) for name in names.split() if record.get(name) is not None]
 
 
+FIELDS = ("messages",)
 EXAMPLE = {"prompt": ["p"], "completion": ["c"]}
 
 
@@ -57,12 +58,10 @@ def test_a_column_that_no_field_names_is_not_read(column, kind, tmp_path: Path):
         write(tmp_path / "a.parquet", table)
     name = f"{tmp_path}/a.parquet" if kind == "parquet" else f"hf:{tmp_path}"
     (source,) = find_sources((name,), tmp_path)
-    settings = source.__dict__ | {"turns_of": turns_of}
-    settings.pop("info", None)
     for fields in (("prompt", "completion"), ("completion", "absent", "prompt")):
         if kind == "streamed" and "absent" in fields:
             continue
-        texts = [text.text for text in read(Source(**settings | {"fields": fields}))]
+        texts = [text.text for text in read(source, reader=make_reader(turns_of, fields))]
         assert [json.loads(text) for text in texts] == [[["prompt", "p"], ["completion", "c"]]]
 
 
@@ -96,7 +95,7 @@ def test_two_columns_of_one_name_are_refused_if_they_are_needed(settings, tmp_pa
         texts_of(path, **settings)
     write(path, pyarrow.table(arrays, names=["prompt", "other", "other"]))
     with pytest.raises(UserError, match=r"^a\.parquet: .*'other'"):
-        texts_of(path, turns_of=turns_of)
+        texts_of(path, turns_of=turns_of, fields=("prompt", "other"))
 
 
 # Types.
@@ -121,7 +120,7 @@ def test_every_kind_of_text_is_read(column, tmp_path: Path):
 def test_nested_columns_are_lists_and_dicts(tmp_path: Path):
     path = write(tmp_path / "a.parquet", pyarrow.table({"messages": CHATS}))
     messages: list[Any] = []
-    texts_of(path, turns_of=lambda record: messages.append(record["messages"]))
+    texts_of(path, turns_of=lambda record: messages.append(record["messages"]) or [], fields=FIELDS)
     assert messages == CHATS
 
 
@@ -162,14 +161,15 @@ MEASURE = """
 import re, sys
 from pathlib import Path
 from engine.data.inputs.readers import read
-from engine.data.inputs.sources import Source
+from engine.data.inputs.sources import ExampleParser, Reader, Source
 
 def turns_of(record):
     return [("user", record["text"])]
 
 is_chat = sys.argv[2] == "chat"
-source = Source(Path(sys.argv[1]), "a", turns_of=turns_of if is_chat else None)
-print(sum(len(text.text) for text in read(source)))
+parser = ExampleParser(turns_of, lambda record: [], ("text",))
+reader = Reader(examples=parser if is_chat else None)
+print(sum(len(text.text) for text in read(Source(Path(sys.argv[1]), "a"), reader=reader)))
 print(re.search("VmHWM: *(.*) kB", Path("/proc/self/status").read_text())[1])
 """
 

@@ -14,6 +14,7 @@ import pytest
 from engine.core.errors import UserError
 from engine.core.files import sha256, write_json
 from engine.data import dataset as dataset_module
+from engine.data.batches import open_mixture
 from engine.data.dataset import (
     FORMAT_VERSION,
     Examples,
@@ -23,8 +24,7 @@ from engine.data.dataset import (
     open_dataset,
     verify_dataset,
 )
-from engine.data.mixture import open_mixture
-from engine.data.tokenizer import CharTokenizer
+from engine.data.tokenizer import ByteTokenizer, CharTokenizer
 from engine.report.dataset_summary import describe_dataset
 from prepare import PrepareConfig, prepare
 
@@ -91,8 +91,8 @@ def examples(prepared: Path, tmp_path: Path) -> Path:
 
 def test_text_is_opened(text: Path):
     dataset = open_dataset(text)
-    assert len(dataset.train.arrays) == 2
-    decoded = [dataset.tokenizer.decode(split[:]) for split in (dataset.train, dataset.val)]
+    assert len(dataset.train.tokens.arrays) == 2
+    decoded = [dataset.tokenizer.decode(split.tokens[:]) for split in (dataset.train, dataset.val)]
     assert "".join(decoded) == "text to train on and to check" * 2 + "<|endoftext|>"
     assert dataset.bytes_per_token("train") == 1
 
@@ -309,7 +309,7 @@ def test_bytes_per_token_are_of_the_examples_that_are_kept(tmp_path: Path):
     assert dataset.drop_long_examples(64, cut=False).bytes_per_token("val") == 0.5
     short = dataset.drop_long_examples(64, cut=True)
     val = [short.val.example(index) for index in range(short.val.num_examples)]
-    num_ends = sum(int(example[-1] == short.tokenizer.end_of_text) for example in val)
+    num_ends = sum(int(example[-1] == short.tokenizer.end_of_text_id) for example in val)
     num_targets = sum(int((example[1:] >= 0).sum()) for example in val)
     assert 0 < num_ends < len(val)
     assert short.bytes_per_token("val") == (num_targets - num_ends) / num_targets
@@ -347,3 +347,13 @@ def test_a_folder_of_the_user_is_never_replaced(text: Path, tmp_path: Path):
     for folder, problem in ((tmp_path / "notes", "--out: "), (text, f"{text}: .*checkpoints")):
         with pytest.raises(UserError, match=f"^{problem}"):
             is_up_to_date(folder, {}, True, "", str)
+
+
+@pytest.mark.parametrize("error", [KeyError, TypeError, IndexError])
+def test_a_bug_of_a_tokenizer_is_not_called_a_damaged_dataset(error, text: Path, monkeypatch):
+    def fail(self: ByteTokenizer, *arguments: Any) -> None:
+        raise error("a bug")
+
+    monkeypatch.setattr(ByteTokenizer, "__init__", fail)
+    with pytest.raises(error, match="a bug"):
+        open_dataset(text)

@@ -12,9 +12,9 @@ import pytest
 from helpers import train_tiny
 
 from engine.core.errors import UserError
-from engine.data.dataset import Examples, open_dataset
+from engine.data.batches import open_mixture
+from engine.data.dataset import open_dataset
 from engine.data.inputs import readers
-from engine.data.mixture import find_val_problems, open_mixture
 from engine.report.dataset_summary import describe_dataset
 from engine.report.page import describe_data
 from engine.training.callbacks import print_summary
@@ -34,8 +34,7 @@ def decode(path: Path) -> dict[str, str]:
     dataset = open_dataset(path)
     texts = {}
     for split in ("train", "val"):
-        tokens = getattr(dataset, split)
-        ids = tokens.tokens[:] if isinstance(tokens, Examples) else tokens[:]
+        ids = getattr(dataset, split).tokens[:]
         texts[split] = dataset.tokenizer.decode([max(i, ~i) for i in ids.tolist()])
     return texts
 
@@ -62,7 +61,7 @@ def write_parquet(path: Path, texts: list[str]) -> None:
 
 
 def write_pairs(path: Path, texts: list[str]) -> None:
-    path.write_text("".join(json.dumps({"q": "?", "a": text}) + "\n" for text in texts))
+    path.write_text("".join(json.dumps({"q": text[:12], "a": text}) + "\n" for text in texts))
 
 
 GROWING: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -170,7 +169,7 @@ def test_validation_text_is_that_of_val(kind: str, tmp_path: Path):
     manifest = json.loads((tmp_path / "data" / "manifest.json").read_text())
     assert (manifest["origin"]["val"], manifest["origin"]["val_fraction"]) == (["val"], 0)
     is_copy = "deduplicate" not in settings and kind != ".txt"
-    facts = open_dataset(tmp_path / "data").manifest["facts"]
+    facts = open_dataset(tmp_path / "data").manifest["statistics"]
     assert facts["val_copies"] == is_copy
     assert ("50%" in describe_dataset(tmp_path / "data")) == is_copy
 
@@ -242,12 +241,12 @@ def test_few_different_documents_are_told(tmp_path: Path, capsys):
     ):
         data = prepared(tmp_path, texts, force=True)
         shutil.rmtree(tmp_path / "kept", ignore_errors=True)
-        problems = find_val_problems(open_dataset(data))
+        problems = open_dataset(data).find_val_problems()
         assert len(problems) == bool(words) and all(word in problems[0] for word in words)
         assert all(problem in describe_dataset(data) for problem in problems)
         data.rename(tmp_path / "kept")  # so that the next one keeps nothing
     write_pairs(tmp_path / "pairs.jsonl", ["the same answer"] * 20)
-    with pytest.raises(UserError, match=r"val split .* 20 documents, 19 of them repeats"):
+    with pytest.raises(UserError, match=r"pairs\.jsonl: .*\(got 1\).*--val"):
         inputs = (str(tmp_path / "pairs.jsonl"),)
         prepare(PrepareConfig(inputs, tokenizer="byte", out=tmp_path / "pairs", **PAIR_FIELDS))
 

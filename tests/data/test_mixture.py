@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from engine.core.errors import UserError
-from engine.data.mixture import Mixture, assign_to_datasets, dataset_paths, open_mixture
+from engine.data.batches import Mixture, dataset_paths, open_mixture
+from engine.data.order import assign_to_texts
 from prepare import PrepareConfig, prepare
 
 MIXES = [(0.7, 0.3), (1, 1), (1, 99), (0.999, 0.001), (0.2, 0.5, 0.3), (0.01, 0.01, 0.98)]
@@ -22,9 +23,9 @@ MIXES += [(3, 1, 1, 2, 1e-9)]
 def test_counts_follow_the_weights_and_indices_are_consecutive(mix, batch_size):
     weights = [weight / sum(mix) for weight in mix]
     sequences = np.arange(2000 * batch_size, dtype=np.uint64)
-    dataset_index, index = assign_to_datasets(weights, sequences)
+    dataset_index, index = assign_to_texts(weights, sequences)
     for batch in np.split(np.arange(len(sequences)), 2000)[::97]:
-        assigned = assign_to_datasets(weights, sequences[batch])
+        assigned = assign_to_texts(weights, sequences[batch])
         assert (np.array(assigned) == (dataset_index[batch], index[batch])).all()
     for number, weight in enumerate(weights):
         is_own = dataset_index == number
@@ -43,7 +44,7 @@ def test_assignment_is_exact_for_large_indices(start: int):
         before = n * weight >> 32
         is_first = (n + 1) * weight >> 32 > before
         expected.append((0, before) if is_first else (1, n - before))
-    dataset_index, index = assign_to_datasets((0.3, 0.7), sequences)
+    dataset_index, index = assign_to_texts((0.3, 0.7), sequences)
     assert [*zip(dataset_index.tolist(), index.tolist(), strict=True)] == expected
 
 

@@ -19,12 +19,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from backports import zstd
+from helpers import make_reader
 
 from engine.core.errors import UserError
 from engine.data.inputs import columns, readers, sources
 from engine.data.inputs.columns import count_parts
 from engine.data.inputs.readers import Text, count_documents, read, split_document
-from engine.data.inputs.sources import Source, find_sources
+from engine.data.inputs.sources import Reader, Source, find_sources
 from engine.data.tokenizer import Tokenizer, named_tokenizer
 from engine.data.tokenizer_json import SPLIT_PATTERNS
 from engine.data.tokenizer_training import train_bpe_tokenizer
@@ -71,7 +72,7 @@ def join_pieces(texts: list[Text]) -> list[str]:
     for text in texts:
         assert text.offset == len(documents[-1].encode())
         documents[-1] += text.text
-        if text.ends:
+        if text.ends_document:
             assert text.document_bytes in (None, len(documents[-1].encode()))
             documents.append("")
     assert documents.pop() == ""
@@ -98,7 +99,7 @@ def write(path: Path, texts: list[str]) -> Path:
 
 
 def texts_of(path: Path, **settings: Any) -> list[str]:
-    return [text.text for text in read(Source(path, path.name, **settings))]
+    return [text.text for text in read(Source(path, path.name), reader=make_reader(**settings))]
 
 
 KINDS = [f"a.{kind}{ending}" for kind in ("jsonl", "ndjson", "csv") for ending in COMPRESS]
@@ -139,7 +140,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Source]:
 def test_hugging_face_datasets_give_the_same_texts(saved: dict[str, Source], small):
     for source in saved.values():
         assert join_pieces([*read(source)]) == TEXTS
-        assert count_documents(source) in (None, len(TEXTS))
+        assert count_documents(source, Reader()) in (None, len(TEXTS))
 
 
 def test_parts_in_order_are_the_whole(saved: dict[str, Source], small, tmp_path: Path):
@@ -296,7 +297,9 @@ def turns_of(record: dict) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])
 def test_examples_are_the_json_of_their_turns_and_are_never_cut(name: str, small, tmp_path: Path):
-    texts = texts_of(write(tmp_path / name, TEXTS), turns_of=turns_of, errors="replace")
+    texts = texts_of(
+        write(tmp_path / name, TEXTS), turns_of=turns_of, fields=("text",), errors="replace"
+    )
     assert [json.loads(text) for text in texts] == [
         [["user", text], ["assistant", "\ufffd"]] for text in TEXTS
     ]
@@ -318,7 +321,7 @@ def assert_refused(function: Callable[[], Any], location: str, *words: str) -> N
 )
 def test_an_unsuitable_example_is_located(name: str, location: str, tmp_path: Path):
     path = write(tmp_path / name, ["good", "bad"])
-    read_all = partial(texts_of, path, turns_of=turns_of, errors="replace")
+    read_all = partial(texts_of, path, turns_of=turns_of, fields=("text",), errors="replace")
     assert_refused(read_all, f"{name}, {location}", "bad", "--skip-bad-rows")
 
 
@@ -366,8 +369,8 @@ def test_an_unsuitable_record_is_located(content, location: str, words, small, t
 )
 def test_an_unsuitable_row_of_a_hugging_face_dataset_is_located(name, part, location, saved):
     for field in ("body", "id"):
-        source = replace(saved[name], name=name, field=field)
-        read_part = partial(lambda source: [*read(source, *part)], source)
+        source = replace(saved[name], name=name)
+        read_part = partial(lambda *values: [*read(*values)], source, *part, None, Reader(field))
         assert_refused(read_part, f"{name}, {location}", f"'{field}'")
 
 

@@ -11,20 +11,21 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from helpers import make_reader
 
 from engine.core.errors import UserError
 from engine.data.dataset import open_dataset
 from engine.data.inputs import readers, records, sources
+from engine.data.inputs.documents import Corpus
 from engine.data.inputs.readers import read
-from engine.data.inputs.sources import Source, find_sources
-from engine.data.splits import Corpus
+from engine.data.inputs.sources import Reader, Source, find_sources
 from prepare import PrepareConfig, prepare
 
 LINE = "ein Satz, schön und 漢字 🚀\n"
 
 
 def texts_of(path: Path, notes: Counter | None = None, **settings: Any) -> list[str]:
-    texts = read(Source(path, path.name, **settings), notes=notes)
+    texts = read(Source(path, path.name), notes=notes, reader=make_reader(**settings))
     return [text.text for text in texts]
 
 
@@ -83,10 +84,8 @@ def test_memory_does_not_grow_with_the_number_of_records(name, head, unit, tmp_p
         end = "\n{}]" if name == "a.json" else ""
         (tmp_path / name).write_text(head + unit * count + end)
         tracemalloc.start()
-        source = Source(
-            tmp_path / name, name, skip_bad_rows=True, separator="%" if name == "a.txt" else ""
-        )
-        assert sum(1 for _ in read(source)) == count
+        reader = Reader(skip_bad_rows=True, separator="%" if name == "a.txt" else "")
+        assert sum(1 for _ in read(Source(tmp_path / name, name), reader=reader)) == count
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[2] < peaks[1] * 1.2 < 4 * 2**20
@@ -115,7 +114,7 @@ def test_other_encodings_give_the_texts_of_utf8(name, encoding, small, tmp_path,
     expected = [*read(Source(tmp_path / name, name))]
     assert "".join(piece.text for piece in expected) == text
     (tmp_path / name).write_bytes(compress(content.encode(encoding)))
-    assert [*read(Source(tmp_path / name, name, encoding=encoding))] == expected
+    assert [*read(Source(tmp_path / name, name), reader=make_reader(encoding=encoding))] == expected
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32-le", "gb18030", "shift_jis"])
@@ -130,7 +129,15 @@ def test_memory_does_not_grow_with_a_document_in_another_encoding(tmp_path: Path
     for count in (10, 10, 40):
         (tmp_path / "a.txt").write_bytes((LINE * 9000 * count).encode("utf-16"))
         tracemalloc.start()
-        assert sum(1 for _ in read(Source(tmp_path / "a.txt", "a.txt", encoding="utf-16"))) > count
+        assert (
+            sum(
+                1
+                for _ in read(
+                    Source(tmp_path / "a.txt", "a.txt"), reader=make_reader(encoding="utf-16")
+                )
+            )
+            > count
+        )
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[2] < peaks[1] * 1.2 < 8 * 2**20
@@ -170,8 +177,8 @@ def test_bad_rows_of_columns_are_left_out(tmp_path: Path):
     (saved,) = find_sources((f"hf:{tmp_path / 'saved'}",), tmp_path)
     for source in (Source(tmp_path / "a.parquet", "a.parquet"), saved):
         notes: Counter = Counter()
-        source = Source(**{**vars(source), "skip_bad_rows": True})
-        assert [text.text for text in read(source, notes=notes)] == [*"abcde"]
+        texts = read(source, notes=notes, reader=Reader(skip_bad_rows=True))
+        assert [text.text for text in texts] == [*"abcde"]
         assert notes == {"rows left out: field 'text' must be text": 2}
 
 
@@ -180,13 +187,13 @@ def test_notes_of_all_units_are_in_the_manifest(tmp_path: Path, monkeypatch):
     for name in names:
         rows = [f'{{"text": "{i} {name}"}}\n{{"te\n' for i in range(30)]
         Path(name).write_text("".join(rows))
-    monkeypatch.setattr("engine.data.splits.MIN_UNIT_BYTES", 1)
+    monkeypatch.setattr("engine.data.inputs.documents.MIN_UNIT_BYTES", 1)
     options = {"tokenizer": "byte", "out": tmp_path / "out", "skip_bad_rows": True}
     config = PrepareConfig(tuple(names), deduplicate=True, **options)
     prepare(config)
     manifest = open_dataset(tmp_path / "out").manifest
-    assert manifest["facts"]["notes"] == {"rows left out: is not JSON": 90}
-    assert manifest["facts"]["documents"] == 90
+    assert manifest["statistics"]["notes"] == {"rows left out: is not JSON": 90}
+    assert manifest["statistics"]["documents"] == 90
     assert prepare(config)[1] is False
     for change in ({"encoding": "auto"}, {"errors": "replace"}):
         changed = PrepareConfig(**{**vars(config), **change})
@@ -230,5 +237,5 @@ def test_a_table_of_one_row_is_cut_as_before(tmp_path: Path):
     pyarrow.parquet.write_table(pyarrow.table({"text": ["word " * 50]}), tmp_path / "a.parquet")
     (tmp_path / "a.txt").write_text("word " * 50)
     sources = [Source(tmp_path / name, name) for name in ("a.parquet", "a.txt")]
-    assert [Corpus([source], 0.1).single for source in sources] == [False, True]
-    assert not Corpus([Source(tmp_path / "a.txt", "a.txt", separator="%")], 0.1).single
+    assert [Corpus([source], 0.1).rule.is_single_document for source in sources] == [False, True]
+    assert not Corpus(sources[1:], 0.1, (), Reader(separator="%")).rule.is_single_document

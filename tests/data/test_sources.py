@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,7 +29,7 @@ from engine.core.errors import UserError
 from engine.data.inputs import sources
 from engine.data.inputs.local import check_mode
 from engine.data.inputs.readers import read
-from engine.data.inputs.sources import Source, find_sources
+from engine.data.inputs.sources import Reader, Source, find_sources
 
 
 def texts_of(source: Source) -> list[str]:
@@ -288,8 +287,8 @@ def test_a_pipe_is_text_or_records_and_read_more_than_once(content, texts, tmp_p
     writer.start()
     (source,) = find(tmp_path / "pipe", spool=tmp_path)
     writer.join()
-    source = replace(source, encoding=encoding)
-    assert [texts_of(source), texts_of(source)] == [texts, texts]
+    for _ in range(2):
+        assert [text.text for text in read(source, reader=Reader(encoding=encoding))] == texts
 
 
 def test_a_pipe_that_fills_the_disk_is_named(tmp_path: Path, monkeypatch):
@@ -555,3 +554,16 @@ def test_an_unknown_hugging_face_dataset_is_one_line(run):
     result = run("prepare.py", "hf:no-such-person/no-such-dataset", env=offline)
     assert result.returncode == 1 and result.stderr.count("\n") == 1
     assert "hf:no-such-person/no-such-dataset" in result.stderr
+
+
+def test_a_bug_while_reading_is_not_called_an_unreadable_file(tmp_path: Path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    monkeypatch.setattr("engine.data.inputs.records.JSON_DECODER", None)
+    with pytest.raises(AttributeError):
+        texts_of(Source(tmp_path / "a.jsonl", "a.jsonl"))
+
+
+def test_a_file_that_is_compressed_twice_says_so(tmp_path: Path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(gzip.compress(b"text")))
+    with pytest.raises(UserError, match=r"^a\.txt\.gz: .*twice"):
+        texts_of(Source(tmp_path / "a.txt.gz", "a.txt.gz"))

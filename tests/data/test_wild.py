@@ -16,7 +16,7 @@ import pytest
 import prepare
 from engine.core.errors import UserError
 from engine.core.settings import parse
-from engine.data.splits import Corpus
+from engine.data.inputs.documents import Corpus
 
 FOLDER = Path(__file__).parent / "wild"
 CASES = {
@@ -29,14 +29,17 @@ CASES = {
 def read_documents(arguments: list[str], spool: Path) -> list[Any]:
     """Return the documents that the command would learn, in order."""
     config = parse(prepare.PrepareConfig, arguments)
-    corpus = Corpus(prepare.list_sources(config, config.inputs, config.hf_split, spool), 0.1)
+    sources = prepare.list_sources(config, config.inputs, config.hf_split, spool)
+    reader = prepare.make_reader(config, None)
+    prepare.check_reader(config, reader, sources)
+    corpus = Corpus(sources, 0.1, (), reader)
     documents = [""]
     for text in corpus.texts():
         documents[-1] += text.text
-        if text.ends:
+        if text.ends_document:
             documents.append("")
     assert documents.pop() == ""
-    return [*map(json.loads, documents)] if corpus.examples else documents
+    return [*map(json.loads, documents)] if corpus.rule.has_examples else documents
 
 
 @pytest.mark.parametrize("name", CASES)

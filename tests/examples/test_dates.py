@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.data.inputs.examples import parse_chat
+from engine.data.chats.examples import parse_chat
 from examples import dates
 
 PARSED_FORMATS = [
@@ -47,6 +47,10 @@ def test_answers_in_chats_are_right():
     assert answered == {True, False}
 
 
+def read_lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch, capsys) -> Callable[..., str]:
     """Runs dates.py in tmp_path, its scripts in this process; returns what they print."""
@@ -63,33 +67,22 @@ def run(tmp_path: Path, monkeypatch, capsys) -> Callable[..., str]:
     return run
 
 
-def test_a_script_runs_as_it_is_shown(capfd):
-    dates.run_script("prepare.py", "--help")
-    assert capfd.readouterr().out.startswith("$ python prepare.py --help\n")
+def test_a_script_that_fails_ends_the_command(capfd):
     with pytest.raises(SystemExit, match="1"):
         dates.run_script("prepare.py", "bok.txt")
+    assert capfd.readouterr().out.startswith("$ python prepare.py bok.txt\n")
 
 
 def test_dates_are_learned_and_measured_by_one_command(run, tmp_path: Path):
     output = run("dates", "--examples", 300, "--test", 30, "--steps", 2)
-    pairs, answers = (
-        [
-            json.loads(line)
-            for line in (tmp_path / "data" / f"dates-{name}.jsonl").read_text().splitlines()
-        ]
-        for name in ("pairs", "answers")
-    )
+    pairs = read_lines(tmp_path / "data" / "dates-pairs.jsonl")
+    answers = read_lines(tmp_path / "data" / "dates-answers.jsonl")
     assert len(pairs) == 300 and len(answers) == 30
     assert not {pair["completion"] for pair in pairs} & {answer["expected"] for answer in answers}
     num_right = sum(answer["completion"] == answer["expected"] for answer in answers)
-    assert re.search(
-        rf"^{num_right} of 30 unseen dates are exactly right: \d+\.\d\d%$", output, re.MULTILINE
-    )
+    assert f"\n{num_right} of 30 unseen dates are exactly right: " in output
 
 
 def test_a_chat_is_learned_by_one_command(run, tmp_path: Path):
-    output = run("chat", "--examples", 200, "--steps", 1)
-    assert (
-        "python sample.py out/chat --chat" in output
-        and (tmp_path / "out" / "chat" / "checkpoints").is_dir()
-    )
+    assert "sample.py out/chat --chat" in run("chat", "--examples", 200, "--steps", 1)
+    assert (tmp_path / "out" / "chat" / "checkpoints").is_dir()

@@ -44,7 +44,9 @@ def test_enough_beams_find_the_best_of_all_continuations_beyond_the_context_too(
                 total = sum(log_probs(ids[:at])[token] for at, token in enumerate(ids))
                 scores[ids] = total / ((5 + n) / 6) ** 0.6
     best = max(scores.values())
-    stream = TextStream(CharTokenizer("abcde"[: 5 - len(banned)]), prompt, length, ends=ends)
+    stream = TextStream(
+        CharTokenizer("abcde"[: 5 - len(banned)]), prompt, length, stop_token_ids=ends
+    )
     for num_beams, worst in ((5**length, best), (2, -math.inf)):
         ids, score = beam_search(model, stream, num_beams)
         assert score == pytest.approx(scores[tuple(ids)], abs=1e-4)
@@ -57,7 +59,7 @@ def test_one_beam_is_greedy_beyond_the_context_too(name):
     prompt = torch.randint(37, (7,)).tolist()
     (greedy,) = decoding_definition(model, [prompt], 30, banned=[35, 36], temperature=0)
     for ends, expected in (([], greedy), ([greedy[12]], greedy[: greedy.index(greedy[12]) + 1])):
-        stream = TextStream(LETTERS, prompt, 30, ends=ends)
+        stream = TextStream(LETTERS, prompt, 30, stop_token_ids=ends)
         assert beam_search(build_decoder(model), stream, 1)[0] == expected
 
 
@@ -65,7 +67,7 @@ def test_a_search_ends_when_no_beam_can_surpass_the_best():
     model = random_model(dataclasses.replace(SMALL, vocab_size=5))
     calls = []
     model.register_forward_pre_hook(lambda module, inputs: calls.append(inputs))
-    stream = TextStream(CharTokenizer("abcde"), [1], 1000, ends=[0, 2, 3])
+    stream = TextStream(CharTokenizer("abcde"), [1], 1000, stop_token_ids=[0, 2, 3])
     ids, score = beam_search(model, stream, 4)
     assert 1 <= len(ids) <= len(calls) < 1000 and score < 0
 

@@ -106,49 +106,37 @@ def test_texts_of_requests_that_join_leave_and_fail_in_a_batch_are_those_alone(
     assert batch.engine.rows == [] and not batch.engine.caches[0].keys_values.numel()
 
 
-def test_a_text_whose_options_fail_ends_alone():
+@pytest.mark.parametrize("kind", ["options", "prompt", "text"])
+def test_a_text_whose_logits_are_not_finite_ends_alone(kind):
     model = random_model(SMALL)
     draw = random.Random(5)
-    requests = [draw_request(draw, stop=(), limit=9, repetition_penalty=p) for p in (1.0, 3.0, 2.0)]
-    batch = TextBatch(model, 5, BANNED)
-    events: list[Event] = []
-    for request in requests:
-        events += batch.add([request]) + batch.read()
-    requests[1].repetition_penalty = math.nan
-    events += run(batch, [])
-    token, error = arrivals_of(requests[1], events)
-    assert isinstance(token, Token) and isinstance(error, UserError)
-    assert text_of(requests[0], events) == text_alone(model, requests[0])
-    assert text_of(requests[2], events) == text_alone(model, requests[2])
-    with pytest.raises(UserError, match="not finite"):
-        complete_all(model, [[1]], 3, 1, repetition_penalty=math.nan)
-
-
-def test_a_prompt_whose_logits_are_not_finite_ends_alone():
-    model = random_model(SMALL)
-    model.token_embedding.weight.data[35] = torch.nan  # an id that no text has
-    draw = random.Random(5)
-    prompts = ([1] * 9, [35] * 9, [3, 4])  # the last one gets the row of the second
-    requests = [draw_request(draw, prompt=prompt, stop=(), limit=9) for prompt in prompts]
-    events = run(TextBatch(model, 3, BANNED), requests)
-    assert isinstance(arrivals_of(requests[1], events)[0], UserError)
-    assert text_of(requests[0], events) == text_alone(model, requests[0])
-    assert text_of(requests[2], events) == text_alone(model, requests[2])
-
-
-def test_a_text_whose_logits_become_not_finite_ends_alone():
-    model = random_model(SMALL)
-    requests = [TextRequest(TextStream(LETTERS, [number], 9), number, {}) for number in (1, 2)]
+    prompts = ([1] * 9, [35 if kind == "prompt" else 2] * 9, [3, 4])
+    equal_options = {} if kind == "options" else {"repetition_penalty": 1.3}
+    options = {"stop": (), "limit": 9, **equal_options}
+    requests = [draw_request(draw, prompt=prompt, **options) for prompt in prompts]
+    for request in requests if equal_options else []:
+        request.filters = {}  # so that their tokens are drawn together
+    expected = [text_alone(model, request) for request in requests]
 
     def spoil(module, inputs, logits: torch.Tensor) -> None:
-        if len(logits) == 2 and requests[1].stream.num_tokens == 3:
+        if len(logits) == 3:
             logits[1] = torch.nan
 
-    model.register_forward_hook(spoil)
-    events = run(TextBatch(model, 2, BANNED), requests)
+    batch = TextBatch(model, 3, BANNED)
+    events: list[Event] = []
+    for request in requests[: 3 if kind == "options" else 0]:
+        events += batch.add([request]) + batch.read()
+    if kind == "options":
+        requests[1].repetition_penalty = math.nan
+    elif kind == "prompt":
+        model.token_embedding.weight.data[35] = torch.nan  # an id that no text has
+    else:
+        model.register_forward_hook(spoil)
+    events += run(batch, [] if kind == "options" else requests)
     *tokens, error = arrivals_of(requests[1], events)
-    assert len(tokens) == 3 and isinstance(error, UserError)
-    assert arrivals_of(requests[0], events)[-1] is None
+    assert bool(tokens) == (kind != "prompt") and isinstance(error, UserError)
+    for index in (0, 2):  # of a prompt, the last one has the row of the second
+        assert text_of(requests[index], events) == expected[index]
 
 
 def test_logprobs_are_those_of_the_model_and_the_same_for_a_text_and_for_its_echo():
@@ -234,7 +222,7 @@ def test_equal_prompts_are_read_once_and_a_finished_text_makes_room_at_once():
 def test_generated_text_has_only_ids_of_text_or_ends_of_it():
     model = random_model(SMALL)
     assert text_batch.banned_tokens(LETTERS, model) == BANNED
-    assert text_batch.banned_tokens(LETTERS, model, ends=[35]) == [36]
+    assert text_batch.banned_tokens(LETTERS, model, stop_token_ids=[35]) == [36]
     texts = complete_all(model, [[0, 2]] * 9, 60, 9, temperature=5.0)
     assert set("".join(texts)) == {*CHARACTERS} and any(len(text) < 60 for text in texts)
 

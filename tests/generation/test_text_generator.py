@@ -1,14 +1,13 @@
 """TextGenerator: text in, text out; fitting a chat into the context."""
 
-import re
-
 import pytest
 import torch
 from helpers import SMALL, random_model
 from reference import decoding_definition
 
 from engine.core.errors import UserError
-from engine.data.chat import encode_chat, encode_example, prompt_ids, stop_ids
+from engine.data.chats.chat import encode_chat, encode_example, stop_token_ids
+from engine.data.split import prompt_ids
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
 from engine.data.tokenizer_json import SPECIAL_TOKENS
 from engine.generation.text_generator import TextGenerator, fit_chat
@@ -36,17 +35,6 @@ def test_text_is_that_of_the_decoded_ids_whole_or_streamed(generator):
     assert generator.generate(max_new_tokens=9) == generator.generate(first, max_new_tokens=9)
 
 
-def test_samples_of_a_prompt_differ_and_are_the_same_in_any_number_and_batch(generator):
-    prompts = [LETTERS.encode("(").tolist()] * 6
-    rows = decoding_definition(generator.model, prompts, 20, **OPTIONS)
-    stop = LETTERS.characters[:4]
-    expected = [re.split(f"[{re.escape(stop)}]", LETTERS.decode(row))[0] for row in rows]
-    assert len({*map(len, expected)}) > 3
-    for count, batch_size in ((0, 1), (1, 1), (6, 32), (6, 4)):
-        options = {"max_new_tokens": 20, "batch_size": batch_size, "stop": stop, **OPTIONS}
-        assert generator.generate_samples(count, "(", **options) == expected[:count]
-
-
 @pytest.mark.parametrize(("max_new_tokens", "answer"), [(500, "xxx"), (2, "xx")])
 def test_an_answer_or_a_text_ends_with_its_turn(max_new_tokens, answer):
     class EndsTurn(GPT):
@@ -54,7 +42,7 @@ def test_an_answer_or_a_text_ends_with_its_turn(max_new_tokens, answer):
 
         def forward(self, tokens, caches):
             is_last = caches[0].next_positions().max() >= 6  # <user> h <end> <assistant> x x x
-            logits = torch.eye(CHAT.vocab_size)[stop_ids(CHAT)[0] if is_last else ord("x")]
+            logits = torch.eye(CHAT.vocab_size)[stop_token_ids(CHAT)[0] if is_last else ord("x")]
             return logits.expand(len(tokens), 1, -1)
 
     generator = TextGenerator(EndsTurn(SMALL), CHAT, [0], is_chat_model=True)
@@ -71,7 +59,7 @@ def test_a_typed_prompt_of_a_pair_is_encoded_as_in_training(generator):
     pairs = TextGenerator(generator.model, tokenizer, [0])
     for prompt in ("What is a king?", " <|endoftext|>", "ä\n"):
         example = encode_example(tokenizer, [("prompt", prompt), ("completion", "c")])
-        assert pairs.encode_prompt(prompt) == prompt_ids(example.tolist())
+        assert pairs.encode_prompt(prompt) == prompt_ids(example)
 
 
 def encode(*turns: tuple[str, str]) -> list[int]:

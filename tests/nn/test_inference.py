@@ -13,8 +13,6 @@ from engine.generation.decoding_engine import DecodingEngine
 from engine.nn import inference
 from engine.nn.acceleration import checkpoint_activations, compile_modules
 from engine.nn.inference import Int8Linear, PackedLinear, build_decoder
-from engine.nn.layers import FusedLinear
-from engine.nn.positions import RotationTable, rotate
 from model import Block, FeedForward, MultiHeadAttention
 
 
@@ -29,20 +27,6 @@ def decoder_of(request, monkeypatch):
     if request.param == "packed":
         monkeypatch.setattr(inference, "MAX_CACHED_PARAMETERS", 0)
     return partial(build_decoder, pack=request.param != "not to be packed")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [True, False])
-@torch.no_grad()
-def test_a_packed_layer_is_the_linear_layer(dtype, bias):
-    torch.manual_seed(0)
-    layer = nn.Linear(40, 56, bias=bias).to(dtype)
-    packed = PackedLinear(layer.weight, layer.bias)
-    assert packed.weight.is_mkldnn
-    rtol = 1e-5 if dtype == torch.float32 else 0.02
-    for shape in ((1, 40), (2, 3, 40), (5, 1, 40), (300, 40)):
-        x = torch.randn(shape).to(dtype)
-        torch.testing.assert_close(packed(x), layer(x), rtol=rtol, atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
@@ -78,34 +62,32 @@ def test_a_layer_of_8_bits_rounds_weights_and_inputs_by_half_a_step(bias):
 )
 @torch.no_grad()
 def test_logits_of_fewer_bits_are_close_and_a_cache_does_not_change_them(
-    model, dtype, quantize, tolerance
+    model, dtype, quantize, tolerance, monkeypatch
 ):
+    monkeypatch.setattr(inference, "MAX_CACHED_PARAMETERS", 0)  # all matrices are packed
     tokens = torch.randint(37, (2, 9))
     expected = model(tokens)
     decoder = build_decoder(copy.deepcopy(model).to(dtype), quantize=quantize)
     atol = tolerance * expected.abs().max().item()
-    torch.testing.assert_close(decoder(tokens).float(), expected, rtol=0, atol=atol)
+    assert_same_logits(decoder, tokens, expected, atol=atol, rtol=0)
+    assert DecodingEngine(decoder).caches[0].keys_values.dtype == dtype
+
+
+def assert_same_logits(decoder, tokens: torch.Tensor, expected: torch.Tensor, **tolerance) -> None:
+    """Compare logits of all tokens at once, and of one row that is read in chunks into a cache."""
+    torch.testing.assert_close(decoder(tokens).float(), expected, **tolerance)
     engine = DecodingEngine(decoder)
-    assert engine.caches[0].keys_values.dtype == dtype
     engine.add(tokens[0].tolist())
     for size in (4, 1, 4):
         logits = engine.read(0, size).float()
         end = engine.rows[0].num_cached
-        torch.testing.assert_close(logits[0], expected[0, end - 1], rtol=0, atol=atol)
+        torch.testing.assert_close(logits[0], expected[0, end - 1], **tolerance)
 
 
 @torch.no_grad()
 def test_a_decoder_gives_the_model_s_logits(model, decoder_of):
     tokens = torch.randint(37, (2, 9))
-    expected = model(tokens)
-    decoder = decoder_of(model)
-    torch.testing.assert_close(decoder(tokens), expected, rtol=1e-4, atol=1e-5)
-    engine = DecodingEngine(decoder)
-    engine.add(tokens[0].tolist())
-    for size in (4, 1, 4):
-        logits = engine.read(0, size)
-        end = engine.rows[0].num_cached
-        torch.testing.assert_close(logits[0], expected[0, end - 1], rtol=1e-4, atol=1e-5)
+    assert_same_logits(decoder_of(model), tokens, model(tokens), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -139,20 +121,6 @@ def test_a_decoder_computes_what_a_changed_model_defines(layer, decoder_of, monk
     model = random_model(SMALL)
     tokens = torch.randint(37, (2, 9))
     torch.testing.assert_close(decoder_of(model)(tokens), model(tokens), rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
-def test_a_table_of_rotations_grows_and_rotates_as_the_model_does():
-    model = random_model(dataclasses.replace(SMALL, rope_scaling=(4.0, 1.0, 4.0, 8.0)))
-    table = RotationTable(model.rotation)
-    for start, end in ((0, 3), (2, 4), (7, 12)):
-        x = torch.randn(2, 3, end - start, 8)
-        positions = torch.arange(start, end)
-        expected = rotate(x, model.rotation(positions))
-        torch.testing.assert_close(rotate(x, table(positions)), expected)
-        rows = torch.stack((positions, positions.flip(0)))
-        expected = rotate(x, model.rotation(rows))
-        torch.testing.assert_close(rotate(x, table(rows)), expected)
 
 
 @torch.no_grad()
@@ -194,29 +162,6 @@ def test_a_decoder_shares_all_weights_that_it_neither_packs_nor_concatenates(mod
     unpacked = [block.attention.projection.weight, block.feed_forward.contract.weight]
     for weight in (*unpacked, decoder.head_weight()):
         assert weight.is_mkldnn or weight.data_ptr() in shared
-
-
-def test_a_decoder_packs_each_weight_once(model, monkeypatch):
-    monkeypatch.setattr(inference, "MAX_CACHED_PARAMETERS", 0)
-    modules = build_decoder(model).modules()
-    packed = [module.weight.numel() for module in modules if isinstance(module, PackedLinear)]
-    params = dict(model.named_parameters())
-    matrices = [name for name in params if model.specs[name].group == "matrix"]
-    expected = model.head_weight().numel() + sum(params[name].numel() for name in matrices)
-    assert sum(packed) == expected
-
-
-def test_a_decoder_concatenates_the_heads_once_and_keeps_these_weights(decoder_of):
-    model = random_model(SMALL)
-    decoder = decoder_of(model)
-    assert not any(isinstance(module, FusedLinear) for module in decoder.modules())
-    project = decoder.blocks[0].attention.fused_qkv
-    x = torch.randn(1, 5, 24)
-    before = project(x)
-    with torch.no_grad():
-        for head in model.blocks[0].attention.heads:
-            head.query.weight.zero_()
-    assert torch.equal(project(x), before)
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])

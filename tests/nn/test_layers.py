@@ -33,15 +33,6 @@ def test_a_norm_without_gradients_or_compiled_gives_the_same_values(dtype):
     torch.compiler.reset()
 
 
-def test_the_gradient_of_a_norm_passes_a_numerical_check_and_is_zero_for_rows_of_zeros():
-    norm = RMSNorm(6, 1e-2, elementwise_affine=False)
-    x = torch.randn(3, 6, dtype=torch.float64).requires_grad_()
-    assert torch.autograd.gradcheck(norm, x)
-    zeros = torch.zeros(2, 6).requires_grad_()
-    (grad,) = torch.autograd.grad(norm(zeros).square().sum(), zeros)
-    assert torch.equal(grad, torch.zeros_like(zeros))
-
-
 def test_a_second_derivative_of_a_norm_is_refused_and_not_wrong():
     x = torch.randn(3, 8).requires_grad_()
     norm = RMSNorm(8, 1e-5, elementwise_affine=False)

@@ -14,7 +14,6 @@ from engine.nn.loss import (
     IGNORE_INDEX,
     chunked_loss,
     cross_entropy,
-    cross_entropy_grad_and_value,
     soft_cap,
     training_loss,
     validation_loss,
@@ -44,18 +43,6 @@ def test_a_loss_is_the_definition_whole_or_in_chunks(monkeypatch, loss, rows, ca
     assert value.shape == ()
     expected = loss_definition(x, weight, targets, cap)
     assert_same_gradients(value, expected, [x, weight], 1e-4)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_training_loss_has_the_value_and_gradient_of_the_cross_entropy(dtype):
-    torch.manual_seed(0)
-    logits = (3 * torch.randn(48, 37)).to(dtype).requires_grad_()
-    targets = torch.randint(-1, 37, (48,))
-    expected = cross_entropy(logits, targets)
-    (expected_grad,) = torch.autograd.grad(expected, logits)
-    grad, value = cross_entropy_grad_and_value(logits.detach().float(), targets)
-    torch.testing.assert_close(value, expected.detach(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(grad.to(dtype), expected_grad, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("cap", [0.0, 3.0])
@@ -108,46 +95,15 @@ def test_another_training_loss_leaves_the_validation_loss_as_it_is(monkeypatch):
     assert not torch.isclose(model.train()(tokens, targets), expected)
 
 
-def assert_close_grads(loss, inputs, exact_loss, exact_inputs, dtype, tolerance) -> None:
-    """Compare gradients in norm."""
-    grads = torch.autograd.grad(loss, inputs)
-    for grad, exact in zip(grads, torch.autograd.grad(exact_loss, exact_inputs), strict=True):
-        assert grad.dtype == dtype
-        assert (grad.float() - exact).norm() < tolerance * exact.norm()
-
-
 @pytest.mark.parametrize("cap", [0.0, 3.0])
-def test_chunks_in_bfloat16_are_close_to_float32(monkeypatch, cap):
-    x, weight, targets = random_output(64, 24)
-    exact = training_loss(x, weight, targets, cap)
+def test_gradients_of_bfloat16_are_summed_over_chunks_in_float32(monkeypatch, cap):
     monkeypatch.setattr(loss_module, "MAX_LOGITS", 37 * 4)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = training_loss(x, weight, targets, cap)
-    assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(exact.item(), rel=0.01)
-    assert_close_grads(loss, [x, weight], exact, [x, weight], torch.float32, 0.02)
-
-
-def test_the_gradient_of_a_bfloat16_weight_is_summed_in_float32(monkeypatch):
-    monkeypatch.setattr(loss_module, "MAX_LOGITS", 37 * 4)  # a bfloat16 sum is inexact
     *float32, targets = random_output(512, 24)
     bfloat16 = [tensor.detach().bfloat16().requires_grad_() for tensor in float32]
     exact = [tensor.detach().float().requires_grad_() for tensor in bfloat16]
-    losses = [training_loss(*inputs, targets) for inputs in (bfloat16, exact)]
-    assert_close_grads(losses[0], bfloat16, losses[1], exact, torch.bfloat16, 0.005)
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_model_has_the_same_loss_and_gradients_in_chunks(monkeypatch, name):
-    model = random_model(VARIANTS[name]).train()
-    tokens, targets = torch.randint(37, (2, 3, 16)).unbind(0)
-    expected = model(tokens, targets)
-    monkeypatch.setattr(loss_module, "MAX_LOGITS", 5 * 37)  # the last chunk has 3 of 5 rows
-    assert_same_gradients(model(tokens, targets), expected, list(model.parameters()), 1e-4)
-
-
-def test_soft_cap_bounds_logits_and_0_leaves_them():
-    logits = torch.tensor([-1e9, -1.0, 0.0, 1e-3, 1e9])
-    assert soft_cap(logits, 0.0) is logits
-    expected = torch.tensor([-15, -0.99852, 0, 1e-3, 15])
-    torch.testing.assert_close(soft_cap(logits, 15.0), expected, rtol=1e-4, atol=0)
+    losses = [training_loss(*inputs, targets, cap) for inputs in (bfloat16, exact)]
+    assert losses[0].dtype == torch.float32
+    grads = torch.autograd.grad(losses[0], bfloat16)
+    for grad, expected in zip(grads, torch.autograd.grad(losses[1], exact), strict=True):
+        assert grad.dtype == torch.bfloat16
+        assert (grad.float() - expected).norm() < 0.005 * expected.norm()

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 import engine.report.baselines as baselines
-from engine.data.dataset import Dataset, ShardedTokens, open_dataset
+from engine.data.dataset import Dataset, open_dataset
+from engine.data.split import ShardedTokens, Split
 from engine.data.tokenizer import CharTokenizer
 from engine.report.baselines import baseline_losses, count_pairs
 from prepare import PrepareConfig, prepare
@@ -20,8 +21,8 @@ def letters(numbers) -> Dataset:
     """A dataset of a, b and c: 'ababaccb' to train on, and 'abcab' to validate on."""
     tokenizer = CharTokenizer("abc")
     train, val = (tokenizer.encode(text) for text in ("ababaccb", "abcab"))
-    shards = ShardedTokens([train[:3], train[3:]])
-    return replace(open_dataset(numbers), tokenizer=tokenizer, train=shards, val=val)
+    splits = {"train": Split(ShardedTokens([train[:3], train[3:]])), "val": Split(val)}
+    return replace(open_dataset(numbers), tokenizer=tokenizer, **splits)
 
 
 def test_losses_equal_those_computed_by_hand(letters):
@@ -44,8 +45,8 @@ def test_losses_equal_those_computed_by_hand(letters):
 @pytest.mark.parametrize("name", ["unigram", "bigram"])
 @pytest.mark.parametrize("before", "abc")
 def test_probabilities_after_any_token_sum_to_one(letters, train, name, before):
-    letters = replace(letters, train=letters.tokenizer.encode(train))
-    pairs = [letters.tokenizer.encode(before + after) for after in "abc"]
+    letters = replace(letters, train=Split(letters.tokenizer.encode(train)))
+    pairs = [Split(letters.tokenizer.encode(before + after)) for after in "abc"]
     losses = [baseline_losses(replace(letters, val=pair))[name] for pair in pairs]
     assert sum(math.exp(-loss) for loss in losses) == pytest.approx(1) and max(losses) < math.inf
 
@@ -53,12 +54,12 @@ def test_probabilities_after_any_token_sum_to_one(letters, train, name, before):
 def test_chunks_and_shards_change_nothing_and_the_number_of_tokens_is_bounded(numbers, monkeypatch):
     dataset = open_dataset(numbers)
     expected = baseline_losses(dataset)
-    tokens = dataset.train[:]
+    tokens = dataset.train.tokens[:]
     monkeypatch.setattr(baselines, "COUNTED_CHUNK_TOKENS", 1000)
-    sharded = replace(dataset, train=ShardedTokens([tokens[:777], tokens[777:]]))
+    sharded = replace(dataset, train=Split(ShardedTokens([tokens[:777], tokens[777:]])))
     assert baseline_losses(sharded) == expected
     monkeypatch.setattr(baselines, "MAX_COUNTED_TOKENS", 2500)
-    shortened = replace(dataset, train=tokens[:2500], val=dataset.val[:2500])
+    shortened = replace(dataset, train=Split(tokens[:2500]), val=Split(dataset.val.tokens[:2500]))
     assert baseline_losses(dataset) == baseline_losses(shortened) != pytest.approx(expected)
 
 

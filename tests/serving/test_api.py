@@ -22,8 +22,8 @@ import pytest
 from helpers import ROOT, SMALL, random_model, serve_in_thread
 
 import sample
-from engine.data.chat import encode_chat, own_template
-from engine.data.inputs.examples import parse_messages
+from engine.data.chats.chat import encode_chat, own_template
+from engine.data.chats.examples import parse_messages
 from engine.data.tokenizer import ByteTokenizer
 from engine.data.tokenizer_json import SPECIAL_TOKENS
 from engine.generation.text_generator import TextGenerator
@@ -33,7 +33,7 @@ from engine.serving.api import Api
 TEMPLATE = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}Answer:"
 BYTES = ByteTokenizer().with_special(SPECIAL_TOKENS)
 CONFIG = dataclasses.replace(SMALL, vocab_size=BYTES.vocab_size, context_length=2048)
-GENERATOR = TextGenerator(random_model(CONFIG), BYTES, [BYTES.end_of_text], is_chat_model=True)
+GENERATOR = TextGenerator(random_model(CONFIG), BYTES, [BYTES.end_of_text_id], is_chat_model=True)
 API_DEFAULTS = {"temperature": 1.0, "top_p": 1.0}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello"}]
@@ -128,7 +128,7 @@ def test_a_completion_is_the_text_of_the_generator_whole_and_streamed(server, op
 def test_prompts_are_texts_or_ids_and_each_has_n_choices(server):
     samples = partial(GENERATOR.generate_samples, 3, max_new_tokens=12, seed=3, **API_DEFAULTS)
     texts = [*samples("ab"), *samples("")]
-    for prompt in (["ab", ""], [[97, 98], [BYTES.end_of_text]], ["ab", [BYTES.end_of_text]]):
+    for prompt in (["ab", ""], [[97, 98], [BYTES.end_of_text_id]], ["ab", [BYTES.end_of_text_id]]):
         choices, usage = complete(server, prompt=prompt, max_tokens=12, seed=3, n=3)
         assert [choice["text"] for choice in choices] == texts
         assert usage["prompt_tokens"] == 3  # each prompt once
@@ -193,19 +193,17 @@ def test_the_official_client_gets_models_texts_streams_and_errors():
 
 
 WRONG_ARGUMENTS = {
-    "prompt": [None, 1.5, [], [97, 10**9], [-1], [True], "\ud800", "a" * 2048],
+    "prompt": [None, [], [97, 10**9], [-1], [True], "\ud800", "a" * 2048],
     "temperature": ["a: b", 10**400],
     "max_tokens": [True, 1.5],
     "n": [0, 1000],
     "stop": ["", ["a"] * 10**4],
-    "seed": ["a" * 10**5],
     **{name: [[1]] for name in ("presence_penalty", "messages", "stream_options", "x" * 10**5)},
 }
 WRONG_CHATS = [None, [], [{"role": "x", "content": "a"}], [{"role": "user", "content": "\udc00"}]]
-WRONG_CHATS += [[{"role": "user", "content": content}] for content in ([{}], "a" * 4000)]
 REFUSALS = [
     *((400, TEXT, body, None) for body in ([1], b'{"prompt": ', b"[" * 10**5, b"\xff")),
-    *((400, CHAT, b'{"seed": %s}' % name, None) for name in (b"NaN", b"Infinity", b"-Infinity")),
+    (400, CHAT, b'{"seed": NaN}', None),
     (404, TEXT, {"prompt": "a", "model": "gpt-4"}, "model"),
     (404, "/v1/embeddings", {}, None),
     (405, "/v1/models", {}, None),
@@ -213,7 +211,7 @@ REFUSALS = [
     (400, TEXT, {"prompt": [[97]] * 1000}, "n"),
     (400, TEXT, {"prompt": "a" * 2049, "max_tokens": 0}, "prompt"),
     (400, CHAT, {"messages": MESSAGES, "tools": TOOLS}, "tools"),
-    (400, CHAT, {"messages": MESSAGES, "logprobs": 3}, "logprobs"),
+    (400, CHAT, {"messages": [{"role": "user", "content": "a" * 4000}]}, "messages"),
     *((400, CHAT, {"messages": messages}, "messages") for messages in WRONG_CHATS),
 ]
 for name, values in WRONG_ARGUMENTS.items():
@@ -283,7 +281,7 @@ def test_a_full_queue_refuses_and_a_client_that_leaves_frees_its_row_and_its_pla
         waiting.close()
         leaving.close()
         wait_until(lambda: [request.is_cancelled for request in requests] == [False, *[True] * 3])
-        assert complete(server, prompt="a", max_tokens=3) and not requests[0].stream.ended
+        assert complete(server, prompt="a", max_tokens=3) and not requests[0].stream.is_finished
         stack.close()
         wait_until(lambda: not server.batch.requests and not server.api.arrivals)
 
@@ -294,7 +292,7 @@ def test_a_client_that_does_not_read_or_send_loses_its_place(monkeypatch):
     with serving() as server, streaming(server, **LONG, n=32, logprobs=20):
         stream = server.batch.requests[0].stream
         wait_until(lambda: not server.api.arrivals and not server.batch.requests)
-        assert stream.num_tokens and not stream.ended
+        assert stream.num_tokens and not stream.is_finished
         with contextlib.closing(connect(server.port)) as connection:
             connection.putrequest("POST", TEXT)
             connection.putheader("Content-Length", "9")
@@ -321,7 +319,7 @@ def test_the_command_answers_or_refuses_each_of_a_burst_and_ctrl_c_ends_it(train
     with popen as process, contextlib.ExitStack() as stack:
         stack.callback(process.kill)  # after a failure
         port = re.search(r"http://127\.0\.0\.1:(\d+)/v1\n", process.stdout.readline())[1]
-        assert f":{port}/?token=" in process.stdout.readline()
+        token = re.search(rf":{port}/\?token=(\S{{40,}})", process.stdout.readline())[1]
         url = f"http://127.0.0.1:{port}{TEXT}"
         with ThreadPoolExecutor() as pool:  # a browser's test may have left a loop in this one
             answers = pool.submit(asyncio.run, ask_all(url)).result()
@@ -330,6 +328,9 @@ def test_the_command_answers_or_refuses_each_of_a_burst_and_ctrl_c_ends_it(train
         for number, (status, answer) in [*enumerate(answers)][::9]:
             alone = generate(f"{number} is", seed=number)
             assert status == 429 or answer["choices"][0]["text"] == alone
+        page = stack.enter_context(contextlib.closing(connect(int(port))))
+        page.request("POST", "/write", '{"max_new_tokens": 2000}', {"X-Token": token})
+        assert b"tokens" in page.getresponse().readline()  # the rest is being written
         process.send_signal(signal.SIGINT)
         assert process.wait(WAIT_SECONDS) == 130
         assert process.stderr.read() == "interrupted\n" and not process.stdout.read()

@@ -60,13 +60,6 @@ def small(**settings) -> ModelConfig:
 # Operations.
 
 
-def test_operations_of_gpt2_are_those_by_hand():
-    assert build_meta_model(GPT2_124M).num_parameters == 124_439_808
-    matrices = 12 * 12 * 768**2 + 50257 * 768
-    by_hand = 6 * matrices + 12 * 12 * 768 * 1024
-    assert flops_per_token(GPT2_124M) == pytest.approx(by_hand, rel=1e-6)
-
-
 @pytest.mark.parametrize("kind", [{}, GPT2, {"num_kv_heads": 2, "head_dim": 16}])
 def test_operations_are_those_that_pytorch_counts(kind):
     model = small(**kind, context_length=300)
@@ -182,14 +175,9 @@ def test_optimizer_state(optimizer, matrix_bytes):
     state, _ = optimizer_bytes(SMALL, OptimizerConfig(optimizer, 0.01, weight_decay=0.1), FLOAT32)
     by_hand = 8 * (num_params - num_matrix_weights) + matrix_bytes * num_matrix_weights
     assert state == pytest.approx(by_hand, rel=0.005)
-
-
-def test_muon_step_holds_the_updates_of_a_shape():
-    muon = OptimizerConfig("muon", 0.01, weight_decay=0.1)
-    _, step = optimizer_bytes(SMALL, muon, BFLOAT16)
-    assert step > 2 * 2 * 2 * 352 * 128  # of both layers, gate and expand, in two bytes
-    _, deep = optimizer_bytes(small(num_layers=6), muon, BFLOAT16)
-    assert deep == pytest.approx(3 * step, rel=0.05)
+    if optimizer == "muon":
+        _, step = optimizer_bytes(SMALL, OptimizerConfig("muon"), BFLOAT16)
+        assert step > 2 * 2 * 2 * 352 * 128  # of both layers, gate and expand, in two bytes
 
 
 def test_fsdp_divides_all_but_what_is_gathered():
@@ -209,13 +197,10 @@ def test_fsdp_divides_all_but_what_is_gathered():
     assert fsdp["weights"] == 4 * num_params / 8 + 4 * other_params + 2 * 2 * block
     assert fsdp["gradients"] == 4 * num_params / 8 + 4 * block
     assert fsdp["optimizer state"] == single["optimizer state"] / 8
-
-
-def test_fsdp_accumulates_gradients_in_full_where_they_fit():
     num_params = build_meta_model(GPT2_124M).num_parameters
-    config = RunConfig(model=GPT2_124M, batch_size=128)
-    fsdp = estimate_memory(config, 8, Hardware(BFLOAT16, True, 8, True))
-    assert fsdp["gradients"] == 4 * num_params / 8 + 4 * num_params
+    small_model = RunConfig(model=GPT2_124M, batch_size=128)
+    fsdp = estimate_memory(small_model, 8, Hardware(BFLOAT16, True, 8, True))
+    assert fsdp["gradients"] == 4 * num_params / 8 + 4 * num_params  # in full, as they fit
 
 
 # The largest micro-batch.
@@ -239,10 +224,7 @@ def test_largest_micro_batch_divides_the_batch_and_fits(monkeypatch):
         assert largest_micro_batch(config, SINGLE_PROCESS) == rows
         lean = dataclasses.replace(config, checkpoint_activations=True)
         assert largest_micro_batch(lean, SINGLE_PROCESS) >= rows
-    set_by_user = dataclasses.replace(config, micro_batch_size=6)
-    assert largest_micro_batch(set_by_user, SINGLE_PROCESS) == 0
     monkeypatch.setattr(estimate, "total_memory", lambda device: 1e12)
-    assert largest_micro_batch(set_by_user, SINGLE_PROCESS) == 6
     assert largest_micro_batch(config, SINGLE_PROCESS) == 24
 
 
@@ -270,16 +252,13 @@ def test_plan_is_a_table_of_this_device_one_gpu_and_eight(batch_size, cells):
     assert rows["one step"][1] == f"{1e3 * flops / (0.4 * 989e12):,.2f} ms"
 
 
-def test_plan_of_minutes_does_not_guess_the_number_of_steps():
-    plan = describe_plan(RunConfig(model=SMALL, minutes=60), CPU, 2048, [1e6])
-    assert "60 min" in plan and "epochs" not in plan
-    assert "all steps" not in rows_of(plan) and "one step" in rows_of(plan)
-
-
-def test_plan_marks_what_exceeds_an_h100():
+def test_plan_of_minutes_has_no_number_of_steps_and_marks_what_exceeds_an_h100():
     model = ModelConfig(vocab_size=500, num_layers=2, num_heads=32, d_model=16384)
-    config = RunConfig(model=model, batch_size=8, micro_batch_size=1)
-    rows = rows_of(describe_plan(config, CPU, 2048, []))
+    config = RunConfig(model=model, batch_size=8, micro_batch_size=1, minutes=60)
+    plan = describe_plan(config, CPU, 2048, [1e6])
+    rows = rows_of(plan)
+    assert "60 min" in plan and "epochs" not in plan
+    assert "all steps" not in rows and "one step" in rows
     assert [cell.endswith("!") for cell in rows["= memory"]] == [False, True, False]
 
 

@@ -7,17 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import exit_code_of
 
 import train
 from engine.core.distributed import SINGLE_PROCESS
-from engine.core.errors import UserError
 from engine.core.settings import load_settings, to_toml
-from engine.data.mixture import open_mixture
+from engine.data.batches import open_mixture
 from engine.training import estimate, sizing
-from engine.training.config import ModelSettings, RunConfig, TrainConfig
+from engine.training.config import ModelSettings, RunConfig, TrainConfig, make_run_config
 from engine.training.optimizer import OptimizerSettings
-from engine.training.resolve import make_run_config, resolve
+from engine.training.resolve import resolve
 from engine.training.sizing import MAX_OVERFITTING, Size, SizeSearch
 from model import ModelConfig
 
@@ -30,22 +28,14 @@ class UnboundedSearch(SizeSearch):
 
 
 def make_search(
-    text_tokens=10**6,
-    vocab_size=65,
-    split_tokens=10**7,
-    num_ranks=1,
-    search=UnboundedSearch,
-    **settings,
+    text_tokens=10**6, vocab_size=65, split_tokens=10**7, search=UnboundedSearch, **settings
 ):
     """Make the search for a text of ``text_tokens`` tokens."""
     split = range(split_tokens)
     data = SimpleNamespace(
-        train=range(text_tokens),
-        datasets=[SimpleNamespace(train=split, val=split)],
-        tokenizer=SimpleNamespace(vocab_size=vocab_size),
+        train=range(text_tokens), splits=[split], tokenizer=SimpleNamespace(vocab_size=vocab_size)
     )
-    dist = SimpleNamespace(size=num_ranks, device=torch.device("cpu"), sharded=False, any=bool)
-    return search(TrainConfig(**settings), data, dist, make_run_config)
+    return search(TrainConfig(**settings), data, SINGLE_PROCESS)
 
 
 SHAKESPEARE = make_search(1_003_854)
@@ -83,18 +73,13 @@ def test_expected_loss_is_near_the_measured_one():
         assert (losses[0] < losses[1]) == (first[2] < second[2])
 
 
-def test_batches_grow_with_different_tokens_only_and_divide_over_ranks():
+def test_batches_grow_with_different_tokens_only():
     search = make_search(10**10)
     small = search.make_size(3, 1e6)
     large = search.make_size(3, 1e9)
     for name in ("batch_size", "learning_rate"):
         assert large.settings[name] > small.settings[name]
     assert make_search().make_size(3, 4e6).step_tokens == small.step_tokens
-    for num_ranks in (3, 8):
-        assert (
-            make_search(num_ranks=num_ranks).make_size(3, 2e6).settings["batch_size"] % num_ranks
-            == 0
-        )
 
 
 def test_repeated_text_is_regularized():
@@ -105,15 +90,6 @@ def test_repeated_text_is_regularized():
     sizes = [search.make_size(4, epochs * 1e6).settings for epochs in (12, 20, 30, 1000)]
     assert [size["batch_size"] for size in sizes] == [8, 7, 5, 4]
     assert [size["learning_rate"] for size in sizes] == [0.01, 0.0094, 0.0079, 0.0071]
-
-
-def test_dropout_is_near_the_best_measured_one():
-    """Runs of docs/experiments.md: depth, epochs, tokens of the text, best dropout."""
-    runs = [(2, 15, 90_000, 0), (2, 17, 52_000, 0.05), (3, 14, 90_000, 0.1), (3, 12, 52_000, 0.1)]
-    runs += [(4, 8, 90_000, 0.1), (4, 10, 52_000, 0.2), (4, 25, 109_000, 0.2)]
-    for depth, epochs, text_tokens, best in runs:
-        size = make_search(text_tokens, 1024).make_size(depth, epochs * text_tokens)
-        assert size.settings["dropout"] == pytest.approx(best, abs=0.055)
 
 
 CONTEXTS = [
@@ -204,12 +180,6 @@ def test_defaults(data):
     assert (optimizer.embedding_rate, optimizer.warmup_steps, optimizer.window_warmup) == (3, 10, 0)
 
 
-def test_a_shape_leaves_the_other_sizes_at_their_defaults(data):
-    config = run_settings(TrainConfig(minutes=5, model=ModelSettings(num_layers=1)), data)
-    assert config.model == ModelConfig(vocab_size=data.tokenizer.vocab_size, num_layers=1)
-    assert config.steps is config.eval_every is config.save_every is None
-
-
 def test_set_sizes_stay(data, capsys):
     optimizer = OptimizerSettings(weight_decay=0.3)
     config = TrainConfig(
@@ -241,22 +211,6 @@ def test_adamw_has_the_rates_of_the_presets(data, depth, rate):
         TrainConfig(depth=depth, optimizer=OptimizerSettings(optimizer="adamw")), data
     )
     assert config.optimizer.learning_rate == pytest.approx(rate)
-
-
-@pytest.mark.parametrize("flag", ["--d-model=64", "--num-layers=3"])
-def test_a_depth_next_to_other_sizes_is_refused(flag, data):
-    config = load_settings(TrainConfig, ["--depth", "4", flag])
-    with pytest.raises(UserError, match="--depth"):
-        run_settings(config, data)
-
-
-def test_steps_are_a_maximum_next_to_minutes(data):
-    assert run_settings(TrainConfig(minutes=1, steps=2), data).steps == 2
-
-
-def test_impossible_shapes_are_refused_when_they_are_read(capsys):
-    assert exit_code_of(lambda: load_settings(TrainConfig, ["--num-heads", "3"])) == 2
-    assert "128" in capsys.readouterr().err
 
 
 def test_depths_share_keys_evenly_and_weights_are_bounded_by_the_text(data):
@@ -299,12 +253,6 @@ def test_a_batch_that_does_not_fit_in_memory_is_split(data, monkeypatch):
         assert run_settings(config, data) == dataclasses.replace(resolved, micro_batch_size=rows)
 
 
-def test_minutes_that_passed_before_the_start_choose_the_smallest(data):
-    config = TrainConfig(minutes=0.1)
-    resolved = run_settings(config, data, started_at=time.monotonic() - 100)
-    assert resolved.model.num_layers == 2
-
-
 # Whole runs.
 
 
@@ -320,10 +268,3 @@ def test_a_run_resumes_with_its_sizes_and_ends_when_more_would_overfit(
     run = train.train(dataclasses.replace(config, resume=True), SINGLE_PROCESS, [])
     assert run.config == dataclasses.replace(interrupted.config, resume=True)
     assert run.step == run.config.steps
-
-
-def test_plan_describes_the_size_of_minutes(numbers, monkeypatch, capsys):
-    monkeypatch.setattr(train, "measure_step_seconds", lambda *arguments: 0.01)
-    config = TrainConfig(data=numbers, minutes=2, device="cpu")
-    assert "parameters" in train.plan(config)
-    assert "depth 3" in capsys.readouterr().out

@@ -4,9 +4,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from engine.core.errors import UserError
+from engine.core.errors import UserError, import_optional
 from engine.data.inputs import sources
-from engine.data.inputs.sources import Source, kind_of, wrap_errors
+from engine.data.inputs.sources import Reader, Source, wrap_errors
 
 BUFFER_BYTES = 2**20  # of a Parquet file, read at a time
 PARQUET_BATCH_ROWS = 16  # decoded at a time: a small file may repeat a large cell
@@ -26,7 +26,7 @@ def count_rows(source: Source) -> int:
 
 def count_parts(source: Source, part_bytes: int) -> int:
     """Return the number of parts, of about ``part_bytes``, that can be read independently."""
-    kind = kind_of(source) if source.size > part_bytes else ""
+    kind = source.kind if source.size > part_bytes else ""
     if kind == ".parquet":
         with _open_parquet(source) as file:
             return max(1, file.num_row_groups)
@@ -36,13 +36,13 @@ def count_parts(source: Source, part_bytes: int) -> int:
     return 1
 
 
-def read_parquet(source: Source, index: int, count: int) -> Records:
+def read_parquet(source: Source, reader: Reader, index: int, count: int) -> Records:
     """Yield the records of one part of a file, which is a range of row groups."""
     with wrap_errors(source.name), _open_parquet(source) as file:
         first = file.num_row_groups * index // count
         end = file.num_row_groups * (index + 1) // count
         row = sum(file.metadata.row_group(group).num_rows for group in range(first))
-        columns, placeholders = _select_columns(source, file.schema_arrow.names)
+        columns, placeholders = _select_columns(source, reader, file.schema_arrow.names)
         groups = [*range(first, end)]
         for batch in file.iter_batches(PARQUET_BATCH_ROWS, groups, columns, use_threads=False):
             for record in _decode_rows(batch):
@@ -53,11 +53,11 @@ def read_parquet(source: Source, index: int, count: int) -> Records:
     source.check_unchanged()
 
 
-def read_rows(source: Source, index: int, count: int) -> Records:
+def read_rows(source: Source, reader: Reader, index: int, count: int) -> Records:
     """Yield the rows of one part of a dataset, which is a file if the rows are streamed."""
     rows = sources.load_rows(source)
     with wrap_errors(source.name):
-        columns, placeholders = _select_columns(source, rows.column_names or [])
+        columns, placeholders = _select_columns(source, reader, rows.column_names or [])
         if columns:
             rows = rows.select_columns(columns)
         name = source.name
@@ -77,7 +77,7 @@ def read_rows(source: Source, index: int, count: int) -> Records:
 
 
 def _open_parquet(source: Source) -> Any:
-    parquet = sources.import_optional("pyarrow.parquet", source.name)
+    parquet = import_optional("pyarrow.parquet", source.name)
     source.check_unchanged()
     is_remote = isinstance(source.path, str)
     fs, path = sources.file_system(source.path)
@@ -88,18 +88,20 @@ def _open_parquet(source: Source) -> Any:
         )
 
 
-def _select_columns(source: Source, names: list[str]) -> tuple[list[str], dict[str, str]]:
+def _select_columns(
+    source: Source, reader: Reader, names: list[str]
+) -> tuple[list[str], dict[str, str]]:
     """Return the columns to read, and UNREAD_VALUE for each column if notes or messages need it.
 
     Raises UserError for two columns of one name.
     """
-    fields = source.fields if source.turns_of else (source.field,)
-    columns = names if fields is None else [name for name in names if name in fields]
+    fields = reader.examples.fields if reader.examples else (reader.field,)
+    columns = [name for name in names if name in fields]
     for name in columns:
         if columns.count(name) > 1:
             raise UserError(f"{source.name}: has two columns {name!r}. Rename or remove one.")
     placeholders = dict.fromkeys(names, UNREAD_VALUE)
-    return columns, placeholders if source.turns_of or not columns else {}
+    return columns, placeholders if reader.examples or not columns else {}
 
 
 def _decode_rows(batch: Any) -> Iterator[dict[str, Any] | UserError]:

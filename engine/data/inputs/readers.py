@@ -12,11 +12,12 @@ from typing import Any, BinaryIO, NamedTuple
 from engine.core.errors import UserError
 from engine.data.inputs.columns import Records, count_rows, read_parquet, read_rows
 from engine.data.inputs.records import read_csv, read_json_records, read_separated
-from engine.data.inputs.sources import DEFAULT_ENCODING, Source, kind_of
+from engine.data.inputs.sources import DEFAULT_ENCODING, DEFAULT_READER, Reader, Source
 from engine.data.inputs.text import REPLACED_NOTE, Notes, decode_utf8, open_text
 
 LARGE_DOCUMENT_BYTES = 2**18  # a larger document is read in pieces
 PIECE_BYTES = 2**16
+ANSWER_ROLES = ("assistant", "completion")  # of the turns of examples
 MAX_REASONS = 20  # to leave out rows; more reasons are counted together
 # Cuts that change the ids of no BPE: before a line without indentation (but o200k joins "\n" and
 # "/"), between words, and before Chinese or Japanese punctuation.
@@ -35,8 +36,9 @@ class Text(NamedTuple):
     text: str
     offset: int = 0  # of the piece's first byte in the document
     document_bytes: int | None = None  # in UTF-8; None if this is the complete document
-    ends: bool = True  # whether the document ends with this piece
+    ends_document: bool = True  # whether the document ends with this piece
     piece_bytes: int | None = None  # in the file; None: the UTF-8 bytes of text
+    prompt: str = ""  # of an example: its turns before the first answer, as JSON
 
     @property
     def is_large(self) -> bool:
@@ -45,7 +47,11 @@ class Text(NamedTuple):
 
 
 def read(
-    source: Source, index: int = 0, count: int = 1, notes: Notes | None = None
+    source: Source,
+    index: int = 0,
+    count: int = 1,
+    notes: Notes | None = None,
+    reader: Reader = DEFAULT_READER,
 ) -> Iterator[Text]:
     """Yield the texts of a source, or of part ``index`` of ``count`` (see count_parts).
 
@@ -53,37 +59,36 @@ def read(
     unusable byte, line or row.
     """
     notes = Counter() if notes is None else notes
-    if is_one_document(source):
-        yield from _read_plain(source, notes)
+    if is_one_document(source, reader):
+        yield from _read_plain(source, reader, notes)
         return
-    for location, record in _read_records(source, index, count, notes):
+    for location, record in _read_records(source, reader, index, count, notes):
         try:
-            text = _text_of(record, source, notes)
+            text = _make_text(record, reader, notes)
         except UserError as error:
-            if source.skip_bad_rows:
+            if reader.skip_bad_rows:
                 _count_bad_row(error, notes)
                 continue
             reason = f"{location}: {str(error).removesuffix('.')}"
             raise UserError(f"{reason}. --skip-bad-rows leaves such rows out.") from None
-        data = text.encode()
-        if source.turns_of or len(data) <= LARGE_DOCUMENT_BYTES:
-            yield Text(text)
+        data = text.text.encode()
+        if reader.examples or len(data) <= LARGE_DOCUMENT_BYTES:
+            yield text
         else:
             yield from split_document(io.BytesIO(data), len(data))
 
 
-def _read_records(source: Source, index: int, count: int, notes: Notes) -> Records:
-    """Read a part of a source with the reader of its kind."""
-    kind = kind_of(source)
-    if kind == ".parquet":
-        return read_parquet(source, index, count)
-    if kind == "rows":
-        return read_rows(source, index, count)
-    if kind in (".csv", ".tsv"):
-        return read_csv(source, notes)
-    if kind == "":
-        return read_separated(source, notes)
-    return read_json_records(source, notes)
+def _read_records(source: Source, reader: Reader, index: int, count: int, notes: Notes) -> Records:
+    """Read a part of a source with the function for its kind."""
+    if source.kind == ".parquet":
+        return read_parquet(source, reader, index, count)
+    if source.kind == "rows":
+        return read_rows(source, reader, index, count)
+    if source.kind in (".csv", ".tsv"):
+        return read_csv(source, reader, notes)
+    if source.kind == "text":
+        return read_separated(source, reader, notes)
+    return read_json_records(source, reader, notes)
 
 
 def _count_bad_row(error: UserError, notes: Notes) -> None:
@@ -96,16 +101,16 @@ def _count_bad_row(error: UserError, notes: Notes) -> None:
     notes[note] += 1
 
 
-def count_documents(source: Source) -> int | None:
+def count_documents(source: Source, reader: Reader) -> int | None:
     """Return the number of documents of a source; None if it must be read to count them."""
-    if kind_of(source) == ".parquet" and not source.skip_bad_rows:
+    if source.kind == ".parquet" and not reader.skip_bad_rows and not reader.examples:
         return count_rows(source)
-    return 1 if is_one_document(source) else None
+    return 1 if is_one_document(source, reader) else None
 
 
-def is_one_document(source: Source) -> bool:
+def is_one_document(source: Source, reader: Reader) -> bool:
     """Return whether all of a source is one document: plain text without a separator."""
-    return not kind_of(source) and not source.separator
+    return source.kind == "text" and not reader.separator
 
 
 def split_document(
@@ -153,10 +158,10 @@ def _distance_to_cut(buffer: bytes, nominal: int) -> int:
     return len(character) - len(character.lstrip(CONTINUATION_BYTES))
 
 
-def _read_plain(source: Source, notes: Notes) -> Iterator[Text]:
+def _read_plain(source: Source, reader: Reader, notes: Notes) -> Iterator[Text]:
     """Yield a document, or the pieces of a large one. Counts SPELLED_SEPARATORS in it."""
     head_notes: Notes = Counter()
-    with open_text(source, head_notes) as file:
+    with open_text(source, reader, head_notes) as file:
         head = file.read(LARGE_DOCUMENT_BYTES + len(codecs.BOM_UTF8) + 1)
     bom_bytes = len(head) - len(head.removeprefix(codecs.BOM_UTF8))
 
@@ -166,12 +171,12 @@ def _read_plain(source: Source, notes: Notes) -> Iterator[Text]:
             if count := data.count(separator):
                 notes[f"separators {separator.decode()} in plain text: see --separator"] += count
         try:
-            return decode_utf8(data, source, notes, offset == 0, offset + bom_bytes)
+            return decode_utf8(data, source, reader, notes, offset == 0, offset + bom_bytes)
         except UserError as error:
             raise UserError(f"{source.name}: {error}") from None
 
     size = source.size - bom_bytes
-    is_size_unknown = source.compression or not source.size or source.encoding != DEFAULT_ENCODING
+    is_size_unknown = source.compression or not source.size or reader.encoding != DEFAULT_ENCODING
     if len(head) - bom_bytes <= LARGE_DOCUMENT_BYTES:
         if isinstance(source.path, str) and not is_size_unknown and len(head) != source.size:
             reason = f"must have {source.size:,} bytes (got {len(head):,})"
@@ -180,20 +185,22 @@ def _read_plain(source: Source, notes: Notes) -> Iterator[Text]:
         yield Text(decode_piece(head[bom_bytes:], 0))
         return
     if is_size_unknown:
-        size = _count_bytes(source, bom_bytes, decode_piece)
-    with open_text(source, notes) as file:
+        size = _count_bytes(source, reader, bom_bytes, decode_piece)
+    with open_text(source, reader, notes) as file:
         file.read(bom_bytes)
         yield from split_document(file, size, source.name, decode_piece)
 
 
-def _count_bytes(source: Source, start: int, decode_piece: Callable[[bytes, int], str]) -> int:
+def _count_bytes(
+    source: Source, reader: Reader, start: int, decode_piece: Callable[[bytes, int], str]
+) -> int:
     """Count the bytes from ``start`` on. Raises UserError at bytes that are not text.
 
     Otherwise, an endless stream would be counted forever.
     """
     size = 0
-    decoder = codecs.getincrementaldecoder(DEFAULT_ENCODING)(source.errors)
-    with open_text(source, Counter()) as file:
+    decoder = codecs.getincrementaldecoder(DEFAULT_ENCODING)(reader.errors)
+    with open_text(source, reader, Counter()) as file:
         file.read(start)
         for block in iter(partial(file.read, PIECE_BYTES), b""):
             rest, _ = decoder.getstate()
@@ -201,37 +208,47 @@ def _count_bytes(source: Source, start: int, decode_piece: Callable[[bytes, int]
                 is_text = "\0" not in decoder.decode(block)
             except UnicodeDecodeError:
                 is_text = False
-            if not is_text and source.errors == "strict":
+            if not is_text and reader.errors == "strict":
                 decode_piece(rest + block, size - len(rest))  # raises UserError
             size += len(block)
     return size
 
 
-def _text_of(record: dict[str, Any] | UserError, source: Source, notes: Notes) -> str:
+def _make_text(record: dict[str, Any] | UserError, reader: Reader, notes: Notes) -> Text:
     """Return the text in a record's field, or an example's turns as JSON.
 
     Raises UserError, without the location, for an unusable record.
     """
     if isinstance(record, UserError):
         raise record
-    text: Any
-    if source.turns_of:
-        text = json.dumps(source.turns_of(record), ensure_ascii=False)
-        if source.notes_of:
-            notes.update(source.notes_of(record))
-    else:
-        text = record.get(source.field)
-        if not isinstance(text, str):
-            reason = f"field {source.field!r} must be text (got {str(text)[:30]!r})"
-            names = ", ".join(map(repr, record))
-            raise UserError(f"{reason}. Choose one of {names} with --field.")
+    if reader.examples:
+        turns = reader.examples.turns_of(record)
+        notes.update(reader.examples.notes_of(record))
+        answers = (index for index, turn in enumerate(turns) if turn[0] in ANSWER_ROLES)
+        prompt = json.dumps(turns[: next(answers, 0)] or turns)
+        content = json.dumps(turns, ensure_ascii=False)
+        return Text(_join_surrogates(content, reader, notes), prompt=prompt)
+    text = record.get(reader.field)
+    if isinstance(text, str):
+        return Text(_join_surrogates(text, reader, notes))
+    problem = f"field {reader.field!r} must be text (got {str(text)[:30]!r})"
+    if reader.field not in record:
+        problem = f"field {reader.field!r} is missing"
+    raise UserError(f"{problem}. Choose one of {', '.join(map(repr, record))} with --field.")
+
+
+def _join_surrogates(text: str, reader: Reader, notes: Notes) -> str:
+    """Return a text in which halves of surrogate pairs, which JSON can spell, are joined.
+
+    By reader.errors, single halves are replaced and counted, or raise UserError.
+    """
     if text.isascii():
         return text
-    data = text.encode("utf-16-le", "surrogatepass")  # JSON can spell half of a surrogate pair
+    data = text.encode("utf-16-le", "surrogatepass")
     try:
         return data.decode("utf-16-le")
     except UnicodeDecodeError:
-        if source.errors == "strict":
+        if reader.errors == "strict":
             reason = "has half of a surrogate pair, as in \\ud83d"
             raise UserError(f"{reason}. Repair it, or use --errors replace.") from None
     replaced = data.decode("utf-16-le", "replace")

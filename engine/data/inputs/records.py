@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from engine.core.errors import UserError
 from engine.data.inputs import sources
 from engine.data.inputs.columns import Records
-from engine.data.inputs.sources import Source, kind_of
+from engine.data.inputs.sources import Reader, Source
 from engine.data.inputs.text import Notes, decode_utf8, open_text
 
 MAX_RECORD_BYTES = 2**27  # of a line, a JSON value, a field, or a document before a separator
@@ -42,10 +42,10 @@ JSON_DECODER = json.JSONDecoder(parse_int=parse_int, object_pairs_hook=make_obje
 Lines = Iterable[str | UserError]  # a line, or the reason why it is unusable
 
 
-def read_json_records(source: Source, notes: Notes) -> Records:
+def read_json_records(source: Source, reader: Reader, notes: Notes) -> Records:
     """Yield the objects of JSON lines, of an array, or of a sequence over several lines."""
-    with open_text(source, notes) as file:
-        lines = _read_lines(file, source, notes)
+    with open_text(source, reader, notes) as file:
+        lines = _read_lines(file, source, reader, notes)
         head = _read_head(lines)
         first = head[-1].strip() if isinstance(head[-1], str) else ""
         parse = _parse_values if first.startswith("[") or first == "{" else _parse_lines
@@ -107,7 +107,9 @@ def _parse_values(lines: Lines, name: str) -> Iterator[tuple[str, Any]]:
         raise UserError(f"{name}: is not JSON (its array has no end). {BROKEN_ARRAY_ADVICE}")
 
 
-def _read_lines(file: BinaryIO, source: Source, notes: Notes) -> Iterator[str | UserError]:
+def _read_lines(
+    file: BinaryIO, source: Source, reader: Reader, notes: Notes
+) -> Iterator[str | UserError]:
     """Yield each line of a file, or the reason why it is unusable."""
     for number in itertools.count(1):
         line = file.readline(MAX_RECORD_BYTES + 1)
@@ -116,7 +118,7 @@ def _read_lines(file: BinaryIO, source: Source, notes: Notes) -> Iterator[str | 
         try:
             if len(line) > MAX_RECORD_BYTES:
                 raise UserError(TOO_LONG_MESSAGE)
-            yield decode_utf8(line, source, notes, number == 1)
+            yield decode_utf8(line, source, reader, notes, number == 1)
         except UserError as error:
             yield error
             while line and not line.endswith(b"\n"):
@@ -133,7 +135,7 @@ def _read_head(lines: Lines) -> list[str | UserError]:
     return head or [""]
 
 
-def read_csv(source: Source, notes: Notes) -> Records:
+def read_csv(source: Source, reader: Reader, notes: Notes) -> Records:
     """Yield a record for each row below the first, which names the columns."""
     csv.field_size_limit(MAX_RECORD_BYTES)
     problems: list[UserError] = []  # of the lines of a row
@@ -145,10 +147,10 @@ def read_csv(source: Source, notes: Notes) -> Records:
         problems.append(line)
         return "\n"
 
-    with open_text(source, notes) as file:
-        lines = _read_lines(file, source, notes)
+    with open_text(source, reader, notes) as file:
+        lines = _read_lines(file, source, reader, notes)
         head = _read_head(lines)
-        separator = _find_csv_separator(collect_problem(head[-1]), source)
+        separator = _find_csv_separator(collect_problem(head[-1]), source, reader)
         if separator != ",":
             notes[f"files with columns separated by {separator!r}"] += 1
         all_lines = map(collect_problem, itertools.chain(head, lines))
@@ -189,42 +191,42 @@ def _make_record(names: list[str], row: list[str]) -> dict[str, str] | UserError
     return dict(zip(names, row, strict=False))
 
 
-def _find_csv_separator(header: str, source: Source) -> str:
-    """Return the separator that yields the source's field, else the default, else most columns.
+def _find_csv_separator(header: str, source: Source, reader: Reader) -> str:
+    """Return the separator that yields the reader's field, else the default, else most columns.
 
     csv.Sniffer would also look at the text, where any character may be frequent.
     """
-    default = "\t" if kind_of(source) == ".tsv" else ","
+    default = "\t" if source.kind == ".tsv" else ","
 
     def rate(separator: str) -> tuple[bool, bool, int]:
         names: list[str] = []
         with contextlib.suppress(csv.Error):
             names = next(csv.reader([header], delimiter=separator))
-        has_field = not source.turns_of and source.field in names
+        has_field = not reader.examples and reader.field in names
         return has_field, separator == default and len(names) > 1, len(names)
 
     return max(default + CSV_SEPARATORS, key=rate)
 
 
-def read_separated(source: Source, notes: Notes) -> Records:
+def read_separated(source: Source, reader: Reader, notes: Notes) -> Records:
     """Yield the nonempty documents between separators, without line ends around them."""
     number = 1
     num_parts = 0
-    with open_text(source, notes) as file:
-        for data in _split_at(file, source.separator.encode()):
+    with open_text(source, reader, notes) as file:
+        for data in _split_at(file, reader.separator.encode()):
             num_parts += 1
             location = f"{source.name}, document {number}"
             try:
                 if len(data) > MAX_RECORD_BYTES:
                     raise UserError(f"{TOO_LONG_MESSAGE[:-1]}, and --separator.")
-                text = decode_utf8(data, source, notes, number == 1).strip("\r\n")
+                text = decode_utf8(data, source, reader, notes, number == 1).strip("\r\n")
             except UserError as error:
                 raise UserError(f"{location}: {error}") from None
             if text:
-                yield location, {source.field: text}
+                yield location, {reader.field: text}
                 number += 1
     if num_parts == 1:
-        notes[f"files without the separator {source.separator!r}"] += 1
+        notes[f"files without the separator {reader.separator!r}"] += 1
 
 
 def _split_at(file: BinaryIO, separator: bytes) -> Iterator[bytes]:

@@ -3,13 +3,12 @@
 import contextlib
 import functools
 import hashlib
-import importlib
 import io
 import json
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -18,7 +17,7 @@ from fsspec.compression import available_compressions
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from engine.core.errors import UserError
+from engine.core.errors import UserError, import_optional, is_bug
 from engine.core.files import atomic_directory, sha256
 from engine.data.inputs.local import check_file, copy_pipe, list_files
 
@@ -48,19 +47,35 @@ HUB_ADVICE = "Check the name, --hf-config, --hf-split and the connection."
 
 
 @dataclass(frozen=True)
-class Source:
-    """A file of documents, or a dataset of rows, and how its records become text."""
+class ExampleParser:
+    """How records become examples: see engine.data.chats.examples."""
 
-    path: Path | str  # a file or an address; with hub_split, a folder or a name on the hub
-    name: str  # in messages
+    turns_of: Callable[[dict[str, Any]], Sequence[Any]]  # a turn starts with its role
+    notes_of: Callable[[dict[str, Any]], list[str]]  # remarks for the user
+    fields: tuple[str, ...]  # that are read
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How files become documents."""
+
     field: str = "text"  # the field with the text of a record
     encoding: str = DEFAULT_ENCODING  # the name of a codec, or "auto"
     errors: str = "strict"  # or "replace": bytes that are not text become U+FFFD
     separator: str = ""  # between the documents of plain text; "": a file is one document
     skip_bad_rows: bool = False  # leave out and count records that cannot be used
-    turns_of: Callable[[dict[str, Any]], Any] | None = None  # a record → the turns of an example
-    notes_of: Callable[[dict[str, Any]], list[str]] | None = None  # a record → its notes
-    fields: tuple[str, ...] | None = None  # the fields that turns_of reads; None: all
+    examples: ExampleParser | None = None  # None: a record has a text
+
+
+DEFAULT_READER = Reader()
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of documents, or a dataset of rows."""
+
+    path: Path | str  # a file or an address; with hub_split, a folder or a name on the hub
+    name: str  # in messages
     hub_split: str = ""  # of a Hugging Face dataset; empty for a file
     hub_config: str | None = None
     revision: str = ""  # of a dataset on the hub
@@ -107,13 +122,13 @@ class Source:
         """Suffix of a compressed file, such as ".gz"; "" for other files."""
         return next((suffix for suffix in self.suffixes[:1] if suffix in COMPRESSION_NAMES), "")
 
-
-def kind_of(source: Source) -> str:
-    """Return the kind of a source: "rows", one of RECORD_SUFFIXES, or "" for plain text."""
-    if source.hub_split:
-        return "rows"
-    suffixes = [suffix for suffix in source.suffixes if suffix != source.compression]
-    return suffixes[0] if suffixes and suffixes[0] in RECORD_SUFFIXES else ""
+    @property
+    def kind(self) -> str:
+        """The kind of reader: "rows", one of RECORD_SUFFIXES, or "text"."""
+        if self.hub_split:
+            return "rows"
+        suffixes = [suffix for suffix in self.suffixes if suffix != self.compression]
+        return suffixes[0] if suffixes and suffixes[0] in RECORD_SUFFIXES else "text"
 
 
 @contextlib.contextmanager
@@ -124,19 +139,12 @@ def wrap_errors(name: str, advice: str = DEFAULT_ADVICE) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
+        if is_bug(error):
+            raise
         # fsspec raises FileNotFoundError for any error of a web server, which is its cause.
         cause = error.__cause__ if type(error) is FileNotFoundError else None
         reason = f"{type(cause or error).__name__}: {' '.join(str(cause or error).split())[:300]}"
         raise UserError(f"{name}: could not be read ({reason}). {advice}") from None
-
-
-def import_optional(module: str, name: str, extra: str = "data") -> Any:
-    """Import a module of an optional package. Raises UserError with the command to install it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        command = f'pip install -e ".[{extra}]"'
-        raise UserError(f"{name}: needs the package {module}. Install it: {command}") from None
 
 
 def file_system(path: Path | str) -> tuple[Any, str]:
@@ -213,7 +221,7 @@ def find_sources(
             raise UserError(f"{name}: not found. Give {kinds}.")
         if not matches:
             raise UserError(f"{name}: no files match {pattern!r}. See --glob.")
-        text_files = [source.name for source in matches if not kind_of(source)]
+        text_files = [source.name for source in matches if source.kind == "text"]
         if glob is None and 0 < len(text_files) < len(matches):
             reason = f"has plain text ({text_files[0]}) beside records"
             raise UserError(f"{name}: {reason}. Choose files with --glob.")

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from engine.core.errors import UserError
-from engine.data.inputs.sources import BLOCK_BYTES, DEFAULT_ENCODING, Source, open_source
+from engine.data.inputs.sources import BLOCK_BYTES, DEFAULT_ENCODING, Reader, Source, open_source
 
 SAMPLE_BYTES = 2**16  # to detect an encoding
 MAX_NUL_FRACTION = 0.1  # of the bytes of damaged text; a file with more NULs is binary
@@ -33,9 +33,9 @@ Notes = Counter[str]
 
 
 @contextlib.contextmanager
-def open_text(source: Source, notes: Notes) -> Iterator[BinaryIO]:
+def open_text(source: Source, reader: Reader, notes: Notes) -> Iterator[BinaryIO]:
     """Open a file to read its text as UTF-8, which may start with a byte order mark."""
-    encoding = source.encoding
+    encoding = reader.encoding
     if encoding == "auto":
         encoding = detect_encoding(source)
         notes[f"files read as {encoding}"] += 1
@@ -44,7 +44,7 @@ def open_text(source: Source, notes: Notes) -> Iterator[BinaryIO]:
             yield file
             return
         try:
-            yield io.BufferedReader(Transcoder(file, encoding, source.errors, notes), BLOCK_BYTES)
+            yield io.BufferedReader(Transcoder(file, encoding, reader.errors, notes), BLOCK_BYTES)
         except UnicodeError as error:
             reason = f"is not {encoding} ({getattr(error, 'reason', error)})"
             advice = "Give another --encoding, or use --errors replace"
@@ -70,14 +70,18 @@ class Transcoder(io.RawIOBase):
         return len(data)
 
 
-def decode_utf8(data: bytes, source: Source, notes: Notes, is_head: bool, offset: int = 0) -> str:
+def decode_utf8(
+    data: bytes, source: Source, reader: Reader, notes: Notes, is_head: bool, offset: int = 0
+) -> str:
     """Decode UTF-8. If the data is the head of a file, its byte order mark is dropped.
 
-    By source.errors, bytes that are not text are replaced and counted, or raise UserError, without
+    By reader.errors, bytes that are not text are replaced and counted, or raise UserError, without
     the location.
     """
     if is_head:
         for signature, kind in BINARY_SIGNATURES.items():
+            if data.startswith(signature) and kind.startswith("compressed") and source.compression:
+                raise UserError("is compressed twice. Decompress it once.")
             if data.startswith(signature):
                 raise UserError(f"is not text but {kind}. Convert it to text.")
         offset += len(data) - len(data.removeprefix(codecs.BOM_UTF8))
@@ -94,9 +98,9 @@ def decode_utf8(data: bytes, source: Source, notes: Notes, is_head: bool, offset
         if encoding is None or not encoding.startswith("utf-"):
             raise UserError("is not text but binary, with NULs. Convert it to text.")
         raise UserError(f"{reason}, but likely {encoding}. Use --encoding {encoding}.")
-    if source.errors == "strict":
+    if reader.errors == "strict":
         advice = "Convert it, or use --errors replace"
-        if source.encoding == DEFAULT_ENCODING and not source.skip_bad_rows:
+        if reader.encoding == DEFAULT_ENCODING and not reader.skip_bad_rows:
             encoding = detect_encoding(source)
             likely = f"{encoding}, which is likely" if encoding != DEFAULT_ENCODING else "NAME"
             advice += f" or --encoding {likely}"

@@ -1,6 +1,5 @@
-"""The split of documents into train and validation, and the units of work of a corpus."""
+"""The documents of sources: their split into train and validation, and units of work."""
 
-import functools
 import hashlib
 import itertools
 from collections import Counter
@@ -14,10 +13,9 @@ import numpy as np
 from engine.core.errors import UserError
 from engine.data.inputs.columns import count_parts
 from engine.data.inputs.readers import Text, count_documents, is_one_document, read
-from engine.data.inputs.sources import DEFAULT_ENCODING, Source, kind_of
+from engine.data.inputs.sources import DEFAULT_ENCODING, DEFAULT_READER, Reader, Source
 from engine.data.inputs.text import Notes
 
-SPLIT_NAMES = ("train", "val")
 MIN_EXPECTED_DOCUMENTS = 6  # in the smaller split; with fewer, it could be empty by chance
 MIN_UNIT_BYTES = 2**24
 MAX_UNITS = 2**12  # roughly: each has its own shards, and Linux maps at most 65,530 files
@@ -34,7 +32,7 @@ class Piece(NamedTuple):
 
     split: str
     text: str
-    ends: bool  # whether the document, or its part in this split, ends with this piece
+    ends_document: bool  # whether the document, or its part in this split, ends with this piece
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,7 @@ class Unit:
 
     number: int
     parts: tuple[tuple[Source, int, int], ...]  # source, index and count: see readers.read
+    reader: Reader
     dropped: frozenset[int] = frozenset()  # numbers of its documents that are left out
     notes: Notes = field(default_factory=Counter, compare=False)  # of the sources when last read
     split: str = ""  # of all its documents; "": by the rule
@@ -57,102 +56,114 @@ class Unit:
         document = 0
         self.notes.clear()
         for source, index, count in self.parts:
-            for text in read(source, index, count, self.notes):
+            for text in read(source, index, count, self.notes, self.reader):
                 if document not in self.dropped:
                     yield text
-                document += text.ends
+                document += text.ends_document
 
 
 @dataclass(frozen=True)
-class Rule:
+class SplitRule:
     """Splits each document into train and validation, independently of the other documents.
 
-    A document is assigned by its hash. A large document, or every document if there are few, is
-    cut: its tail is for validation.
+    A document is assigned by its hash, an example by the hash of its prompt. A large document, or
+    every document if there are few, is cut: its tail is for validation.
     """
 
     val_fraction: float
-    few: bool  # whether assignment by hash could leave a split empty
-    single: bool  # whether there is one document, which does not end where it is cut
-    examples: bool  # examples are never cut
-    val_hashes: frozenset[bytes] = frozenset()  # of few examples: those for validation
+    has_few_documents: bool  # whether assignment by hash could leave a split empty
+    is_single_document: bool  # whether there is one, which does not end where it is cut
+    has_examples: bool  # which are never cut
+    val_prompts: tuple[bytes, ...] = ()  # of few prompts: the hashes of those for val
 
     def pieces(self, text: Text, digest: bytes, unit_split: str = "") -> list[Piece]:
         """Split a text into pieces, at most one for each split."""
         if unit_split:
-            return [Piece(unit_split, text.text, text.ends)]
-        if self.examples or not (self.few or text.is_large):
+            return [Piece(unit_split, text.text, text.ends_document)]
+        if self.has_examples:
+            digest = hash_prompt(text)
+        if self.has_examples or not (self.has_few_documents or text.is_large):
             is_val = hash_fraction(digest) <= self.val_fraction
-            if self.few:
-                is_val = digest[HASH_BYTES] in self.val_hashes
-            return [Piece("val" if is_val else "train", text.text, text.ends)]
+            if self.has_few_documents:
+                is_val = digest in self.val_prompts
+            return [Piece("val" if is_val else "train", text.text, text.ends_document)]
         data = text.text.encode()
         size = len(data) if text.document_bytes is None else text.document_bytes
         length = len(data) if text.piece_bytes is None else text.piece_bytes
         num_train_bytes = max(0, int(size * (1 - self.val_fraction)) - text.offset)
         if num_train_bytes >= length:
-            ends = text.ends or (num_train_bytes == length and not self.single)
-            return [Piece("train", text.text, ends)]
+            is_cut_here = num_train_bytes == length and not self.is_single_document
+            return [Piece("train", text.text, text.ends_document or is_cut_here)]
         # Bytes that were replaced by U+FFFD make the text longer than its bytes in the file.
         num_bytes = num_train_bytes * len(data) // length
         cut = len(data[:num_bytes].decode(errors="replace"))  # not inside a character
-        train_pieces = [Piece("train", text.text[:cut], not self.single)] if cut else []
-        return [*train_pieces, Piece("val", text.text[cut:], text.ends)]
+        head = text.text[:cut]
+        train_pieces = [Piece("train", head, not self.is_single_document)] if head else []
+        return [*train_pieces, Piece("val", text.text[cut:], text.ends_document)]
 
 
 class Corpus:
     """The documents of sources, in order."""
 
     def __init__(
-        self, sources: list[Source], val_fraction: float, val_sources: Sequence[Source] = ()
+        self,
+        sources: list[Source],
+        val_fraction: float,
+        val_sources: Sequence[Source] = (),
+        reader: Reader = DEFAULT_READER,
     ):
         """Read documents until it is certain whether there are few.
 
         If there are ``val_sources``, their documents are for validation, and all others for train.
+        Raises UserError if all examples have one prompt and there are none.
         """
         self.groups = [group for group in (sources, val_sources) if group]
         self.sources = [*sources, *val_sources]
-        self.val_fraction = val_fraction
-        self.examples = any(source.turns_of for source in self.sources)
-        self.single = all(len(group) == 1 and is_one_document(group[0]) for group in self.groups)
-        self.units = make_units(sources, "train" if val_sources else "")
-        self.units += make_units(val_sources, "val", len(self.units))
+        self.reader = reader
+        self.units = make_units(sources, reader, "train" if val_sources else "")
+        self.units += make_units(val_sources, reader, "val", len(self.units))
         self.bytes = sum(source.size for source in self.sources)
-        self.few = not val_sources and (self.single or self._has_few_documents())
+        self.prompts: set[bytes] = set()  # the hashes of few prompts
+        is_single = all(len(g) == 1 and is_one_document(g[0], reader) for g in self.groups)
+        has_examples = reader.examples is not None
+        has_few = not val_sources and (is_single or self._has_few_documents(val_fraction))
+        val_prompts = self._choose_val_prompts(val_fraction) if has_few and has_examples else []
+        self.rule = SplitRule(val_fraction, has_few, is_single, has_examples, tuple(val_prompts))
 
-    @functools.cached_property
-    def rule(self) -> Rule:
-        """The rule of the split. Reads the texts if there are few examples."""
-        val_hashes = frozenset(self._choose_val_examples() if self.examples and self.few else ())
-        return Rule(self.val_fraction, self.few, self.single, self.examples, val_hashes)
+    def _choose_val_prompts(self, val_fraction: float) -> list[bytes]:
+        """Choose about val_fraction of few prompts: at least one, but not all of them."""
+        prompts = sorted(self.prompts)
+        if len(prompts) == 1:
+            problem = "must have different prompts to split its examples (got 1)"
+            raise UserError(f"{self.sources[0].name}: {problem}. Give others with --val.")
+        count = min(max(1, round(val_fraction * len(prompts))), len(prompts) - 1)
+        return prompts[: max(0, count)]
 
-    def _has_few_documents(self) -> bool:
-        num_enough = MIN_EXPECTED_DOCUMENTS / min(self.val_fraction, 1 - self.val_fraction)
+    def _has_few_documents(self, val_fraction: float) -> bool:
+        """Return whether there are too few documents, or prompts, to assign them by hash."""
+        num_enough = MIN_EXPECTED_DOCUMENTS / min(val_fraction, 1 - val_fraction)
+        if self.reader.examples:
+            for text in self.texts():
+                self.prompts.add(hash_prompt(text))
+                if len(self.prompts) >= num_enough:
+                    return False
+            return True
         return all(total < num_enough for total in itertools.accumulate(self._document_counts()))
 
     def _document_counts(self) -> Iterator[int]:
         """Yield numbers whose sum is the number of documents."""
         for source in self.sources:
-            count = count_documents(source)
+            count = count_documents(source, self.reader)
             if count is None:
-                yield from (text.ends for text in read(source))
+                yield from (text.ends_document for text in read(source, reader=self.reader))
             else:
                 yield count
-
-    def _choose_val_examples(self) -> list[bytes]:
-        """Choose about val_fraction of few examples by their hashes: at least one, but not all."""
-        digests = sorted({digest_of(text) for text in self.texts()})
-        count = min(max(1, round(self.val_fraction * len(digests))), len(digests) - 1)
-        return [digest[HASH_BYTES] for digest in digests[:count]]
 
     @property
     def is_plain(self) -> bool:
         """Whether the sizes of the sources are about those of their texts."""
-        return not any(
-            source.compression
-            or source.encoding != DEFAULT_ENCODING
-            or kind_of(source) in (".parquet", "rows")
-            for source in self.sources
+        return self.reader.encoding == DEFAULT_ENCODING and not any(
+            source.compression or source.kind in (".parquet", "rows") for source in self.sources
         )
 
     @property
@@ -169,16 +180,24 @@ class Corpus:
         for unit in self.units:
             yield from unit.texts()
 
+    def hash_content(self) -> str:
+        """Hash all texts."""
+        return content_hash(self.units, self.digests())
+
     def digests(self) -> list[np.ndarray]:
-        """Return TEXT_DTYPE arrays (N,), one for each unit, without numbers of tokens."""
+        """Hash every text: a TEXT_DTYPE array (N,) for each unit, with 0 tokens."""
         arrays = []
         for unit in self.units:
-            rows = [(digest_of(text)[HASH_BYTES], 0, text.ends, False) for text in unit.texts()]
+            rows = [
+                (digest_of(text)[HASH_BYTES], 0, text.ends_document, False) for text in unit.texts()
+            ]
             arrays.append(np.array(rows, TEXT_DTYPE))
         return arrays
 
 
-def make_units(sources: Sequence[Source], split: str = "", first: int = 0) -> list[Unit]:
+def make_units(
+    sources: Sequence[Source], reader: Reader, split: str = "", first: int = 0
+) -> list[Unit]:
     """Group parts of sources into units, in order.
 
     Small files share a unit. A large file has its own; a large Parquet file or Hugging Face
@@ -196,7 +215,9 @@ def make_units(sources: Sequence[Source], split: str = "", first: int = 0) -> li
                 num_bytes = 0
             units[-1].append((source, index, count))
             num_bytes += part_bytes
-    return [Unit(number, tuple(parts), split=split) for number, parts in enumerate(units, first)]
+    return [
+        Unit(number, tuple(parts), reader, split=split) for number, parts in enumerate(units, first)
+    ]
 
 
 def make_batches(
@@ -216,7 +237,7 @@ def make_batches(
                 raise UserError(f"--tokenizer: {limit} (got {text.document_bytes:,}). {advice}")
             texts.append(text)
             num_characters += len(text.text) + 1
-            can_end = text.ends or not join_pieces
+            can_end = text.ends_document or not join_pieces
             if num_characters >= MIN_BATCH_CHARACTERS and can_end:
                 yield unit, texts
                 texts = []
@@ -236,6 +257,11 @@ def digest_of(text: Text) -> bytes:
     return hashlib.blake2b(text.text.encode(), salt=salt).digest()[:32]
 
 
+def hash_prompt(text: Text) -> bytes:
+    """Hash the prompt of an example with BLAKE2b, 32 bytes."""
+    return hashlib.blake2b(text.prompt.encode(), digest_size=32).digest()
+
+
 def hash_fraction(digest: bytes) -> float:
     """Map a digest to [0, 1], the same on every machine."""
     return int.from_bytes(digest[:8], "big") / 2**64
@@ -250,7 +276,7 @@ def content_hash(units: Iterable[Unit], texts: Iterable[np.ndarray]) -> str:
     return "-".join(digest.hexdigest() for digest in content.values())
 
 
-def sum_documents(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def aggregate_documents(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return hash, tokens and ``val`` of documents, (M,) each, from TEXT_DTYPE (N,) of texts."""
     ends = np.flatnonzero(texts["ends"])
     if not len(ends):
@@ -264,7 +290,7 @@ def sum_documents(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 def find_repeats(units: list[np.ndarray]) -> list[frozenset[int]]:
     """Return the numbers of each unit's documents that repeat an earlier document of any unit."""
-    hashes = [sum_documents(texts)[0] for texts in units]
+    hashes = [aggregate_documents(texts)[0] for texts in units]
     is_repeat = np.ones(sum(map(len, hashes)), bool)
     is_repeat[np.unique(np.concatenate(hashes), return_index=True)[1]] = False
     edges = np.cumsum([len(unit_hashes) for unit_hashes in hashes])[:-1]

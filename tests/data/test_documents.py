@@ -1,5 +1,6 @@
 """Which documents belong to which split, how sources form units, and what a sample contains."""
 
+import dataclasses
 import gzip
 import hashlib
 import json
@@ -11,13 +12,13 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from helpers import make_reader
 
 from engine.core.errors import UserError
-from engine.data import splits
-from engine.data.inputs import readers
+from engine.data.inputs import documents, readers
+from engine.data.inputs.documents import Corpus, Piece, digest_of, find_repeats, hash_fraction
 from engine.data.inputs.readers import Text
 from engine.data.inputs.sources import Source
-from engine.data.splits import Corpus, Piece, Unit, digest_of, find_repeats, hash_fraction
 from engine.data.tokenizer_training import sample_texts
 
 
@@ -26,27 +27,27 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make large documents, pieces and units so small that a test has many."""
     monkeypatch.setattr(readers, "LARGE_DOCUMENT_BYTES", 2**11)
     monkeypatch.setattr(readers, "PIECE_BYTES", 2**10)
-    monkeypatch.setattr(splits, "MIN_UNIT_BYTES", 2**10)
+    monkeypatch.setattr(documents, "MIN_UNIT_BYTES", 2**10)
 
 
-def source_of(path: Path, content: list[str] | str | bytes, **settings: Any) -> Source:
+def source_of(path: Path, content: list[str] | str | bytes) -> Source:
     """Write text, or documents, to a file of the kind of its suffix."""
     path.parent.mkdir(exist_ok=True)
     if path.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.table({"text": content}), path, row_group_size=10)
-        return Source(path, path.name, **settings)
+        return Source(path, path.name)
     if isinstance(content, list):
         content = "".join(json.dumps({"text": text}) + "\n" for text in content)
     data = content if isinstance(content, bytes) else content.encode()
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-    return Source(path, path.name, **settings)
+    return Source(path, path.name)
 
 
 def corpus_of(folder: Path, *contents: Any, val_fraction: float = 0.1, **settings: Any) -> Corpus:
     """Write a .jsonl file for each list of documents, and a .txt file for each text."""
     suffixes = [".jsonl" if isinstance(content, list) else ".txt" for content in contents]
     files = [(folder / f"{n}{suffix}", contents[n]) for n, suffix in enumerate(suffixes)]
-    return Corpus([source_of(*file, **settings) for file in files], val_fraction)
+    return Corpus([source_of(*file) for file in files], val_fraction, (), make_reader(**settings))
 
 
 def pieces_of(corpus: Corpus) -> list[Piece]:
@@ -58,19 +59,27 @@ def split_documents(corpus: Corpus) -> dict[str, list[str]]:
     documents: dict[str, list[str]] = {"train": [""], "val": [""]}
     for piece in pieces_of(corpus):
         documents[piece.split][-1] += piece.text
-        if piece.ends:
+        if piece.ends_document:
             documents[piece.split].append("")
     assert all(texts.pop() == "" for texts in documents.values())
     return documents
 
 
 DOCUMENTS = ["", *(f"Document {i}: naïve 🚀\n" + "with lines\n" * (i % 7) for i in range(60))]
-EXAMPLES: dict[str, Any] = {"turns_of": lambda record: record["text"]}  # examples
+
+
+def turns_of(record: dict[str, str]) -> list[tuple[str, str]]:
+    """Return a prompt of one text, and as its completion another."""
+    prompt, _, completion = record["text"].partition("|")
+    return [("prompt", prompt), ("completion", completion)]
+
+
+EXAMPLES: dict[str, Any] = {"turns_of": turns_of, "fields": ("text",)}
 
 
 def test_a_digest_is_of_the_text_and_its_offset():
     expected = hashlib.blake2b("é".encode()).digest()[:32]
-    assert digest_of(Text("é")) == digest_of(Text("é", ends=False)) == expected
+    assert digest_of(Text("é")) == digest_of(Text("é", ends_document=False)) == expected
     texts = [Text(text, offset, 9) for text in ("", "é", "e") for offset in (0, 1, 256)]
     assert len({digest_of(text) for text in texts}) == 9
 
@@ -102,12 +111,10 @@ def test_a_fraction_of_the_documents_is_for_validation(tmp_path: Path):
     assert 0 <= min(fractions) < 0.01 and 0.99 < max(fractions) < 1
 
 
-@pytest.mark.parametrize("settings", [{}, EXAMPLES], ids=["text", "examples"])
-@pytest.mark.parametrize("count", [6, 60])
-def test_identical_documents_have_the_same_split(count: int, settings: dict, tmp_path: Path):
-    texts = DOCUMENTS[1 : count + 1] * 3
+def test_identical_documents_have_the_same_split(tmp_path: Path):
+    texts = DOCUMENTS[1:] * 3
     random.Random(0).shuffle(texts)
-    split = split_documents(corpus_of(tmp_path, texts, val_fraction=0.3, **settings))
+    split = split_documents(corpus_of(tmp_path, texts, val_fraction=0.3))
     assert split["train"] and split["val"] and not {*split["train"]} & {*split["val"]}
 
 
@@ -133,7 +140,7 @@ def test_the_tails_of_few_documents_are_for_validation(sizes, val_fraction, smal
     texts = ["abcdefghij"[i % 10] * size for i, size in enumerate(sizes)]
     for number, contents in enumerate([texts, [texts]]):
         corpus = corpus_of(tmp_path / str(number), *contents, val_fraction=val_fraction)
-        assert corpus.rule.few and not corpus.single
+        assert corpus.rule.has_few_documents and not corpus.rule.is_single_document
         heads = [text[: int(len(text) * (1 - val_fraction))] for text in texts]
         tails = [text[len(head) :] for text, head in zip(texts, heads, strict=True)]
         split = split_documents(corpus)
@@ -153,7 +160,7 @@ def test_one_document_is_split_at_its_byte_between_characters(code: str, small, 
         assert names == sorted(names) and "".join(piece.text for piece in pieces) == text
         train = "".join(piece.text for piece in pieces if piece.split == "train")
         assert 0 <= len(train.encode()) - int(len(text.encode()) * (1 - val_fraction)) < 4
-        assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+        assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
 def test_replaced_bytes_leave_the_tail_in_one_piece(small, tmp_path: Path):
@@ -167,23 +174,52 @@ def test_replaced_bytes_leave_the_tail_in_one_piece(small, tmp_path: Path):
         assert names == sorted(names) and abs(val / len(data) - val_fraction) < 0.01
 
 
-# Few examples are split whole.
+# Examples are split by their prompts.
 
 
-@pytest.mark.parametrize("val_fraction", [0.01, 0.1, 0.5, 0.99])
-@pytest.mark.parametrize("sizes", [(), (9,), (9, 9), (1, 1000), (10, 5000, 10, 10), (9,) * 7])
-def test_both_splits_have_some_of_few_examples(sizes, val_fraction, small, tmp_path: Path):
-    texts = ["abcdefg"[i] * size for i, size in enumerate(sizes)]
-    pieces = pieces_of(corpus_of(tmp_path, texts, val_fraction=val_fraction, **EXAMPLES))
-    assert [json.loads(piece.text) for piece in pieces] == texts
-    assert all(piece.ends for piece in pieces)
-    num_val = min(max(1, round(val_fraction * len(sizes))), max(0, len(sizes) - 1))
-    assert [piece.split for piece in pieces].count("val") == num_val
+def answers_by_split(corpus: Corpus) -> dict[str, list[str]]:
+    """Return prompt|completion of the examples of each split."""
+    answers: dict[str, list[str]] = {"train": [], "val": []}
+    for piece in pieces_of(corpus):
+        assert piece.ends_document
+        answers[piece.split].append("|".join(text for _, text in json.loads(piece.text)))
+    return answers
 
 
-def test_repeats_of_one_example_are_for_training(tmp_path: Path):
-    pieces = pieces_of(corpus_of(tmp_path, ["one"] * 7, val_fraction=0.9, **EXAMPLES))
-    assert [piece.split for piece in pieces] == ["train"] * 7
+@pytest.mark.parametrize("num_prompts", [2, 7, 59, 400])
+def test_answers_to_one_prompt_have_one_split(num_prompts: int, tmp_path: Path):
+    texts = [f"prompt {n % num_prompts}|answer {n}" for n in range(1200)]
+    answers = answers_by_split(corpus_of(tmp_path, texts, **EXAMPLES))
+    prompts = [{text.partition("|")[0] for text in answers[split]} for split in ("train", "val")]
+    assert len(prompts[0]) + len(prompts[1]) == num_prompts and not prompts[0] & prompts[1]
+    assert sorted(answers["train"] + answers["val"]) == sorted(texts)
+    assert 1 <= len(prompts[1]) <= max(1, 0.2 * num_prompts)
+    shuffled = random.Random(0).sample(texts, len(texts))
+    again = answers_by_split(corpus_of(tmp_path / "shuffled", shuffled, **EXAMPLES))
+    assert {*again["val"]} == {*answers["val"]}
+
+
+def test_a_chat_is_split_by_all_before_its_first_answer(tmp_path: Path):
+    def chat(record: dict[str, str]) -> list[tuple[str, str]]:
+        system, question, *rest = record["text"].split("|")
+        return [("system", system), ("user", question), *(("assistant", text) for text in rest)]
+
+    texts = [f"s{n % 3}|q{n % 40}|answer {n}|more" for n in range(480)]
+    corpus = corpus_of(tmp_path, texts, turns_of=chat, fields=("text",))
+    splits: dict[str, set[str]] = {}
+    for piece in pieces_of(corpus):
+        splits.setdefault(json.dumps(json.loads(piece.text)[:2]), set()).add(piece.split)
+    assert len(splits) == 120 and all(len(names) == 1 for names in splits.values())
+    assert {"train", "val"} == set.union(*splits.values())
+
+
+@pytest.mark.parametrize("texts", [["q|a"], [f"q|{n}" for n in range(100)]])
+def test_examples_of_one_prompt_are_refused_unless_validation_is_given(texts, tmp_path: Path):
+    with pytest.raises(UserError, match=r"^0\.jsonl: .*\(got 1\).*--val"):
+        corpus_of(tmp_path, texts, **EXAMPLES)
+    sources = [source_of(tmp_path / name, texts) for name in ("0.jsonl", "val.jsonl")]
+    separate = Corpus(sources[:1], 0.0, sources[1:], make_reader(**EXAMPLES))
+    assert separate.rule.val_prompts == ()
 
 
 # How many documents there are.
@@ -196,7 +232,7 @@ def test_only_as_much_is_read_as_tells_that_documents_are_many(tmp_path: Path):
     (tmp_path / "bad.txt").write_bytes(b"\xff")
 
     def is_few(*names: str) -> bool:
-        return Corpus([Source(tmp_path / name, name) for name in names], 0.1).few
+        return Corpus([Source(tmp_path / name, name) for name in names], 0.1).rule.has_few_documents
 
     assert not is_few("a.jsonl")
     assert not is_few(*["bad.txt"] * 60) and is_few(*["bad.txt"] * 59)
@@ -204,8 +240,9 @@ def test_only_as_much_is_read_as_tells_that_documents_are_many(tmp_path: Path):
     with pytest.raises(UserError, match="JSON"):
         is_few("few.jsonl")
     for count in (59, 60):
-        source = source_of(tmp_path / "a.parquet", ["x"] * count, field="absent")
-        assert Corpus([source], 0.1).few == (count < 60)
+        source = source_of(tmp_path / "a.parquet", ["x"] * count)
+        reader = make_reader(field="absent")
+        assert Corpus([source], 0.1, (), reader).rule.has_few_documents == (count < 60)
 
 
 # Units.
@@ -239,7 +276,7 @@ def test_units_in_order_are_all_documents(small, tmp_path: Path):
 
 
 def test_a_large_corpus_has_a_limited_number_of_units(small, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(splits, "MAX_UNITS", 5)
+    monkeypatch.setattr(documents, "MAX_UNITS", 5)
     assert len(Corpus(mixed_sources(tmp_path), 0.2).units) < 12
 
 
@@ -249,7 +286,7 @@ def test_repeats_are_found_in_all_units_and_dropped(small, tmp_path: Path):
     corpus = corpus_of(tmp_path, *units)
     repeats = find_repeats(corpus.digests())
     assert repeats == [{2}, frozenset(), {0, 3}]
-    kept = [Unit(unit.number, unit.parts, repeats[unit.number]) for unit in corpus.units]
+    kept = [dataclasses.replace(unit, dropped=repeats[unit.number]) for unit in corpus.units]
     texts = [["".join(text.text for text in unit.texts())] for unit in kept]
     assert texts == [["a" + large], [""], [large[:2000] + "c"]]
 

@@ -7,19 +7,21 @@ import functools
 import itertools
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from engine.core.errors import UserError
-from engine.data.chat_template import (
+from engine.data.chats.chat_template import (
     CHATML_TEMPLATE,
     PLAIN_TEMPLATE,
     TOOLS_ROLE,
     ChatTemplate,
     map_texts,
 )
+from engine.data.split import is_target, token_ids
 from engine.data.tokenizer import Tokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
 
@@ -44,7 +46,9 @@ def own_template(tokenizer: Tokenizer) -> ChatTemplate | None:
     """Return the chat template of an imported model, if a special token ends its answers."""
     if tokenizer.chat_template is None:
         return None
-    template = ChatTemplate(tokenizer.chat_template, tokenizer.bos_token, tokenizer.end_name)
+    template = ChatTemplate(
+        tokenizer.chat_template, tokenizer.bos_token, tokenizer.end_of_text_name
+    )
     try:
         return None if _end_of_answer(tokenizer, template) is None else template
     except UserError as error:
@@ -74,26 +78,21 @@ def _end_of_answer(tokenizer: Tokenizer, template: ChatTemplate) -> int | None:
 def special_token_names(tokenizer: Tokenizer, chat: bool) -> list[str]:
     """Return the names of the special tokens that a tokenizer needs to encode examples."""
     if not chat:
-        return [tokenizer.end_name]
+        return [tokenizer.end_of_text_name]
     has_chatml = tokenizer.special_tokens.keys() >= {*CHATML_TOKENS}
     has_format = has_chatml or own_template(tokenizer)
     return [] if has_format else [*CHAT_ROLES.values(), END_OF_TURN]
 
 
-def end_of_turn(tokenizer: Tokenizer) -> int | None:
+def end_of_turn_id(tokenizer: Tokenizer) -> int | None:
     """Return the id that ends a turn of a chat; None without tokens for chats."""
     return chat_format(tokenizer)[1]
 
 
-def stop_ids(tokenizer: Tokenizer) -> list[int]:
+def stop_token_ids(tokenizer: Tokenizer) -> list[int]:
     """Return the ids that end the assistant's turn: at most one."""
-    end = end_of_turn(tokenizer)
+    end = end_of_turn_id(tokenizer)
     return [] if end is None else [end]
-
-
-def prompt_ids(example: Iterable[int]) -> list[int]:
-    """Return the token ids of an example before its first target."""
-    return [~token for token in itertools.takewhile(lambda token: token < 0, example)]
 
 
 @functools.lru_cache(32)
@@ -205,25 +204,48 @@ def encode_example(tokenizer: Tokenizer, turns: Sequence[Turn]) -> np.ndarray:
     """Encode an example, int32 (N,): an id where it counts as a target, ~id elsewhere."""
     if turns[0][0] == "prompt":
         prompt, completion = (tokenizer.encode(turn[1]).astype(np.int32) for turn in turns)
-        end_of_text = np.array([tokenizer.special_tokens[tokenizer.end_name]], np.int32)
+        end_of_text = np.array([tokenizer.special_tokens[tokenizer.end_of_text_name]], np.int32)
         return np.concatenate((~prompt, completion, end_of_text))
     template, end = chat_format(tokenizer)
     messages = to_messages(turns, tokenizer)
     text = template.render(messages)
-    ids, starts = encode_rendered(tokenizer, text)
+    ids, segments = encode_rendered(tokenizer, text)
     example = [~token for token in ids]
-    for index, turn in enumerate(turns):
-        if turn[0] == "assistant" and keys_of(turn).get("weight") != 0:
-            answer_start = _answer_start(template, messages, index, text)
-            segment_start, start = max(pair for pair in starts if pair[0] <= answer_start)
-            before = _encode_segment(tokenizer, text, segment_start, answer_start)
-            start += common_length(before, ids[start:])
-            if end not in ids[start:]:
-                number = index + (turns[0][0] != TOOLS_ROLE)
-                raise UserError(f"the model's chat template does not end message {number}")
-            stop = ids.index(end, start) + 1
-            example[start:stop] = ids[start:stop]
+    for index, answer_start in _answer_starts(template, messages, text).items():
+        if keys_of(turns[index]).get("weight") == 0:
+            continue
+        segment_start, start = segments[bisect_right(segments, (answer_start, len(ids))) - 1]
+        before = _encode_segment(tokenizer, text, segment_start, answer_start)
+        start += common_length(before, ids[start : start + len(before)])
+        try:
+            stop = ids.index(-1 if end is None else end, start) + 1
+        except ValueError:
+            number = index + (turns[0][0] != TOOLS_ROLE)
+            raise UserError(f"the model's chat template does not end message {number}") from None
+        example[start:stop] = ids[start:stop]
     return np.array(example, np.int32)
+
+
+def _answer_starts(
+    template: ChatTemplate, messages: Sequence[dict[str, Any]], text: str
+) -> dict[int, int]:
+    """Return the index of the first character of each answer in a rendered chat, by message.
+
+    Most templates put one prompt before every answer: then two renderings find all of them.
+    """
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    starts = [_answer_start(template, messages, answers[0], text)]
+    before = messages[: answers[0]]
+    prompt = ""
+    if before and before[-1]["role"] != TOOLS_ROLE:
+        question = template.render(before)
+        prompt = template.render(before, add_generation_prompt=True).removeprefix(question)
+    if prompt and text.count(prompt) == len(answers):
+        ends = [match.end() for match in re.finditer(re.escape(prompt), text)]
+        if ends[0] == starts[0]:
+            return dict(zip(answers, ends, strict=True))
+    starts += [_answer_start(template, messages, index, text) for index in answers[1:]]
+    return dict(zip(answers, starts, strict=True))
 
 
 def _answer_start(
@@ -254,11 +276,6 @@ def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def is_target(example: np.ndarray) -> np.ndarray:
-    """Return a mask, bool (N,), of the targets in an encoded example (N,): never the first id."""
-    return (example >= 0) & (np.arange(len(example)) > 0)
-
-
 def count_targets(tokenizer: Tokenizer, example: np.ndarray) -> tuple[int, int]:
     """Count the targets of an example, and the UTF-8 bytes of their text."""
     special = {*tokenizer.special_tokens.values()}
@@ -282,8 +299,7 @@ def render_with_targets(tokenizer: Tokenizer, example: np.ndarray) -> str:
     targets = is_target(example)
     rendered = ""
     for run in np.split(np.arange(len(example)), np.flatnonzero(np.diff(targets)) + 1):
-        ids = np.maximum(example[run], ~example[run])
-        text = escape_unprintable(tokenizer.decode(ids.tolist()))
+        text = escape_unprintable(tokenizer.decode(token_ids(example[run]).tolist()))
         if len(text) > MAX_RENDERED_RUN_CHARACTERS:
             half = MAX_RENDERED_RUN_CHARACTERS // 2
             text = f"{text[:half]} … {text[-half:]}"
@@ -298,7 +314,7 @@ def make_encoder(tokenizer: Tokenizer, separator: str, examples: bool) -> Encode
 
     A document ends with the end of text, or with the separator if there is no such token.
     """
-    end = tokenizer.end_of_text
+    end = tokenizer.end_of_text_id
     ending = tokenizer.encode(separator) if end is None else np.array([end], np.uint32)
 
     def encode_text(text: str, ends: bool) -> tuple[np.ndarray, int, int]:

@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 from engine.core.errors import UserError
-from engine.data.chat import Turn, check_template, keys_of, renders_tools, to_messages
-from engine.data.chat_template import TOOLS_ROLE, ChatTemplate
+from engine.data.chats.chat import Turn, check_template, keys_of, renders_tools, to_messages
+from engine.data.chats.chat_template import TOOLS_ROLE, ChatTemplate
+from engine.data.inputs.sources import ExampleParser
 
 PROMPT_SEPARATOR = "\n\n"  # between the texts of several prompt fields
 NO_SYSTEM_NOTE = "chats without a system turn"
@@ -31,29 +32,27 @@ EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
 Record = dict[str, Any]
 
 
-def chat_options(field: str | None, template: ChatTemplate | None) -> dict[str, Any]:
-    """Return the arguments of a Source of chats: its functions and fields."""
+def chat_parser(field: str | None, template: ChatTemplate | None) -> ExampleParser:
+    """Return the parser of chats, in a field or in one of those that are usual."""
     fields = (field,) if field else (*CHAT_FIELDS, *PAIR_FIELDS)
     if template and renders_tools(template):
         fields = (*fields, TOOLS_FIELD)
-    return {
-        "turns_of": partial(parse_chat, field=field, template=template),
-        "notes_of": partial(chat_notes, field=field, template=template),
-        "fields": fields,
-    }
+    return ExampleParser(
+        partial(parse_chat, field=field, template=template),
+        partial(chat_notes, field=field, template=template),
+        fields,
+    )
 
 
-def pair_options(prompt_field: str | Sequence[str], completion_field: str) -> dict[str, Any]:
-    """Return the arguments of a Source of prompts and completions: its functions and fields."""
+def pair_parser(prompt_field: str | Sequence[str], completion_field: str) -> ExampleParser:
+    """Return the parser of prompts, from one field or several, with their completions."""
     prompt_fields = list_fields(prompt_field)
     fields = (*prompt_fields, completion_field)
-    return {
-        "turns_of": partial(
-            parse_pair, prompt_fields=prompt_fields, completion_field=completion_field
-        ),
-        "notes_of": partial(unused_field_notes, fields=fields),
-        "fields": fields,
-    }
+    return ExampleParser(
+        partial(parse_pair, prompt_fields=prompt_fields, completion_field=completion_field),
+        partial(unused_field_notes, fields=fields),
+        fields,
+    )
 
 
 def list_fields(fields: str | Sequence[str]) -> list[str]:
@@ -171,15 +170,17 @@ def _parse_message(message: Any) -> Turn:
         extra["weight"] = 0
     if role == "tool":
         extra |= {name: keys[name] for name in TOOL_KEYS if isinstance(keys.get(name), str)}
-    text = _text_of(keys)
+    text = text_of_message(keys)
     return (role, text, extra) if extra else (role, text)
 
 
 def _is_empty(message: Record) -> bool:
-    return not (message.get("tool_calls") or message.get("function_call") or _text_of(message))
+    return not (
+        message.get("tool_calls") or message.get("function_call") or text_of_message(message)
+    )
 
 
-def _text_of(message: Record) -> str:
+def text_of_message(message: Record) -> str:
     """Return the text of a message's content: text, parts of text, or null."""
     content = message.get("value") if message.get("content") is None else message["content"]
     texts = []

@@ -1,0 +1,259 @@
+"""A split of a dataset: text, examples or a mixture of texts, and its rows for step t.
+
+The rows are a pure function of (split, seed, t). In a row a token that is not a target is ~id.
+"""
+
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.core.errors import UserError
+from engine.data.order import (
+    assign_to_texts,
+    derived_seed,
+    evaluation_windows,
+    example_indices,
+    window_starts,
+)
+
+EXAMPLES_DTYPE = "int32"  # of token shards of examples: ~id is negative
+PADDING_TOKEN = ~0  # token 0, not a target
+LENGTH_MULTIPLE = 8  # of padded examples: faster matrix products, and fewer shapes
+
+
+def token_ids(tokens: np.ndarray) -> np.ndarray:
+    """Return the ids of tokens, of which ~id is not a target."""
+    return np.where(tokens < 0, ~tokens, tokens)
+
+
+def prompt_ids(example: np.ndarray) -> list[int]:
+    """Return the token ids of an example before its first target."""
+    return [~token for token in itertools.takewhile(lambda token: token < 0, example.tolist())]
+
+
+def is_target(example: np.ndarray) -> np.ndarray:
+    """Return a mask, bool (N,), of the targets in an encoded example (N,): never the first id."""
+    return (example >= 0) & (np.arange(len(example)) > 0)
+
+
+def padded_length(num_tokens: int, context_length: int) -> int:
+    """Return the padded length of a batch's inputs, from the size of its longest example."""
+    assert num_tokens <= context_length + 1, "see drop_long_examples"
+    return min(-(-max(1, num_tokens - 1) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, context_length)
+
+
+class ShardedTokens:
+    """Several arrays, read as one by slices."""
+
+    def __init__(self, arrays: Sequence[np.ndarray]):
+        self.arrays = arrays
+        self.starts = np.cumsum([0] + [len(array) for array in arrays]).tolist()
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        start, stop, _ = span.indices(len(self))
+        touched = slice(bisect_right(self.starts, start) - 1, bisect_left(self.starts, stop))
+        arrays = zip(self.arrays[touched], self.starts[touched], strict=True)
+        slices = [array[max(0, start - offset) : stop - offset] for array, offset in arrays]
+        if len(slices) == 1:
+            return slices[0]
+        return np.concatenate(slices or [np.empty(0, np.uint16)])
+
+
+Tokens = np.ndarray | ShardedTokens  # token ids (N,)
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """What the rows of a rank in a training batch depend on, besides the step."""
+
+    context_length: int
+    seed: int
+    batch_size: int  # sequences of all ranks
+    rank_slice: slice  # selects the rank's sequences in a batch
+
+
+class Split:
+    """A split of a dataset: text, or in subclasses examples or a mixture of texts."""
+
+    num_examples = 0  # 0: text
+    longest_example = 0  # tokens
+    num_cut = 0  # examples, by drop_long
+    num_removed = 0  # examples, by drop_long
+
+    def __init__(self, tokens: Tokens):
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return len(self.tokens)
+
+    def tokens_per_step(self, batch_size: int, context_length: int) -> int:
+        """Return the number of inputs of a batch without padding; for examples, the mean."""
+        return batch_size * context_length
+
+    def examples(self) -> Iterator[np.ndarray]:
+        """Yield the tokens of each example, int32; of text, nothing."""
+        return iter(())
+
+    def drop_long(self, context_length: int, cut: bool) -> "Split":
+        """Remove the examples of more than context_length + 1 tokens, or cut them."""
+        return self
+
+    def rows(self, step: int, spec: BatchSpec) -> np.ndarray:
+        """Read the rows of a rank in a batch: int64 (N, up to context_length + 1)."""
+        numbers = np.arange(spec.batch_size, dtype=np.uint64)[spec.rank_slice]
+        index = np.uint64(step * spec.batch_size) + numbers
+        return self.windows(spec.context_length, spec.seed, index)
+
+    def windows(self, context_length: int, seed: int, sequence_index: np.ndarray) -> np.ndarray:
+        """Read windows: see :func:`window_starts`."""
+        starts = window_starts(len(self), context_length, seed, sequence_index)
+        return self._gather(starts, context_length + 1)
+
+    def _gather(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Read the windows of ``length`` tokens that start at ``starts`` (N,): (N, length)."""
+        windows = [self.tokens[start : start + length] for start in starts.tolist()]
+        return np.array(windows, np.int64).reshape(len(starts), length)
+
+    def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Read consecutive ids, int64 (N,), and which of them are targets, bool (N,)."""
+        ids = self.tokens[start:stop].astype(np.int64)
+        return ids, np.arange(start, start + len(ids)) > 0
+
+    def evaluation_rows(
+        self, context_length: int, max_tokens: int, rank: int, world_size: int, batch_tokens: int
+    ) -> Iterator[np.ndarray]:
+        """Yield the rows of a rank to evaluate on, int64 (N, T + 1) each, of batch_tokens.
+
+        max_tokens limits the evaluation; 0: no limit. All ranks have the same number of batches,
+        of the same shapes.
+        """
+        starts, num_ignored = evaluation_windows(len(self), context_length, max_tokens)
+        num_missing = -len(starts) % world_size  # filled with windows without a target
+        starts = np.append(starts, np.repeat(starts[:1], num_missing))[rank::world_size]
+        no_targets = np.repeat(context_length, num_missing)
+        num_ignored = np.append(num_ignored, no_targets)[rank::world_size]
+        num_rows = max(1, batch_tokens // context_length)
+        for first in range(0, len(starts), num_rows):
+            batch = slice(first, first + num_rows)
+            rows = self._gather(starts[batch], context_length + 1)
+            is_ignored = np.arange(context_length) < num_ignored[batch, None]
+            rows[:, 1:] = np.where(is_ignored, ~rows[:, 1:], rows[:, 1:])
+            yield rows
+
+
+class MixedText(Split):
+    """The training splits of several datasets of text."""
+
+    def __init__(self, texts: Sequence[Split], weights: Sequence[float]):
+        """Take a fraction of the sequences from each text; the fractions sum to 1."""
+        self.texts = texts
+        self.weights = weights
+
+    def __len__(self) -> int:
+        return sum(map(len, self.texts))
+
+    def windows(self, context_length: int, seed: int, sequence_index: np.ndarray) -> np.ndarray:
+        """Read the windows of each text.
+
+        Each has its own seed: with one seed, texts of equal length would have the same order.
+        """
+        windows = np.empty((len(sequence_index), context_length + 1), np.int64)
+        text_index, index = assign_to_texts(self.weights, sequence_index)
+        for number, text in enumerate(self.texts):
+            rows = text_index == number
+            text_seed = derived_seed(seed, number) if number else seed
+            windows[rows] = text.windows(context_length, text_seed, index[rows])
+        return windows
+
+
+class Examples(Split):
+    """A split of examples. Its length is its number of tokens, as for a split of text."""
+
+    def __init__(self, tokens: Tokens, starts: np.ndarray, lengths: np.ndarray):
+        """Take int32 tokens, and for each example its start and its length in them, int64 (N,)."""
+        self.tokens = tokens
+        self.starts = starts
+        self.lengths = lengths
+        self.num_examples = len(lengths)
+        self.longest_example = int(lengths.max())
+
+    def __len__(self) -> int:
+        return int(self.lengths.sum())
+
+    def tokens_per_step(self, batch_size: int, context_length: int) -> int:
+        """Return the mean number of inputs of a batch without padding."""
+        return round(batch_size * (len(self) / self.num_examples - 1))
+
+    def example(self, index: int) -> np.ndarray:
+        """Read the tokens of one example, int32."""
+        start = int(self.starts[index])
+        return self.tokens[start : start + int(self.lengths[index])]
+
+    def drop_long(self, context_length: int, cut: bool) -> "Examples":
+        """Remove the examples of more than context_length + 1 tokens, or cut them.
+
+        An example without a target after the cut is removed. Raises UserError if none remains.
+        """
+        max_length = context_length + 1
+        long = np.flatnonzero(self.lengths > max_length).tolist()
+        removed = [i for i in long if not (cut and (self.example(i)[1:max_length] >= 0).any())]
+        if len(removed) == self.num_examples:
+            reason = f"no example has a target within {max_length} tokens"
+            min_context = int(self.lengths.min()) - 1
+            advice = "Raise it" if cut else f"Raise it to {min_context}, or use --long-examples cut"
+            raise UserError(f"--context-length: {reason} (got {context_length}). {advice}.")
+        lengths = np.delete(np.minimum(self.lengths, max_length), removed)
+        shortened = Examples(self.tokens, np.delete(self.starts, removed), lengths)
+        shortened.num_cut = len(long) - len(removed)
+        shortened.num_removed = len(removed)
+        return shortened
+
+    def examples(self) -> Iterator[np.ndarray]:
+        """Yield the tokens of each example, int32."""
+        return map(self.example, range(self.num_examples))
+
+    def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Read ids, also those of removed and cut examples, which are no targets."""
+        tokens = self.tokens[start:stop].astype(np.int64)
+        position = np.arange(start, start + len(tokens))
+        index = np.searchsorted(self.starts, position, "right") - 1
+        offset = position - self.starts[index]
+        is_target = (tokens >= 0) & (offset > 0) & (offset < self.lengths[index])
+        return token_ids(tokens), is_target
+
+    def rows(self, step: int, spec: BatchSpec) -> np.ndarray:
+        """Read the examples of a rank in a batch, which are padded to the longest of all ranks."""
+        index = example_indices(self.lengths, spec.seed, step, spec.batch_size)
+        length = padded_length(int(self.lengths[index].max()), spec.context_length)
+        return self._gather(index[spec.rank_slice], length + 1)
+
+    def _gather(self, example_index: np.ndarray, length: int) -> np.ndarray:
+        """Read examples, padded on the right: indices (N,) → (N, length); -1: no tokens."""
+        rows = np.full((len(example_index), length), PADDING_TOKEN, np.int64)
+        for row, index in zip(rows, example_index.tolist(), strict=True):
+            if index >= 0:
+                tokens = self.example(index)
+                row[: len(tokens)] = tokens
+        return rows
+
+    def evaluation_rows(
+        self, context_length: int, max_tokens: int, rank: int, world_size: int, batch_tokens: int
+    ) -> Iterator[np.ndarray]:
+        """Yield examples, longest first; a limit spaces them evenly."""
+        order = np.argsort(-self.lengths, kind="stable")
+        if max_tokens and max_tokens < len(self):
+            num_examples = max(1, round(len(order) * max_tokens / len(self)))
+            order = order[np.linspace(0, len(order) - 1, num_examples).astype(np.int64)]
+        order = np.append(order, np.repeat(-1, -len(order) % world_size))
+        while len(order):
+            length = padded_length(int(self.lengths[order[0]]), context_length)
+            num_rows = max(1, batch_tokens // length) * world_size
+            yield self._gather(order[:num_rows][rank::world_size], length + 1)
+            order = order[num_rows:]
