@@ -231,21 +231,27 @@ def _answer_starts(
 ) -> dict[int, int]:
     """Return the index of the first character of each answer in a rendered chat, by message.
 
-    Most templates put one prompt before every answer: then two renderings find all of them.
+    Most templates put one prompt before every answer: then one more rendering finds all of them.
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    starts = [_answer_start(template, messages, answers[0], text)]
-    before = messages[: answers[0]]
-    prompt = ""
-    if before and before[-1]["role"] != TOOLS_ROLE:
-        question = template.render(before)
-        prompt = template.render(before, add_generation_prompt=True).removeprefix(question)
-    if prompt and text.count(prompt) == len(answers):
-        ends = [match.end() for match in re.finditer(re.escape(prompt), text)]
-        if ends[0] == starts[0]:
-            return dict(zip(answers, ends, strict=True))
-    starts += [_answer_start(template, messages, index, text) for index in answers[1:]]
-    return dict(zip(answers, starts, strict=True))
+    first = _answer_start(template, messages, answers[0], text)
+    prompt = _generation_prompt(template)
+    ends = [match.end() for match in re.finditer(re.escape(prompt), text)] if prompt else []
+    if len(ends) == len(answers) and ends[0] == first:
+        return dict(zip(answers, ends, strict=True))
+    starts = [_answer_start(template, messages, index, text) for index in answers[1:]]
+    return dict(zip(answers, [first, *starts], strict=True))
+
+
+@functools.lru_cache(16)
+def _generation_prompt(template: ChatTemplate) -> str:
+    """Return what a template adds after a question, before the answer; "" if it refuses that."""
+    question = to_messages([("user", "Hi")])
+    try:
+        prompt = template.render(question, add_generation_prompt=True)
+        return prompt.removeprefix(template.render(question))
+    except UserError:
+        return ""
 
 
 def _answer_start(
