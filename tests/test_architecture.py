@@ -13,7 +13,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 SOURCES = ("*.py", "engine", "config")
 # They are lowered whenever they can be. Only a new capability raises them.
 MAX_SOURCE_LINES = 14_760
-MAX_TEST_LINES = 17_000
+MAX_TEST_LINES = 17_050
 
 
 def read_changes() -> dict[str, tuple[str, list[str]]]:

@@ -77,6 +77,16 @@ def test_a_position_depends_on_the_windows_of_its_layers(windows, num_layers, re
     assert torch.equal(dependencies(random_model(config), 40, dtype), expected)
 
 
+def test_the_number_of_parameters():
+    matrices = 2 * (4 * 24 * 24 + 2 * 24 * 96)
+    biases = 2 * (4 * 24 + 96 + 24)
+    norms = 2 * 2 * 2 * 24
+    assert GPT(SMALL).num_parameters == 37 * 24 * 2 + matrices
+    assert GPT(VARIANTS["2017"]).num_parameters == 37 * 24 + matrices + biases + norms
+    gpt2 = 37 * 24 + 16 * 24 + matrices + biases + norms + 2 * 24
+    assert GPT(VARIANTS["gpt2"]).num_parameters == gpt2
+
+
 @torch.no_grad()
 def test_more_tokens_than_the_context_are_refused():
     model = random_model(SMALL)

@@ -16,9 +16,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import ROOT, Action, SpoilLoss, logged, newest_checkpoint, seal, tiny, train_tiny
+from helpers import (
+    ROOT,
+    Action,
+    SpoilLoss,
+    logged,
+    newest_checkpoint,
+    numbers_text,
+    seal,
+    tiny,
+    train_tiny,
+)
 from soak import run_ranks
 
+import prepare
 import sample
 import train
 from engine.core.distributed import init_distributed
@@ -213,6 +224,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("a file system cannot be mounted here")
     yield path
     subprocess.run(["umount", "-l", path], check=True)
+
+
+def test_a_disk_that_fills_up_while_preparing_leaves_nothing(small_disk, tmp_path):
+    text = tmp_path / "big.txt"
+    text.write_text(numbers_text(100_000))
+    with pytest.raises(OSError, match="No space left"):
+        prepare.main([str(text), "--tokenizer", "byte", "--out", str(small_disk / "data")])
+    assert list(small_disk.iterdir()) == []
 
 
 def test_a_full_disk_keeps_the_checkpoints_and_delays_the_metrics(place, small_disk, capsys):

@@ -115,6 +115,24 @@ def test_error_leaves_a_directory_as_it_was(tmp_path, exists):
     assert names_below(tmp_path) == before
 
 
+@pytest.mark.parametrize("failing_rename", [1, 2])
+def test_failed_rename_leaves_a_directory_as_it_was(tmp_path, monkeypatch, failing_rename):
+    fill(tmp_path / "target", "one")
+    rename = Path.rename
+    calls = []
+
+    def rename_or_fail(path: Path, new_path: Path) -> Path:
+        calls.append(path)
+        if len(calls) == failing_rename:
+            raise OSError("disk")
+        return rename(path, new_path)
+
+    monkeypatch.setattr(Path, "rename", rename_or_fail)
+    with pytest.raises(OSError, match="disk"):
+        fill(tmp_path / "target", "two")
+    assert names_below(tmp_path) == {"target", "one"}
+
+
 def test_directory_of_a_kill_between_two_renames_is_restored(tmp_path):
     target = tmp_path / "target"
     fill(target, "one")

@@ -170,6 +170,11 @@ def orthogonalize_definition(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def test_muon_refuses_a_group_of_many_shapes():
+    with pytest.raises(ValueError, match="one shape"):
+        Muon([torch.zeros(2, 3), torch.zeros(3, 2)])
+
+
 @pytest.mark.parametrize("shape", [(3, 16, 64), (2, 64, 16), (1, 32, 32)])
 def test_orthogonalized_matrices_have_singular_values_near_1_and_the_same_vectors(shape):
     torch.manual_seed(0)

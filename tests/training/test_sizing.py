@@ -158,11 +158,10 @@ def test_tokens_are_those_of_the_steps(settings):
 # resolve().
 
 
-def run_settings(config: TrainConfig, data, measure=lambda config: 0.01, started_at=None):
+def run_settings(config: TrainConfig, data, measure=lambda config: 0.01):
     """Return the settings of a run of the config; ``measure`` returns the seconds of a step."""
-    started_at = time.monotonic() if started_at is None else started_at
     measure_on = lambda run_config, data: measure(run_config)  # noqa: E731
-    return resolve(config, data, SINGLE_PROCESS, started_at, None, measure_on)[0]
+    return resolve(config, data, SINGLE_PROCESS, time.monotonic(), None, measure_on)[0]
 
 
 @pytest.fixture(scope="module")
