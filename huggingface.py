@@ -14,8 +14,8 @@ import tyro
 
 from engine.core.cli import run_command, shell_command
 from engine.core.errors import UserError
-from engine.core.files import atomic_directory, write_json
-from engine.core.settings import from_values, parse
+from engine.core.files import atomic_directory, read_json, write_json
+from engine.core.settings import parse
 from engine.data.chats.chat_template import read_tokenizer_config
 from engine.data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
 from engine.huggingface import convert, directory
@@ -118,9 +118,7 @@ def import_model(config: ImportConfig) -> bool:
         raise UserError(f"{config.out}: already has checkpoints. Choose another folder.")
     path = directory.find_directory(config.source)
     source = str(path / "config.json")
-    hf_config = directory.read_config(path)
-    family, settings = convert.from_hf_config(hf_config, source)
-    model_config = from_values(ModelConfig, settings, source)
+    family, model_config = convert.from_hf_config(read_json(path / "config.json"), source)
     tensors = directory.read_tensors(path)
     if model_config.num_layers > len(tensors):
         got = f"got {len(tensors)} for {model_config.num_layers:,} layers"
@@ -192,8 +190,6 @@ def rewrite_config(config: ModelConfig, family: Family) -> ModelConfig:
         changes["bias"] = True
     if config.bias or changes.get("bias"):
         changes["qkv_bias"] = False  # bias includes it
-    if "dropout" not in family.settings:
-        changes["dropout"] = 0.0
     return replace(config, **changes)
 
 

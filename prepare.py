@@ -33,7 +33,7 @@ from engine.data.inputs.text import normalize_encoding
 from engine.data.tokenizer import Tokenizer, named_tokenizer
 from engine.data.tokenizer_json import MAX_VOCAB_SIZE, SPLIT_PATTERNS
 from engine.data.tokenizer_training import MIN_BPE_VOCAB_SIZE, train_tokenizer
-from engine.data.writer import remove_work_folder, write_dataset
+from engine.data.writer import write_dataset
 from engine.report.dataset_summary import describe_dataset
 
 DEFAULT_PATTERN = "pairs"
@@ -149,7 +149,6 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
         corpus = Corpus(sources, val_fraction, val_sources, reader)
         origin = origin_of(corpus, config, tokenizer)
         if is_up_to_date(out, origin, config.force, corpus.version, corpus.hash_content):
-            remove_work_folder(out)
             return out, False
         with exclusive_lock(out):
             replaced = None

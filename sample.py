@@ -33,7 +33,12 @@ import torch
 import tyro
 from annotated_types import Ge, Gt, Le, Lt
 
-from engine.core.device import MIN_BFLOAT16_DECODING_WIDTH, choose_device, choose_dtype
+from engine.core.device import (
+    MIN_BFLOAT16_DECODING_WIDTH,
+    choose_device,
+    choose_dtype,
+    keep_freed_memory,
+)
 from engine.core.errors import UserError
 from engine.core.files import read_input
 from engine.core.pictures import draw_attention
@@ -176,6 +181,7 @@ def load(
         raise UserError(f"{path}: is a model of transformers. Import it: {command}")
     if children := sorted([*path.glob("*/checkpoints"), *path.glob("step-*/manifest.json")]):
         raise UserError(f"{path}: contains models. Choose one, such as {children[-1].parent}.")
+    keep_freed_memory()
     torch_device = choose_device(device)
     checkpoint = find_checkpoint(path)
     if quantize and torch_device.type != "cpu":

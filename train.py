@@ -28,14 +28,14 @@ import torch
 from torch import Tensor
 
 from engine.core.device import choose_device, use_deterministic_kernels
-from engine.core.distributed import DistributedContext, init_distributed, single_process
+from engine.core.distributed import DistributedContext, init_distributed
 from engine.core.errors import UserError
 from engine.core.settings import check_ranges, load_settings, to_toml
 from engine.core.sharding import gradient_sync
-from engine.data.batches import Mixture, check_sizes, evaluation_batches, open_mixture
+from engine.data.batches import Mixture, check_sizes, inputs_and_targets, open_mixture
 from engine.data.order import derived_seed
 from engine.nn.loss import IGNORE_INDEX
-from engine.report.callback import Report
+from engine.report.samples import Report
 from engine.training.callbacks import MetricsFile, Terminal, WeightsAndBiases, print_summary
 from engine.training.checkpoint import Checkpoint
 from engine.training.config import (
@@ -117,7 +117,7 @@ def train(
                 trainer.initialize(base)
             trainer.start_budget(started_at, checkpoint)
             run_dir.write_settings(to_toml(run_config))
-            with trainer.clock.pause():
+            with trainer.budget.pause():
                 trainer.wrap_model()
                 trainer.notify("on_train_start")
             training_loop(trainer, should_stop)
@@ -133,7 +133,7 @@ def training_loop(trainer: Trainer, should_stop: Callable[[], bool]) -> None:
     budget = trainer.budget
     while not (budget.exhausted or trainer.dist_ctx.any(should_stop())):
         loss, learning_rate, grad_norm = train_step(trainer)
-        budget.update(trainer.step, trainer.clock)
+        budget.update(trainer.step)
         trainer.notify("on_step")
         if trainer.step % config.log_every == 0 or trainer.step == budget.total_steps:
             trainer.log_training(loss, learning_rate, grad_norm)
@@ -186,7 +186,7 @@ def evaluate_and_save(trainer: Trainer) -> None:
     """Evaluate, call the callbacks, and save if the loss is the lowest of the run."""
     if trainer.run_dir:
         trainer.run_dir.check()
-    with trainer.clock.pause(), trainer.budget.timing("evaluate"):
+    with trainer.budget.timing("evaluate"):
         record = trainer.data.evaluation_record(evaluate(trainer))
         trainer.val_loss = record["val_loss"]
         trainer.notify("on_record", {"step": trainer.step, **record})
@@ -209,14 +209,9 @@ def evaluate(trainer: Trainer) -> list[float]:
     for dataset in trainer.data.datasets:
         total_loss = torch.zeros((), dtype=torch.float64)
         num_targets = torch.zeros((), dtype=torch.float64)
-        for batch in evaluation_batches(
-            dataset.val,
-            config.model.context_length,
-            config.eval_tokens,
-            dist_ctx.rank,
-            dist_ctx.size,
-        ):
-            inputs, targets = batch.to(dist_ctx.device)
+        limits = (config.model.context_length, config.eval_tokens, dist_ctx.rank, dist_ctx.size)
+        for rows in dataset.val.evaluation_rows(*limits):
+            inputs, targets = inputs_and_targets(rows).to(dist_ctx.device)
             with trainer.autocast():
                 total_loss += trainer.model(inputs, targets).item()
             num_targets += (targets != IGNORE_INDEX).sum().item()
@@ -286,7 +281,7 @@ def plan(config: TrainConfig) -> str:
 
     The dataset is not needed if the config sets the sizes and the vocabulary size.
     """
-    dist_ctx = single_process(choose_device(config.device))
+    dist_ctx = DistributedContext(device=choose_device(config.device))
     if plan_needs_data(config) or all(path.exists() for path in config.data):
         data = open_data(config, dist_ctx)
         measure = partial(measure_step_seconds, dist_ctx)

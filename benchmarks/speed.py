@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from benchmarks import peers
 from engine.core.device import choose_device, choose_dtype, keep_freed_memory, mixed_precision
-from engine.core.distributed import single_process
+from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
 from engine.core.settings import parse
 from engine.data.batches import Batches
@@ -152,7 +152,7 @@ class Bench:
 
     def make_optimizer(self, model: GPT, name: Literal["muon", "adamw"]) -> Optimizer:
         """Make the trainer's optimizer."""
-        dist_ctx = single_process(self.device)
+        dist_ctx = DistributedContext(device=self.device)
         return Optimizer(model, OptimizerConfig(optimizer=name), dist_ctx, self.dtype)
 
     def make_step(self, loss: Call, optimizer: Any, dtype: torch.dtype | None = None) -> Call:

@@ -25,8 +25,8 @@ from helpers import ROOT, SHARED, numbers_text, train_tiny
 from prepare import PrepareConfig, prepare
 
 LONG_TEST_FILES = (
-    "distributed golden architecture writer train tokenizer estimate sample prepare trust kills "
-    "huggingface acceleration convert command_lines sizing"
+    "distributed golden loss memorization estimate page writer train inference run_dir callbacks "
+    "sizing api tokenizer sample prepare trust kills huggingface convert command_lines"
 )
 
 

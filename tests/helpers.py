@@ -20,6 +20,7 @@ from tokenizers.pre_tokenizers import Metaspace
 
 import train
 from engine.core.cli import run_command
+from engine.core.distributed import DistributedContext
 from engine.core.files import sha256
 from engine.core.settings import load_settings
 from engine.data.inputs.sources import ExampleParser, Reader
@@ -231,6 +232,7 @@ def train_tiny(
     *flags: object,
     callbacks: Sequence[Callback] = (),
     should_stop: Callable[[], bool] = lambda: False,
+    dist_ctx: DistributedContext | None = None,
 ) -> Trainer:
     """Train a tiny model in this process; callbacks are called after metrics are written."""
     assert not {"--data", "--out"} & {*flags}
@@ -238,7 +240,7 @@ def train_tiny(
     all_callbacks = [MetricsFile(), *callbacks]
     if isinstance(should_stop, Callback):
         all_callbacks.append(should_stop)
-    return train.train(config, callbacks=all_callbacks, should_stop=should_stop)
+    return train.train(config, dist_ctx, all_callbacks, should_stop)
 
 
 class Action(Callback):
@@ -285,7 +287,7 @@ class SpoilLoss(Callback):
 class StopAfter(Callback):
     """A callback and ``should_stop`` that is true after a number of steps."""
 
-    def __init__(self, step: int):
+    def __init__(self, step: float):
         self.last_step = step
         self.step = 0
 
@@ -301,6 +303,11 @@ def assert_same_run(actual: Path, expected: Path) -> None:
     assert same_checkpoint(newest_checkpoint(actual), newest_checkpoint(expected))
     for key in ("train_loss", "val_loss", "grad_norm", "learning_rate", "batch_digest"):
         assert logged(actual, key) == logged(expected, key)
+
+
+def read_files(folder: Path) -> dict[Path, bytes]:
+    """Return the content of each file in a folder, and b"" for each folder."""
+    return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
 def seal(checkpoint: Path) -> None:

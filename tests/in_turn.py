@@ -1,45 +1,25 @@
-"""Runs of train.py, one after the other, in the same processes: importing torch once is enough.
-
-    python tests/in_turn.py             answer each line of standard input, [num_ranks, RUNS],
-                                        with an exit code
-    torchrun … tests/in_turn.py RUNS    run in the processes of torchrun
-
-RUNS is JSON: a list of {"flags": […]} with these optional keys. "stop": the step after which the
-last rank requests a stop. "hang": the step after which it hangs. "full": the largest file that it
-can write, in bytes. "others": additional flags of all ranks but the first. "watch", "mask", "hold",
-"conclude": true. The record of rank r is in OUT.seen/r.json.
-"""
+"""Runs of train.py, one after the other, in the same ranks, and what each rank records of them."""
 
 import contextlib
 import dataclasses
-import importlib
 import io
 import json
-import os
-import resource
-import signal
-import socket
-import sys
-from collections.abc import Iterable
+import math
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
+from helpers import StopAfter
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import train
 from engine.core.distributed import init_distributed
-from engine.core.files import to_json
-from engine.core.settings import load_settings
 from engine.core.sharding import load_parameters, local
 from engine.data.batches import Batches
 from engine.data.split import BatchSpec
 from engine.nn.loss import IGNORE_INDEX
-from engine.training import callbacks as callbacks_module
 from engine.training import trainer as trainer_module
 from engine.training.callbacks import MetricsFile, print_summary
 from engine.training.config import TrainConfig
@@ -47,8 +27,21 @@ from engine.training.trainer import Callback, Trainer
 
 ROWS, LENGTH = 12, 16  # of the batches that are masked
 WATCHED = 3  # the step, counted from 1, that is watched
-MAX_RUN_SECONDS = 120  # of all runs of a line
-callbacks_module.FINAL_SAMPLE_TOKENS = 3  # each is a round of messages
+TIMEOUT_SECONDS = 60
+
+
+@dataclasses.dataclass
+class Run:
+    """A run of train.py. The record of rank r is in OUT.seen/r.json."""
+
+    config: TrainConfig
+    stop: float = math.inf  # the step after which the last rank requests a stop
+    other_settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # of ranks 1, 2, …
+    memory: float = 2**40  # bytes of the device
+    watch: bool = False
+    mask: bool = False
+    hold: bool = False
+    summarize: bool = False  # print the summary of train.py
 
 
 def masks() -> dict[str, Tensor]:
@@ -65,33 +58,6 @@ def masks() -> dict[str, Tensor]:
         "none": ~every,
         "all after none": every,
     }
-
-
-class Records(MetricsFile):
-    """Writes every record to metrics.jsonl, on the first process, and draws nothing."""
-
-    def on_train_start(self, trainer: Trainer) -> None:
-        if trainer.dist_ctx.is_main_process:
-            super().on_train_start(trainer)
-
-    def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        if trainer.dist_ctx.is_main_process:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(f"{to_json(record)}\n")
-
-
-class Stopper(Callback):
-    """On the last rank only: requests a stop after a step, or hangs after another."""
-
-    def __init__(self, options: dict[str, Any]):
-        self.options = options
-        self.should_stop = False
-
-    def on_step(self, trainer: Trainer) -> None:
-        if trainer.dist_ctx.rank == trainer.dist_ctx.size - 1:
-            self.should_stop = trainer.step == self.options.get("stop")
-            if trainer.step == self.options.get("hang"):
-                os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class Gradients(Callback):
@@ -139,7 +105,7 @@ class Watcher(Gradients):
 
 
 class Masked(Gradients):
-    """Trains on batches with ignored targets, or on examples, from nonzero parameters.
+    """Trains on batches with ignored targets, from nonzero parameters.
 
     OUT.seen/s.safetensors holds the batch of step s, from 1, and the gradient over all ranks.
     """
@@ -158,8 +124,7 @@ class Masked(Gradients):
 
     def get(self, step: int) -> tuple[Tensor, Tensor]:
         inputs, targets = self.batches.get(step)
-        if not self.batches.split.num_examples:
-            targets = torch.where(list(masks().values())[step], targets, IGNORE_INDEX)
+        targets = torch.where(list(masks().values())[step], targets, IGNORE_INDEX)
         self.batch = {"inputs": inputs, "targets": targets}
         return inputs[self.rows], targets[self.rows]
 
@@ -197,85 +162,35 @@ def folder_of(out: Path) -> Path:
     return out.with_name(f"{out.name}.seen")
 
 
-def play(runs: list[dict[str, Any]]) -> None:
-    """Run all runs in this process and its peers, with the timeout of the first run."""
-    is_first_rank = os.environ["RANK"] == "0"
-    flags = [run["flags"] + ([] if is_first_rank else run.get("others", [])) for run in runs]
-    configs = [load_settings(TrainConfig, run_flags) for run_flags in flags]
-    with init_distributed("cpu", timeout=configs[0].timeout) as dist:
-        for config, options in zip(configs, runs, strict=True):
+def play(runs: list[Run]) -> None:
+    """Run all runs in this process and its peers."""
+    with init_distributed("cpu", timeout=TIMEOUT_SECONDS) as dist:
+        for run in runs:
+            config = dataclasses.replace(run.config, **run.other_settings if dist.rank else {})
             folder_of(config.out).mkdir(exist_ok=True)
-            trainer_module.total_memory = lambda device, run=options: run.get("memory", 2**40)
-            if "full" in options and dist.rank == dist.size - 1:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (options["full"], resource.RLIM_INFINITY))
-            stopper = Stopper(options)
+            trainer_module.total_memory = lambda device, run=run: run.memory
+            stopper = StopAfter(run.stop if dist.rank == dist.size - 1 else math.inf)
             watcher = Watcher()
             holder = Holder()
-            callbacks = [Records(), stopper]
-            callbacks += [watcher] if options.get("watch") and dist.is_main_process else []
-            callbacks += [Masked()] if options.get("mask") else []
-            callbacks += [holder] if options.get("hold") else []
+            callbacks = [stopper]
+            callbacks += [MetricsFile()] if dist.is_main_process else []
+            callbacks += [watcher] if run.watch and dist.is_main_process else []
+            callbacks += [Masked()] if run.mask else []
+            callbacks += [holder] if run.hold else []
             with contextlib.redirect_stdout(io.StringIO()) as output:
                 peers = dataclasses.replace(dist, sharded=config.parallel == "fsdp")
-                run = train.train(config, peers, callbacks, lambda s=stopper: s.should_stop)
-                if options.get("conclude"):
-                    print_summary(run)
-                if options.get("hold"):
-                    holder.note(run, "ended")
-            assert run.step == (options.get("stop") or config.steps or run.step)
+                trainer = train.train(config, peers, callbacks, stopper)
+                if run.summarize:
+                    print_summary(trainer)
+                if run.hold:
+                    holder.note(trainer, "ended")
+            assert trainer.step == min(run.stop, config.steps or trainer.step)
             # A DDP that outlives its process group may hang in its destructor.
-            assert run.ddp_model is run.model
+            assert trainer.ddp_model is trainer.model
             record = {
                 "output": output.getvalue(),
-                "progress": run.budget.progress,
-                "steps": run.step,
+                "progress": trainer.budget.progress,
+                "steps": trainer.step,
             }
             path = folder_of(config.out) / f"{dist.rank}.json"
             path.write_text(json.dumps(watcher.record | record))
-
-
-def run_forks(size: int, runs: list[dict[str, Any]]) -> int:
-    """Run in ``size`` forks of this process; return the first exit code that is not 0, or 0."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
-    children = set()
-    for rank in range(size):
-        if child := os.fork():
-            children.add(child)
-            continue
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-        signal.alarm(MAX_RUN_SECONDS)
-        try:
-            play(runs)
-            os._exit(0)
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-            sys.stderr.flush()
-            os._exit(1)
-    code = 0
-    while children:
-        child, status = os.wait()
-        children.discard(child)
-        if status and not code:
-            code = os.waitstatus_to_exitcode(status)
-            for peer in children:  # would wait for the one that failed
-                os.kill(peer, signal.SIGKILL)
-    return code
-
-
-def serve(lines: Iterable[str]) -> None:
-    """Answer each line, [processes, RUNS], with the exit code of the forks that did it."""
-    for module in ("torch._dynamo", "torch.distributed.device_mesh", "torch.distributed.fsdp"):
-        importlib.import_module(module)  # else every fork would, for its optimizer, or to shard
-    for line in lines:
-        print(run_forks(*json.loads(line)), flush=True)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    if "RANK" in os.environ:
-        play(json.loads(sys.argv[1]))
-    else:
-        serve(sys.stdin)

@@ -1,5 +1,6 @@
 """The size of the project, and the diffs in docs/architecture.md: each applies and trains."""
 
+import importlib
 import re
 import shutil
 import subprocess
@@ -7,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, TINY, logged
+from helpers import ROOT, logged, tiny
+from soak import fork, wait_for
 
 PAGE = ROOT / "docs" / "architecture.md"
 SOURCES = ("*.py", "engine", "config")
 # They are lowered whenever they can be. Only a new capability raises them.
-MAX_SOURCE_LINES = 14_760
-MAX_TEST_LINES = 17_050
+MAX_SOURCE_LINES = 14_407
+MAX_TEST_LINES = 16_151
 
 
 def read_changes() -> dict[str, tuple[str, list[str]]]:
@@ -41,9 +43,18 @@ def copy_sources(target: Path) -> None:
 
 def train_in(project: Path, data: Path, out: Path, *flags: str) -> dict[int, float]:
     """Train a tiny model with the sources of a project; return its losses by step."""
-    command = [sys.executable, project / "train.py", "--data", data, "--out", out]
-    flags = (*TINY, "--steps", "12", *flags)
-    subprocess.run([*command, *flags], check=True, capture_output=True, cwd=project, timeout=120)
+
+    def run() -> int:
+        for name in [*sys.modules]:
+            if name.split(".")[0] in ("engine", "model", "prepare", "train"):
+                del sys.modules[name]
+        sys.path.insert(0, str(project))
+        train = importlib.import_module("train")
+        assert Path(train.__file__).parent == project
+        return train.main(tiny(data, out, "--steps", 12, *flags))
+
+    log = out.with_suffix(".log")
+    assert wait_for(fork(log, run)) == 0, log.read_text()
     return logged(out, "train_loss")
 
 

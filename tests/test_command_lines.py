@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import TINY_FLAGS, exit_code_of, numbers_text, train_tiny
+from helpers import TINY_FLAGS, exit_code_of, numbers_text, read_files, train_tiny
 
 import huggingface
 import prepare
@@ -90,11 +90,6 @@ def run(line: str) -> int:
     """Run a command line in this process, and return its exit code."""
     command, *arguments = shlex.split(line)
     return exit_code_of(lambda: COMMANDS[command].main(arguments))
-
-
-def read_files(folder: Path) -> dict[Path, bytes]:
-    """Return the content of each file in a folder, and b"" for each folder."""
-    return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
 @pytest.mark.parametrize("line", RESULTS)

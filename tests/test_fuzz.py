@@ -26,14 +26,12 @@ from pyarrow import parquet
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.core.errors import UserError
-from engine.core.settings import flatten, load_settings
 from engine.data.chats.examples import parse_chat, parse_pair
 from engine.data.inputs.documents import Corpus
 from engine.data.inputs.readers import read
 from engine.data.inputs.sources import Source
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer
 from engine.data.tokenizer_training import train_bpe_tokenizer
-from engine.training.config import TrainConfig
 from huggingface import ImportConfig, import_model
 
 WRAPPED_BUG = re.compile(r"\((?:Assertion|Attribute|Index|Key|Name|Runtime|Type)Error: ")
@@ -97,14 +95,6 @@ def fuzz(
 
     check()
     assert errors
-
-
-def test_settings(tmp_path):
-    keys = st.one_of(st.sampled_from(sorted(flatten(TrainConfig()))), names)
-    lines = st.builds(lambda key, value: f"{key} = {json.dumps(value)}", keys, values)
-    contents = st.lists(lines, max_size=4).map("\n".join).map(str.encode)
-    path = tmp_path / "config.toml"
-    fuzz(path, contents, partial(load_settings, TrainConfig, [str(path)]))
 
 
 def test_tokenizer_files(tmp_path):

@@ -14,7 +14,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import GPT2, ROOT, VARIANTS, StopAfter, assert_same_run, decode, logged, random_model
+from helpers import (
+    GPT2,
+    ROOT,
+    VARIANTS,
+    StopAfter,
+    assert_same_run,
+    decode,
+    logged,
+    random_model,
+    tiny,
+    train_tiny,
+)
 from reference import (
     assert_same_gradients,
     attention_definition,
@@ -23,25 +34,19 @@ from reference import (
     random_heads,
 )
 
-import train
 from engine.core.device import DTYPE_BY_NAME, mixed_precision
-from engine.core.distributed import DistributedContext, single_process
-from engine.core.settings import load_settings
+from engine.core.distributed import DistributedContext
 from engine.nn import loss as loss_module
 from engine.nn.acceleration import checkpoint_activations
 from engine.nn.attention import attend
 from engine.nn.inference import build_decoder
 from engine.nn.loss import IGNORE_INDEX, training_loss
-from engine.training.callbacks import MetricsFile
-from engine.training.config import TrainConfig
-from engine.training.estimate import Hardware, activation_bytes
+from engine.training.config import RunConfig
+from engine.training.estimate import activation_bytes
 from engine.training.trainer import Callback, Trainer
 from model import GPT, ModelConfig
 
-RUN_FLAGS = (
-    "--num-layers 2 --num-heads 2 --d-model 16 --context-length 16 --batch-size 4 --warmup-steps 2 "
-    "--log-every 1 --eval-tokens 2000 --dtype float32 --steps 30"
-)
+RUN_FLAGS = ("--warmup-steps", 2, "--dtype", "float32", "--steps", 30, "--no-compile")
 cuda = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
@@ -138,23 +143,14 @@ def test_a_model_compiles_into_one_graph_with_the_same_results(device, name, dty
 # Training.
 
 
-def train_on(device: torch.device, out: Path, *flags: object, **options: Any) -> Path:
-    """Train a tiny model on a device, compiled if an option says so; return the run folder."""
-    is_compiled = options.pop("is_compiled", False)
-    context = options.pop("context", single_process(device))
-    config = load_settings(TrainConfig, ["--out", str(out), *RUN_FLAGS.split(), *map(str, flags)])
-    config = dataclasses.replace(config, compile=is_compiled, device=str(device))
-    callbacks = [MetricsFile(), *options.pop("callbacks", ())]
-    train.train(config, context, callbacks, **options)
-    return out
-
-
 @pytest.fixture
 def trained(numbers, tmp_path) -> Callable[..., Path]:
-    """Train on a device; return the run folder."""
+    """Train a tiny model on a device; return the run folder."""
 
     def trained(device: torch.device, name: str, *flags: object, **options: Any) -> Path:
-        return train_on(device, tmp_path / name, "--data", numbers, *flags, **options)
+        device_flags = ("--device", device, *RUN_FLAGS)
+        train_tiny(numbers, tmp_path / name, *device_flags, *flags, **options)
+        return tmp_path / name
 
     return trained
 
@@ -162,14 +158,14 @@ def trained(numbers, tmp_path) -> Callable[..., Path]:
 @pytest.fixture(scope="module")
 def plain(device, numbers, tmp_path_factory) -> Path:
     """A run in float32 on the device."""
-    return train_on(device, tmp_path_factory.mktemp("plain") / device.type, "--data", numbers)
+    out = tmp_path_factory.mktemp("plain") / device.type
+    train_tiny(numbers, out, "--device", device, *RUN_FLAGS)
+    return out
 
 
 def test_a_run_that_was_stopped_resumes_bit_for_bit(device, trained):
     uninterrupted = trained(device, "uninterrupted", "--dropout", 0.1)
-    stop = StopAfter(13)
-    options = {"callbacks": [stop], "should_stop": stop}
-    stopped = trained(device, "stopped", "--dropout", 0.1, **options)
+    stopped = trained(device, "stopped", "--dropout", 0.1, should_stop=StopAfter(13))
     assert max(logged(stopped, "train_loss")) == 13
     assert_same_run(uninterrupted, trained(device, "stopped", "--dropout", 0.1, "--resume"))
 
@@ -200,7 +196,7 @@ def group_of_one(device: torch.device) -> Iterator[DistributedContext]:
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])
 def test_a_sharded_run_is_a_plain_run(device, plain, trained, dtype, tolerance):
     with group_of_one(device) as context:
-        sharded = trained(device, "sharded", "--dtype", dtype, context=context)
+        sharded = trained(device, "sharded", "--dtype", dtype, dist_ctx=context)
     for key in ("train_loss", "val_loss"):
         assert logged(sharded, key) == pytest.approx(logged(plain, key), abs=tolerance)
 
@@ -211,13 +207,10 @@ def test_a_sharded_run_is_a_plain_run(device, plain, trained, dtype, tolerance):
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_torchrun_with_one_process_is_a_plain_run(gpu, numbers, trained, tmp_path, parallel):
     plain = trained(gpu, "plain")
-    (tmp_path / "plain.toml").write_text("compile = false\n", encoding="utf-8")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    paths = [ROOT / "train.py", tmp_path / "plain.toml"]
-    paths += ["--data", numbers, "--out", tmp_path / parallel]
-    flags = [*RUN_FLAGS.split(), "--device", "cuda", "--parallel", parallel]
-    command = list(map(str, [*torchrun, "--nproc-per-node", 1, *paths, *flags]))
-    subprocess.run(command, check=True, timeout=300)
+    torchrun += ["--nproc-per-node", "1", str(ROOT / "train.py")]
+    flags = tiny(numbers, tmp_path / parallel, *RUN_FLAGS, "--device", "cuda")
+    subprocess.run([*torchrun, *flags, "--parallel", parallel], check=True, timeout=300)
     losses = logged(tmp_path / parallel, "train_loss")
     assert losses == pytest.approx(logged(plain, "train_loss"), abs=1e-4)
 
@@ -237,8 +230,7 @@ class RefuseCompilation(Callback):
 def test_nothing_is_compiled_after_the_first_steps(gpu, trained):
     flags = ["--micro-batch-size", 2]
     plain = trained(gpu, "plain", *flags)
-    options = {"is_compiled": True, "callbacks": [RefuseCompilation()]}
-    compiled = trained(gpu, "compiled", *flags, **options)
+    compiled = trained(gpu, "compiled", *flags, "--compile", callbacks=[RefuseCompilation()])
     assert logged(compiled, "train_loss") == pytest.approx(logged(plain, "train_loss"), abs=1e-2)
 
 
@@ -261,5 +253,6 @@ def test_a_plan_s_memory_is_what_a_micro_batch_allocates(gpu, kind, lean):
         loss.backward()
         del loss
     measured = torch.cuda.max_memory_allocated(gpu) - before
-    hardware = Hardware(torch.bfloat16, is_gpu=True)
-    assert activation_bytes(config, 8, hardware, lean) == pytest.approx(measured, rel=0.2)
+    run_config = RunConfig(model=config, dtype="bfloat16", checkpoint_activations=lean)
+    estimate = activation_bytes(run_config, 8, DistributedContext(device=gpu))
+    assert estimate == pytest.approx(measured, rel=0.2)

@@ -3,7 +3,6 @@
 SHAPES=50 pytest -o addopts= tests/test_huggingface.py   tries more shapes of each family.
 """
 
-import ctypes
 import dataclasses
 import functools
 import itertools
@@ -146,12 +145,12 @@ def fixture_words() -> Tokenizer:
 # Export, and import again.
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", MODEL_FAMILIES)
 def test_an_export_computes_the_same_and_an_import_of_it_exports_the_same_files(
-    family: str, dtype: str, tmp_path: Path, capsys, monkeypatch
+    family: str, tmp_path: Path, capsys, monkeypatch
 ):
     for seed in range(NUM_SHAPES):
+        dtype = "bfloat16" if seed % 4 > 1 else "float32"
         out, back, again = (tmp_path / f"{name}{seed}" for name in ("hf", "b", "again"))
         export_random_model(family, seed, dtype, out)
         assert "Checked with transformers" in capsys.readouterr().out
@@ -243,52 +242,42 @@ def test_a_new_setting_that_is_on_and_a_new_parameter_are_refused_by_name(family
 # Directories of transformers.
 
 
+GPT2 = {"architectures": ["GPT2LMHeadModel"]}
 NANOCHAT = {"architectures": ["NanoChatForCausalLM"]}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}
+SLIDING = {"layer_types": ["sliding_attention"] * 2}
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}
 BAD_CONFIGS = {
     "unknown architecture": ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
-    "no architecture": ({"architectures": None}, "architectures"),
     "another width": ({"intermediate_size": 81}, r"gate_proj.weight must have shape \(81, 48\)"),
     "more layers": ({"num_hidden_layers": 3}, r"model.layers.2\S* is missing"),
     "many layers": ({"num_hidden_layers": 9000}, "9,000 layers"),
     "fewer layers": ({"num_hidden_layers": 1}, r"model\.layers\.1\."),
     "indivisible heads": ({"num_attention_heads": 7}, "config.json"),
-    "text for a number": ({"hidden_size": "wide"}, "config.json"),
-    "scaled RoPE": ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
     "dynamic RoPE": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
     "RoPE of a fraction": ({"partial_rotary_factor": 0.5}, "complete heads"),
-    "no factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor of linear"),
+    "no factor": ({"rope_parameters": {"rope_type": "linear"}}, "linear RoPE must have"),
     "reversed factors": ({"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 9}}, "rope_scaling"),
-    "no base": ({"rope_parameters": None, "rope_theta": None}, "rope_theta"),
     "odd RoPE": ({"rope_parameters": 7}, "RoPE"),
     "RoPE by layer": ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attent"),
-    "zero epsilon": ({"rms_norm_eps": 0.0}, "rms_norm_eps must be positive"),
+    "zero epsilon": ({"rms_norm_eps": 0.0}, "norm_epsilon must be from"),
     "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
     "window of 0": ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_win"),
     "text for a switch": (QWEN3 | {"use_sliding_window": "yes"}, "use_sliding_window"),
-    "sliding without a window": (
-        QWEN3 | {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2},
-        "layer_types",
-    ),
-    "another activation": ({"hidden_act": "mish"}, "activation .*mish"),
+    "no window": (QWEN3 | SLIDING | {"use_sliding_window": False}, "layer_types must list"),
     "exact GELU": (NANOCHAT | {"hidden_act": "gelu"}, "activation .*gelu"),
     "one bias": ({"mlp_bias": True}, "mlp_bias"),
-    "another layer type": (QWEN3 | {"layer_types": ["full_attention", "chunked"]}, "chunked"),
+    "unscaled attention": (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights"),
     "too few layer types": (QWEN3 | {"layer_types": ["full_attention"]}, "layer_types"),
     "tied nanochat": (NANOCHAT | {"hidden_act": "relu2", "tie_word_embeddings": True}, "tie_embed"),
 }
 
 
-def write_tensors(directory: Path, **changes: Any) -> None:
-    """Replace tensors of a model, by name with _ for the dots; None removes one."""
-    file = directory / "model.safetensors"
+def round_tensors(file: Path) -> None:
+    """Convert the tensors of a file to integers."""
     tensors = safetensors.torch.load_file(file)
-    for name, change in changes.items():
-        name = next((n for n in tensors if n.replace(".", "_") == name), name)
-        value = change(tensors.pop(name, None))
-        tensors |= {} if value is None else {name: value}
-    safetensors.torch.save_file(tensors, file)
+    rounded = {name: value.to(torch.int8) for name, value in tensors.items()}
+    safetensors.torch.save_file(rounded, file)
 
 
 def write_index(directory: Path, index: Any) -> None:
@@ -297,36 +286,14 @@ def write_index(directory: Path, index: Any) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-NORM = "model.norm.weight"
-SHARD = "model-00001-of-00002.safetensors"
 BAD_FILES = {
     "a pickle": (lambda d: (d / "model.safetensors").rename(d / "model.bin"), "save_pretrained"),
     "a GGUF": (lambda d: (d / "model.safetensors").rename(d / "model.gguf"), "model.gguf is not"),
-    "no weights": (lambda d: (d / "model.safetensors").unlink(), "safetensors: not found"),
     "half the weights": (lambda d: os.truncate(d / "model.safetensors", 9000), "model.safetensors"),
-    "a shard is missing": (lambda d: write_index(d, {"weight_map": {NORM: SHARD}}), SHARD),
-    "a shard elsewhere": (lambda d: write_index(d, {"weight_map": {NORM: "/etc/x"}}), "x: not fou"),
-    "an empty index": (lambda d: write_index(d, {}), "weight_map"),
-    "an index of no JSON": (lambda d: write_index(d, [7]), "weight_map"),
-    "no config": (lambda d: (d / "config.json").unlink(), "config.json"),
+    "no shard": (lambda d: write_index(d, {"weight_map": {"a": "/etc/x"}}), "x: .*Download"),
+    "a wrong index": (lambda d: write_index(d, {"weight_map": [7]}), "weight_map"),
     "a list": (lambda d: (d / "config.json").write_text("[1]"), "config.json"),
-    "no JSON": (lambda d: (d / "config.json").write_text("{"), "config.json"),
-    "a wrong shape": (
-        lambda d: write_tensors(d, model_norm_weight=lambda x: x[1:].clone()),
-        r"model\.norm\.weight must have shape \(48,\).*\(47,\)",
-    ),
-    "a missing tensor": (
-        lambda d: write_tensors(d, model_norm_weight=lambda x: None),
-        r"model\.norm\.weight is missing",
-    ),
-    "an extra tensor": (
-        lambda d: write_tensors(d, adapter=lambda _: torch.ones(2)),
-        "unsupported tensor model.adapter",
-    ),
-    "integer weights": (
-        lambda d: write_tensors(d, model_norm_weight=lambda x: x.to(torch.int8)),
-        r"model\.norm\.weight must be floating-point.*int8",
-    ),
+    "integers": (lambda d: round_tensors(d / "model.safetensors"), "floating-point.*int8"),
 }
 
 
@@ -379,7 +346,6 @@ def test_a_missing_or_large_tokenizer_is_refused(words: Tokenizer, hf_llama: Pat
 
 # GGUF.
 MIXED_TEXT = "def words(they, 98765):\n\t\treturn \u65e5\u672c + they've  named\r\n"
-FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def export_gguf(
@@ -401,31 +367,21 @@ def export_gguf(
     return model, tmp_path / "hf" / f"hf-{dtype}.gguf"
 
 
-def max_rounding_error(value: torch.Tensor, kind: str) -> torch.Tensor:
-    """Bound the rounding error of each weight that is stored in a block type of GGUF."""
-    largest = value.abs().unflatten(1, (-1, 32)).amax(2).repeat_interleave(32, 1)
-    step = largest / (127 if kind == "Q8_0" else 8)
-    # Codes of 4 bits reach from -8 to 7 steps. The step is rounded to float16.
-    is_clipped = (kind == "Q4_0") & (value.abs() > 7.5 * step)
-    return step * torch.where(is_clipped, 1.0, 0.5) + largest * 2**-10
-
-
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        *itertools.product(("llama", "gpt2"), ("f32", "f16", "bf16", "q8_0", "q4_0")),
-        *(("qwen3", "bf16"), ("qwen3", "q4_0"), ("qwen2", "f32"), ("qwen2", "q8_0")),
+        *itertools.product(("llama", "gpt2"), ("f16", "q8_0", "q4_0")),
+        *(("qwen3", "bf16"), ("qwen2", "f32")),
     ],
 )
-def test_gguf_has_every_tensor(family: str, dtype: str, words: Tokenizer, tmp_path: Path):
+def test_gguf_has_every_tensor(family: str, dtype: str, words: Tokenizer, tmp_path: Path, capsys):
     gguf = pytest.importorskip("gguf")
     if family == "qwen2":
         words = qwen2_tokenizer()
     model, path = export_gguf(family, 1, dtype, words, tmp_path)
     reader = gguf.GGUFReader(path)
     tensors = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
-    architecture = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
-    names = gguf.get_tensor_name_map(architecture, model.config.num_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.upper()], model.config.num_layers)
     expected = {names.get_name(name, (".weight", ".bias")): tensors[name] for name in tensors}
     assert {tensor.name for tensor in reader.tensors} == expected.keys()
     head = "output.weight" if "lm_head.weight" in tensors else "token_embd.weight"
@@ -444,50 +400,37 @@ def test_gguf_has_every_tensor(family: str, dtype: str, words: Tokenizer, tmp_pa
         elif dtype == "q4_0" and tensor.name == head:
             kind = "Q8_0"
         assert tensor.tensor_type.name == kind
-        stored = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
-        if kind in FLOAT_TYPES:
-            assert torch.equal(stored, value.to(FLOAT_TYPES[kind]).float()), tensor.name
-        else:
-            assert ((stored - value).abs() <= max_rounding_error(value, kind)).all(), tensor.name
+        quantized = gguf.quants.quantize(value.contiguous().numpy(), tensor.tensor_type)
+        assert tensor.data.tobytes() == quantized.tobytes(), tensor.name
     values = {key: field.contents() for key, field in reader.fields.items()}
     file_type = gguf.LlamaFileType(values["general.file_type"]).name
     assert file_type == ("ALL_F32" if dtype == "f32" else f"MOSTLY_{dtype.upper()}")
-    assert values["general.architecture"] == family and values["tokenizer.ggml.pre"] in (
-        "gpt-2",
-        "qwen2",
-    )
+    assert values["general.architecture"] == family
+    assert values["tokenizer.ggml.pre"] == ("qwen2" if family == "qwen2" else "gpt-2")
     assert values[f"{family}.attention.head_count"] == model.config.num_heads
     assert values[f"{family}.block_count"] == model.config.num_layers
     assert len(values["tokenizer.ggml.tokens"]) == 410
     assert values["tokenizer.ggml.eos_token_id"] == words.end_of_text_id
+    num_float16 = [tensor.tensor_type.name for tensor in reader.tensors].count("F16")
+    has_warning = f"--gguf {dtype}: {num_float16} tensor" in capsys.readouterr().err
+    assert has_warning == (num_float16 > 0 and dtype != "f16")
 
 
 @pytest.mark.parametrize(
-    ("dtype", "sizes", "scale", "problem"),
-    [
-        ("q8_0", {"d_model": 24}, 1, "q8_0: .*got 24, 70.*--gguf f16"),
-        ("f16", {"d_model": 24}, 1e6, "f16: .*token_embd.*--gguf bf16"),
-        ("q8_0", {"d_model": 96}, 1e6, "q8_0: .*token_embd.*--gguf bf16"),
-        ("q4_0", {"d_model": 96}, 1, None),
-        ("q4_0", {"d_model": 96, "d_ff": 128}, 1, None),
-    ],
+    ("dtype", "scale", "problem"),
+    [("q8_0", 1, "q8_0: .*got 24, 70.*f16"), ("f16", 1e6, "f16: .*token_embd.*--gguf bf16")],
 )
-def test_weights_that_a_type_does_not_represent_are_refused_or_stored_in_float16(
-    dtype: str, sizes, scale: float, problem, words: Tokenizer, tmp_path: Path, capsys
+def test_weights_that_a_type_does_not_represent_are_refused(
+    dtype: str, scale: float, problem: str, words: Tokenizer, tmp_path: Path
 ):
     pytest.importorskip("gguf")
-    sizes = {"vocab_size": 410, "d_ff": 70, "norm": "weighted_rmsnorm"} | sizes
+    sizes = {"vocab_size": 410, "d_ff": 70, "norm": "weighted_rmsnorm"}
     model = random_model(dataclasses.replace(VARIANTS["default"], **sizes))
     model.token_embedding.weight.data.mul_(scale)
-    export = ["export", save_run(model, tmp_path / "run", words), tmp_path / "hf", "--gguf", dtype]
-    if problem:
-        with pytest.raises(UserError, match=f"--gguf {problem}"):
-            run_command(*export)
-        assert not (tmp_path / "hf").exists()
-    else:
-        run_command(*export)
-        warning = f"warning: --gguf {dtype}: 2 tensors in float16"
-        assert (warning in capsys.readouterr().err) == (sizes["d_ff"] == 70)
+    run = save_run(model, tmp_path / "run", words)
+    with pytest.raises(UserError, match=f"--gguf {problem}"):
+        run_command("export", run, tmp_path / "hf", "--gguf", dtype)
+    assert not (tmp_path / "hf").exists()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "gpt2"])
@@ -518,27 +461,6 @@ def test_llama_cpp_encodes_a_text_and_computes_its_loss_as_the_model_does(
     loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])
     expected_loss = torch.nn.functional.cross_entropy(expected[:-1], ids[1:])
     assert abs(loss - expected_loss) < max_nats
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-@pytest.mark.parametrize(("dtype", "file_type"), [("q8_0", 7), ("q4_0", 2)])
-def test_llama_cpp_quantizes_to_the_same_file(
-    family: str, dtype: str, file_type: int, words: Tokenizer, tmp_path: Path
-):
-    llama_cpp = pytest.importorskip("llama_cpp")
-    gguf = pytest.importorskip("gguf")
-    _, path = export_gguf(family, 2, dtype, words, tmp_path)
-    run_command("export", tmp_path / "run", tmp_path / "f32", "--family", family, "--gguf", "f32")
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = file_type
-    source, target = tmp_path / "f32" / "f32-f32.gguf", tmp_path / "target.gguf"
-    paths = (str(source).encode(), str(target).encode())
-    assert llama_cpp.llama_model_quantize(*paths, ctypes.byref(params)) == 0
-    actual, expected = (
-        {tensor.name: (tensor.tensor_type, tensor.data.tobytes()) for tensor in reader.tensors}
-        for reader in (gguf.GGUFReader(path), gguf.GGUFReader(target))
-    )
-    assert actual == expected
 
 
 # Chats, and the hub.
@@ -579,14 +501,14 @@ def test_the_chat_template_gives_the_tokens_that_were_learned(
     assert field.contents() == hf_tokenizer.chat_template
 
 
-def test_a_model_of_the_hub_is_imported_by_name(tmp_path: Path, monkeypatch):
+def test_a_model_of_the_hub_is_imported_by_name(hf_llama: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     model = tmp_path / "cache" / "models--someone--small"
-    export_random_model("llama", 1, "float32", model / "snapshots" / ("0" * 40))
+    shutil.copytree(hf_llama, model / "snapshots" / ("0" * 40))
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text("0" * 40)
-    run_command("import", "someone/small", tmp_path / "run")
+    run_command("import", "someone/small", tmp_path / "run", "--tokenizer", "byte")
     assert find_checkpoint(tmp_path / "run").state["imported"] == "someone/small"
     with pytest.raises(UserError, match="someone/else: download failed"):
         run_command("import", "someone/else", tmp_path / "other")

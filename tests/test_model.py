@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from helpers import SMALL, VARIANTS, decode, random_model
 from reference import assert_same_gradients, decoding_definition
 from torch import nn
+from torch.func import functional_call
 from torch.nn.utils.parametrize import register_parametrization
 
 import model as model_module
@@ -22,7 +23,7 @@ from engine.nn.layers import concatenate_linear
 from engine.nn.positions import scale_frequencies
 from engine.nn.specs import ParameterSpec, match_specs
 from engine.training.optimizer import Optimizer, OptimizerConfig, default_rates
-from model import GPT, FeedForward, Head, ModelConfig, MultiHeadAttention
+from model import GPT, FeedForward, Head, ModelConfig
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -110,34 +111,16 @@ def test_attention_of_all_heads_equals_the_loop_over_them(config):
 @pytest.mark.parametrize("bias", [True, False])
 def test_attention_equals_torch_multihead_attention(bias):
     config = dataclasses.replace(SMALL, position="learned", qk_norm=False, bias=bias)
-    torch.manual_seed(0)
-    ours = MultiHeadAttention(config)
-    width = config.d_model
-    theirs = nn.MultiheadAttention(width, config.num_heads, bias=bias, batch_first=True)
-    for parameter in ours.parameters():
-        nn.init.normal_(parameter, std=0.2)
+    ours = random_model(config).blocks[0].attention
+    theirs = nn.MultiheadAttention(config.d_model, config.num_heads, bias=bias, batch_first=True)
     in_weight, in_bias = concatenate_linear(ours.qkv_layers())
-    with torch.no_grad():
-        theirs.in_proj_weight.copy_(in_weight)
-        if bias:
-            theirs.in_proj_bias.copy_(in_bias)
-        theirs.out_proj.load_state_dict(ours.projection.state_dict())
-    x = torch.randn(2, 10, width, requires_grad=True)
-    mask = nn.Transformer.generate_square_subsequent_mask(10)
-    actual = ours(x, None)
-    expected, _ = theirs(x, x, x, need_weights=False, attn_mask=mask, is_causal=True)
-    inputs = [x, ours.projection.weight, *(layer.weight for layer in ours.qkv_layers())]
-    their_inputs = [x, theirs.out_proj.weight, theirs.in_proj_weight]
+    weights = {"in_proj_weight": in_weight, "out_proj.weight": ours.projection.weight}
     if bias:
-        inputs += [layer.bias for layer in ours.qkv_layers()]
-        their_inputs.append(theirs.in_proj_bias)
-    weight = torch.randn(2, 10, width)
-    grads = torch.autograd.grad((actual * weight).sum(), inputs)
-    expected_grads = torch.autograd.grad((expected * weight).sum(), their_inputs)
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
-    flat = torch.cat([grad.flatten() for grad in grads])
-    expected_flat = torch.cat([grad.flatten() for grad in expected_grads])
-    torch.testing.assert_close(flat, expected_flat, rtol=1e-5, atol=1e-5)
+        weights |= {"in_proj_bias": in_bias, "out_proj.bias": ours.projection.bias}
+    x = torch.randn(2, 10, config.d_model, requires_grad=True)
+    mask = nn.Transformer.generate_square_subsequent_mask(10)
+    expected, _ = functional_call(theirs, weights, (x, x, x), {"attn_mask": mask})
+    assert_same_gradients(ours(x, None), expected, [x, *ours.parameters()], 1e-5)
 
 
 class Scaled(nn.Module):

@@ -26,7 +26,6 @@ from engine.core.errors import UserError
 from engine.core.files import exclusive_lock
 from engine.data.dataset import FORMAT_VERSION, open_dataset
 from engine.data.inputs import documents
-from engine.data.writer import work_folder
 from prepare import PrepareConfig
 
 OFFLINE = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
@@ -278,13 +277,6 @@ def test_a_dataset_is_made_by_one_process_at_a_time(prepare, text, tmp_path: Pat
         assert str(os.getpid()) in prepare("a.txt", error=True)
     prepare("a.txt")
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["a"]
-
-
-def test_a_run_that_died_after_its_dataset_was_complete_is_cleaned_up(prepare, text):
-    prepare("a.txt")
-    work_folder(Path("data/a")).mkdir()
-    assert "up to date" in prepare("a.txt")
-    assert [path.name for path in Path("data").iterdir()] == ["a"]
 
 
 # Mistakes.

@@ -18,7 +18,6 @@ from helpers import assert_same_run, exit_code_of, logged, random_model, train_t
 import report
 from engine.data.batches import open_mixture
 from engine.report.attention_maps import attention_maps
-from engine.report.callback import Report
 from engine.report.page import (
     MAX_CURVE_POINTS,
     MAX_SHOWN_EVALUATIONS,
@@ -30,6 +29,7 @@ from engine.report.page import (
 from engine.report.samples import (
     MAX_ATTENTION_BYTES,
     NEW_TOKENS,
+    Report,
     compute_attention,
     sample_for_report,
 )
@@ -104,14 +104,22 @@ def test_samples_follow_the_same_prompts_at_each_evaluation(runs):
     assert all(len(sample["text"]) == NEW_TOKENS for sample in samples)
 
 
-def test_memorized_passages_are_shown_with_a_comparison(run_a, numbers):
+def test_memorized_passages_are_shown_and_losses_that_are_not_finite_are_gaps(run_a, numbers):
+    records = read_lines(run_a / "metrics.jsonl")
+    first, second, *_ = (record for record in records if "train_loss" in record)
+    first["train_loss"] = None
+    second["train_loss"] = math.nan
+    write_lines(run_a / "metrics.jsonl", records)
     samples = read_lines(run_a / "samples.jsonl")
     data = open_mixture([numbers])
     samples[-1]["text"] = (
         f"@{data.tokenizer.decode(data.datasets[0].train.tokens[500:700].tolist())}@"
     )
     write_lines(run_a / "samples.jsonl", samples)
-    memorization = make_page(run_a)["memorization"]
+    page = make_page(run_a)
+    losses = page["training"]["train_loss"]["mean"]
+    assert [loss is None for loss in losses] == [True, True] + [False] * 6
+    memorization = page["memorization"]
     assert memorization["passages"][2] == [[1, 200, f"token 500 of {numbers / 'train-00000.npy'}"]]
     assert re.search(r"\d+, \d+ and \d+ characters", memorization["note"])
 
@@ -206,16 +214,6 @@ def test_of_many_evaluations_some_are_shown_with_the_first_and_the_last():
     assert len(steps) == MAX_SHOWN_EVALUATIONS and (steps[0], steps[-1]) == (1, 1000)
 
 
-def test_losses_that_are_not_finite_are_gaps(run_a):
-    records = read_lines(run_a / "metrics.jsonl")
-    first, second, *_ = (record for record in records if "train_loss" in record)
-    first["train_loss"] = None
-    second["train_loss"] = math.nan
-    write_lines(run_a / "metrics.jsonl", records)
-    losses = make_page(run_a)["training"]["train_loss"]["mean"]
-    assert [loss is None for loss in losses] == [True, True] + [False] * 6
-
-
 @pytest.mark.parametrize(
     ("missing", "shown", "note"),
     [
@@ -235,14 +233,14 @@ def test_an_incomplete_run_is_shown_without_what_is_missing(run_a, missing, show
 
 
 @pytest.mark.parametrize("is_missing", [False, True])
-def test_data_that_is_missing_or_not_that_of_the_run_is_noted(numbers, tmp_path, is_missing):
-    data = Path(shutil.copytree(numbers, tmp_path / "data"))
-    train_tiny(data, tmp_path / "run", "--steps", 2, callbacks=[Report()])
-    if is_missing:
-        shutil.rmtree(data)
-    else:
-        (data / "manifest.json").write_text((data / "manifest.json").read_text() + "\n")
-    page = make_page(tmp_path / "run")
+def test_data_that_is_missing_or_not_that_of_the_run_is_noted(numbers, run_a, is_missing):
+    data = run_a.with_name("data")
+    if not is_missing:
+        manifest = shutil.copytree(numbers, data) / "manifest.json"
+        manifest.write_text(manifest.read_text() + "\n")
+    config = run_a / "config.toml"
+    config.write_text(config.read_text().replace(str(numbers), str(data)))
+    page = make_page(run_a)
     assert not any(page[key] for key in ("data", "baselines", "memorization", "attention"))
     assert page["training"]["step"] and str(data) in page["notes"][0]
 
@@ -269,13 +267,10 @@ def poison(folder: Path) -> Path:
     return poisoned
 
 
-def test_markup_in_a_run_ends_no_script_of_its_page(run_a):
+def test_markup_in_a_run_ends_no_script_and_the_policy_allows_those_of_the_template_alone(run_a):
     page = make_page(poison(run_a))
     assert page["samples"][-1]["text"] == page["settings"]["evil"] == EVIL
-
-
-def test_the_policy_allows_the_scripts_and_styles_of_the_template_alone(runs):
-    text = (runs / "a" / "report.html").read_text("utf-8")
+    text = (run_a.parent / "page.html").read_text("utf-8")
     assert text.index('charset="utf-8"') < 1024  # as HTML requires
     policy = re.search('Content-Security-Policy" content="(.*?)"', text)[1]
     inline = [content for _, content in re.findall(r"<(script|style)>(.*?)</\1>", text, re.S)]
@@ -287,7 +282,7 @@ def test_the_policy_allows_the_scripts_and_styles_of_the_template_alone(runs):
 @pytest.mark.browser
 def test_memorized_characters_are_marked(page, runs, tmp_path):
     memorization = {"passages": [[[2, 5, "token 7"]], [], []], "note": "For comparison, 3."}
-    run = collect_run_content(runs / "a", memorization=memorization)
+    run = collect_run_content(runs / "a") | {"memorization": memorization}
     run["samples"] = [sample | {"text": f"é🚀{sample['text']}"} for sample in run["samples"]]
     write_page([run], tmp_path / "page.html")
     page.goto((tmp_path / "page.html").as_uri())

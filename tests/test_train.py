@@ -32,15 +32,13 @@ from helpers import (
     newest_checkpoint,
     numbers_text,
     same_checkpoint,
-    seal,
     tiny,
     train_tiny,
 )
 
-import sample
 import train
 from engine.core.cli import Interruption
-from engine.core.distributed import single_process
+from engine.core.distributed import SINGLE_PROCESS
 from engine.core.errors import UserError
 from engine.core.settings import flatten, iterate_hints, load_settings
 from engine.data.batches import open_mixture
@@ -55,7 +53,6 @@ from engine.training.config import (
     TrainConfig,
     make_run_config,
 )
-from engine.training.optimizer import Optimizer
 from engine.training.resolve import SETTINGS_IGNORED_ON_RESUME, resolve
 from engine.training.run_dir import RunDir, list_checkpoints
 from engine.training.trainer import Callback, Trainer
@@ -150,24 +147,21 @@ def test_an_interrupted_run_resumes_bit_for_bit(trained, full_run, number, step,
     assert elapsed == sorted(elapsed)  # the resumed clock continues
 
 
-def test_a_terminated_command_prints_the_command_to_resume_with(numbers, tmp_path, trained):
-    flags = ["--steps", 200, "--dropout", 0.3, "--save-every", 10, "--eval-every", 200]
-    out = tmp_path / "run"
-    command = [sys.executable, str(ROOT / "train.py"), *tiny(numbers, out, *flags)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, encoding="utf-8", **pipes)
-    deadline = time.monotonic() + 60
-    while not list_checkpoints(out):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM and not errors
-    assert newest_checkpoint(out).step < 200
+def test_a_terminated_command_prints_the_command_to_resume_with(
+    numbers, tmp_path, trained, monkeypatch, capsys
+):
+    flags = ["--steps", 20, "--dropout", 0.3]
+    callbacks = [Action(8, partial(signal.raise_signal, signal.SIGTERM)), MetricsFile()]
+    with monkeypatch.context() as context:
+        context.setattr(train, "default_callbacks", lambda config: callbacks)
+        arguments = tiny(numbers, tmp_path / "run", *flags)
+        assert exit_code_of(lambda: train.main(arguments)) == 128 + signal.SIGTERM
+    output, errors = capsys.readouterr()
+    assert newest_checkpoint(tmp_path / "run").step == 8 and not errors
     python, script, *arguments = shlex.split(output.splitlines()[-1].split("Resume with: ")[1])
-    assert (python, script) == ("python", command[1])
+    assert (python, script) == ("python", sys.argv[0])
     assert train.main(arguments) == 0
-    assert_same_run(trained("full", *flags), out)
+    assert_same_run(trained("full", *flags), tmp_path / "run")
 
 
 def test_resuming_a_finished_run_prints_its_result_and_changes_no_file(trained, numbers, capsys):
@@ -182,35 +176,11 @@ def test_resuming_a_finished_run_prints_its_result_and_changes_no_file(trained, 
     assert all(path.read_bytes() == content for path, content in contents.items())
 
 
-def test_a_run_of_an_earlier_version_is_sampled_and_resumed_bit_for_bit(trained, full_run, capsys):
-    out = trained("run", *RUN_FLAGS, should_stop=StopAfter(12))
-    checkpoint = list_checkpoints(out)[-1]
-    state = json.loads((checkpoint / "state.json").read_text())
-    state["settings"]["data"] = state["settings"]["data"][0]  # the only dataset
-    del state["settings"]["mix"]
-    (checkpoint / "state.json").write_text(json.dumps(state, indent=1))
-    seal(checkpoint)
-    settings = re.sub(r"(?m)^data = \[(.*)\]$", r"data = \1", (out / "config.toml").read_text())
-    assert settings.startswith('data = "')
-    (out / "config.toml").write_text(settings)
-    (out / ".lock").write_text("4711 on another")
-    metrics = (out / "metrics.jsonl").read_text()
-    (out / "metrics.jsonl").write_text(metrics.replace('z_score": 0.0', 'z_score": NaN', 1))
-
-    sample.main([str(out), "--prompt", "7 is", "--max-new-tokens", "5", "--device", "cpu"])
-    assert "7 is" in capsys.readouterr().out
-    assert train.main([str(out / "config.toml"), "--resume"]) == 0
-    assert "NaN" not in (out / "metrics.jsonl").read_text()
-    assert_same_run(full_run, out)
-
-
-def test_the_models_of_timing_steps_are_freed_at_once(numbers, tmp_path):
-    flags = ["--checkpoint-activations", "--out", str(tmp_path)]
-    dist_ctx = single_process(torch.device("cpu"))
+def test_the_models_of_timing_steps_are_freed_at_once(numbers):
+    dist_ctx = SINGLE_PROCESS
     data = open_mixture([numbers])
-    flags += ["--vocab-size", str(data.tokenizer.vocab_size)]
-    typed = load_settings(TrainConfig, tiny(numbers, tmp_path, *flags))
-    config = make_run_config(typed, {}, dist_ctx)
+    model = ModelConfig(vocab_size=data.tokenizer.vocab_size, context_length=16, d_model=16)
+    config = RunConfig(model=model, batch_size=4, checkpoint_activations=True)
     gc.collect()
     gc.disable()
     try:
@@ -221,25 +191,17 @@ def test_the_models_of_timing_steps_are_freed_at_once(numbers, tmp_path):
         gc.enable()
 
 
-class Spoil(Callback):
-    """Make a weight NaN after a step."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_step(self, trainer: Trainer) -> None:
-        if trainer.step == self.step:
-            with torch.no_grad():
-                next(trainer.model.parameters())[0] = math.nan
-
-
 def test_a_run_whose_loss_is_not_finite_ends_in_one_line_after_its_last_checkpoint(
     numbers, tmp_path
 ):
+    class Spoil(Callback):
+        def on_step(self, trainer: Trainer) -> None:
+            if trainer.step == 4:
+                next(trainer.model.parameters()).data[0] = math.nan
+
     flags = ("--steps", 9, "--eval-every", 3)
-    with pytest.raises(UserError, match=r"--learning-rate: .* step 3\b") as error:
-        train_tiny(numbers, tmp_path, *flags, callbacks=[MetricsFile(), Spoil(4)])
-    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=r"--learning-rate: [^\n]* step 3\b[^\n]*$"):
+        train_tiny(numbers, tmp_path, *flags, callbacks=[MetricsFile(), Spoil()])
     assert list(logged(tmp_path, "val_loss")) == [3, 6]
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000003"]
 
@@ -335,14 +297,6 @@ def test_evaluation_is_the_mean_over_every_token_of_the_split(trained, numbers):
     assert val_loss == pytest.approx(total / (len(tokens) - 1), abs=1e-5)
     bits = logged(path, "val_bits_per_byte")[2]  # a character is a byte here
     assert bits == pytest.approx(val_loss / math.log(2), rel=1e-5)
-
-
-def test_a_new_best_evaluation_is_saved_at_once(trained):
-    flags = ["--steps", 6, "--eval-every", 2, "--save-every", 100]
-    run = trained("run", *flags, should_stop=StopAfter(5))
-    losses = logged(run, "val_loss")
-    assert losses[4] < losses[2]
-    assert [path.name for path in list_checkpoints(run)] == ["step-00000004", "step-00000005"]
 
 
 # A base model.
@@ -442,29 +396,6 @@ def test_a_run_from_a_base_resumes_bit_for_bit(trained, base):
     assert_same_run(trained("full", *flags), trained("parts", *flags, "--resume"))
 
 
-def test_the_loss_of_pairs_is_that_of_their_completions_and_ends(tmp_path):
-    pairs = [{"a": f"{n} ", "b": "x" * (n % 5 + 1)} for n in range(60)]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
-    fields = {"prompt_field": "a", "completion_field": "b", "tokenizer": "byte"}
-    prepare(PrepareConfig((str(tmp_path / "pairs.jsonl"),), out=tmp_path / "pairs", **fields))
-    run = train_tiny(tmp_path / "pairs", tmp_path / "run", "--steps", 5, "--eval-tokens", 0)
-    examples = run.data.datasets[0].val
-    total_loss = num_targets = 0
-    for index in range(examples.num_examples):
-        ids = torch.tensor(examples.example(index), dtype=torch.int64)
-        is_target = ids >= 0  # the ids of prompts are inverted
-        ids = torch.where(is_target, ids, ~ids)
-        with torch.no_grad():
-            log_probs = run.model(ids[None])[0].log_softmax(dim=-1)
-        losses = -log_probs[:-1].gather(1, ids[1:, None])[:, 0]
-        assert bytes(ids[is_target][:-1].tolist()).strip(b"x") == b"" and ids[-1] == 256
-        total_loss += losses[is_target[1:]].sum().item()
-        num_targets += is_target.sum().item()
-    assert run.val_loss == pytest.approx(total_loss / num_targets, abs=1e-5)
-    bits = total_loss / math.log(2) / (num_targets - examples.num_examples)  # an end has no bytes
-    assert logged(tmp_path / "run", "val_bits_per_byte")[5] == pytest.approx(bits, rel=1e-5)
-
-
 # Several datasets.
 
 
@@ -496,14 +427,11 @@ def mixed_run(datasets, tmp_path_factory) -> tuple[Path, str]:
 
 def test_a_mix_is_learned_and_each_dataset_has_its_losses(mixed_run, datasets):
     out, output = mixed_run
-    losses = {path.name: logged(out, f"val_loss/{path.name}") for path in datasets}
-    for name, loss in losses.items():
+    for path in datasets:
+        loss = logged(out, f"val_loss/{path.name}")
         assert loss[40] < loss[20] < math.log(256)
-        assert f"{name} {loss[40]:.4f}" in output
-    val_loss = logged(out, "val_loss")[40]
-    expected = 0.7 * losses["numbers"][40] + 0.3 * losses["source-code"][40]
-    assert val_loss == pytest.approx(expected)
-    assert f"{val_loss:.4f}" in output and f"70% {datasets[0]}" in output
+        assert f"{path.name} {loss[40]:.4f}" in output
+    assert f"70% {datasets[0]}" in output
 
 
 def test_a_run_on_a_mix_resumes_bit_for_bit_with_moved_datasets(datasets, mixed_run, tmp_path):
@@ -595,15 +523,6 @@ def test_a_resumed_run_may_change_nothing_else_and_each_change_is_named(short_ru
     assert (short_run / "config.toml").read_bytes() == settings
 
 
-def test_a_resumed_run_may_not_change_its_text(short_run, numbers, tmp_path):
-    data = Path(shutil.copytree(numbers, tmp_path / "data"))
-    with (data / "manifest.json").open("a") as file:
-        file.write("\n")
-    with pytest.raises(UserError, match=r"--data \(docs/data\.md: My text has grown\)"):
-        train_tiny(data, short_run, *SHORT_FLAGS, "--resume")
-    assert "\n## My text has grown\n" in (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
-
-
 # Mistakes.
 
 
@@ -645,16 +564,11 @@ DOCUMENTED_SIZES = {
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "config").glob("*.toml")), ids=lambda path: path.stem
 )
-def test_a_preset_has_its_documented_size_names_its_data_and_lowers_the_loss(
-    path, tmp_path, monkeypatch
-):
-    def make_config(**values: int) -> RunConfig:
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
-        typed = load_settings(TrainConfig, [str(path), *flags])
-        return make_run_config(typed, {"vocab_size": 65}, single_process(torch.device("cpu")))
-
+def test_a_preset_has_its_documented_size_and_names_its_data(path, tmp_path, monkeypatch):
+    typed = load_settings(TrainConfig, [str(path)])
+    config = make_run_config(typed, {"vocab_size": 65}, SINGLE_PROCESS)
     with torch.device("meta"):
-        size = GPT(make_config().model).num_parameters
+        size = GPT(config.model).num_parameters
     assert size == pytest.approx(DOCUMENTED_SIZES.get(path.stem, size), rel=0.01)
 
     monkeypatch.chdir(tmp_path)
@@ -667,27 +581,8 @@ def test_a_preset_has_its_documented_size_names_its_data_and_lowers_the_loss(
     with pytest.raises(UserError, match=r"^nowhere: .*--out nowhere"):
         train.main([str(path), "--device", "cpu", "--data", "nowhere"])
 
-    config = make_config(vocab_size=256, num_layers=1, num_heads=4, d_model=256, warmup_steps=0)
-    torch.manual_seed(0)
-    model = GPT(config.model)
-    optimizer = Optimizer(model, config.optimizer)
-    windows = torch.randint(256, (2, 17))
-    losses = []
-    for step in range(3):
-        loss = model(windows[:, :-1], windows[:, 1:]) / windows[:, 1:].numel()
-        loss.backward()
-        optimizer.step(step, config.steps)
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.05
-
 
 # As a library.
-
-
-def library_config(data: Path, out: Path, **values: Any) -> TrainConfig:
-    """Return the settings of a tiny run, written without a command line."""
-    model = ModelSettings(num_layers=1, num_heads=2, d_model=16, context_length=16)
-    return TrainConfig(data=data, out=out, batch_size=4, device="cpu", model=model, **values)
 
 
 def assert_unlocked(out: Path) -> None:
@@ -697,7 +592,8 @@ def assert_unlocked(out: Path) -> None:
 
 def test_train_returns_the_trainer_and_prints_nothing(numbers, tmp_path, capfd):
     out = tmp_path / "run"
-    config = library_config(numbers, out, steps=3)
+    model = ModelSettings(num_layers=1, num_heads=2, d_model=16, context_length=16)
+    config = TrainConfig(data=numbers, out=out, steps=3, batch_size=4, device="cpu", model=model)
     assert train.train(config, callbacks=(), should_stop=lambda: True).step == 0
     assert not list_checkpoints(out)
     trainer = train.train(config, callbacks=())
@@ -720,7 +616,8 @@ def test_an_error_of_a_callback_is_a_warning_and_an_exit_waits_for_the_save(
 
     out = tmp_path / "run"
     callbacks = [*(Action(step, fail) for step in (4, 5)), MetricsFile()]
-    config = library_config(numbers, out, steps=6, save_every=3)
+    flags = ["--steps", 6, "--save-every", 3, "--log-every", 10]
+    config = load_settings(TrainConfig, tiny(numbers, out, *flags))
     with pytest.raises(SystemExit) if error is SystemExit else contextlib.nullcontext():
         train.train(config, callbacks=callbacks)
     (warning,) = capsys.readouterr().err.splitlines() or [""]
@@ -731,12 +628,11 @@ def test_an_error_of_a_callback_is_a_warning_and_an_exit_waits_for_the_save(
 
 
 def test_a_refused_start_unlocks_the_directory(numbers, tmp_path):
-    config = library_config(numbers, tmp_path / "run", steps=2)
-    train.train(config)
+    train_tiny(numbers, tmp_path / "run", "--steps", 2)
     caught = []  # a notebook keeps the errors, and everything that they refer to
-    for values in ({}, {"resume": True, "seed": 5}):
+    for flags in ((), ("--resume", "--seed", 5)):
         with pytest.raises(UserError, match="--resume") as error:
-            train.train(dataclasses.replace(config, **values))
+            train_tiny(numbers, tmp_path / "run", "--steps", 2, *flags)
         caught.append(error)
         assert_unlocked(tmp_path / "run")
 
@@ -754,8 +650,10 @@ def test_a_dataset_that_changes_during_a_run_has_no_effect_before_the_resume(num
         runs[name] = tmp_path / name
         options = {"callbacks": [Action(2, act)], "should_stop": StopAfter(4)}
         train_tiny(data, runs[name], "--steps", 9, **options)
-        with pytest.raises(UserError, match="--data" if name == "replaced" else str(data)):
+        problem = r"--data \(docs/data\.md: My text has grown\)"
+        with pytest.raises(UserError, match=problem if name == "replaced" else str(data)):
             train_tiny(data, runs[name], "--steps", 9, "--resume")
+    assert "\n## My text has grown\n" in (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     assert same_checkpoint(*map(newest_checkpoint, runs.values()))
     assert train_tiny(numbers, runs["removed"], "--steps", 9, "--resume").step == 9
 
@@ -796,7 +694,7 @@ def test_timing_steps_and_plan_see_the_examples_of_the_run(long_pairs, long_exam
         assert data.longest_example <= run_config.model.context_length + 1
         return 0.01
 
-    dist_ctx = single_process(torch.device("cpu"))
+    dist_ctx = SINGLE_PROCESS
     data = open_mixture([long_pairs])
     _, run_data = resolve(config, data, dist_ctx, time.monotonic(), None, measure)
     assert fitted and all(each is run_data for each in fitted)
@@ -805,12 +703,11 @@ def test_timing_steps_and_plan_see_the_examples_of_the_run(long_pairs, long_exam
 def test_a_plan_has_the_tokens_and_epochs_of_the_run(long_pairs, tmp_path, capsys):
     arguments = tiny(long_pairs, tmp_path / "run", "--steps", 20, "--context-length", 32)
     assert train.main([*arguments, "--plan"]) == 0
-    planned = re.search(r"= ([0-9,]+), ([0-9.]+) epochs", capsys.readouterr().out)
+    (planned,) = re.findall("^run +(20 steps, .* epochs)", capsys.readouterr().out, re.MULTILINE)
     assert train.main(arguments) == 0
-    done = re.search(r"= ([0-9,]+) tokens \(([0-9.]+) epochs\)", capsys.readouterr().out)
-    assert planned[1] == done[1]
-    assert float(planned[2]) == pytest.approx(float(done[2]), abs=0.06)
-    assert int(done[1].replace(",", "")) == logged(tmp_path / "run", "tokens")[20]
+    assert planned in capsys.readouterr().out
+    tokens = logged(tmp_path / "run", "tokens")[20]
+    assert f"= {tokens:,} tokens" in planned
 
 
 def test_reproducible_kernels_are_chosen_before_the_first_step(numbers, tmp_path, monkeypatch):

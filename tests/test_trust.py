@@ -23,6 +23,7 @@ from helpers import (
     logged,
     newest_checkpoint,
     numbers_text,
+    read_files,
     seal,
     tiny,
     train_tiny,
@@ -253,11 +254,6 @@ def test_a_full_disk_keeps_the_checkpoints_and_delays_the_metrics(place, small_d
     train_tiny(place / "data", run, *flags, 40, callbacks=actions)
     assert capsys.readouterr().err.count("warning: Metrics") == 1
     assert list(logged(run, "train_loss")) == list(range(1, 41))
-
-
-def read_files(folder: Path) -> dict[Path, bytes]:
-    """Return the content of each file in a folder, and b"" for each folder."""
-    return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
 def replace_by_another(run: Path) -> None:

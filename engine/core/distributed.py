@@ -23,11 +23,12 @@ from engine.core.sharding import is_sharded, local
 
 Result = TypeVar("Result")
 NamedTensor = tuple[str, Tensor]
+CPU_DEVICE = torch.device("cpu")
 HEARTBEAT_SECONDS = 1.0
 GROUP_SHUTDOWN_SECONDS = 2.0
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# Numbers of processes that srun and mpirun start. SLURM sets SLURM_NTASKS for one process too.
 RENDEZVOUS_FLAGS = "--rdzv-backend c10d --rdzv-endpoint HOST:PORT"  # how machines find each other
+# Numbers of processes that srun and mpirun start. SLURM sets SLURM_NTASKS for one process too.
 LAUNCHER_SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 # torch 2.13 renamed all_gather_into_tensor, and warns of the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -37,9 +38,9 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 class DistributedContext:
     """The rank of this process, the world size, and its device. All collectives are methods."""
 
-    rank: int
-    size: int
-    device: torch.device
+    rank: int = 0
+    size: int = 1
+    device: torch.device = CPU_DEVICE
     local_rank: int = 0  # among the processes of its machine
     sharded: bool = False  # FSDP: each rank holds some rows of every parameter
     heartbeat_group: dist.ProcessGroup | None = None
@@ -233,12 +234,7 @@ class DistributedContext:
         return returned.view(-1, height, columns)[:n, :num_local_rows]
 
 
-def single_process(device: torch.device) -> DistributedContext:
-    """Return the context of a process without peers."""
-    return DistributedContext(0, 1, device)
-
-
-SINGLE_PROCESS = single_process(torch.device("cpu"))
+SINGLE_PROCESS = DistributedContext()
 
 
 @contextlib.contextmanager
@@ -254,7 +250,7 @@ def init_distributed(
     rank_device = choose_device(device, local_rank, num_local_ranks)
     keep_freed_memory()
     if size == 1:
-        yield single_process(rank_device)
+        yield DistributedContext(device=rank_device)
         return
     interfaces = [name for _, name in socket.if_nameindex()]
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):

@@ -20,31 +20,16 @@ class UserError(Exception):
     """
 
 
-def is_panic(error: BaseException) -> bool:
-    """Return whether an error is a panic of a library in Rust, which is not an Exception."""
-    return type(error).__name__ == "PanicException"
-
-
 @contextlib.contextmanager
-def wrap_library_errors(problem: str) -> Iterator[None]:
-    """Turn the exceptions and panics of a library into UserErrors."""
+def wrap_library_errors(problem: str, *types: type[Exception], advice: str = "") -> Iterator[None]:
+    """Turn exceptions of these types, and panics of libraries in Rust, into UserErrors."""
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, Exception) and not is_panic(error):
+        is_panic = type(error).__name__ == "PanicException"  # it is not an Exception
+        if not isinstance(error, types) and not is_panic:
             raise
-        raise UserError(f"{problem} ({' '.join(str(error).split())})") from None
-
-
-@contextlib.contextmanager
-def wrap_panics() -> Iterator[None]:
-    """Turn panics of Rust libraries, which report them on stderr, into UserErrors."""
-    try:
-        yield
-    except BaseException as error:
-        if not is_panic(error):
-            raise
-        raise UserError(f"it makes a library panic ({' '.join(str(error).split())})") from None
+        raise UserError(f"{problem} ({' '.join(str(error).split())}){advice}") from None
 
 
 def is_bug(error: BaseException) -> bool:

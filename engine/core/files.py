@@ -9,7 +9,6 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,7 +16,6 @@ import filelock
 
 from engine.core.errors import UserError
 
-INPUT_BLOCK_BYTES = 2**20  # read at a time
 MAX_INPUT_BYTES = 2**30  # of an input that is read at once
 MAX_NUMBER = 2**63  # in a file of the project
 
@@ -27,8 +25,7 @@ def read_input(file: BinaryIO, name: Path | str) -> bytes:
 
     Raises UserError if there are more than MAX_INPUT_BYTES: /dev/zero does not end.
     """
-    blocks = iter(lambda: file.read(INPUT_BLOCK_BYTES), b"")
-    content = b"".join(islice(blocks, MAX_INPUT_BYTES // INPUT_BLOCK_BYTES + 1))
+    content = file.read(MAX_INPUT_BYTES + 1)
     if len(content) > MAX_INPUT_BYTES:
         raise UserError(f"{name}: must have at most {MAX_INPUT_BYTES:,} bytes. Give a file.")
     return content

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,6 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class Sliceable(Protocol):
-    """A full tensor, possibly on a disk, from which single rows can be read."""
-
-    shape: torch.Size
-
-    def __getitem__(self, rows: Any) -> Tensor: ...
-
-
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Return whether this is a DTensor, of which each rank holds some rows."""
     return hasattr(tensor, "full_tensor")
@@ -36,32 +28,19 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def local_shard(full: Sliceable, like: Tensor) -> Tensor:
-    """Return this rank's rows of a full tensor, which is sharded like a parameter."""
-    if not is_sharded(like):
-        return full[...]
-    n_per_rank = -(-full.shape[0] // like.device_mesh.size())
-    start = n_per_rank * like.device_mesh.get_local_rank()
-    rows = range(full.shape[0])[start : start + n_per_rank]
-    return full[rows.start : rows.stop]
-
-
-def shard_like(full: Sliceable, param: Tensor) -> Tensor:
+def shard_like(full: Tensor, param: Tensor) -> Tensor:
     """Return a copy of a full tensor with the device and sharding of a parameter."""
-    rows = local_shard(full, param).to(param.device, copy=True)
     if not is_sharded(param):
-        return rows
-    from torch.distributed.tensor import DTensor
+        return full.to(param.device, copy=True)
+    from torch.distributed.tensor import distribute_tensor
 
-    mesh = param.device_mesh
-    stride = torch.empty(full.shape, device="meta").stride()
-    return DTensor.from_local(
-        rows, mesh, param.placements, run_check=False, shape=full.shape, stride=stride
-    )
+    # Every rank has the full tensor: None sends no messages.
+    shard = distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
+    return shard.clone()  # a slice would keep the full tensor in memory
 
 
 @torch.no_grad()
-def load_parameters(model: nn.Module, tensors: Iterable[tuple[str, Sliceable]]) -> None:
+def load_parameters(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Set every parameter by its name, one at a time.
 
     Raises UserError if the names or shapes are not those of the model.
@@ -72,7 +51,7 @@ def load_parameters(model: nn.Module, tensors: Iterable[tuple[str, Sliceable]]) 
             shape = tuple(full.shape)
             raise UserError(f"checkpoint: {name} {shape} is not a parameter of the model.")
         param = params.pop(name)
-        local(param).copy_(local_shard(full, param))
+        local(param).copy_(local(shard_like(full, param)))
     if params:
         raise UserError(f"checkpoint: parameter {next(iter(params))} is missing.")
 

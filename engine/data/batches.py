@@ -3,7 +3,7 @@
 import hashlib
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +20,6 @@ from engine.data.order import FIXED_POINT_ONE
 from engine.data.split import BatchSpec, MixedText, Split, token_ids
 from engine.data.tokenizer import Tokenizer
 from engine.nn.loss import IGNORE_INDEX
-
-EVALUATION_BATCH_TOKENS = 2**14
 
 
 @dataclass(frozen=True)
@@ -250,16 +248,3 @@ def check_sizes(batch_size: int, world_size: int, micro_batch_size: int | None) 
         divisors = ", ".join(str(n) for n in range(1, rank_size + 1) if rank_size % n == 0)
         reason = f"must divide the {rank_size} sequences of a rank (got {micro_batch_size})"
         raise UserError(f"--micro-batch-size: {reason}. Try one of {divisors}.")
-
-
-def evaluation_batches(
-    split: Split,
-    context_length: int,
-    max_tokens: int,
-    rank: int,
-    world_size: int,
-    batch_tokens: int = EVALUATION_BATCH_TOKENS,
-) -> Iterator[Tensor]:
-    """Yield inputs and targets of a rank, int64 (2, B, T) each: see Split.evaluation_rows."""
-    limits = (context_length, max_tokens, rank, world_size, batch_tokens)
-    yield from map(inputs_and_targets, split.evaluation_rows(*limits))

@@ -29,7 +29,6 @@ FORMAT_VERSION = 3
 SPLIT_NAMES = ("train", "val")
 MIN_VAL_DOCUMENTS = 6  # with fewer different ones, a validation loss says little
 LENGTHS_DTYPE = "uint32"
-MAX_SHARD_TOKENS = 2**27  # 256 MiB of uint16
 SHARD_HEADER_BYTES = 128  # NumPy's header with room for an array of any length
 VERSION_FILE = "prepared_from.json"  # holds Corpus.version
 STATISTIC_NAMES = ("documents", "repeats", "longest", "vocabulary", "val_distinct", "val_copies")
@@ -47,7 +46,7 @@ MANIFEST_SCHEMA = {
 EXAMPLES_SCHEMA = {"targets": int, "lengths": [SHARD_SCHEMA]}  # besides COUNTS_SCHEMA
 DATASET_FILE_PATTERN = re.compile(
     r"(manifest|tokenizer|verified|prepared_from)\.json"
-    r"|(train|val)(-lengths)?-[0-9]{5,}(-[0-9]+)?\.npy"
+    r"|(train|val)(-lengths)?-[0-9]{5,}(-[0-9]+)?\.npy"  # earlier: several of a unit
 )
 
 
@@ -88,16 +87,13 @@ class Dataset:
         """Return a sentence for each problem that makes the validation loss meaningless."""
         statistics = self.manifest["statistics"]
         num_val = self.manifest["splits"]["val"]["documents"]
-        num_repeats = statistics["repeats"]
         problems = []
         if statistics["val_copies"]:
             percent = f"{statistics['val_copies'] / max(1, num_val):.0%}"
             problems.append(
                 f"{percent} of the validation documents are copies of training documents."
             )
-        if num_repeats and self.num_documents - num_repeats == 1:
-            problems.append(f"All {self.num_documents:,} documents are the same.")
-        elif num_repeats and statistics["val_distinct"] < min(MIN_VAL_DOCUMENTS, num_val):
+        if statistics["val_distinct"] < min(MIN_VAL_DOCUMENTS, num_val):
             texts = count_noun(statistics["val_distinct"], "different text")
             problems.append(f"The {num_val} validation documents have only {texts}.")
         return problems
@@ -164,8 +160,8 @@ def _open_shards(folder: Path, shards: list[dict[str, Any]], dtype: str) -> Shar
     return ShardedTokens(arrays)
 
 
-def _dataset_error(path: Path, error: Exception) -> UserError:
-    reason = " ".join(str(error).removesuffix(".").split())
+def _dataset_error(path: Path, problem: object) -> UserError:
+    reason = " ".join(str(problem).removesuffix(".").split())
     return UserError(f"{path}: can't be used ({reason}). Prepare it again with --force.")
 
 
@@ -192,13 +188,12 @@ def verify_dataset(dataset: Dataset, force: bool) -> None:
     vocab_size = dataset.tokenizer.vocab_size
     for name, expected_hash in hashes.items():
         if sha256(dataset.path / name) != expected_hash:
-            raise _dataset_error(dataset.path, UserError(f"{name}: SHA-256 mismatch"))
+            raise _dataset_error(dataset.path, f"{name}: SHA-256 mismatch")
         if "-lengths-" not in name:
             tokens = np.load(dataset.path / name, mmap_mode="r")
             largest = max(int(tokens.max()), ~int(tokens.min()))
             if largest >= vocab_size:
-                error = UserError(f"{name} has token {largest} of {vocab_size}")
-                raise _dataset_error(dataset.path, error)
+                raise _dataset_error(dataset.path, f"{name} has token {largest} of {vocab_size}")
     with contextlib.suppress(OSError):  # a read-only folder is verified each time
         write_json(record, state)
 
@@ -227,12 +222,11 @@ def is_up_to_date(
         check_types(manifest, {"origin": {"content": str}}, "manifest")
     except (OSError, UserError):
         raise UserError(f"{out}: manifest.json is corrupted. Use --force to replace it.") from None
-    old_origin = manifest["origin"]
-    content = old_origin.pop("content")
-    keys = sorted(old_origin.keys() | origin.keys())
-    changed = [key for key in keys if old_origin.get(key) != origin.get(key)]
-    settings = [key for key in changed if key not in ("split", "separator")]  # others: of the text
-    differences = [f"{key} {old_origin.get(key)}" for key in settings]
+    old = manifest["origin"]
+    content = old.pop("content")
+    changed = {key for key in old.keys() | origin.keys() if old.get(key) != origin.get(key)}
+    settings = sorted(changed - {"split", "separator"})  # these two depend on the text
+    differences = [f"{key} {old.get(key)}" for key in settings]
     is_same_version = False
     with contextlib.suppress(OSError, UserError):
         is_same_version = read_json(out / VERSION_FILE) == version
@@ -248,42 +242,31 @@ def is_up_to_date(
 
 
 class ShardWriter:
-    """Writes an array piece by piece, to files of at most MAX_SHARD_TOKENS numbers."""
+    """Writes a shard piece by piece: a one-dimensional array, as NumPy saves it."""
 
-    def __init__(self, folder: Path, name: str):
-        self.folder = folder
-        self.name = name
-        self.shards: list[dict[str, Any]] = []  # as the manifest lists them
-        self.file: Any = None
-        self.num_tokens = 0  # in the open file
+    def __init__(self, path: Path):
+        self.path = path
+        self.num_tokens = 0
+        self.file = path.open("wb")
+        self.file.seek(SHARD_HEADER_BYTES)
 
     def write(self, values: np.ndarray) -> None:
         """Append values, ids or lengths (N,), whose dtype must not change between calls."""
-        while len(values):
-            if self.file is None:
-                suffix = f"-{len(self.shards)}" if self.shards else ""
-                self.file = (self.folder / f"{self.name}{suffix}.npy").open("wb")
-                self.file.seek(SHARD_HEADER_BYTES)
-                self.num_tokens = 0
-                self.descr = np.lib.format.dtype_to_descr(values.dtype)
-            head = values[: MAX_SHARD_TOKENS - self.num_tokens]
-            self.file.write(head.data)
-            self.num_tokens += len(head)
-            values = values[len(head) :]
-            if self.num_tokens == MAX_SHARD_TOKENS:
-                self.close()
+        self.file.write(values.data)
+        self.descr = np.lib.format.dtype_to_descr(values.dtype)
+        self.num_tokens += len(values)
 
     def close(self) -> list[dict[str, Any]]:
-        """Complete the open file, if any, and return all shards."""
-        if self.file is not None:
-            self.file.seek(0)
-            header = {"descr": self.descr, "fortran_order": False, "shape": (self.num_tokens,)}
-            np.lib.format.write_array_header_1_0(self.file, header)
-            assert self.file.tell() == SHARD_HEADER_BYTES
+        """Complete the file, and return its entry in the manifest; an empty file is removed."""
+        if not self.num_tokens:
             self.file.close()
-            path = Path(self.file.name)
-            fsync(path)
-            shard = {"file": path.name, "tokens": self.num_tokens, "sha256": sha256(path)}
-            self.shards.append(shard)
-            self.file = None
-        return self.shards
+            self.path.unlink()
+            return []
+        self.file.seek(0)
+        header = {"descr": self.descr, "fortran_order": False, "shape": (self.num_tokens,)}
+        np.lib.format.write_array_header_1_0(self.file, header)
+        assert self.file.tell() == SHARD_HEADER_BYTES
+        self.file.close()
+        fsync(self.path)
+        name = self.path.name
+        return [{"file": name, "tokens": self.num_tokens, "sha256": sha256(self.path)}]

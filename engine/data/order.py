@@ -73,7 +73,7 @@ def windows_per_epoch(num_tokens: int, context_length: int) -> int:
         raise UserError(f"--context-length: {reason}. Lower it, or prepare more text.")
     if is_short_text(num_tokens, context_length):
         return (num_tokens - 3) // context_length + 2
-    return max(1, num_fitting - 1)
+    return num_fitting - 1
 
 
 def window_starts(
@@ -87,12 +87,9 @@ def window_starts(
     size = windows_per_epoch(num_tokens, context_length)
     epoch = sequence_index // np.uint64(size)
     key = splitmix64(epoch + np.uint64(derived_seed(seed)))
-    max_offset = min(context_length, num_tokens - size * context_length)
-    margin = 0  # lets unsigned starts be before the text
-    if is_short_text(num_tokens, context_length):
-        max_offset = context_length
-        margin = context_length - 1
-    offset = splitmix64(key) % np.uint64(max_offset)
+    # The margin lets unsigned starts be before a short text.
+    margin = context_length - 1 if is_short_text(num_tokens, context_length) else 0
+    offset = splitmix64(key) % np.uint64(context_length)
     window = permute(sequence_index % np.uint64(size), size, key)
     starts = offset + window * np.uint64(context_length)
     return np.clip(starts, margin, num_tokens - 1 - context_length + margin) - np.uint64(margin)
@@ -104,9 +101,8 @@ def evaluation_windows(
     """Return the starts of fixed windows, and the number of leading targets to ignore: (N,) each.
 
     Every token but the first is a target once. The last window starts early, so that it is full.
-    With max_tokens, only evenly spaced windows are kept; 0: all. Raises UserError if none fits.
+    With max_tokens, only evenly spaced windows are kept; 0: all.
     """
-    windows_per_epoch(num_tokens, context_length)
     aligned = np.arange(0, num_tokens - 1, context_length, dtype=np.int64)
     starts = np.minimum(aligned, num_tokens - 1 - context_length)
     num_ignored = aligned - starts

@@ -21,6 +21,7 @@ from engine.data.order import (
 
 EXAMPLES_DTYPE = "int32"  # of token shards of examples: ~id is negative
 PADDING_TOKEN = ~0  # token 0, not a target
+EVALUATION_BATCH_TOKENS = 2**14
 LENGTH_MULTIPLE = 8  # of padded examples: faster matrix products, and fewer shapes
 
 
@@ -127,19 +128,19 @@ class Split:
         return ids, np.arange(start, start + len(ids)) > 0
 
     def evaluation_rows(
-        self, context_length: int, max_tokens: int, rank: int, world_size: int, batch_tokens: int
+        self, context_length: int, max_tokens: int, rank: int, world_size: int
     ) -> Iterator[np.ndarray]:
-        """Yield the rows of a rank to evaluate on, int64 (N, T + 1) each, of batch_tokens.
+        """Yield the rows of a rank to evaluate on, int64 (N, T + 1) each.
 
-        max_tokens limits the evaluation; 0: no limit. All ranks have the same number of batches,
-        of the same shapes.
+        A batch has about EVALUATION_BATCH_TOKENS. max_tokens limits the evaluation; 0: no limit.
+        All ranks have the same number of batches, of the same shapes.
         """
         starts, num_ignored = evaluation_windows(len(self), context_length, max_tokens)
         num_missing = -len(starts) % world_size  # filled with windows without a target
-        starts = np.append(starts, np.repeat(starts[:1], num_missing))[rank::world_size]
-        no_targets = np.repeat(context_length, num_missing)
-        num_ignored = np.append(num_ignored, no_targets)[rank::world_size]
-        num_rows = max(1, batch_tokens // context_length)
+        starts = np.pad(starts, (0, num_missing), "edge")[rank::world_size]
+        num_ignored = np.pad(num_ignored, (0, num_missing), constant_values=context_length)
+        num_ignored = num_ignored[rank::world_size]
+        num_rows = max(1, EVALUATION_BATCH_TOKENS // context_length)
         for first in range(0, len(starts), num_rows):
             batch = slice(first, first + num_rows)
             rows = self._gather(starts[batch], context_length + 1)
@@ -244,7 +245,7 @@ class Examples(Split):
         return rows
 
     def evaluation_rows(
-        self, context_length: int, max_tokens: int, rank: int, world_size: int, batch_tokens: int
+        self, context_length: int, max_tokens: int, rank: int, world_size: int
     ) -> Iterator[np.ndarray]:
         """Yield examples, longest first; a limit spaces them evenly."""
         order = np.argsort(-self.lengths, kind="stable")
@@ -254,6 +255,6 @@ class Examples(Split):
         order = np.append(order, np.repeat(-1, -len(order) % world_size))
         while len(order):
             length = padded_length(int(self.lengths[order[0]]), context_length)
-            num_rows = max(1, batch_tokens // length) * world_size
+            num_rows = max(1, EVALUATION_BATCH_TOKENS // length) * world_size
             yield self._gather(order[:num_rows][rank::world_size], length + 1)
             order = order[num_rows:]

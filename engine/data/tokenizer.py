@@ -18,7 +18,7 @@ import tokenizers
 from tiktoken_ext.openai_public import ENCODING_CONSTRUCTORS
 from tokenizers.normalizers import NFC
 
-from engine.core.errors import UserError, is_panic, wrap_library_errors, wrap_panics
+from engine.core.errors import UserError, wrap_library_errors
 from engine.core.files import read_json
 from engine.data import tokenizer_json
 from engine.data.chats.chat_template import read_tokenizer_config
@@ -85,16 +85,11 @@ class Tokenizer:
 
         Raises UserError for text that cannot be encoded.
         """
-        try:
+        # Half of a character, or words that tiktoken's regex engine cannot find.
+        problem = f"the {self.kind} tokenizer cannot encode the text"
+        advice = ". Correct it, or use another --tokenizer."
+        with wrap_library_errors(problem, ValueError, advice=advice):
             return self._encode(text)
-        except UserError:
-            raise
-        except BaseException as error:
-            # Half of a character, or words that tiktoken's regex engine cannot find.
-            if not isinstance(error, ValueError) and not is_panic(error):
-                raise
-            problem = f"the {self.kind} tokenizer cannot encode the text ({error})"
-            raise UserError(f"{problem}. Correct it, or use another --tokenizer.") from None
 
     def _encode(self, text: str) -> np.ndarray:
         raise NotImplementedError
@@ -209,19 +204,14 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, document: Document):
         super().__init__(document)
         content = json.dumps(tokenizer_json.without_special(document))
-        with wrap_library_errors("tokenizers cannot read it"):
+        with wrap_library_errors("tokenizers cannot read it", Exception):
             self.runner = tokenizers.Tokenizer.from_str(content)
         with contextlib.suppress(Exception):  # of a vocabulary without characters of the probe
             self.runner.encode(PROBE_TEXT)
         self.runner.encode_special_tokens = True  # special tokens in text are ordinary text
-        for token in document["added_tokens"]:
-            name = token["content"]
-            if not is_special(token) and self.runner.token_to_id(name) != token["id"]:
-                raise UserError(f"its added token {name!r} does not follow the vocabulary")
         decoder = json.dumps(document.get("decoder"))
         self.is_byte_level = '"ByteLevel"' in decoder
         self.has_byte_fallback = '"ByteFallback"' in decoder
-        self.without_space: HuggingFaceTokenizer | None = None  # see encode_after_special
         self.context: list[int] = []  # an id to decode others after, see _bytes_of
         try:
             letter = self.encode("a").tolist()
@@ -230,15 +220,17 @@ class HuggingFaceTokenizer(Tokenizer):
         self.context = letter[-1:]
         self.adds_leading_space = self.decode_bytes(letter).startswith(b" ")
 
-    def encode_after_special(self, text: str) -> np.ndarray:
-        """Return the ids of a text, without the space that encode may put before it."""
+    @functools.cached_property
+    def without_space(self) -> Tokenizer:
+        """The tokenizer that puts no space before a text."""
         pre_tokenizer = self.document.get("pre_tokenizer") or {}
         if pre_tokenizer.get("prepend_scheme") != "first":
-            return self.encode(text)
-        if self.without_space is None:
-            pre_tokenizer = pre_tokenizer | {"prepend_scheme": "never"}
-            document = self.document | {"pre_tokenizer": pre_tokenizer}
-            self.without_space = HuggingFaceTokenizer(document)
+            return self
+        never = {"pre_tokenizer": pre_tokenizer | {"prepend_scheme": "never"}}
+        return HuggingFaceTokenizer(self.document | never)
+
+    def encode_after_special(self, text: str) -> np.ndarray:
+        """Return the ids of a text, without the space that encode may put before it."""
         return self.without_space.encode(text)
 
     def _encode(self, text: str) -> np.ndarray:
@@ -299,7 +291,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """
     document = read_json(path)
     try:
-        with wrap_panics():
+        with wrap_library_errors("it makes a library panic"):
             tokenizer_json.check_document(document)
             return from_document(with_extension(document, **read_tokenizer_config(path.parent)))
     except UserError as error:

@@ -98,17 +98,14 @@ def byte_document(special: dict[str, int]) -> Document:
     return _document(model, BYTE_LEVEL, BYTE_LEVEL_WORDS, special)
 
 
-def bpe_document(
-    vocab: dict[str, int], pattern: str, special: dict[str, int], normalizer: str | None = None
-) -> Document:
+def bpe_document(vocab: dict[str, int], pattern: str, special: dict[str, int]) -> Document:
     """Build a BPE as tiktoken runs it; ``vocab`` is in GPT-2's alphabet, without special tokens."""
     vocab = dict(sorted(vocab.items(), key=itemgetter(1)))
     merges = [f"{first} {second}" for first, second in possible_merges(vocab)]
     options = {**_BPE_OPTIONS, "ignore_merges": True}
     model = {"type": "BPE", **options, "vocab": vocab | special, "merges": merges}
     words = {"type": "Sequence", "pretokenizers": [split_by(pattern), BYTE_LEVEL]}
-    document = _document(model, words, BYTE_LEVEL_WORDS, special)
-    return document | {"normalizer": {"type": normalizer} if normalizer else None}
+    return _document(model, words, BYTE_LEVEL_WORDS, special)
 
 
 def _document(
@@ -217,7 +214,7 @@ def without_special(document: Document) -> Document:
 
 def check_document(document: Any) -> None:
     """Raise UserError for a document that is unsupported or whose ids are not unique."""
-    with wrap_library_errors("tokenizers cannot read it"):
+    with wrap_library_errors("tokenizers cannot read it", Exception):
         runner = tokenizers.Tokenizer.from_str(json.dumps(document))
     if "added_tokens" not in document:
         raise UserError("it has no added_tokens")

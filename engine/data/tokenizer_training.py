@@ -1,6 +1,7 @@
 """Tokenizers trained on text: its characters, or a byte-level BPE."""
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 
 import tokenizers
@@ -77,46 +78,40 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Train a tokenizer on the text: char on all of it, or bpe on about ``max_bytes``."""
     if kind == "char":
-        return train_char_tokenizer(tokenizer_texts(corpus, None), separator)
+        return train_char_tokenizer(tokenizer_texts(corpus, math.inf), separator)
     return train_bpe_tokenizer(tokenizer_texts(corpus, max_bytes), vocab_size, pattern)
 
 
-def tokenizer_texts(corpus: Corpus, max_bytes: int | None) -> Iterator[str]:
-    """Yield all text, or a sample of about ``max_bytes``, in short strings."""
-    total = min(max_bytes or corpus.bytes, corpus.bytes) if corpus.is_plain else None
+def tokenizer_texts(corpus: Corpus, max_bytes: float) -> Iterator[str]:
+    """Yield a sample of about ``max_bytes`` of the text, in short strings."""
+    total = min(max_bytes, corpus.bytes) if corpus.is_plain else None
+    has_examples = corpus.rule.has_examples
     with progress("training tokenizer", total) as bar:
         for document in sample_texts(corpus, max_bytes):
             bar.update(len(document))
-            turns = (
-                [turn[1] for turn in json.loads(document)]
-                if corpus.rule.has_examples
-                else [document]
-            )
-            for text in turns:
+            texts = [turn[1] for turn in json.loads(document)] if has_examples else [document]
+            for text in texts:
                 for start in range(0, len(text), MAX_TRAINER_CHARACTERS):
                     yield text[start : start + MAX_TRAINER_CHARACTERS]
 
 
-def sample_texts(corpus: Corpus, max_bytes: int | None) -> Iterator[str]:
-    """Yield all texts, or the beginning of each unit in proportion to its size.
+def sample_texts(corpus: Corpus, max_bytes: float) -> Iterator[str]:
+    """Yield the beginning of each unit in proportion to its size.
 
     A unit contributes more if earlier units were too short. The result depends on the sources
     alone, and has about ``max_bytes``. All text is yielded if it is known to fit.
     """
-    if max_bytes is None or (corpus.is_plain and corpus.bytes <= max_bytes):
-        yield from (text.text for text in corpus.texts())
-        return
+    if corpus.is_plain and corpus.bytes <= max_bytes:
+        max_bytes = math.inf
     budget = 0.0
     sizes = [max(1, unit.size) for unit in corpus.units]
     for unit, size in zip(corpus.units, sizes, strict=True):
         budget += max_bytes * size / sum(sizes)
-        if budget <= 0:
-            continue
         for text in unit.texts():
-            yield text.text
-            budget -= len(text.text.encode())
             if budget <= 0:
                 break
+            yield text.text
+            budget -= len(text.text.encode())
 
 
 def pre_tokenizer_name(tokenizer: Tokenizer) -> str | None:

@@ -3,10 +3,12 @@
 Each finished unit has a summary beside its shards, so that a later run skips it.
 """
 
-import contextlib
+import functools
 import hashlib
+import io
 import itertools
 import json
+import operator
 import os
 import re
 import shutil
@@ -14,7 +16,7 @@ import socket
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
@@ -39,16 +41,14 @@ RAY_TIMEOUT_SECONDS = 10  # to reach a cluster
 MAX_RAY_RETRIES = 5  # of a unit, after its worker or machine was lost
 
 
-@dataclass
 class Batch:
     """Encoded texts: the token ids and counts of each split, and a row for each text."""
 
-    ids: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
-    counts: dict[str, Counter] = field(default_factory=lambda: defaultdict(Counter))
-    texts: list[tuple[bytes, int, bool, bool]] = field(
-        default_factory=list
-    )  # see documents.TEXT_DTYPE
-    num_characters: int = 0
+    def __init__(self) -> None:
+        self.ids: dict[str, list[np.ndarray]] = defaultdict(list)
+        self.counts: dict[str, Counter] = defaultdict(Counter)
+        self.texts: list[tuple[bytes, int, bool, bool]] = []  # see documents.TEXT_DTYPE
+        self.num_characters = 0
 
 
 def encode_batch(
@@ -111,9 +111,9 @@ class EncodingJob:
         """Return whether a unit has a summary, and its shards are intact and in the folder."""
         if not self.summary_path(unit).exists():
             return False
-        shards = itertools.chain(*self.read_summary(unit)["shards"].values())
-        hashes = {self.folder / shard["file"]: shard["sha256"] for shard in shards}
-        return all(path.exists() and files.sha256(path) == hashes[path] for path in hashes)
+        shards = dataset.list_shards(self.read_summary(unit))
+        paths = {self.folder / name: sha256 for name, sha256 in shards.items()}
+        return all(path.exists() and files.sha256(path) == paths[path] for path in paths)
 
     def read_summary(self, unit: Unit) -> dict[str, Any]:
         """Read the summary of a finished unit."""
@@ -164,28 +164,35 @@ def write_unit(
     job: EncodingJob, unit: Unit, batches: Iterable[Batch], advance: Callable[[int], Any]
 ) -> None:
     """Write the shards of a unit, then its summary."""
+    has_examples = job.rule.has_examples
+    count_names = ("tokens", "bytes", "documents", *(["targets"] if has_examples else []))
     counts: dict[str, Counter] = {split: Counter() for split in SPLIT_NAMES}
     used = np.zeros(job.vocab_size, bool)  # which token ids occur
     texts = []
-    names = [*SPLIT_NAMES, *(f"{split}-lengths" for split in SPLIT_NAMES if job.rule.has_examples)]
-    writers = {name: dataset.ShardWriter(job.folder, f"{name}-{unit.number:05d}") for name in names}
+    names = [*SPLIT_NAMES, *(f"{split}-lengths" for split in SPLIT_NAMES if has_examples)]
+    paths = {name: job.folder / f"{name}-{unit.number:05d}.npy" for name in names}
+    writers = {name: dataset.ShardWriter(path) for name, path in paths.items()}
     for batch in batches:
         for split in SPLIT_NAMES:
             ids = np.concatenate(batch.ids[split] or [np.empty(0, np.uint32)])
-            used[token_ids(ids) if job.rule.has_examples else ids] = True
+            used[token_ids(ids) if has_examples else ids] = True
             writers[split].write(ids.astype(job.dtype, copy=False))
-            if job.rule.has_examples:
+            if has_examples:
                 lengths = [len(example) for example in batch.ids[split]]
                 writers[f"{split}-lengths"].write(np.array(lengths, dataset.LENGTHS_DTYPE))
             counts[split].update(batch.counts[split], tokens=len(ids))
         texts.append(np.array(batch.texts, documents.TEXT_DTYPE))
         advance(batch.num_characters)
-    shards = {name: writer.close() for name, writer in writers.items()}
-    summary = {"counts": counts, "shards": shards, "notes": unit.notes}
-    partial = job.folder / f".partial-{unit.number:05d}.npz"
-    np.savez(partial, content=files.to_json(summary), texts=np.concatenate(texts), used=used)
-    files.fsync(partial)
-    partial.replace(job.summary_path(unit))
+    splits: dict[str, dict[str, Any]] = {}
+    for split in SPLIT_NAMES:
+        splits[split] = {name: counts[split][name] for name in count_names}
+        splits[split]["shards"] = writers[split].close()
+        if has_examples:
+            splits[split]["lengths"] = writers[f"{split}-lengths"].close()
+    content = files.to_json({"splits": splits, "notes": unit.notes})
+    summary = io.BytesIO()
+    np.savez(summary, content=content, texts=np.concatenate(texts), used=used)
+    files.atomic_write(job.summary_path(unit), summary.getvalue())
 
 
 def encode_on_ray(job: EncodingJob, units: Sequence[Unit], address: str) -> Iterator[int]:
@@ -226,13 +233,6 @@ def encode_on_ray(job: EncodingJob, units: Sequence[Unit], address: str) -> Iter
 def work_folder(out: Path) -> Path:
     """Return the folder beside a dataset that holds its finished units until it is complete."""
     return out.resolve().with_name(f".{out.resolve().name}.work")
-
-
-def remove_work_folder(out: Path) -> None:
-    """Remove the work folder of a complete dataset, which a killed run may leave behind."""
-    if work_folder(out).exists():
-        with contextlib.suppress(UserError, OSError), files.exclusive_lock(out):
-            shutil.rmtree(work_folder(out))
 
 
 def write_dataset(
@@ -277,7 +277,7 @@ def write_dataset(
             files.write_json(directory / dataset.VERSION_FILE, corpus.version)
         for name in ["tokenizer.json", *dataset.list_shards(manifest)]:
             (folder / name).rename(directory / name)
-    shutil.rmtree(folder)
+        shutil.rmtree(folder)
 
 
 def encode_missing_units(
@@ -317,28 +317,23 @@ def make_manifest(
         "dropped": sum(len(unit.dropped) for unit in units),
         "notes": merge_notes((summary["notes"] for summary in summaries), len(hashes)),
     }
+    splits = {}
+    for split in SPLIT_NAMES:
+        entries = [summary["splits"][split] for summary in summaries]
+        # The counts of all units are added, and their lists of shards are joined.
+        splits[split] = {
+            key: functools.reduce(operator.add, map(itemgetter(key), entries)) for key in entries[0]
+        }
+        num_tokens = splits[split]["tokens"]
+        if num_tokens < 2:
+            source = f"{statistics['documents']} documents, {statistics['repeats']} of them repeats"
+            problem = f"must have at least 2 tokens (got {num_tokens}, of {source})"
+            raise UserError(f"the {split} split {problem}. Change --val-fraction or --val.")
     return {
         "format": dataset.FORMAT_VERSION,
         "vocab_size": job.vocab_size,
         "dtype": job.dtype,
-        "splits": {split: split_entry(split, summaries, statistics) for split in SPLIT_NAMES},
+        "splits": splits,
         "origin": {"content": documents.content_hash(units, texts), **origin},
         "statistics": statistics,
     }
-
-
-def split_entry(
-    split: str, summaries: list[dict[str, Any]], statistics: dict[str, Any]
-) -> dict[str, Any]:
-    """Return a split's entry in the manifest. Raises UserError if the split is too short."""
-    counts = sum((Counter(summary["counts"][split]) for summary in summaries), Counter())
-    if counts["tokens"] < 2:
-        documents = f"{statistics['documents']} documents, {statistics['repeats']} of them repeats"
-        problem = f"must have at least 2 tokens (got {counts['tokens']}, of {documents})"
-        raise UserError(f"the {split} split {problem}. Change --val-fraction or --val.")
-    entry = {name: counts[name] for name in ("tokens", "bytes", "documents")}
-    shards = [shard for summary in summaries for shard in summary["shards"][split]]
-    if f"{split}-lengths" not in summaries[0]["shards"]:
-        return {**entry, "shards": shards}
-    lengths = [shard for summary in summaries for shard in summary["shards"][f"{split}-lengths"]]
-    return {**entry, "targets": counts["targets"], "shards": shards, "lengths": lengths}

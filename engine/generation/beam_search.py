@@ -38,7 +38,7 @@ def beam_search(model: GPT, stream: TextStream, num_beams: int) -> tuple[list[in
     best: list[int] = []
     best_score = -math.inf
     for length in range(1, max_tokens + 1):
-        check_finite(logits)
+        check_finite(logits.amax(dim=-1))
         allowed = logits.index_fill(-1, banned, -math.inf).float()
         scores = log_probs[:, None] + allowed.log_softmax(dim=-1)  # (beams, V)
         values, indices = scores.flatten().topk(min(num_beams, scores.numel()))  # descending

@@ -18,6 +18,7 @@ from model import GPT
 
 MAX_CACHE_FRACTION = 0.25  # of a device's memory, for the rows of a batch
 MIN_CACHED_POSITIONS = 128  # that the cache has room for
+MAX_PADDING_BYTES = 2**19  # of a row; reading more takes longer than attention of each row alone
 
 
 def window_start(length: int, context_length: int) -> int:
@@ -57,7 +58,9 @@ class RowSpan:
         """Take the rows from ``first`` on, with the numbers of positions that they have cached."""
         self.first = first
         self.start = min(lengths)
-        self.end = max(lengths) + num_tokens
+        self.ends = [length + num_tokens for length in lengths]
+        self.end = max(self.ends)
+        self.num_padding = len(lengths) * self.end - sum(self.ends)  # positions of shorter rows
         self.has_equal_lengths = self.start + num_tokens == self.end
         self.masks: dict[int, Tensor] = {}  # by window: visible positions, (N, 1, 1, S)
         if self.has_equal_lengths:
@@ -101,6 +104,15 @@ class KVCache:
         indices = (torch.arange(len(key), device=key.device), slice(None), span.positions[:, 0])
         keys[indices] = key[:, :, 0]
         values[indices] = value[:, :, 0]
+        padding_bytes = span.num_padding * 2 * key[0].numel() * key.element_size()
+        if key.device.type == "cpu" and padding_bytes > MAX_PADDING_BYTES * len(key):
+            outputs = []
+            for row, end in enumerate(span.ends):
+                row_keys = keys[row : row + 1, :, :end]
+                row_values = values[row : row + 1, :, :end]
+                row_query = query[row : row + 1]
+                outputs.append(attend(row_query, row_keys, row_values, window=self.window))
+            return torch.cat(outputs)
         mask = span.masks[self.window]
         first_visible = span.end - mask.shape[-1]
         return attend_from_last(

@@ -57,9 +57,9 @@ DEFAULT_OPTIONS = SamplingOptions(
 )
 
 
-def check_finite(logits: Tensor) -> None:
-    """Raise UserError unless logits are finite, or -inf for some tokens of each row."""
-    if not logits.amax(dim=-1).isfinite().all():  # the maximum with a NaN is NaN
+def check_finite(largest: Tensor) -> None:
+    """Raise UserError unless the largest logit of each row, which is NaN if any is, is finite."""
+    if not largest.isfinite().all():
         raise UserError(
             "the model's logits are not finite: it diverged. Use an earlier checkpoint."
         )
@@ -88,12 +88,12 @@ def filter_logits(
     at least min_p times as likely as the most likely one (Nguyen et al. 2024). Of equally likely
     tokens, the lowest ids are kept. Other tokens have weight 0; the largest weight is 1.
     """
-    check_finite(logits)
+    largest = logits.amax(dim=-1, keepdim=True)
+    check_finite(largest)
     if temperature < MIN_TEMPERATURE:
         ids = logits.argmax(dim=-1, keepdim=True)
         return torch.ones_like(ids, dtype=torch.float32), ids
-    logits = logits.float()
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
+    logits = (logits.float() - largest.float()) / temperature
     if top_k is None and top_p == 1:
         ids = torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
         weights = logits.exp()

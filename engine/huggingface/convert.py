@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import UserError
+from engine.core.files import check_types
+from engine.core.settings import from_values
 from engine.huggingface.families import MODEL_FAMILIES, Family
 from model import ModelConfig
 
@@ -19,9 +21,14 @@ FROM_HF_ACTIVATION = {
 }
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
+WINDOW_TYPES = {
+    "sliding_window": (int, None),
+    "use_sliding_window": bool,
+    "max_window_layers": int,
+    "layer_types": ([str], None),
+}
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 REQUIRED_SETTINGS = {"vocab_size", "context_length", "num_layers", "num_heads", "d_model"}
-MAX_LAYERS = 10_000  # of a list of layer types
 # Type of RoPE → keys of its numbers, in the order of ModelConfig.rope_scaling.
 ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -153,29 +160,28 @@ def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
     return keys | {"rope_scaling": scaling} if values else keys
 
 
-def from_hf_config(hf_config: dict[str, Any], source: str) -> tuple[Family, dict[str, Any]]:
-    """Convert config.json to a family and the settings of ModelConfig.
+def from_hf_config(hf_config: Any, source: str) -> tuple[Family, ModelConfig]:
+    """Convert config.json to a family and a ModelConfig. A null counts as a missing key.
 
     Raises UserError, naming the source, for what ModelConfig cannot represent.
     """
+    check_types(hf_config, {}, source)
+    families = {family.architecture: family for family in MODEL_FAMILIES.values()}
     names = hf_config.get("architectures")
     name = names[0] if isinstance(names, list) and names else names
-    family = {family.architecture: family for family in MODEL_FAMILIES.values()}.get(str(name))
+    family = families.get(str(name))
     if family is None:
-        supported = ", ".join(family.architecture for family in MODEL_FAMILIES.values())
+        supported = ", ".join(families)
         raise UserError(f"{source}: architectures must be one of {supported} (got {name!r}).")
+    if hf_config.get("quantization_config"):
+        raise UserError(f"{source}: quantized weights are unsupported. Use the original model.")
     hf_config = family.defaults | hf_config
     for key, value in family.fixed.items():
         if hf_config.get(key, value) != value:
             raise UserError(f"{source}: {key} must be {value!r} (got {hf_config[key]!r}).")
     supported_values = family.supported_values()
     settings = {setting: values[0] for setting, values in supported_values.items()}
-    if hf_config.get("quantization_config"):
-        raise UserError(f"{source}: quantized weights are unsupported. Use the original model.")
     for setting, keys in family.settings.items():
-        for key in {*keys.split()} - family.nullable:
-            if hf_config.get(key, "") is None:
-                raise UserError(f"{source}: {key} must not be null.")
         hf_values = [hf_config[key] for key in keys.split() if hf_config.get(key) is not None]
         if len(set(map(str, hf_values))) > 1:
             raise UserError(f"{source}: {keys} must be equal (got {hf_values}).")
@@ -183,11 +189,6 @@ def from_hf_config(hf_config: dict[str, Any], source: str) -> tuple[Family, dict
             settings[setting] = hf_values[0]
         elif setting in REQUIRED_SETTINGS:
             raise UserError(f"{source}: {keys} is missing.")
-    for setting in ("norm_epsilon", "logit_softcap"):
-        value = settings.get(setting)
-        if isinstance(value, int | float) and setting in family.settings and value <= 0:
-            key = family.settings[setting]
-            raise UserError(f"{source}: {key} must be positive (got {value}).")
     hf_activation = hf_config.get(family.settings["activation"])
     if hf_activation is not None:
         unknown = f"transformers' {hf_activation}"
@@ -198,8 +199,9 @@ def from_hf_config(hf_config: dict[str, Any], source: str) -> tuple[Family, dict
             raise UserError(f"{source}: {setting} must be {allowed} (got {settings[setting]!r}).")
     if settings["position"] == "rope":
         settings["rope_base"], settings["rope_scaling"] = read_rope(hf_config, source)
-    settings["windows"] = read_windows(hf_config, family, source)
-    return family, settings
+    num_layers = from_values(ModelConfig, settings, source).num_layers
+    settings["windows"] = read_windows(hf_config, family, num_layers, source)
+    return family, from_values(ModelConfig, settings, source)
 
 
 def read_rope(hf_config: dict[str, Any], source: str) -> tuple[Any, list[Any] | None]:
@@ -220,39 +222,35 @@ def read_rope(hf_config: dict[str, Any], source: str) -> tuple[Any, list[Any] | 
     if kind not in ROPE_SCALING_KEYS or (rope.get("partial_rotary_factor") or 1) != 1:
         kinds = ", ".join(ROPE_SCALING_KEYS)
         raise UserError(f"{source}: RoPE must be {kinds}, and of complete heads (got {kind}).")
-    for key in ("rope_theta", *ROPE_SCALING_KEYS[kind]):
-        if rope.get(key) is None:
-            raise UserError(f"{source}: {key} of {kind} RoPE must be a number.")
-    return rope["rope_theta"], [rope[key] for key in ROPE_SCALING_KEYS[kind]] or None
+    keys = ("rope_theta", *ROPE_SCALING_KEYS[kind])
+    base, *scaling = values = [rope.get(key) for key in keys]
+    if None in values:
+        raise UserError(f"{source}: {kind} RoPE must have {', '.join(keys)} (got {values}).")
+    return base, scaling or None
 
 
-def read_windows(hf_config: dict[str, Any], family: Family, source: str) -> list[Any] | None:
+def read_windows(
+    hf_config: dict[str, Any], family: Family, num_layers: int, source: str
+) -> list[int] | None:
     """Read the sliding windows of the layers; None if there are none."""
     if family.windows == "none":
         return None
-    width = hf_config.get("sliding_window", 4096)
-    if width is not None and (not isinstance(width, int) or width < 1):
-        raise UserError(f"{source}: sliding_window must be at least 1 (got {width!r}).")
+    defaults = {"use_sliding_window": False, "max_window_layers": 28, "layer_types": None}
+    hf_config = defaults | {"sliding_window": 4096} | hf_config
+    check_types(hf_config, WINDOW_TYPES, source)
+    width = hf_config["sliding_window"]
+    if width == 0:
+        raise UserError(f"{source}: sliding_window must be at least 1, or null (got 0).")
     if family.windows == "one for all layers":
         return None if width is None else [width]
-    defaults = {"use_sliding_window": False, "max_window_layers": 28}
-    for key, default in defaults.items():
-        if type(hf_config.get(key, default)) is not type(default):
-            kind = type(default).__name__
-            raise UserError(f"{source}: {key} must be of type {kind} (got {hf_config[key]!r}).")
-    hf_config = defaults | hf_config
     if not hf_config["use_sliding_window"]:
         width = None
     windows = {FULL_ATTENTION: 0} | ({SLIDING_ATTENTION: width} if width else {})
-    num_layers = hf_config["num_hidden_layers"]
-    layer_types: Any = hf_config.get("layer_types")
+    layer_types = hf_config["layer_types"]
     if layer_types is None:
-        if width is None or not isinstance(num_layers, int):
-            return None
-        layers = range(min(num_layers, MAX_LAYERS))
-        return [width if layer >= hf_config["max_window_layers"] else 0 for layer in layers]
-    is_list = isinstance(layer_types, list) and len(layer_types) == num_layers
-    if not is_list or not windows.keys() >= set(map(str, layer_types)):
+        first = hf_config["max_window_layers"]
+        return [width if layer >= first else 0 for layer in range(num_layers)] if width else None
+    if len(layer_types) != num_layers or not windows.keys() >= {*layer_types}:
         need = f"list {num_layers} of {' or '.join(windows)}"
         raise UserError(f"{source}: layer_types must {need} (got {layer_types}).")
-    return [windows[layer_type] for layer_type in layer_types] if width else None
+    return [windows[kind] for kind in layer_types] if width else None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import UserError
-from engine.core.files import read_json, write_json
+from engine.core.files import check_types, read_json, write_json
 from engine.data.chats.chat import chat_format, end_of_turn_id
 from engine.data.chats.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE
 from engine.data.tokenizer import Tokenizer, from_document, load_tokenizer
@@ -20,6 +20,7 @@ from model import GPT
 NUM_COMPARED_SEQUENCES = 4
 MAX_COMPARED_TOKENS = 1024  # of a sequence
 MAX_RELATIVE_ERROR = 1e-4  # of the largest logit
+UNREAD_SUFFIXES = (".bin", ".pt", ".pth", ".gguf")  # of files with weights in other formats
 CARD_TEMPLATE = """---
 license: FILL IN
 library_name: transformers
@@ -65,15 +66,6 @@ def find_directory(source: str) -> Path:
         raise UserError(f"{source}: download failed ({reason}). {advice}") from None
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """Read a model's config.json. Raises UserError if it is corrupted."""
-    path = directory / "config.json"
-    hf_config = read_json(path)
-    if not isinstance(hf_config, dict):
-        raise UserError(f"{path}: corrupted, must be a JSON object.")
-    return hf_config
-
-
 def read_tensors(directory: Path) -> dict[str, Tensor]:
     """Open all tensors of a model, mapped into memory: their values are read when they are used.
 
@@ -83,28 +75,22 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     names = {"model.safetensors"}
     if index_path.is_file() and not (directory / "model.safetensors").is_file():
         index = read_json(index_path)
-        weight_map = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise UserError(f"{index_path}: corrupted, must have a weight_map.")
-        names = {Path(str(name)).name for name in weight_map.values()}
+        check_types(index, {"weight_map": {"*": str}}, str(index_path))
+        names = {Path(name).name for name in index["weight_map"].values()}
     tensors: dict[str, Tensor] = {}
     for path in sorted(directory / name for name in names):
         if not path.is_file():
-            raise UserError(f"{path}: not found. {missing_tensors_fix(directory)}")
+            unread = [file.name for file in directory.iterdir() if file.suffix in UNREAD_SUFFIXES]
+            fix = "Download the model again."
+            if unread:
+                convert = "Convert it with transformers: from_pretrained(…).save_pretrained(…)."
+                fix = f"{unread[0]} is not read. {convert}"
+            raise UserError(f"{path}: not found. {fix}")
         try:
             tensors.update(safetensors.torch.load_file(path))
         except safetensors.SafetensorError as error:
             raise UserError(f"{path}: corrupted ({error}).") from None
     return tensors
-
-
-def missing_tensors_fix(directory: Path) -> str:
-    """Return what to do about a file of tensors that is missing."""
-    for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf"):
-        for path in directory.glob(pattern):
-            fix = "Convert it with transformers: from_pretrained(…).save_pretrained(…)."
-            return f"{path.name} is not read. {fix}"
-    return "Download the model again."
 
 
 def read_tokenizer(directory: Path) -> Tokenizer:
@@ -189,7 +175,7 @@ def compare_with_transformers(path: Path, model: GPT, tokenizer: Tokenizer) -> s
         return "Not checked: transformers is not installed (pip install transformers)"
     import transformers
 
-    (architecture,) = read_config(path)["architectures"]
+    (architecture,) = read_json(path / "config.json")["architectures"]
     if not hasattr(transformers, architecture):
         return f"Not checked: transformers {transformers.__version__} lacks {architecture}"
     transformers.logging.set_verbosity_error()

@@ -69,11 +69,8 @@ GPT2_MODULES = {
     "final_norm": "transformer.ln_f",
     "head": "lm_head",
 }
-# Settings that convert.py converts without a table.
-CONVERTED_SETTINGS = {"num_kv_heads", "head_dim", "windows", "rope_base", "rope_scaling"}
-# Keys that may be null in config.json, and then have the default of the model class.
-NULLABLE_KEYS = frozenset({"num_key_value_heads", "n_inner", "final_logit_softcapping"})
-INFERENCE_INDEPENDENT_SETTINGS = {"dropout"}
+# Settings that convert.py converts without a table, and dropout, which inference does not have.
+FREE_SETTINGS = {"num_kv_heads", "head_dim", "windows", "rope_base", "rope_scaling", "dropout"}
 
 
 @dataclass(frozen=True)
@@ -89,14 +86,13 @@ class Family:
     modules: dict[str, str] = field(default_factory=lambda: LLAMA_MODULES)
     fixed: dict[str, Any] = field(default_factory=dict)  # other keys, with their only value
     defaults: dict[str, Any] = field(default_factory=dict)  # of keys that config.json may omit
-    nullable: frozenset[str] = NULLABLE_KEYS
     windows: Literal["none", "one for all layers", "one width or 0 for each layer"] = "none"
     flips_rope: bool = True  # its RoPE rotates in the other direction than model.py
     transposed: bool = False  # matrices of the blocks are (input, output)
 
     def supported_values(self, config_class: type[ModelConfig] = ModelConfig) -> dict[str, tuple]:
         """Map each setting that is restricted to the values that it may have."""
-        free = self.settings.keys() | CONVERTED_SETTINGS | INFERENCE_INDEPENDENT_SETTINGS
+        free = self.settings.keys() | FREE_SETTINGS
         restricted = [field for field in fields(config_class) if field.name not in free]
         return {field.name: (field.default,) for field in restricted} | self.supports
 
@@ -117,7 +113,6 @@ MODEL_FAMILIES: dict[str, Family] = {
         "llama",
         {**GATED_RMS, "qk_norm": (False,)},
         settings={**ANY_HEAD_KEYS, "bias": "attention_bias mlp_bias"},
-        nullable=NULLABLE_KEYS | {"head_dim"},
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
@@ -133,7 +128,6 @@ MODEL_FAMILIES: dict[str, Family] = {
         {**GATED_RMS, "qk_norm": (False,), "bias": (False,)},
         settings=ANY_HEAD_KEYS,
         defaults={"num_key_value_heads": 8},
-        nullable=NULLABLE_KEYS | {"head_dim"},
         windows="one for all layers",
     ),
     "gpt2": Family(

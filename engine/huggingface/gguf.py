@@ -39,13 +39,14 @@ def check_supported(hf_config: dict[str, Any], tokenizer: Tokenizer) -> None:
         raise UserError("--gguf: needs the package gguf. Install it: pip install gguf")
     family = hf_config["model_type"]
     activation = hf_config.get("hidden_act", hf_config.get("activation_function"))
+    default_head_dim = hf_config.get("hidden_size", 0) // hf_config.get("num_attention_heads", 1)
     problems = {
         f"--family {family}": family not in LLAMA_CPP_ACTIVATIONS,
         "--windows": hf_config.get("sliding_window"),
         "--rope-scaling": hf_config.get("rope_scaling"),
         f"--activation {activation}": activation != LLAMA_CPP_ACTIVATIONS.get(family),
         "--bias": hf_config.get("mlp_bias"),
-        "--head-dim": family == "qwen2" and has_own_head_dim(hf_config),
+        "--head-dim": family == "qwen2" and hf_config["head_dim"] != default_head_dim,
     }
     for problem, is_present in problems.items():
         if is_present:
@@ -55,12 +56,6 @@ def check_supported(hf_config: dict[str, Any], tokenizer: Tokenizer) -> None:
         problem = f"llama.cpp does not support this {tokenizer.kind} tokenizer"
         fix = "Prepare the text with --pattern gpt2, or with --tokenizer gpt2."
         raise UserError(f"--gguf: {problem}. {fix}")
-
-
-def has_own_head_dim(hf_config: dict[str, Any]) -> bool:
-    """Return whether heads have another width than their share of the model's."""
-    default = hf_config["hidden_size"] // hf_config["num_attention_heads"]
-    return hf_config.get("head_dim", default) != default
 
 
 def write(
@@ -102,10 +97,9 @@ def _add_tensors(
     """Add the tensors, each in the type that llama.cpp's converter and quantizer choose."""
     import gguf
 
-    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     architecture = hf_config["model_type"]
     num_layers = hf_config["n_layer" if architecture == "gpt2" else "num_hidden_layers"]
-    names = gguf.get_tensor_name_map(numbers[architecture], num_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], num_layers)
     head = "output.weight" if "lm_head.weight" in tensors else "token_embd.weight"
     widths: dict[str, list[int]] = defaultdict(list)  # row lengths of the tensors of each type
     for name, tensor in tensors.items():

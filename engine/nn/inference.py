@@ -19,11 +19,10 @@ MAX_CACHED_PARAMETERS = 4_000_000  # of a model whose weights stay in a CPU's ca
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class PackedLinear(nn.Module):
-    """A linear layer for inference on a CPU, with its weight in the layout of oneDNN's products.
+class PlainLinear(nn.Module):
+    """A linear layer for inference, with its weight in the plain layout.
 
-    They read it faster than F.linear reads the plain layout. The operations are private because the
-    public ``to_mkldnn()`` also needs its input converted: docs/architecture.md.
+    Compiled for one row on a CPU, it is a reduction, which reads the weight faster than a product.
     """
 
     weight: Tensor
@@ -31,9 +30,27 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-        self.register_buffer("weight", packed, persistent=False)
+        self.register_buffer("weight", weight.detach(), persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer: (…, inputs) → (…, outputs)."""
+        is_compiling = torch.compiler.is_compiling()
+        if not (is_compiling and x.device.type == "cpu" and x.shape[:-1].numel() == 1):
+            return F.linear(x, self.weight, self.bias)
+        y = (self.weight * x.flatten()).sum(dim=-1)
+        return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], -1)
+
+
+class PackedLinear(PlainLinear):
+    """A linear layer for inference on a CPU, with its weight in the layout of oneDNN's products.
+
+    They read it faster than F.linear reads the plain layout. The operations are private because the
+    public ``to_mkldnn()`` also needs its input converted: docs/architecture.md.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__(torch.ops.mkldnn._reorder_linear_weight(weight.detach()), bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (…, inputs) → (…, outputs)."""
@@ -66,29 +83,6 @@ class Int8Linear(nn.Module):
         """Apply the layer: (…, inputs) → (…, outputs)."""
         y = torch.ops.quantized.linear_dynamic(x.float(), self.packed, self.is_input_7_bits)
         return y.to(x.dtype)
-
-
-class PlainLinear(nn.Module):
-    """A linear layer for inference, with its weight in the plain layout.
-
-    Compiled for one row on a CPU, it is a reduction, which reads the weight faster than a product.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __init__(self, weight: Tensor, bias: Tensor | None):
-        super().__init__()
-        self.register_buffer("weight", weight.detach(), persistent=False)
-        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer: (…, inputs) → (…, outputs)."""
-        is_compiling = torch.compiler.is_compiling()
-        if not (is_compiling and x.device.type == "cpu" and x.shape[:-1].numel() == 1):
-            return F.linear(x, self.weight, self.bias)
-        y = (self.weight * x.flatten()).sum(dim=-1)
-        return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], -1)
 
 
 def build_decoder(model: Model, pack: bool = True, quantize: bool = False) -> Model:

@@ -75,8 +75,7 @@ def chunked_loss(
     grad_and_value: GradAndValue, x: Tensor, weight: Tensor, targets: Tensor, cap: float
 ) -> Tensor:
     """Apply a loss to the logits soft_cap(x @ weight.T), of which some rows exist at a time."""
-    dtype = F.linear(x[:0], weight[:0]).dtype  # that of products, also under autocast
-    return ChunkedLoss.apply(grad_and_value, x, weight, targets, cap, dtype)
+    return ChunkedLoss.apply(grad_and_value, x, weight, targets, cap)
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -87,16 +86,11 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        grad_and_value: GradAndValue,
-        x: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        cap: float,
-        dtype: torch.dtype,
+        ctx, grad_and_value: GradAndValue, x: Tensor, weight: Tensor, targets: Tensor, cap: float
     ) -> Tensor:
         """Return the loss; keep the gradients with respect to x and weight."""
         num_rows = max_chunk_rows(weight)
+        dtype = F.linear(x[:0], weight[:0]).dtype  # that of products, also under autocast
         w = weight.to(dtype)
         total = torch.zeros((), device=x.device)
         x_grads = []
@@ -120,4 +114,4 @@ class ChunkedLoss(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("create_graph: unsupported, the loss has no second derivative.")
         x_grad, weight_grad = ctx.saved_tensors
-        return None, x_grad * grad, weight_grad * grad, None, None, None
+        return None, x_grad * grad, weight_grad * grad, None, None

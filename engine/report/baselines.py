@@ -69,13 +69,9 @@ def count_pairs(split: Split, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     """
     pairs = np.empty(0, np.int64)
     counts = np.empty(0, np.int64)
-    start = 0
-    while start < MAX_COUNTED_TOKENS - 1:
-        stop = min(start + COUNTED_CHUNK_TOKENS, MAX_COUNTED_TOKENS - 1) + 1
-        ids, is_target = split.read(start, stop)
-        if len(ids) < 2:
-            break
-        start += COUNTED_CHUNK_TOKENS
+    end = min(len(split.tokens), MAX_COUNTED_TOKENS)
+    for start in range(0, end - 1, COUNTED_CHUNK_TOKENS):
+        ids, is_target = split.read(start, min(start + COUNTED_CHUNK_TOKENS + 1, end))
         new_pairs = (ids[:-1] * vocab_size + ids[1:])[is_target[1:]]
         new_pairs, new_counts = np.unique(new_pairs, return_counts=True)
         pairs, index = np.unique(np.concatenate((pairs, new_pairs)), return_inverse=True)

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Any, cast
 
 import torch
@@ -70,18 +70,14 @@ class ModelInspector:
         self.settings = settings
         banned = banned_tokens(model.tokenizer, model.model, model.stop_token_ids)
         self.banned = torch.tensor(banned, dtype=torch.long, device=model.device)
+        self.make_stream = partial(TextStream, model.tokenizer, stop_token_ids=model.stop_token_ids)
         self.max_prompt_tokens = min(self.config.context_length, MAX_INSPECTED_TOKENS // 2)
         self.max_new_tokens = MAX_INSPECTED_TOKENS - self.max_prompt_tokens
         self.ablate = lru_cache(maxsize=1)(self._ablate)
         self.layer_maps = lru_cache(maxsize=1)(self._layer_maps)
-        self.answers = {
-            "about": self.about,
-            "read": self.read,
-            "write": self.write,
-            "attention": self.attention,
-        }
-        if model.is_chat_model:
-            self.answers["chat"] = self.chat
+        answers = [self.about, self.read, self.write, self.attention]
+        answers += [self.chat] if model.is_chat_model else []
+        self.answers = {answer.__name__: answer for answer in answers}
 
     def about(self, question: Any) -> Lines:
         """Yield what the page must know about the model."""
@@ -104,12 +100,10 @@ class ModelInspector:
         request = self.parse(question)
         ids = request.ids
         tokens = [{"id": ids[0], "text": token_label(self.tokenizer, ids[0])}]
-        full = logits_after(self.generator.decoder, ids)
-        ablated = logits_after(self.ablate(request.off), ids) if request.off else None
-        for full_logits in full:
-            logits = full_logits if ablated is None else next(ablated)
-            next_ids = ids[len(tokens) : len(tokens) + len(logits)]
-            tokens += self.describe(next_ids, full_logits, logits, request)
+        all_logits = [logits_after(model, ids) for model in self.models(request.off)]
+        for logits in zip(*all_logits, strict=True):
+            next_ids = ids[len(tokens) : len(tokens) + len(logits[0])]
+            tokens += self.describe(next_ids, logits, request)
         for index in range(len(ids)):
             tokens[index]["shared"] = shared_character(self.tokenizer, ids[: index + 1])
         yield {"tokens": tokens[: len(ids)], "next": tokens[-1]}
@@ -119,29 +113,24 @@ class ModelInspector:
         """Yield what :meth:`read` does; for each new token {token, text}; {end: reason}."""
         request = self.parse(question)
         yield from self.read(question)
-        models = [self.generator.decoder, *([self.ablate(request.off)] if request.off else [])]
-        engines = [DecodingEngine(model) for model in models]
+        engines = [DecodingEngine(model) for model in self.models(request.off)]
         for engine in engines:
             engine.add(request.ids)
-        all_logits = [engine.read(0) for engine in engines]
+        logits = [engine.read(0) for engine in engines]
         (row_seed,) = row_seeds(request.seed, [request.ids])
-        stop_ids = self.generator.stop_token_ids
-        limit = request.max_new_tokens
-        stream = TextStream(self.tokenizer, request.ids, limit, stop_token_ids=stop_ids)
+        stream = self.make_stream(request.ids, request.max_new_tokens)
         all_ids = request.ids
         while True:
-            allowed = all_logits[-1].index_fill(-1, self.banned, -torch.inf)
-            draws = [(row_seed, stream.num_tokens)]
-            ids = sample_token(allowed, draws, **request.filters).tolist()
-            (token,) = self.describe(ids, all_logits[0], all_logits[-1], request)
+            allowed = logits[-1].index_fill(-1, self.banned, -torch.inf)
+            ids = sample_token(allowed, [(row_seed, stream.num_tokens)], **request.filters).tolist()
+            (token,) = self.describe(ids, logits, request)
             all_ids += (token["id"],)
             token["shared"] = shared_character(self.tokenizer, all_ids)
             yield {"token": token, "text": stream.push(token["id"])}
             if stream.is_finished:
                 break
-            all_logits = [engine.step(ids) for engine in engines]
-        is_end = token["id"] in stream.stop_token_ids
-        yield {"end": "the model ended the text" if is_end else LENGTH_LIMIT_REASON}
+            logits = [engine.step(ids) for engine in engines]
+        yield {"end": LENGTH_LIMIT_REASON if stream.hit_token_limit else "the model ended the text"}
 
     @torch.inference_mode()
     def chat(self, question: Any) -> Lines:
@@ -153,14 +142,11 @@ class ModelInspector:
         request = self.parse(question)
         if len(request.turns) % 2 == 0:
             raise UserError("The question: turns must alternate, and end with a question.")
-        check_num_characters(sum(map(len, request.turns)))
         roles = itertools.cycle(("user", "assistant"))
         turns: list[Turn] = [*zip(roles, request.turns, strict=False)]
         ids, limit = self.generator.encode_turns(turns, request.max_new_tokens)
-        stream = TextStream(
-            self.tokenizer, ids, limit, stop_token_ids=self.generator.stop_token_ids
-        )
-        model = self.ablate(request.off) if request.off else self.generator.decoder
+        stream = self.make_stream(ids, limit)
+        model = self.models(request.off)[-1]
         for _, text in complete_streams(model, [stream], seed=request.seed, **request.filters):
             yield {"text": text}
         yield {
@@ -177,6 +163,10 @@ class ModelInspector:
         weights = maps[request.head - 1, position, : position + 1]
         yield {"start": start, "weights": round_values(weights)}
 
+    def models(self, off: Heads) -> list[GPT]:
+        """Return the model to decode with and, if heads are off, that without them."""
+        return [self.generator.decoder, *([self.ablate(off)] if off else [])]
+
     def _ablate(self, heads: Heads) -> GPT:
         """Copy the model with projections that ignore some heads. Other tensors are shared."""
         original = self.generator.model
@@ -191,21 +181,21 @@ class ModelInspector:
 
     def _layer_maps(self, ids: tuple[int, ...], layer: int, off: Heads) -> Tensor:
         """Compute the attention maps of one layer, (H, T, T)."""
-        model = self.ablate(off) if off else self.generator.decoder
-        maps = attention_by_layer(model, torch.tensor(ids, device=self.generator.device))
+        tokens = torch.tensor(ids, device=self.generator.device)
+        maps = attention_by_layer(self.models(off)[-1], tokens)
         return next(itertools.islice(maps, layer - 1, None)).float().cpu()
 
     def describe(
-        self, ids: Sequence[int], full_logits: Tensor, logits: Tensor, request: InspectRequest
+        self, ids: Sequence[int], logits: Sequence[Tensor], request: InspectRequest
     ) -> list[dict[str, Any]]:
-        """Describe each row of logits (N, V): {likely: [[token, p, p, p], …]}.
+        """Describe each row of the models' logits (N, V): {likely: [[token, p, p, p], …]}.
 
         The probabilities are those of the full model, without the heads that are off, and after
         temperature, top-k and top-p. The first rows, one for each next token in ``ids``, also
         have {id, text, p: [p, p, p], bits: [full, without]}.
         """
-        log_p = torch.stack((full_logits, logits)).float().log_softmax(dim=-1)
-        allowed = logits.index_fill(-1, self.banned, -torch.inf)
+        log_p = torch.stack((logits[0], logits[-1])).float().log_softmax(dim=-1)
+        allowed = logits[-1].index_fill(-1, self.banned, -torch.inf)
         weights, kept = filter_logits(allowed, **request.filters)
         drawn = torch.zeros_like(log_p[0])
         drawn.scatter_(-1, kept, weights / weights.sum(dim=-1, keepdim=True))
@@ -225,20 +215,18 @@ class ModelInspector:
         return rows
 
     def parse(self, question: Any) -> InspectRequest:
-        """Check a question. Raises UserError naming an unsuitable field."""
+        """Check a question. Raises UserError naming a field that does not fit the model."""
         request = from_values(InspectRequest, question, "the question")
+        num_characters = len(request.text) + sum(map(len, request.turns))
+        if num_characters > MAX_PROMPT_CHARACTERS:
+            size = f"got {num_characters:,} of at most {MAX_PROMPT_CHARACTERS:,} characters"
+            raise UserError(f"The text: too long ({size}). Shorten it.")
         if not request.ids:
-            check_num_characters(len(request.text))
             ids = tuple(self.generator.encode_prompt(request.text))
             if len(ids) > self.max_prompt_tokens:
                 size = f"got {len(ids):,} of at most {self.max_prompt_tokens:,} tokens"
                 raise UserError(f"The text: too long ({size}). Shorten it.")
             request = replace(request, ids=ids)
-        self._check_limits(request)
-        return replace(request, off=tuple(sorted({*request.off})))
-
-    def _check_limits(self, request: InspectRequest) -> None:
-        """Raise UserError for a field that does not fit the model."""
         if any(len(pair) != 2 or min(pair) < 1 for pair in request.off):
             raise UserError("The question: off must be a list of [layer, head], from 1.")
         layers, heads = zip((request.layer, request.head), *request.off, strict=True)
@@ -253,13 +241,7 @@ class ModelInspector:
         for name, (value, limit) in limits.items():
             if value > limit:
                 raise UserError(f"The question: {name} must be at most {limit:,} (got {value:,}).")
-
-
-def check_num_characters(num_characters: int) -> None:
-    """Raise UserError for a text with too many characters."""
-    if num_characters > MAX_PROMPT_CHARACTERS:
-        size = f"got {num_characters:,} of at most {MAX_PROMPT_CHARACTERS:,} characters"
-        raise UserError(f"The text: too long ({size}). Shorten it.")
+        return request
 
 
 def window_of(position: int, length: int, context_length: int) -> tuple[int, int]:

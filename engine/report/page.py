@@ -26,11 +26,8 @@ AXIS_KEYS = {"step": "step", "tokens": "tokens", "seconds": "elapsed_seconds"}
 Record = dict[str, Any]
 
 
-def collect_run_content(folder: Path, data: Mixture | None = None, **extras: Any) -> dict[str, Any]:
-    """Return the content of a run's page. Raises UserError if the folder has no run.
-
-    The extras are attention, baselines, memorization, and notes on missing content.
-    """
+def collect_run_content(folder: Path) -> dict[str, Any]:
+    """Return the content of a run's page, from its files. Raises UserError if it has none."""
     settings_path = folder / "config.toml"
     about_path = folder / "about.json"
     if not (settings_path.exists() or (folder / "metrics.jsonl").exists()):
@@ -55,13 +52,13 @@ def collect_run_content(folder: Path, data: Mixture | None = None, **extras: Any
         # Losses of runs with equal tokenizer and text are comparable.
         "tokenizer": about.get("tokenizer"),
         "text": about.get("text"),
-        "data": describe_data(data) if data else [],
         "samples": select_samples(read_sorted_records(folder / "samples.jsonl")),
+        # What needs the data or the model, and notes on what is missing.
+        "data": [],
         "attention": None,
-        "notes": [],
         "baselines": {},
         "memorization": None,
-        **extras,
+        "notes": [],
     }
 
 

@@ -1,4 +1,4 @@
-"""What a run records for its page: its machine, samples of text, and attention maps."""
+"""The callback that writes a run's page, and what it records: machine, samples and attention."""
 
 import base64
 import itertools
@@ -6,13 +6,14 @@ import os
 import platform
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from engine.core.device import total_memory
 from engine.core.errors import UserError
+from engine.core.files import atomic_write, to_json
 from engine.core.settings import flatten
 from engine.data.batches import Mixture
 from engine.data.chats.chat import stop_token_ids
@@ -21,9 +22,13 @@ from engine.data.split import prompt_ids, token_ids
 from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions
 from engine.generation.text_batch import complete_streams, initial_tokens
 from engine.generation.text_stream import TextStream
+from engine.nn.inference import build_decoder
 from engine.report.attention_maps import attention_maps, shared_character, token_label
+from engine.report.baselines import mixture_baselines
+from engine.report.page import collect_run_content, describe_data, write_page
+from engine.training.callbacks import truncate_records
 from engine.training.config import TrainConfig
-from engine.training.trainer import Trainer
+from engine.training.trainer import Callback, Trainer
 from model import GPT
 
 NUM_PROMPTS = 2  # of validation text
@@ -35,30 +40,54 @@ MAX_ATTENTION_BYTES = 220_000  # before base64
 TOKENIZER_KEYS = ("tokenizer", "vocab_size", "pattern", "tokenizer_bytes", "separator")
 
 
+class Report(Callback):
+    """Writes report.html at each evaluation, and about.json and samples.jsonl, which it shows."""
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Drop the samples after the step that is resumed from: they are written again."""
+        truncate_records(trainer.config.out / "samples.jsonl", trainer.step)
+        about = to_json(describe_environment(trainer), indent=1)
+        atomic_write(trainer.config.out / "about.json", about.encode())
+        self.baselines = mixture_baselines(trainer.data)
+
+    def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """Write samples and the page after an evaluation; a sharded model is not sampled from."""
+        if "val_loss" not in record:
+            return
+        out = trainer.config.out
+        content = {"data": describe_data(trainer.data), "baselines": self.baselines}
+        if not trainer.dist_ctx.sharded:
+            model = cast(GPT, build_decoder(trainer.model))
+            samples = sample_for_report(model, trainer.data, trainer.step, trainer.config.seed)
+            with open(out / "samples.jsonl", "a", encoding="utf-8") as file:
+                file.write("".join(f"{to_json(sample)}\n" for sample in samples))
+            content["attention"] = compute_attention(model, trainer.data)
+        write_page([collect_run_content(out) | content], out / "report.html")
+
+
 def describe_environment(trainer: Trainer) -> dict[str, Any]:
     """Describe a run when it starts: parameters, machine, data, and defaults of all settings."""
     device = trainer.dist_ctx.device
     has_affinity = hasattr(os, "sched_getaffinity")
+    gpu = {}
+    if device.type == "cuda":
+        memory = f"{total_memory(device) / 2**30:,.0f} GiB"
+        gpu["GPU"] = f"{torch.cuda.get_device_name(device)}, {memory}"
     machine = {
         "processor": processor_name(),
         "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
         "memory": f"{total_memory(torch.device('cpu')) / 2**30:,.0f} GiB",
         "device": str(device),
-    }
-    if device.type == "cuda":
-        memory = f"{total_memory(device) / 2**30:,.0f} GiB"
-        machine["GPU"] = f"{torch.cuda.get_device_name(device)}, {memory}"
-    machine |= {
+        **gpu,
         "processes": trainer.dist_ctx.size,
         "system": platform.platform(terse=True),
         "Python": platform.python_version(),
         "PyTorch": torch.__version__,
     }
-    defaults = flatten(TrainConfig())
     return {
         "parameters": trainer.model.num_parameters,
         "machine": machine,
-        "defaults": defaults,
+        "defaults": flatten(TrainConfig()),
         "tokenizer": trainer.data.tokenizer.fingerprint,
         "text": [trainer.config.mix, *map(text_origin, trainer.data.datasets)],
     }
@@ -87,11 +116,9 @@ def choose_prompts(data: Mixture, num_tokens: int) -> list[list[int]]:
     for index in range(NUM_PROMPTS):
         start = index * len(val) // NUM_PROMPTS
         ids = val.read(start, start + MAX_LINE_TOKENS + num_tokens)[0].tolist()
-        first = 0
-        if start:
-            pieces = [data.tokenizer.decode_bytes([token]) for token in ids[:MAX_LINE_TOKENS]]
-            line_ends = [end for end, piece in enumerate(pieces, 1) if piece.endswith(b"\n")]
-            first = min(line_ends, default=0)
+        pieces = [data.tokenizer.decode_bytes([token]) for token in ids[:MAX_LINE_TOKENS]]
+        line_ends = [end for end, piece in enumerate(pieces, 1) if piece.endswith(b"\n")]
+        first = min(line_ends, default=0) if start else 0
         prompt = ids[first : first + num_tokens]
         text_ids = [token for token in prompt if token != data.tokenizer.end_of_text_id]
         prompts.append(text_ids or prompt)

@@ -9,7 +9,7 @@ import errno
 import os
 import secrets
 import socket
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from aiohttp.typedefs import Handler
 from engine.core.cli import LOCAL_HOST, LOCAL_HOSTS
 from engine.core.errors import UserError
 from engine.core.files import parse_json, to_json
+from engine.report.inspector import Lines
 from engine.report.page import WEB_DIR, content_security_policy
 from engine.serving.api import API_PREFIX, WRITE_TIMEOUT_SECONDS, Api
 
@@ -36,12 +37,12 @@ SECURITY_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
+WRONG_TOKEN = "the token is missing or wrong; open the address that sample.py printed"
 ANY_HOST = "0.0.0.0"  # all addresses of this machine
 HTTP_PORT = 80  # which an address need not name
 MAX_PENDING_CONNECTIONS = 1024  # accepted later; the system refuses more
 MAX_SILENT_SECONDS = 30.0  # of a connection without a request
-
-Lines = Generator[dict[str, Any], None, None]
+Answers = Mapping[str, Callable[[Any], Lines]]
 
 
 class PageServer:
@@ -52,11 +53,7 @@ class PageServer:
     """
 
     def __init__(
-        self,
-        answers: Mapping[str, Callable[[Any], Lines]],
-        port: int = 0,
-        host: str = LOCAL_HOST,
-        api: Api | None = None,
+        self, answers: Answers, port: int = 0, host: str = LOCAL_HOST, api: Api | None = None
     ):
         """Listen on a port; 0: any free one. Raises UserError if it is not available.
 
@@ -110,12 +107,14 @@ class PageServer:
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Handle a request of the page or of the API; refuse any other with {"error": reason}."""
+        reason = self.foreign_reason(request)
+        token = request.headers.get("X-Token") or request.query.get("token", "")
+        is_token = secrets.compare_digest(token.encode(errors="replace"), self.token.encode())
         try:
             if self.api and request.path.startswith(API_PREFIX):
-                reason = "" if self.api.key else self.foreign_reason(request)
-                return await self.api.respond(request, handler, reason)
-            if reason := self.reject_reason(request):
-                raise web.HTTPForbidden(text=reason)
+                return await self.api.respond(request, handler, "" if self.api.key else reason)
+            if reason or not is_token:
+                raise web.HTTPForbidden(text=reason or WRONG_TOKEN)
             return await handler(request)
         except web.HTTPException as error:
             message = {"error": error.text}
@@ -129,15 +128,6 @@ class PageServer:
             return f"the host must be {hosts[0]}"
         if not {*request.headers.getall("Origin", [])} <= {f"http://{host}" for host in hosts}:
             return "the request comes from another page"
-        return ""
-
-    def reject_reason(self, request: web.Request) -> str:
-        """Return the reason to refuse a request that is not from the page; "" if none."""
-        if reason := self.foreign_reason(request):
-            return reason
-        token = request.headers.get("X-Token") or request.query.get("token", "")
-        if not secrets.compare_digest(token.encode(errors="replace"), self.token.encode()):
-            return "the token is missing or wrong; open the address that sample.py printed"
         return ""
 
     async def send_page(self, request: web.Request) -> web.Response:
@@ -175,21 +165,14 @@ class PageServer:
         return await asyncio.get_running_loop().run_in_executor(self.executor, function, *arguments)
 
 
-def serve(
-    answers: Mapping[str, Callable[[Any], Lines]],
-    port: int,
-    host: str = LOCAL_HOST,
-    api: Api | None = None,
-) -> None:
+def serve(answers: Answers, port: int, host: str = LOCAL_HOST, api: Api | None = None) -> None:
     """Print the address of the page, and of the API if there is one; serve until Ctrl-C."""
     server = PageServer(answers, port, host, api)
     if api:
         print(f"OpenAI-compatible API: http://{host}:{server.port}{API_PREFIX.rstrip('/')}")
     stop_hint = "(Ctrl-C stops the server)"
-    if host in (*LOCAL_HOSTS, ANY_HOST):
-        print(f"Open {server.address} {stop_hint}", flush=True)
-    else:
-        print(stop_hint, flush=True)
+    is_local = host in (*LOCAL_HOSTS, ANY_HOST)
+    print(f"Open {server.address} {stop_hint}" if is_local else stop_hint, flush=True)
     try:
         asyncio.run(server.run())
     finally:  # after a second Ctrl-C too

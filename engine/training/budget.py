@@ -9,40 +9,13 @@ from typing import Literal
 
 from engine.core.distributed import SINGLE_PROCESS, DistributedContext
 
-# Of evaluations, or of saves, in a run in minutes: see docs/training.md.
+# Of evaluations, or of saves, in a run in minutes.
 MAX_EVENT_TIME = 0.04  # fraction of the run
 MIN_EVENTS = 9
 MAX_EVENT_INTERVAL_SECONDS = 600
 SHUTDOWN_SECONDS = 2.5  # for picture, sample and exit, after the last save
 
 Event = Literal["evaluate", "save"]
-
-
-class Clock:
-    """How long a run has trained, before resumes too, and how fast it is."""
-
-    def __init__(self, elapsed: float, step: int):
-        self.start_time = time.monotonic() - elapsed
-        self.paused = 0.0  # seconds
-        self.last_report = (elapsed, step)  # seconds without pauses, and step
-
-    @property
-    def elapsed(self) -> float:
-        return time.monotonic() - self.start_time
-
-    def measure_speed(self, step: int) -> float:
-        """Return the speed since the last call, without pauses."""
-        last_seconds, last_step = self.last_report
-        seconds = self.elapsed - self.paused
-        self.last_report = (seconds, step)
-        return (step - last_step) / max(seconds - last_seconds, 1e-9)
-
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Do not count the time of this block as training."""
-        start = time.monotonic()
-        yield
-        self.paused += time.monotonic() - start
 
 
 @dataclass
@@ -56,23 +29,32 @@ class Budget:
     seconds: float = math.inf
     first_step: int = 0  # of this process
     progress: float = 0.0  # 0 to 1
+    earlier_seconds: float = 0.0  # before the run was resumed
     dist_ctx: DistributedContext = SINGLE_PROCESS
     total_step_seconds: float = 0.0
     step_seconds: float = 0.0  # moving average
     eval_seconds: float = 0.0  # estimate of rank 0
+    paused: float = 0.0  # seconds
 
     def __post_init__(self) -> None:
+        self.start_time = time.monotonic() - self.earlier_seconds
+        self.last_report = (self.earlier_seconds, self.first_step)  # without pauses, and step
         self.seconds = max(1.0, self.dist_ctx.broadcast(self.seconds))
         self.total_steps = self.steps  # in a run in seconds an estimate
         self.last_done_at = dict.fromkeys(self.intervals, self.progress)
 
     @property
+    def elapsed(self) -> float:
+        """The seconds that the run has trained, before resumes too."""
+        return time.monotonic() - self.start_time
+
+    @property
     def exhausted(self) -> bool:
         return self.progress >= 1
 
-    def update(self, step: int, clock: Clock) -> None:
+    def update(self, step: int) -> None:
         """Set the number of steps done. All ranks must call it together."""
-        total_step_seconds = clock.elapsed - clock.paused
+        total_step_seconds = self.elapsed - self.paused
         if step > self.first_step + 1:  # the first step of a process is slow
             seconds = total_step_seconds - self.total_step_seconds
             self.step_seconds = 0.9 * (self.step_seconds or seconds) + 0.1 * seconds
@@ -83,7 +65,7 @@ class Budget:
             training_seconds = (
                 self.seconds - eval_seconds - self.save_cost_seconds - SHUTDOWN_SECONDS
             )
-            elapsed = clock.elapsed + self.step_seconds / 2 if step else 0.0  # to the nearest step
+            elapsed = self.elapsed + self.step_seconds / 2 if step else 0.0  # to the nearest step
             fraction = max(fraction, elapsed / max(training_seconds, 1e-9))
             fraction, self.eval_seconds = self.dist_ctx.broadcast([fraction, eval_seconds])
         self.progress = min(1.0, max(self.progress, fraction))
@@ -102,12 +84,25 @@ class Budget:
         return self.last_done_at[event] + fraction <= self.progress <= 1 - fraction / 2
 
     @contextlib.contextmanager
-    def timing(self, event: Event) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
+        """Do not count the time of this block as training."""
         start = time.monotonic()
         yield
+        self.paused += time.monotonic() - start
+
+    @contextlib.contextmanager
+    def timing(self, event: Event) -> Iterator[None]:
+        """Pause during an event, and note its time."""
+        paused = self.paused
+        with self.pause():
+            yield
         self.last_done_at[event] = self.progress
         if event == "evaluate" and self.step_seconds:
-            self.eval_cost_steps = (time.monotonic() - start) / self.step_seconds
+            self.eval_cost_steps = (self.paused - paused) / self.step_seconds
 
-    def seconds_left(self, clock: Clock) -> float:
-        return self.seconds - clock.elapsed
+    def measure_speed(self, step: int) -> float:
+        """Return the steps per second since the last call, without pauses."""
+        last_seconds, last_step = self.last_report
+        seconds = self.elapsed - self.paused
+        self.last_report = (seconds, step)
+        return (step - last_step) / max(seconds - last_seconds, 1e-9)

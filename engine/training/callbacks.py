@@ -22,6 +22,7 @@ from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions
 from engine.generation.text_batch import complete_streams, initial_tokens
 from engine.generation.text_stream import TextStream
 from engine.nn.inference import build_decoder
+from engine.training.estimate import describe_length
 from engine.training.optimizer import UNUSABLE_GRADIENTS
 from engine.training.run_dir import checkpoints_by_loss, read_records
 from engine.training.trainer import Callback, Trainer
@@ -70,16 +71,12 @@ class MetricsFile(Callback):
                 say(f"step {trainer.step:>6,}  loss spike {loss}, z-score {z_score:.0f}")
         self.records.append(record)
         self.unwritten += f"{to_json(record)}\n".encode()
-        self.write_lines()
-
-    def write_lines(self) -> None:
-        """Append the unwritten lines, all or none."""
         num_bytes = self.path.stat().st_size if self.path.exists() else 0
         try:
             with open(self.path, "ab") as file:
                 file.write(self.unwritten)
         except OSError:
-            os.truncate(self.path, num_bytes)
+            os.truncate(self.path, num_bytes)  # all lines are appended, or none
             raise
         self.unwritten = b""
 
@@ -130,7 +127,7 @@ class Terminal(Callback):
             for key, loss in record.items():
                 if key.startswith("val_loss/"):  # of one dataset of a mix
                     losses += f", {key.removeprefix('val_loss/')} {loss:.4f}"
-            say(f"{step}  validation loss {losses}  ({trainer.clock.elapsed:,.0f} s)")
+            say(f"{step}  validation loss {losses}  ({trainer.budget.elapsed:,.0f} s)")
             return
         speed = f"{record['tokens_per_second']:,.0f} tokens/s"
         self.bar.set_postfix_str(f"loss {record['train_loss']:.3f}, {speed}")
@@ -181,14 +178,7 @@ def describe_training(trainer: Trainer) -> str:
     config = trainer.config
     model = config.model
     data = trainer.data
-    tokens_per_row = trainer.tokens_per_step // config.batch_size
-    batch = f"{config.batch_size} × {count_noun(tokens_per_row, 'token')} a step"
-    length = f"{count_noun(config.minutes, 'minute')}, {batch}" if config.minutes else ""
-    if config.steps:
-        tokens = trainer.tokens_per_step * config.steps
-        epochs = ", ".join(f"{tokens / epoch:.1f}" for epoch in data.epoch_tokens)
-        steps = count_noun(config.steps, "step")
-        length = f"{steps}, {batch} = {count_noun(tokens, 'token')} ({epochs} epochs)"
+    length = describe_length(config, trainer.tokens_per_step, data.epoch_tokens)
     lines = [
         f"data   {data.describe()}; "
         f"vocabulary {data.tokenizer.vocab_size:,} ({data.tokenizer.kind})",
@@ -217,7 +207,7 @@ def print_summary(trainer: Trainer) -> None:
     num_skipped = int(trainer.optimizer.loss_scaler["skipped"])
     skipped = f" ({num_skipped:,} skipped: gradients {UNUSABLE_GRADIENTS})" if num_skipped else ""
     trainer.say(
-        f"\n{steps}{skipped} in {trainer.clock.elapsed:,.1f} s. Validation loss "
+        f"\n{steps}{skipped} in {trainer.budget.elapsed:,.1f} s. Validation loss "
         f"{trainer.val_loss:.4f} nats per token, perplexity {perplexity:.2f}, "
         f"{bits:.4f} bits per byte."
     )
@@ -232,7 +222,7 @@ def print_summary(trainer: Trainer) -> None:
     trainer.say("\nA sample:\n")
     for count, text in enumerate(stream_sample(trainer)):
         trainer.say(text, end="")
-        is_late = trainer.budget.seconds_left(trainer.clock) < SHUTDOWN_RESERVE_SECONDS
+        is_late = trainer.budget.seconds - trainer.budget.elapsed < SHUTDOWN_RESERVE_SECONDS
         if trainer.dist_ctx.any(count >= MIN_SAMPLE_TOKENS and is_late):
             break
     trainer.dist_ctx.run_on_main(print_paths, trainer)

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -24,7 +24,6 @@ from engine.core.settings import from_values
 from model import GPT, ModelConfig
 
 Tensors = dict[str, Tensor]
-TensorKind = Literal["model", "optimizer"]
 SaveTokenizer = Callable[[Path], None]
 FORMAT_GATHERED = 5
 FORMAT_SHARDED = 6
@@ -87,7 +86,7 @@ class Checkpoint:
         """Yield the name and value of every tensor of the optimizer's state, on the CPU."""
         return self._tensors("optimizer")
 
-    def _tensors(self, kind: TensorKind) -> Iterator[tuple[str, Tensor]]:
+    def _tensors(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and value of every tensor of a kind, joined from its shards."""
         files_by_name: dict[str, list[Any]] = {}
         with contextlib.ExitStack() as stack:
@@ -103,8 +102,8 @@ class Checkpoint:
                 yield key, pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def tensor_files(kind: TensorKind, shards: int) -> list[str]:
-    """Return the names of a checkpoint's tensor files, one for each shard; 0 shards: gathered."""
+def tensor_files(kind: str, shards: int) -> list[str]:
+    """Return the files of a kind, model or optimizer: one for each shard; 0 shards: gathered."""
     if not shards:
         return [f"{kind}.safetensors"]
     return [f"{kind}-{n:05d}-of-{shards:05d}.safetensors" for n in range(1, shards + 1)]
@@ -128,8 +127,7 @@ def write_shard(
 ) -> dict[str, str]:
     """Write the tensor files of one rank and return their hashes; 0 shards: gathered."""
     hashes = {}
-    kinds: tuple[tuple[TensorKind, Tensors], ...] = (("model", model), ("optimizer", optimizer))
-    for kind, tensors in kinds:
+    for kind, tensors in (("model", model), ("optimizer", optimizer)):
         file = directory / tensor_files(kind, shards)[rank]
         write_tensors(file, tensors)
         chmod_and_fsync(file)

@@ -1,6 +1,7 @@
 """Every setting of a training run, as a user types it and as the run has it."""
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,12 +151,10 @@ FIXED_SETTINGS |= {setting.name for setting in dataclasses.fields(ModelConfig)}
 
 def check_data(arguments: Sequence[str], data: Sequence[Path]) -> None:
     """Raise UserError with the command in a preset's header that makes a missing dataset."""
-    preset = next((Path(word) for word in arguments[:1] if not word.startswith("-")), None)
-    for line in preset.read_text(encoding="utf-8").splitlines() if preset else ():
-        command = line.removeprefix("#").strip()
-        for path in data:
-            is_of_path = line.startswith("#") and command.endswith(f" --out {path}")
-            if is_of_path and command.startswith("python prepare.py ") and not path.exists():
+    if arguments and not arguments[0].startswith("-"):
+        header = Path(arguments[0]).read_text(encoding="utf-8")
+        for command, path in re.findall(r"(?m)^#\s*(python prepare\.py .* --out (.+))$", header):
+            if Path(path) in data and not Path(path).exists():
                 raise UserError(f"{path}: not found. Make it with: {command}")
 
 

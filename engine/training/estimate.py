@@ -1,26 +1,22 @@
-"""--plan: the parameters, operations, memory and time of a run, from traces without values."""
+"""--plan: the parameters, operations, memory and time of a run, from formulas."""
 
-import contextlib
 import functools
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.benchmark import Timer
 
 from engine.core.cli import count_noun
-from engine.core.device import DTYPE_BY_NAME, mixed_precision, total_memory
-from engine.core.distributed import SINGLE_PROCESS, DistributedContext
+from engine.core.device import DTYPE_BY_NAME, total_memory
+from engine.core.distributed import DistributedContext
 from engine.core.sharding import should_reduce_every_microbatch
-from engine.nn.acceleration import checkpoint_activations
+from engine.nn.attention import MAX_UNFUSED_POSITIONS
+from engine.nn.loss import max_chunk_rows
 from engine.training.config import RunConfig
-from engine.training.optimizer import Optimizer, OptimizerConfig
-from model import GPT, ModelConfig, MultiHeadAttention
+from engine.training.optimizer import OPTIMIZER_KINDS
+from model import GPT, ModelConfig
 
 H100_FLOPS = 989e12  # per second, of bfloat16 without sparsity, from the data sheet
 H100_MEMORY_BYTES = 80e9
@@ -29,139 +25,112 @@ GPU_UTILIZATION = 0.4  # of the data sheet: Grattafiori et al. 2024, table 4
 CPU_PROCESS_BYTES = 350 * 2**20  # Python, PyTorch, threads and report
 CPU_HEAP_OVERHEAD = 0.3  # measured: freed blocks that the C library keeps, of activations
 MAX_MEMORY_FRACTION = 0.9  # of a device, for a run
+# Vectors of the feed-forward width that a position stores for the backward pass.
+STORED_HIDDEN_VECTORS = {"swiglu": 4, "relu2": 2, "gelu": 2, "relu": 1}
+NUM_BACKWARD_VECTORS = 7  # measured: temporary, of d_model, for each position
+NUM_MUON_COPIES = 4  # measured: of the largest group of matrices, in a step
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """The dtype of matrix products, the kind of device, and the ranks of DDP or FSDP."""
-
-    dtype: torch.dtype
-    is_gpu: bool
-    num_ranks: int = 1
-    is_sharded: bool = False
-
-
-class PeakMemory(TorchDispatchMode):
-    """Counts the current and peak bytes of the tensors that are created in its context."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: set[int] = set()  # ids of the living ones
-        self.current = 0
-        self.peak = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
-        if str(function).startswith("aten._fused_"):  # an update in place, without a result
-            return None
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
-            if storage is not None and id(storage) not in self.storages:
-                self.storages.add(id(storage))
-                self.current += storage.nbytes()
-                self.peak = max(self.peak, self.current)
-                weakref.finalize(storage, self._free, id(storage), storage.nbytes())
-        return result
-
-    def _free(self, key: int, num_bytes: int) -> None:
-        self.storages.remove(key)
-        self.current -= num_bytes
-
-
-@contextlib.contextmanager
-def trace_memory(gpt: GPT) -> Iterator[PeakMemory]:
-    """Count memory beyond the weights and gradients of a meta model, without values."""
-    with FakeTensorMode(allow_non_fake_inputs=True), PeakMemory() as counter:
-        weights = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in gpt.named_parameters()}
-        gpt.load_state_dict(weights, assign=True)
-        grads = [torch.empty_like(parameter) for parameter in gpt.parameters()]
-        for parameter, grad in zip(gpt.parameters(), grads, strict=True):
-            parameter.grad = grad  # alive until the end, though an optimizer's step drops it
-        counter.current = counter.peak = 0
-        yield counter
-
-
+@functools.cache
 def build_meta_model(model: ModelConfig) -> GPT:
     """Return a model whose parameters have shapes only."""
     with torch.device("meta"):
         return GPT(model)
 
 
-def extrapolate_layers(model: ModelConfig, count: Callable[[ModelConfig], Tensor]) -> Tensor:
-    """Measure two shallow models, and extrapolate linearly in the number of window patterns."""
-    pattern = len(model.windows or (0,))
-    num_patterns, num_extra = divmod(model.num_layers - 2, pattern)
-    if num_patterns <= 1:
-        return count(model)
-    smaller = count(replace(model, num_layers=num_extra + 2))
-    larger = count(replace(model, num_layers=num_extra + 2 + pattern))
-    return smaller + num_patterns * (larger - smaller)
+def count_matrix_weights(model: ModelConfig) -> Counter[torch.Size]:
+    """Return the number of weights in the matrices of the blocks, by their shape."""
+    gpt = build_meta_model(model)
+    counts: Counter[torch.Size] = Counter()
+    for name, parameter in gpt.named_parameters():
+        if gpt.specs[name].group == "matrix":
+            counts[parameter.shape] += parameter.numel()
+    return counts
 
 
 def flops_per_token(model: ModelConfig) -> float:
     """Return the operations of a training step per token: 6 for each weight, and attention."""
-    gpt = build_meta_model(model)
-    num_weights = model.d_model * model.vocab_size  # of the head
-    for name, parameter in gpt.named_parameters():
-        num_weights += parameter.numel() * (gpt.specs[name].group == "matrix")
+    num_weights = count_matrix_weights(model).total() + model.d_model * model.vocab_size
     T = model.context_length
     num_scores = sum(min(window or T, T) for window in model.layer_windows)
     return 6 * num_weights + 12 * model.num_heads * model.head_width * num_scores
 
 
-@functools.cache
-def activation_bytes(
-    model: ModelConfig, rows: int, hardware: Hardware, checkpointing: bool = False
-) -> float:
-    """Return the peak bytes of a forward and backward pass, without weights and gradients."""
+def activation_bytes(config: RunConfig, rows: int, dist_ctx: DistributedContext) -> float:
+    """Return the peak bytes of a forward and backward pass, without weights and gradients.
 
-    def trace_peak(config: ModelConfig) -> Tensor:
-        """Return the peak bytes of a micro-batch, traced on a CPU."""
-        gpt = build_meta_model(config)
-        dtype = hardware.dtype
-        # On a GPU, attention is fused and stores no scores. On a CPU, it is fused only without
-        # dropout and windows, and not in bfloat16.
-        if hardware.is_gpu:
-            dtype = torch.float16 if dtype == torch.bfloat16 else dtype
-            for module in gpt.modules():
-                if isinstance(module, MultiHeadAttention):
-                    module.window = 0
-                    module.attention_dropout = 0.0
-        if hardware.is_sharded:
-            gpt.blocks.to(dtype)  # FSDP gathers their weights in it
-        if checkpointing:
-            checkpoint_activations(gpt)
-        with trace_memory(gpt) as counter:
-            tokens = torch.zeros(rows, config.context_length, dtype=torch.long)
-            with mixed_precision(dtype, tokens.device):
-                loss = gpt(tokens, tokens)
-            loss.backward()
-        return torch.tensor(counter.peak)
+    Blocks store what their backward pass needs, in float32 or in the dtype of products. At the
+    peak there are also the logits of the loss, or temporary values of the backward pass. With
+    ``checkpoint_activations``, only one block at a time stores more than its input.
+    """
+    model = config.model
+    dtype = DTYPE_BY_NAME[config.dtype]
+    is_gpu = dist_ctx.device.type != "cpu"
+    is_cast = dtype != torch.float32
+    num_tokens = rows * model.context_length
+    D = model.d_model
+    T = model.context_length
+    heads_width = model.num_heads * model.head_width
+    qk_width = heads_width + model.num_groups * model.head_width
 
-    return extrapolate_layers(model, trace_peak).item()
+    width = 2 * qk_width  # queries, keys, values, and the output of attention
+    width += qk_width * (model.qk_norm + (model.position == "rope"))
+    width += STORED_HIDDEN_VECTORS[model.activation] * model.feed_forward_width
+    width += 2 * D * (is_cast or model.norm != "rmsnorm")  # inputs of products, after the norms
+    width += 2 * D * (model.dropout > 0)
+    stored_bytes = 4 * 2 * D + dtype.itemsize * width  # of a block, for a position
+
+    # Weights in the dtype of products. Those of queries, keys and values are concatenated first.
+    num_copied = D * (2 * qk_width - heads_width)
+    if is_cast and not dist_ctx.sharded:
+        num_copied = count_matrix_weights(model).total() // model.num_layers
+    copied_bytes = dtype.itemsize * num_copied
+
+    # On a CPU, attention with dropout stores scores; so does that in bfloat16, if it is short.
+    # The numbers of copies are measured.
+    is_short = dtype == torch.bfloat16 and T <= MAX_UNFUSED_POSITIONS
+    stores_scores = not is_gpu and (model.dropout > 0 or is_short)
+    copies_of_scores = stores_scores * (2.5 if model.dropout else 1.0)
+    blocks = []
+    for window in model.layer_windows:
+        is_windowed = 0 < window < T
+        num_keys = min(2 * window, T) if is_windowed else T
+        num_values = copies_of_scores * model.num_heads * num_keys
+        num_values += 6 * heads_width * is_windowed  # blocks of queries have copies of their keys
+        blocks.append(num_tokens * (stored_bytes + dtype.itemsize * num_values) + copied_bytes)
+
+    peak_bytes = loss_bytes(config, num_tokens, is_gpu)
+    backward_bytes = NUM_BACKWARD_VECTORS * dtype.itemsize * D * num_tokens
+    if config.checkpoint_activations:
+        peak_bytes += model.num_layers * copied_bytes * is_cast
+        inputs_bytes = 4 * D * num_tokens * model.num_layers
+        return inputs_bytes + max(peak_bytes, max(blocks) + backward_bytes)
+    return sum(blocks) + max(peak_bytes, backward_bytes)
 
 
-@functools.cache
-def optimizer_bytes(
-    model: ModelConfig, optimizer: OptimizerConfig, dtype: torch.dtype
-) -> tuple[int, int]:
+def loss_bytes(config: RunConfig, num_tokens: int, is_gpu: bool) -> float:
+    """Return the bytes of chunks of logits, and of the gradients of inputs and weights."""
+    D = config.model.d_model
+    V = config.model.vocab_size
+    itemsize = DTYPE_BY_NAME[config.dtype].itemsize
+    weight = torch.empty(V, 0, device="meta" if is_gpu else "cpu")
+    num_logits = min(num_tokens, max_chunk_rows(weight)) * V
+    num_bytes = 4 * (3 if config.model.logit_softcap else 2) * num_logits
+    num_bytes += 3 * 4 * D * (V + num_tokens)  # measured: three copies
+    return num_bytes + itemsize * V * D * (itemsize < 4)
+
+
+def optimizer_bytes(config: RunConfig) -> tuple[int, int]:
     """Return the bytes of the optimizer's state, and the peak that a step adds."""
-
-    def trace_step(config: ModelConfig) -> Tensor:
-        """Return the bytes of the state and of a traced step."""
-        gpt = build_meta_model(config)
-        with trace_memory(gpt) as counter:
-            traced = Optimizer(gpt, optimizer, SINGLE_PROCESS, dtype)
-            traced.clip_gradients()
-            traced.update(0.0)
-            num_bytes = (counter.current, counter.peak - counter.current)
-        return torch.tensor(num_bytes)
-
-    state, update = extrapolate_layers(model, trace_step).tolist()
-    return state, update
+    counts = count_matrix_weights(config.model)
+    state = 8 * build_meta_model(config.model).num_parameters  # two means, as AdamW
+    if not OPTIMIZER_KINDS[config.optimizer.optimizer].is_for_matrices:
+        return state, 0
+    itemsize = DTYPE_BY_NAME[config.dtype].itemsize
+    return state - 4 * counts.total(), NUM_MUON_COPIES * itemsize * max(counts.values())
 
 
-def estimate_memory(config: RunConfig, rows: int, hardware: Hardware) -> dict[str, float]:
+def estimate_memory(config: RunConfig, rows: int, dist_ctx: DistributedContext) -> dict[str, float]:
     """Return the bytes that a rank needs, by purpose, for micro-batches of ``rows`` sequences.
 
     With FSDP, a rank also has the full weights of two blocks and of all modules outside the blocks.
@@ -170,38 +139,30 @@ def estimate_memory(config: RunConfig, rows: int, hardware: Hardware) -> dict[st
     """
     model = build_meta_model(config.model)
     num_params = model.num_parameters
-    activations = activation_bytes(config.model, rows, hardware, config.checkpoint_activations)
-    state, update = optimizer_bytes(config.model, config.optimizer, hardware.dtype)
+    activations = activation_bytes(config, rows, dist_ctx)
+    state, update = optimizer_bytes(config)
     shards = 1
     gathered_bytes = 0
-    num_buffered = num_params if hardware.num_ranks > 1 else 0
-    if hardware.is_sharded:
-        shards = hardware.num_ranks
+    num_buffered = num_params if dist_ctx.size > 1 else 0
+    if dist_ctx.sharded:
+        shards = dist_ctx.size
         block_params = sum(parameter.numel() for parameter in model.blocks[0].parameters())
         gathered_bytes = 4 * (num_params - len(model.blocks) * block_params)
-        gathered_bytes += 2 * hardware.dtype.itemsize * block_params
+        gathered_bytes += 2 * DTYPE_BY_NAME[config.dtype].itemsize * block_params
         accumulates = rows * shards < config.batch_size
         if not accumulates or should_reduce_every_microbatch(num_params, H100_MEMORY_BYTES):
             num_buffered = block_params
-    memory = {
+    overhead = 0.0
+    if dist_ctx.device.type == "cpu":
+        overhead = CPU_PROCESS_BYTES + CPU_HEAP_OVERHEAD * activations
+    return {
         "weights": 4 * num_params / shards + gathered_bytes,
         "gradients": 4 * num_params / shards + 4 * num_buffered,
         "optimizer state": state / shards,
         "activations": activations,
         "optimizer step": max(0.0, update / shards - activations),
+        "process and heap": overhead,
     }
-    overhead = CPU_PROCESS_BYTES + CPU_HEAP_OVERHEAD * activations
-    return {**memory, "process and heap": 0.0 if hardware.is_gpu else overhead}
-
-
-def bound_memory(config: RunConfig, rows: int) -> float:
-    """Return an upper bound of the bytes that a rank needs, without a trace."""
-    model = config.model
-    tokens = rows * model.context_length
-    scores = model.context_length * model.num_heads * model.num_layers
-    per_token = 400 * model.d_model * model.num_layers + 24 * scores + 16 * model.vocab_size
-    tensors = 32 * build_meta_model(model).num_parameters + tokens * per_token
-    return CPU_PROCESS_BYTES + (1 + CPU_HEAP_OVERHEAD) * tensors
 
 
 def micro_batch_sizes(config: RunConfig, num_ranks: int) -> list[int]:
@@ -211,32 +172,22 @@ def micro_batch_sizes(config: RunConfig, num_ranks: int) -> list[int]:
     return [n for n in range(min(max_rows, batch_rows), 0, -1) if batch_rows % n == 0]
 
 
-def largest_micro_batch(config: RunConfig, dist_ctx: DistributedContext) -> int:
-    """Return the most sequences, at most a rank's batch, that fit in memory at once, or 0.
-
-    A micro-batch size that is set is the only choice.
-    """
-    dtype = DTYPE_BY_NAME[config.dtype]
-    hardware = Hardware(dtype, dist_ctx.device.type != "cpu", dist_ctx.size, dist_ctx.sharded)
-    limit = MAX_MEMORY_FRACTION * total_memory(dist_ctx.device)
-    if not hardware.is_gpu:
-        limit /= dist_ctx.size  # ranks on CPUs are of one machine
-    sizes = micro_batch_sizes(config, dist_ctx.size)
-    for rows in sizes[:1] if config.micro_batch_size else sizes:
-        is_too_large = bound_memory(config, rows) > limit
-        if is_too_large:
-            is_too_large = sum(estimate_memory(config, rows, hardware).values()) > limit
-        if not dist_ctx.any(is_too_large):
-            return rows
-    return 0
-
-
 def fit_micro_batches(config: RunConfig, dist_ctx: DistributedContext) -> RunConfig:
-    """Return the config, with micro-batches if the batch does not fit in memory."""
-    rows = max(1, largest_micro_batch(config, dist_ctx))
-    if config.micro_batch_size or rows * dist_ctx.size == config.batch_size:
+    """Return the config, with micro-batches if none are set and the batch does not fit in memory.
+
+    They are the largest that fit, or one sequence.
+    """
+    if config.micro_batch_size:
         return config
-    return replace(config, micro_batch_size=rows)
+    limit = MAX_MEMORY_FRACTION * total_memory(dist_ctx.device)
+    if dist_ctx.device.type == "cpu":
+        limit /= dist_ctx.size  # ranks on CPUs are of one machine
+    rows = 1  # if the ranks are more than the sequences, which is refused later
+    for rows in micro_batch_sizes(config, dist_ctx.size):
+        if not dist_ctx.any(sum(estimate_memory(config, rows, dist_ctx).values()) > limit):
+            break
+    is_whole_batch = rows * dist_ctx.size == config.batch_size
+    return config if is_whole_batch else replace(config, micro_batch_size=rows)
 
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -255,39 +206,32 @@ def describe_plan(
     ``step_tokens`` are the tokens of an optimizer step, and ``epoch_tokens`` those of an epoch of
     each dataset.
     """
-    batch_size = config.batch_size
-    dtype = DTYPE_BY_NAME[config.dtype]
     utilization = CPU_UTILIZATION if device.type == "cpu" else GPU_UTILIZATION
-    speed = utilization * measure_matmul_flops(device, dtype)
+    speed = utilization * measure_matmul_flops(device, DTYPE_BY_NAME[config.dtype])
     h100_speed = GPU_UTILIZATION * H100_FLOPS
     step_flops = step_tokens * flops_per_token(config.model)
-    steps = config.steps or 0  # 0: as many as fit
+    h100 = torch.device("cuda")
+    h100_config = replace(config, dtype="bfloat16")
     plans = {
-        "here": (Hardware(dtype, device.type != "cpu"), speed),
-        "1 H100": (Hardware(torch.bfloat16, True), h100_speed),
-        "8 H100, FSDP": (Hardware(torch.bfloat16, True, 8, True), h100_speed),
+        "here": (config, DistributedContext(device=device), speed),
+        "1 H100": (h100_config, DistributedContext(device=h100), h100_speed),
+        "8 H100, FSDP": (h100_config, DistributedContext(0, 8, h100, sharded=True), h100_speed),
     }
     columns = {}
-    for title, (hardware, rank_speed) in plans.items():
-        if batch_size % hardware.num_ranks == 0:
-            seconds = step_flops / hardware.num_ranks / rank_speed
-            columns[title] = describe_memory(config, hardware)
+    for title, (rank_config, dist_ctx, rank_speed) in plans.items():
+        if config.batch_size % dist_ctx.size == 0:
+            seconds = step_flops / dist_ctx.size / rank_speed
+            columns[title] = describe_memory(rank_config, dist_ctx)
             columns[title]["one step"] = f"{1e3 * seconds:,.2f} ms"
-            if steps:
-                columns[title]["all steps"] = f"{steps * seconds / 3600:,.2f} h"
+            if config.steps:
+                columns[title]["all steps"] = f"{config.steps * seconds / 3600:,.2f} h"
     table = [f"{'':<16}" + "".join(f"{title:>14}" for title in columns)]
     for name in columns["here"]:
         table.append(f"{name:<16}" + "".join(f"{cells[name]:>14}" for cells in columns.values()))
-    tokens = steps * step_tokens
-    epochs = "".join(f", {tokens / epoch:,.2f} epochs" for epoch in epoch_tokens)
-    step_length = count_noun(step_tokens, "token")
-    length = f"{count_noun(steps, 'step')} of {step_length} = {tokens:,}{epochs}"
-    if not steps:
-        length = f"{count_noun(config.minutes or 0, 'minute')} in steps of {step_length}"
     num_params = build_meta_model(config.model).num_parameters
     return f"""\
 model  {num_params:,} parameters, {flops_per_token(config.model) / 1e9:,.3f} GFLOP per token
-run    {length}
+run    {describe_length(config, step_tokens, epoch_tokens)}
 speed  here {utilization:.0%} of what matrix products reach, {speed / 1e12:,.2f} TFLOP/s
        H100 {GPU_UTILIZATION:.0%} of its data sheet, in bfloat16, without communication
 !      exceeds the {H100_MEMORY_BYTES / 1e9:.0f} GB of an H100
@@ -295,13 +239,24 @@ speed  here {utilization:.0%} of what matrix products reach, {speed / 1e12:,.2f}
 """ + "\n".join(table)
 
 
-def describe_memory(config: RunConfig, hardware: Hardware) -> dict[str, str]:
+def describe_length(config: RunConfig, step_tokens: int, epoch_tokens: Sequence[float]) -> str:
+    """Describe the steps or the minutes of a run, its tokens, and the epochs of each dataset."""
+    batch = f"{config.batch_size} × {count_noun(step_tokens // config.batch_size, 'token')} a step"
+    if not config.steps:
+        return f"{count_noun(config.minutes or 0, 'minute')}, {batch}"
+    tokens = config.steps * step_tokens
+    length = f"{count_noun(config.steps, 'step')}, {batch} = {count_noun(tokens, 'token')}"
+    epochs = ", ".join(f"{tokens / epoch:.1f}" for epoch in epoch_tokens)
+    return f"{length} ({epochs} epochs)" if epochs else length
+
+
+def describe_memory(config: RunConfig, dist_ctx: DistributedContext) -> dict[str, str]:
     """Return the micro-batches of a rank and the memory that they need, for the table."""
-    rows = micro_batch_sizes(config, hardware.num_ranks)[0]
-    num_micro_batches = config.batch_size // hardware.num_ranks // rows
+    rows = micro_batch_sizes(config, dist_ctx.size)[0]
+    num_micro_batches = config.batch_size // dist_ctx.size // rows
     cells = {"micro-batches": f"{num_micro_batches} × {rows}"}
-    memory = estimate_memory(config, rows, hardware)
+    memory = estimate_memory(config, rows, dist_ctx)
     for name, num_bytes in {**memory, "= memory": sum(memory.values())}.items():
-        mark = "!" if hardware.is_gpu and num_bytes > H100_MEMORY_BYTES else ""
+        mark = "!" if dist_ctx.device.type != "cpu" and num_bytes > H100_MEMORY_BYTES else ""
         cells[name] = f"{num_bytes / 2**20:,.1f} MiB{mark}"
     return cells

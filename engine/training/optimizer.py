@@ -1,9 +1,9 @@
 """Which optimizer updates which parameter, the learning-rate schedule, and the saved state."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from annotated_types import Ge, Gt, Le, Lt
@@ -12,9 +12,9 @@ from torch import Tensor
 from engine.core.device import fast_dtype
 from engine.core.distributed import SINGLE_PROCESS, DistributedContext
 from engine.core.errors import UserError
-from engine.core.sharding import Sliceable, local, shard_like
+from engine.core.sharding import local, shard_like
 from engine.nn.specs import Specs
-from engine.nn.update_rules import AdamW, Muon, ParamGroup
+from engine.nn.update_rules import AdamW, GroupedOptimizer, Muon, ParamGroup
 from model import GPT
 
 DEFAULT_WARMUP_STEPS = 10
@@ -68,41 +68,17 @@ class OptimizerConfig(UpdateSettings):
     window_warmup: Annotated[float, Ge(0), Le(1)] = 0.0
 
 
-class TorchOptimizer(Protocol):
-    """What is used of the interface of torch.optim.Optimizer."""
-
-    param_groups: list[ParamGroup]
-    state: Any  # {parameter: {key: tensor}}
-
-    def step(self) -> Any: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
 class OptimizerKind(NamedTuple):
     """How to build an optimizer, and its default settings."""
 
     # Called with parameter groups, config, distributed context and dtype of matrix products.
-    build: Callable[..., TorchOptimizer]
+    build: Callable[..., GroupedOptimizer | torch.optim.Optimizer]
     learning_rate: float | Callable[[int], float]  # or a function of d_model
-    weight_decay: float = 0.1
     embedding_rate: float = 1.0  # of an untied token embedding
     is_for_matrices: bool = False  # of the blocks only, and AdamW updates the other parameters
 
 
-def build_muon(
-    params: list[ParamGroup],
-    config: OptimizerConfig,
-    dist_ctx: DistributedContext,
-    dtype: torch.dtype,
-) -> TorchOptimizer:
-    """Return Muon, distributed over the ranks."""
-    return Muon(params, momentum=config.momentum, dist_ctx=dist_ctx, dtype=dtype)
-
-
-def build_adamw(params: list[ParamGroup], config: OptimizerConfig, *_: Any) -> TorchOptimizer:
+def build_adamw(params: list[ParamGroup], config: OptimizerConfig, *_: Any) -> AdamW:
     return AdamW(params, betas=(config.beta1, config.beta2))
 
 
@@ -114,7 +90,14 @@ def adamw_learning_rate(d_model: int) -> float:
 # Any optimizer with the interface of torch.optim.Optimizer can be added here, and its name to
 # OptimizerConfig.optimizer: "lion": OptimizerKind(lambda params, *_: Lion(params), 1e-4).
 OPTIMIZER_KINDS = {
-    "muon": OptimizerKind(build_muon, 0.014, embedding_rate=3.0, is_for_matrices=True),
+    "muon": OptimizerKind(
+        lambda params, config, dist_ctx, dtype: Muon(
+            params, momentum=config.momentum, dist_ctx=dist_ctx, dtype=dtype
+        ),
+        0.014,
+        embedding_rate=3.0,
+        is_for_matrices=True,
+    ),
     "adamw": OptimizerKind(build_adamw, adamw_learning_rate),
 }
 
@@ -126,7 +109,6 @@ def default_rates(optimizer: str, d_model: int) -> dict[str, float]:
     return {
         "learning_rate": rate(d_model) if callable(rate) else rate,
         "embedding_rate": kind.embedding_rate,
-        "weight_decay": kind.weight_decay,
     }
 
 
@@ -144,26 +126,6 @@ def learning_rate_at(step: int, num_steps: float, config: OptimizerConfig) -> fl
             factor = (1 + math.cos(math.pi * progress)) / 2
         factor = config.final_learning_rate + (1 - config.final_learning_rate) * factor
     return config.learning_rate * factor
-
-
-def group_matrices(
-    parameters: Mapping[str, Tensor], specs: Specs
-) -> dict[tuple[int, torch.Size], list[Tensor]]:
-    """Group the matrices of blocks by stack size and shape; those of a stack are adjacent.
-
-    Raises ValueError if the matrices of a stack differ in shape.
-    """
-    stacks: dict[str, list[Tensor]] = {}
-    for name, parameter in parameters.items():
-        if specs[name].group == "matrix":
-            stacks.setdefault(specs[name].stack, []).append(parameter)
-    groups: dict[tuple[int, torch.Size], list[Tensor]] = {}
-    for stack, matrices in stacks.items():
-        shape = matrices[0].shape
-        if any(matrix.shape != shape for matrix in matrices):
-            raise ValueError(f"the matrices of stack {stack} must have one shape")
-        groups.setdefault((len(matrices), shape), []).extend(matrices)
-    return groups
 
 
 class Optimizer:
@@ -207,22 +169,27 @@ class Optimizer:
 
     def _make_groups(self, specs: Specs, kind: OptimizerKind) -> list[ParamGroup]:
         """Return the parameters in groups of one role; for a matrix optimizer also of one shape."""
-        roles: dict[str, list[Tensor]] = {"embedding": [], "head": [], "vector": [], "matrix": []}
+        stacks: dict[tuple[str, str], list[Tensor]] = {}  # by role, and the name of a stack
         for name, parameter in self.parameters.items():
-            roles[specs[name].group].append(parameter)
-        groups: list[ParamGroup] = [
-            {"params": params, "role": role, "stack_size": 1} for role, params in roles.items()
-        ]
-        if kind.is_for_matrices:
-            groups.pop()
-            for (stack_size, _), matrices in group_matrices(self.parameters, specs).items():
-                groups.append({"params": matrices, "role": "matrix", "stack_size": stack_size})
-        config = self.config
-        for group in groups:
-            group["lr_scale"] = config.embedding_rate if group["role"] == "embedding" else 1.0
-            group["lr"] = config.learning_rate * group["lr_scale"]
-            group["weight_decay"] = 0.0 if group["role"] == "vector" else config.weight_decay
-        return [group for group in groups if group["params"]]
+            spec = specs[name]
+            is_stacked = kind.is_for_matrices and spec.group == "matrix"
+            key = (spec.group, spec.stack if is_stacked else "")
+            stacks.setdefault(key, []).append(parameter)
+        groups: dict[tuple, ParamGroup] = {}
+        for (role, stack), params in stacks.items():
+            shape = params[0].shape if stack else None
+            num_stacked = len(params) if stack else 1
+            lr_scale = self.config.embedding_rate if role == "embedding" else 1.0
+            empty_group: ParamGroup = {
+                "params": [],
+                "role": role,
+                "stack_size": num_stacked,
+                "lr_scale": lr_scale,
+                "lr": self.config.learning_rate * lr_scale,
+                "weight_decay": 0.0 if role == "vector" else self.config.weight_decay,
+            }
+            groups.setdefault((role, num_stacked, shape), empty_group)["params"] += params
+        return list(groups.values())
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         return loss * self.loss_scaler["loss_scale"]
@@ -312,7 +279,7 @@ class Optimizer:
                     state[f"{name}.{key}"] = torch.as_tensor(value)
         return state
 
-    def load_state(self, state: Iterable[tuple[str, Sliceable]]) -> None:
+    def load_state(self, state: Iterable[tuple[str, Tensor]]) -> None:
         """Restore what :meth:`state` returned. Raises UserError for unknown parameters."""
         states = self._parameter_states()
         for name_and_key, value in state:

@@ -26,7 +26,7 @@ from engine.training.config import (
     set_values,
     should_choose_sizes,
 )
-from engine.training.sizing import choose_sizes
+from engine.training.sizing import SizeSearch
 from model import ModelConfig
 
 # Changing these settings changes no result.
@@ -65,8 +65,12 @@ def resolve(
         values = {**{name: x for name, x in sizes.items() if x is not None}, **values}
     if state and config.init_from:
         values |= base_model_values(state["model"], values, config.init_from)
-    min_size = values.get("vocab_size", data.tokenizer.vocab_size)
-    values["vocab_size"] = find_vocab_size(min_size, data, bool(config.init_from))
+    min_size = data.tokenizer.vocab_size
+    vocab_size = values.get("vocab_size", min_size)
+    if vocab_size < min_size and not config.init_from:  # a base model gets new rows
+        problem = f"must be at least {min_size} for {data.path} (got {vocab_size})"
+        raise UserError(f"--vocab-size: {problem}. Leave it out.")
+    values["vocab_size"] = max(vocab_size, min_size)
     config = build(TrainConfig, values)
 
     chooses_sizes = should_choose_sizes(config)
@@ -75,7 +79,9 @@ def resolve(
         context_length = min(MAX_CHOSEN_EXAMPLE_LENGTH, data.longest_example - 1)
         config = build(TrainConfig, {**values, "context_length": context_length})
     data = data.drop_long_examples(context_length, config.long_examples == "cut")
-    sizes = choose_sizes(config, data, dist_ctx, started_at, measure) if chooses_sizes else {}
+    sizes = {}
+    if chooses_sizes:
+        sizes = SizeSearch(config, data, dist_ctx).choose(started_at, measure)
     run_config = make_run_config(config, sizes, dist_ctx)
     if config.depth not in (None, run_config.model.num_layers):
         raise UserError(f"--depth: other sizes are set (got {config.depth}). Leave it out.")
@@ -83,18 +89,6 @@ def resolve(
     data.check_length(run_config.model.context_length)
     dist_ctx.assert_equal_across_ranks({"dtype": run_config.dtype})  # each machine chooses it
     return run_config, data
-
-
-def find_vocab_size(vocab_size: int, data: Mixture, extends_base: bool) -> int:
-    """Return the number of tokens of a model, for which a base model gets new rows.
-
-    Raises UserError if it is set to less than that of the data.
-    """
-    min_size = data.tokenizer.vocab_size
-    if vocab_size < min_size and not extends_base:
-        problem = f"must be at least {min_size} for {data.path} (got {vocab_size})"
-        raise UserError(f"--vocab-size: {problem}. Leave it out.")
-    return max(vocab_size, min_size)
 
 
 def recorded_settings(state: dict[str, Any]) -> dict[str, Any]:

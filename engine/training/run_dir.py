@@ -30,7 +30,6 @@ from engine.training.checkpoint import (
 )
 
 CHECKPOINT_NAME = re.compile("step-[0-9]{8,}")  # directories with other names are the user's
-FileStats = dict[str, tuple[int, int]]  # size and modification time by file name
 Hashes = dict[str, str]  # SHA-256 by file name
 
 
@@ -55,15 +54,6 @@ def checkpoints_by_loss(run: Path) -> list[Path]:
         return loss if isinstance(loss, int | float) else math.inf
 
     return sorted(reversed(list_checkpoints(run)), key=val_loss)
-
-
-def file_stats(path: Path) -> FileStats:
-    """Return the size and modification time in nanoseconds of each file; {} if unreadable."""
-    try:
-        stats = {file.name: file.stat() for file in path.iterdir()}
-    except OSError:  # such as a link to a removed folder
-        return {}
-    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
@@ -136,12 +126,11 @@ class RunDir:
         resume = dist_ctx.any(resume or dist_ctx.is_restart)
         dist_ctx.broadcast_from_main(self._acquire, resume)
         self.is_shared = dist_ctx.sharded and self._is_visible_to_all()
-        self.complete: dict[Path, FileStats] = {}  # checkpoints, as they were when complete
+        self.complete: set[Path] = set()  # checkpoints that were written or verified
         self.thread = futures.ThreadPoolExecutor(1)
         self.pending: futures.Future[Hashes] | None = None
-        self.finish_sharded_save: Callable[[Hashes], Hashes] | None = (
-            None  # called with all ranks' hashes
-        )
+        # Called with the hashes of all ranks' files.
+        self.finish_sharded_save: Callable[[Hashes], Hashes] | None = None
 
     def write_settings(self, toml: str) -> None:
         """Write config.toml."""
@@ -162,6 +151,7 @@ class RunDir:
             except UserError as error:
                 self.dist_ctx.run_on_main(say, f"skipped: {error}")
                 continue
+            self.complete.clear()  # the others are not verified
             self.dist_ctx.broadcast_from_main(self._prune, checkpoint.path)
             return checkpoint
         if names:
@@ -301,15 +291,14 @@ class RunDir:
     def _prune(self, newest: Path) -> None:
         """Remove all checkpoints but the best one and the newest complete ones.
 
-        ``newest`` was just written or verified. A checkpoint whose files changed since then may be
-        corrupted and does not count.
+        ``newest`` was just written or verified. Others may be corrupted, and do not count.
         """
-        self.complete[newest] = file_stats(newest)
+        self.complete.add(newest)
         best = checkpoints_by_loss(self.path)[0]
         num_complete = 0
         for path in reversed(list_checkpoints(self.path)):
             if num_complete < self.keep_checkpoints:
-                num_complete += self.complete.get(path) == file_stats(path)
+                num_complete += path in self.complete
             elif path != best:
                 path.rename(path.with_name(f".{path.name}.partial.old"))
         self._remove_partial()

@@ -5,7 +5,6 @@ The numbers are fitted to the runs in docs/experiments.md; docs/training.md has 
 
 import math
 import time
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +20,7 @@ from engine.training.config import (
     TrainConfig,
     make_run_config,
 )
-from engine.training.estimate import fit_micro_batches, largest_micro_batch
+from engine.training.estimate import fit_micro_batches
 
 MAX_OVERFITTING = 20  # where a run in minutes ends early
 TIMED_TOKENS = 1e6  # the length of the run whose step is timed
@@ -45,6 +44,7 @@ class SizeSearch:
 
     def __init__(self, config: TrainConfig, data: Mixture, dist_ctx: DistributedContext):
         self.config = config
+        self.data = data
         self.dist_ctx = dist_ctx
         self.text_tokens = len(data.train)
         self.vocab_size = config.model.vocab_size or data.tokenizer.vocab_size
@@ -54,14 +54,6 @@ class SizeSearch:
         self.depths = range(first, max(first, last) + 1, step)
         self.context = config.model.context_length
         self.max_context = min(len(split) - 1 for split in data.splits)
-        num_fitting = bisect_left(self.depths, True, lo=1, key=lambda depth: not self.fits(depth))
-        self.depths = self.depths[:num_fitting]
-
-    def fits(self, depth: int) -> bool:
-        """Return whether a model of a depth fits in memory with the smallest micro-batch."""
-        sizes = self.make_size(depth, TIMED_TOKENS).settings
-        config = make_run_config(self.config, {"micro_batch_size": 1, **sizes}, self.dist_ctx)
-        return largest_micro_batch(config, self.dist_ctx) > 0
 
     def make_size(self, depth: int, tokens: float) -> Size:
         """Return the size of a depth that trains on a number of tokens."""
@@ -118,10 +110,8 @@ class SizeSearch:
             sizes.append(size)
         return min(sizes, key=lambda size: size.loss)
 
-    def for_seconds(
-        self, seconds_left: Callable[[], float], measure: Callable[[RunConfig], float]
-    ) -> Size:
-        """Return the best size for a time. The best depth and the next one are timed."""
+    def for_time(self, end: float, measure: Callable[[RunConfig, Mixture], float]) -> Size:
+        """Return the best size until a time. The best depth and the next one are timed."""
         speeds: dict[int, float] = {}
         depth = self.depths[0]
         while depth not in speeds:
@@ -129,8 +119,9 @@ class SizeSearch:
             config = make_run_config(self.config, timed.settings, self.dist_ctx)
             config = replace(config, optimizer=replace(config.optimizer, window_warmup=0.0))
             config = fit_micro_batches(config, self.dist_ctx)
-            speeds[depth] = timed.step_tokens * timed.operations / measure(config)
-            best = self.best_size(seconds_left(), speeds)
+            speeds[depth] = timed.step_tokens * timed.operations / measure(config, self.data)
+            seconds = self.dist_ctx.broadcast(max(1.0, end - time.monotonic()))
+            best = self.best_size(seconds, speeds)
             depth = best.depth
             if depth in speeds and depth < self.depths[-1]:
                 depth += self.depths.step
@@ -148,37 +139,25 @@ class SizeSearch:
                 best = size
         return replace(best, tokens=steps * best.step_tokens)
 
+    def choose(
+        self, started_at: float, measure: Callable[[RunConfig, Mixture], float]
+    ) -> dict[str, Any]:
+        """Return the sizes for the time, the steps or the depth of the config, by name.
 
-def choose_sizes(
-    config: TrainConfig,
-    data: Mixture,
-    dist_ctx: DistributedContext,
-    started_at: float,
-    measure: Callable[[RunConfig, Mixture], float],
-) -> dict[str, Any]:
-    """Return the sizes for the time, the steps or the depth of a config, by name.
-
-    ``measure`` times a step of a run.
-    """
-    search = SizeSearch(config, data, dist_ctx)
-    if config.minutes:
-        end = started_at + 60 * config.minutes
-        size = search.for_seconds(
-            lambda: dist_ctx.broadcast(max(1.0, end - time.monotonic())),
-            lambda run_config: measure(run_config, data),
-        )
-    else:
-        size = search.for_steps(config.steps or DEFAULT_STEPS)
-    run_config = make_run_config(config, size.settings, dist_ctx)
-    sizes = {
-        **size.settings,
-        "micro_batch_size": fit_micro_batches(run_config, dist_ctx).micro_batch_size,
-    }
-    if config.minutes and not config.steps and size.overfitting > 0.999 * MAX_OVERFITTING:
-        sizes["steps"] = math.ceil(size.tokens / size.step_tokens)
-    if dist_ctx.is_main_process:
-        typed = flatten(config)
-        chosen = [f"{name} {x}" for name, x in size.settings.items() if typed[name] is None]
-        epochs = size.tokens / search.text_tokens
-        say(f"chosen {', '.join(chosen)}: {size.tokens:,.0f} tokens, {epochs:.1f} epochs")
-    return sizes
+        ``measure`` times a step of a run.
+        """
+        config = self.config
+        if config.minutes:
+            size = self.for_time(started_at + 60 * config.minutes, measure)
+        else:
+            size = self.for_steps(config.steps or DEFAULT_STEPS)
+        sizes = size.settings
+        run_config = fit_micro_batches(make_run_config(config, sizes, self.dist_ctx), self.dist_ctx)
+        if self.dist_ctx.is_main_process:
+            typed = flatten(config)
+            chosen = [f"{name} {x}" for name, x in sizes.items() if typed[name] is None]
+            epochs = size.tokens / self.text_tokens
+            say(f"chosen {', '.join(chosen)}: {size.tokens:,.0f} tokens, {epochs:.1f} epochs")
+        if config.minutes and not config.steps and size.overfitting > 0.999 * MAX_OVERFITTING:
+            sizes = {**sizes, "steps": math.ceil(size.tokens / size.step_tokens)}
+        return {**sizes, "micro_batch_size": run_config.micro_batch_size}

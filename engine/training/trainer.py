@@ -27,7 +27,7 @@ from engine.data.batches import Batches, Mixture
 from engine.data.chats.examples import NO_SYSTEM_NOTE
 from engine.data.split import BatchSpec
 from engine.nn.acceleration import checkpoint_activations, compile_modules
-from engine.training.budget import Budget, Clock, Event
+from engine.training.budget import Budget
 from engine.training.checkpoint import Checkpoint
 from engine.training.config import RunConfig
 from engine.training.optimizer import Optimizer
@@ -98,7 +98,6 @@ class Trainer:
         self.last_save: tuple[int, float | None] = (0, None)  # its step and val_loss
         self.warnings: set[str] = set()  # each is printed once
         self.changes: list[dict[str, Any]] = []  # settings changed by each resume
-        self.clock = Clock(0.0, 0)
         self.budget = Budget({}, steps=config.steps or math.inf)
 
     def say(self, text: str, end: str = "\n") -> None:
@@ -209,30 +208,29 @@ class Trainer:
         return (optimizer_bytes + 4 * self.model.num_parameters) / CHECKPOINT_BYTES_PER_SECOND
 
     def start_budget(self, started_at: float, checkpoint: Checkpoint | None) -> None:
-        """Start the clock and the budget, at the time of a checkpoint if there is one.
+        """Start the budget, at the time of a checkpoint if there is one.
 
         ``started_at`` is the start of config.minutes, in seconds of time.monotonic().
         """
         config = self.config
         new_state = {"elapsed_seconds": 0.0, "progress": 0.0, "settings": {}}
         state: dict[str, Any] = checkpoint.state if checkpoint else new_state
-        self.clock = Clock(state["elapsed_seconds"], self.step)
-        intervals: dict[Event, int | None] = {
-            "evaluate": config.eval_every,
-            "save": config.save_every,
-        }
-        seconds = math.inf
-        progress = 0.0
-        if config.minutes:
-            seconds = 60 * config.minutes - (time.monotonic() - started_at)
-            has_same_length = state["settings"].get("minutes") == config.minutes
-            progress = state["progress"] if has_same_length else 0.0
+        is_as_long = config.minutes and state["settings"].get("minutes") == config.minutes
         sizes = [len(dataset.val) for dataset in self.data.datasets]
         eval_tokens = sum(min(size, config.eval_tokens or size) for size in sizes)
-        costs = (eval_tokens / self.tokens_per_step / 3, self.save_seconds)  # no backward pass
-        steps = config.steps or math.inf
-        self.budget = Budget(intervals, *costs, steps, seconds, self.step, progress, self.dist_ctx)
-        self.budget.update(self.step, self.clock)
+        seconds = time.monotonic() - started_at
+        self.budget = Budget(
+            {"evaluate": config.eval_every, "save": config.save_every},
+            eval_cost_steps=eval_tokens / self.tokens_per_step / 3,  # no backward pass
+            save_cost_seconds=self.save_seconds,
+            steps=config.steps or math.inf,
+            seconds=60 * config.minutes - seconds if config.minutes else math.inf,
+            first_step=self.step,
+            progress=state["progress"] if is_as_long else 0.0,
+            earlier_seconds=state["elapsed_seconds"],
+            dist_ctx=self.dist_ctx,
+        )
+        self.budget.update(self.step)
 
     # Records and checkpoints.
 
@@ -241,7 +239,7 @@ class Trainer:
         if self.run_dir is not None:
             self.run_dir.check()
         digest = self.dist_ctx.sum(torch.tensor(self.batches.digest, dtype=torch.float64))
-        speed = self.clock.measure_speed(self.step) * self.tokens_per_step
+        speed = self.budget.measure_speed(self.step) * self.tokens_per_step
         record = {
             "step": self.step,
             "tokens": self.step * self.tokens_per_step,
@@ -249,7 +247,7 @@ class Trainer:
             "learning_rate": learning_rate,
             "grad_norm": grad_norm.item(),
             "tokens_per_second": round(speed, 1),
-            "elapsed_seconds": round(self.clock.elapsed, 3),
+            "elapsed_seconds": round(self.budget.elapsed, 3),
             "skipped_steps": self.optimizer.count_skipped(self.last_save[0]),
             "batch_digest": f"{int(digest):x}",
         }
@@ -267,7 +265,7 @@ class Trainer:
         state = {
             "step": self.step,
             "tokens": self.step * self.tokens_per_step,
-            "elapsed_seconds": self.clock.elapsed,
+            "elapsed_seconds": self.budget.elapsed,
             "progress": self.budget.progress,
             "val_loss": self.val_loss,
             "best_val_loss": self.best_val_loss,
@@ -280,7 +278,7 @@ class Trainer:
             "documents": manifest["splits"]["train"]["documents"],
             "imported": None,
         }
-        with self.clock.pause(), self.budget.timing("save"):
+        with self.budget.timing("save"):
             tensors = (self.model.state_dict(), self.optimizer.state())
             self.run_dir.save(state, *tensors, self.data.tokenizer.save)
         self.last_save = (self.step, self.val_loss)

@@ -26,7 +26,7 @@ def test_a_panel_has_the_weights_of_a_head_and_none_above_the_diagonal(monkeypat
     assert f"layer {2 if layer != 0 else 1}, head 3" in panels[-1].get_title()
 
 
-@pytest.mark.parametrize(("num_layers", "length"), [(1, 1), (1, 10), (18, 100)])
+@pytest.mark.parametrize(("num_layers", "length"), [(1, 1), (1, 10), (12, 30)])
 def test_any_token_can_be_a_label_of_a_map_of_any_size(tmp_path, num_layers, length):
     labels = ["$", "$x_", "\\frac", "\n", "漢", "🚀", "", "�", "<|endoftext|>", "^{"] * 10
     maps = np.broadcast_to(np.eye(length), (num_layers, 1, length, length))

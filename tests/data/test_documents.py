@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import hashlib
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -301,7 +302,7 @@ def test_a_sample_is_everything_if_it_fits_else_the_beginning_of_each_unit(small
     parquet = [source_of(tmp_path / "a.parquet", texts)]
     for sources in (files, gz, parquet):
         corpus = Corpus(sources, 0.1)
-        assert [*sample_texts(corpus, 200_000)] == [*sample_texts(corpus, None)] == texts
+        assert [*sample_texts(corpus, 200_000)] == [*sample_texts(corpus, math.inf)] == texts
         sample = [*sample_texts(corpus, 20_000)]
         assert sample == [*sample_texts(Corpus(sources, 0.5), 20_000)]
         assert 20_000 <= sum(map(len, sample)) <= 22_000

@@ -6,18 +6,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
-from helpers import train_tiny
 
 from engine.core.errors import UserError
 from engine.data.batches import open_mixture
 from engine.data.dataset import open_dataset
-from engine.data.inputs import readers
 from engine.report.dataset_summary import describe_dataset
 from engine.report.page import describe_data
-from engine.training.callbacks import print_summary
 from prepare import PrepareConfig, prepare
 
 SIZES = (60, 61, 120, 400)  # of growing datasets
@@ -56,10 +51,6 @@ def write_folder(path: Path, texts: list[str]) -> None:
         (path / f"{number * 7919 % 1000:03d}.txt").write_text(text, encoding="utf-8")
 
 
-def write_parquet(path: Path, texts: list[str]) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=50)
-
-
 def write_pairs(path: Path, texts: list[str]) -> None:
     path.write_text("".join(json.dumps({"q": text[:12], "a": text}) + "\n" for text in texts))
 
@@ -67,8 +58,7 @@ def write_pairs(path: Path, texts: list[str]) -> None:
 GROWING: dict[str, tuple[Any, dict[str, Any]]] = {
     "a.jsonl": (write_lines, {}),
     "folder": (write_folder, {"deduplicate": True}),
-    "a.parquet": (write_parquet, {"val_fraction": 0.3}),
-    "pairs.jsonl": (write_pairs, PAIR_FIELDS),
+    "pairs.jsonl": (write_pairs, {"val_fraction": 0.3, **PAIR_FIELDS}),
 }
 
 
@@ -76,14 +66,12 @@ GROWING: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_many_documents_stay_in_their_split_when_others_are_added(name, tmp_path, capsys):
     write, settings = GROWING[name]
     fraction = settings.get("val_fraction", 0.1)
+    settings = {"tokenizer": "byte", "out": tmp_path / "data", "force": True, **settings}
     texts = [document(number) for number in range(SIZES[-1])]
     validated: set[str] = set()
     for size in SIZES:
         write(tmp_path / name, texts[:size])
-        config = PrepareConfig(
-            (str(tmp_path / name),), tokenizer="byte", out=tmp_path / "data", force=True, **settings
-        )
-        prepare(config)
+        prepare(PrepareConfig((str(tmp_path / name),), **settings))
         decoded = decode(tmp_path / "data")
         assert not validated & lines_of(decoded["train"]), size
         validated |= lines_of(decoded["val"])
@@ -91,20 +79,6 @@ def test_many_documents_stay_in_their_split_when_others_are_added(name, tmp_path
         num_bytes = {split: len(text.encode()) for split, text in decoded.items()}
         assert 0.5 < num_bytes["val"] / sum(num_bytes.values()) / fraction < 2.5
     assert len(validated) > 20 and not capsys.readouterr().err
-
-
-@pytest.mark.parametrize("is_large", [False, True])
-def test_the_end_of_a_text_in_pieces_is_for_validation(is_large, tmp_path, monkeypatch):
-    if is_large:
-        monkeypatch.setattr(readers, "LARGE_DOCUMENT_BYTES", 128)
-        monkeypatch.setattr(readers, "PIECE_BYTES", 64)
-    text = "".join(map(document, range(20)))
-    (tmp_path / "one.txt").write_text(text, encoding="utf-8")
-    inputs = (str(tmp_path / "one.txt"),)
-    prepare(PrepareConfig(inputs, tokenizer="byte", out=tmp_path / "data"))
-    decoded = decode(tmp_path / "data")
-    assert (decoded["train"] + decoded["val"]).replace("<|endoftext|>", "") == text
-    assert len(decoded["val"].encode()) == pytest.approx(len(text.encode()) / 10, abs=20)
 
 
 def prepared(folder: Path, texts: list[str], **settings: Any) -> Path:
@@ -231,38 +205,30 @@ def test_unusable_validation_text_is_refused(settings, flag: str, tmp_path: Path
 # Repeats.
 
 
-def test_few_different_documents_are_told(tmp_path: Path, capsys):
+def test_few_different_documents_are_told(tmp_path: Path):
     quotes = [document(number % 20) for number in range(400)]
     for texts, words in (
-        (["the same text"] * 20, ["All 20 documents"]),
+        (["the same text"] * 20, ["20 validation documents", " 1 "]),
         (quotes, ["100 validation documents", " 5 "]),
         ([document(number) for number in range(400)], []),
         (["the same text"], []),
     ):
         data = prepared(tmp_path, texts, force=True)
-        shutil.rmtree(tmp_path / "kept", ignore_errors=True)
         problems = open_dataset(data).find_val_problems()
         assert len(problems) == bool(words) and all(word in problems[0] for word in words)
         assert all(problem in describe_dataset(data) for problem in problems)
-        data.rename(tmp_path / "kept")  # so that the next one keeps nothing
     write_pairs(tmp_path / "pairs.jsonl", ["the same answer"] * 20)
     with pytest.raises(UserError, match=r"pairs\.jsonl: .*\(got 1\).*--val"):
         inputs = (str(tmp_path / "pairs.jsonl"),)
         prepare(PrepareConfig(inputs, tokenizer="byte", out=tmp_path / "pairs", **PAIR_FIELDS))
 
 
-def test_a_loss_worse_than_a_uniform_guess_is_explained(tmp_path: Path, capsys):
+def test_a_loss_worse_than_a_uniform_guess_is_explained(tmp_path: Path):
     data = prepared(tmp_path, [document(number % 20) for number in range(400)])
     mixture = open_mixture([data])
     assert mixture.explain_loss(5.5) == ""
-    assert all("different" in mixture.explain_loss(loss) for loss in (5.6, float("nan")))
-    trainer = train_tiny(data, tmp_path / "run", "--steps", 2)
-    for loss, is_explained in ((5.5, False), (9.9, True)):
-        trainer.val_loss = loss
-        capsys.readouterr()
-        print_summary(trainer)
-        output = capsys.readouterr().out
-        assert (output.count("uniform"), output.count("--deduplicate")) == (is_explained,) * 2
+    for loss in (5.6, float("nan")):
+        assert re.search("uniform.*different.*--deduplicate", mixture.explain_loss(loss))
 
 
 def test_a_document_that_is_cut_is_counted_once_everywhere(tmp_path: Path):

@@ -1,5 +1,6 @@
 """The same token stream however it is encoded: threads, units, Ray, and runs that were killed."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -7,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pyarrow
@@ -21,20 +23,18 @@ import pytest
 from helpers import ROOT, train_sentencepiece
 
 from engine.core.errors import UserError
+from engine.core.settings import parse
 from engine.data import writer
 from engine.data.dataset import open_dataset, verify_dataset
 from engine.data.inputs import documents
 from engine.data.inputs.documents import SplitRule, Unit
 from engine.data.inputs.sources import DEFAULT_READER
-from engine.data.tokenizer import Tokenizer, from_document
+from engine.data.tokenizer import from_document
 from engine.data.tokenizer_json import with_extension
+from engine.data.tokenizer_training import train_bpe_tokenizer
 from engine.data.writer import encode_on_ray, work_folder
 from prepare import PrepareConfig, prepare
 
-NUM_WORKERS = 4
-UNIT = Unit(0, (), DEFAULT_READER)
-RULE = SplitRule(0.1, False, False, False)
-JOB = writer.EncodingJob(Path("absent"), RULE, "", 256, "")
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 
 
@@ -104,34 +104,24 @@ def config_of(corpora: Path, name: str, out: Path, **settings: Any) -> PrepareCo
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_threads_units_and_shards_do_not_change_the_stream(name, corpora, tmp_path, monkeypatch):
+def test_threads_and_units_do_not_change_the_stream(name: str, corpora, tmp_path, request):
     prepare(config_of(corpora, name, tmp_path / "one"), threads=1)
     expected = stream(tmp_path / "one")
     assert len([*(tmp_path / "one").glob("train-0*.npy")]) == 1
-    monkeypatch.setattr(documents, "MIN_UNIT_BYTES", 5000)
-    monkeypatch.setattr(documents, "MIN_BATCH_CHARACTERS", 500)
+    request.getfixturevalue("many_units")
     prepare(config_of(corpora, name, tmp_path / "threads"), threads=5)
     assert stream(tmp_path / "threads") == expected
     num_shards = len([*(tmp_path / "threads").glob("train-0*.npy")])
     assert (num_shards > 4) == (name in ("texts", "a.parquet"))
-    monkeypatch.setattr("engine.data.dataset.MAX_SHARD_TOKENS", 3000)
-    prepare(config_of(corpora, name, tmp_path / "shards"))
-    assert stream(tmp_path / "shards") == expected
-    num_shards = len([*(tmp_path / "shards").glob("train-00000-*.npy")])
-    assert (num_shards > 3) == (name in ("lines.jsonl", "one.txt", "chats.jsonl"))
-
-
-@pytest.fixture
-def sentencepiece(code: str, tmp_path: Path) -> Tokenizer:
-    """Return a tokenizer that gives the pieces of a text other ids than the whole text."""
-    document = json.loads(train_sentencepiece([code]).to_str())
-    return from_document(with_extension(document, end_of_text="</s>"))
 
 
 @pytest.mark.parametrize("name", ["one.txt", "lines.jsonl"])
 def test_documents_are_encoded_whole_if_pieces_have_other_ids(
-    name, code, corpora, sentencepiece, many_units, tmp_path, monkeypatch
+    name, code, corpora, many_units, tmp_path, monkeypatch
 ):
+    """A tokenizer like SentencePiece gives the pieces of a text other ids than the whole text."""
+    document = json.loads(train_sentencepiece([code]).to_str())
+    sentencepiece = from_document(with_extension(document, end_of_text="</s>"))
     monkeypatch.setattr("engine.data.inputs.readers.LARGE_DOCUMENT_BYTES", 8000)
     monkeypatch.setattr("engine.data.inputs.readers.PIECE_BYTES", 2000)
     sentencepiece.save(tmp_path / "tokenizer.json")
@@ -148,9 +138,7 @@ def test_documents_are_encoded_whole_if_pieces_have_other_ids(
     for tokens in (dataset.train.tokens[:], dataset.val.tokens[:]):
         for ids in np.split(tokens, np.flatnonzero(tokens == end)):
             encoded.add(sentencepiece.decode(ids[ids != end]))
-    assert all(
-        any(text in document for document in texts) for text in encoded
-    )  # no space was added
+    assert all(any(text in document for document in texts) for text in encoded)  # without a space
     assert {text for text in texts if len(text) <= len(code)} <= encoded
     assert any(len(text) > 2 * len(code) for text in encoded)
     monkeypatch.setattr(documents, "MAX_JOINED_DOCUMENT_BYTES", 9000)
@@ -168,9 +156,8 @@ def test_deduplicated_documents_are_first_occurrences(name: str, many_units, cor
     dataset = open_dataset(tmp_path / "data")
     facts = dataset.manifest["statistics"]
     assert (facts["documents"], facts["dropped"], facts["repeats"]) == (52, 101, 0)
-    text = dataset.tokenizer.decode(dataset.train.tokens[:]) + dataset.tokenizer.decode(
-        dataset.val.tokens[:]
-    )
+    tokens = np.concatenate((dataset.train.tokens[:], dataset.val.tokens[:]))
+    text = dataset.tokenizer.decode(tokens)
     numbers = [int(line.split(":")[0][2:]) for line in text.split("\n") if line.startswith("№")]
     assert sorted(numbers) == sorted({*numbers})
 
@@ -188,6 +175,12 @@ def interrupt_after(count: int, monkeypatch) -> list[int]:
 
     monkeypatch.setattr(writer, "write_unit", write_or_die)
     return finished
+
+
+def encode_as_ray(job: writer.EncodingJob, units: Sequence[Unit], address: str) -> Iterator[int]:
+    """Encode units as the tasks of Ray do, which are independent of each other."""
+    for unit in units:
+        yield writer.encode_units(job, [unit], threads=1)
 
 
 CHANGES: dict[str, tuple[Callable[[Path, Path], object], dict[str, Any], int]] = {
@@ -208,7 +201,9 @@ def test_a_run_after_an_interruption_encodes_what_is_missing_or_has_changed(
     out = tmp_path / "data"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         interrupt_after(3, patch)
-        prepare(config_of(tmp_path / "corpora", name, out))
+        patch.setattr(writer, "encode_on_ray", encode_as_ray)
+        ray = "local" if change == "nothing" else None
+        prepare(config_of(tmp_path / "corpora", name, out, ray=ray))
     assert not out.exists() and num_finished(out) == 3
     make_change(tmp_path / "corpora", work_folder(out))
     with monkeypatch.context() as patch:
@@ -290,79 +285,46 @@ def ray_workers() -> list[int]:
 @needs_ray
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds workers in /proc")
 def test_ray_encodes_the_same_stream_though_a_worker_is_killed(code: str, tmp_path: Path):
+    train_bpe_tokenizer([code], 400).save(tmp_path / "tokenizer.json")
     (tmp_path / "texts").mkdir()
-    for number in range(40):
-        text = f"{number % 30}\n" + code * (1 + number % 3)
-        (tmp_path / "texts" / f"{number:02d}.txt").write_text(text, encoding="utf-8")
-    documents = [f"{n % 500}: {code[:2000]}" if n % 9 else None for n in range(1200)]
-    table = pyarrow.table({"text": documents})
+    for number in range(10):
+        text = f"{number % 8}\n" + code * (40 if number == 4 else 1)
+        (tmp_path / "texts" / f"{number}.txt").write_text(text, encoding="utf-8")
+    rows = [f"{n % 200}: {code[:1000]}" if n % 9 else None for n in range(400)]
     pyarrow.parquet.write_table(
-        table, tmp_path / "a.parquet", row_group_size=100, compression="none", use_dictionary=False
+        pyarrow.table({"text": rows}), tmp_path / "a.parquet", 100, use_dictionary=False
     )
     (tmp_path / "val.jsonl").write_text(json.dumps({"text": code}))
-    inputs = ["texts", "a.parquet", "--val", "val.jsonl", "--vocab-size", "400", "--deduplicate"]
-    inputs.append("--skip-bad-rows")
-    ray = ["--ray", f"local:{NUM_WORKERS}", "--out", "ray"]
-    process = start(tmp_path, *inputs, *ray, unit_bytes=2**16)
+    inputs = ["texts", "a.parquet", "--val", "val.jsonl", "--tokenizer", "tokenizer.json"]
+    inputs += ["--deduplicate", "--skip-bad-rows", "--out", "ray", "--ray", "local:2"]
+    process = start(tmp_path, *inputs, unit_bytes=2**12)
     victims: list[int] = []
     while process.poll() is None and not victims:
-        victims = ray_workers() if num_finished(tmp_path / "ray") > 3 else []
+        victims = ray_workers() if num_finished(tmp_path / "ray") > 1 else []
         time.sleep(0.005)
+    assert victims, process.communicate()
     os.kill(victims[0], signal.SIGKILL)
     _, errors = process.communicate(timeout=150)
     assert process.returncode == 0, errors
-    paths = (str(tmp_path / "texts"), str(tmp_path / "a.parquet"))
-    settings = {"vocab_size": 400, "deduplicate": True, "skip_bad_rows": True}
-    prepare(
-        PrepareConfig(paths, out=tmp_path / "one", val=(str(tmp_path / "val.jsonl"),), **settings)
-    )
+    config = parse(PrepareConfig, inputs[:-4])
+    with contextlib.chdir(tmp_path):
+        prepare(replace(config, out=Path("one")))
     expected = stream(tmp_path / "one")
-    assert stream(tmp_path / "ray") == expected and sum(expected["notes"].values()) == 134
-    assert len(open_dataset(tmp_path / "ray").train.tokens.arrays) > 30
+    assert stream(tmp_path / "ray") == expected and sum(expected["notes"].values()) == 45
+    assert len(open_dataset(tmp_path / "ray").train.tokens.arrays) > 10
 
 
 @needs_ray
 def test_a_lost_task_and_an_unreachable_cluster_are_one_line(monkeypatch):
-    unreachable = pytest.raises(UserError, match=r"^--ray 127\.0\.0\.1:9: ")
-    with unreachable as caught:
-        list(encode_on_ray(JOB, [], "127.0.0.1:9"))
-    assert "\n" not in str(caught.value)
-
-    class Lost(Exception):
-        pass
-
-    def get(task: object) -> None:
-        raise Lost("the worker died\nmany times")
-
-    exceptions = SimpleNamespace(RayError=Lost, RayTaskError=ZeroDivisionError)
-    fake = SimpleNamespace(init=lambda **_: None, shutdown=lambda: None, exceptions=exceptions)
-    fake.remote = lambda **_: lambda function: SimpleNamespace(remote=lambda *task, **_: task)
-    fake.wait = lambda waiting: (waiting[:1], waiting[1:])
-    fake.get = get
-    monkeypatch.setitem(sys.modules, "ray", fake)
+    job = writer.EncodingJob(Path("absent"), SplitRule(0.1, False, False, False), "", 256, "")
+    unit = Unit(0, (), DEFAULT_READER)
+    with pytest.raises(UserError, match=r"^--ray 127\.0\.0\.1:9: [^\n]*$"):
+        list(encode_on_ray(job, [], "127.0.0.1:9"))
+    ray = MagicMock()
+    ray.exceptions = SimpleNamespace(RayError=OverflowError, RayTaskError=ZeroDivisionError)
+    ray.wait = lambda tasks: (tasks[:1], tasks[1:])
+    ray.get.side_effect = OverflowError("the worker died\nmany times")
+    monkeypatch.setitem(sys.modules, "ray", ray)
     with pytest.raises(UserError, match="the worker died many times"):
-        list(encode_on_ray(JOB, [UNIT, UNIT], "local"))
-
-
-def test_a_unit_that_ray_has_finished_is_not_encoded_again(
-    many_units, corpora, tmp_path, monkeypatch
-):
-    """Ray's tasks are independent processes: here they run in this one, in another order."""
-    order: list[int] = []
-
-    def encode(job: writer.EncodingJob, units: list[Unit], address: str) -> Iterator[int]:
-        for unit in units[::-1]:
-            if len(order) == 4:
-                raise KeyboardInterrupt
-            order.append(unit.number)
-            yield writer.encode_units(job, [unit], threads=1)
-
-    monkeypatch.setattr(writer, "encode_on_ray", encode)
-    out = tmp_path / "data"
-    with pytest.raises(KeyboardInterrupt):
-        prepare(config_of(corpora, "texts", out, ray="local"))
-    finished = interrupt_after(1000, monkeypatch)
-    prepare(config_of(corpora, "texts", out))  # without Ray
-    assert not {*finished} & {*order} and len({*finished} | {*order}) == len(finished) + 4
-    prepare(config_of(corpora, "texts", tmp_path / "whole"))
-    assert stream(out) == stream(tmp_path / "whole")
+        list(encode_on_ray(job, [unit, unit], "local"))
+    ray.shutdown.assert_called_once()

@@ -9,6 +9,7 @@ import torch
 from helpers import SMALL, VARIANTS, decode, random_model
 from reference import OperationRecorder, decoding_definition
 
+from engine.generation import decoding_engine
 from engine.generation.decoding_engine import DecodingEngine, max_cached_rows, window_start
 from engine.nn.inference import build_decoder
 
@@ -43,9 +44,13 @@ def test_cached_equals_uncached_beyond_the_context_too(name, lengths):
         assert [*map(len, ids)] == [26] * len(prompts)
 
 
+@pytest.mark.parametrize("max_padding_bytes", [decoding_engine.MAX_PADDING_BYTES, -1])
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
-def test_rows_that_are_read_in_chunks_kept_dropped_and_repeated_depend_on_their_ids_only(name):
+def test_rows_that_are_read_in_chunks_kept_dropped_and_repeated_depend_on_their_ids_only(
+    name, max_padding_bytes, monkeypatch
+):
+    monkeypatch.setattr(decoding_engine, "MAX_PADDING_BYTES", max_padding_bytes)
     model = random_model(CONFIGS[name])
     draw = random.Random(name)
     engine = DecodingEngine(model)

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,17 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from helpers import VARIANTS, random_model, same_tensors
-from huggingface_hub.errors import StrictDataclassFieldValidationError
+from helpers import same_tensors
 from test_huggingface import qwen2_tokenizer
 
 import huggingface
-from engine.core.errors import UserError
-from engine.core.settings import from_values
-from engine.data.tokenizer import ByteTokenizer
 from engine.huggingface.convert import from_hf_config, to_hf, to_hf_config
 from engine.huggingface.families import MODEL_FAMILIES
 from engine.training.checkpoint import load_model
 from engine.training.run_dir import find_checkpoint
-from model import GPT, ModelConfig
 
 transformers.logging.set_verbosity_error()
-NUM_MODELS = int(os.environ.get("SHAPES", "30"))
+NUM_MODELS = int(os.environ.get("SHAPES", "15"))
 LLAMA3_ROPE = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -63,8 +57,8 @@ def draw_windows(draw: random.Random, family: str, num_layers: int) -> dict[str,
     kinds = ["sliding_attention", "full_attention"]
     some_layers = {"layer_types": [draw.choice(kinds) for _ in range(num_layers)]}
     layers = draw.choice((some_layers, {"max_window_layers": draw.choice((0, 1))}, {}))
-    uses = {"use_sliding_window": draw.choice((True, True, False))}
-    return draw.choice((width | uses | layers, width | {"max_window_layers": 0}, {}))
+    uses = {"use_sliding_window": True}
+    return draw.choice((width | uses | layers, width | uses, width | {"max_window_layers": 0}, {}))
 
 
 def draw_hf_config(family: str, seed: int) -> dict[str, Any]:
@@ -82,7 +76,8 @@ def draw_hf_config(family: str, seed: int) -> dict[str, Any]:
     if family == "gpt2":
         sizes = {"n_embd": width, "n_head": heads, "n_layer": num_layers, "n_positions": 40}
         activation = draw.choice(("gelu_new", "gelu_pytorch_tanh", "relu"))
-        options = draw.choice(({}, {"activation_function": activation, "n_inner": 70}))
+        options = {"activation_function": activation, "n_inner": draw.choice((None, 70))}
+        options = draw.choice(({}, options))
         return common | sizes | options | draw.choice(({}, {"layer_norm_epsilon": 1e-3}))
     sizes = {
         "hidden_size": width,
@@ -137,130 +132,27 @@ def expected_tensors(hf_model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: state[name] for name in state if not (is_tied and name == "lm_head.weight")}
 
 
-def import_model(path: Path) -> GPT:
-    """Import a directory."""
-    run = path.with_name(f"{path.name}-run")
-    huggingface.main(["import", str(path), str(run), "--tokenizer", "byte"])
-    return load_model(find_checkpoint(run))
-
-
-def assert_same_function(path: Path, hf_model: torch.nn.Module) -> GPT | None:
-    """Import a directory and compare logits, or its refusal where transformers fails."""
-    try:
-        expected = hf_model(TOKENS).logits
-    except ValueError:  # sliding layers without a window
-        with pytest.raises(UserError, match=r"config\.json"):
-            import_model(path)
-        return None
-    model = import_model(path)
-    error = (model(TOKENS) - expected).abs().max()
-    assert error <= 1e-4 * max(1.0, expected.abs().max().item()), path.joinpath("config.json")
-    return model
-
-
 TOKENS = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("family", MODEL_FAMILIES)
 @torch.no_grad()
 def test_a_random_model_computes_the_same_and_returns_bit_for_bit(family: str, tmp_path: Path):
-    num_imported = 0
     for seed in range(NUM_MODELS):
         torch.manual_seed(seed)
         dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
         path = tmp_path / str(seed)
         hf_model = save_hf_model(path, draw_hf_config(family, seed), dtype)
-        model = assert_same_function(path, hf_model)
-        if model is None:
-            continue
-        num_imported += 1
+        run = tmp_path / f"{seed}-run"
+        huggingface.main(["import", str(path), str(run), "--tokenizer", "byte"])
+        model = load_model(find_checkpoint(run))
+        expected = hf_model(TOKENS).logits
+        error = (model(TOKENS) - expected).abs().max()
+        assert error <= 1e-4 * max(1.0, expected.abs().max().item()), path / "config.json"
         hf_family, config = huggingface.choose_family(model.config, family, qwen2_tokenizer())
         tensors = to_hf(huggingface.rewrite_params(model, config), hf_family)
         assert same_tensors(tensors, expected_tensors(hf_model))
-        _, settings = from_hf_config(to_hf_config(config, hf_family), "")
-        again = from_values(ModelConfig, settings, "")
+        _, again = from_hf_config(to_hf_config(config, hf_family), "")
         assert again.layer_windows == config.layer_windows
         again = dataclasses.replace(again, windows=config.windows)
         assert huggingface.rewrite_config(again, hf_family) == config
-    assert num_imported > NUM_MODELS // 2
-
-
-WINDOW_KEYS = {"sliding_window", "use_sliding_window", "max_window_layers"}
-ROPE_KEYS = {"rope_theta", "rope_parameters", "rope_scaling"}
-
-
-@pytest.mark.parametrize("family", MODEL_FAMILIES)
-@torch.no_grad()
-def test_a_null_is_refused_where_transformers_refuses_it(family: str, tmp_path: Path):
-    good = draw_hf_config(family, 1)
-    save_hf_model(tmp_path / "good", good, torch.float32)
-    settings = MODEL_FAMILIES[family].settings.values()
-    default_config = transformers.AutoConfig.for_model(family)
-    for key in {*" ".join(settings).split(" "), *WINDOW_KEYS, *ROPE_KEYS}:
-        if not hasattr(default_config, key):
-            continue
-        path = tmp_path / key
-        path.mkdir()
-        (path / "config.json").write_text(json.dumps(good | {key: None}))
-        shutil.copy(tmp_path / "good" / "model.safetensors", path)
-        try:
-            hf_model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
-            hf_model(TOKENS)
-        except (ValueError, TypeError, RuntimeError, StrictDataclassFieldValidationError):
-            if key == "num_key_value_heads":  # transformers 4 accepts it
-                continue
-            with pytest.raises(UserError, match=r"config\.json"):
-                import_model(path)
-        else:
-            assert_same_function(path, hf_model)
-
-
-SETTINGS: dict[str, Any] = {
-    "vocab_size": 261,
-    "context_length": 20,
-    "num_layers": 3,
-    "num_heads": 6,
-    "num_kv_heads": 1,
-    "head_dim": 6,
-    "windows": (4, 0, 0),
-    "d_model": 48,
-    "d_ff": 52,
-    "dropout": 0.1,
-    "bias": True,
-    "qkv_bias": True,
-    "position": "learned",
-    "rope_base": 77.0,
-    "rope_scaling": (3.0,),
-    "norm": "layernorm",
-    "norm_epsilon": 0.01,
-    "norm_placement": "post",
-    "activation": "gelu",
-    "qk_norm": False,
-    "tie_embeddings": True,
-    "scale_embeddings": True,
-    "logit_softcap": 2.0,
-}
-
-
-@pytest.mark.parametrize("variant", ["default", "relu2", "gpt2"])
-@torch.no_grad()
-def test_every_setting_is_exported_or_refused_by_name(variant: str):
-    assert SETTINGS.keys() == {field.name for field in dataclasses.fields(ModelConfig)}
-    refused = set()
-    for name, value in SETTINGS.items():
-        model = random_model(dataclasses.replace(VARIANTS[variant], **{name: value}))
-        try:
-            family, config = huggingface.choose_family(model.config, "auto", ByteTokenizer())
-        except UserError as error:
-            assert any(f" {field} " in str(error) for field in SETTINGS)
-            refused.add(name)
-            continue
-        tensors = to_hf(huggingface.rewrite_params(model, config), family)
-        hf_config = transformers.AutoConfig.for_model(**to_hf_config(config, family))
-        hf_model = transformers.AutoModelForCausalLM.from_config(hf_config).eval()
-        loaded = hf_model.load_state_dict(tensors, strict=False)
-        assert not loaded.unexpected_keys and {*loaded.missing_keys} <= {"lm_head.weight"}
-        hf_model.tie_weights()
-        tokens = TOKENS[:, :16] % 37
-        torch.testing.assert_close(hf_model(tokens).logits, model(tokens), rtol=1e-4, atol=1e-4)
-    assert "norm_placement" in refused and len(refused) < 12

@@ -8,24 +8,19 @@ from engine.nn.attention import MAX_UNFUSED_POSITIONS, attend, attend_from_last
 from engine.nn.layers import MAX_16_BIT_DROPOUT, MIN_16_BIT_DROPOUT, dropout
 
 LONG_T = MAX_UNFUSED_POSITIONS + 1
-CASES_OF_BRANCHES = {  # T, S, dtype, whether PyTorch's fused operation computes it
-    "one token": (1, 9, torch.float32, True),
-    "one token in bfloat16": (1, 9, torch.bfloat16, True),
-    "a later chunk": (4, 9, torch.float32, True),
-    "a later chunk in bfloat16": (4, 9, torch.bfloat16, True),
-    "a sequence": (20, 20, torch.float32, True),
-    "a sequence in bfloat16 on a CPU": (20, 20, torch.bfloat16, False),
-    "a long sequence in bfloat16 on a CPU": (LONG_T, LONG_T, torch.bfloat16, True),
-}
-CASES_OF_WINDOWS = {  # T, S, window
+CASES = {  # T, S, window
+    "the last token": (1, 9, 0),
+    "a later chunk": (4, 9, 0),
+    "a sequence": (20, 20, 0),
+    "a long sequence": (LONG_T, LONG_T, 0),
     "shorter than the window": (20, 20, 21),
     "one longer": (21, 21, 20),
     "blocks that divide it": (40 + 64, 40 + 64, 40),
     "blocks that do not": (237, 237, 70),
     "blocks larger than the window": (100, 100, 3),
     "a window of one": (50, 50, 1),
-    "one token": (1, 30, 7),
-    "a chunk": (5, 30, 7),
+    "one token and a window": (1, 30, 7),
+    "a chunk and a window": (5, 30, 7),
     "a chunk longer than the window": (60, 95, 20),
     "a chunk with little before it": (60, 63, 20),
     "a window for fused attention": (LONG_T + 6, LONG_T + 6, LONG_T),
@@ -33,18 +28,20 @@ CASES_OF_WINDOWS = {  # T, S, window
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
-@pytest.mark.parametrize(
-    ("T", "S", "dtype", "is_fused"), CASES_OF_BRANCHES.values(), ids=CASES_OF_BRANCHES.keys()
-)
-def test_attention_is_the_definition(T, S, dtype, is_fused):
-    inputs = random_heads(T, S, dtype)
-    with OperationRecorder() as recorder:
-        mixed = attend(*inputs)
-    assert mixed.dtype == dtype
-    assert mixed.shape == inputs[0].shape
-    assert recorder.has_fused_attention == is_fused
-    tolerance = 1e-5 if dtype == torch.float32 else 0.05
-    assert_same_gradients(mixed, attention_definition(*inputs), inputs, tolerance)
+@each_dtype
+@pytest.mark.parametrize(("T", "S", "window"), CASES.values(), ids=CASES.keys())
+def test_attention_is_the_definition(T, S, window, dtype):
+    for num_groups in (3, 1):
+        inputs = random_heads(T, S, dtype, num_groups=num_groups)
+        with OperationRecorder() as recorder:
+            mixed = attend(*inputs, window=window)
+        assert mixed.dtype == dtype
+        assert mixed.shape == inputs[0].shape
+        if not window:
+            is_short = T == S <= MAX_UNFUSED_POSITIONS
+            assert recorder.has_fused_attention != (is_short and dtype == torch.bfloat16)
+        tolerance = 1e-5 if dtype == torch.float32 else 0.07
+        assert_same_gradients(mixed, attention_definition(*inputs, window), inputs, tolerance)
 
 
 @each_dtype
@@ -68,20 +65,6 @@ def test_the_last_position_of_each_row_attends_to_those_of_its_mask(
         tolerance = 1e-5 if dtype == torch.float32 else 0.05
         expected = attention_definition(*inputs)
         torch.testing.assert_close(mixed[row : row + 1].double(), expected, rtol=0, atol=tolerance)
-
-
-@each_dtype
-@pytest.mark.parametrize(
-    ("T", "S", "window"), CASES_OF_WINDOWS.values(), ids=CASES_OF_WINDOWS.keys()
-)
-def test_attention_with_a_window_is_the_definition(T, S, window, dtype):
-    for num_groups in (3, 1):
-        inputs = random_heads(T, S, dtype, num_groups=num_groups)
-        mixed = attend(*inputs, window=window)
-        assert mixed.dtype == dtype
-        assert mixed.shape == inputs[0].shape
-        tolerance = 1e-5 if dtype == torch.float32 else 0.07
-        assert_same_gradients(mixed, attention_definition(*inputs, window), inputs, tolerance)
 
 
 @each_dtype

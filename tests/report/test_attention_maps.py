@@ -21,22 +21,16 @@ def test_the_maps_are_the_weights_that_the_model_uses(name):
     torch.testing.assert_close(maps.sum(dim=-1), torch.ones(maps.shape[:3]))
     assert maps.triu(1).abs().max() == 0
     positions = torch.arange(10)
-    rotation = model.rotation(positions)
+    rotation, first_rotation = (model.rotation(positions[:count]) for count in (10, 1))
     x = model.embed(tokens[None], positions)
-    for index, block in enumerate(model.blocks):  # a layer's output from its maps
+    for layer_maps, block in zip(maps, model.blocks, strict=True):  # a layer's output from its maps
         attention_input = x if block.post_norm else block.attention_norm(x)
-        attention = block.attention
-        outputs = []
-        for head, (module, *shared) in enumerate(attention.heads_with_shared()):
-            outputs.append(module(attention_input, rotation, *shared))
-            # Alone, a position attends to itself: the output is its value.
-            single = model.rotation(torch.arange(1))
-            inputs = attention_input.unbind(1)
-            values = [module(x[:, None], single, *shared)[0] for x in inputs]
-            torch.testing.assert_close(maps[index, head] @ torch.cat(values), outputs[-1][0])
-        mixed = torch.cat(outputs, dim=-1)
-        expected = attention(attention_input, rotation)
-        torch.testing.assert_close(attention.projection(mixed), expected, rtol=1e-4, atol=1e-5)
+        alone = attention_input.transpose(0, 1)  # attends to itself: a head's output is its value
+        heads = block.attention.heads_with_shared()
+        values = [head(alone, first_rotation, *shared)[:, 0] for head, *shared in heads]
+        mixed = torch.cat([*(layer_maps @ torch.stack(values))], dim=-1)
+        expected = block.attention(attention_input, rotation)[0]
+        torch.testing.assert_close(block.attention.projection(mixed), expected)
         x = block(x, rotation)
 
 

@@ -169,12 +169,19 @@ def test_attention_is_that_of_the_heads_beyond_the_context_too(name):
         ({"layer": 3}, "layer"),
         ({"off": [[1, 4]]}, "head"),
         ({"max_new_tokens": 10**9}, "max_new_tokens"),
+        ({"turns": []}, "turns"),
+        ({"turns": ["a", "b"]}, "turns"),
+        ({"turns": [["user", "a"]]}, "turns"),
+        ({"turns": ["a" * 30_000, "b", "c" * 30_000]}, "50,000"),
     ],
 )
-def test_an_unsuitable_question_is_an_error_in_one_line(inspector, question, message):
-    for name in ("read", "write", "attention"):
+def test_an_unsuitable_question_is_an_error_in_one_line(
+    inspector, chat_inspector, question, message
+):
+    answers = [inspector.read, inspector.write, inspector.attention]
+    for answer in [chat_inspector.chat] if "turns" in question else answers:
         with pytest.raises(UserError, match=message) as error:
-            next(inspector.answers[name](question))
+            next(answer(question))
         assert len(str(error.value)) < 300 and "\n" not in str(error.value)
 
 
@@ -192,12 +199,3 @@ def test_the_answer_in_a_chat_is_that_of_the_text_generator(inspector, chat_insp
     assert answer(texts, off=[[1, 1]])[0] != expected
     assert answer(["a" * 40, "b", "c"])[1]
     assert "chat" not in inspector.answers
-
-
-@pytest.mark.parametrize(
-    "turns", [[], ["a", "b"], [["user", "a"]], ["a" * 30_000, "b", "c" * 30_000]]
-)
-def test_unsuitable_turns_are_an_error_in_one_line(chat_inspector, turns):
-    with pytest.raises(UserError, match=r"turns|50,000") as error:
-        next(chat_inspector.chat({"turns": turns}))
-    assert len(str(error.value)) < 300 and "\n" not in str(error.value)

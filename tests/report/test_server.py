@@ -163,7 +163,7 @@ def test_a_bug_is_logged_with_its_traceback_and_the_server_continues(caplog):
 
 
 def test_only_a_connection_that_stays_silent_is_closed(monkeypatch):
-    monkeypatch.setattr("engine.report.server.MAX_SILENT_SECONDS", 1.0)
+    monkeypatch.setattr("engine.report.server.MAX_SILENT_SECONDS", 0.3)
     release = threading.Event()
 
     def slow(question: Any) -> Iterator[dict]:

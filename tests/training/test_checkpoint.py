@@ -1,7 +1,6 @@
 """One checkpoint: written atomically, verified where it is read, gathered or in shards."""
 
 import json
-import pickle
 import stat
 from pathlib import Path
 
@@ -105,21 +104,35 @@ def test_files_have_the_permissions_of_the_umask(tmp_path, write):
     assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {expected}
 
 
-def test_a_model_is_loaded_without_naming_its_class(tmp_path):
+@pytest.fixture
+def model_checkpoint(tmp_path) -> tuple[GPT, Checkpoint]:
+    """A model and its checkpoint."""
     sizes = {"vocab_size": 11, "context_length": 8, "num_layers": 1, "num_heads": 2, "d_model": 8}
-    config = ModelConfig(**sizes)
-    model = GPT(config)
+    model = GPT(ModelConfig(**sizes))
     state = make_state(60, model=sizes)
     write_checkpoint(tmp_path / "one", state, model.state_dict(), {}, save_tokenizer)
-    loaded = load_model(open_checkpoint(tmp_path / "one"))
-    assert loaded.config == config and not loaded.training
+    return model, open_checkpoint(tmp_path / "one")
+
+
+def test_a_model_is_loaded_without_naming_its_class(model_checkpoint):
+    model, checkpoint = model_checkpoint
+    loaded = load_model(checkpoint)
+    assert loaded.config == model.config and not loaded.training
     assert same_tensors(loaded.state_dict(), model.state_dict())
     for name, value in (("num_layers", 2), ("num_layers", 10**9), ("d_ff", 7), ("bias", True)):
-        wrong = Checkpoint(
-            tmp_path / "one", make_state(60, model=state["model"] | {name: value}), {}
-        )
+        state = make_state(60, model=checkpoint.state["model"] | {name: value})
         with pytest.raises(UserError, match=r"one.*state\.json"):
-            load_model(wrong)
+            load_model(Checkpoint(checkpoint.path, state, {}))
+
+
+@pytest.mark.parametrize("error", [KeyError, ValueError, RuntimeError])
+def test_a_bug_of_the_model_is_not_called_a_damaged_file(error, model_checkpoint, monkeypatch):
+    def fail(self: GPT, config: ModelConfig) -> None:
+        raise error("a bug")
+
+    monkeypatch.setattr(GPT, "__init__", fail)
+    with pytest.raises(error, match="a bug"):
+        load_model(model_checkpoint[1])
 
 
 # Corrupted.
@@ -127,9 +140,7 @@ def test_a_model_is_loaded_without_naming_its_class(tmp_path):
 DAMAGES = {
     "deleted": lambda path: path.unlink(),
     "emptied": lambda path: path.write_bytes(b""),
-    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "altered": lambda path: path.write_bytes(b"x" + path.read_bytes()[1:]),
-    "pickle": lambda path: path.write_bytes(pickle.dumps([1])),
 }
 
 
@@ -181,18 +192,3 @@ def test_a_state_that_lacks_a_value_is_refused(tmp_path, name):
     seal(path)
     with pytest.raises(UserError, match=rf"state\.json: corrupted .*{name}"):
         open_checkpoint(path)
-
-
-@pytest.mark.parametrize("error", [KeyError, TypeError, ValueError, RuntimeError])
-def test_a_bug_of_the_model_is_not_called_a_damaged_file(error, tmp_path, monkeypatch):
-    sizes = {"vocab_size": 11, "context_length": 8, "num_layers": 1, "num_heads": 2, "d_model": 8}
-    tensors = GPT(ModelConfig(**sizes)).state_dict()
-    write_checkpoint(tmp_path / "one", make_state(1, model=sizes), tensors, {}, save_tokenizer)
-    load_model(open_checkpoint(tmp_path / "one"))
-
-    def fail(self: GPT, config: ModelConfig) -> None:
-        raise error("a bug")
-
-    monkeypatch.setattr(GPT, "__init__", fail)
-    with pytest.raises(error, match="a bug"):
-        load_model(open_checkpoint(tmp_path / "one"))
