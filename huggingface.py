@@ -12,10 +12,11 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from engine.core.cli import run_command, shell_command
+from engine.core.cli import run_command, shell_command, warn
 from engine.core.errors import UserError
-from engine.core.files import atomic_directory, read_json, write_json
+from engine.core.files import atomic_directory, write_json
 from engine.core.settings import parse
+from engine.data.chats.chat import chat_format
 from engine.data.chats.chat_template import read_tokenizer_config
 from engine.data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
 from engine.huggingface import convert, directory
@@ -60,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
         Annotated[ExportConfig, tyro.conf.subcommand("export")]
         | Annotated[ImportConfig, tyro.conf.subcommand("import")]
     )
-    config = parse(commands, arguments)
+    config = parse(commands, arguments, description="Export a run, or import a model.")
     if isinstance(config, ExportConfig):
         print(export_model(config))
         print(f"Load it: transformers.AutoModelForCausalLM.from_pretrained({str(config.out)!r})")
@@ -110,7 +111,7 @@ def export_model(config: ExportConfig) -> str:
 
 
 def import_model(config: ImportConfig) -> bool:
-    """Import a model, and return whether it is a chat model.
+    """Import a model, and return whether one can chat with it.
 
     Raises UserError, before anything is written, for an unsupported one.
     """
@@ -118,8 +119,11 @@ def import_model(config: ImportConfig) -> bool:
         raise UserError(f"{config.out}: already has checkpoints. Choose another folder.")
     path = directory.find_directory(config.source)
     source = str(path / "config.json")
-    family, model_config = convert.from_hf_config(read_json(path / "config.json"), source)
-    tensors = directory.read_tensors(path)
+    family, model_config = convert.from_hf_config(directory.read_config(path), source)
+    tensors = convert.read_names(directory.read_tensors(path), family, str(path))
+    if model_config.tie_embeddings and convert.has_own_head(tensors, family):
+        warn(f"{source}: tie_word_embeddings is true, but lm_head.weight differs: not tied")
+        model_config = replace(model_config, tie_embeddings=False)
     if model_config.num_layers > len(tensors):
         got = f"got {len(tensors)} for {model_config.num_layers:,} layers"
         raise UserError(f"{source}: each layer must have tensors ({got}).")
@@ -131,7 +135,8 @@ def import_model(config: ImportConfig) -> bool:
         sizes = f"got {tokenizer.vocab_size:,} tokens, the model has {num_rows:,}"
         raise UserError(f"--tokenizer: must be that of the model ({sizes}).")
     params = convert.from_hf(tensors, dict(model.named_parameters()), family, str(path))
-    is_chat_model = "chat_template" in read_tokenizer_config(path)
+    tokenizer_config = read_tokenizer_config(path)
+    is_chat_model = not {"chat_template", "other_templates"}.isdisjoint(tokenizer_config)
     state: dict[str, Any] = {
         **{"step": 0, "tokens": 0, "elapsed_seconds": 0.0, "progress": 0.0},
         **{"val_loss": None, "best_val_loss": None, "changes": [], "settings": {}},
@@ -144,6 +149,11 @@ def import_model(config: ImportConfig) -> bool:
     }
     checkpoint = config.out / "checkpoints" / "step-00000000"
     write_checkpoint(checkpoint, state, params, {}, tokenizer.save)
+    try:
+        chat_format(tokenizer)
+    except UserError as error:
+        warn(f"{error}")
+        return False
     return is_chat_model
 
 

@@ -12,7 +12,7 @@ To resume an interrupted run, run the same command again.
 
 import contextlib
 import os
-import re
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -26,8 +26,9 @@ from engine.core.errors import UserError
 from engine.core.files import exclusive_lock
 from engine.core.settings import check_ranges, parse
 from engine.data.chats import chat, examples
-from engine.data.dataset import is_up_to_date, open_dataset
+from engine.data.dataset import dataset_name, is_up_to_date, open_dataset
 from engine.data.inputs.documents import Corpus
+from engine.data.inputs.local import check_glob
 from engine.data.inputs.sources import DEFAULT_ENCODING, STDIN_NAMES, Reader, Source, find_sources
 from engine.data.inputs.text import normalize_encoding
 from engine.data.tokenizer import Tokenizer, named_tokenizer
@@ -48,8 +49,8 @@ class PrepareConfig:
 
     # Text, .json, .jsonl, .csv, .tsv (also as .gz, .bz2, .xz, .zst) or .parquet files; folders;
     # addresses (https://, s3://, gs://, …); hf:NAME (a Hugging Face dataset on the hub or in a
-    # folder); - (standard input); stdlib (the sources of Python's standard library);
-    # shakespeare (tiny Shakespeare, downloaded once).
+    # folder); - (standard input); pydocs (the documentation in Python's standard library); stdlib
+    # (its sources); shakespeare (tiny Shakespeare, downloaded once).
     inputs: tyro.conf.Positional[tuple[str, ...]]
     # char, byte, bpe (trained on this text), a tiktoken encoding (gpt2, cl100k_base, …), or the
     # path of a run, a dataset or a tokenizer.json.
@@ -80,6 +81,9 @@ class PrepareConfig:
     # Each record is a chat, {"messages": [{"role": …, "content": …}, …]}. The messages of the
     # assistant are the targets.
     chat: bool = False
+    chat_template: str | None = None  # The one to use, of several; None: the default.
+    # NAME=VALUE of the chat template, also of models trained on this; the flag may be repeated.
+    template_variable: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     chat_field: str | None = None
     """The field with the messages. None: messages, conversations, or prompt and completion."""
     hf_config: str | None = None
@@ -110,6 +114,7 @@ class PrepareConfig:
 
 def main(arguments: list[str] | None = None) -> None:
     """Prepare or show a dataset, and print the next command."""
+    check_glob(sys.argv[1:] if arguments is None else arguments)
     config = parse(PrepareConfig, arguments)
     if config.show is not None:
         if config != PrepareConfig((), show=config.show):
@@ -138,7 +143,8 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
     check_arguments(config)
     tokenizer = None
     if config.tokenizer not in TRAINED_TOKENIZERS:
-        tokenizer = named_tokenizer(config.tokenizer)
+        named = named_tokenizer(config.tokenizer)
+        tokenizer = chat.with_template(named, config.chat_template, config.template_variable)
     out = config.out or Path("data") / dataset_name(config.inputs[0])
     reader = make_reader(config, tokenizer)
     with tempfile.TemporaryDirectory() as spool:
@@ -194,7 +200,7 @@ def check_arguments(config: PrepareConfig) -> None:
     """Raise UserError for arguments that contradict each other."""
     inputs = (*config.inputs, *config.val)
     if not config.inputs or "" in inputs:
-        kinds = "a file, a folder, an address, hf:NAME, - for standard input, stdlib or shakespeare"
+        kinds = "a file, a folder, an address, hf:NAME, - (standard input), pydocs or stdlib"
         raise UserError(f"INPUT: missing. Give {kinds}.")
     check_ranges(config)
     if config.pattern not in (None, *SPLIT_PATTERNS):
@@ -205,6 +211,7 @@ def check_arguments(config: PrepareConfig) -> None:
         requirement = "must be 0 with --val" if has_val else "must be greater than 0 without --val"
         raise UserError(f"--val-fraction: {requirement} (got {config.val_fraction}). Leave it out.")
     trains_bpe = config.tokenizer == "bpe"
+    has_template = config.chat and config.tokenizer not in TRAINED_TOKENIZERS
     has_address = any("://" in name for name in inputs)
     has_folder = has_address or any(Path(name).is_dir() for name in inputs)
     has_hub = any(name.startswith("hf:") for name in inputs)
@@ -217,6 +224,8 @@ def check_arguments(config: PrepareConfig) -> None:
         ("--prompt-field", config.prompt_field, config.completion_field, "--completion-field"),
         ("--completion-field", config.completion_field, config.prompt_field, "--prompt-field"),
         ("--chat-field", config.chat_field, config.chat, "--chat"),
+        ("--chat-template", config.chat_template, has_template, "--chat and a --tokenizer"),
+        ("--template-variable", config.template_variable, has_template, "--chat and a --tokenizer"),
         ("--glob", config.glob, has_folder, "a folder as input"),
         ("--sha256", config.sha256, has_address, "an address as input"),
         ("--hf-config", config.hf_config, has_hub, "hf:NAME as input"),
@@ -228,6 +237,9 @@ def check_arguments(config: PrepareConfig) -> None:
     for flag, value, is_met, requirement in requirements:
         if value and not is_met:
             raise UserError(f"{flag}: needs {requirement}. Otherwise leave {flag} out.")
+    if config.glob and Path(config.glob).is_file() and any(map(os.path.isfile, inputs)):
+        pattern = f"--glob '*{Path(config.glob).suffix}'"
+        raise UserError(f"--glob: must be a pattern (got {config.glob}). Quote it: {pattern}")
     if sum(map(bool, (config.chat, config.prompt_field, config.field))) > 1:
         raise UserError("--chat, --prompt-field, --field: are mutually exclusive. Give one.")
 
@@ -285,14 +297,6 @@ def list_val_sources(config: PrepareConfig, spool: Path) -> list[Source]:
     hub_names = tuple(name for name in config.inputs if name.startswith("hf:"))
     split = config.hf_val_split or config.hf_split
     return list_sources(config, config.val or hub_names, split, spool)
-
-
-def dataset_name(first_input: str) -> str:
-    """Return the default name of a dataset's folder."""
-    if first_input == "-":
-        return "stdin"
-    path = re.sub(r"[*?#].*", "", first_input.removeprefix("hf:")).rstrip("/")
-    return Path(os.path.abspath(path)).name.split(".")[0] or "text"
 
 
 def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ if __name__ == "__main__":
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
@@ -32,7 +32,10 @@ from engine.training.run_dir import find_checkpoint, list_checkpoints
 class ReportConfig:
     """Write the report of one run, or a comparison of several, as a page for a browser."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]  # Run directories; several are compared.
+    # Run directories, or their reports; several are compared.
+    runs: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(help_behavior_hint="(required)")
+    ]
     # The page to write. None: RUN/report.html, or compare.html beside the first run.
     out: Path | None = None
 
@@ -52,13 +55,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 def report(config: ReportConfig) -> Path:
     """Write a page and return its path. Raises UserError for a folder that is not a run."""
-    first = config.runs[0]
-    if len(config.runs) == 1:
+    runs = [path.parent if path.suffix == ".html" else path for path in config.runs]
+    first = runs[0]
+    if len(runs) == 1:
         path = config.out or first / "report.html"
         write_page([describe_fully(first)], path)
     else:
         path = config.out or first.resolve().parent / "compare.html"
-        write_page([collect_run_content(folder) for folder in config.runs], path)
+        write_page([collect_run_content(folder) for folder in runs], path)
     return path
 
 
@@ -73,7 +77,9 @@ def describe_fully(folder: Path) -> dict[str, Any]:
         data = open_run_data(folder, settings)
         is_cut = settings.get("long_examples") == "cut"
         run["data"] = describe_data(data)
-        run["memorization"] = describe_memorization(run["samples"], data.datasets)
+        samples = run["samples"]
+        shown = [sample for sample in samples if sample["step"] == run["best_step"]]
+        run["memorization"] = describe_memorization(shown or samples, data.datasets)
         fitting = data.drop_long_examples(settings["context_length"], is_cut)
         run["baselines"] = mixture_baselines(fitting)
         run["attention"] = compute_attention(load_model(find_checkpoint(folder)), data)

@@ -24,6 +24,7 @@ from engine.core.cli import (
 if __name__ == "__main__":
     tune_openmp_spinning("decode")  # before torch is imported
 
+import os
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -43,6 +44,7 @@ from engine.core.errors import UserError
 from engine.core.files import read_input
 from engine.core.pictures import draw_attention
 from engine.core.settings import flatten, parse
+from engine.data.chats.chat import chat_format, with_template
 from engine.data.tokenizer import load_tokenizer
 from engine.generation.chat import converse
 from engine.generation.prompt_file import complete_file
@@ -55,20 +57,32 @@ from engine.training.run_dir import find_checkpoint
 from model import ModelConfig
 
 COMMON_SETTINGS = {"path", "device", "dtype"}  # of all modes
-PROMPT_SETTINGS = {"text", "prompt", "prompt_file"}
+CHAT_SETTINGS = {"chat_template", "template_variable"}
+PROMPT_SETTINGS = {"text", "prompt", "prompt_file", "parse_special"}
+API_KEY_VARIABLE = "GPT_API_KEY"
 WeightDtype = Literal["auto", "float32", "bfloat16"]
 DEFAULT_API_PORT = 8000
 PAGE_SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
 TEXT_SETTINGS = {"max_new_tokens", "stop", "compile", "quantize", *DEFAULT_OPTIONS}
-SETTINGS_OF_TEXTS = {"chat", "beams", "dtype", *TEXT_SETTINGS}  # they determine completions
+SETTINGS_OF_TEXTS = {
+    "chat",
+    "beams",
+    "dtype",
+    "parse_special",
+    *CHAT_SETTINGS,
+    *TEXT_SETTINGS,
+}  # they determine completions
 UNUSED_BY_BEAMS = {"num_samples", "batch_size", *DEFAULT_OPTIONS}
 # Mode → the settings that it uses. A mode is named for the setting that selects it; "" is the
 # default. If several are selected, the first is used.
 SETTINGS_BY_MODE = {
-    "prompts_file": {"out", "chat", "beams", "batch_size", *TEXT_SETTINGS},
-    "chat": {"system", *TEXT_SETTINGS},
-    "serve": {"port", "host", "api_key", "compile", "quantize"},
-    "page": {"port", *PROMPT_SETTINGS, *PAGE_SETTINGS},
+    "prompts_file": {"out", "chat", "beams", "batch_size", "parse_special", *TEXT_SETTINGS},
+    "chat": {"system", *CHAT_SETTINGS, *TEXT_SETTINGS},
+    "serve": {
+        *("port", "host", "api_key", "api_key_file", "compile", "quantize", "parse_special"),
+        *CHAT_SETTINGS,
+    },
+    "page": {"port", *PROMPT_SETTINGS, *CHAT_SETTINGS, *PAGE_SETTINGS},
     "attention": {"layer", *PROMPT_SETTINGS},
     "": {"beams", "num_samples", "batch_size", *PROMPT_SETTINGS, *TEXT_SETTINGS},
 }
@@ -90,6 +104,9 @@ class SampleConfig:
     # Chat in the terminal; with --prompts-file, answer {"messages": […]} in each line.
     chat: bool = False
     system: str = ""  # The system message at the start of a chat.
+    chat_template: str | None = None  # The one to use, of a model with several; None: the default.
+    # NAME=VALUE of the chat template, such as enable_thinking=false; the flag may be repeated.
+    template_variable: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     num_samples: Annotated[int, Ge(1), Le(10**6)] = 1  # Texts to generate.
     max_new_tokens: Annotated[int, Ge(1)] = DEFAULT_NEW_TOKENS  # Limit of tokens for each text.
     # Randomness: 0 always takes the most likely token; above 1 is more random than the model.
@@ -101,6 +118,8 @@ class SampleConfig:
     min_p: Annotated[float, Ge(0), Le(1)] = DEFAULT_OPTIONS["min_p"]
     # Above 1, tokens of the context become less likely: positive logits are divided by it.
     repetition_penalty: Annotated[float, Ge(0.01), Le(100)] = DEFAULT_OPTIONS["repetition_penalty"]
+    # Read the names of special tokens in prompts as these tokens; by default they are plain text.
+    parse_special: bool = False
     beams: Annotated[int | None, Ge(1)] = None  # Beam search of this width, instead of sampling.
     # End a sample before this text; the flag may be repeated.
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -119,8 +138,11 @@ class SampleConfig:
     # Port to serve on; 0: any free one; None: 8000 with --serve, else any free one. Through an SSH
     # tunnel both ends need the same number.
     port: Annotated[int | None, Ge(0), Le(65535)] = None
-    host: str = LOCAL_HOST  # Address to serve the API on; another than this needs --api-key.
-    api_key: str = ""  # Key that every request of the API must carry, as OpenAI's clients send it.
+    host: str = LOCAL_HOST  # Address to serve the API on; another than this needs a key.
+    # Key that every request of the API must carry, as OpenAI's clients send it. Other users of this
+    # machine can read it in the list of processes, unlike --api-key-file and $GPT_API_KEY.
+    api_key: str = ""
+    api_key_file: Path | None = None  # A file with the key.
 
     @property
     def options(self) -> TextOptions:
@@ -128,6 +150,14 @@ class SampleConfig:
         names = ("max_new_tokens", "stop", "batch_size", *DEFAULT_OPTIONS)
         values = {name: getattr(self, name) for name in names}
         return cast(TextOptions, {**values, "num_beams": self.beams})
+
+    @property
+    def key(self) -> str:
+        """The key of the API: a flag, the content of a file, or $GPT_API_KEY."""
+        file_key = (
+            self.api_key_file.read_text(encoding="utf-8").strip() if self.api_key_file else ""
+        )
+        return self.api_key or file_key or os.environ.get(API_KEY_VARIABLE, "")
 
     def __post_init__(self) -> None:
         if "" in self.stop:
@@ -141,11 +171,13 @@ class SampleConfig:
             raise UserError(f"TEXT or -, --prompt and --prompt-file: {problem}. Keep one of them.")
         if self.quantize and self.compile:
             raise UserError("--quantize: unsupported with --compile. Leave one of them out.")
-        if self.host not in LOCAL_HOSTS and not self.api_key:
+        if self.host not in LOCAL_HOSTS and not self.key:
             problem = f"lets other machines use the model (got {self.host})"
-            raise UserError(f"--host: {problem}. Add --api-key KEY.")
+            fix = f"Give a key of your choice: --api-key-file FILE, or ${API_KEY_VARIABLE}."
+            raise UserError(f"--host: {problem}. {fix}")
         mode = next(name for name in SETTINGS_BY_MODE if not name or getattr(self, name))
         used_names = SETTINGS_BY_MODE[mode] | COMMON_SETTINGS | {mode}
+        used_names |= CHAT_SETTINGS if self.chat else set()
         if self.beams and "beams" in used_names:
             mode = "beams"
             used_names -= UNUSED_BY_BEAMS
@@ -170,17 +202,6 @@ def load(
 ) -> TextGenerator:
     """Load the best checkpoint of a run, or a checkpoint. Raises UserError if there is none."""
     path = Path(path)
-    if path.is_file():
-        raise UserError(f"{path}: must be the folder of a run or checkpoint (got a file).")
-    if any(path.glob("*.npy")):
-        command = shell_command("python", "train.py", "--data", path)
-        raise UserError(f"{path}: is a dataset. Train on it: {command}")
-    if (path / "config.json").is_file():
-        out = f"out/{path.resolve().name}"
-        command = shell_command("python", "huggingface.py", "import", path, out)
-        raise UserError(f"{path}: is a model of transformers. Import it: {command}")
-    if children := sorted([*path.glob("*/checkpoints"), *path.glob("step-*/manifest.json")]):
-        raise UserError(f"{path}: contains models. Choose one, such as {children[-1].parent}.")
     keep_freed_memory()
     torch_device = choose_device(device)
     checkpoint = find_checkpoint(path)
@@ -207,11 +228,19 @@ def main(arguments: list[str] | None = None) -> None:
 def sample(config: SampleConfig) -> None:
     """Generate text, or show the model, in the mode that the settings choose."""
     model = load(config.path, config.device, config.compile, config.dtype, config.quantize)
+    model.parses_special = config.parse_special
+    options = (config.chat_template, config.template_variable)
+    model.tokenizer = with_template(model.tokenizer, *options)
     if config.chat and not model.is_chat_model:
         raise UserError(
             f"{config.path}: not trained on chats. Prepare some with prepare.py … --chat, and "
             f"train on them with train.py … {shell_command('--init-from', config.path)}."
         )
+    if config.chat:
+        chat_format(model.tokenizer)  # raises UserError if the template fails
+    is_of_text = not (config.chat or config.serve or config.page or config.attention)
+    if model.is_chat_model and is_of_text and not config.parse_special:
+        warn("the model was trained on chats: --chat gives it a turn, and a plain prompt does not")
     if config.prompts_file and config.out:
         settings = {
             name: value for name, value in flatten(config).items() if name in SETTINGS_OF_TEXTS
@@ -297,7 +326,7 @@ def serve_model(config: SampleConfig, model: TextGenerator) -> None:
     answers = ModelInspector(model, settings).answers
     if config.serve:
         port = DEFAULT_API_PORT if config.port is None else config.port
-        serve(answers, port, config.host, Api(model, name, config.api_key))
+        serve(answers, port, config.host, Api(model, name, config.key))
     else:
         serve(answers, config.port or 0)
 

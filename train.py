@@ -9,6 +9,7 @@ from engine.core.cli import (
     Interruption,
     command_line,
     run_command,
+    say,
     tune_openmp_spinning,
 )
 
@@ -28,9 +29,9 @@ import torch
 from torch import Tensor
 
 from engine.core.device import choose_device, use_deterministic_kernels
-from engine.core.distributed import DistributedContext, init_distributed
+from engine.core.distributed import DistributedContext, end_with_torchrun, init_distributed
 from engine.core.errors import UserError
-from engine.core.settings import check_ranges, load_settings, to_toml
+from engine.core.settings import check_ranges, to_toml
 from engine.core.sharding import gradient_sync
 from engine.data.batches import Mixture, check_sizes, inputs_and_targets, open_mixture
 from engine.data.order import derived_seed
@@ -43,6 +44,8 @@ from engine.training.config import (
     RunConfig,
     TrainConfig,
     check_data,
+    check_settings_file,
+    load_config,
     make_run_config,
     should_choose_sizes,
 )
@@ -57,7 +60,8 @@ NUM_TIMED_STEPS = 5  # the minimum is used, as the first steps of a process are 
 
 def main(arguments: list[str] | None = None) -> int:
     """Train with the settings of the command line, and return the exit code."""
-    config = load_settings(TrainConfig, arguments)
+    check_settings_file(sys.argv[1:] if arguments is None else arguments)
+    config = load_config(arguments)
     if not config.plan or plan_needs_data(config):
         check_data(sys.argv[1:] if arguments is None else arguments, config.data)
     if config.plan:
@@ -66,10 +70,11 @@ def main(arguments: list[str] | None = None) -> int:
     with (
         init_distributed(config.device, config.parallel, config.timeout) as dist_ctx,
         Interruption() as interruption,
+        end_with_torchrun(),
     ):
         started_at = PROCESS_START if arguments is None else None
         trainer = train(config, dist_ctx, None, lambda: bool(interruption.signal), started_at)
-        if trainer.budget.exhausted:
+        if trainer.budget.exhausted and trainer.val_loss is not None:
             print_summary(trainer)
             return 0
         command = f"{dist_ctx.torchrun_command} {command_line(arguments, '--resume')}"
@@ -97,16 +102,20 @@ def train(
         callbacks = default_callbacks(config) if dist_ctx.is_main_process else ()
     check_ranges(config)
     use_deterministic_kernels(config.deterministic)  # before the first use of CUDA
-    run_dir = RunDir(config.out, config.resume, dist_ctx, config.keep_checkpoints)
+    run_dir = RunDir(config.out_path, config.resume, dist_ctx, config.keep_checkpoints)
     with contextlib.closing(run_dir):
         # Data, and the checkpoint to start from: the newest of this run, or a base model.
         checkpoint = run_dir.newest()
+        if config.resume and not checkpoint:
+            text = f"--resume: no checkpoint in {run_dir.path}. A new run starts."
+            dist_ctx.run_on_main(say, text)
         data = open_data(config, dist_ctx)
         base = None if checkpoint else open_base(config, data, dist_ctx)
 
         # Settings, and the data that fits them.
         measure = partial(measure_step_seconds, dist_ctx)
-        run_config, data = resolve(config, data, dist_ctx, started_at, checkpoint or base, measure)
+        sources = (checkpoint, base)
+        run_config, data = resolve(config, data, dist_ctx, started_at, *sources, measure)
 
         # Model and optimizer, then the training loop.
         trainer = Trainer(run_config, dist_ctx, data, run_dir, callbacks)
@@ -121,6 +130,9 @@ def train(
                 trainer.wrap_model()
                 trainer.notify("on_train_start")
             training_loop(trainer, should_stop)
+        except BaseException:
+            trainer.failed = True
+            raise
         finally:
             trainer.notify("on_train_end")
             trainer.ddp_model = trainer.model  # DDP must be freed before its process group
@@ -131,6 +143,9 @@ def training_loop(trainer: Trainer, should_stop: Callable[[], bool]) -> None:
     """Step, log, evaluate and save, each when it is due."""
     config = trainer.config
     budget = trainer.budget
+    is_due = budget.exhausted or budget.is_due("evaluate", trainer.step)
+    if trainer.step and trainer.val_loss is None and is_due:
+        evaluate_and_save(trainer, should_stop)  # the evaluation before the resume was stopped
     while not (budget.exhausted or trainer.dist_ctx.any(should_stop())):
         loss, learning_rate, grad_norm = train_step(trainer)
         budget.update(trainer.step)
@@ -138,12 +153,10 @@ def training_loop(trainer: Trainer, should_stop: Callable[[], bool]) -> None:
         if trainer.step % config.log_every == 0 or trainer.step == budget.total_steps:
             trainer.log_training(loss, learning_rate, grad_norm)
         if budget.exhausted or budget.is_due("evaluate", trainer.step):
-            evaluate_and_save(trainer)
+            evaluate_and_save(trainer, should_stop)
         if budget.is_due("save", trainer.step):
             trainer.save()
 
-    if budget.exhausted and trainer.val_loss is None:
-        evaluate_and_save(trainer)  # the run was resumed after its last step
     trainer.save()
     if trainer.run_dir:
         trainer.run_dir.wait()  # raises the error of a save in the background
@@ -182,12 +195,18 @@ def train_step(trainer: Trainer) -> tuple[Tensor, float, Tensor]:
     return total_loss / num_targets, learning_rate, grad_norm
 
 
-def evaluate_and_save(trainer: Trainer) -> None:
-    """Evaluate, call the callbacks, and save if the loss is the lowest of the run."""
+def evaluate_and_save(trainer: Trainer, should_stop: Callable[[], bool]) -> None:
+    """Evaluate, call the callbacks, and save if the loss is the lowest of the run.
+
+    If should_stop() becomes true on any rank, the evaluation ends without a result.
+    """
     if trainer.run_dir:
         trainer.run_dir.check()
     with trainer.budget.timing("evaluate"):
-        record = trainer.data.evaluation_record(evaluate(trainer))
+        losses = evaluate(trainer, should_stop)
+        if losses is None:
+            return
+        record = trainer.data.evaluation_record(losses)
         trainer.val_loss = record["val_loss"]
         trainer.notify("on_record", {"step": trainer.step, **record})
     if not math.isfinite(trainer.val_loss):
@@ -200,8 +219,13 @@ def evaluate_and_save(trainer: Trainer) -> None:
 
 
 @torch.no_grad()
-def evaluate(trainer: Trainer) -> list[float]:
-    """Return the validation loss on each dataset, in nats per token, always on the same windows."""
+def evaluate(
+    trainer: Trainer, should_stop: Callable[[], bool] = lambda: False
+) -> list[float] | None:
+    """Return the validation loss on each dataset, in nats per token, always on the same windows.
+
+    None: should_stop() became true on a rank.
+    """
     config = trainer.config
     dist_ctx = trainer.dist_ctx
     losses = []
@@ -209,8 +233,11 @@ def evaluate(trainer: Trainer) -> list[float]:
     for dataset in trainer.data.datasets:
         total_loss = torch.zeros((), dtype=torch.float64)
         num_targets = torch.zeros((), dtype=torch.float64)
-        limits = (config.model.context_length, config.eval_tokens, dist_ctx.rank, dist_ctx.size)
+        limits = (config.context_length, config.eval_tokens, dist_ctx.rank, dist_ctx.size)
         for rows in dataset.val.evaluation_rows(*limits):
+            if dist_ctx.any(should_stop()):
+                trainer.model.train()
+                return None
             inputs, targets = inputs_and_targets(rows).to(dist_ctx.device)
             with trainer.autocast():
                 total_loss += trainer.model(inputs, targets).item()
@@ -232,7 +259,7 @@ def open_data(config: TrainConfig, dist_ctx: DistributedContext) -> Mixture:
     """Open the datasets, and verify them on each machine; prepare the built-in one if missing."""
     with dist_ctx.keep_alive():
         if BUILT_IN_DATA in config.data and not BUILT_IN_DATA.exists() and dist_ctx.is_main_process:
-            prepare(PrepareConfig(inputs=("stdlib",), out=BUILT_IN_DATA))
+            prepare(PrepareConfig(inputs=(BUILT_IN_DATA.name,), out=BUILT_IN_DATA))
     with dist_ctx.keep_alive():
         data = open_mixture(config.data, config.mix)
         if dist_ctx.local_rank == 0:
@@ -286,13 +313,14 @@ def plan(config: TrainConfig) -> str:
         data = open_data(config, dist_ctx)
         measure = partial(measure_step_seconds, dist_ctx)
         base = open_base(config, data, dist_ctx)
-        run_config, data = resolve(config, data, dist_ctx, time.monotonic(), base, measure)
-        context_length = run_config.model.context_length
-        step_tokens = data.train.tokens_per_step(run_config.batch_size, context_length)
+        now = time.monotonic()
+        run_config, data = resolve(config, data, dist_ctx, now, None, base, measure)
+        sizes = (run_config.batch_size, run_config.context_length)
+        step_tokens = data.train.tokens_per_step(*sizes)
         return describe_plan(run_config, dist_ctx.device, step_tokens, data.epoch_tokens)
     run_config = make_run_config(config, {}, dist_ctx)
     check_sizes(run_config.batch_size, 1, run_config.micro_batch_size)
-    step_tokens = run_config.batch_size * run_config.model.context_length
+    step_tokens = run_config.batch_size * run_config.context_length
     return describe_plan(run_config, dist_ctx.device, step_tokens, ())
 
 

@@ -26,13 +26,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from engine.core.cli import run_command
 from engine.core.pictures import save_figure
 from engine.core.settings import build, parse
-from engine.data.chats.chat import encode_example, is_target, render_with_targets
+from engine.data.chats.chat import encode_example
 from engine.data.dataset import open_dataset
-from engine.data.split import Tokens
+from engine.data.split import Tokens, is_target
 from engine.data.tokenizer import ByteTokenizer, load_tokenizer
 from engine.nn.attention import attend, causal_mask
 from engine.nn.positions import rotate, sinusoids
 from engine.report.attention_maps import attention_maps, token_labels
+from engine.report.dataset_summary import render_with_targets
 from engine.training.checkpoint import load_model
 from engine.training.run_dir import find_checkpoint
 from model import GPT, ModelConfig

@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import tokenizers
@@ -115,6 +116,7 @@ class IdStream:
     """Stands in for a TextStream without a tokenizer: it collects num_tokens ids."""
 
     num_characters = 0
+    tokenizer = SimpleNamespace(special_tokens={})
 
     def __init__(self, prompt: Sequence[int], num_tokens: int):
         self.prompt = list(prompt)

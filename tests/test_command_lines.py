@@ -1,6 +1,7 @@
 """Command lines, likely and absurd: what each makes, or its exit code and the word of its line."""
 
 import json
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,12 +48,25 @@ MISTAKES = [  # command line, exit code, and what the line names
     (f"{TRAIN} --out out/run", 1, "--resume"),
     (f"{TRAIN} --out '\udcff'", 1, "UTF-8"),
     (f"{TRAIN} --out text.txt/run", 1, "text.txt/run"),
-    (f"{TRAIN} --data ''", 2, "--out"),
+    (f"{TRAIN} --data ''", 1, "is not a dataset"),
     (f"{TRAIN} --learning-rate inf", 2, "--learning-rate"),
     (f"{TRAIN} --seed {MANY}", 2, "--seed"),
     (f"{TRAIN} --windows -1", 2, "windows"),
     (f"{TRAIN} --init-from text.txt", 1, "text.txt"),
     ("train text.txt", 1, "TOML"),
+    ("train data/numbers", 1, "--data data/numbers?"),
+    ("train out/run", 1, "--init-from out/run?"),
+    ("train nothing.toml", 1, "nothing.toml"),
+    ("train --data text.txt --out out/x", 1, "is not a dataset"),
+    ("train --data nothing --out out/x", 1, "prepare.py INPUT --out nothing"),
+    ("prepare folder --glob text.txt lines.jsonl", 2, "--glob '*.jsonl'"),
+    ("prepare --glob text.txt lines.jsonl folder", 1, "--glob '*.txt'"),
+    ("sample", 2, "PATH: missing. Give a run"),
+    ("sample out/run Once upon a time", 2, "upon: "),
+    ("sample out/numbers", 1, "train.py --data data/numbers --out out/numbers"),
+    ("huggingface exprot out/run hf/x", 2, "exprot: unknown command. Give one of export, import"),
+    ("huggingface import hf/base out/x --family llama", 2, "--family"),
+    ("huggingface export data/numbers hf/x", 1, "train.py --data data/numbers"),
     ("sample ''", 1, "checkpoint"),
     ("sample out/run --prompt '\udcff'", 1, "udcff"),
     ("sample out/run --prompt-file folder", 1, "folder"),
@@ -61,10 +75,18 @@ MISTAKES = [  # command line, exit code, and what the line names
     ("sample out/run --serve --port 99999", 2, "--port"),
     ("huggingface", 2, "export"),
     ("huggingface export out/run hf/base", 1, "hf/base"),
-    ("huggingface import out/run out/none", 1, "config.json"),
+    ("huggingface import out/run out/none", 1, "needs no import"),
     ("huggingface import '\udcff' out/none", 1, "download"),
     ("report out/run ''", 1, "not a run"),
 ]
+
+
+PLAN = f"train --plan {TINY_FLAGS} --data"
+WRONG_PATHS = {  # command: paths in place of which it names one that works
+    "sample --max-new-tokens 1": ("run", "out/rum", "out", "out/run/checkpoints/step-00000001"),
+    "report --out hint.html": ("run", "out", "out/run/checkpoints"),
+    PLAN: ("numbers", "data", "data/number", "out/numbers", "data/numbers/manifest.json"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +130,13 @@ def test_a_mistake_is_one_line_and_changes_nothing(line, code, word, place, caps
     errors = capsys.readouterr().err
     assert errors.startswith("error: ") and errors.count("\n") == 1 and word in errors
     assert read_files(place) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "path"),
+    [(command, path) for command in WRONG_PATHS for path in WRONG_PATHS[command]],
+)
+def test_a_wrong_path_names_one_that_works(command, path, place, capsys):
+    assert run(f"{command} {path}") == 1
+    (right_path,) = re.findall(r"(?:Did you mean|such as) (\S+)[?.]$", capsys.readouterr().err)
+    assert run(f"{command} {right_path}") == 0

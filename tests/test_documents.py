@@ -22,7 +22,7 @@ from train import TrainConfig
 PAGES = {path: path.read_text("utf-8") for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
 TUTORIAL = ROOT / "docs" / "attention.md"
 MAX_README_WORDS = 1300
-MAX_ENGLISH_WORDS = 9000
+MAX_ENGLISH_WORDS = 11_000
 PROGRAMS = ("python", "pytest", "torchrun")
 OPERATORS = {"|", "&&", ";", ">", "<", ">>", "&"}
 CODE_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -71,7 +71,7 @@ def check_command(program: str, arguments: list[str], monkeypatch: pytest.Monkey
     if script.startswith("tests/") or flags == ["--help"]:
         return
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
-    name = "load_settings" if hasattr(module, "load_settings") else "parse"
+    name = "load_config" if hasattr(module, "load_config") else "parse"
     parse = getattr(module, name)
 
     def parse_and_stop(*arguments, **options):

@@ -11,29 +11,36 @@ import os
 import random
 import re
 import shutil
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 import transformers
-from helpers import VARIANTS, decode, make_state, numbers_text, random_model
+from helpers import VARIANTS, decode, make_state, numbers_text, random_model, train_sentencepiece
 from hf_versions import check_export
 
 import huggingface
+import sample
 from engine.core.errors import UserError
 from engine.data.chats.chat import CHATML_TOKENS, encode_chat, end_of_turn_id, special_token_names
+from engine.data.dataset import open_dataset
 from engine.data.tokenizer import ByteTokenizer, Tokenizer, from_document
-from engine.data.tokenizer_json import EXTENSION_KEY
+from engine.data.tokenizer_json import EXTENSION_KEY, with_extension
 from engine.data.tokenizer_training import train_bpe_tokenizer
+from engine.generation.text_stream import TextStream
 from engine.huggingface import directory as hf_directory
 from engine.huggingface.convert import to_hf
 from engine.huggingface.families import MODEL_FAMILIES
-from engine.training.checkpoint import write_checkpoint
+from engine.serving.openai_format import read_prompts
+from engine.training.checkpoint import load_model, write_checkpoint
 from engine.training.run_dir import find_checkpoint
 from model import GPT, ModelConfig
+from prepare import PrepareConfig, prepare
 
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -267,17 +274,23 @@ BAD_CONFIGS = {
     "no window": (QWEN3 | SLIDING | {"use_sliding_window": False}, "layer_types must list"),
     "exact GELU": (NANOCHAT | {"hidden_act": "gelu"}, "activation .*gelu"),
     "one bias": ({"mlp_bias": True}, "mlp_bias"),
+    "one bias, one missing": ({"attention_bias": True, "mlp_bias": None}, r"\[True, False\]"),
     "unscaled attention": (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights"),
     "too few layer types": (QWEN3 | {"layer_types": ["full_attention"]}, "layer_types"),
     "tied nanochat": (NANOCHAT | {"hidden_act": "relu2", "tie_word_embeddings": True}, "tie_embed"),
 }
 
 
-def round_tensors(file: Path) -> None:
-    """Convert the tensors of a file to integers."""
-    tensors = safetensors.torch.load_file(file)
-    rounded = {name: value.to(torch.int8) for name, value in tensors.items()}
-    safetensors.torch.save_file(rounded, file)
+def edit_tensors(directory: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Change the tensors of a model."""
+    tensors = safetensors.torch.load_file(directory / "model.safetensors")
+    edit(tensors)
+    safetensors.torch.save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+def convert_tensors(directory: Path, name: str, dtype: torch.dtype) -> None:
+    """Convert the tensors whose names contain a text."""
+    edit_tensors(directory, lambda t: t.update({n: t[n].to(dtype) for n in t if name in n}))
 
 
 def write_index(directory: Path, index: Any) -> None:
@@ -286,6 +299,7 @@ def write_index(directory: Path, index: Any) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+SEQUENCE_A = {"id": "A", "type_id": 0}
 BAD_FILES = {
     "a pickle": (lambda d: (d / "model.safetensors").rename(d / "model.bin"), "save_pretrained"),
     "a GGUF": (lambda d: (d / "model.safetensors").rename(d / "model.gguf"), "model.gguf is not"),
@@ -293,7 +307,17 @@ BAD_FILES = {
     "no shard": (lambda d: write_index(d, {"weight_map": {"a": "/etc/x"}}), "x: .*Download"),
     "a wrong index": (lambda d: write_index(d, {"weight_map": [7]}), "weight_map"),
     "a list": (lambda d: (d / "config.json").write_text("[1]"), "config.json"),
-    "integers": (lambda d: round_tensors(d / "model.safetensors"), "floating-point.*int8"),
+    "integers": (lambda d: convert_tensors(d, "", torch.int8), "quantized.*is int8.*original"),
+    "float8": (lambda d: convert_tensors(d, "q_proj", torch.float8_e4m3fn), "q_proj.weight is fl"),
+    "no head": (lambda d: edit_tensors(d, lambda t: t.pop("lm_head.weight")), "head.*tie_word_emb"),
+    "an adapter": (lambda d: (d / "config.json").rename(d / "adapter_config.json"), "merge_and_un"),
+    "an adapter with a config": (
+        lambda d: (d / "model.safetensors").rename(d / "adapter_config.json"),
+        "merge_and_unload",
+    ),
+    "Meta's layout": (lambda d: (d / "config.json").rename(d / "params.json"), "own layout"),
+    "a run": (lambda d: (d / "config.json").rename(d / "checkpoints"), "no import"),
+    "no config": (lambda d: (d / "config.json").unlink(), "directory of its config.json"),
 }
 
 
@@ -329,11 +353,36 @@ def test_an_unsupported_directory_is_refused(name: str, hf_llama: Path, tmp_path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("change", ["_orig_mod.", "module.", "model.", "inside", "float64", "head"])
+def test_a_wrapped_model_and_a_head_of_its_own_compute_the_same(
+    change: str, hf_llama: Path, tmp_path: Path, capsys
+):
+    hf = shutil.copytree(hf_llama, tmp_path / "hf")
+    expected = transformers.AutoModelForCausalLM.from_pretrained(hf)
+    if change == "head":  # the flag is wrong
+        config = json.loads((hf / "config.json").read_text()) | {"tie_word_embeddings": True}
+        (hf / "config.json").write_text(json.dumps(config))
+    elif change == "float64":
+        convert_tensors(hf, "", torch.float64)
+    else:
+        old, new = (".0.", ".0._orig_mod.") if change == "inside" else ("^", change)
+        edit_tensors(hf, lambda t: [t.update({re.sub(old, new, n): t.pop(n)}) for n in [*t]])
+    run_command("import", hf, tmp_path / "run", "--tokenizer", "byte")
+    model = load_model(find_checkpoint(tmp_path / "run"))
+    ids = torch.arange(40)[None]
+    torch.testing.assert_close(model(ids), expected(ids).logits, rtol=0, atol=1e-5)
+    assert ("lm_head.weight differs" in capsys.readouterr().err) == (change == "head")
+
+
 def test_a_missing_or_large_tokenizer_is_refused(words: Tokenizer, hf_llama: Path, tmp_path: Path):
     file = tmp_path / "tokenizer.json"
     words.save(file)
     with pytest.raises(UserError, match="--tokenizer"):
         run_command("import", hf_llama, tmp_path / "run")
+    slow = shutil.copytree(hf_llama, tmp_path / "slow")
+    (slow / "tokenizer.model").touch()
+    with pytest.raises(UserError, match=r"tokenizer.model is not read.*AutoTokenizer"):
+        run_command("import", slow, tmp_path / "run")
     with pytest.raises(UserError, match=r"--tokenizer.*400"):
         run_command("import", hf_llama, tmp_path / "run", "--tokenizer", file)
     with pytest.raises(UserError, match="none"):
@@ -463,7 +512,108 @@ def test_llama_cpp_encodes_a_text_and_computes_its_loss_as_the_model_does(
     assert abs(loss - expected_loss) < max_nats
 
 
-# Chats, and the hub.
+# A model's own conventions, chats, and the hub.
+
+
+@pytest.mark.parametrize("kind", ["SentencePiece", "byte-level"])
+@torch.no_grad()
+def test_an_import_keeps_what_begins_and_ends_its_texts(
+    kind: str, words: Tokenizer, tmp_path: Path
+):
+    hf, run, back = (tmp_path / name for name in ("hf", "run", "back"))
+    hf.mkdir()
+    names = ["<s>", "</s>", "<|eot|>"]
+    tokenizer = words.with_special([*names, "<think>"])
+    if kind == "SentencePiece":
+        content = json.loads(train_sentencepiece([numbers_text(300)]).to_str())
+        tokenizer = from_document(with_extension(content, end_of_text="</s>"))
+        tokenizer = tokenizer.with_special(names[2:])
+    bos, end, eot = (tokenizer.special_tokens[name] for name in names)
+    document = json.loads(tokenizer.content)
+    for token in document["added_tokens"]:
+        token["special"] = token["content"] != "<think>"
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    if kind == "byte-level":
+        document["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": SEQUENCE_A}],
+            "pair": [{"Sequence": SEQUENCE_A}, {"Sequence": SEQUENCE_A | {"id": "B"}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [bos], "tokens": ["<s>"]}},
+        }
+    (hf / "tokenizer.json").write_text(json.dumps(document))
+    (hf / "tokenizer_config.json").write_text(json.dumps(config))
+    ids = {"bos_token_id": bos, "eos_token_id": end}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "vocab_size": tokenizer.vocab_size}
+    torch.manual_seed(0)
+    hf_model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **ids))
+    hf_model.generation_config.eos_token_id = [end, eot]
+    row = hf_model.lm_head.weight[tokenizer.encode("7")[-1]]
+    hf_model.lm_head.weight[[i for i in range(tokenizer.vocab_size) if i != eot]] *= 0.5
+    hf_model.lm_head.weight[eot] = row * 1.1
+    hf_model.save_pretrained(hf)
+    run_command("import", hf, run)
+    generator = sample.load(run)
+    hf_tokenizer = transformers.AutoTokenizer.from_pretrained(hf)
+    for text in ("7 is followed by 8.", "9 is", "is", "1"):
+        inputs = hf_tokenizer(text, return_tensors="pt")
+        prompt = inputs.input_ids[0].tolist()
+        assert generator.encode_prompt(text) == prompt and prompt[0] == bos
+        assert read_prompts(text, generator.tokenizer, generator.encode_prompt) == [prompt]
+        banned = generator.tokenizer.unused_ids()
+        hf_ids = hf_model.generate(
+            **inputs, max_new_tokens=20, do_sample=False, suppress_tokens=banned
+        )[0, len(prompt) :]
+        stream = TextStream(generator.tokenizer, prompt)
+        expected = "".join(map(stream.push, hf_ids.tolist()))
+        assert generator.generate(text, max_new_tokens=20, temperature=0) == expected
+    assert generator.encode_prompt("") == [bos]
+    lines = [json.dumps({"text": f"{number} is followed"}) for number in range(400)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    prepare(PrepareConfig((str(tmp_path / "a.jsonl"),), tokenizer=str(run), out=tmp_path / "data"))
+    dataset = open_dataset(tmp_path / "data")
+    tokens = np.concatenate(
+        [split.read(0, len(split))[0] for split in (dataset.train, dataset.val)]
+    )
+    starts = [0, *np.flatnonzero(tokens == end)[:-1] + 1]
+    assert (tokens[starts] == bos).all() and (tokens == bos).sum() == len(lines)
+    has_gguf = kind != "SentencePiece" and find_spec("gguf")
+    run_command("export", run, back, *(["--gguf", "f32"] if has_gguf else []))
+    exported = transformers.AutoTokenizer.from_pretrained(back)
+    assert exported("7 is").input_ids == hf_tokenizer("7 is").input_ids
+    assert (exported.bos_token, exported.eos_token) == ("<s>", "</s>")
+    written = [
+        json.loads((back / f"{name}config.json").read_text()) for name in ("", "generation_")
+    ]
+    assert [values["bos_token_id"] for values in written] == [bos, bos]
+    assert [values["eos_token_id"] for values in written] == [end, [end, eot]]
+    again = transformers.AutoModelForCausalLM.from_pretrained(back)
+    again.generation_config.do_sample = False
+    again.save_pretrained(tmp_path / "again")
+    if has_gguf:
+        fields = __import__("gguf").GGUFReader(back / "back-f32.gguf").fields
+        values = {key.split(".")[-1]: field.contents() for key, field in fields.items()}
+        assert values["add_bos_token"] and values["bos_token_id"] == bos
+        assert (values["eos_token_id"], values["eot_token_id"]) == (end, eot)
+        kinds = [values["token_type"][tokenizer.special_tokens[n]] for n in (*names, "<think>")]
+        assert kinds == [3, 3, 3, 4]
+
+
+@pytest.mark.parametrize("names", [[], ["rag", "tool_use"]])
+def test_a_model_whose_chats_fail_is_imported_with_a_warning(names, words, tmp_path, capsys):
+    run, hf, back, again = (tmp_path / name for name in ("run", "hf", "back", "again"))
+    save_run(random_model(dataclasses.replace(VARIANTS["default"], vocab_size=410)), run, words)
+    run_command("export", run, hf)
+    template = [{"name": name, "template": "{{ messages }}"} for name in names]
+    (hf / "tokenizer_config.json").write_text(json.dumps({"chat_template": template or "{% if %}"}))
+    capsys.readouterr()
+    run_command("import", hf, back)
+    output = capsys.readouterr()
+    assert f"{hf}: " in output.err and "--chat\n" not in output.out
+    assert find_checkpoint(back).is_chat_model
+    run_command("export", back, again)
+    exported = json.loads((again / "tokenizer_config.json").read_text())
+    assert exported["chat_template"] == (template or "{% if %}")
 
 
 @pytest.mark.parametrize("kind", ["ours", "ChatML", "imported"])

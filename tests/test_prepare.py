@@ -305,6 +305,9 @@ GOOD = '{"q": "a", "a": "b", "messages": [{"role": "assistant", "content": "c"}]
         (("a.txt", "--field", "body"), "--field"),
         (("a.txt", "--glob", "*"), "--glob"),
         (("a.txt", "--sha256", "00"), "--sha256"),
+        ((".", "--glob", "a.txt", "x.txt"), "--glob '*.txt'"),  # as the shell expands *.txt
+        (("equal.jsonl",), "80 documents, 79 of them repeats). Give other documents or --val"),
+        (("equal.jsonl", "--deduplicate"), "1 document, 0 of them repeats). Give other documents"),
         (("a.txt", "--hf-split", "train"), "--hf-split"),
         (("a.txt", "-", "--ray", "local"), "--ray"),
         (("a.txt", "http://127.0.0.1:9/b"), "9/b: could not be read"),
@@ -325,6 +328,7 @@ def test_a_mistake_leaves_nothing(arguments, words: str, prepare, tmp_path, monk
     contents |= {"good.jsonl": GOOD, "half.jsonl": GOOD * 2 + '{"q": "half", "messages": "a"}'}
     for name, content in contents.items():
         (tmp_path / name).write_text(content)
+    (tmp_path / "equal.jsonl").write_text('{"text": "same"}\n' * 80)
     (tmp_path / "bad.txt").write_bytes(b"abc\xffdef")
     assert words in prepare(*arguments, error=True)
     assert [*(tmp_path / "data").rglob("*")] == []

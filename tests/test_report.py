@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same_run, exit_code_of, logged, random_model, train_tiny
+from helpers import assert_same_run, exit_code_of, logged, numbers_text, random_model, train_tiny
 
 import report
 from engine.data.batches import open_mixture
@@ -35,6 +35,7 @@ from engine.report.samples import (
 )
 from engine.training.checkpoint import load_model
 from engine.training.run_dir import find_checkpoint
+from engine.training.trainer import Callback, Trainer
 from model import GPT, ModelConfig
 
 EVIL = "</script><img src=x onerror=\"document.title='taken'\"><!--"
@@ -99,7 +100,7 @@ def test_a_run_writes_its_page_at_each_evaluation(runs, numbers):
 def test_samples_follow_the_same_prompts_at_each_evaluation(runs):
     samples = read_page(runs / "a" / "report.html")["samples"]
     first, second = ([s["prompt"] for s in samples if s["step"] == step] for step in (4, 8))
-    assert first == second and len(first) == 3 and first[0] == ""
+    assert first == second and len(first) == 3 and numbers_text(1).startswith(first[0])
     assert re.fullmatch(r"\d+ is foll.*", first[2])  # the beginning of a line
     assert all(len(sample["text"]) == NEW_TOKENS for sample in samples)
 
@@ -171,6 +172,30 @@ def test_a_resumed_run_drops_the_samples_after_its_step(run_a, numbers):
     train_tiny(numbers, run_a, *flags, callbacks=[Report()])
     steps = [sample["step"] for sample in read_lines(run_a / "samples.jsonl")]
     assert steps == [4, 4, 4, 6, 6, 6, 8, 8, 8]
+
+
+def test_the_page_shows_the_checkpoint_that_is_used_also_after_a_resume(numbers, tmp_path):
+    class Spoil(Callback):
+        def on_step(self, trainer: Trainer) -> None:
+            if trainer.step == 5:
+                trainer.model.head.weight.data.neg_()
+
+    flags = ["--eval-every", 3, "--steps"]
+    train_tiny(numbers, tmp_path / "a", *flags, 6, callbacks=[Report(), Spoil()])
+    pages = [read_page(tmp_path / "a" / "report.html"), make_page(tmp_path / "a")]
+    train_tiny(numbers, tmp_path / "a", *flags, 7, "--resume", callbacks=[Report()])
+    pages.append(read_page(tmp_path / "a" / "report.html"))
+    losses = logged(tmp_path / "a", "val_loss")
+    assert losses[3] < min(losses[6], losses[7])
+    for page, last in zip(pages, (6, 6, 7), strict=True):
+        assert page["best_step"] == 3 and page["attention"] == pages[0]["attention"]
+        assert page["figures"]["validation loss, nats per token"] == f"{losses[3]:.4f}"
+        assert page["figures"]["last validation loss"] == f"{losses[last]:.4f}"
+    samples = [sample for sample in pages[1]["samples"] if sample["step"] == 3]
+    assert len(pages[1]["memorization"]["passages"]) == len(samples) > 0
+    data = open_mixture([numbers])
+    best = compute_attention(load_model(find_checkpoint(tmp_path / "a")), data)
+    assert pages[0]["attention"] == best
 
 
 def test_a_sharded_model_is_not_sampled_from(run_a, numbers):

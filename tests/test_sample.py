@@ -26,8 +26,8 @@ import sample
 import train
 from engine.core.errors import UserError
 from engine.data.chats.chat import encode_example
-from engine.data.tokenizer import ByteTokenizer, CharTokenizer
-from engine.data.tokenizer_json import SPECIAL_TOKENS
+from engine.data.tokenizer import ByteTokenizer, CharTokenizer, from_document
+from engine.data.tokenizer_json import SPECIAL_TOKENS, with_extension
 from engine.training.checkpoint import open_checkpoint, write_checkpoint
 from engine.training.run_dir import list_checkpoints
 from model import GPT, ModelConfig
@@ -268,6 +268,12 @@ def test_a_long_conversation_continues_whatever_is_typed(chat_model, monkeypatch
     assert len(re.findall("^warning: ", printed.err, re.M)) == printed.err.count("\n") == 2
 
 
+def test_a_chat_model_without_chat_is_warned_of(chat_model, trained, capsys):
+    for path, is_chat in ((chat_model, True), (trained, False)):
+        sample.main([str(path), "--prompt", "1", "--max-new-tokens", "1", "--device", "cpu"])
+        assert ("--chat" in capsys.readouterr().err) == is_chat
+
+
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_an_unknown_character_ends_a_pipe_but_not_a_conversation(
     is_terminal, trained, tmp_path, monkeypatch, capsys
@@ -282,7 +288,8 @@ def test_an_unknown_character_ends_a_pipe_but_not_a_conversation(
     arguments = [str(path), "--chat", "--device", "cpu", "--max-new-tokens", "3", "--seed", "1"]
     code = exit_code_of(lambda: sample.main(arguments))
     printed = capsys.readouterr()
-    assert "'ß'" in printed.err and printed.err.count("\n") == 1
+    assert "'ß'" in printed.err and printed.err.count("\n") == 1 + is_terminal
+    assert ("Ctrl-D ends" in printed.err) == is_terminal
     expected = (0, 2, "> > ") if is_terminal else (1, 0, "")
     assert (code, printed.out.count("\n"), printed.out[:4]) == expected
 
@@ -396,10 +403,10 @@ def test_every_setting_has_an_effect_in_some_mode():
         (["DATA"], "DATA.*is a dataset.*train.py --data DATA"),
         (["nowhere"], "nowhere"),
         (["empty", "a"], "empty.*no checkpoint"),
-        (["latin-1.txt", "a"], "latin-1.txt.*file"),
-        (["RUN/config.toml"], "config.toml.*file"),
+        (["latin-1.txt", "a"], "latin-1.txt.*no checkpoint"),
+        (["RUN/config.toml"], "config.toml: .* RUN"),
         (["RUN/..", "a"], "RUN/..: .* RUN"),
-        (["RUN/checkpoints", "a"], "checkpoints: .* RUN/checkpoints/step-00000160"),
+        (["RUN/checkpoints", "a"], "checkpoints: .* RUN"),
         (["hf model"], "huggingface.py import 'hf model' 'out/hf model'"),
         ([str(ROOT)], str(ROOT)),
     ],
@@ -440,6 +447,34 @@ def test_a_system_turn_that_the_model_never_saw_is_warned_of_once(
         sample.main([str(path), "--chat", "--device", "cpu", "--max-new-tokens", "2", *system])
         is_warned = bool(system) and template is None and state.get("has_system_turns") is False
         assert capsys.readouterr().err.count("system turn") == is_warned
+
+
+def test_flags_choose_a_chat_template_and_a_failing_one_stops_chats_only(trained, tmp_path, capsys):
+    model = GPT(ModelConfig(vocab_size=CHAT.vocab_size, context_length=64, d_model=8))
+    turn = "{{ messages[0].content }}<|end|>"
+    templates = {"strict": turn + "{{ raise_exception('no') if style is undefined }}"}
+    document = with_extension(
+        CHAT.document, chat_template=turn, other_templates=json.dumps(templates)
+    )
+    path = tmp_path / "run" / "checkpoints" / "step-00000001"
+    chat_checkpoint(path, trained, model, from_document(document))
+    (tmp_path / "in.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}')
+    files = ["--prompts-file", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out.jsonl")]
+    arguments = [str(path), "--device", "cpu", "--max-new-tokens", "2"]
+    strict = ["--chat-template", "strict"]
+    sample.main([*arguments, "--chat", *files])
+    (tmp_path / "out.jsonl").unlink()
+    sample.main([*arguments, "--chat", *files, *strict, "--template-variable", "style=1"])
+    with pytest.raises(UserError, match=f"^{re.escape(str(path))}: .*no"):
+        sample.main([*arguments, "--chat", *files, *strict])
+    with pytest.raises(SystemExit):  # not a chat
+        sample.main([*arguments, *files, *strict])
+    assert "--chat-template" in capsys.readouterr().err
+    document = with_extension(document, chat_template=templates["strict"])
+    chat_checkpoint(path.with_name("step-00000002"), trained, model, from_document(document))
+    capsys.readouterr()
+    sample.main([str(path.with_name("step-00000002")), "a", *arguments[1:]])
+    assert capsys.readouterr().out.startswith("a")
 
 
 TWO_TURNS = [{"role": "assistant", "content": "1"}, {"role": "user", "content": "2"}]

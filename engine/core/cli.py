@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -19,20 +19,19 @@ from engine.core.errors import UserError
 LOCAL_HOST = "127.0.0.1"  # the address of this machine, which no other reaches
 LOCAL_HOSTS = (LOCAL_HOST, "localhost")
 PROCESS_START = time.monotonic()  # of this process, approximately
+# A terminal that closes, and job schedulers before a time limit. Windows has SIGTERM only.
+END_SIGNAL_NAMES = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 SAME_SIGNAL_SECONDS = 1.0  # torchrun repeats a signal to processes that already received it
 OUT_OF_MEMORY_PATTERN = re.compile(
     "out of memory|can.t allocate memory|size calculation overflowed", re.I
 )
 LOST_CONNECTION_PATTERN = re.compile(r"/gloo/|NCCL error|(closed|reset) by peer", re.I)
+LOG_SECONDS = 30.0  # between lines about the progress of long work
 MAX_MESSAGE_CHARS = 1000
 CONTROL_PATTERN = re.compile("[\x00-\x1f\x7f-\x9f]")  # a name may contain commands of a terminal
 # Polls of an idle OpenMP thread before it sleeps. libgomp's default, 300,000 or about 3 ms, takes
 # cores from other processes. Decoding is slow if threads sleep too often.
 SPIN_COUNTS = {"train": 8000, "decode": 12000}
-
-progress = partial(
-    tqdm, None, unit="B", unit_scale=True, disable=None, dynamic_ncols=True, leave=False
-)
 
 
 def tune_openmp_spinning(work: Literal["train", "decode"]) -> None:
@@ -59,6 +58,28 @@ def _discard_output(file: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
+class _LogLines:
+    """A stream for a progress bar that prints each of its states as a line on stderr."""
+
+    def write(self, text: str) -> None:
+        """Print the text without the spaces that erase an earlier state."""
+        if text.strip():
+            say(text.strip(), file=sys.stderr)
+
+
+def progress_bar(iterable: Iterable[Any] | None = None, **options: Any) -> tqdm:
+    """Return a progress bar on stderr; outside a terminal, print a line every LOG_SECONDS."""
+    if sys.stderr.isatty():
+        options["dynamic_ncols"] = True
+    else:
+        options |= {"file": _LogLines(), "mininterval": LOG_SECONDS, "delay": LOG_SECONDS}
+        options["miniters"] = 0
+    return tqdm(iterable, **{"leave": False, **options})
+
+
+progress = partial(progress_bar, unit="B", unit_scale=True)
+
+
 def warn(text: str) -> None:
     """Print a warning on stderr, above the progress bar."""
     say(f"warning: {text}", file=sys.stderr)
@@ -70,18 +91,23 @@ def count_noun(count: float, noun: str) -> str:
     return f"{number} {noun}{'' if count == 1 else 's'}"
 
 
-class Interruption:
-    """Record Ctrl-C, SIGTERM or SIGHUP in ``signal``, so that a loop can save and stop.
+def find_end_signals() -> list[int]:
+    """Return the signals that ask for an end, without those that are ignored, as under nohup."""
+    numbers = [getattr(signal, name) for name in END_SIGNAL_NAMES if hasattr(signal, name)]
+    return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
-    A second Ctrl-C raises KeyboardInterrupt. So does a second SIGTERM or SIGHUP, unless it follows
-    within SAME_SIGNAL_SECONDS.
+
+class Interruption:
+    """Record Ctrl-C or another signal to end in ``signal``, so that a loop can save and stop.
+
+    A second Ctrl-C raises KeyboardInterrupt. So does another signal when it is repeated, unless it
+    follows within SAME_SIGNAL_SECONDS.
     """
 
     def __enter__(self) -> "Interruption":
         self.signal = 0
         self.received_at = 0.0
-        names = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
-        numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+        numbers = [signal.SIGINT, *find_end_signals()]
         self.handlers = {number: signal.signal(number, self.handle) for number in numbers}
         return self
 
@@ -162,9 +188,8 @@ def run_command(main: Callable[[], int | None]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # print ? for characters that the terminal lacks
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # so that `finally` clauses run
+    for end_signal in find_end_signals():  # so that `finally` clauses run
+        signal.signal(end_signal, lambda number, frame: sys.exit(128 + number))
     try:
         code = main() or 0
     except BrokenPipeError:  # the reader of stdout, such as head, has ended

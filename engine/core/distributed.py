@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import json
 import os
+import signal
 import socket
 import threading
 import time
@@ -28,8 +29,9 @@ HEARTBEAT_SECONDS = 1.0
 GROUP_SHUTDOWN_SECONDS = 2.0
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 RENDEZVOUS_FLAGS = "--rdzv-backend c10d --rdzv-endpoint HOST:PORT"  # how machines find each other
-# Numbers of processes that srun and mpirun start. SLURM sets SLURM_NTASKS for one process too.
+# Of srun and mpirun. SLURM sets SLURM_NTASKS for one process too.
 LAUNCHER_SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+LAUNCHER_RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 # torch 2.13 renamed all_gather_into_tensor, and warns of the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -238,6 +240,26 @@ SINGLE_PROCESS = DistributedContext()
 
 
 @contextlib.contextmanager
+def end_with_torchrun() -> Iterator[None]:
+    """Send SIGTERM to this process if torchrun, its parent, ends before it, as by SIGUSR1."""
+    parent = os.getppid()
+    finished = threading.Event()
+
+    def watch() -> None:
+        while not finished.wait(HEARTBEAT_SECONDS):
+            if os.getppid() != parent:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        finished.set()
+
+
+@contextlib.contextmanager
 def init_distributed(
     device: str = "auto", parallel: str = "ddp", timeout: float = 600
 ) -> Iterator[DistributedContext]:
@@ -281,10 +303,11 @@ def init_distributed(
 def _read_rank_variables() -> list[int]:
     """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without torchrun 0, 1, 0, 1."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        for name in LAUNCHER_SIZES if "RANK" not in os.environ else ():
-            if os.environ.get(name, "1") != "1":
-                advice = "Start them with torchrun: docs/distributed.md."
-                raise UserError(f"{name}: its processes have no RANK of torchrun. {advice}")
+        alone = dict.fromkeys(LAUNCHER_SIZES, "1") | dict.fromkeys(LAUNCHER_RANKS, "0")
+        for name, value in alone.items() if "RANK" not in os.environ else ():
+            if os.environ.get(name, value) != value:
+                problem = f"torchrun is missing: one of several processes (got {os.environ[name]})"
+                raise UserError(f"{name}: {problem}. Start torchrun: docs/distributed.md.")
         return [0, 1, 0, 1]
     for name in (*RANK_VARIABLES, "MASTER_PORT"):
         value = os.environ.get(name, "")

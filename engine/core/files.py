@@ -1,6 +1,7 @@
 """Atomic writes, SHA-256 hashes, strict JSON, and locks between processes."""
 
 import contextlib
+import difflib
 import glob
 import hashlib
 import json
@@ -29,6 +30,21 @@ def read_input(file: BinaryIO, name: Path | str) -> bytes:
     if len(content) > MAX_INPUT_BYTES:
         raise UserError(f"{name}: must have at most {MAX_INPUT_BYTES:,} bytes. Give a file.")
     return content
+
+
+def find_similar(path: Path, folder: Path, pattern: str) -> Path | None:
+    """Return the path that a wrong one may mean, in which a file matches ``pattern``; None: none.
+
+    It is above the wrong path or inside it, or has a similar name, beside it or in ``folder``.
+    """
+    name = path.resolve().name
+    candidates = [*path.parents[:2], *sorted(path.glob("*"))]
+    siblings = [*folder.glob("*"), *path.parent.glob("*")]
+    names = [sibling.name for sibling in siblings]
+    for near_name in (name, path.stem, *difflib.get_close_matches(name, names, cutoff=0.65)):
+        candidates += [sibling for sibling in siblings if sibling.name == near_name]
+    wanted = (each for each in candidates if each.resolve() != path.resolve())
+    return next((each for each in wanted if any(each.glob(pattern))), None)
 
 
 def sha256(path: Path) -> str:

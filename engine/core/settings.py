@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import functools
 import inspect
 import io
 import json
@@ -11,13 +12,14 @@ import operator
 import re
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import tyro
 from annotated_types import Ge, Gt, Le, Lt
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from engine.core.errors import UserError
 from engine.core.files import read_input
@@ -30,30 +32,88 @@ BOUND_TYPES: dict[type, tuple[str, Any]] = {
     Lt: ("less than", operator.lt),
 }
 PLAIN_TYPES: dict[type, Any] = {float: (int, float), Path: str}  # in TOML and JSON
+TYPE_NOUNS: dict[type, str] = {int: "a whole number", float: "a number", Path: "a path"}
+TYPE_NOUNS |= {bool: "true or false", str: "text"}
+(POSITIONAL_TYPE,) = get_args(tyro.conf.Positional[int])[1:]  # the mark of a field without a flag
+# Setting → names that other tools give it.
+OTHER_NAMES = {
+    "learning_rate": "lr max_lr",
+    "steps": "epochs num_epochs num_train_epochs max_steps max_iters iters",
+    "minutes": "epochs num_epochs num_train_epochs hours max_time",
+    "batch_size": "bs per_device_train_batch_size",
+    "context_length": "block_size ctx n_ctx seq_len max_seq_len max_length",
+    "num_layers": "n_layer layers num_hidden_layers",
+    "num_heads": "n_head heads num_attention_heads",
+    "d_model": "n_embd dim hidden_size width",
+    "data": "dataset input train_file",
+    "init_from": "model base pretrained model_name_or_path",
+    "out": "o output output_dir",
+    "resume": "continue resume_from_checkpoint",
+    "eval_every": "eval_interval eval_steps",
+    "save_every": "save_interval save_steps",
+    "dtype": "precision fp16 bf16",
+    "device": "gpu cuda",
+    "max_new_tokens": "length max_tokens n_predict max_length",
+    "num_samples": "n",
+    "gguf": "quant quantize outtype",
+}
 DEBUG_HELP = "--debug shows the traceback of any error."  # cli.run_command handles it
 
 
-def load_settings(cls: type[Config], arguments: Sequence[str] | None = None) -> Config:
+CONSTRUCTOR_TYPES = ConstructorRegistry()
+
+
+@CONSTRUCTOR_TYPES.primitive_rule
+def _parse_optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    """Parse ``X | None`` as X or None, whose help does not repeat None at each flag."""
+    options = get_args(info.type)
+    if type(None) not in options:
+        return None
+    required = functools.reduce(operator.or_, (each for each in options if each is not type(None)))
+    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(required, info.markers))
+    assert isinstance(spec, PrimitiveConstructorSpec)
+    return replace(
+        spec,
+        choices=spec.choices and (*spec.choices, "None"),
+        instance_from_str=lambda args: None if args == ["None"] else spec.instance_from_str(args),
+        is_instance=lambda value: value is None or spec.is_instance(value),
+        str_from_instance=lambda value: (
+            ["None"] if value is None else spec.str_from_instance(value)
+        ),
+    )
+
+
+def load_settings(
+    cls: type[Config],
+    arguments: Sequence[str] | None = None,
+    recorded: Mapping[str, Any] | None = None,
+) -> Config:
     """Return the dataclass of ``[FILE.toml] [--flags]``, by default of this process's command line.
 
-    Flags and keys of the file are bare field names, of nested dataclasses too. Raises UserError for
-    a mistake in the file; a mistake on the command line exits with 2.
+    Flags and keys of the file are bare field names, of nested dataclasses too. ``recorded`` has
+    values, as in TOML, of settings in neither. Raises UserError for a mistake in the file; a
+    mistake on the command line exits with 2.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     for argument in arguments:
         if argument != argument.encode(errors="replace").decode():
             raise UserError(f"{argument!r}: must be UTF-8, as config.toml is. Use another name.")
-    config = cls()
+    values = dict(recorded or {})
+    source = "config.toml"
     if arguments and not arguments[0].startswith("-"):
-        path = Path(arguments.pop(0))
-        with open(path, "rb") as file:
-            content = read_input(file, path)
-        try:
-            values = tomllib.loads(content.decode("utf-8-sig"))
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}: not valid TOML ({error}).") from None
-        config = from_values(cls, values, str(path))
-    return parse(cls, arguments, default=config)
+        source = arguments.pop(0)
+        values |= read_toml(Path(source))
+    return parse(cls, arguments, default=from_values(cls, values, source))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the settings in a TOML file. Raises UserError if it is not valid."""
+    with open(path, "rb") as file:
+        content = read_input(file, path)
+    try:
+        return tomllib.loads(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid TOML ({error}).") from None
 
 
 def parse(cls: Any, arguments: Sequence[str] | None = None, **options: Any) -> Any:
@@ -61,8 +121,10 @@ def parse(cls: Any, arguments: Sequence[str] | None = None, **options: Any) -> A
 
     A mistake there is one line on stderr, and exit code 2.
     """
-    docstring = inspect.getdoc(cls) if inspect.isclass(cls) else ""
-    options |= {"config": (tyro.conf.OmitArgPrefixes,), "description": f"{docstring} {DEBUG_HELP}"}
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    description = options.get("description", inspect.getdoc(cls))
+    options |= {"description": f"{description} {DEBUG_HELP}", "registry": CONSTRUCTOR_TYPES}
+    options["config"] = (tyro.conf.OmitArgPrefixes, tyro.conf.PositionalMetavarFromFieldName)
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
@@ -74,7 +136,7 @@ def parse(cls: Any, arguments: Sequence[str] | None = None, **options: Any) -> A
     except SystemExit as stop:
         if not stop.code:  # --help
             raise
-        message = _read_error_box(box.getvalue())
+        message = explain_mistake(cls, arguments, _read_error_box(box.getvalue()))
         if isinstance(stop.__context__, UserError):  # of a __post_init__: the box would wrap it
             message = str(stop.__context__)
     print(f"error: {' '.join(message.split())[:1000]} (see --help)", file=sys.stderr)
@@ -84,7 +146,59 @@ def parse(cls: Any, arguments: Sequence[str] | None = None, **options: Any) -> A
 def _read_error_box(box: str) -> str:
     """Return the message in a box that tyro drew: below its title, and above its help."""
     text = re.sub(r"([─│╭╮╰╯\s]|-{4,})+", " ", box.partition("\n")[2])
-    return re.split(" Argument helptext:| For full helptext", text)[0]
+    return re.split(" Argument helptext:| For full helptext", text)[0].strip()
+
+
+def explain_mistake(cls: Any, arguments: Sequence[str], message: str) -> str:
+    """Return tyro's message for a mistake on a command line in the words of this project."""
+    classes = [get_args(command)[0] for command in get_args(cls)] or [cls]
+    hints = {name: hint for each in classes for name, hint in iterate_hints(each)}
+    if match := re.match(r"Error parsing --(\S+): ([Cc]ould|invalid) .*?: (.*)", message):
+        hint = str(hints[match[1].replace("-", "_")])
+        noun = TYPE_NOUNS[float if "float" in hint else int]
+        noun = f"{noun.removeprefix('a ')}s" if "tuple" in hint else noun
+        values = match[3].strip("[]'\"").replace("', '", " ")
+        return f"--{match[1]}: must be {noun} (got {values})."
+    if match := re.match(r"invalid choice '(.*)' for argument '(.*?)'. .*\((.*?)\)", message):
+        choices = match[3].replace("'", "").removesuffix(", None").removesuffix(",")
+        return f"{match[2]}: must be one of {choices} (got {match[1]})."
+    if match := re.match(r"Missing value for argument '(.*?)'", message):
+        return f"{match[1]}: needs a value. Give one after it."
+    if match := re.match(r"Missing from \S+(?: \w+)?: (\S+) (\w)(.*?)\.? \(required\)", message):
+        return f"{match[1]}: missing. Give {match[2].lower()}{match[3]}."
+    if match := re.match(r"Unrecognized .*?options: ([^, ]+)", message):
+        if commands := message.partition("Available subcommands: ")[2]:
+            return f"{match[1]}: unknown command. Give one of {commands}."
+        names = [n for n in hints if POSITIONAL_TYPE not in getattr(hints[n], "__metadata__", ())]
+        return _explain_unknown_word(match[1], names, arguments)
+    return message
+
+
+def _explain_unknown_word(word: str, names: Collection[str], arguments: Sequence[str]) -> str:
+    """Explain a word of a command line that is neither a flag nor a value of one."""
+    if word.startswith("-"):
+        flag = word.partition("=")[0]
+        if flag[2:].replace("-", "_") in names:
+            return f"{flag}: is a flag of another command. Leave it out."
+        return f"{flag}: unknown flag. {propose_name(flag, names, '--')}"
+    before = arguments[: arguments.index(word)]
+    flag = next((name for name in reversed(before) if name.startswith("--")), "")
+    if Path(word).exists():  # the shell replaced a pattern by files
+        pattern = f"{flag} '*{Path(word).suffix}'".strip()
+        return f"{flag or word}: must be one value (got {word} too). Quote a pattern: {pattern}"
+    return f"{word}: unexpected argument. Quote a value with spaces, or leave it out."
+
+
+def propose_name(name: str, names: Collection[str], prefix: str = "") -> str:
+    """Return the sentence that names the setting that a wrong name may mean."""
+    name = name.strip("-").replace("-", "_").lower()
+    matches = [ours for ours in OTHER_NAMES if name in OTHER_NAMES[ours].split() and ours in names]
+    matches = matches or [ours for ours in names if ours.startswith(name) and len(name) > 2][:1]
+    matches = matches or difflib.get_close_matches(name, names, 1)
+    flags = [f"--{ours.replace('_', '-')}" if prefix else ours for ours in matches]
+    if not flags:
+        return "Leave it out." if prefix else "See --help for all settings."
+    return f"Did you mean {' or '.join(flags)}?"
 
 
 def iterate_hints(cls: Any) -> Iterator[tuple[str, Any]]:
@@ -169,9 +283,7 @@ def from_values(cls: type[Config], values: Any, source: str) -> Config:
     converted = {}
     for name, value in values.items():
         if name not in hints:
-            matches = difflib.get_close_matches(name, hints, 1)
-            advice = f"Did you mean {matches[0]}?" if matches else "See --help for all settings."
-            raise UserError(f"{source}: unknown setting {name}. {advice}")
+            raise UserError(f"{source}: unknown setting {name}. {propose_name(name, hints)}")
         try:
             converted[name] = _convert(value, hints[name])
         except OverflowError:  # an integer that is too large for a float
@@ -203,5 +315,5 @@ def _convert(value: Any, hint: Any) -> Any:
         return value
     is_plain_type = isinstance(value, PLAIN_TYPES.get(hint, hint))
     if not is_plain_type or (isinstance(value, bool) and hint is not bool):
-        raise TypeError(hint.__name__)
+        raise TypeError(TYPE_NOUNS.get(hint, hint.__name__))
     return hint(value)

@@ -21,6 +21,8 @@ from engine.data.split import BatchSpec, MixedText, Split, token_ids
 from engine.data.tokenizer import Tokenizer
 from engine.nn.loss import IGNORE_INDEX
 
+MAX_REMOVED_FRACTION = 0.1  # of the examples, as they are longer than the context
+
 
 @dataclass(frozen=True)
 class Mixture:
@@ -73,10 +75,26 @@ class Mixture:
         """The tokens of the longest example; 0 for text."""
         return max(split.longest_example for split in self.splits)
 
+    def row_length(self, context_length: int) -> int:
+        """Return the most inputs of a row: examples are not padded to the context."""
+        return int(min(context_length, (self.longest_example or math.inf) - 1))
+
     def drop_long_examples(self, context_length: int, cut: bool) -> "Mixture":
-        """Remove or cut the examples that are too long. Raises UserError if none remains."""
+        """Remove or cut the examples that are too long: see Examples.drop_long."""
         datasets = [dataset.drop_long_examples(context_length, cut) for dataset in self.datasets]
         return replace(self, datasets=tuple(datasets))
+
+    @property
+    def num_removed(self) -> int:
+        """The number of examples that drop_long_examples removed."""
+        return sum(split.num_removed for split in self.splits)
+
+    @property
+    def lacks_examples(self) -> bool:
+        """Whether drop_long_examples removed all of a split, or too many in all."""
+        num_kept = [split.num_examples for split in self.splits]
+        limit = MAX_REMOVED_FRACTION * (sum(num_kept) + self.num_removed)
+        return self.num_removed > limit or (self.num_removed > 0 and 0 in num_kept)
 
     @property
     def names(self) -> list[str]:

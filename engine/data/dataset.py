@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from engine.core.cli import count_noun, shell_command
 from engine.core.errors import UserError
 from engine.core.files import (
     check_types,
+    find_similar,
     fsync,
     parse_json,
     read_json,
@@ -50,6 +52,14 @@ DATASET_FILE_PATTERN = re.compile(
 )
 
 
+def dataset_name(first_input: str) -> str:
+    """Return the default name of a dataset's folder."""
+    if first_input == "-":
+        return "stdin"
+    path = re.sub(r"[*?#].*", "", first_input.removeprefix("hf:")).rstrip("/")
+    return Path(os.path.abspath(path)).name.split(".")[0] or "text"
+
+
 @dataclass(frozen=True)
 class Dataset:
     """A folder made by ``prepare.py``: two splits of text or of examples, and their tokenizer."""
@@ -76,7 +86,7 @@ class Dataset:
         train = self.train.drop_long(context_length, cut)
         val = self.val.drop_long(context_length, cut)
         splits = self.manifest["splits"]
-        if val.num_cut or val.num_removed:
+        if val.num_examples and (val.num_cut or val.num_removed):
             counts = [count_targets(self.tokenizer, example) for example in val.examples()]
             num_targets, num_bytes = map(sum, zip(*counts, strict=True))
             counted = {"targets": num_targets, "bytes": num_bytes}
@@ -102,8 +112,7 @@ class Dataset:
 def open_dataset(path: Path) -> Dataset:
     """Map a dataset into memory. Raises UserError if it is missing, corrupted or unsupported."""
     if not (path / "manifest.json").is_file():
-        command = shell_command("python", "prepare.py", "INPUT", "--out", path)
-        raise UserError(f"{path}: is not a dataset. Make it with: {command}")
+        raise UserError(f"{path}: is not a dataset. {advise_missing_dataset(path)}")
     content = (path / "manifest.json").read_bytes()
     try:
         manifest = parse_json(content, path / "manifest.json")
@@ -121,6 +130,15 @@ def open_dataset(path: Path) -> Dataset:
     except (OSError, UserError) as error:
         raise _dataset_error(path, error) from None
     return Dataset(path, manifest, tokenizer, **splits, sha256=hashlib.sha256(content).hexdigest())
+
+
+def advise_missing_dataset(path: Path) -> str:
+    """Return the dataset that a path may mean, or the command that makes one."""
+    if similar := find_similar(path, Path("data"), "*.npy"):
+        return f"Did you mean {similar}?"
+    is_run = any(path.glob("checkpoints"))
+    words = (path,) if path.exists() and not is_run else ("INPUT", "--out", path)
+    return f"Make it with: {shell_command('python', 'prepare.py', *words)}"
 
 
 def _open_split(path: Path, manifest: dict[str, Any], split: str) -> Split:

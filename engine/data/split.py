@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.core.errors import UserError
 from engine.data.order import (
     assign_to_texts,
     derived_seed,
@@ -183,7 +182,7 @@ class Examples(Split):
         self.starts = starts
         self.lengths = lengths
         self.num_examples = len(lengths)
-        self.longest_example = int(lengths.max())
+        self.longest_example = int(lengths.max(initial=0))
 
     def __len__(self) -> int:
         return int(self.lengths.sum())
@@ -200,16 +199,11 @@ class Examples(Split):
     def drop_long(self, context_length: int, cut: bool) -> "Examples":
         """Remove the examples of more than context_length + 1 tokens, or cut them.
 
-        An example without a target after the cut is removed. Raises UserError if none remains.
+        An example without a target after the cut is removed.
         """
         max_length = context_length + 1
         long = np.flatnonzero(self.lengths > max_length).tolist()
         removed = [i for i in long if not (cut and (self.example(i)[1:max_length] >= 0).any())]
-        if len(removed) == self.num_examples:
-            reason = f"no example has a target within {max_length} tokens"
-            min_context = int(self.lengths.min()) - 1
-            advice = "Raise it" if cut else f"Raise it to {min_context}, or use --long-examples cut"
-            raise UserError(f"--context-length: {reason} (got {context_length}). {advice}.")
         lengths = np.delete(np.minimum(self.lengths, max_length), removed)
         shortened = Examples(self.tokens, np.delete(self.starts, removed), lengths)
         shortened.num_cut = len(long) - len(removed)

@@ -21,15 +21,16 @@ from tokenizers.normalizers import NFC
 from engine.core.errors import UserError, wrap_library_errors
 from engine.core.files import read_json
 from engine.data import tokenizer_json
-from engine.data.chats.chat_template import read_tokenizer_config
+from engine.data.tokenizer_config import text_start_of, with_model_files
 from engine.data.tokenizer_json import (
-    CHAT_KEYS,
     END_OF_TEXT,
     EXTENSION_KEY,
     HIDDEN_PREFIX,
+    KEYS_WITHOUT_IDS,
     Document,
     is_special,
     with_extension,
+    without_leading_space,
 )
 
 PROBE_TEXT = "A word, 12 e\u0301\n"  # finds tokenizers that panic, or lose text
@@ -47,6 +48,8 @@ class Tokenizer:
     can_encode_pieces = True
     # Whether encode puts a space before the text, which decode removes again (SentencePiece).
     adds_leading_space = False
+    is_space_first_only = False  # whether it does so at the start only, not after a special token
+    folder: Path | None = None  # of the file that it was loaded from
 
     def __init__(self, document: Document):
         model = document["model"]
@@ -56,6 +59,7 @@ class Tokenizer:
         self.kind: str = extension.get("name", model.get("type", "BPE").lower())
         self.special_tokens = tokenizer_json.special_tokens_of(document)
         names = [token["content"] for token in document["added_tokens"] if token.get("special")]
+        self.strippers = tokenizer_json.strippers_of(document)
         self.markup = self.special_tokens.keys() - {*names}  # such as <think>: text in an answer
         self.text_ids = {*tokenizer_json.text_vocab(document).values(), *ordinary}
         self.vocab_size = tokenizer_json.vocab_size_of(document)
@@ -63,8 +67,12 @@ class Tokenizer:
         self.end_of_text_id = self.special_tokens.get(self.end_of_text_name)
         self.chat_template: str | None = extension.get("chat_template")
         self.other_templates: dict[str, str] = json.loads(extension.get("other_templates", "{}"))
-        self.bos_token: str = extension.get("bos_token", self.end_of_text_name)
         self.bytes_of_id = {number: name.encode() for name, number in self.special_tokens.items()}
+        self.text_start = text_start_of(document)  # the ids that begin a text
+        start_names = [self.bytes_of_id[number].decode() for number in self.text_start]
+        self.bos_token: str = extension.get("bos_token", [*start_names, self.end_of_text_name][0])
+        ends = [self.end_of_text_id, *map(int, extension.get("stop_token_ids", "").split())]
+        self.stop_token_ids = [number for number in ends if number is not None]  # of any text
 
     @functools.cached_property
     def content(self) -> bytes:
@@ -94,9 +102,24 @@ class Tokenizer:
     def _encode(self, text: str) -> np.ndarray:
         raise NotImplementedError
 
+    def encode_from_start(self, text: str) -> np.ndarray:
+        """Return the ids of a text after those that begin one, uint32 (N,)."""
+        ids = self.encode(text)
+        return np.array([*self.text_start, *ids], np.uint32) if self.text_start else ids
+
     def encode_after_special(self, text: str) -> np.ndarray:
         """Return the ids of a text that follows a special token, uint32 (N,)."""
+        return self.encode_continuation(text) if self.is_space_first_only else self.encode(text)
+
+    def encode_continuation(self, text: str) -> np.ndarray:
+        """Return the ids of a text that follows other text, uint32 (N,)."""
         return self.encode(text)
+
+    def adds_space_after(self, before: int | None) -> bool:
+        """Return whether a text after this id begins with an added space; None: at the start."""
+        is_start = before is None or before in (self.end_of_text_id, *self.text_start)
+        is_special = before in self.special_tokens.values() and not self.is_space_first_only
+        return self.adds_leading_space and (is_start or is_special)
 
     def decode_bytes(self, ids: TokenIds) -> bytes:
         """Return the UTF-8 bytes of ids inside a text, where SentencePiece keeps leading spaces.
@@ -106,13 +129,15 @@ class Tokenizer:
         return b"".join([self.bytes_of_id[number] for number in ids])
 
     def decode(self, ids: TokenIds) -> str:
-        """Return the text of the ids, where invalid UTF-8 becomes U+FFFD."""
+        """Return the text of the ids, where invalid UTF-8 becomes U+FFFD, without its start."""
+        start = len(self.text_start)
+        ids = ids[start:] if [*ids[:start]] == self.text_start else ids
         text = self.decode_bytes(ids).decode("utf-8", errors="replace")
         return text.removeprefix(" ") if self.adds_leading_space else text
 
     def unused_ids(self) -> list[int]:
         """List the ids that neither occur in text nor end it; they must not be sampled."""
-        used = self.text_ids | {self.end_of_text_id, *map(self.special_tokens.get, self.markup)}
+        used = self.text_ids | {*self.stop_token_ids, *map(self.special_tokens.get, self.markup)}
         return [number for number in range(self.vocab_size) if number not in used]
 
     def with_special(self, names: Sequence[str]) -> "Tokenizer":
@@ -122,7 +147,9 @@ class Tokenizer:
 
     def with_chat_template(self, template: str | None) -> "Tokenizer":
         """Return the same tokenizer with another chat template."""
-        return from_document(with_extension(self.document, chat_template=template))
+        tokenizer = from_document(with_extension(self.document, chat_template=template))
+        tokenizer.folder = self.folder
+        return tokenizer
 
     def is_extension_of(self, base: "Tokenizer") -> bool:
         """Return whether this is the base tokenizer, except for more special tokens.
@@ -130,7 +157,7 @@ class Tokenizer:
         Names and chat templates may differ.
         """
         larger = tokenizer_json.with_special_tokens(base.document, [*self.special_tokens])
-        ignored = dict.fromkeys(("name", *CHAT_KEYS))
+        ignored = dict.fromkeys(KEYS_WITHOUT_IDS)
         return with_extension(self.document, **ignored) == with_extension(larger, **ignored)
 
 
@@ -212,6 +239,9 @@ class HuggingFaceTokenizer(Tokenizer):
         decoder = json.dumps(document.get("decoder"))
         self.is_byte_level = '"ByteLevel"' in decoder
         self.has_byte_fallback = '"ByteFallback"' in decoder
+        self.is_space_first_only = '"prepend_scheme": "first"' in json.dumps(
+            document.get("pre_tokenizer")
+        )
         self.context: list[int] = []  # an id to decode others after, see _bytes_of
         try:
             letter = self.encode("a").tolist()
@@ -223,14 +253,11 @@ class HuggingFaceTokenizer(Tokenizer):
     @functools.cached_property
     def without_space(self) -> Tokenizer:
         """The tokenizer that puts no space before a text."""
-        pre_tokenizer = self.document.get("pre_tokenizer") or {}
-        if pre_tokenizer.get("prepend_scheme") != "first":
-            return self
-        never = {"pre_tokenizer": pre_tokenizer | {"prepend_scheme": "never"}}
-        return HuggingFaceTokenizer(self.document | never)
+        return HuggingFaceTokenizer(without_leading_space(self.document))
 
-    def encode_after_special(self, text: str) -> np.ndarray:
-        """Return the ids of a text, without the space that encode may put before it."""
+    def encode_continuation(self, text: str) -> np.ndarray:
+        if not self.adds_leading_space:
+            return self.encode(text)
         return self.without_space.encode(text)
 
     def _encode(self, text: str) -> np.ndarray:
@@ -266,7 +293,7 @@ def from_document(document: Document) -> Tokenizer:
     """Return the tokenizer of a checked document. Raises UserError if it cannot be used."""
     special = tokenizer_json.special_tokens_of(document)
     characters = "".join(tokenizer_json.text_vocab(document))
-    plain = with_extension(document, **dict.fromkeys(("name", "end_of_text", *CHAT_KEYS)))
+    plain = with_extension(document, **dict.fromkeys(("end_of_text", *KEYS_WITHOUT_IDS)))
     is_char = document["model"].get("type") == "WordLevel"
     tokenizer: Tokenizer
     if is_char and plain == tokenizer_json.char_document(characters, special):
@@ -286,14 +313,16 @@ def from_document(document: Document) -> Tokenizer:
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load a tokenizer.json, of this project or of a model of transformers.
 
-    The files beside it, such as ``tokenizer_config.json``, determine the end of text and the chat
-    template of a model. Raises UserError if a file is corrupted or unsupported.
+    The files beside it determine what begins and ends a model's texts, and its chat template.
+    Raises UserError if a file is corrupted or unsupported.
     """
     document = read_json(path)
     try:
         with wrap_library_errors("it makes a library panic"):
             tokenizer_json.check_document(document)
-            return from_document(with_extension(document, **read_tokenizer_config(path.parent)))
+            tokenizer = from_document(with_model_files(document, path.parent))
+            tokenizer.folder = path.parent
+            return tokenizer
     except UserError as error:
         fix = "Choose another tokenizer, or prepare again."
         raise UserError(f"{path}: corrupted or unsupported tokenizer ({error}). {fix}") from None
@@ -308,7 +337,7 @@ def named_tokenizer(name: str) -> Tokenizer:
     if name == "byte":
         return ByteTokenizer()
     if name in ENCODING_CONSTRUCTORS:
-        return from_document(_tiktoken_document(name))
+        return from_document(tokenizer_json.tiktoken_document(name))
     path = Path(name)
     checkpoints = sorted(path.glob(f"checkpoints/step-{'[0-9]' * 8}/tokenizer.json"))
     files = [file for file in (path, *checkpoints, path / "tokenizer.json") if file.is_file()]
@@ -317,18 +346,3 @@ def named_tokenizer(name: str) -> Tokenizer:
     names = ", ".join(("char", "byte", "bpe", *ENCODING_CONSTRUCTORS))
     paths = "the path of a tokenizer.json, a dataset, a checkpoint or a run"
     raise UserError(f"--tokenizer: must be one of {names}, or {paths} (got {name}).")
-
-
-def _tiktoken_document(name: str) -> Document:
-    """Build the document of one of tiktoken's encodings, which tiktoken downloads."""
-    try:
-        encoding = ENCODING_CONSTRUCTORS[name]()
-    except Exception as error:  # the network, its libraries or a damaged file may raise anything
-        problem = f"--tokenizer {name}: download failed ({type(error).__name__})"
-        advice = "set TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer bpe"
-        raise UserError(f"{problem}. Connect to the internet, {advice}.") from None
-    ranks = encoding["mergeable_ranks"].items()
-    vocab = {tokenizer_json.to_byte_level(token): rank for token, rank in ranks}
-    special = encoding["special_tokens"]
-    document = tokenizer_json.bpe_document(vocab, encoding["pat_str"], special)
-    return with_extension(document, name=name)

@@ -1,8 +1,9 @@
 """Hugging Face's tokenizer.json as parsed JSON: build it, check it, convert it for tiktoken.
 
 ``tokenizers`` ignores unknown keys in ``model``. ``model.gpt_trainer`` holds what the format lacks:
-``end_of_text`` (the special token that ends a document), ``name``, ``chat_template``, the
-``bos_token`` of that template, and ``other_templates`` (JSON of names and texts).
+``end_of_text`` (the special token that ends a document), ``name``, ``chat_template``,
+``other_templates`` (JSON of names and texts), ``bos_token``, and ``stop_token_ids`` (those of a
+model besides the end of text, with spaces between them).
 """
 
 import json
@@ -25,7 +26,8 @@ CHAT_ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assist
 END_OF_TURN = "<|end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, *CHAT_ROLES.values(), END_OF_TURN)  # of a BPE trained here
 EXTENSION_KEY = "gpt_trainer"
-CHAT_KEYS = ("chat_template", "other_templates", "bos_token")  # of the extension
+CHAT_KEYS = ("chat_template", "other_templates")  # of the extension
+KEYS_WITHOUT_IDS = ("name", *CHAT_KEYS, "bos_token", "stop_token_ids")  # ids do not depend on them
 MAX_VOCAB_SIZE = 2**24
 # A noncharacter before the names of special tokens: see without_special.
 HIDDEN_PREFIX = "\U0010ffff"
@@ -108,6 +110,21 @@ def bpe_document(vocab: dict[str, int], pattern: str, special: dict[str, int]) -
     return _document(model, words, BYTE_LEVEL_WORDS, special)
 
 
+def tiktoken_document(name: str) -> Document:
+    """Build the document of one of tiktoken's encodings, which tiktoken downloads."""
+    try:
+        encoding = ENCODING_CONSTRUCTORS[name]()
+    except Exception as error:  # the network, its libraries or a damaged file may raise anything
+        problem = f"--tokenizer {name}: download failed ({type(error).__name__})"
+        advice = "set TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer bpe"
+        raise UserError(f"{problem}. Connect to the internet, {advice}.") from None
+    ranks = encoding["mergeable_ranks"].items()
+    vocab = {to_byte_level(token): rank for token, rank in ranks}
+    special = encoding["special_tokens"]
+    document = bpe_document(vocab, encoding["pat_str"], special)
+    return with_extension(document, name=name)
+
+
 def _document(
     model: dict[str, Any], words: dict[str, Any], decoder: dict[str, Any], special: dict[str, int]
 ) -> Document:
@@ -171,6 +188,13 @@ def special_tokens_of(document: Document) -> dict[str, int]:
     return {token["content"]: token["id"] for token in tokens}
 
 
+def strippers_of(document: Document) -> dict[str, tuple[str, ...]]:
+    """Return the special tokens that absorb white space before (lstrip) or after (rstrip) them."""
+    tokens = [*filter(is_special, document["added_tokens"])]
+    flags = ("lstrip", "rstrip")
+    return {flag: tuple(t["content"] for t in tokens if t.get(flag)) for flag in flags}
+
+
 def vocab_of(document: Document) -> dict[str, int]:
     """Return the model's tokens and ids."""
     vocab = document["model"]["vocab"]
@@ -189,6 +213,18 @@ def vocab_size_of(document: Document) -> int:
     """Return the largest id plus one."""
     ids = [token["id"] for token in document["added_tokens"]]
     return 1 + max([*ids, *vocab_of(document).values()], default=-1)
+
+
+def without_leading_space(document: Document) -> Document:
+    """Return the document without the space that it puts before a text."""
+    unset = {"prepend_scheme": "never", "add_prefix_space": False, "prepend": ""}
+
+    def change(step: dict[str, Any]) -> dict[str, Any]:
+        return step | {key: unset[key] for key in unset.keys() & step.keys()}
+
+    names = ("normalizer", "pre_tokenizer")
+    steps = {name: json.dumps(document.get(name)) for name in names}
+    return document | {name: json.loads(steps[name], object_hook=change) for name in names}
 
 
 def without_special(document: Document) -> Document:

@@ -86,7 +86,7 @@ def tokenizer_texts(corpus: Corpus, max_bytes: float) -> Iterator[str]:
     """Yield a sample of about ``max_bytes`` of the text, in short strings."""
     total = min(max_bytes, corpus.bytes) if corpus.is_plain else None
     has_examples = corpus.rule.has_examples
-    with progress("training tokenizer", total) as bar:
+    with progress(desc="training tokenizer", total=total) as bar:
         for document in sample_texts(corpus, max_bytes):
             bar.update(len(document))
             texts = [turn[1] for turn in json.loads(document)] if has_examples else [document]
@@ -127,4 +127,4 @@ def export_note(tokenizer: Tokenizer) -> str:
     if pre_tokenizer_name(tokenizer):
         return ""
     patterns = [name for name, regex in SPLIT_PATTERNS.items() if regex in PRE_TOKENIZER_NAMES]
-    return f"; GGUF needs --pattern {', '.join(patterns[:-1])} or {patterns[-1]}"
+    return f"; for llama.cpp (GGUF): --pattern {', '.join(patterns[:-1])} or {patterns[-1]}"

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from engine.core import files
-from engine.core.cli import progress
+from engine.core.cli import count_noun, progress
 from engine.core.errors import UserError, import_optional
 from engine.data import dataset
 from engine.data.chats.chat import Encoder, make_encoder
@@ -64,9 +64,9 @@ def encode_batch(
         num_tokens = 0
         if text.ends_document or not join_pieces:
             for split, group in itertools.groupby(pieces, key=attrgetter("split")):
-                _, contents, ends = zip(*group, strict=True)
+                _, contents, starts, ends = zip(*group, strict=True)
                 content = "".join(contents)
-                ids, num_bytes, num_targets = encode(content, ends[-1])
+                ids, num_bytes, num_targets = encode(content, starts[0], ends[-1])
                 batch.ids[split].append(ids)
                 counts = batch.counts[split]
                 counts["bytes"] += num_bytes
@@ -286,7 +286,7 @@ def encode_missing_units(
     """Encode the units that are not finished."""
     missing = [unit for unit in units if not job.is_finished(unit)]
     total_bytes = sum(unit.size for unit in missing) if is_plain or ray else None
-    with progress("encoding", total_bytes) as bar:
+    with progress(desc="encoding", total=total_bytes) as bar:
         if ray and missing:
             for num_bytes in encode_on_ray(job, missing, ray):
                 bar.update(num_bytes)
@@ -326,9 +326,12 @@ def make_manifest(
         }
         num_tokens = splits[split]["tokens"]
         if num_tokens < 2:
-            source = f"{statistics['documents']} documents, {statistics['repeats']} of them repeats"
+            count = statistics["documents"]
+            source = f"{count_noun(count, 'document')}, {statistics['repeats']} of them repeats"
             problem = f"must have at least 2 tokens (got {num_tokens}, of {source})"
-            raise UserError(f"the {split} split {problem}. Change --val-fraction or --val.")
+            are_equal = count - statistics["repeats"] == 1 < count + statistics["dropped"]
+            change = "Give other documents" if are_equal else "Change --val-fraction"
+            raise UserError(f"the {split} split {problem}. {change} or --val.")
     return {
         "format": dataset.FORMAT_VERSION,
         "vocab_size": job.vocab_size,

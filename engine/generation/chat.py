@@ -20,6 +20,7 @@ def converse(model: TextGenerator, system: str, **options: Unpack[TextOptions]) 
     if is_terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401, adds editing and a history to input()
+        print("Ctrl-C stops an answer, Ctrl-D ends the chat.", file=sys.stderr)
     # Ctrl-C in a terminal ends an answer, or at the prompt the chat; in a pipe, the command.
     interrupts = [KeyboardInterrupt] if is_terminal else []
     turns = [("system", system)] if system else []

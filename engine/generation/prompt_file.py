@@ -9,9 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-from tqdm import tqdm
-
-from engine.core.cli import count_noun
+from engine.core.cli import count_noun, progress_bar
 from engine.core.errors import UserError
 from engine.core.files import atomic_write, exclusive_lock, parse_json, read_input, sha256, to_json
 from engine.data.chats.chat import Turn, own_template
@@ -53,7 +51,7 @@ def complete_file(
         texts = [finished.get(index, "") for index, _ in enumerate(lines)]
         with (
             open(partial, "a", encoding="utf-8") as file,
-            tqdm(total=len(lines), initial=len(finished), disable=None, leave=False) as bar,
+            progress_bar(total=len(lines), initial=len(finished)) as bar,
         ):
             for index, text in model.complete(streams, **options):
                 texts[index] += text
@@ -149,7 +147,8 @@ def encode_line(
 def parse_question(line: dict[str, Any], tokenizer: Tokenizer) -> list[Turn]:
     """Return the turns of a chat to answer. Raises UserError unless the last is a question."""
     template = own_template(tokenizer)
-    turns = parse_messages(find_messages(line), template, find_tools(line, template))
+    messages = find_messages(line, template=template)
+    turns = parse_messages(messages, template, find_tools(line, template))
     if turns[-1][0] == "assistant":
         raise UserError("'messages' must end with a question. Remove the assistant's last message.")
     return turns

@@ -65,13 +65,18 @@ def check_finite(largest: Tensor) -> None:
         )
 
 
-def penalize_repetition(logits: Tensor, tokens: Tensor, penalty: float) -> Tensor:
+def penalize_repetition(
+    logits: Tensor, tokens: Tensor, penalty: float, exempt: Sequence[int] = ()
+) -> Tensor:
     """Return logits (B, V) in which the tokens (B, T) that occurred are less likely.
 
     Their positive logits are divided by the penalty, negative ones multiplied (Keskar et al. 2019).
+    Exempt ids keep their logits: a penalty of the tokens that end turns would lengthen answers.
     """
     scores = logits.gather(-1, tokens)
-    return logits.scatter(-1, tokens, torch.where(scores < 0, scores * penalty, scores / penalty))
+    scores = torch.where(scores < 0, scores * penalty, scores / penalty)
+    ids = torch.tensor(list(exempt), dtype=torch.long, device=logits.device)
+    return logits.scatter(-1, tokens, scores).index_copy(-1, ids, logits[:, ids])
 
 
 def filter_logits(

@@ -169,9 +169,9 @@ class TextBatch:
             # A shorter row repeats its first id: a penalty counts each id once.
             longest = max(map(len, rows))
             tokens = [row + row[:1] * (longest - len(row)) for row in rows]
-            logits = penalize_repetition(
-                logits, torch.tensor(tokens, device=logits.device), penalty
-            )
+            ids = torch.tensor(tokens, device=logits.device)
+            special_ids = [*requests[0].stream.tokenizer.special_tokens.values()]
+            logits = penalize_repetition(logits, ids, penalty, special_ids)
         return sample_token(logits, draws, **requests[0].filters).tolist()
 
     def _score(self, token: Token, logits: Tensor, num_alternatives: int) -> None:
@@ -226,9 +226,11 @@ def banned_tokens(
 def initial_tokens(tokenizer: Tokenizer, num_documents: int) -> list[int]:
     """Return the ids that replace an empty prompt.
 
-    They are the end of text if the model was trained on several documents. Otherwise they are a
-    newline, or the first id if the tokenizer has none.
+    They are the tokenizer's start of a text, or else the end of text if the model was trained on
+    several documents. Otherwise they are a newline, or the first id if the tokenizer has none.
     """
+    if tokenizer.text_start:
+        return tokenizer.text_start
     if tokenizer.end_of_text_id is not None and num_documents > 1:
         return [tokenizer.end_of_text_id]
     try:

@@ -11,7 +11,15 @@ import torch
 
 from engine.core.cli import count_noun, warn
 from engine.core.errors import UserError
-from engine.data.chats.chat import Turn, common_length, encode_chat, keys_of, stop_token_ids
+from engine.data.chats.chat import (
+    Turn,
+    common_length,
+    encode_chat,
+    encode_rendered,
+    keys_of,
+    names_pattern,
+    stop_token_ids,
+)
 from engine.data.chats.chat_template import TOOLS_ROLE
 from engine.data.tokenizer import Tokenizer
 from engine.generation.beam_search import search_text
@@ -43,6 +51,7 @@ class TextGenerator:
     should_compile: bool = False
     has_system_turns: bool = True  # whether the training chats had any; True if unknown
     should_quantize: bool = False
+    parses_special: bool = False  # whether names of special tokens in prompts become these tokens
     max_length: int = field(default=0, init=False)  # of texts so far, in tokens with their prompts
     warnings: set[str] = field(default_factory=set, init=False)  # those that were printed
 
@@ -52,7 +61,7 @@ class TextGenerator:
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """The ids that end a text, besides the end of text."""
+        """The ids that end a text, besides those of the tokenizer."""
         return stop_token_ids(self.tokenizer) if self.is_chat_model else []
 
     @cached_property
@@ -64,9 +73,27 @@ class TextGenerator:
             decoder.compile(dynamic=True)
         return decoder
 
-    def encode_prompt(self, prompt: str) -> list[int]:
-        """Encode a prompt; an empty prompt becomes initial_tokens."""
-        return self.tokenizer.encode(prompt).tolist() or self.initial_tokens
+    def encode_prompt(self, prompt: str, parse_special: bool = False) -> list[int]:
+        """Encode a prompt; an empty prompt becomes initial_tokens.
+
+        Names of special tokens are text, and a warning says so once, unless they are parsed.
+        """
+        if parse_special or self.parses_special:
+            ids, _ = encode_rendered(self.tokenizer, prompt)
+            start = self.tokenizer.text_start
+            return (ids if ids[: len(start)] == start else start + ids) or self.initial_tokens
+        if names := names_pattern(self.tokenizer).findall(prompt):
+            self.warn_once(
+                f"the prompt spells special tokens ({count_noun(len(names), 'name')}), which are "
+                "plain text there: --parse-special, or parse_special in a request, reads them"
+            )
+        return self.tokenizer.encode_from_start(prompt).tolist() or self.initial_tokens
+
+    def warn_once(self, text: str) -> None:
+        """Print a warning unless it was printed before."""
+        if text not in self.warnings:
+            self.warnings.add(text)
+            warn(text)
 
     def generate(self, prompt: str = "", **options: Unpack[TextOptions]) -> str:
         """Return the text after a prompt.
@@ -115,9 +142,8 @@ class TextGenerator:
             ),
         }
         for text, is_true in warnings.items():
-            if is_true and text not in self.warnings:
-                self.warnings.add(text)
-                warn(text)
+            if is_true:
+                self.warn_once(text)
         return ids, limit
 
     def _complete(

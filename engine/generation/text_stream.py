@@ -18,7 +18,7 @@ class TextStream:
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
     ):
-        """End the text before any text of ``stop``, at stop_token_ids and at the end of text.
+        """End the text before any text of ``stop``, at stop_token_ids and the tokenizer's ends.
 
         A space that the tokenizer adds at the start is dropped, unless the text continues a prompt.
         A last character whose bytes are incomplete is left out.
@@ -28,11 +28,8 @@ class TextStream:
         self.max_tokens = max_tokens
         self.stop = stop
         self.stop_prefixes = [text[:length] for text in stop for length in range(1, len(text))]
-        self.stop_token_ids = {*stop_token_ids}
-        if tokenizer.end_of_text_id is not None:
-            self.stop_token_ids.add(tokenizer.end_of_text_id)
-        self.starts_text = not prompt or prompt[-1] in tokenizer.special_tokens.values()
-        self.drops_space = tokenizer.adds_leading_space and self.starts_text
+        self.stop_token_ids = {*stop_token_ids, *tokenizer.stop_token_ids}
+        self.drops_space = tokenizer.adds_space_after(prompt[-1] if prompt else None)
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.pending = ""  # may start a stop text
         self.num_tokens = 0
@@ -63,6 +60,8 @@ class TextStream:
 
     def decode(self, token: int) -> str:
         """Return the characters that a token completes, without a space that is dropped."""
+        if not self.prompt and not self.num_characters and token in self.tokenizer.text_start:
+            return ""
         content = self.decoder.decode(self.tokenizer.decode_bytes([token]))
         if self.drops_space and content:
             content = content.removeprefix(" ")

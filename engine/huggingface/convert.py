@@ -27,7 +27,7 @@ WINDOW_TYPES = {
     "max_window_layers": int,
     "layer_types": ([str], None),
 }
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REQUIRED_SETTINGS = {"vocab_size", "context_length", "num_layers", "num_heads", "d_model"}
 # Type of RoPE → keys of its numbers, in the order of ModelConfig.rope_scaling.
 ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
@@ -35,6 +35,10 @@ ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+# Modules that wrap others: torch.compile, DistributedDataParallel, FSDP, activation checkpointing.
+WRAPPER_PATTERN = re.compile(
+    r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
 HF_CONSTANT_BUFFERS = re.compile(r".*(attn\.(masked_)?bias|rotary_emb\.inv_freq)")  # of old files
 
 
@@ -81,6 +85,34 @@ def to_hf(params: Mapping[str, Tensor], family: Family) -> Tensors:
     }
 
 
+def read_names(tensors: Tensors, family: Family, source: str) -> Tensors:
+    """Return tensors by the family's names, without the prefixes of modules that wrap the model.
+
+    Raises UserError, naming the source, for quantized weights.
+    """
+    tensors = {WRAPPER_PATTERN.sub("", name): value for name, value in tensors.items()}
+    embedding = family.modules["token_embedding"] + ".weight"
+    outer = [name.removesuffix(embedding) for name in tensors if name.endswith(embedding)]
+    tensors = {name.removeprefix("".join(outer[:1])): value for name, value in tensors.items()}
+    prefix = embedding.split(".")[0] + "."  # old files omit it
+    tensors = {
+        name if name.startswith((prefix, "lm_head.")) else prefix + name: value
+        for name, value in tensors.items()
+    }
+    for name, value in tensors.items():
+        if value.dtype not in FLOAT_DTYPES and not HF_CONSTANT_BUFFERS.fullmatch(name):
+            problem = f"quantized weights are unsupported ({name} is {value.dtype})"
+            raise UserError(f"{source}: {problem}. Use the original model.".replace("torch.", ""))
+    return tensors
+
+
+def has_own_head(tensors: Tensors, family: Family) -> bool:
+    """Return whether there is a head of other values than the embedding."""
+    head = tensors.get("lm_head.weight")
+    embedding = tensors.get(family.modules["token_embedding"] + ".weight")
+    return head is not None and embedding is not None and not torch.equal(head, embedding)
+
+
 def from_hf(
     tensors: Tensors, meta_params: Mapping[str, Tensor], family: Family, source: str
 ) -> Tensors:
@@ -88,20 +120,18 @@ def from_hf(
 
     Raises UserError, naming the source, for a tensor that is missing, unknown, or of another shape.
     """
-    prefix = family.modules["token_embedding"].split(".")[0] + "."  # old files omit it
-    tensors = {
-        name if name.startswith((prefix, "lm_head.")) else prefix + name: value
-        for name, value in tensors.items()
-    }
+    tensors = dict(tensors)
     params = {}
     expected = to_hf(meta_params, family)
     for hf_name, names in tensor_layout(meta_params, family).items():
         if hf_name not in tensors:
-            raise UserError(f"{source}: {hf_name} is missing. Check the sizes in its config.json.")
+            problem = f"{hf_name} is missing, which its config.json demands"
+            fix = "Correct config.json, or download the model again."
+            if names == ["head.weight"]:
+                fix = "If the head is the embedding, set tie_word_embeddings to true there."
+            raise UserError(f"{source}: {problem}. {fix}")
         value = tensors.pop(hf_name)
-        if value.dtype not in FLOAT_DTYPES:
-            raise UserError(f"{source}: {hf_name} must be floating-point (got {value.dtype}).")
-        if value.dtype == torch.float16:
+        if value.dtype in (torch.float16, torch.float64):
             value = value.float()  # bfloat16 would round it
         shape = tuple(expected[hf_name].shape)
         if value.shape != shape:
@@ -183,6 +213,8 @@ def from_hf_config(hf_config: Any, source: str) -> tuple[Family, ModelConfig]:
     settings = {setting: values[0] for setting, values in supported_values.items()}
     for setting, keys in family.settings.items():
         hf_values = [hf_config[key] for key in keys.split() if hf_config.get(key) is not None]
+        if setting == "bias" and any(hf_values) and len(hf_values) < len(keys.split()):
+            hf_values.append(False)  # of the missing one
         if len(set(map(str, hf_values))) > 1:
             raise UserError(f"{source}: {keys} must be equal (got {hf_values}).")
         if hf_values:

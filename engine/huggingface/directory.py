@@ -21,6 +21,17 @@ NUM_COMPARED_SEQUENCES = 4
 MAX_COMPARED_TOKENS = 1024  # of a sequence
 MAX_RELATIVE_ERROR = 1e-4  # of the largest logit
 UNREAD_SUFFIXES = (".bin", ".pt", ".pth", ".gguf")  # of files with weights in other formats
+OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
+# A file of a directory without config.json → what the directory is, and the way out.
+OTHER_LAYOUTS = {
+    "adapter_config.json": "is an adapter without its base. Merge them with merge_and_unload() of "
+    "PEFT, save the result with save_pretrained(), and import that",
+    "params.json": "is in Mistral's or Meta's own layout. Get the version with config.json, in "
+    "transformers' layout",
+    "checkpoints": "is a run of this project, which needs no import. Use it with sample.py or "
+    "train.py --init-from",
+    "model_index.json": "is a pipeline of several models. Give the folder of its language model",
+}
 CARD_TEMPLATE = """---
 license: FILL IN
 library_name: transformers
@@ -58,12 +69,22 @@ def find_directory(source: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = ["*.json", "*.safetensors", "*.jinja"]
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "vocab.txt", "merges.txt"]
         return Path(snapshot_download(source, allow_patterns=patterns))
     except Exception as error:  # the hub's client lets many libraries' errors through
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         advice = "Check the name and the connection, or give a directory."
         raise UserError(f"{source}: download failed ({reason}). {advice}") from None
+
+
+def read_config(directory: Path) -> Any:
+    """Read config.json. Raises UserError if it is missing, naming what the directory is instead."""
+    path = directory / "config.json"
+    if not path.is_file():
+        kinds = [kind for name, kind in OTHER_LAYOUTS.items() if (directory / name).exists()]
+        default = "must be a model in transformers' layout. Give the directory of its config.json"
+        raise UserError(f"{directory}: {[*kinds, default][0]}.")
+    return read_json(path)
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
@@ -82,6 +103,8 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
         if not path.is_file():
             unread = [file.name for file in directory.iterdir() if file.suffix in UNREAD_SUFFIXES]
             fix = "Download the model again."
+            if (directory / "adapter_config.json").is_file():
+                raise UserError(f"{directory}: {OTHER_LAYOUTS['adapter_config.json']}.")
             if unread:
                 convert = "Convert it with transformers: from_pretrained(…).save_pretrained(…)."
                 fix = f"{unread[0]} is not read. {convert}"
@@ -97,7 +120,13 @@ def read_tokenizer(directory: Path) -> Tokenizer:
     """Read a model's tokenizer. Raises UserError if it is missing or unsupported."""
     path = directory / "tokenizer.json"
     if not path.is_file():
-        raise UserError(f"{path}: not found. Name the model's tokenizer with --tokenizer.")
+        fix = "Name the model's tokenizer with --tokenizer."
+        unread = [name for name in OTHER_TOKENIZERS if (directory / name).is_file()]
+        if unread:
+            name = repr(str(directory))
+            convert = f"AutoTokenizer.from_pretrained({name}).save_pretrained({name})"
+            fix = f"{unread[0]} is not read. Convert it with transformers: {convert}."
+        raise UserError(f"{path}: not found. {fix}")
     tokenizer = load_tokenizer(path)
     is_ours = tokenizer.chat_template in (PLAIN_TEMPLATE, CHATML_TEMPLATE)
     return tokenizer.with_chat_template(None) if is_ours else tokenizer
@@ -106,13 +135,22 @@ def read_tokenizer(directory: Path) -> Tokenizer:
 def special_token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
     """Return config.json's special token ids. Each family has defaults, which would be wrong."""
     end_of_text = tokenizer.end_of_text_id
-    return {"bos_token_id": end_of_text, "eos_token_id": end_of_text, "pad_token_id": None}
+    bos = tokenizer.special_tokens.get(tokenizer.bos_token, end_of_text)
+    return {"bos_token_id": bos, "eos_token_id": end_of_text, "pad_token_id": None}
+
+
+def stop_token_ids(tokenizer: Tokenizer, template: str | None) -> list[int]:
+    """Return the ids that end a text, and with a template those that end an answer."""
+    turn_end = end_of_turn_id(tokenizer) if template else None
+    ends = [*tokenizer.stop_token_ids[:1], turn_end, *tokenizer.stop_token_ids[1:]]
+    return [*dict.fromkeys(number for number in ends if number is not None)]
 
 
 def chat_template(tokenizer: Tokenizer, is_chat_model: bool) -> str | None:
     """Return the tokenizer's imported chat template, or the one that a chat model learned."""
-    learned = chat_format(tokenizer)[0].source if is_chat_model else None
-    return tokenizer.chat_template or learned
+    is_imported = tokenizer.chat_template or tokenizer.other_templates
+    learns_plain_chats = is_chat_model and not is_imported
+    return chat_format(tokenizer)[0].source if learns_plain_chats else tokenizer.chat_template
 
 
 def write_tokenizer(path: Path, tokenizer: Tokenizer, length: int, template: str | None) -> None:
@@ -128,21 +166,18 @@ def write_tokenizer(path: Path, tokenizer: Tokenizer, length: int, template: str
         "model_max_length": length,
         "clean_up_tokenization_spaces": False,
     }
-    if template:
-        named = {"default": template, **tokenizer.other_templates}
+    named = {**({"default": template} if template else {}), **tokenizer.other_templates}
+    if named:
         templates = [{"name": name, "template": text} for name, text in named.items()]
         config["chat_template"] = templates if tokenizer.other_templates else template
     if tokenizer.end_of_text_id is not None:
         config["bos_token"] = tokenizer.bos_token
         config["eos_token"] = tokenizer.end_of_text_name
     write_json(path / "tokenizer_config.json", config)
-    stop_token_ids = [tokenizer.end_of_text_id, end_of_turn_id(tokenizer) if template else None]
     generation_config = {
-        "do_sample": True,
-        "temperature": 0.8,
-        "top_p": 0.95,
+        "do_sample": True,  # no temperature: transformers would save it with this switch only
         **special_token_ids(tokenizer),
-        "eos_token_id": [token for token in stop_token_ids if token is not None] or None,
+        "eos_token_id": stop_token_ids(tokenizer, template) or None,
     }
     write_json(path / "generation_config.json", generation_config)
 
@@ -190,8 +225,9 @@ def compare_with_transformers(path: Path, model: GPT, tokenizer: Tokenizer) -> s
     max_logit = 0.0
     for ids in sequences.tolist():
         text = tokenizer.decode([token for token in ids if token not in special_ids])
-        hf_ids = hf_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        if hf_ids != tokenizer.encode(text).tolist():
+        hf_ids = hf_tokenizer.encode(text, split_special_tokens=True)
+        own_ids = tokenizer.encode_from_start(text).tolist()
+        if hf_ids[: len(own_ids)] != own_ids:
             raise RuntimeError(f"the exported tokenizer has other token ids for {text!r}")
         logits = model(torch.tensor([ids]))
         hf_logits = hf_model(torch.tensor([ids])).logits

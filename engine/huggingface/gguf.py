@@ -10,9 +10,9 @@ from torch import Tensor
 
 from engine.core.cli import count_noun, warn
 from engine.core.errors import UserError
-from engine.data.chats.chat import end_of_turn_id
 from engine.data.tokenizer import Tokenizer
 from engine.data.tokenizer_training import pre_tokenizer_name
+from engine.huggingface.directory import special_token_ids, stop_token_ids
 
 # The activation that llama.cpp computes in each architecture, whatever the file says.
 LLAMA_CPP_ACTIVATIONS = {"llama": "silu", "qwen3": "silu", "qwen2": "silu", "gpt2": "gelu_new"}
@@ -52,6 +52,9 @@ def check_supported(hf_config: dict[str, Any], tokenizer: Tokenizer) -> None:
         if is_present:
             problem = f"unsupported {problem} in {family} models"
             raise UserError(f"--gguf: {problem}. Train without it, or omit --gguf.")
+    if tokenizer.text_start not in ([], [tokenizer.special_tokens.get(tokenizer.bos_token)]):
+        names = tokenizer.decode_bytes(tokenizer.text_start).decode()
+        raise UserError(f"--gguf: a text must begin with at most bos_token (got {names}). Omit it.")
     if pre_tokenizer_name(tokenizer) is None:
         problem = f"llama.cpp does not support this {tokenizer.kind} tokenizer"
         fix = "Prepare the text with --pattern gpt2, or with --tokenizer gpt2."
@@ -79,7 +82,7 @@ def write(
             getattr(writer, method)(hf_config[key])
     if "rope_parameters" in hf_config:
         writer.add_rope_freq_base(hf_config["rope_parameters"]["rope_theta"])
-    _add_tokenizer(writer, tokenizer, hf_config["vocab_size"])
+    _add_tokenizer(writer, tokenizer, template, hf_config["vocab_size"])
     if template:
         writer.add_chat_template(template)
     amount = "ALL" if dtype == "f32" else "MOSTLY"
@@ -149,7 +152,9 @@ def _rearrange(name: str, tensor: Tensor, hf_config: dict[str, Any]) -> Tensor:
     return tensor.contiguous()
 
 
-def _add_tokenizer(writer: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
+def _add_tokenizer(
+    writer: Any, tokenizer: Tokenizer, template: str | None, vocab_size: int
+) -> None:
     """Add the tokens, padded to the model's vocabulary, the merges and the special ids."""
     import gguf
 
@@ -161,7 +166,8 @@ def _add_tokenizer(writer: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
         kinds[number] = gguf.TokenType.NORMAL
     for text, number in tokenizer.special_tokens.items():
         texts[number] = text
-        kinds[number] = gguf.TokenType.CONTROL
+        is_markup = text in tokenizer.markup
+        kinds[number] = gguf.TokenType.USER_DEFINED if is_markup else gguf.TokenType.CONTROL
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre_tokenizer_name(tokenizer))
     writer.add_token_list(texts)
@@ -169,9 +175,10 @@ def _add_tokenizer(writer: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
     writer.add_token_merges(
         [pair if isinstance(pair, str) else " ".join(pair) for pair in bpe["merges"]]
     )
-    writer.add_add_bos_token(False)
-    writer.add_bos_token_id(tokenizer.end_of_text_id)
-    writer.add_eos_token_id(tokenizer.end_of_text_id)
-    turn_end = end_of_turn_id(tokenizer)
-    if turn_end is not None:
-        writer.add_eot_token_id(turn_end)
+    writer.add_add_bos_token(bool(tokenizer.text_start))
+    writer.add_bos_token_id(special_token_ids(tokenizer)["bos_token_id"])
+    # llama.cpp has a key for the end of a turn, one for the end of a message, and knows some names.
+    ends = stop_token_ids(tokenizer, template)
+    keys = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
+    for add, number in zip(keys, ends, strict=False):
+        add(number)

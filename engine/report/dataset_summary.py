@@ -3,11 +3,16 @@
 import textwrap
 from pathlib import Path
 
-from engine.data.chats import chat
+import numpy as np
+
 from engine.data.dataset import Dataset, open_dataset
+from engine.data.split import is_target, token_ids
+from engine.data.tokenizer import Tokenizer
 from engine.data.tokenizer_training import export_note
 
 NUM_SAMPLE_TOKENS = 60  # of the text that describe_sample shows
+MAX_RENDERED_CHARACTERS = 500  # of an example
+MAX_RENDERED_RUN_CHARACTERS = 200  # of consecutive targets, or of tokens between targets
 
 
 def describe_dataset(path: Path) -> str:
@@ -20,10 +25,8 @@ def describe_dataset(path: Path) -> str:
         repeats = f"exact repeats: {statistics['repeats']:,}, see --deduplicate"
     if statistics["dropped"]:
         repeats = f"exact repeats left out: {statistics['dropped']:,}"
-    used_fraction = statistics["vocabulary"] / manifest["vocab_size"]
-    vocabulary = (
-        f"{dataset.tokenizer.kind}, {used_fraction:.0%} of it used{export_note(dataset.tokenizer)}"
-    )
+    used = f"{statistics['vocabulary']:,} of them occur in the text"
+    vocabulary = f"{dataset.tokenizer.kind}, {used}{export_note(dataset.tokenizer)}"
     rows = [
         ("documents", dataset.num_documents, repeats),
         ("longest", statistics["longest"], "tokens in one document"),
@@ -50,10 +53,31 @@ def describe_sample(dataset: Dataset) -> str:
     train = dataset.train
     if train.num_examples:
         title = "The first example, its targets between ⟦ and ⟧"
-        text = chat.render_with_targets(dataset.tokenizer, next(train.examples()))
+        text = render_with_targets(dataset.tokenizer, next(train.examples()))
     else:
         title = "From the middle of train"
         start = max(0, len(train) // 2 - NUM_SAMPLE_TOKENS // 2)
         ids, _ = train.read(start, start + NUM_SAMPLE_TOKENS)
-        text = chat.escape_unprintable(dataset.tokenizer.decode(ids.tolist()))
+        text = dataset.tokenizer.decode(ids.tolist()).strip("\ufffd")  # incomplete characters
+        text = escape_unprintable(text)
     return f"  {title}:\n{textwrap.indent(text, '    ')}"
+
+
+def escape_unprintable(text: str) -> str:
+    """Escape the unprintable characters of a text, except line ends."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def render_with_targets(tokenizer: Tokenizer, example: np.ndarray) -> str:
+    """Decode an example, with ⟦ and ⟧ around its targets; long runs are shortened."""
+    targets = is_target(example)
+    rendered = ""
+    for run in np.split(np.arange(len(example)), np.flatnonzero(np.diff(targets)) + 1):
+        text = escape_unprintable(tokenizer.decode(token_ids(example[run]).tolist()))
+        if len(text) > MAX_RENDERED_RUN_CHARACTERS:
+            half = MAX_RENDERED_RUN_CHARACTERS // 2
+            text = f"{text[:half]} … {text[-half:]}"
+        if len(rendered) + len(text) > MAX_RENDERED_CHARACTERS:
+            return f"{rendered} …"
+        rendered += f"⟦{text}⟧" if targets[run[0]] else text
+    return rendered

@@ -4,8 +4,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
-from tqdm import tqdm
 
+from engine.core.cli import progress_bar
 from engine.data.dataset import Dataset
 from engine.data.tokenizer import Tokenizer
 
@@ -40,7 +40,7 @@ def find_passages(texts: list[str], datasets: Sequence[Dataset]) -> tuple[list[P
         num_bytes = 0
         spellings = spell_tokens(dataset.tokenizer)
         chunks = range(0, len(dataset.train), DECODED_CHUNK_TOKENS)
-        for first in tqdm(chunks, "searching training text", disable=None, leave=False):
+        for first in progress_bar(chunks, desc="searching training text"):
             ids, _ = dataset.train.read(first, first + DECODED_CHUNK_TOKENS + overlap)
             pieces = [spellings[token] for token in ids.tolist()]
             data = b"".join(pieces)

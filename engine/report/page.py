@@ -4,7 +4,6 @@ import base64
 import hashlib
 import math
 import re
-import tomllib
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from engine.core.errors import UserError
-from engine.core.files import atomic_write, read_json, to_json
+from engine.core.files import atomic_write, find_similar, read_json, to_json
+from engine.core.settings import read_toml
 from engine.data.batches import Mixture
 from engine.training.run_dir import read_records
 
@@ -31,28 +31,31 @@ def collect_run_content(folder: Path) -> dict[str, Any]:
     settings_path = folder / "config.toml"
     about_path = folder / "about.json"
     if not (settings_path.exists() or (folder / "metrics.jsonl").exists()):
-        raise UserError(f"{folder}: is not a run. Give a folder that train.py made.")
-    try:
-        text = settings_path.read_text(encoding="utf-8") if settings_path.exists() else ""
-        settings = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{settings_path}: corrupted, not valid TOML ({error}).") from None
+        similar = find_similar(folder, Path("out"), "metrics.jsonl")
+        advice = f"Did you mean {similar}?" if similar else "Give a folder that train.py made."
+        raise UserError(f"{folder}: is not a run. {advice}")
+    settings = read_toml(settings_path) if settings_path.exists() else {}
     about = read_json(about_path) if about_path.exists() else {}
     records = read_sorted_records(folder / "metrics.jsonl")
     training = [record for record in records if "train_loss" in record]
     evaluations = [record for record in records if "val_loss" in record]
+    losses = read_values(evaluations, "val_loss")
+    is_evaluated = np.isfinite(losses).any()
+    best_step = evaluations[int(np.nanargmin(losses))]["step"] if is_evaluated else None
+    samples = read_sorted_records(folder / "samples.jsonl")
     return {
         "name": folder.resolve().name,
         "training": training_curves(training),
         "validation": validation_curves(evaluations, training),
-        "figures": key_figures(training, evaluations, settings, about),
+        "best_step": best_step,  # of the checkpoint that is used
+        "figures": key_figures(training, evaluations, best_step, settings, about),
         "settings": settings,
         "defaults": about.get("defaults", {}),
         "machine": about.get("machine", {}),
         # Losses of runs with equal tokenizer and text are comparable.
         "tokenizer": about.get("tokenizer"),
         "text": about.get("text"),
-        "samples": select_samples(read_sorted_records(folder / "samples.jsonl")),
+        "samples": select_samples(samples, best_step),
         # What needs the data or the model, and notes on what is missing.
         "data": [],
         "attention": None,
@@ -112,23 +115,28 @@ def validation_curves(records: Sequence[Record], training: Sequence[Record]) -> 
 
 
 def key_figures(
-    training: Sequence[Record], evaluations: Sequence[Record], settings: Record, about: Record
+    training: Sequence[Record],
+    evaluations: Sequence[Record],
+    best_step: int | None,
+    settings: Record,
+    about: Record,
 ) -> dict[str, str]:
     """Return the key figures of a run as text, without those that are not finite."""
     figures = {}
-    losses = read_values(evaluations, "val_loss")
-    if np.isfinite(losses).any():
-        best = int(np.nanargmin(losses))
-        best_step = evaluations[best]["step"]
-        figures["validation loss, nats per token"] = f"{losses[-1]:.4f}"
-        figures["perplexity"] = f"{read_values(evaluations, 'val_perplexity')[-1]:,.2f}"
-        figures["bits per byte"] = f"{read_values(evaluations, 'val_bits_per_byte')[-1]:.4f}"
-        figures["lowest validation loss"] = f"{losses[best]:.4f} at step {best_step:,}"
+    best = [record for record in evaluations if record["step"] == best_step]
+    if best:
+        last_loss = read_values(evaluations, "val_loss")[-1]
+        figures["validation loss, nats per token"] = f"{read_values(best, 'val_loss')[0]:.4f}"
+        figures["perplexity"] = f"{read_values(best, 'val_perplexity')[0]:,.2f}"
+        figures["bits per byte"] = f"{read_values(best, 'val_bits_per_byte')[0]:.4f}"
+        figures["step of the checkpoint that is used"] = f"{best_step:,}"
+        figures["last validation loss"] = f"{last_loss:.4f}"
     if training:
         recent = finite_values(training[-max(1, len(training) // 20) :], "train_loss")
         speeds = finite_values(training, "tokens_per_second")
         last_step = max(record["step"] for record in (training[-1], *evaluations[-1:]))
-        planned = f" of {settings['steps']:,}" if "steps" in settings else ""
+        is_planned = "steps" in settings and "minutes" not in settings
+        planned = f" of {settings['steps']:,}" if is_planned else ""
         seconds = round(training[-1]["elapsed_seconds"])
         figures["training loss, mean of the last 5%"] = f"{np.mean(recent or math.nan):.4f}"
         figures["steps"] = f"{last_step:,}{planned}"
@@ -165,12 +173,12 @@ def describe_data(data: Mixture) -> list[dict[str, str]]:
     return tables
 
 
-def select_samples(samples: Sequence[Record]) -> list[Record]:
-    """Select the samples of at most MAX_SHOWN_EVALUATIONS steps, with the first and the last."""
+def select_samples(samples: Sequence[Record], best_step: int | None = None) -> list[Record]:
+    """Select samples of MAX_SHOWN_EVALUATIONS steps, with first and last, and of the best step."""
     steps = sorted({sample["step"] for sample in samples})
     count = min(len(steps), MAX_SHOWN_EVALUATIONS)
     shown = {steps[i] for i in np.linspace(0, len(steps) - 1, count).round().astype(int)}
-    return [sample for sample in samples if sample["step"] in shown]
+    return [sample for sample in samples if sample["step"] in shown | {best_step}]
 
 
 def content_security_policy(page: str) -> str:

@@ -20,14 +20,16 @@ from engine.data.chats.chat import stop_token_ids
 from engine.data.dataset import Dataset
 from engine.data.split import prompt_ids, token_ids
 from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions
-from engine.generation.text_batch import complete_streams, initial_tokens
+from engine.generation.text_batch import complete_streams
 from engine.generation.text_stream import TextStream
 from engine.nn.inference import build_decoder
 from engine.report.attention_maps import attention_maps, shared_character, token_label
 from engine.report.baselines import mixture_baselines
 from engine.report.page import collect_run_content, describe_data, write_page
-from engine.training.callbacks import truncate_records
+from engine.training.callbacks import start_of_sample, trim_incomplete_characters, truncate_records
+from engine.training.checkpoint import load_model
 from engine.training.config import TrainConfig
+from engine.training.run_dir import find_checkpoint
 from engine.training.trainer import Callback, Trainer
 from model import GPT
 
@@ -49,6 +51,7 @@ class Report(Callback):
         about = to_json(describe_environment(trainer), indent=1)
         atomic_write(trainer.config.out / "about.json", about.encode())
         self.baselines = mixture_baselines(trainer.data)
+        self.attention: dict[str, Any] | None = None  # of the best checkpoint
 
     def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
         """Write samples and the page after an evaluation; a sharded model is not sampled from."""
@@ -61,7 +64,11 @@ class Report(Callback):
             samples = sample_for_report(model, trainer.data, trainer.step, trainer.config.seed)
             with open(out / "samples.jsonl", "a", encoding="utf-8") as file:
                 file.write("".join(f"{to_json(sample)}\n" for sample in samples))
-            content["attention"] = compute_attention(model, trainer.data)
+            is_best = not record["val_loss"] >= trainer.best_val_loss  # NaN comes before an error
+            if is_best or self.attention is None:  # None: the run was resumed
+                best_model = model if is_best else load_model(find_checkpoint(out))
+                self.attention = compute_attention(best_model, trainer.data)
+            content["attention"] = self.attention
         write_page([collect_run_content(out) | content], out / "report.html")
 
 
@@ -120,8 +127,10 @@ def choose_prompts(data: Mixture, num_tokens: int) -> list[list[int]]:
         line_ends = [end for end, piece in enumerate(pieces, 1) if piece.endswith(b"\n")]
         first = min(line_ends, default=0) if start else 0
         prompt = ids[first : first + num_tokens]
-        text_ids = [token for token in prompt if token != data.tokenizer.end_of_text_id]
-        prompts.append(text_ids or prompt)
+        ends = (data.tokenizer.end_of_text_id, *data.tokenizer.text_start)
+        text_ids = [token for token in prompt if token not in ends]
+        text_ids = trim_incomplete_characters(data.tokenizer, text_ids)
+        prompts.append([*data.tokenizer.text_start, *text_ids] if text_ids else prompt)
     return prompts
 
 
@@ -132,9 +141,9 @@ def sample_for_report(model: GPT, data: Mixture, step: int, seed: int) -> list[d
     prompts = [ids for ids in choose_prompts(data, PROMPT_TOKENS) if ids]
     names = [tokenizer.decode(ids) for ids in prompts]
     if not (has_examples and prompts):
-        num_documents = data.manifest["splits"]["train"]["documents"]
-        prompts.insert(0, initial_tokens(tokenizer, num_documents))
-        names.insert(0, "")
+        ids, name = start_of_sample(data)
+        prompts.insert(0, ids)
+        names.insert(0, name)
     ends = stop_token_ids(tokenizer) if has_examples else []
     streams = [TextStream(tokenizer, ids, NEW_TOKENS, stop_token_ids=ends) for ids in prompts]
     options: SamplingOptions = {**DEFAULT_OPTIONS, "seed": seed}

@@ -86,7 +86,9 @@ class PageServer:
         """Serve until cancelled."""
         app = web.Application(middlewares=[self.guard], client_max_size=MAX_BODY_BYTES)
         app.add_routes([web.get("/", self.send_page), web.post("/{name}", self.send_answer)])
-        app.add_routes(self.api.routes() if self.api else [])
+        if self.api:
+            app.add_routes(self.api.routes())
+            app.on_response_prepare.append(self.api.add_headers)
         runner = web.AppRunner(
             app,
             access_log=None,
@@ -111,7 +113,8 @@ class PageServer:
         token = request.headers.get("X-Token") or request.query.get("token", "")
         is_token = secrets.compare_digest(token.encode(errors="replace"), self.token.encode())
         try:
-            if self.api and request.path.startswith(API_PREFIX):
+            is_of_page = request.path == "/" or request.path[1:] in self.answers
+            if self.api and not is_of_page:
                 return await self.api.respond(request, handler, "" if self.api.key else reason)
             if reason or not is_token:
                 raise web.HTTPForbidden(text=reason or WRONG_TOKEN)

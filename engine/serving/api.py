@@ -17,7 +17,7 @@ from engine.core.cli import describe_error
 from engine.core.errors import UserError
 from engine.core.files import parse_json, to_json
 from engine.data.chats.chat import encode_chat, own_template
-from engine.data.chats.examples import find_tools, parse_messages
+from engine.data.chats.examples import parse_messages
 from engine.generation.decoding_engine import max_cached_rows
 from engine.generation.sampling import FilterOptions, row_seeds
 from engine.generation.text_batch import TextBatch, Token, banned_tokens
@@ -31,12 +31,19 @@ from engine.serving.openai_format import (
     ChatSettings,
     CompletionSettings,
     includes_usage,
+    read_chat,
     read_prompts,
     read_settings,
 )
 from engine.serving.worker import BatchWorker, ClientRequest, QueueFullError
 
 API_PREFIX = "/v1/"
+API_PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions")
+CORS_HEADERS = {
+    "Access-Control-Allow-Methods": "GET, POST",
+    "Access-Control-Allow-Headers": "Authorization, Content-Type, *",
+    "Access-Control-Max-Age": "86400",
+}
 MAX_ROWS = 32  # texts that are decoded together
 MAX_WAITING_TEXTS = 256
 READ_TIMEOUT_SECONDS = 30.0  # for receiving a body
@@ -66,6 +73,7 @@ class Api:
     def routes(self) -> list[web.RouteDef]:
         """Return the routes for an application."""
         return [
+            web.get("/health", self.report_health),
             web.get("/v1/models", self.list_models),
             web.post("/v1/completions", self.complete),
             web.post("/v1/chat/completions", self.chat),
@@ -79,21 +87,39 @@ class Api:
         await asyncio.to_thread(self.worker.stop)
 
     async def respond(self, request: web.Request, handler: Handler, reason: str) -> Any:
-        """Handle a request of the API, unless there is a reason to refuse it."""
+        """Handle a request of the API, unless there is a reason to refuse it.
+
+        With a key, pages of any origin may ask: https://fetch.spec.whatwg.org/#http-cors-protocol.
+        """
         try:
             if reason:
                 raise ApiError(reason, 403)
+            if self.key and request.method == "OPTIONS":
+                return web.Response(status=204, headers=CORS_HEADERS)
             scheme, _, key = request.headers.get("Authorization", "").partition(" ")
             is_key = secrets.compare_digest(key.encode(errors="replace"), self.key.encode())
-            if self.key and not (is_key and scheme.lower() == "bearer"):
+            is_authorized = is_key and scheme.lower() == "bearer"
+            if self.key and request.path.startswith(API_PREFIX) and not is_authorized:
                 message = "the API key: missing or wrong. Send Authorization: Bearer KEY."
                 raise ApiError(message, 401, code="invalid_api_key")
             return await handler(request)
+        except web.HTTPNotFound:
+            message = f"{request.path} does not exist. The API is at {', '.join(API_PATHS)}."
+            api_error = ApiError(message, 404)
         except web.HTTPException as error:
             api_error = ApiError(error.text or error.reason, error.status)
         except Exception as error:
             api_error = to_api_error(error)
         return web.json_response(api_error.to_json(), status=api_error.status)
+
+    async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Allow pages of any origin to read an answer, if they need a key to get it."""
+        if self.key and request.path.startswith(API_PREFIX):
+            response.headers["Access-Control-Allow-Origin"] = "*"
+
+    async def report_health(self, request: web.Request) -> web.Response:
+        """Answer GET /health, which needs no key."""
+        return web.json_response({"status": "ok"})
 
     async def list_models(self, request: web.Request) -> web.Response:
         """Answer GET /v1/models."""
@@ -103,32 +129,32 @@ class Api:
         """Answer POST /v1/completions."""
         body = await read_body(request)
         settings = read_settings(CompletionSettings, body, {"prompt", "stream_options"})
-        prompts = await asyncio.to_thread(
-            read_prompts, body.get("prompt"), self.tokenizer, self.generator.initial_tokens
+        encode = functools.partial(
+            self.generator.encode_prompt, parse_special=settings.parse_special
         )
+        prompts = await asyncio.to_thread(read_prompts, body.get("prompt"), self.tokenizer, encode)
         return await self.answer(request, body, settings, prompts)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer POST /v1/chat/completions."""
         body = await read_body(request)
-        settings = read_settings(ChatSettings, body, {"messages", "tools", "stream_options"})
-        prompts = [await asyncio.to_thread(self.encode_messages, body)]
+        settings = read_settings(
+            ChatSettings, body, {"messages", "tools", "chat_template_kwargs", "stream_options"}
+        )
+        prompts = [await asyncio.to_thread(self.encode_messages, body, settings)]
         return await self.answer(request, body, settings, prompts)
 
-    def encode_messages(self, body: dict[str, Any]) -> list[int]:
+    def encode_messages(self, body: dict[str, Any], settings: ChatSettings) -> list[int]:
         """Return the ids of the messages of a request. Raises ApiError."""
         if not self.generator.is_chat_model:
             raise ApiError(f"{self.name} was not trained on chats. Use /v1/completions.")
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not messages:
-            raise ApiError("messages: must be a nonempty list of messages", param="messages")
-        template = own_template(self.tokenizer)
-        tools = find_tools(body, template)
-        if body.get("tools") and not tools:
-            raise ApiError("tools: unsupported by the chat template", param="tools")
+        messages, variables = read_chat(body)
         try:
-            return encode_chat(self.tokenizer, parse_messages(messages, template, tools))
-        except (UserError, UnicodeEncodeError) as error:  # the latter for a lone surrogate
+            turns = parse_messages(messages, own_template(self.tokenizer))
+            continues = settings.continue_final_message
+            return encode_chat(self.tokenizer, turns, variables, continues)
+        # A lone surrogate, or deeply nested variables.
+        except (UserError, UnicodeEncodeError, RecursionError) as error:
             raise ApiError(f"messages: {error}", param="messages") from None
 
     async def answer(

@@ -5,7 +5,7 @@ Source: the API reference of OpenAI, "Completions" and "Chat completions".
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, TypeVar
 
@@ -13,6 +13,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from engine.core.errors import UserError
 from engine.core.settings import from_values
+from engine.data.chats.chat_template import RENDERED_NAMES
 from engine.data.tokenizer import Tokenizer
 from engine.generation.text_batch import Token
 
@@ -30,6 +31,21 @@ NEUTRAL_VALUES: dict[str, Any] = {
     "tool_choice": ["auto", "none"],
     "response_format": [{"type": "text"}],
     "modalities": [["text"]],
+    "length_penalty": [1],
+    "typical_p": [1],
+    "repeat_penalty": [1],
+    "skip_special_tokens": [True],
+    "spaces_between_special_tokens": [True, False],
+    "add_generation_prompt": [True],
+    "cache_prompt": [True, False],
+}
+# Numbers with which other servers spell "off", "random" or "no limit", and what they mean here.
+MAX_TOKENS = 2**31
+MEANING_OF_NUMBERS: dict[str, dict[int, int | None]] = {
+    "seed": {-1: None},
+    "top_k": {-1: None, 0: None},
+    "max_tokens": {-1: MAX_TOKENS},
+    "max_completion_tokens": {-1: MAX_TOKENS},
 }
 
 
@@ -75,6 +91,7 @@ class CompletionSettings(Settings):
 
     max_tokens: Annotated[int, Ge(0)] = 16  # as in OpenAI's API
     echo: bool = False
+    parse_special: bool = False  # read the names of special tokens in the prompt as these tokens
     logprobs: Annotated[int | None, Ge(0), Le(MAX_TOP_LOGPROBS)] = None
 
 
@@ -84,6 +101,8 @@ class ChatSettings(Settings):
 
     max_tokens: Annotated[int | None, Ge(1)] = None
     max_completion_tokens: Annotated[int | None, Ge(1)] = None  # the newer name
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True  # what continue_final_message leaves out
     logprobs: bool = False
     top_logprobs: Annotated[int, Ge(0), Le(MAX_TOP_LOGPROBS)] = 0
 
@@ -108,9 +127,12 @@ def read_settings(
     names = {field.name for field in fields(cls)}
     values = {}
     for name, value in body.items():
+        if type(value) is int:
+            value = MEANING_OF_NUMBERS.get(name, {}).get(value, value)
         if value is None or name in input_names:
             continue
         param = shorten(name)
+        neutral = NEUTRAL_VALUES.get(name, [])
         try:
             from_values(cls, {name: value} if name in names else {}, "")
         except UserError as error:
@@ -118,7 +140,9 @@ def read_settings(
             raise ApiError(f"{param}: {shorten(problem)}", param=param) from None
         if name in names:
             values[name] = value
-        elif value and name not in IGNORED_ARGUMENTS and value not in NEUTRAL_VALUES.get(name, []):
+        elif (
+            (value or neutral == [True]) and name not in IGNORED_ARGUMENTS and value not in neutral
+        ):
             raise ApiError(f"{param}: not supported (got {shorten(value)})", param=param)
     settings = from_values(cls, values, "")
     has_fitting_texts = all(0 < len(text) <= MAX_STOP_CHARACTERS for text in settings.stop)
@@ -137,7 +161,30 @@ def includes_usage(body: dict[str, Any]) -> bool:
     return options.get("include_usage", False)
 
 
-def read_prompts(prompt: Any, tokenizer: Tokenizer, initial_tokens: list[int]) -> list[list[int]]:
+def read_chat(body: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the messages of a chat, and the variables of its template. Raises ApiError."""
+    messages = body.get("messages")
+    variables = body.get("chat_template_kwargs") or {}
+    problem = ""
+    if not isinstance(messages, list) or not messages:
+        problem = "messages: must be a nonempty list of messages"
+    elif body.get("tools") and body.get("tool_choice") != "none":
+        problem = (
+            "tools: calls in answers are not parsed. Leave tools out, or send tool_choice none"
+        )
+    elif not isinstance(variables, dict) or RENDERED_NAMES & variables.keys():
+        names = ", ".join(sorted(RENDERED_NAMES))
+        problem = f"chat_template_kwargs: must be an object, without {names}"
+    elif body.get("add_generation_prompt") is False and not body.get("continue_final_message"):
+        problem = "add_generation_prompt: must be true without continue_final_message"
+    if problem:
+        raise ApiError(problem, param=problem.partition(":")[0])
+    return body["messages"], variables
+
+
+def read_prompts(
+    prompt: Any, tokenizer: Tokenizer, encode: Callable[[str], list[int]]
+) -> list[list[int]]:
     """Return the ids of each prompt: a text, ids, or a list of one of these. Raises ApiError."""
     prompts = prompt if isinstance(prompt, list) and prompt else [prompt]
     if prompts is prompt and all(type(item) is int for item in prompts):
@@ -147,7 +194,7 @@ def read_prompts(prompt: Any, tokenizer: Tokenizer, initial_tokens: list[int]) -
     for item in prompts[: MAX_TEXTS + 1]:  # more are refused
         if isinstance(item, str):
             try:
-                encoded.append(tokenizer.encode(item).tolist() or initial_tokens)
+                encoded.append(encode(item))
             except UserError as error:
                 raise ApiError(f"prompt: {error}", param="prompt") from None
         elif isinstance(item, list) and item and all(type(token) is int for token in item):

@@ -5,19 +5,20 @@ import math
 import os
 import secrets
 import statistics
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from engine.core.cli import count_noun, say, shell_command, warn
+from engine.core.cli import count_noun, progress_bar, say, shell_command, warn
 from engine.core.device import DTYPE_BY_NAME
 from engine.core.errors import UserError
 from engine.core.files import atomic_write, to_json
 from engine.core.settings import flatten
+from engine.data.batches import Mixture
 from engine.data.chats.chat import stop_token_ids
 from engine.data.split import prompt_ids
+from engine.data.tokenizer import Tokenizer
 from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions
 from engine.generation.text_batch import complete_streams, initial_tokens
 from engine.generation.text_stream import TextStream
@@ -31,6 +32,7 @@ from model import GPT
 NUM_RECENT_LOSSES = 40
 SPIKE_Z_SCORE = 6
 FINAL_SAMPLE_TOKENS = 200
+START_TOKENS = 12  # of a single document, which the first sample continues
 MIN_SAMPLE_TOKENS = 40  # written even when the minutes of the run are over
 SHUTDOWN_RESERVE_SECONDS = 0.7
 TORCHRUN_SHUTDOWN_SECONDS = 30.0  # unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set
@@ -91,7 +93,7 @@ class MetricsFile(Callback):
 
 
 class Terminal(Callback):
-    """Prints data, model and run at the start, a progress bar, and a line for each evaluation."""
+    """Prints data, model and run at the start, the progress, and a line for each evaluation."""
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Print what is about to be trained, and start the progress bar."""
@@ -105,13 +107,12 @@ class Terminal(Callback):
             )
             say(f"{problem}. Set TORCH_ELASTIC_SHUTDOWN_TIMEOUT={2 * seconds:.0f}")
         self.num_skipped = int(trainer.optimizer.loss_scaler["skipped"])
-        self.num_steps = f"/{config.steps}" if config.steps else ""
-        self.bar = tqdm(
+        self.num_steps = f"/{config.steps}" if config.steps and not config.minutes else ""
+        self.bar = progress_bar(
             total=1.0,
             initial=trainer.budget.progress,
             bar_format="step {desc}|{bar}| {elapsed}<{remaining}{postfix}",  # fits 60 columns
-            dynamic_ncols=True,
-            disable=None,
+            leave=True,
         )
 
     def on_step(self, trainer: Trainer) -> None:
@@ -130,7 +131,8 @@ class Terminal(Callback):
             say(f"{step}  validation loss {losses}  ({trainer.budget.elapsed:,.0f} s)")
             return
         speed = f"{record['tokens_per_second']:,.0f} tokens/s"
-        self.bar.set_postfix_str(f"loss {record['train_loss']:.3f}, {speed}")
+        text = f"loss {record['train_loss']:.3f}, {speed}"
+        self.bar.set_postfix_str(text, refresh=sys.stderr.isatty())
         num_skipped = record["skipped_steps"] - self.num_skipped
         if num_skipped:
             self.num_skipped += num_skipped
@@ -162,15 +164,17 @@ class WeightsAndBiases(Callback):
             name=out.resolve().name,
             id=id_file.read_text(encoding="utf-8").strip(),
         )
+        # Its own count of steps never goes back, as a run does that resumes after a kill.
+        self.run.define_metric("*", step_metric="step")
 
     def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
         """Log the record."""
-        self.run.log(record, step=record["step"])
+        self.run.log(record)
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """Finish the run on Weights & Biases."""
+        """Finish the run on Weights & Biases, as failed after an error."""
         if hasattr(self, "run"):
-            self.run.finish()
+            self.run.finish(exit_code=int(trainer.failed))
 
 
 def describe_training(trainer: Trainer) -> str:
@@ -179,45 +183,53 @@ def describe_training(trainer: Trainer) -> str:
     model = config.model
     data = trainer.data
     length = describe_length(config, trainer.tokens_per_step, data.epoch_tokens)
+    is_longer = model.context_length > config.context_length
+    rows = f", rows of at most {count_noun(config.context_length, 'token')}" if is_longer else ""
     lines = [
         f"data   {data.describe()}; "
         f"vocabulary {data.tokenizer.vocab_size:,} ({data.tokenizer.kind})",
         f"model  {trainer.model.num_parameters:,} parameters: "
         f"{count_noun(model.num_layers, 'layer')}, {count_noun(model.num_heads, 'head')}, "
-        f"d_model {model.d_model}, context {model.context_length}",
+        f"d_model {model.d_model}, context {model.context_length:,}{rows}",
         f"run    {length}, {config.optimizer.optimizer}, "
         f"{trainer.dist_ctx.size} × {trainer.dist_ctx.device} in {config.dtype} → {config.out}",
     ]
-    counts = {
-        "cut": sum(split.num_cut for split in data.splits),
-        "left out": sum(split.num_removed for split in data.splits),
-    }
-    actions = ", ".join(f"{count:,} {action}" for action, count in counts.items() if count)
-    if actions:
-        lines.append(f"examples longer than the context: {actions}")
+    num_cut = sum(split.num_cut for split in data.splits)
+    if num_cut:
+        lines.append(f"examples longer than the context: {num_cut:,} cut")
     return "\n".join(lines)
 
 
 def print_summary(trainer: Trainer) -> None:
-    """Print the result, a sample, paths and the next command. All ranks call it together."""
+    """Print the result, a sample, paths and the next command. All ranks call it together.
+
+    Result and sample are those of the best checkpoint, whose weights the model gets.
+    """
     assert trainer.val_loss is not None
     steps = count_noun(trainer.step, "step")
-    perplexity = math.exp(min(trainer.val_loss, 700))
-    bits = trainer.val_loss / math.log(2) / trainer.data.bytes_per_token("val")
+    loss = min(trainer.val_loss, trainer.best_val_loss)
+    perplexity = math.exp(min(loss, 700))
+    bits = loss / math.log(2) / trainer.data.bytes_per_token("val")
     num_skipped = int(trainer.optimizer.loss_scaler["skipped"])
     skipped = f" ({num_skipped:,} skipped: gradients {UNUSABLE_GRADIENTS})" if num_skipped else ""
     trainer.say(
         f"\n{steps}{skipped} in {trainer.budget.elapsed:,.1f} s. Validation loss "
-        f"{trainer.val_loss:.4f} nats per token, perplexity {perplexity:.2f}, "
-        f"{bits:.4f} bits per byte."
+        f"{loss:.4f} nats per token, perplexity {perplexity:.2f}, {bits:.4f} bits per byte."
     )
-    explanation = trainer.data.explain_loss(trainer.val_loss)
+    explanation = trainer.data.explain_loss(loss)
     if explanation:
         trainer.say(explanation)
-    if trainer.best_val_loss < trainer.val_loss:
+    if loss < trainer.val_loss:
+        best_step = trainer.load_best()
         trainer.say(
-            f"The best validation loss was {trainer.best_val_loss:.4f} (overfitting since). "
-            "sample.py and export use that checkpoint."
+            f"That is the checkpoint of step {best_step:,}, which sample.py and export use. At the "
+            f"last step the loss was {trainer.val_loss:.4f} (overfitting)."
+        )
+    minutes = trainer.config.minutes
+    if minutes and trainer.step == trainer.config.steps:
+        trainer.say(
+            f"The limit of {steps} ended the run before its {count_noun(minutes, 'minute')}: "
+            "for chosen sizes, more epochs of this text would not help."
         )
     trainer.say("\nA sample:\n")
     for count, text in enumerate(stream_sample(trainer)):
@@ -249,17 +261,41 @@ def print_paths(trainer: Trainer) -> None:
     say(f"{title}: {shell_command(*words)}")
 
 
+def start_of_sample(data: Mixture) -> tuple[list[int], str]:
+    """Return the ids that a sample continues, and their text, which is empty for a new document.
+
+    A model of a single document has not seen another one start: its sample continues that start.
+    """
+    num_documents = data.manifest["splits"]["train"]["documents"]
+    if num_documents > 1:
+        return initial_tokens(data.tokenizer, num_documents), ""
+    ids = data.datasets[0].train.read(0, START_TOKENS)[0].tolist()
+    ids = trim_incomplete_characters(data.tokenizer, ids)
+    return ids, data.tokenizer.decode(ids)
+
+
+def trim_incomplete_characters(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """Return ids without those at both ends that are only a part of a character."""
+    kept = ids
+    while kept and tokenizer.decode(kept).startswith("\ufffd"):
+        kept = kept[1:]
+    while kept and tokenizer.decode(kept).endswith("\ufffd"):
+        kept = kept[:-1]
+    return kept or ids
+
+
 def stream_sample(trainer: Trainer) -> Iterator[str]:
     """Stream generated text; for a dataset of examples, after its first validation prompt."""
     data = trainer.data
     tokenizer = data.tokenizer
     val = data.datasets[0].val
-    prompt = initial_tokens(tokenizer, data.manifest["splits"]["train"]["documents"])
+    prompt, text = start_of_sample(data)
     ends: list[int] = []
     if val.num_examples:
         prompt = prompt_ids(next(val.examples())) or prompt
         ends = stop_token_ids(tokenizer)
-        yield f"{tokenizer.decode(prompt)} → "
+        text = f"{tokenizer.decode(prompt)} → "
+    yield text
     model: GPT = trainer.model.eval() if trainer.dist_ctx.sharded else build_decoder(trainer.model)
     stream = TextStream(tokenizer, prompt, FINAL_SAMPLE_TOKENS, stop_token_ids=ends)
     options: SamplingOptions = {**DEFAULT_OPTIONS, "seed": trainer.config.seed}

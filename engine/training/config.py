@@ -1,6 +1,7 @@
 """Every setting of a training run, as a user types it and as the run has it."""
 
 import dataclasses
+import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,17 +11,20 @@ from typing import Annotated, Any, Literal
 import tyro
 from annotated_types import Ge, Gt, Le, Lt
 
+from engine.core.cli import shell_command
 from engine.core.device import choose_dtype, dtype_name
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
-from engine.core.settings import build, field_values
+from engine.core.settings import build, field_values, load_settings, read_toml
 from engine.data.batches import dataset_paths
 from engine.nn.bounds import check_bounds
 from engine.training.optimizer import OptimizerConfig, OptimizerSettings, default_rates
+from engine.training.run_dir import list_checkpoints
 from model import Architecture, ModelConfig
 
-BUILT_IN_DATA = Path("data/stdlib")
+BUILT_IN_DATA = Path("data/pydocs")
 DEFAULT_STEPS = 1200
+MAX_STEPS = 10**9
 DEFAULT_INTERVAL_STEPS = 500  # between evaluations, and between saves
 MAX_CHARACTER_VOCAB_SIZE = 512  # larger vocabularies are of pieces of words
 WINDOW_WARMUP_FRACTION = 0.2  # of the run, where tokens are pieces of words
@@ -32,7 +36,8 @@ class ModelSettings(Architecture):
     """The model as a user sets it. None means that the value is chosen automatically."""
 
     vocab_size: int | None = None  # Number of tokens, padding included; None: the tokenizer's.
-    # Number of positions that attention spans. None: 256, or chosen with the size.
+    # Most tokens of a training row, and the context of a new model. None: fits the examples, or
+    # that of the base model's rows; else 256, or chosen with the size.
     context_length: int | None = None
     num_layers: int | None = None  # Transformer blocks. None: 2, or chosen with the size.
     num_heads: int | None = None  # Attention heads in each block. None: 2, or chosen with the size.
@@ -57,7 +62,6 @@ class CommonConfig:
 
     # One or more datasets that prepare.py wrote; --mix sets the fraction of each.
     data: tuple[Path, ...] = (BUILT_IN_DATA,)
-    out: Path = Path("out/stdlib")  # The run directory, for checkpoints, metrics and pictures.
     minutes: Annotated[float | None, Gt(0), Le(10**7)] = None  # Minutes from start to exit.
     # Tokens of each validation split to evaluate on; 0: all.
     eval_tokens: Annotated[int, Ge(0)] = 2**17
@@ -93,10 +97,12 @@ class CommonConfig:
 class TrainConfig(CommonConfig):
     """Train a GPT on a prepared dataset: python train.py [FILE.toml] [flags]; flags win."""
 
+    # The run directory, for checkpoints, metrics and pictures. None: out/NAME for --data data/NAME.
+    out: Path | None = None
     # Number of layers and of heads, and width / 64. None: chosen from --minutes or --steps.
     depth: Annotated[int | None, Ge(1), Le(24)] = None
     # Optimizer steps in total. None: 1,200. With --minutes an upper limit; None: no limit.
-    steps: Annotated[int | None, Ge(1), Le(10**9)] = None
+    steps: Annotated[int | None, Ge(1), Le(MAX_STEPS)] = None
     # Sequences in one optimizer step, over all ranks. None: 16, or chosen with the size.
     batch_size: Annotated[int | None, Ge(1), Le(10**6)] = None
     # Sequences in one forward pass; fewer save memory. 0: all. None: all, if they fit in memory.
@@ -116,14 +122,20 @@ class TrainConfig(CommonConfig):
         """Raise UserError for settings that contradict each other."""
         object.__setattr__(self, "data", dataset_paths(self.data, self.mix))
         for path in self.data:
-            if self.out.resolve().is_relative_to(path.resolve()):
-                problem = f"must not be inside the dataset {path} (got {self.out})"
+            is_dataset = self.out or (path / "manifest.json").exists()
+            if is_dataset and self.out_path.resolve().is_relative_to(path.resolve()):
+                problem = f"must not be inside the dataset {path} (got {self.out_path})"
                 raise UserError(f"--out: {problem}. Use another directory.")
         warmup_steps = self.optimizer.warmup_steps
         is_default = warmup_steps == OptimizerSettings.warmup_steps
         if self.steps and self.steps <= warmup_steps and not is_default:
             problem = f"must exceed --warmup-steps {warmup_steps} (got {self.steps})"
             raise UserError(f"--steps: {problem}. Use fewer warmup steps.")
+
+    @property
+    def out_path(self) -> Path:
+        """The run directory; by default it is named after the datasets."""
+        return self.out or Path("out", "+".join(path.resolve().name for path in self.data))
 
 
 @dataclass(frozen=True)
@@ -134,6 +146,9 @@ class RunConfig(CommonConfig):
     """
 
     model: ModelConfig = field(kw_only=True)
+    out: Path = Path("out/pydocs")
+    # Most tokens of a row, at most the model's context; 0: that. flatten() has the later field.
+    context_length: int = 0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     steps: int | None = None  # None: until the minutes are used up
     batch_size: int = 16  # sequences, over all ranks
@@ -143,10 +158,38 @@ class RunConfig(CommonConfig):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     compile: bool = False
 
+    def __post_init__(self) -> None:
+        context_length = self.context_length or self.model.context_length
+        object.__setattr__(self, "context_length", context_length)
+
 
 # A resumed run may change all others.
 FIXED_SETTINGS = {"batch_size", "seed", "mix", "long_examples", "optimizer"}
 FIXED_SETTINGS |= {setting.name for setting in dataclasses.fields(ModelConfig)}
+
+
+def load_config(arguments: Sequence[str] | None) -> TrainConfig:
+    """Return the settings of a command line; those of the run to resume, where it sets none."""
+    config = load_settings(TrainConfig, arguments)
+    path = config.out_path / "config.toml"
+    if not (config.resume and path.exists() and list_checkpoints(config.out_path)):
+        return config
+    recorded = {**read_toml(path), "out": str(config.out_path)}
+    return load_settings(TrainConfig, arguments, recorded)
+
+
+def check_settings_file(arguments: Sequence[str]) -> None:
+    """Raise UserError if the first argument is a missing file or a folder, with advice."""
+    path = Path(arguments[0]) if arguments and arguments[0][:1] != "-" else None
+    if path is None or (path.exists() and not path.is_dir()):
+        return
+    presets = {preset.stem: preset for preset in Path("config").glob("*.toml")}
+    matches = difflib.get_close_matches(path.stem, presets, 1)
+    advice = f"Did you mean {presets[matches[0]]}?" if matches else "Presets are in config/."
+    if path.is_dir():
+        flag = "--init-from" if (path / "checkpoints").exists() else "--data"
+        advice = f"Did you mean {shell_command(flag, path)}?"
+    raise UserError(f"{path}: must be a TOML file with settings. {advice}")
 
 
 def check_data(arguments: Sequence[str], data: Sequence[Path]) -> None:
@@ -164,7 +207,7 @@ def should_choose_sizes(config: TrainConfig) -> bool:
     return not has_shape and any((config.minutes, config.steps, config.depth))
 
 
-def set_values(config: TrainConfig) -> dict[str, Any]:
+def set_values(config: TrainConfig | RunConfig) -> dict[str, Any]:
     """Return the settings that are not chosen automatically, by name."""
     return {name: value for name, value in field_values(config).items() if value is not None}
 
@@ -186,6 +229,7 @@ def make_run_config(
         defaults["steps"] = DEFAULT_STEPS
         defaults["eval_every"] = DEFAULT_INTERVAL_STEPS
         defaults["save_every"] = DEFAULT_INTERVAL_STEPS
+    values["out"] = config.out_path
     values["dtype"] = dtype_name(choose_dtype(config.dtype, dist_ctx.device, d_model))
     try:
         return build(RunConfig, {**defaults, **values})

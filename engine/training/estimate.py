@@ -67,9 +67,9 @@ def activation_bytes(config: RunConfig, rows: int, dist_ctx: DistributedContext)
     dtype = DTYPE_BY_NAME[config.dtype]
     is_gpu = dist_ctx.device.type != "cpu"
     is_cast = dtype != torch.float32
-    num_tokens = rows * model.context_length
+    T = config.context_length
+    num_tokens = rows * T
     D = model.d_model
-    T = model.context_length
     heads_width = model.num_heads * model.head_width
     qk_width = heads_width + model.num_groups * model.head_width
 
@@ -179,15 +179,20 @@ def fit_micro_batches(config: RunConfig, dist_ctx: DistributedContext) -> RunCon
     """
     if config.micro_batch_size:
         return config
-    limit = MAX_MEMORY_FRACTION * total_memory(dist_ctx.device)
-    if dist_ctx.device.type == "cpu":
-        limit /= dist_ctx.size  # ranks on CPUs are of one machine
     rows = 1  # if the ranks are more than the sequences, which is refused later
     for rows in micro_batch_sizes(config, dist_ctx.size):
-        if not dist_ctx.any(sum(estimate_memory(config, rows, dist_ctx).values()) > limit):
+        if fits_memory(config, rows, dist_ctx):
             break
     is_whole_batch = rows * dist_ctx.size == config.batch_size
     return config if is_whole_batch else replace(config, micro_batch_size=rows)
+
+
+def fits_memory(config: RunConfig, rows: int, dist_ctx: DistributedContext) -> bool:
+    """Return whether micro-batches of ``rows`` sequences fit in the memory of every rank."""
+    limit = MAX_MEMORY_FRACTION * total_memory(dist_ctx.device)
+    if dist_ctx.device.type == "cpu":
+        limit /= dist_ctx.size  # ranks on CPUs are of one machine
+    return not dist_ctx.any(sum(estimate_memory(config, rows, dist_ctx).values()) > limit)
 
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -209,7 +214,8 @@ def describe_plan(
     utilization = CPU_UTILIZATION if device.type == "cpu" else GPU_UTILIZATION
     speed = utilization * measure_matmul_flops(device, DTYPE_BY_NAME[config.dtype])
     h100_speed = GPU_UTILIZATION * H100_FLOPS
-    step_flops = step_tokens * flops_per_token(config.model)
+    token_flops = flops_per_token(replace(config.model, context_length=config.context_length))
+    step_flops = step_tokens * token_flops
     h100 = torch.device("cuda")
     h100_config = replace(config, dtype="bfloat16")
     plans = {
@@ -222,27 +228,37 @@ def describe_plan(
         if config.batch_size % dist_ctx.size == 0:
             seconds = step_flops / dist_ctx.size / rank_speed
             columns[title] = describe_memory(rank_config, dist_ctx)
-            columns[title]["one step"] = f"{1e3 * seconds:,.2f} ms"
-            if config.steps:
-                columns[title]["all steps"] = f"{config.steps * seconds / 3600:,.2f} h"
+            columns[title]["one step"] = describe_duration(seconds)
+            if config.steps and not config.minutes:
+                columns[title]["all steps"] = describe_duration(config.steps * seconds)
     table = [f"{'':<16}" + "".join(f"{title:>14}" for title in columns)]
     for name in columns["here"]:
         table.append(f"{name:<16}" + "".join(f"{cells[name]:>14}" for cells in columns.values()))
+    legend = f"!      exceeds the {H100_MEMORY_BYTES / 1e9:.0f} GB of an H100\n"
+    if not any("!" in line for line in table):
+        legend = ""
     num_params = build_meta_model(config.model).num_parameters
     return f"""\
-model  {num_params:,} parameters, {flops_per_token(config.model) / 1e9:,.3f} GFLOP per token
+model  {num_params:,} parameters, {token_flops / 1e9:,.3f} GFLOP per token
 run    {describe_length(config, step_tokens, epoch_tokens)}
 speed  here {utilization:.0%} of what matrix products reach, {speed / 1e12:,.2f} TFLOP/s
        H100 {GPU_UTILIZATION:.0%} of its data sheet, in bfloat16, without communication
-!      exceeds the {H100_MEMORY_BYTES / 1e9:.0f} GB of an H100
-
+{legend}
 """ + "\n".join(table)
+
+
+def describe_duration(seconds: float) -> str:
+    """Return a duration in the largest unit of which it has at least one, or in milliseconds."""
+    for unit, size in (("h", 3600), ("min", 60), ("s", 1)):
+        if seconds >= size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{1e3 * seconds:,.4g} ms"
 
 
 def describe_length(config: RunConfig, step_tokens: int, epoch_tokens: Sequence[float]) -> str:
     """Describe the steps or the minutes of a run, its tokens, and the epochs of each dataset."""
     batch = f"{config.batch_size} × {count_noun(step_tokens // config.batch_size, 'token')} a step"
-    if not config.steps:
+    if config.minutes or not config.steps:  # with minutes, steps are only a limit
         return f"{count_noun(config.minutes or 0, 'minute')}, {batch}"
     tokens = config.steps * step_tokens
     length = f"{count_noun(config.steps, 'step')}, {batch} = {count_noun(tokens, 'token')}"

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.core.cli import count_noun, shell_command
+from engine.core.cli import count_noun, shell_command, warn
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
 from engine.core.settings import build, flatten, from_values
@@ -19,24 +20,21 @@ from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
 from engine.training.checkpoint import Checkpoint
 from engine.training.config import (
     FIXED_SETTINGS,
-    SHAPE_FIELDS,
     RunConfig,
     TrainConfig,
     make_run_config,
     set_values,
     should_choose_sizes,
 )
+from engine.training.estimate import fit_micro_batches, fits_memory
 from engine.training.sizing import SizeSearch
 from model import ModelConfig
 
 # Changing these settings changes no result.
 SETTINGS_IGNORED_ON_RESUME = {"data", "out", "resume", "wandb", "verify_data", "keep_checkpoints"}
-# A resumed run has the recorded values of these, unless others are typed.
-SIZE_FIELDS = (
-    *(*SHAPE_FIELDS, "context_length", "dropout"),
-    *("batch_size", "micro_batch_size", "learning_rate", "weight_decay"),
-)
-MAX_CHOSEN_EXAMPLE_LENGTH = 1024  # tokens; longer examples need --context-length
+# Tokens of context without --context-length.
+MIN_EXAMPLE_CONTEXT = 256
+MAX_CHOSEN_CONTEXT = 1024  # longer examples of a base model fit too
 
 
 def resolve(
@@ -45,26 +43,29 @@ def resolve(
     dist_ctx: DistributedContext,
     started_at: float,
     checkpoint: Checkpoint | None,
+    base: Checkpoint | None,
     measure: Callable[[RunConfig, Mixture], float],
 ) -> tuple[RunConfig, Mixture]:
     """Return the settings of a run, equal on all ranks, and its data.
 
     What is typed wins; else what the resumed run recorded or the base model has, then a size that
-    is chosen, then defaults. The checkpoint is the one to resume, or the base model. ``measure``
-    returns the seconds of a step. The data is without examples that are too long. Raises UserError
-    for settings that conflict with each other, the data, or the checkpoint.
+    is chosen, then defaults. The checkpoint to resume is on every rank, and the base model on the
+    main process. ``measure`` returns the seconds of a step. The data is without examples that are
+    too long. Raises UserError for settings that conflict with each other, the data, or a
+    checkpoint.
     """
+    values = set_values(config)
+    if checkpoint:
+        recorded = recorded_config(checkpoint.state)
+        values = {**set_values(recorded), **values, "out": config.out_path}
+        if config.dtype == "auto":
+            values["dtype"] = recorded.dtype
+        config = build(TrainConfig, values)
     settings = {**flatten(config), "the text in data": data.sha256}
     dist_ctx.assert_equal_across_ranks(settings, ignore=SETTINGS_IGNORED_ON_RESUME | {"device"})
-    state = dist_ctx.broadcast(checkpoint.state if checkpoint else None)
-    values = set_values(config)
-    if state and config.resume:
-        recorded = recorded_settings(state)
-        limits = ("steps",) if recorded["minutes"] and config.minutes else ()
-        sizes = {name: recorded[name] for name in (*SIZE_FIELDS, *limits)}
-        values = {**{name: x for name, x in sizes.items() if x is not None}, **values}
-    if state and config.init_from:
-        values |= base_model_values(state["model"], values, config.init_from)
+    base_state = dist_ctx.broadcast(base.state if base else None)
+    if base_state and config.init_from:
+        values |= base_model_values(base_state["model"], values, config.init_from)
     min_size = data.tokenizer.vocab_size
     vocab_size = values.get("vocab_size", min_size)
     if vocab_size < min_size and not config.init_from:  # a base model gets new rows
@@ -73,28 +74,89 @@ def resolve(
     values["vocab_size"] = max(vocab_size, min_size)
     config = build(TrainConfig, values)
 
-    chooses_sizes = should_choose_sizes(config)
-    context_length = config.model.context_length or ModelConfig.context_length
-    if data.longest_example and chooses_sizes and not config.model.context_length:
-        context_length = min(MAX_CHOSEN_EXAMPLE_LENGTH, data.longest_example - 1)
-        config = build(TrainConfig, {**values, "context_length": context_length})
-    data = data.drop_long_examples(context_length, config.long_examples == "cut")
+    config, data = fit_context(config, data, dist_ctx, base_state)
     sizes = {}
-    if chooses_sizes:
+    if should_choose_sizes(config):
         sizes = SizeSearch(config, data, dist_ctx).choose(started_at, measure)
     run_config = make_run_config(config, sizes, dist_ctx)
+    if config.micro_batch_size is None:
+        rows = data.row_length(run_config.context_length)
+        fitted = fit_micro_batches(replace(run_config, context_length=rows), dist_ctx)
+        run_config = replace(run_config, micro_batch_size=fitted.micro_batch_size)
     if config.depth not in (None, run_config.model.num_layers):
         raise UserError(f"--depth: other sizes are set (got {config.depth}). Leave it out.")
     batches.check_sizes(run_config.batch_size, dist_ctx.size, run_config.micro_batch_size)
-    data.check_length(run_config.model.context_length)
+    data.check_length(run_config.context_length)
     dist_ctx.assert_equal_across_ranks({"dtype": run_config.dtype})  # each machine chooses it
+    state = checkpoint.state if checkpoint else base_state
+    if state:
+        context_length = max(state["model"]["context_length"], run_config.context_length)
+        model = replace(run_config.model, context_length=context_length)
+        run_config = replace(run_config, model=model)
     return run_config, data
 
 
-def recorded_settings(state: dict[str, Any]) -> dict[str, Any]:
+def fit_context(
+    config: TrainConfig, data: Mixture, dist_ctx: DistributedContext, base: dict[str, Any] | None
+) -> tuple[TrainConfig, Mixture]:
+    """Return the config, with a context length for examples or a base, and the data that fits it.
+
+    ``base`` is the state of the base model. Raises UserError for more positions than it has
+    learned, and if too many examples are longer.
+    """
+    values = set_values(config)
+    max_context = math.inf
+    if base and config.model.position == "learned":
+        max_context = base["model"]["context_length"]
+    context_length = config.model.context_length
+    if context_length is None and (base or data.longest_example):
+        context_length = max(1, int(min(max_context, choose_context_length(data, base))))
+        while base and context_length > 1:  # until a row fits in memory
+            row = {"context_length": data.row_length(context_length)}
+            run_config = make_run_config(build(TrainConfig, {**values, **row}), {}, dist_ctx)
+            if fits_memory(run_config, 1, dist_ctx):
+                break
+            context_length //= 2
+        config = build(TrainConfig, {**values, "context_length": context_length})
+    if context_length and context_length > max_context:
+        problem = f"{config.init_from} has learned {max_context} positions (got {context_length})"
+        raise UserError(f"--context-length: {problem}. Lower it, or choose another base model.")
+    if not context_length or not data.longest_example:
+        return config, data
+    fitting = data.drop_long_examples(context_length, config.long_examples == "cut")
+    longest = data.longest_example - 1
+    if fitting.lacks_examples:
+        num_examples = sum(split.num_examples for split in data.splits)
+        fixes = [str(longest)] if longest <= max_context else []
+        if not data.drop_long_examples(context_length, cut=True).lacks_examples:
+            fixes.append("--long-examples cut")
+        advice = f"Use {', or '.join(fixes)}" if fixes else "Choose another base model"
+        problem = f"{fitting.num_removed:,} of {count_noun(num_examples, 'example')} do not fit"
+        raise UserError(f"--context-length: {problem} (got {context_length}). {advice}.")
+    if fitting.num_removed and dist_ctx.is_main_process:
+        size = f"--context-length is {context_length}, and the longest needs {longest}"
+        warn(f"{count_noun(fitting.num_removed, 'example')} left out: {size}.")
+    return config, fitting
+
+
+def choose_context_length(data: Mixture, base: dict[str, Any] | None) -> int:
+    """Return the most tokens of a row, for examples or for a base model's state.
+
+    Rows hold no padding for it, so it leaves room for more turns. Text has the rows of its base.
+    """
+    longest = data.longest_example - 1
+    if data.longest_example:
+        wanted = max(MIN_EXAMPLE_CONTEXT, min(2 * longest, MAX_CHOSEN_CONTEXT))
+        return max(wanted, longest) if base else wanted
+    assert base
+    length = base["settings"].get("context_length")
+    length = length or min(base["model"]["context_length"], MAX_CHOSEN_CONTEXT)
+    return min(length, *[len(split) - 1 for split in data.splits])
+
+
+def recorded_config(state: dict[str, Any]) -> RunConfig:
     """Return the settings in a checkpoint's state. Raises UserError for values that do not fit."""
-    source = f"checkpoint of step {state['step']:,}"
-    return flatten(from_values(RunConfig, state["settings"], source))
+    return from_values(RunConfig, state["settings"], f"checkpoint of step {state['step']:,}")
 
 
 def changed_settings(
@@ -105,7 +167,7 @@ def changed_settings(
     Raises UserError for a change of fixed settings or data, and for steps or minutes below those
     of the checkpoint.
     """
-    recorded = recorded_settings(state)
+    recorded = flatten(recorded_config(state))
     changed = {
         name: (recorded[name], value) for name, value in settings.items() if recorded[name] != value
     }
@@ -145,10 +207,11 @@ def check_tokenizer(base: Path, tokenizer: Tokenizer, data: Path) -> None:
 def base_model_values(base: dict[str, Any], values: dict[str, Any], source: Path) -> dict[str, Any]:
     """Return the model settings of a base checkpoint, with the dropout of ``values``.
 
-    Raises UserError, naming the source, for one of ``values`` that is neither its default nor that
-    of the base.
+    They are without the context length, which is one of the run. Raises UserError, naming the
+    source, for one of ``values`` that is neither its default nor that of the base.
     """
-    merged = vars(from_values(ModelConfig, base, str(source)))
+    merged = dict(vars(from_values(ModelConfig, base, str(source))))
+    del merged["context_length"]
     for name, base_value in merged.items():
         default = getattr(ModelConfig, name, None)
         value = values.get(name, base_value)

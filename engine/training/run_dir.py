@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.core.cli import say, shell_command, warn
 from engine.core.distributed import SINGLE_PROCESS, DistributedContext
 from engine.core.errors import UserError
-from engine.core.files import acquire_lock, atomic_write, read_json, to_json
+from engine.core.files import acquire_lock, atomic_write, find_similar, read_json, to_json
 from engine.training.checkpoint import (
     Checkpoint,
     SaveTokenizer,
@@ -61,7 +61,7 @@ def find_checkpoint(path: Path) -> Checkpoint:
 
     Only the model's files are verified. Raises UserError if no checkpoint is complete.
     """
-    is_checkpoint = (path / "manifest.json").is_file()
+    is_checkpoint = (path / "manifest.json").is_file() and not any(path.glob("*.npy"))
     candidates = [path] if is_checkpoint else checkpoints_by_loss(path)
     for candidate in candidates:
         try:
@@ -71,8 +71,26 @@ def find_checkpoint(path: Path) -> Checkpoint:
             if candidate == candidates[-1]:
                 raise
             warn(f"{error} Using the next best checkpoint instead.")
-    command = shell_command("python", "train.py", "--out", path)
-    raise UserError(f"{path}: contains no checkpoint. Train a model with: {command}")
+    raise UserError(f"{path}: {explain_missing_checkpoint(path)}")
+
+
+def explain_missing_checkpoint(path: Path) -> str:
+    """Return what a path is that has no checkpoint, and the path or command that helps."""
+    name = path.resolve().name
+    if any(path.glob("*.npy")):
+        command = shell_command("python", "train.py", "--data", path)
+        return f"is a dataset. Train on it: {command}"
+    if (path / "config.json").is_file():
+        command = shell_command("python", "huggingface.py", "import", path, f"out/{name}")
+        return f"is a model of transformers. Import it: {command}"
+    if similar := find_similar(path, Path("out"), "checkpoints/step-*"):
+        is_choice = path in similar.parents
+        advice = f"Choose one, such as {similar}." if is_choice else f"Did you mean {similar}?"
+        return f"{'contains models' if is_choice else 'contains no checkpoint'}. {advice}"
+    data = Path("data", name)
+    flags = ("--data", data, "--out", Path("out", name)) if any(data.glob("*.npy")) else ()
+    command = shell_command("python", "train.py", *flags)
+    return f"contains no checkpoint. Train a model with: {command}"
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -157,6 +175,13 @@ class RunDir:
         if names:
             raise UserError(f"{self.path}: every checkpoint is corrupted. Choose another --out.")
         return None
+
+    def best(self) -> Checkpoint:
+        """Return the checkpoint with the lowest validation loss, all of it verified."""
+        best_name = self.dist_ctx.broadcast_from_main(
+            lambda: checkpoints_by_loss(self.path)[0].name
+        )
+        return self._open(self.path / "checkpoints" / best_name)
 
     def _open(self, path: Path) -> Checkpoint:
         """Return a verified checkpoint; ranks that see the folder share the work."""

@@ -16,13 +16,18 @@ from engine.data.batches import Mixture
 from engine.training.config import (
     DEFAULT_STEPS,
     MAX_CHARACTER_VOCAB_SIZE,
+    MAX_STEPS,
     RunConfig,
     TrainConfig,
     make_run_config,
 )
 from engine.training.estimate import fit_micro_batches
 
-MAX_OVERFITTING = 20  # where a run in minutes ends early
+# A run in minutes ends where more epochs do not help, however fast it is: at this overfitting, and
+# before if its regularization is for less. The smaller bound holds without regularization.
+MAX_OVERFITTING = 20
+MIN_OVERFITTING_LIMIT = 2
+MAX_OVERFITTING_RATIO = 2  # to that for which the regularization was chosen
 TIMED_TOKENS = 1e6  # the length of the run whose step is timed
 
 
@@ -52,7 +57,7 @@ class SizeSearch:
         first = config.depth or max(2, step)  # induction heads need two layers
         last = config.depth or min(24, int((self.text_tokens / 768) ** (1 / 3)))
         self.depths = range(first, max(first, last) + 1, step)
-        self.context = config.model.context_length
+        self.context = config.model.context_length and data.row_length(config.model.context_length)
         self.max_context = min(len(split) - 1 for split in data.splits)
 
     def make_size(self, depth: int, tokens: float) -> Size:
@@ -117,7 +122,9 @@ class SizeSearch:
         while depth not in speeds:
             timed = self.make_size(depth, TIMED_TOKENS)
             config = make_run_config(self.config, timed.settings, self.dist_ctx)
-            config = replace(config, optimizer=replace(config.optimizer, window_warmup=0.0))
+            optimizer = replace(config.optimizer, window_warmup=0.0)
+            rows = self.data.row_length(config.context_length)
+            config = replace(config, optimizer=optimizer, context_length=rows)
             config = fit_micro_batches(config, self.dist_ctx)
             speeds[depth] = timed.step_tokens * timed.operations / measure(config, self.data)
             seconds = self.dist_ctx.broadcast(max(1.0, end - time.monotonic()))
@@ -151,13 +158,15 @@ class SizeSearch:
             size = self.for_time(started_at + 60 * config.minutes, measure)
         else:
             size = self.for_steps(config.steps or DEFAULT_STEPS)
-        sizes = size.settings
-        run_config = fit_micro_batches(make_run_config(config, sizes, self.dist_ctx), self.dist_ctx)
+        sizes = dict(size.settings)
+        max_overfitting = max(MIN_OVERFITTING_LIMIT, MAX_OVERFITTING_RATIO * size.overfitting)
+        ratio = min(MAX_OVERFITTING, max_overfitting) / size.overfitting
+        max_tokens = size.tokens * ratio ** (2 / 3)
         if self.dist_ctx.is_main_process:
             typed = flatten(config)
             chosen = [f"{name} {x}" for name, x in sizes.items() if typed[name] is None]
             epochs = size.tokens / self.text_tokens
             say(f"chosen {', '.join(chosen)}: {size.tokens:,.0f} tokens, {epochs:.1f} epochs")
-        if config.minutes and not config.steps and size.overfitting > 0.999 * MAX_OVERFITTING:
-            sizes = {**sizes, "steps": math.ceil(size.tokens / size.step_tokens)}
-        return {**sizes, "micro_batch_size": run_config.micro_batch_size}
+        if config.minutes and not config.steps:
+            sizes["steps"] = min(MAX_STEPS, math.ceil(max_tokens / size.step_tokens))
+        return sizes

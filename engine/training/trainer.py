@@ -86,7 +86,7 @@ class Trainer:
         self.reduce_every_microbatch = False
         self.optimizer = Optimizer(self.model, config.optimizer, dist_ctx, dtype)
 
-        context_length = config.model.context_length
+        context_length = config.context_length
         rank_slice = dist_ctx.rank_slice(config.batch_size)
         spec = BatchSpec(context_length, config.seed, config.batch_size, rank_slice)
         self.batches = Batches(data.train, spec, dist_ctx.device)
@@ -96,6 +96,7 @@ class Trainer:
         self.val_loss: float | None = None  # of this step, if it was evaluated
         self.best_val_loss = math.inf
         self.last_save: tuple[int, float | None] = (0, None)  # its step and val_loss
+        self.failed = False  # ended by an error
         self.warnings: set[str] = set()  # each is printed once
         self.changes: list[dict[str, Any]] = []  # settings changed by each resume
         self.budget = Budget({}, steps=config.steps or math.inf)
@@ -158,13 +159,20 @@ class Trainer:
         text = "".join(f", {name} {old} → {new}" for name, (old, new) in changes.items())
         self.say(f"Resuming after step {self.step:,}{text}")
 
+    def load_best(self) -> int:
+        """Set the weights to those of the best checkpoint of the run, and return its step."""
+        assert self.run_dir is not None
+        checkpoint = self.run_dir.best()
+        load_parameters(self.model, self.run_dir.distribute(checkpoint.model()))
+        return checkpoint.step
+
     def wrap_model(self) -> None:
         """Apply activation checkpointing, compilation and data parallelism to the model."""
         config = self.config
         if config.checkpoint_activations:
             checkpoint_activations(self.model)
         rows = config.micro_batch_size or self.config.batch_size // self.dist_ctx.size
-        shape = (2, rows, config.model.context_length)
+        shape = (2, rows, self.data.row_length(config.context_length))
         example = torch.zeros(shape, dtype=torch.long, device=self.dist_ctx.device)
         with self.autocast():
             if config.compile:
@@ -215,7 +223,8 @@ class Trainer:
         config = self.config
         new_state = {"elapsed_seconds": 0.0, "progress": 0.0, "settings": {}}
         state: dict[str, Any] = checkpoint.state if checkpoint else new_state
-        is_as_long = config.minutes and state["settings"].get("minutes") == config.minutes
+        limits = (state["settings"].get("minutes"), state["settings"].get("steps"))
+        is_as_long = config.minutes and limits == (config.minutes, config.steps)
         sizes = [len(dataset.val) for dataset in self.data.datasets]
         eval_tokens = sum(min(size, config.eval_tokens or size) for size in sizes)
         seconds = time.monotonic() - started_at
@@ -231,6 +240,9 @@ class Trainer:
             dist_ctx=self.dist_ctx,
         )
         self.budget.update(self.step)
+        if checkpoint and self.budget.exhausted:
+            flag = "--steps" if self.step >= self.budget.steps else "--minutes"
+            self.say(f"The run is complete. To continue it, raise {flag}.")
 
     # Records and checkpoints.
 

@@ -20,6 +20,7 @@ from engine.core.cli import (
     Interruption,
     command_line,
     count_noun,
+    progress_bar,
     shell_command,
 )
 from engine.core.errors import UserError
@@ -105,10 +106,10 @@ print(json.dumps([before == state(), torch.cuda.is_initialized()]))
 
 
 def test_second_ctrl_c_stops_at_once_and_another_signal_only_later():
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     handlers = [signal.getsignal(number) for number in numbers]
     with Interruption() as interruption:  # torchrun passes on a signal of the process group
-        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             os.kill(os.getpid(), number)
         assert interruption.signal == signal.SIGTERM
         interruption.received_at -= SAME_SIGNAL_SECONDS
@@ -118,6 +119,14 @@ def test_second_ctrl_c_stops_at_once_and_another_signal_only_later():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
     assert [signal.getsignal(number) for number in numbers] == handlers
+
+
+def test_a_hangup_ends_a_run_unless_it_is_ignored_as_under_nohup():
+    code = "import os, signal\nfrom engine.core.cli import Interruption\n"
+    code += "signal.signal(signal.SIGHUP, signal.{})\nwith Interruption() as interruption:\n"
+    code += "    os.kill(os.getpid(), signal.SIGHUP)\nprint(int(interruption.signal))"
+    for handler, number in (("SIG_DFL", signal.SIGHUP), ("SIG_IGN", 0)):
+        assert run_python(code.format(handler))[:2] == (f"{int(number)}\n", "")
 
 
 def test_command_to_resume_with_has_the_flag_once_and_quotes_arguments():
@@ -146,6 +155,17 @@ def test_a_printed_command_is_one_line_and_passes_each_word_on(word, tmp_path):
 def test_a_count_agrees_with_its_noun():
     texts = [count_noun(count, "step") for count in (1, 0, 1200, 1.0, 0.5)]
     assert texts == ["1 step", "0 steps", "1,200 steps", "1 step", "0.5 steps"]
+
+
+def test_progress_outside_a_terminal_is_a_line_now_and_then(monkeypatch, capsys):
+    for seconds, num_lines in ((0.0, 3), (30.0, 0)):
+        monkeypatch.setattr("engine.core.cli.LOG_SECONDS", seconds)
+        with progress_bar(total=3, desc="work") as bar:
+            for _ in range(3):
+                bar.update()
+        errors = capsys.readouterr().err
+        assert errors.count("\n") >= num_lines and "\r" not in errors
+        assert errors.startswith("work: ") == bool(num_lines)
 
 
 # End.
@@ -192,10 +212,10 @@ def test_exit_code_is_what_main_returns_or_130_after_ctrl_c(capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-SIGTERM_IN_MAIN = """
+SIGNAL_IN_MAIN = """
 def main():
     try:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.{})
         time.sleep(60)
     finally:
         print("cleaned up")
@@ -217,12 +237,13 @@ main = lambda: print("→ done")
 @pytest.mark.parametrize(
     ("code", "output", "exit_code"),
     [
-        (SIGTERM_IN_MAIN, "cleaned up\n", 143),
+        (SIGNAL_IN_MAIN.format("SIGTERM"), "cleaned up\n", 143),
+        (SIGNAL_IN_MAIN.format("SIGUSR1"), "cleaned up\n", 128 + signal.SIGUSR1),
         (CTRL_C_AFTER_MAIN, "to the end\n", 0),
         (NO_STDOUT, "", 0),
         (UNSUPPORTED_CHARACTER, "? done\n", 0),
     ],
-    ids=["sigterm", "late-ctrl-c", "no-stdout", "unsupported-character"],
+    ids=["sigterm", "sigusr1", "late-ctrl-c", "no-stdout", "unsupported-character"],
 )
 def test_command_ends_in_order(code, output, exit_code):
     imports = "import atexit, os, signal, sys, time\nfrom engine.core.cli import run_command\n"

@@ -449,6 +449,31 @@ def test_process_exits_without_abort():
         subprocess.run(command, cwd=ROOT, timeout=60, env=environment, check=True)
 
 
+END_OF_TORCHRUN = """
+import os, time
+from engine.core.cli import Interruption
+from engine.core.distributed import end_with_torchrun
+reader, writer = os.pipe()
+if os.fork():  # torchrun
+    os.read(reader, 1)
+    os._exit(0)
+with Interruption() as interruption, end_with_torchrun():
+    os.write(writer, b"1")
+    deadline = time.monotonic() + 20
+    while not interruption.signal and time.monotonic() < deadline:
+        time.sleep(0.1)
+print(int(interruption.signal))
+"""
+
+
+@pytest.mark.parametrize(("variables", "number"), [({"TORCHELASTIC_RUN_ID": "1"}, 15), ({}, 0)])
+def test_a_rank_ends_as_at_sigterm_when_torchrun_is_gone(variables, number):
+    code = END_OF_TORCHRUN if variables else END_OF_TORCHRUN.replace("+ 20", "+ 3")
+    command = [sys.executable, "-c", code]
+    output = subprocess.check_output(command, cwd=ROOT, timeout=90, env=os.environ | variables)
+    assert int(output) == number
+
+
 @pytest.mark.parametrize(
     ("variables", "name"),
     [
@@ -459,6 +484,7 @@ def test_process_exits_without_abort():
         ("SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=0", "SLURM_STEP_NUM_TASKS"),
         ("OMPI_COMM_WORLD_SIZE=4", "OMPI_COMM_WORLD_SIZE"),
         ("PMI_SIZE=4 WORLD_SIZE=1", "PMI_SIZE"),
+        ("SLURM_PROCID=1", "SLURM_PROCID"),
         (
             "WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_PORT=1 "
             "GLOO_SOCKET_IFNAME=lo,nothing0",

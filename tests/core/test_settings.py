@@ -11,7 +11,14 @@ import pytest
 from annotated_types import Ge, Gt, Le, Lt
 
 from engine.core.errors import UserError
-from engine.core.settings import flatten, from_values, load_settings, to_toml
+from engine.core.settings import (
+    flatten,
+    from_values,
+    iterate_hints,
+    load_settings,
+    propose_name,
+    to_toml,
+)
 from engine.nn.bounds import MODEL_BOUNDS
 from engine.serving.openai_format import ChatSettings, CompletionSettings
 from engine.training.config import TrainConfig
@@ -118,6 +125,23 @@ def test_mistake_in_a_file_names_the_file(tmp_path, text, expected):
         load_settings(Outer, [write(tmp_path, text)])
 
 
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("--lr", "--learning-rate"),
+        ("--epochs", "--steps or --minutes"),
+        ("--batch", "--batch-size"),
+        ("--block_size", "--context-length"),
+        ("-n-layer", "--num-layers"),
+        ("--minute", "--minutes"),
+    ],
+)
+def test_a_name_of_another_tool_proposes_flags(name, flags):
+    names = [name for name, _ in iterate_hints(TrainConfig)]
+    assert propose_name(name, names, "--") == f"Did you mean {flags}?"
+    assert propose_name("lr", ["rate"]) == "See --help for all settings."
+
+
 def test_json_without_settings_is_refused():
     with pytest.raises(UserError, match=r"^state\.json: "):
         from_values(Outer, [1], "state.json")
@@ -137,7 +161,11 @@ def test_a_file_without_end_is_refused(monkeypatch):
         ("--width x", "--width: "),
         ("--width 13", "width 13 is unlucky"),
         ("--path nowhere", "--path: must exist (got nowhere)"),
-        ("--kind c", "'c'"),
+        ("--kind c", "--kind: must be one of a, b (got c)"),
+        ("--count x", "--count: must be a whole number (got x)"),
+        ("--rate it's", "--rate: must be a number (got it's)"),
+        ("--sizes 1 b", "--sizes: must be numbers (got 1 b)"),
+        ("--flag yes", "yes: "),
         ("--width", "--width"),
         ("--rate 0", "--rate: must be greater than 0 (got 0.0)"),
         ("--rate nan", "--rate: must be finite"),
@@ -159,7 +187,7 @@ def test_help_describes_every_flag(command, capsys):
         importlib.import_module(command).main(["--help"])
     assert not stop.value.code
     printed = capsys.readouterr().out
-    assert "--debug shows" in printed
+    assert "--debug shows" in printed and "{None}" not in printed
     entries = re.split(r"^[│ ] (?=--?[a-z])", printed, flags=re.MULTILINE)[1:]
     assert len(entries) > 1
     for entry in entries:  # flags and type, then a description and the default

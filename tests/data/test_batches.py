@@ -326,7 +326,6 @@ EXAMPLES_TO_FIT = mixture_of(train=examples_of([3, 9, 20]), val=examples_of([9, 
         (lambda: SHORT.check_length(8), "^--context-length: .* 8 .*validation.*--val-fraction"),
         (lambda: SHORT.check_length(9), "^--context-length: .* 9 .*training"),
         (lambda: starts_of(8, 8, 0, 0, 1), "^--context-length: "),
-        (lambda: EXAMPLES_TO_FIT.drop_long_examples(1, cut=False), "^--context-length: "),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(function, message: str):
@@ -336,7 +335,10 @@ def test_sizes_that_do_not_fit_are_refused(function, message: str):
 
 @pytest.mark.parametrize(("cut", "train"), [(False, [3, 9]), (True, [3, 9, 9])])
 def test_examples_are_made_to_fit_the_context(cut: bool, train: list[int]):
-    (dataset,) = EXAMPLES_TO_FIT.drop_long_examples(8, cut).datasets
+    fitting = EXAMPLES_TO_FIT.drop_long_examples(8, cut)
+    (dataset,) = fitting.datasets
+    assert (fitting.row_length(100), fitting.row_length(5)) == (8, 5)
+    assert (fitting.num_removed, fitting.lacks_examples) == (1 - cut, not cut)  # 1 of 5
     assert (dataset.train.lengths.tolist(), dataset.val.lengths.tolist()) == (train, [9, 3])
     assert (dataset.train.num_cut, dataset.train.num_removed) == (cut, not cut)
     assert (dataset.val.num_cut, dataset.val.num_removed) == (0, 0)

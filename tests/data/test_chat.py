@@ -13,12 +13,11 @@ from engine.data.chats.chat import (
     encode_chat,
     encode_example,
     end_of_turn_id,
-    is_target,
-    render_with_targets,
     special_token_names,
 )
 from engine.data.chats.examples import parse_chat, parse_pair
 from engine.data.dataset import open_dataset
+from engine.data.split import is_target
 from engine.data.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
@@ -27,6 +26,7 @@ from engine.data.tokenizer import (
     named_tokenizer,
 )
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TEXT, END_OF_TURN, with_extension
+from engine.report.dataset_summary import render_with_targets
 from prepare import PrepareConfig, prepare
 
 CHAT = [
@@ -109,13 +109,13 @@ def test_the_bytes_of_targets_are_those_of_their_text(name: str, code: str, tikt
     else:
         tokenizer = named_tokenizer(name)
     for text in ("return héllo 漢 x", "words of a text"):
-        ids = tokenizer.encode(text).tolist()
         for prompt in ("a question?", ""):  # without a prompt nothing predicts the first token
+            ids = (tokenizer.encode_continuation if prompt else tokenizer.encode)(text).tolist()
             example = encode_example(tokenizer, [("prompt", prompt), ("completion", text)])
-            first = b"" if prompt else tokenizer.decode_bytes(ids[:1])
+            is_predicted = bool(prompt or tokenizer.text_start)
+            first = b"" if is_predicted else tokenizer.decode_bytes(ids[:1])
             num_bytes = len(text.encode()) - len(first)
-            num_bytes += not prompt and tokenizer.adds_leading_space
-            assert count_targets(tokenizer, example) == (len(ids) + bool(prompt), num_bytes)
+            assert count_targets(tokenizer, example) == (len(ids) + is_predicted, num_bytes)
 
 
 @pytest.mark.parametrize("name", ["byte", "gpt2"])

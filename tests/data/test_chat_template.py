@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,19 @@ from engine.data.chats.chat import (
     end_of_turn_id,
     own_template,
     special_token_names,
+    stop_token_ids,
     to_messages,
+    with_template,
 )
 from engine.data.chats.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE, ChatTemplate
-from engine.data.chats.examples import chat_parser, parse_chat, parse_messages
+from engine.data.chats.examples import DROPPED_TEXT_NOTE, chat_parser, parse_chat, parse_messages
 from engine.data.dataset import open_dataset
+from engine.data.split import prompt_ids
 from engine.data.tokenizer import Tokenizer, from_document, load_tokenizer
+from engine.data.tokenizer_json import SPECIAL_TOKENS, with_extension
 from engine.data.tokenizer_training import train_bpe_tokenizer
 from engine.generation.text_generator import fit_chat
+from engine.generation.text_stream import TextStream
 from engine.huggingface import directory
 from prepare import PrepareConfig, prepare
 
@@ -255,7 +261,7 @@ def test_300_random_chats_have_the_ids_and_targets_of_transformers(
     assert num_masks > 30 and len(examples) == 300
 
 
-def with_template(words: Tokenizer, template: str) -> Tokenizer:
+def chatml_with(words: Tokenizer, template: str) -> Tokenizer:
     return words.with_special(CHATML_TOKENS).with_chat_template(template)
 
 
@@ -283,7 +289,7 @@ TOOLS_LAST = CHATML.replace(
 def test_tools_are_written_as_transformers_writes_them_or_named(
     tools: Any, template: str, words: Tokenizer, tmp_path: Path
 ):
-    tokenizer = with_template(words, with_body(template, tagged=False))
+    tokenizer = chatml_with(words, with_body(template, tagged=False))
     directory.write_tokenizer(tmp_path, tokenizer, 64, tokenizer.chat_template)
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path)
     parser = chat_parser(None, own_template(tokenizer))
@@ -312,10 +318,10 @@ def parsed_messages(turns: list[Any]) -> list[dict[str, Any]]:
 
 
 def test_text_of_tools_never_becomes_a_special_token_and_refused_tools_are_named(words: Tokenizer):
-    template = own_template(with_template(words, with_body(TOOLS_LAST, tagged=False)))
+    template = own_template(chatml_with(words, with_body(TOOLS_LAST, tagged=False)))
     typed = [{"type": "function", "function": {"name": "<|im_end|>"}}]
     chats = [parse_messages([QUESTION, ANSWER], template, tools) for tools in (TOOLS, typed)]
-    tokenizer = with_template(words, template.source)
+    tokenizer = chatml_with(words, template.source)
     special = [*tokenizer.special_tokens.values()]
     counts = [
         np.isin(np.maximum(ids, ~ids), special).sum()
@@ -372,10 +378,155 @@ def test_a_template_without_an_end_of_answers_is_replaced(words: Tokenizer):
         assert chats.decode(ids) == "<|user|>a<|end|><|assistant|>"
 
 
-def test_a_template_that_cannot_be_rendered_is_named(words: Tokenizer):
-    for template in ("{% for %}", "{{ strftime_now('%d') }}", "{{ messages[9].content }}"):
-        with pytest.raises(UserError, match=r"^--tokenizer: .*chat template"):
-            own_template(with_template(words, template))
+FAILING_TEMPLATES = ("{% for %}", "{{ raise_exception('no') }}", "{{ messages[9].content }}")
+
+
+@pytest.mark.parametrize("template", [*FAILING_TEMPLATES, [("rag", CHATML), ("tool_use", CHATML)]])
+def test_a_template_that_fails_stops_chats_only_and_its_model_is_named(
+    template, words: Tokenizer, tmp_path: Path
+):
+    words.with_special(CHATML_TOKENS).save(tmp_path / "tokenizer.json")
+    if isinstance(template, list):
+        template = [{"name": name, "template": with_body(text, False)} for name, text in template]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    for function in (own_template, partial(encode_chat, turns=[("user", "a")])):
+        with pytest.raises(UserError, match=re.escape(f"{tmp_path}: ")):
+            function(tokenizer)
+    assert stop_token_ids(tokenizer) == [] and end_of_turn_id(tokenizer) is None
+    out = tmp_path / "out"
+    out.mkdir()
+    learned = directory.chat_template(tokenizer, is_chat_model=True)
+    directory.write_tokenizer(out, tokenizer, 64, learned)
+    exported = json.loads((out / "tokenizer_config.json").read_text())
+    assert exported["chat_template"] == template
+    if isinstance(template, str):
+        with pytest.raises(UserError, match=r"^--(template-variable|chat-template): "):
+            with_template(tokenizer, "rag", ["a=1"])
+    else:
+        chosen = with_template(tokenizer, "tool_use", [])
+        assert own_template(chosen).source == template[1]["template"]
+        with pytest.raises(UserError, match=r"--chat-template: .* rag, tool_use "):
+            with_template(tokenizer, "x", [])
+        config = {"chat_template": template[:1]}  # a single one is taken, whatever its name is
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        assert own_template(load_tokenizer(tmp_path / "tokenizer.json"))
+
+
+def load_exported(tokenizer: Tokenizer, folder: Path) -> Any:
+    folder.mkdir(parents=True)
+    directory.write_tokenizer(folder, tokenizer, 64, tokenizer.chat_template)
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def test_the_date_is_fixed_in_prepared_chats_and_the_days_in_answers(
+    words: Tokenizer, tmp_path: Path, capsys
+):
+    template = "{{- '<|im_start|>system\n' + strftime_now('%d %b %Y') + '<|im_end|>\n' }}"
+    tokenizer = chatml_with(words, template + CHATML_TEMPLATE)
+    chat_parser(None, own_template(tokenizer))
+    assert "26 Jul 2024" in capsys.readouterr().err
+    exported = load_exported(tokenizer, tmp_path / "hf")
+    ids = exported.apply_chat_template([QUESTION], add_generation_prompt=True, return_dict=False)
+    assert encode_chat(tokenizer, [("user", "1+1?")]) == ids
+    example = encode_example(tokenizer, [("user", "1+1?"), ("assistant", "2")]).tolist()
+    text = tokenizer.decode([max(token, ~token) for token in example])
+    assert text.startswith("<|im_start|>system\n26 Jul 2024<|im_end|>\n<|im_start|>user\n1+1?")
+
+
+VARIABLES = (
+    "\n  {% macro note() %}{{- 'NO THINKING ' if think is false else think }}{% endmacro %}"
+    + CHATML_TEMPLATE
+    + "{% if add_generation_prompt %}{{ note() + (style or '') }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("assignments", "values"),
+    [
+        ([], {}),
+        (["think=false"], {"think": False}),
+        (
+            ["think=true", "think=false", "style=a 'b\" {{\n"],
+            {"think": False, "style": "a 'b\" {{\n"},
+        ),
+        (['think=[1, null, "é"]', "style=NaN"], {"think": [1, None, "é"], "style": "NaN"}),
+    ],
+)
+def test_variables_of_a_template_are_recorded_exported_and_overridden(
+    assignments, values, words: Tokenizer, tmp_path: Path
+):
+    plain = chatml_with(words, VARIABLES)
+    original = load_exported(plain, tmp_path / "plain")
+    with_template(plain, None, assignments).save(tmp_path / "tokenizer.json")
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    exported = load_exported(tokenizer, tmp_path / "hf")
+    options = {"add_generation_prompt": True, "return_dict": False}
+    for override in ({}, {"think": "yes", "style": "<|im_end|>"}):
+        expected = original.apply_chat_template([QUESTION], **options, **values | override)
+        assert exported.apply_chat_template([QUESTION], **options, **override) == expected
+        if not override:
+            assert encode_chat(tokenizer, [("user", "1+1?")], override) == expected
+    ids = encode_chat(tokenizer, [("user", "1+1?")], override)
+    assert tokenizer.decode(ids).endswith("yes<|im_end|>")
+    assert ids.count(end_of_turn_id(tokenizer)) == 1  # a value never becomes a special token
+    for wrong in ("thin=1", "think", "messages=1", "=1"):
+        with pytest.raises(UserError, match=r"--template-variable: .*style, think"):
+            with_template(plain, None, [wrong])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_final_message_is_continued_as_transformers_does(family, words, tmp_path: Path):
+    tokenizer = save_model(family, words, tmp_path / "model")
+    if family == "plain":
+        tokenizer = tokenizer.with_special(special_token_names(tokenizer, chat=True))
+    template = directory.chat_template(tokenizer, is_chat_model=True)
+    exported = load_exported(tokenizer.with_chat_template(template), tmp_path / "hf")
+    turns = [("user", "3"), ("assistant", "a b"), ("user", "4"), ("assistant", "I li")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    options = {"continue_final_message": True, "return_dict": False}
+    expected = exported.apply_chat_template(messages, **options)
+    assert encode_chat(tokenizer, turns, continue_final_message=True) == expected
+    with pytest.raises(UserError, match="of the assistant"):
+        encode_chat(tokenizer, turns[:1], continue_final_message=True)
+
+
+REASONING = CHATML_TEMPLATE.replace(
+    "message['content']",
+    "('<think>' + message.reasoning_content + '</think>' if loop.last and"
+    " message.reasoning_content else '') + message['content'].split('</think>')[-1]",
+)
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "has_system", "has_reasoning"),
+    [(None, True, False), (CHATML_TEMPLATE, True, False), (NO_SYSTEM + REASONING, False, True)],
+)
+def test_reasoning_and_a_system_text_are_rendered_where_the_template_can(
+    template, has_system, has_reasoning, words: Tokenizer
+):
+    tokenizer = words.with_special(CHATML_TOKENS).with_chat_template(template)
+    parser = chat_parser(None, own_template(tokenizer))
+    answer = ANSWER | {"reasoning_content": "because"}
+    for field in ("system", "system_prompt"):
+        record = {"messages": [QUESTION, answer], field: "Be kind."}
+        example = encode_example(tokenizer, parser.turns_of(record))
+        text = tokenizer.decode([max(token, ~token) for token in example.tolist()])
+        start = "<|im_start|>system\nBe kind.<|im_end|>\n" if has_system else ""
+        assert text.startswith(f"{start}<|im_start|>user\n1+1?")
+        assert (field in parser.fields) == has_system
+        learned = "<think>because</think>2<|im_end|>" if has_reasoning else "2<|im_end|>"
+        assert tokenizer.decode(example[example >= 0].tolist()) == learned
+        notes = "".join(parser.notes_of(record))
+        assert (f"'{field}'" in notes) != has_system
+        assert ("reasoning_content" in notes) != has_reasoning
+    own = {"messages": [{"role": "system", "content": "A"}, QUESTION, ANSWER], "system": "B"}
+    if has_system:  # one system turn is enough
+        assert parser.turns_of(own)[0][1] == "A" and "'system'" in "".join(parser.notes_of(own))
+    for dropped in (answer, ANSWER | {"content": "<think>\na</think>2"}):
+        notes = parser.notes_of({"messages": [QUESTION, dropped, QUESTION, answer]})
+        assert (DROPPED_TEXT_NOTE in notes) == has_reasoning
 
 
 THINKING = (
@@ -387,7 +538,7 @@ THINKING = (
 
 
 def test_markup_is_a_token_in_answers_and_text_elsewhere(words: Tokenizer):
-    document = with_template(words, THINKING).with_special(["<think>", "</think>"]).document
+    document = chatml_with(words, THINKING).with_special(["<think>", "</think>"]).document
     added = document["added_tokens"]
     added = [token | {"special": "think" not in token["content"]} for token in added]
     tokenizer = from_document(document | {"added_tokens": added})
@@ -412,14 +563,63 @@ def test_sentencepiece_adds_the_spaces_of_transformers(scheme: str, code: str, t
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
     tokenizer = tokenizer.with_special(special_token_names(tokenizer, chat=True))
-    directory.write_tokenizer(tmp_path, tokenizer, 64, PLAIN_TEMPLATE)
+    template = directory.chat_template(tokenizer, is_chat_model=True)
+    directory.write_tokenizer(tmp_path, tokenizer, 64, template)
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path)
     turns = [("user", "return the value"), ("assistant", "print it")]
     messages = [{"role": role, "content": text} for role, text in turns]
     example = encode_example(tokenizer, turns).tolist()
     ids = exported.apply_chat_template(messages, return_dict=False)
     assert [max(token, ~token) for token in example] == ids
+    assert ids.count(1) == 1  # the token that begins a text
     assert count_targets(tokenizer, np.array(example))[1] == len("print it")
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "normalizer", "never"])
+def test_the_space_of_sentencepiece_is_neither_learned_nor_shown_after_a_prompt(scheme, code):
+    document = json.loads(train_sentencepiece([code]).to_str())
+    if scheme == "normalizer":
+        document["pre_tokenizer"] = None
+        space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+        steps = [{"type": "Prepend", "prepend": "▁"}, space]
+        document["normalizer"] = {"type": "Sequence", "normalizers": steps}
+    else:
+        document["pre_tokenizer"]["prepend_scheme"] = scheme
+    tokenizer = from_document(with_extension(document, end_of_text="</s>"))
+    for prompt, answer in (("return\n", "the value"), ("return", " the value"), ("", "the value")):
+        example = encode_example(tokenizer, [("prompt", prompt), ("completion", answer)])
+        assert prompt_ids(example) == [1, *tokenizer.encode(prompt)]
+        stream = TextStream(tokenizer, prompt_ids(example))
+        assert "".join(map(stream.push, example[example >= 0].tolist())) == answer
+        assert stream.is_finished and count_targets(tokenizer, example)[1] == len(answer)
+    echoed = TextStream(tokenizer)
+    ids = tokenizer.encode_from_start("the value").tolist()
+    assert "".join(map(echoed.decode, ids)) == tokenizer.decode(ids) == "the value"
+
+
+@pytest.mark.parametrize("flags", [("rstrip",), ("lstrip",), ("lstrip", "rstrip")])
+def test_special_tokens_absorb_the_white_space_beside_them(flags, words, tmp_path: Path):
+    template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + ' <|end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+    )
+    document = words.with_special(SPECIAL_TOKENS).with_chat_template(template).document
+    added = [token | dict.fromkeys(flags, True) for token in document["added_tokens"]]
+    tokenizer = from_document(document | {"added_tokens": added})
+    directory.write_tokenizer(tmp_path, tokenizer, 64, template)
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    turns = [("user", "return the value"), ("assistant", " print it\n")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    example = encode_example(tokenizer, turns).tolist()
+    assert [max(i, ~i) for i in example] == exported.apply_chat_template(
+        messages, return_dict=False
+    )
+    targets = tokenizer.decode([token for token in example if token >= 0])
+    assert targets.strip().startswith("print it") and targets.endswith("<|end|>")
+    prompt = exported.apply_chat_template(
+        messages[:1], add_generation_prompt=True, return_dict=False
+    )
+    assert encode_chat(tokenizer, turns[:1]) == prompt
 
 
 OTHERS = {"tool_use": "tools {{ messages }}", "rag": "documents {{ messages }}"}
@@ -465,9 +665,9 @@ def test_a_chat_is_rendered_in_linear_time(name, words: Tokenizer, monkeypatch):
     calls = []
     render = ChatTemplate.render
 
-    def count(self: ChatTemplate, messages: Any, add_generation_prompt: bool = False) -> str:
+    def count(self: ChatTemplate, messages: Any, *options: Any, **named: Any) -> str:
         calls.append(len(messages))
-        return render(self, messages, add_generation_prompt)
+        return render(self, messages, *options, **named)
 
     monkeypatch.setattr(ChatTemplate, "render", count)
     numbers = []

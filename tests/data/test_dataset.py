@@ -222,7 +222,7 @@ def test_a_wrong_value_in_a_file_is_one_line_or_does_no_harm(name: str, file: st
 
 
 def test_a_folder_without_a_dataset_is_refused_with_the_command(tmp_path: Path):
-    with pytest.raises(UserError, match=rf"python prepare\.py INPUT --out {tmp_path}$"):
+    with pytest.raises(UserError, match=rf"python prepare\.py {tmp_path}$"):
         open_dataset(tmp_path)
 
 
@@ -280,10 +280,7 @@ def test_an_example_without_a_target_when_cut_is_dropped():
     short = examples.drop_long(2, cut=True)
     assert (short.num_cut, short.num_removed, short.num_examples) == (1, 1, 1)
     assert short.example(0).tolist() == [~5, 6, ~7]
-    with pytest.raises(UserError, match=r"^--context-length: .* 3, or use --long-examples cut"):
-        examples.drop_long(2, cut=False)
-    with pytest.raises(UserError, match=r"^--context-length: "):
-        Examples(tokens[:4], np.array([0]), np.array([4])).drop_long(2, cut=True)
+    assert examples.drop_long(2, cut=False).num_examples == 0
 
 
 def test_bytes_per_token_are_of_the_examples_that_are_kept(tmp_path: Path):

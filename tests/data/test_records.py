@@ -49,7 +49,7 @@ LONG = "x" * 2000
         ("a.json", '[\n{"text": "' + LONG + '"}]', "a.json, record 1"),
         ("a.json", '[\n{"text":\n' + "[1,\n" * 400, "a.json, record 1"),
         ("a.csv", "text\na\n" + LONG, "a.csv, line 3"),
-        ("a.csv", 'text\n"' + "x\n" * 1000, "a.csv, line 502"),
+        ("a.csv", 'text\n"' + "x\n" * 1000, "a.csv, line 2"),
         ("a.csv", LONG, "a.csv, line 1"),
         ("a.txt", "a%b%" + LONG, "a.txt, document 3"),
     ],

@@ -230,6 +230,15 @@ def test_the_standard_library_excludes_its_tests():
     assert not any("test" in Path(source.path).parts for source in listed)
 
 
+def test_the_documentation_is_the_reference_and_the_docstrings_of_each_module(tmp_path):
+    (source,) = find_sources(["pydocs"], tmp_path)
+    texts = [json.loads(line)["text"] for line in Path(source.path).read_text().splitlines()]
+    assert len(texts) > 400 and source.kind == ".jsonl"
+    assert any(text.startswith('The "assert" statement') for text in texts[:100])
+    (argparse,) = [text for text in texts if text.startswith("Command-line parsing library")]
+    assert "Keyword Arguments:" in argparse and "def add_argument(self" not in argparse
+
+
 @pytest.mark.parametrize(
     ("name", "is_json"),
     [
@@ -493,6 +502,17 @@ def test_shakespeare_is_downloaded_and_checked(server: Server, shakespeare: Path
     monkeypatch.setattr(sources, "SHAKESPEARE_URL", f"{server.address}/input.txt")
     server.body = shakespeare.read_bytes()
     assert Path(find("shakespeare")[0].path).read_bytes() == server.body
+
+
+def test_a_cache_that_cannot_be_written_is_named(server: Server, tmp_path: Path, monkeypatch):
+    (tmp_path / "file").touch()
+    address = f"{server.address}/a.txt"
+    for cache, home in ((tmp_path / "file", tmp_path), ("", "~")):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+        monkeypatch.setattr("os.path.expanduser", lambda name, home=home: f"{home}{name[1:]}")
+        line = error_of(address, sha256="0" * 64)
+        assert line.startswith(f"{cache or '~/.cache'}/gpt-trainer: ") and "XDG_CACHE_HOME" in line
+    assert not server.requests and not Path("~").exists()
 
 
 # Other file systems.

@@ -25,6 +25,7 @@ from engine.nn.inference import build_decoder
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGH"
 LETTERS = CharTokenizer(CHARACTERS).with_special(["<|endoftext|>", "<|end|>"])  # 36 ids of 37
 BANNED = [35, 36]
+SPECIAL = [34, 35]
 SEED = 4
 FILTERS = [{"temperature": 0.0}, {}, {"temperature": 1.5, "top_k": 5}, {"top_p": 0.9, "min_p": 0.1}]
 
@@ -71,7 +72,7 @@ def text_of(request: TextRequest, events: list[Event]) -> str:
 def text_alone(model, request: TextRequest) -> str:
     """Return the text of a request by the definition of decoding."""
     stream = request.stream
-    settings = (stream.max_tokens, SEED, BANNED, request.repetition_penalty)
+    settings = (stream.max_tokens, SEED, BANNED, request.repetition_penalty, SPECIAL)
     (ids,) = decoding_definition(model, [stream.prompt], *settings, **request.filters)
     return "".join(map(TextStream(LETTERS, stream.prompt, len(ids), stream.stop).push, ids))
 
@@ -199,7 +200,7 @@ def test_a_seed_determines_the_texts_of_prompts_in_any_batch(options):
     model = random_model(SMALL)
     state = torch.get_rng_state()
     prompts = [[1, 2], [1, 2], [3] * 30, [1, 2, 3], [1, 2]]
-    rows = decoding_definition(model, prompts, 20, SEED, BANNED, **options)
+    rows = decoding_definition(model, prompts, 20, SEED, BANNED, special=SPECIAL, **options)
     texts = ["".join(map(TextStream(LETTERS, [0]).push, row)) for row in rows]
     assert len({text[:9] for text in texts}) == len(texts)
     for batch_size, stop in itertools.product((1, 2, 3, 100), ("", "b")):

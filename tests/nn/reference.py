@@ -86,9 +86,13 @@ def decoding_definition(
     seed: int = 0,
     banned: Sequence[int] = (),
     repetition_penalty: float = 1.0,
+    special: Sequence[int] = (),
     **filters,
 ) -> list[list[int]]:
-    """The ids after each prompt, computed one by one and without a cache."""
+    """The ids after each prompt, computed one by one and without a cache.
+
+    A penalty leaves the ids of special tokens as they are.
+    """
     texts = []
     for prompt, row_seed in zip(prompts, row_seeds(seed, prompts), strict=True):
         ids = list(prompt)
@@ -97,7 +101,7 @@ def decoding_definition(
             logits = model(tokens)[:, -1]
             logits[:, list(banned)] = -math.inf
             if repetition_penalty != 1:
-                logits = penalize_repetition(logits, tokens, repetition_penalty)
+                logits = penalize_repetition(logits, tokens, repetition_penalty, special)
             ids += sample_token(logits, [(row_seed, step)], **filters).tolist()
         texts.append(ids[len(prompt) :])
     return texts

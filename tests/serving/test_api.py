@@ -30,7 +30,10 @@ from engine.generation.text_generator import TextGenerator
 from engine.report.server import PageServer
 from engine.serving.api import Api
 
-TEMPLATE = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}Answer:"
+TEMPLATE = (
+    "{{ tools | tojson }}{{ style }}"
+    "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}Answer:"
+)
 BYTES = ByteTokenizer().with_special(SPECIAL_TOKENS)
 CONFIG = dataclasses.replace(SMALL, vocab_size=BYTES.vocab_size, context_length=2048)
 GENERATOR = TextGenerator(random_model(CONFIG), BYTES, [BYTES.end_of_text_id], is_chat_model=True)
@@ -168,9 +171,10 @@ def test_the_official_client_gets_models_texts_streams_and_errors():
         answer = client.completions.create(prompt="a", logprobs=2, echo=True, **body)
         texts = [f"a{text}" for text in generator.generate_samples(2, "a", **sampling)]
         assert [choice.text for choice in answer.choices] == texts and answer.choices[1].logprobs
-        body |= {"messages": MESSAGES, "tools": TOOLS, "logprobs": True, "top_logprobs": 1}
+        body |= {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1}
+        body |= {"tools": TOOLS, "tool_choice": "none"}  # the template does not get them
         chat = client.chat.completions.create(**body)
-        turns = parse_messages(MESSAGES, own_template(generator.tokenizer), TOOLS)
+        turns = parse_messages(MESSAGES, own_template(generator.tokenizer))
         assert chat.usage.prompt_tokens == len(encode_chat(generator.tokenizer, turns))
         texts = [choice.message.content for choice in chat.choices]
         assert texts[0] == "".join(generator.stream_answer(turns, **sampling)) != texts[1]
@@ -198,6 +202,7 @@ WRONG_ARGUMENTS = {
     "max_tokens": [True, 1.5],
     "n": [0, 1000],
     "stop": ["", ["a"] * 10**4],
+    "skip_special_tokens": [False],
     **{name: [[1]] for name in ("presence_penalty", "messages", "stream_options", "x" * 10**5)},
 }
 WRONG_CHATS = [None, [], [{"role": "x", "content": "a"}], [{"role": "user", "content": "\udc00"}]]
@@ -213,6 +218,12 @@ REFUSALS = [
     (400, CHAT, {"messages": MESSAGES, "tools": TOOLS}, "tools"),
     (400, CHAT, {"messages": [{"role": "user", "content": "a" * 4000}]}, "messages"),
     *((400, CHAT, {"messages": messages}, "messages") for messages in WRONG_CHATS),
+    (400, CHAT, {"messages": MESSAGES, "continue_final_message": True}, "messages"),
+    (400, CHAT, {"messages": MESSAGES, "add_generation_prompt": False}, "add_generation_prompt"),
+    *(
+        (400, CHAT, {"messages": MESSAGES, "chat_template_kwargs": value}, "chat_template_kwargs")
+        for value in (3, [1], {"messages": []}, {"add_generation_prompt": False})
+    ),
 ]
 for name, values in WRONG_ARGUMENTS.items():
     REFUSALS += [(400, TEXT, {"prompt": "a", name: value}, name) for value in values]
@@ -245,7 +256,93 @@ def test_a_key_is_needed_for_each_request_and_for_other_machines(server, capsys)
         assert send(server, "/", b"", "GET", Host="example.com")[0] == 403  # the page
     with pytest.raises(SystemExit, match="2"):
         sample.main(["out/none", "--serve", "--host", "0.0.0.0"])
-    assert "--api-key" in capsys.readouterr().err
+    assert "--api-key-file" in capsys.readouterr().err
+
+
+def test_a_key_comes_from_a_file_or_the_environment_too(tmp_path, monkeypatch):
+    path = tmp_path / "key"
+    path.write_text("from a file\n")
+    serve = {"path": tmp_path, "serve": True, "host": "0.0.0.0"}
+    assert sample.SampleConfig(**serve, api_key_file=path).key == "from a file"
+    monkeypatch.setenv("GPT_API_KEY", "from the environment")
+    assert sample.SampleConfig(**serve).key == "from the environment"
+    assert sample.SampleConfig(**serve, api_key="flag").key == "flag"
+
+
+def test_with_a_key_pages_of_any_origin_may_ask(server):
+    def ask(server: Any, method: str, path: str, **headers: str) -> tuple[int, Any]:
+        with contextlib.closing(connect(server.port)) as connection:
+            connection.request(method, path, headers={"Origin": "http://app.example"} | headers)
+            response = connection.getresponse()
+            return response.status, response.headers
+
+    status, headers = ask(server, "OPTIONS", TEXT)
+    assert status == 403 and "Access-Control-Allow-Origin" not in headers
+    with serving("secret") as keyed:
+        status, headers = ask(keyed, "OPTIONS", TEXT)
+        assert status == 204 and headers["Access-Control-Allow-Origin"] == "*"
+        assert "Authorization" in headers["Access-Control-Allow-Headers"]
+        status, headers = ask(keyed, "GET", "/v1/models", Authorization="Bearer secret")
+        assert status == 200 and headers["Access-Control-Allow-Origin"] == "*"
+        assert ask(keyed, "GET", "/health")[0] == 200
+        status, headers = ask(keyed, "GET", "/")
+        assert status == 403 and "Access-Control-Allow-Origin" not in headers
+
+
+@pytest.mark.parametrize("path", ["/models", "/v1", "/v1/responses", "/chat/completions", "/a/b"])
+def test_a_wrong_path_is_an_error_that_names_the_paths_of_the_api(server, path):
+    status, answer = send(server, path, {})
+    assert status == 404 and CHAT in answer["error"]["message"]
+
+
+def test_values_that_mean_the_default_of_other_servers_are_accepted(server):
+    body = {"prompt": "The cat", "max_tokens": 20, "seed": 3}
+    choices, _ = complete(server, **body)
+    neutral = {"top_k": 0, "min_tokens": 0, "ignore_eos": False, "use_beam_search": False}
+    neutral |= {"skip_special_tokens": True, "repeat_penalty": 1.0}
+    assert complete(server, **body | neutral)[0] == choices
+    assert complete(server, **body | {"top_k": -1})[0] == choices
+    texts = [complete(server, **body | {"seed": -1})[0][0]["text"] for _ in range(3)]
+    assert len({*texts}) > 1
+    (choice,), usage = complete(server, prompt="a" * 2040, max_tokens=-1)
+    assert (usage["completion_tokens"] == 8) == (choice["finish_reason"] == "length")
+
+
+def test_a_request_sets_variables_of_the_template_and_continues_a_message():
+    with serving(tokenizer=BYTES.with_chat_template(TEMPLATE)) as server:
+
+        def ask(messages: list[Any], **body: Any) -> tuple[str, int]:
+            body |= {"messages": messages, "temperature": 0, "max_tokens": 8}
+            status, answer = send(server, CHAT, body)
+            assert status == 200, answer
+            return answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens"]
+
+        _, size = ask(MESSAGES)
+        assert ask(MESSAGES, chat_template_kwargs={"unused": "abc"})[1] == size
+        assert ask(MESSAGES, chat_template_kwargs={"style": "<|end|>"})[1] == size + 7
+        body = (
+            b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"style": '
+        )
+        status, _ = send(server, CHAT, body + b"[" * 900 + b"]" * 900 + b"}}")
+        assert status < 500
+        text = "nullBe short.<|end|>Hello<|end|>I li"
+        options = {"continue_final_message": True, "add_generation_prompt": False}
+        answer, size = ask([*MESSAGES, {"role": "assistant", "content": "I li"}], **options)
+        body = {"temperature": 0, "max_tokens": 8, "parse_special": True}
+        (choice,), usage = complete(server, prompt=text, **body)
+        assert (answer, size) == (choice["text"], usage["prompt_tokens"])
+
+
+def test_names_of_special_tokens_in_a_prompt_are_text_unless_they_are_parsed(server, capsys):
+    text = "<|user|>hi<|end|>"
+    ids = [BYTES.special_tokens["<|user|>"], *b"hi", BYTES.special_tokens["<|end|>"]]
+    body = {"max_tokens": 5, "temperature": 0}
+    for _ in range(2):
+        assert complete(server, prompt=text, **body)[1]["prompt_tokens"] == len(text)
+    assert capsys.readouterr().err.count("special tokens (2 names)") == 1
+    parsed = complete(server, prompt=text, parse_special=True, **body)
+    assert parsed == complete(server, prompt=ids, **body)
+    assert not capsys.readouterr().err
 
 
 def test_a_bug_and_the_end_of_the_server_end_answers_with_an_error(monkeypatch, caplog):

@@ -120,7 +120,7 @@ def test_steps():
     assert budget.total_steps == 10
 
 
-def test_a_run_of_minutes_continues_where_it_was_interrupted(numbers, tmp_path):
+def test_a_run_of_minutes_continues_where_it_was_interrupted(numbers, tmp_path, capsys):
     flags = ("--minutes", (SHUTDOWN_SECONDS + 9) / 60, "--eval-every", 10**6)
     config = load_settings(train.TrainConfig, tiny(numbers, tmp_path, *flags))
     calls = itertools.count()
@@ -139,4 +139,9 @@ def test_a_run_of_minutes_continues_where_it_was_interrupted(numbers, tmp_path):
     assert rates[-1] < 0.5 * max(rates)
     state = tmp_path / "checkpoints" / f"step-{run.step:08d}" / "state.json"
     assert json.loads(state.read_text())["progress"] == 1
-    assert train.train(resumed, SINGLE_PROCESS, []).step == run.step
+    capsys.readouterr()
+    assert train.main(["--resume", "--out", str(tmp_path)]) == 0  # its minutes are over
+    output = capsys.readouterr().out
+    assert "raise --minutes" in output and f"{run.step} steps" in output
+    settings = load_settings(train.TrainConfig, [str(tmp_path / "config.toml")])
+    assert settings.minutes == resumed.minutes and settings.steps is None

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,13 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SpoilLoss, logged, tiny
+from helpers import Action, SpoilLoss, logged, same_tensors, tiny
 
 import train
 from engine.core.errors import UserError
 from engine.core.settings import load_settings
 from engine.data.dataset import open_dataset
-from engine.training.callbacks import SPIKE_Z_SCORE, MetricsFile, Terminal, print_summary
+from engine.data.tokenizer import ByteTokenizer
+from engine.training.callbacks import (
+    SPIKE_Z_SCORE,
+    MetricsFile,
+    Terminal,
+    WeightsAndBiases,
+    print_summary,
+    trim_incomplete_characters,
+)
+from engine.training.checkpoint import open_checkpoint
 from engine.training.config import TrainConfig
 from engine.training.trainer import Callback, Trainer
 
@@ -96,6 +106,30 @@ def test_a_run_that_is_worse_than_guessing_says_so(numbers, tmp_path, capsys):
     assert "none: " in capsys.readouterr().out  # instead of a sample
 
 
+def test_the_summary_is_that_of_the_checkpoint_that_is_used(numbers, tmp_path, capsys):
+    class Spoil(Callback):
+        def on_step(self, trainer: Trainer) -> None:
+            if trainer.step == 5:
+                trainer.model.head.weight.data.neg_()
+
+    flags = ["--steps", 6, "--eval-every", 3]
+    run = train_with([Spoil(), MetricsFile()], numbers, tmp_path, *flags)
+    losses = logged(tmp_path, "val_loss")
+    assert losses[3] < losses[6]
+    capsys.readouterr()
+    print_summary(run)
+    output = capsys.readouterr().out
+    result = re.search(r"loss ([\d.]+) nats per token, perplexity ([\d.]+), ([\d.]+) bits", output)
+    names = ("val_loss", "val_perplexity", "val_bits_per_byte")
+    assert result.groups() == tuple(
+        f"{logged(tmp_path, name)[3]:.{digits}f}"
+        for name, digits in zip(names, (4, 2, 4), strict=True)
+    )
+    assert "step 3" in output and f"{losses[6]:.4f}" in output
+    best = dict(open_checkpoint(tmp_path / "checkpoints" / "step-00000003").model())
+    assert same_tensors(run.model.state_dict(), best)  # the sample is of these weights
+
+
 def make_metrics(path: Path, first_step: int) -> MetricsFile:
     """Return the metrics of a run at path that continues after first_step."""
     metrics = MetricsFile()
@@ -172,6 +206,13 @@ def test_the_terminal_describes_the_run_each_evaluation_and_saves_longer_than_to
     assert "step 4/4 |" in errors and "loss " in errors and "tokens/s" in errors
 
 
+def test_incomplete_characters_are_left_out_at_both_ends():
+    ids = list("né漢!".encode())
+    for start, stop, text in ((2, 6, "漢"), (0, 5, "né"), (0, 7, "né漢!"), (4, 5, "\ufffd")):
+        kept = trim_incomplete_characters(ByteTokenizer(), ids[start:stop])
+        assert ByteTokenizer().decode(kept) == text
+
+
 # Weights & Biases.
 
 
@@ -193,8 +234,9 @@ def test_weights_and_biases_gets_settings_and_every_record_of_one_run(
         records = []
         ends = []
         run = SimpleNamespace(options=options, records=records, ends=ends)
-        run.log = lambda record, step: records.append({**record, "step": step})
-        run.finish = lambda: ends.append(len(records))
+        run.define_metric = lambda *names, **axes: records.append((*names, axes))
+        run.log = lambda record: records.append(record)  # a step would drop repeated records
+        run.finish = lambda exit_code: ends.append((len(records), exit_code))
         runs.append(run)
         return run
 
@@ -204,11 +246,16 @@ def test_weights_and_biases_gets_settings_and_every_record_of_one_run(
     for more in (["--steps", 4], ["--steps", 6, "--resume"]):
         assert train.main(tiny(numbers, out, *more, *flags)) == 0
     first, second = runs
-    assert first.ends == [len(first.records)] and second.ends == [len(second.records)]
+    assert first.ends == [(len(first.records), 0)] and second.ends == [(len(second.records), 0)]
+    assert first.records.pop(0) == second.records.pop(0) == ("*", {"step_metric": "step"})
     assert first.options["id"] == second.options["id"] == (out / "wandb.id").read_text()
     assert first.options["config"]["learning_rate"] == 0.003
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert first.records + second.records == records
+    with pytest.raises(SystemExit):
+        callbacks = [WeightsAndBiases(), Action(1, sys.exit)]
+        train_with(callbacks, numbers, tmp_path / "failed", "--steps", 2)
+    assert runs[2].ends == [(1, 1)]
 
 
 def test_weights_and_biases_accepts_the_run(numbers, tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ from engine.training.config import RunConfig
 from engine.training.estimate import (
     activation_bytes,
     build_meta_model,
+    describe_duration,
     describe_plan,
     estimate_memory,
     fit_micro_batches,
@@ -220,7 +221,10 @@ def test_plan_is_a_table_of_this_device_one_gpu_and_eight(batch_size, cells):
     assert f"{build_meta_model(SMALL).num_parameters:,} parameters" in plan
     assert rows_of(plan)["micro-batches"] == cells
     flops = batch_size * 128 * flops_per_token(SMALL)
-    assert rows_of(plan)["one step"][1] == f"{1e3 * flops / (0.4 * 989e12):,.2f} ms"
+    assert rows_of(plan)["one step"][1] == describe_duration(flops / (0.4 * 989e12))
+    assert "exceeds" not in plan
+    durations = [describe_duration(seconds) for seconds in (7200, 72, 1.5, 0.9999, 4.4e-6)]
+    assert durations == ["2.0 h", "1.2 min", "1.5 s", "999.9 ms", "0.0044 ms"]
 
 
 def test_plan_of_minutes_has_no_number_of_steps_and_marks_what_exceeds_an_h100():
@@ -229,6 +233,7 @@ def test_plan_of_minutes_has_no_number_of_steps_and_marks_what_exceeds_an_h100()
     plan = describe_plan(config, CPU, 2048, [1e6])
     assert "60 min" in plan and "epochs" not in plan
     assert "all steps" not in rows_of(plan) and "one step" in rows_of(plan)
+    assert "!      exceeds the 80 GB" in plan
     assert [cell.endswith("!") for cell in rows_of(plan)["= memory"]] == [False, True, False]
 
 

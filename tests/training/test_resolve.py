@@ -3,15 +3,26 @@
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from engine.core.distributed import SINGLE_PROCESS
 from engine.core.errors import UserError
-from engine.core.settings import flatten
+from engine.core.settings import build, flatten
+from engine.data.batches import Mixture
+from engine.data.dataset import Dataset
+from engine.data.split import Examples, Split
 from engine.data.tokenizer import ByteTokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
+from engine.training import estimate
 from engine.training.checkpoint import Checkpoint
-from engine.training.config import RunConfig
-from engine.training.resolve import base_model_values, changed_settings, split_token_ids
+from engine.training.config import RunConfig, TrainConfig
+from engine.training.resolve import (
+    base_model_values,
+    changed_settings,
+    fit_context,
+    split_token_ids,
+)
 from model import ModelConfig
 
 CONFIG = RunConfig(model=ModelConfig(vocab_size=11), steps=100)
@@ -34,10 +45,100 @@ def test_a_base_determines_all_model_settings_but_dropout():
     base = ModelConfig(vocab_size=11, num_layers=3, num_heads=2, d_model=8, dropout=0.3)
     state = dataclasses.asdict(base)
     values = base_model_values(state, {"dropout": 0.1, "bias": False}, Path("base"))
+    del state["context_length"]
     assert values == {**state, "dropout": 0.1}
     assert base_model_values(state, {}, Path("base"))["dropout"] == 0
     with pytest.raises(UserError, match=r"--num-layers: .*base, 3 \(got 5\)"):
         base_model_values(state, {"num_layers": 5}, Path("base"))
+
+
+def examples_of(train: list[int], val: list[int], prompt: int = 1) -> Mixture:
+    """Return a dataset of examples of these lengths, whose first tokens are no targets."""
+    splits = []
+    for lengths in map(np.array, (train, val)):
+        rows = [[~1] * min(prompt, n) + [1] * (n - prompt) for n in lengths.tolist()]
+        tokens = np.concatenate(rows).astype(np.int32)
+        splits.append(Examples(tokens, np.cumsum(lengths) - lengths, lengths))
+    manifest = {"splits": {"val": {}}}
+    return Mixture((Dataset(Path("data"), manifest, ByteTokenizer(), *splits, "abc"),), (1.0,))
+
+
+def text_of(num_tokens: int) -> Mixture:
+    splits = [Split(np.zeros(num_tokens, np.uint16))] * 2
+    return Mixture((Dataset(Path("data"), {}, ByteTokenizer(), *splits, "abc"),), (1.0,))
+
+
+def fit(data: Mixture, base: dict | None = None, **settings) -> tuple[int | None, Mixture]:
+    """Return the context length of a run on some data, and the data that fits it."""
+    model = {"vocab_size": 257, **({"position": base["model"]["position"]} if base else {})}
+    config = build(TrainConfig, {"init_from": Path("base"), **model, **settings})
+    config, data = fit_context(config, data, SINGLE_PROCESS, base)
+    return config.model.context_length, data
+
+
+def base_of(positions: int, position: str = "rope", **settings: int) -> dict:
+    """Return the state of a model of tokens in rows of settings["context_length"], or imported."""
+    model = {"context_length": positions, "position": position}
+    return {"model": model, "settings": settings}
+
+
+@pytest.mark.parametrize(
+    ("data", "base", "context_length"),
+    [
+        (examples_of([31, 9], [9]), None, 256),
+        (examples_of([290, 9], [300]), None, 598),
+        (examples_of([9, 9], [600]), None, 1024),
+        (examples_of([31, 9], [9]), base_of(64), 256),
+        (examples_of([31, 9], [9]), base_of(64, "learned"), 64),
+        (examples_of([3001, 9], [9]), base_of(64, "sinusoidal"), 3000),
+        (text_of(10**5), None, None),
+        (text_of(10**5), base_of(40_960), 1024),
+        (text_of(10**5), base_of(40_960, context_length=64), 64),
+        (text_of(10**5), base_of(2048, context_length=2048), 2048),
+        (text_of(101), base_of(512, "learned"), 100),
+    ],
+)
+def test_the_context_fits_examples_base_and_memory(data, base, context_length, monkeypatch):
+    length, fitting = fit(data, base)
+    assert (length, fitting.num_removed) == (context_length, 0)
+    if base and not data.longest_example:
+        monkeypatch.setattr(estimate, "total_memory", lambda device: 1.0)
+        assert fit(data, base)[0] == 1
+
+
+SHORT = [9] * 18
+FEW = examples_of([*SHORT, 65], [9])
+MANY = examples_of([*SHORT, 65, 65, 65], [9])
+LONG_PROMPTS = examples_of([*SHORT, 65, 65, 65], [9], prompt=60)
+
+
+def test_a_few_long_examples_are_left_out_with_a_warning(capsys):
+    assert fit(FEW, context_length=32)[1].num_removed == 1
+    warning = capsys.readouterr().err
+    assert warning.startswith("warning: 1 example ") and "64" in warning
+    fit(MANY, context_length=64)
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("data", "base", "problem", "advice"),
+    [
+        (MANY, None, "3 of 22", "Use 64, or --long-examples cut."),
+        (LONG_PROMPTS, None, "3 of 22", "Use 64."),
+        (examples_of(SHORT, [65]), None, "1 of 19", "Use 64, or --long-examples cut."),
+        (MANY, base_of(32, "learned"), "3 of 22", "Use --long-examples cut."),
+        (LONG_PROMPTS, base_of(32, "learned"), "3 of 22", "Choose another base model."),
+        (FEW, base_of(31, "learned"), "31 positions", "Lower it, or choose another base model."),
+    ],
+)
+def test_many_long_examples_are_refused_with_advice_that_works(data, base, problem, advice):
+    with pytest.raises(UserError, match=f"^--context-length: .*{problem}.*32.*{advice}$"):
+        fit(data, base, context_length=32)
+    if "Use 64" in advice:
+        assert not fit(data, base, context_length=64)[1].num_removed
+    if "cut" in advice:
+        (dataset,) = fit(data, base, context_length=32, long_examples="cut")[1].datasets
+        assert dataset.train.longest_example <= 33 >= dataset.val.longest_example
 
 
 CHAT_NAMES = [*CHAT_ROLES.values(), END_OF_TURN]

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from engine.core.distributed import SINGLE_PROCESS
 from engine.core.settings import load_settings, to_toml
 from engine.data.batches import open_mixture
 from engine.training import estimate, sizing
+from engine.training.checkpoint import Checkpoint
 from engine.training.config import ModelSettings, RunConfig, TrainConfig
 from engine.training.optimizer import OptimizerSettings
 from engine.training.resolve import resolve
@@ -19,11 +21,20 @@ from engine.training.sizing import MAX_OVERFITTING, Size, SizeSearch
 from model import ModelConfig
 
 
-def make_search(text_tokens=10**6, vocab_size=65, split_tokens=10**7, **settings):
+def make_search(
+    text_tokens=10**6,
+    vocab_size=65,
+    split_tokens=10**7,
+    row_length=lambda context: context,
+    **settings,
+):
     """Make the search for a text of ``text_tokens`` tokens."""
     split = range(split_tokens)
     data = SimpleNamespace(
-        train=range(text_tokens), splits=[split], tokenizer=SimpleNamespace(vocab_size=vocab_size)
+        train=range(text_tokens),
+        splits=[split],
+        tokenizer=SimpleNamespace(vocab_size=vocab_size),
+        row_length=row_length,
     )
     return SizeSearch(TrainConfig(**settings), data, SINGLE_PROCESS)
 
@@ -97,6 +108,12 @@ def test_context_grows_with_tokens(arguments, tokens, contexts):
     assert [search.make_size(2, n).settings["context_length"] for n in tokens] == contexts
 
 
+def test_batches_depend_on_the_rows_of_examples_and_not_on_the_context():
+    short = make_search(model=ModelSettings(context_length=32))
+    pairs = make_search(model=ModelSettings(context_length=256), row_length=lambda context: 32)
+    assert pairs.make_size(2, 1e6) == short.make_size(2, 1e6)
+
+
 # Search.
 
 
@@ -136,6 +153,19 @@ def test_time_ends_early_when_more_epochs_overfit(depth):
     assert choose(search, 1e9, 0.0).overfitting == pytest.approx(MAX_OVERFITTING)
 
 
+@pytest.mark.parametrize(
+    ("step_seconds", "weight_decay", "limit"), [(9.0, 0.1, 2), (0.1, 0.28, 5.7), (1e-4, 0.5, 20)]
+)
+def test_a_run_ends_where_more_epochs_do_not_help_however_fast_it_is(
+    step_seconds, weight_decay, limit
+):
+    search = make_search(100_000, 1024, depth=2, minutes=2)
+    sizes = search.choose(time.monotonic(), lambda run_config, data: step_seconds)
+    tokens = sizes["steps"] * sizes["batch_size"] * sizes["context_length"]
+    assert sizes["weight_decay"] == pytest.approx(weight_decay, abs=0.02)
+    assert search.make_size(2, tokens).overfitting == pytest.approx(limit, rel=0.05)
+
+
 @pytest.mark.parametrize("settings", [{}, {"batch_size": 3}, {"micro_batch_size": 4}])
 def test_tokens_are_those_of_the_steps(settings):
     for steps in (1, 30, 1000, 100_000):
@@ -150,7 +180,7 @@ def test_tokens_are_those_of_the_steps(settings):
 def run_settings(config: TrainConfig, data, measure=lambda config: 0.01):
     """Return the settings of a run of the config; ``measure`` returns the seconds of a step."""
     measure_on = lambda run_config, data: measure(run_config)  # noqa: E731
-    return resolve(config, data, SINGLE_PROCESS, time.monotonic(), None, measure_on)[0]
+    return resolve(config, data, SINGLE_PROCESS, time.monotonic(), None, None, measure_on)[0]
 
 
 @pytest.fixture(scope="module")
@@ -218,14 +248,22 @@ def test_timed_config_is_complete_and_has_no_window_warmup(data):
         assert run_config.optimizer.window_warmup == 0
 
 
-def test_a_batch_that_does_not_fit_in_memory_is_split(data, monkeypatch):
-    config = TrainConfig(depth=2, steps=30_000, batch_size=4, dtype="float32")
+@pytest.mark.parametrize("size", [{"depth": 2}, {"model": ModelSettings(num_layers=2)}])
+def test_a_batch_that_does_not_fit_in_memory_is_split(data, size, monkeypatch):
+    config = TrainConfig(**size, steps=30_000, batch_size=4, dtype="float32")
     resolved = run_settings(config, data)
     assert resolved.micro_batch_size == 0
     needed = sum(estimate.estimate_memory(resolved, 2, SINGLE_PROCESS).values()) / 0.9
     for memory, rows in ((needed + 1, 2), (1.0, 1)):
         monkeypatch.setattr(estimate, "total_memory", lambda device, memory=memory: memory)
         assert run_settings(config, data) == dataclasses.replace(resolved, micro_batch_size=rows)
+
+
+def test_the_first_start_of_a_run_with_resume_is_not_a_resume_of_its_base(data):
+    state = {"step": 0, "settings": {}, "model": vars(ModelConfig(vocab_size=20))}  # imported
+    config = TrainConfig(resume=True, init_from=Path("base"), steps=3)
+    base = Checkpoint(Path("base"), state, {})
+    assert resolve(config, data, SINGLE_PROCESS, 0.0, None, base, lambda *_: 1.0)[0].steps == 3
 
 
 # Whole runs.

@@ -8,7 +8,8 @@ import itertools
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,8 @@ from engine.data.chats.chat_template import (
     TOOLS_ROLE,
     ChatTemplate,
     map_texts,
+    set_variables,
 )
-from engine.data.split import is_target, token_ids
 from engine.data.tokenizer import Tokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
 
@@ -30,20 +31,25 @@ CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")  # the tokens of many imported mo
 # second takes the place of a text.
 ESCAPE_CHARACTER = "\ufdd0"
 PLACEHOLDER_TEXT = "\ufdd1"
-MAX_RENDERED_CHARACTERS = 500  # of an example
-MAX_RENDERED_RUN_CHARACTERS = 200  # of consecutive targets, or of tokens between targets
 
 # (speaker, text) or (speaker, text, keys). Speaker: a role, "prompt" or "completion". Keys of the
 # message: weight (0: not a target), tool_calls, name, tool_call_id; of "tools", the list of them.
 Turn = tuple[str, str] | tuple[str, str, dict[str, Any]]
 
-# (text, whether its document ends there) → token ids, number of UTF-8 bytes, number of targets. The
-# bytes of an example are those of its targets.
-Encoder = Callable[[str, bool], tuple[np.ndarray, int, int]]
+# (text, whether its document starts and ends there) → token ids, number of UTF-8 bytes, number of
+# targets. The bytes of an example are those of its targets.
+Encoder = Callable[[str, bool, bool], tuple[np.ndarray, int, int]]
 
 
 def own_template(tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Return the chat template of an imported model, if a special token ends its answers."""
+    """Return the chat template of an imported model, if a special token ends its answers.
+
+    Raises UserError if it fails, and if there are several of which none is the default.
+    """
+    if tokenizer.chat_template is None and tokenizer.other_templates:
+        names = ", ".join(tokenizer.other_templates)
+        fix = "Choose one with --chat-template NAME of prepare.py and sample.py"
+        raise UserError(f"{tokenizer.folder}: no chat template is the default, of {names}. {fix}.")
     if tokenizer.chat_template is None:
         return None
     template = ChatTemplate(
@@ -52,7 +58,25 @@ def own_template(tokenizer: Tokenizer) -> ChatTemplate | None:
     try:
         return None if _end_of_answer(tokenizer, template) is None else template
     except UserError as error:
-        raise UserError(f"--tokenizer: {error}. Repair its chat_template, or remove it.") from None
+        problem = f"{tokenizer.folder or tokenizer.kind}: {error}"
+        fix = "Correct the model's template, and import or prepare again. Plain text works."
+        raise UserError(f"{problem}. {fix}") from None
+
+
+def with_template(tokenizer: Tokenizer, name: str | None, assignments: Sequence[str]) -> Tokenizer:
+    """Return the tokenizer with its chat template of a name, and variables set in it.
+
+    Raises UserError for a name or variable that it does not have.
+    """
+    templates = {**tokenizer.other_templates, "default": tokenizer.chat_template}
+    source = templates.get(name or "default")
+    if not name and not assignments:
+        return tokenizer
+    if source is None:
+        names = ", ".join(key for key, text in templates.items() if text) or "none"
+        fix = "Choose another --tokenizer, or leave it and --template-variable out."
+        raise UserError(f"--chat-template: the model has {names} (got {name or 'default'}). {fix}")
+    return tokenizer.with_chat_template(set_variables(source, assignments))
 
 
 @functools.lru_cache(16)
@@ -62,7 +86,9 @@ def chat_format(tokenizer: Tokenizer) -> tuple[ChatTemplate, int | None]:
     The id is None without tokens for chats.
     """
     has_chatml = tokenizer.special_tokens.keys() >= {*CHATML_TOKENS}
-    default = ChatTemplate(CHATML_TEMPLATE if has_chatml else PLAIN_TEMPLATE)
+    source = CHATML_TEMPLATE if has_chatml else PLAIN_TEMPLATE
+    start = "{{ bos_token }}" if tokenizer.text_start else ""
+    default = ChatTemplate(start + source, tokenizer.bos_token)
     template = own_template(tokenizer) or default
     return template, _end_of_answer(tokenizer, template)
 
@@ -85,8 +111,11 @@ def special_token_names(tokenizer: Tokenizer, chat: bool) -> list[str]:
 
 
 def end_of_turn_id(tokenizer: Tokenizer) -> int | None:
-    """Return the id that ends a turn of a chat; None without tokens for chats."""
-    return chat_format(tokenizer)[1]
+    """Return the id that ends a turn of a chat; None if chats cannot be rendered."""
+    try:
+        return chat_format(tokenizer)[1]
+    except UserError:  # of a template that fails, which is raised where chats are encoded
+        return None
 
 
 def stop_token_ids(tokenizer: Tokenizer) -> list[int]:
@@ -132,45 +161,6 @@ def _escape(pattern: re.Pattern[str], text: str) -> str:
     return re.sub(start, rf"\1{ESCAPE_CHARACTER}", text, flags=re.DOTALL)
 
 
-def check_template(template: ChatTemplate, turns: Sequence[Turn]) -> None:
-    """Raise UserError if a template refuses a chat, or leaves out a text or tool call."""
-    numbered: list[Turn] = []
-    owners: list[int] = []  # for each placeholder, the number of its message
-
-    def placeholder(text: str) -> str:
-        owners.append(len(numbered) + 1)
-        return f"{PLACEHOLDER_TEXT}{len(owners)}{PLACEHOLDER_TEXT}"
-
-    for turn in turns:
-        keys = {**keys_of(turn)}
-        if "tool_calls" in keys:
-            functions = [map_texts(call["function"], placeholder) for call in keys["tool_calls"]]
-            calls = zip(keys["tool_calls"], functions, strict=True)
-            keys["tool_calls"] = [{**call, "function": function} for call, function in calls]
-        numbered.append((turn[0], turn[1] and placeholder(turn[1]), keys))
-    text = _render_numbered(template, json.dumps(numbered))
-    for number, owner in enumerate(owners, 1):
-        if f"{PLACEHOLDER_TEXT}{number}{PLACEHOLDER_TEXT}" not in text:
-            reason = f"the model's chat template leaves out text or tool calls of message {owner}"
-            raise UserError(f"{reason}. Remove them, or choose another --tokenizer.")
-
-
-@functools.lru_cache(16)
-def renders_tools(template: ChatTemplate) -> bool:
-    """Return whether a template writes the tools that a chat offers."""
-    function = {"name": PLACEHOLDER_TEXT, "description": "", "parameters": {"properties": {}}}
-    tools: Turn = (TOOLS_ROLE, "", {"tools": [{"type": "function", "function": function}]})
-    try:
-        return PLACEHOLDER_TEXT in template.render(to_messages([tools, ("user", "Hi")]))
-    except UserError:
-        return False
-
-
-@functools.lru_cache(2**10)
-def _render_numbered(template: ChatTemplate, turns: str) -> str:
-    return template.render(to_messages(json.loads(turns)))
-
-
 def encode_rendered(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:
     """Encode a rendered chat; the names of special tokens become their ids unless escaped.
 
@@ -188,24 +178,50 @@ def encode_rendered(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tu
 
 def _encode_segment(tokenizer: Tokenizer, text: str, start: int, stop: int | None) -> list[int]:
     """Encode a segment of a rendered chat, which has no special token."""
-    unescaped = re.sub(f"{ESCAPE_CHARACTER}({ESCAPE_CHARACTER}?)", r"\1", text[start:stop])
+    segment = text[start:stop]
+    if text.endswith(tokenizer.strippers["rstrip"], 0, start):
+        segment = segment.lstrip()
+    if stop is not None and text.startswith(tokenizer.strippers["lstrip"], stop):
+        segment = segment.rstrip()
+    unescaped = re.sub(f"{ESCAPE_CHARACTER}({ESCAPE_CHARACTER}?)", r"\1", segment)
     encode = tokenizer.encode_after_special if start else tokenizer.encode
     return encode(unescaped).tolist() if unescaped else []
 
 
-def encode_chat(tokenizer: Tokenizer, turns: Sequence[Turn]) -> list[int]:
-    """Return the ids of a chat, up to the start of the assistant's next answer."""
+def encode_chat(
+    tokenizer: Tokenizer,
+    turns: Sequence[Turn],
+    variables: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False,
+) -> list[int]:
+    """Return the ids of a chat, up to the start of the assistant's next answer.
+
+    With ``continue_final_message`` they end with the text of the last turn, which is to be
+    continued. The variables of the template take precedence over those that are set in it.
+    """
     template, _ = chat_format(tokenizer)
     messages = to_messages(turns, tokenizer)
-    return encode_rendered(tokenizer, template.render(messages, add_generation_prompt=True))[0]
+    escaped = map_texts(dict(variables or {}), functools.partial(_escape, names_pattern(tokenizer)))
+    if continue_final_message:
+        if turns[-1][0] != "assistant":
+            raise UserError("the last one must be of the assistant to be continued")
+        messages[-1]["content"] += PLACEHOLDER_TEXT
+    text = template.render(messages, not continue_final_message, datetime.now(), escaped)
+    if continue_final_message:
+        text, placeholder, _ = text.rpartition(PLACEHOLDER_TEXT)
+        if not placeholder:
+            raise UserError("the model's chat template leaves out the last message")
+    return encode_rendered(tokenizer, text)[0]
 
 
 def encode_example(tokenizer: Tokenizer, turns: Sequence[Turn]) -> np.ndarray:
     """Encode an example, int32 (N,): an id where it counts as a target, ~id elsewhere."""
     if turns[0][0] == "prompt":
-        prompt, completion = (tokenizer.encode(turn[1]).astype(np.int32) for turn in turns)
-        end_of_text = np.array([tokenizer.special_tokens[tokenizer.end_of_text_name]], np.int32)
-        return np.concatenate((~prompt, completion, end_of_text))
+        prompt, completion = turns[0][1], turns[1][1]
+        encode_answer = tokenizer.encode_continuation if prompt else tokenizer.encode
+        end_of_text = tokenizer.special_tokens[tokenizer.end_of_text_name]
+        targets = np.array([*encode_answer(completion), end_of_text], np.int32)
+        return np.concatenate((~tokenizer.encode_from_start(prompt).astype(np.int32), targets))
     template, end = chat_format(tokenizer)
     messages = to_messages(turns, tokenizer)
     text = template.render(messages)
@@ -290,45 +306,27 @@ def count_targets(tokenizer: Tokenizer, example: np.ndarray) -> tuple[int, int]:
     texts = [(before, token) for before, token in targets if token not in special]
     num_bytes = len(tokenizer.decode_bytes([token for _, token in texts]))
     if tokenizer.adds_leading_space:
-        first_ids = [token for before, token in texts if before < 0 or before in special]
+        pairs = [(max(before, ~before), token) for before, token in texts]
+        first_ids = [token for before, token in pairs if tokenizer.adds_space_after(before)]
         num_bytes -= sum(tokenizer.decode_bytes([i]).startswith(b" ") for i in first_ids)
     return len(targets), num_bytes
-
-
-def escape_unprintable(text: str) -> str:
-    """Escape the unprintable characters of a text, except line ends."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-
-
-def render_with_targets(tokenizer: Tokenizer, example: np.ndarray) -> str:
-    """Decode an example, with ⟦ and ⟧ around its targets; long runs are shortened."""
-    targets = is_target(example)
-    rendered = ""
-    for run in np.split(np.arange(len(example)), np.flatnonzero(np.diff(targets)) + 1):
-        text = escape_unprintable(tokenizer.decode(token_ids(example[run]).tolist()))
-        if len(text) > MAX_RENDERED_RUN_CHARACTERS:
-            half = MAX_RENDERED_RUN_CHARACTERS // 2
-            text = f"{text[:half]} … {text[-half:]}"
-        if len(rendered) + len(text) > MAX_RENDERED_CHARACTERS:
-            return f"{rendered} …"
-        rendered += f"⟦{text}⟧" if targets[run[0]] else text
-    return rendered
 
 
 def make_encoder(tokenizer: Tokenizer, separator: str, examples: bool) -> Encoder:
     """Return an encoder of text, or with ``examples`` of examples as JSON of their turns.
 
-    A document ends with the end of text, or with the separator if there is no such token.
+    A document begins with the tokenizer's start of a text. It ends with the end of text, or with
+    the separator if there is no such token.
     """
     end = tokenizer.end_of_text_id
     ending = tokenizer.encode(separator) if end is None else np.array([end], np.uint32)
 
-    def encode_text(text: str, ends: bool) -> tuple[np.ndarray, int, int]:
-        ids = tokenizer.encode(text)
+    def encode_text(text: str, starts: bool, ends: bool) -> tuple[np.ndarray, int, int]:
+        ids = tokenizer.encode_from_start(text) if starts else tokenizer.encode(text)
         num_bytes = len(text.encode()) + ends * len(separator)
         return np.concatenate((ids, ending)) if ends else ids, num_bytes, 0
 
-    def encode_turns(text: str, ends: bool) -> tuple[np.ndarray, int, int]:
+    def encode_turns(text: str, starts: bool, ends: bool) -> tuple[np.ndarray, int, int]:
         ids = encode_example(tokenizer, json.loads(text))
         num_targets, num_bytes = count_targets(tokenizer, ids)
         return ids, num_bytes, num_targets

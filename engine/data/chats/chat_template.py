@@ -2,12 +2,13 @@
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from engine.core.errors import UserError
+from engine.core.errors import UserError, wrap_library_errors
 from engine.core.files import read_json
 
 # Templates of models that are trained here, and of imported models with the tokens of ChatML.
@@ -23,6 +24,11 @@ CHATML_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 TOOLS_ROLE = "tools"  # of a message before the first, whose key "tools" lists what may be called
+# Prepared ids must not change daily. This date is the one that Llama 3's template falls back to.
+DATE_OF_PREPARED_CHATS = datetime(2024, 7, 26)
+# Names that a template gets besides the variables of its model.
+RENDERED_NAMES = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
+RENDERED_NAMES |= {"strftime_now", "raise_exception"}
 
 
 @dataclass(frozen=True)
@@ -34,18 +40,26 @@ class ChatTemplate:
     eos_token: str = ""
 
     def render(
-        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False
+        self,
+        messages: Sequence[dict[str, Any]],
+        add_generation_prompt: bool = False,
+        date: datetime = DATE_OF_PREPARED_CHATS,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render messages as transformers does. Raises UserError if the template refuses them."""
+        """Render messages as transformers does. Raises UserError if the template refuses them.
+
+        The variables must not have the RENDERED_NAMES.
+        """
         tools = [message["tools"] for message in messages if message["role"] == TOOLS_ROLE]
         try:
             return _compile_template(self.source).render(
+                {"documents": None, **(variables or {})},
                 messages=messages[len(tools) :],
                 tools=tools[0] if tools else None,
-                documents=None,
                 add_generation_prompt=add_generation_prompt,
                 bos_token=self.bos_token,
                 eos_token=self.eos_token,
+                strftime_now=date.strftime,
             )
         except Exception as error:  # a template may raise anything
             reason = " ".join(f"{error}".split())
@@ -54,7 +68,7 @@ class ChatTemplate:
 
 @functools.lru_cache(16)
 def _compile_template(source: str) -> Any:
-    """Compile a template as transformers does, but without a date: ids must not change daily."""
+    """Compile a template as transformers does."""
     from jinja2 import TemplateError, nodes  # takes 40 ms, which only chats need
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -77,6 +91,31 @@ def _compile_template(source: str) -> Any:
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = raise_exception
     return environment.from_string(source)
+
+
+def set_variables(source: str, assignments: Sequence[str]) -> str:
+    """Return a template in which variables, each NAME=VALUE, have values unless they are passed.
+
+    A value is JSON, or else text. Raises UserError for a name that the template does not use.
+    """
+    from jinja2.meta import find_undeclared_variables
+
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        with wrap_library_errors("--template-variable: the chat template fails", Exception):
+            compiled = _compile_template(source)
+        names = find_undeclared_variables(compiled.environment.parse(source)) - RENDERED_NAMES
+        if not equals or name not in names:
+            form = f"NAME=VALUE with a name that the template uses: {', '.join(sorted(names))}"
+            raise UserError(f"--template-variable: must be {form} (got {assignment}).")
+        try:
+            value = json.loads(text, parse_constant=str)
+        except (ValueError, RecursionError):
+            value = text
+        # The line end keeps the source at the start of a line, and is not rendered.
+        assign = f"{{%- set {name} = {value!r} %}}"
+        source = f"{{%- if {name} is not defined %}}{assign}{{%- endif %}}\n{source}"
+    return source
 
 
 def map_texts(value: Any, function: Callable[[str], str]) -> Any:
@@ -115,10 +154,12 @@ def read_tokenizer_config(directory: Path) -> dict[str, str]:
         templates[path.stem] = path.read_text(encoding="utf-8")
     if (directory / "chat_template.jinja").is_file():
         templates["default"] = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    if len(templates) == 1:
+        templates = {"default": next(iter(templates.values()))}
     template = templates.pop("default", None)
     values = {
         "end_of_text": tokens["eos_token"],
-        "bos_token": tokens["bos_token"] if "bos_token" in str(template) else None,
+        "bos_token": tokens["bos_token"] if "bos_token" in f"{template}{templates}" else None,
         "chat_template": template,
         "other_templates": json.dumps(templates) if templates else None,
     }

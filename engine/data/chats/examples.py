@@ -3,21 +3,25 @@
 import contextlib
 import itertools
 import json
+import re
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from engine.core.cli import warn
 from engine.core.errors import UserError
-from engine.data.chats.chat import Turn, check_template, keys_of, renders_tools, to_messages
-from engine.data.chats.chat_template import TOOLS_ROLE, ChatTemplate
+from engine.data.chats.chat import Turn, keys_of, to_messages
+from engine.data.chats.chat_template import DATE_OF_PREPARED_CHATS, TOOLS_ROLE, ChatTemplate
+from engine.data.chats.template_checks import REASONING_KEYS, check_template, drops_text, renders
+from engine.data.inputs.readers import CHAT_FIELDS, PAIR_FIELDS, describe_field
 from engine.data.inputs.sources import ExampleParser
 
 PROMPT_SEPARATOR = "\n\n"  # between the texts of several prompt fields
 NO_SYSTEM_NOTE = "chats without a system turn"
 EMPTY_ANSWER_NOTE = "chats with an empty answer, which is not learned"
-CHAT_FIELDS = ("messages", "conversations")
-PAIR_FIELDS = ("prompt", "completion")  # lists of messages
+DROPPED_TEXT_NOTE = "chats with a part of an answer that the chat template leaves out"
 TOOLS_FIELD = "tools"  # the list that apply_chat_template of transformers takes
+SYSTEM_FIELDS = ("system", "system_prompt")  # texts beside the messages
 MESSAGE_KEYS = {"role", "content", "from", "value", "weight", "tool_calls", "function_call"}
 TOOL_KEYS = ("name", "tool_call_id")  # also of a message with the result of a tool
 TEXT_TYPES = ("text", "input_text", "output_text")  # of the parts of a message's content
@@ -35,12 +39,18 @@ Record = dict[str, Any]
 def chat_parser(field: str | None, template: ChatTemplate | None) -> ExampleParser:
     """Return the parser of chats, in a field or in one of those that are usual."""
     fields = (field,) if field else (*CHAT_FIELDS, *PAIR_FIELDS)
-    if template and renders_tools(template):
+    if template and "strftime_now" in template.source:
+        date = f"{DATE_OF_PREPARED_CHATS:%d %b %Y}"
+        warn(f"the chat template writes the date: {date} in prepared chats, the day's in answers")
+    if renders(template, TOOLS_ROLE):
         fields = (*fields, TOOLS_FIELD)
+    if renders(template, "system"):
+        fields = (*fields, *SYSTEM_FIELDS)
     return ExampleParser(
         partial(parse_chat, field=field, template=template),
         partial(chat_notes, field=field, template=template),
         fields,
+        list_field=field or CHAT_FIELDS[0],
     )
 
 
@@ -68,7 +78,8 @@ def parse_chat(
     ``template`` is that of an imported model. Raises UserError for a chat that is malformed, has no
     target, or has turns that cannot be encoded.
     """
-    turns = parse_messages(find_messages(record, field), template, find_tools(record, template))
+    messages = find_messages(record, field, template)
+    turns = parse_messages(messages, template, find_tools(record, template))
     for turn in turns:
         keys = keys_of(turn)
         has_text = turn[1] or "tool_calls" in keys
@@ -81,38 +92,52 @@ def chat_fields(record: Record, field: str | None = None) -> tuple[str, ...]:
     """Return the fields of a chat: one with its messages, or its prompt and its completion."""
     if field:
         return (field,)
-    names = (name for name in CHAT_FIELDS if record.get(name) is not None)
-    return next(((name,) for name in names), PAIR_FIELDS)
+    names = [name for name in CHAT_FIELDS if record.get(name) is not None]
+    is_pair = not names and record.keys() >= {*PAIR_FIELDS}
+    return PAIR_FIELDS if is_pair else tuple(names[:1]) or CHAT_FIELDS[:1]
 
 
-def find_messages(record: Record, field: str | None = None) -> list[Any]:
+def find_messages(
+    record: Record, field: str | None = None, template: ChatTemplate | None = None
+) -> list[Any]:
     """Return the messages in the record of a chat. Raises UserError if there are none.
 
-    If they are in a prompt and a completion, those of the prompt get a weight of 0.
+    If they are in a prompt and a completion, those of the prompt get a weight of 0. A system text
+    beside them comes first, if the template writes it.
     """
-    values = [_parse_list(record.get(name)) for name in chat_fields(record, field)]
+    names = chat_fields(record, field)
+    values = [_parse_json(record.get(name)) for name in names]
+    for name, value in zip(names, values, strict=True):
+        if not value or not isinstance(value, list):
+            raise UserError(describe_field(record, name, "--chat-field", "a list of messages"))
     if len(values) == 2:
         values[0] = [{**m, "weight": 0} if isinstance(m, dict) else m for m in values[0]]
-    if not all(values):
-        fields = ", ".join(map(repr, record))
-        name = field or "messages"
-        raise UserError(f"a chat must have a list of {name!r} (got {fields}; see --chat-field)")
-    return [*itertools.chain(*values)]
+    messages = [*itertools.chain(*values)]
+    system = system_field(record, template)
+    has_system = any(isinstance(m, dict) and role_of(m) == "system" for m in messages)
+    first = [{"role": "system", "content": record[system]}] if system and not has_system else []
+    return first + messages
+
+
+def system_field(record: Record, template: ChatTemplate | None) -> str | None:
+    """Return the field beside the messages with a system text that the template writes."""
+    names = [name for name in SYSTEM_FIELDS if record.get(name) and isinstance(record[name], str)]
+    return names[0] if names and renders(template, "system") else None
 
 
 def find_tools(record: Record, template: ChatTemplate | None) -> list[Record]:
     """Return the tools that a chat's record offers; none if the template does not write them."""
-    tools = _parse_list(record.get(TOOLS_FIELD))
-    has_objects = all(isinstance(tool, dict) for tool in tools)
-    return tools if tools and has_objects and template and renders_tools(template) else []
+    tools = _parse_json(record.get(TOOLS_FIELD))
+    has_objects = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    return tools if tools and has_objects and renders(template, TOOLS_ROLE) else []
 
 
-def _parse_list(value: Any) -> list[Any]:
-    """Return a list, or parse it from JSON; any other value gives an empty list."""
+def _parse_json(value: Any) -> Any:
+    """Return the value of a text of JSON; of anything else, itself."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(value)
-    return value if isinstance(value, list) else []
+            return json.loads(value)
+    return value
 
 
 def parse_messages(
@@ -125,7 +150,7 @@ def parse_messages(
     turns: list[Turn] = []
     for number, message in enumerate(messages, 1):
         try:
-            turns.append(_parse_message(message))
+            turns.append(_parse_message(message, template))
         except UserError as error:
             raise UserError(f"message {number} {error}") from None
         has_tool = turns[-1][0] == "tool" or "tool_calls" in keys_of(turns[-1])
@@ -146,7 +171,7 @@ def role_of(message: Record) -> str | None:
     return TEMPLATE_ROLES.get(role.strip().lower()) if isinstance(role, str) else None
 
 
-def _parse_message(message: Any) -> Turn:
+def _parse_message(message: Any, template: ChatTemplate | None = None) -> Turn:
     """Return the turn of a message. Raises UserError, whose text follows the message's number."""
     keys: Record = message if isinstance(message, dict) else {}
     role = role_of(keys)
@@ -168,6 +193,10 @@ def _parse_message(message: Any) -> Turn:
         extra["tool_calls"] = [_parse_call(call) for call in calls]
     if role == "assistant" and (keys.get("weight") == 0 or _is_empty(keys)):
         extra["weight"] = 0
+    if role == "assistant" and template:
+        names = [name for name in REASONING_KEYS if isinstance(keys.get(name), str)]
+        is_named = {name: re.search(rf"\b{name}\b", template.source) for name in names}
+        extra |= {name: keys[name] for name in names if is_named[name]}
     if role == "tool":
         extra |= {name: keys[name] for name in TOOL_KEYS if isinstance(keys.get(name), str)}
     text = text_of_message(keys)
@@ -219,9 +248,7 @@ def parse_pair(record: Record, prompt_fields: Sequence[str], completion_field: s
         can_be_null = field in record and flag == "--prompt-field" and len(prompt_fields) > 1
         value = record.get(field)
         if not isinstance(value, str) and not (can_be_null and value is None):
-            fields = ", ".join(map(repr, record))
-            advice = "--chat" if isinstance(value, list) else flag
-            raise UserError(f"{field!r} must be text (got the fields {fields}; see {advice})")
+            raise UserError(describe_field(record, field, flag))
     if not record[completion_field]:
         raise UserError(f"{completion_field!r} must not be empty: its text is learned")
     prompt = PROMPT_SEPARATOR.join(filter(None, map(record.get, prompt_fields)))
@@ -237,16 +264,23 @@ def unused_field_notes(record: Record, fields: Iterable[str]) -> list[str]:
 def chat_notes(
     record: Record, field: str | None = None, template: ChatTemplate | None = None
 ) -> list[str]:
-    """Return notes on missing system turns, empty answers, and keys that are not used."""
-    messages = find_messages(record, field)
+    """Return notes on missing system turns, and on texts and keys that are not used."""
+    messages = find_messages(record, field, template)
     keys: dict[str, Any] = {}
-    for message in messages:
-        used = (*MESSAGE_KEYS, *TOOL_KEYS) if role_of(message) == "tool" else MESSAGE_KEYS
+    turns = [_parse_message(message, template) for message in messages]
+    for message, turn in zip(messages, turns, strict=True):
+        used = {*MESSAGE_KEYS, *keys_of(turn)}
         unused = {key: value for key, value in message.items() if key not in used}
         keys |= {key: value for key, value in unused.items() if value not in EMPTY_VALUES}
-    tools_fields = (TOOLS_FIELD,) if find_tools(record, template) else ()
-    notes = unused_field_notes(record, (*chat_fields(record, field), *tools_fields))
+    used_fields = [*chat_fields(record, field)]
+    used_fields += [TOOLS_FIELD] if find_tools(record, template) else []
+    system = system_field(record, template)
+    if system and messages[0].get("content") == record[system]:
+        used_fields.append(system)
+    notes = unused_field_notes(record, used_fields)
     notes += unused_field_notes(keys, ())
     if any(role_of(message) == "assistant" and _is_empty(message) for message in messages):
         notes.append(EMPTY_ANSWER_NOTE)
+    if template and drops_text(template, turns):
+        notes.append(DROPPED_TEXT_NOTE)
     return notes if "system" in map(role_of, messages) else [*notes, NO_SYSTEM_NOTE]

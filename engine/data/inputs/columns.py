@@ -47,7 +47,7 @@ def read_parquet(source: Source, reader: Reader, index: int, count: int) -> Reco
         for batch in file.iter_batches(PARQUET_BATCH_ROWS, groups, columns, use_threads=False):
             for record in _decode_rows(batch):
                 row += 1
-                if placeholders and isinstance(record, dict):
+                if isinstance(record, dict):
                     record = placeholders | record
                 yield f"{source.name}, row {row}", record
     source.check_unchanged()
@@ -91,7 +91,7 @@ def _open_parquet(source: Source) -> Any:
 def _select_columns(
     source: Source, reader: Reader, names: list[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the columns to read, and UNREAD_VALUE for each column if notes or messages need it.
+    """Return the columns to read, and UNREAD_VALUE for each column: notes and messages need it.
 
     Raises UserError for two columns of one name.
     """
@@ -100,8 +100,7 @@ def _select_columns(
     for name in columns:
         if columns.count(name) > 1:
             raise UserError(f"{source.name}: has two columns {name!r}. Rename or remove one.")
-    placeholders = dict.fromkeys(names, UNREAD_VALUE)
-    return columns, placeholders if reader.examples or not columns else {}
+    return columns, dict.fromkeys(names, UNREAD_VALUE)
 
 
 def _decode_rows(batch: Any) -> Iterator[dict[str, Any] | UserError]:

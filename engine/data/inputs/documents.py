@@ -32,7 +32,9 @@ class Piece(NamedTuple):
 
     split: str
     text: str
-    ends_document: bool  # whether the document, or its part in this split, ends with this piece
+    # Whether the document, or its part in this split, starts and ends with this piece.
+    starts_document: bool
+    ends_document: bool
 
 
 @dataclass(frozen=True)
@@ -78,28 +80,31 @@ class SplitRule:
 
     def pieces(self, text: Text, digest: bytes, unit_split: str = "") -> list[Piece]:
         """Split a text into pieces, at most one for each split."""
+        starts = text.offset == 0
         if unit_split:
-            return [Piece(unit_split, text.text, text.ends_document)]
+            return [Piece(unit_split, text.text, starts, text.ends_document)]
         if self.has_examples:
             digest = hash_prompt(text)
         if self.has_examples or not (self.has_few_documents or text.is_large):
             is_val = hash_fraction(digest) <= self.val_fraction
             if self.has_few_documents:
                 is_val = digest in self.val_prompts
-            return [Piece("val" if is_val else "train", text.text, text.ends_document)]
+            return [Piece("val" if is_val else "train", text.text, starts, text.ends_document)]
         data = text.text.encode()
         size = len(data) if text.document_bytes is None else text.document_bytes
         length = len(data) if text.piece_bytes is None else text.piece_bytes
-        num_train_bytes = max(0, int(size * (1 - self.val_fraction)) - text.offset)
+        bytes_to_cut = int(size * (1 - self.val_fraction)) - text.offset
+        num_train_bytes = max(0, bytes_to_cut)
         if num_train_bytes >= length:
             is_cut_here = num_train_bytes == length and not self.is_single_document
-            return [Piece("train", text.text, text.ends_document or is_cut_here)]
+            return [Piece("train", text.text, starts, text.ends_document or is_cut_here)]
         # Bytes that were replaced by U+FFFD make the text longer than its bytes in the file.
         num_bytes = num_train_bytes * len(data) // length
         cut = len(data[:num_bytes].decode(errors="replace"))  # not inside a character
         head = text.text[:cut]
-        train_pieces = [Piece("train", head, not self.is_single_document)] if head else []
-        return [*train_pieces, Piece("val", text.text[cut:], text.ends_document)]
+        train_pieces = [Piece("train", head, starts, not self.is_single_document)] if head else []
+        starts = bytes_to_cut >= 0 and not self.is_single_document
+        return [*train_pieces, Piece("val", text.text[cut:], starts, text.ends_document)]
 
 
 class Corpus:

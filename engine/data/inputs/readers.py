@@ -4,6 +4,7 @@ import codecs
 import io
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +19,12 @@ from engine.data.inputs.text import REPLACED_NOTE, Notes, decode_utf8, open_text
 LARGE_DOCUMENT_BYTES = 2**18  # a larger document is read in pieces
 PIECE_BYTES = 2**16
 ANSWER_ROLES = ("assistant", "completion")  # of the turns of examples
+CHAT_FIELDS = ("messages", "conversations")
+PAIR_FIELDS = ("prompt", "completion")  # texts, or lists of messages
+MESSAGE_FORMS = ({"role", "content"}, {"from", "value"})
+# Usual names, in lower case, of the fields of pairs.
+PROMPT_NAMES = ("prompt", "instruction", "question", "query", "input")
+COMPLETION_NAMES = ("completion", "answer", "output", "response")
 MAX_REASONS = 20  # to leave out rows; more reasons are counted together
 # Cuts that change the ids of no BPE: before a line without indentation (but o200k joins "\n" and
 # "/"), between words, and before Chinese or Japanese punctuation.
@@ -62,6 +69,7 @@ def read(
     if is_one_document(source, reader):
         yield from _read_plain(source, reader, notes)
         return
+    is_first = True
     for location, record in _read_records(source, reader, index, count, notes):
         try:
             text = _make_text(record, reader, notes)
@@ -69,8 +77,11 @@ def read(
             if reader.skip_bad_rows:
                 _count_bad_row(error, notes)
                 continue
-            reason = f"{location}: {str(error).removesuffix('.')}"
-            raise UserError(f"{reason}. --skip-bad-rows leaves such rows out.") from None
+            # If the fields of the first record do not fit, those of the others will not either.
+            is_bad_row = not is_first or isinstance(record, UserError)
+            advice = " --skip-bad-rows leaves such rows out." if is_bad_row else ""
+            raise UserError(f"{location}: {str(error).removesuffix('.')}.{advice}") from None
+        is_first = False
         data = text.text.encode()
         if reader.examples or len(data) <= LARGE_DOCUMENT_BYTES:
             yield text
@@ -231,10 +242,50 @@ def _make_text(record: dict[str, Any] | UserError, reader: Reader, notes: Notes)
     text = record.get(reader.field)
     if isinstance(text, str):
         return Text(_join_surrogates(text, reader, notes))
-    problem = f"field {reader.field!r} must be text (got {str(text)[:30]!r})"
-    if reader.field not in record:
-        problem = f"field {reader.field!r} is missing"
-    raise UserError(f"{problem}. Choose one of {', '.join(map(repr, record))} with --field.")
+    raise UserError(f"field {describe_field(record, reader.field, '--field')}")
+
+
+def describe_field(record: dict[str, Any], field: str, flag: str, kind: str = "text") -> str:
+    """Return why a field's value is not of a kind, and what to do."""
+    if field not in record:
+        return f"{field!r} is missing. {suggest_flags(record, field, flag)}"
+    value = record[field]
+    got = repr(value)[:30]
+    if isinstance(value, bytes):
+        return f"{field!r} is binary (got {got}). Cast it to a string"
+    if value == []:
+        return f"{field!r} is an empty list. Remove such records"
+    if kind != "text" and isinstance(value, str) and value.lstrip().startswith("["):
+        return f"{field!r} is text, but not JSON (got {got}). Write it with json.dumps"
+    return f"{field!r} must be {kind} (got {got}). {suggest_flags(record, field, flag)}"
+
+
+def suggest_flags(record: dict[str, Any], field: str, flag: str) -> str:
+    """Return the flags that fit the fields of a record, where ``flag`` and ``field`` do not."""
+    names = {name.lower(): name for name in record}
+    if names.get(field.lower(), field) != field:
+        return f"Use {flag} {shlex.quote(names[field.lower()])}"
+    if flag == "--chat-field" and _is_message(record):
+        return "Join the messages of each chat in a list"
+    chats = [name for name, value in record.items() if name != field and _is_chat(name, value)]
+    if chats or _is_message(record):
+        is_usual = not chats or chats[0] in (*CHAT_FIELDS, *PAIR_FIELDS)
+        return f"Use --chat{'' if is_usual else f' --chat-field {shlex.quote(chats[0])}'} instead"
+    prompts = [shlex.quote(names[name]) for name in PROMPT_NAMES if name in names]
+    completions = [shlex.quote(names[name]) for name in COMPLETION_NAMES if name in names]
+    if prompts and completions:
+        pair = f"--prompt-field {' '.join(prompts)} --completion-field {completions[0]}"
+        return f"Use {pair} instead"
+    choices = ", ".join(repr(name) for name in record if name != field)
+    return f"Choose one of {choices} with {flag}" if choices else "Convert it"
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and any(value.keys() >= keys for keys in MESSAGE_FORMS)
+
+
+def _is_chat(name: str, value: Any) -> bool:
+    return name in CHAT_FIELDS or (isinstance(value, list) and any(map(_is_message, value)))
 
 
 def _join_surrogates(text: str, reader: Reader, notes: Notes) -> str:

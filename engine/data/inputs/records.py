@@ -20,8 +20,17 @@ TOO_LONG_MESSAGE = f"must have at most {MAX_RECORD_BYTES:,} bytes. Check line en
 # After a mistake in an array, it is unknown where the next record begins.
 BROKEN_ARRAY_ADVICE = "Repair it, or get it again: --skip-bad-rows needs one record a line."
 CSV_SEPARATORS = ",;\t|"
+# A value that starts with a quote, but is not between quotes; of these, it may have tabs in the
+# second pattern.
+LONE_QUOTE_PATTERNS = [
+    re.compile(rf'(?:^|(?<=\t))"(?!{inner}*(?:""{inner}*)*"(?:[\t\r\n]|$))[^\t\r\n]*')
+    for inner in ('[^"\t]', '[^"]')
+]
 MAX_INT_DIGITS = 4000  # of an int; Python's int() refuses more than 4,300
 JSON_GAP_PATTERN = re.compile(r"[ \t\r\n,\[\]]*")  # before and after an object
+# The same, but a list of messages is a value: it starts with an object that starts with such a key.
+MESSAGE_START = r'\s*(?:\{\s*)?(?:"(?:role|from|content|value)"|\Z)'
+CHAT_GAP_PATTERN = re.compile(rf"(?:[ \t\r\n,\]]|\[(?!{MESSAGE_START}))*")
 
 
 def parse_int(digits: str) -> int | float:
@@ -48,8 +57,13 @@ def read_json_records(source: Source, reader: Reader, notes: Notes) -> Records:
         lines = _read_lines(file, source, reader, notes)
         head = _read_head(lines)
         first = head[-1].strip() if isinstance(head[-1], str) else ""
+        list_field = reader.examples.list_field if reader.examples else ""
         parse = _parse_values if first.startswith("[") or first == "{" else _parse_lines
+        if list_field and parse is _parse_values:
+            parse = partial(_parse_values, gap_pattern=CHAT_GAP_PATTERN)
         for location, record in parse(itertools.chain(head, lines), source.name):
+            if list_field and isinstance(record, list):
+                record = {list_field: record}
             if not isinstance(record, dict | UserError):
                 record = UserError("must be a JSON object with fields and values.")
             yield location, record
@@ -70,7 +84,9 @@ def _parse_lines(lines: Lines, name: str) -> Iterator[tuple[str, Any]]:
         yield f"{name}, line {number}", value
 
 
-def _parse_values(lines: Lines, name: str) -> Iterator[tuple[str, Any]]:
+def _parse_values(
+    lines: Lines, name: str, gap_pattern: re.Pattern[str] = JSON_GAP_PATTERN
+) -> Iterator[tuple[str, Any]]:
     """Yield the objects of a JSON array, or of a sequence. Raises UserError for invalid JSON."""
     text = ""
     min_characters = 0  # of text, before an incomplete value is parsed again
@@ -84,7 +100,7 @@ def _parse_values(lines: Lines, name: str) -> Iterator[tuple[str, Any]]:
             continue
         position = 0
         while True:
-            gap = JSON_GAP_PATTERN.match(text, position)
+            gap = gap_pattern.match(text, position)
             assert gap
             is_array_open = (is_array_open or "[" in gap[0]) and "]" not in gap[0]
             position = gap.end()
@@ -150,10 +166,13 @@ def read_csv(source: Source, reader: Reader, notes: Notes) -> Records:
     with open_text(source, reader, notes) as file:
         lines = _read_lines(file, source, reader, notes)
         head = _read_head(lines)
-        separator = _find_csv_separator(collect_problem(head[-1]), source, reader)
+        header = collect_problem(head[-1])
+        separator = _find_csv_separator(header, source, reader)
         if separator != ",":
             notes[f"files with columns separated by {separator!r}"] += 1
         all_lines = map(collect_problem, itertools.chain(head, lines))
+        if source.kind == ".tsv" and separator == "\t":
+            all_lines = map(partial(_quote_lone_quotes, num_tabs=header.count("\t")), all_lines)
         rows = csv.reader(all_lines, delimiter=separator, strict=True)
         names: list[str] = []
         while True:
@@ -161,11 +180,12 @@ def read_csv(source: Source, reader: Reader, notes: Notes) -> Records:
             problems.clear()
             try:
                 row = next(rows)
+                location = f"{source.name}, line {rows.line_num}"
             except StopIteration:
                 return
             except csv.Error as error:
+                location = f"{source.name}, line {first_line + 1}"
                 problems.append(UserError(f"is not CSV ({error}). Check its quotes."))
-            location = f"{source.name}, line {rows.line_num}"
             if problems:
                 for _ in range(first_line, rows.line_num):  # an open quote joins lines
                     yield location, problems[0]
@@ -173,6 +193,15 @@ def read_csv(source: Source, reader: Reader, notes: Notes) -> Records:
                 names = _check_header(row, location)
             elif row:
                 yield location, _make_record(names, row)
+
+
+def _quote_lone_quotes(line: str, num_tabs: int) -> str:
+    """Put values between quotes that start with a quote, in a line of a table with tabs.
+
+    Quotes are text unless they enclose a value, so that each line is a row.
+    """
+    pattern = LONE_QUOTE_PATTERNS[line.count("\t") > num_tabs]
+    return pattern.sub(lambda match: '"' + match[0].replace('"', '""') + '"', line)
 
 
 def _check_header(row: list[str], location: str) -> list[str]:

@@ -1,33 +1,32 @@
 """Where text comes from: files, folders, addresses, Hugging Face datasets, standard input."""
 
 import contextlib
+import errno
 import functools
 import hashlib
 import io
-import json
 import os
 import re
-import sysconfig
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from fsspec.compression import available_compressions
+from fsspec.compression import compr
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from engine.core.errors import UserError, import_optional, is_bug
 from engine.core.files import atomic_directory, sha256
 from engine.data.inputs.local import check_file, copy_pipe, list_files
+from engine.data.inputs.standard_library import find_modules, write_documentation
 
 SHAKESPEARE_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-# Folders of Python's standard library that hold tests, tables or installed packages.
-EXCLUDED_STDLIB_FOLDERS = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
-EXCLUDED_STDLIB_FOLDERS |= {"site-packages", "dist-packages"}
 BLOCK_BYTES = 2**18  # read at a time
 HTTP_TIMEOUT_SECONDS = 60  # to wait for the next bytes of a web server
 # Keys of a value that changes with the file, in fsspec's info of a file.
@@ -35,12 +34,13 @@ VERSION_KEYS = ["ETag", "etag", "mtime", "Last-Modified", "LastModified", "last_
 VERSION_KEYS += ["updated", "created"]
 STDIN_NAMES = ("-", "/dev/stdin")
 SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")  # in a folder of save_to_disk
-MAX_FIRST_RECORD_CHARACTERS = 2**27  # of a pipe, to tell whether it holds records
 STREAMED_FILE_BYTES = 2**28  # assumed for a file of a streamed dataset, whose size is unknown
 RECORD_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".html", ".tex", ".py")  # to propose for --glob
 DEFAULT_ENCODING = "utf-8"
 # Suffix → name in fsspec.
 COMPRESSION_NAMES = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+MAX_ZSTD_WINDOW_LOG = 31  # that of zstd --long=31; zstd's default is 27
 DEFAULT_ADVICE = "Get it again, or check the address, the connection and your permission."
 SHAKESPEARE_ADVICE = "Check the connection, or give stdlib or a file of your own instead."
 HUB_ADVICE = "Check the name, --hf-config, --hf-split and the connection."
@@ -53,6 +53,7 @@ class ExampleParser:
     turns_of: Callable[[dict[str, Any]], Sequence[Any]]  # a turn starts with its role
     notes_of: Callable[[dict[str, Any]], list[str]]  # remarks for the user
     fields: tuple[str, ...]  # that are read
+    list_field: str = ""  # the field of a record that is a list of messages; "": none
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Source:
     hub_split: str = ""  # of a Hugging Face dataset; empty for a file
     hub_config: str | None = None
     revision: str = ""  # of a dataset on the hub
+    suffixes_beside: tuple[str, ...] = ()  # of all files of its folder, the most frequent first
 
     @functools.cached_property
     def info(self) -> tuple[int, str]:
@@ -116,6 +118,13 @@ class Source:
         """Suffixes of the file's name in lower case, the last first."""
         name = re.sub("[?#].*", "", self.path) if isinstance(self.path, str) else self.path
         return [suffix.lower() for suffix in reversed(PurePath(name).suffixes)]
+
+    @property
+    def glob_advice(self) -> str:
+        """How to choose other files of its folder; "" if there are none with another suffix."""
+        suffixes = [suffix for suffix in self.suffixes_beside if suffix not in self.suffixes[:1]]
+        suffixes.sort(key=lambda suffix: suffix not in TEXT_SUFFIXES)
+        return f", or choose files with --glob '*{suffixes[0]}'" if suffixes else ""
 
     @property
     def compression(self) -> str:
@@ -168,14 +177,21 @@ def open_source(source: Source) -> Iterator[io.BufferedReader]:
     """Open a file to read its decompressed bytes. Errors in the block become UserErrors."""
     source.check_unchanged()
     fs, path = file_system(source.path)
-    compression = COMPRESSION_NAMES.get(source.compression)
-    if compression not in (None, *available_compressions()):
-        import_optional("backports.zstd", source.name)
     # Streamed, because a web server may ignore a request for a range of bytes.
     options = {"block_size": 0} if "http" in fs.protocol else {}
-    with wrap_errors(source.name), fs.open(path, compression=compression, **options) as file:
+    with wrap_errors(source.name), fs.open(path, **options) as raw, decompress(raw, source) as file:
         yield io.BufferedReader(file, BLOCK_BYTES)
         source.check_unchanged()
+
+
+def decompress(file: Any, source: Source) -> Any:
+    """Return a stream of the decompressed bytes of a file, which is a context manager."""
+    if source.compression != ".zst":
+        return compr[COMPRESSION_NAMES.get(source.compression)](file, mode="r")
+    name = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+    zstd = import_optional(name, source.name)
+    options = {zstd.DecompressionParameter.window_log_max: MAX_ZSTD_WINDOW_LOG}
+    return zstd.ZstdFile(file, options=options)
 
 
 def find_sources(
@@ -198,7 +214,10 @@ def find_sources(
     for name in inputs:
         path = Path(name)
         if name == "stdlib":
-            matches = _find_standard_library()
+            matches = [Source(path, module) for path, module in find_modules()]
+        elif name == "pydocs":
+            matches = [Source(spool / "pydocs.jsonl", name)]
+            write_documentation(spool / "pydocs.jsonl")
         elif name == "shakespeare":
             matches = [
                 Source(download(SHAKESPEARE_URL, SHAKESPEARE_SHA256, SHAKESPEARE_ADVICE), name)
@@ -217,22 +236,18 @@ def find_sources(
             check_file(path)
             matches = [Source(path.absolute(), name)]
         else:
-            kinds = "a file, a folder, https:// or s3://, hf:NAME, -, stdlib or shakespeare"
+            kinds = "a file, a folder, https:// or s3://, hf:NAME, -, pydocs, stdlib or shakespeare"
             raise UserError(f"{name}: not found. Give {kinds}.")
         if not matches:
-            raise UserError(f"{name}: no files match {pattern!r}. See --glob.")
+            raise UserError(f"{name}: no files match {pattern!r}. Give another --glob, in quotes.")
         text_files = [source.name for source in matches if source.kind == "text"]
         if glob is None and 0 < len(text_files) < len(matches):
             reason = f"has plain text ({text_files[0]}) beside records"
             raise UserError(f"{name}: {reason}. Choose files with --glob.")
-        sources += matches
+        counts = Counter(suffix for source in matches for suffix in source.suffixes[:1])
+        suffixes = tuple(suffix for suffix, _ in counts.most_common())
+        sources += [replace(source, suffixes_beside=suffixes) for source in matches]
     return sources
-
-
-def _find_standard_library() -> list[Source]:
-    root = Path(sysconfig.get_path("stdlib"))
-    files = list_files(root, lambda path: path.name in EXCLUDED_STDLIB_FOLDERS or path.is_symlink())
-    return [Source(file, str(file.relative_to(root))) for file, _ in files if file.suffix == ".py"]
 
 
 def _find_in_folder(folder: Path, pattern: str) -> list[Source]:
@@ -272,30 +287,8 @@ def _find_remote(address: str, pattern: str) -> list[Source]:
 def _spool_pipe(name: str, copy: Path) -> Source:
     """Copy a pipe to a file, because a corpus is read more than once."""
     is_stdin = name in STDIN_NAMES
-    copy_pipe(0 if is_stdin else name, name, copy)
-    if _holds_json_records(copy):
-        copy = copy.rename(copy.with_suffix(".jsonl"))
+    copy = copy_pipe(0 if is_stdin else name, name, copy)
     return Source(copy, "standard input" if is_stdin else name)
-
-
-def _holds_json_records(path: Path) -> bool:
-    """Return whether a file starts with an array of JSON objects, or a line that is one."""
-    with open(path, "rb") as binary_file:
-        encoding = json.detect_encoding(binary_file.read(4))
-    with open(path, encoding=encoding, errors="replace") as file:
-        head = file.read(BLOCK_BYTES).lstrip()
-        is_array = re.match(r"\[\s*\{", head)
-        if not is_array and not head.startswith("{"):
-            return False
-        head += file.readline(MAX_FIRST_RECORD_CHARACTERS)
-    with contextlib.suppress(ValueError, RecursionError):
-        decoder = json.JSONDecoder(parse_int=float)
-        if is_array:
-            decoder.raw_decode(head, head.index("{"))
-        else:
-            decoder.decode(head.partition("\n")[0])
-        return True
-    return False
 
 
 def _find_hub_dataset(name: str, config: str | None, split: str) -> Source:
@@ -329,14 +322,20 @@ def is_streamed(rows: Any) -> bool:
 
 def download(address: str, expected_sha256: str, advice: str = DEFAULT_ADVICE) -> Path:
     """Return the path of a cached download. Raises UserError if it fails or has another hash."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt-trainer"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "gpt-trainer")
     name = Path(re.sub("[?#].*", "", address.partition("://")[2])).name or "download"
     folder = cache / hashlib.sha256(address.encode()).hexdigest()[:16]
     path = folder / name
     if not path.exists():
         fs, remote = file_system(address)
-        with wrap_errors(address, advice), atomic_directory(folder) as partial:
-            fs.get_file(remote, str(partial / name))
+        try:
+            if cache.parts[0] == "~":
+                raise OSError(errno.ENOENT, "there is no home folder")
+            with atomic_directory(folder) as partial, wrap_errors(address, advice):
+                fs.get_file(remote, str(partial / name))
+        except OSError as error:
+            reason = f"can't keep {address} ({error.strerror})"
+            raise UserError(f"{cache}: {reason}. Set XDG_CACHE_HOME to another folder.") from None
     actual_sha256 = sha256(path)
     if actual_sha256 != expected_sha256.lower():
         path.unlink()

@@ -12,7 +12,8 @@ from engine.core.errors import UserError
 from engine.data.inputs.sources import BLOCK_BYTES, DEFAULT_ENCODING, Reader, Source, open_source
 
 SAMPLE_BYTES = 2**16  # to detect an encoding
-MAX_NUL_FRACTION = 0.1  # of the bytes of damaged text; a file with more NULs is binary
+CONTROL_BYTES = bytes({*range(0x20)} - {*b"\b\t\n\f\r\x1b"})  # rare in text
+MAX_CONTROL_FRACTION = 0.05  # of the bytes of damaged text; a file with more is binary
 REPLACED_NOTE = "characters replaced by U+FFFD"
 # Encodings to detect: those of the web, where Latin-1 is cp1252. More would be confused.
 CANDIDATE_ENCODINGS = ["utf_16", "utf_16_le", "utf_16_be", "utf_32", "utf_32_le", "utf_32_be"]
@@ -20,7 +21,7 @@ CANDIDATE_ENCODINGS += ["gb18030", "big5", "cp932", "euc_jp", "cp949", "cp1252",
 BINARY_SIGNATURES = {
     b"%PDF-": "a PDF",
     b"PK\x03\x04": "a ZIP archive, as .docx and .xlsx are",
-    **dict.fromkeys((b"\x89PNG", b"\xff\xd8\xff", b"GIF8"), "an image"),
+    **dict.fromkeys((b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"II*\0", b"MM\0*"), "an image"),
     b"\x1f\x8b": "compressed: its name must end in .gz",
     b"BZh91AY&SY": "compressed: its name must end in .bz2",
     b"PAR1\x15": "Parquet: its name must end in .parquet",
@@ -40,6 +41,7 @@ def open_text(source: Source, reader: Reader, notes: Notes) -> Iterator[BinaryIO
         encoding = detect_encoding(source)
         notes[f"files read as {encoding}"] += 1
     with open_source(source) as file:
+        _check_signature(file.peek(), source)
         if encoding == DEFAULT_ENCODING:
             yield file
             return
@@ -49,6 +51,16 @@ def open_text(source: Source, reader: Reader, notes: Notes) -> Iterator[BinaryIO
             reason = f"is not {encoding} ({getattr(error, 'reason', error)})"
             advice = "Give another --encoding, or use --errors replace"
             raise UserError(f"{source.name}: {reason}. {advice}.") from None
+
+
+def _check_signature(head: bytes, source: Source) -> None:
+    """Raise UserError if a file starts like one that is not text."""
+    for signature, kind in BINARY_SIGNATURES.items():
+        if head.startswith(signature) and kind.startswith("compressed") and source.compression:
+            raise UserError(f"{source.name}: is compressed twice. Decompress it once.")
+        if head.startswith(signature):
+            advice = f"Convert it to text{source.glob_advice}"
+            raise UserError(f"{source.name}: is not text but {kind}. {advice}.")
 
 
 class Transcoder(io.RawIOBase):
@@ -79,11 +91,6 @@ def decode_utf8(
     the location.
     """
     if is_head:
-        for signature, kind in BINARY_SIGNATURES.items():
-            if data.startswith(signature) and kind.startswith("compressed") and source.compression:
-                raise UserError("is compressed twice. Decompress it once.")
-            if data.startswith(signature):
-                raise UserError(f"is not text but {kind}. Convert it to text.")
         offset += len(data) - len(data.removeprefix(codecs.BOM_UTF8))
         data = data.removeprefix(codecs.BOM_UTF8)
     try:
@@ -93,10 +100,12 @@ def decode_utf8(
         reason = f"has a NUL at byte {offset + data.index(0)}"
     except UnicodeDecodeError as error:
         reason = f"is not UTF-8 at byte {offset + error.start}"
-    if is_head and data.count(0) > MAX_NUL_FRACTION * len(data):
-        encoding = guess_encoding(data[:SAMPLE_BYTES])
-        if encoding is None or not encoding.startswith("utf-"):
-            raise UserError("is not text but binary, with NULs. Convert it to text.")
+    num_controls = len(data) - len(data.translate(None, CONTROL_BYTES))
+    if is_head and num_controls > MAX_CONTROL_FRACTION * len(data):
+        is_utf8 = reader.encoding == DEFAULT_ENCODING  # otherwise, it was converted
+        encoding = guess_encoding(data[:SAMPLE_BYTES]) if is_utf8 else None
+        if encoding is None or not encoding.startswith(("utf-16", "utf-32")):
+            raise UserError(f"is not text but binary. Convert it to text{source.glob_advice}.")
         raise UserError(f"{reason}, but likely {encoding}. Use --encoding {encoding}.")
     if reader.errors == "strict":
         advice = "Convert it, or use --errors replace"
