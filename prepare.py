@@ -310,9 +310,9 @@ def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None
         has_end_of_text = tokenizer.end_of_text_id is not None
         if name != tokenizer.kind:  # a path, whose tokenizer may change
             name = f"{tokenizer.kind} {tokenizer.fingerprint}"
-    needs_separator = not (
-        corpus.rule.has_examples or corpus.rule.is_single_document or has_end_of_text
-    )
+    rule = corpus.rule
+    needs_separator = not (rule.has_examples or rule.is_single_document or has_end_of_text)
+    is_few = rule.has_few_documents and not rule.is_single_document
     tokenizer_bytes = config.tokenizer_bytes
     encoding = normalize_encoding(config.encoding)
     fields = examples.list_fields(config.prompt_field or ())
@@ -331,16 +331,14 @@ def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None
         "errors": config.errors if config.errors != "strict" else None,
         "document_separator": config.separator,
         "skip_bad_rows": config.skip_bad_rows,
-        "examples": ("chats" if config.chat else "pairs") if corpus.rule.has_examples else None,
+        "examples": ("chats" if config.chat else "pairs") if rule.has_examples else None,
         "separator": "\n" if needs_separator else None,
-        "split": "few"
-        if corpus.rule.has_few_documents and not corpus.rule.is_single_document
-        else None,
+        "split": "few" if is_few else None,
         "val": [os.fsencode(PurePath(name).name).decode(errors="replace") for name in config.val],
         "hf_val_split": config.hf_val_split,
     }
     nondefault = {key: value for key, value in settings.items() if value}
-    return {"tokenizer": name, "val_fraction": corpus.rule.val_fraction, **nondefault}
+    return {"tokenizer": name, "val_fraction": rule.val_fraction, **nondefault}
 
 
 if __name__ == "__main__":

@@ -107,15 +107,15 @@ def train(
         # Data, and the checkpoint to start from: the newest of this run, or a base model.
         checkpoint = run_dir.newest()
         if config.resume and not checkpoint:
-            text = f"--resume: no checkpoint in {run_dir.path}. A new run starts."
-            dist_ctx.run_on_main(say, text)
+            dist_ctx.run_on_main(
+                say, f"--resume: no checkpoint in {run_dir.path}: a new run starts"
+            )
         data = open_data(config, dist_ctx)
         base = None if checkpoint else open_base(config, data, dist_ctx)
 
         # Settings, and the data that fits them.
         measure = partial(measure_step_seconds, dist_ctx)
-        sources = (checkpoint, base)
-        run_config, data = resolve(config, data, dist_ctx, started_at, *sources, measure)
+        run_config, data = resolve(config, data, dist_ctx, started_at, checkpoint, base, measure)
 
         # Model and optimizer, then the training loop.
         trainer = Trainer(run_config, dist_ctx, data, run_dir, callbacks)

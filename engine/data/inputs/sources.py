@@ -32,6 +32,7 @@ HTTP_TIMEOUT_SECONDS = 60  # to wait for the next bytes of a web server
 # Keys of a value that changes with the file, in fsspec's info of a file.
 VERSION_KEYS = ["ETag", "etag", "mtime", "Last-Modified", "LastModified", "last_modified"]
 VERSION_KEYS += ["updated", "created"]
+BUILT_IN_NAMES = ("pydocs", "stdlib", "shakespeare")
 STDIN_NAMES = ("-", "/dev/stdin")
 SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")  # in a folder of save_to_disk
 STREAMED_FILE_BYTES = 2**28  # assumed for a file of a streamed dataset, whose size is unknown
@@ -213,15 +214,8 @@ def find_sources(
     sources: list[Source] = []
     for name in inputs:
         path = Path(name)
-        if name == "stdlib":
-            matches = [Source(path, module) for path, module in find_modules()]
-        elif name == "pydocs":
-            matches = [Source(spool / "pydocs.jsonl", name)]
-            write_documentation(spool / "pydocs.jsonl")
-        elif name == "shakespeare":
-            matches = [
-                Source(download(SHAKESPEARE_URL, SHAKESPEARE_SHA256, SHAKESPEARE_ADVICE), name)
-            ]
+        if name in BUILT_IN_NAMES:
+            matches = _find_built_in(name, spool)
         elif name in STDIN_NAMES or path.is_fifo():
             matches = [_spool_pipe(name, spool / str(len(sources)))]
         elif "://" in name and expected_sha256:
@@ -248,6 +242,17 @@ def find_sources(
         suffixes = tuple(suffix for suffix, _ in counts.most_common())
         sources += [replace(source, suffixes_beside=suffixes) for source in matches]
     return sources
+
+
+def _find_built_in(name: str, spool: Path) -> list[Source]:
+    if name == "stdlib":
+        return [Source(path, module) for path, module in find_modules()]
+    path = spool / "pydocs.jsonl"
+    if name == "pydocs":
+        write_documentation(path)
+    else:
+        path = download(SHAKESPEARE_URL, SHAKESPEARE_SHA256, SHAKESPEARE_ADVICE)
+    return [Source(path, name)]
 
 
 def _find_in_folder(folder: Path, pattern: str) -> list[Source]:

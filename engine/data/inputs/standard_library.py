@@ -10,23 +10,20 @@ from pathlib import Path
 from engine.core.errors import UserError
 from engine.data.inputs.local import list_files
 
-# Folders that hold tests, tables or installed packages.
-EXCLUDED_FOLDERS = [
-    "test",
-    "tests",
-    "idle_test",
-    "encodings",
-    "pydoc_data",
-    "site-packages",
-    "dist-packages",
-]
+# Folders that hold tests or tables. Those of installed packages end in "-packages".
+EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
 MIN_DOCUMENT_CHARACTERS = 200  # of a module's docstrings
 
 
 def find_modules() -> list[tuple[Path, str]]:
     """Return the path of each module, and its path in the library."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = list_files(root, lambda path: path.name in EXCLUDED_FOLDERS or path.is_symlink())
+
+    def is_excluded(path: Path) -> bool:
+        name = path.name
+        return name in EXCLUDED_FOLDERS or name.endswith("-packages") or path.is_symlink()
+
+    files = list_files(root, is_excluded)
     return [(path, str(path.relative_to(root))) for path, _ in files if path.suffix == ".py"]
 
 
