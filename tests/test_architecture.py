@@ -14,7 +14,7 @@ from soak import fork, wait_for
 PAGE = ROOT / "docs" / "architecture.md"
 SOURCES = ("*.py", "engine", "config")
 # They are lowered whenever they can be. Only a new capability raises them.
-MAX_SOURCE_LINES = 15_561
+MAX_SOURCE_LINES = 15_590
 MAX_TEST_LINES = 17_061
 
 

@@ -134,7 +134,9 @@ def sliding_window_attention(
     keys = split_keys(key)
     values = split_keys(value)
     mask = causal_mask(size, (num_earlier_blocks + 1) * size, window, query.device)
-    if prefer_unfused_attention(query, window, dropout_p):
+    # torch 2.11, compiled: fused attention with a mask in float32 has wrong gradients on a GPU.
+    has_wrong_gradient = query.dtype == torch.float32 and query.device.type == "cuda"
+    if has_wrong_gradient or prefer_unfused_attention(query, window, dropout_p):
         output = unfused_attention(queries, keys, values, dropout_p, mask)
     else:
         output = F.scaled_dot_product_attention(queries, keys, values, mask, dropout_p)

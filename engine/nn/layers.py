@@ -7,6 +7,7 @@ from typing import TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 MIN_16_BIT_DROPOUT = 0.001  # 16 bits resolve it to 0.1%
 MAX_16_BIT_DROPOUT = 0.99
@@ -53,12 +54,40 @@ class FusedLinear(nn.Module):
         return F.linear(x, *concatenated)
 
 
-class RMSNorm(nn.RMSNorm):
-    """Root-mean-square norm in the dtype of its input: Zhang & Sennrich 2019.
+class UnitRMS(torch.autograd.Function):
+    """Scale rows to a root mean square of 1, with the gradient in closed form.
 
-    On a CPU F.rms_norm has more operations than inference needs: a token of a small model takes 10%
-    longer.
+    On a CPU it is faster than F.rms_norm, which consists of separate operations: a training step of
+    a small model takes 4% less time, and decoding a token 10%.
     """
+
+    @staticmethod
+    def forward(x: Tensor, epsilon: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scaled x (…, width), and the scale of each row (…, 1)."""
+        wide = x if x.dtype == torch.float64 else x.float()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = torch.addcmul(epsilon, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+        return (wide * scale).to(x.dtype), scale
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        """Keep the output and the scales for the gradient."""
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, y_grad: Tensor, _: Tensor):
+        """Return scale · (y_grad - y · mean(y_grad · y))."""
+        y, scale = ctx.saved_tensors
+        wide_grad = y_grad.to(scale.dtype)
+        wide_y = y.to(scale.dtype)
+        mean = (wide_grad * wide_y).mean(dim=-1, keepdim=True)
+        return torch.addcmul(wide_grad, wide_y, mean, value=-1).mul_(scale).to(y_grad.dtype), None
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root-mean-square norm in the dtype of its input: Zhang & Sennrich 2019."""
 
     eps: float
 
@@ -69,12 +98,10 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension: (…, width) → (…, width)."""
         weight = None if self.weight is None else self.weight.to(x.dtype)
-        if x.device.type != "cpu" or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if x.device.type != "cpu" or torch.compiler.is_compiling():
             return F.rms_norm(x, self.normalized_shape, weight, self.eps)
-        wide = x if x.dtype == torch.float64 else x.float()
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = torch.addcmul(self.cpu_epsilon, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-        y = (wide * scale).to(x.dtype)
+        scale_rows = UnitRMS.apply if x.requires_grad else UnitRMS.forward
+        y, _ = scale_rows(x, self.cpu_epsilon)
         return y if weight is None else y * weight
 
 
