@@ -32,6 +32,7 @@ OTHER_LAYOUTS = {
     "train.py --init-from",
     "model_index.json": "is a pipeline of several models. Give the folder of its language model",
 }
+PATH_SETTINGS = {"data", "out", "init_from"}  # which name folders of this machine
 CARD_TEMPLATE = """---
 license: FILL IN
 library_name: transformers
@@ -184,13 +185,13 @@ def write_tokenizer(path: Path, tokenizer: Tokenizer, length: int, template: str
 
 def write_card(path: Path, name: str, state: dict[str, Any], num_parameters: int) -> None:
     """Write a model card, with FILL IN for what only a person knows."""
-    settings = state["settings"]
-    data = settings.get("data") or [state.get("imported") or "noise"]
+    settings = {key: value for key, value in state["settings"].items() if key not in PATH_SETTINGS}
+    data = state["settings"].get("data") or [state.get("imported") or "noise"]
     loss = state.get("val_loss")
     card = CARD_TEMPLATE.format(
         name=name,
         parameters=num_parameters,
-        data=", ".join(data),
+        data=", ".join(Path(path).name for path in data),
         loss="not known" if loss is None else f"{loss:.4f} nats per token",
         tokens=state.get("tokens", 0),
         step=state["step"],

@@ -121,11 +121,11 @@ def choose_prompts(data: Mixture, num_tokens: int) -> list[list[int]]:
         return [*map(prompt_ids, itertools.islice(val.examples(), NUM_PROMPTS + 1))]
     prompts = []
     for index in range(NUM_PROMPTS):
-        start = index * len(val) // NUM_PROMPTS
+        start = (index + 1) * len(val) // (NUM_PROMPTS + 1)
         ids = val.read(start, start + MAX_LINE_TOKENS + num_tokens)[0].tolist()
         pieces = [data.tokenizer.decode_bytes([token]) for token in ids[:MAX_LINE_TOKENS]]
         line_ends = [end for end, piece in enumerate(pieces, 1) if piece.endswith(b"\n")]
-        first = min(line_ends, default=0) if start else 0
+        first = min(line_ends, default=0)
         prompt = ids[first : first + num_tokens]
         ends = (data.tokenizer.end_of_text_id, *data.tokenizer.text_start)
         text_ids = [token for token in prompt if token not in ends]

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.core.cli import count_noun, progress_bar, say, shell_command, warn
 from engine.core.device import DTYPE_BY_NAME
-from engine.core.errors import UserError
+from engine.core.errors import UserError, import_optional
 from engine.core.files import atomic_write, to_json
 from engine.core.settings import flatten
 from engine.data.batches import Mixture
@@ -20,7 +20,7 @@ from engine.data.chats.chat import stop_token_ids
 from engine.data.split import prompt_ids
 from engine.data.tokenizer import Tokenizer
 from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions
-from engine.generation.text_batch import complete_streams, initial_tokens
+from engine.generation.text_batch import complete_streams
 from engine.generation.text_stream import TextStream
 from engine.nn.inference import build_decoder
 from engine.training.estimate import describe_length
@@ -32,7 +32,7 @@ from model import GPT
 NUM_RECENT_LOSSES = 40
 SPIKE_Z_SCORE = 6
 FINAL_SAMPLE_TOKENS = 200
-START_TOKENS = 12  # of a single document, which the first sample continues
+START_TOKENS = 12  # of a text, which the first sample continues
 MIN_SAMPLE_TOKENS = 40  # written even when the minutes of the run are over
 SHUTDOWN_RESERVE_SECONDS = 0.7
 TORCHRUN_SHUTDOWN_SECONDS = 30.0  # unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set
@@ -148,15 +148,17 @@ class Terminal(Callback):
 class WeightsAndBiases(Callback):
     """Logs every record to Weights & Biases."""
 
+    def __init__(self) -> None:
+        """Import the package. Raises UserError if it is not installed."""
+        self.wandb = import_optional("wandb", "--wandb", "wandb")
+
     def on_train_start(self, trainer: Trainer) -> None:
         """Start or resume the run on Weights & Biases; its id is kept in the run directory."""
-        import wandb
-
         out = trainer.config.out
         id_file = out / "wandb.id"
         if not id_file.exists():
             atomic_write(id_file, secrets.token_hex(8).encode())
-        self.run = wandb.init(
+        self.run = self.wandb.init(
             project="gpt-trainer",
             dir=out,
             config=flatten(trainer.config),
@@ -262,15 +264,13 @@ def print_paths(trainer: Trainer) -> None:
 
 
 def start_of_sample(data: Mixture) -> tuple[list[int], str]:
-    """Return the ids that a sample continues, and their text, which is empty for a new document.
+    """Return the ids that a sample continues, and their text: how validation text starts.
 
-    A model of a single document has not seen another one start: its sample continues that start.
+    If that is inside a document, the only one, it is how the training text starts.
     """
-    num_documents = data.manifest["splits"]["train"]["documents"]
-    if num_documents > 1:
-        return initial_tokens(data.tokenizer, num_documents), ""
-    ids = data.datasets[0].train.read(0, START_TOKENS)[0].tolist()
-    ids = trim_incomplete_characters(data.tokenizer, ids)
+    is_single = data.manifest["splits"]["train"]["documents"] == 1
+    split = data.datasets[0].train if is_single else data.datasets[0].val
+    ids = trim_incomplete_characters(data.tokenizer, split.read(0, START_TOKENS)[0].tolist())
     return ids, data.tokenizer.decode(ids)
 
 

@@ -220,9 +220,8 @@ def test_weights_and_biases_is_imported_only_with_its_flag(numbers, tmp_path, mo
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it is an error now
     assert train.main(tiny(numbers, tmp_path / "without", "--steps", 1)) == 0
     assert not capsys.readouterr().err
-    assert train.main(tiny(numbers, tmp_path / "with", "--steps", 3, "--wandb")) == 0
-    (warning,) = capsys.readouterr().err.splitlines()
-    assert "ModuleNotFoundError" in warning
+    with pytest.raises(UserError, match=r"--wandb: .*\[wandb\]"):
+        train.main(tiny(numbers, tmp_path / "with", "--steps", 1, "--wandb"))
 
 
 def test_weights_and_biases_gets_settings_and_every_record_of_one_run(
