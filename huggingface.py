@@ -14,11 +14,11 @@ import tyro
 
 from engine.core.cli import run_command, shell_command, warn
 from engine.core.errors import UserError
-from engine.core.files import atomic_directory, write_json
+from engine.core.files import atomic_directory, read_json, write_json
 from engine.core.settings import parse
 from engine.data.chats.chat import chat_format
-from engine.data.chats.chat_template import read_tokenizer_config
 from engine.data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
+from engine.data.tokenizer_config import read_chat_templates
 from engine.huggingface import convert, directory
 from engine.huggingface import gguf as gguf_file
 from engine.huggingface.families import (
@@ -71,8 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
         sample = shell_command("python", "sample.py", config.out, *chat_flag)
         flags = ("--init-from", config.out, "--data", "data/NAME")
         finetune = shell_command("python", "train.py", "config/finetune.toml", *flags)
-        title = "Chat with it" if is_chat_model else "Generate text"
-        print(f"{title}: {sample}\nTrain it further: {finetune}")
+        print(f"Try it: {sample}\nTrain it further: {finetune}")
 
 
 @torch.no_grad()
@@ -119,7 +118,9 @@ def import_model(config: ImportConfig) -> bool:
         raise UserError(f"{config.out}: already has checkpoints. Choose another folder.")
     path = directory.find_directory(config.source)
     source = str(path / "config.json")
-    family, model_config = convert.from_hf_config(directory.read_config(path), source)
+    fix = "Give the directory of its config.json, in transformers' layout"
+    directory.check_exists(path / "config.json", fix)
+    family, model_config = convert.from_hf_config(read_json(path / "config.json"), source)
     tensors = convert.read_names(directory.read_tensors(path), family, str(path))
     if model_config.tie_embeddings and convert.has_own_head(tensors, family):
         warn(f"{source}: tie_word_embeddings is true, but lm_head.weight differs: not tied")
@@ -135,8 +136,7 @@ def import_model(config: ImportConfig) -> bool:
         sizes = f"got {tokenizer.vocab_size:,} tokens, the model has {num_rows:,}"
         raise UserError(f"--tokenizer: must be that of the model ({sizes}).")
     params = convert.from_hf(tensors, dict(model.named_parameters()), family, str(path))
-    tokenizer_config = read_tokenizer_config(path)
-    is_chat_model = not {"chat_template", "other_templates"}.isdisjoint(tokenizer_config)
+    is_chat_model = bool(read_chat_templates(path))
     state: dict[str, Any] = {
         **{"step": 0, "tokens": 0, "elapsed_seconds": 0.0, "progress": 0.0},
         **{"val_loss": None, "best_val_loss": None, "changes": [], "settings": {}},

@@ -27,7 +27,7 @@ from hf_versions import check_export
 import huggingface
 import sample
 from engine.core.errors import UserError
-from engine.data.chats.chat import CHATML_TOKENS, encode_chat, end_of_turn_id, special_token_names
+from engine.data.chats.chat import CHATML_TOKENS, encode_chat, special_token_names, stop_token_ids
 from engine.data.dataset import open_dataset
 from engine.data.tokenizer import ByteTokenizer, Tokenizer, from_document
 from engine.data.tokenizer_json import EXTENSION_KEY, with_extension
@@ -646,7 +646,7 @@ def test_the_chat_template_gives_the_tokens_that_were_learned(
     ids = hf_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert ids == encode_chat(words, turns)
     generation_config = json.loads((hf / "generation_config.json").read_text())
-    assert generation_config["eos_token_id"] == [words.end_of_text_id, end_of_turn_id(words)]
+    assert generation_config["eos_token_id"] == [words.end_of_text_id, *stop_token_ids(words)]
     reader = pytest.importorskip("gguf.gguf_reader")
     field = reader.GGUFReader(hf / "hf-chats-f32.gguf").fields["tokenizer.chat_template"]
     assert field.contents() == hf_tokenizer.chat_template

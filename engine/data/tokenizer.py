@@ -22,16 +22,7 @@ from engine.core.errors import UserError, wrap_library_errors
 from engine.core.files import read_json
 from engine.data import tokenizer_json
 from engine.data.tokenizer_config import text_start_of, with_model_files
-from engine.data.tokenizer_json import (
-    END_OF_TEXT,
-    EXTENSION_KEY,
-    HIDDEN_PREFIX,
-    KEYS_WITHOUT_IDS,
-    Document,
-    is_special,
-    with_extension,
-    without_leading_space,
-)
+from engine.data.tokenizer_json import END_OF_TEXT, EXTENSION_KEY, Document, with_extension
 
 PROBE_TEXT = "A word, 12 e\u0301\n"  # finds tokenizers that panic, or lose text
 MAX_LISTED_CHARACTERS = 100  # of a vocabulary, in a message
@@ -54,14 +45,17 @@ class Tokenizer:
     def __init__(self, document: Document):
         model = document["model"]
         extension = model.get(EXTENSION_KEY, {})
-        ordinary = [token["id"] for token in document["added_tokens"] if not is_special(token)]
         self.document = document
         self.kind: str = extension.get("name", model.get("type", "BPE").lower())
         self.special_tokens = tokenizer_json.special_tokens_of(document)
-        names = [token["content"] for token in document["added_tokens"] if token.get("special")]
-        self.strippers = tokenizer_json.strippers_of(document)
+        names = tokenizer_json.names_with(document, "special")
         self.markup = self.special_tokens.keys() - {*names}  # such as <think>: text in an answer
-        self.text_ids = {*tokenizer_json.text_vocab(document).values(), *ordinary}
+        # Special tokens that absorb white space before or after them.
+        self.left_strippers = tokenizer_json.names_with(document, "lstrip")
+        self.right_strippers = tokenizer_json.names_with(document, "rstrip")
+        added = [token["id"] for token in document["added_tokens"]]
+        ids = {*tokenizer_json.vocab_of(document).values(), *added}
+        self.text_ids = ids - {*self.special_tokens.values()}
         self.vocab_size = tokenizer_json.vocab_size_of(document)
         self.end_of_text_name: str = extension.get("end_of_text", END_OF_TEXT)
         self.end_of_text_id = self.special_tokens.get(self.end_of_text_name)
@@ -89,10 +83,7 @@ class Tokenizer:
         path.write_bytes(self.content)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return token ids, uint32 (N,); a spelled-out ``<|endoftext|>`` is ordinary text.
-
-        Raises UserError for text that cannot be encoded.
-        """
+        """Return token ids, uint32 (N,). Raises UserError for text that cannot be encoded."""
         # Half of a character, or words that tiktoken's regex engine cannot find.
         problem = f"the {self.kind} tokenizer cannot encode the text"
         advice = ". Correct it, or use another --tokenizer."
@@ -106,10 +97,6 @@ class Tokenizer:
         """Return the ids of a text after those that begin one, uint32 (N,)."""
         ids = self.encode(text)
         return np.array([*self.text_start, *ids], np.uint32) if self.text_start else ids
-
-    def encode_after_special(self, text: str) -> np.ndarray:
-        """Return the ids of a text that follows a special token, uint32 (N,)."""
-        return self.encode_continuation(text) if self.is_space_first_only else self.encode(text)
 
     def encode_continuation(self, text: str) -> np.ndarray:
         """Return the ids of a text that follows other text, uint32 (N,)."""
@@ -152,12 +139,9 @@ class Tokenizer:
         return tokenizer
 
     def is_extension_of(self, base: "Tokenizer") -> bool:
-        """Return whether this is the base tokenizer, except for more special tokens.
-
-        Names and chat templates may differ.
-        """
+        """Return whether this is the base with more special tokens; names, templates may differ."""
         larger = tokenizer_json.with_special_tokens(base.document, [*self.special_tokens])
-        ignored = dict.fromkeys(KEYS_WITHOUT_IDS)
+        ignored = dict.fromkeys(tokenizer_json.KEYS_WITHOUT_IDS)
         return with_extension(self.document, **ignored) == with_extension(larger, **ignored)
 
 
@@ -236,28 +220,21 @@ class HuggingFaceTokenizer(Tokenizer):
         with contextlib.suppress(Exception):  # of a vocabulary without characters of the probe
             self.runner.encode(PROBE_TEXT)
         self.runner.encode_special_tokens = True  # special tokens in text are ordinary text
-        decoder = json.dumps(document.get("decoder"))
-        self.is_byte_level = '"ByteLevel"' in decoder
-        self.has_byte_fallback = '"ByteFallback"' in decoder
-        self.is_space_first_only = '"prepend_scheme": "first"' in json.dumps(
-            document.get("pre_tokenizer")
-        )
+        words = json.dumps(document.get("pre_tokenizer"))
+        self.is_space_first_only = '"prepend_scheme": "first"' in words
         self.context: list[int] = []  # an id to decode others after, see _bytes_of
-        try:
+        with contextlib.suppress(UserError):  # of a vocabulary without the letter
             letter = self.encode("a").tolist()
-        except UserError:
-            return
-        self.context = letter[-1:]
-        self.adds_leading_space = self.decode_bytes(letter).startswith(b" ")
+            self.context = letter[-1:]
+            self.adds_leading_space = self.decode_bytes(letter).startswith(b" ")
 
     @functools.cached_property
     def without_space(self) -> Tokenizer:
         """The tokenizer that puts no space before a text."""
-        return HuggingFaceTokenizer(without_leading_space(self.document))
+        changed = tokenizer_json.without_leading_space(self.document)
+        return HuggingFaceTokenizer(changed) if self.adds_leading_space else self
 
     def encode_continuation(self, text: str) -> np.ndarray:
-        if not self.adds_leading_space:
-            return self.encode(text)
         return self.without_space.encode(text)
 
     def _encode(self, text: str) -> np.ndarray:
@@ -266,7 +243,7 @@ class HuggingFaceTokenizer(Tokenizer):
             ids = self.runner.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except Exception as error:  # tokenizers has no class of its own
             raise ValueError(error) from None
-        if HIDDEN_PREFIX in text and not {*ids} <= self.text_ids:
+        if tokenizer_json.HIDDEN_PREFIX in text and not {*ids} <= self.text_ids:
             raise UserError("the text has U+10FFFF before the name of a special token. Remove it.")
         return np.array(ids, np.uint32)
 
@@ -279,9 +256,10 @@ class HuggingFaceTokenizer(Tokenizer):
         text = self.runner.id_to_token(number)
         if text is None:
             raise KeyError(number)
-        if self.is_byte_level and tokenizer_json.BYTE_OF_CHARACTER.keys() >= {*text}:
+        decoder = json.dumps(self.document.get("decoder"))
+        if '"ByteLevel"' in decoder and tokenizer_json.BYTE_OF_CHARACTER.keys() >= {*text}:
             return tokenizer_json.from_byte_level(text)
-        if self.has_byte_fallback and re.fullmatch("<0x[0-9A-F]{2}>", text):
+        if '"ByteFallback"' in decoder and re.fullmatch("<0x[0-9A-F]{2}>", text):
             return bytes.fromhex(text[3:5])
         # Decoders remove the space before the first token, so decode it as the second one.
         before = self.runner.decode(self.context, skip_special_tokens=False)
@@ -293,7 +271,8 @@ def from_document(document: Document) -> Tokenizer:
     """Return the tokenizer of a checked document. Raises UserError if it cannot be used."""
     special = tokenizer_json.special_tokens_of(document)
     characters = "".join(tokenizer_json.text_vocab(document))
-    plain = with_extension(document, **dict.fromkeys(("end_of_text", *KEYS_WITHOUT_IDS)))
+    keys = ("end_of_text", *tokenizer_json.KEYS_WITHOUT_IDS)
+    plain = with_extension(document, **dict.fromkeys(keys))
     is_char = document["model"].get("type") == "WordLevel"
     tokenizer: Tokenizer
     if is_char and plain == tokenizer_json.char_document(characters, special):
@@ -311,9 +290,8 @@ def from_document(document: Document) -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load a tokenizer.json, of this project or of a model of transformers.
+    """Load a tokenizer.json, with what the files beside it say of a model's texts and chats.
 
-    The files beside it determine what begins and ends a model's texts, and its chat template.
     Raises UserError if a file is corrupted or unsupported.
     """
     document = read_json(path)

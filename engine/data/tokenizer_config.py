@@ -1,4 +1,4 @@
-"""Files of a model beside its tokenizer.json: the tokens that begin and end its texts."""
+"""Files of a model beside its tokenizer.json: what begins and ends its texts, chat templates."""
 
 import json
 from pathlib import Path
@@ -7,38 +7,53 @@ from typing import Any
 import tokenizers
 from tokenizers.models import WordLevel
 
-from engine.core.files import read_json
-from engine.data.chats.chat_template import read_tokenizer_config
+from engine.core.files import check_types, read_json
 from engine.data.tokenizer_json import END_OF_TEXT, Document, special_tokens_of, with_extension
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
 MODEL_FILES = ("config.json", "generation_config.json")  # the second has the last word
 
 
 def with_model_files(document: Document, directory: Path) -> Document:
-    """Return a tokenizer.json with what the other files of its model say about its tokens.
-
-    Raises UserError if a file is corrupted.
-    """
-    values = read_tokenizer_config(directory)
-    model: dict[str, Any] = {}
+    """Add what the files beside a tokenizer.json say of it. Raises UserError for corrupted ones."""
+    tokens = {}
+    for key, token in _read_object(directory / TOKENIZER_CONFIG).items():
+        tokens[key] = token.get("content") if isinstance(token, dict) else token
+    ids: dict[str, Any] = {}
     for name in MODEL_FILES:
-        model |= {
-            key: ids for key, ids in _read_object(directory / name).items() if ids is not None
-        }
+        values = _read_object(directory / name)
+        ids |= {key: value for key, value in values.items() if value is not None}
     special = special_tokens_of(document)
-    end = values.get("end_of_text", END_OF_TEXT)
-    token = _read_object(directory / "tokenizer_config.json").get("bos_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    names = [name for name, number in special.items() if number == model.get("bos_token_id")]
-    starts = [token] if isinstance(token, str) else names
-    if starts and starts[0] != end:
-        values["bos_token"] = starts[0]
-    ends = model.get("eos_token_id")
+    end = tokens.get("eos_token") or END_OF_TEXT
+    starts = [name for name, number in special.items() if number == ids.get("bos_token_id")]
+    start = tokens.get("bos_token") or [*starts, end][0]
+    ends = ids.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]
-    numbers = {*special.values()} - {special.get(end)}
-    if stops := [str(i) for i in ends if type(i) is int and i in numbers]:
-        values["stop_token_ids"] = " ".join(stops)
-    return with_extension(document, **values)
+    stops = [str(number) for name, number in special.items() if name != end and number in ends]
+    templates = read_chat_templates(directory)
+    values = {
+        "end_of_text": tokens.get("eos_token"),
+        "bos_token": None if start == end else start,
+        "stop_token_ids": " ".join(stops) or None,
+        "chat_template": templates.pop("default", None),
+        "other_templates": json.dumps(templates) if templates else None,
+    }
+    known_values = {name: value for name, value in values.items() if isinstance(value, str)}
+    return with_extension(document, **known_values)
+
+
+def read_chat_templates(directory: Path) -> dict[str, str]:
+    """Return a model's chat templates by name; a single one is the default. May raise UserError."""
+    templates = _read_object(directory / TOKENIZER_CONFIG).get("chat_template") or []
+    if isinstance(templates, str):
+        templates = [{"name": "default", "template": templates}]
+    check_types(templates, [{"name": str, "template": str}], f"{TOKENIZER_CONFIG}: chat_template")
+    named = {entry["name"]: entry["template"] for entry in templates}
+    for path in sorted(directory.glob("additional_chat_templates/*.jinja")):
+        named[path.stem] = path.read_text(encoding="utf-8")
+    for path in directory.glob("chat_template.jinja"):
+        named["default"] = path.read_text(encoding="utf-8")
+    return {"default": named.popitem()[1]} if len(named) == 1 else named
 
 
 def text_start_of(document: Document) -> list[int]:
@@ -53,6 +68,7 @@ def text_start_of(document: Document) -> list[int]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object; an empty one if the file is missing or has another value."""
+    """Read a JSON object; an empty one if the file is missing."""
     value = read_json(path) if path.is_file() else {}
-    return value if isinstance(value, dict) else {}
+    check_types(value, {}, path.name)
+    return value

@@ -118,10 +118,8 @@ def tiktoken_document(name: str) -> Document:
         problem = f"--tokenizer {name}: download failed ({type(error).__name__})"
         advice = "set TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer bpe"
         raise UserError(f"{problem}. Connect to the internet, {advice}.") from None
-    ranks = encoding["mergeable_ranks"].items()
-    vocab = {to_byte_level(token): rank for token, rank in ranks}
-    special = encoding["special_tokens"]
-    document = bpe_document(vocab, encoding["pat_str"], special)
+    vocab = {to_byte_level(token): rank for token, rank in encoding["mergeable_ranks"].items()}
+    document = bpe_document(vocab, encoding["pat_str"], encoding["special_tokens"])
     return with_extension(document, name=name)
 
 
@@ -188,11 +186,10 @@ def special_tokens_of(document: Document) -> dict[str, int]:
     return {token["content"]: token["id"] for token in tokens}
 
 
-def strippers_of(document: Document) -> dict[str, tuple[str, ...]]:
-    """Return the special tokens that absorb white space before (lstrip) or after (rstrip) them."""
-    tokens = [*filter(is_special, document["added_tokens"])]
-    flags = ("lstrip", "rstrip")
-    return {flag: tuple(t["content"] for t in tokens if t.get(flag)) for flag in flags}
+def names_with(document: Document, flag: str) -> tuple[str, ...]:
+    """Return the names of the special tokens that have a flag of the format."""
+    tokens = filter(is_special, document["added_tokens"])
+    return tuple(token["content"] for token in tokens if token.get(flag))
 
 
 def vocab_of(document: Document) -> dict[str, int]:
@@ -222,9 +219,8 @@ def without_leading_space(document: Document) -> Document:
     def change(step: dict[str, Any]) -> dict[str, Any]:
         return step | {key: unset[key] for key in unset.keys() & step.keys()}
 
-    names = ("normalizer", "pre_tokenizer")
-    steps = {name: json.dumps(document.get(name)) for name in names}
-    return document | {name: json.loads(steps[name], object_hook=change) for name in names}
+    steps = {name: document.get(name) for name in ("normalizer", "pre_tokenizer")}
+    return document | json.loads(json.dumps(steps), object_hook=change)
 
 
 def without_special(document: Document) -> Document:
@@ -305,9 +301,7 @@ def tiktoken_form(document: Document) -> tuple[dict[str, int], str] | None:
         return None
     merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
     alphabet = BYTE_OF_CHARACTER.keys()
-    vocab = {
-        token: i for token, i in text_vocab(document).items() if token and alphabet >= {*token}
-    }
+    vocab = {name: i for name, i in text_vocab(document).items() if name and alphabet >= {*name}}
     if not vocab.keys() >= alphabet:
         return None
     if model.get("ignore_merges"):
@@ -325,10 +319,7 @@ def tiktoken_form(document: Document) -> tuple[dict[str, int], str] | None:
 
 
 def _pattern_of(document: Document) -> str | None:
-    """Return the pattern with which tiktoken splits text into the same words; None if unknown.
-
-    The tests verify that the regex engines of both libraries agree on these patterns.
-    """
+    """Return the pattern with which tiktoken splits text into the same words; None if unknown."""
     pre_tokenizer = document.get("pre_tokenizer") or {}
     steps = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
     # Older files omit use_regex, and trim_offsets does not change the words.

@@ -13,7 +13,7 @@ from engine.core.cli import count_noun, progress_bar
 from engine.core.errors import UserError
 from engine.core.files import atomic_write, exclusive_lock, parse_json, read_input, sha256, to_json
 from engine.data.chats.chat import Turn, own_template
-from engine.data.chats.examples import find_messages, find_tools, parse_messages
+from engine.data.chats.examples import parse_messages, read_record
 from engine.data.tokenizer import Tokenizer
 from engine.generation.sampling import DecodingOptions
 from engine.generation.text_generator import TextGenerator
@@ -147,8 +147,8 @@ def encode_line(
 def parse_question(line: dict[str, Any], tokenizer: Tokenizer) -> list[Turn]:
     """Return the turns of a chat to answer. Raises UserError unless the last is a question."""
     template = own_template(tokenizer)
-    messages = find_messages(line, template=template)
-    turns = parse_messages(messages, template, find_tools(line, template))
+    messages, tools, _ = read_record(line, template=template)
+    turns = parse_messages(messages, template, tools)
     if turns[-1][0] == "assistant":
         raise UserError("'messages' must end with a question. Remove the assistant's last message.")
     return turns

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +13,28 @@ from torch import Tensor
 
 from engine.core.errors import UserError
 from engine.core.files import check_types, read_json, write_json
-from engine.data.chats.chat import chat_format, end_of_turn_id
+from engine.data.chats.chat import chat_format, stop_token_ids
 from engine.data.chats.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE
-from engine.data.tokenizer import Tokenizer, from_document, load_tokenizer
+from engine.data.tokenizer import Tokenizer, load_tokenizer
 from model import GPT
 
 NUM_COMPARED_SEQUENCES = 4
 MAX_COMPARED_TOKENS = 1024  # of a sequence
 MAX_RELATIVE_ERROR = 1e-4  # of the largest logit
-UNREAD_SUFFIXES = (".bin", ".pt", ".pth", ".gguf")  # of files with weights in other formats
-OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
-# A file of a directory without config.json → what the directory is, and the way out.
-OTHER_LAYOUTS = {
-    "adapter_config.json": "is an adapter without its base. Merge them with merge_and_unload() of "
-    "PEFT, save the result with save_pretrained(), and import that",
-    "params.json": "is in Mistral's or Meta's own layout. Get the version with config.json, in "
-    "transformers' layout",
-    "checkpoints": "is a run of this project, which needs no import. Use it with sample.py or "
-    "train.py --init-from",
-    "model_index.json": "is a pipeline of several models. Give the folder of its language model",
+# Pattern of a file that is there instead of a missing one → what it is, and the way out.
+OTHER_FILES = {
+    "adapter_config.json": "is of an adapter. Merge it with its base: merge_and_unload() of PEFT",
+    "params.json": "is of Mistral's or Meta's own layout. Get the version in transformers' layout",
+    "checkpoints": "is of a run, which needs no import. Use sample.py or train.py --init-from",
+    **dict.fromkeys(
+        ("*.bin", "*.pt", "*.pth", "*.gguf"),
+        "is not read. Convert it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…)",
+    ),
 }
+OTHER_TOKENIZERS = dict.fromkeys(
+    ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt"),
+    "is not read. Convert it: AutoTokenizer.from_pretrained(…).save_pretrained(…)",
+)
 PATH_SETTINGS = {"data", "out", "init_from"}  # which name folders of this machine
 CARD_TEMPLATE = """---
 license: FILL IN
@@ -58,10 +61,7 @@ All settings:
 
 
 def find_directory(source: str) -> Path:
-    """Return the directory, or download the model of that name from Hugging Face's hub.
-
-    Raises UserError if there is no such directory and no such model.
-    """
+    """Return the directory, or download the model of that name. Raises UserError if none exists."""
     if Path(source).is_dir():
         return Path(source)
     if Path(source).exists():
@@ -78,21 +78,17 @@ def find_directory(source: str) -> Path:
         raise UserError(f"{source}: download failed ({reason}). {advice}") from None
 
 
-def read_config(directory: Path) -> Any:
-    """Read config.json. Raises UserError if it is missing, naming what the directory is instead."""
-    path = directory / "config.json"
+def check_exists(path: Path, fix: str, others: Mapping[str, str] = OTHER_FILES) -> None:
+    """Raise UserError if a file is missing, naming one that is there instead."""
     if not path.is_file():
-        kinds = [kind for name, kind in OTHER_LAYOUTS.items() if (directory / name).exists()]
-        default = "must be a model in transformers' layout. Give the directory of its config.json"
-        raise UserError(f"{directory}: {[*kinds, default][0]}.")
-    return read_json(path)
+        for pattern, reason in others.items():
+            for file in path.parent.glob(pattern):
+                raise UserError(f"{path}: not found. {file.name} {reason}.")
+        raise UserError(f"{path}: not found. {fix}.")
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """Open all tensors of a model, mapped into memory: their values are read when they are used.
-
-    Raises UserError if a file is missing, corrupted or pickled.
-    """
+    """Map a model's tensors into memory. Raises UserError if a file is missing or corrupted."""
     index_path = directory / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if index_path.is_file() and not (directory / "model.safetensors").is_file():
@@ -101,15 +97,7 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
         names = {Path(name).name for name in index["weight_map"].values()}
     tensors: dict[str, Tensor] = {}
     for path in sorted(directory / name for name in names):
-        if not path.is_file():
-            unread = [file.name for file in directory.iterdir() if file.suffix in UNREAD_SUFFIXES]
-            fix = "Download the model again."
-            if (directory / "adapter_config.json").is_file():
-                raise UserError(f"{directory}: {OTHER_LAYOUTS['adapter_config.json']}.")
-            if unread:
-                convert = "Convert it with transformers: from_pretrained(…).save_pretrained(…)."
-                fix = f"{unread[0]} is not read. {convert}"
-            raise UserError(f"{path}: not found. {fix}")
+        check_exists(path, "Download the model again")
         try:
             tensors.update(safetensors.torch.load_file(path))
         except safetensors.SafetensorError as error:
@@ -120,14 +108,7 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
 def read_tokenizer(directory: Path) -> Tokenizer:
     """Read a model's tokenizer. Raises UserError if it is missing or unsupported."""
     path = directory / "tokenizer.json"
-    if not path.is_file():
-        fix = "Name the model's tokenizer with --tokenizer."
-        unread = [name for name in OTHER_TOKENIZERS if (directory / name).is_file()]
-        if unread:
-            name = repr(str(directory))
-            convert = f"AutoTokenizer.from_pretrained({name}).save_pretrained({name})"
-            fix = f"{unread[0]} is not read. Convert it with transformers: {convert}."
-        raise UserError(f"{path}: not found. {fix}")
+    check_exists(path, "Name the model's tokenizer with --tokenizer", OTHER_TOKENIZERS)
     tokenizer = load_tokenizer(path)
     is_ours = tokenizer.chat_template in (PLAIN_TEMPLATE, CHATML_TEMPLATE)
     return tokenizer.with_chat_template(None) if is_ours else tokenizer
@@ -140,11 +121,11 @@ def special_token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
     return {"bos_token_id": bos, "eos_token_id": end_of_text, "pad_token_id": None}
 
 
-def stop_token_ids(tokenizer: Tokenizer, template: str | None) -> list[int]:
+def end_token_ids(tokenizer: Tokenizer, template: str | None) -> list[int]:
     """Return the ids that end a text, and with a template those that end an answer."""
-    turn_end = end_of_turn_id(tokenizer) if template else None
-    ends = [*tokenizer.stop_token_ids[:1], turn_end, *tokenizer.stop_token_ids[1:]]
-    return [*dict.fromkeys(number for number in ends if number is not None)]
+    turn_ends = stop_token_ids(tokenizer) if template else []
+    ends = tokenizer.stop_token_ids
+    return [*dict.fromkeys([*ends[:1], *turn_ends, *ends[1:]])]
 
 
 def chat_template(tokenizer: Tokenizer, is_chat_model: bool) -> str | None:
@@ -155,12 +136,9 @@ def chat_template(tokenizer: Tokenizer, is_chat_model: bool) -> str | None:
 
 
 def write_tokenizer(path: Path, tokenizer: Tokenizer, length: int, template: str | None) -> None:
-    """Write tokenizer.json, tokenizer_config.json and generation_config.json.
-
-    An imported tokenizer.json may pad and truncate the text that `tokenizers` encodes.
-    """
-    unset = dict.fromkeys(("padding", "truncation"))
-    from_document({**tokenizer.document, **unset}).save(path / "tokenizer.json")
+    """Write tokenizer.json, tokenizer_config.json and generation_config.json."""
+    unset = dict.fromkeys(("padding", "truncation"))  # which an imported file may have
+    write_json(path / "tokenizer.json", {**tokenizer.document, **unset})
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "pad_token": None,  # collators would ignore the targets of an end of text that also pads
@@ -178,7 +156,7 @@ def write_tokenizer(path: Path, tokenizer: Tokenizer, length: int, template: str
     generation_config = {
         "do_sample": True,  # no temperature: transformers would save it with this switch only
         **special_token_ids(tokenizer),
-        "eos_token_id": stop_token_ids(tokenizer, template) or None,
+        "eos_token_id": end_token_ids(tokenizer, template) or None,
     }
     write_json(path / "generation_config.json", generation_config)
 

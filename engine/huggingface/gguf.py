@@ -1,6 +1,5 @@
 """GGUF, the file format of llama.cpp, from a model in the layout of transformers."""
 
-import importlib.util
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,10 @@ import numpy as np
 from torch import Tensor
 
 from engine.core.cli import count_noun, warn
-from engine.core.errors import UserError
+from engine.core.errors import UserError, import_optional
 from engine.data.tokenizer import Tokenizer
 from engine.data.tokenizer_training import pre_tokenizer_name
-from engine.huggingface.directory import special_token_ids, stop_token_ids
+from engine.huggingface.directory import end_token_ids, special_token_ids
 
 # The activation that llama.cpp computes in each architecture, whatever the file says.
 LLAMA_CPP_ACTIVATIONS = {"llama": "silu", "qwen3": "silu", "qwen2": "silu", "gpt2": "gelu_new"}
@@ -35,8 +34,7 @@ SIZE_KEYS = {
 
 def check_supported(hf_config: dict[str, Any], tokenizer: Tokenizer) -> None:
     """Raise UserError for a model that llama.cpp would not compute exactly as it is."""
-    if not importlib.util.find_spec("gguf"):
-        raise UserError("--gguf: needs the package gguf. Install it: pip install gguf")
+    import_optional("gguf", "--gguf", "gguf")
     family = hf_config["model_type"]
     activation = hf_config.get("hidden_act", hf_config.get("activation_function"))
     default_head_dim = hf_config.get("hidden_size", 0) // hf_config.get("num_attention_heads", 1)
@@ -69,10 +67,7 @@ def write(
     template: str | None,
     dtype: str,
 ) -> None:
-    """Write a model, its tokenizer and its chat template; dtype is the type of most matrices.
-
-    Raises UserError if no matrix can be of that type.
-    """
+    """Write a model, with most matrices in this dtype. Raises UserError if none can be."""
     import gguf
 
     architecture = hf_config["model_type"]
@@ -100,6 +95,7 @@ def _add_tensors(
     """Add the tensors, each in the type that llama.cpp's converter and quantizer choose."""
     import gguf
 
+    types = gguf.GGMLQuantizationType
     architecture = hf_config["model_type"]
     num_layers = hf_config["n_layer" if architecture == "gpt2" else "num_hidden_layers"]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], num_layers)
@@ -111,7 +107,11 @@ def _add_tensors(
         array = _rearrange(name, tensor, hf_config).numpy()
         # Of a q4_0 file llama.cpp stores the head in Q6_K, which gguf.quants cannot write.
         kind = "q8_0" if dtype == "q4_0" and gguf_name == head else dtype
-        tensor_type = _choose_type(gguf_name, array.shape, kind)
+        tensor_type = types[kind.upper()]
+        if array.ndim == 1 or gguf_name == "position_embd.weight":
+            tensor_type = types.F32
+        elif array.shape[1] % gguf.GGML_QUANT_SIZES[tensor_type][0]:
+            tensor_type = types.F16
         max_weight = np.abs(array).max()
         if tensor_type.name not in ("F32", "BF16") and max_weight > np.finfo(np.float16).max:
             problem = f"float16 does not represent the weights of {gguf_name} (got {max_weight:g})"
@@ -126,17 +126,6 @@ def _add_tensors(
     if dtype != "f16" and widths["F16"]:
         number = count_noun(len(widths["F16"]), "tensor")
         warn(f"--gguf {dtype}: {number} in float16, as rows are not a multiple of 32 weights")
-
-
-def _choose_type(name: str, shape: tuple[int, ...], dtype: str) -> Any:
-    """Return a tensor's type: that of the file, unless llama.cpp has another for this tensor."""
-    import gguf
-
-    types = gguf.GGMLQuantizationType
-    if len(shape) == 1 or name == "position_embd.weight":
-        return types.F32
-    block_size, _ = gguf.GGML_QUANT_SIZES[types[dtype.upper()]]
-    return types[dtype.upper()] if shape[1] % block_size == 0 else types.F16
 
 
 def _rearrange(name: str, tensor: Tensor, hf_config: dict[str, Any]) -> Tensor:
@@ -178,7 +167,7 @@ def _add_tokenizer(
     writer.add_add_bos_token(bool(tokenizer.text_start))
     writer.add_bos_token_id(special_token_ids(tokenizer)["bos_token_id"])
     # llama.cpp has a key for the end of a turn, one for the end of a message, and knows some names.
-    ends = stop_token_ids(tokenizer, template)
+    ends = end_token_ids(tokenizer, template)
     keys = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
     for add, number in zip(keys, ends, strict=False):
         add(number)

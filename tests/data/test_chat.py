@@ -12,10 +12,10 @@ from engine.data.chats.chat import (
     count_targets,
     encode_chat,
     encode_example,
-    end_of_turn_id,
     special_token_names,
+    stop_token_ids,
 )
-from engine.data.chats.examples import parse_chat, parse_pair
+from engine.data.chats.examples import chat_parser, parse_chat, parse_pair
 from engine.data.dataset import open_dataset
 from engine.data.split import is_target
 from engine.data.tokenizer import (
@@ -68,12 +68,12 @@ def test_texts_of_the_assistant_and_their_ends_are_targets():
     expected = [*(~token for token in context), *b"Ja.", end]
     expected += [*(~token for token in (user, *b"Ok", end, assistant)), end]
     assert encode_example(BYTES, CHAT).tolist() == expected
-    assert end_of_turn_id(BYTES) == end
+    assert stop_token_ids(BYTES) == [end]
 
 
 def test_imported_chat_models_keep_their_tokens():
     assert special_token_names(CHATML_BYTES, chat=True) == []
-    assert end_of_turn_id(CHATML_BYTES) == CHATML_BYTES.special_tokens["<|im_end|>"]
+    assert stop_token_ids(CHATML_BYTES) == [CHATML_BYTES.special_tokens["<|im_end|>"]]
     example = encode_example(CHATML_BYTES, CHAT[1:3])
     text = "<|im_start|>user\nHé?<|im_end|>\n<|im_start|>assistant\nJa.<|im_end|>\n"
     assert CHATML_BYTES.decode(ids_of(example)) == text
@@ -157,6 +157,11 @@ TURN = {"role": "assistant", "content": "a"}
 def test_an_unsuitable_chat_is_refused(record: dict, word: str):
     with pytest.raises(UserError, match=word):
         parse_chat(record)
+
+
+def test_a_key_that_is_not_used_is_noted_once_for_an_example():
+    record = {"messages": [TURN | {"id": 1}, TURN | {"id": 2}], "id": 3}
+    assert "".join(chat_parser(None, None).notes_of(record)).count("'id'") == 1
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 A chat is rendered by the model's own chat template, or by one of chat_template.py.
 """
 
+import contextlib
 import functools
 import itertools
 import json
@@ -35,6 +36,7 @@ PLACEHOLDER_TEXT = "\ufdd1"
 # (speaker, text) or (speaker, text, keys). Speaker: a role, "prompt" or "completion". Keys of the
 # message: weight (0: not a target), tool_calls, name, tool_call_id; of "tools", the list of them.
 Turn = tuple[str, str] | tuple[str, str, dict[str, Any]]
+Message = dict[str, Any]  # of a chat template
 
 # (text, whether its document starts and ends there) → token ids, number of UTF-8 bytes, number of
 # targets. The bytes of an example are those of its targets.
@@ -52,11 +54,9 @@ def own_template(tokenizer: Tokenizer) -> ChatTemplate | None:
         raise UserError(f"{tokenizer.folder}: no chat template is the default, of {names}. {fix}.")
     if tokenizer.chat_template is None:
         return None
-    template = ChatTemplate(
-        tokenizer.chat_template, tokenizer.bos_token, tokenizer.end_of_text_name
-    )
     try:
-        return None if _end_of_answer(tokenizer, template) is None else template
+        template, end = _find_end(tokenizer, tokenizer.chat_template)
+        return None if end is None else template
     except UserError as error:
         problem = f"{tokenizer.folder or tokenizer.kind}: {error}"
         fix = "Correct the model's template, and import or prepare again. Plain text works."
@@ -64,10 +64,7 @@ def own_template(tokenizer: Tokenizer) -> ChatTemplate | None:
 
 
 def with_template(tokenizer: Tokenizer, name: str | None, assignments: Sequence[str]) -> Tokenizer:
-    """Return the tokenizer with its chat template of a name, and variables set in it.
-
-    Raises UserError for a name or variable that it does not have.
-    """
+    """Choose a chat template by name, and set its variables. Raises UserError for unknown ones."""
     templates = {**tokenizer.other_templates, "default": tokenizer.chat_template}
     source = templates.get(name or "default")
     if not name and not assignments:
@@ -81,47 +78,37 @@ def with_template(tokenizer: Tokenizer, name: str | None, assignments: Sequence[
 
 @functools.lru_cache(16)
 def chat_format(tokenizer: Tokenizer) -> tuple[ChatTemplate, int | None]:
-    """Return the template of a tokenizer's chats, and the id that ends an answer.
-
-    The id is None without tokens for chats.
-    """
+    """Return the template of a tokenizer's chats, and the id that ends an answer, if any does."""
     has_chatml = tokenizer.special_tokens.keys() >= {*CHATML_TOKENS}
-    source = CHATML_TEMPLATE if has_chatml else PLAIN_TEMPLATE
     start = "{{ bos_token }}" if tokenizer.text_start else ""
-    default = ChatTemplate(start + source, tokenizer.bos_token)
-    template = own_template(tokenizer) or default
-    return template, _end_of_answer(tokenizer, template)
+    default = start + (CHATML_TEMPLATE if has_chatml else PLAIN_TEMPLATE)
+    template = own_template(tokenizer)
+    return _find_end(tokenizer, template.source if template else default)
 
 
-def _end_of_answer(tokenizer: Tokenizer, template: ChatTemplate) -> int | None:
-    """Return the id of the first special token after an answer; None if there is none."""
+def _find_end(tokenizer: Tokenizer, source: str) -> tuple[ChatTemplate, int | None]:
+    """Return a template, and the id of the first special token after an answer, or None."""
+    template = ChatTemplate(source, tokenizer.bos_token, tokenizer.end_of_text_name)
     text = template.render(to_messages([("user", "Hi"), ("assistant", PLACEHOLDER_TEXT)]))
     _, answer, after = text.partition(PLACEHOLDER_TEXT)
     match = names_pattern(tokenizer).search(after) if answer else None
-    return tokenizer.special_tokens[match[0]] if match else None
+    return template, tokenizer.special_tokens[match[0]] if match else None
 
 
 def special_token_names(tokenizer: Tokenizer, chat: bool) -> list[str]:
     """Return the names of the special tokens that a tokenizer needs to encode examples."""
     if not chat:
         return [tokenizer.end_of_text_name]
-    has_chatml = tokenizer.special_tokens.keys() >= {*CHATML_TOKENS}
-    has_format = has_chatml or own_template(tokenizer)
-    return [] if has_format else [*CHAT_ROLES.values(), END_OF_TURN]
-
-
-def end_of_turn_id(tokenizer: Tokenizer) -> int | None:
-    """Return the id that ends a turn of a chat; None if chats cannot be rendered."""
-    try:
-        return chat_format(tokenizer)[1]
-    except UserError:  # of a template that fails, which is raised where chats are encoded
-        return None
+    is_plain = chat_format(tokenizer)[0].source.endswith(PLAIN_TEMPLATE)
+    return [*CHAT_ROLES.values(), END_OF_TURN] if is_plain else []
 
 
 def stop_token_ids(tokenizer: Tokenizer) -> list[int]:
     """Return the ids that end the assistant's turn: at most one."""
-    end = end_of_turn_id(tokenizer)
-    return [] if end is None else [end]
+    with contextlib.suppress(UserError):  # of a template that fails, raised where chats are encoded
+        end = chat_format(tokenizer)[1]
+        return [] if end is None else [end]
+    return []
 
 
 @functools.lru_cache(32)
@@ -136,7 +123,7 @@ def keys_of(turn: Turn) -> dict[str, Any]:
     return turn[2] if len(turn) == 3 else {}
 
 
-def to_messages(turns: Iterable[Turn], tokenizer: Tokenizer | None = None) -> list[dict[str, Any]]:
+def to_messages(turns: Iterable[Turn], tokenizer: Tokenizer | None = None) -> list[Message]:
     """Return the messages of turns, for a chat template.
 
     With a tokenizer, the names of its special tokens in the texts are escaped. In answers, markup
@@ -179,12 +166,13 @@ def encode_rendered(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tu
 def _encode_segment(tokenizer: Tokenizer, text: str, start: int, stop: int | None) -> list[int]:
     """Encode a segment of a rendered chat, which has no special token."""
     segment = text[start:stop]
-    if text.endswith(tokenizer.strippers["rstrip"], 0, start):
+    if text.endswith(tokenizer.right_strippers, 0, start):
         segment = segment.lstrip()
-    if stop is not None and text.startswith(tokenizer.strippers["lstrip"], stop):
+    if stop is not None and text.startswith(tokenizer.left_strippers, stop):
         segment = segment.rstrip()
     unescaped = re.sub(f"{ESCAPE_CHARACTER}({ESCAPE_CHARACTER}?)", r"\1", segment)
-    encode = tokenizer.encode_after_special if start else tokenizer.encode
+    continues = start > 0 and tokenizer.is_space_first_only
+    encode = tokenizer.encode_continuation if continues else tokenizer.encode
     return encode(unescaped).tolist() if unescaped else []
 
 
@@ -242,9 +230,7 @@ def encode_example(tokenizer: Tokenizer, turns: Sequence[Turn]) -> np.ndarray:
     return np.array(example, np.int32)
 
 
-def _answer_starts(
-    template: ChatTemplate, messages: Sequence[dict[str, Any]], text: str
-) -> dict[int, int]:
+def _answer_starts(template: ChatTemplate, messages: list[Message], text: str) -> dict[int, int]:
     """Return the index of the first character of each answer in a rendered chat, by message.
 
     Most templates put one prompt before every answer: then one more rendering finds all of them.
@@ -252,27 +238,23 @@ def _answer_starts(
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     first = _answer_start(template, messages, answers[0], text)
     prompt = _generation_prompt(template)
-    ends = [match.end() for match in re.finditer(re.escape(prompt), text)] if prompt else []
-    if len(ends) == len(answers) and ends[0] == first:
-        return dict(zip(answers, ends, strict=True))
-    starts = [_answer_start(template, messages, index, text) for index in answers[1:]]
-    return dict(zip(answers, [first, *starts], strict=True))
+    starts = [match.end() for match in re.finditer(re.escape(prompt), text)] if prompt else []
+    if len(starts) != len(answers) or starts[0] != first:
+        starts = [_answer_start(template, messages, index, text) for index in answers]
+    return dict(zip(answers, starts, strict=True))
 
 
 @functools.lru_cache(16)
 def _generation_prompt(template: ChatTemplate) -> str:
     """Return what a template adds after a question, before the answer; "" if it refuses that."""
     question = to_messages([("user", "Hi")])
-    try:
+    with contextlib.suppress(UserError):
         prompt = template.render(question, add_generation_prompt=True)
         return prompt.removeprefix(template.render(question))
-    except UserError:
-        return ""
+    return ""
 
 
-def _answer_start(
-    template: ChatTemplate, messages: Sequence[dict[str, Any]], index: int, text: str
-) -> int:
+def _answer_start(template: ChatTemplate, messages: list[Message], index: int, text: str) -> int:
     """Return the index of an answer's first character in a rendered chat, after its prompt.
 
     If later turns change the prompt, the answer starts with its text. Text that the template adds
@@ -306,8 +288,7 @@ def count_targets(tokenizer: Tokenizer, example: np.ndarray) -> tuple[int, int]:
     texts = [(before, token) for before, token in targets if token not in special]
     num_bytes = len(tokenizer.decode_bytes([token for _, token in texts]))
     if tokenizer.adds_leading_space:
-        pairs = [(max(before, ~before), token) for before, token in texts]
-        first_ids = [token for before, token in pairs if tokenizer.adds_space_after(before)]
+        first_ids = [i for before, i in texts if tokenizer.adds_space_after(max(before, ~before))]
         num_bytes -= sum(tokenizer.decode_bytes([i]).startswith(b" ") for i in first_ids)
     return len(targets), num_bytes
 

@@ -1,15 +1,14 @@
 """Chat templates: Jinja texts that turn the messages of a chat into text with special tokens."""
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from engine.core.errors import UserError, wrap_library_errors
-from engine.core.files import read_json
 
 # Templates of models that are trained here, and of imported models with the tokens of ChatML.
 PLAIN_TEMPLATE = (
@@ -108,14 +107,18 @@ def set_variables(source: str, assignments: Sequence[str]) -> str:
         if not equals or name not in names:
             form = f"NAME=VALUE with a name that the template uses: {', '.join(sorted(names))}"
             raise UserError(f"--template-variable: must be {form} (got {assignment}).")
-        try:
-            value = json.loads(text, parse_constant=str)
-        except (ValueError, RecursionError):
-            value = text
         # The line end keeps the source at the start of a line, and is not rendered.
-        assign = f"{{%- set {name} = {value!r} %}}"
+        assign = f"{{%- set {name} = {parse_value(text, str)!r} %}}"
         source = f"{{%- if {name} is not defined %}}{assign}{{%- endif %}}\n{source}"
     return source
+
+
+def parse_value(value: Any, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """Return the value of a text of JSON, with NaN by ``parse_constant``; else the value itself."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value, parse_constant=parse_constant)
+    return value
 
 
 def map_texts(value: Any, function: Callable[[str], str]) -> Any:
@@ -127,40 +130,3 @@ def map_texts(value: Any, function: Callable[[str], str]) -> Any:
     if isinstance(value, dict):
         return {key: map_texts(item, function) for key, item in value.items()}
     return value
-
-
-def read_tokenizer_config(directory: Path) -> dict[str, str]:
-    """Return the end of text and the chat templates that the files of a model define.
-
-    Raises UserError if its files are corrupted.
-    """
-    config_path = directory / "tokenizer_config.json"
-    config = read_json(config_path) if config_path.is_file() else {}
-    if not isinstance(config, dict):
-        raise UserError(f"{config_path.name} is not a JSON object")
-    tokens = {}
-    for name in ("eos_token", "bos_token"):
-        token = config.get(name)
-        tokens[name] = token.get("content") if isinstance(token, dict) else token
-    templates = config.get("chat_template")
-    try:
-        if isinstance(templates, list):
-            templates = {entry["name"]: entry["template"] for entry in templates}
-        else:
-            templates = {"default": templates}
-    except (KeyError, TypeError):
-        raise UserError(f"{config_path.name} has a chat_template without name or text") from None
-    for path in directory.glob("additional_chat_templates/*.jinja"):
-        templates[path.stem] = path.read_text(encoding="utf-8")
-    if (directory / "chat_template.jinja").is_file():
-        templates["default"] = (directory / "chat_template.jinja").read_text(encoding="utf-8")
-    if len(templates) == 1:
-        templates = {"default": next(iter(templates.values()))}
-    template = templates.pop("default", None)
-    values = {
-        "end_of_text": tokens["eos_token"],
-        "bos_token": tokens["bos_token"] if "bos_token" in f"{template}{templates}" else None,
-        "chat_template": template,
-        "other_templates": json.dumps(templates) if templates else None,
-    }
-    return {name: value for name, value in values.items() if isinstance(value, str)}

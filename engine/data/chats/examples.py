@@ -1,7 +1,7 @@
 """Records → examples: the turns of a chat, or a prompt and its completion."""
 
 import contextlib
-import itertools
+import functools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -10,9 +10,15 @@ from typing import Any
 
 from engine.core.cli import warn
 from engine.core.errors import UserError
-from engine.data.chats.chat import Turn, keys_of, to_messages
-from engine.data.chats.chat_template import DATE_OF_PREPARED_CHATS, TOOLS_ROLE, ChatTemplate
-from engine.data.chats.template_checks import REASONING_KEYS, check_template, drops_text, renders
+from engine.data.chats.chat import PLACEHOLDER_TEXT, Turn, keys_of, to_messages
+from engine.data.chats.chat_template import (
+    DATE_OF_PREPARED_CHATS,
+    PLAIN_TEMPLATE,
+    TOOLS_ROLE,
+    ChatTemplate,
+    map_texts,
+    parse_value,
+)
 from engine.data.inputs.readers import CHAT_FIELDS, PAIR_FIELDS, describe_field
 from engine.data.inputs.sources import ExampleParser
 
@@ -23,7 +29,9 @@ DROPPED_TEXT_NOTE = "chats with a part of an answer that the chat template leave
 TOOLS_FIELD = "tools"  # the list that apply_chat_template of transformers takes
 SYSTEM_FIELDS = ("system", "system_prompt")  # texts beside the messages
 MESSAGE_KEYS = {"role", "content", "from", "value", "weight", "tool_calls", "function_call"}
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # of an answer
 TOOL_KEYS = ("name", "tool_call_id")  # also of a message with the result of a tool
+MARKUP_PATTERN = r"(</?\w+>)"  # such as </think>, at which templates cut answers
 TEXT_TYPES = ("text", "input_text", "output_text")  # of the parts of a message's content
 # Role in a record → role in a chat template.
 TEMPLATE_ROLES = {
@@ -38,14 +46,12 @@ Record = dict[str, Any]
 
 def chat_parser(field: str | None, template: ChatTemplate | None) -> ExampleParser:
     """Return the parser of chats, in a field or in one of those that are usual."""
-    fields = (field,) if field else (*CHAT_FIELDS, *PAIR_FIELDS)
+    fields: tuple[str, ...] = (field,) if field else (*CHAT_FIELDS, *PAIR_FIELDS)
+    fields += (TOOLS_FIELD,) if renders(template, TOOLS_ROLE) else ()
+    fields += SYSTEM_FIELDS if renders(template, "system") else ()
     if template and "strftime_now" in template.source:
         date = f"{DATE_OF_PREPARED_CHATS:%d %b %Y}"
         warn(f"the chat template writes the date: {date} in prepared chats, the day's in answers")
-    if renders(template, TOOLS_ROLE):
-        fields = (*fields, TOOLS_FIELD)
-    if renders(template, "system"):
-        fields = (*fields, *SYSTEM_FIELDS)
     return ExampleParser(
         partial(parse_chat, field=field, template=template),
         partial(chat_notes, field=field, template=template),
@@ -78,91 +84,110 @@ def parse_chat(
     ``template`` is that of an imported model. Raises UserError for a chat that is malformed, has no
     target, or has turns that cannot be encoded.
     """
-    messages = find_messages(record, field, template)
-    turns = parse_messages(messages, template, find_tools(record, template))
-    for turn in turns:
-        keys = keys_of(turn)
-        has_text = turn[1] or "tool_calls" in keys
-        if turn[0] == "assistant" and has_text and keys.get("weight") != 0:
-            return turns
-    raise UserError("a chat must have a message of the assistant with text to learn")
+    messages, tools, _ = read_record(record, field, template)
+    turns = parse_messages(messages, template, tools)
+    if not any(turn[0] == "assistant" and keys_of(turn).get("weight") != 0 for turn in turns):
+        raise UserError("a chat must have a message of the assistant with text to learn")
+    return turns
 
 
-def chat_fields(record: Record, field: str | None = None) -> tuple[str, ...]:
-    """Return the fields of a chat: one with its messages, or its prompt and its completion."""
-    if field:
-        return (field,)
-    names = [name for name in CHAT_FIELDS if record.get(name) is not None]
-    is_pair = not names and record.keys() >= {*PAIR_FIELDS}
-    return PAIR_FIELDS if is_pair else tuple(names[:1]) or CHAT_FIELDS[:1]
-
-
-def find_messages(
+def read_record(
     record: Record, field: str | None = None, template: ChatTemplate | None = None
-) -> list[Any]:
-    """Return the messages in the record of a chat. Raises UserError if there are none.
+) -> tuple[list[Any], list[Record], list[str]]:
+    """Return the messages and tools of a chat that the template writes, and their fields.
 
-    If they are in a prompt and a completion, those of the prompt get a weight of 0. A system text
-    beside them comes first, if the template writes it.
+    Messages of a prompt, beside those of its completion, get a weight of 0. A system text beside
+    the messages comes first. Raises UserError if there are no messages.
     """
-    names = chat_fields(record, field)
-    values = [_parse_json(record.get(name)) for name in names]
-    for name, value in zip(names, values, strict=True):
+    fields = [field] if field else [name for name in CHAT_FIELDS if record.get(name) is not None]
+    is_pair = not fields and record.keys() >= {*PAIR_FIELDS}
+    fields = [*PAIR_FIELDS] if is_pair else (fields or [*CHAT_FIELDS])[:1]
+    messages: list[Any] = []
+    for name in fields:
+        value = parse_value(record.get(name))
         if not value or not isinstance(value, list):
             raise UserError(describe_field(record, name, "--chat-field", "a list of messages"))
-    if len(values) == 2:
-        values[0] = [{**m, "weight": 0} if isinstance(m, dict) else m for m in values[0]]
-    messages = [*itertools.chain(*values)]
-    system = system_field(record, template)
+        changes = {"weight": 0} if is_pair and name == PAIR_FIELDS[0] else {}
+        messages += [{**m, **changes} if isinstance(m, dict) else m for m in value]
     has_system = any(isinstance(m, dict) and role_of(m) == "system" for m in messages)
-    first = [{"role": "system", "content": record[system]}] if system and not has_system else []
-    return first + messages
-
-
-def system_field(record: Record, template: ChatTemplate | None) -> str | None:
-    """Return the field beside the messages with a system text that the template writes."""
     names = [name for name in SYSTEM_FIELDS if record.get(name) and isinstance(record[name], str)]
-    return names[0] if names and renders(template, "system") else None
-
-
-def find_tools(record: Record, template: ChatTemplate | None) -> list[Record]:
-    """Return the tools that a chat's record offers; none if the template does not write them."""
-    tools = _parse_json(record.get(TOOLS_FIELD))
+    if names and not has_system and renders(template, "system"):
+        messages.insert(0, {"role": "system", "content": record[names[0]]})
+        fields.append(names[0])
+    tools = parse_value(record.get(TOOLS_FIELD))
     has_objects = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
-    return tools if tools and has_objects and renders(template, TOOLS_ROLE) else []
-
-
-def _parse_json(value: Any) -> Any:
-    """Return the value of a text of JSON; of anything else, itself."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            return json.loads(value)
-    return value
+    if not tools or not has_objects or not renders(template, TOOLS_ROLE):
+        return messages, [], fields
+    return messages, tools, [*fields, TOOLS_FIELD]
 
 
 def parse_messages(
     messages: Sequence[Any], template: ChatTemplate | None = None, tools: Sequence[Record] = ()
 ) -> list[Turn]:
-    """Return the turns of messages, after one with their tools if there are any.
-
-    Raises UserError for a message that cannot be encoded.
-    """
+    """Return the turns of messages, their tools first. Raises UserError for an unusable message."""
     turns: list[Turn] = []
     for number, message in enumerate(messages, 1):
         try:
             turns.append(_parse_message(message, template))
         except UserError as error:
             raise UserError(f"message {number} {error}") from None
-        has_tool = turns[-1][0] == "tool" or "tool_calls" in keys_of(turns[-1])
-        if has_tool and template is None:
-            fix = "Remove it, or choose a --tokenizer with a chat template of its own."
-            raise UserError(f"message {number} calls a tool or is the result of one. {fix}")
-    if template:
-        check_template(template, turns)
-    if template and tools:
+    if template is None:
+        return turns
+    for number, is_reasoning in dropped_texts(template, turns):
+        if not is_reasoning:
+            reason = f"the model's chat template leaves out text or tool calls of message {number}"
+            raise UserError(f"{reason}. Remove them, or choose another --tokenizer.")
+    if tools:
         turns.insert(0, (TOOLS_ROLE, "", {"tools": [*tools]}))
         template.render(to_messages(turns))  # it may refuse the tools
     return turns
+
+
+@functools.lru_cache(16)
+def renders(template: ChatTemplate | None, role: str) -> bool:
+    """Return whether a template writes a system turn, or the tools that a chat offers."""
+    function = {"name": PLACEHOLDER_TEXT, "description": "", "parameters": {"properties": {}}}
+    keys = {"tools": [{"type": "function", "function": function}]}
+    messages = to_messages([(role, PLACEHOLDER_TEXT, keys), ("user", "Hi")])
+    with contextlib.suppress(UserError):
+        return PLACEHOLDER_TEXT in (template or ChatTemplate(PLAIN_TEMPLATE)).render(messages)
+    return False
+
+
+def dropped_texts(template: ChatTemplate, turns: Sequence[Turn]) -> list[tuple[int, bool]]:
+    """List the texts that a template leaves out: number of the message, and whether it may be.
+
+    Reasoning may be, in a key or beside markup such as ``</think>``. Raises UserError if the
+    template refuses the chat.
+    """
+    numbered: list[Turn] = []
+    owners: dict[str, tuple[int, bool]] = {}  # of each placeholder
+
+    def placeholder(text: str, is_reasoning: bool = False) -> str:
+        name = f"{PLACEHOLDER_TEXT}{len(owners)}{PLACEHOLDER_TEXT}"
+        owners[name] = (len(numbered) + 1, is_reasoning)
+        return name
+
+    for turn in turns:
+        keys = {**keys_of(turn)}
+        if "tool_calls" in keys:
+            keys["tool_calls"] = [
+                {**call, "function": map_texts(call["function"], placeholder)}
+                for call in keys["tool_calls"]
+            ]
+        for name in filter(keys.get, REASONING_KEYS):
+            keys[name] = placeholder(keys[name], is_reasoning=True)
+        has_markup = turn[0] == "assistant" and "</" in turn[1]
+        pieces = re.split(MARKUP_PATTERN, turn[1]) if has_markup else [turn[1]]
+        pieces[::2] = [piece and placeholder(piece, has_markup) for piece in pieces[::2]]
+        numbered.append((turn[0], "".join(pieces), keys))
+    text = _render_numbered(template, json.dumps(numbered))
+    return [owner for name, owner in owners.items() if name not in text]
+
+
+@functools.lru_cache(2**10)
+def _render_numbered(template: ChatTemplate, turns: str) -> str:
+    return template.render(to_messages(json.loads(turns)))
 
 
 def role_of(message: Record) -> str | None:
@@ -175,15 +200,12 @@ def _parse_message(message: Any, template: ChatTemplate | None = None) -> Turn:
     """Return the turn of a message. Raises UserError, whose text follows the message's number."""
     keys: Record = message if isinstance(message, dict) else {}
     role = role_of(keys)
-    calls = keys.get("tool_calls")
-    if not calls and keys.get("function_call"):
-        calls = [keys["function_call"]]
+    call = keys.get("function_call")
+    calls = keys.get("tool_calls") or ([call] if call else [])
     if role is None or not (calls or keys.keys() & {"content", "value"}):
-        form = '{"role": ROLE, "content": TEXT}'
-        got = f"got {keys.get('role') or keys.get('from')!r} and the keys {[*keys]}"
-        raise UserError(
-            f"must be {form}, with one of the roles {', '.join(TEMPLATE_ROLES)} ({got})"
-        )
+        form = '{"role": ROLE, "content": TEXT}, with one of the roles ' + ", ".join(TEMPLATE_ROLES)
+        got = keys.get("role") or keys.get("from")
+        raise UserError(f"must be {form} (got {got!r} and the keys {[*keys]})")
     if keys.get("weight") not in (None, 0, 1):
         raise UserError(f"must have a weight of 0 or 1 (got {keys['weight']!r})")
     extra: dict[str, Any] = {}
@@ -191,25 +213,21 @@ def _parse_message(message: Any, template: ChatTemplate | None = None) -> Turn:
         if role != "assistant" or not isinstance(calls, list):
             raise UserError("must be of the assistant to have a list of tool_calls")
         extra["tool_calls"] = [_parse_call(call) for call in calls]
-    if role == "assistant" and (keys.get("weight") == 0 or _is_empty(keys)):
+    if template is None and (calls or role == "tool"):
+        fix = "Remove it, or choose a --tokenizer with a chat template of its own."
+        raise UserError(f"calls a tool or is the result of one. {fix}")
+    text = _text_of_message(keys)
+    if role == "assistant" and (keys.get("weight") == 0 or not (calls or text)):
         extra["weight"] = 0
     if role == "assistant" and template:
         names = [name for name in REASONING_KEYS if isinstance(keys.get(name), str)]
-        is_named = {name: re.search(rf"\b{name}\b", template.source) for name in names}
-        extra |= {name: keys[name] for name in names if is_named[name]}
+        extra |= {name: keys[name] for name in names if re.search(rf"\b{name}\b", template.source)}
     if role == "tool":
         extra |= {name: keys[name] for name in TOOL_KEYS if isinstance(keys.get(name), str)}
-    text = text_of_message(keys)
     return (role, text, extra) if extra else (role, text)
 
 
-def _is_empty(message: Record) -> bool:
-    return not (
-        message.get("tool_calls") or message.get("function_call") or text_of_message(message)
-    )
-
-
-def text_of_message(message: Record) -> str:
+def _text_of_message(message: Record) -> str:
     """Return the text of a message's content: text, parts of text, or null."""
     content = message.get("value") if message.get("content") is None else message["content"]
     texts = []
@@ -229,11 +247,8 @@ def _parse_call(call: Any) -> Record:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UserError('must have tool_calls like {"function": {"name": NAME, "arguments": {…}}}')
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            parsed = json.loads(arguments)
-            arguments = parsed if isinstance(parsed, dict) else arguments
+    parsed = parse_value(function.get("arguments"))
+    arguments = parsed if isinstance(parsed, dict) else function.get("arguments")
     call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**call_id, "type": "function", "function": {**function, "arguments": arguments}}
 
@@ -265,22 +280,16 @@ def chat_notes(
     record: Record, field: str | None = None, template: ChatTemplate | None = None
 ) -> list[str]:
     """Return notes on missing system turns, and on texts and keys that are not used."""
-    messages = find_messages(record, field, template)
-    keys: dict[str, Any] = {}
+    messages, _, fields = read_record(record, field, template)
     turns = [_parse_message(message, template) for message in messages]
+    notes = unused_field_notes(record, fields)
     for message, turn in zip(messages, turns, strict=True):
-        used = {*MESSAGE_KEYS, *keys_of(turn)}
-        unused = {key: value for key, value in message.items() if key not in used}
-        keys |= {key: value for key, value in unused.items() if value not in EMPTY_VALUES}
-    used_fields = [*chat_fields(record, field)]
-    used_fields += [TOOLS_FIELD] if find_tools(record, template) else []
-    system = system_field(record, template)
-    if system and messages[0].get("content") == record[system]:
-        used_fields.append(system)
-    notes = unused_field_notes(record, used_fields)
-    notes += unused_field_notes(keys, ())
-    if any(role_of(message) == "assistant" and _is_empty(message) for message in messages):
+        notes += unused_field_notes(message, {*MESSAGE_KEYS, *keys_of(turn)})
+    answers = [turn for turn in turns if turn[0] == "assistant"]
+    if not all(turn[1] or "tool_calls" in keys_of(turn) for turn in answers):
         notes.append(EMPTY_ANSWER_NOTE)
-    if template and drops_text(template, turns):
+    if template and dropped_texts(template, turns):
         notes.append(DROPPED_TEXT_NOTE)
-    return notes if "system" in map(role_of, messages) else [*notes, NO_SYSTEM_NOTE]
+    if not any(turn[0] == "system" for turn in turns):
+        notes.append(NO_SYSTEM_NOTE)
+    return [*dict.fromkeys(notes)]
