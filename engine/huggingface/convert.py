@@ -15,10 +15,8 @@ from model import ModelConfig
 
 Tensors = dict[str, Tensor]
 TO_HF_ACTIVATION = {"relu2": "relu2", "gelu": "gelu_new", "relu": "relu", "swiglu": "silu"}
-FROM_HF_ACTIVATION = {
-    "gelu_pytorch_tanh": "gelu",
-    **{hf_name: name for name, hf_name in TO_HF_ACTIVATION.items()},
-}
+FROM_HF_ACTIVATION = {hf_name: name for name, hf_name in TO_HF_ACTIVATION.items()}
+FROM_HF_ACTIVATION["gelu_pytorch_tanh"] = "gelu"
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 WINDOW_TYPES = {
@@ -36,17 +34,12 @@ ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 # Modules that wrap others: torch.compile, DistributedDataParallel, FSDP, activation checkpointing.
-WRAPPER_PATTERN = re.compile(
-    r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
-)
+WRAPPER_PATTERN = re.compile(r"\b(_orig_mod|module|_(fsdp|checkpoint)_wrapped_module)\.")
 HF_CONSTANT_BUFFERS = re.compile(r".*(attn\.(masked_)?bias|rotary_emb\.inv_freq)")  # of old files
 
 
 def tensor_layout(names: Iterable[str], family: Family) -> dict[str, list[str]]:
-    """Map each tensor of a family to the parameters that it concatenates.
-
-    Raises UserError for a parameter that the family has no tensor for.
-    """
+    """Map each tensor of a family to its parameters. Raises UserError for an unknown parameter."""
     params_by_module: dict[str, list[str]] = {}
     for name in names:  # all queries of a block, then all keys, then all values
         params_by_module.setdefault(re.sub(r"heads\.\d+\.", "", name), []).append(name)
@@ -92,18 +85,16 @@ def read_names(tensors: Tensors, family: Family, source: str) -> Tensors:
     """
     tensors = {WRAPPER_PATTERN.sub("", name): value for name, value in tensors.items()}
     embedding = family.modules["token_embedding"] + ".weight"
-    outer = [name.removesuffix(embedding) for name in tensors if name.endswith(embedding)]
-    tensors = {name.removeprefix("".join(outer[:1])): value for name, value in tensors.items()}
+    outer = next((n.removesuffix(embedding) for n in tensors if n.endswith(embedding)), "")
     prefix = embedding.split(".")[0] + "."  # old files omit it
-    tensors = {
-        name if name.startswith((prefix, "lm_head.")) else prefix + name: value
-        for name, value in tensors.items()
-    }
+    renamed = {}
     for name, value in tensors.items():
         if value.dtype not in FLOAT_DTYPES and not HF_CONSTANT_BUFFERS.fullmatch(name):
             problem = f"quantized weights are unsupported ({name} is {value.dtype})"
             raise UserError(f"{source}: {problem}. Use the original model.".replace("torch.", ""))
-    return tensors
+        name = name.removeprefix(outer)
+        renamed[name if name.startswith((prefix, "lm_head.")) else prefix + name] = value
+    return renamed
 
 
 def has_own_head(tensors: Tensors, family: Family) -> bool:
@@ -125,11 +116,8 @@ def from_hf(
     expected = to_hf(meta_params, family)
     for hf_name, names in tensor_layout(meta_params, family).items():
         if hf_name not in tensors:
-            problem = f"{hf_name} is missing, which its config.json demands"
-            fix = "Correct config.json, or download the model again."
-            if names == ["head.weight"]:
-                fix = "If the head is the embedding, set tie_word_embeddings to true there."
-            raise UserError(f"{source}: {problem}. {fix}")
+            fix = "Correct its config.json, such as tie_word_embeddings, or download it again."
+            raise UserError(f"{source}: {hf_name} is missing. {fix}")
         value = tensors.pop(hf_name)
         if value.dtype in (torch.float16, torch.float64):
             value = value.float()  # bfloat16 would round it
@@ -213,6 +201,8 @@ def from_hf_config(hf_config: Any, source: str) -> tuple[Family, ModelConfig]:
     settings = {setting: values[0] for setting, values in supported_values.items()}
     for setting, keys in family.settings.items():
         hf_values = [hf_config[key] for key in keys.split() if hf_config.get(key) is not None]
+        if setting == "activation":
+            hf_values = [FROM_HF_ACTIVATION.get(str(v), f"transformers' {v}") for v in hf_values]
         if setting == "bias" and any(hf_values) and len(hf_values) < len(keys.split()):
             hf_values.append(False)  # of the missing one
         if len(set(map(str, hf_values))) > 1:
@@ -221,10 +211,6 @@ def from_hf_config(hf_config: Any, source: str) -> tuple[Family, ModelConfig]:
             settings[setting] = hf_values[0]
         elif setting in REQUIRED_SETTINGS:
             raise UserError(f"{source}: {keys} is missing.")
-    hf_activation = hf_config.get(family.settings["activation"])
-    if hf_activation is not None:
-        unknown = f"transformers' {hf_activation}"
-        settings["activation"] = FROM_HF_ACTIVATION.get(str(hf_activation), unknown)
     for setting, values in supported_values.items():
         if settings[setting] not in values:
             allowed = " or ".join(map(str, values))
@@ -237,12 +223,8 @@ def from_hf_config(hf_config: Any, source: str) -> tuple[Family, ModelConfig]:
 
 
 def read_rope(hf_config: dict[str, Any], source: str) -> tuple[Any, list[Any] | None]:
-    """Read RoPE's base and scaling, in the old or the new form.
-
-    Raises UserError for another kind of scaling, and for RoPE of fractions of heads.
-    """
-    rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters")
-    rope = {} if rope is None else rope
+    """Read RoPE's base and scaling, in the old or the new form. Raises UserError for others."""
+    rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise UserError(f"{source}: RoPE's parameters must be one object (got {rope!r}).")
     kind = str(rope.get("rope_type", rope.get("type", "default")))
@@ -274,9 +256,8 @@ def read_windows(
     if width == 0:
         raise UserError(f"{source}: sliding_window must be at least 1, or null (got 0).")
     if family.windows == "one for all layers":
-        return None if width is None else [width]
-    if not hf_config["use_sliding_window"]:
-        width = None
+        return [width] if width else None
+    width = width if hf_config["use_sliding_window"] else None
     windows = {FULL_ATTENTION: 0} | ({SLIDING_ATTENTION: width} if width else {})
     layer_types = hf_config["layer_types"]
     if layer_types is None:
