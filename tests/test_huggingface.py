@@ -573,9 +573,8 @@ def test_an_import_keeps_what_begins_and_ends_its_texts(
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     prepare(PrepareConfig((str(tmp_path / "a.jsonl"),), tokenizer=str(run), out=tmp_path / "data"))
     dataset = open_dataset(tmp_path / "data")
-    tokens = np.concatenate(
-        [split.read(0, len(split))[0] for split in (dataset.train, dataset.val)]
-    )
+    splits = (dataset.train, dataset.val)
+    tokens = np.concatenate([split.read(0, len(split))[0] for split in splits])
     starts = [0, *np.flatnonzero(tokens == end)[:-1] + 1]
     assert (tokens[starts] == bos).all() and (tokens == bos).sum() == len(lines)
     has_gguf = kind != "SentencePiece" and find_spec("gguf")

@@ -526,6 +526,8 @@ def test_reasoning_and_a_system_text_are_rendered_where_the_template_can(
     for dropped in (answer, ANSWER | {"content": "<think>\na</think>2"}):
         notes = parser.notes_of({"messages": [QUESTION, dropped, QUESTION, answer]})
         assert (DROPPED_TEXT_NOTE in notes) == has_reasoning
+    empty = ANSWER | {"content": "<think>\n\n</think>\n2", "reasoning_content": "\n"}
+    assert DROPPED_TEXT_NOTE not in parser.notes_of({"messages": [QUESTION, empty] * 2})
 
 
 THINKING = (
@@ -607,18 +609,14 @@ def test_special_tokens_absorb_the_white_space_beside_them(flags, words, tmp_pat
     tokenizer = from_document(document | {"added_tokens": added})
     directory.write_tokenizer(tmp_path, tokenizer, 64, template)
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    render = partial(exported.apply_chat_template, return_dict=False)
     turns = [("user", "return the value"), ("assistant", " print it\n")]
     messages = [{"role": role, "content": text} for role, text in turns]
     example = encode_example(tokenizer, turns).tolist()
-    assert [max(i, ~i) for i in example] == exported.apply_chat_template(
-        messages, return_dict=False
-    )
+    assert [max(token, ~token) for token in example] == render(messages)
     targets = tokenizer.decode([token for token in example if token >= 0])
     assert targets.strip().startswith("print it") and targets.endswith("<|end|>")
-    prompt = exported.apply_chat_template(
-        messages[:1], add_generation_prompt=True, return_dict=False
-    )
-    assert encode_chat(tokenizer, turns[:1]) == prompt
+    assert encode_chat(tokenizer, turns[:1]) == render(messages[:1], add_generation_prompt=True)
 
 
 OTHERS = {"tool_use": "tools {{ messages }}", "rag": "documents {{ messages }}"}

@@ -164,6 +164,8 @@ def dropped_texts(template: ChatTemplate, turns: Sequence[Turn]) -> list[tuple[i
     owners: dict[str, tuple[int, bool]] = {}  # of each placeholder
 
     def placeholder(text: str, is_reasoning: bool = False) -> str:
+        if is_reasoning and not text.strip():
+            return text
         name = f"{PLACEHOLDER_TEXT}{len(owners)}{PLACEHOLDER_TEXT}"
         owners[name] = (len(numbered) + 1, is_reasoning)
         return name
