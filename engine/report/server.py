@@ -5,8 +5,6 @@ the address. A question is a JSON object; its answer is a stream of JSON objects
 """
 
 import asyncio
-import errno
-import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping
@@ -64,28 +62,24 @@ class PageServer:
         self.api = api
         self.token = secrets.token_urlsafe(32)
         self.page = PAGE_PATH.read_text(encoding="utf-8")
-        self.headers = {
-            **SECURITY_HEADERS,
-            "Content-Security-Policy": f"{content_security_policy(self.page)}; {PAGE_POLICY}",
-        }
+        policy = f"{content_security_policy(self.page)}; {PAGE_POLICY}"
+        self.headers = {**SECURITY_HEADERS, "Content-Security-Policy": policy}
         self.locks = {name: asyncio.Lock() for name in answers}
         self.executor = ThreadPoolExecutor(max_workers=1)
         try:
             self.socket = socket.create_server((socket.gethostbyname(host), port))
         except OSError as error:
-            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-                problem = f"--host: not an IPv4 address or a name of this machine (got {host})"
-                raise UserError(f"{problem}. Give one, such as 0.0.0.0.") from None
-            reason = os.strerror(error.errno) if error.errno else error
-            problem = f"--port: not available (got {host}:{port}: {reason})"
-            raise UserError(f"{problem}. Choose another, or leave it out.") from None
+            reason = str(error.strerror).partition(" (")[0]
+            problem = f"--host and --port: not available (got {host}:{port}: {reason})"
+            raise UserError(f"{problem}. Choose others, or leave them out.") from None
         self.port = self.socket.getsockname()[1]
         self.address = f"http://{LOCAL_HOST}:{self.port}/?token={self.token}"
 
     async def run(self) -> None:
         """Serve until cancelled."""
         app = web.Application(middlewares=[self.guard], client_max_size=MAX_BODY_BYTES)
-        app.add_routes([web.get("/", self.send_page), web.post("/{name}", self.send_answer)])
+        app.add_routes([web.get("/", self.send_page)])
+        app.add_routes([web.post(f"/{name}", self.send_answer) for name in self.answers])
         if self.api:
             app.add_routes(self.api.routes())
             app.on_response_prepare.append(self.api.add_headers)
@@ -120,8 +114,8 @@ class PageServer:
                 raise web.HTTPForbidden(text=reason or WRONG_TOKEN)
             return await handler(request)
         except web.HTTPException as error:
-            message = {"error": error.text}
-            return web.json_response(message, status=error.status, headers=self.headers)
+            content = {"error": error.text}
+            return web.json_response(content, status=error.status, headers=self.headers)
 
     def foreign_reason(self, request: web.Request) -> str:
         """Return the reason to refuse a request that another site may have sent; "" if none."""
@@ -139,9 +133,7 @@ class PageServer:
 
     async def send_answer(self, request: web.Request) -> web.StreamResponse:
         """Answer POST /name line by line; a mistake in the question is an error of status 400."""
-        name = request.match_info["name"]
-        if name not in self.answers:
-            raise web.HTTPNotFound(text=f"the questions are {', '.join(self.answers)}")
+        name = request.path[1:]
         body = await request.read()
         async with self.locks[name]:
             try:

@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
-import functools
 import logging
+import queue
 import secrets
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,14 @@ from engine.serving.openai_format import (
     ApiError,
     ChatSettings,
     CompletionSettings,
-    includes_usage,
-    read_chat,
     read_prompts,
     read_settings,
 )
-from engine.serving.worker import BatchWorker, ClientRequest, QueueFullError
+from engine.serving.worker import BatchWorker, ClientRequest
 
 API_PREFIX = "/v1/"
-API_PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions")
-CORS_HEADERS = {
+CORS_HEADERS = {  # https://fetch.spec.whatwg.org/#http-cors-protocol
+    "Access-Control-Allow-Origin": "*",
     "Access-Control-Allow-Methods": "GET, POST",
     "Access-Control-Allow-Headers": "Authorization, Content-Type, *",
     "Access-Control-Max-Age": "86400",
@@ -87,15 +86,12 @@ class Api:
         await asyncio.to_thread(self.worker.stop)
 
     async def respond(self, request: web.Request, handler: Handler, reason: str) -> Any:
-        """Handle a request of the API, unless there is a reason to refuse it.
-
-        With a key, pages of any origin may ask: https://fetch.spec.whatwg.org/#http-cors-protocol.
-        """
+        """Handle a request of the API, unless there is a reason to refuse it."""
         try:
             if reason:
                 raise ApiError(reason, 403)
             if self.key and request.method == "OPTIONS":
-                return web.Response(status=204, headers=CORS_HEADERS)
+                return web.Response(status=204)
             scheme, _, key = request.headers.get("Authorization", "").partition(" ")
             is_key = secrets.compare_digest(key.encode(errors="replace"), self.key.encode())
             is_authorized = is_key and scheme.lower() == "bearer"
@@ -103,19 +99,17 @@ class Api:
                 message = "the API key: missing or wrong. Send Authorization: Bearer KEY."
                 raise ApiError(message, 401, code="invalid_api_key")
             return await handler(request)
-        except web.HTTPNotFound:
-            message = f"{request.path} does not exist. The API is at {', '.join(API_PATHS)}."
-            api_error = ApiError(message, 404)
         except web.HTTPException as error:
-            api_error = ApiError(error.text or error.reason, error.status)
+            paths = ", ".join(route.path for route in self.routes())
+            api_error = ApiError(f"{error.text}. The API has the paths {paths}.", error.status)
         except Exception as error:
             api_error = to_api_error(error)
         return web.json_response(api_error.to_json(), status=api_error.status)
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Allow pages of any origin to read an answer, if they need a key to get it."""
+        """Let pages of any origin ask and read the answer, if they need a key for it."""
         if self.key and request.path.startswith(API_PREFIX):
-            response.headers["Access-Control-Allow-Origin"] = "*"
+            response.headers.update(CORS_HEADERS)
 
     async def report_health(self, request: web.Request) -> web.Response:
         """Answer GET /health, which needs no key."""
@@ -128,54 +122,46 @@ class Api:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Answer POST /v1/completions."""
         body = await read_body(request)
-        settings = read_settings(CompletionSettings, body, {"prompt", "stream_options"})
-        encode = functools.partial(
-            self.generator.encode_prompt, parse_special=settings.parse_special
-        )
-        prompts = await asyncio.to_thread(read_prompts, body.get("prompt"), self.tokenizer, encode)
-        return await self.answer(request, body, settings, prompts)
+        prompt = body.pop("prompt", None)
+        settings = read_settings(CompletionSettings, body)
+        encode = partial(self.generator.encode_prompt, parse_special=settings.parse_special)
+        prompts = await asyncio.to_thread(read_prompts, prompt, self.tokenizer, encode)
+        return await self.answer(request, settings, prompts)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer POST /v1/chat/completions."""
-        body = await read_body(request)
-        settings = read_settings(
-            ChatSettings, body, {"messages", "tools", "chat_template_kwargs", "stream_options"}
-        )
-        prompts = [await asyncio.to_thread(self.encode_messages, body, settings)]
-        return await self.answer(request, body, settings, prompts)
+        settings = read_settings(ChatSettings, await read_body(request))
+        prompt = await asyncio.to_thread(self.encode_messages, settings)
+        return await self.answer(request, settings, [prompt])
 
-    def encode_messages(self, body: dict[str, Any], settings: ChatSettings) -> list[int]:
+    def encode_messages(self, settings: ChatSettings) -> list[int]:
         """Return the ids of the messages of a request. Raises ApiError."""
         if not self.generator.is_chat_model:
             raise ApiError(f"{self.name} was not trained on chats. Use /v1/completions.")
-        messages, variables = read_chat(body)
+        variables = settings.chat_template_kwargs
+        if settings.enable_thinking is not None:
+            variables = {"enable_thinking": settings.enable_thinking, **variables}
         try:
-            turns = parse_messages(messages, own_template(self.tokenizer))
+            turns = parse_messages(settings.messages, own_template(self.tokenizer))
             continues = settings.continue_final_message
             return encode_chat(self.tokenizer, turns, variables, continues)
-        # A lone surrogate, or deeply nested variables.
-        except (UserError, UnicodeEncodeError, RecursionError) as error:
+        except (UserError, UnicodeEncodeError) as error:  # the latter for a lone surrogate
             raise ApiError(f"messages: {error}", param="messages") from None
 
     async def answer(
-        self,
-        request: web.Request,
-        body: dict[str, Any],
-        settings: AnySettings,
-        prompts: list[list[int]],
+        self, request: web.Request, settings: AnySettings, prompts: list[list[int]]
     ) -> web.StreamResponse:
         """Decode the choices of all prompts, and answer in a stream or in one response."""
         if settings.model not in ("", self.name):
             message = f"the model {settings.model!r} does not exist. Use {self.name!r}."
             raise ApiError(message, 404, "model", "model_not_found")
-        has_usage = includes_usage(body)
         arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
         requests = self.make_requests(settings, prompts, arrivals)
         if self.worker.is_stopping:
             raise STOPPING_ERROR
         try:
             self.worker.submit(requests)
-        except QueueFullError:
+        except queue.Full:
             raise ApiError("too many requests. Try again.", 429, code="queue_full") from None
         self.arrivals.add(arrivals)
         is_chat = isinstance(settings, ChatSettings)
@@ -183,13 +169,13 @@ class Api:
         form = AnswerFormat(self.name, self.tokenizer, is_chat, has_logprobs, settings.stream)
         try:
             if settings.stream:
-                chunks = stream_chunks(form, requests, arrivals, settings.n if has_usage else 0)
+                chunks = stream_chunks(form, requests, arrivals, settings)
                 return await send_stream(request, chunks)
             tokens: list[list[Token]] = [[] for _ in requests]
             async for index, token in receive_tokens(arrivals, len(requests)):
                 tokens[index] += [token] if token else []
             choices = [
-                form.choice(index, tokens[index], finish_reason(choice.stream))
+                form.choice(index, tokens[index], choice.stream)
                 for index, choice in enumerate(requests)
             ]
             answer = form.answer(choices, usage=count_tokens(requests, settings.n))
@@ -207,16 +193,17 @@ class Api:
             problem = f"at most {MAX_TEXTS} texts in a request (got {len(prompts) * settings.n:,})"
             raise ApiError(f"n: {problem}", param="n")
         if isinstance(settings, ChatSettings):
-            max_tokens = settings.max_completion_tokens or settings.max_tokens
-            max_tokens = max_tokens or self.context_length
+            newer = settings.max_completion_tokens
+            max_tokens = settings.max_tokens if newer is None else newer
             num_logprobs = settings.top_logprobs if settings.logprobs else None
         else:
             max_tokens = settings.max_tokens
             num_logprobs = settings.logprobs
-        seed = secrets.randbits(32) if settings.seed is None else settings.seed
+        max_tokens = self.context_length if max_tokens == -1 else max_tokens
+        seed = secrets.randbits(32) if settings.seed == -1 else settings.seed
         filters = FilterOptions(
             temperature=settings.temperature,
-            top_k=settings.top_k,
+            top_k=max(0, settings.top_k) or None,
             top_p=settings.top_p,
             min_p=settings.min_p,
         )
@@ -226,10 +213,10 @@ class Api:
             with contextlib.suppress(RuntimeError):  # the loop is closed, after a second Ctrl-C
                 loop.call_soon_threadsafe(arrivals.put_nowait, (index, arrival))
 
+        stop_token_ids = self.generator.stop_token_ids
         all_prompts = [prompt for prompt in prompts for _ in range(settings.n)]
-        seeds = row_seeds(seed, all_prompts)
         requests = []
-        for index, prompt in enumerate(all_prompts):
+        for prompt, row_seed in zip(all_prompts, row_seeds(seed, all_prompts), strict=True):
             room = self.context_length - len(prompt)
             if room < min(1, max_tokens):
                 name = "messages" if isinstance(settings, ChatSettings) else "prompt"
@@ -237,15 +224,14 @@ class Api:
                 code = "context_length_exceeded"
                 raise ApiError(f"{name}: too long: {size}", param=name, code=code)
             limit = min(max_tokens, room)
-            stop_token_ids = self.generator.stop_token_ids
             request = ClientRequest(
                 TextStream(self.tokenizer, prompt, limit, settings.stop, stop_token_ids),
-                seeds[index],
+                row_seed,
                 filters,
                 settings.repetition_penalty,
                 num_logprobs,
                 reports_prompt=isinstance(settings, CompletionSettings) and settings.echo,
-                receive=functools.partial(receive, index),
+                receive=partial(receive, len(requests)),
             )
             requests.append(request)
         return requests
@@ -267,20 +253,19 @@ async def stream_chunks(
     form: AnswerFormat,
     requests: list[ClientRequest],
     arrivals: asyncio.Queue[Arrival],
-    num_choices: int,
+    settings: AnySettings,
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield the chunks of an answer, then the usage if num_choices is not 0. Raises ApiError."""
+    """Yield the chunks of an answer, then the usage if it is requested. Raises ApiError."""
     started: set[int] = set()
     async for index, token in receive_tokens(arrivals, len(requests)):
         is_first = index not in started
         started.add(index)
         if token is None:
-            reason = finish_reason(requests[index].stream)
-            yield form.answer([form.choice(index, [], reason, is_first)])
+            yield form.answer([form.choice(index, [], requests[index].stream, is_first)])
         elif token.text or form.has_logprobs or is_first:
             yield form.answer([form.choice(index, [token], None, is_first)])
-    if num_choices:
-        yield form.answer([], usage=count_tokens(requests, num_choices))
+    if settings.stream_options.get("include_usage"):
+        yield form.answer([], usage=count_tokens(requests, settings.n))
 
 
 async def send_stream(
@@ -309,11 +294,6 @@ async def send_stream(
     return response
 
 
-def finish_reason(stream: TextStream) -> str:
-    """Return why a text has ended."""
-    return "length" if stream.hit_token_limit else "stop"
-
-
 def count_tokens(requests: list[ClientRequest], num_choices: int) -> dict[str, int]:
     """Return the usage of an answer; a prompt counts once for all of its choices."""
     prompt = sum(len(request.stream.prompt) for request in requests[::num_choices])
@@ -329,6 +309,8 @@ def to_api_error(error: Exception) -> ApiError:
     """Return the error that a client receives; log the traceback of a bug."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, RecursionError):
+        return ApiError("the body: nested too deeply")
     description = describe_error(error)
     if description is None:
         logging.getLogger(__name__).error("a request failed", exc_info=error)

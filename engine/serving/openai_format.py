@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -16,6 +16,7 @@ from engine.core.settings import from_values
 from engine.data.chats.chat_template import RENDERED_NAMES
 from engine.data.tokenizer import Tokenizer
 from engine.generation.text_batch import Token
+from engine.generation.text_stream import TextStream
 
 MAX_CHOICES = 128
 MAX_TEXTS = 256  # of a request: the choices of all its prompts
@@ -23,47 +24,32 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOP_TEXTS = 16
 MAX_STOP_CHARACTERS = 200  # of a text
 MAX_MESSAGE_CHARACTERS = 200
-# Arguments that do not change the text, and values that mean the default.
+# Arguments that do not change the text.
 IGNORED_ARGUMENTS = {"user", "metadata", "store", "service_tier", "safety_identifier"}
-IGNORED_ARGUMENTS |= {"prompt_cache_key", "parallel_tool_calls"}
+IGNORED_ARGUMENTS |= {"prompt_cache_key", "parallel_tool_calls", "cache_prompt"}
+IGNORED_ARGUMENTS |= {"spaces_between_special_tokens"}
+# Unsupported arguments, and the value that changes nothing; of others, any empty value.
 NEUTRAL_VALUES: dict[str, Any] = {
-    "best_of": [1],
-    "tool_choice": ["auto", "none"],
-    "response_format": [{"type": "text"}],
-    "modalities": [["text"]],
-    "length_penalty": [1],
-    "typical_p": [1],
-    "repeat_penalty": [1],
-    "skip_special_tokens": [True],
-    "spaces_between_special_tokens": [True, False],
-    "add_generation_prompt": [True],
-    "cache_prompt": [True, False],
-}
-# Numbers with which other servers spell "off", "random" or "no limit", and what they mean here.
-MAX_TOKENS = 2**31
-MEANING_OF_NUMBERS: dict[str, dict[int, int | None]] = {
-    "seed": {-1: None},
-    "top_k": {-1: None, 0: None},
-    "max_tokens": {-1: MAX_TOKENS},
-    "max_completion_tokens": {-1: MAX_TOKENS},
+    **dict.fromkeys(("best_of", "length_penalty", "typical_p", "repeat_penalty"), 1),
+    "skip_special_tokens": True,
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
 }
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """A request that is refused, with the status of its answer."""
 
-    def __init__(self, message: str, status: int = 400, param: str | None = None, code: str = ""):
-        super().__init__(message)
-        self.message = message
-        self.status = status
-        self.param = param
-        self.code = code or None
+    message: str
+    status: int = 400
+    param: str | None = None
+    code: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the body of the answer."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        if self.status == 429:
-            kind = "rate_limit_error"
+        kinds = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+        kind = kinds.get(self.status, "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
@@ -73,23 +59,30 @@ class Settings:
     """The arguments common to completions and chats."""
 
     model: str = ""
-    max_tokens: Annotated[int | None, Ge(0)] = None
+    max_tokens: Annotated[int, Ge(-1)] = -1  # -1: as many as fit the context
     temperature: Annotated[float, Ge(0), Le(2)] = 1.0
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    top_k: Annotated[int | None, Ge(1)] = None
+    top_k: Annotated[int, Ge(-1)] = 0  # 0 and -1: all
     min_p: Annotated[float, Ge(0), Le(1)] = 0.0
     repetition_penalty: Annotated[float, Ge(0.01), Le(100)] = 1.0
-    seed: Annotated[int | None, Ge(-(2**63)), Lt(2**63)] = None
+    seed: Annotated[int, Ge(-(2**63)), Lt(2**63)] = -1  # -1: a random one
     stop: tuple[str, ...] = ()
     n: Annotated[int, Ge(1), Le(MAX_CHOICES)] = 1
     stream: bool = False
+    stream_options: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        has_fitting_texts = all(0 < len(text) <= MAX_STOP_CHARACTERS for text in self.stop)
+        if len(self.stop) > MAX_STOP_TEXTS or not has_fitting_texts:
+            limit = f"{MAX_STOP_TEXTS} texts of 1 to {MAX_STOP_CHARACTERS} characters"
+            raise UserError(f"stop: must be at most {limit}")
 
 
 @dataclass(frozen=True)
 class CompletionSettings(Settings):
     """The arguments of /v1/completions, except the prompt."""
 
-    max_tokens: Annotated[int, Ge(0)] = 16  # as in OpenAI's API
+    max_tokens: Annotated[int, Ge(-1)] = 16  # as in OpenAI's API
     echo: bool = False
     parse_special: bool = False  # read the names of special tokens in the prompt as these tokens
     logprobs: Annotated[int | None, Ge(0), Le(MAX_TOP_LOGPROBS)] = None
@@ -97,114 +90,82 @@ class CompletionSettings(Settings):
 
 @dataclass(frozen=True)
 class ChatSettings(Settings):
-    """The arguments of /v1/chat/completions, except the messages."""
+    """The arguments of /v1/chat/completions."""
 
-    max_tokens: Annotated[int | None, Ge(1)] = None
-    max_completion_tokens: Annotated[int | None, Ge(1)] = None  # the newer name
+    messages: tuple[dict, ...] = ()
+    max_completion_tokens: Annotated[int | None, Ge(-1)] = None  # the newer name of max_tokens
     continue_final_message: bool = False
     add_generation_prompt: bool = True  # what continue_final_message leaves out
+    chat_template_kwargs: dict = field(default_factory=dict)
+    enable_thinking: bool | None = None  # as one of chat_template_kwargs
+    tools: tuple[dict, ...] = ()
+    tool_choice: Literal["auto", "none"] = "auto"
     logprobs: bool = False
     top_logprobs: Annotated[int, Ge(0), Le(MAX_TOP_LOGPROBS)] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.messages:
+            raise UserError("messages: must be a nonempty list of messages")
+        if self.tools and self.tool_choice != "none":
+            raise UserError("tools: calls in answers are not parsed. Send tool_choice none.")
+        if names := sorted(RENDERED_NAMES & self.chat_template_kwargs.keys()):
+            raise UserError(f"chat_template_kwargs: must not have {', '.join(names)}")
+        if not (self.add_generation_prompt or self.continue_final_message):
+            raise UserError("add_generation_prompt: must be true without continue_final_message")
 
 
 AnySettings = CompletionSettings | ChatSettings
 SettingsType = TypeVar("SettingsType", CompletionSettings, ChatSettings)
 
 
-def shorten(value: Any, max_characters: int = MAX_MESSAGE_CHARACTERS) -> str:
+def shorten(value: Any) -> str:
     """Return the start of a text, or of the repr of another value, for a message."""
     text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= max_characters else f"{text[:max_characters]}…"
+    return text if len(text) <= MAX_MESSAGE_CHARACTERS else f"{text[:MAX_MESSAGE_CHARACTERS]}…"
 
 
-def read_settings(
-    cls: type[SettingsType], body: dict[str, Any], input_names: set[str]
-) -> SettingsType:
+def read_settings(cls: type[SettingsType], body: dict[str, Any]) -> SettingsType:
     """Return the settings of a request. Raises ApiError, which names the argument.
 
-    An argument that is null counts as left out. Those of input_names are read elsewhere.
+    An argument that is null counts as left out.
     """
     names = {field.name for field in fields(cls)}
-    values = {}
     for name, value in body.items():
-        if type(value) is int:
-            value = MEANING_OF_NUMBERS.get(name, {}).get(value, value)
-        if value is None or name in input_names:
-            continue
-        param = shorten(name)
-        neutral = NEUTRAL_VALUES.get(name, [])
-        try:
-            from_values(cls, {name: value} if name in names else {}, "")
-        except UserError as error:
-            problem = str(error).partition(f"{name}: ")[2] or str(error)
-            raise ApiError(f"{param}: {shorten(problem)}", param=param) from None
-        if name in names:
-            values[name] = value
-        elif (
-            (value or neutral == [True]) and name not in IGNORED_ARGUMENTS and value not in neutral
-        ):
+        neutral = NEUTRAL_VALUES.get(name)
+        is_neutral = value in (None, neutral) if neutral else not value
+        if not is_neutral and name not in names | IGNORED_ARGUMENTS:
+            param = shorten(name)
             raise ApiError(f"{param}: not supported (got {shorten(value)})", param=param)
-    settings = from_values(cls, values, "")
-    has_fitting_texts = all(0 < len(text) <= MAX_STOP_CHARACTERS for text in settings.stop)
-    if len(settings.stop) > MAX_STOP_TEXTS or not has_fitting_texts:
-        limit = f"{MAX_STOP_TEXTS} texts of 1 to {MAX_STOP_CHARACTERS} characters"
-        raise ApiError(f"stop: must be at most {limit}", param="stop")
-    return settings
-
-
-def includes_usage(body: dict[str, Any]) -> bool:
-    """Return whether a stream ends with the number of tokens. Raises ApiError."""
-    options = body.get("stream_options") or {}
-    if not isinstance(options, dict) or not isinstance(options.get("include_usage", False), bool):
-        problem = 'must be {"include_usage": true or false}'
-        raise ApiError(f"stream_options: {problem}", param="stream_options")
-    return options.get("include_usage", False)
-
-
-def read_chat(body: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the messages of a chat, and the variables of its template. Raises ApiError."""
-    messages = body.get("messages")
-    variables = body.get("chat_template_kwargs") or {}
-    problem = ""
-    if not isinstance(messages, list) or not messages:
-        problem = "messages: must be a nonempty list of messages"
-    elif body.get("tools") and body.get("tool_choice") != "none":
-        problem = (
-            "tools: calls in answers are not parsed. Leave tools out, or send tool_choice none"
-        )
-    elif not isinstance(variables, dict) or RENDERED_NAMES & variables.keys():
-        names = ", ".join(sorted(RENDERED_NAMES))
-        problem = f"chat_template_kwargs: must be an object, without {names}"
-    elif body.get("add_generation_prompt") is False and not body.get("continue_final_message"):
-        problem = "add_generation_prompt: must be true without continue_final_message"
-    if problem:
-        raise ApiError(problem, param=problem.partition(":")[0])
-    return body["messages"], variables
+    values = {name: value for name, value in body.items() if name in names and value is not None}
+    try:
+        return from_values(cls, values, "")
+    except UserError as error:
+        _, name, problem = str(error).split(": ", 2)
+        param = name.removeprefix("--").replace("-", "_")
+        raise ApiError(f"{param}: {shorten(problem)}", param=param) from None
 
 
 def read_prompts(
     prompt: Any, tokenizer: Tokenizer, encode: Callable[[str], list[int]]
 ) -> list[list[int]]:
     """Return the ids of each prompt: a text, ids, or a list of one of these. Raises ApiError."""
-    prompts = prompt if isinstance(prompt, list) and prompt else [prompt]
-    if prompts is prompt and all(type(item) is int for item in prompts):
-        prompts = [prompts]
+    is_single = not isinstance(prompt, list) or all(type(item) is int for item in prompt)
+    prompts = [prompt] if is_single else prompt
     valid_ids = tokenizer.text_ids.union(tokenizer.special_tokens.values())
     encoded = []
-    for item in prompts[: MAX_TEXTS + 1]:  # more are refused
-        if isinstance(item, str):
-            try:
+    try:
+        for item in prompts[: MAX_TEXTS + 1]:  # more are refused
+            if isinstance(item, str):
                 encoded.append(encode(item))
-            except UserError as error:
-                raise ApiError(f"prompt: {error}", param="prompt") from None
-        elif isinstance(item, list) and item and all(type(token) is int for token in item):
-            if unknown := {*item} - valid_ids:
-                problem = f"the tokenizer has no id {shorten(min(unknown))}"
-                raise ApiError(f"prompt: {problem}", param="prompt")
-            encoded.append(item)
-        else:
-            problem = "must be a string, a list of token ids, or a list of these"
-            raise ApiError(f"prompt: {problem}", param="prompt")
+            elif isinstance(item, list) and item and all(type(token) is int for token in item):
+                if unknown := {*item} - valid_ids:
+                    raise UserError(f"the tokenizer has no id {shorten(min(unknown))}")
+                encoded.append(item)
+            else:
+                raise UserError("must be a string, a list of token ids, or a list of these")
+    except UserError as error:
+        raise ApiError(f"prompt: {error}", param="prompt") from None
     return encoded
 
 
@@ -233,7 +194,7 @@ class AnswerFormat:
         }
 
     def choice(
-        self, index: int, tokens: Sequence[Token], finish_reason: str | None, is_first: bool = True
+        self, index: int, tokens: Sequence[Token], ended: TextStream | None, is_first: bool = True
     ) -> dict[str, Any]:
         """Return a choice with its tokens, or a chunk of it; the first one names the role."""
         text = "".join(token.text for token in tokens)
@@ -243,10 +204,10 @@ class AnswerFormat:
             delta = {**role, "content": text} if tokens or is_first else {}
             message = {**role, "content": text, "refusal": None}
             content = {"delta": delta} if self.is_stream else {"message": message}
-        logprobs = None
-        if self.has_logprobs and tokens:
-            logprobs = self.chat_logprobs(tokens) if self.is_chat else self.text_logprobs(tokens)
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+        list_logprobs = self.chat_logprobs if self.is_chat else self.text_logprobs
+        logprobs = list_logprobs(tokens) if self.has_logprobs and tokens else None
+        reason = ended and ("length" if ended.hit_token_limit else "stop")
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def chat_logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         """Return the logprobs of tokens of an answer in a chat."""

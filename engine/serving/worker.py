@@ -1,6 +1,7 @@
 """A thread that decodes the texts of all clients in one batch."""
 
 import logging
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,10 +22,6 @@ class ClientRequest(TextRequest):
     receive: Callable[[Token | Exception | None], None]
 
 
-class QueueFullError(Exception):
-    """Too many requests are waiting for a row."""
-
-
 class BatchWorker:
     """A thread that decodes the requests of other threads in one batch.
 
@@ -43,11 +40,11 @@ class BatchWorker:
         self.thread: threading.Thread | None = None
 
     def submit(self, requests: Sequence[ClientRequest]) -> None:
-        """Enqueue requests, all or none. Raises QueueFullError if there is no room for them."""
+        """Enqueue requests, all or none. Raises queue.Full if there is no room for them."""
         with self.condition:
             self._drop_cancelled()
             if len(self.waiting) + len(requests) > self.max_waiting:
-                raise QueueFullError
+                raise queue.Full
             self.waiting.extend(requests)
             self.condition.notify()
             if self.thread is None and not self.is_stopping:

@@ -31,7 +31,7 @@ from engine.report.server import PageServer
 from engine.serving.api import Api
 
 TEMPLATE = (
-    "{{ tools | tojson }}{{ style }}"
+    "{{ tools | tojson }}{{ style }}{{ enable_thinking }}"
     "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}Answer:"
 )
 BYTES = ByteTokenizer().with_special(SPECIAL_TOKENS)
@@ -199,7 +199,7 @@ def test_the_official_client_gets_models_texts_streams_and_errors():
 WRONG_ARGUMENTS = {
     "prompt": [None, [], [97, 10**9], [-1], [True], "\ud800", "a" * 2048],
     "temperature": ["a: b", 10**400],
-    "max_tokens": [True, 1.5],
+    "max_tokens": [True, 1.5, -2],
     "n": [0, 1000],
     "stop": ["", ["a"] * 10**4],
     "skip_special_tokens": [False],
@@ -224,6 +224,7 @@ REFUSALS = [
         (400, CHAT, {"messages": MESSAGES, "chat_template_kwargs": value}, "chat_template_kwargs")
         for value in (3, [1], {"messages": []}, {"add_generation_prompt": False})
     ),
+    (400, CHAT, {"messages": MESSAGES, "enable_thinking": "no"}, "enable_thinking"),
 ]
 for name, values in WRONG_ARGUMENTS.items():
     REFUSALS += [(400, TEXT, {"prompt": "a", name: value}, name) for value in values]
@@ -239,7 +240,7 @@ def test_a_mistake_is_an_error_in_openais_form_that_names_the_argument(
     assert actual == status and error.keys() == {"message", "type", "param", "code"}
     assert error["param"] == param or error["param"][:100] == param[:100] != param
     assert error["type"] == "invalid_request_error" and len(error["message"]) < 400
-    assert (param or "")[:50] in error["message"]
+    assert (param or "")[:50] in error["message"] and ": --" not in error["message"]
 
 
 def test_a_key_is_needed_for_each_request_and_for_other_machines(server, capsys):
@@ -320,11 +321,13 @@ def test_a_request_sets_variables_of_the_template_and_continues_a_message():
         _, size = ask(MESSAGES)
         assert ask(MESSAGES, chat_template_kwargs={"unused": "abc"})[1] == size
         assert ask(MESSAGES, chat_template_kwargs={"style": "<|end|>"})[1] == size + 7
-        body = (
-            b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"style": '
-        )
-        status, _ = send(server, CHAT, body + b"[" * 900 + b"]" * 900 + b"}}")
-        assert status < 500
+        assert ask(MESSAGES, enable_thinking=False)[1] == size + len("False")
+        variables = {"enable_thinking": "abc"}  # take precedence
+        assert ask(MESSAGES, enable_thinking=True, chat_template_kwargs=variables)[1] == size + 3
+        deep = b"[" * 900 + b"]" * 900
+        message = b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"b": '
+        for start, end in ((message, b"}}"), (b'{"messages": ', b"}")):
+            assert send(server, CHAT, start + deep + end)[0] < 500
         text = "nullBe short.<|end|>Hello<|end|>I li"
         options = {"continue_final_message": True, "add_generation_prompt": False}
         answer, size = ask([*MESSAGES, {"role": "assistant", "content": "I li"}], **options)

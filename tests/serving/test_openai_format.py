@@ -13,7 +13,7 @@ TOKENS = [Token(2, "a", 5, -2.0, [(1, -0.5), (3, -1.0), (2, -2.0)]), Token(3, ""
 
 def test_of_alternatives_with_equal_texts_the_most_likely_is_listed():
     form = AnswerFormat("name", TOKENIZER, is_chat=False, has_logprobs=True, is_stream=False)
-    choice = form.choice(7, TOKENS, "stop")
+    choice = form.choice(7, TOKENS, SimpleNamespace(hit_token_limit=False))
     assert choice["logprobs"] == {
         "tokens": ["a", "bytes:\\xe2"],
         "token_logprobs": [-2.0, -1.0],
