@@ -121,31 +121,27 @@ class KVCache:
 
     def reserve(self, num_rows: int, length: int, max_length: int) -> None:
         """Make room for rows of a length. What grows doubles at least, up to max_length."""
-        row_capacity = self.keys_values.shape[1]
-        capacity = self.keys_values.shape[3]
-        more_rows = 0
-        more_positions = 0
-        if num_rows > row_capacity:
-            more_rows = max(row_capacity, num_rows - row_capacity)
-        if length > capacity:
-            more_positions = max(MIN_CACHED_POSITIONS, 2 * capacity, length)
-            more_positions = min(more_positions, max_length) - capacity
+        _, rows, _, positions, _ = self.keys_values.shape
+        more_rows = max(rows, num_rows - rows) if num_rows > rows else 0
+        capacity = max(MIN_CACHED_POSITIONS, 2 * positions, length)
+        more_positions = min(capacity, max_length) - positions if length > positions else 0
         if more_rows or more_positions:
             padding = (0, 0, 0, more_positions, 0, 0, 0, more_rows)
             self.keys_values = F.pad(self.keys_values, padding)
 
-    def copy_rows(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copy the first positions of rows over other rows."""
-        if targets:
-            self.keys_values[:, targets, :, :length] = self.keys_values[:, sources, :, :length]
+    def keep(self, rows: Sequence[int], num_rows: int, length: int, max_length: int) -> None:
+        """Keep rows of these indices, of num_rows, which have up to ``length`` positions.
 
-    def erase_rows(self, start: int, end: int, length: int) -> None:
-        """Set the first positions of rows to zero: a NaN would change another text."""
-        self.keys_values[:, start:end, :, :length] = 0
-
-    def clear(self) -> None:
-        """Free the memory."""
-        self.keys_values = self.keys_values[:, :0, :, :0].clone()
+        The others become zero, as a NaN would change another text; without rows, memory is freed.
+        """
+        if not rows:
+            self.keys_values = self.keys_values[:, :0, :, :0].clone()
+            return
+        self.reserve(len(rows), length, max_length)
+        cached = self.keys_values[:, :, :, :length]
+        if targets := [target for target, source in enumerate(rows) if source != target]:
+            cached[:, targets] = cached[:, [rows[target] for target in targets]]
+        cached[:, len(rows) : num_rows] = 0
 
 
 @dataclass
@@ -212,16 +208,9 @@ class DecodingEngine:
         """Keep the rows of these indices, in this order; an index may be repeated."""
         num_rows = len(self.rows)
         length = max((row.num_cached for row in self.rows), default=0)
-        sources = [source for target, source in enumerate(rows) if source != target]
-        targets = [target for target, source in enumerate(rows) if source != target]
         self.rows = [replace(self.rows[source]) for source in rows]
         for cache in self.caches:
-            if rows:
-                cache.reserve(len(rows), length, self.context_length)
-                cache.copy_rows(sources, targets, length)
-                cache.erase_rows(len(rows), num_rows, length)
-            else:
-                cache.clear()
+            cache.keep(rows, num_rows, length, self.context_length)
 
     def _drop_older_half(self, full: Sequence[int], num_rows: int) -> None:
         """Compute the newer half of full rows again, at its new positions."""

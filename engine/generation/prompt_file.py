@@ -12,9 +12,8 @@ from typing import Any, Unpack
 from engine.core.cli import count_noun, progress_bar
 from engine.core.errors import UserError
 from engine.core.files import atomic_write, exclusive_lock, parse_json, read_input, sha256, to_json
-from engine.data.chats.chat import Turn, own_template
+from engine.data.chats.chat import own_template
 from engine.data.chats.examples import parse_messages, read_record
-from engine.data.tokenizer import Tokenizer
 from engine.generation.sampling import DecodingOptions
 from engine.generation.text_generator import TextGenerator
 from engine.generation.text_stream import TextStream
@@ -97,16 +96,6 @@ def open_partial(path: Path, origin: dict[str, Any]) -> dict[int, str]:
     return dict(parse_json(line, path) for line in lines)
 
 
-def read_lines(path: Path) -> Iterator[tuple[Path, Any]]:
-    """Yield (location, value) of each line of JSON; the location is path and line number."""
-    with open(path, "rb") as file:
-        content = read_input(file, path)
-    for number, line in enumerate(content.removeprefix(BOM_UTF8).split(b"\n"), 1):
-        if line.strip():
-            location = Path(f"{path}, line {number}")
-            yield location, parse_json(line, location)
-
-
 def encode_lines(
     path: Path, model: TextGenerator, is_chat: bool, max_new_tokens: int
 ) -> Iterator[tuple[dict[str, Any], list[int], int]]:
@@ -114,14 +103,19 @@ def encode_lines(
 
     Raises UserError for an unsuitable line, and for a file without lines.
     """
-    location = None
-    for location, line in read_lines(path):
+    with open(path, "rb") as file:
+        content = read_input(file, path).removeprefix(BOM_UTF8)
+    if not content.strip():
+        raise UserError(f'{path}: has no lines. Add lines such as {{"prompt": TEXT}}.')
+    for number, text in enumerate(content.split(b"\n"), 1):
+        if not text.strip():
+            continue
+        location = Path(f"{path}, line {number}")
+        line = parse_json(text, location)
         try:
             yield line, *encode_line(line, model, is_chat, max_new_tokens)
         except (UserError, UnicodeEncodeError) as error:
             raise UserError(f"{location}: {error}") from None
-    if location is None:
-        raise UserError(f'{path}: has no lines. Add lines such as {{"prompt": TEXT}}.')
 
 
 def encode_line(
@@ -137,18 +131,13 @@ def encode_line(
     if "completion" in line:
         raise UserError("already has a 'completion'. Rename it.")
     if is_chat:
-        return model.encode_turns(parse_question(line, model.tokenizer), max_new_tokens)
+        template = own_template(model.tokenizer)
+        messages, tools, _ = read_record(line, template=template)
+        turns = parse_messages(messages, template, tools)
+        if turns[-1][0] == "assistant":
+            raise UserError("'messages' must end with a question. Remove the last message.")
+        return model.encode_turns(turns, max_new_tokens)
     if not isinstance(line.get("prompt"), str):
         names = ", ".join(map(repr, line))
         raise UserError(f"must have a text 'prompt' (got {names}). For chats, use --chat.")
     return model.encode_prompt(line["prompt"]), max_new_tokens
-
-
-def parse_question(line: dict[str, Any], tokenizer: Tokenizer) -> list[Turn]:
-    """Return the turns of a chat to answer. Raises UserError unless the last is a question."""
-    template = own_template(tokenizer)
-    messages, tools, _ = read_record(line, template=template)
-    turns = parse_messages(messages, template, tools)
-    if turns[-1][0] == "assistant":
-        raise UserError("'messages' must end with a question. Remove the assistant's last message.")
-    return turns

@@ -60,9 +60,7 @@ DEFAULT_OPTIONS = SamplingOptions(
 def check_finite(largest: Tensor) -> None:
     """Raise UserError unless the largest logit of each row, which is NaN if any is, is finite."""
     if not largest.isfinite().all():
-        raise UserError(
-            "the model's logits are not finite: it diverged. Use an earlier checkpoint."
-        )
+        raise UserError("the logits are not finite: the model diverged. Use an earlier checkpoint.")
 
 
 def penalize_repetition(

@@ -116,12 +116,6 @@ class TextBatch:
         logits = self.engine.step([request.last_id for request in self.requests])
         return self._draw(logits, self.requests)
 
-    def clear(self) -> None:
-        """Drop all requests, and free their memory."""
-        self.requests = []
-        self.unread = []
-        self.engine.keep([])
-
     @torch.inference_mode()
     def _draw(self, logits: Tensor, requests: Sequence[TextRequest]) -> list[Event]:
         """Draw a token for each of the last requests from logits (N, V); drop ended requests."""

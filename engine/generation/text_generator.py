@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Unpack, cast
+from typing import Unpack
 
 import torch
 
@@ -67,8 +67,7 @@ class TextGenerator:
     @cached_property
     def decoder(self) -> GPT:
         """The model, prepared for faster decoding."""
-        should_pack = not self.should_compile
-        decoder = cast(GPT, build_decoder(self.model, should_pack, self.should_quantize))
+        decoder = build_decoder(self.model, not self.should_compile, self.should_quantize)
         if self.should_compile:
             decoder.compile(dynamic=True)
         return decoder
@@ -106,8 +105,8 @@ class TextGenerator:
 
     def stream(self, prompt: str = "", **options: Unpack[TextOptions]) -> Iterator[str]:
         """Yield the text of :meth:`generate` piece by piece."""
-        prompts = [self.encode_prompt(prompt)]
-        return (text for _, text in self._complete(prompts, self.stop_token_ids, **options))
+        pieces = self._complete([self.encode_prompt(prompt)], **options)
+        return (text for _, text in pieces)
 
     def generate_samples(
         self, num_samples: int, prompt: str = "", **options: Unpack[TextOptions]
@@ -115,7 +114,7 @@ class TextGenerator:
         """Return ``num_samples`` texts after one prompt; the first is that of :meth:`generate`."""
         prompts = [self.encode_prompt(prompt)] * num_samples
         texts = [""] * num_samples
-        for index, text in self._complete(prompts, self.stop_token_ids, **options):
+        for index, text in self._complete(prompts, **options):
             texts[index] += text
         return texts
 
@@ -123,40 +122,30 @@ class TextGenerator:
         """Yield the assistant's answer to a chat, (role, text) turns, piece by piece."""
         ids, limit = self.encode_turns(turns, options.get("max_new_tokens", DEFAULT_NEW_TOKENS))
         options = {**options, "max_new_tokens": limit}
-        return (
-            text for _, text in self._complete([ids], stop_token_ids(self.tokenizer), **options)
-        )
+        return (text for _, text in self._complete([ids], **options))
 
     def encode_turns(self, turns: Sequence[Turn], max_new_tokens: int) -> tuple[list[int], int]:
         """Return the result of fit_chat. Warns once of each kind of turns without effect."""
         context_length = self.model.config.context_length
         ids, limit = fit_chat(self.tokenizer, turns, context_length, max_new_tokens)
+        if not self.has_system_turns and any(turn[0] == "system" for turn in turns):
+            self.warn_once("the model saw no system turns in training, and may ignore this one")
         has_old_turns = any(turn[0] not in KEPT_ROLES for turn in turns[:-1])
-        context = count_noun(context_length, "token")
-        warnings = {
-            "a system turn: the model was trained on chats without one, and may ignore it": (
-                not self.has_system_turns and any(turn[0] == "system" for turn in turns)
-            ),
-            f"a chat is longer than the context of {context}: its oldest turns are left out": (
-                has_old_turns and ids != encode_chat(self.tokenizer, turns)
-            ),
-        }
-        for text, is_true in warnings.items():
-            if is_true:
-                self.warn_once(text)
+        if has_old_turns and ids != encode_chat(self.tokenizer, turns):
+            context = f"the context of {count_noun(context_length, 'token')}"
+            self.warn_once(f"a chat is longer than {context}: its oldest turns are left out")
         return ids, limit
 
     def _complete(
         self,
         prompts: Iterable[list[int]],
-        stop_token_ids: Sequence[int],
         max_new_tokens: int = DEFAULT_NEW_TOKENS,
         stop: Sequence[str] = (),
         **options: Unpack[DecodingOptions],
     ) -> Iterator[tuple[int, str]]:
         """Yield (index of the prompt, text) piece by piece."""
         streams = [
-            TextStream(self.tokenizer, prompt, max_new_tokens, stop, stop_token_ids)
+            TextStream(self.tokenizer, prompt, max_new_tokens, stop, self.stop_token_ids)
             for prompt in prompts
         ]
         return self.complete(streams, **options)
