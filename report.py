@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
+from tyro.conf import Positional, arg
 
 from engine.core.errors import UserError
 from engine.core.settings import parse
@@ -33,9 +33,7 @@ class ReportConfig:
     """Write the report of one run, or a comparison of several, as a page for a browser."""
 
     # Run directories, or their reports; several are compared.
-    runs: Annotated[
-        tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(help_behavior_hint="(required)")
-    ]
+    runs: Annotated[Positional[tuple[Path, ...]], arg(help_behavior_hint="(required)")]
     # The page to write. None: RUN/report.html, or compare.html beside the first run.
     out: Path | None = None
 
@@ -77,9 +75,7 @@ def describe_fully(folder: Path) -> dict[str, Any]:
         data = open_run_data(folder, settings)
         is_cut = settings.get("long_examples") == "cut"
         run["data"] = describe_data(data)
-        samples = run["samples"]
-        shown = [sample for sample in samples if sample["step"] == run["best_step"]]
-        run["memorization"] = describe_memorization(shown or samples, data.datasets)
+        run["memorization"] = describe_memorization(run["samples"], run["best_step"], data.datasets)
         fitting = data.drop_long_examples(settings["context_length"], is_cut)
         run["baselines"] = mixture_baselines(fitting)
         run["attention"] = compute_attention(load_model(find_checkpoint(folder)), data)
@@ -100,13 +96,14 @@ def open_run_data(folder: Path, settings: dict[str, Any]) -> Mixture:
 
 
 def describe_memorization(
-    samples: list[dict[str, Any]], datasets: Sequence[Dataset]
+    samples: list[dict[str, Any]], best_step: int | None, datasets: Sequence[Dataset]
 ) -> dict[str, Any] | None:
-    """Find passages of the training text in the last samples and, to compare, in validation."""
+    """Find passages of the training text in the best samples and, to compare, in validation."""
     if not samples:
         return None
-    last_step = samples[-1]["step"]
-    texts = [sample["text"] for sample in samples if sample["step"] == last_step]
+    steps = [sample["step"] for sample in samples]
+    shown_step = best_step if best_step in steps else steps[-1]
+    texts = [sample["text"] for sample in samples if sample["step"] == shown_step]
     passages, fraction = find_passages(texts + sample_validation(texts, datasets), datasets)
     val_passages = passages[len(texts) :]
     lengths = [str(max((n for _, n, _ in spans), default=0)) for spans in val_passages]
@@ -128,8 +125,7 @@ def sample_validation(texts: Sequence[str], datasets: Sequence[Dataset]) -> list
         num_tokens = len(text.encode())  # a token has at least one byte
         start = max(0, len(dataset.val) - num_tokens) * index // max(1, len(texts) - 1)
         ids, _ = dataset.val.read(start, start + num_tokens)
-        piece = dataset.tokenizer.decode(ids.tolist())
-        pieces.append(piece[: len(text)])
+        pieces.append(dataset.tokenizer.decode(ids.tolist())[: len(text)])
     return pieces
 
 

@@ -59,29 +59,21 @@ from model import ModelConfig
 COMMON_SETTINGS = {"path", "device", "dtype"}  # of all modes
 CHAT_SETTINGS = {"chat_template", "template_variable"}
 PROMPT_SETTINGS = {"text", "prompt", "prompt_file", "parse_special"}
+SERVER_SETTINGS = {"port", "host", "api_key", "api_key_file"}
 API_KEY_VARIABLE = "GPT_API_KEY"
 WeightDtype = Literal["auto", "float32", "bfloat16"]
 DEFAULT_API_PORT = 8000
 PAGE_SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
 TEXT_SETTINGS = {"max_new_tokens", "stop", "compile", "quantize", *DEFAULT_OPTIONS}
-SETTINGS_OF_TEXTS = {
-    "chat",
-    "beams",
-    "dtype",
-    "parse_special",
-    *CHAT_SETTINGS,
-    *TEXT_SETTINGS,
-}  # they determine completions
+# They determine completions.
+SETTINGS_OF_TEXTS = {"chat", "beams", "dtype", "parse_special", *CHAT_SETTINGS, *TEXT_SETTINGS}
 UNUSED_BY_BEAMS = {"num_samples", "batch_size", *DEFAULT_OPTIONS}
 # Mode → the settings that it uses. A mode is named for the setting that selects it; "" is the
 # default. If several are selected, the first is used.
 SETTINGS_BY_MODE = {
     "prompts_file": {"out", "chat", "beams", "batch_size", "parse_special", *TEXT_SETTINGS},
     "chat": {"system", *CHAT_SETTINGS, *TEXT_SETTINGS},
-    "serve": {
-        *("port", "host", "api_key", "api_key_file", "compile", "quantize", "parse_special"),
-        *CHAT_SETTINGS,
-    },
+    "serve": {*SERVER_SETTINGS, "compile", "quantize", "parse_special", *CHAT_SETTINGS},
     "page": {"port", *PROMPT_SETTINGS, *CHAT_SETTINGS, *PAGE_SETTINGS},
     "attention": {"layer", *PROMPT_SETTINGS},
     "": {"beams", "num_samples", "batch_size", *PROMPT_SETTINGS, *TEXT_SETTINGS},
@@ -154,10 +146,9 @@ class SampleConfig:
     @property
     def key(self) -> str:
         """The key of the API: a flag, the content of a file, or $GPT_API_KEY."""
-        file_key = (
-            self.api_key_file.read_text(encoding="utf-8").strip() if self.api_key_file else ""
-        )
-        return self.api_key or file_key or os.environ.get(API_KEY_VARIABLE, "")
+        if self.api_key_file:
+            return self.api_key_file.read_text(encoding="utf-8").strip()
+        return self.api_key or os.environ.get(API_KEY_VARIABLE, "")
 
     def __post_init__(self) -> None:
         if "" in self.stop:
@@ -167,8 +158,7 @@ class SampleConfig:
         if self.prompts_file and not self.out:
             raise UserError("--prompts-file: needs a file to write. Add --out FILE.jsonl.")
         if bool(self.text) + bool(self.prompt) + bool(self.prompt_file) > 1:
-            problem = "must be one prompt (got several)"
-            raise UserError(f"TEXT or -, --prompt and --prompt-file: {problem}. Keep one of them.")
+            raise UserError("TEXT or -, --prompt and --prompt-file: got several. Keep one of them.")
         if self.quantize and self.compile:
             raise UserError("--quantize: unsupported with --compile. Leave one of them out.")
         if self.host not in LOCAL_HOSTS and not self.key:
@@ -212,11 +202,9 @@ def load(
     model = load_model(checkpoint, weight_dtype).to(torch_device)
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
     start = initial_tokens(tokenizer, checkpoint.state["documents"])
-    template_has_system = "system" in (tokenizer.chat_template or "")
-    has_system = checkpoint.state["has_system_turns"] or template_has_system
-    is_chat_model = checkpoint.is_chat_model
+    has_system = checkpoint.state["has_system_turns"] or "system" in f"{tokenizer.chat_template}"
     return TextGenerator(
-        model, tokenizer, start, is_chat_model, compile, has_system, quantize is not None
+        model, tokenizer, start, checkpoint.is_chat_model, compile, has_system, quantize is not None
     )
 
 
@@ -229,8 +217,7 @@ def sample(config: SampleConfig) -> None:
     """Generate text, or show the model, in the mode that the settings choose."""
     model = load(config.path, config.device, config.compile, config.dtype, config.quantize)
     model.parses_special = config.parse_special
-    options = (config.chat_template, config.template_variable)
-    model.tokenizer = with_template(model.tokenizer, *options)
+    model.tokenizer = with_template(model.tokenizer, config.chat_template, config.template_variable)
     if config.chat and not model.is_chat_model:
         raise UserError(
             f"{config.path}: not trained on chats. Prepare some with prepare.py … --chat, and "
@@ -242,9 +229,8 @@ def sample(config: SampleConfig) -> None:
     if model.is_chat_model and is_of_text and not config.parse_special:
         warn("the model was trained on chats: --chat gives it a turn, and a plain prompt does not")
     if config.prompts_file and config.out:
-        settings = {
-            name: value for name, value in flatten(config).items() if name in SETTINGS_OF_TEXTS
-        }
+        values = flatten(config)
+        settings = {name: values[name] for name in sorted(SETTINGS_OF_TEXTS)}
         settings["model"] = str(find_checkpoint(config.path).path.resolve())
         files = (config.prompts_file, config.out, config.chat, settings)
         complete_file(model, *files, **config.options)
@@ -288,8 +274,7 @@ def read_prompt(config: SampleConfig) -> str:
     else:
         raise UserError("-: standard input is closed. Use --prompt or --prompt-file.")
     try:
-        text = content.decode("utf-8-sig")
-        return text.replace("\r\n", "\n").replace("\r", "\n")
+        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         path = config.prompt_file or "-"
         raise UserError(f"{path}: not UTF-8 at byte {error.start}. Convert it.") from None
@@ -299,15 +284,14 @@ def draw_prompt(config: SampleConfig, path: Path, model: TextGenerator) -> None:
     """Draw the prompt's attention maps. Raises UserError for a wrong layer or a long prompt."""
     model_config = model.model.config
     num_layers = model_config.num_layers
-    if config.layer is not None and not 1 <= config.layer <= num_layers:
+    if config.layer and config.layer > num_layers:
         raise UserError(f"--layer: must be from 1 to {num_layers} (got {config.layer}).")
     ids = model.encode_prompt(read_prompt(config))
     if len(ids) > model_config.context_length:
         raise UserError(f"--prompt: too long to draw (got {len(ids)} tokens). Shorten it.")
     maps = attention_maps(model.model, torch.tensor(ids, device=model.device))
     labels = token_labels(model.tokenizer, ids)
-    layer = None if config.layer is None else config.layer - 1
-    draw_attention(maps.float().cpu().numpy(), labels, path, layer)
+    draw_attention(maps.float().cpu().numpy(), labels, path, config.layer and config.layer - 1)
     num_heads = count_noun(model_config.num_heads, "head")
     print(f"{path}: {num_heads} a layer, {count_noun(len(ids), 'token')}")
 
@@ -323,12 +307,10 @@ def serve_model(config: SampleConfig, model: TextGenerator) -> None:
     parts = config.path.resolve().parts  # of a run, or of RUN/checkpoints/STEP
     name = "/".join(parts[-3::2] if parts[-2:-1] == ("checkpoints",) else parts[-1:])
     settings |= {"text": read_prompt(config), "name": name}
-    answers = ModelInspector(model, settings).answers
-    if config.serve:
-        port = DEFAULT_API_PORT if config.port is None else config.port
-        serve(answers, port, config.host, Api(model, name, config.key))
-    else:
-        serve(answers, config.port or 0)
+    default_port = DEFAULT_API_PORT if config.serve else 0
+    port = default_port if config.port is None else config.port
+    api = Api(model, name, config.key) if config.serve else None
+    serve(ModelInspector(model, settings).answers, port, config.host, api)
 
 
 if __name__ == "__main__":

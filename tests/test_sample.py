@@ -142,10 +142,8 @@ def test_prompts_come_from_files_and_standard_input_too(run, output_of, trained,
     assert output_of("äö", *flags) == output_of(*flags, "äö") == expected
     assert output_of("--prompt-file", tmp_path / "prompt.txt", *flags) == expected
     (tmp_path / "windows.txt").write_bytes("ab\r\ncd\r".encode("utf-8-sig"))
-    assert (
-        sample.read_prompt(sample.SampleConfig(trained, prompt_file=tmp_path / "windows.txt"))
-        == "ab\ncd\n"
-    )
+    config = sample.SampleConfig(trained, prompt_file=tmp_path / "windows.txt")
+    assert sample.read_prompt(config) == "ab\ncd\n"
     piped = run("sample.py", trained, "-", *flags, input="äö")
     assert (piped.returncode, piped.stdout, piped.stderr) == (0, expected, "")
 

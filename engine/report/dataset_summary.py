@@ -34,11 +34,10 @@ def describe_dataset(path: Path) -> str:
     ]
     for split, counts in manifest["splits"].items():
         ratio = f"{dataset.bytes_per_token(split):.2f} a token"
-        note = (
-            f"{counts['bytes']:,} UTF-8 bytes, {ratio}, ends of documents: {counts['documents']:,}"
-        )
+        documents = f"{counts['documents']:,}"
+        note = f"{counts['bytes']:,} UTF-8 bytes, {ratio}, ends of documents: {documents}"
         if "examples" in manifest["origin"]:
-            note = f"targets: {counts['targets']:,}, examples: {counts['documents']:,}"
+            note = f"targets: {counts['targets']:,}, examples: {documents}"
         rows.append((f"{split} tokens", counts["tokens"], note))
     for text, count in statistics["notes"].items():
         noun, _, note = text.partition(" ")

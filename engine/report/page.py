@@ -36,26 +36,27 @@ def collect_run_content(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder}: is not a run. {advice}")
     settings = read_toml(settings_path) if settings_path.exists() else {}
     about = read_json(about_path) if about_path.exists() else {}
-    records = read_sorted_records(folder / "metrics.jsonl")
+    records = read_records(folder / "metrics.jsonl")
     training = [record for record in records if "train_loss" in record]
     evaluations = [record for record in records if "val_loss" in record]
     losses = read_values(evaluations, "val_loss")
-    is_evaluated = np.isfinite(losses).any()
-    best_step = evaluations[int(np.nanargmin(losses))]["step"] if is_evaluated else None
-    samples = read_sorted_records(folder / "samples.jsonl")
+    best = evaluations[int(np.nanargmin(losses))] if np.isfinite(losses).any() else None
+    best_step = best["step"] if best else None
+    last = evaluations[-1] if evaluations else {}
+    val_names = [name for name in last if name.split("/")[0] in ("val_loss", "val_bits_per_byte")]
     return {
         "name": folder.resolve().name,
-        "training": training_curves(training),
-        "validation": validation_curves(evaluations, training),
+        "training": make_curves(training, training, TRAINING_CURVES),
+        "validation": make_curves(evaluations, training, val_names),
         "best_step": best_step,  # of the checkpoint that is used
-        "figures": key_figures(training, evaluations, best_step, settings, about),
+        "figures": key_figures(training, evaluations, best, settings, about),
         "settings": settings,
         "defaults": about.get("defaults", {}),
         "machine": about.get("machine", {}),
         # Losses of runs with equal tokenizer and text are comparable.
         "tokenizer": about.get("tokenizer"),
         "text": about.get("text"),
-        "samples": select_samples(samples, best_step),
+        "samples": select_samples(read_records(folder / "samples.jsonl"), best_step),
         # What needs the data or the model, and notes on what is missing.
         "data": [],
         "attention": None,
@@ -63,11 +64,6 @@ def collect_run_content(folder: Path) -> dict[str, Any]:
         "memorization": None,
         "notes": [],
     }
-
-
-def read_sorted_records(path: Path) -> list[Record]:
-    """Read the records of a .jsonl file in the order of their steps."""
-    return sorted(read_records(path), key=lambda record: record["step"])
 
 
 def read_values(records: Sequence[Record], key: str) -> np.ndarray:
@@ -92,15 +88,10 @@ def to_list(values: np.ndarray) -> list[float | None]:
     return [None if math.isnan(value) else float(f"{value:.6g}") for value in values.tolist()]
 
 
-def training_curves(records: Sequence[Record]) -> dict[str, Any]:
-    """Return the axes and the curves of training."""
-    axes = {name: read_values(records, key) for name, key in AXIS_KEYS.items()}
-    curves: dict[str, Any] = {name: downsample(values)["mean"] for name, values in axes.items()}
-    return curves | {key: downsample(read_values(records, key)) for key in TRAINING_CURVES}
-
-
-def validation_curves(records: Sequence[Record], training: Sequence[Record]) -> dict[str, Any]:
-    """Return the axes and the curves of evaluations, also those of each dataset of a mixture."""
+def make_curves(
+    records: Sequence[Record], training: Sequence[Record], names: Sequence[str]
+) -> dict[str, Any]:
+    """Return the axes of records, interpolated from those of training, and the named curves."""
     steps = read_values(records, "step")
     training_steps = np.append(0, read_values(training, "step"))
     curves: dict[str, Any] = {}
@@ -108,29 +99,24 @@ def validation_curves(records: Sequence[Record], training: Sequence[Record]) -> 
         values = np.append(0, read_values(training, key))
         axis = steps if name == "step" else np.interp(steps, training_steps, values)
         curves[name] = downsample(axis)["mean"]
-    for key in records[-1] if records else ():
-        if key.split("/")[0] in ("val_loss", "val_bits_per_byte"):
-            curves[key] = downsample(read_values(records, key))
-    return curves
+    return curves | {name: downsample(read_values(records, name)) for name in names}
 
 
 def key_figures(
     training: Sequence[Record],
     evaluations: Sequence[Record],
-    best_step: int | None,
+    best: Record | None,
     settings: Record,
     about: Record,
 ) -> dict[str, str]:
     """Return the key figures of a run as text, without those that are not finite."""
     figures = {}
-    best = [record for record in evaluations if record["step"] == best_step]
     if best:
-        last_loss = read_values(evaluations, "val_loss")[-1]
-        figures["validation loss, nats per token"] = f"{read_values(best, 'val_loss')[0]:.4f}"
-        figures["perplexity"] = f"{read_values(best, 'val_perplexity')[0]:,.2f}"
-        figures["bits per byte"] = f"{read_values(best, 'val_bits_per_byte')[0]:.4f}"
-        figures["step of the checkpoint that is used"] = f"{best_step:,}"
-        figures["last validation loss"] = f"{last_loss:.4f}"
+        figures["validation loss, nats per token"] = f"{best['val_loss']:.4f}"
+        figures["perplexity"] = f"{best['val_perplexity']:,.2f}"
+        figures["bits per byte"] = f"{best['val_bits_per_byte']:.4f}"
+        figures["step of the checkpoint that is used"] = f"{best['step']:,}"
+        figures["last validation loss"] = f"{read_values(evaluations, 'val_loss')[-1]:.4f}"
     if training:
         recent = finite_values(training[-max(1, len(training) // 20) :], "train_loss")
         speeds = finite_values(training, "tokens_per_second")
@@ -158,9 +144,8 @@ def finite_values(records: Sequence[Record], key: str) -> list[float]:
 
 def describe_data(data: Mixture) -> list[dict[str, str]]:
     """Return a table for each dataset that a run was trained on, as prepare.py describes it."""
-    tables = []
-    for dataset, weight in zip(data.datasets, data.weights, strict=True):
-        table = {
+    return [
+        {
             "dataset": str(dataset.path),
             "fraction of sequences": f"{weight:.3g}",
             "tokens to train on": f"{len(dataset.train):,}",
@@ -169,8 +154,8 @@ def describe_data(data: Mixture) -> list[dict[str, str]]:
             "bytes per token": f"{dataset.bytes_per_token('train'):.2f}",
             "vocabulary": f"{dataset.tokenizer.vocab_size:,} ({dataset.tokenizer.kind})",
         }
-        tables.append(table)
-    return tables
+        for dataset, weight in zip(data.datasets, data.weights, strict=True)
+    ]
 
 
 def select_samples(samples: Sequence[Record], best_step: int | None = None) -> list[Record]:

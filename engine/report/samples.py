@@ -6,7 +6,7 @@ import os
 import platform
 import re
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,7 +60,7 @@ class Report(Callback):
         out = trainer.config.out
         content = {"data": describe_data(trainer.data), "baselines": self.baselines}
         if not trainer.dist_ctx.sharded:
-            model = cast(GPT, build_decoder(trainer.model))
+            model = build_decoder(trainer.model)
             samples = sample_for_report(model, trainer.data, trainer.step, trainer.config.seed)
             with open(out / "samples.jsonl", "a", encoding="utf-8") as file:
                 file.write("".join(f"{to_json(sample)}\n" for sample in samples))
@@ -76,21 +76,19 @@ def describe_environment(trainer: Trainer) -> dict[str, Any]:
     """Describe a run when it starts: parameters, machine, data, and defaults of all settings."""
     device = trainer.dist_ctx.device
     has_affinity = hasattr(os, "sched_getaffinity")
-    gpu = {}
-    if device.type == "cuda":
-        memory = f"{total_memory(device) / 2**30:,.0f} GiB"
-        gpu["GPU"] = f"{torch.cuda.get_device_name(device)}, {memory}"
     machine = {
         "processor": processor_name(),
         "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
         "memory": f"{total_memory(torch.device('cpu')) / 2**30:,.0f} GiB",
         "device": str(device),
-        **gpu,
         "processes": trainer.dist_ctx.size,
         "system": platform.platform(terse=True),
         "Python": platform.python_version(),
         "PyTorch": torch.__version__,
     }
+    if device.type == "cuda":
+        memory = f"{total_memory(device) / 2**30:,.0f} GiB"
+        machine["GPU"] = f"{torch.cuda.get_device_name(device)}, {memory}"
     return {
         "parameters": trainer.model.num_parameters,
         "machine": machine,
@@ -138,14 +136,11 @@ def sample_for_report(model: GPT, data: Mixture, step: int, seed: int) -> list[d
     """Continue the same prompts each time: records of step, prompt and text."""
     tokenizer = data.tokenizer
     has_examples = data.datasets[0].val.num_examples > 0
-    prompts = [ids for ids in choose_prompts(data, PROMPT_TOKENS) if ids]
-    names = [tokenizer.decode(ids) for ids in prompts]
+    prompts = [(ids, tokenizer.decode(ids)) for ids in choose_prompts(data, PROMPT_TOKENS) if ids]
     if not (has_examples and prompts):
-        ids, name = start_of_sample(data)
-        prompts.insert(0, ids)
-        names.insert(0, name)
+        prompts.insert(0, start_of_sample(data))
     ends = stop_token_ids(tokenizer) if has_examples else []
-    streams = [TextStream(tokenizer, ids, NEW_TOKENS, stop_token_ids=ends) for ids in prompts]
+    streams = [TextStream(tokenizer, ids, NEW_TOKENS, stop_token_ids=ends) for ids, _ in prompts]
     options: SamplingOptions = {**DEFAULT_OPTIONS, "seed": seed}
     texts = [""] * len(streams)
     try:
@@ -155,7 +150,7 @@ def sample_for_report(model: GPT, data: Mixture, step: int, seed: int) -> list[d
         texts = [f"none: {error}"] * len(streams)
     return [
         {"step": step, "prompt": name, "text": text}
-        for name, text in zip(names, texts, strict=True)
+        for (_, name), text in zip(prompts, texts, strict=True)
     ]
 
 

@@ -215,7 +215,7 @@ class Api:
 
         stop_token_ids = self.generator.stop_token_ids
         all_prompts = [prompt for prompt in prompts for _ in range(settings.n)]
-        requests = []
+        requests: list[ClientRequest] = []
         for prompt, row_seed in zip(all_prompts, row_seeds(seed, all_prompts), strict=True):
             room = self.context_length - len(prompt)
             if room < min(1, max_tokens):
