@@ -28,7 +28,7 @@ MAX_MESSAGE_CHARACTERS = 200
 IGNORED_ARGUMENTS = {"user", "metadata", "store", "service_tier", "safety_identifier"}
 IGNORED_ARGUMENTS |= {"prompt_cache_key", "parallel_tool_calls", "cache_prompt"}
 IGNORED_ARGUMENTS |= {"spaces_between_special_tokens"}
-# Unsupported arguments, and the value that changes nothing; of others, any empty value.
+# Unsupported arguments, and the value that changes nothing, as does an empty one unless it is true.
 NEUTRAL_VALUES: dict[str, Any] = {
     **dict.fromkeys(("best_of", "length_penalty", "typical_p", "repeat_penalty"), 1),
     "skip_special_tokens": True,
@@ -133,7 +133,7 @@ def read_settings(cls: type[SettingsType], body: dict[str, Any]) -> SettingsType
     names = {field.name for field in fields(cls)}
     for name, value in body.items():
         neutral = NEUTRAL_VALUES.get(name)
-        is_neutral = value in (None, neutral) if neutral else not value
+        is_neutral = value in (None, neutral) or (not value and neutral is not True)
         if not is_neutral and name not in names | IGNORED_ARGUMENTS:
             param = shorten(name)
             raise ApiError(f"{param}: not supported (got {shorten(value)})", param=param)
