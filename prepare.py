@@ -12,7 +12,6 @@ To resume an interrupted run, run the same command again.
 
 import contextlib
 import os
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -28,7 +27,6 @@ from engine.core.settings import check_ranges, parse
 from engine.data.chats import chat, examples
 from engine.data.dataset import dataset_name, is_up_to_date, open_dataset
 from engine.data.inputs.documents import Corpus
-from engine.data.inputs.local import check_glob
 from engine.data.inputs.sources import DEFAULT_ENCODING, STDIN_NAMES, Reader, Source, find_sources
 from engine.data.inputs.text import normalize_encoding
 from engine.data.tokenizer import Tokenizer, named_tokenizer
@@ -114,7 +112,6 @@ class PrepareConfig:
 
 def main(arguments: list[str] | None = None) -> None:
     """Prepare or show a dataset, and print the next command."""
-    check_glob(sys.argv[1:] if arguments is None else arguments)
     config = parse(PrepareConfig, arguments)
     if config.show is not None:
         if config != PrepareConfig((), show=config.show):

@@ -161,13 +161,17 @@ def test_what_may_not_be_read_is_refused(tmp_path: Path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["-", "/dev/stdin"])
-def test_standard_input_is_a_pipe_or_a_file_but_no_device(name: str, tmp_path: Path):
+def test_standard_input_is_a_pipe_or_a_file_but_no_device_or_folder(name: str, tmp_path: Path):
     (tmp_path / "a.txt").write_text("through standard input")
     original = os.dup(0)
     try:
         with open("/dev/zero") as file:
             os.dup2(file.fileno(), 0)
         assert error_of(name, spool=tmp_path).startswith(f"{name}: ")
+        folder = os.open(tmp_path, os.O_RDONLY)
+        os.dup2(folder, 0)
+        os.close(folder)
+        assert re.match(f"{name}: .*directory", error_of(name, spool=tmp_path))
         with open(tmp_path / "a.txt") as file:
             os.dup2(file.fileno(), 0)
         assert texts_of(*find(name, spool=tmp_path)) == ["through standard input"]
@@ -280,6 +284,8 @@ def test_the_version_changes_with_the_file_and_a_source_can_be_pickled(tmp_path,
         ('[{"text": "a"}, {"text": "b"}]', ["a", "b"]),
         ('\ufeff[\r\n  {\r\n "text": "a"\r\n  },\r\n{"text": "b"}]\r\n', ["a", "b"]),
         ('[{"text": "' + "a" * 2**19 + '"}]', ["a" * 2**16] * 8),
+        ('{"text": "' + "a" * 2**19 + '"}\n{"text": "b"}', [*["a" * 2**16] * 8, "b"]),
+        ('{"name": 1} is a record\n', ['{"name": 1} is a record\n']),
         ("[1] a note\n", ["[1] a note\n"]),
         ("[{a}]\n", ["[{a}]\n"]),
         ('[[{"text": "a"}]]', ['[[{"text": "a"}]]']),

@@ -1,26 +1,23 @@
 """Local paths: lists the files of folders, copies pipes, and refuses devices and sockets."""
 
-import contextlib
-import errno
-import itertools
 import json
 import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path, PurePath
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from engine.core.errors import UserError
 
+STDIN_NAMES = ("-", "/dev/stdin")
+# The first letter of stat.filemode() → what it stands for.
+SPECIAL_FILES = {"c": "a character device", "b": "a block device", "s": "a socket", "p": "a pipe"}
 HEAD_CHARACTERS = 2**18  # of a pipe, to tell whether it holds records
-MAX_FIRST_RECORD_CHARACTERS = 2**27  # for the same, of the rest of its first line
-SPECIAL_FILES: dict[str, Callable[[int], bool]] = {
-    "a character device": stat.S_ISCHR,
-    "a block device": stat.S_ISBLK,
-    "a socket": stat.S_ISSOCK,
-    "a pipe": stat.S_ISFIFO,
-}
+# An array of objects or of lists of messages, or an object that ends on its line or after the head.
+RECORDS_PATTERN = re.compile(
+    r'\s*(\[\s*\{\s*"|\[\s*\[\s*\{\s*"(role|from)"|\{[ \t]*".*(\}[ \t]*$|\Z))', re.MULTILINE
+)
 
 
 def check_file(path: Path) -> None:
@@ -34,71 +31,45 @@ def check_file(path: Path) -> None:
         raise UserError(f"{path}: cannot be read (permission denied). Change its permissions.")
 
 
-def check_glob(arguments: Sequence[str]) -> None:
-    """Raise UserError if the shell seems to have replaced a pattern of --glob by names."""
-    start = arguments.index("--glob") + 1 if "--glob" in arguments else len(arguments)
-    names = [*itertools.takewhile(lambda argument: not argument.startswith("-"), arguments[start:])]
-    suffix = PurePath(names[0]).suffix if names else ""
-    files = [name for name in names if PurePath(name).suffix == suffix and Path(name).is_file()]
-    if suffix and len(files) > 1 and names[0] in files:
-        got = f"got {len(files)} files, such as {files[0]}"
-        raise UserError(f"--glob: must be one pattern ({got}). Quote it: --glob '*{suffix}'.")
-
-
 def check_mode(name: str, mode: int) -> None:
     """Raise UserError if a mode, as of os.stat, is that of a device, a socket or a pipe."""
-    for kind, is_kind in SPECIAL_FILES.items():
-        if is_kind(mode):
-            reason = f"must be a file (got {kind})"
-            raise UserError(f"{name}: {reason}. Give a file, or choose files with --glob.")
+    if kind := SPECIAL_FILES.get(stat.filemode(mode)[0]):
+        advice = "Give a file, or choose files with --glob"
+        raise UserError(f"{name}: must be a file (got {kind}). {advice}.")
 
 
-def copy_pipe(pipe: int | str, name: str, copy: Path) -> Path:
-    """Copy a pipe, given by its descriptor or path, until it ends. UserError: a full disk.
+def copy_pipe(name: str, copy: Path) -> Path:
+    """Copy a pipe, because a corpus is read more than once; the copy of records ends in .jsonl.
 
-    Returns the path of the copy, which ends in .jsonl if it holds records.
+    Raises UserError for a device, which would not end, and if the copy cannot be written.
     """
+    is_stdin = name in STDIN_NAMES
     try:
-        with open(copy, "wb") as file, open(pipe, "rb", closefd=isinstance(pipe, str)) as source:
+        with (
+            open(0 if is_stdin else name, "rb", closefd=not is_stdin) as source,
+            open(copy, "wb") as file,
+        ):
             mode = os.fstat(source.fileno()).st_mode
-            if not source.isatty() and not stat.S_ISFIFO(mode) and not stat.S_ISSOCK(mode):
-                check_mode(name, mode)  # a device would not end
+            if stat.S_ISCHR(mode) and not source.isatty():
+                check_mode(name, mode)
             shutil.copyfileobj(source, file)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        reason = f"does not fit on the disk of {copy.parent}"
-        raise UserError(f"{name}: {reason}. Set TMPDIR to a larger one.") from None
-    return copy.rename(copy.with_suffix(".jsonl")) if _holds_json_records(copy) else copy
-
-
-def _holds_json_records(path: Path) -> bool:
-    """Return whether a file starts with an array of JSON objects, or with one on a line."""
-    with open(path, "rb") as binary_file:
+        reason = f"could not be copied to {copy.parent} ({error.strerror})"
+        advice = "Make it readable, or set TMPDIR to a larger folder"
+        raise UserError(f"{name}: {reason}. {advice}.") from None
+    with open(copy, "rb") as binary_file:
         encoding = json.detect_encoding(binary_file.read(4))
-    with open(path, encoding=encoding, errors="replace") as file:
-        head = file.read(HEAD_CHARACTERS).lstrip()
-        is_array = re.match(r'\[\s*(\{|\[\s*\{\s*"(role|from)")', head)
-        if not is_array and not head.startswith("{"):
-            return False
-        head += file.readline(MAX_FIRST_RECORD_CHARACTERS)
-    with contextlib.suppress(ValueError, RecursionError):
-        decoder = json.JSONDecoder(parse_int=float)
-        if is_array:
-            decoder.raw_decode(head, head.index("{"))
-        else:
-            decoder.decode(head.partition("\n")[0])
-        return True
-    return False
+    with open(copy, encoding=encoding, errors="replace") as text_file:
+        has_records = RECORDS_PATTERN.match(text_file.read(HEAD_CHARACTERS))
+    return copy.rename(copy.with_suffix(".jsonl")) if has_records else copy
 
 
 def list_files(
     folder: Path, is_excluded: Callable[[Path], bool], visited: set[Path] | None = None
-) -> Iterator[tuple[Path, Path]]:
-    """Yield the files at any depth, in order, each with its real path.
+) -> Iterator[Path]:
+    """Yield the files at any depth, in order. Those with several links to them are visited once.
 
-    A folder with several links to it is visited once. Raises UserError for a link to a parent
-    folder, and for a folder that cannot be listed.
+    Raises UserError for a link to a parent folder, and for what cannot be listed or read.
     """
     visited = set() if visited is None else visited
     real_folder = Path(os.path.realpath(folder))
@@ -116,9 +87,11 @@ def list_files(
         real_path = real_folder / path.name
         if path.is_symlink():
             real_path = Path(os.path.realpath(path))
-        if not path.is_dir():
-            yield path, real_path
-        elif path.is_symlink() and real_folder.is_relative_to(real_path):
+        if path.is_symlink() and real_folder.is_relative_to(real_path):
             raise UserError(f"{path}: is a link to a parent folder. Remove it.")
-        else:
+        if path.is_dir():
             yield from list_files(path, is_excluded, visited)
+        elif real_path not in visited:
+            visited.add(real_path)
+            check_file(path)
+            yield path

@@ -1,7 +1,6 @@
 """Where text comes from: files, folders, addresses, Hugging Face datasets, standard input."""
 
 import contextlib
-import errno
 import functools
 import hashlib
 import io
@@ -20,7 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from engine.core.errors import UserError, import_optional, is_bug
 from engine.core.files import atomic_directory, sha256
-from engine.data.inputs.local import check_file, copy_pipe, list_files
+from engine.data.inputs.local import STDIN_NAMES, check_file, copy_pipe, list_files
 from engine.data.inputs.standard_library import find_modules, write_documentation
 
 SHAKESPEARE_URL = (
@@ -33,11 +32,10 @@ HTTP_TIMEOUT_SECONDS = 60  # to wait for the next bytes of a web server
 VERSION_KEYS = ["ETag", "etag", "mtime", "Last-Modified", "LastModified", "last_modified"]
 VERSION_KEYS += ["updated", "created"]
 BUILT_IN_NAMES = ("pydocs", "stdlib", "shakespeare")
-STDIN_NAMES = ("-", "/dev/stdin")
 SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")  # in a folder of save_to_disk
 STREAMED_FILE_BYTES = 2**28  # assumed for a file of a streamed dataset, whose size is unknown
 RECORD_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".html", ".tex", ".py")  # to propose for --glob
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".html", ".tex", ".log", ".py")  # to propose for --glob
 DEFAULT_ENCODING = "utf-8"
 # Suffix → name in fsspec.
 COMPRESSION_NAMES = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
@@ -81,7 +79,7 @@ class Source:
     hub_split: str = ""  # of a Hugging Face dataset; empty for a file
     hub_config: str | None = None
     revision: str = ""  # of a dataset on the hub
-    suffixes_beside: tuple[str, ...] = ()  # of all files of its folder, the most frequent first
+    text_suffix: str = ""  # the most frequent of TEXT_SUFFIXES in its folder; "": none is there
 
     @functools.cached_property
     def info(self) -> tuple[int, str]:
@@ -93,10 +91,6 @@ class Source:
             files = [os.stat(file["filename"]) for file in rows.cache_files]
             version = " ".join(str(file.st_mtime_ns) for file in files)
             return sum(file.st_size for file in files), version
-        if isinstance(self.path, Path):
-            with wrap_errors(self.name):
-                file = os.stat(self.path)
-            return file.st_size, str(file.st_mtime_ns)
         fs, path = file_system(self.path)
         with wrap_errors(self.name):
             info = fs.info(path)
@@ -122,10 +116,9 @@ class Source:
 
     @property
     def glob_advice(self) -> str:
-        """How to choose other files of its folder; "" if there are none with another suffix."""
-        suffixes = [suffix for suffix in self.suffixes_beside if suffix not in self.suffixes[:1]]
-        suffixes.sort(key=lambda suffix: suffix not in TEXT_SUFFIXES)
-        return f", or choose files with --glob '*{suffixes[0]}'" if suffixes else ""
+        """How to choose the text files of its folder; "" if there are no others."""
+        is_other = self.text_suffix not in ("", *self.suffixes[:1])
+        return f", or choose files with --glob '*{self.text_suffix}'" if is_other else ""
 
     @property
     def compression(self) -> str:
@@ -160,7 +153,7 @@ def wrap_errors(name: str, advice: str = DEFAULT_ADVICE) -> Iterator[None]:
 def file_system(path: Path | str) -> tuple[Any, str]:
     """Return fsspec's file system for a local path or an address, and the path in it."""
     if isinstance(path, Path):
-        return LocalFileSystem(), os.path.abspath(path)
+        return LocalFileSystem(), os.path.realpath(path)  # whose info is not that of a link
     options = {}
     if path.startswith(("http://", "https://")):
         import aiohttp
@@ -217,7 +210,8 @@ def find_sources(
         if name in BUILT_IN_NAMES:
             matches = _find_built_in(name, spool)
         elif name in STDIN_NAMES or path.is_fifo():
-            matches = [_spool_pipe(name, spool / str(len(sources)))]
+            copy = copy_pipe(name, spool / str(len(sources)))
+            matches = [Source(copy, "standard input" if name in STDIN_NAMES else name)]
         elif "://" in name and expected_sha256:
             matches = [Source(download(name, expected_sha256), name)]
         elif "://" in name:
@@ -239,38 +233,31 @@ def find_sources(
             reason = f"has plain text ({text_files[0]}) beside records"
             raise UserError(f"{name}: {reason}. Choose files with --glob.")
         counts = Counter(suffix for source in matches for suffix in source.suffixes[:1])
-        suffixes = tuple(suffix for suffix, _ in counts.most_common())
-        sources += [replace(source, suffixes_beside=suffixes) for source in matches]
+        text_suffix = max(("", *TEXT_SUFFIXES), key=counts.__getitem__)
+        sources += [replace(source, text_suffix=text_suffix) for source in matches]
     return sources
 
 
 def _find_built_in(name: str, spool: Path) -> list[Source]:
     if name == "stdlib":
         return [Source(path, module) for path, module in find_modules()]
-    path = spool / "pydocs.jsonl"
     if name == "pydocs":
-        write_documentation(path)
-    else:
-        path = download(SHAKESPEARE_URL, SHAKESPEARE_SHA256, SHAKESPEARE_ADVICE)
-    return [Source(path, name)]
+        return [Source(write_documentation(spool / "pydocs.jsonl"), name)]
+    return [Source(download(SHAKESPEARE_URL, SHAKESPEARE_SHA256, SHAKESPEARE_ADVICE), name)]
 
 
 def _find_in_folder(folder: Path, pattern: str) -> list[Source]:
     if any((folder / name).is_file() for name in SAVED_DATASET_FILES):
         raise UserError(f"{folder}: is a saved Hugging Face dataset. Give it as hf:{folder}.")
-    files: dict[Path, Source] = {}
-    for path, real_path in list_files(folder, lambda path: path.name.startswith(".")):
-        if path.match(pattern) and real_path not in files:
-            check_file(path)
-            files[real_path] = Source(path.absolute(), str(path))
-    return [*files.values()]
+
+    def is_excluded(path: Path) -> bool:
+        return path.name.startswith(".") or not (path.match(pattern) or path.is_dir())
+
+    return [Source(path.absolute(), str(path)) for path in list_files(folder, is_excluded)]
 
 
 def _find_remote(address: str, pattern: str) -> list[Source]:
-    """List the files of an address: one file, a folder, or a pattern with ``*``.
-
-    Hidden files and folders are left out, unless the address names them.
-    """
+    """List the files of an address, without hidden ones, unless the address names them."""
     fs, path = file_system(address)
     with wrap_errors(address):
         if "*" in path:
@@ -287,13 +274,6 @@ def _find_remote(address: str, pattern: str) -> list[Source]:
             if PurePath(file).match(pattern) and "/." not in file.removeprefix(folder)
         ]
     return [Source(file, file) for file in addresses]
-
-
-def _spool_pipe(name: str, copy: Path) -> Source:
-    """Copy a pipe to a file, because a corpus is read more than once."""
-    is_stdin = name in STDIN_NAMES
-    copy = copy_pipe(0 if is_stdin else name, name, copy)
-    return Source(copy, "standard input" if is_stdin else name)
 
 
 def _find_hub_dataset(name: str, config: str | None, split: str) -> Source:
@@ -327,20 +307,18 @@ def is_streamed(rows: Any) -> bool:
 
 def download(address: str, expected_sha256: str, advice: str = DEFAULT_ADVICE) -> Path:
     """Return the path of a cached download. Raises UserError if it fails or has another hash."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "gpt-trainer")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "gpt-trainer")
     name = Path(re.sub("[?#].*", "", address.partition("://")[2])).name or "download"
-    folder = cache / hashlib.sha256(address.encode()).hexdigest()[:16]
-    path = folder / name
-    if not path.exists():
-        fs, remote = file_system(address)
-        try:
-            if cache.parts[0] == "~":
-                raise OSError(errno.ENOENT, "there is no home folder")
+    try:
+        folder = cache.expanduser() / hashlib.sha256(address.encode()).hexdigest()[:16]
+        path = folder / name
+        if not path.exists():
+            fs, remote = file_system(address)
             with atomic_directory(folder) as partial, wrap_errors(address, advice):
                 fs.get_file(remote, str(partial / name))
-        except OSError as error:
-            reason = f"can't keep {address} ({error.strerror})"
-            raise UserError(f"{cache}: {reason}. Set XDG_CACHE_HOME to another folder.") from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+        reason = f"can't keep {address} ({error})"
+        raise UserError(f"{cache}: {reason}. Set XDG_CACHE_HOME to another folder.") from None
     actual_sha256 = sha256(path)
     if actual_sha256 != expected_sha256.lower():
         path.unlink()

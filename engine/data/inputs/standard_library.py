@@ -2,32 +2,29 @@
 
 import ast
 import json
+import re
 import sysconfig
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 from engine.core.errors import UserError
 from engine.data.inputs.local import list_files
 
-# Folders that hold tests or tables. Those of installed packages end in "-packages".
-EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
+# Folders that hold tests, tables or installed packages.
+EXCLUDED_PATTERN = re.compile("tests?|idle_test|encodings|pydoc_data|.*-packages")
+DOCUMENTED_NODES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 MIN_DOCUMENT_CHARACTERS = 200  # of a module's docstrings
 
 
 def find_modules() -> list[tuple[Path, str]]:
     """Return the path of each module, and its path in the library."""
     root = Path(sysconfig.get_path("stdlib"))
-
-    def is_excluded(path: Path) -> bool:
-        name = path.name
-        return name in EXCLUDED_FOLDERS or name.endswith("-packages") or path.is_symlink()
-
-    files = list_files(root, is_excluded)
-    return [(path, str(path.relative_to(root))) for path, _ in files if path.suffix == ".py"]
+    files = list_files(
+        root, lambda path: path.is_symlink() or bool(EXCLUDED_PATTERN.fullmatch(path.name))
+    )
+    return [(path, str(path.relative_to(root))) for path in files if path.suffix == ".py"]
 
 
-def write_documentation(target: Path) -> None:
+def write_documentation(target: Path) -> Path:
     """Write a line of JSON for each topic of the language reference, and for each module.
 
     The document of a module is its docstrings. Raises UserError if the reference is missing.
@@ -35,22 +32,17 @@ def write_documentation(target: Path) -> None:
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        problem = "this Python has no language reference (pydoc_data)"
-        raise UserError(f"pydocs: {problem}. Install all of Python, or give stdlib.") from None
+        raise UserError("pydocs: needs pydoc_data of Python. Install it, or give stdlib.") from None
     documents = [topics[name].strip() for name in sorted(topics)]
-    documents += ["\n\n".join(docstrings(path)) for path, _ in find_modules()]
+    documents += [read_docstrings(path) for path, _ in find_modules()]
     long_documents = [text for text in documents if len(text) >= MIN_DOCUMENT_CHARACTERS]
     lines = [json.dumps({"text": f"{text}\n"}) for text in long_documents]
     target.write_text("\n".join(lines), encoding="utf-8")
+    return target
 
 
-def docstrings(path: Path) -> Iterator[str]:
-    """Yield the docstrings of a module, and of its classes and functions."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the module's syntax
-        tree = ast.parse(path.read_bytes())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            text = ast.get_docstring(node)
-            if text:
-                yield text.strip()
+def read_docstrings(path: Path) -> str:
+    """Return the docstrings of a module, and of its classes and functions."""
+    nodes = ast.walk(ast.parse(path.read_bytes()))
+    texts = [ast.get_docstring(node) for node in nodes if isinstance(node, DOCUMENTED_NODES)]
+    return "\n\n".join(text.strip() for text in texts if text)
