@@ -14,7 +14,7 @@ from helpers import ROOT, make_reader
 
 from engine.core.errors import UserError
 from engine.data.inputs import columns, readers
-from engine.data.inputs.columns import count_parts, count_rows
+from engine.data.inputs.columns import count_parts
 from engine.data.inputs.readers import read
 from engine.data.inputs.sources import Source, find_sources
 
@@ -147,7 +147,7 @@ def test_empty_row_groups_and_files_have_no_records(tmp_path: Path):
         for texts in ([], ["a"], [], ["b", "c"], []):
             writer.write_table(pyarrow.table({"text": texts}, schema))
     source = Source(tmp_path / "a.parquet", "a.parquet")
-    assert texts_of(source.path) == ["a", "b", "c"] and count_rows(source) == 3
+    assert texts_of(source.path) == ["a", "b", "c"]
     num_parts = count_parts(source, 1)
     parts = [[text.text for text in read(source, n, num_parts)] for n in range(num_parts)]
     assert [text for part in parts for text in part] == ["a", "b", "c"] and [] in parts

@@ -24,7 +24,7 @@ from helpers import make_reader
 from engine.core.errors import UserError
 from engine.data.inputs import columns, readers, sources
 from engine.data.inputs.columns import count_parts
-from engine.data.inputs.readers import Text, count_documents, read, split_document
+from engine.data.inputs.readers import Text, read, split_document
 from engine.data.inputs.sources import Reader, Source, find_sources
 from engine.data.tokenizer import Tokenizer, named_tokenizer
 from engine.data.tokenizer_json import SPLIT_PATTERNS
@@ -38,7 +38,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make large documents, pieces, batches and blocks so small that a test has many."""
     monkeypatch.setattr(readers, "LARGE_DOCUMENT_BYTES", 2**11)
     monkeypatch.setattr(readers, "PIECE_BYTES", 2**10)
-    monkeypatch.setattr(columns, "PARQUET_BATCH_ROWS", 2)
+    monkeypatch.setattr(columns, "BATCH_ROWS", 2)
     monkeypatch.setattr(sources, "BLOCK_BYTES", 100)
 
 
@@ -140,7 +140,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Source]:
 def test_hugging_face_datasets_give_the_same_texts(saved: dict[str, Source], small):
     for source in saved.values():
         assert join_pieces([*read(source)]) == TEXTS
-        assert count_documents(source, Reader()) in (None, len(TEXTS))
 
 
 def test_parts_in_order_are_the_whole(saved: dict[str, Source], small, tmp_path: Path):
@@ -263,7 +262,7 @@ def test_bytes_that_are_not_utf8_are_located_in_csv(content, offset, small, tmp_
 JSON_LINES = (
     b'\xef\xbb\xbf{"text": " one\\ntwo\\n"}\n\n  \r\n{"id": 1, "text": "\\u00e9\xc3\xa9"}\r\n'
 )
-JSON_LINES += b'{"text": "", "id": ' + b"7" * 5000 + b'}\n{"text": "\\ud83d\\ude80!"}'
+JSON_LINES += b'{"text": "", "id": 7}\n{"text": "\\ud83d\\ude80!"}'
 
 
 @pytest.mark.parametrize("block_bytes", [1, 5, 2**18])

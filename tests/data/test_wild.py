@@ -5,6 +5,7 @@ Each table is a case: ``file`` or ``files`` in wild/, ``arguments`` of prepare.p
 of the command's output.
 """
 
+import itertools
 import json
 import re
 import tomllib
@@ -34,7 +35,7 @@ def read_documents(arguments: list[str], spool: Path) -> list[Any]:
     prepare.check_reader(config, reader, sources)
     corpus = Corpus(sources, 0.1, (), reader)
     documents = [""]
-    for text in corpus.texts():
+    for text in itertools.chain(*(unit.texts() for unit in corpus.units)):
         documents[-1] += text.text
         if text.ends_document:
             documents.append("")

@@ -1,7 +1,7 @@
 """Parquet files and datasets of Hugging Face → records."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from engine.core.errors import UserError, import_optional
@@ -9,19 +9,12 @@ from engine.data.inputs import sources
 from engine.data.inputs.sources import Reader, Source, wrap_errors
 
 BUFFER_BYTES = 2**20  # of a Parquet file, read at a time
-PARQUET_BATCH_ROWS = 16  # decoded at a time: a small file may repeat a large cell
-DATASET_BATCH_ROWS = 64  # decoded at a time
+BATCH_ROWS = 16  # decoded at a time: a small file may repeat a large cell
 LARGE_BATCH_BYTES = 2**22  # the rows of a larger batch become Python objects one by one
 UNREAD_VALUE = "…"  # stands for the value of a column that is not read
 
 # Location, such as "a.csv, line 3", and the record, or the reason why it cannot be read.
 Records = Iterator[tuple[str, dict[str, Any] | UserError]]
-
-
-def count_rows(source: Source) -> int:
-    """Return the number of rows of a Parquet file."""
-    with _open_parquet(source) as file:
-        return file.metadata.num_rows
 
 
 def count_parts(source: Source, part_bytes: int) -> int:
@@ -44,12 +37,8 @@ def read_parquet(source: Source, reader: Reader, index: int, count: int) -> Reco
         row = sum(file.metadata.row_group(group).num_rows for group in range(first))
         columns, placeholders = _select_columns(source, reader, file.schema_arrow.names)
         groups = [*range(first, end)]
-        for batch in file.iter_batches(PARQUET_BATCH_ROWS, groups, columns, use_threads=False):
-            for record in _decode_rows(batch):
-                row += 1
-                if isinstance(record, dict):
-                    record = placeholders | record
-                yield f"{source.name}, row {row}", record
+        batches = file.iter_batches(BATCH_ROWS, groups, columns, use_threads=False)
+        yield from _read_batches(batches, placeholders, source.name, row)
     source.check_unchanged()
 
 
@@ -69,11 +58,8 @@ def read_rows(source: Source, reader: Reader, index: int, count: int) -> Records
         else:
             row = len(rows) * index // count
             rows = rows.select(range(row, len(rows) * (index + 1) // count))
-        for batch in rows.iter(DATASET_BATCH_ROWS):
-            for values in zip(*batch.values(), strict=True):
-                row += 1
-                record = dict(zip(batch, values, strict=True))
-                yield f"{name}, row {row}", placeholders | record
+        batches = rows.with_format("arrow").iter(BATCH_ROWS)
+        yield from _read_batches(batches, placeholders, name, row)
 
 
 def _open_parquet(source: Source) -> Any:
@@ -91,10 +77,7 @@ def _open_parquet(source: Source) -> Any:
 def _select_columns(
     source: Source, reader: Reader, names: list[str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the columns to read, and UNREAD_VALUE for each column: notes and messages need it.
-
-    Raises UserError for two columns of one name.
-    """
+    """Return the columns to read, and UNREAD_VALUE for each column: notes and messages need it."""
     fields = reader.examples.fields if reader.examples else (reader.field,)
     columns = [name for name in names if name in fields]
     for name in columns:
@@ -103,16 +86,24 @@ def _select_columns(
     return columns, dict.fromkeys(names, UNREAD_VALUE)
 
 
-def _decode_rows(batch: Any) -> Iterator[dict[str, Any] | UserError]:
-    """Yield the record of each row, or the reason why Python cannot represent it."""
-    records = None
-    if batch.nbytes <= LARGE_BATCH_BYTES:
-        with contextlib.suppress(ValueError, OverflowError):
-            records = batch.to_pylist()
-    for index in range(len(batch)):
-        try:
-            yield records[index] if records else batch.slice(index, 1).to_pylist()[0]
-        except UnicodeDecodeError as error:
-            yield UserError(f"is not UTF-8 ({error}). Repair the text.")
-        except (ValueError, OverflowError) as error:
-            yield UserError(f"has a value that Python cannot hold ({error}). Convert it to text.")
+def _read_batches(
+    batches: Iterable[Any], placeholders: dict[str, str], name: str, row: int
+) -> Records:
+    """Yield the record of each row after ``row``, or the reason why Python cannot hold it."""
+    for batch in batches:
+        records = None
+        if batch.nbytes <= LARGE_BATCH_BYTES:
+            with contextlib.suppress(ValueError, OverflowError):
+                records = batch.to_pylist()
+        for index in range(len(batch)):
+            row += 1
+            record: dict[str, Any] | UserError
+            try:
+                values = records[index] if records else batch.slice(index, 1).to_pylist()[0]
+                record = placeholders | values
+            except UnicodeDecodeError as error:
+                record = UserError(f"is not UTF-8 ({error}). Repair the text.")
+            except (ValueError, OverflowError) as error:
+                reason = f"has a value that Python cannot hold ({error})"
+                record = UserError(f"{reason}. Convert it to text.")
+            yield f"{name}, row {row}", record

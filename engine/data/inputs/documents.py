@@ -1,7 +1,6 @@
 """The documents of sources: their split into train and validation, and units of work."""
 
 import hashlib
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ import numpy as np
 
 from engine.core.errors import UserError
 from engine.data.inputs.columns import count_parts
-from engine.data.inputs.readers import Text, count_documents, is_one_document, read
+from engine.data.inputs.readers import Text, is_one_document, read
 from engine.data.inputs.sources import DEFAULT_ENCODING, DEFAULT_READER, Reader, Source
 from engine.data.inputs.text import Notes
 
@@ -32,8 +31,7 @@ class Piece(NamedTuple):
 
     split: str
     text: str
-    # Whether the document, or its part in this split, starts and ends with this piece.
-    starts_document: bool
+    starts_document: bool  # whether the document, or its part in this split, starts with this piece
     ends_document: bool
 
 
@@ -81,15 +79,15 @@ class SplitRule:
     def pieces(self, text: Text, digest: bytes, unit_split: str = "") -> list[Piece]:
         """Split a text into pieces, at most one for each split."""
         starts = text.offset == 0
-        if unit_split:
-            return [Piece(unit_split, text.text, starts, text.ends_document)]
-        if self.has_examples:
-            digest = hash_prompt(text)
-        if self.has_examples or not (self.has_few_documents or text.is_large):
+        is_cut = not self.has_examples and (self.has_few_documents or text.is_large)
+        if unit_split or not is_cut:
+            if self.has_examples:
+                digest = hash_prompt(text)
             is_val = hash_fraction(digest) <= self.val_fraction
             if self.has_few_documents:
                 is_val = digest in self.val_prompts
-            return [Piece("val" if is_val else "train", text.text, starts, text.ends_document)]
+            split = unit_split or ("val" if is_val else "train")
+            return [Piece(split, text.text, starts, text.ends_document)]
         data = text.text.encode()
         size = len(data) if text.document_bytes is None else text.document_bytes
         length = len(data) if text.piece_bytes is None else text.piece_bytes
@@ -122,47 +120,40 @@ class Corpus:
         If there are ``val_sources``, their documents are for validation, and all others for train.
         Raises UserError if all examples have one prompt and there are none.
         """
-        self.groups = [group for group in (sources, val_sources) if group]
         self.sources = [*sources, *val_sources]
+        self.num_val_sources = len(val_sources)
         self.reader = reader
         self.units = make_units(sources, reader, "train" if val_sources else "")
         self.units += make_units(val_sources, reader, "val", len(self.units))
         self.bytes = sum(source.size for source in self.sources)
-        self.prompts: set[bytes] = set()  # the hashes of few prompts
-        is_single = all(len(g) == 1 and is_one_document(g[0], reader) for g in self.groups)
+        are_plain = all(is_one_document(source, reader) for source in self.sources)
+        is_single = are_plain and len(sources) == 1 >= len(val_sources)
+        few = None if val_sources else self._find_few(val_fraction)
         has_examples = reader.examples is not None
-        has_few = not val_sources and (is_single or self._has_few_documents(val_fraction))
-        val_prompts = self._choose_val_prompts(val_fraction) if has_few and has_examples else []
-        self.rule = SplitRule(val_fraction, has_few, is_single, has_examples, tuple(val_prompts))
+        val_prompts = self._choose_val_prompts(few, val_fraction) if few and has_examples else ()
+        self.rule = SplitRule(val_fraction, few is not None, is_single, has_examples, val_prompts)
 
-    def _choose_val_prompts(self, val_fraction: float) -> list[bytes]:
+    def _find_few(self, val_fraction: float) -> list[Any] | None:
+        """Return the documents, or prompts, if there are too few to assign them by hash."""
+        num_enough = MIN_EXPECTED_DOCUMENTS / min(val_fraction, 1 - val_fraction)
+        keys: set[Any] = set()
+        for number, source in enumerate(self.sources):
+            is_one = is_one_document(source, self.reader)  # it need not be read
+            texts = [Text("")] if is_one else read(source, reader=self.reader)
+            for index, text in enumerate(texts):
+                if text.ends_document:
+                    keys.add(hash_prompt(text) if self.reader.examples else (number, index))
+                if len(keys) >= num_enough:
+                    return None
+        return sorted(keys)
+
+    def _choose_val_prompts(self, prompts: list[bytes], val_fraction: float) -> tuple[bytes, ...]:
         """Choose about val_fraction of few prompts: at least one, but not all of them."""
-        prompts = sorted(self.prompts)
         if len(prompts) == 1:
             problem = "must have different prompts to split its examples (got 1)"
             raise UserError(f"{self.sources[0].name}: {problem}. Give others with --val.")
         count = min(max(1, round(val_fraction * len(prompts))), len(prompts) - 1)
-        return prompts[: max(0, count)]
-
-    def _has_few_documents(self, val_fraction: float) -> bool:
-        """Return whether there are too few documents, or prompts, to assign them by hash."""
-        num_enough = MIN_EXPECTED_DOCUMENTS / min(val_fraction, 1 - val_fraction)
-        if self.reader.examples:
-            for text in self.texts():
-                self.prompts.add(hash_prompt(text))
-                if len(self.prompts) >= num_enough:
-                    return False
-            return True
-        return all(total < num_enough for total in itertools.accumulate(self._document_counts()))
-
-    def _document_counts(self) -> Iterator[int]:
-        """Yield numbers whose sum is the number of documents."""
-        for source in self.sources:
-            count = count_documents(source, self.reader)
-            if count is None:
-                yield from (text.ends_document for text in read(source, reader=self.reader))
-            else:
-                yield count
+        return tuple(prompts[:count])
 
     @property
     def is_plain(self) -> bool:
@@ -174,16 +165,9 @@ class Corpus:
     @property
     def version(self) -> str:
         """A hash that changes with the files; "" if it is unknown whether they change."""
-        versions = [source_versions(group) for group in self.groups]
-        if not all(versions):
-            return ""
-        content = repr(versions if len(versions) > 1 else versions[0])
-        return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
-
-    def texts(self) -> Iterator[Text]:
-        """Yield the texts of all documents."""
-        for unit in self.units:
-            yield from unit.texts()
+        versions = source_versions(self.sources)
+        content = repr((versions, self.num_val_sources))
+        return hashlib.blake2b(content.encode(), digest_size=16).hexdigest() if versions else ""
 
     def hash_content(self) -> str:
         """Hash all texts."""
@@ -284,10 +268,8 @@ def content_hash(units: Iterable[Unit], texts: Iterable[np.ndarray]) -> str:
 def aggregate_documents(texts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return hash, tokens and ``val`` of documents, (M,) each, from TEXT_DTYPE (N,) of texts."""
     ends = np.flatnonzero(texts["ends"])
-    if not len(ends):
-        return np.empty(0, "V16"), np.empty(0, np.uint64), np.empty(0, bool)
-    starts = np.append(0, ends[:-1] + 1)
-    halves = np.frombuffer(texts["hash"].tobytes(), "<u8").reshape(-1, 2)
+    starts = np.append(0, ends + 1)[: len(ends)]
+    halves = np.ascontiguousarray(texts["hash"]).view("<u8").reshape(-1, 2)
     hashes = np.add.reduceat(halves, starts).view("V16").ravel()
     is_val = np.logical_or.reduceat(texts["val"], starts)
     return hashes, np.add.reduceat(texts["tokens"], starts), is_val

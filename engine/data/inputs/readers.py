@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 from engine.core.errors import UserError
-from engine.data.inputs.columns import Records, count_rows, read_parquet, read_rows
+from engine.data.inputs.columns import Records, read_parquet, read_rows
 from engine.data.inputs.records import read_csv, read_json_records, read_separated
 from engine.data.inputs.sources import DEFAULT_ENCODING, DEFAULT_READER, Reader, Source
 from engine.data.inputs.text import REPLACED_NOTE, Notes, decode_utf8, open_text
@@ -69,8 +69,8 @@ def read(
     if is_one_document(source, reader):
         yield from _read_plain(source, reader, notes)
         return
-    is_first = True
-    for location, record in _read_records(source, reader, index, count, notes):
+    records = _read_records(source, reader, index, count, notes)
+    for number, (location, record) in enumerate(records):
         try:
             text = _make_text(record, reader, notes)
         except UserError as error:
@@ -78,10 +78,9 @@ def read(
                 _count_bad_row(error, notes)
                 continue
             # If the fields of the first record do not fit, those of the others will not either.
-            is_bad_row = not is_first or isinstance(record, UserError)
+            is_bad_row = number > 0 or isinstance(record, UserError)
             advice = " --skip-bad-rows leaves such rows out." if is_bad_row else ""
             raise UserError(f"{location}: {str(error).removesuffix('.')}.{advice}") from None
-        is_first = False
         data = text.text.encode()
         if reader.examples or len(data) <= LARGE_DOCUMENT_BYTES:
             yield text
@@ -110,13 +109,6 @@ def _count_bad_row(error: UserError, notes: Notes) -> None:
     if note not in notes and len(notes) >= MAX_REASONS:
         note = "rows left out for more reasons"
     notes[note] += 1
-
-
-def count_documents(source: Source, reader: Reader) -> int | None:
-    """Return the number of documents of a source; None if it must be read to count them."""
-    if source.kind == ".parquet" and not reader.skip_bad_rows and not reader.examples:
-        return count_rows(source)
-    return 1 if is_one_document(source, reader) else None
 
 
 def is_one_document(source: Source, reader: Reader) -> bool:
@@ -173,8 +165,7 @@ def _read_plain(source: Source, reader: Reader, notes: Notes) -> Iterator[Text]:
     """Yield a document, or the pieces of a large one. Counts SPELLED_SEPARATORS in it."""
     head_notes: Notes = Counter()
     with open_text(source, reader, head_notes) as file:
-        head = file.read(LARGE_DOCUMENT_BYTES + len(codecs.BOM_UTF8) + 1)
-    bom_bytes = len(head) - len(head.removeprefix(codecs.BOM_UTF8))
+        head = file.read(LARGE_DOCUMENT_BYTES + 1)
 
     def decode_piece(data: bytes, offset: int) -> str:
         """Decode a piece at an offset of the document."""
@@ -182,37 +173,28 @@ def _read_plain(source: Source, reader: Reader, notes: Notes) -> Iterator[Text]:
             if count := data.count(separator):
                 notes[f"separators {separator.decode()} in plain text: see --separator"] += count
         try:
-            return decode_utf8(data, source, reader, notes, offset == 0, offset + bom_bytes)
+            return decode_utf8(data, source, reader, notes, offset == 0, offset)
         except UserError as error:
             raise UserError(f"{source.name}: {error}") from None
 
-    size = source.size - bom_bytes
-    is_size_unknown = source.compression or not source.size or reader.encoding != DEFAULT_ENCODING
-    if len(head) - bom_bytes <= LARGE_DOCUMENT_BYTES:
-        if isinstance(source.path, str) and not is_size_unknown and len(head) != source.size:
+    is_size_known = source.size and not source.compression and reader.encoding == DEFAULT_ENCODING
+    if len(head) <= LARGE_DOCUMENT_BYTES:
+        if isinstance(source.path, str) and is_size_known and len(head) != source.size:
             reason = f"must have {source.size:,} bytes (got {len(head):,})"
             raise UserError(f"{source.name}: {reason}. Download it, or prepare it again.")
         notes.update(head_notes)
-        yield Text(decode_piece(head[bom_bytes:], 0))
+        yield Text(decode_piece(head, 0))
         return
-    if is_size_unknown:
-        size = _count_bytes(source, reader, bom_bytes, decode_piece)
+    size = source.size if is_size_known else _count_bytes(source, reader, decode_piece)
     with open_text(source, reader, notes) as file:
-        file.read(bom_bytes)
         yield from split_document(file, size, source.name, decode_piece)
 
 
-def _count_bytes(
-    source: Source, reader: Reader, start: int, decode_piece: Callable[[bytes, int], str]
-) -> int:
-    """Count the bytes from ``start`` on. Raises UserError at bytes that are not text.
-
-    Otherwise, an endless stream would be counted forever.
-    """
+def _count_bytes(source: Source, reader: Reader, decode_piece: Callable[[bytes, int], str]) -> int:
+    """Count the bytes of a file. Raises UserError at bytes that are not text: it may be endless."""
     size = 0
     decoder = codecs.getincrementaldecoder(DEFAULT_ENCODING)(reader.errors)
     with open_text(source, reader, Counter()) as file:
-        file.read(start)
         for block in iter(partial(file.read, PIECE_BYTES), b""):
             rest, _ = decoder.getstate()
             try:
@@ -226,10 +208,7 @@ def _count_bytes(
 
 
 def _make_text(record: dict[str, Any] | UserError, reader: Reader, notes: Notes) -> Text:
-    """Return the text in a record's field, or an example's turns as JSON.
-
-    Raises UserError, without the location, for an unusable record.
-    """
+    """Return the text in a record's field, or an example's turns as JSON."""
     if isinstance(record, UserError):
         raise record
     if reader.examples:
@@ -247,17 +226,16 @@ def _make_text(record: dict[str, Any] | UserError, reader: Reader, notes: Notes)
 
 def describe_field(record: dict[str, Any], field: str, flag: str, kind: str = "text") -> str:
     """Return why a field's value is not of a kind, and what to do."""
-    if field not in record:
-        return f"{field!r} is missing. {suggest_flags(record, field, flag)}"
-    value = record[field]
-    got = repr(value)[:30]
+    value = record.get(field)
+    got = f"(got {repr(value)[:30]})"
     if isinstance(value, bytes):
-        return f"{field!r} is binary (got {got}). Cast it to a string"
+        return f"{field!r} is binary {got}. Cast it to a string"
     if value == []:
         return f"{field!r} is an empty list. Remove such records"
     if kind != "text" and isinstance(value, str) and value.lstrip().startswith("["):
-        return f"{field!r} is text, but not JSON (got {got}). Write it with json.dumps"
-    return f"{field!r} must be {kind} (got {got}). {suggest_flags(record, field, flag)}"
+        return f"{field!r} is text, but not JSON {got}. Write it with json.dumps"
+    problem = f"must be {kind} {got}" if field in record else "is missing"
+    return f"{field!r} {problem}. {suggest_flags(record, field, flag)}"
 
 
 def suggest_flags(record: dict[str, Any], field: str, flag: str) -> str:
@@ -265,12 +243,14 @@ def suggest_flags(record: dict[str, Any], field: str, flag: str) -> str:
     names = {name.lower(): name for name in record}
     if names.get(field.lower(), field) != field:
         return f"Use {flag} {shlex.quote(names[field.lower()])}"
-    if flag == "--chat-field" and _is_message(record):
-        return "Join the messages of each chat in a list"
-    chats = [name for name, value in record.items() if name != field and _is_chat(name, value)]
-    if chats or _is_message(record):
-        is_usual = not chats or chats[0] in (*CHAT_FIELDS, *PAIR_FIELDS)
-        return f"Use --chat{'' if is_usual else f' --chat-field {shlex.quote(chats[0])}'} instead"
+    if _is_message(record):
+        is_chat = flag == "--chat-field"
+        return "Join the messages of each chat in a list" if is_chat else "Use --chat instead"
+    for name, value in record.items():
+        has_messages = isinstance(value, list) and any(map(_is_message, value))
+        if name != field and (has_messages or name in CHAT_FIELDS):
+            is_usual = name in (*CHAT_FIELDS, *PAIR_FIELDS)
+            return f"Use --chat{'' if is_usual else f' --chat-field {shlex.quote(name)}'} instead"
     prompts = [shlex.quote(names[name]) for name in PROMPT_NAMES if name in names]
     completions = [shlex.quote(names[name]) for name in COMPLETION_NAMES if name in names]
     if prompts and completions:
@@ -284,24 +264,15 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and any(value.keys() >= keys for keys in MESSAGE_FORMS)
 
 
-def _is_chat(name: str, value: Any) -> bool:
-    return name in CHAT_FIELDS or (isinstance(value, list) and any(map(_is_message, value)))
-
-
 def _join_surrogates(text: str, reader: Reader, notes: Notes) -> str:
-    """Return a text in which halves of surrogate pairs, which JSON can spell, are joined.
-
-    By reader.errors, single halves are replaced and counted, or raise UserError.
-    """
+    """Join halves of surrogate pairs, which JSON can spell; single ones are refused or replaced."""
     if text.isascii():
         return text
     data = text.encode("utf-16-le", "surrogatepass")
-    try:
-        return data.decode("utf-16-le")
-    except UnicodeDecodeError:
-        if reader.errors == "strict":
-            reason = "has half of a surrogate pair, as in \\ud83d"
-            raise UserError(f"{reason}. Repair it, or use --errors replace.") from None
-    replaced = data.decode("utf-16-le", "replace")
-    notes[REPLACED_NOTE] += replaced.count("\ufffd") - text.count("\ufffd")
-    return replaced
+    joined = data.decode("utf-16-le", "replace")
+    num_replaced = joined.count("\ufffd") - text.count("\ufffd")
+    if num_replaced and reader.errors == "strict":
+        reason = "has half of a surrogate pair, as in \\ud83d"
+        raise UserError(f"{reason}. Repair it, or use --errors replace.")
+    notes[REPLACED_NOTE] += num_replaced
+    return joined

@@ -1,11 +1,10 @@
 """Text files of records: JSON, CSV, and documents between separators."""
 
-import contextlib
 import csv
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -16,26 +15,14 @@ from engine.data.inputs.sources import Reader, Source
 from engine.data.inputs.text import Notes, decode_utf8, open_text
 
 MAX_RECORD_BYTES = 2**27  # of a line, a JSON value, a field, or a document before a separator
-TOO_LONG_MESSAGE = f"must have at most {MAX_RECORD_BYTES:,} bytes. Check line ends and quotes."
+TOO_LONG_MESSAGE = f"has over {MAX_RECORD_BYTES:,} bytes. Check line ends, quotes or --separator."
 # After a mistake in an array, it is unknown where the next record begins.
 BROKEN_ARRAY_ADVICE = "Repair it, or get it again: --skip-bad-rows needs one record a line."
 CSV_SEPARATORS = ",;\t|"
-# A value that starts with a quote, but is not between quotes; of these, it may have tabs in the
-# second pattern.
-LONE_QUOTE_PATTERNS = [
-    re.compile(rf'(?:^|(?<=\t))"(?!{inner}*(?:""{inner}*)*"(?:[\t\r\n]|$))[^\t\r\n]*')
-    for inner in ('[^"\t]', '[^"]')
-]
-MAX_INT_DIGITS = 4000  # of an int; Python's int() refuses more than 4,300
 JSON_GAP_PATTERN = re.compile(r"[ \t\r\n,\[\]]*")  # before and after an object
 # The same, but a list of messages is a value: it starts with an object that starts with such a key.
 MESSAGE_START = r'\s*(?:\{\s*)?(?:"(?:role|from|content|value)"|\Z)'
 CHAT_GAP_PATTERN = re.compile(rf"(?:[ \t\r\n,\]]|\[(?!{MESSAGE_START}))*")
-
-
-def parse_int(digits: str) -> int | float:
-    """Return the value of an integer in JSON, a float if it has too many digits for an int."""
-    return int(digits) if len(digits) <= MAX_INT_DIGITS else float(digits)
 
 
 def make_object(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -47,8 +34,8 @@ def make_object(items: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-JSON_DECODER = json.JSONDecoder(parse_int=parse_int, object_pairs_hook=make_object)
-Lines = Iterable[str | UserError]  # a line, or the reason why it is unusable
+JSON_DECODER = json.JSONDecoder(object_pairs_hook=make_object)
+Lines = Iterator[str | UserError]  # a line, or the reason why it is unusable
 
 
 def read_json_records(source: Source, reader: Reader, notes: Notes) -> Records:
@@ -58,9 +45,9 @@ def read_json_records(source: Source, reader: Reader, notes: Notes) -> Records:
         head = _read_head(lines)
         first = head[-1].strip() if isinstance(head[-1], str) else ""
         list_field = reader.examples.list_field if reader.examples else ""
-        parse = _parse_values if first.startswith("[") or first == "{" else _parse_lines
-        if list_field and parse is _parse_values:
-            parse = partial(_parse_values, gap_pattern=CHAT_GAP_PATTERN)
+        gap_pattern = CHAT_GAP_PATTERN if list_field else JSON_GAP_PATTERN
+        is_array = first.startswith("[") or first == "{"
+        parse = partial(_parse_values, gap_pattern=gap_pattern) if is_array else _parse_lines
         for location, record in parse(itertools.chain(head, lines), source.name):
             if list_field and isinstance(record, list):
                 record = {list_field: record}
@@ -85,7 +72,7 @@ def _parse_lines(lines: Lines, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _parse_values(
-    lines: Lines, name: str, gap_pattern: re.Pattern[str] = JSON_GAP_PATTERN
+    lines: Lines, name: str, gap_pattern: re.Pattern[str]
 ) -> Iterator[tuple[str, Any]]:
     """Yield the objects of a JSON array, or of a sequence. Raises UserError for invalid JSON."""
     text = ""
@@ -123,9 +110,7 @@ def _parse_values(
         raise UserError(f"{name}: is not JSON (its array has no end). {BROKEN_ARRAY_ADVICE}")
 
 
-def _read_lines(
-    file: BinaryIO, source: Source, reader: Reader, notes: Notes
-) -> Iterator[str | UserError]:
+def _read_lines(file: BinaryIO, source: Source, reader: Reader, notes: Notes) -> Lines:
     """Yield each line of a file, or the reason why it is unusable."""
     for number in itertools.count(1):
         line = file.readline(MAX_RECORD_BYTES + 1)
@@ -196,12 +181,10 @@ def read_csv(source: Source, reader: Reader, notes: Notes) -> Records:
 
 
 def _quote_lone_quotes(line: str, num_tabs: int) -> str:
-    """Put values between quotes that start with a quote, in a line of a table with tabs.
-
-    Quotes are text unless they enclose a value, so that each line is a row.
-    """
-    pattern = LONE_QUOTE_PATTERNS[line.count("\t") > num_tabs]
-    return pattern.sub(lambda match: '"' + match[0].replace('"', '""') + '"', line)
+    """Quote values whose quotes are text, so that each line of a table with tabs is a row."""
+    inner = '[^"]' if line.count("\t") > num_tabs else '[^"\t]'  # between quotes may be tabs
+    lone = rf'(?:^|(?<=\t))"(?!{inner}*(?:""{inner}*)*"(?:[\t\r\n]|$))[^\t\r\n]*'
+    return re.sub(lone, lambda match: '"' + match[0].replace('"', '""') + '"', line)
 
 
 def _check_header(row: list[str], location: str) -> list[str]:
@@ -221,16 +204,11 @@ def _make_record(names: list[str], row: list[str]) -> dict[str, str] | UserError
 
 
 def _find_csv_separator(header: str, source: Source, reader: Reader) -> str:
-    """Return the separator that yields the reader's field, else the default, else most columns.
-
-    csv.Sniffer would also look at the text, where any character may be frequent.
-    """
+    """Return the separator that yields the reader's field, else the default, else most columns."""
     default = "\t" if source.kind == ".tsv" else ","
 
     def rate(separator: str) -> tuple[bool, bool, int]:
-        names: list[str] = []
-        with contextlib.suppress(csv.Error):
-            names = next(csv.reader([header], delimiter=separator))
+        names = next(csv.reader(header.splitlines(), delimiter=separator), [])
         has_field = not reader.examples and reader.field in names
         return has_field, separator == default and len(names) > 1, len(names)
 
@@ -239,22 +217,18 @@ def _find_csv_separator(header: str, source: Source, reader: Reader) -> str:
 
 def read_separated(source: Source, reader: Reader, notes: Notes) -> Records:
     """Yield the nonempty documents between separators, without line ends around them."""
-    number = 1
-    num_parts = 0
     with open_text(source, reader, notes) as file:
-        for data in _split_at(file, reader.separator.encode()):
-            num_parts += 1
+        for number, data in enumerate(_split_at(file, reader.separator.encode()), 1):
             location = f"{source.name}, document {number}"
             try:
                 if len(data) > MAX_RECORD_BYTES:
-                    raise UserError(f"{TOO_LONG_MESSAGE[:-1]}, and --separator.")
+                    raise UserError(TOO_LONG_MESSAGE)
                 text = decode_utf8(data, source, reader, notes, number == 1).strip("\r\n")
             except UserError as error:
                 raise UserError(f"{location}: {error}") from None
             if text:
                 yield location, {reader.field: text}
-                number += 1
-    if num_parts == 1:
+    if number == 1:
         notes[f"files without the separator {reader.separator!r}"] += 1
 
 

@@ -41,7 +41,15 @@ def open_text(source: Source, reader: Reader, notes: Notes) -> Iterator[BinaryIO
         encoding = detect_encoding(source)
         notes[f"files read as {encoding}"] += 1
     with open_source(source) as file:
-        _check_signature(file.peek(), source)
+        head = file.peek()
+        kind = next(
+            (kind for start, kind in BINARY_SIGNATURES.items() if head.startswith(start)), ""
+        )
+        if kind.startswith("compressed") and source.compression:
+            raise UserError(f"{source.name}: is compressed twice. Decompress it once.")
+        if kind:
+            advice = f"Convert it to text{source.glob_advice}"
+            raise UserError(f"{source.name}: is not text but {kind}. {advice}.")
         if encoding == DEFAULT_ENCODING:
             yield file
             return
@@ -51,16 +59,6 @@ def open_text(source: Source, reader: Reader, notes: Notes) -> Iterator[BinaryIO
             reason = f"is not {encoding} ({getattr(error, 'reason', error)})"
             advice = "Give another --encoding, or use --errors replace"
             raise UserError(f"{source.name}: {reason}. {advice}.") from None
-
-
-def _check_signature(head: bytes, source: Source) -> None:
-    """Raise UserError if a file starts like one that is not text."""
-    for signature, kind in BINARY_SIGNATURES.items():
-        if head.startswith(signature) and kind.startswith("compressed") and source.compression:
-            raise UserError(f"{source.name}: is compressed twice. Decompress it once.")
-        if head.startswith(signature):
-            advice = f"Convert it to text{source.glob_advice}"
-            raise UserError(f"{source.name}: is not text but {kind}. {advice}.")
 
 
 class Transcoder(io.RawIOBase):
@@ -85,10 +83,9 @@ class Transcoder(io.RawIOBase):
 def decode_utf8(
     data: bytes, source: Source, reader: Reader, notes: Notes, is_head: bool, offset: int = 0
 ) -> str:
-    """Decode UTF-8. If the data is the head of a file, its byte order mark is dropped.
+    """Decode UTF-8, at the head of a file without its byte order mark.
 
-    By reader.errors, bytes that are not text are replaced and counted, or raise UserError, without
-    the location.
+    Bytes that are not text are replaced and counted, or raise UserError without the location.
     """
     if is_head:
         offset += len(data) - len(data.removeprefix(codecs.BOM_UTF8))
