@@ -150,8 +150,7 @@ class Mixture:
         if val_loss <= uniform_loss:  # not if it is NaN
             return ""
         problems = [problem for dataset in self.datasets for problem in dataset.find_val_problems()]
-        advice = "Lower --learning-rate, train longer, or prepare validation text that is like the"
-        advice += " training text."
+        advice = "Lower --learning-rate, train longer, or validate text like the training text."
         if problems:
             advice = "Train for fewer steps, or see docs/data.md for --val and --deduplicate."
         reason = " ".join([*problems, advice])

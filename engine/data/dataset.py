@@ -11,18 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from engine.core import files
 from engine.core.cli import count_noun, shell_command
 from engine.core.errors import UserError
-from engine.core.files import (
-    check_types,
-    find_similar,
-    fsync,
-    parse_json,
-    read_json,
-    safe_child_path,
-    sha256,
-    write_json,
-)
 from engine.data.chats.chat import count_targets
 from engine.data.split import EXAMPLES_DTYPE, Examples, ShardedTokens, Split
 from engine.data.tokenizer import Tokenizer, load_tokenizer
@@ -100,9 +91,7 @@ class Dataset:
         problems = []
         if statistics["val_copies"]:
             percent = f"{statistics['val_copies'] / max(1, num_val):.0%}"
-            problems.append(
-                f"{percent} of the validation documents are copies of training documents."
-            )
+            problems.append(f"{percent} of the validation documents are copies of training ones.")
         if statistics["val_distinct"] < min(MIN_VAL_DOCUMENTS, num_val):
             texts = count_noun(statistics["val_distinct"], "different text")
             problems.append(f"The {num_val} validation documents have only {texts}.")
@@ -112,15 +101,20 @@ class Dataset:
 def open_dataset(path: Path) -> Dataset:
     """Map a dataset into memory. Raises UserError if it is missing, corrupted or unsupported."""
     if not (path / "manifest.json").is_file():
-        raise UserError(f"{path}: is not a dataset. {advise_missing_dataset(path)}")
+        similar = files.find_similar(path, Path("data"), "*.npy")
+        is_input = path.exists() and not (path / "checkpoints").exists()
+        options = () if path.exists() else ("--out", path)
+        command = shell_command("python", "prepare.py", path if is_input else "INPUT", *options)
+        advice = f"Did you mean {similar}?" if similar else f"Make it with: {command}"
+        raise UserError(f"{path}: is not a dataset. {advice}")
     content = (path / "manifest.json").read_bytes()
     try:
-        manifest = parse_json(content, path / "manifest.json")
+        manifest = files.parse_json(content, path / "manifest.json")
         version = manifest.get("format") if isinstance(manifest, dict) else None
         if version != FORMAT_VERSION:
             raise UserError(f"its format must be {FORMAT_VERSION} (got {version})")
-        check_types(manifest, MANIFEST_SCHEMA, "manifest")
-        if sha256(path / "tokenizer.json") != manifest["tokenizer"]["sha256"]:
+        files.check_types(manifest, MANIFEST_SCHEMA, "manifest")
+        if files.sha256(path / "tokenizer.json") != manifest["tokenizer"]["sha256"]:
             raise UserError("tokenizer.json is not the one that encoded the text")
         splits = {split: _open_split(path, manifest, split) for split in SPLIT_NAMES}
         tokenizer = load_tokenizer(path / "tokenizer.json")
@@ -132,15 +126,6 @@ def open_dataset(path: Path) -> Dataset:
     return Dataset(path, manifest, tokenizer, **splits, sha256=hashlib.sha256(content).hexdigest())
 
 
-def advise_missing_dataset(path: Path) -> str:
-    """Return the dataset that a path may mean, or the command that makes one."""
-    if similar := find_similar(path, Path("data"), "*.npy"):
-        return f"Did you mean {similar}?"
-    is_run = any(path.glob("checkpoints"))
-    words = (path,) if path.exists() and not is_run else ("INPUT", "--out", path)
-    return f"Make it with: {shell_command('python', 'prepare.py', *words)}"
-
-
 def _open_split(path: Path, manifest: dict[str, Any], split: str) -> Split:
     """Map a split into memory. Raises UserError or OSError unless it matches the manifest."""
     counts = manifest["splits"][split]
@@ -150,7 +135,7 @@ def _open_split(path: Path, manifest: dict[str, Any], split: str) -> Split:
         raise UserError(f"its {split} split must have the tokens of its shards (got {sizes})")
     if manifest["dtype"] != EXAMPLES_DTYPE:
         return Split(tokens)
-    check_types(counts, EXAMPLES_SCHEMA, f"manifest.splits.{split}")
+    files.check_types(counts, EXAMPLES_SCHEMA, f"manifest.splits.{split}")
     lengths = _open_shards(path, counts["lengths"], LENGTHS_DTYPE)[:].astype(np.int64)
     is_valid = len(lengths) == counts["documents"] and lengths.sum() == len(tokens)
     if not is_valid or not lengths.all() or counts["targets"] < 1:
@@ -162,7 +147,7 @@ def _open_shards(folder: Path, shards: list[dict[str, Any]], dtype: str) -> Shar
     """Map shards into memory. Raises UserError or OSError unless they match the manifest."""
     arrays = []
     for shard in shards:
-        path = safe_child_path(folder, shard["file"])
+        path = files.safe_child_path(folder, shard["file"])
         try:
             array = np.load(path, mmap_mode="r")
         except (ValueError, EOFError) as error:
@@ -201,11 +186,11 @@ def verify_dataset(dataset: Dataset, force: bool) -> None:
     stats = [(dataset.path / name).stat() for name in ("manifest.json", *hashes)]
     state = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
     with contextlib.suppress(OSError, UserError):
-        if not force and read_json(record) == state:
+        if not force and files.read_json(record) == state:
             return
     vocab_size = dataset.tokenizer.vocab_size
     for name, expected_hash in hashes.items():
-        if sha256(dataset.path / name) != expected_hash:
+        if files.sha256(dataset.path / name) != expected_hash:
             raise _dataset_error(dataset.path, f"{name}: SHA-256 mismatch")
         if "-lengths-" not in name:
             tokens = np.load(dataset.path / name, mmap_mode="r")
@@ -213,7 +198,7 @@ def verify_dataset(dataset: Dataset, force: bool) -> None:
             if largest >= vocab_size:
                 raise _dataset_error(dataset.path, f"{name} has token {largest} of {vocab_size}")
     with contextlib.suppress(OSError):  # a read-only folder is verified each time
-        write_json(record, state)
+        files.write_json(record, state)
 
 
 def is_up_to_date(
@@ -236,8 +221,8 @@ def is_up_to_date(
     if force:
         return False
     try:
-        manifest = read_json(out / "manifest.json")
-        check_types(manifest, {"origin": {"content": str}}, "manifest")
+        manifest = files.read_json(out / "manifest.json")
+        files.check_types(manifest, {"origin": {"content": str}}, "manifest")
     except (OSError, UserError):
         raise UserError(f"{out}: manifest.json is corrupted. Use --force to replace it.") from None
     old = manifest["origin"]
@@ -247,7 +232,7 @@ def is_up_to_date(
     differences = [f"{key} {old.get(key)}" for key in settings]
     is_same_version = False
     with contextlib.suppress(OSError, UserError):
-        is_same_version = read_json(out / VERSION_FILE) == version
+        is_same_version = files.read_json(out / VERSION_FILE) == version
     if not settings and (changed or not (is_same_version or hash_content() == content)):
         differences = ["other text"]
     if differences:
@@ -285,6 +270,6 @@ class ShardWriter:
         np.lib.format.write_array_header_1_0(self.file, header)
         assert self.file.tell() == SHARD_HEADER_BYTES
         self.file.close()
-        fsync(self.path)
+        files.fsync(self.path)
         name = self.path.name
-        return [{"file": name, "tokens": self.num_tokens, "sha256": sha256(self.path)}]
+        return [{"file": name, "tokens": self.num_tokens, "sha256": files.sha256(self.path)}]

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.core.errors import UserError
-
 NUM_FEISTEL_ROUNDS = 6
 MAX_GROUP_BATCHES = 256  # batches whose examples are sorted by length together
 MIN_LONG_TEXT_WINDOWS = 100  # the windows of an epoch miss less than 2% of a longer text
@@ -64,16 +62,12 @@ def windows_per_epoch(num_tokens: int, context_length: int) -> int:
     """Return the number of windows of context_length + 1 tokens in an epoch.
 
     Their stride is context_length. Short texts have enough windows to cover all tokens at any
-    offset. Long texts have one less than fits, so that any offset fits. Raises UserError if none
-    fits.
+    offset. Long texts have one less than fits, so that any offset fits.
     """
-    num_fitting = (num_tokens - 1) // context_length
-    if num_fitting < 1:
-        reason = f"must be less than the number of tokens, {num_tokens} (got {context_length})"
-        raise UserError(f"--context-length: {reason}. Lower it, or prepare more text.")
+    assert num_tokens > context_length, "see Mixture.check_length"
     if is_short_text(num_tokens, context_length):
         return (num_tokens - 3) // context_length + 2
-    return num_fitting - 1
+    return (num_tokens - 1) // context_length - 1
 
 
 def window_starts(

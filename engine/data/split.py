@@ -10,13 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.data.order import (
-    assign_to_texts,
-    derived_seed,
-    evaluation_windows,
-    example_indices,
-    window_starts,
-)
+from engine.data import order
 
 EXAMPLES_DTYPE = "int32"  # of token shards of examples: ~id is negative
 PADDING_TOKEN = ~0  # token 0, not a target
@@ -112,8 +106,8 @@ class Split:
         return self.windows(spec.context_length, spec.seed, index)
 
     def windows(self, context_length: int, seed: int, sequence_index: np.ndarray) -> np.ndarray:
-        """Read windows: see :func:`window_starts`."""
-        starts = window_starts(len(self), context_length, seed, sequence_index)
+        """Read windows: see order.window_starts."""
+        starts = order.window_starts(len(self), context_length, seed, sequence_index)
         return self._gather(starts, context_length + 1)
 
     def _gather(self, starts: np.ndarray, length: int) -> np.ndarray:
@@ -134,7 +128,7 @@ class Split:
         A batch has about EVALUATION_BATCH_TOKENS. max_tokens limits the evaluation; 0: no limit.
         All ranks have the same number of batches, of the same shapes.
         """
-        starts, num_ignored = evaluation_windows(len(self), context_length, max_tokens)
+        starts, num_ignored = order.evaluation_windows(len(self), context_length, max_tokens)
         num_missing = -len(starts) % world_size  # filled with windows without a target
         starts = np.pad(starts, (0, num_missing), "edge")[rank::world_size]
         num_ignored = np.pad(num_ignored, (0, num_missing), constant_values=context_length)
@@ -160,15 +154,13 @@ class MixedText(Split):
         return sum(map(len, self.texts))
 
     def windows(self, context_length: int, seed: int, sequence_index: np.ndarray) -> np.ndarray:
-        """Read the windows of each text.
-
-        Each has its own seed: with one seed, texts of equal length would have the same order.
-        """
+        """Read the windows of each text."""
         windows = np.empty((len(sequence_index), context_length + 1), np.int64)
-        text_index, index = assign_to_texts(self.weights, sequence_index)
+        text_index, index = order.assign_to_texts(self.weights, sequence_index)
         for number, text in enumerate(self.texts):
             rows = text_index == number
-            text_seed = derived_seed(seed, number) if number else seed
+            # With one seed, texts of equal length would have the same order.
+            text_seed = order.derived_seed(seed, number) if number else seed
             windows[rows] = text.windows(context_length, text_seed, index[rows])
         return windows
 
@@ -197,10 +189,7 @@ class Examples(Split):
         return self.tokens[start : start + int(self.lengths[index])]
 
     def drop_long(self, context_length: int, cut: bool) -> "Examples":
-        """Remove the examples of more than context_length + 1 tokens, or cut them.
-
-        An example without a target after the cut is removed.
-        """
+        """Remove or cut long examples. One without a target after the cut is removed."""
         max_length = context_length + 1
         long = np.flatnonzero(self.lengths > max_length).tolist()
         removed = [i for i in long if not (cut and (self.example(i)[1:max_length] >= 0).any())]
@@ -225,7 +214,7 @@ class Examples(Split):
 
     def rows(self, step: int, spec: BatchSpec) -> np.ndarray:
         """Read the examples of a rank in a batch, which are padded to the longest of all ranks."""
-        index = example_indices(self.lengths, spec.seed, step, spec.batch_size)
+        index = order.example_indices(self.lengths, spec.seed, step, spec.batch_size)
         length = padded_length(int(self.lengths[index].max()), spec.context_length)
         return self._gather(index[spec.rank_slice], length + 1)
 
@@ -242,13 +231,13 @@ class Examples(Split):
         self, context_length: int, max_tokens: int, rank: int, world_size: int
     ) -> Iterator[np.ndarray]:
         """Yield examples, longest first; a limit spaces them evenly."""
-        order = np.argsort(-self.lengths, kind="stable")
+        index = np.argsort(-self.lengths, kind="stable")
         if max_tokens and max_tokens < len(self):
-            num_examples = max(1, round(len(order) * max_tokens / len(self)))
-            order = order[np.linspace(0, len(order) - 1, num_examples).astype(np.int64)]
-        order = np.append(order, np.repeat(-1, -len(order) % world_size))
-        while len(order):
-            length = padded_length(int(self.lengths[order[0]]), context_length)
+            num_examples = max(1, round(len(index) * max_tokens / len(self)))
+            index = index[np.linspace(0, len(index) - 1, num_examples).astype(np.int64)]
+        index = np.append(index, np.repeat(-1, -len(index) % world_size))
+        while len(index):
+            length = padded_length(int(self.lengths[index[0]]), context_length)
             num_rows = max(1, EVALUATION_BATCH_TOKENS // length) * world_size
-            yield self._gather(order[:num_rows][rank::world_size], length + 1)
-            order = order[num_rows:]
+            yield self._gather(index[:num_rows][rank::world_size], length + 1)
+            index = index[num_rows:]

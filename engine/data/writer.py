@@ -97,10 +97,7 @@ class EncodingJob:
         return "uint16" if self.vocab_size <= 2**16 else "uint32"
 
     def summary_path(self, unit: Unit) -> Path:
-        """Return the path of a unit's summary, which exists once the unit is finished.
-
-        The name depends on the unit's inputs and on all settings.
-        """
+        """Return the path of a finished unit's summary, which depends on inputs and settings."""
         versions = documents.source_versions(source for source, _, _ in unit.parts)
         parts = [(unit.split, index, count) for _, index, count in unit.parts]
         content = [versions, parts, sorted(unit.dropped), repr(self.rule), self.settings]

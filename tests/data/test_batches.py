@@ -325,7 +325,6 @@ EXAMPLES_TO_FIT = mixture_of(train=examples_of([3, 9, 20]), val=examples_of([9, 
         (lambda: check_sizes(12, 2, 4), "^--micro-batch-size: .* 1, 2, 3, 6"),
         (lambda: SHORT.check_length(8), "^--context-length: .* 8 .*validation.*--val-fraction"),
         (lambda: SHORT.check_length(9), "^--context-length: .* 9 .*training"),
-        (lambda: starts_of(8, 8, 0, 0, 1), "^--context-length: "),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(function, message: str):

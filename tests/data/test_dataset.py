@@ -224,6 +224,9 @@ def test_a_wrong_value_in_a_file_is_one_line_or_does_no_harm(name: str, file: st
 def test_a_folder_without_a_dataset_is_refused_with_the_command(tmp_path: Path):
     with pytest.raises(UserError, match=rf"python prepare\.py {tmp_path}$"):
         open_dataset(tmp_path)
+    (tmp_path / "checkpoints").mkdir()  # of a run, which is not text to prepare
+    with pytest.raises(UserError, match=r"python prepare\.py INPUT$"):
+        open_dataset(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -217,10 +217,6 @@ def test_few_different_documents_are_told(tmp_path: Path):
         problems = open_dataset(data).find_val_problems()
         assert len(problems) == bool(words) and all(word in problems[0] for word in words)
         assert all(problem in describe_dataset(data) for problem in problems)
-    write_pairs(tmp_path / "pairs.jsonl", ["the same answer"] * 20)
-    with pytest.raises(UserError, match=r"pairs\.jsonl: .*\(got 1\).*--val"):
-        inputs = (str(tmp_path / "pairs.jsonl"),)
-        prepare(PrepareConfig(inputs, tokenizer="byte", out=tmp_path / "pairs", **PAIR_FIELDS))
 
 
 def test_a_loss_worse_than_a_uniform_guess_is_explained(tmp_path: Path):
