@@ -183,7 +183,8 @@ def read_csv(source: Source, reader: Reader, notes: Notes) -> Records:
 def _quote_lone_quotes(line: str, num_tabs: int) -> str:
     """Quote values whose quotes are text, so that each line of a table with tabs is a row."""
     inner = '[^"]' if line.count("\t") > num_tabs else '[^"\t]'  # between quotes may be tabs
-    lone = rf'(?:^|(?<=\t))"(?!{inner}*(?:""{inner}*)*"(?:[\t\r\n]|$))[^\t\r\n]*'
+    # A quote first, then what is before it: regular expressions find a first character quickly.
+    lone = rf'"(?<![^\t]")(?!{inner}*(?:""{inner}*)*"(?:[\t\r\n]|$))[^\t\r\n]*'
     return re.sub(lone, lambda match: '"' + match[0].replace('"', '""') + '"', line)
 
 
