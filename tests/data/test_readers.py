@@ -119,6 +119,7 @@ def test_a_text_file_is_one_document(ending: str, small, tmp_path: Path):
         pieces = [*read(Source(write(tmp_path / f"a.txt{ending}", [text]), "a"))]
         assert join_pieces(pieces) == [text]
         assert len(pieces) == 1 or len(text.encode()) > readers.LARGE_DOCUMENT_BYTES
+        assert "".join(texts_of(write(tmp_path / f"a.txt{ending}", ["\ufeff", text]))) == text
 
 
 @pytest.fixture(scope="module")

@@ -69,6 +69,11 @@ def test_lines_that_are_too_long_are_left_out(small, tmp_path: Path):
     assert sum(notes.values()) == 2
 
 
+def test_a_quote_in_a_bad_row_of_a_table_with_tabs_hides_no_other_row(tmp_path: Path):
+    (tmp_path / "a.tsv").write_text('id\ttext\n1\t"It began\ttwice\n2\tgood\n')
+    assert texts_of(tmp_path / "a.tsv", skip_bad_rows=True) == ["good"]
+
+
 @pytest.mark.parametrize(
     ("name", "head", "unit"),
     [
