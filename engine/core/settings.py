@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import difflib
-import functools
 import inspect
 import io
 import json
@@ -13,13 +12,13 @@ import re
 import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import MISSING, replace
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import tyro
 from annotated_types import Ge, Gt, Le, Lt
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+from tyro import conf
 
 from engine.core.errors import UserError
 from engine.core.files import read_input
@@ -34,7 +33,7 @@ BOUND_TYPES: dict[type, tuple[str, Any]] = {
 PLAIN_TYPES: dict[type, Any] = {float: (int, float), Path: str}  # in TOML and JSON
 TYPE_NOUNS: dict[type, str] = {int: "a whole number", float: "a number", Path: "a path"}
 TYPE_NOUNS |= {bool: "true or false", str: "text"}
-(POSITIONAL_TYPE,) = get_args(tyro.conf.Positional[int])[1:]  # the mark of a field without a flag
+(POSITIONAL_TYPE,) = get_args(conf.Positional[int])[1:]  # the mark of a field without a flag
 # Setting → names that other tools give it.
 OTHER_NAMES = {
     "learning_rate": "lr max_lr",
@@ -42,8 +41,6 @@ OTHER_NAMES = {
     "minutes": "epochs num_epochs num_train_epochs hours max_time",
     "batch_size": "bs per_device_train_batch_size",
     "context_length": "block_size ctx n_ctx seq_len max_seq_len max_length",
-    "num_layers": "n_layer layers num_hidden_layers",
-    "num_heads": "n_head heads num_attention_heads",
     "d_model": "n_embd dim hidden_size width",
     "data": "dataset input train_file",
     "init_from": "model base pretrained model_name_or_path",
@@ -58,29 +55,8 @@ OTHER_NAMES = {
     "gguf": "quant quantize outtype",
 }
 DEBUG_HELP = "--debug shows the traceback of any error."  # cli.run_command handles it
-
-
-CONSTRUCTOR_TYPES = ConstructorRegistry()
-
-
-@CONSTRUCTOR_TYPES.primitive_rule
-def _parse_optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """Parse ``X | None`` as X or None, whose help does not repeat None at each flag."""
-    options = get_args(info.type)
-    if type(None) not in options:
-        return None
-    required = functools.reduce(operator.or_, (each for each in options if each is not type(None)))
-    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(required, info.markers))
-    assert isinstance(spec, PrimitiveConstructorSpec)
-    return replace(
-        spec,
-        choices=spec.choices and (*spec.choices, "None"),
-        instance_from_str=lambda args: None if args == ["None"] else spec.instance_from_str(args),
-        is_instance=lambda value: value is None or spec.is_instance(value),
-        str_from_instance=lambda value: (
-            ["None"] if value is None else spec.str_from_instance(value)
-        ),
-    )
+# Without DisallowNone the help has {None} at each flag.
+TYRO_MARKERS = (conf.OmitArgPrefixes, conf.DisallowNone, conf.PositionalMetavarFromFieldName)
 
 
 def load_settings(
@@ -90,9 +66,8 @@ def load_settings(
 ) -> Config:
     """Return the dataclass of ``[FILE.toml] [--flags]``, by default of this process's command line.
 
-    Flags and keys of the file are bare field names, of nested dataclasses too. ``recorded`` has
-    values, as in TOML, of settings in neither. Raises UserError for a mistake in the file; a
-    mistake on the command line exits with 2.
+    Flags and keys are bare field names; ``recorded`` has values of settings in neither. Raises
+    UserError for a mistake in the file; one on the command line exits with 2.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     for argument in arguments:
@@ -117,14 +92,10 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse(cls: Any, arguments: Sequence[str] | None = None, **options: Any) -> Any:
-    """Parse a command line into a dataclass, or into one of several (subcommands).
-
-    A mistake there is one line on stderr, and exit code 2.
-    """
+    """Parse a command line into a dataclass, or into one of several; a mistake exits with 2."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     description = options.get("description", inspect.getdoc(cls))
-    options |= {"description": f"{description} {DEBUG_HELP}", "registry": CONSTRUCTOR_TYPES}
-    options["config"] = (tyro.conf.OmitArgPrefixes, tyro.conf.PositionalMetavarFromFieldName)
+    options |= {"description": f"{description} {DEBUG_HELP}", "config": TYRO_MARKERS}
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
@@ -136,54 +107,47 @@ def parse(cls: Any, arguments: Sequence[str] | None = None, **options: Any) -> A
     except SystemExit as stop:
         if not stop.code:  # --help
             raise
-        message = explain_mistake(cls, arguments, _read_error_box(box.getvalue()))
+        message = explain_mistake(cls, arguments, box.getvalue())
         if isinstance(stop.__context__, UserError):  # of a __post_init__: the box would wrap it
             message = str(stop.__context__)
     print(f"error: {' '.join(message.split())[:1000]} (see --help)", file=sys.stderr)
     sys.exit(2)
 
 
-def _read_error_box(box: str) -> str:
-    """Return the message in a box that tyro drew: below its title, and above its help."""
+def explain_mistake(cls: Any, arguments: Sequence[str], box: str) -> str:
+    """Return the message in a box of tyro in the words of this project, without its help."""
     text = re.sub(r"([─│╭╮╰╯\s]|-{4,})+", " ", box.partition("\n")[2])
-    return re.split(" Argument helptext:| For full helptext", text)[0].strip()
-
-
-def explain_mistake(cls: Any, arguments: Sequence[str], message: str) -> str:
-    """Return tyro's message for a mistake on a command line in the words of this project."""
-    classes = [get_args(command)[0] for command in get_args(cls)] or [cls]
-    hints = {name: hint for each in classes for name, hint in iterate_hints(each)}
-    if match := re.match(r"Error parsing --(\S+): ([Cc]ould|invalid) .*?: (.*)", message):
+    message = re.split(" Argument helptext:| For full helptext", text)[0].strip()
+    commands = [get_args(command)[0] for command in get_args(cls)] or [cls]
+    hints = {name: hint for command in commands for name, hint in iterate_hints(command)}
+    if match := re.match(r"Error parsing --(\S+): .*?(?:from|:) (\[.*?\]|['\"].*)", message):
         hint = str(hints[match[1].replace("-", "_")])
         noun = TYPE_NOUNS[float if "float" in hint else int]
         noun = f"{noun.removeprefix('a ')}s" if "tuple" in hint else noun
-        values = match[3].strip("[]'\"").replace("', '", " ")
+        values = match[2].strip("[]'\"").replace("', '", " ")
         return f"--{match[1]}: must be {noun} (got {values})."
     if match := re.match(r"invalid choice '(.*)' for argument '(.*?)'. .*\((.*?)\)", message):
-        choices = match[3].replace("'", "").removesuffix(", None").removesuffix(",")
-        return f"{match[2]}: must be one of {choices} (got {match[1]})."
+        choices = sorted({*re.findall("'(.*?)'", match[3])} - {"None"})
+        return f"{match[2]}: must be one of {', '.join(choices)} (got {match[1]})."
     if match := re.match(r"Missing value for argument '(.*?)'", message):
         return f"{match[1]}: needs a value. Give one after it."
     if match := re.match(r"Missing from \S+(?: \w+)?: (\S+) (\w)(.*?)\.? \(required\)", message):
         return f"{match[1]}: missing. Give {match[2].lower()}{match[3]}."
-    if match := re.match(r"Unrecognized .*?options: ([^, ]+)", message):
-        if commands := message.partition("Available subcommands: ")[2]:
-            return f"{match[1]}: unknown command. Give one of {commands}."
-        names = [n for n in hints if POSITIONAL_TYPE not in getattr(hints[n], "__metadata__", ())]
-        return _explain_unknown_word(match[1], names, arguments)
-    return message
-
-
-def _explain_unknown_word(word: str, names: Collection[str], arguments: Sequence[str]) -> str:
-    """Explain a word of a command line that is neither a flag nor a value of one."""
+    match = re.match(r"Unrecognized .*?options: ([^, ]+)", message)
+    if not match:
+        return message
+    word = match[1]
+    if subcommands := message.partition("Available subcommands: ")[2]:
+        return f"{word}: unknown command. Give one of {subcommands}."
     if word.startswith("-"):
         flag = word.partition("=")[0]
+        names = [n for n in hints if POSITIONAL_TYPE not in getattr(hints[n], "__metadata__", ())]
         if flag[2:].replace("-", "_") in names:
             return f"{flag}: is a flag of another command. Leave it out."
         return f"{flag}: unknown flag. {propose_name(flag, names, '--')}"
-    before = arguments[: arguments.index(word)]
-    flag = next((name for name in reversed(before) if name.startswith("--")), "")
-    if Path(word).exists():  # the shell replaced a pattern by files
+    if word in arguments and Path(word).exists():  # the shell replaced a pattern by files
+        before = arguments[: arguments.index(word)]
+        flag = next((name for name in reversed(before) if name.startswith("--")), "")
         pattern = f"{flag} '*{Path(word).suffix}'".strip()
         return f"{flag or word}: must be one value (got {word} too). Quote a pattern: {pattern}"
     return f"{word}: unexpected argument. Quote a value with spaces, or leave it out."
@@ -227,8 +191,7 @@ def check_ranges(config: Any) -> None:
     values = field_values(config)
     for name, hint in iterate_hints(type(config)):
         value = values[name]
-        metadata = getattr(hint, "__metadata__", ())
-        bounds = [bound for bound in metadata if type(bound) in BOUND_TYPES]
+        bounds = [mark for mark in getattr(hint, "__metadata__", ()) if type(mark) in BOUND_TYPES]
         for number in value if isinstance(value, tuple) else (value,):
             if not isinstance(number, int | float):
                 continue

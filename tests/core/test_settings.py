@@ -64,9 +64,9 @@ def write(tmp_path: Path, text: str) -> str:
 
 def test_command_line_overrides_file_and_file_overrides_defaults(tmp_path):
     path = write(tmp_path, 'rate = 1\nwidth = 7\nkind = "b"\npath = "there"\ncount = 1\n')
-    config = load_settings(Outer, [path, "--width", "9", "--flag", "--count", "None"])
+    config = load_settings(Outer, [path, "--width", "9", "--flag", "--count", "2"])
     expected_inner = Inner(width=9, kind="b")
-    assert config == Outer(rate=1.0, path=Path("there"), flag=True, inner=expected_inner)
+    assert config == Outer(rate=1.0, path=Path("there"), flag=True, count=2, inner=expected_inner)
     assert type(config.rate) is float
     assert load_settings(Outer, [write(tmp_path, "\ufeffcount = 5\r\n")]).count == 5
     assert load_settings(Outer, []) == Outer()
