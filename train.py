@@ -7,9 +7,9 @@ torchrun --nproc-per-node 8 train.py [FILE.toml] [flags]  on many processes: doc
 from engine.core.cli import (
     PROCESS_START,
     Interruption,
-    command_line,
     run_command,
     say,
+    shell_command,
     tune_openmp_spinning,
 )
 
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from engine.core.device import choose_device, use_deterministic_kernels
-from engine.core.distributed import DistributedContext, end_with_torchrun, init_distributed
+from engine.core.distributed import DistributedContext, has_torchrun_ended, init_distributed
 from engine.core.errors import UserError
 from engine.core.settings import check_ranges, to_toml
 from engine.core.sharding import gradient_sync
@@ -44,7 +44,6 @@ from engine.training.config import (
     RunConfig,
     TrainConfig,
     check_data,
-    check_settings_file,
     load_config,
     make_run_config,
     should_choose_sizes,
@@ -60,24 +59,28 @@ NUM_TIMED_STEPS = 5  # the minimum is used, as the first steps of a process are 
 
 def main(arguments: list[str] | None = None) -> int:
     """Train with the settings of the command line, and return the exit code."""
-    check_settings_file(sys.argv[1:] if arguments is None else arguments)
+    started_at = PROCESS_START if arguments is None else None
+    arguments = sys.argv[1:] if arguments is None else arguments
     config = load_config(arguments)
     if not config.plan or plan_needs_data(config):
-        check_data(sys.argv[1:] if arguments is None else arguments, config.data)
+        check_data(arguments, config.data)
     if config.plan:
         print(plan(config))
         return 0
     with (
         init_distributed(config.device, config.parallel, config.timeout) as dist_ctx,
         Interruption() as interruption,
-        end_with_torchrun(),
     ):
-        started_at = PROCESS_START if arguments is None else None
-        trainer = train(config, dist_ctx, None, lambda: bool(interruption.signal), started_at)
+
+        def should_stop() -> bool:
+            return interruption.signal > 0 or has_torchrun_ended()
+
+        trainer = train(config, dist_ctx, None, should_stop, started_at)
         if trainer.budget.exhausted and trainer.val_loss is not None:
             print_summary(trainer)
             return 0
-        command = f"{dist_ctx.torchrun_command} {command_line(arguments, '--resume')}"
+        words = [word for word in arguments if word != "--resume"]
+        command = f"{dist_ctx.torchrun_command} {shell_command(sys.argv[0], *words, '--resume')}"
         trainer.say(f"Interrupted after step {trainer.step:,}. Resume with: {command}")
         return 128 + (interruption.signal or signal.SIGTERM)
 
@@ -107,9 +110,8 @@ def train(
         # Data, and the checkpoint to start from: the newest of this run, or a base model.
         checkpoint = run_dir.newest()
         if config.resume and not checkpoint:
-            dist_ctx.run_on_main(
-                say, f"--resume: no checkpoint in {run_dir.path}: a new run starts"
-            )
+            message = f"--resume: no checkpoint in {run_dir.path}. A new run starts."
+            dist_ctx.run_on_main(say, message)
         data = open_data(config, dist_ctx)
         base = None if checkpoint else open_base(config, data, dist_ctx)
 
@@ -118,8 +120,7 @@ def train(
         run_config, data = resolve(config, data, dist_ctx, started_at, checkpoint, base, measure)
 
         # Model and optimizer, then the training loop.
-        trainer = Trainer(run_config, dist_ctx, data, run_dir, callbacks)
-        try:
+        with Trainer(run_config, dist_ctx, data, run_dir, callbacks) as trainer:
             if checkpoint:
                 trainer.restore(checkpoint)
             else:
@@ -130,12 +131,6 @@ def train(
                 trainer.wrap_model()
                 trainer.notify("on_train_start")
             training_loop(trainer, should_stop)
-        except BaseException:
-            trainer.failed = True
-            raise
-        finally:
-            trainer.notify("on_train_end")
-            trainer.ddp_model = trainer.model  # DDP must be freed before its process group
     return trainer
 
 
@@ -165,9 +160,8 @@ def training_loop(trainer: Trainer, should_stop: Callable[[], bool]) -> None:
 def train_step(trainer: Trainer) -> tuple[Tensor, float, Tensor]:
     """Make one optimizer step.
 
-    Returns this rank's term of the mean training loss, in nats per token; the learning rate; the
-    gradient norm before clipping. Loss and gradient are sums over the full batch, divided by its
-    number of counted targets.
+    Returns this rank's term of the mean loss (nats per token), the learning rate, and the gradient
+    norm before clipping. Loss and gradient are sums, divided by the targets of the full batch.
     """
     config = trainer.config
     dist_ctx = trainer.dist_ctx
@@ -196,10 +190,7 @@ def train_step(trainer: Trainer) -> tuple[Tensor, float, Tensor]:
 
 
 def evaluate_and_save(trainer: Trainer, should_stop: Callable[[], bool]) -> None:
-    """Evaluate, call the callbacks, and save if the loss is the lowest of the run.
-
-    If should_stop() becomes true on any rank, the evaluation ends without a result.
-    """
+    """Evaluate, and save if the loss is the lowest; should_stop() ends it without a result."""
     if trainer.run_dir:
         trainer.run_dir.check()
     with trainer.budget.timing("evaluate"):
@@ -219,13 +210,8 @@ def evaluate_and_save(trainer: Trainer, should_stop: Callable[[], bool]) -> None
 
 
 @torch.no_grad()
-def evaluate(
-    trainer: Trainer, should_stop: Callable[[], bool] = lambda: False
-) -> list[float] | None:
-    """Return the validation loss on each dataset, in nats per token, always on the same windows.
-
-    None: should_stop() became true on a rank.
-    """
+def evaluate(trainer: Trainer, should_stop: Callable[[], bool]) -> list[float] | None:
+    """Return the loss on the same windows of each dataset, in nats per token; None if stopped."""
     config = trainer.config
     dist_ctx = trainer.dist_ctx
     losses = []
@@ -304,19 +290,14 @@ def plan_needs_data(config: TrainConfig) -> bool:
 
 
 def plan(config: TrainConfig) -> str:
-    """Describe the memory, operations and time of a run, without training.
-
-    The dataset is not needed if the config sets the sizes and the vocabulary size.
-    """
+    """Describe memory, operations and time of a run; the dataset is read only if it is needed."""
     dist_ctx = DistributedContext(device=choose_device(config.device))
     if plan_needs_data(config) or all(path.exists() for path in config.data):
         data = open_data(config, dist_ctx)
-        measure = partial(measure_step_seconds, dist_ctx)
         base = open_base(config, data, dist_ctx)
-        now = time.monotonic()
-        run_config, data = resolve(config, data, dist_ctx, now, None, base, measure)
-        sizes = (run_config.batch_size, run_config.context_length)
-        step_tokens = data.train.tokens_per_step(*sizes)
+        measure = partial(measure_step_seconds, dist_ctx)
+        run_config, data = resolve(config, data, dist_ctx, time.monotonic(), None, base, measure)
+        step_tokens = data.train.tokens_per_step(run_config.batch_size, run_config.context_length)
         return describe_plan(run_config, dist_ctx.device, step_tokens, data.epoch_tokens)
     run_config = make_run_config(config, {}, dist_ctx)
     check_sizes(run_config.batch_size, 1, run_config.micro_batch_size)

@@ -153,17 +153,18 @@ def test_a_terminated_command_prints_the_command_to_resume_with(
     numbers, tmp_path, trained, monkeypatch, capsys
 ):
     flags = ["--steps", 20, "--dropout", 0.3]
+    out = tmp_path / "it's a run"
     callbacks = [Action(8, partial(signal.raise_signal, signal.SIGTERM)), MetricsFile()]
     with monkeypatch.context() as context:
         context.setattr(train, "default_callbacks", lambda config: callbacks)
-        arguments = tiny(numbers, tmp_path / "run", *flags)
+        arguments = tiny(numbers, out, *flags, "--resume")
         assert exit_code_of(lambda: train.main(arguments)) == 128 + signal.SIGTERM
     output, errors = capsys.readouterr()
-    assert newest_checkpoint(tmp_path / "run").step == 8 and not errors
+    assert newest_checkpoint(out).step == 8 and not errors
     python, script, *arguments = shlex.split(output.splitlines()[-1].split("Resume with: ")[1])
-    assert (python, script) == ("python", sys.argv[0])
+    assert (python, script) == ("python", sys.argv[0]) and arguments.count("--resume") == 1
     assert train.main(arguments) == 0
-    assert_same_run(trained("full", *flags), tmp_path / "run")
+    assert_same_run(trained("full", *flags), out)
 
 
 def test_resuming_a_finished_run_prints_its_result_and_changes_no_file(trained, numbers, capsys):
@@ -259,12 +260,7 @@ def test_a_run_whose_loss_is_not_finite_ends_in_one_line_after_its_last_checkpoi
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        "--eval-every 30 --log-every 30 --save-every 9",
-        "--checkpoint-activations",
-        "--resume",  # there is nothing to resume
-    ],
+    "flags", ["--eval-every 30 --log-every 30 --save-every 9", "--checkpoint-activations"]
 )
 def test_settings_that_change_no_result(trained, full_run, flags):
     run = trained("run", *RUN_FLAGS, *flags.split())

@@ -7,9 +7,10 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, TextIO
 
 from tqdm import tqdm
@@ -35,10 +36,7 @@ SPIN_COUNTS = {"train": 8000, "decode": 12000}
 
 
 def tune_openmp_spinning(work: Literal["train", "decode"]) -> None:
-    """Let idle OpenMP threads sleep soon, unless environment variables set how they wait.
-
-    Takes effect only before torch is imported.
-    """
+    """Let idle OpenMP threads sleep soon, unless set otherwise. Call it before torch is loaded."""
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNTS[work])
 
@@ -58,23 +56,18 @@ def _discard_output(file: TextIO) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
-class _LogLines:
-    """A stream for a progress bar that prints each of its states as a line on stderr."""
-
-    def write(self, text: str) -> None:
-        """Print the text without the spaces that erase an earlier state."""
-        if text.strip():
-            say(text.strip(), file=sys.stderr)
+def _print_progress(text: str) -> None:
+    """Print a state of a progress bar as a line, without the spaces that erase an earlier one."""
+    if text.strip():
+        say(text.strip(), file=sys.stderr)
 
 
 def progress_bar(iterable: Iterable[Any] | None = None, **options: Any) -> tqdm:
     """Return a progress bar on stderr; outside a terminal, print a line every LOG_SECONDS."""
-    if sys.stderr.isatty():
-        options["dynamic_ncols"] = True
-    else:
-        options |= {"file": _LogLines(), "mininterval": LOG_SECONDS, "delay": LOG_SECONDS}
-        options["miniters"] = 0
-    return tqdm(iterable, **{"leave": False, **options})
+    if not sys.stderr.isatty():
+        intervals = dict.fromkeys(("mininterval", "delay"), LOG_SECONDS)
+        options |= {"file": SimpleNamespace(write=_print_progress), "miniters": 0, **intervals}
+    return tqdm(iterable, **{"leave": False, "dynamic_ncols": True, **options})
 
 
 progress = partial(progress_bar, unit="B", unit_scale=True)
@@ -100,8 +93,7 @@ def find_end_signals() -> list[int]:
 class Interruption:
     """Record Ctrl-C or another signal to end in ``signal``, so that a loop can save and stop.
 
-    A second Ctrl-C raises KeyboardInterrupt. So does another signal when it is repeated, unless it
-    follows within SAME_SIGNAL_SECONDS.
+    A repeated one raises KeyboardInterrupt: Ctrl-C at once, others after SAME_SIGNAL_SECONDS.
     """
 
     def __enter__(self) -> "Interruption":
@@ -125,15 +117,6 @@ class Interruption:
             signal.signal(number, handler)
 
 
-def command_line(arguments: Sequence[str] | None, flag: str) -> str:
-    """Return the command line of this process with ``flag`` at the end.
-
-    ``arguments`` replace those of the process, unless None.
-    """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    return shell_command(sys.argv[0], *(word for word in arguments if word != flag), flag)
-
-
 def shell_command(*words: object) -> str:
     """Return a command to paste into a shell, in which each word stays one argument.
 
@@ -155,20 +138,13 @@ def escape_character(char: str) -> str:
 
 
 def describe_error(error: Exception) -> str | None:
-    """Return one line that describes an error, or None if it is a bug.
-
-    Not bugs: UserError, OSError, too little memory, and a lost connection to another rank.
-    """
+    """Return one line that describes an error of the user or the system; None: it is a bug."""
     message = " ".join(str(error).split())[:MAX_MESSAGE_CHARS]
-    is_runtime_error = isinstance(error, RuntimeError)
+    text = message if isinstance(error, RuntimeError) else ""
     class_names = [cls.__name__ for cls in type(error).__mro__]
-    if isinstance(error, MemoryError) or (
-        is_runtime_error and OUT_OF_MEMORY_PATTERN.search(message)
-    ):
+    if isinstance(error, MemoryError) or OUT_OF_MEMORY_PATTERN.search(text):
         return f"out of memory ({message[:200]}). Use a smaller model or batch."
-    if "DistError" in class_names or (  # of torch.distributed
-        is_runtime_error and LOST_CONNECTION_PATTERN.search(message)
-    ):
+    if LOST_CONNECTION_PATTERN.search(text) or "DistError" in class_names:  # of torch.distributed
         return f"lost the connection to another process ({message[:200]}). See its own error."
     if isinstance(error, OSError) and error.filename:
         return " ".join(f"{error.strerror}: {error.filename}".split())[:MAX_MESSAGE_CHARS]

@@ -4,7 +4,6 @@ import ctypes
 import math
 import os
 import sys
-from typing import Literal, cast
 
 import torch
 
@@ -14,7 +13,6 @@ MIN_BFLOAT16_WIDTH = 64  # of a model on a CPU: narrower ones lose more by conve
 MIN_BFLOAT16_DECODING_WIDTH = 512  # likewise in decoding: smaller weights stay in a CPU's cache
 MALLOC_MMAP_THRESHOLD = -3  # options of mallopt: glibc's <malloc.h>
 MALLOC_TRIM_THRESHOLD = -1
-DtypeName = Literal["float32", "bfloat16", "float16"]
 DTYPE_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -47,13 +45,10 @@ def choose_device(name: str, local_rank: int = 0, num_local_ranks: int = 1) -> t
 
 def fast_dtype(device: torch.device) -> torch.dtype:
     """Return bfloat16 where its matrix products are at least twice as fast, else float32."""
-    if device.type == "cuda":
-        is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    elif device.type == "cpu":
+    is_fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu":
         capabilities = torch.cpu.get_capabilities()
-        is_fast = capabilities.get("amx_tile", False) or capabilities.get("avx512_bf16", False)
-    else:
-        is_fast = False
+        is_fast = any(capabilities.get(name) for name in ("amx_tile", "avx512_bf16"))
     return torch.bfloat16 if is_fast else torch.float32
 
 
@@ -66,11 +61,6 @@ def choose_dtype(
     if device.type == "cpu" and width < min_cpu_width:
         return torch.float32
     return fast_dtype(device)
-
-
-def dtype_name(dtype: torch.dtype) -> DtypeName:
-    """Return the name of a dtype for ``--dtype``."""
-    return cast(DtypeName, str(dtype).removeprefix("torch."))
 
 
 def mixed_precision(dtype: torch.dtype, device: torch.device) -> torch.autocast:

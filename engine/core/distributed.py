@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import json
 import os
-import signal
 import socket
 import threading
 import time
@@ -25,6 +24,7 @@ from engine.core.sharding import is_sharded, local
 Result = TypeVar("Result")
 NamedTensor = tuple[str, Tensor]
 CPU_DEVICE = torch.device("cpu")
+PARENT_ID = os.getppid()
 HEARTBEAT_SECONDS = 1.0
 GROUP_SHUTDOWN_SECONDS = 2.0
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -103,9 +103,8 @@ class DistributedContext:
     def keep_alive(self) -> Iterator[None]:
         """Let ranks work alone for any length of time; all leave the block together.
 
-        Ranks exchange a heartbeat each second in a process group of its own. If one is dead or
-        stopped, the others raise RuntimeError after the timeout. A UserError of one rank is raised
-        on all.
+        Ranks exchange heartbeats. If one is dead or stopped, the others raise RuntimeError after
+        the timeout. A UserError of one rank is raised on all.
         """
         if self.size == 1:
             yield
@@ -152,8 +151,7 @@ class DistributedContext:
             for name in expected | settings
             if name not in ignore and expected.get(name) != settings.get(name)
         ]
-        text = f"rank {self.rank} was started with different settings than rank 0: "
-        text += f"{', '.join(changes)}. Start all ranks alike."
+        text = f"rank {self.rank} has other settings: {', '.join(changes)}. Start all ranks alike."
         self.raise_error(UserError(text) if changes else None)
 
     def gather_json(self, value: Any) -> list[Any]:
@@ -239,24 +237,9 @@ class DistributedContext:
 SINGLE_PROCESS = DistributedContext()
 
 
-@contextlib.contextmanager
-def end_with_torchrun() -> Iterator[None]:
-    """Send SIGTERM to this process if torchrun, its parent, ends before it, as by SIGUSR1."""
-    parent = os.getppid()
-    finished = threading.Event()
-
-    def watch() -> None:
-        while not finished.wait(HEARTBEAT_SECONDS):
-            if os.getppid() != parent:
-                os.kill(os.getpid(), signal.SIGTERM)
-                return
-
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=watch, daemon=True).start()
-    try:
-        yield
-    finally:
-        finished.set()
+def has_torchrun_ended() -> bool:
+    """Return whether torchrun, the parent of this process, ended before it, as by SIGUSR1."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT_ID
 
 
 @contextlib.contextmanager

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
 from annotated_types import Ge, Gt, Le, Lt
 
 from engine.core.cli import shell_command
-from engine.core.device import choose_dtype, dtype_name
+from engine.core.device import choose_dtype
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
 from engine.core.settings import build, field_values, load_settings, read_toml
@@ -69,22 +68,16 @@ class CommonConfig:
     keep_checkpoints: Annotated[int, Ge(1)] = 2
     log_every: Annotated[int, Ge(1)] = 10  # Steps between training records in metrics.jsonl.
     device: str = "auto"  # cpu, cuda, mps, or auto: the best available one.
-    # Recompute each block in the backward pass: slower, in far less memory.
-    checkpoint_activations: bool = False
+    checkpoint_activations: bool = False  # Recompute blocks in the backward pass, to save memory.
     # Under torchrun: each rank holds the full model, or a shard of it.
     parallel: Literal["ddp", "fsdp"] = "ddp"
     # End the run after this many seconds without an answer from another rank.
     timeout: Annotated[int, Ge(1), Le(10**8)] = 600
-    # On CUDA: use only kernels with reproducible results, which are slower.
-    deterministic: bool = False
-    # Continue from the newest checkpoint in the run directory, if there is one.
-    resume: bool = False
-    # Check the dataset's SHA-256 hashes even if its files did not change since the last time.
-    verify_data: bool = False
-    # Log to Weights & Biases too (WANDB_MODE=offline keeps it on this machine).
-    wandb: bool = False
-    # Start from the weights, shape and tokenizer of this run or imported model.
-    init_from: Path | None = None
+    deterministic: bool = False  # On CUDA: use reproducible kernels, which are slower.
+    resume: bool = False  # Continue from the newest checkpoint in --out, if there is one.
+    verify_data: bool = False  # Check the dataset's SHA-256 hashes even if its files are unchanged.
+    wandb: bool = False  # Log to Weights & Biases too (on this machine: WANDB_MODE=offline).
+    init_from: Path | None = None  # Start from the weights and tokenizer of this run or import.
     # Seed of the initial weights, the order of the data, and dropout.
     seed: Annotated[int, Ge(0), Lt(9 * 10**18)] = 1
     # Fraction of sequences from each dataset. None: in proportion to their tokens.
@@ -113,7 +106,7 @@ class TrainConfig(CommonConfig):
     save_every: Annotated[int | None, Ge(1)] = None
     # Precision of matrix products. auto: bfloat16 where that is fast, else float32.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    compile: tyro.conf.DisallowNone[bool | None] = None  # Compile the model. None: on CUDA.
+    compile: bool | None = None  # Compile the model. None: on CUDA.
     plan: bool = False  # Print memory, operations and time; do not train.
     model: ModelSettings = field(default_factory=ModelSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -140,10 +133,7 @@ class TrainConfig(CommonConfig):
 
 @dataclass(frozen=True)
 class RunConfig(CommonConfig):
-    """The settings of a run: TrainConfig with a value for everything that is automatic.
-
-    :func:`make_run_config` makes one.
-    """
+    """TrainConfig with a value for everything that is automatic: see :func:`make_run_config`."""
 
     model: ModelConfig = field(kw_only=True)
     out: Path = Path("out/pydocs")
@@ -168,8 +158,10 @@ FIXED_SETTINGS = {"batch_size", "seed", "mix", "long_examples", "optimizer"}
 FIXED_SETTINGS |= {setting.name for setting in dataclasses.fields(ModelConfig)}
 
 
-def load_config(arguments: Sequence[str] | None) -> TrainConfig:
+def load_config(arguments: Sequence[str]) -> TrainConfig:
     """Return the settings of a command line; those of the run to resume, where it sets none."""
+    if arguments and not arguments[0].startswith("-"):
+        check_settings_file(Path(arguments[0]))
     config = load_settings(TrainConfig, arguments)
     path = config.out_path / "config.toml"
     if not (config.resume and path.exists() and list_checkpoints(config.out_path)):
@@ -178,18 +170,14 @@ def load_config(arguments: Sequence[str] | None) -> TrainConfig:
     return load_settings(TrainConfig, arguments, recorded)
 
 
-def check_settings_file(arguments: Sequence[str]) -> None:
-    """Raise UserError if the first argument is a missing file or a folder, with advice."""
-    path = Path(arguments[0]) if arguments and arguments[0][:1] != "-" else None
-    if path is None or (path.exists() and not path.is_dir()):
-        return
+def check_settings_file(path: Path) -> None:
+    """Raise UserError for a folder or a missing file, with what it may mean."""
     presets = {preset.stem: preset for preset in Path("config").glob("*.toml")}
-    matches = difflib.get_close_matches(path.stem, presets, 1)
-    advice = f"Did you mean {presets[matches[0]]}?" if matches else "Presets are in config/."
     if path.is_dir():
         flag = "--init-from" if (path / "checkpoints").exists() else "--data"
-        advice = f"Did you mean {shell_command(flag, path)}?"
-    raise UserError(f"{path}: must be a TOML file with settings. {advice}")
+        raise UserError(f"{path}: is a folder. Did you mean {shell_command(flag, path)}?")
+    if not path.exists() and (names := difflib.get_close_matches(path.stem, presets, 1)):
+        raise UserError(f"{path}: not found. Did you mean {presets[names[0]]}?")
 
 
 def check_data(arguments: Sequence[str], data: Sequence[Path]) -> None:
@@ -217,9 +205,8 @@ def make_run_config(
 ) -> RunConfig:
     """Return the settings of a run with a vocabulary size: those that are typed win over sizes."""
     values = {**sizes, **set_values(config)}
-    vocab_size = values["vocab_size"]
     d_model = values.get("d_model", ModelConfig.d_model)
-    is_window_fixed = bool(config.init_from) or vocab_size <= MAX_CHARACTER_VOCAB_SIZE
+    is_window_fixed = bool(config.init_from) or values["vocab_size"] <= MAX_CHARACTER_VOCAB_SIZE
     defaults = {
         **default_rates(config.optimizer.optimizer, d_model),
         "window_warmup": 0.0 if is_window_fixed else WINDOW_WARMUP_FRACTION,
@@ -229,9 +216,8 @@ def make_run_config(
         defaults["steps"] = DEFAULT_STEPS
         defaults["eval_every"] = DEFAULT_INTERVAL_STEPS
         defaults["save_every"] = DEFAULT_INTERVAL_STEPS
-    values["out"] = config.out_path
-    values["dtype"] = dtype_name(choose_dtype(config.dtype, dist_ctx.device, d_model))
+    dtype = str(choose_dtype(config.dtype, dist_ctx.device, d_model)).removeprefix("torch.")
     try:
-        return build(RunConfig, {**defaults, **values})
+        return build(RunConfig, {**defaults, **values, "out": config.out_path, "dtype": dtype})
     except ValueError as error:  # of ModelConfig: the sizes do not fit each other
         raise UserError(str(error)) from None

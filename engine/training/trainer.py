@@ -66,10 +66,7 @@ class Trainer:
         run_dir: RunDir | None = None,
         callbacks: Sequence[Callback] = (),
     ):
-        """Build the model and the optimizer.
-
-        :meth:`initialize` or :meth:`restore` sets the weights. Nothing is saved without a run_dir.
-        """
+        """Build model and optimizer, without weights. Nothing is saved without a run_dir."""
         self.config = config
         self.dist_ctx = dist_ctx
         self.data = data
@@ -100,6 +97,14 @@ class Trainer:
         self.warnings: set[str] = set()  # each is printed once
         self.changes: list[dict[str, Any]] = []  # settings changed by each resume
         self.budget = Budget({}, steps=config.steps or math.inf)
+
+    def __enter__(self) -> "Trainer":
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *error: Any) -> None:
+        self.failed = error_type is not None
+        self.notify("on_train_end")
+        self.ddp_model = self.model  # DDP must be freed before its process group
 
     def say(self, text: str, end: str = "\n") -> None:
         """Print on the main process."""

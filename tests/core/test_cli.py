@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from engine.core.cli import (
     SAME_SIGNAL_SECONDS,
     SPIN_COUNTS,
     Interruption,
-    command_line,
     count_noun,
     progress_bar,
     shell_command,
@@ -127,14 +125,6 @@ def test_a_hangup_ends_a_run_unless_it_is_ignored_as_under_nohup():
     code += "    os.kill(os.getpid(), signal.SIGHUP)\nprint(int(interruption.signal))"
     for handler, number in (("SIG_DFL", signal.SIGHUP), ("SIG_IGN", 0)):
         assert run_python(code.format(handler))[:2] == (f"{int(number)}\n", "")
-
-
-def test_command_to_resume_with_has_the_flag_once_and_quotes_arguments():
-    arguments = ["config/a b.toml", "--resume", "--out", "it's", "--steps", "5"]
-    words = shlex.split(command_line(arguments, "--resume"))
-    assert words[1:] == ["config/a b.toml", "--out", "it's", "--steps", "5", "--resume"]
-    code = "from engine.core.cli import command_line\nprint(command_line(None, '--resume'))"
-    assert run_python(code, "--out", "a b")[0] == "-c --out 'a b' --resume\n"
 
 
 @pytest.mark.parametrize(
