@@ -59,9 +59,8 @@ def flops_per_token(model: ModelConfig) -> float:
 def activation_bytes(config: RunConfig, rows: int, dist_ctx: DistributedContext) -> float:
     """Return the peak bytes of a forward and backward pass, without weights and gradients.
 
-    Blocks store what their backward pass needs, in float32 or in the dtype of products. At the
-    peak there are also the logits of the loss, or temporary values of the backward pass. With
-    ``checkpoint_activations``, only one block at a time stores more than its input.
+    Blocks store what their backward pass needs; at the peak there are also the logits, or temporary
+    values. With ``checkpoint_activations``, only one block at a time stores more than its input.
     """
     model = config.model
     dtype = DTYPE_BY_NAME[config.dtype]
@@ -172,16 +171,16 @@ def micro_batch_sizes(config: RunConfig, num_ranks: int) -> list[int]:
     return [n for n in range(min(max_rows, batch_rows), 0, -1) if batch_rows % n == 0]
 
 
-def fit_micro_batches(config: RunConfig, dist_ctx: DistributedContext) -> RunConfig:
+def fit_micro_batches(config: RunConfig, dist_ctx: DistributedContext, length: int) -> RunConfig:
     """Return the config, with micro-batches if none are set and the batch does not fit in memory.
 
-    They are the largest that fit, or one sequence.
+    They are the largest that fit, or one sequence. ``length`` is that of the longest sequence.
     """
     if config.micro_batch_size:
         return config
     rows = 1  # if the ranks are more than the sequences, which is refused later
     for rows in micro_batch_sizes(config, dist_ctx.size):
-        if fits_memory(config, rows, dist_ctx):
+        if fits_memory(replace(config, context_length=length), rows, dist_ctx):
             break
     is_whole_batch = rows * dist_ctx.size == config.batch_size
     return config if is_whole_batch else replace(config, micro_batch_size=rows)
@@ -208,8 +207,7 @@ def describe_plan(
 ) -> str:
     """Describe what a run needs: on this device, on one H100, and on eight with FSDP.
 
-    ``step_tokens`` are the tokens of an optimizer step, and ``epoch_tokens`` those of an epoch of
-    each dataset.
+    Tokens are those of an optimizer step, and of an epoch of each dataset.
     """
     utilization = CPU_UTILIZATION if device.type == "cpu" else GPU_UTILIZATION
     speed = utilization * measure_matmul_flops(device, DTYPE_BY_NAME[config.dtype])
@@ -234,9 +232,9 @@ def describe_plan(
     table = [f"{'':<16}" + "".join(f"{title:>14}" for title in columns)]
     for name in columns["here"]:
         table.append(f"{name:<16}" + "".join(f"{cells[name]:>14}" for cells in columns.values()))
-    legend = f"!      exceeds the {H100_MEMORY_BYTES / 1e9:.0f} GB of an H100\n"
-    if not any("!" in line for line in table):
-        legend = ""
+    legend = ""
+    if any("!" in line for line in table):
+        legend = f"!      exceeds the {H100_MEMORY_BYTES / 1e9:.0f} GB of an H100\n"
     num_params = build_meta_model(config.model).num_parameters
     return f"""\
 model  {num_params:,} parameters, {token_flops / 1e9:,.3f} GFLOP per token

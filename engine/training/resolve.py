@@ -46,54 +46,59 @@ def resolve(
     base: Checkpoint | None,
     measure: Callable[[RunConfig, Mixture], float],
 ) -> tuple[RunConfig, Mixture]:
-    """Return the settings of a run, equal on all ranks, and its data.
+    """Return the settings of a run, equal on all ranks, and its data without too long examples.
 
     What is typed wins; else what the resumed run recorded or the base model has, then a size that
-    is chosen, then defaults. The checkpoint to resume is on every rank, and the base model on the
-    main process. ``measure`` returns the seconds of a step. The data is without examples that are
-    too long. Raises UserError for settings that conflict with each other, the data, or a
-    checkpoint.
+    is chosen, then defaults. The checkpoint is on every rank, the base model on the main process.
+    ``measure`` returns the seconds of a step. Raises UserError for settings that conflict with
+    each other, the data, or a checkpoint.
     """
-    values = set_values(config)
     if checkpoint:
-        recorded = recorded_config(checkpoint.state)
-        values = {**set_values(recorded), **values, "out": config.out_path}
-        if config.dtype == "auto":
-            values["dtype"] = recorded.dtype
-        config = build(TrainConfig, values)
+        config = add_recorded_settings(config, recorded_config(checkpoint.state))
     settings = {**flatten(config), "the text in data": data.sha256}
     dist_ctx.assert_equal_across_ranks(settings, ignore=SETTINGS_IGNORED_ON_RESUME | {"device"})
     base_state = dist_ctx.broadcast(base.state if base else None)
-    if base_state and config.init_from:
-        values |= base_model_values(base_state["model"], values, config.init_from)
-    min_size = data.tokenizer.vocab_size
-    vocab_size = values.get("vocab_size", min_size)
-    if vocab_size < min_size and not config.init_from:  # a base model gets new rows
-        problem = f"must be at least {min_size} for {data.path} (got {vocab_size})"
-        raise UserError(f"--vocab-size: {problem}. Leave it out.")
-    values["vocab_size"] = max(vocab_size, min_size)
-    config = build(TrainConfig, values)
-
+    config = fit_model(config, data, base_state)
     config, data = fit_context(config, data, dist_ctx, base_state)
     sizes = {}
     if should_choose_sizes(config):
         sizes = SizeSearch(config, data, dist_ctx).choose(started_at, measure)
     run_config = make_run_config(config, sizes, dist_ctx)
     if config.micro_batch_size is None:
-        rows = data.row_length(run_config.context_length)
-        fitted = fit_micro_batches(replace(run_config, context_length=rows), dist_ctx)
-        run_config = replace(run_config, micro_batch_size=fitted.micro_batch_size)
+        row_length = data.row_length(run_config.context_length)
+        run_config = fit_micro_batches(run_config, dist_ctx, row_length)
     if config.depth not in (None, run_config.model.num_layers):
         raise UserError(f"--depth: other sizes are set (got {config.depth}). Leave it out.")
     batches.check_sizes(run_config.batch_size, dist_ctx.size, run_config.micro_batch_size)
     data.check_length(run_config.context_length)
     dist_ctx.assert_equal_across_ranks({"dtype": run_config.dtype})  # each machine chooses it
     state = checkpoint.state if checkpoint else base_state
-    if state:
+    if state:  # rows may be shorter than the context of the model
         context_length = max(state["model"]["context_length"], run_config.context_length)
         model = replace(run_config.model, context_length=context_length)
         run_config = replace(run_config, model=model)
     return run_config, data
+
+
+def add_recorded_settings(config: TrainConfig, recorded: RunConfig) -> TrainConfig:
+    """Return the config with the settings of the run to resume, where it has none."""
+    values = {**set_values(recorded), **set_values(config), "out": config.out_path}
+    if config.dtype == "auto":
+        values["dtype"] = recorded.dtype
+    return build(TrainConfig, values)
+
+
+def fit_model(config: TrainConfig, data: Mixture, base: dict[str, Any] | None) -> TrainConfig:
+    """Return the config with the model of a base's state, and rows for all tokens of the data."""
+    values = set_values(config)
+    if base and config.init_from:
+        values |= base_model_values(base["model"], values, config.init_from)
+    min_size = data.tokenizer.vocab_size
+    vocab_size = values.get("vocab_size", min_size)
+    if vocab_size < min_size and not config.init_from:  # a base model gets new rows
+        problem = f"must be at least {min_size} for {data.path} (got {vocab_size})"
+        raise UserError(f"--vocab-size: {problem}. Leave it out.")
+    return build(TrainConfig, {**values, "vocab_size": max(vocab_size, min_size)})
 
 
 def fit_context(
@@ -101,23 +106,21 @@ def fit_context(
 ) -> tuple[TrainConfig, Mixture]:
     """Return the config, with a context length for examples or a base, and the data that fits it.
 
-    ``base`` is the state of the base model. Raises UserError for more positions than it has
-    learned, and if too many examples are longer.
+    Raises UserError for more positions than the base has learned, and if few examples fit.
     """
-    values = set_values(config)
     max_context = math.inf
     if base and config.model.position == "learned":
         max_context = base["model"]["context_length"]
     context_length = config.model.context_length
     if context_length is None and (base or data.longest_example):
         context_length = max(1, int(min(max_context, choose_context_length(data, base))))
+        run_config = make_run_config(config, {}, dist_ctx)
         while base and context_length > 1:  # until a row fits in memory
-            row = {"context_length": data.row_length(context_length)}
-            run_config = make_run_config(build(TrainConfig, {**values, **row}), {}, dist_ctx)
-            if fits_memory(run_config, 1, dist_ctx):
+            row_length = data.row_length(context_length)
+            if fits_memory(replace(run_config, context_length=row_length), 1, dist_ctx):
                 break
             context_length //= 2
-        config = build(TrainConfig, {**values, "context_length": context_length})
+        config = build(TrainConfig, {**set_values(config), "context_length": context_length})
     if context_length and context_length > max_context:
         problem = f"{config.init_from} has learned {max_context} positions (got {context_length})"
         raise UserError(f"--context-length: {problem}. Lower it, or choose another base model.")
@@ -164,35 +167,26 @@ def changed_settings(
 ) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ from those of a checkpoint's state: {name: (old, new)}.
 
-    Raises UserError for a change of fixed settings or data, and for steps or minutes below those
-    of the checkpoint.
+    Raises UserError for a change of fixed settings or data, and for an end before the checkpoint.
     """
     recorded = flatten(recorded_config(state))
     changed = {
         name: (recorded[name], value) for name, value in settings.items() if recorded[name] != value
     }
-    refused = [
-        f"{name} {old!r} → {new!r}"
-        for name, (old, new) in changed.items()
-        if name in FIXED_SETTINGS
-    ]
+    fixed = [name for name in changed if name in FIXED_SETTINGS]
+    refused = [f"{name} {recorded[name]!r} → {settings[name]!r}" for name in fixed]
     if state["data_sha256"] != data_sha256:
         refused.append("the text in --data (docs/data.md: My text has grown)")
     if refused:
-        raise UserError(
-            f"--resume: can't change {', '.join(refused)}. Set it back, or choose another --out."
-        )
+        advice = "Set it back, or choose another --out."
+        raise UserError(f"--resume: can't change {', '.join(refused)}. {advice}")
     if (settings["steps"] or math.inf) < state["step"]:
-        raise UserError(
-            f"--steps: must be at least the {count_noun(state['step'], 'step')} of the checkpoint "
-            f"(got {settings['steps']})."
-        )
+        problem = f"must be at least the {count_noun(state['step'], 'step')} of the checkpoint"
+        raise UserError(f"--steps: {problem} (got {settings['steps']}).")
     minutes_done = state["elapsed_seconds"] / 60
     if "minutes" in changed and (settings["minutes"] or math.inf) < minutes_done:
-        raise UserError(
-            f"--minutes: must be at least the {minutes_done:.3g} of the checkpoint "
-            f"(got {settings['minutes']:g})."
-        )
+        problem = f"must be at least the {minutes_done:.3g} of the checkpoint"
+        raise UserError(f"--minutes: {problem} (got {settings['minutes']:g}).")
     return {name: pair for name, pair in changed.items() if name not in SETTINGS_IGNORED_ON_RESUME}
 
 
@@ -205,10 +199,9 @@ def check_tokenizer(base: Path, tokenizer: Tokenizer, data: Path) -> None:
 
 
 def base_model_values(base: dict[str, Any], values: dict[str, Any], source: Path) -> dict[str, Any]:
-    """Return the model settings of a base checkpoint, with the dropout of ``values``.
+    """Return the model of a base checkpoint, with the dropout of ``values``, without its context.
 
-    They are without the context length, which is one of the run. Raises UserError, naming the
-    source, for one of ``values`` that is neither its default nor that of the base.
+    Raises UserError for one of ``values`` that is neither its default nor that of the base.
     """
     merged = dict(vars(from_values(ModelConfig, base, str(source))))
     del merged["context_length"]
@@ -216,10 +209,8 @@ def base_model_values(base: dict[str, Any], values: dict[str, Any], source: Path
         default = getattr(ModelConfig, name, None)
         value = values.get(name, base_value)
         if name != "dropout" and value not in (default, base_value):
-            flag = f"--{name.replace('_', '-')}"
-            raise UserError(
-                f"{flag}: must be that of {source}, {base_value} (got {value}). Leave it out."
-            )
+            problem = f"must be that of {source}, {base_value} (got {value}). Leave it out."
+            raise UserError(f"--{name.replace('_', '-')}: {problem}")
     return {**merged, "dropout": values.get("dropout", 0.0)}
 
 

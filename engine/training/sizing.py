@@ -122,10 +122,9 @@ class SizeSearch:
         while depth not in speeds:
             timed = self.make_size(depth, TIMED_TOKENS)
             config = make_run_config(self.config, timed.settings, self.dist_ctx)
-            optimizer = replace(config.optimizer, window_warmup=0.0)
-            rows = self.data.row_length(config.context_length)
-            config = replace(config, optimizer=optimizer, context_length=rows)
-            config = fit_micro_batches(config, self.dist_ctx)
+            config = replace(config, optimizer=replace(config.optimizer, window_warmup=0.0))
+            row_length = self.data.row_length(config.context_length)
+            config = fit_micro_batches(config, self.dist_ctx, row_length)
             speeds[depth] = timed.step_tokens * timed.operations / measure(config, self.data)
             seconds = self.dist_ctx.broadcast(max(1.0, end - time.monotonic()))
             best = self.best_size(seconds, speeds)
@@ -149,10 +148,7 @@ class SizeSearch:
     def choose(
         self, started_at: float, measure: Callable[[RunConfig, Mixture], float]
     ) -> dict[str, Any]:
-        """Return the sizes for the time, the steps or the depth of the config, by name.
-
-        ``measure`` times a step of a run.
-        """
+        """Return the sizes by name, for minutes, steps or a depth; ``measure`` times a step."""
         config = self.config
         if config.minutes:
             size = self.for_time(started_at + 60 * config.minutes, measure)

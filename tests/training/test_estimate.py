@@ -193,12 +193,12 @@ def test_micro_batches_divide_the_batch_and_are_the_largest_that_fit(monkeypatch
     for limit, expected in ((12, 12), (2, 2), (24, 0), (0, 1)):
         needed = sum(estimate_memory(config, limit, SINGLE_PROCESS).values()) if limit else 1
         monkeypatch.setattr(estimate, "total_memory", lambda device, n=needed: n / 0.9 + 1)
-        assert fit_micro_batches(config, SINGLE_PROCESS).micro_batch_size == expected
+        assert fit_micro_batches(config, SINGLE_PROCESS, 128).micro_batch_size == expected
         lean = dataclasses.replace(config, checkpoint_activations=True)
-        lean_rows = fit_micro_batches(lean, SINGLE_PROCESS).micro_batch_size
+        lean_rows = fit_micro_batches(lean, SINGLE_PROCESS, 128).micro_batch_size
         assert (lean_rows or 24) >= (expected or 24)
     typed = dataclasses.replace(config, micro_batch_size=6)
-    assert fit_micro_batches(typed, SINGLE_PROCESS) == typed
+    assert fit_micro_batches(typed, SINGLE_PROCESS, 128) == typed
 
 
 # The plan.
