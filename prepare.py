@@ -61,17 +61,14 @@ class PrepareConfig:
     # Maximum bytes of text to train a BPE on; None: 128 MiB. If there is more text, the beginning
     # of each file or group of small files is used.
     tokenizer_bytes: Annotated[int | None, Ge(1)] = None
-    out: Path | None = None
-    """Folder of the dataset; None: data/ and the name of the first input."""
+    out: Path | None = None  # Folder of the dataset; None: data/ and the name of the first input.
     # Fraction of the documents for validation. Few or large documents are cut instead: their last
     # parts are for validation. None: 0.1, or 0 with --val.
     val_fraction: Annotated[float | None, Ge(0), Lt(1)] = None
     val: tuple[str, ...] = ()
     """Files, folders or addresses for validation; all other inputs are for training."""
-    glob: str | None = None
-    """Pattern of the files to take from folders, at any depth; None: all."""
-    field: str | None = None
-    """The field or column that holds the text; None: text."""
+    glob: str | None = None  # Pattern of the files to take from folders, at any depth; None: all.
+    field: str | None = None  # The field or column that holds the text; None: text.
     prompt_field: tuple[str, ...] | str | None = None
     """The field with the prompt, or several: their nonempty values are joined by a blank line."""
     completion_field: str | None = None
@@ -84,16 +81,12 @@ class PrepareConfig:
     template_variable: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     chat_field: str | None = None
     """The field with the messages. None: messages, conversations, or prompt and completion."""
-    hf_config: str | None = None
-    """The configuration of a Hugging Face dataset that has several."""
-    hf_split: str | None = None
-    """The split of a Hugging Face dataset; None: train."""
+    hf_config: str | None = None  # The configuration of a Hugging Face dataset that has several.
+    hf_split: str | None = None  # The split of a Hugging Face dataset; None: train.
     hf_val_split: str | None = None
     """The split for validation of the Hugging Face dataset in --val, or else in the inputs."""
-    deduplicate: bool = False
-    """Leave out documents that repeat an earlier one exactly."""
-    sha256: str | None = None
-    """Expected SHA-256 of the file at an address, which is then cached."""
+    deduplicate: bool = False  # Leave out documents that repeat an earlier one exactly.
+    sha256: str | None = None  # Expected SHA-256 of the file at an address, which is then cached.
     encoding: str = DEFAULT_ENCODING
     """The encoding of text, JSON and CSV, by its name in Python; auto: detected for each file."""
     errors: Literal["strict", "replace"] = "strict"
@@ -102,12 +95,9 @@ class PrepareConfig:
     """Text between the documents of a plain text file. None: a file is one document."""
     skip_bad_rows: bool = False
     """Leave out and count the records that cannot be used, instead of refusing the file."""
-    force: bool = False
-    """Prepare again, and replace a dataset that has other arguments or another text."""
-    ray: str | None = None
-    """Encode on Ray: local, local:4 (workers), or the address of a cluster."""
-    show: Path | None = None
-    """Only print the summary of this dataset."""
+    force: bool = False  # Prepare again, and replace a dataset with other arguments or text.
+    ray: str | None = None  # Encode on Ray: local, local:4 (workers), or the address of a cluster.
+    show: Path | None = None  # Only print the summary of this dataset.
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -119,10 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(describe_dataset(config.show))
         return
     out, is_new = prepare(config)
-    if is_new:
-        print(describe_dataset(out))
-    else:
-        print(f"{out} is up to date: nothing changed.")
+    print(describe_dataset(out) if is_new else f"{out} is up to date: nothing changed.")
     run = Path("out") / out.name
     base = Path(config.tokenizer.removesuffix("/tokenizer.json"))
     is_model = (base / "checkpoints").is_dir() or (base / "state.json").is_file()
@@ -134,8 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
 def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bool]:
     """Make the dataset of a config. Returns its folder and whether it is new.
 
-    ``threads`` is the number of threads that encode; None: one for each core. Raises UserError
-    for unusable arguments or text.
+    ``threads`` encode; None: one for each core. Raises UserError for unusable arguments or text.
     """
     check_arguments(config)
     tokenizer = None
@@ -145,8 +131,7 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
     out = config.out or Path("data") / dataset_name(config.inputs[0])
     reader = make_reader(config, tokenizer)
     with tempfile.TemporaryDirectory() as spool:
-        sources = list_sources(config, config.inputs, config.hf_split, Path(spool))
-        val_sources = list_val_sources(config, Path(spool, "val"))
+        sources, val_sources = list_sources(config, Path(spool))
         check_reader(config, reader, [*sources, *val_sources])
         val_fraction = 0.0 if val_sources else config.val_fraction or DEFAULT_VAL_FRACTION
         corpus = Corpus(sources, val_fraction, val_sources, reader)
@@ -175,18 +160,15 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
 
 
 def warn_of_split_changes(out: Path, old: dict[str, Any], is_cut: bool) -> None:
-    """Print a warning if a dataset validates other text than the one that it replaced.
-
-    Documents that are assigned by their hash stay where they were; the end of a text does not.
-    """
+    """Print a warning if a dataset validates other text than the one that it replaced."""
     new = open_dataset(out).manifest
     origin = old["origin"]
     names = ("val_fraction", "val", "hf_val_split", "split")
     changes = [name for name in names if origin.get(name) != new["origin"].get(name)]
     reasons = [f"{name} was {origin.get(name)}" for name in changes]
+    # Documents that are assigned by their hash stay where they were; the end of a text does not.
     if is_cut and origin["content"] != new["origin"]["content"]:
-        is_text = "examples" not in origin
-        reasons.append("the end of the text was another" if is_text else "few prompts changed")
+        reasons.append("its texts have changed")
     if reasons:
         problem = "validates other text than the dataset that it replaces"
         size = f"{old['splits']['val']['bytes']:,} bytes were validated before"
@@ -207,6 +189,9 @@ def check_arguments(config: PrepareConfig) -> None:
     if config.val_fraction is not None and has_val == bool(config.val_fraction):
         requirement = "must be 0 with --val" if has_val else "must be greater than 0 without --val"
         raise UserError(f"--val-fraction: {requirement} (got {config.val_fraction}). Leave it out.")
+    if config.glob and Path(config.glob).is_file() and any(map(os.path.isfile, inputs)):
+        pattern = f"--glob '*{Path(config.glob).suffix}'"
+        raise UserError(f"--glob: must be a pattern (got {config.glob}). Quote it: {pattern}")
     trains_bpe = config.tokenizer == "bpe"
     has_template = config.chat and config.tokenizer not in TRAINED_TOKENIZERS
     has_address = any("://" in name for name in inputs)
@@ -234,9 +219,6 @@ def check_arguments(config: PrepareConfig) -> None:
     for flag, value, is_met, requirement in requirements:
         if value and not is_met:
             raise UserError(f"{flag}: needs {requirement}. Otherwise leave {flag} out.")
-    if config.glob and Path(config.glob).is_file() and any(map(os.path.isfile, inputs)):
-        pattern = f"--glob '*{Path(config.glob).suffix}'"
-        raise UserError(f"--glob: must be a pattern (got {config.glob}). Quote it: {pattern}")
     if sum(map(bool, (config.chat, config.prompt_field, config.field))) > 1:
         raise UserError("--chat, --prompt-field, --field: are mutually exclusive. Give one.")
 
@@ -279,28 +261,19 @@ def check_reader(config: PrepareConfig, reader: Reader, sources: list[Source]) -
             raise UserError(f"{flag}: has no effect on {sources[0].name}. Leave it out.")
 
 
-def list_sources(
-    config: PrepareConfig, inputs: tuple[str, ...], hub_split: str | None, spool: Path
-) -> list[Source]:
-    """List the files of inputs; pipes are copied to a spool folder."""
-    spool.mkdir(exist_ok=True)
-    return find_sources(inputs, spool, config.glob, config.sha256, config.hf_config, hub_split)
-
-
-def list_val_sources(config: PrepareConfig, spool: Path) -> list[Source]:
-    """List the files of --val and --hf-val-split; none if a fraction of the inputs is used."""
-    if not config.val and not config.hf_val_split:
-        return []
+def list_sources(config: PrepareConfig, spool: Path) -> tuple[list[Source], list[Source]]:
+    """List the files of the inputs, and those of --val or --hf-val-split; pipes are spooled."""
     hub_names = tuple(name for name in config.inputs if name.startswith("hf:"))
-    split = config.hf_val_split or config.hf_split
-    return list_sources(config, config.val or hub_names, split, spool)
+    val_inputs = config.val or (hub_names if config.hf_val_split else ())
+    val_split = config.hf_val_split or config.hf_split
+    options = (config.glob, config.sha256, config.hf_config)
+    sources = find_sources(config.inputs, spool, *options, config.hf_split)
+    (spool / "val").mkdir()
+    return sources, find_sources(val_inputs, spool / "val", *options, val_split)
 
 
 def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return the settings that, with the text, determine the dataset.
-
-    ``tokenizer`` is None if it is trained on the text.
-    """
+    """Return the settings that determine the dataset; no tokenizer: one is trained on the text."""
     name = config.tokenizer
     has_end_of_text = name == "bpe"
     if tokenizer:
