@@ -12,11 +12,10 @@ BUG_TYPES = (AssertionError, AttributeError, LookupError, NameError, TypeError)
 
 
 class UserError(Exception):
-    """A mistake of the user: a wrong flag, path or file.
+    """A mistake of the user, which a command prints as one line before it exits with 1.
 
-    A command prints it as one line without a traceback, and exits with 1. The message follows the
-    template ``<flag or path>: <problem> (got X). <Fix>.`` Every other exception is a bug and keeps
-    its traceback.
+    The message follows the template ``<flag or path>: <problem> (got X). <Fix>.`` Every other
+    exception is a bug and keeps its traceback.
     """
 
 

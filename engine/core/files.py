@@ -22,10 +22,7 @@ MAX_NUMBER = 2**63  # in a file of the project
 
 
 def read_input(file: BinaryIO, name: Path | str) -> bytes:
-    """Return the bytes of a file, a pipe or a device.
-
-    Raises UserError if there are more than MAX_INPUT_BYTES: /dev/zero does not end.
-    """
+    """Return the bytes of a file, pipe or device. Raises UserError if they are too many."""
     content = file.read(MAX_INPUT_BYTES + 1)
     if len(content) > MAX_INPUT_BYTES:
         raise UserError(f"{name}: must have at most {MAX_INPUT_BYTES:,} bytes. Give a file.")
@@ -37,12 +34,12 @@ def find_similar(path: Path, folder: Path, pattern: str) -> Path | None:
 
     It is above the wrong path or inside it, or has a similar name, beside it or in ``folder``.
     """
-    name = path.resolve().name
     candidates = [*path.parents[:2], *sorted(path.glob("*"))]
     siblings = [*folder.glob("*"), *path.parent.glob("*")]
-    names = [sibling.name for sibling in siblings]
-    for near_name in (name, path.stem, *difflib.get_close_matches(name, names, cutoff=0.65)):
-        candidates += [sibling for sibling in siblings if sibling.name == near_name]
+    names = {sibling.name for sibling in siblings}
+    close_names = difflib.get_close_matches(path.resolve().name, names, cutoff=0.65)
+    for name in (*close_names, path.stem):
+        candidates += [sibling for sibling in siblings if sibling.name == name]
     wanted = (each for each in candidates if each.resolve() != path.resolve())
     return next((each for each in wanted if any(each.glob(pattern))), None)
 
@@ -70,10 +67,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(content: bytes, path: Path) -> Any:
-    """Return the value of a JSON file's content. Raises UserError naming the path.
-
-    Python also reads NaN and Infinity, which are not JSON.
-    """
+    """Return the value of a JSON file's content. Raises UserError, also for NaN and Infinity."""
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is no JSON value")
@@ -122,10 +116,7 @@ def safe_child_path(folder: Path, name: Any) -> Path:
 
 
 def acquire_lock(file: Path, target: Path) -> filelock.FileLock:
-    """Lock a file, which protects ``target``, until release() or the end of the process.
-
-    Raises UserError if another process holds it, or if it cannot be locked.
-    """
+    """Lock a file, which protects ``target``, until release(). Raises UserError if that fails."""
     file_lock = filelock.FileLock(file, fallback_to_soft=False)
     try:
         file_lock.acquire(blocking=False)

@@ -41,10 +41,7 @@ def shard_like(full: Tensor, param: Tensor) -> Tensor:
 
 @torch.no_grad()
 def load_parameters(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Set every parameter by its name, one at a time.
-
-    Raises UserError if the names or shapes are not those of the model.
-    """
+    """Set every parameter, one at a time. Raises UserError for other names or shapes."""
     params = dict(model.named_parameters())
     for name, full in tensors:
         if name not in params or params[name].shape != full.shape:
@@ -89,10 +86,7 @@ def wrap_ddp(model: nn.Module, dist_ctx: "DistributedContext", *example: Tensor)
 
 
 def should_reduce_every_microbatch(num_params: int, memory_bytes: float) -> bool:
-    """Return whether full float32 gradients would take over a quarter of a device's memory.
-
-    Then FSDP reduces them in every micro-batch: more traffic, but only some rows in memory.
-    """
+    """Return whether full float32 gradients would take over a quarter of a device's memory."""
     return 4 * num_params > memory_bytes / 4
 
 

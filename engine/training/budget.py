@@ -62,9 +62,8 @@ class Budget:
         fraction = step / self.steps
         if self.seconds < math.inf:
             eval_seconds = self.step_seconds * self.eval_cost_steps
-            training_seconds = (
-                self.seconds - eval_seconds - self.save_cost_seconds - SHUTDOWN_SECONDS
-            )
+            end_seconds = eval_seconds + self.save_cost_seconds + SHUTDOWN_SECONDS
+            training_seconds = self.seconds - end_seconds
             elapsed = self.elapsed + self.step_seconds / 2 if step else 0.0  # to the nearest step
             fraction = max(fraction, elapsed / max(training_seconds, 1e-9))
             fraction, self.eval_seconds = self.dist_ctx.broadcast([fraction, eval_seconds])

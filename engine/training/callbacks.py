@@ -102,9 +102,7 @@ class Terminal(Callback):
         seconds = trainer.save_seconds
         limit = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", TORCHRUN_SHUTDOWN_SECONDS))
         if "TORCHELASTIC_RUN_ID" in os.environ and seconds > limit:
-            problem = (
-                f"a save may take {seconds:.0f} s, but torchrun kills {limit:.0f} s after SIGTERM"
-            )
+            problem = f"a save may take {seconds:.0f} s, but torchrun kills after {limit:.0f} s"
             say(f"{problem}. Set TORCH_ELASTIC_SHUTDOWN_TIMEOUT={2 * seconds:.0f}")
         self.num_skipped = int(trainer.optimizer.loss_scaler["skipped"])
         self.num_steps = f"/{config.steps}" if config.steps and not config.minutes else ""
@@ -196,8 +194,7 @@ def describe_training(trainer: Trainer) -> str:
         f"run    {length}, {config.optimizer.optimizer}, "
         f"{trainer.dist_ctx.size} × {trainer.dist_ctx.device} in {config.dtype} → {config.out}",
     ]
-    num_cut = sum(split.num_cut for split in data.splits)
-    if num_cut:
+    if num_cut := sum(split.num_cut for split in data.splits):
         lines.append(f"examples longer than the context: {num_cut:,} cut")
     return "\n".join(lines)
 
@@ -218,21 +215,15 @@ def print_summary(trainer: Trainer) -> None:
         f"\n{steps}{skipped} in {trainer.budget.elapsed:,.1f} s. Validation loss "
         f"{loss:.4f} nats per token, perplexity {perplexity:.2f}, {bits:.4f} bits per byte."
     )
-    explanation = trainer.data.explain_loss(loss)
-    if explanation:
+    if explanation := trainer.data.explain_loss(loss):
         trainer.say(explanation)
     if loss < trainer.val_loss:
-        best_step = trainer.load_best()
-        trainer.say(
-            f"That is the checkpoint of step {best_step:,}, which sample.py and export use. At the "
-            f"last step the loss was {trainer.val_loss:.4f} (overfitting)."
-        )
-    minutes = trainer.config.minutes
-    if minutes and trainer.step == trainer.config.steps:
-        trainer.say(
-            f"The limit of {steps} ended the run before its {count_noun(minutes, 'minute')}: "
-            "for chosen sizes, more epochs of this text would not help."
-        )
+        best = f"the checkpoint of step {trainer.load_best():,}, which sample.py and export use"
+        last = f"At the last step the loss was {trainer.val_loss:.4f} (overfitting)"
+        trainer.say(f"That is {best}. {last}.")
+    if trainer.config.minutes and trainer.step == trainer.config.steps:
+        problem = f"The limit of {steps} ended the run before its minutes"
+        trainer.say(f"{problem}: for chosen sizes, more epochs would not help.")
     trainer.say("\nA sample:\n")
     for count, text in enumerate(stream_sample(trainer)):
         trainer.say(text, end="")

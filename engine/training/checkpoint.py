@@ -70,10 +70,7 @@ class Checkpoint:
         return [*tensor_files("model", self.shards), *COMMON_FILES]
 
     def verify(self, names: Iterable[str] | None = None) -> "Checkpoint":
-        """Compare files, by default all, with their hashes; return the checkpoint.
-
-        Raises UserError, naming the file, if one is missing or corrupted.
-        """
+        """Compare files, by default all, with their hashes. Raises UserError if one differs."""
         for name in self.sha256 if names is None else names:
             _verify_file(self.path, name, self.sha256[name])
         return self
@@ -177,18 +174,15 @@ def _write_manifest(
 def open_checkpoint(path: Path) -> Checkpoint:
     """Return the checkpoint in a folder; of its files only state.json is verified.
 
-    Raises UserError for a folder without a checkpoint, an unsupported format, and a corrupted
-    manifest or state.
+    Raises UserError if there is none, or one that is corrupted or of another format.
     """
     if not (path / "manifest.json").is_file():
         raise UserError(f"{path}: not a checkpoint (manifest.json not found).")
     manifest = read_json(path / "manifest.json")
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if version not in (FORMAT_GATHERED, FORMAT_SHARDED):
-        raise UserError(
-            f"{path}: unsupported checkpoint format in manifest.json (got {version!r}). "
-            "Use the version that wrote it."
-        )
+        problem = f"unsupported checkpoint format in manifest.json (got {version!r})"
+        raise UserError(f"{path}: {problem}. Use the version that wrote it.")
     files = manifest.get("files")
     shards = manifest.get("shards") if version == FORMAT_SHARDED else 0
     if not isinstance(files, dict) or shards not in range(MAX_SHARDS + 1):
@@ -215,11 +209,7 @@ def _verify_file(path: Path, name: str, expected_hash: str) -> None:
 
 
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> GPT:
-    """Return the model of a checkpoint, ready to predict.
-
-    Each parameter is converted to the dtype as it is read. Raises UserError if the weights do not
-    match state.json.
-    """
+    """Return the model of a checkpoint in a dtype. Raises UserError unless its weights fit."""
     weights = {name: value.to(dtype) for name, value in checkpoint.model()}
     source = f"{checkpoint.path / 'state.json'}: model"
     config = from_values(ModelConfig, checkpoint.state["model"], source)

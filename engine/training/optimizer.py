@@ -141,10 +141,7 @@ class Optimizer:
         dist_ctx: DistributedContext = SINGLE_PROCESS,
         dtype: torch.dtype = torch.float32,
     ):
-        """Update the parameters that require a gradient.
-
-        ``dtype`` is that of the model's matrix products: float16 needs its loss scaled.
-        """
+        """Update the parameters that require a gradient; ``dtype`` is that of matrix products."""
         self.config = config
         self.dist_ctx = dist_ctx
         named_params = model.named_parameters()
@@ -160,12 +157,9 @@ class Optimizer:
         if rest:
             self.optimizers.append(build_adamw(rest, config))
         self.is_loss_scaled = dtype == torch.float16
-        self.loss_scaler = {
-            "loss_scale": INITIAL_LOSS_SCALE if self.is_loss_scaled else 1.0,
-            "good_steps": 0.0,
-            "skipped": 0.0,
-            "skipped_in_a_row": 0.0,
-        }
+        loss_scale = INITIAL_LOSS_SCALE if self.is_loss_scaled else 1.0
+        counts = dict.fromkeys(("good_steps", "skipped", "skipped_in_a_row"), 0.0)
+        self.loss_scaler = {"loss_scale": loss_scale, **counts}
 
     def _make_groups(self, specs: Specs, kind: OptimizerKind) -> list[ParamGroup]:
         """Return the parameters in groups of one role; for a matrix optimizer also of one shape."""
@@ -202,9 +196,8 @@ class Optimizer:
         """
         learning_rate = learning_rate_at(step, num_steps, self.config)
         norm = self.clip_gradients()
-        max_norm = MAX_GRADIENT_NORM
-        if 0 < self.config.clip_norm <= MAX_GRADIENT_NORM:
-            max_norm = math.inf  # it is clipped
+        is_clipped = 0 < self.config.clip_norm <= MAX_GRADIENT_NORM
+        max_norm = math.inf if is_clipped else MAX_GRADIENT_NORM
         is_usable = bool(norm.isfinite() & (norm <= max_norm))
         if is_usable:
             self.update(learning_rate)
@@ -246,19 +239,13 @@ class Optimizer:
             scaler["loss_scale"] *= 2
             scaler["good_steps"] = 0.0
 
-    def count_skipped(self, saved: int) -> int:
-        """Return the number of skipped steps. Raises UserError for too many in a row.
-
-        ``saved`` is the step of the newest checkpoint.
-        """
+    def count_skipped(self, saved_step: int) -> int:
+        """Return the number of skipped steps. Raises UserError for too many in a row."""
         num_in_a_row = int(self.loss_scaler["skipped_in_a_row"])
         if num_in_a_row >= MAX_SKIPPED_STEPS:
-            raise UserError(
-                f"--learning-rate: the gradients of {num_in_a_row} steps in a row were "
-                f"{UNUSABLE_GRADIENTS}. "
-                "Lower it, set --clip-norm, or compute in another --dtype, and continue with "
-                f"--resume from step {saved:,}."
-            )
+            problem = f"{num_in_a_row} steps in a row had gradients {UNUSABLE_GRADIENTS}"
+            advice = f"Lower it, set --clip-norm or --dtype, and --resume from step {saved_step:,}"
+            raise UserError(f"--learning-rate: {problem}. {advice}.")
         return int(self.loss_scaler["skipped"])
 
     def _parameter_states(self) -> dict[str, dict[str, Any]]:

@@ -41,10 +41,7 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 
 def checkpoints_by_loss(run: Path) -> list[Path]:
-    """Return the checkpoint directories of a run, the one with the lowest validation loss first.
-
-    Those without a validation loss follow, the newest first.
-    """
+    """Return the checkpoints of a run, the lowest validation loss first, then the newest first."""
 
     def val_loss(path: Path) -> float:
         state = None
@@ -78,15 +75,12 @@ def explain_missing_checkpoint(path: Path) -> str:
     """Return what a path is that has no checkpoint, and the path or command that helps."""
     name = path.resolve().name
     if any(path.glob("*.npy")):
-        command = shell_command("python", "train.py", "--data", path)
-        return f"is a dataset. Train on it: {command}"
+        return f"is a dataset. Train on it: {shell_command('python', 'train.py', '--data', path)}"
     if (path / "config.json").is_file():
         command = shell_command("python", "huggingface.py", "import", path, f"out/{name}")
         return f"is a model of transformers. Import it: {command}"
     if similar := find_similar(path, Path("out"), "checkpoints/step-*"):
-        is_choice = path in similar.parents
-        advice = f"Choose one, such as {similar}." if is_choice else f"Did you mean {similar}?"
-        return f"{'contains models' if is_choice else 'contains no checkpoint'}. {advice}"
+        return f"contains no checkpoint. Did you mean {similar}?"
     data = Path("data", name)
     flags = ("--data", data, "--out", Path("out", name)) if any(data.glob("*.npy")) else ()
     command = shell_command("python", "train.py", *flags)
@@ -94,10 +88,7 @@ def explain_missing_checkpoint(path: Path) -> str:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a .jsonl file, which may be missing: lines with a step and losses.
-
-    A last line without a newline is being written, or was cut off by a kill.
-    """
+    """Return the records of a .jsonl file, if it exists, without corrupted and unfinished lines."""
     records = []
     content = path.read_bytes() if path.exists() else b""
     for line in content.split(b"\n")[:-1]:
@@ -135,8 +126,7 @@ class RunDir:
     ):
         """Create or open the folder, to keep the best checkpoint and a number of the newest.
 
-        Raises UserError, on all ranks, if another process has it, or if it has checkpoints and
-        the run is neither resumed nor restarted by torchrun.
+        Raises UserError, on all ranks, if it is in use, or has checkpoints and is not resumed.
         """
         self.path = path
         self.dist_ctx = dist_ctx
@@ -178,10 +168,8 @@ class RunDir:
 
     def best(self) -> Checkpoint:
         """Return the checkpoint with the lowest validation loss, all of it verified."""
-        best_name = self.dist_ctx.broadcast_from_main(
-            lambda: checkpoints_by_loss(self.path)[0].name
-        )
-        return self._open(self.path / "checkpoints" / best_name)
+        name = self.dist_ctx.broadcast_from_main(lambda: checkpoints_by_loss(self.path)[0].name)
+        return self._open(self.path / "checkpoints" / name)
 
     def _open(self, path: Path) -> Checkpoint:
         """Return a verified checkpoint; ranks that see the folder share the work."""
@@ -214,9 +202,8 @@ class RunDir:
             task = partial(self._write_and_prune, path, write_checkpoint)
             self.pending = self.thread.submit(task, state, *tensors, save_tokenizer)
             return
-        directory = path.with_name(
-            self.dist_ctx.broadcast_from_main(self._make_shard_directory, path)
-        )
+        name = self.dist_ctx.broadcast_from_main(self._make_shard_directory, path)
+        directory = path.with_name(name)
         rows = (self.dist_ctx.snapshot(model), self.dist_ctx.snapshot(optimizer))
         write = partial(write_shard, directory, self.dist_ctx.rank, self.dist_ctx.size)
         self.pending = self.thread.submit(write, *rows)
@@ -255,8 +242,7 @@ class RunDir:
     def close(self) -> None:
         """Unlock the folder after this rank's writes, without waiting for other ranks.
 
-        A sharded checkpoint that :meth:`wait` has not completed is discarded, and a new folder
-        without files removed.
+        An incomplete sharded checkpoint is discarded, and a new folder without files removed.
         """
         self.thread.shutdown()
         if self.dist_ctx.is_main_process:
