@@ -41,6 +41,7 @@ OTHER_NAMES = {
     "minutes": "epochs num_epochs num_train_epochs hours max_time",
     "batch_size": "bs per_device_train_batch_size",
     "context_length": "block_size ctx n_ctx seq_len max_seq_len max_length",
+    "num_heads": "num_attention_heads",
     "d_model": "n_embd dim hidden_size width",
     "data": "dataset input train_file",
     "init_from": "model base pretrained model_name_or_path",

@@ -267,7 +267,7 @@ def test_a_step_moves_every_matrix_or_changes_nothing_and_is_counted(kind, clip,
     _, norm = optimizer.step(2, 10)
     assert norm.isfinite() or not math.isfinite(value)
     is_skipped = not math.isfinite(value) or (value > 1e6 and clip != 1.0)
-    assert optimizer.count_skipped(saved=0) == is_skipped
+    assert optimizer.count_skipped(saved_step=0) == is_skipped
     has_moved = {not torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True)}
     assert has_moved == {not is_skipped}
     for key, old in state.items():
@@ -276,7 +276,7 @@ def test_a_step_moves_every_matrix_or_changes_nothing_and_is_counted(kind, clip,
     after = train(model, optimizer, 1, start=3)
     assert all(parameter.isfinite().all() for parameter in after)
     assert optimizer.loss_scaler["skipped_in_a_row"] == 0
-    assert optimizer.count_skipped(saved=0) == is_skipped
+    assert optimizer.count_skipped(saved_step=0) == is_skipped
 
 
 def test_the_loss_scale_of_float16_halves_after_a_bad_step_and_doubles_after_many_good_ones():
