@@ -306,6 +306,7 @@ GOOD = '{"q": "a", "a": "b", "messages": [{"role": "assistant", "content": "c"}]
         (("a.txt", "--glob", "*"), "--glob"),
         (("a.txt", "--sha256", "00"), "--sha256"),
         ((".", "--glob", "a.txt", "x.txt"), "--glob '*.txt'"),  # as the shell expands *.txt
+        (("x.txt", ".", "--glob", "a.txt", "x.txt"), "--glob '*.txt'"),
         (("equal.jsonl",), "80 documents, 79 of them repeats). Give other documents or --val"),
         (("equal.jsonl", "--deduplicate"), "1 document, 0 of them repeats). Give other documents"),
         (("a.txt", "--hf-split", "train"), "--hf-split"),

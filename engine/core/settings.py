@@ -147,7 +147,7 @@ def explain_mistake(cls: Any, arguments: Sequence[str], box: str) -> str:
             return f"{flag}: is a flag of another command. Leave it out."
         return f"{flag}: unknown flag. {propose_name(flag, names, '--')}"
     if word in arguments and Path(word).exists():  # the shell replaced a pattern by files
-        before = arguments[: arguments.index(word)]
+        before = arguments[: -1 - arguments[::-1].index(word)]
         flag = next((name for name in reversed(before) if name.startswith("--")), "")
         pattern = f"{flag} '*{Path(word).suffix}'".strip()
         return f"{flag or word}: must be one value (got {word} too). Quote a pattern: {pattern}"
