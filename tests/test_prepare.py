@@ -295,6 +295,7 @@ GOOD = '{"q": "a", "a": "b", "messages": [{"role": "assistant", "content": "c"}]
         (("bad.txt",), "at byte 3. Convert it, or use --errors"),
         (("x.txt", "--tokenizer", "byte"), "train split"),
         (("a.txt", "--tokenizer", "char", "--val-fraction", "0.01"), "val split"),
+        (("halves.jsonl", "--tokenizer", "byte"), "val split must have text"),
         (("a.txt", "--val-fraction", "1"), "--val-fraction"),
         (("b.txt", "--tokenizer", "gpt5"), "--tokenizer"),  # flags are checked first
         (("b.txt", "--vocab-size", "256"), "--vocab-size"),
@@ -326,6 +327,7 @@ def test_a_mistake_leaves_nothing(arguments, words: str, prepare, tmp_path, monk
     for name, value in (OFFLINE | {"XDG_CACHE_HOME": str(tmp_path / "cache")}).items():
         monkeypatch.setenv(name, value)
     contents = {"a.txt": "some text", "x.txt": "x", "empty.txt": "", "empty.jsonl": ""}
+    contents["halves.jsonl"] = '{"text": "abé"}\n{"text": "cdé"}\n'  # split inside a character
     contents |= {"good.jsonl": GOOD, "half.jsonl": GOOD * 2 + '{"q": "half", "messages": "a"}'}
     for name, content in contents.items():
         (tmp_path / name).write_text(content)

@@ -137,6 +137,11 @@ def escape_character(char: str) -> str:
     return "".join(f"\\x{byte:02x}" for byte in os.fsencode(char))
 
 
+def escape_controls(text: str) -> str:
+    """Return a text without control characters, which could command a terminal."""
+    return CONTROL_PATTERN.sub(lambda match: escape_character(match[0]), text)
+
+
 def describe_error(error: Exception) -> str | None:
     """Return one line that describes an error of the user or the system; None: it is a bug."""
     message = " ".join(str(error).split())[:MAX_MESSAGE_CHARS]
@@ -181,7 +186,7 @@ def run_command(main: Callable[[], int | None]) -> None:
                 cause.__suppress_context__ = False
                 cause = cause.__context__
             raise
-        line = CONTROL_PATTERN.sub(lambda match: escape_character(match[0]), line)
+        line = escape_controls(line)
         sys.stderr.write(f"error: {line}\n")  # one write, because other ranks may write now
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # everything is saved: ignore a late Ctrl-C
     sys.exit(code)

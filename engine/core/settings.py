@@ -20,6 +20,7 @@ import tyro
 from annotated_types import Ge, Gt, Le, Lt
 from tyro import conf
 
+from engine.core.cli import MAX_MESSAGE_CHARS, escape_controls
 from engine.core.errors import UserError
 from engine.core.files import read_input
 
@@ -111,7 +112,8 @@ def parse(cls: Any, arguments: Sequence[str] | None = None, **options: Any) -> A
         message = explain_mistake(cls, arguments, box.getvalue())
         if isinstance(stop.__context__, UserError):  # of a __post_init__: the box would wrap it
             message = str(stop.__context__)
-    print(f"error: {' '.join(message.split())[:1000]} (see --help)", file=sys.stderr)
+    line = escape_controls(" ".join(message.split())[:MAX_MESSAGE_CHARS])
+    print(f"error: {line} (see --help)", file=sys.stderr)
     sys.exit(2)
 
 
@@ -146,11 +148,13 @@ def explain_mistake(cls: Any, arguments: Sequence[str], box: str) -> str:
         if flag[2:].replace("-", "_") in names:
             return f"{flag}: is a flag of another command. Leave it out."
         return f"{flag}: unknown flag. {propose_name(flag, names, '--')}"
-    if word in arguments and Path(word).exists():  # the shell replaced a pattern by files
-        before = arguments[: -1 - arguments[::-1].index(word)]
-        flag = next((name for name in reversed(before) if name.startswith("--")), "")
-        pattern = f"{flag} '*{Path(word).suffix}'".strip()
-        return f"{flag or word}: must be one value (got {word} too). Quote a pattern: {pattern}"
+    for flag in [name.partition("=")[0] for name in arguments if name.endswith(f"={word}")]:
+        return f"{flag}: takes no value (got {word}). Leave the value out, or use --no-{flag[2:]}."
+    before = arguments[: -1 - arguments[::-1].index(word)] if word in arguments else []
+    flags = [name for name in before if name.startswith("--")]
+    if flags and Path(word).exists():  # the shell replaced a pattern by files
+        pattern = f"{flags[-1]} '*{Path(word).suffix}'"
+        return f"{flags[-1]}: must be one value (got {word} too). Quote a pattern: {pattern}"
     return f"{word}: unexpected argument. Quote a value with spaces, or leave it out."
 
 
@@ -215,7 +219,7 @@ def to_toml(config: Any) -> str:
     """Return a line of TOML for each setting that is not None, which load_settings() reads."""
     values = {name: value for name, value in flatten(config).items() if value is not None}
     lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in values.items()]
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, ""]).replace("\x7f", "\\u007f")  # TOML has no control characters
 
 
 def build(cls: type[Config], values: Mapping[str, Any]) -> Config:
@@ -277,6 +281,8 @@ def _convert(value: Any, hint: Any) -> Any:
         if value not in arguments:
             raise TypeError(f"one of {', '.join(arguments)}")
         return value
+    if hint is Path and "\0" in str(value):
+        raise TypeError("a path without NUL")
     is_plain_type = isinstance(value, PLAIN_TYPES.get(hint, hint))
     if not is_plain_type or (isinstance(value, bool) and hint is not bool):
         raise TypeError(TYPE_NOUNS.get(hint, hint.__name__))

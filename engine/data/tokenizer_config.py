@@ -7,6 +7,7 @@ from typing import Any
 import tokenizers
 from tokenizers.models import WordLevel
 
+from engine.core.errors import wrap_library_errors
 from engine.core.files import check_types, read_json
 from engine.data.tokenizer_json import END_OF_TEXT, Document, special_tokens_of, with_extension
 
@@ -49,10 +50,12 @@ def read_chat_templates(directory: Path) -> dict[str, str]:
         templates = [{"name": "default", "template": templates}]
     check_types(templates, [{"name": str, "template": str}], f"{TOKENIZER_CONFIG}: chat_template")
     named = {entry["name"]: entry["template"] for entry in templates}
-    for path in sorted(directory.glob("additional_chat_templates/*.jinja")):
-        named[path.stem] = path.read_text(encoding="utf-8")
-    for path in directory.glob("chat_template.jinja"):
-        named["default"] = path.read_text(encoding="utf-8")
+    files = {path.stem: path for path in directory.glob("additional_chat_templates/*.jinja")}
+    if (directory / "chat_template.jinja").is_file():
+        files["default"] = directory / "chat_template.jinja"
+    for name, path in sorted(files.items()):
+        with wrap_library_errors(f"{path}: is not UTF-8", UnicodeDecodeError):
+            named[name] = path.read_text(encoding="utf-8")
     return {"default": named.popitem()[1]} if len(named) == 1 else named
 
 

@@ -322,12 +322,12 @@ def make_manifest(
             key: functools.reduce(operator.add, map(itemgetter(key), entries)) for key in entries[0]
         }
         num_tokens = splits[split]["tokens"]
-        if num_tokens < 2:
+        if num_tokens < 2 or not splits[split]["bytes"]:
             count = statistics["documents"]
             source = f"{count_noun(count, 'document')}, {statistics['repeats']} of them repeats"
-            problem = f"must have at least 2 tokens (got {num_tokens}, of {source})"
+            problem = f"must have text of at least 2 tokens (got {num_tokens}, of {source})"
             are_equal = count - statistics["repeats"] == 1 < count + statistics["dropped"]
-            change = "Give other documents" if are_equal else "Change --val-fraction"
+            change = "Change --val-fraction" if count and not are_equal else "Give other documents"
             raise UserError(f"the {split} split {problem}. {change} or --val.")
     return {
         "format": dataset.FORMAT_VERSION,

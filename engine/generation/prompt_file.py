@@ -114,7 +114,7 @@ def encode_lines(
         line = parse_json(text, location)
         try:
             yield line, *encode_line(line, model, is_chat, max_new_tokens)
-        except (UserError, UnicodeEncodeError) as error:
+        except (UserError, UnicodeEncodeError, RecursionError) as error:
             raise UserError(f"{location}: {error}") from None
 
 

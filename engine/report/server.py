@@ -134,12 +134,12 @@ class PageServer:
     async def send_answer(self, request: web.Request) -> web.StreamResponse:
         """Answer POST /name line by line; a mistake in the question is an error of status 400."""
         name = request.path[1:]
-        body = await request.read()
         async with self.locks[name]:
             try:
+                body = await request.read()
                 lines = self.answers[name](parse_json(body, Path("the question")))
                 line = await self.compute(next, lines, None)
-            except UserError as error:
+            except (UserError, web.RequestPayloadError) as error:
                 raise web.HTTPBadRequest(text=str(error)) from None
             response = web.StreamResponse(headers=self.headers)
             response.content_type = "application/x-ndjson"

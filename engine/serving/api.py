@@ -324,6 +324,8 @@ async def read_body(request: web.Request) -> dict[str, Any]:
             body = parse_json(await request.read(), Path("the body"))
     except TimeoutError:
         raise ApiError("the body: not received in time. Send it again.", 408) from None
+    except web.RequestPayloadError:
+        raise ApiError("the body: differs from its Content-Encoding. Send it again.") from None
     except UserError as error:
         raise ApiError(str(error)) from None
     if not isinstance(body, dict):

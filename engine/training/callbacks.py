@@ -259,7 +259,7 @@ def start_of_sample(data: Mixture) -> tuple[list[int], str]:
 
     If that is inside a document, the only one, it is how the training text starts.
     """
-    is_single = data.manifest["splits"]["train"]["documents"] == 1
+    is_single = data.manifest["splits"]["train"]["documents"] < 2
     split = data.datasets[0].train if is_single else data.datasets[0].val
     ids = trim_incomplete_characters(data.tokenizer, split.read(0, START_TOKENS)[0].tolist())
     return ids, data.tokenizer.decode(ids)

@@ -30,6 +30,12 @@ WINDOW_WARMUP_FRACTION = 0.2  # of the run, where tokens are pieces of words
 SHAPE_FIELDS = ("num_layers", "num_heads", "d_model")  # with one of them set, no size is chosen
 
 
+def name_flag(error: ValueError) -> UserError:
+    """Return an error of ModelConfig, which starts with the name of a setting, as one of a flag."""
+    name, _, problem = str(error).partition(" ")
+    return UserError(f"--{name.replace('_', '-')}: {problem}.")
+
+
 @dataclass(frozen=True)
 class ModelSettings(Architecture):
     """The model as a user sets it. None means that the value is chosen automatically."""
@@ -52,7 +58,7 @@ class ModelSettings(Architecture):
                 values = {name: value for name, value in vars(self).items() if value is not None}
                 ModelConfig(**{"vocab_size": 1, **values})
         except ValueError as error:
-            raise UserError(str(error)) from None
+            raise name_flag(error) from None
 
 
 @dataclass(frozen=True)
@@ -220,4 +226,4 @@ def make_run_config(
     try:
         return build(RunConfig, {**defaults, **values, "out": config.out_path, "dtype": dtype})
     except ValueError as error:  # of ModelConfig: the sizes do not fit each other
-        raise UserError(str(error)) from None
+        raise name_flag(error) from None

@@ -76,7 +76,7 @@ def test_command_line_overrides_file_and_file_overrides_defaults(tmp_path):
     "config",
     [
         Outer(),
-        Outer(1e-5, Path('odd "name" é\n\\'), (), True, 7, (), Inner(9, "b", (256, 0, -1))),
+        Outer(1e-5, Path('odd "name" é\n\\\x7f'), (), True, 7, (), Inner(9, "b", (256, 0, -1))),
         Outer(paths=(Path("a b"), Path("--sizes"), Path("-")), sizes=(0.5, 1e-9)),
     ],
 )
@@ -90,7 +90,7 @@ UNFIT_VALUES: dict[str, list[Any]] = {
     "rate": [True, "0.5", float("nan"), 0],
     "flag": [1, "true"],
     "kind": ["c", ["a"]],
-    "path": [3, None],
+    "path": [3, None, "a\0b"],
     "paths": [[3]],
     "windows": [[1, "2"]],
     "sizes": [[1, -2]],
@@ -166,6 +166,8 @@ def test_a_file_without_end_is_refused(monkeypatch):
         ("--rate it's", "--rate: must be a number (got it's)"),
         ("--sizes 1 b", "--sizes: must be numbers (got 1 b)"),
         ("--flag yes", "yes: "),
+        ("--flag=yes", "--flag: takes no value (got yes)"),
+        ("--wid\x1b[31m", r"--wid\x1b[31m: "),
         ("--width", "--width"),
         ("--rate 0", "--rate: must be greater than 0 (got 0.0)"),
         ("--rate nan", "--rate: must be finite"),

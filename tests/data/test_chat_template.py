@@ -264,6 +264,7 @@ def chatml_with(words: Tokenizer, template: str) -> Tokenizer:
     return words.with_special(CHATML_TOKENS).with_chat_template(template)
 
 
+BYTES_CALL = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": b"b"}}]}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"a": "b"}}]}
 QUESTION = {"role": "user", "content": "1+1?"}
 ANSWER = {"role": "assistant", "content": "2"}
@@ -355,6 +356,7 @@ NO_TOOLS = ONLY_TEXT.replace(
 @pytest.mark.parametrize(
     ("template", "messages", "words_of_line"),
     [
+        (CHATML, [QUESTION, BYTES_CALL], "message 2 .* must be JSON"),
         (ONLY_TEXT, [QUESTION, CALL], "message 2"),
         (ONLY_TEXT, [QUESTION, CALL | {"content": "I call f."}], "message 2"),
         (NO_TOOLS, [QUESTION, {"role": "tool", "content": "2"}, ANSWER], "message 2"),

@@ -94,7 +94,7 @@ def prepared(folder: Path, texts: list[str], **settings: Any) -> Path:
     [
         ({"val_fraction": 0.3}, {"val_fraction": 0.1}, "val_fraction was 0.3"),
         ({"val_fraction": 0.1}, {"val_fraction": 0.1}, ""),
-        ({"num_texts": 5}, {"num_texts": 6}, "the end of the text"),
+        ({"num_texts": 5}, {"num_texts": 6}, "its texts have changed"),
         ({"num_texts": 5}, {"num_texts": 90}, "split was few"),
     ],
 )

@@ -30,7 +30,7 @@ CASES = {
 def read_documents(arguments: list[str], spool: Path) -> list[Any]:
     """Return the documents that the command would learn, in order."""
     config = parse(prepare.PrepareConfig, arguments)
-    sources = prepare.list_sources(config, config.inputs, config.hf_split, spool)
+    sources, _ = prepare.list_sources(config, spool)
     reader = prepare.make_reader(config, None)
     prepare.check_reader(config, reader, sources)
     corpus = Corpus(sources, 0.1, (), reader)

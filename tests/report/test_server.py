@@ -98,6 +98,7 @@ REFUSED = {
     "another method": (405, {"method": "PUT"}),
     "a large body": (413, {"body": bytes(2 * MAX_BODY_BYTES)}),
     "broken JSON": (400, {"body": b'{"text": '}),
+    "another encoding": (400, {"body": b"{}", "headers": {"Content-Encoding": "gzip"}}),
     "a lone surrogate": (400, {"path": "/read", "body": rb'{"text": "\ud800"}'}),
     "an unknown field": (400, {"path": "/read", "body": b'{"prompt": "a"}'}),
 }

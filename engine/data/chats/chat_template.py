@@ -105,7 +105,8 @@ def set_variables(source: str, assignments: Sequence[str]) -> str:
             compiled = _compile_template(source)
         names = find_undeclared_variables(compiled.environment.parse(source)) - RENDERED_NAMES
         if not equals or name not in names:
-            form = f"NAME=VALUE with a name that the template uses: {', '.join(sorted(names))}"
+            listing = ", ".join(sorted(names)) or "none"
+            form = f"NAME=VALUE with a name that the template uses: {listing}"
             raise UserError(f"--template-variable: must be {form} (got {assignment}).")
         # The line end keeps the source at the start of a line, and is not rendered.
         assign = f"{{%- set {name} = {parse_value(text, str)!r} %}}"

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from engine.core.cli import warn
-from engine.core.errors import UserError
+from engine.core.errors import UserError, wrap_library_errors
 from engine.data.chats.chat import PLACEHOLDER_TEXT, Turn, keys_of, to_messages
 from engine.data.chats.chat_template import (
     DATE_OF_PREPARED_CHATS,
@@ -118,6 +118,7 @@ def read_record(
     has_objects = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     if not tools or not has_objects or not renders(template, TOOLS_ROLE):
         return messages, [], fields
+    check_json(tools, repr(TOOLS_FIELD))
     return messages, tools, [*fields, TOOLS_FIELD]
 
 
@@ -251,8 +252,15 @@ def _parse_call(call: Any) -> Record:
         raise UserError('must have tool_calls like {"function": {"name": NAME, "arguments": {…}}}')
     parsed = parse_value(function.get("arguments"))
     arguments = parsed if isinstance(parsed, dict) else function.get("arguments")
+    check_json(arguments, "the arguments of a tool call")
     call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**call_id, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def check_json(value: Any, name: str) -> None:
+    """Raise UserError for a value that JSON does not have, such as bytes or a date in Parquet."""
+    with wrap_library_errors(f"{name} must be JSON", TypeError):
+        json.dumps(value)
 
 
 def parse_pair(record: Record, prompt_fields: Sequence[str], completion_field: str) -> list[Turn]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
-from engine.core.errors import UserError
+from engine.core.errors import UserError, wrap_library_errors
 from engine.data.inputs.columns import Records, read_parquet, read_rows
 from engine.data.inputs.records import read_csv, read_json_records, read_separated
 from engine.data.inputs.sources import DEFAULT_ENCODING, DEFAULT_READER, Reader, Source
@@ -212,8 +212,9 @@ def _make_text(record: dict[str, Any] | UserError, reader: Reader, notes: Notes)
     if isinstance(record, UserError):
         raise record
     if reader.examples:
-        turns = reader.examples.turns_of(record)
-        notes.update(reader.examples.notes_of(record))
+        with wrap_library_errors("is nested too deeply", RecursionError):
+            turns = reader.examples.turns_of(record)
+            notes.update(reader.examples.notes_of(record))
         answers = (index for index, turn in enumerate(turns) if turn[0] in ANSWER_ROLES)
         prompt = json.dumps(turns[: next(answers, 0)] or turns)
         content = json.dumps(turns, ensure_ascii=False)
