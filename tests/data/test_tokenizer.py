@@ -419,7 +419,7 @@ def test_the_companion_names_the_end_of_text_and_the_chat_template(tmp_path: Pat
     assert loaded.document["model"][EXTENSION_KEY] == {"chat_template": "of the template"}
     assert loaded.with_special(SPECIAL_TOKENS).chat_template is None
     (tmp_path / "chat_template.jinja").write_bytes(b"\xe9")
-    with pytest.raises(UserError, match="chat_template.jinja: is not UTF-8"):
+    with pytest.raises(UserError, match=r"chat_template\.jinja: is not UTF-8"):
         load_tokenizer(path)
 
 
