@@ -247,7 +247,8 @@ def check_reader(config: PrepareConfig, reader: Reader, sources: list[Source]) -
     if text_files and (reader.examples or config.field):
         flag = "--field" if config.field else "--chat" if config.chat else "--prompt-field"
         kinds = "JSON lines, CSV, Parquet or a Hugging Face dataset"
-        advice = "Convert it, or choose files with --glob '*.jsonl'"
+        is_mixed = len(text_files) < len(sources)
+        advice = "Choose files with --glob '*.jsonl'" if is_mixed else "Convert it"
         raise UserError(f"{flag}: needs {kinds} (got {text_files[0]}). {advice}.")
     kinds_in_use = {source.kind for source in sources}
     is_encoded = not kinds_in_use <= {".parquet", "rows"}

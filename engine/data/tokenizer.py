@@ -86,7 +86,7 @@ class Tokenizer:
         """Return token ids, uint32 (N,). Raises UserError for text that cannot be encoded."""
         # Half of a character, or words that tiktoken's regex engine cannot find.
         problem = f"the {self.kind} tokenizer cannot encode the text"
-        advice = ". Correct it, or use another --tokenizer."
+        advice = ". Correct it, or use another tokenizer."
         with wrap_library_errors(problem, ValueError, advice=advice):
             return self._encode(text)
 

@@ -120,7 +120,7 @@ def test_the_bytes_of_targets_are_those_of_their_text(name: str, code: str, tikt
 
 @pytest.mark.parametrize("name", ["byte", "gpt2"])
 def test_one_function_counts_the_targets_of_a_dataset(name: str, tmp_path, tiktoken_cache):
-    rows = [{"p": f"{n}?" * (n % 2 + 1), "c": f"{n} héllo", "id": n} for n in range(200)]
+    rows = [{"p": f"{n}? " * (n % 2 + 1), "c": f"{n} héllo", "id": n} for n in range(200)]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     fields = {"prompt_field": "p", "completion_field": "c"}

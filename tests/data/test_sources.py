@@ -74,6 +74,7 @@ def test_a_folder_has_the_files_that_match_at_any_depth(glob, names, tmp_path: P
 
 @pytest.mark.parametrize("glob", ["*.py", "/a", "a/**/b", "**.txt"])
 def test_an_unsuitable_glob_is_refused(glob: str, tmp_path: Path):
+    assert error_of(tmp_path).endswith("contains no files. Give a folder with texts.")
     (tmp_path / "a.txt").write_text("text")
     assert "--glob" in error_of(tmp_path, glob=glob)
 

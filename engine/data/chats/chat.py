@@ -71,7 +71,7 @@ def with_template(tokenizer: Tokenizer, name: str | None, assignments: Sequence[
         return tokenizer
     if source is None:
         names = ", ".join(key for key, text in templates.items() if text) or "none"
-        fix = "Choose another --tokenizer, or leave it and --template-variable out."
+        fix = "Leave it and --template-variable out, or choose another tokenizer."
         raise UserError(f"--chat-template: the model has {names} (got {name or 'default'}). {fix}")
     return tokenizer.with_chat_template(set_variables(source, assignments))
 

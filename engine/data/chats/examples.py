@@ -66,7 +66,7 @@ def pair_parser(prompt_field: str | Sequence[str], completion_field: str) -> Exa
     fields = (*prompt_fields, completion_field)
     return ExampleParser(
         partial(parse_pair, prompt_fields=prompt_fields, completion_field=completion_field),
-        partial(unused_field_notes, fields=fields),
+        partial(pair_notes, prompt_fields=prompt_fields, completion_field=completion_field),
         fields,
     )
 
@@ -137,7 +137,7 @@ def parse_messages(
     for number, is_reasoning in dropped_texts(template, turns):
         if not is_reasoning:
             reason = f"the model's chat template leaves out text or tool calls of message {number}"
-            raise UserError(f"{reason}. Remove them, or choose another --tokenizer.")
+            raise UserError(f"{reason}. Remove them, or choose another tokenizer.")
     if tools:
         turns.insert(0, (TOOLS_ROLE, "", {"tools": [*tools]}))
         template.render(to_messages(turns))  # it may refuse the tools
@@ -278,6 +278,15 @@ def parse_pair(record: Record, prompt_fields: Sequence[str], completion_field: s
         raise UserError(f"{completion_field!r} must not be empty: its text is learned")
     prompt = PROMPT_SEPARATOR.join(filter(None, map(record.get, prompt_fields)))
     return [("prompt", prompt), ("completion", record[completion_field])]
+
+
+def pair_notes(record: Record, prompt_fields: Sequence[str], completion_field: str) -> list[str]:
+    """Return notes on a prompt and completion that touch, and on fields that are not used."""
+    prompt, completion = (turn[1] for turn in parse_pair(record, prompt_fields, completion_field))
+    notes = unused_field_notes(record, (*prompt_fields, completion_field))
+    if prompt and not prompt[-1].isspace() and not completion[0].isspace():
+        notes.append("examples without a newline or space after the prompt")
+    return notes
 
 
 def unused_field_notes(record: Record, fields: Iterable[str]) -> list[str]:

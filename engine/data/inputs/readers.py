@@ -79,8 +79,10 @@ def read(
                 continue
             # If the fields of the first record do not fit, those of the others will not either.
             is_bad_row = number > 0 or isinstance(record, UserError)
-            advice = " --skip-bad-rows leaves such rows out." if is_bad_row else ""
-            raise UserError(f"{location}: {str(error).removesuffix('.')}.{advice}") from None
+            message = f"{location}: {str(error).removesuffix('.')}."
+            if is_bad_row and "--" not in message:
+                message += " --skip-bad-rows leaves such rows out."
+            raise UserError(message) from None
         data = text.text.encode()
         if reader.examples or len(data) <= LARGE_DOCUMENT_BYTES:
             yield text
@@ -257,6 +259,9 @@ def suggest_flags(record: dict[str, Any], field: str, flag: str) -> str:
     if prompts and completions:
         pair = f"--prompt-field {' '.join(prompts)} --completion-field {completions[0]}"
         return f"Use {pair} instead"
+    for name, value in record.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return f"Write the records in {name!r} one a line"
     choices = ", ".join(repr(name) for name in record if name != field)
     return f"Choose one of {choices} with {flag}" if choices else "Convert it"
 

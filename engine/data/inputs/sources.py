@@ -230,8 +230,10 @@ def find_sources(
         else:
             kinds = "a file, a folder, https:// or s3://, hf:NAME, -, pydocs, stdlib or shakespeare"
             raise UserError(f"{name}: not found. Give {kinds}.")
+        if not matches and glob is None:
+            raise UserError(f"{name}: contains no files. Give a folder with texts.")
         if not matches:
-            raise UserError(f"{name}: no files match {pattern!r}. Give another --glob, in quotes.")
+            raise UserError(f"{name}: no files match {glob!r}. Give another --glob, in quotes.")
         text_files = [source.name for source in matches if source.kind == "text"]
         if glob is None and 0 < len(text_files) < len(matches):
             reason = f"has plain text ({text_files[0]}) beside records"

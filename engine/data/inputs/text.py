@@ -141,6 +141,8 @@ def guess_encoding(sample: bytes) -> str | None:
     if sum(character > "\x7f" for character in text) > 2 * text.count("\ufffd"):
         return DEFAULT_ENCODING  # damaged
     end = sample.rfind(b"\n") + 1
+    if 0 in sample:  # a line of UTF-16 may end with half a newline
+        sample = sample[: len(sample) // 2 * 2]
     if end > SAMPLE_BYTES // 2 and 0 not in sample:  # it may end inside a character
         sample = sample[:end]
     best = from_bytes(sample, cp_isolation=CANDIDATE_ENCODINGS).best()
