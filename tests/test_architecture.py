@@ -14,8 +14,8 @@ from soak import fork, wait_for
 PAGE = ROOT / "docs" / "architecture.md"
 SOURCES = ("*.py", "engine", "config")
 # They are lowered whenever they can be. Only a new capability raises them.
-MAX_SOURCE_LINES = 14_919
-MAX_TEST_LINES = 17_048
+MAX_SOURCE_LINES = 14_928
+MAX_TEST_LINES = 17_050
 
 
 def read_changes() -> dict[str, tuple[str, list[str]]]:

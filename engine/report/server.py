@@ -5,6 +5,7 @@ the address. A question is a JSON object; its answer is a stream of JSON objects
 """
 
 import asyncio
+import logging
 import secrets
 import socket
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from engine.core.cli import LOCAL_HOST, LOCAL_HOSTS
@@ -77,6 +79,7 @@ class PageServer:
 
     async def run(self) -> None:
         """Serve until cancelled."""
+        logging.getLogger("aiohttp.server").addFilter(is_error_of_server)
         app = web.Application(middlewares=[self.guard], client_max_size=MAX_BODY_BYTES)
         app.add_routes([web.get("/", self.send_page)])
         app.add_routes([web.post(f"/{name}", self.send_answer) for name in self.answers])
@@ -158,6 +161,12 @@ class PageServer:
     async def compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function in the computing thread."""
         return await asyncio.get_running_loop().run_in_executor(self.executor, function, *arguments)
+
+
+def is_error_of_server(record: logging.LogRecord) -> bool:
+    """Return whether a log record is not about a malformed request of a client."""
+    errors = (HttpProcessingError, web.RequestPayloadError)
+    return not (record.exc_info and isinstance(record.exc_info[1], errors))
 
 
 def serve(answers: Answers, port: int, host: str = LOCAL_HOST, api: Api | None = None) -> None:
