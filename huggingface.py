@@ -44,6 +44,7 @@ class ExportConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"  # Type of the weights in safetensors.
     gguf: Literal["f32", "f16", "bf16", "q8_0", "q4_0"] | None = None
     """Also write a GGUF file for llama.cpp, with most matrices in this type."""
+    base: Path | None = None  # The base model of a LoRA run, if it was moved.
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def export_model(config: ExportConfig) -> str:
     """
     if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
         raise UserError(f"{config.out}: already exists. Remove it or choose another directory.")
-    checkpoint = find_checkpoint(config.run)
+    checkpoint = find_checkpoint(config.run, config.base)
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
     model = load_model(checkpoint)
     family, model_config = choose_family(model.config, config.family, tokenizer)
@@ -145,6 +146,7 @@ def import_model(config: ImportConfig) -> bool:
         "data_sha256": "",
         "has_system_turns": True,
         "imported": config.source,
+        "base": None,
         "examples": "chats" if is_chat_model else None,
     }
     checkpoint = config.out / "checkpoints" / "step-00000000"

@@ -56,7 +56,7 @@ from engine.training.checkpoint import load_model
 from engine.training.run_dir import find_checkpoint
 from model import ModelConfig
 
-COMMON_SETTINGS = {"path", "device", "dtype"}  # of all modes
+COMMON_SETTINGS = {"path", "base", "device", "dtype"}  # of all modes
 CHAT_SETTINGS = {"chat_template", "template_variable"}
 PROMPT_SETTINGS = {"text", "prompt", "prompt_file", "parse_special"}
 SERVER_SETTINGS = {"port", "host", "api_key", "api_key_file"}
@@ -117,6 +117,7 @@ class SampleConfig:
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     # Random seed of sampling. The text for a prompt does not depend on the rest of the batch.
     seed: Annotated[int, Ge(0), Lt(9 * 10**18)] = DEFAULT_OPTIONS["seed"]
+    base: Path | None = None  # The base model of a LoRA run, if it was moved.
     device: str = "auto"  # cpu, cuda, mps, or auto.
     compile: bool = False  # Compile the model first; pays off for long texts.
     # Dtype of the weights; auto: bfloat16 where it is faster.
@@ -189,12 +190,16 @@ def load(
     compile: bool = False,
     dtype: WeightDtype = "auto",
     quantize: Literal["int8"] | None = None,
+    base: Path | None = None,
 ) -> TextGenerator:
-    """Load the best checkpoint of a run, or a checkpoint. Raises UserError if there is none."""
+    """Load the best checkpoint of a run, or a checkpoint. Raises UserError if there is none.
+
+    ``base`` is where the base model of a LoRA run is, if it was moved.
+    """
     path = Path(path)
     keep_freed_memory()
     torch_device = choose_device(device)
-    checkpoint = find_checkpoint(path)
+    checkpoint = find_checkpoint(path, base)
     if quantize and torch_device.type != "cpu":
         raise UserError(f"--quantize: works on a CPU only (got {torch_device.type}). Leave it out.")
     width = checkpoint.state["model"].get("d_model", ModelConfig.d_model)
@@ -215,7 +220,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def sample(config: SampleConfig) -> None:
     """Generate text, or show the model, in the mode that the settings choose."""
-    model = load(config.path, config.device, config.compile, config.dtype, config.quantize)
+    how = (config.device, config.compile, config.dtype, config.quantize, config.base)
+    model = load(config.path, *how)
     model.parses_special = config.parse_special
     model.tokenizer = with_template(model.tokenizer, config.chat_template, config.template_variable)
     if config.chat and not model.is_chat_model:

@@ -52,6 +52,7 @@ from engine.training.estimate import describe_plan
 from engine.training.resolve import check_tokenizer, resolve
 from engine.training.run_dir import RunDir, find_checkpoint
 from engine.training.trainer import Callback, Trainer
+from model import GPT
 from prepare import PrepareConfig, prepare
 
 NUM_TIMED_STEPS = 5  # the minimum is used, as the first steps of a process are slow
@@ -91,15 +92,17 @@ def train(
     callbacks: Sequence[Callback] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     started_at: float | None = None,
+    modify_model: Callable[[GPT], None] | None = None,
 ) -> Trainer:
     """Train until the budget is used up, or should_stop() is true on any rank; save the last step.
 
     Defaults are those of the command line. ``started_at`` is the start of config.minutes, in
-    seconds of time.monotonic(); None: now. Raises UserError for invalid settings.
+    seconds of time.monotonic(); None: now. ``modify_model`` changes the model before it gets
+    weights and an optimizer: docs/architecture.md. Raises UserError for invalid settings.
     """
     if dist_ctx is None:
         with init_distributed(config.device, config.parallel, config.timeout) as dist_ctx:
-            return train(config, dist_ctx, callbacks, should_stop, started_at)
+            return train(config, dist_ctx, callbacks, should_stop, started_at, modify_model)
     started_at = time.monotonic() if started_at is None else started_at
     if callbacks is None:
         callbacks = default_callbacks(config) if dist_ctx.is_main_process else ()
@@ -116,11 +119,11 @@ def train(
         base = None if checkpoint else open_base(config, data, dist_ctx)
 
         # Settings, and the data that fits them.
-        measure = partial(measure_step_seconds, dist_ctx)
+        measure = partial(measure_step_seconds, dist_ctx, modify_model=modify_model)
         run_config, data = resolve(config, data, dist_ctx, started_at, checkpoint, base, measure)
 
         # Model and optimizer, then the training loop.
-        with Trainer(run_config, dist_ctx, data, run_dir, callbacks) as trainer:
+        with Trainer(run_config, dist_ctx, data, run_dir, callbacks, modify_model) as trainer:
             if checkpoint:
                 trainer.restore(checkpoint)
             else:
@@ -266,9 +269,14 @@ def open_base(
     return base
 
 
-def measure_step_seconds(dist_ctx: DistributedContext, config: RunConfig, data: Mixture) -> float:
+def measure_step_seconds(
+    dist_ctx: DistributedContext,
+    config: RunConfig,
+    data: Mixture,
+    modify_model: Callable[[GPT], None] | None = None,
+) -> float:
     """Measure the seconds of an optimizer step, compiled and in micro-batches as in the run."""
-    trainer = Trainer(config, dist_ctx, data)
+    trainer = Trainer(config, dist_ctx, data, modify_model=modify_model)
     trainer.initialize()
     trainer.wrap_model()
     seconds = []

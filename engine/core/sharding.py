@@ -41,14 +41,21 @@ def shard_like(full: Tensor, param: Tensor) -> Tensor:
 
 @torch.no_grad()
 def load_parameters(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Set every parameter, one at a time. Raises UserError for other names or shapes."""
+    """Set every parameter, one at a time. Raises UserError for other names or shapes.
+
+    A frozen one on a CPU becomes the given tensor, which may be mapped from a file, without a copy.
+    """
     params = dict(model.named_parameters())
     for name, full in tensors:
         if name not in params or params[name].shape != full.shape:
             shape = tuple(full.shape)
             raise UserError(f"checkpoint: {name} {shape} is not a parameter of the model.")
         param = params.pop(name)
-        local(param).copy_(local(shard_like(full, param)))
+        is_same_kind = (full.dtype, full.device) == (param.dtype, param.device)
+        if is_same_kind and not param.requires_grad and not is_sharded(param):
+            param.data = full
+        else:
+            local(param).copy_(local(shard_like(full, param)))
     if params:
         raise UserError(f"checkpoint: parameter {next(iter(params))} is missing.")
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.nn.layers import FusedLinear, concatenate_linear, is_plain_linear
+from engine.nn.lora import merge_lora
 from engine.nn.positions import RotationTable
 
 MAX_INT8 = 127
@@ -93,6 +94,7 @@ def build_decoder(model: Model, pack: bool = True, quantize: bool = False) -> Mo
     compiled. With quantize, the linear layers have 8-bit weights. A layer with hooks, or of another
     class than nn.Linear, is called as it is. All other tensors are shared.
     """
+    model = merge_lora(model)
     shared = {id(parameter): parameter for parameter in model.parameters()}
     decoder: Any = copy.deepcopy(model, shared).eval()
     for module in decoder.modules():

@@ -15,11 +15,16 @@ MAX_16_BIT_DROPOUT = 0.99
 
 def is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether calling a layer computes F.linear of its weight and bias, and nothing else."""
+    return type(layer) is nn.Linear and is_unchanged(layer)
+
+
+def is_unchanged(layer: nn.Module) -> bool:
+    """Return whether calling a layer calls the forward of its class, without hooks."""
     hooks = (
         *(layer._forward_hooks, layer._forward_pre_hooks),
         *(layer._backward_hooks, layer._backward_pre_hooks),
     )
-    return type(layer) is nn.Linear and "forward" not in vars(layer) and not any(hooks)
+    return "forward" not in vars(layer) and not any(hooks)
 
 
 def concatenate_linear(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None] | None:

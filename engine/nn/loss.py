@@ -94,7 +94,9 @@ class ChunkedLoss(torch.autograd.Function):
         w = weight.to(dtype)
         total = torch.zeros((), device=x.device)
         x_grads = []
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32)
+        weight_grad = None
+        if ctx.needs_input_grad[2]:  # not if the weight is frozen
+            weight_grad = torch.zeros_like(weight, dtype=torch.float32)
         x_chunks = x.to(dtype).split(num_rows)
         for x_chunk, target_chunk in zip(x_chunks, targets.split(num_rows), strict=True):
             logits = soft_cap((x_chunk @ w.T).float(), cap)  # (num_rows, V)
@@ -104,7 +106,9 @@ class ChunkedLoss(torch.autograd.Function):
             grad = grad.to(dtype)
             total = total + loss  # not in place: torch 2.11 would compile gradients of zero
             x_grads.append(grad @ w)
-            weight_grad = weight_grad + (grad.T @ x_chunk).float()
+            if weight_grad is not None:
+                weight_grad = weight_grad + (grad.T @ x_chunk).float()
+            del logits, grad  # before the next chunk needs memory
         ctx.save_for_backward(torch.cat(x_grads).to(x.dtype), weight_grad)
         return total
 
@@ -114,4 +118,5 @@ class ChunkedLoss(torch.autograd.Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError("create_graph: unsupported, the loss has no second derivative.")
         x_grad, weight_grad = ctx.saved_tensors
-        return None, x_grad * grad, weight_grad * grad, None, None
+        weight_grad = None if weight_grad is None else weight_grad * grad
+        return None, x_grad * grad, weight_grad, None, None

@@ -10,7 +10,7 @@ from torch import Tensor
 class ParameterSpec(NamedTuple):
     """Initial distribution and optimizer group of a parameter."""
 
-    group: Literal["matrix", "embedding", "head", "vector"]
+    group: Literal["matrix", "embedding", "head", "vector", "adapter"]
     std: float = 0.0  # of the initial values, which are normally distributed
     mean: float = 0.0
     stack: str = ""  # Muon stacks parameters of the same name here into one matrix

@@ -20,13 +20,14 @@ from engine.core.files import (
     sha256,
     write_json,
 )
-from engine.core.settings import from_values
+from engine.core.settings import flatten, from_values
+from engine.nn.lora import merge_updates
 from model import GPT, ModelConfig
 
 Tensors = dict[str, Tensor]
 SaveTokenizer = Callable[[Path], None]
-FORMAT_GATHERED = 5
-FORMAT_SHARDED = 6
+FORMAT_GATHERED = 7
+FORMAT_SHARDED = 8
 COMMON_FILES = ("state.json", "tokenizer.json")  # of both formats
 MAX_SHARDS = 99_999  # five digits of a file name
 STATE_SCHEMA = {
@@ -44,6 +45,7 @@ STATE_SCHEMA = {
     "has_system_turns": bool,
     "documents": int,
     "imported": (str, None),
+    "base": ({"path": str, "sha256": {"*": str}}, None),  # of an adapter: Checkpoint.record
 }
 
 
@@ -55,6 +57,7 @@ class Checkpoint:
     state: dict[str, Any]  # the content of state.json
     sha256: dict[str, str]  # by file name
     shards: int = 0  # 0: gathered
+    base: "Checkpoint | None" = None  # of an adapter, to read its model
 
     @property
     def step(self) -> int:
@@ -75,9 +78,33 @@ class Checkpoint:
             _verify_file(self.path, name, self.sha256[name])
         return self
 
+    @property
+    def dtype(self) -> str:
+        """The dtype of the token embedding, without "torch."."""
+        tensors = self.base.model() if self.base else self.model()
+        embedding = next(value for name, value in tensors if name == "token_embedding.weight")
+        return str(embedding.dtype).removeprefix("torch.")
+
+    def record(self) -> dict[str, Any]:
+        """Return where this model is, and its hashes, for the checkpoints of an adapter."""
+        names = tensor_files("model", self.shards)
+        return {"path": str(self.path), "sha256": {name: self.sha256[name] for name in names}}
+
     def model(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and value of every parameter, on the CPU: bfloat16 if so imported."""
+        """Yield the name and value of every parameter, on the CPU: bfloat16 if so imported.
+
+        An adapter has only those that it trains.
+        """
         return self._tensors("model")
+
+    def merged_model(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and value of every parameter; an adapter's base, with its updates."""
+        if self.base is None:
+            return self.model()
+        config = self.state["model"]
+        group_size = config["num_heads"] // (config["num_kv_heads"] or config["num_heads"])
+        params = {**dict(self.base.merged_model()), **dict(self.model())}
+        return merge_updates(params, group_size)
 
     def optimizer(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and value of every tensor of the optimizer's state, on the CPU."""
@@ -197,7 +224,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         check_types(state, STATE_SCHEMA, "state")
     except UserError as error:
         raise UserError(f"{path / 'state.json'}: corrupted ({error}).") from None
-    from_values(ModelConfig, state["model"], f"{path / 'state.json'}: model")
+    model = from_values(ModelConfig, state["model"], f"{path / 'state.json'}: model")
+    state["model"] = flatten(model)
     return Checkpoint(path, state, {name: files[name] for name in names}, shards)
 
 
@@ -210,7 +238,7 @@ def _verify_file(path: Path, name: str, expected_hash: str) -> None:
 
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> GPT:
     """Return the model of a checkpoint in a dtype. Raises UserError unless its weights fit."""
-    weights = {name: value.to(dtype) for name, value in checkpoint.model()}
+    weights = {name: value.to(dtype) for name, value in checkpoint.merged_model()}
     source = f"{checkpoint.path / 'state.json'}: model"
     config = from_values(ModelConfig, checkpoint.state["model"], source)
     message = f"{checkpoint.path}: corrupted, its weights do not match its state.json"

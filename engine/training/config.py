@@ -84,6 +84,10 @@ class CommonConfig:
     verify_data: bool = False  # Check the dataset's SHA-256 hashes even if its files are unchanged.
     wandb: bool = False  # Log to Weights & Biases too (on this machine: WANDB_MODE=offline).
     init_from: Path | None = None  # Start from the weights and tokenizer of this run or import.
+    # Freeze the weights of --init-from, and train an update of this rank for each linear layer of
+    # the blocks (LoRA); 0: train all weights.
+    lora_rank: Annotated[int, Ge(0), Le(10**5)] = 0
+    base: Path | None = None  # The base model of a LoRA run to resume, if it was moved.
     # Seed of the initial weights, the order of the data, and dropout.
     seed: Annotated[int, Ge(0), Lt(9 * 10**18)] = 1
     # Fraction of sequences from each dataset. None: in proportion to their tokens.
@@ -113,6 +117,10 @@ class TrainConfig(CommonConfig):
     # Precision of matrix products. auto: bfloat16 where that is fast, else float32.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     compile: bool | None = None  # Compile the model. None: on CUDA.
+    # With LoRA: dtype of frozen embeddings. None: that of the base, or float32 without bfloat16.
+    frozen_dtype: Literal["float32", "bfloat16"] | None = None
+    # With LoRA: train token embeddings and head too. None: if the data has tokens new to the base.
+    train_tokens: bool | None = None
     plan: bool = False  # Print memory, operations and time; do not train.
     model: ModelSettings = field(default_factory=ModelSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -130,6 +138,8 @@ class TrainConfig(CommonConfig):
         if self.steps and self.steps <= warmup_steps and not is_default:
             problem = f"must exceed --warmup-steps {warmup_steps} (got {self.steps})"
             raise UserError(f"--steps: {problem}. Use fewer warmup steps.")
+        if self.lora_rank and not self.init_from:
+            raise UserError("--lora-rank: needs a base model. Add --init-from DIRECTORY.")
 
     @property
     def out_path(self) -> Path:
@@ -153,6 +163,8 @@ class RunConfig(CommonConfig):
     save_every: int | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     compile: bool = False
+    frozen_dtype: Literal["float32", "bfloat16"] = "float32"
+    train_tokens: bool = False
 
     def __post_init__(self) -> None:
         context_length = self.context_length or self.model.context_length
@@ -161,6 +173,7 @@ class RunConfig(CommonConfig):
 
 # A resumed run may change all others.
 FIXED_SETTINGS = {"batch_size", "seed", "mix", "long_examples", "optimizer"}
+FIXED_SETTINGS |= {"lora_rank", "frozen_dtype", "train_tokens"}
 FIXED_SETTINGS |= {setting.name for setting in dataclasses.fields(ModelConfig)}
 
 
@@ -223,6 +236,8 @@ def make_run_config(
         defaults["eval_every"] = DEFAULT_INTERVAL_STEPS
         defaults["save_every"] = DEFAULT_INTERVAL_STEPS
     dtype = str(choose_dtype(config.dtype, dist_ctx.device, d_model)).removeprefix("torch.")
+    if dtype != "bfloat16":
+        values["frozen_dtype"] = "float32"
     try:
         return build(RunConfig, {**defaults, **values, "out": config.out_path, "dtype": dtype})
     except ValueError as error:  # of ModelConfig: the sizes do not fit each other

@@ -4,15 +4,19 @@ import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch.nn import Parameter
 from torch.utils.benchmark import Timer
 
 from engine.core.cli import count_noun
 from engine.core.device import DTYPE_BY_NAME, total_memory
 from engine.core.distributed import DistributedContext
+from engine.core.errors import UserError
 from engine.core.sharding import should_reduce_every_microbatch
 from engine.nn.attention import MAX_UNFUSED_POSITIONS
+from engine.nn.lora import add_lora
 from engine.nn.loss import max_chunk_rows
 from engine.training.config import RunConfig
 from engine.training.optimizer import OPTIMIZER_KINDS
@@ -28,14 +32,31 @@ MAX_MEMORY_FRACTION = 0.9  # of a device, for a run
 # Vectors of the feed-forward width that a position stores for the backward pass.
 STORED_HIDDEN_VECTORS = {"swiglu": 4, "relu2": 2, "gelu": 2, "relu": 1}
 NUM_BACKWARD_VECTORS = 7  # measured: temporary, of d_model, for each position
+PLAN_LORA_RANK = 16
+NUM_UPDATES = 7  # of LoRA in a block: queries, keys, values, projection and feed-forward
 NUM_MUON_COPIES = 4  # measured: of the largest group of matrices, in a step
 
 
 @functools.cache
-def build_meta_model(model: ModelConfig) -> GPT:
-    """Return a model whose parameters have shapes only."""
+def build_meta_model(model: ModelConfig, lora: tuple[Any, ...] = ()) -> GPT:
+    """Return a model whose parameters have shapes only; ``lora`` are arguments of add_lora."""
     with torch.device("meta"):
-        return GPT(model)
+        gpt = GPT(model)
+        if lora:
+            add_lora(gpt, *lora)
+        return gpt
+
+
+def lora_arguments(config: RunConfig) -> tuple[Any, ...]:
+    """Return the arguments of add_lora for a run; () without LoRA."""
+    dtypes = (DTYPE_BY_NAME[config.dtype], DTYPE_BY_NAME[config.frozen_dtype])
+    return (config.lora_rank, *dtypes, config.train_tokens) if config.lora_rank else ()
+
+
+def trained_parameters(config: RunConfig) -> dict[str, Parameter]:
+    """Return the parameters of a run that are not frozen, with shapes only."""
+    params = build_meta_model(config.model, lora_arguments(config)).named_parameters()
+    return {name: parameter for name, parameter in params if parameter.requires_grad}
 
 
 def count_matrix_weights(model: ModelConfig) -> Counter[torch.Size]:
@@ -48,12 +69,17 @@ def count_matrix_weights(model: ModelConfig) -> Counter[torch.Size]:
     return counts
 
 
-def flops_per_token(model: ModelConfig) -> float:
-    """Return the operations of a training step per token: 6 for each weight, and attention."""
+def flops_per_token(config: RunConfig) -> float:
+    """Return the operations of a training step per token, of products with weights and attention.
+
+    They are 6 for each weight, of which 2 are of its gradient: 4 if it is frozen.
+    """
+    model = config.model
     num_weights = count_matrix_weights(model).total() + model.d_model * model.vocab_size
-    T = model.context_length
+    T = config.context_length
     num_scores = sum(min(window or T, T) for window in model.layer_windows)
-    return 6 * num_weights + 12 * model.num_heads * model.head_width * num_scores
+    num_per_weight = 4 if config.lora_rank else 6
+    return num_per_weight * num_weights + 12 * model.num_heads * model.head_width * num_scores
 
 
 def activation_bytes(config: RunConfig, rows: int, dist_ctx: DistributedContext) -> float:
@@ -76,12 +102,14 @@ def activation_bytes(config: RunConfig, rows: int, dist_ctx: DistributedContext)
     width += qk_width * (model.qk_norm + (model.position == "rope"))
     width += STORED_HIDDEN_VECTORS[model.activation] * model.feed_forward_width
     width += 2 * D * (is_cast or model.norm != "rmsnorm")  # inputs of products, after the norms
+    if config.lora_rank:  # gate and expand convert their input each; outputs of the A
+        width += D * is_cast + NUM_UPDATES * config.lora_rank
     width += 2 * D * (model.dropout > 0)
     stored_bytes = 4 * 2 * D + dtype.itemsize * width  # of a block, for a position
 
     # Weights in the dtype of products. Those of queries, keys and values are concatenated first.
     num_copied = D * (2 * qk_width - heads_width)
-    if is_cast and not dist_ctx.sharded:
+    if is_cast and not dist_ctx.sharded and not config.lora_rank:
         num_copied = count_matrix_weights(model).total() // model.num_layers
     copied_bytes = dtype.itemsize * num_copied
 
@@ -115,15 +143,18 @@ def loss_bytes(config: RunConfig, num_tokens: int, is_gpu: bool) -> float:
     weight = torch.empty(V, 0, device="meta" if is_gpu else "cpu")
     num_logits = min(num_tokens, max_chunk_rows(weight)) * V
     num_bytes = 4 * (3 if config.model.logit_softcap else 2) * num_logits
-    num_bytes += 3 * 4 * D * (V + num_tokens)  # measured: three copies
-    return num_bytes + itemsize * V * D * (itemsize < 4)
+    num_bytes += itemsize * num_logits * (itemsize < 4)  # their gradient, for products
+    is_trained = not config.lora_rank or config.train_tokens
+    num_bytes += 3 * 4 * D * (V * is_trained + num_tokens)  # measured: three copies
+    is_converted = is_trained or config.frozen_dtype != config.dtype
+    return num_bytes + itemsize * V * D * (itemsize < 4) * is_converted
 
 
 def optimizer_bytes(config: RunConfig) -> tuple[int, int]:
     """Return the bytes of the optimizer's state, and the peak that a step adds."""
     counts = count_matrix_weights(config.model)
-    state = 8 * build_meta_model(config.model).num_parameters  # two means, as AdamW
-    if not OPTIMIZER_KINDS[config.optimizer.optimizer].is_for_matrices:
+    state = 8 * sum(param.numel() for param in trained_parameters(config).values())  # as AdamW
+    if config.lora_rank or not OPTIMIZER_KINDS[config.optimizer.optimizer].is_for_matrices:
         return state, 0
     itemsize = DTYPE_BY_NAME[config.dtype].itemsize
     return state - 4 * counts.total(), NUM_MUON_COPIES * itemsize * max(counts.values())
@@ -136,8 +167,9 @@ def estimate_memory(config: RunConfig, rows: int, dist_ctx: DistributedContext) 
     It has the full gradients of one block, or of all while micro-batches accumulate. With DDP, it
     has a second copy of the gradients. On a CPU, the memory of the process counts too.
     """
-    model = build_meta_model(config.model)
-    num_params = model.num_parameters
+    model = build_meta_model(config.model, lora_arguments(config))
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    num_params = sum(param.numel() for param in trained_parameters(config).values())
     activations = activation_bytes(config, rows, dist_ctx)
     state, update = optimizer_bytes(config)
     shards = 1
@@ -146,16 +178,17 @@ def estimate_memory(config: RunConfig, rows: int, dist_ctx: DistributedContext) 
     if dist_ctx.sharded:
         shards = dist_ctx.size
         block_params = sum(parameter.numel() for parameter in model.blocks[0].parameters())
-        gathered_bytes = 4 * (num_params - len(model.blocks) * block_params)
+        block_bytes = sum(parameter.nbytes for parameter in model.blocks.parameters())
+        gathered_bytes = weights - block_bytes
         gathered_bytes += 2 * DTYPE_BY_NAME[config.dtype].itemsize * block_params
         accumulates = rows * shards < config.batch_size
         if not accumulates or should_reduce_every_microbatch(num_params, H100_MEMORY_BYTES):
-            num_buffered = block_params
+            num_buffered = min(num_params, block_params)
     overhead = 0.0
     if dist_ctx.device.type == "cpu":
         overhead = CPU_PROCESS_BYTES + CPU_HEAP_OVERHEAD * activations
     return {
-        "weights": 4 * num_params / shards + gathered_bytes,
+        "weights": weights / shards + gathered_bytes,
         "gradients": 4 * num_params / shards + 4 * num_buffered,
         "optimizer state": state / shards,
         "activations": activations,
@@ -194,6 +227,32 @@ def fits_memory(config: RunConfig, rows: int, dist_ctx: DistributedContext) -> b
     return not dist_ctx.any(sum(estimate_memory(config, rows, dist_ctx).values()) > limit)
 
 
+def check_memory(config: RunConfig, dist_ctx: DistributedContext, length: int) -> None:
+    """Raise UserError if not even one sequence fits, with flags with which it does."""
+    config = replace(config, context_length=length)
+    if fits_memory(config, 1, dist_ctx):
+        return
+    rank = config.lora_rank or PLAN_LORA_RANK
+    recompute = {"checkpoint_activations": True}
+    both = f"--lora-rank {rank} --checkpoint-activations"
+    fixes: dict[str, dict[str, Any]] = {
+        "--checkpoint-activations": recompute,
+        f"--lora-rank {rank}": {"lora_rank": rank},
+        both: {"lora_rank": rank, **recompute},
+    }
+    for shorter in (length // 2**n for n in range(1, length.bit_length())):
+        fixes[f"{both} --context-length {shorter}"] = {**fixes[both], "context_length": shorter}
+    fitting = [
+        flags
+        for flags, change in fixes.items()
+        if fits_memory(replace(config, **change), 1, dist_ctx)
+    ]
+    needed = sum(estimate_memory(config, 1, dist_ctx).values()) / 2**30
+    memory = total_memory(dist_ctx.device) / 2**30
+    problem = f"fine-tuning needs {needed:,.1f} GiB (got {memory:,.1f} GiB)"
+    raise UserError(f"--init-from: {problem}. Use {[*fitting, 'a smaller model'][0]}.")
+
+
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of large matrix products."""
     size = 1024 if device.type == "cpu" else 8192
@@ -212,19 +271,21 @@ def describe_plan(
     utilization = CPU_UTILIZATION if device.type == "cpu" else GPU_UTILIZATION
     speed = utilization * measure_matmul_flops(device, DTYPE_BY_NAME[config.dtype])
     h100_speed = GPU_UTILIZATION * H100_FLOPS
-    token_flops = flops_per_token(replace(config.model, context_length=config.context_length))
-    step_flops = step_tokens * token_flops
     h100 = torch.device("cuda")
     h100_config = replace(config, dtype="bfloat16")
-    plans = {
-        "here": (config, DistributedContext(device=device), speed),
+    here = DistributedContext(device=device)
+    plans = {"here": (config, here, speed)}
+    if config.init_from:
+        rank, title = (0, "here, full") if config.lora_rank else (PLAN_LORA_RANK, "here, LoRA")
+        plans[title] = (replace(config, lora_rank=rank), here, speed)
+    plans |= {
         "1 H100": (h100_config, DistributedContext(device=h100), h100_speed),
         "8 H100, FSDP": (h100_config, DistributedContext(0, 8, h100, sharded=True), h100_speed),
     }
     columns = {}
     for title, (rank_config, dist_ctx, rank_speed) in plans.items():
         if config.batch_size % dist_ctx.size == 0:
-            seconds = step_flops / dist_ctx.size / rank_speed
+            seconds = step_tokens * flops_per_token(rank_config) / dist_ctx.size / rank_speed
             columns[title] = describe_memory(rank_config, dist_ctx)
             columns[title]["one step"] = describe_duration(seconds)
             if config.steps and not config.minutes:
@@ -237,7 +298,7 @@ def describe_plan(
         legend = f"!      exceeds the {H100_MEMORY_BYTES / 1e9:.0f} GB of an H100\n"
     num_params = build_meta_model(config.model).num_parameters
     return f"""\
-model  {num_params:,} parameters, {token_flops / 1e9:,.3f} GFLOP per token
+model  {num_params:,} parameters, {flops_per_token(config) / 1e9:,.3f} GFLOP per token
 run    {describe_length(config, step_tokens, epoch_tokens)}
 speed  here {utilization:.0%} of what matrix products reach, {speed / 1e12:,.2f} TFLOP/s
        H100 {GPU_UTILIZATION:.0%} of its data sheet, in bfloat16, without communication

@@ -26,12 +26,13 @@ from engine.training.config import (
     set_values,
     should_choose_sizes,
 )
-from engine.training.estimate import fit_micro_batches, fits_memory
+from engine.training.estimate import check_memory, fit_micro_batches, fits_memory
 from engine.training.sizing import SizeSearch
 from model import ModelConfig
 
 # Changing these settings changes no result.
 SETTINGS_IGNORED_ON_RESUME = {"data", "out", "resume", "wandb", "verify_data", "keep_checkpoints"}
+SETTINGS_IGNORED_ON_RESUME |= {"base"}
 # Tokens of context without --context-length.
 MIN_EXAMPLE_CONTEXT = 256
 MAX_CHOSEN_CONTEXT = 1024  # longer examples of a base model fit too
@@ -59,6 +60,7 @@ def resolve(
     dist_ctx.assert_equal_across_ranks(settings, ignore=SETTINGS_IGNORED_ON_RESUME | {"device"})
     base_state = dist_ctx.broadcast(base.state if base else None)
     config = fit_model(config, data, base_state)
+    config = choose_frozen(config, data, dist_ctx, base)
     config, data = fit_context(config, data, dist_ctx, base_state)
     sizes = {}
     if should_choose_sizes(config):
@@ -67,6 +69,8 @@ def resolve(
     if config.micro_batch_size is None:
         row_length = data.row_length(run_config.context_length)
         run_config = fit_micro_batches(run_config, dist_ctx, row_length)
+        if base_state:
+            check_memory(run_config, dist_ctx, row_length)
     if config.depth not in (None, run_config.model.num_layers):
         raise UserError(f"--depth: other sizes are set (got {config.depth}). Leave it out.")
     batches.check_sizes(run_config.batch_size, dist_ctx.size, run_config.micro_batch_size)
@@ -99,6 +103,28 @@ def fit_model(config: TrainConfig, data: Mixture, base: dict[str, Any] | None) -
         problem = f"must be at least {min_size} for {data.path} (got {vocab_size})"
         raise UserError(f"--vocab-size: {problem}. Leave it out.")
     return build(TrainConfig, {**values, "vocab_size": max(vocab_size, min_size)})
+
+
+def choose_frozen(
+    config: TrainConfig, data: Mixture, dist_ctx: DistributedContext, base: Checkpoint | None
+) -> TrainConfig:
+    """Return the config, with the weights that LoRA freezes and their dtype, by the base model.
+
+    Embeddings and head are trained if the data has tokens that the base has not learned.
+    """
+    values: dict[str, Any] = {}
+    if base and (config.lora_rank or config.plan):
+        _, new_ids = split_token_ids(base, data.tokenizer, learns_chats(data))
+        values = {"frozen_dtype": base.dtype, "train_tokens": bool(new_ids)}
+        if new_ids and config.lora_rank and config.train_tokens is None:
+            tokens = count_noun(len(new_ids), "token")
+            warn(f"{data.path}: {tokens} new to {base.path}: token embeddings are trained too")
+    return build(TrainConfig, {**(dist_ctx.broadcast(values) or {}), **set_values(config)})
+
+
+def learns_chats(data: Mixture) -> bool:
+    """Return whether the examples are chats."""
+    return data.manifest["origin"].get("examples") == "chats"
 
 
 def fit_context(
@@ -239,8 +265,8 @@ def init_token_rows(
     New tokens are then as likely as old ones: Hewitt 2021, "Initializing new word embeddings".
     """
     for name, tensor in tensors:
-        tensor = tensor.float()  # of a model that was imported in bfloat16
         if name in ("token_embedding.weight", "head.weight") and new:
+            tensor = tensor.float()  # of a model that was imported in bfloat16
             mean = tensor[trained].mean(0, keepdim=True)
             tensor = torch.cat((tensor, mean.expand(num_rows - len(tensor), -1)))
             tensor[new] = mean

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable
 from concurrent import futures
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,22 +54,46 @@ def checkpoints_by_loss(run: Path) -> list[Path]:
     return sorted(reversed(list_checkpoints(run)), key=val_loss)
 
 
-def find_checkpoint(path: Path) -> Checkpoint:
+def find_checkpoint(path: Path, base: Path | None = None) -> Checkpoint:
     """Return the checkpoint at path, or the best one of the run at path, to read its model.
 
-    Only the model's files are verified. Raises UserError if no checkpoint is complete.
+    Only the model's files are verified. ``base`` is where an adapter's base model is now. Raises
+    UserError if no checkpoint is complete.
     """
     is_checkpoint = (path / "manifest.json").is_file() and not any(path.glob("*.npy"))
     candidates = [path] if is_checkpoint else checkpoints_by_loss(path)
     for candidate in candidates:
         try:
             checkpoint = open_checkpoint(candidate)
-            return checkpoint.verify(checkpoint.model_files)
+            checkpoint.verify(checkpoint.model_files)
+            break
         except UserError as error:
             if candidate == candidates[-1]:
                 raise
             warn(f"{error} Using the next best checkpoint instead.")
-    raise UserError(f"{path}: {explain_missing_checkpoint(path)}")
+    else:
+        raise UserError(f"{path}: {explain_missing_checkpoint(path)}")
+    return replace(checkpoint, base=find_base(checkpoint, base))
+
+
+def find_base(checkpoint: Checkpoint, path: Path | None = None) -> Checkpoint | None:
+    """Return the base model of an adapter, at path or where it was; None for other checkpoints.
+
+    Raises UserError if it is missing, or another model.
+    """
+    record = checkpoint.state["base"]
+    if record is None:
+        if path:
+            raise UserError(f"--base: {checkpoint.path} has no base model. Leave it out.")
+        return None
+    path = path or Path(record["path"])
+    fix = "Name its base model with --base DIRECTORY."
+    if not path.exists():
+        raise UserError(f"{checkpoint.path}: its base model is not in {path}. {fix}")
+    base = find_checkpoint(path)
+    if base.record()["sha256"] != record["sha256"]:
+        raise UserError(f"{checkpoint.path}: trained on another base model than {base.path}. {fix}")
+    return base
 
 
 def explain_missing_checkpoint(path: Path) -> str:

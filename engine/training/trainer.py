@@ -1,10 +1,11 @@
 """The trainer: model, optimizer, batches, budget and callbacks of the training loop."""
 
 import contextlib
+import itertools
 import math
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -27,12 +28,15 @@ from engine.data.batches import Batches, Mixture
 from engine.data.chats.examples import NO_SYSTEM_NOTE
 from engine.data.split import BatchSpec
 from engine.nn.acceleration import checkpoint_activations, compile_modules
+from engine.nn.lora import add_lora
+from engine.nn.specs import draw_initial_values
 from engine.training.budget import Budget
 from engine.training.checkpoint import Checkpoint
 from engine.training.config import RunConfig
+from engine.training.estimate import lora_arguments
 from engine.training.optimizer import Optimizer
-from engine.training.resolve import changed_settings, init_token_rows, split_token_ids
-from engine.training.run_dir import RunDir
+from engine.training.resolve import changed_settings, init_token_rows, learns_chats, split_token_ids
+from engine.training.run_dir import RunDir, find_base
 from model import GPT, Block
 
 CHECKPOINT_BYTES_PER_SECOND = 5e8  # written and hashed
@@ -65,8 +69,12 @@ class Trainer:
         data: Mixture,
         run_dir: RunDir | None = None,
         callbacks: Sequence[Callback] = (),
+        modify_model: Callable[[GPT], None] | None = None,
     ):
-        """Build model and optimizer, without weights. Nothing is saved without a run_dir."""
+        """Build model and optimizer, without weights. Nothing is saved without a run_dir.
+
+        ``modify_model`` is called with the model before it gets memory and an optimizer.
+        """
         self.config = config
         self.dist_ctx = dist_ctx
         self.data = data
@@ -78,6 +86,12 @@ class Trainer:
         torch.manual_seed(config.seed)
         with torch.device("meta"):
             model = GPT(config.model)
+            self.base_names = [name for name, _ in model.named_parameters()]
+            if config.lora_rank:
+                add_lora(model, *lora_arguments(config))
+            if modify_model:
+                modify_model(model)
+        self.base_record: dict[str, Any] | None = None  # of LoRA, on the main process
         self.model: GPT = shard_and_allocate(model, dist_ctx, dtype)
         self.ddp_model: nn.Module = self.model  # averages gradients over the ranks
         self.reduce_every_microbatch = False
@@ -136,11 +150,15 @@ class Trainer:
             return
         weights: Iterator[tuple[str, Tensor]] = iter(())
         if base:
-            learns_chats = self.data.manifest["origin"].get("examples") == "chats"
-            trained_ids, new_ids = split_token_ids(base, self.data.tokenizer, learns_chats)
+            ids = split_token_ids(base, self.data.tokenizer, learns_chats(self.data))
             num_rows = len(self.model.token_embedding.weight)
-            weights = init_token_rows(base.model(), num_rows, trained_ids, new_ids)
-        load_parameters(self.model, self.dist_ctx.broadcast_tensors(weights))
+            weights = init_token_rows(base.merged_model(), num_rows, *ids)
+            self.base_record = base.record() if self.config.lora_rank else None
+        params = self.model.named_parameters()
+        new = [(name, param) for name, param in params if name not in self.base_names]
+        new_weights = draw_initial_values(new, self.model.specs, self.model.seed)
+        weights = self.dist_ctx.broadcast_tensors(weights)
+        load_parameters(self.model, itertools.chain(weights, new_weights))
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint of this run, and print the settings that have changed.
@@ -152,7 +170,7 @@ class Trainer:
         changes = changed_settings(state, flatten(self.config), self.data.sha256)
         if checkpoint.sha256["tokenizer.json"] != self.data.manifest["tokenizer"]["sha256"]:
             raise UserError(f"{checkpoint.path}: corrupted, its tokenizer is not that of --data.")
-        load_parameters(self.model, self.run_dir.distribute(checkpoint.model()))
+        load_parameters(self.model, self._weights(checkpoint))
         self.optimizer.load_state(self.run_dir.distribute(checkpoint.optimizer()))
         self.step = state["step"]
         self.val_loss = state.get("val_loss")
@@ -168,8 +186,20 @@ class Trainer:
         """Set the weights to those of the best checkpoint of the run, and return its step."""
         assert self.run_dir is not None
         checkpoint = self.run_dir.best()
-        load_parameters(self.model, self.run_dir.distribute(checkpoint.model()))
+        load_parameters(self.model, self._weights(checkpoint))
         return checkpoint.step
+
+    def _weights(self, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of a checkpoint of this run on every rank, with those of its base."""
+        assert self.run_dir is not None
+        self.base_record = checkpoint.state["base"]
+        if self.base_record:
+            base = self.dist_ctx.run_on_main(find_base, checkpoint, self.config.base)
+            frozen = base.merged_model() if base else ()
+            trained_names = self.optimizer.parameters.keys()
+            frozen = (pair for pair in frozen if pair[0] not in trained_names)
+            yield from self.dist_ctx.broadcast_tensors(frozen)
+        yield from self.run_dir.distribute(checkpoint.model())
 
     def wrap_model(self) -> None:
         """Apply activation checkpointing, compilation and data parallelism to the model."""
@@ -294,8 +324,11 @@ class Trainer:
             "has_system_turns": statistics["notes"].get(NO_SYSTEM_NOTE, 0) < num_documents,
             "documents": manifest["splits"]["train"]["documents"],
             "imported": None,
+            "base": self.base_record,
         }
         with self.budget.timing("save"):
-            tensors = (self.model.state_dict(), self.optimizer.state())
-            self.run_dir.save(state, *tensors, self.data.tokenizer.save)
+            weights = self.model.state_dict()
+            if self.config.lora_rank:
+                weights = {name: weights[name] for name in self.optimizer.parameters}
+            self.run_dir.save(state, weights, self.optimizer.state(), self.data.tokenizer.save)
         self.last_save = (self.step, self.val_loss)

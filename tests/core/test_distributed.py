@@ -59,6 +59,7 @@ FLAGS_OF_KIND = {  # of runs that are compared on 1 to 4 ranks
     "fsdp-adamw": ["--parallel", "fsdp", *ADAMW_FLAGS],
 }
 MUON_KINDS = ("ddp-muon", "fsdp-muon")
+LORA_KINDS = ("ddp-lora", "fsdp-lora")
 TORCHRUN_COMMAND = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 START_TIMEOUT_SECONDS = 120  # of torchrun and two ranks, which import torch on shared cores
 MANY_HEADS = ["--num-heads", 8]  # two rows a matrix: two of four sharded ranks have none
@@ -77,6 +78,7 @@ def folder(tmp_path_factory) -> Path:
         path = folder / name
         path.write_text(text, encoding="utf-8")
         prepare(PrepareConfig((str(path),), tokenizer=tokenizer, out=folder / path.stem))
+    train.train(new_run(folder / "base", "--steps", 4).config, callbacks=())
     return folder
 
 
@@ -130,6 +132,10 @@ def runs(folder, run_ranks) -> Path:
     def kind_run(kind: str, name: object, *flags: object, **options: Any) -> Run:
         return new_run(folder / f"{kind}-{name}", *FLAGS_OF_KIND[kind], *flags, **options)
 
+    def lora_run(kind: str, name: object, *flags: object, **options: Any) -> Run:
+        base = ["--init-from", folder / "base", "--lora-rank", 3, "--parallel", kind.split("-")[0]]
+        return new_run(folder / f"{kind}-{name}", *base, *ADAMW_FLAGS, *flags, **options)
+
     def resumed(name: str, *flags: object, **options: Any) -> list[Run]:
         return [kind_run(kind, name, "--resume", *flags, **options) for kind in MUON_KINDS]
 
@@ -141,6 +147,7 @@ def runs(folder, run_ranks) -> Path:
         return new_run(folder / f"mixed-{size}", *flags, stop=stop)
 
     single = [kind_run(kind, 1) for kind in ("ddp-muon", "ddp-adamw")]
+    single.append(lora_run("ddp-lora", 1))
     run_ranks(1, [*single, kind_run("ddp-muon", "heads", *MANY_HEADS), mixture(1)])
 
     four = kind_run("fsdp-adamw", 4, "--checkpoint-activations")
@@ -149,6 +156,9 @@ def runs(folder, run_ranks) -> Path:
     timed = new_run(folder / "timed", "--minutes", 0.03, other_settings={"verify_data": True})
     two = [timed, *(kind_run(kind, 2, *micro) for kind in FLAGS_OF_KIND)]
     two.append(kind_run("fsdp-muon", "each", *micro, memory=1))
+    two += [lora_run(kind, 2, *micro, "--checkpoint-activations") for kind in LORA_KINDS]
+    two += [lora_run(kind, "again", "--resume", stop=n) for kind in LORA_KINDS for n in (5, 9)]
+    two += [lora_run(kind, "bfloat16", "--dtype", "bfloat16") for kind in LORA_KINDS]
     two += [kind_run(kind, "bfloat16", "--dtype", "bfloat16") for kind in MUON_KINDS]
     apart = {"other_settings": {"out": folder / "unused"}}  # without a shared run folder
     two += [kind_run("fsdp-muon", "apart", "--resume", stop=n, **apart) for n in (5, math.inf)]
@@ -175,6 +185,8 @@ RUN_PAIRS = [  # a run, the run that it equals, and the tolerance
     ("fsdp-muon-apart", "fsdp-muon-2", 1e-5),
     ("mixed-2", "mixed-1", 1e-5),
     ("fsdp-muon-bfloat16", "ddp-muon-bfloat16", 2e-4),
+    *((f"{kind}-{name}", "ddp-lora-1", 1e-5) for kind in LORA_KINDS for name in (2, "again")),
+    ("fsdp-lora-bfloat16", "ddp-lora-bfloat16", 2e-4),
     ("ddp-muon-again", "ddp-muon-3", 0),  # resumed on the same world size
     ("fsdp-muon-again", "fsdp-muon-3", 0),
 ]

@@ -171,8 +171,8 @@ def test_only_the_files_that_are_read_are_verified(tmp_path, write, damage):
     ("changes", "message"),
     [
         ({"format": 1}, "got 1"),
-        ({"format": 6, "shards": 10**9}, "manifest.json"),
-        ({"format": 6, "shards": 2}, r"model-00001-of-00002\.safetensors, model-00002-of"),
+        ({"format": 8, "shards": 10**9}, "manifest.json"),
+        ({"format": 8, "shards": 2}, r"model-00001-of-00002\.safetensors, model-00002-of"),
     ],
 )
 def test_an_impossible_manifest_is_refused(tmp_path, changes, message):

@@ -1,6 +1,7 @@
 """Estimates against arithmetic by hand, and against what PyTorch counts and allocates."""
 
 import dataclasses
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -15,17 +16,21 @@ from torch.utils.flop_counter import FlopCounterMode
 import train
 from engine.core.device import DTYPE_BY_NAME, mixed_precision
 from engine.core.distributed import SINGLE_PROCESS, DistributedContext
+from engine.core.errors import UserError
 from engine.nn.acceleration import checkpoint_activations
+from engine.nn.lora import add_lora
 from engine.training import estimate
 from engine.training.config import RunConfig
 from engine.training.estimate import (
     activation_bytes,
     build_meta_model,
+    check_memory,
     describe_duration,
     describe_plan,
     estimate_memory,
     fit_micro_batches,
     flops_per_token,
+    lora_arguments,
     optimizer_bytes,
 )
 from engine.training.optimizer import Optimizer, OptimizerConfig
@@ -65,9 +70,10 @@ def test_operations_are_those_that_pytorch_counts(kind):
     tokens = torch.zeros(1, 300, dtype=torch.long)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         GPT(model)(tokens, tokens).backward()
-    assert flops_per_token(model) * 300 == pytest.approx(counter.get_total_flops(), rel=1e-6)
-    saved = flops_per_token(small()) - flops_per_token(small(windows=(32, 0)))
-    assert saved == 12 * 128 * (128 - 32)
+    flops = flops_per_token(RunConfig(model=model))
+    assert flops * 300 == pytest.approx(counter.get_total_flops(), rel=1e-6)
+    whole, windowed = (RunConfig(model=small(**kind)) for kind in ({}, {"windows": (32, 0)}))
+    assert flops_per_token(whole) - flops_per_token(windowed) == 12 * 128 * (128 - 32)
 
 
 # Memory.
@@ -90,6 +96,8 @@ def peak_allocated(call) -> int:
 def measure_activations(config: RunConfig, rows: int) -> int:
     """Measure the second of two micro-batches: weights and gradients are there before."""
     gpt = GPT(config.model)
+    if config.lora_rank:
+        add_lora(gpt, *lora_arguments(config))
     if config.checkpoint_activations:
         checkpoint_activations(gpt)
 
@@ -220,7 +228,7 @@ def test_plan_is_a_table_of_this_device_one_gpu_and_eight(batch_size, cells):
     assert max(map(len, plan.splitlines())) <= 80
     assert f"{build_meta_model(SMALL).num_parameters:,} parameters" in plan
     assert rows_of(plan)["micro-batches"] == cells
-    flops = batch_size * 128 * flops_per_token(SMALL)
+    flops = batch_size * 128 * flops_per_token(config)
     assert rows_of(plan)["one step"][1] == describe_duration(flops / (0.4 * 989e12))
     assert "exceeds" not in plan
     durations = [describe_duration(seconds) for seconds in (7200, 72, 1.5, 0.9999, 4.4e-6)]
@@ -252,3 +260,54 @@ def test_command_plans_with_a_dataset_or_a_vocabulary_and_writes_nothing(
     assert train.main([*flags, "--data", "data", "--steps", "10"]) == 0
     assert " epochs)\n" in capsys.readouterr().out
     assert not (tmp_path / "planned").exists()
+
+
+# LoRA.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [{}, GPT2, {"vocab_size": 50304, "d_model": 64, "num_layers": 4}])
+def test_activations_with_lora_are_those_that_a_micro_batch_allocates(kind, dtype):
+    model = small(**kind)
+    for rank in (4, 32):
+        config = RunConfig(model=model, dtype=dtype, frozen_dtype=dtype, lora_rank=rank)
+        estimated = activation_bytes(config, 6, SINGLE_PROCESS)
+        assert estimated == pytest.approx(measure_activations(config, 6), rel=0.15)
+
+
+@pytest.mark.parametrize("train_tokens", [False, True])
+def test_lora_needs_memory_for_frozen_weights_and_gradients_of_few(train_tokens):
+    lora = {"lora_rank": 4, "dtype": "bfloat16", "frozen_dtype": "bfloat16"}
+    config = RunConfig(model=SMALL, train_tokens=train_tokens, **lora)
+    memory = estimate_memory(config, 4, SINGLE_PROCESS)
+    gpt = GPT(SMALL)
+    add_lora(gpt, *lora_arguments(config))
+    optimizer = Optimizer(gpt, config.optimizer)
+    num_trained = sum(param.numel() for param in optimizer.parameters.values())
+    assert memory["weights"] == sum(param.nbytes for param in gpt.parameters())
+    assert memory["gradients"] == 4 * num_trained
+    state = sum(tensor.nbytes for tensor in optimizer.state().values())
+    assert memory["optimizer state"] == pytest.approx(state, rel=0.01)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 3])
+def test_a_run_that_does_not_fit_is_refused_with_flags_with_which_it_fits(lora_rank, monkeypatch):
+    config = RunConfig(model=SMALL, dtype="bfloat16", lora_rank=lora_rank)
+    used = set()
+    needed = sum(estimate_memory(config, 1, SINGLE_PROCESS).values())
+    for fraction in [1 - number / 1000 for number in range(120)]:
+        monkeypatch.setattr(estimate, "total_memory", lambda _, f=fraction: needed * f / 0.9 + 1)
+        try:
+            check_memory(config, SINGLE_PROCESS, 128)
+            assert fraction == 1.0
+        except UserError as error:
+            flags = str(error).split("Use ")[1].removesuffix(".").split()
+            used.add(" ".join(flags))
+            if flags[0] == "a":
+                continue
+            changes = {"checkpoint_activations": "--checkpoint-activations" in flags}
+            values = dict(itertools.pairwise(flags))
+            changes["lora_rank"] = int(values.get("--lora-rank", lora_rank))
+            length = int(values.get("--context-length", 128))
+            check_memory(dataclasses.replace(config, **changes), SINGLE_PROCESS, length)
+    assert len(used) >= 3 and "a smaller model" in used
