@@ -1,7 +1,7 @@
 """Export a run to a directory that transformers loads, or import one: out/<run>/ ↔ hf/<name>/.
 
-python huggingface.py export out/NAME hf/NAME [--family NAME] [--gguf q8_0]
-python huggingface.py import DIRECTORY_OR_HUB_NAME out/NAME [--tokenizer NAME]
+python huggingface.py export out/NAME hf/NAME [--family NAME] [--gguf q8_0 | --adapter]
+python huggingface.py import DIRECTORY_OR_HUB_NAME out/NAME [--tokenizer NAME | --base out/BASE]
 """
 
 import math
@@ -19,7 +19,7 @@ from engine.core.settings import parse
 from engine.data.chats.chat import chat_format
 from engine.data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
 from engine.data.tokenizer_config import read_chat_templates
-from engine.huggingface import convert, directory
+from engine.huggingface import adapter, convert, directory
 from engine.huggingface import gguf as gguf_file
 from engine.huggingface.families import (
     MODEL_FAMILIES,
@@ -27,8 +27,10 @@ from engine.huggingface.families import (
     is_qwen2_tokenizer,
     unsupported_settings,
 )
+from engine.nn.lora import add_lora
 from engine.nn.positions import FREQUENCY_BASE, sinusoids
-from engine.training.checkpoint import load_model, write_checkpoint, write_tensors
+from engine.nn.specs import draw_initial_values
+from engine.training.checkpoint import Checkpoint, load_model, write_checkpoint, write_tensors
 from engine.training.run_dir import find_checkpoint
 from model import GPT, ModelConfig
 
@@ -44,6 +46,7 @@ class ExportConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"  # Type of the weights in safetensors.
     gguf: Literal["f32", "f16", "bf16", "q8_0", "q4_0"] | None = None
     """Also write a GGUF file for llama.cpp, with most matrices in this type."""
+    adapter: bool = False  # Write only the updates of a LoRA run, for PEFT.
     base: Path | None = None  # The base model of a LoRA run, if it was moved.
 
 
@@ -54,6 +57,7 @@ class ImportConfig:
     source: tyro.conf.Positional[str]  # A directory, or a name on Hugging Face's hub.
     out: tyro.conf.Positional[Path]  # The run folder to create.
     tokenizer: str | None = None  # As for prepare.py. None: the model's own.
+    base: Path | None = None  # For an adapter of PEFT: the run or import of its base model.
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -65,7 +69,8 @@ def main(arguments: list[str] | None = None) -> None:
     config = parse(commands, arguments, description="Export a run, or import a model.")
     if isinstance(config, ExportConfig):
         print(export_model(config))
-        print(f"Load it: transformers.AutoModelForCausalLM.from_pretrained({str(config.out)!r})")
+        loader = "peft.AutoPeftModel" if config.adapter else "transformers.AutoModel"
+        print(f"Load it: {loader}ForCausalLM.from_pretrained({str(config.out)!r})")
     else:
         is_chat_model = import_model(config)
         chat_flag = ["--chat"] if is_chat_model else []
@@ -87,6 +92,8 @@ def export_model(config: ExportConfig) -> str:
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
     model = load_model(checkpoint)
     family, model_config = choose_family(model.config, config.family, tokenizer)
+    if config.adapter:
+        return export_adapter(config.out, checkpoint, family, model.config.head_width)
     tensors = convert.to_hf(rewrite_params(model, model_config), family)
     hf_config = convert.to_hf_config(model_config, family) | directory.special_token_ids(tokenizer)
     if config.gguf:
@@ -110,6 +117,38 @@ def export_model(config: ExportConfig) -> str:
         return report
 
 
+def export_adapter(out: Path, checkpoint: Checkpoint, family: Family, head_width: int) -> str:
+    """Write the updates of a LoRA run, and report which base model they need."""
+    if checkpoint.base is None:
+        raise UserError(f"--adapter: {checkpoint.path} is not of a LoRA run. Leave it out.")
+    name = checkpoint.base.state["imported"] or str(checkpoint.base.path)
+    with atomic_directory(out) as path:
+        adapter.write_adapter(path, dict(checkpoint.model()), head_width, family, name)
+    return f"Its base model is {name}, as base_model_name_or_path in adapter_config.json"
+
+
+def import_adapter(config: ImportConfig, path: Path) -> bool:
+    """Import an adapter of PEFT onto its base model, and return whether one can chat with it."""
+    if config.base is None:
+        raise UserError(f"{path}: is an adapter. Import its base model, and name it with --base.")
+    base = find_checkpoint(config.base)
+    model = meta_model(load_model(base).config)
+    family, _ = choose_family(model.config, "auto", load_tokenizer(base.path / "tokenizer.json"))
+    source = str(path / "adapter_config.json")
+    hf_config = read_json(path / "adapter_config.json")
+    add_lora(model, adapter.read_rank(hf_config, source))
+    params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    initial = dict(draw_initial_values(params, model.specs, model.seed))
+    tensors = directory.read_tensors(path, "adapter_model.safetensors")
+    width = model.config.head_width
+    updates = adapter.read_adapter(hf_config, tensors, initial, width, family, source)
+    state = {**base.state, "imported": config.source, "base": base.record(), "settings": {}}
+    tokenizer = load_tokenizer(base.path / "tokenizer.json")
+    checkpoint = config.out / "checkpoints" / "step-00000000"
+    write_checkpoint(checkpoint, {**state, "step": 0}, updates, {}, tokenizer.save)
+    return base.is_chat_model
+
+
 def import_model(config: ImportConfig) -> bool:
     """Import a model, and return whether one can chat with it.
 
@@ -118,6 +157,8 @@ def import_model(config: ImportConfig) -> bool:
     if (config.out / "checkpoints").exists():
         raise UserError(f"{config.out}: already has checkpoints. Choose another folder.")
     path = directory.find_directory(config.source)
+    if (path / "adapter_config.json").is_file():
+        return import_adapter(config, path)
     source = str(path / "config.json")
     fix = "Give the directory of its config.json, in transformers' layout"
     directory.check_exists(path / "config.json", fix)

@@ -311,10 +311,10 @@ BAD_FILES = {
     "integers": (lambda d: convert_tensors(d, "", torch.int8), "quantized.*is int8.*original"),
     "float8": (lambda d: convert_tensors(d, "q_proj", torch.float8_e4m3fn), "q_proj.weight is fl"),
     "no head": (lambda d: edit_tensors(d, lambda t: t.pop("lm_head.weight")), "head.*tie_word_emb"),
-    "an adapter": (lambda d: (d / "config.json").rename(d / "adapter_config.json"), "merge_and_un"),
+    "an adapter": (lambda d: (d / "config.json").rename(d / "adapter_config.json"), "--base"),
     "an adapter with a config": (
         lambda d: (d / "model.safetensors").rename(d / "adapter_config.json"),
-        "merge_and_unload",
+        "--base",
     ),
     "Meta's layout": (lambda d: (d / "config.json").rename(d / "params.json"), "own layout"),
     "a run": (lambda d: (d / "config.json").rename(d / "checkpoints"), "no import"),

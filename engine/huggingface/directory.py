@@ -23,7 +23,6 @@ MAX_COMPARED_TOKENS = 1024  # of a sequence
 MAX_RELATIVE_ERROR = 1e-4  # of the largest logit
 # Pattern of a file that is there instead of a missing one → what it is, and the way out.
 OTHER_FILES = {
-    "adapter_config.json": "is of an adapter. Merge it with its base: merge_and_unload() of PEFT",
     "params.json": "is of Mistral's or Meta's own layout. Get the version in transformers' layout",
     "checkpoints": "is of a run, which needs no import. Use sample.py or train.py --init-from",
     **dict.fromkeys(
@@ -87,11 +86,11 @@ def check_exists(path: Path, fix: str, others: Mapping[str, str] = OTHER_FILES) 
         raise UserError(f"{path}: not found. {fix}.")
 
 
-def read_tensors(directory: Path) -> dict[str, Tensor]:
+def read_tensors(directory: Path, name: str = "model.safetensors") -> dict[str, Tensor]:
     """Map a model's tensors into memory. Raises UserError if a file is missing or corrupted."""
-    index_path = directory / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index_path.is_file() and not (directory / "model.safetensors").is_file():
+    index_path = directory / f"{name}.index.json"
+    names = {name}
+    if index_path.is_file() and not (directory / name).is_file():
         index = read_json(index_path)
         check_types(index, {"weight_map": {"*": str}}, str(index_path))
         names = {Path(name).name for name in index["weight_map"].values()}

@@ -72,8 +72,8 @@ def test_operations_are_those_that_pytorch_counts(kind):
         GPT(model)(tokens, tokens).backward()
     flops = flops_per_token(RunConfig(model=model))
     assert flops * 300 == pytest.approx(counter.get_total_flops(), rel=1e-6)
-    whole, windowed = (RunConfig(model=small(**kind)) for kind in ({}, {"windows": (32, 0)}))
-    assert flops_per_token(whole) - flops_per_token(windowed) == 12 * 128 * (128 - 32)
+    full, windowed = (RunConfig(model=small(**kind)) for kind in ({}, {"windows": (32, 0)}))
+    assert flops_per_token(full) - flops_per_token(windowed) == 12 * 128 * (128 - 32)
 
 
 # Memory.

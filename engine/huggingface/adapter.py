@@ -1,0 +1,111 @@
+"""LoRA adapters in PEFT's layout: adapter_config.json and adapter_model.safetensors."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.core.errors import UserError
+from engine.core.files import check_types, write_json
+from engine.huggingface.convert import convert_layout, tensor_layout
+from engine.huggingface.families import Family
+from engine.nn.lora import A_NAME, B_NAME, LORA_ALPHA
+from engine.training.checkpoint import write_tensors
+
+NAME_PREFIX = "base_model.model."  # of PEFT's names
+CONFIG_TYPES = {"peft_type": str, "r": int, "lora_alpha": float}
+NEUTRAL_SETTINGS: dict[str, tuple[Any, ...]] = {  # which an adapter may have
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "modules_to_save": ([], None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+}
+
+
+def map_names(updates: Iterable[str], family: Family) -> dict[str, str]:
+    """Map each matrix of an update to its name in PEFT. Raises UserError for fused layers."""
+    names = {}
+    for name in updates:
+        layer, _, letter = name.rpartition(".lora.")
+        (hf_name,) = tensor_layout([f"{layer}.weight"], family)
+        names[name] = f"{NAME_PREFIX}{hf_name.removesuffix('weight')}lora_{letter}.weight"
+    if family.transposed or len({*names.values()}) < len(names):
+        raise UserError(f"--adapter: unsupported for {family.model_type}. Export the merged model.")
+    return names
+
+
+def convert_update(name: str, value: Tensor, head_width: int, family: Family) -> Tensor:
+    """Convert a matrix of an update to the family's layout, or back: see convert_layout."""
+    if not name.endswith(B_NAME) or not re.search(r"\.(query|key)\.", name):
+        return value
+    weight_name = name.removesuffix(B_NAME) + "weight"
+    heads = [convert_layout(weight_name, head, family) for head in value.split(head_width)]
+    return torch.cat(heads)
+
+
+def write_adapter(
+    path: Path, updates: dict[str, Tensor], head_width: int, family: Family, base: str
+) -> None:
+    """Write the updates of a run. Raises UserError if it has trained other parameters too."""
+    if not all(name.endswith((A_NAME, B_NAME)) for name in updates):
+        raise UserError("--adapter: the run trained embeddings too. Export the merged model.")
+    names = map_names(updates, family)
+    tensors = {
+        names[name]: convert_update(name, value, head_width, family)
+        for name, value in updates.items()
+    }
+    write_tensors(path / "adapter_model.safetensors", tensors, {"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": len(next(value for name, value in updates.items() if name.endswith(A_NAME))),
+        "lora_alpha": LORA_ALPHA,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+    }
+    write_json(path / "adapter_config.json", config)
+
+
+def read_rank(hf_config: Any, source: str) -> int:
+    """Return the rank of an adapter. Raises UserError, naming the source, for another kind."""
+    check_types(hf_config, CONFIG_TYPES, source)
+    for key, values in NEUTRAL_SETTINGS.items():
+        if hf_config.get(key) not in values:
+            raise UserError(f"{source}: {key} must be {values[0]!r} (got {hf_config.get(key)!r}).")
+    return hf_config["r"]
+
+
+def read_adapter(
+    hf_config: Any,
+    tensors: dict[str, Tensor],
+    initial: dict[str, Tensor],
+    head_width: int,
+    family: Family,
+    source: str,
+) -> dict[str, Tensor]:
+    """Return the updates of an adapter, ``initial`` for layers without one.
+
+    Raises UserError, naming the source, for tensors that do not fit.
+    """
+    rank = read_rank(hf_config, source)
+    scale = hf_config["lora_alpha"] / (rank**0.5 if hf_config.get("use_rslora") else rank)
+    updates = {}
+    remaining = {name.replace(".default.", "."): value for name, value in tensors.items()}
+    for name, hf_name in map_names(initial, family).items():
+        value = remaining.pop(hf_name, initial[name]).float()
+        if value.shape != initial[name].shape:
+            shape = tuple(initial[name].shape)
+            problem = f"{hf_name} must have shape {shape} (got {tuple(value.shape)})"
+            raise UserError(f"{source}: {problem}. Name its own base model with --base.")
+        value = convert_update(name, value, head_width, family)
+        updates[name] = value * (scale * rank / LORA_ALPHA) if name.endswith(B_NAME) else value
+    if remaining:
+        raise UserError(f"{source}: unsupported tensor {next(iter(remaining))}.")
+    return updates
