@@ -163,11 +163,14 @@ def prefer_unfused_attention(query: Tensor, num_positions: int, dropout_p: float
 def unfused_attention(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float, mask: Tensor
 ) -> Tensor:
-    """Return attention with a mask (T, S), computed with separate products and a softmax."""
-    key = repeat_groups(key, query.shape[1])
-    value = repeat_groups(value, query.shape[1])
+    """Return attention with a mask (T, S), computed with separate products and a softmax.
+
+    The queries of a group's heads are rows of one product with its keys.
+    """
+    G = key.shape[1]
+    queries = query.unflatten(1, (G, -1)).flatten(2, 3)  # (B, G, H / G · T, K)
     bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
-    bias = bias.masked_fill(~mask, -math.inf)
-    scores = query / math.sqrt(query.shape[-1]) @ key.mT
-    weights = torch.softmax(scores + bias, dim=-1)  # (B, H, T, S)
-    return dropout(weights, dropout_p) @ value
+    bias = bias.masked_fill(~mask, -math.inf).repeat(query.shape[1] // G, 1)
+    scores = queries / math.sqrt(query.shape[-1]) @ key.mT
+    weights = torch.softmax(scores + bias, dim=-1)  # (B, G, H / G · T, S)
+    return (dropout(weights, dropout_p) @ value).view(query.shape)

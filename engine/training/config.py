@@ -26,6 +26,7 @@ DEFAULT_STEPS = 1200
 MAX_STEPS = 10**9
 DEFAULT_INTERVAL_STEPS = 500  # between evaluations, and between saves
 MAX_CHARACTER_VOCAB_SIZE = 512  # larger vocabularies are of pieces of words
+LORA_LEARNING_RATE = 1e-3
 WINDOW_WARMUP_FRACTION = 0.2  # of the run, where tokens are pieces of words
 SHAPE_FIELDS = ("num_layers", "num_heads", "d_model")  # with one of them set, no size is chosen
 
@@ -231,6 +232,8 @@ def make_run_config(
         "window_warmup": 0.0 if is_window_fixed else WINDOW_WARMUP_FRACTION,
         "compile": dist_ctx.device.type == "cuda",
     }
+    if config.lora_rank:
+        defaults["learning_rate"] = LORA_LEARNING_RATE
     if not config.minutes:
         defaults["steps"] = DEFAULT_STEPS
         defaults["eval_every"] = DEFAULT_INTERVAL_STEPS

@@ -48,7 +48,8 @@ class UpdateSettings:
 class OptimizerSettings(UpdateSettings):
     """The optimizer as a user sets it. None means that the value is chosen automatically."""
 
-    # The largest; see decay. None: 0.014 for Muon, by d_model for AdamW, or chosen with the size.
+    # The largest; see decay. None: 0.014 for Muon, by d_model for AdamW, or chosen with the size;
+    # 0.001 with LoRA, whose updates AdamW trains.
     learning_rate: Annotated[float | None, Ge(0), Le(1e6)] = None
     # Factor on the learning rate of an untied token embedding; None: 3 with Muon, else 1.
     embedding_rate: Annotated[float | None, Gt(0), Le(1e6)] = None
