@@ -142,7 +142,7 @@ def import_adapter(config: ImportConfig, path: Path) -> bool:
     tensors = directory.read_tensors(path, "adapter_model.safetensors")
     width = model.config.head_width
     updates = adapter.read_adapter(hf_config, tensors, initial, width, family, source)
-    state = {**base.state, "imported": config.source, "base": base.record(), "settings": {}}
+    state = {**base.state, "imported": config.source, "base": base.reference(), "settings": {}}
     tokenizer = load_tokenizer(base.path / "tokenizer.json")
     checkpoint = config.out / "checkpoints" / "step-00000000"
     write_checkpoint(checkpoint, {**state, "step": 0}, updates, {}, tokenizer.save)

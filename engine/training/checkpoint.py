@@ -45,7 +45,7 @@ STATE_SCHEMA = {
     "has_system_turns": bool,
     "documents": int,
     "imported": (str, None),
-    "base": ({"path": str, "sha256": {"*": str}}, None),  # of an adapter: Checkpoint.record
+    "base": ({"path": str, "sha256": {"*": str}}, None),  # of an adapter: Checkpoint.reference
 }
 
 
@@ -85,7 +85,7 @@ class Checkpoint:
         embedding = next(value for name, value in tensors if name == "token_embedding.weight")
         return str(embedding.dtype).removeprefix("torch.")
 
-    def record(self) -> dict[str, Any]:
+    def reference(self) -> dict[str, Any]:
         """Return where this model is, and its hashes, for the checkpoints of an adapter."""
         names = tensor_files("model", self.shards)
         return {"path": str(self.path), "sha256": {name: self.sha256[name] for name in names}}

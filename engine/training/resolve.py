@@ -60,7 +60,7 @@ def resolve(
     dist_ctx.assert_equal_across_ranks(settings, ignore=SETTINGS_IGNORED_ON_RESUME | {"device"})
     base_state = dist_ctx.broadcast(base.state if base else None)
     config = fit_model(config, data, base_state)
-    config = choose_frozen(config, data, dist_ctx, base)
+    config = choose_frozen_weights(config, data, dist_ctx, base)
     config, data = fit_context(config, data, dist_ctx, base_state)
     sizes = {}
     if should_choose_sizes(config):
@@ -105,7 +105,7 @@ def fit_model(config: TrainConfig, data: Mixture, base: dict[str, Any] | None) -
     return build(TrainConfig, {**values, "vocab_size": max(vocab_size, min_size)})
 
 
-def choose_frozen(
+def choose_frozen_weights(
     config: TrainConfig, data: Mixture, dist_ctx: DistributedContext, base: Checkpoint | None
 ) -> TrainConfig:
     """Return the config, with the weights that LoRA freezes and their dtype, by the base model.

@@ -81,17 +81,17 @@ def find_base(checkpoint: Checkpoint, path: Path | None = None) -> Checkpoint | 
 
     Raises UserError if it is missing, or another model.
     """
-    record = checkpoint.state["base"]
-    if record is None:
+    reference = checkpoint.state["base"]
+    if reference is None:
         if path:
             raise UserError(f"--base: {checkpoint.path} has no base model. Leave it out.")
         return None
-    path = path or Path(record["path"])
+    path = path or Path(reference["path"])
     fix = "Name its base model with --base DIRECTORY."
     if not path.exists():
         raise UserError(f"{checkpoint.path}: its base model is not in {path}. {fix}")
     base = find_checkpoint(path)
-    if base.record()["sha256"] != record["sha256"]:
+    if base.reference()["sha256"] != reference["sha256"]:
         raise UserError(f"{checkpoint.path}: trained on another base model than {base.path}. {fix}")
     return base
 

@@ -91,7 +91,7 @@ class Trainer:
                 add_lora(model, *lora_arguments(config))
             if modify_model:
                 modify_model(model)
-        self.base_record: dict[str, Any] | None = None  # of LoRA, on the main process
+        self.base_reference: dict[str, Any] | None = None  # of LoRA, on the main process
         self.model: GPT = shard_and_allocate(model, dist_ctx, dtype)
         self.ddp_model: nn.Module = self.model  # averages gradients over the ranks
         self.reduce_every_microbatch = False
@@ -153,7 +153,7 @@ class Trainer:
             ids = split_token_ids(base, self.data.tokenizer, learns_chats(self.data))
             num_rows = len(self.model.token_embedding.weight)
             weights = init_token_rows(base.merged_model(), num_rows, *ids)
-            self.base_record = base.record() if self.config.lora_rank else None
+            self.base_reference = base.reference() if self.config.lora_rank else None
         params = self.model.named_parameters()
         new = [(name, param) for name, param in params if name not in self.base_names]
         new_weights = draw_initial_values(new, self.model.specs, self.model.seed)
@@ -192,8 +192,8 @@ class Trainer:
     def _weights(self, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of a checkpoint of this run on every rank, with those of its base."""
         assert self.run_dir is not None
-        self.base_record = checkpoint.state["base"]
-        if self.base_record:
+        self.base_reference = checkpoint.state["base"]
+        if self.base_reference:
             base = self.dist_ctx.run_on_main(find_base, checkpoint, self.config.base)
             frozen = base.merged_model() if base else ()
             trained_names = self.optimizer.parameters.keys()
@@ -324,7 +324,7 @@ class Trainer:
             "has_system_turns": statistics["notes"].get(NO_SYSTEM_NOTE, 0) < num_documents,
             "documents": manifest["splits"]["train"]["documents"],
             "imported": None,
-            "base": self.base_record,
+            "base": self.base_reference,
         }
         with self.budget.timing("save"):
             weights = self.model.state_dict()
