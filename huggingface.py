@@ -15,7 +15,7 @@ import tyro
 from engine.core.cli import run_command, shell_command, warn
 from engine.core.errors import UserError
 from engine.core.files import atomic_directory, read_json, write_json
-from engine.core.settings import parse
+from engine.core.settings import from_values, parse
 from engine.data.chats.chat import chat_format
 from engine.data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
 from engine.data.tokenizer_config import read_chat_templates
@@ -132,8 +132,9 @@ def import_adapter(config: ImportConfig, path: Path) -> bool:
     if config.base is None:
         raise UserError(f"{path}: is an adapter. Import its base model, and name it with --base.")
     base = find_checkpoint(config.base)
-    model = meta_model(load_model(base).config)
-    family, _ = choose_family(model.config, "auto", load_tokenizer(base.path / "tokenizer.json"))
+    model = meta_model(from_values(ModelConfig, base.state["model"], str(base.path)))
+    tokenizer = load_tokenizer(base.path / "tokenizer.json")
+    family, _ = choose_family(model.config, "auto", tokenizer)
     source = str(path / "adapter_config.json")
     hf_config = read_json(path / "adapter_config.json")
     add_lora(model, adapter.read_rank(hf_config, source))
@@ -143,7 +144,6 @@ def import_adapter(config: ImportConfig, path: Path) -> bool:
     width = model.config.head_width
     updates = adapter.read_adapter(hf_config, tensors, initial, width, family, source)
     state = {**base.state, "imported": config.source, "base": base.reference(), "settings": {}}
-    tokenizer = load_tokenizer(base.path / "tokenizer.json")
     checkpoint = config.out / "checkpoints" / "step-00000000"
     write_checkpoint(checkpoint, {**state, "step": 0}, updates, {}, tokenizer.save)
     return base.is_chat_model

@@ -220,8 +220,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def sample(config: SampleConfig) -> None:
     """Generate text, or show the model, in the mode that the settings choose."""
-    how = (config.device, config.compile, config.dtype, config.quantize, config.base)
-    model = load(config.path, *how)
+    options = (config.device, config.compile, config.dtype, config.quantize, config.base)
+    model = load(config.path, *options)
     model.parses_special = config.parse_special
     model.tokenizer = with_template(model.tokenizer, config.chat_template, config.template_variable)
     if config.chat and not model.is_chat_model:

@@ -113,8 +113,7 @@ def activation_bytes(config: RunConfig, rows: int, dist_ctx: DistributedContext)
         num_copied = count_matrix_weights(model).total() // model.num_layers
     copied_bytes = dtype.itemsize * num_copied
 
-    # On a CPU, attention with dropout stores scores; so does that in bfloat16, if it is short.
-    # The numbers of copies are measured.
+    # On a CPU, attention stores scores with dropout, or for few bfloat16 positions (measured).
     is_short = dtype == torch.bfloat16 and T <= MAX_UNFUSED_POSITIONS
     stores_scores = not is_gpu and (model.dropout > 0 or is_short)
     copies_of_scores = stores_scores * (2.5 if model.dropout else 1.0)
@@ -130,8 +129,8 @@ def activation_bytes(config: RunConfig, rows: int, dist_ctx: DistributedContext)
     backward_bytes = NUM_BACKWARD_VECTORS * dtype.itemsize * D * num_tokens
     if config.checkpoint_activations:
         peak_bytes += model.num_layers * copied_bytes * is_cast
-        inputs_bytes = 4 * D * num_tokens * model.num_layers
-        return inputs_bytes + max(peak_bytes, max(blocks) + backward_bytes)
+        peak_bytes = max(peak_bytes, max(blocks) + backward_bytes)
+        return 4 * D * num_tokens * model.num_layers + peak_bytes  # with the blocks' inputs
     return sum(blocks) + max(peak_bytes, backward_bytes)
 
 
