@@ -181,7 +181,7 @@ def import_model(config: ImportConfig) -> bool:
     is_chat_model = bool(read_chat_templates(path))
     state: dict[str, Any] = {
         **{"step": 0, "tokens": 0, "elapsed_seconds": 0.0, "progress": 0.0},
-        **{"val_loss": None, "best_val_loss": None, "changes": [], "settings": {}},
+        **{"evaluation": None, "best_evaluation": None, "changes": [], "settings": {}},
         "model": asdict(model_config),
         "documents": 2,
         "data_sha256": "",

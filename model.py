@@ -269,8 +269,8 @@ class GPT(nn.Module):
 
         tokens and targets are (B, T) integers; a target of -1 is not counted. The loss is the
         training loss, or in evaluation mode the validation loss. With caches, one for each block,
-        tokens follow the cached positions, and only the last position's logits are returned,
-        (B, 1, V). Raises ValueError for too many positions.
+        tokens follow the cached positions, and of the logits only those of the last position are
+        returned, (B, 1, V). Raises ValueError for too many positions.
         """
         if caches:
             positions = caches[0].next_positions()
@@ -281,7 +281,7 @@ class GPT(nn.Module):
         rotation = self.rotation(positions)
         for index, block in enumerate(self.blocks):
             x = block(x, rotation, caches[index] if caches else None)
-        x = self.final_norm(x[:, -1:] if caches else x)
+        x = self.final_norm(x[:, -1:] if caches and targets is None else x)
         cap = self.config.logit_softcap
         if targets is not None:
             loss = training_loss if self.training else validation_loss

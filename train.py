@@ -34,7 +34,9 @@ from engine.core.errors import UserError
 from engine.core.settings import check_ranges, to_toml
 from engine.core.sharding import gradient_sync
 from engine.data.batches import Mixture, check_sizes, inputs_and_targets, open_mixture
+from engine.data.chats.chat import stop_token_ids
 from engine.data.order import derived_seed
+from engine.generation.scores import QUESTION_BATCH_SIZE, count_right, score_record
 from engine.nn.loss import IGNORE_INDEX
 from engine.report.samples import Report
 from engine.training.callbacks import MetricsFile, Terminal, WeightsAndBiases, print_summary
@@ -49,7 +51,7 @@ from engine.training.config import (
     should_choose_sizes,
 )
 from engine.training.estimate import describe_plan
-from engine.training.resolve import check_tokenizer, resolve
+from engine.training.resolve import check_tokenizer, learns_chats, load_questions, resolve
 from engine.training.run_dir import RunDir, find_checkpoint
 from engine.training.trainer import Callback, Trainer
 from model import GPT
@@ -77,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
             return interruption.signal > 0 or has_torchrun_ended()
 
         trainer = train(config, dist_ctx, None, should_stop, started_at)
-        if trainer.budget.exhausted and trainer.val_loss is not None:
+        if trainer.budget.exhausted and trainer.evaluation:
             print_summary(trainer)
             return 0
         words = [word for word in arguments if word != "--resume"]
@@ -128,6 +130,7 @@ def train(
                 trainer.restore(checkpoint)
             else:
                 trainer.initialize(base)
+            trainer.questions = load_questions(run_config, dist_ctx, data, trainer.model)
             trainer.start_budget(started_at, checkpoint)
             run_dir.write_settings(to_toml(run_config))
             with trainer.budget.pause():
@@ -142,7 +145,7 @@ def training_loop(trainer: Trainer, should_stop: Callable[[], bool]) -> None:
     config = trainer.config
     budget = trainer.budget
     is_due = budget.exhausted or budget.is_due("evaluate", trainer.step)
-    if trainer.step and trainer.val_loss is None and is_due:
+    if trainer.step and not trainer.evaluation and is_due:
         evaluate_and_save(trainer, should_stop)  # the evaluation before the resume was stopped
     while not (budget.exhausted or trainer.dist_ctx.any(should_stop())):
         loss, learning_rate, grad_norm = train_step(trainer)
@@ -182,33 +185,38 @@ def train_step(trainer: Trainer) -> tuple[Tensor, float, Tensor]:
             trainer.autocast(),
             trainer.attention_window_warmup(),
         ):
-            loss = trainer.ddp_model(*micro_batch)
+            loss = trainer.loss(trainer.ddp_model, *micro_batch)
             # DDP and FSDP average gradients over the ranks: times dist_ctx.size they are sums.
             trainer.optimizer.scale_loss(loss * (dist_ctx.size / num_targets)).backward()
         total_loss += loss.detach()
     learning_rate, grad_norm = trainer.optimizer.step(trainer.step, trainer.budget.total_steps)
     trainer.step += 1
-    trainer.val_loss = None
+    trainer.evaluation = None
     return total_loss / num_targets, learning_rate, grad_norm
 
 
 def evaluate_and_save(trainer: Trainer, should_stop: Callable[[], bool]) -> None:
-    """Evaluate, and save if the loss is the lowest; should_stop() ends it without a result."""
+    """Evaluate, and save if that is the best result; should_stop() ends it without a result."""
     if trainer.run_dir:
         trainer.run_dir.check()
     with trainer.budget.timing("evaluate"):
         losses = evaluate(trainer, should_stop)
         if losses is None:
             return
-        record = trainer.data.evaluation_record(losses)
-        trainer.val_loss = record["val_loss"]
-        trainer.notify("on_record", {"step": trainer.step, **record})
-    if not math.isfinite(trainer.val_loss):
-        problem = f"the validation loss must be finite (got {trainer.val_loss})"
+        record = {"step": trainer.step, **trainer.data.evaluation_record(losses)}
+        if trainer.questions and math.isfinite(record["val_loss"]):
+            score = evaluate_score(trainer, should_stop)
+            if score is None:
+                return
+            record |= score
+        trainer.evaluation = record
+        trainer.notify("on_record", record)
+    if not math.isfinite(record["val_loss"]):
+        problem = f"the validation loss must be finite (got {record['val_loss']})"
         step = f"step {trainer.last_save[0]:,}" if trainer.last_save[0] else "the start"
         raise UserError(f"--learning-rate: {problem}. Lower it, and continue from {step}.")
-    if trainer.val_loss < trainer.best_val_loss:
-        trainer.best_val_loss = trainer.val_loss
+    if trainer.is_best:
+        trainer.best_evaluation = record
         trainer.save()
 
 
@@ -229,11 +237,29 @@ def evaluate(trainer: Trainer, should_stop: Callable[[], bool]) -> list[float] |
                 return None
             inputs, targets = inputs_and_targets(rows).to(dist_ctx.device)
             with trainer.autocast():
-                total_loss += trainer.model(inputs, targets).item()
+                total_loss += trainer.loss(trainer.model, inputs, targets).item()
             num_targets += (targets != IGNORE_INDEX).sum().item()
         losses.append((dist_ctx.sum(total_loss) / dist_ctx.sum(num_targets)).item())
     trainer.model.train()
     return losses
+
+
+def evaluate_score(trainer: Trainer, should_stop: Callable[[], bool]) -> dict[str, float] | None:
+    """Return the part of a record with the score of trainer.questions; None if stopped."""
+    dist_ctx = trainer.dist_ctx
+    tokenizer = trainer.data.tokenizer
+    ends = stop_token_ids(tokenizer) if learns_chats(trainer.data) else []
+    # Ranks with shards of one model compute together; others have questions of their own.
+    rank, size = (0, 1) if dist_ctx.sharded else (dist_ctx.rank, dist_ctx.size)
+    num_right = torch.zeros(())
+    with trainer.decoder() as (model, cache_dtype):
+        for first in range(0, len(trainer.questions), size * QUESTION_BATCH_SIZE):
+            if dist_ctx.any(should_stop()):
+                return None
+            questions = trainer.questions[first:][: size * QUESTION_BATCH_SIZE][rank::size]
+            num_right += count_right(model, tokenizer, ends, questions, cache_dtype)
+    num_right = num_right if dist_ctx.sharded else dist_ctx.sum(num_right)
+    return score_record(num_right.item(), len(trainer.questions))
 
 
 def default_callbacks(config: TrainConfig) -> list[Callback]:

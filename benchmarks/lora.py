@@ -95,7 +95,7 @@ def make_base(folder: Path) -> None:
         if not is_norm:
             weights[name].normal_(0, 0.02)
     state: dict[str, Any] = {
-        **dict.fromkeys(("val_loss", "best_val_loss", "imported", "base", "examples")),
+        **dict.fromkeys(("evaluation", "best_evaluation", "imported", "base", "examples")),
         **dict.fromkeys(("step", "tokens", "elapsed_seconds", "progress"), 0),
         "changes": [],
         "settings": {},

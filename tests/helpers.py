@@ -159,7 +159,7 @@ def decode(
 def make_state(step: int, **values: Any) -> dict[str, Any]:
     """Return the state of a checkpoint; by default without a model."""
     state = {"step": step, "tokens": step, "elapsed_seconds": 0.0, "progress": 0.0, "changes": []}
-    state |= dict.fromkeys(("val_loss", "best_val_loss", "examples", "imported", "base"))
+    state |= dict.fromkeys(("evaluation", "best_evaluation", "examples", "imported", "base"))
     state |= {"model": {"vocab_size": 1}, "settings": {}, "data_sha256": "", "documents": 2}
     return state | {"has_system_turns": True} | values
 

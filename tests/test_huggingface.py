@@ -100,7 +100,7 @@ def save_run(
     """Save a run folder with one checkpoint of a model."""
     settings = {"data": ["data/a", "data/b"]}
     config = dataclasses.asdict(model.config)
-    state = make_state(1, model=config, settings=settings, examples=examples, best_val_loss=2.5)
+    state = make_state(1, model=config, settings=settings, examples=examples)
     tensors = {name: value.detach() for name, value in model.named_parameters()}
     save_tokenizer = (tokenizer or ByteTokenizer()).save
     write_checkpoint(out / "checkpoints" / "step-00000001", state, tensors, {}, save_tokenizer)

@@ -200,7 +200,7 @@ def test_the_page_shows_the_checkpoint_that_is_used_also_after_a_resume(numbers,
 
 def test_a_sharded_model_is_not_sampled_from(run_a, numbers):
     before = (run_a / "samples.jsonl").read_bytes()
-    trainer = SimpleNamespace(step=9, data=open_mixture([numbers]))
+    trainer = SimpleNamespace(step=9, data=open_mixture([numbers]), is_best=True)
     trainer.config = SimpleNamespace(out=run_a)
     trainer.dist_ctx = SimpleNamespace(sharded=True)
     callback = Report()

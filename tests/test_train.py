@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import io
+import itertools
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import (
     ROOT,
     TINY,
@@ -142,8 +144,9 @@ def test_an_interrupted_run_resumes_bit_for_bit(trained, full_run, number, step,
     assert interruption.signal == number
     checkpoint = newest_checkpoint(out)
     assert checkpoint.step == step == max(logged(out, "train_loss"))
-    assert checkpoint.state["val_loss"] == logged(out, "val_loss").get(step)
-    assert (checkpoint.state["val_loss"] is None) == (when == "on_step")
+    evaluation = checkpoint.state["evaluation"] or {}
+    assert evaluation.get("val_loss") == logged(out, "val_loss").get(step)
+    assert (not evaluation) == (when == "on_step")
     assert_same_run(full_run, trained("run", *RUN_FLAGS, "--resume"))
     elapsed = list(logged(out, "elapsed_seconds").values())
     assert elapsed == sorted(elapsed)  # the resumed clock continues
@@ -186,8 +189,8 @@ def test_an_evaluation_gives_way_between_its_batches(numbers, tmp_path, monkeypa
     run = train_tiny(
         numbers, tmp_path, "--steps", 2, callbacks=callbacks, should_stop=lambda: len(batches) > 3
     )
-    assert len(batches) == 4 and run.val_loss is None and run.model.training
-    assert train_tiny(numbers, tmp_path, "--steps", 2, "--resume").val_loss > 0
+    assert len(batches) == 4 and run.evaluation is None and run.model.training
+    assert train_tiny(numbers, tmp_path, "--steps", 2, "--resume").evaluation["val_loss"] > 0
 
 
 def test_a_resume_takes_unset_settings_from_the_run(numbers, tmp_path, monkeypatch, capsys):
@@ -358,7 +361,7 @@ def base(numbers, tmp_path_factory) -> Path:
 def test_a_run_starts_with_the_weights_and_sizes_of_its_base(numbers, tmp_path, base):
     flags = ["--init-from", base, "--steps", 1, "--learning-rate", 0]
     run = train_tiny(numbers, tmp_path / "tuned", *flags)
-    assert run.val_loss == pytest.approx(logged(base, "val_loss")[10], abs=1e-6)
+    assert run.evaluation["val_loss"] == pytest.approx(logged(base, "val_loss")[10], abs=1e-6)
     base_config = load_settings(TrainConfig, [str(base / "config.toml")])
     assert flatten(run.config.model) == flatten(base_config.model)
     with pytest.raises(UserError, match="--num-layers"):
@@ -530,7 +533,7 @@ CHANGEABLE_FLAGS = """
     --timeout 60 --verify-data --deterministic --keep-checkpoints 5 --wandb
     --learning-rate 0.5 --weight-decay 0 --beta1 0.5 --beta2 0.5 --momentum 0.5 --clip-norm 0
     --warmup-steps 1 --embedding-rate 2 --decay cosine --final-learning-rate 0.5
-    --window-warmup 0.5
+    --window-warmup 0.5 --score exact_match --score-examples 3 --best-by score
 """
 FIXED_FLAGS = """
     --batch-size 8 --seed 2 --long-examples cut --vocab-size 64 --context-length 32 --num-layers 1
@@ -538,7 +541,7 @@ FIXED_FLAGS = """
     --position learned --rope-base 500 --norm layernorm --norm-epsilon 1e-3 --norm-placement post
     --activation gelu --no-qk-norm --tie-embeddings --scale-embeddings --logit-softcap 15
     --windows 4 --qkv-bias --rope-scaling 2 --optimizer adamw
-    --lora-rank 2 --train-tokens --init-from elsewhere
+    --lora-rank 2 --train-tokens --init-from elsewhere --document-mask
 """
 
 
@@ -566,7 +569,10 @@ def test_a_resumed_run_may_change_paths_speed_length_and_reports(
 ):
     out = Path(shutil.copytree(short_run, tmp_path / "moved"))
     data = Path(shutil.copytree(numbers, tmp_path / "data"))
-    paths = ["--resume", "--init-from", short_run]  # a checkpoint to resume wins over --init-from
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"prompt": "1 2 3 4", "answer": "5"}')
+    # A checkpoint to resume wins over --init-from.
+    paths = ["--resume", "--init-from", short_run, "--score-file", questions]
     arguments = tiny(data, out, *SHORT_FLAGS, *CHANGEABLE_FLAGS.split(), *paths)
     config = load_settings(TrainConfig, arguments)
     assert changed_names(config, short_run) == CHANGEABLE_SETTINGS - CHANGED_ELSEWHERE
@@ -587,6 +593,44 @@ def test_a_resumed_run_may_change_nothing_else_and_each_change_is_named(short_ru
         train.train(config)
     assert [name for name in names if f" {name} " not in str(caught.value)] == []
     assert (short_run / "config.toml").read_bytes() == settings
+
+
+# Documents.
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory) -> Path:
+    """A dataset of many short documents."""
+    folder = tmp_path_factory.mktemp("documents")
+    lines = [json.dumps({"text": f"{number}: {'so ' * (number % 9)}"}) for number in range(400)]
+    (folder / "in.jsonl").write_text("\n".join(lines))
+    prepare(PrepareConfig((str(folder / "in.jsonl"),), out=folder / "data", tokenizer="byte"))
+    return folder / "data"
+
+
+def test_with_a_document_mask_a_row_has_the_loss_of_its_documents_alone(documents, tmp_path):
+    flags = ["--document-mask", "--context-length", 96, "--num-kv-heads", 1, "--windows", 9, 0]
+    run = train_tiny(documents, tmp_path, "--steps", 3, *flags)
+    for parameter in run.model.parameters():
+        parameter.data.normal_(0, 0.3)
+    inputs, targets = run.batches.get(3)
+    start_id = open_dataset(documents).tokenizer.end_of_text_id
+    expected = torch.zeros(())
+    num_documents = 0
+    for row, row_targets in zip(inputs, targets, strict=True):
+        starts = [0, *(row[1:] == start_id).nonzero().flatten().add(1).tolist()]
+        for start, end in itertools.pairwise([*starts, len(row)]):
+            logits = run.model(row[None, start:end])[0]
+            expected += F.cross_entropy(logits, row_targets[start:end], reduction="sum")
+            num_documents += 1
+    assert num_documents > 2 * len(inputs)
+    compiled = torch.compile(run.model, backend="aot_eager")
+    for model in (run.model, compiled):
+        loss = run.loss(model, inputs, targets)
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    run.model.eval()
+    torch.testing.assert_close(run.loss(run.model, inputs, targets), loss, rtol=1e-5, atol=0)
+    assert run.model(inputs, targets).item() != pytest.approx(loss.item(), rel=1e-3)
 
 
 # Mistakes.
@@ -664,7 +708,7 @@ def test_train_returns_the_trainer_and_prints_nothing(numbers, tmp_path, capfd):
     assert not list_checkpoints(out)
     trainer = train.train(config, callbacks=())
     assert isinstance(trainer, Trainer) and trainer.step == trainer.last_save[0] == 3
-    assert 0 < trainer.val_loss == trainer.best_val_loss
+    assert 0 < trainer.evaluation["val_loss"] == trainer.best_evaluation["val_loss"]
     assert capfd.readouterr() == ("", "")
     assert {path.name for path in out.iterdir()} == {".lock", "config.toml", "checkpoints"}
     weights = dict(newest_checkpoint(out).model())

@@ -164,7 +164,7 @@ def write_card(path: Path, name: str, state: dict[str, Any], num_parameters: int
     """Write a model card, with FILL IN for what only a person knows."""
     settings = {key: value for key, value in state["settings"].items() if key not in PATH_SETTINGS}
     data = state["settings"].get("data") or [state.get("imported") or "noise"]
-    loss = state.get("val_loss")
+    loss = (state["evaluation"] or {}).get("val_loss")
     card = CARD_TEMPLATE.format(
         name=name,
         parameters=num_parameters,

@@ -134,14 +134,43 @@ def sliding_window_attention(
     keys = split_keys(key)
     values = split_keys(value)
     mask = causal_mask(size, (num_earlier_blocks + 1) * size, window, query.device)
-    # torch 2.11, compiled: fused attention with a mask in float32 has wrong gradients on a GPU.
-    has_wrong_gradient = query.dtype == torch.float32 and query.device.type == "cuda"
-    if has_wrong_gradient or prefer_unfused_attention(query, window, dropout_p):
-        output = unfused_attention(queries, keys, values, dropout_p, mask)
-    else:
-        output = F.scaled_dot_product_attention(queries, keys, values, mask, dropout_p)
+    output = masked_attention(queries, keys, values, dropout_p, mask, window)
     output = output.unflatten(0, (-1, H)).flatten(2, 3)[:, :, : T - window]
     return torch.cat((first_output, output), dim=2)
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, mask: Tensor, num_positions: int
+) -> Tensor:
+    """Return attention with a mask (T, S) or (B, 1, T, S), of about num_positions a query."""
+    # torch 2.11, compiled: fused attention with a mask in float32 has wrong gradients on a GPU.
+    has_wrong_gradient = query.dtype == torch.float32 and query.device.type == "cuda"
+    if has_wrong_gradient or prefer_unfused_attention(query, num_positions, dropout_p):
+        return unfused_attention(query, key, value, dropout_p, mask)
+    is_grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, enable_gqa=is_grouped)
+
+
+class DocumentAttention:
+    """Attention in training that does not cross documents: a Cache without earlier positions."""
+
+    def __init__(self, tokens: Tensor, start_id: int, window: int, dropout_p: float):
+        """Let documents of tokens (B, T) start at each start_id; window as in :func:`attend`."""
+        T = tokens.shape[1]
+        self.positions = torch.arange(T, device=tokens.device)
+        document = torch.eq(tokens, start_id).cumsum(dim=1)
+        is_same = document[:, None, :, None] == document[:, None, None, :]
+        self.mask = is_same & causal_mask(T, T, window, tokens.device)  # (B, 1, T, T)
+        self.dropout_p = dropout_p
+
+    def next_positions(self) -> Tensor:
+        """Return the positions of the tokens, (T,), which do not restart in a document."""
+        return self.positions
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return attention to earlier positions of the same document, (B, H, T, K)."""
+        T = query.shape[-2]
+        return masked_attention(query, key, value, self.dropout_p, self.mask, T)
 
 
 def repeat_groups(x: Tensor, num_heads: int) -> Tensor:
@@ -163,14 +192,14 @@ def prefer_unfused_attention(query: Tensor, num_positions: int, dropout_p: float
 def unfused_attention(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float, mask: Tensor
 ) -> Tensor:
-    """Return attention with a mask (T, S), computed with separate products and a softmax.
+    """Return :func:`masked_attention`, computed with separate products and a softmax.
 
     The queries of a group's heads are rows of one product with its keys.
     """
     G = key.shape[1]
     queries = query.unflatten(1, (G, -1)).flatten(2, 3)  # (B, G, H / G · T, K)
     bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
-    bias = bias.masked_fill(~mask, -math.inf).repeat(query.shape[1] // G, 1)
+    bias = torch.cat([bias.masked_fill(~mask, -math.inf)] * (query.shape[1] // G), dim=-2)
     scores = queries / math.sqrt(query.shape[-1]) @ key.mT
     weights = torch.softmax(scores + bias, dim=-1)  # (B, G, H / G · T, S)
     return (dropout(weights, dropout_p) @ value).view(query.shape)

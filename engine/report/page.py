@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,14 @@ from engine.core.errors import UserError
 from engine.core.files import atomic_write, find_similar, read_json, to_json
 from engine.core.settings import read_toml
 from engine.data.batches import Mixture
+from engine.generation.scores import describe_score
+from engine.training.checkpoint import rank_evaluation
 from engine.training.run_dir import read_records
 
 WEB_DIR = Path(__file__).with_name("web")
 MAX_CURVE_POINTS = 400
 MAX_SHOWN_EVALUATIONS = 40  # with their samples
+VALIDATION_CURVES = ("val_loss", "val_bits_per_byte", "val_score")
 TRAINING_CURVES = ("train_loss", "learning_rate", "grad_norm", "tokens_per_second")
 AXIS_KEYS = {"step": "step", "tokens": "tokens", "seconds": "elapsed_seconds"}
 
@@ -39,11 +43,12 @@ def collect_run_content(folder: Path) -> dict[str, Any]:
     records = read_records(folder / "metrics.jsonl")
     training = [record for record in records if "train_loss" in record]
     evaluations = [record for record in records if "val_loss" in record]
-    losses = read_values(evaluations, "val_loss")
-    best = evaluations[int(np.nanargmin(losses))] if np.isfinite(losses).any() else None
+    finite = [record for record in evaluations if record["val_loss"] is not None]
+    rank = partial(rank_evaluation, best_by=settings.get("best_by", "loss"))
+    best = min(finite, key=rank, default=None)
     best_step = best["step"] if best else None
     last = evaluations[-1] if evaluations else {}
-    val_names = [name for name in last if name.split("/")[0] in ("val_loss", "val_bits_per_byte")]
+    val_names = [name for name in last if name.split("/")[0] in VALIDATION_CURVES]
     return {
         "name": folder.resolve().name,
         "training": make_curves(training, training, TRAINING_CURVES),
@@ -111,6 +116,8 @@ def key_figures(
 ) -> dict[str, str]:
     """Return the key figures of a run as text, without those that are not finite."""
     figures = {}
+    if best and "val_score" in best:
+        figures["score, of questions"] = describe_score(best)
     if best:
         figures["validation loss, nats per token"] = f"{best['val_loss']:.4f}"
         figures["perplexity"] = f"{best['val_perplexity']:,.2f}"

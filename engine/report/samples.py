@@ -64,9 +64,8 @@ class Report(Callback):
             samples = sample_for_report(model, trainer.data, trainer.step, trainer.config.seed)
             with open(out / "samples.jsonl", "a", encoding="utf-8") as file:
                 file.write("".join(f"{to_json(sample)}\n" for sample in samples))
-            is_best = not record["val_loss"] >= trainer.best_val_loss  # NaN comes before an error
-            if is_best or self.attention is None:  # None: the run was resumed
-                best_model = model if is_best else load_model(find_checkpoint(out))
+            if trainer.is_best or self.attention is None:  # None: the run was resumed
+                best_model = model if trainer.is_best else load_model(find_checkpoint(out))
                 self.attention = compute_attention(best_model, trainer.data)
             content["attention"] = self.attention
         write_page([collect_run_content(out) | content], out / "report.html")

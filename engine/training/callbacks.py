@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.cli import count_noun, progress_bar, say, shell_command, warn
-from engine.core.device import DTYPE_BY_NAME
 from engine.core.errors import UserError, import_optional
 from engine.core.files import atomic_write, to_json
 from engine.core.settings import flatten
@@ -20,14 +19,13 @@ from engine.data.chats.chat import stop_token_ids
 from engine.data.split import prompt_ids
 from engine.data.tokenizer import Tokenizer
 from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions
+from engine.generation.scores import describe_score
 from engine.generation.text_batch import complete_streams
 from engine.generation.text_stream import TextStream
-from engine.nn.inference import build_decoder
 from engine.training.estimate import describe_length
 from engine.training.optimizer import UNUSABLE_GRADIENTS
-from engine.training.run_dir import checkpoints_by_loss, read_records
+from engine.training.run_dir import rank_checkpoints, read_records
 from engine.training.trainer import Callback, Trainer
-from model import GPT
 
 NUM_RECENT_LOSSES = 40
 SPIKE_Z_SCORE = 6
@@ -126,6 +124,7 @@ class Terminal(Callback):
             for key, loss in record.items():
                 if key.startswith("val_loss/"):  # of one dataset of a mix
                     losses += f", {key.removeprefix('val_loss/')} {loss:.4f}"
+            losses += f", {describe_score(record)}" if "val_score" in record else ""
             say(f"{step}  validation loss {losses}  ({trainer.budget.elapsed:,.0f} s)")
             return
         speed = f"{record['tokens_per_second']:,.0f} tokens/s"
@@ -204,9 +203,10 @@ def print_summary(trainer: Trainer) -> None:
 
     Result and sample are those of the best checkpoint, whose weights the model gets.
     """
-    assert trainer.val_loss is not None
+    assert trainer.evaluation and trainer.best_evaluation
     steps = count_noun(trainer.step, "step")
-    loss = min(trainer.val_loss, trainer.best_val_loss)
+    best = trainer.best_evaluation
+    loss = best["val_loss"]
     perplexity = math.exp(min(loss, 700))
     bits = loss / math.log(2) / trainer.data.bytes_per_token("val")
     num_skipped = int(trainer.optimizer.loss_scaler["skipped"])
@@ -217,10 +217,13 @@ def print_summary(trainer: Trainer) -> None:
     )
     if explanation := trainer.data.explain_loss(loss):
         trainer.say(explanation)
-    if loss < trainer.val_loss:
-        best = f"the checkpoint of step {trainer.load_best():,}, which sample.py and export use"
-        last = f"At the last step the loss was {trainer.val_loss:.4f} (overfitting)"
-        trainer.say(f"That is {best}. {last}.")
+    if "val_score" in best:
+        trainer.say(f"Score: {describe_score(best)}.")
+    if best["step"] < trainer.step:
+        name = f"the checkpoint of step {trainer.load_best():,}, which sample.py and export use"
+        overfits = " (overfitting)" if loss < trainer.evaluation["val_loss"] else ""
+        last = f"At the last step the loss was {trainer.evaluation['val_loss']:.4f}{overfits}"
+        trainer.say(f"That is {name}. {last}.")
     if trainer.config.minutes and trainer.step == trainer.config.steps:
         problem = f"The limit of {steps} ended the run before its minutes"
         trainer.say(f"{problem}: for chosen sizes, more epochs would not help.")
@@ -236,7 +239,7 @@ def print_summary(trainer: Trainer) -> None:
 def print_paths(trainer: Trainer) -> None:
     """Print where the report and the best checkpoint are, and how to use the model."""
     out = trainer.config.out
-    paths = {"Report": out / "report.html", "Best checkpoint": checkpoints_by_loss(out)[0]}
+    paths = {"Report": out / "report.html", "Best checkpoint": rank_checkpoints(out)[0]}
     say("\n")
     for title, path in paths.items():
         if path.exists():
@@ -287,13 +290,11 @@ def stream_sample(trainer: Trainer) -> Iterator[str]:
         ends = stop_token_ids(tokenizer)
         text = f"{tokenizer.decode(prompt)} → "
     yield text
-    model: GPT = trainer.model.eval() if trainer.dist_ctx.sharded else build_decoder(trainer.model)
     stream = TextStream(tokenizer, prompt, FINAL_SAMPLE_TOKENS, stop_token_ids=ends)
     options: SamplingOptions = {**DEFAULT_OPTIONS, "seed": trainer.config.seed}
-    # A sharded model computes in the dtype of the run, whatever that of its weights.
-    dtype = DTYPE_BY_NAME[trainer.config.dtype] if trainer.dist_ctx.sharded else None
     try:
-        for _, text in complete_streams(model, [stream], cache_dtype=dtype, **options):
-            yield text
+        with trainer.decoder() as (model, dtype):
+            for _, text in complete_streams(model, [stream], cache_dtype=dtype, **options):
+                yield text
     except UserError as error:  # logits that are not finite
         yield f"none: {error}"

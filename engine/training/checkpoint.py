@@ -1,6 +1,7 @@
 """One checkpoint: the state of a run at one step, written atomically and verified by hashes."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,8 @@ from model import GPT, ModelConfig
 
 Tensors = dict[str, Tensor]
 SaveTokenizer = Callable[[Path], None]
-FORMAT_GATHERED = 7
-FORMAT_SHARDED = 8
+FORMAT_GATHERED = 9
+FORMAT_SHARDED = 10
 COMMON_FILES = ("state.json", "tokenizer.json")  # of both formats
 MAX_SHARDS = 99_999  # five digits of a file name
 STATE_SCHEMA = {
@@ -35,8 +36,8 @@ STATE_SCHEMA = {
     "tokens": int,
     "elapsed_seconds": float,
     "progress": float,  # of the run, 0 to 1
-    "val_loss": (float, None),
-    "best_val_loss": (float, None),
+    "evaluation": ({"val_loss": float}, None),  # of this step: a record of metrics.jsonl
+    "best_evaluation": ({"val_loss": float}, None),  # of the best step so far
     "changes": [dict],  # settings changed by each resume
     "model": {},
     "settings": {},
@@ -196,6 +197,23 @@ def _write_manifest(
     save_tokenizer(directory / "tokenizer.json")
     common_hashes = {name: sha256(directory / name) for name in COMMON_FILES}
     write_json(directory / "manifest.json", {**manifest, "files": tensor_hashes | common_hashes})
+
+
+def rank_evaluation(record: dict[str, Any] | None, best_by: str = "loss") -> tuple[float, float]:
+    """Return a sort key of a record of an evaluation: the best comes first, none (None) last."""
+    if record is None:
+        return (math.inf, math.inf)
+    loss = record["val_loss"]
+    return (-record.get("val_score", 0.0), loss) if best_by == "score" else (loss, 0.0)
+
+
+def rank_checkpoint(path: Path) -> tuple[float, float]:
+    """Return the sort key of a checkpoint's evaluation, also of a corrupted checkpoint."""
+    with contextlib.suppress(OSError, UserError):  # it is reported when it is opened
+        state = read_json(path / "state.json")
+        check_types(state, {name: STATE_SCHEMA[name] for name in ("evaluation", "settings")}, "")
+        return rank_evaluation(state["evaluation"], state["settings"].get("best_by"))
+    return rank_evaluation(None)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

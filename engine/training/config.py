@@ -95,6 +95,14 @@ class CommonConfig:
     mix: Annotated[tuple[float, ...] | None, Gt(0), Le(1e15)] = None
     # What to do with examples that are longer than the context.
     long_examples: Literal["leave_out", "cut"] = "leave_out"
+    # Of text: let attention not cross documents. It pays for documents shorter than the context.
+    document_mask: bool = False
+    # Measure right answers at each evaluation: of exactly equal text, or the most likely choice.
+    score: Literal["exact_match", "choice"] | None = None
+    # A file of questions to score: docs/training.md. None: prompts of the validation examples.
+    score_file: Path | None = None
+    score_examples: Annotated[int, Ge(1)] = 200  # Most questions to score.
+    best_by: Literal["loss", "score"] = "loss"  # Which checkpoint is the best.
 
 
 @dataclass(frozen=True)
@@ -141,6 +149,12 @@ class TrainConfig(CommonConfig):
             raise UserError(f"--steps: {problem}. Use fewer warmup steps.")
         if self.lora_rank and not self.init_from:
             raise UserError("--lora-rank: needs a base model. Add --init-from DIRECTORY.")
+        if self.best_by == "score" and not self.score:
+            raise UserError("--best-by score: there is none. Add --score exact_match or choice.")
+        if self.score_file and not self.score:
+            raise UserError("--score-file: has no effect without --score. Add it.")
+        if self.score == "choice" and not self.score_file:
+            raise UserError("--score choice: needs questions. Add --score-file FILE.")
 
     @property
     def out_path(self) -> Path:
@@ -174,7 +188,7 @@ class RunConfig(CommonConfig):
 
 # A resumed run may change all others.
 FIXED_SETTINGS = {"batch_size", "seed", "mix", "long_examples", "optimizer"}
-FIXED_SETTINGS |= {"lora_rank", "frozen_dtype", "train_tokens"}
+FIXED_SETTINGS |= {"lora_rank", "frozen_dtype", "train_tokens", "document_mask"}
 FIXED_SETTINGS |= {setting.name for setting in dataclasses.fields(ModelConfig)}
 
 

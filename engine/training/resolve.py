@@ -15,8 +15,13 @@ from engine.core.errors import UserError
 from engine.core.settings import build, flatten, from_values
 from engine.data import batches
 from engine.data.batches import Mixture
+from engine.data.chats.chat import stop_token_ids
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
+from engine.generation.prompt_file import encode_lines, read_lines
+from engine.generation.scores import Question, example_questions, select_evenly
+from engine.generation.text_batch import initial_tokens
+from engine.generation.text_generator import DEFAULT_NEW_TOKENS, TextGenerator
 from engine.training.checkpoint import Checkpoint
 from engine.training.config import (
     FIXED_SETTINGS,
@@ -28,7 +33,7 @@ from engine.training.config import (
 )
 from engine.training.estimate import check_memory, fit_micro_batches, fits_memory
 from engine.training.sizing import SizeSearch
-from model import ModelConfig
+from model import GPT, ModelConfig
 
 # Changing these settings changes no result.
 SETTINGS_IGNORED_ON_RESUME = {"data", "out", "resume", "wandb", "verify_data", "keep_checkpoints"}
@@ -73,6 +78,9 @@ def resolve(
             check_memory(run_config, dist_ctx, row_length)
     if config.depth not in (None, run_config.model.num_layers):
         raise UserError(f"--depth: other sizes are set (got {config.depth}). Leave it out.")
+    if config.document_mask and (data.longest_example or data.document_start is None):
+        problem = f"{data.path} has no documents that a token separates"
+        raise UserError(f"--document-mask: {problem}. Leave it out.")
     batches.check_sizes(run_config.batch_size, dist_ctx.size, run_config.micro_batch_size)
     data.check_length(run_config.context_length)
     dist_ctx.assert_equal_across_ranks({"dtype": run_config.dtype})  # each machine chooses it
@@ -271,3 +279,31 @@ def init_token_rows(
             tensor = torch.cat((tensor, mean.expand(num_rows - len(tensor), -1)))
             tensor[new] = mean
         yield name, tensor
+
+
+def load_questions(
+    config: RunConfig, dist_ctx: DistributedContext, data: Mixture, model: GPT
+) -> list[Question]:
+    """Return the questions of ``--score``, evenly spaced in their file or validation split.
+
+    Raises UserError for questions without an answer, or of another kind than the score.
+    """
+    if not config.score:
+        return []
+    is_chat = learns_chats(data)
+    if config.score_file:
+        start = initial_tokens(data.tokenizer, data.manifest["splits"]["train"]["documents"])
+        generator = TextGenerator(model, data.tokenizer, start, is_chat)
+        lines = dist_ctx.broadcast_from_main(read_lines, config.score_file)
+        questions = [*encode_lines(lines, generator, is_chat, DEFAULT_NEW_TOKENS)]
+        for (location, _), question in zip(lines, questions, strict=True):
+            if question.answer is None or bool(question.choices) != (config.score == "choice"):
+                fields = "'choices' and 'answer'" if config.score == "choice" else "only 'answer'"
+                raise UserError(f"--score {config.score}: {location} must have {fields}.")
+        return [questions[i] for i in select_evenly(len(questions), config.score_examples)]
+    val = data.datasets[0].val
+    if not val.num_examples:
+        problem = f"{data.path} has text, not pairs or chats"
+        raise UserError(f"--score exact_match: {problem}. Add --score-file FILE.")
+    ends = stop_token_ids(data.tokenizer) if is_chat else []
+    return [*example_questions(val, data.tokenizer, ends, config.score_examples)]

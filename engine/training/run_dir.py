@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import re
 import shutil
@@ -19,13 +18,14 @@ from torch import Tensor
 from engine.core.cli import say, shell_command, warn
 from engine.core.distributed import SINGLE_PROCESS, DistributedContext
 from engine.core.errors import UserError
-from engine.core.files import acquire_lock, atomic_write, find_similar, read_json, to_json
+from engine.core.files import acquire_lock, atomic_write, find_similar, to_json
 from engine.training.checkpoint import (
     Checkpoint,
     SaveTokenizer,
     Tensors,
     complete_shards,
     open_checkpoint,
+    rank_checkpoint,
     write_checkpoint,
     write_shard,
 )
@@ -41,17 +41,9 @@ def list_checkpoints(run: Path) -> list[Path]:
     return sorted(checkpoints, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def checkpoints_by_loss(run: Path) -> list[Path]:
-    """Return the checkpoints of a run, the lowest validation loss first, then the newest first."""
-
-    def val_loss(path: Path) -> float:
-        state = None
-        with contextlib.suppress(OSError, UserError):  # it is reported when it is opened
-            state = read_json(path / "state.json")
-        loss = state.get("val_loss") if isinstance(state, dict) else None
-        return loss if isinstance(loss, int | float) else math.inf
-
-    return sorted(reversed(list_checkpoints(run)), key=val_loss)
+def rank_checkpoints(run: Path) -> list[Path]:
+    """Return the checkpoints of a run, the best evaluation first, then the newest first."""
+    return sorted(reversed(list_checkpoints(run)), key=rank_checkpoint)
 
 
 def find_checkpoint(path: Path, base: Path | None = None) -> Checkpoint:
@@ -61,7 +53,7 @@ def find_checkpoint(path: Path, base: Path | None = None) -> Checkpoint:
     UserError if no checkpoint is complete.
     """
     is_checkpoint = (path / "manifest.json").is_file() and not any(path.glob("*.npy"))
-    candidates = [path] if is_checkpoint else checkpoints_by_loss(path)
+    candidates = [path] if is_checkpoint else rank_checkpoints(path)
     for candidate in candidates:
         try:
             checkpoint = open_checkpoint(candidate)
@@ -192,8 +184,8 @@ class RunDir:
         return None
 
     def best(self) -> Checkpoint:
-        """Return the checkpoint with the lowest validation loss, all of it verified."""
-        name = self.dist_ctx.broadcast_from_main(lambda: checkpoints_by_loss(self.path)[0].name)
+        """Return the checkpoint with the best evaluation, all of it verified."""
+        name = self.dist_ctx.broadcast_from_main(lambda: rank_checkpoints(self.path)[0].name)
         return self._open(self.path / "checkpoints" / name)
 
     def _open(self, path: Path) -> Checkpoint:
@@ -330,7 +322,7 @@ class RunDir:
         ``newest`` was just written or verified. Others may be corrupted, and do not count.
         """
         self.complete.add(newest)
-        best = checkpoints_by_loss(self.path)[0]
+        best = rank_checkpoints(self.path)[0]
         num_complete = 0
         for path in reversed(list_checkpoints(self.path)):
             if num_complete < self.keep_checkpoints:

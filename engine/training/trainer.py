@@ -3,12 +3,11 @@
 import contextlib
 import itertools
 import math
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +26,14 @@ from engine.core.sharding import (
 from engine.data.batches import Batches, Mixture
 from engine.data.chats.examples import NO_SYSTEM_NOTE
 from engine.data.split import BatchSpec
+from engine.generation.scores import Question
 from engine.nn.acceleration import checkpoint_activations, compile_modules
+from engine.nn.attention import DocumentAttention
+from engine.nn.inference import build_decoder
 from engine.nn.lora import add_lora
 from engine.nn.specs import draw_initial_values
-from engine.training.budget import Budget
-from engine.training.checkpoint import Checkpoint
+from engine.training.budget import Budget, make_budget
+from engine.training.checkpoint import Checkpoint, rank_evaluation
 from engine.training.config import RunConfig
 from engine.training.estimate import lora_arguments
 from engine.training.optimizer import Optimizer
@@ -43,6 +45,9 @@ CHECKPOINT_BYTES_PER_SECOND = 5e8  # written and hashed
 WARMUP_WINDOW_TOKENS = 16
 
 
+Record = dict[str, Any]  # of metrics.jsonl
+
+
 class Callback:
     """Hooks into training. A subclass overrides the hooks that it needs."""
 
@@ -52,7 +57,7 @@ class Callback:
     def on_step(self, trainer: "Trainer") -> None:
         """Called after every optimizer step."""
 
-    def on_record(self, trainer: "Trainer", record: dict[str, Any]) -> None:
+    def on_record(self, trainer: "Trainer", record: Record) -> None:
         """Called with each record of metrics.jsonl, which has ``train_loss`` or ``val_loss``."""
 
     def on_train_end(self, trainer: "Trainer") -> None:
@@ -104,9 +109,10 @@ class Trainer:
         self.tokens_per_step = data.train.tokens_per_step(config.batch_size, context_length)
 
         self.step = 0
-        self.val_loss: float | None = None  # of this step, if it was evaluated
-        self.best_val_loss = math.inf
-        self.last_save: tuple[int, float | None] = (0, None)  # its step and val_loss
+        self.questions: list[Question] = []  # to score at each evaluation
+        self.evaluation: Record | None = None  # of this step, if it was evaluated
+        self.best_evaluation: Record | None = None
+        self.last_save: tuple[int, Record | None] = (0, None)  # its step and evaluation
         self.failed = False  # ended by an error
         self.warnings: set[str] = set()  # each is printed once
         self.changes: list[dict[str, Any]] = []  # settings changed by each resume
@@ -141,6 +147,12 @@ class Trainer:
                 if event == "on_train_start":
                     self.callbacks.remove(callback)
 
+    @property
+    def is_best(self) -> bool:
+        """Whether the evaluation of this step is better than all before; if it is NaN too."""
+        best = rank_evaluation(self.best_evaluation, self.config.best_by)
+        return not rank_evaluation(self.evaluation, self.config.best_by) >= best
+
     # Weights.
 
     def initialize(self, base: Checkpoint | None = None) -> None:
@@ -173,9 +185,9 @@ class Trainer:
         load_parameters(self.model, self._weights(checkpoint))
         self.optimizer.load_state(self.run_dir.distribute(checkpoint.optimizer()))
         self.step = state["step"]
-        self.val_loss = state.get("val_loss")
-        self.best_val_loss = math.inf if state["best_val_loss"] is None else state["best_val_loss"]
-        self.last_save = (self.step, self.val_loss)
+        self.evaluation = state["evaluation"]
+        self.best_evaluation = state["best_evaluation"]
+        self.last_save = (self.step, self.evaluation)
         self.changes = list(state.get("changes", []))
         if changes:
             self.changes.append({"step": self.step, **changes})
@@ -212,7 +224,7 @@ class Trainer:
         with self.autocast():
             if config.compile:
                 modules = list(self.model.blocks) if self.dist_ctx.sharded else [self.model]
-                error = compile_modules(modules, lambda: self.model(*example).backward())
+                error = compile_modules(modules, lambda: self.loss(self.model, *example).backward())
                 if error and self.dist_ctx.is_main_process:
                     warn(f"training continues without compilation, which failed: {error}")
                 self.model.zero_grad()
@@ -231,9 +243,7 @@ class Trainer:
         Its heads then learn early to attend to the previous token. The induction heads of the next
         block need that (Olsson et al. 2022).
         """
-        block = self.model.blocks[0]
-        assert isinstance(block, Block)
-        attention = block.attention
+        attention = cast(Block, self.model.blocks[0]).attention
         window = attention.window
         if self.budget.progress < self.config.optimizer.window_warmup:
             attention.window = min(window or WARMUP_WINDOW_TOKENS, WARMUP_WINDOW_TOKENS)
@@ -241,6 +251,29 @@ class Trainer:
             yield
         finally:
             attention.window = window
+
+    @contextlib.contextmanager
+    def decoder(self) -> Iterator[tuple[GPT, torch.dtype | None]]:
+        """Yield the model for generating text, and the dtype of its cached keys and values.
+
+        A sharded model computes in the dtype of the run, whatever that of its weights.
+        """
+        if not self.dist_ctx.sharded:
+            yield build_decoder(self.model), None
+            return
+        with self.autocast():
+            yield self.model.eval(), DTYPE_BY_NAME[self.config.dtype]
+        self.model.train()
+
+    def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of a micro-batch, (B, T) each, summed over its targets."""
+        if not self.config.document_mask:
+            return model(inputs, targets)
+        dropout_p = self.config.model.dropout if model.training else 0.0
+        windows = [cast(Block, block).attention.window for block in self.model.blocks]
+        start = self.data.document_start or 0  # resolve() checks that there is one
+        caches = {w: DocumentAttention(inputs, start, w, dropout_p) for w in {*windows}}
+        return model(inputs, targets, [caches[window] for window in windows])
 
     # Time.
 
@@ -251,29 +284,12 @@ class Trainer:
         return (optimizer_bytes + 4 * self.model.num_parameters) / CHECKPOINT_BYTES_PER_SECOND
 
     def start_budget(self, started_at: float, checkpoint: Checkpoint | None) -> None:
-        """Start the budget, at the time of a checkpoint if there is one.
-
-        ``started_at`` is the start of config.minutes, in seconds of time.monotonic().
-        """
-        config = self.config
-        new_state = {"elapsed_seconds": 0.0, "progress": 0.0, "settings": {}}
-        state: dict[str, Any] = checkpoint.state if checkpoint else new_state
-        limits = (state["settings"].get("minutes"), state["settings"].get("steps"))
-        is_as_long = config.minutes and limits == (config.minutes, config.steps)
+        """Start the budget, at the time of a checkpoint if there is one: see make_budget."""
         sizes = [len(dataset.val) for dataset in self.data.datasets]
-        eval_tokens = sum(min(size, config.eval_tokens or size) for size in sizes)
-        seconds = time.monotonic() - started_at
-        self.budget = Budget(
-            {"evaluate": config.eval_every, "save": config.save_every},
-            eval_cost_steps=eval_tokens / self.tokens_per_step / 3,  # no backward pass
-            save_cost_seconds=self.save_seconds,
-            steps=config.steps or math.inf,
-            seconds=60 * config.minutes - seconds if config.minutes else math.inf,
-            first_step=self.step,
-            progress=state["progress"] if is_as_long else 0.0,
-            earlier_seconds=state["elapsed_seconds"],
-            dist_ctx=self.dist_ctx,
-        )
+        eval_tokens = sum(min(size, self.config.eval_tokens or size) for size in sizes)
+        costs = (eval_tokens / self.tokens_per_step / 3, self.save_seconds)  # no backward pass
+        state = checkpoint.state if checkpoint else None
+        self.budget = make_budget(self.config, self.dist_ctx, started_at, state, *costs)
         self.budget.update(self.step)
         if checkpoint and self.budget.exhausted:
             flag = "--steps" if self.step >= self.budget.steps else "--minutes"
@@ -303,8 +319,8 @@ class Trainer:
         self.notify("on_record", record)
 
     def save(self) -> None:
-        """Write a checkpoint in the background, unless this step and val_loss are saved already."""
-        if self.run_dir is None or self.step == 0 or self.last_save == (self.step, self.val_loss):
+        """Write a checkpoint in the background, unless this step and evaluation are saved."""
+        if self.run_dir is None or self.step == 0 or self.last_save == (self.step, self.evaluation):
             return
         manifest = self.data.manifest
         statistics = manifest["statistics"]
@@ -314,8 +330,8 @@ class Trainer:
             "tokens": self.step * self.tokens_per_step,
             "elapsed_seconds": self.budget.elapsed,
             "progress": self.budget.progress,
-            "val_loss": self.val_loss,
-            "best_val_loss": self.best_val_loss,
+            "evaluation": self.evaluation,
+            "best_evaluation": self.best_evaluation,
             "changes": self.changes,
             "model": asdict(self.config.model),
             "settings": flatten(self.config),
@@ -331,4 +347,4 @@ class Trainer:
             if self.config.lora_rank:
                 weights = {name: weights[name] for name in self.optimizer.parameters}
             self.run_dir.save(state, weights, self.optimizer.state(), self.data.tokenizer.save)
-        self.last_save = (self.step, self.val_loss)
+        self.last_save = (self.step, self.evaluation)

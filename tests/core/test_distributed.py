@@ -73,11 +73,18 @@ def folder(tmp_path_factory) -> Path:
     datasets = {
         "data.txt": (numbers_text(2000), "char"),
         "second.txt": (numbers_text(2700)[-9000:], str(folder / "data")),
+        "documents.txt": (numbers_text(1000), "byte"),
     }
     for name, (text, tokenizer) in datasets.items():
         path = folder / name
         path.write_text(text, encoding="utf-8")
-        prepare(PrepareConfig((str(path),), tokenizer=tokenizer, out=folder / path.stem))
+        options = {"separator": "1"} if name == "documents.txt" else {}
+        prepare(PrepareConfig((str(path),), tokenizer=tokenizer, out=folder / path.stem, **options))
+    numbers = [*map(str, range(9))]
+    choices = [{"prompt": "is", "choices": numbers[i:], "answer": numbers[-1]} for i in range(8)]
+    answers = [{"prompt": number, "answer": "is"} for number in numbers]
+    for name, records in (("choice", choices), ("exact_match", answers)):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
     train.train(new_run(folder / "base", "--steps", 4).config, callbacks=())
     return folder
 
@@ -115,7 +122,7 @@ def assert_same(run: Path, reference: Path, tolerance: float) -> None:
     """Compare batches and losses of every step; with tolerance 0 weights too."""
     digests = logged(reference, "batch_digest")
     assert logged(run, "batch_digest") == digests and len(digests) == NUM_STEPS
-    for key in ("train_loss", "val_loss"):
+    for key in ("train_loss", "val_loss", "val_score"):
         expected = logged(reference, key)
         assert logged(run, key) == pytest.approx(expected, abs=tolerance, rel=0)
     if not tolerance:
@@ -134,7 +141,13 @@ def runs(folder, run_ranks) -> Path:
 
     def lora_run(kind: str, name: object, *flags: object, **options: Any) -> Run:
         base = ["--init-from", folder / "base", "--lora-rank", 3, "--parallel", kind.split("-")[0]]
+        base += ["--score", "exact_match", "--score-file", folder / "exact_match.jsonl"]
         return new_run(folder / f"{kind}-{name}", *base, *ADAMW_FLAGS, *flags, **options)
+
+    def documents_run(parallel: str, name: object, *flags: object) -> Run:
+        flags += ("--score", "choice", "--score-file", folder / "choice.jsonl", "--document-mask")
+        paths = ["--data", folder / "documents", "--parallel", parallel]
+        return new_run(folder / f"{parallel}-documents-{name}", *paths, *flags)
 
     def resumed(name: str, *flags: object, **options: Any) -> list[Run]:
         return [kind_run(kind, name, "--resume", *flags, **options) for kind in MUON_KINDS]
@@ -147,7 +160,7 @@ def runs(folder, run_ranks) -> Path:
         return new_run(folder / f"mixed-{size}", *flags, stop=stop)
 
     single = [kind_run(kind, 1) for kind in ("ddp-muon", "ddp-adamw")]
-    single.append(lora_run("ddp-lora", 1))
+    single += [lora_run("ddp-lora", 1), documents_run("ddp", 1)]
     run_ranks(1, [*single, kind_run("ddp-muon", "heads", *MANY_HEADS), mixture(1)])
 
     four = kind_run("fsdp-adamw", 4, "--checkpoint-activations")
@@ -156,6 +169,7 @@ def runs(folder, run_ranks) -> Path:
     timed = new_run(folder / "timed", "--minutes", 0.03, other_settings={"verify_data": True})
     two = [timed, *(kind_run(kind, 2, *micro) for kind in FLAGS_OF_KIND)]
     two.append(kind_run("fsdp-muon", "each", *micro, memory=1))
+    two += [documents_run(parallel, 2, *micro) for parallel in ("ddp", "fsdp")]
     two += [lora_run(kind, 2, *micro, "--checkpoint-activations") for kind in LORA_KINDS]
     two += [lora_run(kind, "again", "--resume", stop=n) for kind in LORA_KINDS for n in (5, 9)]
     two += [lora_run(kind, "bfloat16", "--dtype", "bfloat16") for kind in LORA_KINDS]
@@ -186,6 +200,7 @@ RUN_PAIRS = [  # a run, the run that it equals, and the tolerance
     ("mixed-2", "mixed-1", 1e-5),
     ("fsdp-muon-bfloat16", "ddp-muon-bfloat16", 2e-4),
     *((f"{kind}-{name}", "ddp-lora-1", 1e-5) for kind in LORA_KINDS for name in (2, "again")),
+    *((f"{parallel}-documents-2", "ddp-documents-1", 1e-5) for parallel in ("ddp", "fsdp")),
     ("fsdp-lora-bfloat16", "ddp-lora-bfloat16", 2e-4),
     ("ddp-muon-again", "ddp-muon-3", 0),  # resumed on the same world size
     ("fsdp-muon-again", "fsdp-muon-3", 0),

@@ -1,10 +1,12 @@
 """Every branch of attention equals the definition, in values and gradients."""
 
+import itertools
+
 import pytest
 import torch
 from reference import OperationRecorder, assert_same_gradients, attention_definition, random_heads
 
-from engine.nn.attention import MAX_UNFUSED_POSITIONS, attend, attend_from_last
+from engine.nn.attention import MAX_UNFUSED_POSITIONS, DocumentAttention, attend, attend_from_last
 from engine.nn.layers import MAX_16_BIT_DROPOUT, MIN_16_BIT_DROPOUT, dropout
 
 LONG_T = MAX_UNFUSED_POSITIONS + 1
@@ -117,3 +119,25 @@ def test_16_bits_resolve_the_rates_for_which_they_are_used():
     for p in torch.linspace(*rates, 10_001, dtype=torch.float64).tolist():
         fraction_kept = 1 - round(p * 2**16) / 2**16
         assert fraction_kept / (1 - p) == pytest.approx(1, abs=0.001)
+
+
+@each_dtype
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("T", [40, LONG_T])
+def test_attention_inside_documents_is_that_of_each_alone(T, window, dtype):
+    tokens = torch.ones(2, T, dtype=torch.long)
+    starts = ([0, 7, 8, 20], [5])
+    for row, positions in enumerate(starts):
+        tokens[row, positions] = 0
+    inputs = random_heads(T, T, dtype, num_groups=1)
+    mixed = DocumentAttention(tokens, 0, window, 0.0).attend(*inputs)
+    rows = []
+    for row, positions in enumerate(starts):
+        edges = [*{0: None, **dict.fromkeys(positions)}, T]
+        parts = [
+            attention_definition(*(x[row : row + 1, :, start:end] for x in inputs), window)
+            for start, end in itertools.pairwise(edges)
+        ]
+        rows.append(torch.cat(parts, dim=2))
+    tolerance = 1e-5 if dtype == torch.float32 else 0.07
+    assert_same_gradients(mixed, torch.cat(rows), inputs, tolerance)

@@ -148,15 +148,15 @@ def tune(folder, tmp_path):
 
 def test_a_run_starts_as_its_base_and_trains_and_saves_only_the_updates(tune, folder, tmp_path):
     start = tune("start", "--steps", 1, "--learning-rate", 0)
-    assert start.val_loss == logged(folder / "base", "val_loss")[30]
+    assert start.evaluation["val_loss"] == logged(folder / "base", "val_loss")[30]
     run = tune("run", "--steps", 8, "--optimizer", "adamw", "--learning-rate", 0.01)
-    assert run.val_loss < start.val_loss - 0.01
+    assert run.evaluation["val_loss"] < start.evaluation["val_loss"] - 0.01
     checkpoint = find_checkpoint(tmp_path / "run")
     saved = dict(checkpoint.model())
     assert saved.keys() == set(run.optimizer.parameters) and all(".lora." in name for name in saved)
     before = dict(find_checkpoint(tmp_path / "base").model())
     assert all(torch.equal(run.model.get_parameter(name), before[name]) for name in before)
-    assert run.val_loss == run.best_val_loss
+    assert run.evaluation["val_loss"] == run.best_evaluation["val_loss"]
     logits = sample.load(tmp_path / "run", "cpu", dtype="float32").model(TOKENS[:, :16])
     torch.testing.assert_close(logits, run.model.eval()(TOKENS[:, :16]), atol=1e-5, rtol=0)
 
@@ -189,9 +189,13 @@ def test_a_run_can_start_from_a_run_with_lora(tune, folder, tmp_path):
     second = train_tiny(
         folder / "data", tmp_path / "all", "--init-from", tmp_path / "first", *flags
     )
-    assert second.val_loss == pytest.approx(first.best_val_loss, abs=1e-5)
+    assert second.evaluation["val_loss"] == pytest.approx(
+        first.best_evaluation["val_loss"], abs=1e-5
+    )
     third = tune("third", *flags, "--init-from", tmp_path / "first")
-    assert third.val_loss == pytest.approx(first.best_val_loss, abs=1e-5)
+    assert third.evaluation["val_loss"] == pytest.approx(
+        first.best_evaluation["val_loss"], abs=1e-5
+    )
     assert newest_checkpoint(tmp_path / "third").state["base"]["path"].startswith(str(tmp_path))
 
 

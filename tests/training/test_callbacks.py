@@ -97,7 +97,7 @@ def test_a_run_that_is_worse_than_guessing_says_so(numbers, tmp_path, capsys):
     for name, rate in (("learned", 0.01), ("diverged", 50)):
         run = train_with([], numbers, tmp_path / name, "--steps", 12, "--learning-rate", rate)
         print_summary(run)
-        is_worse = run.val_loss > math.log(open_dataset(numbers).tokenizer.vocab_size)
+        is_worse = run.evaluation["val_loss"] > math.log(open_dataset(numbers).tokenizer.vocab_size)
         output = capsys.readouterr().out
         assert is_worse == (name == "diverged") == ("uniform" in output)
     with torch.no_grad():

@@ -11,6 +11,7 @@ from helpers import make_state, same_checkpoint, same_tensors, seal
 from engine.core.errors import UserError
 from engine.training.checkpoint import (
     COMMON_FILES,
+    FORMAT_SHARDED,
     STATE_SCHEMA,
     Checkpoint,
     complete_shards,
@@ -89,11 +90,10 @@ def test_a_sharded_checkpoint_equals_the_gathered_one(tmp_path, shards):
     assert not (tmp_path / "shards").exists()
 
 
-def test_a_loss_that_is_not_finite_is_null_in_state_json(tmp_path):
-    path = write_gathered(tmp_path, best_val_loss=float("inf"), val_loss=float("nan"))
+def test_a_setting_that_is_not_finite_is_null_in_state_json(tmp_path):
+    path = write_gathered(tmp_path, settings={"z_loss": float("inf")})
     assert "Infinity" not in (path / "state.json").read_text()
-    state = open_checkpoint(path).state
-    assert state["best_val_loss"] is None and state["val_loss"] is None
+    assert open_checkpoint(path).state["settings"] == {"z_loss": None}
 
 
 @pytest.mark.parametrize("write", [write_gathered, write_sharded])
@@ -171,8 +171,11 @@ def test_only_the_files_that_are_read_are_verified(tmp_path, write, damage):
     ("changes", "message"),
     [
         ({"format": 1}, "got 1"),
-        ({"format": 8, "shards": 10**9}, "manifest.json"),
-        ({"format": 8, "shards": 2}, r"model-00001-of-00002\.safetensors, model-00002-of"),
+        ({"format": FORMAT_SHARDED, "shards": 10**9}, "manifest.json"),
+        (
+            {"format": FORMAT_SHARDED, "shards": 2},
+            r"model-00001-of-00002\.safetensors, model-00002-of",
+        ),
     ],
 )
 def test_an_impossible_manifest_is_refused(tmp_path, changes, message):

@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from helpers import make_state
 
 from engine.core.errors import UserError
 from engine.training.checkpoint import open_checkpoint
-from engine.training.run_dir import RunDir, checkpoints_by_loss, find_checkpoint, list_checkpoints
+from engine.training.run_dir import RunDir, find_checkpoint, list_checkpoints, rank_checkpoints
 
 
 def save_tokenizer(path: Path) -> None:
@@ -24,10 +25,17 @@ def raise_disk_full(path: Path) -> None:
     raise OSError(28, "No space left on device")
 
 
-def save(run_dir: RunDir, step: int, val_loss: float | None = None, save_tokenizer=save_tokenizer):
+def save(
+    run_dir: RunDir,
+    step: int,
+    val_loss: float | None = None,
+    save_tokenizer=save_tokenizer,
+    **values: Any,
+) -> Path:
     """Save a checkpoint and wait for it; return its path."""
     model = {"weight": torch.full((3,), float(step))}
-    state = make_state(step, val_loss=val_loss)
+    evaluation = None if val_loss is None else {"val_loss": val_loss}
+    state = make_state(step, **{"evaluation": evaluation, **values})
     run_dir.save(state, model, {"weight.momentum": -model["weight"]}, save_tokenizer)
     run_dir.wait()
     return list_checkpoints(run_dir.path)[-1]
@@ -59,12 +67,23 @@ def steps(run_dir: RunDir) -> list[int]:
 )
 def test_the_newest_checkpoints_and_the_best_stay(open_run_dir, tmp_path, keep, expected):
     run_dir = open_run_dir(tmp_path, keep_checkpoints=keep)
-    assert checkpoints_by_loss(tmp_path) == []
-    for step, loss in [(1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 1.5), (6, float("nan"))]:
+    assert rank_checkpoints(tmp_path) == []
+    for step, loss in [(1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 1.5), (6, 9.0)]:
         save(run_dir, step, loss)
     assert steps(run_dir) == expected
     assert find_checkpoint(tmp_path).step == 2
     assert run_dir.newest().step == 6
+
+
+def test_the_best_checkpoint_has_the_lowest_loss_or_the_highest_score(run_dir):
+    results = [(1, 1.0, 0.5), (2, 3.0, 0.9), (3, 2.0, 0.9), (4, 4.0, 0.9)]
+    for best_by, expected in (("loss", 1), ("score", 3)):
+        for step, loss, score in results:
+            evaluation = {"step": step, "val_loss": loss, "val_score": score}
+            save(run_dir, step, evaluation=evaluation, settings={"best_by": best_by})
+        assert find_checkpoint(run_dir.path).step == expected == run_dir.best().step
+        assert steps(run_dir) == [expected, *(step for step in (3, 4) if step != expected)]
+        shutil.rmtree(run_dir.path / "checkpoints")
 
 
 def test_without_validation_the_newest_is_the_best_and_sampled_without_its_optimizer(run_dir):

@@ -79,7 +79,7 @@ def _select_columns(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the columns to read, and UNREAD_VALUE for each column: notes and messages need it."""
     fields = reader.examples.fields if reader.examples else (reader.field,)
-    columns = [name for name in names if name in fields]
+    columns = [name for name in names if name in fields or fields == ("",)]
     for name in columns:
         if columns.count(name) > 1:
             raise UserError(f"{source.name}: has two columns {name!r}. Rename or remove one.")

@@ -69,7 +69,7 @@ def read(
     if is_one_document(source, reader):
         yield from _read_plain(source, reader, notes)
         return
-    records = _read_records(source, reader, index, count, notes)
+    records = read_records(source, reader, index, count, notes)
     for number, (location, record) in enumerate(records):
         try:
             text = _make_text(record, reader, notes)
@@ -90,7 +90,7 @@ def read(
             yield from split_document(io.BytesIO(data), len(data))
 
 
-def _read_records(source: Source, reader: Reader, index: int, count: int, notes: Notes) -> Records:
+def read_records(source: Source, reader: Reader, index: int, count: int, notes: Notes) -> Records:
     """Read a part of a source with the function for its kind."""
     if source.kind == ".parquet":
         return read_parquet(source, reader, index, count)

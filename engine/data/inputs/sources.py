@@ -59,7 +59,7 @@ class ExampleParser:
 class Reader:
     """How files become documents."""
 
-    field: str = "text"  # the field with the text of a record
+    field: str = "text"  # the field with the text of a record; "": all fields are read
     encoding: str = DEFAULT_ENCODING  # the name of a codec, or "auto"
     errors: str = "strict"  # or "replace": bytes that are not text become U+FFFD
     separator: str = ""  # between the documents of plain text; "": a file is one document

@@ -1,0 +1,178 @@
+"""Scores: right answers are counted as by hand, in training and by sample.py, with an interval."""
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import SMALL, logged, random_model, train_tiny
+
+import sample
+from engine.core.errors import UserError
+from engine.data.chats.chat import stop_token_ids
+from engine.data.dataset import open_dataset
+from engine.data.tokenizer import CharTokenizer
+from engine.generation.prompt_file import encode_lines, parse_answer, read_lines
+from engine.generation.scores import choose, example_questions, score_record
+from engine.generation.text_generator import TextGenerator
+from prepare import PrepareConfig, prepare
+
+LETTERS = CharTokenizer("abcdefghijklmnopqrstuvwxyz ,.")
+GENERATOR = TextGenerator(random_model(SMALL), LETTERS, [0])
+FACTS = {"sky": "blue", "grass": "green", "snow": "white", "coal": "black"}
+
+
+def write_records(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("num_right", "num_questions", "expected"),
+    [(0, 10, (0, 0.2775)), (5, 10, (0.2366, 0.7634)), (98, 100, (0.9300, 0.9945))],
+)
+def test_the_interval_is_that_of_wilson(num_right, num_questions, expected):
+    record = score_record(num_right, num_questions)
+    assert record["val_score"] == num_right / num_questions
+    assert (record["val_score_low"], record["val_score_high"]) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("num_questions", [50, 100, 200, 500])
+def test_the_interval_covers_the_true_score_in_95_percent_of_samples(num_questions):
+    draw = np.random.default_rng(num_questions)
+    scores = draw.uniform(0.05, 0.95, 4000)
+    records = [score_record(n, num_questions) for n in draw.binomial(num_questions, scores)]
+    covers = [
+        record["val_score_low"] <= score <= record["val_score_high"]
+        for record, score in zip(records, scores, strict=True)
+    ]
+    assert 0.93 <= np.mean(covers) <= 0.97
+
+
+@pytest.mark.parametrize("touches", [False, True])
+def test_the_choice_has_the_highest_log_likelihood_per_byte(touches, tmp_path):
+    draw = random.Random(1)
+    words = ["".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(30)]
+    records = [
+        {"prompt": f"{words[i]},{'' if touches else ' '}", "choices": words[i + 1 : i + 5]}
+        for i in range(0, 30, 5)
+    ]
+    path = write_records(tmp_path / "in.jsonl", records)
+    for record, question in zip(
+        records, encode_lines(read_lines(path), GENERATOR, False, 9), strict=True
+    ):
+        ratings = {}
+        for choice in record["choices"]:
+            start = LETTERS.encode(record["prompt"].strip()).tolist()
+            ids = LETTERS.encode(f" {choice}").tolist()
+            loss = 0.0
+            for number, token in enumerate(ids):
+                logits = GENERATOR.model(torch.tensor([start + ids[:number]]))[0, -1]
+                loss += F.cross_entropy(logits, torch.tensor(token)).item()
+            ratings[choice] = -loss / len(choice)
+        best, second, *_ = sorted(ratings.values(), reverse=True)
+        assert best - second > 1e-5
+        assert ratings[choose(GENERATOR.decoder, question)] == best
+
+
+def test_a_prompt_longer_than_the_context_loses_its_beginning(tmp_path):
+    rows = []
+    for prompt in ("ab" * 40, "z" * 9 + "ab" * 35):
+        record = {"prompt": f"{prompt} ", "choices": ["cd", "efg"], "answer": "cd"}
+        path = write_records(tmp_path / "in.jsonl", [record])
+        rows += encode_lines(read_lines(path), GENERATOR, False, 9)
+    assert len(rows[0].prompt) > GENERATOR.model.config.context_length
+    assert choose(GENERATOR.model, rows[0]) == choose(GENERATOR.model, rows[1])
+
+
+@pytest.mark.parametrize(
+    ("answer", "choices"),
+    [(1, ["no", "yes"]), ("1", '["no", "yes"]'), ("B", ["no", "yes"]), ("yes", ["no", "yes"])],
+)
+def test_an_answer_is_the_index_the_letter_or_the_text_of_a_choice(answer, choices):
+    assert parse_answer({"choices": choices, "answer": answer}) == (["no", "yes"], "yes")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"choices": ["a", "b"], "answer": "c"}, "'answer'.*'c'"),
+        ({"choices": ["a", "b"], "answer": 2}, "'answer'.*'2'"),
+        ({"choices": ["a", 3], "answer": 0}, "'choices'"),
+        ({"choices": "yes or no", "answer": 0}, "'choices'"),
+        ({"choices": ["a", ""], "answer": 0}, "'choices'"),
+        ({"choices": ["a", "b" * 99], "answer": 0}, "'choices'.*context"),
+    ],
+)
+def test_unusable_choices_are_refused(line, message, tmp_path):
+    path = write_records(tmp_path / "in.jsonl", [{"prompt": "a", **line}])
+    with pytest.raises(UserError, match=rf"in\.jsonl, line 1: {message}"):
+        [*encode_lines(read_lines(path), GENERATOR, False, 9)]
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory) -> Path:
+    """Chats of several answers, of which the last follows from the first question."""
+    folder = tmp_path_factory.mktemp("facts")
+    draw = random.Random(1)
+    records = []
+    for number in range(300):
+        name, color = draw.choice([*FACTS.items()])
+        turns = [f"{number} {name}", "Yes.", "Color?", color]
+        roles = ["user", "assistant"] * 2
+        messages = [{"role": r, "content": t} for r, t in zip(roles, turns, strict=True)]
+        records.append({"messages": messages})
+    source = write_records(folder / "facts.jsonl", records)
+    prepare(PrepareConfig((str(source),), out=folder / "data", chat=True, tokenizer="byte"))
+    return folder / "data"
+
+
+def test_a_question_of_an_example_is_its_last_answer(facts):
+    data = open_dataset(facts)
+    ends = stop_token_ids(data.tokenizer)
+    questions = [*example_questions(data.val, data.tokenizer, ends, 5)]
+    assert len(questions) == 5
+    for question in questions:
+        text = data.tokenizer.decode(question.prompt)
+        (name,) = (name for name in FACTS if f" {name}<" in text)
+        assert question.answer == FACTS[name] and "Yes." in text and text.endswith("assistant|>")
+    assert len([*example_questions(data.val, data.tokenizer, ends, 999)]) == data.val.num_examples
+
+
+def test_the_score_of_training_is_that_of_sample_and_of_a_count_by_hand(facts, tmp_path, capsys):
+    flags = "--context-length 64 --d-model 32 --learning-rate 0.02 --steps 60 --eval-every 20"
+    flags += " --score exact_match --score-examples 40 --batch-size 16 --save-every 20"
+    train_tiny(facts, tmp_path / "run", *flags.split(), "--keep-checkpoints", 9)
+    scores = logged(tmp_path / "run", "val_score")
+    assert list(scores) == [20, 40, 60] and 0.2 < scores[60] < 1
+    data = open_dataset(facts)
+    questions = [*example_questions(data.val, data.tokenizer, stop_token_ids(data.tokenizer), 40)]
+    for step, score in scores.items():
+        path = tmp_path / "run" / "checkpoints" / f"step-{step:08d}"
+        model = sample.load(path, dtype="float32")
+        chats = []
+        for question in questions:
+            text = data.tokenizer.decode(question.prompt)
+            turns = re.findall(r"<\|(user|assistant)\|>([^<]+)", text)
+            chats.append([{"role": r, "content": t} for r, t in turns])
+        answers = [
+            "".join(model.stream_answer([(m["role"], m["content"]) for m in chat], temperature=0))
+            for chat in chats
+        ]
+        num_right = sum(q.answer == a for q, a in zip(questions, answers, strict=True))
+        assert num_right / len(questions) == pytest.approx(score)
+        records = [
+            {"messages": [*chat, {"role": "assistant", "content": question.answer}]}
+            for chat, question in zip(chats, questions, strict=True)
+        ]
+        source = write_records(tmp_path / "in.jsonl", records)
+        files = ["--prompts-file", source, "--out", tmp_path / f"out-{step}.jsonl"]
+        flags = ["--chat", "--temperature", 0, "--dtype", "float32"]
+        capsys.readouterr()
+        sample.main([*map(str, [path, *files, *flags])])
+        assert f"{num_right} of {len(questions)} answers" in capsys.readouterr().out
