@@ -31,7 +31,12 @@ from engine.data.inputs.sources import DEFAULT_ENCODING, STDIN_NAMES, Reader, So
 from engine.data.inputs.text import normalize_encoding
 from engine.data.tokenizer import Tokenizer, named_tokenizer
 from engine.data.tokenizer_json import MAX_VOCAB_SIZE, SPLIT_PATTERNS
-from engine.data.tokenizer_training import MIN_BPE_VOCAB_SIZE, train_tokenizer
+from engine.data.tokenizer_training import (
+    MIN_BPE_VOCAB_SIZE,
+    tokenizer_texts,
+    train_bpe_tokenizer,
+    train_char_tokenizer,
+)
 from engine.data.writer import write_dataset
 from engine.report.dataset_summary import describe_dataset
 
@@ -142,15 +147,13 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
             replaced = None
             with contextlib.suppress(UserError, OSError):
                 replaced = open_dataset(out).manifest
+            if config.tokenizer == "char":
+                separator = origin.get("separator", "")
+                tokenizer = train_char_tokenizer(tokenizer_texts(corpus), separator)
             if tokenizer is None:
-                tokenizer = train_tokenizer(
-                    corpus,
-                    config.tokenizer,
-                    origin.get("separator", ""),
-                    config.tokenizer_bytes or DEFAULT_TOKENIZER_BYTES,
-                    config.vocab_size,
-                    config.pattern or DEFAULT_PATTERN,
-                )
+                texts = tokenizer_texts(corpus, config.tokenizer_bytes or DEFAULT_TOKENIZER_BYTES)
+                pattern = config.pattern or DEFAULT_PATTERN
+                tokenizer = train_bpe_tokenizer(texts, config.vocab_size, pattern)
             if corpus.rule.has_examples:
                 tokenizer = tokenizer.with_special(chat.special_token_names(tokenizer, config.chat))
             write_dataset(out, corpus, tokenizer, origin, threads, config.ray)

@@ -73,17 +73,8 @@ def choose_vocab_size(num_bytes: int) -> int:
     return max(MIN_CHOSEN_VOCAB_SIZE, min(MAX_CHOSEN_VOCAB_SIZE, power_of_two))
 
 
-def train_tokenizer(
-    corpus: Corpus, kind: str, separator: str, max_bytes: int, vocab_size: int | None, pattern: str
-) -> Tokenizer:
-    """Train a tokenizer on the text: char on all of it, or bpe on about ``max_bytes``."""
-    if kind == "char":
-        return train_char_tokenizer(tokenizer_texts(corpus, math.inf), separator)
-    return train_bpe_tokenizer(tokenizer_texts(corpus, max_bytes), vocab_size, pattern)
-
-
-def tokenizer_texts(corpus: Corpus, max_bytes: float) -> Iterator[str]:
-    """Yield a sample of about ``max_bytes`` of the text, in short strings."""
+def tokenizer_texts(corpus: Corpus, max_bytes: float = math.inf) -> Iterator[str]:
+    """Yield a sample of about ``max_bytes`` of the text, in short strings; by default all of it."""
     total = min(max_bytes, corpus.bytes) if corpus.is_plain else None
     has_examples = corpus.rule.has_examples
     with progress(desc="training tokenizer", total=total) as bar:
