@@ -3,7 +3,6 @@
 Each finished unit has a summary beside its shards, so that a later run skips it.
 """
 
-import functools
 import hashlib
 import io
 import itertools
@@ -17,6 +16,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,10 @@ MAX_RAY_RETRIES = 5  # of a unit, after its worker or machine was lost
 
 
 class Batch:
-    """Encoded texts: the token ids and counts of each split, and a row for each text."""
+    """Encoded texts of a unit: the token ids and counts of each split, and a row for each text."""
 
-    def __init__(self) -> None:
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
         self.ids: dict[str, list[np.ndarray]] = defaultdict(list)
         self.counts: dict[str, Counter] = defaultdict(Counter)
         self.texts: list[tuple[bytes, int, bool, bool]] = []  # see documents.TEXT_DTYPE
@@ -52,14 +53,14 @@ class Batch:
 
 
 def encode_batch(
-    texts: Iterable[Text], unit_split: str, rule: SplitRule, encode: Encoder, join_pieces: bool
+    unit: Unit, texts: Iterable[Text], rule: SplitRule, encode: Encoder, join_pieces: bool
 ) -> Batch:
     """Split, hash and encode texts; with join_pieces, join the texts of each document first."""
-    batch = Batch()
+    batch = Batch(unit)
     pieces: list[Piece] = []
     for text in texts:
         digest = documents.digest_of(text)
-        pieces += rule.pieces(text, digest, unit_split)
+        pieces += rule.pieces(text, digest, unit.split)
         is_val = any(piece.split == "val" for piece in pieces)
         num_tokens = 0
         if text.ends_document or not join_pieces:
@@ -146,14 +147,11 @@ def encode_units(
     tokenizer = load_tokenizer(job.folder / "tokenizer.json")
     join_pieces = not tokenizer.can_encode_pieces
     encoder = make_encoder(tokenizer, job.separator, job.rule.has_examples)
-
-    def encode(unit: Unit, texts: list[Text]) -> tuple[Unit, Batch]:
-        return unit, encode_batch(texts, unit.split, job.rule, encoder, join_pieces)
-
+    encode = partial(encode_batch, rule=job.rule, encode=encoder, join_pieces=join_pieces)
     items = documents.make_batches(units, join_pieces)
     batches = map_in_order(encode, items, threads or os.cpu_count() or 1)
-    for unit, group in itertools.groupby(batches, key=itemgetter(0)):
-        write_unit(job, unit, (batch for _, batch in group), advance)
+    for unit, group in itertools.groupby(batches, key=attrgetter("unit")):
+        write_unit(job, unit, group, advance)
     return sum(unit.size for unit in units)
 
 
@@ -302,8 +300,7 @@ def make_manifest(
         used |= summary.pop("used")
         summaries.append(summary)
     texts = [summary["texts"] for summary in summaries]
-    columns = zip(*map(documents.aggregate_documents, texts), strict=True)
-    hashes, lengths, is_val = map(np.concatenate, columns)
+    hashes, lengths, is_val = documents.aggregate_documents(np.concatenate(texts))
     statistics: dict[str, Any] = {
         "documents": len(hashes),
         "repeats": len(hashes) - len(np.unique(hashes)),
@@ -319,7 +316,7 @@ def make_manifest(
         entries = [summary["splits"][split] for summary in summaries]
         # The counts of all units are added, and their lists of shards are joined.
         splits[split] = {
-            key: functools.reduce(operator.add, map(itemgetter(key), entries)) for key in entries[0]
+            key: reduce(operator.add, map(itemgetter(key), entries)) for key in entries[0]
         }
         num_tokens = splits[split]["tokens"]
         if num_tokens < 2 or not splits[split]["bytes"]:
