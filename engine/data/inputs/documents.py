@@ -79,7 +79,8 @@ class SplitRule:
     def pieces(self, text: Text, digest: bytes, unit_split: str = "") -> list[Piece]:
         """Split a text into pieces, at most one for each split."""
         starts = text.offset == 0
-        is_cut = not self.has_examples and (self.has_few_documents or text.is_large)
+        is_large = text.document_bytes is not None
+        is_cut = not self.has_examples and (self.has_few_documents or is_large)
         if unit_split or not is_cut:
             if self.has_examples:
                 digest = hash_prompt(text)
@@ -89,8 +90,8 @@ class SplitRule:
             split = unit_split or ("val" if is_val else "train")
             return [Piece(split, text.text, starts, text.ends_document)]
         data = text.text.encode()
-        size = len(data) if text.document_bytes is None else text.document_bytes
-        length = len(data) if text.piece_bytes is None else text.piece_bytes
+        size = text.document_bytes or len(data)
+        length = text.piece_bytes or len(data)
         bytes_to_cut = int(size * (1 - self.val_fraction)) - text.offset
         num_train_bytes = max(0, bytes_to_cut)
         if num_train_bytes >= length:
@@ -130,7 +131,13 @@ class Corpus:
         is_single = are_plain and len(sources) == 1 >= len(val_sources)
         few = None if val_sources else self._find_few(val_fraction)
         has_examples = reader.examples is not None
-        val_prompts = self._choose_val_prompts(few, val_fraction) if few and has_examples else ()
+        val_prompts: tuple[bytes, ...] = ()
+        if few and has_examples:
+            if len(few) == 1:
+                problem = "must have different prompts to split its examples (got 1)"
+                raise UserError(f"{sources[0].name}: {problem}. Give others with --val.")
+            # About val_fraction of the prompts: at least one, but not all of them.
+            val_prompts = tuple(few[: min(max(1, round(val_fraction * len(few))), len(few) - 1)])
         self.rule = SplitRule(val_fraction, few is not None, is_single, has_examples, val_prompts)
 
     def _find_few(self, val_fraction: float) -> list[Any] | None:
@@ -146,14 +153,6 @@ class Corpus:
                 if len(keys) >= num_enough:
                     return None
         return sorted(keys)
-
-    def _choose_val_prompts(self, prompts: list[bytes], val_fraction: float) -> tuple[bytes, ...]:
-        """Choose about val_fraction of few prompts: at least one, but not all of them."""
-        if len(prompts) == 1:
-            problem = "must have different prompts to split its examples (got 1)"
-            raise UserError(f"{self.sources[0].name}: {problem}. Give others with --val.")
-        count = min(max(1, round(val_fraction * len(prompts))), len(prompts) - 1)
-        return tuple(prompts[:count])
 
     @property
     def is_plain(self) -> bool:

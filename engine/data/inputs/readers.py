@@ -47,11 +47,6 @@ class Text(NamedTuple):
     piece_bytes: int | None = None  # in the file; None: the UTF-8 bytes of text
     prompt: str = ""  # of an example: its turns before the first answer, as JSON
 
-    @property
-    def is_large(self) -> bool:
-        """Whether this is a piece of a large document."""
-        return (self.document_bytes or 0) > LARGE_DOCUMENT_BYTES
-
 
 def read(
     source: Source,

@@ -176,8 +176,10 @@ def read_csv(source: Source, reader: Reader, notes: Notes) -> Records:
                     yield location, problems[0]
             elif row and not names:
                 names = _check_header(row, location)
+            elif row and (len(row) < len(names) or any(row[len(names) :])):  # may end with ","
+                yield location, UserError(f"must have {len(names)} values (got {len(row)}).")
             elif row:
-                yield location, _make_record(names, row)
+                yield location, dict(zip(names, row, strict=False))
 
 
 def _quote_lone_quotes(line: str, num_tabs: int) -> str:
@@ -196,12 +198,6 @@ def _check_header(row: list[str], location: str) -> list[str]:
         if row.count(name) > 1:
             raise UserError(f"{location}: has two columns of one name (got {name!r}). Rename one.")
     return row
-
-
-def _make_record(names: list[str], row: list[str]) -> dict[str, str] | UserError:
-    if len(row) < len(names) or any(row[len(names) :]):  # separators may follow the last value
-        return UserError(f"must have {len(names)} values (got {len(row)}).")
-    return dict(zip(names, row, strict=False))
 
 
 def _find_csv_separator(header: str, source: Source, reader: Reader) -> str:

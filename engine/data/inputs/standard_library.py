@@ -34,15 +34,11 @@ def write_documentation(target: Path) -> Path:
     except ImportError:
         raise UserError("pydocs: needs pydoc_data of Python. Install it, or give stdlib.") from None
     documents = [topics[name].strip() for name in sorted(topics)]
-    documents += [read_docstrings(path) for path, _ in find_modules()]
+    for path, _ in find_modules():
+        nodes = ast.walk(ast.parse(path.read_bytes()))
+        texts = [ast.get_docstring(node) for node in nodes if isinstance(node, DOCUMENTED_NODES)]
+        documents.append("\n\n".join(text.strip() for text in texts if text))
     long_documents = [text for text in documents if len(text) >= MIN_DOCUMENT_CHARACTERS]
     lines = [json.dumps({"text": f"{text}\n"}) for text in long_documents]
     target.write_text("\n".join(lines), encoding="utf-8")
     return target
-
-
-def read_docstrings(path: Path) -> str:
-    """Return the docstrings of a module, and of its classes and functions."""
-    nodes = ast.walk(ast.parse(path.read_bytes()))
-    texts = [ast.get_docstring(node) for node in nodes if isinstance(node, DOCUMENTED_NODES)]
-    return "\n\n".join(text.strip() for text in texts if text)
