@@ -84,10 +84,9 @@ def list_files(
     for path in paths:
         if is_excluded(path):
             continue
-        real_path = real_folder / path.name
-        if path.is_symlink():
-            real_path = Path(os.path.realpath(path))
-        if path.is_symlink() and real_folder.is_relative_to(real_path):
+        is_link = path.is_symlink()
+        real_path = Path(os.path.realpath(path)) if is_link else real_folder / path.name
+        if is_link and real_folder.is_relative_to(real_path):
             raise UserError(f"{path}: is a link to a parent folder. Remove it.")
         if path.is_dir():
             yield from list_files(path, is_excluded, visited)

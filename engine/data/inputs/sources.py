@@ -143,10 +143,8 @@ def wrap_errors(name: str, advice: str = DEFAULT_ADVICE) -> Iterator[None]:
     """Turn any error of a library that reads ``name`` into a UserError."""
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
-        if is_bug(error):
+        if isinstance(error, UserError) or is_bug(error):
             raise
         # fsspec raises FileNotFoundError for any error of a web server, which is its cause.
         cause = error.__cause__ if type(error) is FileNotFoundError else None
