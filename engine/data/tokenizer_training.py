@@ -17,13 +17,12 @@ MIN_BPE_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 MIN_CHOSEN_VOCAB_SIZE = 1024
 MAX_CHOSEN_VOCAB_SIZE = 8192
 MAX_TRAINER_CHARACTERS = 2**16  # of one string for the BPE trainer, to limit its memory
-# Pattern, or kind of tokenizer → llama.cpp's name of the pre-tokenizer.
+# Name in SPLIT_PATTERNS, or kind of tokenizer → llama.cpp's name of the pre-tokenizer.
 PRE_TOKENIZER_NAMES = {
-    SPLIT_PATTERNS["gpt2"]: "gpt-2",
-    SPLIT_PATTERNS["llama3"]: "llama-bpe",
-    SPLIT_PATTERNS["qwen2"]: "qwen2",
-    SPLIT_PATTERNS["smollm"]: "smollm",
     "gpt2": "gpt-2",
+    "llama3": "llama-bpe",
+    "qwen2": "qwen2",
+    "smollm": "smollm",
     "cl100k_base": "llama-bpe",
 }
 
@@ -109,13 +108,13 @@ def pre_tokenizer_name(tokenizer: Tokenizer) -> str | None:
     """Return llama.cpp's name of a tokenizer's pre-tokenizer; None if it has none."""
     if not isinstance(tokenizer, BPETokenizer):
         return None
-    names = PRE_TOKENIZER_NAMES
-    return names.get(tokenizer.pattern) or names.get(tokenizer.kind)
+    names = {regex: name for name, regex in SPLIT_PATTERNS.items()}
+    return PRE_TOKENIZER_NAMES.get(names.get(tokenizer.pattern, tokenizer.kind))
 
 
 def export_note(tokenizer: Tokenizer) -> str:
     """Return advice for a tokenizer that is unsupported in GGUF files; "" for others."""
     if pre_tokenizer_name(tokenizer):
         return ""
-    patterns = [name for name, regex in SPLIT_PATTERNS.items() if regex in PRE_TOKENIZER_NAMES]
+    patterns = [name for name in SPLIT_PATTERNS if name in PRE_TOKENIZER_NAMES]
     return f"; for llama.cpp (GGUF): --pattern {', '.join(patterns[:-1])} or {patterns[-1]}"

@@ -50,11 +50,10 @@ def open_text(source: Source, reader: Reader, notes: Notes) -> Iterator[BinaryIO
         if kind:
             advice = f"Convert it to text{source.glob_advice}"
             raise UserError(f"{source.name}: is not text but {kind}. {advice}.")
-        if encoding == DEFAULT_ENCODING:
-            yield file
-            return
+        if encoding != DEFAULT_ENCODING:
+            file = io.BufferedReader(Transcoder(file, encoding, reader.errors, notes), BLOCK_BYTES)
         try:
-            yield io.BufferedReader(Transcoder(file, encoding, reader.errors, notes), BLOCK_BYTES)
+            yield file
         except UnicodeError as error:
             reason = f"is not {encoding} ({getattr(error, 'reason', error)})"
             advice = "Give another --encoding, or use --errors replace"
