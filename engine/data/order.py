@@ -98,13 +98,11 @@ def evaluation_windows(
     With max_tokens, only evenly spaced windows are kept; 0: all.
     """
     aligned = np.arange(0, num_tokens - 1, context_length, dtype=np.int64)
-    starts = np.minimum(aligned, num_tokens - 1 - context_length)
-    num_ignored = aligned - starts
     if max_tokens and max_tokens < num_tokens:
         num_windows = max(1, max_tokens // context_length)
-        index = np.linspace(0, len(starts) - 1, num_windows).astype(np.int64)
-        return starts[index], num_ignored[index]
-    return starts, num_ignored
+        aligned = aligned[np.linspace(0, len(aligned) - 1, num_windows).astype(np.int64)]
+    starts = np.minimum(aligned, num_tokens - 1 - context_length)
+    return starts, aligned - starts
 
 
 def example_indices(lengths: np.ndarray, seed: int, step: int, batch_size: int) -> np.ndarray:
@@ -112,39 +110,29 @@ def example_indices(lengths: np.ndarray, seed: int, step: int, batch_size: int) 
 
     An epoch visits each once. Epochs, each in pseudo-random order, follow one another without a
     gap, so a batch may contain examples of several epochs.
-    """
-    first_epoch = step * batch_size // len(lengths)
-    last_epoch = ((step + 1) * batch_size - 1) // len(lengths)
-    epochs = range(first_epoch, last_epoch + 1)
-    return np.concatenate(
-        [_examples_of_epoch(lengths, seed, epoch, step, batch_size) for epoch in epochs]
-    )
-
-
-def _examples_of_epoch(
-    lengths: np.ndarray, seed: int, epoch: int, step: int, batch_size: int
-) -> np.ndarray:
-    """Return the indices of the examples of one epoch that are in a batch.
 
     The batches of an epoch are divided into groups. The examples of a group are sorted by length,
     so that each batch has similar lengths. The batches of a group come in pseudo-random order.
     """
     size = len(lengths)
-    first_step = epoch * size // batch_size  # the first with examples of this epoch
-    num_batches = ((epoch + 1) * size - 1) // batch_size - first_step + 1
-    num_groups = -(-num_batches // MAX_GROUP_BATCHES)
-    group = ((step - first_step + 1) * num_groups - 1) // num_batches
-    start = first_step + num_batches * group // num_groups  # first step of the group
-    end = first_step + num_batches * (group + 1) // num_groups
-    edges = np.clip(np.arange(start, end + 1) * batch_size - epoch * size, 0, size)
-    counts = np.diff(edges)  # of the epoch's examples in each batch of the group
-    key = splitmix64(np.array([epoch], np.uint64) + np.uint64(derived_seed(seed)))
-    example_index = permute(np.arange(edges[0], edges[-1]), size, key).astype(np.int64)
-    sorted_index = example_index[np.argsort(lengths[example_index], kind="stable")]
-    group_key = splitmix64(key + np.uint64(group))
-    position = permute(np.arange(len(counts)), len(counts), group_key)  # of each batch, by length
-    stop = counts[position <= position[step - start]].sum()
-    return sorted_index[stop - counts[step - start] : stop]
+    indices = []
+    for epoch in range(step * batch_size // size, ((step + 1) * batch_size - 1) // size + 1):
+        first_step = epoch * size // batch_size  # the first with examples of this epoch
+        num_batches = ((epoch + 1) * size - 1) // batch_size - first_step + 1
+        num_groups = -(-num_batches // MAX_GROUP_BATCHES)
+        group = ((step - first_step + 1) * num_groups - 1) // num_batches
+        start = first_step + num_batches * group // num_groups  # first step of the group
+        end = first_step + num_batches * (group + 1) // num_groups
+        edges = np.clip(np.arange(start, end + 1) * batch_size - epoch * size, 0, size)
+        counts = np.diff(edges)  # of the epoch's examples in each batch of the group
+        key = splitmix64(np.array([epoch], np.uint64) + np.uint64(derived_seed(seed)))
+        example_index = permute(np.arange(edges[0], edges[-1]), size, key).astype(np.int64)
+        sorted_index = example_index[np.argsort(lengths[example_index], kind="stable")]
+        group_key = splitmix64(key + np.uint64(group))
+        position = permute(np.arange(len(counts)), len(counts), group_key)  # of batches, by length
+        stop = counts[position <= position[step - start]].sum()
+        indices.append(sorted_index[stop - counts[step - start] : stop])
+    return np.concatenate(indices)
 
 
 def assign_to_texts(

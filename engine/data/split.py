@@ -130,25 +130,23 @@ class Split:
         """
         starts, num_ignored = order.evaluation_windows(len(self), context_length, max_tokens)
         num_missing = -len(starts) % world_size  # filled with windows without a target
-        starts = np.pad(starts, (0, num_missing), "edge")[rank::world_size]
+        starts = np.pad(starts, (0, num_missing), "edge")
         num_ignored = np.pad(num_ignored, (0, num_missing), constant_values=context_length)
-        num_ignored = num_ignored[rank::world_size]
-        num_rows = max(1, EVALUATION_BATCH_TOKENS // context_length)
-        for first in range(0, len(starts), num_rows):
-            batch = slice(first, first + num_rows)
+        num_rows = max(1, EVALUATION_BATCH_TOKENS // context_length) * world_size
+        for first in range(rank, len(starts), num_rows):
+            batch = slice(first, first + num_rows, world_size)
             rows = self._gather(starts[batch], context_length + 1)
             is_ignored = np.arange(context_length) < num_ignored[batch, None]
             rows[:, 1:] = np.where(is_ignored, ~rows[:, 1:], rows[:, 1:])
             yield rows
 
 
+@dataclass(eq=False)
 class MixedText(Split):
     """The training splits of several datasets of text."""
 
-    def __init__(self, texts: Sequence[Split], weights: Sequence[float]):
-        """Take a fraction of the sequences from each text; the fractions sum to 1."""
-        self.texts = texts
-        self.weights = weights
+    texts: Sequence[Split]
+    weights: Sequence[float]  # fraction of the sequences from each; they sum to 1
 
     def __len__(self) -> int:
         return sum(map(len, self.texts))
