@@ -195,29 +195,23 @@ def open_mixture(paths: Sequence[Path], mix: Sequence[float] | None = None) -> M
     Raises UserError for an unusable dataset, and for datasets that cannot be mixed.
     """
     datasets = tuple(open_dataset(path) for path in paths)
-    if len(datasets) > 1:
-        _check_mixable(datasets)
+    tokenizer_sha256 = datasets[0].manifest["tokenizer"]["sha256"]
+    paths_by_hash: dict[str, Path] = {}
+    for dataset in datasets:
+        if len(datasets) > 1 and dataset.train.num_examples:
+            raise UserError(f"{dataset.path}: examples cannot be mixed. Train on it alone.")
+        if dataset.manifest["tokenizer"]["sha256"] != tokenizer_sha256:
+            options = ("--out", dataset.path, "--force", "--tokenizer", datasets[0].path)
+            command = shell_command("python", "prepare.py", "INPUT", *options)
+            reason = f"its tokenizer is not that of {datasets[0].path}"
+            raise UserError(f"{dataset.path}: {reason}. Run: {command}")
+        if dataset.sha256 in paths_by_hash:
+            reason = f"is the same dataset as {paths_by_hash[dataset.sha256]}"
+            raise UserError(f"{dataset.path}: {reason}. Give it once.")
+        paths_by_hash[dataset.sha256] = dataset.path
     sizes = [len(dataset.train) for dataset in datasets] if mix is None else mix
     weights = [max(size / max(sizes), 1 / FIXED_POINT_ONE) for size in sizes]
     return Mixture(datasets, tuple(weight / sum(weights) for weight in weights))
-
-
-def _check_mixable(datasets: Sequence[Dataset]) -> None:
-    """Raise UserError for datasets that cannot be mixed."""
-    first = datasets[0]
-    paths: dict[str, Path] = {}  # by hash
-    for dataset in datasets:
-        if dataset.train.num_examples:
-            raise UserError(f"{dataset.path}: examples cannot be mixed. Train on it alone.")
-        if dataset.tokenizer.fingerprint != first.tokenizer.fingerprint:
-            options = ("--out", dataset.path, "--force", "--tokenizer", first.path)
-            command = shell_command("python", "prepare.py", "INPUT", *options)
-            reason = f"its tokenizer is not that of {first.path}"
-            raise UserError(f"{dataset.path}: {reason}. Run: {command}")
-        if dataset.sha256 in paths:
-            reason = f"is the same dataset as {paths[dataset.sha256]}"
-            raise UserError(f"{dataset.path}: {reason}. Give it once.")
-        paths[dataset.sha256] = dataset.path
 
 
 def inputs_and_targets(rows: np.ndarray) -> Tensor:
