@@ -48,11 +48,11 @@ class Tokenizer:
         self.document = document
         self.kind: str = extension.get("name", model.get("type", "BPE").lower())
         self.special_tokens = tokenizer_json.special_tokens_of(document)
-        names = tokenizer_json.names_with(document, "special")
-        self.markup = self.special_tokens.keys() - {*names}  # such as <think>: text in an answer
+        flagged = tokenizer_json.special_tokens_of(document, "special")
+        self.markup = self.special_tokens.keys() - flagged  # such as <think>: text in an answer
         # Special tokens that absorb white space before or after them.
-        self.left_strippers = tokenizer_json.names_with(document, "lstrip")
-        self.right_strippers = tokenizer_json.names_with(document, "rstrip")
+        self.left_strippers = tuple(tokenizer_json.special_tokens_of(document, "lstrip"))
+        self.right_strippers = tuple(tokenizer_json.special_tokens_of(document, "rstrip"))
         added = [token["id"] for token in document["added_tokens"]]
         ids = {*tokenizer_json.vocab_of(document).values(), *added}
         self.text_ids = ids - {*self.special_tokens.values()}

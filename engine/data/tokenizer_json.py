@@ -49,11 +49,9 @@ SPLIT_PATTERNS = {
     "smollm": _GPT2_PATTERN.replace(r" ?\p{N}+", r"\p{N}").replace(r"(?!\S)", r"(?![^\s\p{N}])"),
 }
 # GPT-2's character for each byte: the byte's own if it is printable, else the next from U+0100.
-_PRINTABLE_BYTES = ByteLevel.alphabet()
-_UNPRINTABLE_BYTES = [byte for byte in range(256) if chr(byte) not in _PRINTABLE_BYTES]
-BYTE_OF_CHARACTER = {
-    c: ord(c) if ord(c) < 256 else _UNPRINTABLE_BYTES[ord(c) - 256] for c in _PRINTABLE_BYTES
-}
+_ALPHABET_CHARACTERS = sorted(ByteLevel.alphabet())
+_ALPHABET_BYTES = sorted(range(256), key=lambda byte: chr(byte) not in _ALPHABET_CHARACTERS)
+BYTE_OF_CHARACTER = dict(zip(_ALPHABET_CHARACTERS, _ALPHABET_BYTES, strict=True))
 CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
 
 
@@ -180,16 +178,10 @@ def is_special(token: dict[str, Any]) -> bool:
     return token.get("special", False) or token["content"].startswith(("<", "["))
 
 
-def special_tokens_of(document: Document) -> dict[str, int]:
-    """Return names and ids of the special tokens, in order of the ids."""
+def special_tokens_of(document: Document, flag: str | None = None) -> dict[str, int]:
+    """Return names and ids of the special tokens, or of those with a flag, in order of the ids."""
     tokens = sorted(filter(is_special, document["added_tokens"]), key=itemgetter("id"))
-    return {token["content"]: token["id"] for token in tokens}
-
-
-def names_with(document: Document, flag: str) -> tuple[str, ...]:
-    """Return the names of the special tokens that have a flag of the format."""
-    tokens = filter(is_special, document["added_tokens"])
-    return tuple(token["content"] for token in tokens if token.get(flag))
+    return {token["content"]: token["id"] for token in tokens if flag is None or token.get(flag)}
 
 
 def vocab_of(document: Document) -> dict[str, int]:
