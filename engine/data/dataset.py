@@ -24,6 +24,7 @@ MIN_VAL_DOCUMENTS = 6  # with fewer different ones, a validation loss says littl
 LENGTHS_DTYPE = "uint32"
 SHARD_HEADER_BYTES = 128  # NumPy's header with room for an array of any length
 VERSION_FILE = "prepared_from.json"  # holds Corpus.version
+# A document that was cut is counted once in "documents".
 STATISTIC_NAMES = ("documents", "repeats", "longest", "vocabulary", "val_distinct", "val_copies")
 SHARD_SCHEMA = {"file": str, "tokens": int, "sha256": str}
 COUNTS_SCHEMA = {"tokens": int, "bytes": int, "documents": int, "shards": [SHARD_SCHEMA]}
@@ -61,11 +62,6 @@ class Dataset:
     train: Split
     val: Split
     sha256: str  # of the manifest as it was opened
-
-    @property
-    def num_documents(self) -> int:
-        """Number of documents; one that was cut is counted once."""
-        return self.manifest["statistics"]["documents"]
 
     def bytes_per_token(self, split: str) -> float:
         """Return the mean UTF-8 bytes of text of one token; of examples, of one target."""

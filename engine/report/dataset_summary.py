@@ -28,7 +28,7 @@ def describe_dataset(path: Path) -> str:
     used = f"{statistics['vocabulary']:,} of them occur in the text"
     vocabulary = f"{dataset.tokenizer.kind}, {used}{export_note(dataset.tokenizer)}"
     rows = [
-        ("documents", dataset.num_documents, repeats),
+        ("documents", statistics["documents"], repeats),
         ("longest", statistics["longest"], "tokens in one document"),
         ("vocabulary", manifest["vocab_size"], vocabulary),
     ]

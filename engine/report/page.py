@@ -157,7 +157,7 @@ def describe_data(data: Mixture) -> list[dict[str, str]]:
             "fraction of sequences": f"{weight:.3g}",
             "tokens to train on": f"{len(dataset.train):,}",
             "tokens to validate on": f"{len(dataset.val):,}",
-            "documents": f"{dataset.num_documents:,}",
+            "documents": f"{dataset.manifest['statistics']['documents']:,}",
             "bytes per token": f"{dataset.bytes_per_token('train'):.2f}",
             "vocabulary": f"{dataset.tokenizer.vocab_size:,} ({dataset.tokenizer.kind})",
         }

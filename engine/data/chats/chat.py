@@ -207,8 +207,7 @@ def encode_example(tokenizer: Tokenizer, turns: Sequence[Turn]) -> np.ndarray:
     if turns[0][0] == "prompt":
         prompt = turns[0][1]
         encode_answer = tokenizer.encode_continuation if prompt else tokenizer.encode
-        end_of_text = tokenizer.special_tokens[tokenizer.end_of_text_name]
-        targets = np.array([*encode_answer(turns[1][1]), end_of_text], np.int32)
+        targets = np.array([*encode_answer(turns[1][1]), tokenizer.end_of_text_id], np.int32)
         return np.concatenate((~tokenizer.encode_from_start(prompt).astype(np.int32), targets))
     template, end = chat_format(tokenizer)
     messages = to_messages(turns, tokenizer)

@@ -1,11 +1,10 @@
 """Records → examples: the turns of a chat, or a prompt and its completion."""
 
 import contextlib
-import functools
 import json
 import re
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from engine.core.cli import warn
@@ -24,7 +23,6 @@ from engine.data.inputs.sources import ExampleParser
 
 PROMPT_SEPARATOR = "\n\n"  # between the texts of several prompt fields
 NO_SYSTEM_NOTE = "chats without a system turn"
-EMPTY_ANSWER_NOTE = "chats with an empty answer, which is not learned"
 DROPPED_TEXT_NOTE = "chats with a part of an answer that the chat template leaves out"
 TOOLS_FIELD = "tools"  # the list that apply_chat_template of transformers takes
 SYSTEM_FIELDS = ("system", "system_prompt")  # texts beside the messages
@@ -63,11 +61,10 @@ def chat_parser(field: str | None, template: ChatTemplate | None) -> ExamplePars
 def pair_parser(prompt_field: str | Sequence[str], completion_field: str) -> ExampleParser:
     """Return the parser of prompts, from one field or several, with their completions."""
     prompt_fields = list_fields(prompt_field)
-    fields = (*prompt_fields, completion_field)
     return ExampleParser(
         partial(parse_pair, prompt_fields=prompt_fields, completion_field=completion_field),
         partial(pair_notes, prompt_fields=prompt_fields, completion_field=completion_field),
-        fields,
+        (*prompt_fields, completion_field),
     )
 
 
@@ -144,7 +141,7 @@ def parse_messages(
     return turns
 
 
-@functools.lru_cache(16)
+@lru_cache(16)
 def renders(template: ChatTemplate | None, role: str) -> bool:
     """Return whether a template writes a system turn, or the tools that a chat offers."""
     function = {"name": PLACEHOLDER_TEXT, "description": "", "parameters": {"properties": {}}}
@@ -188,7 +185,7 @@ def dropped_texts(template: ChatTemplate, turns: Sequence[Turn]) -> list[tuple[i
     return [owner for name, owner in owners.items() if name not in text]
 
 
-@functools.lru_cache(2**10)
+@lru_cache(2**10)
 def _render_numbered(template: ChatTemplate, turns: str) -> str:
     return template.render(to_messages(json.loads(turns)))
 
@@ -295,9 +292,7 @@ def unused_field_notes(record: Record, fields: Iterable[str]) -> list[str]:
     return [f"examples with {name!r}, which is not used" for name in sorted(unused)]
 
 
-def chat_notes(
-    record: Record, field: str | None = None, template: ChatTemplate | None = None
-) -> list[str]:
+def chat_notes(record: Record, field: str | None, template: ChatTemplate | None) -> list[str]:
     """Return notes on missing system turns, and on texts and keys that are not used."""
     messages, _, fields = read_record(record, field, template)
     turns = [_parse_message(message, template) for message in messages]
@@ -306,7 +301,7 @@ def chat_notes(
         notes += unused_field_notes(message, {*MESSAGE_KEYS, *keys_of(turn)})
     answers = [turn for turn in turns if turn[0] == "assistant"]
     if not all(turn[1] or "tool_calls" in keys_of(turn) for turn in answers):
-        notes.append(EMPTY_ANSWER_NOTE)
+        notes.append("chats with an empty answer, which is not learned")
     if template and dropped_texts(template, turns):
         notes.append(DROPPED_TEXT_NOTE)
     if not any(turn[0] == "system" for turn in turns):
