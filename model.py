@@ -275,8 +275,7 @@ class GPT(nn.Module):
         if caches:
             positions = caches[0].next_positions()
         else:
-            max_length = self.config.context_length
-            positions = position_range(0, tokens.shape[1], max_length, tokens.device)
+            positions = position_range(tokens.shape[1], self.config.context_length, tokens.device)
         x = self.embed(tokens, positions)
         rotation = self.rotation(positions)
         for index, block in enumerate(self.blocks):

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from engine.nn.positions import check_scaling
-
 # The least and the largest value of each number in ModelConfig; of a tuple, of its items.
 MODEL_BOUNDS: dict[str, tuple[float, float]] = {
     "vocab_size": (1, 10**8),
@@ -45,4 +43,8 @@ def check_model_config(config: Any) -> None:
         raise ValueError(f"num_kv_heads must divide num_heads {heads} (got {config.num_groups})")
     if config.position == "rope" and config.head_width % 2:
         raise ValueError(f"head_dim must be even for RoPE (got {config.head_width})")
-    check_scaling(config.rope_scaling)
+    scaling = config.rope_scaling
+    is_blend = scaling is not None and len(scaling) == 4 and scaling[1] < scaling[2]
+    if not (scaling is None or len(scaling) == 1 or is_blend):
+        form = "FACTOR, or FACTOR LOW HIGH LENGTH with LOW below HIGH, all positive"
+        raise ValueError(f"rope_scaling must be {form} (got {scaling})")

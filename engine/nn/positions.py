@@ -10,15 +10,6 @@ Scaling = tuple[float, ...] | None  # see scale_frequencies
 FREQUENCY_BASE = 10_000.0  # frequencies range from 1 to about 1 / FREQUENCY_BASE
 
 
-def check_scaling(scaling: Scaling) -> None:
-    """Raise ValueError for numbers that :func:`scale_frequencies` cannot use."""
-    if scaling is None or (len(scaling) == 1 and scaling[0] > 0):
-        return
-    if len(scaling) != 4 or min(scaling) <= 0 or scaling[1] >= scaling[2]:
-        form = "FACTOR, or FACTOR LOW HIGH LENGTH with LOW below HIGH, all positive"
-        raise ValueError(f"rope_scaling must be {form} (got {scaling})")
-
-
 def scale_frequencies(frequencies: Tensor, scaling: Scaling) -> Tensor:
     """Divide RoPE's frequencies by a factor, for contexts longer than in earlier training.
 
@@ -37,11 +28,11 @@ def scale_frequencies(frequencies: Tensor, scaling: Scaling) -> Tensor:
     return frequencies * (unscaled + (1 - unscaled) / factor)
 
 
-def position_range(start: int, count: int, max_length: int, device: torch.device) -> Tensor:
-    """Return start … start + count - 1. Raises ValueError if one is max_length or more."""
-    if start + count > max_length:
-        raise ValueError(f"tokens must have at most {max_length} positions (got {start + count})")
-    return torch.arange(start, start + count, device=device)
+def position_range(count: int, max_length: int, device: torch.device) -> Tensor:
+    """Return 0 … count - 1. Raises ValueError if they are more than max_length."""
+    if count > max_length:
+        raise ValueError(f"tokens must have at most {max_length} positions (got {count})")
+    return torch.arange(count, device=device)
 
 
 def angles(positions: Tensor, width: int, base: float, scaling: Scaling = None) -> Tensor:
