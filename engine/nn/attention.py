@@ -123,11 +123,14 @@ def sliding_window_attention(
     num_earlier_blocks = math.ceil((window - 1) / size)
     padding = num_blocks * size - (T - window)
 
-    def split_keys(x: Tensor) -> Tensor:  # → (B·H, num_blocks, (num_earlier_blocks + 1)·size, K)
+    def split_keys(x: Tensor) -> Tensor:
+        """Return the keys of each block, (B·H, num_blocks, (num_earlier_blocks + 1)·size, K)."""
         x = F.pad(x, (0, 0, num_earlier_blocks * size - num_first_keys, padding))
         x = x.unflatten(2, (num_earlier_blocks + num_blocks, size))
         x = torch.cat([x[:, :, i : i + num_blocks] for i in range(num_earlier_blocks + 1)], dim=3)
-        return repeat_groups(x, H).flatten(0, 1)
+        if x.shape[1] != H:
+            x = x.repeat_interleave(H // x.shape[1], dim=1)  # (B, G, …) → (B, H, …)
+        return x.flatten(0, 1)
 
     queries = F.pad(query[:, :, window:], (0, 0, 0, padding))
     queries = queries.unflatten(2, (num_blocks, size)).flatten(0, 1)
@@ -171,13 +174,6 @@ class DocumentAttention:
         """Return attention to earlier positions of the same document, (B, H, T, K)."""
         T = query.shape[-2]
         return masked_attention(query, key, value, self.dropout_p, self.mask, T)
-
-
-def repeat_groups(x: Tensor, num_heads: int) -> Tensor:
-    """Repeat the keys or values of each group for its heads: (B, G, …) → (B, H, …)."""
-    if x.shape[1] == num_heads:
-        return x
-    return x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
 
 def prefer_unfused_attention(query: Tensor, num_positions: int, dropout_p: float) -> bool:

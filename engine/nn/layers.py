@@ -13,26 +13,26 @@ MIN_16_BIT_DROPOUT = 0.001  # 16 bits resolve it to 0.1%
 MAX_16_BIT_DROPOUT = 0.99
 
 
-def is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether calling a layer computes F.linear of its weight and bias, and nothing else."""
-    return type(layer) is nn.Linear and is_unchanged(layer)
+def is_plain_linear(layer: nn.Module, cls: type = nn.Linear) -> TypeGuard[nn.Linear]:
+    """Return whether calling a layer calls the forward of this class, and nothing else: no hooks.
 
-
-def is_unchanged(layer: nn.Module) -> bool:
-    """Return whether calling a layer calls the forward of its class, without hooks."""
+    The class has the parameters of nn.Linear.
+    """
     hooks = (
         *(layer._forward_hooks, layer._forward_pre_hooks),
         *(layer._backward_hooks, layer._backward_pre_hooks),
     )
-    return "forward" not in vars(layer) and not any(hooks)
+    return type(layer) is cls and "forward" not in vars(layer) and not any(hooks)
 
 
-def concatenate_linear(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None] | None:
+def concatenate_linear(
+    layers: Sequence[nn.Module], cls: type = nn.Linear
+) -> tuple[Tensor, Tensor | None] | None:
     """Return the layers' weights as one matrix, and their biases as one vector.
 
-    None unless all are plain linear layers, and all or none have a bias.
+    None unless all are plain layers of this class, and all or none have a bias.
     """
-    plain = [layer for layer in layers if is_plain_linear(layer)]
+    plain = [layer for layer in layers if is_plain_linear(layer, cls)]
     weights: list[Tensor] = [layer.weight for layer in plain]
     biases: list[Tensor] = [layer.bias for layer in plain if layer.bias is not None]
     if len(plain) < len(layers) or len(biases) not in (0, len(layers)):

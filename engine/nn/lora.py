@@ -5,13 +5,13 @@ Hu et al. 2021, and Schulman et al. 2025, "LoRA Without Regret": the linear laye
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.nn.layers import FusedLinear, is_plain_linear, is_unchanged
+from engine.nn.layers import FusedLinear, concatenate_linear, is_plain_linear
 from engine.nn.specs import ParameterSpec
 
 A_NAME = "lora.A"  # of parameters, after the name of the layer
@@ -55,14 +55,12 @@ class LoRAFusedLinear(FusedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the concatenated outputs of the layers: (…, D) → (…, sum of their widths)."""
-        layers = [layer for layer in self.get_layers() if isinstance(layer, LoRALinear)]
-        if len(layers) < len(self.get_layers()) or not all(map(is_unchanged, layers)):
+        layers = cast(list[LoRALinear], self.get_layers())
+        concatenated = concatenate_linear(layers, LoRALinear)
+        if concatenated is None:
             return super().forward(x)
-        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-        bias = torch.cat(biases) if biases else None
         x = to_autocast_dtype(x)
-        weights: list[Tensor] = [layer.weight for layer in layers]
-        y = F.linear(x, torch.cat(weights), bias)
+        y = F.linear(x, *concatenated)
         updates = list(dict.fromkeys(layer.path[0] for layer in layers))
         A = torch.cat([update.A for update in updates])
         B = torch.block_diag(*[update.B for update in updates])
