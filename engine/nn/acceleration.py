@@ -36,9 +36,7 @@ def compile_modules(modules: Sequence[nn.Module], warmup: Callable[[], object]) 
     try:
         warmup()
         return ""
-    except (
-        Exception
-    ) as error:  # the compiler and the programs that it calls raise errors of any class
+    except Exception as error:  # compilers and the programs that they call raise any class
         for module, forward in zip(modules, originals, strict=True):
             module.forward = forward
         return f"{type(error).__name__}: {error}".split("\n")[0][:MAX_REASON_CHARS]

@@ -108,19 +108,16 @@ def build_decoder(model: Model, pack: bool = True, quantize: bool = False) -> Mo
         convert = Int8Linear
     elif pack and is_cpu and is_large and has_packed_dtype and torch.backends.mkldnn.is_available():
         convert = PackedLinear
-    replacements = {}
     fused_layers: set[nn.Module] = set()
-    for name, module in decoder.named_modules():
+    for name, module in [*decoder.named_modules()]:
         if isinstance(module, FusedLinear):
             concatenated = concatenate_linear(module.get_layers())
             if concatenated:
-                replacements[name] = convert(*concatenated)
+                decoder.set_submodule(name, convert(*concatenated))
                 fused_layers.update(module.get_layers())
-    for name, module in decoder.named_modules():
+    for name, module in [*decoder.named_modules()]:
         if is_plain_linear(module) and module not in fused_layers:
-            replacements[name] = convert(module.weight, module.bias)
-    for name, module in replacements.items():
-        decoder.set_submodule(name, module)
+            decoder.set_submodule(name, convert(module.weight, module.bias))
     if decoder.head is None:
         decoder.head = convert(head_weight, None)
     if pack and is_cpu and decoder.config.position == "rope":
