@@ -2,9 +2,9 @@
 
 import bisect
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Unpack
 
 import torch
@@ -53,7 +53,7 @@ class TextGenerator:
     should_quantize: bool = False
     parses_special: bool = False  # whether names of special tokens in prompts become these tokens
     max_length: int = field(default=0, init=False)  # of texts so far, in tokens with their prompts
-    warnings: set[str] = field(default_factory=set, init=False)  # those that were printed
+    warn_once: Callable[[str], None] = field(default_factory=lambda: cache(warn), init=False)
 
     @property
     def device(self) -> torch.device:
@@ -87,12 +87,6 @@ class TextGenerator:
                 "plain text there: --parse-special, or parse_special in a request, reads them"
             )
         return self.tokenizer.encode_from_start(prompt).tolist() or self.initial_tokens
-
-    def warn_once(self, text: str) -> None:
-        """Print a warning unless it was printed before."""
-        if text not in self.warnings:
-            self.warnings.add(text)
-            warn(text)
 
     def generate(self, prompt: str = "", **options: Unpack[TextOptions]) -> str:
         """Return the text after a prompt.
