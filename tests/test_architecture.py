@@ -18,7 +18,7 @@ from engine.training.config import TrainConfig
 PAGE = ROOT / "docs" / "architecture.md"
 SOURCES = ("*.py", "engine", "config")
 # They are lowered whenever they can be. Only a new capability raises them.
-MAX_SOURCE_LINES = 15_855
+MAX_SOURCE_LINES = 15_766
 MAX_TEST_LINES = 17_754
 
 

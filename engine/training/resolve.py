@@ -78,7 +78,8 @@ def resolve(
             check_memory(run_config, dist_ctx, row_length)
     if config.depth not in (None, run_config.model.num_layers):
         raise UserError(f"--depth: other sizes are set (got {config.depth}). Leave it out.")
-    if config.document_mask and (data.longest_example or data.document_start is None):
+    has_documents = not data.longest_example and data.document_start is not None
+    if config.document_mask and not (checkpoint or has_documents):
         problem = f"{data.path} has no documents that a token separates"
         raise UserError(f"--document-mask: {problem}. Leave it out.")
     batches.check_sizes(run_config.batch_size, dist_ctx.size, run_config.micro_batch_size)
