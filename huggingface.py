@@ -27,9 +27,7 @@ from engine.huggingface.families import (
     is_qwen2_tokenizer,
     unsupported_settings,
 )
-from engine.nn.lora import add_lora
 from engine.nn.positions import FREQUENCY_BASE, sinusoids
-from engine.nn.specs import draw_initial_values
 from engine.training.checkpoint import Checkpoint, load_model, write_checkpoint, write_tensors
 from engine.training.run_dir import find_checkpoint
 from model import GPT, ModelConfig
@@ -135,14 +133,7 @@ def import_adapter(config: ImportConfig, path: Path) -> bool:
     model = meta_model(from_values(ModelConfig, base.state["model"], str(base.path)))
     tokenizer = load_tokenizer(base.path / "tokenizer.json")
     family, _ = choose_family(model.config, "auto", tokenizer)
-    source = str(path / "adapter_config.json")
-    hf_config = read_json(path / "adapter_config.json")
-    add_lora(model, adapter.read_rank(hf_config, source))
-    params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    initial = dict(draw_initial_values(params, model.specs, model.seed))
-    tensors = directory.read_tensors(path, "adapter_model.safetensors")
-    width = model.config.head_width
-    updates = adapter.read_adapter(hf_config, tensors, initial, width, family, source)
+    updates = adapter.read_adapter(path, model, family)
     state = {**base.state, "imported": config.source, "base": base.reference(), "settings": {}}
     checkpoint = config.out / "checkpoints" / "step-00000000"
     write_checkpoint(checkpoint, {**state, "step": 0}, updates, {}, tokenizer.save)

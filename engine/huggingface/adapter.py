@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import UserError
-from engine.core.files import check_types, write_json
+from engine.core.files import check_types, read_json, write_json
 from engine.huggingface.convert import convert_layout, tensor_layout
+from engine.huggingface.directory import read_tensors
 from engine.huggingface.families import Family
-from engine.nn.lora import A_NAME, B_NAME, LORA_ALPHA
+from engine.nn.lora import A_NAME, B_NAME, LORA_ALPHA, add_lora
+from engine.nn.specs import draw_initial_values
 from engine.training.checkpoint import write_tensors
+from model import GPT
 
 NAME_PREFIX = "base_model.model."  # of PEFT's names
 CONFIG_TYPES = {"peft_type": str, "r": int, "lora_alpha": float}
@@ -73,38 +76,32 @@ def write_adapter(
     write_json(path / "adapter_config.json", config)
 
 
-def read_rank(hf_config: Any, source: str) -> int:
-    """Return the rank of an adapter. Raises UserError, naming the source, for another kind."""
+def read_adapter(path: Path, model: GPT, family: Family) -> dict[str, Tensor]:
+    """Add LoRA to a model without values, and return the updates of an adapter for it.
+
+    Layers without an update get initial values. Raises UserError for an adapter that does not fit.
+    """
+    source = str(path / "adapter_config.json")
+    hf_config = read_json(path / "adapter_config.json")
     check_types(hf_config, CONFIG_TYPES, source)
     for key, values in NEUTRAL_SETTINGS.items():
         if hf_config.get(key) not in values:
             raise UserError(f"{source}: {key} must be {values[0]!r} (got {hf_config.get(key)!r}).")
-    return hf_config["r"]
-
-
-def read_adapter(
-    hf_config: Any,
-    tensors: dict[str, Tensor],
-    initial: dict[str, Tensor],
-    head_width: int,
-    family: Family,
-    source: str,
-) -> dict[str, Tensor]:
-    """Return the updates of an adapter, ``initial`` for layers without one.
-
-    Raises UserError, naming the source, for tensors that do not fit.
-    """
-    rank = read_rank(hf_config, source)
+    rank = hf_config["r"]
     scale = hf_config["lora_alpha"] / (rank**0.5 if hf_config.get("use_rslora") else rank)
-    updates = {}
+    add_lora(model, rank)
+    params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    initial = dict(draw_initial_values(params, model.specs, model.seed))
+    tensors = read_tensors(path, "adapter_model.safetensors")
     remaining = {name.replace(".default.", "."): value for name, value in tensors.items()}
+    updates = {}
     for name, hf_name in map_names(initial, family).items():
         value = remaining.pop(hf_name, initial[name]).float()
         if value.shape != initial[name].shape:
             shape = tuple(initial[name].shape)
             problem = f"{hf_name} must have shape {shape} (got {tuple(value.shape)})"
             raise UserError(f"{source}: {problem}. Name its own base model with --base.")
-        value = convert_update(name, value, head_width, family)
+        value = convert_update(name, value, model.config.head_width, family)
         updates[name] = value * (scale * rank / LORA_ALPHA) if name.endswith(B_NAME) else value
     if remaining:
         raise UserError(f"{source}: unsupported tensor {next(iter(remaining))}.")
