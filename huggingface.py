@@ -21,12 +21,7 @@ from engine.data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
 from engine.data.tokenizer_config import read_chat_templates
 from engine.huggingface import adapter, convert, directory
 from engine.huggingface import gguf as gguf_file
-from engine.huggingface.families import (
-    MODEL_FAMILIES,
-    Family,
-    is_qwen2_tokenizer,
-    unsupported_settings,
-)
+from engine.huggingface.families import MODEL_FAMILIES, Family, unsupported_settings
 from engine.nn.positions import FREQUENCY_BASE, sinusoids
 from engine.training.checkpoint import Checkpoint, load_model, write_checkpoint, write_tensors
 from engine.training.run_dir import find_checkpoint
@@ -202,7 +197,7 @@ def choose_family(
     unsupported = {
         key: unsupported_settings(configs[key], MODEL_FAMILIES[key]) for key in MODEL_FAMILIES
     }
-    if not is_qwen2_tokenizer(tokenizer):
+    if not directory.is_qwen2_tokenizer(tokenizer):
         unsupported["qwen2"].append(f"{tokenizer.kind} tokenizer (supported: Qwen2's)")
     supporting = [key for key in MODEL_FAMILIES if not unsupported[key]]
     if name == "auto":

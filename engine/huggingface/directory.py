@@ -16,6 +16,7 @@ from engine.core.files import check_types, read_json, write_json
 from engine.data.chats.chat import chat_format, stop_token_ids
 from engine.data.chats.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE
 from engine.data.tokenizer import Tokenizer, load_tokenizer
+from engine.data.tokenizer_training import pre_tokenizer_name
 from model import GPT
 
 NUM_COMPARED_SEQUENCES = 4
@@ -111,6 +112,15 @@ def read_tokenizer(directory: Path) -> Tokenizer:
     tokenizer = load_tokenizer(path)
     is_ours = tokenizer.chat_template in (PLAIN_TEMPLATE, CHATML_TEMPLATE)
     return tokenizer.with_chat_template(None) if is_ours else tokenizer
+
+
+def is_qwen2_tokenizer(tokenizer: Tokenizer) -> bool:
+    """Return whether a tokenizer is like Qwen2's: transformers 5 runs any in its place as that."""
+    return (
+        pre_tokenizer_name(tokenizer) == "qwen2"
+        and tokenizer.document["normalizer"] == {"type": "NFC"}
+        and not tokenizer.document["model"].get("ignore_merges")
+    )
 
 
 def special_token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:

@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from engine.data.tokenizer import BPETokenizer, Tokenizer
-from engine.data.tokenizer_json import SPLIT_PATTERNS
 from model import ModelConfig
 
 # Field of ModelConfig → keys of config.json that have its value.
@@ -21,6 +19,7 @@ LLAMA_KEYS = {
     "bias": "attention_bias",
     "tie_embeddings": "tie_word_embeddings",
 }
+ANY_HEAD_KEYS = {**LLAMA_KEYS, "head_dim": "head_dim"}
 GPT2_KEYS = {
     "vocab_size": "vocab_size",
     "context_length": "n_positions",
@@ -82,7 +81,7 @@ class Family:
     # Setting → its supported values. Settings that are neither here nor in ``settings`` must have
     # the default of ModelConfig.
     supports: dict[str, tuple]
-    settings: dict[str, str] = field(default_factory=lambda: LLAMA_KEYS)
+    settings: dict[str, str] = field(default_factory=lambda: ANY_HEAD_KEYS)
     modules: dict[str, str] = field(default_factory=lambda: LLAMA_MODULES)
     fixed: dict[str, Any] = field(default_factory=dict)  # other keys, with their only value
     defaults: dict[str, Any] = field(default_factory=dict)  # of keys that config.json may omit
@@ -97,7 +96,6 @@ class Family:
         return {field.name: (field.default,) for field in restricted} | self.supports
 
 
-ANY_HEAD_KEYS = {**LLAMA_KEYS, "head_dim": "head_dim"}
 GATED_RMS: dict[str, tuple] = {"norm": ("weighted_rmsnorm",), "activation": ("swiglu",)}
 # By the value of --family. "auto" takes the first that supports the model: more programs run it.
 MODEL_FAMILIES: dict[str, Family] = {
@@ -118,7 +116,6 @@ MODEL_FAMILIES: dict[str, Family] = {
         "Qwen3ForCausalLM",
         "qwen3",
         {**GATED_RMS, "bias": (False,)},
-        settings=ANY_HEAD_KEYS,
         defaults={"head_dim": 128},
         windows="one width or 0 for each layer",
     ),
@@ -126,7 +123,6 @@ MODEL_FAMILIES: dict[str, Family] = {
         "MistralForCausalLM",
         "mistral",
         {**GATED_RMS, "qk_norm": (False,), "bias": (False,)},
-        settings=ANY_HEAD_KEYS,
         defaults={"num_key_value_heads": 8},
         windows="one for all layers",
     ),
@@ -161,16 +157,6 @@ MODEL_FAMILIES: dict[str, Family] = {
         flips_rope=False,
     ),
 }
-
-
-def is_qwen2_tokenizer(tokenizer: Tokenizer) -> bool:
-    """Return whether a tokenizer is like Qwen2's: transformers 5 runs any in its place as that."""
-    return (
-        isinstance(tokenizer, BPETokenizer)
-        and tokenizer.pattern == SPLIT_PATTERNS["qwen2"]
-        and tokenizer.document["normalizer"] == {"type": "NFC"}
-        and not tokenizer.document["model"].get("ignore_merges")
-    )
 
 
 def unsupported_settings(config: ModelConfig, family: Family) -> list[str]:
