@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import filelock
 
-from engine.core.errors import UserError
+from engine.core.errors import UserError, wrap_library_errors
 
 MAX_INPUT_BYTES = 2**30  # of an input that is read at once
 MAX_NUMBER = 2**63  # in a file of the project
@@ -72,10 +72,9 @@ def parse_json(content: bytes, path: Path) -> Any:
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is no JSON value")
 
-    try:
+    problem = f"{path}: corrupted, not valid JSON"
+    with wrap_library_errors(problem, ValueError, RecursionError, advice="."):
         return json.loads(content.decode(), parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: corrupted, not valid JSON ({error}).") from None
 
 
 def check_types(value: Any, schema: Any, name: str) -> None:

@@ -21,7 +21,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from tyro import conf
 
 from engine.core.cli import MAX_MESSAGE_CHARS, escape_controls
-from engine.core.errors import UserError
+from engine.core.errors import UserError, wrap_library_errors
 from engine.core.files import read_input
 
 Config = TypeVar("Config")
@@ -87,10 +87,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Return the settings in a TOML file. Raises UserError if it is not valid."""
     with open(path, "rb") as file:
         content = read_input(file, path)
-    try:
+    with wrap_library_errors(f"{path}: not valid TOML", ValueError, RecursionError, advice="."):
         return tomllib.loads(content.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid TOML ({error}).") from None
 
 
 def parse(cls: Any, arguments: Sequence[str] | None = None, **options: Any) -> Any:

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from engine.core.errors import UserError
+from engine.core.errors import UserError, wrap_library_errors
 from engine.core.files import check_types, read_json, write_json
 from engine.data.chats.chat import chat_format, stop_token_ids
 from engine.data.chats.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE
@@ -98,10 +98,8 @@ def read_tensors(directory: Path, name: str = "model.safetensors") -> dict[str, 
     tensors: dict[str, Tensor] = {}
     for path in sorted(directory / name for name in names):
         check_exists(path, "Download the model again")
-        try:
+        with wrap_library_errors(f"{path}: corrupted", safetensors.SafetensorError, advice="."):
             tensors.update(safetensors.torch.load_file(path))
-        except safetensors.SafetensorError as error:
-            raise UserError(f"{path}: corrupted ({error}).") from None
     return tensors
 
 
