@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, TextIO
@@ -68,9 +67,6 @@ def progress_bar(iterable: Iterable[Any] | None = None, **options: Any) -> tqdm:
         intervals = dict.fromkeys(("mininterval", "delay"), LOG_SECONDS)
         options |= {"file": SimpleNamespace(write=_print_progress), "miniters": 0, **intervals}
     return tqdm(iterable, **{"leave": False, "dynamic_ncols": True, **options})
-
-
-progress = partial(progress_bar, unit="B", unit_scale=True)
 
 
 def warn(text: str) -> None:
@@ -186,7 +182,6 @@ def run_command(main: Callable[[], int | None]) -> None:
                 cause.__suppress_context__ = False
                 cause = cause.__context__
             raise
-        line = escape_controls(line)
-        sys.stderr.write(f"error: {line}\n")  # one write, because other ranks may write now
+        sys.stderr.write(f"error: {escape_controls(line)}\n")  # one write: other ranks may write
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # everything is saved: ignore a late Ctrl-C
     sys.exit(code)

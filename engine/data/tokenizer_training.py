@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from engine.core.cli import progress
+from engine.core.cli import progress_bar
 from engine.data.inputs.documents import Corpus
 from engine.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, from_document
 from engine.data.tokenizer_json import SPECIAL_TOKENS, SPLIT_PATTERNS, bpe_document
@@ -76,7 +76,7 @@ def tokenizer_texts(corpus: Corpus, max_bytes: float = math.inf) -> Iterator[str
     """Yield a sample of about ``max_bytes`` of the text, in short strings; by default all of it."""
     total = min(max_bytes, corpus.bytes) if corpus.is_plain else None
     has_examples = corpus.rule.has_examples
-    with progress(desc="training tokenizer", total=total) as bar:
+    with progress_bar(desc="training tokenizer", total=total, unit="B", unit_scale=True) as bar:
         for document in sample_texts(corpus, max_bytes):
             bar.update(len(document))
             texts = [turn[1] for turn in json.loads(document)] if has_examples else [document]

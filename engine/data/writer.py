@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from engine.core import files
-from engine.core.cli import count_noun, progress
+from engine.core.cli import count_noun, progress_bar
 from engine.core.errors import UserError, import_optional
 from engine.data import dataset
 from engine.data.chats.chat import Encoder, make_encoder
@@ -281,7 +281,7 @@ def encode_missing_units(
     """Encode the units that are not finished."""
     missing = [unit for unit in units if not job.is_finished(unit)]
     total_bytes = sum(unit.size for unit in missing) if is_plain or ray else None
-    with progress(desc="encoding", total=total_bytes) as bar:
+    with progress_bar(desc="encoding", total=total_bytes, unit="B", unit_scale=True) as bar:
         if ray and missing:
             for num_bytes in encode_on_ray(job, missing, ray):
                 bar.update(num_bytes)

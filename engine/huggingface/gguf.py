@@ -70,8 +70,7 @@ def write(
     """Write a model, with most matrices in this dtype. Raises UserError if none can be."""
     import gguf
 
-    architecture = hf_config["model_type"]
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, hf_config["model_type"])
     for method, keys in SIZE_KEYS.items():
         for key in hf_config.keys() & set(keys.split()):
             getattr(writer, method)(hf_config[key])
