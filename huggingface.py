@@ -23,7 +23,7 @@ from engine.huggingface import adapter, convert, directory
 from engine.huggingface import gguf as gguf_file
 from engine.huggingface.families import MODEL_FAMILIES, Family, unsupported_settings
 from engine.nn.positions import FREQUENCY_BASE, sinusoids
-from engine.training.checkpoint import Checkpoint, load_model, write_checkpoint, write_tensors
+from engine.training.checkpoint import load_model, write_checkpoint, write_tensors
 from engine.training.run_dir import find_checkpoint
 from model import GPT, ModelConfig
 
@@ -86,7 +86,7 @@ def export_model(config: ExportConfig) -> str:
     model = load_model(checkpoint)
     family, model_config = choose_family(model.config, config.family, tokenizer)
     if config.adapter:
-        return export_adapter(config.out, checkpoint, family, model.config.head_width)
+        return adapter.export_adapter(config.out, checkpoint, model.config.head_width, family)
     tensors = convert.to_hf(rewrite_params(model, model_config), family)
     hf_config = convert.to_hf_config(model_config, family) | directory.special_token_ids(tokenizer)
     if config.gguf:
@@ -108,16 +108,6 @@ def export_model(config: ExportConfig) -> str:
             dtypes = dict.fromkeys(("dtype", "torch_dtype"), config.dtype)
             write_json(path / "config.json", hf_config | dtypes)
         return report
-
-
-def export_adapter(out: Path, checkpoint: Checkpoint, family: Family, head_width: int) -> str:
-    """Write the updates of a LoRA run, and report which base model they need."""
-    if checkpoint.base is None:
-        raise UserError(f"--adapter: {checkpoint.path} is not of a LoRA run. Leave it out.")
-    name = checkpoint.base.state["imported"] or str(checkpoint.base.path)
-    with atomic_directory(out) as path:
-        adapter.write_adapter(path, dict(checkpoint.model()), head_width, family, name)
-    return f"Its base model is {name}, as base_model_name_or_path in adapter_config.json"
 
 
 def import_adapter(config: ImportConfig, path: Path) -> bool:

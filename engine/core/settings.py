@@ -62,23 +62,20 @@ TYRO_MARKERS = (conf.OmitArgPrefixes, conf.DisallowNone, conf.PositionalMetavarF
 
 
 def load_settings(
-    cls: type[Config],
-    arguments: Sequence[str] | None = None,
-    recorded: Mapping[str, Any] | None = None,
+    cls: type[Config], arguments: Sequence[str], recorded: Mapping[str, Any] | None = None
 ) -> Config:
-    """Return the dataclass of ``[FILE.toml] [--flags]``, by default of this process's command line.
+    """Return the dataclass of the command line ``[FILE.toml] [--flags]``.
 
     Flags and keys are bare field names; ``recorded`` has values of settings in neither. Raises
     UserError for a mistake in the file; one on the command line exits with 2.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
     for argument in arguments:
         if argument != argument.encode(errors="replace").decode():
             raise UserError(f"{argument!r}: must be UTF-8, as config.toml is. Use another name.")
     values = dict(recorded or {})
     source = "config.toml"
     if arguments and not arguments[0].startswith("-"):
-        source = arguments.pop(0)
+        source, *arguments = arguments
         values |= read_toml(Path(source))
     return parse(cls, arguments, default=from_values(cls, values, source))
 

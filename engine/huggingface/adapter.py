@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import UserError
-from engine.core.files import check_types, read_json, write_json
+from engine.core.files import atomic_directory, check_types, read_json, write_json
 from engine.huggingface.convert import convert_layout, tensor_layout
 from engine.huggingface.directory import read_tensors
 from engine.huggingface.families import Family
 from engine.nn.lora import A_NAME, B_NAME, LORA_ALPHA, add_lora
 from engine.nn.specs import draw_initial_values
-from engine.training.checkpoint import write_tensors
+from engine.training.checkpoint import Checkpoint, write_tensors
 from model import GPT
 
 NAME_PREFIX = "base_model.model."  # of PEFT's names
@@ -51,10 +51,15 @@ def convert_update(name: str, value: Tensor, head_width: int, family: Family) ->
     return torch.cat(heads)
 
 
-def write_adapter(
-    path: Path, updates: dict[str, Tensor], head_width: int, family: Family, base: str
-) -> None:
-    """Write the updates of a run. Raises UserError if it has trained other parameters too."""
+def export_adapter(out: Path, checkpoint: Checkpoint, head_width: int, family: Family) -> str:
+    """Write the updates of a LoRA run, and report which base model they need.
+
+    Raises UserError for another run, and if it has trained other parameters too.
+    """
+    if checkpoint.base is None:
+        raise UserError(f"--adapter: {checkpoint.path} is not of a LoRA run. Leave it out.")
+    base = checkpoint.base.state["imported"] or str(checkpoint.base.path)
+    updates = dict(checkpoint.model())
     if not all(name.endswith((A_NAME, B_NAME)) for name in updates):
         raise UserError("--adapter: the run trained embeddings too. Export the merged model.")
     names = map_names(updates, family)
@@ -62,7 +67,6 @@ def write_adapter(
         names[name]: convert_update(name, value, head_width, family)
         for name, value in updates.items()
     }
-    write_tensors(path / "adapter_model.safetensors", tensors, {"format": "pt"})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -73,7 +77,10 @@ def write_adapter(
         "bias": "none",
         "target_modules": sorted({name.split(".")[-3] for name in tensors}),
     }
-    write_json(path / "adapter_config.json", config)
+    with atomic_directory(out) as path:
+        write_tensors(path / "adapter_model.safetensors", tensors, {"format": "pt"})
+        write_json(path / "adapter_config.json", config)
+    return f"Its base model is {base}, as base_model_name_or_path in adapter_config.json"
 
 
 def read_adapter(path: Path, model: GPT, family: Family) -> dict[str, Tensor]:

@@ -76,7 +76,11 @@ def write(
             getattr(writer, method)(hf_config[key])
     if "rope_parameters" in hf_config:
         writer.add_rope_freq_base(hf_config["rope_parameters"]["rope_theta"])
-    _add_tokenizer(writer, tokenizer, template, hf_config["vocab_size"])
+    _add_tokenizer(writer, tokenizer, hf_config["vocab_size"])
+    # llama.cpp has a key for the end of a turn, one for the end of a message, and knows some names.
+    setters = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
+    for add, number in zip(setters, end_token_ids(tokenizer, template), strict=False):
+        add(number)
     if template:
         writer.add_chat_template(template)
     amount = "ALL" if dtype == "f32" else "MOSTLY"
@@ -140,10 +144,8 @@ def _rearrange(name: str, tensor: Tensor, hf_config: dict[str, Any]) -> Tensor:
     return tensor.contiguous()
 
 
-def _add_tokenizer(
-    writer: Any, tokenizer: Tokenizer, template: str | None, vocab_size: int
-) -> None:
-    """Add the tokens, padded to the model's vocabulary, the merges and the special ids."""
+def _add_tokenizer(writer: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Add the tokens, padded to the model's vocabulary, the merges and the start of a text."""
     import gguf
 
     bpe = tokenizer.document["model"]
@@ -160,13 +162,7 @@ def _add_tokenizer(
     writer.add_tokenizer_pre(pre_tokenizer_name(tokenizer))
     writer.add_token_list(texts)
     writer.add_token_types(kinds)
-    writer.add_token_merges(
-        [pair if isinstance(pair, str) else " ".join(pair) for pair in bpe["merges"]]
-    )
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in bpe["merges"]]
+    writer.add_token_merges(merges)
     writer.add_add_bos_token(bool(tokenizer.text_start))
     writer.add_bos_token_id(special_token_ids(tokenizer)["bos_token_id"])
-    # llama.cpp has a key for the end of a turn, one for the end of a message, and knows some names.
-    ends = end_token_ids(tokenizer, template)
-    keys = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
-    for add, number in zip(keys, ends, strict=False):
-        add(number)
