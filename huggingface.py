@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
         chat_flag = ["--chat"] if is_chat_model else []
         sample = shell_command("python", "sample.py", config.out, *chat_flag)
         flags = ("--init-from", config.out, "--data", "data/NAME")
-        finetune = shell_command("python", "train.py", "config/finetune.toml", *flags)
+        finetune = shell_command("python", "train.py", "config/lora.toml", *flags)
         print(f"Try it: {sample}\nTrain it further: {finetune}")
 
 

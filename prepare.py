@@ -118,7 +118,9 @@ def main(arguments: list[str] | None = None) -> None:
     run = Path("out") / out.name
     base = Path(config.tokenizer.removesuffix("/tokenizer.json"))
     is_model = (base / "checkpoints").is_dir() or (base / "state.json").is_file()
-    preset = ("config/finetune.toml", "--init-from", base) if is_model else ()
+    is_import = (base / "checkpoints" / "step-00000000").is_dir()
+    path = "config/lora.toml" if is_import else "config/finetune.toml"
+    preset = (path, "--init-from", base) if is_model else ()
     command = shell_command("python", "train.py", *preset, "--data", out, "--out", run)
     print(f"Train on it: {command}")
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 
-from engine.core.settings import build
+from engine.core.cli import run_command
+from engine.core.settings import build, parse
 from engine.data.tokenizer import named_tokenizer
 from engine.training.checkpoint import write_checkpoint
 from engine.training.config import TrainConfig
@@ -163,9 +163,10 @@ def time_peft(config: BenchmarkConfig) -> list[float]:
     return seconds
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Run one contestant, or all in turn."""
-    config = tyro.cli(BenchmarkConfig)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    config = parse(BenchmarkConfig, arguments)
     if config.contestant:
         assert config.folder is not None
         is_peft = config.contestant.startswith("PEFT")
@@ -180,7 +181,7 @@ def main() -> None:
                 if not name.startswith("PEFT"):
                     make_base(Path(folder))
                 flags = ["--contestant", name, "--folder", folder]
-                command = [sys.executable, "-m", "benchmarks.lora", *sys.argv[1:], *flags]
+                command = [sys.executable, "-m", "benchmarks.lora", *arguments, *flags]
                 output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
                 results[name].append(json.loads(output.splitlines()[-1]))
         print(f"round {number + 1} of {config.rounds}", file=sys.stderr)
@@ -190,4 +191,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

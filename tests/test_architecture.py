@@ -18,8 +18,8 @@ from engine.training.config import TrainConfig
 PAGE = ROOT / "docs" / "architecture.md"
 SOURCES = ("*.py", "engine", "config")
 # They are lowered whenever they can be. Only a new capability raises them.
-MAX_SOURCE_LINES = 15_766
-MAX_TEST_LINES = 17_754
+MAX_SOURCE_LINES = 15_727
+MAX_TEST_LINES = 17_762
 
 
 def read_changes() -> dict[str, tuple[str, list[str]]]:

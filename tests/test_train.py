@@ -649,6 +649,13 @@ def test_with_a_document_mask_a_row_has_the_loss_of_its_documents_alone(document
         ("--mix 1 1", "--mix"),
         ("--steps 5 --warmup-steps 5", "--warmup-steps"),
         ("--data nowhere --out nowhere/run", "--out"),  # a run inside its dataset
+        ("--lora-rank 2", "--init-from"),
+        ("--document-mask", "--document-mask"),
+        ("--score exact_match", "--score-file"),
+        ("--score choice", "--score-file"),
+        ("--best-by score", "--score"),
+        ("--score-file questions.jsonl", "--score"),
+        ("--score choice --score-file README.md", "README.md"),
     ],
 )
 def test_an_unsuitable_setting_is_one_line_before_the_first_step(
@@ -675,7 +682,8 @@ DOCUMENTED_SIZES = {
     "path", sorted((ROOT / "config").glob("*.toml")), ids=lambda path: path.stem
 )
 def test_a_preset_has_its_documented_size_and_names_its_data(path, tmp_path, monkeypatch):
-    typed = load_settings(TrainConfig, [str(path)])
+    base = ["--init-from", "base"] if path.stem == "lora" else []
+    typed = load_settings(TrainConfig, [str(path), *base])
     config = make_run_config(typed, {"vocab_size": 65}, SINGLE_PROCESS)
     with torch.device("meta"):
         size = GPT(config.model).num_parameters
@@ -689,7 +697,7 @@ def test_a_preset_has_its_documented_size_and_names_its_data(path, tmp_path, mon
         command = str(caught.value).partition(": python ")[2]
         assert command in path.read_text() and command.endswith(f" --out {data}")
     with pytest.raises(UserError, match=r"^nowhere: .*--out nowhere"):
-        train.main([str(path), "--device", "cpu", "--data", "nowhere"])
+        train.main([str(path), *base, "--device", "cpu", "--data", "nowhere"])
 
 
 # As a library.

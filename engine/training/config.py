@@ -147,14 +147,6 @@ class TrainConfig(CommonConfig):
         if self.steps and self.steps <= warmup_steps and not is_default:
             problem = f"must exceed --warmup-steps {warmup_steps} (got {self.steps})"
             raise UserError(f"--steps: {problem}. Use fewer warmup steps.")
-        if self.lora_rank and not self.init_from:
-            raise UserError("--lora-rank: needs a base model. Add --init-from DIRECTORY.")
-        if self.best_by == "score" and not self.score:
-            raise UserError("--best-by score: there is none. Add --score exact_match or choice.")
-        if self.score_file and not self.score:
-            raise UserError("--score-file: has no effect without --score. Add it.")
-        if self.score == "choice" and not self.score_file:
-            raise UserError("--score choice: needs questions. Add --score-file FILE.")
 
     @property
     def out_path(self) -> Path:

@@ -27,7 +27,7 @@ H100_MEMORY_BYTES = 80e9
 CPU_UTILIZATION = 2 / 3  # of measured matrix products
 GPU_UTILIZATION = 0.4  # of the data sheet: Grattafiori et al. 2024, table 4
 CPU_PROCESS_BYTES = 350 * 2**20  # Python, PyTorch, threads and report
-CPU_HEAP_OVERHEAD = 0.3  # measured: freed blocks that the C library keeps, of activations
+CPU_HEAP_OVERHEAD = 0.3  # measured: freed blocks that the C library keeps, of all activations
 MAX_MEMORY_FRACTION = 0.9  # of a device, for a run
 # Vectors of the feed-forward width that a position stores for the backward pass.
 STORED_HIDDEN_VECTORS = {"swiglu": 4, "relu2": 2, "gelu": 2, "relu": 1}
@@ -185,7 +185,8 @@ def estimate_memory(config: RunConfig, rows: int, dist_ctx: DistributedContext) 
             num_buffered = min(num_params, block_params)
     overhead = 0.0
     if dist_ctx.device.type == "cpu":
-        overhead = CPU_PROCESS_BYTES + CPU_HEAP_OVERHEAD * activations
+        recomputed = activation_bytes(replace(config, checkpoint_activations=False), rows, dist_ctx)
+        overhead = CPU_PROCESS_BYTES + CPU_HEAP_OVERHEAD * recomputed
     return {
         "weights": weights / shards + gathered_bytes,
         "gradients": 4 * num_params / shards + 4 * num_buffered,

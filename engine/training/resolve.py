@@ -121,6 +121,8 @@ def choose_frozen_weights(
 
     Embeddings and head are trained if the data has tokens that the base has not learned.
     """
+    if config.lora_rank and not config.init_from:
+        raise UserError("--lora-rank: needs a base model. Add --init-from DIRECTORY.")
     values: dict[str, Any] = {}
     if base and (config.lora_rank or config.plan):
         _, new_ids = split_token_ids(base, data.tokenizer, learns_chats(data))
@@ -289,8 +291,15 @@ def load_questions(
 
     Raises UserError for questions without an answer, or of another kind than the score.
     """
+    if (config.score_file or config.best_by == "score") and not config.score:
+        flag = "--score-file" if config.score_file else "--best-by score"
+        raise UserError(
+            f"{flag}: has no effect without a score. Add --score exact_match or choice."
+        )
     if not config.score:
         return []
+    if config.score == "choice" and not config.score_file:
+        raise UserError("--score choice: needs questions. Add --score-file FILE.")
     is_chat = learns_chats(data)
     if config.score_file:
         start = initial_tokens(data.tokenizer, data.manifest["splits"]["train"]["documents"])

@@ -78,9 +78,9 @@ def test_dates_are_learned_and_measured_by_one_command(run, tmp_path: Path):
     pairs = read_lines(tmp_path / "data" / "dates-pairs.jsonl")
     answers = read_lines(tmp_path / "data" / "dates-answers.jsonl")
     assert len(pairs) == 300 and len(answers) == 30
-    assert not {pair["completion"] for pair in pairs} & {answer["expected"] for answer in answers}
-    num_right = sum(answer["completion"] == answer["expected"] for answer in answers)
-    assert f"\n{num_right} of 30 unseen dates are exactly right: " in output
+    assert not {pair["completion"] for pair in pairs} & {answer["answer"] for answer in answers}
+    num_right = sum(answer["completion"] == answer["answer"] for answer in answers)
+    assert f": {num_right} of 30 answers\n" in output
 
 
 def test_a_chat_is_learned_by_one_command(run, tmp_path: Path):

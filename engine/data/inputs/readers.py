@@ -93,7 +93,7 @@ def read_records(source: Source, reader: Reader, index: int, count: int, notes: 
         return read_rows(source, reader, index, count)
     if source.kind in (".csv", ".tsv"):
         return read_csv(source, reader, notes)
-    if source.kind == "text":
+    if source.kind == "text" and reader.separator:
         return read_separated(source, reader, notes)
     return read_json_records(source, reader, notes)
 
