@@ -378,7 +378,7 @@ def history(config: AttentionConfig) -> str:
         for seed in range(1, config.seeds + 1):
             with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
                 values = {**settings, "seed": seed, "out": Path(folder) / "run"}
-                losses.append(train(build(TrainConfig, values)).val_loss)
+                losses.append(train(build(TrainConfig, values)).evaluation["val_loss"])
         loss = fmean(losses)
         change = "" if math.isnan(previous) else f"{loss - previous:+.3f}"
         lines.append(f"| {title} | `{format_flags(changes)}` | {loss:.3f} | {change} |")

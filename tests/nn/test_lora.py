@@ -22,7 +22,6 @@ from engine.core.errors import UserError
 from engine.nn.inference import build_decoder
 from engine.nn.lora import LORA_ALPHA, add_lora, merge_lora, merge_updates
 from engine.nn.specs import draw_initial_values
-from engine.training.config import TrainConfig
 from engine.training.run_dir import find_checkpoint
 from model import GPT, ModelConfig
 from prepare import PrepareConfig, prepare
@@ -214,8 +213,3 @@ def test_tokens_that_are_new_to_the_base_are_trained(tune, folder, tmp_path, cap
     assert {"token_embedding.weight", "head.weight"} <= dict(
         newest_checkpoint(tmp_path / "run").model()
     ).keys()
-
-
-def test_lora_needs_a_base():
-    with pytest.raises(UserError, match=r"--lora-rank.*--init-from"):
-        TrainConfig(lora_rank=4)
