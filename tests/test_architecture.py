@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 SOURCES = ("*.py", "engine", "config")
 # They are lowered whenever they can be. Only a new capability raises them.
 MAX_SOURCE_LINES = 15_727
-MAX_TEST_LINES = 17_762
+MAX_TEST_LINES = 17_756
 
 
 def read_changes() -> dict[str, tuple[str, list[str]]]:
