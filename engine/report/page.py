@@ -45,7 +45,7 @@ def collect_run_content(folder: Path) -> dict[str, Any]:
     evaluations = [record for record in records if "val_loss" in record]
     finite = [record for record in evaluations if record["val_loss"] is not None]
     rank = partial(rank_evaluation, best_by=settings.get("best_by", "loss"))
-    best = min(finite, key=rank, default=None)
+    best = min(reversed(finite), key=rank, default=None)  # of equal ones the newest
     best_step = best["step"] if best else None
     last = evaluations[-1] if evaluations else {}
     val_names = [name for name in last if name.split("/")[0] in VALIDATION_CURVES]

@@ -219,7 +219,7 @@ def print_summary(trainer: Trainer) -> None:
         trainer.say(explanation)
     if "val_score" in best:
         trainer.say(f"Score: {describe_score(best)}.")
-    if best["step"] < trainer.step:
+    if not trainer.is_best:
         name = f"the checkpoint of step {trainer.load_best():,}, which sample.py and export use"
         overfits = " (overfitting)" if loss < trainer.evaluation["val_loss"] else ""
         last = f"At the last step the loss was {trainer.evaluation['val_loss']:.4f}{overfits}"

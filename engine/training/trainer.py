@@ -149,9 +149,9 @@ class Trainer:
 
     @property
     def is_best(self) -> bool:
-        """Whether the evaluation of this step is better than all before; if it is NaN too."""
+        """Whether no evaluation before that of this step is better; true for NaN too."""
         best = rank_evaluation(self.best_evaluation, self.config.best_by)
-        return not rank_evaluation(self.evaluation, self.config.best_by) >= best
+        return not rank_evaluation(self.evaluation, self.config.best_by) > best
 
     # Weights.
 

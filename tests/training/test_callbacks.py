@@ -128,6 +128,9 @@ def test_the_summary_is_that_of_the_checkpoint_that_is_used(numbers, tmp_path, c
     assert "step 3" in output and f"{losses[6]:.4f}" in output
     best = dict(open_checkpoint(tmp_path / "checkpoints" / "step-00000003").model())
     assert same_tensors(run.model.state_dict(), best)  # the sample is of these weights
+    flags = ["--steps", 4, "--eval-every", 2, "--learning-rate", 0]
+    print_summary(train_with([], numbers, tmp_path / "equal", *flags))
+    assert "which sample.py" not in capsys.readouterr().out  # equal losses: the newest is used
 
 
 def make_metrics(path: Path, first_step: int) -> MetricsFile:
