@@ -183,10 +183,9 @@ def choose_family(
 
     Raises UserError, naming every unsupported setting, if there is none.
     """
-    configs = {key: rewrite_config(config, family) for key, family in MODEL_FAMILIES.items()}
-    unsupported = {
-        key: unsupported_settings(configs[key], MODEL_FAMILIES[key]) for key in MODEL_FAMILIES
-    }
+    families = MODEL_FAMILIES.items()
+    configs = {key: rewrite_config(config, family) for key, family in families}
+    unsupported = {key: unsupported_settings(configs[key], family) for key, family in families}
     if not directory.is_qwen2_tokenizer(tokenizer):
         unsupported["qwen2"].append(f"{tokenizer.kind} tokenizer (supported: Qwen2's)")
     supporting = [key for key in MODEL_FAMILIES if not unsupported[key]]

@@ -42,8 +42,11 @@ from engine.report.dataset_summary import describe_dataset
 
 DEFAULT_PATTERN = "pairs"
 DEFAULT_VAL_FRACTION = 0.1
-DEFAULT_TOKENIZER_BYTES = 2**27
+MAX_TOKENIZER_BYTES = 2**27  # to train a BPE on: of more text, the beginning of each unit
 TRAINED_TOKENIZERS = ("char", "bpe")
+# Of a dataset's origin, as they are in PrepareConfig.
+ORIGIN_SETTINGS = ["vocab_size", "deduplicate", "field", "completion_field", "chat_field"]
+ORIGIN_SETTINGS += ["hf_config", "hf_split", "hf_val_split", "skip_bad_rows"]
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,6 @@ class PrepareConfig:
     pattern: str | None = None
     vocab_size: Annotated[int | None, Ge(MIN_BPE_VOCAB_SIZE), Le(MAX_VOCAB_SIZE)] = None
     """Tokens of a BPE trained on this text. None: from 1,024 to 8,192, by the size of the text."""
-    # Maximum bytes of text to train a BPE on; None: 128 MiB. If there is more text, the beginning
-    # of each file or group of small files is used.
-    tokenizer_bytes: Annotated[int | None, Ge(1)] = None
     out: Path | None = None  # Folder of the dataset; None: data/ and the name of the first input.
     # Fraction of the documents for validation. Few or large documents are cut instead: their last
     # parts are for validation. None: 0.1, or 0 with --val.
@@ -153,7 +153,7 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
                 separator = origin.get("separator", "")
                 tokenizer = train_char_tokenizer(tokenizer_texts(corpus), separator)
             if tokenizer is None:
-                texts = tokenizer_texts(corpus, config.tokenizer_bytes or DEFAULT_TOKENIZER_BYTES)
+                texts = tokenizer_texts(corpus, MAX_TOKENIZER_BYTES)
                 pattern = config.pattern or DEFAULT_PATTERN
                 tokenizer = train_bpe_tokenizer(texts, config.vocab_size, pattern)
             if corpus.rule.has_examples:
@@ -207,7 +207,6 @@ def check_arguments(config: PrepareConfig) -> None:
     requirements = [
         ("--vocab-size", config.vocab_size, trains_bpe, "--tokenizer bpe"),
         ("--pattern", config.pattern, trains_bpe, "--tokenizer bpe"),
-        ("--tokenizer-bytes", config.tokenizer_bytes, trains_bpe, "--tokenizer bpe"),
         ("--prompt-field", config.prompt_field, config.completion_field, "--completion-field"),
         ("--completion-field", config.completion_field, config.prompt_field, "--prompt-field"),
         ("--chat-field", config.chat_field, config.chat, "--chat"),
@@ -236,14 +235,10 @@ def make_reader(config: PrepareConfig, tokenizer: Tokenizer | None) -> Reader:
         parser = examples.chat_parser(config.chat_field, template)
     if config.completion_field:
         parser = examples.pair_parser(config.prompt_field or (), config.completion_field)
-    return Reader(
-        config.field or "text",
-        normalize_encoding(config.encoding),
-        config.errors,
-        config.separator or "",
-        config.skip_bad_rows,
-        parser,
-    )
+    field = config.field or "text"
+    encoding = normalize_encoding(config.encoding)
+    separator = config.separator or ""
+    return Reader(field, encoding, config.errors, separator, config.skip_bad_rows, parser)
 
 
 def check_reader(config: PrepareConfig, reader: Reader, sources: list[Source]) -> None:
@@ -289,29 +284,19 @@ def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None
     rule = corpus.rule
     needs_separator = not (rule.has_examples or rule.is_single_document or has_end_of_text)
     is_few = rule.has_few_documents and not rule.is_single_document
-    tokenizer_bytes = config.tokenizer_bytes
     encoding = normalize_encoding(config.encoding)
     fields = examples.list_fields(config.prompt_field or ())
     settings = {
-        "vocab_size": config.vocab_size,
+        **{name: getattr(config, name) for name in ORIGIN_SETTINGS},
         "pattern": config.pattern if config.pattern != DEFAULT_PATTERN else None,
-        "tokenizer_bytes": tokenizer_bytes if tokenizer_bytes != DEFAULT_TOKENIZER_BYTES else None,
-        "deduplicate": config.deduplicate,
-        "field": config.field,
         "prompt_field": fields[0] if len(fields) == 1 else fields,
-        "completion_field": config.completion_field,
-        "chat_field": config.chat_field,
-        "hf_config": config.hf_config,
-        "hf_split": config.hf_split,
         "encoding": encoding if encoding != DEFAULT_ENCODING else None,
         "errors": config.errors if config.errors != "strict" else None,
         "document_separator": config.separator,
-        "skip_bad_rows": config.skip_bad_rows,
         "examples": ("chats" if config.chat else "pairs") if rule.has_examples else None,
         "separator": "\n" if needs_separator else None,
         "split": "few" if is_few else None,
         "val": [os.fsencode(PurePath(name).name).decode(errors="replace") for name in config.val],
-        "hf_val_split": config.hf_val_split,
     }
     nondefault = {key: value for key, value in settings.items() if value}
     return {"tokenizer": name, "val_fraction": rule.val_fraction, **nondefault}

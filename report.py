@@ -20,12 +20,13 @@ from engine.core.errors import UserError
 from engine.core.settings import parse
 from engine.data.batches import Mixture, dataset_paths, open_mixture
 from engine.data.dataset import Dataset
-from engine.report.baselines import mixture_baselines
 from engine.report.memorization import find_passages
-from engine.report.page import collect_run_content, describe_data, write_page
+from engine.report.page import collect_run_content, write_page
 from engine.report.samples import compute_attention
 from engine.training.checkpoint import load_model, open_checkpoint
 from engine.training.run_dir import find_checkpoint, list_checkpoints
+
+MAX_RUNS = 8  # on one page
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ class ReportConfig:
     def __post_init__(self) -> None:
         if not self.runs:
             raise UserError("runs: must name at least one folder. Give one, such as out/stdlib.")
+        if len(self.runs) > MAX_RUNS:
+            problem = f"must be at most {MAX_RUNS} (got {len(self.runs)})"
+            raise UserError(f"runs: {problem}. Compare fewer.")
         if self.out and self.out.suffix != ".html":
             raise UserError(f"--out: must end in .html (got {self.out}).")
         if self.out and not self.out.parent.is_dir():
@@ -70,18 +74,12 @@ def describe_fully(folder: Path) -> dict[str, Any]:
     Raises UserError if the folder is not a run.
     """
     run = collect_run_content(folder)
-    settings = run["settings"]
     try:
-        data = open_run_data(folder, settings)
-        is_cut = settings.get("long_examples") == "cut"
-        run["data"] = describe_data(data)
+        data = open_run_data(folder, run["settings"])
         run["memorization"] = describe_memorization(run["samples"], run["best_step"], data.datasets)
-        fitting = data.drop_long_examples(settings["context_length"], is_cut)
-        run["baselines"] = mixture_baselines(fitting)
         run["attention"] = compute_attention(load_model(find_checkpoint(folder)), data)
     except UserError as error:
-        missing = "attention" if run["data"] else "data"
-        run["notes"].append(f"The {missing} cannot be shown. {error}")
+        run["notes"].append(f"Not all can be shown. {error}")
     return run
 
 
@@ -105,16 +103,19 @@ def describe_memorization(
     shown_step = best_step if best_step in steps else steps[-1]
     texts = [sample["text"] for sample in samples if sample["step"] == shown_step]
     passages, fraction = find_passages(texts + sample_validation(texts, datasets), datasets)
-    val_passages = passages[len(texts) :]
-    lengths = [str(max((n for _, n, _ in spans), default=0)) for spans in val_passages]
-    listed = " and ".join(filter(None, [", ".join(lengths[:-1]), lengths[-1]]))
+    lengths = [max((length for _, length, _ in spans), default=0) for spans in passages]
+    longest = max(lengths[: len(texts)])
+    longest_val = max(lengths[len(texts) :])
+    copies = []
+    for spans in passages[: len(texts)]:
+        copies.append([span for span in spans if span[1] > longest_val])
     note = (
-        "For comparison: in validation text of the same length, the longest matches with the "
-        f"training text are {listed} characters. Longer ones suggest copying."
+        "Marked passages are longer than any that validation text of the same length shares with "
+        f"the training text (at most {longest_val} characters)."
     )
     if fraction < 1:
         note += f" Only {fraction:.2%} of the training text was searched."
-    return {"passages": passages[: len(texts)], "note": note}
+    return {"passages": copies, "note": note, "longest": [longest, longest_val]}
 
 
 def sample_validation(texts: Sequence[str], datasets: Sequence[Dataset]) -> list[str]:

@@ -6,7 +6,6 @@
     python sample.py out/NAME --chat --prompts-file in.jsonl --out out.jsonl    {"messages": […]}
     python sample.py out/NAME --serve                    an OpenAI-compatible API, and the page
     python sample.py out/NAME --page                     a live page of the model, in a browser
-    python sample.py out/NAME TEXT --attention map.png   a picture of attention
 
 In Python: ``model = load("out/NAME"); print(model.generate("ROMEO:", max_new_tokens=100))``
 """
@@ -30,7 +29,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
-import torch
 import tyro
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -41,8 +39,7 @@ from engine.core.device import (
     keep_freed_memory,
 )
 from engine.core.errors import UserError
-from engine.core.files import read_input
-from engine.core.pictures import draw_attention
+from engine.core.files import read_input, read_json
 from engine.core.settings import flatten, parse
 from engine.data.chats.chat import chat_format, with_template
 from engine.data.tokenizer import load_tokenizer
@@ -51,7 +48,6 @@ from engine.generation.prompt_file import complete_file
 from engine.generation.sampling import DEFAULT_OPTIONS, TextOptions
 from engine.generation.text_batch import initial_tokens
 from engine.generation.text_generator import DECODING_BATCH_SIZE, DEFAULT_NEW_TOKENS, TextGenerator
-from engine.report.attention_maps import attention_maps, token_labels
 from engine.training.checkpoint import load_model
 from engine.training.run_dir import find_checkpoint
 from model import ModelConfig
@@ -75,7 +71,6 @@ SETTINGS_BY_MODE = {
     "chat": {"system", *CHAT_SETTINGS, *TEXT_SETTINGS},
     "serve": {*SERVER_SETTINGS, "compile", "quantize", "parse_special", *CHAT_SETTINGS},
     "page": {"port", *PROMPT_SETTINGS, *CHAT_SETTINGS, *PAGE_SETTINGS},
-    "attention": {"layer", *PROMPT_SETTINGS},
     "": {"beams", "num_samples", "batch_size", *PROMPT_SETTINGS, *TEXT_SETTINGS},
 }
 
@@ -123,8 +118,6 @@ class SampleConfig:
     # Dtype of the weights; auto: bfloat16 where it is faster.
     dtype: WeightDtype = "auto"
     quantize: Literal["int8"] | None = None  # 8-bit weights: faster on a CPU, and less exact.
-    attention: Path | None = None  # Draw the prompt's attention to this PNG file.
-    layer: Annotated[int | None, Ge(1)] = None  # The layer to draw, from 1; None: a grid of all.
     # Serve a page in the browser: probabilities, attention, and heads to switch off.
     page: bool = False
     serve: bool = False  # Serve an OpenAI-compatible API, and the page.
@@ -154,8 +147,6 @@ class SampleConfig:
     def __post_init__(self) -> None:
         if "" in self.stop:
             raise UserError("--stop: must not be empty. Give the text that ends a sample.")
-        if self.attention and self.attention.suffix.lower() != ".png":
-            raise UserError(f"--attention: must end in .png (got {self.attention}). Rename it.")
         if self.prompts_file and not self.out:
             raise UserError("--prompts-file: needs a file to write. Add --out FILE.jsonl.")
         if bool(self.text) + bool(self.prompt) + bool(self.prompt_file) > 1:
@@ -231,7 +222,7 @@ def sample(config: SampleConfig) -> None:
         )
     if config.chat:
         chat_format(model.tokenizer)  # raises UserError if the template fails
-    is_of_text = not (config.chat or config.serve or config.page or config.attention)
+    is_of_text = not (config.chat or config.serve or config.page)
     if model.is_chat_model and is_of_text and not config.parse_special:
         warn("the model was trained on chats: --chat gives it a turn, and a plain prompt does not")
     if config.prompts_file and config.out:
@@ -244,8 +235,6 @@ def sample(config: SampleConfig) -> None:
         converse(model, config.system, **config.options)
     elif config.serve or config.page:
         serve_model(config, model)
-    elif config.attention:
-        draw_prompt(config, config.attention, model)
     else:
         print_text(config, model)
     context_length = model.model.config.context_length
@@ -286,22 +275,6 @@ def read_prompt(config: SampleConfig) -> str:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}. Convert it.") from None
 
 
-def draw_prompt(config: SampleConfig, path: Path, model: TextGenerator) -> None:
-    """Draw the prompt's attention maps. Raises UserError for a wrong layer or a long prompt."""
-    model_config = model.model.config
-    num_layers = model_config.num_layers
-    if config.layer and config.layer > num_layers:
-        raise UserError(f"--layer: must be from 1 to {num_layers} (got {config.layer}).")
-    ids = model.encode_prompt(read_prompt(config))
-    if len(ids) > model_config.context_length:
-        raise UserError(f"--prompt: too long to draw (got {len(ids)} tokens). Shorten it.")
-    maps = attention_maps(model.model, torch.tensor(ids, device=model.device))
-    labels = token_labels(model.tokenizer, ids)
-    draw_attention(maps.float().cpu().numpy(), labels, path, config.layer and config.layer - 1)
-    num_heads = count_noun(model_config.num_heads, "head")
-    print(f"{path}: {num_heads} a layer, {count_noun(len(ids), 'token')}")
-
-
 def serve_model(config: SampleConfig, model: TextGenerator) -> None:
     """Serve the live page, with the config's prompt and settings, and the API, until Ctrl-C."""
     # Imported here because a web server takes half a second to import.
@@ -316,7 +289,16 @@ def serve_model(config: SampleConfig, model: TextGenerator) -> None:
     default_port = DEFAULT_API_PORT if config.serve else 0
     port = default_port if config.port is None else config.port
     api = Api(model, name, config.key) if config.serve else None
-    serve(ModelInspector(model, settings).answers, port, config.host, api)
+    inspector = ModelInspector(model, settings, read_prompts(config.path))
+    serve(inspector.answers, port, config.host, api)
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Read the prompts of a run, from its folder or that of a checkpoint; an import has none."""
+    folders = (path, *path.resolve().parents[:2])
+    abouts = (folder / "about.json" for folder in folders)
+    about = next((path for path in abouts if path.exists()), None)
+    return read_json(about).get("prompts", []) if about else []
 
 
 if __name__ == "__main__":

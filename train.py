@@ -264,7 +264,7 @@ def evaluate_score(trainer: Trainer, should_stop: Callable[[], bool]) -> dict[st
 
 def default_callbacks(config: TrainConfig) -> list[Callback]:
     """Return the callbacks of the command line."""
-    callbacks: list[Callback] = [MetricsFile(), Terminal(), Report()]
+    callbacks: list[Callback] = [MetricsFile(), Terminal(), Report(config)]
     if config.wandb:
         callbacks.append(WeightsAndBiases())
     return callbacks

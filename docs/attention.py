@@ -24,7 +24,6 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from engine.core.cli import run_command
-from engine.core.pictures import save_figure
 from engine.core.settings import build, parse
 from engine.data.chats.chat import encode_example
 from engine.data.dataset import open_dataset
@@ -32,8 +31,9 @@ from engine.data.split import Tokens, is_target
 from engine.data.tokenizer import ByteTokenizer, load_tokenizer
 from engine.nn.attention import attend, causal_mask
 from engine.nn.positions import rotate, sinusoids
-from engine.report.attention_maps import attention_maps, token_labels
+from engine.report.attention_maps import attention_maps, token_label
 from engine.report.dataset_summary import render_with_targets
+from engine.report.habits import HABIT_TITLES, habit_masks, sum_habits
 from engine.training.checkpoint import load_model
 from engine.training.run_dir import find_checkpoint
 from model import GPT, ModelConfig
@@ -42,12 +42,7 @@ from train import TrainConfig, train
 SAMPLE_TEXT = (
     "class Queue:\n    def put(self, item):\n        self.items.append(item)\n        return self\n"
 )
-HABIT_TITLES = {
-    "previous": "previous token",
-    "same": "after the same token",
-    "line": "line start",
-    "first": "first token",
-}
+SHOWN_HABIT_TITLES = {name: HABIT_TITLES[name] for name in ("previous", "same", "line", "first")}
 DECODER_2017 = {
     **{"position": "sinusoidal", "norm": "layernorm", "norm_placement": "post"},
     **{"activation": "relu", "bias": True, "qk_norm": False},
@@ -76,7 +71,7 @@ class AttentionConfig:
     # Dataset to read with heads, to train on with history; None: that of the guide.
     data: Path | None = None
     # Habits whose best heads are drawn.
-    habits: tuple[Literal["previous", "same", "line", "first"], ...] = tuple(HABIT_TITLES)
+    habits: tuple[Literal["previous", "same", "line", "first"], ...] = tuple(SHOWN_HABIT_TITLES)
     text: str = SAMPLE_TEXT  # The text in these pictures.
     out: Path = Path(__file__).parent  # The folder for the pictures.
     steps: Annotated[int, Ge(11)] = 200  # Optimizer steps of each run of the history.
@@ -269,28 +264,6 @@ def dropout() -> str:
     return f"dropped {dropped:.2f}, others 0.100 → {rows.max():.3f}, mean sum {sums.mean():.2f}"
 
 
-def habits(tokens: Tensor, texts: Sequence[str]) -> dict[str, Tensor]:
-    """Return the positions where each habit looks, bool (T, T), in (T,) ids.
-
-    ``texts`` (V,) are those of all ids.
-    """
-    T = len(tokens)
-    position = torch.arange(T)
-    earlier = torch.ones(T, T, dtype=torch.bool).tril(-1)
-    is_same = (tokens[:, None] == tokens) & earlier
-    last_same = torch.where(is_same, position, -2).amax(dim=1, keepdim=True)
-    line_starts = [True]  # a line's indentation, and its first word
-    for text in (texts[token] for token in tokens[:-1].tolist()):
-        line_starts.append("\n" in text or (line_starts[-1] and text.isspace()))
-    habit_masks = {
-        "previous": position == position[:, None] - 1,
-        "same": position == last_same + 1,
-        "line": torch.tensor(line_starts).expand(T, T),
-        "first": (position == 0).expand(T, T),
-    }
-    return {name: positions & earlier for name, positions in habit_masks.items()}
-
-
 @torch.no_grad()
 def score_heads(
     model: GPT, tokens: Tokens, texts: Sequence[str], num_windows: int = 32
@@ -300,16 +273,17 @@ def score_heads(
     The mean is over the positions, of evenly spread windows, where the habit has somewhere to look.
     """
     length = model.config.context_length
-    equal_weights = torch.ones(1, length, length).tril() / torch.arange(1, length + 1)[:, None]
     sums = torch.zeros(())
     counts = torch.zeros(())
     for start in np.linspace(0, len(tokens) - length, num_windows).astype(int).tolist():
         ids = torch.from_numpy(tokens[start : start + length].astype(np.int64))
-        maps = torch.cat((attention_maps(model, ids).flatten(0, 1), equal_weights))
-        habit_masks = torch.stack(list(habits(ids, texts).values()))
-        sums = sums + torch.einsum("hij,nij->nh", maps, habit_masks.float())
-        counts = counts + habit_masks.any(dim=-1).sum(dim=-1, keepdim=True)
-    scores = sums / counts
+        maps = attention_maps(model, ids).flatten(0, 1)
+        window_texts = [texts[token] for token in ids.tolist()]
+        window_sums, window_counts = sum_habits(maps, ids, window_texts)
+        sums = sums + window_sums
+        counts = counts + window_counts
+    names = list(HABIT_TITLES)
+    scores = (sums / counts)[[names.index(name) for name in SHOWN_HABIT_TITLES]]
     return scores[:, :-1].unflatten(1, (model.config.num_layers, -1)), scores[:, -1]
 
 
@@ -323,26 +297,26 @@ def heads(config: AttentionConfig) -> str:
     scores, equal_scores = score_heads(model, data.val.tokens, texts)
     tokens = torch.from_numpy(tokenizer.encode(config.text).astype(np.int64))
     tokens = tokens[: model.config.context_length]
-    labels = token_labels(tokenizer, tokens.tolist())
+    labels = [token_label(tokenizer, token) for token in tokens.tolist()]
     maps = attention_maps(model, tokens).flatten(0, 1)
-    habit_masks = habits(tokens, texts)
+    masks = habit_masks(tokens, [texts[token] for token in tokens.tolist()])
     rows = []
     for layer, head in np.ndindex(scores.shape[1:]):
         cells = [f"{score:.3f}" for score in scores[:, layer, head]]
         rows.append([f"layer {layer + 1}, head {head + 1}", *cells])
     rows.append(["all alike", *(f"{score:.3f}" for score in equal_scores)])
-    for column, (name, habit) in enumerate(HABIT_TITLES.items(), 1):
+    for column, (name, habit) in enumerate(SHOWN_HABIT_TITLES.items(), 1):
         best = int(scores[column - 1].argmax())
         title = f"{rows[best][0]}: {habit}, mean weight {rows[best][column]}"
         if name in config.habits:
             path = config.out / f"attention-{name}.png"
-            draw(maps[best], habit_masks[name], labels, title, path)
+            draw(maps[best], masks[name], labels, title, path)
         rows[best][column] = f"**{rows[best][column]}**"
-    table = [["", *HABIT_TITLES.values()], ["---"] * len(rows[0]), *rows]
+    table = [["", *SHOWN_HABIT_TITLES.values()], ["---"] * len(rows[0]), *rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in table)
 
 
-def draw(weights: Tensor, habit_masks: Tensor, labels: list[str], title: str, path: Path) -> None:
+def draw(weights: Tensor, mask: Tensor, labels: list[str], title: str, path: Path) -> None:
     """Draw one head's attention (T, T) as a PNG, with the positions of a habit outlined."""
     from matplotlib.figure import Figure
 
@@ -350,7 +324,7 @@ def draw(weights: Tensor, habit_masks: Tensor, labels: list[str], title: str, pa
     axes = figure.add_subplot(xlabel="looked at", ylabel="looks", title=title)
     visible = weights.masked_fill(~causal_mask(*weights.shape), math.nan).numpy()
     image = axes.imshow(visible, "cividis", vmin=0, vmax=1)
-    rows, columns = habit_masks.nonzero(as_tuple=True)
+    rows, columns = mask.nonzero(as_tuple=True)
     style = {"marker": "s", "facecolors": "none", "edgecolors": "#d55e00"}
     axes.scatter(columns, rows, 45, label="this habit", **style)
     names = [label[:8] for label in labels]
@@ -358,7 +332,7 @@ def draw(weights: Tensor, habit_masks: Tensor, labels: list[str], title: str, pa
         axis.set_ticks(range(len(names)), names, rotation=angle, fontsize=9, parse_math=False)
     axes.legend(loc="upper right")
     figure.colorbar(image, ax=axes, shrink=0.6, label="attention weight")
-    save_figure(figure, path)
+    figure.savefig(path, dpi=120)
 
 
 def history(config: AttentionConfig) -> str:

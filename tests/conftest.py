@@ -140,6 +140,22 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
+def check_accessibility(page: Any) -> Callable[[], None]:
+    """Check that axe-core finds no serious violation in the page, in light and in dark colors."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+
+    def check_accessibility() -> None:
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            violations = axe.run(page).response["violations"]
+            serious = [v for v in violations if v["impact"] in ("serious", "critical")]
+            nodes = [(v["id"], node["html"][:200]) for v in serious for node in v["nodes"]]
+            assert not nodes, (scheme, nodes)
+
+    return check_accessibility
+
+
+@pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
     """A page whose console must stay free of errors, and whose requests must stay local."""
     context = browser.new_context()

@@ -8,7 +8,8 @@ import json
 import math
 import signal
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,10 @@ from engine.core.cli import run_command
 from engine.core.distributed import DistributedContext
 from engine.core.files import sha256
 from engine.core.settings import load_settings
-from engine.data.inputs.sources import ExampleParser, Reader
+from engine.data.inputs.readers import read
+from engine.data.inputs.sources import ExampleParser, Reader, Source
+from engine.data.tokenizer import Tokenizer, from_document
+from engine.data.tokenizer_json import with_extension
 from engine.generation.sampling import row_seeds
 from engine.generation.text_batch import TextBatch, TextRequest
 from engine.report.server import PageServer
@@ -34,6 +38,7 @@ from engine.training.config import TrainConfig
 from engine.training.run_dir import list_checkpoints
 from engine.training.trainer import Callback, Trainer
 from model import GPT, ModelConfig
+from prepare import PrepareConfig, prepare
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
@@ -44,7 +49,30 @@ def numbers_text(count: int) -> str:
     return "".join(f"{number} is followed by {number + 1}.\n" for number in range(count))
 
 
-def train_sentencepiece(texts: list[str]) -> tokenizers.Tokenizer:
+def write_lines(path: Path, records: Iterable[Any]) -> Path:
+    """Write records as lines of JSON; return the path."""
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
+    return path
+
+
+def read_lines(path: Path) -> list[Any]:
+    """Read lines of JSON, each of which has an end."""
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+def make_dataset(folder: Path, content: Path | str | list[dict[str, Any]], **settings: Any) -> Path:
+    """Prepare a path, text or records as FOLDER/data of bytes, if settings do not say otherwise."""
+    path = content if isinstance(content, Path) else folder / "in.txt"
+    if isinstance(content, str):
+        path.write_text(content, encoding="utf-8")
+    elif isinstance(content, list):
+        path = write_lines(folder / "in.jsonl", content)
+    settings = {"tokenizer": "byte", "out": folder / "data", **settings}
+    prepare(PrepareConfig((str(path),), **settings))
+    return settings["out"]
+
+
+def train_sentencepiece(texts: list[str]) -> Tokenizer:
     """Return a Unigram with byte fallback and Metaspace, as in models that use SentencePiece."""
     trained = tokenizers.Tokenizer(models.Unigram())
     trained.pre_tokenizer = Metaspace(prepend_scheme="first")
@@ -62,13 +90,19 @@ def train_sentencepiece(texts: list[str]) -> tokenizers.Tokenizer:
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     tokenizer.post_processor = processors.TemplateProcessing("<s> $0", None, [("<s>", 1)])
-    return tokenizer
+    return from_document(with_extension(json.loads(tokenizer.to_str()), end_of_text="</s>"))
 
 
 def make_reader(turns_of: Any = None, fields: Sequence[str] = (), **options: Any) -> Reader:
     """Return a reader; with turns_of, of examples in fields of records."""
-    parser = ExampleParser(turns_of, lambda record: [], tuple(fields)) if turns_of else None
+    parser = ExampleParser(lambda row: (turns_of(row), []), tuple(fields)) if turns_of else None
     return Reader(examples=parser, **options)
+
+
+def texts_of(file: Path | Source, notes: Counter[str] | None = None, **options: Any) -> list[str]:
+    """Return the texts that a reader with options finds in a file."""
+    source = file if isinstance(file, Source) else Source(file, file.name)
+    return [text.text for text in read(source, notes=notes, reader=make_reader(**options))]
 
 
 SMALL = ModelConfig(vocab_size=37, context_length=16, num_layers=2, num_heads=3, d_model=24)
@@ -121,18 +155,14 @@ class IdStream:
     def __init__(self, prompt: Sequence[int], num_tokens: int):
         self.prompt = list(prompt)
         self.max_tokens = num_tokens
-        self.ids: list[int] = []
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.ids)
+        self.new_ids: list[int] = []
 
     @property
     def is_finished(self) -> bool:
-        return len(self.ids) == self.max_tokens
+        return len(self.new_ids) == self.max_tokens
 
     def push(self, token: int) -> str:
-        self.ids.append(token)
+        self.new_ids.append(token)
         return ""
 
 
@@ -153,7 +183,7 @@ def decode(
         batch.read()
     while batch.requests:
         batch.step()
-    return [stream.ids for stream in streams]
+    return [stream.new_ids for stream in streams]
 
 
 def make_state(step: int, **values: Any) -> dict[str, Any]:
@@ -162,6 +192,11 @@ def make_state(step: int, **values: Any) -> dict[str, Any]:
     state |= dict.fromkeys(("evaluation", "best_evaluation", "examples", "imported", "base"))
     state |= {"model": {"vocab_size": 1}, "settings": {}, "data_sha256": "", "documents": 2}
     return state | {"has_system_turns": True} | values
+
+
+def save_tokenizer(path: Path) -> None:
+    """Write what a checkpoint of a test has for a tokenizer."""
+    path.write_text("{}")
 
 
 def newest_checkpoint(run: Path) -> Checkpoint:
@@ -186,8 +221,7 @@ def same_tensors(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 def logged(run: Path, key: str) -> dict[int, Any]:
     """Return {step: value} of a key of metrics.jsonl."""
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = map(json.loads, lines)
+    records = read_lines(run / "metrics.jsonl")
     return {record["step"]: record[key] for record in records if key in record}
 
 

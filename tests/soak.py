@@ -26,7 +26,6 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: a fork has only one thread
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import matplotlib.figure  # noqa: F401  these three, or every fork would import them
 import pytest
 import torch
 import torch._dynamo
@@ -122,13 +121,13 @@ def train_arguments(run: Path, *flags: object) -> list[str]:
     return list(map(str, [*paths, *SHAPE.split(), *FLAGS.split(), *flags]))
 
 
-def make_data(data: Path, *flags: str) -> None:
+def make_data(folder: Path, *flags: str) -> None:
     """Prepare a small dataset of characters."""
-    text = data.parent / "text.txt"
+    text = folder / "text.txt"
     text.write_text(numbers_text(500), encoding="utf-8")
     os.utime(text, (0, 0))  # the same file each time
     with contextlib.redirect_stdout(sys.stderr):
-        prepare.main([str(text), "--tokenizer", "char", "--out", str(data), *flags])
+        prepare.main([str(text), "--tokenizer", "char", "--out", str(folder / "data"), *flags])
 
 
 # Killed at every change of a file.
@@ -177,7 +176,7 @@ class Killer:
 
 def make_killed_run(folder: Path) -> None:
     """Train to step 5 and be killed; there are checkpoints, but none of step 5."""
-    make_data(folder / "data")
+    make_data(folder)
     config = load_settings(TrainConfig, train_arguments(folder / "run", *SIX_STEPS))
     kill = functools.partial(signal.raise_signal, signal.SIGKILL)
     hooks = [MetricsFile(), Action(5, kill, "train_loss")]
@@ -232,16 +231,8 @@ class Kind:
     victim: int = 0  # the rank to kill
 
 
-def make_default_data(folder: Path) -> None:
-    make_data(folder / "data")
-
-
 def make_other_data(folder: Path) -> None:
-    make_data(folder / "data", "--val-fraction", "0.3")
-
-
-def replace_data(folder: Path) -> None:
-    make_data(folder / "data", "--force")
+    make_data(folder, "--val-fraction", "0.3")
 
 
 def train_six_steps(folder: Path, *flags: str) -> int:
@@ -253,12 +244,12 @@ def train_sharded(folder: Path) -> int:
 
 
 KINDS = {
-    "train": Kind(make_default_data, train_six_steps),
+    "train": Kind(make_data, train_six_steps),
     "resume": Kind(make_killed_run, train_six_steps),
-    "train, rank 0 of 2 sharded": Kind(make_default_data, train_sharded, num_ranks=2, victim=0),
-    "train, rank 1 of 2 sharded": Kind(make_default_data, train_sharded, num_ranks=2, victim=1),
-    "prepare": Kind(lambda folder: None, make_default_data),
-    "prepare --force": Kind(make_other_data, replace_data),
+    "train, rank 0 of 2 sharded": Kind(make_data, train_sharded, num_ranks=2, victim=0),
+    "train, rank 1 of 2 sharded": Kind(make_data, train_sharded, num_ranks=2, victim=1),
+    "prepare": Kind(lambda folder: None, make_data),
+    "prepare --force": Kind(make_other_data, lambda folder: make_data(folder, "--force")),
 }
 
 

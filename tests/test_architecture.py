@@ -18,8 +18,9 @@ from engine.training.config import TrainConfig
 PAGE = ROOT / "docs" / "architecture.md"
 SOURCES = ("*.py", "engine", "config")
 # They are lowered whenever they can be. Only a new capability raises them.
-MAX_SOURCE_LINES = 15_727
-MAX_TEST_LINES = 17_756
+MAX_SOURCE_LINES = 15_975
+MAX_TEST_LINES = 18_235
+MAX_PAGE_LINES = 2_199  # HTML, CSS and JavaScript
 
 
 def read_changes() -> dict[str, tuple[str, list[str]]]:
@@ -78,6 +79,8 @@ def count_lines(*patterns: str) -> int:
 def test_the_house_stays_within_its_budget():
     assert count_lines("*.py", "engine/**/*.py") <= MAX_SOURCE_LINES
     assert count_lines("tests/**/*.py") <= MAX_TEST_LINES
+    web = "engine/report/web/[!u]*"  # uPlot's files are of others
+    assert count_lines(f"{web}.js", f"{web}.css", f"{web}.html") <= MAX_PAGE_LINES
 
 
 def test_page_has_the_four_changes():

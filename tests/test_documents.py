@@ -22,7 +22,7 @@ from train import TrainConfig
 PAGES = {path: path.read_text("utf-8") for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]}
 TUTORIAL = ROOT / "docs" / "attention.md"
 MAX_README_WORDS = 1300
-MAX_ENGLISH_WORDS = 11_550
+MAX_ENGLISH_WORDS = 11_750
 PROGRAMS = ("python", "pytest", "torchrun")
 OPERATORS = {"|", "&&", ";", ">", "<", ">>", "&"}
 CODE_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)

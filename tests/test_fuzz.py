@@ -29,7 +29,7 @@ from engine.core.errors import UserError
 from engine.data.chats.examples import parse_chat, parse_pair
 from engine.data.inputs.documents import Corpus
 from engine.data.inputs.readers import read
-from engine.data.inputs.sources import Source
+from engine.data.inputs.sources import ExampleParser, Reader, Source
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer
 from engine.data.tokenizer_training import train_bpe_tokenizer
 from huggingface import ImportConfig, import_model
@@ -120,15 +120,15 @@ def test_imported_models(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "turns_of", [parse_chat, partial(parse_pair, prompt_fields=["a"], completion_field="c")]
+    "parse_record", [parse_chat, partial(parse_pair, prompt_fields=["a"], completion_field="c")]
 )
-def test_pairs_and_chats(turns_of, tmp_path):
+def test_pairs_and_chats(parse_record, tmp_path):
     path = tmp_path / "examples.jsonl"
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     contents = changed_json({"a": "b", "c": "d", "messages": messages})
 
     def parse() -> None:
-        reader = make_reader(turns_of, ("a", "c", "messages"))
+        reader = Reader(examples=ExampleParser(parse_record, ("a", "c", "messages")))
         texts = read(Source(path, path.name), reader=reader)
         assert all(json.loads(text.text) for text in texts)
 

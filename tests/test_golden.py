@@ -1,10 +1,9 @@
 """One real run ends where it always has: the laptop's Shakespeare preset."""
 
 import pytest
-from helpers import ROOT, logged
+from helpers import ROOT, logged, make_dataset
 
 import train
-from prepare import PrepareConfig, prepare
 
 FINAL_STEP = 130
 EXPECTED_VAL_LOSS = 1.846  # nats per token over the whole validation split, seed 1
@@ -12,11 +11,9 @@ MAX_DIFFERENCE = 0.02
 
 
 def test_laptop_shakespeare_preset_ends_at_its_known_loss(shakespeare, tmp_path):
-    data = tmp_path / "shakespeare-char"
     out = tmp_path / "run"
-    prepare(PrepareConfig(inputs=(str(shakespeare),), tokenizer="char", out=data))
+    data = make_dataset(tmp_path, shakespeare, tokenizer="char")
     preset = str(ROOT / "config" / "shakespeare-char-cpu.toml")
     assert train.main([preset, "--data", str(data), "--out", str(out), "--device", "cpu"]) == 0
-    assert logged(out, "val_loss")[FINAL_STEP] == pytest.approx(
-        EXPECTED_VAL_LOSS, abs=MAX_DIFFERENCE
-    )
+    expected = pytest.approx(EXPECTED_VAL_LOSS, abs=MAX_DIFFERENCE)
+    assert logged(out, "val_loss")[FINAL_STEP] == expected

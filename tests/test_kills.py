@@ -1,10 +1,8 @@
 """A killed command that is run again ends as if it had not been killed: a sample of soak.py."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from helpers import make_state
+from helpers import make_state, save_tokenizer
 from soak import KINDS, events, run_ranks
 
 from engine.core.distributed import init_distributed
@@ -21,9 +19,6 @@ def test_a_command_killed_at_a_file_event_ends_the_same_when_it_is_run_again(nam
 
 
 def test_an_error_of_any_rank_in_a_sharded_save_is_raised_on_all_ranks(tmp_path):
-    def save_tokenizer(path: Path) -> None:
-        path.write_text("{}")
-
     def raise_disk_full(*arguments: object) -> None:
         raise OSError("No space left")
 

@@ -27,6 +27,7 @@ from engine.report.page import (
     write_page,
 )
 from engine.report.samples import (
+    ATTENTION_TOKENS,
     MAX_ATTENTION_BYTES,
     NEW_TOKENS,
     Report,
@@ -37,6 +38,7 @@ from engine.training.checkpoint import load_model
 from engine.training.run_dir import find_checkpoint
 from engine.training.trainer import Callback, Trainer
 from model import GPT, ModelConfig
+from report import MAX_RUNS
 
 EVIL = "</script><img src=x onerror=\"document.title='taken'\"><!--"
 
@@ -88,13 +90,14 @@ def test_a_run_writes_its_page_at_each_evaluation(runs, numbers):
     assert validation["val_loss"]["mean"] == pytest.approx(list(val_losses.values()), rel=1e-5)
     assert training["tokens"] == [64 * step for step in losses]
     assert validation["tokens"] == [256, 512]
-    assert page["figures"]["validation loss, nats per token"] == f"{val_losses[8]:.4f}"
-    assert page["figures"]["steps"] == "8 of 8" and page["figures"]["tokens"] == "512"
-    assert page["settings"]["d_model"] == 16 and "d_model" in page["defaults"]
-    assert page["machine"]["processor"] and page["machine"]["PyTorch"] == torch.__version__
-    assert page["data"][0]["dataset"] == str(numbers)
+    assert page["best"]["val_loss"] == pytest.approx(val_losses[8]) and page["state"]["step"] == 8
+    assert page["figures"]["tokens"] == "512"
+    about = page["about"]
+    assert page["settings"]["d_model"] == 16 and "d_model" in about["defaults"]
+    assert about["machine"]["processor"] and about["machine"]["PyTorch"] == torch.__version__
+    assert about["data"][0]["dataset"] == str(numbers)
     entropy = math.log(open_mixture([numbers]).tokenizer.vocab_size)
-    assert page["baselines"]["uniform"] == pytest.approx(entropy)
+    assert about["baselines"]["uniform"] == pytest.approx(entropy)
 
 
 def test_samples_follow_the_same_prompts_at_each_evaluation(runs):
@@ -105,7 +108,9 @@ def test_samples_follow_the_same_prompts_at_each_evaluation(runs):
     assert all(len(sample["text"]) == NEW_TOKENS for sample in samples)
 
 
-def test_memorized_passages_are_shown_and_losses_that_are_not_finite_are_gaps(run_a, numbers):
+def test_memorized_passages_are_shown_and_losses_that_are_not_finite_are_gaps(
+    run_a, numbers, monkeypatch
+):
     records = read_lines(run_a / "metrics.jsonl")
     first, second, *_ = (record for record in records if "train_loss" in record)
     first["train_loss"] = None
@@ -113,16 +118,18 @@ def test_memorized_passages_are_shown_and_losses_that_are_not_finite_are_gaps(ru
     write_lines(run_a / "metrics.jsonl", records)
     samples = read_lines(run_a / "samples.jsonl")
     data = open_mixture([numbers])
-    samples[-1]["text"] = (
-        f"@{data.tokenizer.decode(data.datasets[0].train.tokens[500:700].tolist())}@"
-    )
+    text = data.tokenizer.decode(data.datasets[0].train.tokens[500:700].tolist())
+    monkeypatch.setattr(report, "sample_validation", lambda *_: ["", text[:50]])
+    samples[-2]["text"] = text[:50]
+    samples[-1]["text"] = f"@{text}@"
     write_lines(run_a / "samples.jsonl", samples)
     page = make_page(run_a)
     losses = page["training"]["train_loss"]["mean"]
     assert [loss is None for loss in losses] == [True, True] + [False] * 6
     memorization = page["memorization"]
-    assert memorization["passages"][2] == [[1, 200, f"token 500 of {numbers / 'train-00000.npy'}"]]
-    assert re.search(r"\d+, \d+ and \d+ characters", memorization["note"])
+    assert memorization["passages"][1:] == [[], [[1, 200, "numbers.txt"]]]
+    assert memorization["longest"] == [200, 50]
+    assert "at most 50 characters" in memorization["note"]
 
 
 def test_validation_texts_have_the_same_lengths_and_are_spread(numbers):
@@ -138,27 +145,32 @@ def test_validation_texts_have_the_same_lengths_and_are_spread(numbers):
 @pytest.mark.parametrize("source", ["live", "checkpoint"])
 def test_attention_is_that_of_the_heads(runs, numbers, source):
     page = read_page(runs / "a" / "report.html") if source == "live" else make_page(runs / "a")
-    text = "".join(page["attention"]["tokens"]).replace("·", " ").replace("⏎", "\n")
+    attention = page["attention"]
+    text = "".join(attention["labels"]).replace("·", " ").replace("⏎", "\n")
     tokens = torch.from_numpy(open_mixture([numbers]).tokenizer.encode(text).astype(np.int64))
-    maps = attention_maps(load_model(find_checkpoint(runs / "a")), tokens).numpy()
-    weights = np.frombuffer(base64.b64decode(page["attention"]["weights"]), np.uint8)
-    np.testing.assert_allclose(weights.reshape(maps.shape) / 255, maps, atol=0.003)
+    maps = attention_maps(load_model(find_checkpoint(runs / "a")), tokens)
+    levels = np.frombuffer(base64.b64decode(attention["weights"]), np.uint8)
+    rows, columns = np.tril_indices(len(tokens))
+    expected = maps.flatten(0, 1)[:, rows, columns].ravel()
+    np.testing.assert_allclose((levels / 255) ** 2, expected, atol=0.004)
+    assert len(attention["habits"]) == attention["layers"] * attention["heads"]
 
 
-@pytest.mark.parametrize(("layers", "heads"), [(220, 1), (2, 110)])
-def test_of_many_heads_the_first_that_fit_are_shown(numbers, layers, heads):
+@pytest.mark.parametrize(("layers", "heads"), [(24, 16), (2, 600)])
+def test_of_many_heads_all_are_shown_on_a_shorter_text(numbers, layers, heads, tmp_path):
     data = open_mixture([numbers])
     config = ModelConfig(
         vocab_size=data.tokenizer.vocab_size,
-        context_length=32,
+        context_length=64,
         num_layers=layers,
         num_heads=heads,
         d_model=2 * heads,
     )
     attention = compute_attention(GPT(config).eval(), data)
     size = len(base64.b64decode(attention["weights"]))
-    assert size == attention["layers"] * attention["heads"] * 32**2
-    assert size <= MAX_ATTENTION_BYTES < size + 70_000 and attention["of"] == [layers, heads]
+    length = len(attention["labels"])
+    assert size == layers * heads * length * (length + 1) // 2 <= MAX_ATTENTION_BYTES
+    assert (length == ATTENTION_TOKENS) == (layers == 24)
 
 
 def test_the_callback_changes_nothing_in_training(runs, numbers, tmp_path):
@@ -189,7 +201,7 @@ def test_the_page_shows_the_checkpoint_that_is_used_also_after_a_resume(numbers,
     assert losses[3] < min(losses[6], losses[7])
     for page, last in zip(pages, (6, 6, 7), strict=True):
         assert page["best_step"] == 3 and page["attention"] == pages[0]["attention"]
-        assert page["figures"]["validation loss, nats per token"] == f"{losses[3]:.4f}"
+        assert page["best"]["val_loss"] == pytest.approx(losses[3])
         assert page["figures"]["last validation loss"] == f"{losses[last]:.4f}"
     samples = [sample for sample in pages[1]["samples"] if sample["step"] == 3]
     assert len(pages[1]["memorization"]["passages"]) == len(samples) > 0
@@ -203,11 +215,8 @@ def test_a_sharded_model_is_not_sampled_from(run_a, numbers):
     trainer = SimpleNamespace(step=9, data=open_mixture([numbers]), is_best=True)
     trainer.config = SimpleNamespace(out=run_a)
     trainer.dist_ctx = SimpleNamespace(sharded=True)
-    callback = Report()
-    callback.baselines = {}
-    callback.on_record(trainer, {"step": 9, "val_loss": 1.0})
+    Report().sample(trainer)
     assert (run_a / "samples.jsonl").read_bytes() == before
-    assert read_page(run_a / "report.html")["attention"] is None
 
 
 def test_a_model_that_diverged_has_samples_and_attention(numbers):
@@ -243,7 +252,7 @@ def test_of_many_evaluations_some_are_shown_with_the_first_and_the_last():
     ("missing", "shown", "note"),
     [
         ("checkpoints", "memorization", "checkpoint"),
-        ("checkpoints/*/model.safetensors", "baselines", "model.safetensors"),
+        ("checkpoints/*/model.safetensors", "memorization", "model.safetensors"),
         ("metrics.jsonl", "attention", None),
         ("about.json", "attention", None),
         ("samples.jsonl", "attention", None),
@@ -266,7 +275,7 @@ def test_data_that_is_missing_or_not_that_of_the_run_is_noted(numbers, run_a, is
     config = run_a / "config.toml"
     config.write_text(config.read_text().replace(str(numbers), str(data)))
     page = make_page(run_a)
-    assert not any(page[key] for key in ("data", "baselines", "memorization", "attention"))
+    assert page["about"]["data"] and page["memorization"] is page["attention"] is None
     assert page["training"]["step"] and str(data) in page["notes"][0]
 
 
@@ -275,7 +284,8 @@ def test_a_folder_that_is_not_a_run_is_refused(run_a, tmp_path, capsys):
     (run_a / "config.toml").write_text("steps = ")
     flags = [[str(tmp_path / name)] for name in ("empty", "missing", "a")]
     flags += [[], [str(run_a), "--out", "page.png"], [str(run_a), "--out", "no/page.html"]]
-    for code, arguments in zip([1, 1, 1, 2, 2, 2], flags, strict=True):
+    flags += [[*map(str, range(MAX_RUNS)), "runs"]]
+    for code, arguments in zip([1, 1, 1, 2, 2, 2, 2], flags, strict=True):
         assert exit_code_of(lambda arguments=arguments: report.main(arguments)) == code
         assert (arguments or ["runs"])[-1].split("/")[0] in capsys.readouterr().err
 
@@ -287,7 +297,7 @@ def poison(folder: Path) -> Path:
     write_lines(poisoned / "samples.jsonl", [*samples, {"step": 8, "prompt": EVIL, "text": EVIL}])
     with open(poisoned / "config.toml", "a") as file:
         file.write(f"evil = {json.dumps(EVIL)}\n")
-    about = {"machine": {EVIL: EVIL}, "defaults": {EVIL: EVIL}}
+    about = {"machine": {EVIL: EVIL}, "defaults": {EVIL: EVIL}, "typed": ["evil"]}
     (poisoned / "about.json").write_text(json.dumps(about))
     return poisoned
 

@@ -17,10 +17,17 @@ import sys
 import termios
 from pathlib import Path
 
-import matplotlib.image
 import pytest
 import torch
-from helpers import ROOT, exit_code_of, newest_checkpoint, train_tiny
+from helpers import (
+    ROOT,
+    exit_code_of,
+    make_dataset,
+    newest_checkpoint,
+    read_lines,
+    train_tiny,
+    write_lines,
+)
 
 import sample
 import train
@@ -31,7 +38,6 @@ from engine.data.tokenizer_json import SPECIAL_TOKENS, with_extension
 from engine.training.checkpoint import open_checkpoint, write_checkpoint
 from engine.training.run_dir import list_checkpoints
 from model import GPT, ModelConfig
-from prepare import PrepareConfig, prepare
 
 ANSWERS = {"hello": "Good day!", "bye": "So long."}
 CHAT = ByteTokenizer().with_special(SPECIAL_TOKENS)
@@ -41,12 +47,10 @@ CHAT = ByteTokenizer().with_special(SPECIAL_TOKENS)
 def trained(tmp_path_factory) -> Path:
     """A run that knows one line of bytes by heart, whose characters have several."""
     folder = tmp_path_factory.mktemp("run")
-    text = folder / "text.txt"
-    text.write_text("äöü€ abcdefgh.\n" * 500, encoding="utf-8")
-    prepare(PrepareConfig(inputs=(str(text),), tokenizer="byte", out=folder / "data"))
+    data = make_dataset(folder, "äöü€ abcdefgh.\n" * 500)
     shape = "--num-layers 2 --num-heads 2 --d-model 32 --context-length 24 --batch-size 8"
     schedule = "--steps 160 --warmup-steps 2 --learning-rate 0.02 --device cpu"
-    files = f"--data {folder}/data --out {folder}/run"
+    files = f"--data {data} --out {folder}/run"
     assert train.main(f"{files} {shape} {schedule}".split()) == 0
     return folder / "run"
 
@@ -96,14 +100,6 @@ def output_of(trained, capsys):
     return output_of
 
 
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
-
-
-def write_lines(path: Path, records: list[dict]) -> None:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-
-
 # Text.
 
 
@@ -146,14 +142,6 @@ def test_prompts_come_from_files_and_standard_input_too(run, output_of, trained,
     assert sample.read_prompt(config) == "ab\ncd\n"
     piped = run("sample.py", trained, "-", *flags, input="äö")
     assert (piped.returncode, piped.stdout, piped.stderr) == (0, expected, "")
-
-
-def test_a_picture_shows_all_layers_or_one(output_of, tmp_path):
-    for name, flags in {"a.png": [], "b.png": ["--layer", 2]}.items():
-        flags += ["--prompt", "abcdefgh", "--attention", tmp_path / name]
-        assert output_of(*flags) == f"{tmp_path}/{name}: 2 heads a layer, 8 tokens\n"
-    heights = [len(matplotlib.image.imread(tmp_path / name)) for name in ("a.png", "b.png")]
-    assert heights[0] > heights[1]
 
 
 # Files of prompts.
@@ -330,36 +318,7 @@ def test_ctrl_c_ends_an_answer_and_at_the_prompt_the_chat(trained, tmp_path):
     os.close(terminal)
 
 
-# Mistakes.
-
-FILES = ["--prompts-file", "a", "--out", "b"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "names"),
-    [
-        (["--stop", ""], ["--stop"]),
-        (["--attention", "."], ["--attention"]),
-        (["--layer", "1"], ["--layer", "--attention"]),
-        (["a", "--prompt", "b"], ["--prompt"]),
-        (["a", "--chat"], ["TEXT", "--chat"]),
-        (["--min-p", "1.1"], ["--min-p", "1"]),
-        ([*FILES, "--chat", "--system", "a"], ["--system", "--prompts-file"]),
-        (["--beams", "2", "--temperature", "0.5"], ["--temperature", "--beams"]),
-        (["--prompts-file", "a"], ["--prompts-file", "--out"]),
-        (["--page", "--chat"], ["--page", "--chat"]),
-        (["--quantize", "int8", "--compile"], ["--quantize", "--compile"]),
-        (["--temperature", "nan"], ["--temperature"]),
-        (["--tempreature", "1"], ["--temperature"]),
-    ],
-    ids=str,
-)
-def test_flags_without_effect_are_an_error_before_anything_is_read(flags, names, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        sample.main(["nowhere", *flags])
-    printed = capsys.readouterr().err
-    assert printed.startswith("error: ") and printed.count("\n") == 1
-    assert all(name in printed for name in names), printed
+# Weights, settings and templates.
 
 
 @pytest.mark.parametrize("flags", [["--dtype", "bfloat16"], ["--quantize", "int8"]], ids=str)
@@ -385,44 +344,6 @@ def test_every_setting_has_an_effect_in_some_mode():
     names = {field.name for field in dataclasses.fields(sample.SampleConfig)}
     used = set().union(*(names | {mode} for mode, names in sample.SETTINGS_BY_MODE.items()))
     assert names == used - {""} | sample.COMMON_SETTINGS
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["RUN", "--layer", "3", "--attention", "a.png", "--prompt", "x"], "--layer.*2"),
-        (["RUN", "--attention", "a.png", "--prompt", "x" * 30], "30 tokens"),
-        (["RUN", "--prompt-file", "latin-1.txt"], "latin-1.txt.*UTF-8 at byte 1"),
-        (["RUN", "--prompt-file", "/dev/zero"], "/dev/zero.*4,194,304 bytes"),
-        (["RUN", "--prompts-file", "/dev/urandom", "--out", "x"], "/dev/urandom: must be a file"),
-        (["RUN", "--prompts-file", "latin-1.txt", "--out", "latin-1.txt"], "--out.*latin-1.txt"),
-        (["RUN", "--prompts-file", "latin-1.txt", "--out", "no/out.jsonl"], "--out.*no/out.jsonl"),
-        (["RUN", "--chat"], "RUN.*not trained on chats"),
-        (["DATA"], "DATA.*is a dataset.*train.py --data DATA"),
-        (["nowhere"], "nowhere"),
-        (["empty", "a"], "empty.*no checkpoint"),
-        (["latin-1.txt", "a"], "latin-1.txt.*no checkpoint"),
-        (["RUN/config.toml"], "config.toml: .* RUN"),
-        (["RUN/..", "a"], "RUN/..: .* RUN"),
-        (["RUN/checkpoints", "a"], "checkpoints: .* RUN"),
-        (["hf model"], "huggingface.py import 'hf model' 'out/hf model'"),
-        ([str(ROOT)], str(ROOT)),
-    ],
-)
-def test_a_mistake_is_a_user_error(flags, message, trained, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("engine.core.files.MAX_INPUT_BYTES", 2**22)
-    (tmp_path / "latin-1.txt").write_bytes("aä".encode("latin-1"))
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "hf model").mkdir()
-    (tmp_path / "hf model" / "config.json").write_text("{}")
-    paths = {"RUN": str(trained), "DATA": str(trained.parent / "data")}
-    for name, path in paths.items():
-        message = message.replace(name, re.escape(path))
-        flags = [flag.replace(name, path) for flag in flags]
-    with pytest.raises(UserError, match=message) as error:
-        sample.main([*flags, "--device", "cpu"])
-    assert "\n" not in str(error.value)
 
 
 def test_a_closed_standard_input_is_an_error(trained, chat_model, monkeypatch):
@@ -484,11 +405,8 @@ def test_a_checkpoint_knows_whether_chats_had_system_turns(system: list, tmp_pat
         {"messages": [*system, {"role": "user", "content": f"{n}"}, *TWO_TURNS]} for n in range(30)
     ]
     chats += [{"messages": TWO_TURNS[::-1]}] * 60
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    options = {"chat": True, "deduplicate": True}
-    prepare(PrepareConfig((str(path),), tokenizer="byte", out=tmp_path / "data", **options))
-    train_tiny(tmp_path / "data", tmp_path / "run", "--steps", 1, "--context-length", 64)
+    data = make_dataset(tmp_path, chats, chat=True, deduplicate=True)
+    train_tiny(data, tmp_path / "run", "--steps", 1, "--context-length", 64)
     assert newest_checkpoint(tmp_path / "run").state["has_system_turns"] == bool(system)
     assert sample.load(tmp_path / "run", "cpu").has_system_turns == bool(system)
 

@@ -5,7 +5,6 @@ import dataclasses
 import gc
 import io
 import itertools
-import json
 import math
 import os
 import re
@@ -31,11 +30,13 @@ from helpers import (
     assert_same_run,
     exit_code_of,
     logged,
+    make_dataset,
     newest_checkpoint,
     numbers_text,
     same_checkpoint,
     tiny,
     train_tiny,
+    write_lines,
 )
 
 import train
@@ -59,7 +60,6 @@ from engine.training.resolve import SETTINGS_IGNORED_ON_RESUME, resolve
 from engine.training.run_dir import RunDir, list_checkpoints
 from engine.training.trainer import Callback, Trainer
 from model import GPT, ModelConfig
-from prepare import PrepareConfig, prepare
 from prepare import main as prepare_command
 
 # Evaluations at 6, 12, …, 30 and saves at 8, 16, 24: both at 24.
@@ -216,17 +216,11 @@ def test_a_resume_takes_unset_settings_from_the_run(numbers, tmp_path, monkeypat
     assert newest_checkpoint(Path("moved")).state["changes"] == [{"step": 3, "steps": [3, 9]}]
 
 
-@pytest.mark.parametrize(
-    ("flags", "out"),
-    [
-        ("", "out/pydocs"),
-        ("--data d/novel/", "out/novel"),
-        ("--data a/x b/y", "out/x+y"),
-        ("--data d/novel --out out/stdlib", "out/stdlib"),
-    ],
-)
-def test_the_run_directory_follows_the_data(flags, out):
-    assert load_settings(TrainConfig, flags.split()).out_path == Path(out)
+def test_the_run_directory_follows_the_data():
+    paths = {"": "out/pydocs", "--data d/novel/": "out/novel", "--data a/x b/y": "out/x+y"}
+    paths["--data d/novel --out out/stdlib"] = "out/stdlib"
+    for flags, out in paths.items():
+        assert load_settings(TrainConfig, flags.split()).out_path == Path(out), flags
 
 
 def test_the_models_of_timing_steps_are_freed_at_once(numbers):
@@ -370,13 +364,11 @@ def test_a_run_starts_with_the_weights_and_sizes_of_its_base(numbers, tmp_path, 
 
 
 def test_a_dataset_with_another_tokenizer_is_refused_with_the_way_to_prepare_it(tmp_path, base):
-    data = tmp_path / "data"
-    prepare(PrepareConfig((str(ROOT / "README.md"),), tokenizer="byte", out=data))
+    data = make_dataset(tmp_path, numbers_text(300))
     with pytest.raises(UserError, match="--tokenizer") as caught:
         train_tiny(data, tmp_path / "tuned", "--init-from", base)
     tokenizer = str(caught.value).split("--tokenizer ")[1]
-    (tmp_path / "more.txt").write_text(numbers_text(300), encoding="utf-8")
-    prepare(PrepareConfig((str(tmp_path / "more.txt"),), tokenizer=tokenizer, out=data, force=True))
+    make_dataset(tmp_path, numbers_text(300), tokenizer=tokenizer, force=True)
     train_tiny(data, tmp_path / "tuned", "--init-from", base, "--steps", 1)
 
 
@@ -394,11 +386,10 @@ def test_examples_for_a_base_lead_to_fine_tuning_and_then_to_a_question(
         answer = {"role": "assistant", "content": "by"}
         questions = [{"role": "user", "content": record["q"]} for record in records]
         records = [{"messages": [question, answer]} for question in questions]
-    (tmp_path / "x.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
     checkpoint = list_checkpoints(base)[-1]
     paths = {"run": base, "checkpoint": checkpoint, "file": checkpoint / "tokenizer.json"}
     flags += ["--tokenizer", str(paths[kind]), "--out", str(tmp_path / "data")]
-    prepare_command([str(tmp_path / "x.jsonl"), *flags])
+    prepare_command([str(write_lines(tmp_path / "x.jsonl", records)), *flags])
     _, script, *arguments = shlex.split(capsys.readouterr().out.splitlines()[-1].split(": ")[1])
     assert script == "train.py" and "--init-from" in arguments
     arguments[arguments.index("--out") + 1] = str(tmp_path / "run")
@@ -417,15 +408,13 @@ def test_the_embedding_of_a_base_grows_by_the_tokens_of_chats(padding, tmp_path,
     if padding:
         base = tmp_path / "base"
         train_tiny(numbers, base, "--steps", 2, "--vocab-size", num_trained + padding)
-    lines = []
+    chats = []
     for n in range(90):
         question, answer = ({"role": r, "content": f"{n}"} for r in ("user", "assistant"))
-        lines.append(json.dumps({"messages": [question, answer]}))
-    (tmp_path / "chats.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    options = {"tokenizer": str(base), "chat": True, "out": tmp_path / "chats"}
-    prepare(PrepareConfig((str(tmp_path / "chats.jsonl"),), **options))
+        chats.append({"messages": [question, answer]})
+    data = make_dataset(tmp_path, chats, tokenizer=str(base), chat=True)
     flags = ["--init-from", base, "--learning-rate", 0, "--steps", 1]
-    run = train_tiny(tmp_path / "chats", tmp_path / "run", *flags)
+    run = train_tiny(data, tmp_path / "run", *flags)
     before, after = (dict(newest_checkpoint(out).model()) for out in (base, tmp_path / "run"))
     assert run.data.tokenizer.vocab_size == num_trained + 4
     for name in ("token_embedding.weight", "head.weight"):
@@ -446,9 +435,8 @@ def test_a_run_from_a_base_resumes_bit_for_bit(trained, base, context_length):
     assert_same_run(trained("full", *flags), trained("parts", *flags))
     checkpoint = newest_checkpoint(parts)
     assert checkpoint.state["model"]["context_length"] == max(16, context_length)
-    assert load_settings(TrainConfig, [str(parts / "config.toml")]).model.context_length == (
-        context_length
-    )
+    config = load_settings(TrainConfig, [str(parts / "config.toml")])
+    assert config.model.context_length == context_length
 
 
 def test_learned_positions_stay_in_a_run_with_shorter_rows(numbers, tmp_path):
@@ -470,10 +458,8 @@ def test_learned_positions_stay_in_a_run_with_shorter_rows(numbers, tmp_path):
 def datasets(tmp_path_factory, code) -> list[Path]:
     """Two datasets of bytes, of numbers and of code."""
     folder = tmp_path_factory.mktemp("datasets")
-    for name, text in (("numbers", numbers_text(1500)), ("source-code", code[:60_000])):
-        (folder / "text.txt").write_text(text, encoding="utf-8")
-        prepare(PrepareConfig((str(folder / "text.txt"),), tokenizer="byte", out=folder / name))
-    return [folder / "numbers", folder / "source-code"]
+    texts = {"numbers": numbers_text(1500), "source-code": code[:60_000]}
+    return [make_dataset(folder, text, out=folder / name) for name, text in texts.items()]
 
 
 def mix_arguments(datasets: list[Path], out: Path, *mix: float) -> list[str]:
@@ -602,10 +588,7 @@ def test_a_resumed_run_may_change_nothing_else_and_each_change_is_named(short_ru
 def documents(tmp_path_factory) -> Path:
     """A dataset of many short documents."""
     folder = tmp_path_factory.mktemp("documents")
-    lines = [json.dumps({"text": f"{number}: {'so ' * (number % 9)}"}) for number in range(400)]
-    (folder / "in.jsonl").write_text("\n".join(lines))
-    prepare(PrepareConfig((str(folder / "in.jsonl"),), out=folder / "data", tokenizer="byte"))
-    return folder / "data"
+    return make_dataset(folder, [{"text": f"{n}: {'so ' * (n % 9)}"} for n in range(400)])
 
 
 def test_with_a_document_mask_a_row_has_the_loss_of_its_documents_alone(documents, tmp_path):
@@ -628,41 +611,6 @@ def test_with_a_document_mask_a_row_has_the_loss_of_its_documents_alone(document
     run.model.eval()
     torch.testing.assert_close(run.loss(run.model, inputs, targets), loss, rtol=1e-5, atol=0)
     assert run.model(inputs, targets).item() != pytest.approx(loss.item(), rel=1e-3)
-
-
-# Mistakes.
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--vocab-size 5", "--vocab-size"),
-        ("--micro-batch-size 3", "--micro-batch-size"),
-        ("--context-length 100000", "100000"),
-        ("--depth 3", "--depth"),
-        ("--device cuda:99", "--device"),
-        ("--device tpux", "--device"),
-        ("--data nowhere", "nowhere"),
-        ("--mix 1 1", "--mix"),
-        ("--steps 5 --warmup-steps 5", "--warmup-steps"),
-        ("--data nowhere --out nowhere/run", "--out"),  # a run inside its dataset
-        ("--lora-rank 2", "--init-from"),
-        ("--document-mask", "--document-mask"),
-        ("--score exact_match", "--score-file"),
-        ("--score choice", "--score-file"),
-        ("--best-by score", "--score"),
-        ("--score-file questions.jsonl", "--score"),
-        ("--score choice --score-file README.md", "README.md"),
-    ],
-)
-def test_an_unsuitable_setting_is_one_line_before_the_first_step(
-    numbers, tmp_path, capsys, flags, message
-):
-    arguments = tiny(numbers, tmp_path / "run", *flags.split())
-    assert exit_code_of(lambda: train.main(arguments)) in (1, 2)
-    errors = capsys.readouterr().err
-    assert errors.startswith("error: ") and message in errors and errors.count("\n") == 1
-    assert not (tmp_path / "run").exists()
 
 
 # Presets.
@@ -756,12 +704,12 @@ def test_a_refused_start_unlocks_the_directory(numbers, tmp_path):
 
 
 def test_a_dataset_that_changes_during_a_run_has_no_effect_before_the_resume(numbers, tmp_path):
-    (tmp_path / "text.txt").write_text(numbers_text(50))
     runs = {}
     for name in ("replaced", "removed"):
         data = Path(shutil.copytree(numbers, tmp_path / f"data-{name}"))
-        text = PrepareConfig((str(tmp_path / "text.txt"),), tokenizer="char", out=data, force=True)
-        act = partial(prepare, text) if name == "replaced" else partial(shutil.rmtree, data)
+        settings = {"tokenizer": "char", "out": data, "force": True}
+        replace = partial(make_dataset, tmp_path, numbers_text(50), **settings)
+        act = replace if name == "replaced" else partial(shutil.rmtree, data)
         runs[name] = tmp_path / name
         options = {"callbacks": [Action(2, act)], "should_stop": StopAfter(4)}
         train_tiny(data, runs[name], "--steps", 9, **options)
@@ -790,10 +738,7 @@ def long_pairs(tmp_path_factory) -> Path:
     """A dataset of examples, of which one in 16 has 300 tokens or more."""
     folder = tmp_path_factory.mktemp("long")
     rows = [{"q": f"{n} cat?" + " dog" * 75 * (n % 16 == 1), "a": str(n)} for n in range(400)]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    fields = {"prompt_field": "q", "completion_field": "a", "tokenizer": "byte"}
-    prepare(PrepareConfig((str(folder / "pairs.jsonl"),), out=folder / "data", **fields))
-    return folder / "data"
+    return make_dataset(folder, rows, prompt_field="q", completion_field="a")
 
 
 @pytest.mark.parametrize("long_examples", ["leave_out", "cut"])

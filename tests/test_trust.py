@@ -118,7 +118,7 @@ FILES = [f"{CHECKPOINT}/{name}" for name in (*SEALED_FILES, "manifest.json")]
 FILES += ["data/train-00000.npy", "data/val-00000.npy", "data/tokenizer.json"]
 FILES += ["data/manifest.json", "run/config.toml"]
 WRONG_VALUES = (None, -1, "../../etc/passwd", {"x": [1]})
-UNCHECKED_FIELDS = {"origin", "statistics", "documents", "kind"}  # informative only
+UNCHECKED_FIELDS = {"origin", "statistics", "documents", "kind", "source"}  # informative only
 
 
 class Malicious:

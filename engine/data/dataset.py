@@ -18,7 +18,7 @@ from engine.data.chats.chat import count_targets
 from engine.data.split import EXAMPLES_DTYPE, Examples, ShardedTokens, Split
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 SPLIT_NAMES = ("train", "val")
 MIN_VAL_DOCUMENTS = 6  # with fewer different ones, a validation loss says little
 LENGTHS_DTYPE = "uint32"
@@ -27,7 +27,11 @@ VERSION_FILE = "prepared_from.json"  # holds Corpus.version
 # A document that was cut is counted once in "documents".
 STATISTIC_NAMES = ("documents", "repeats", "longest", "vocabulary", "val_distinct", "val_copies")
 SHARD_SCHEMA = {"file": str, "tokens": int, "sha256": str}
-COUNTS_SCHEMA = {"tokens": int, "bytes": int, "documents": int, "shards": [SHARD_SCHEMA]}
+COUNTS_SCHEMA = {
+    **dict.fromkeys(("tokens", "bytes", "documents"), int),
+    "shards": [SHARD_SCHEMA],
+    "sources": [{"source": str, "tokens": int}],
+}
 MANIFEST_SCHEMA = {
     "format": int,
     "vocab_size": int,
@@ -129,6 +133,8 @@ def _open_split(path: Path, manifest: dict[str, Any], split: str) -> Split:
     if len(tokens) != counts["tokens"] or min(len(tokens), counts["bytes"]) < 1:
         sizes = f"{counts['tokens']} tokens and {counts['bytes']} bytes"
         raise UserError(f"its {split} split must have the tokens of its shards (got {sizes})")
+    if sum(source["tokens"] for source in counts["sources"]) not in (0, len(tokens)):
+        raise UserError(f"its {split} split must have the tokens of its sources")
     if manifest["dtype"] != EXAMPLES_DTYPE:
         return Split(tokens)
     files.check_types(counts, EXAMPLES_SCHEMA, f"manifest.splits.{split}")

@@ -12,7 +12,6 @@ from engine.core.files import check_types, read_json
 from engine.data.tokenizer_json import END_OF_TEXT, Document, special_tokens_of, with_extension
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
-MODEL_FILES = ("config.json", "generation_config.json")  # the second has the last word
 
 
 def with_model_files(document: Document, directory: Path) -> Document:
@@ -21,7 +20,7 @@ def with_model_files(document: Document, directory: Path) -> Document:
     for key, token in _read_object(directory / TOKENIZER_CONFIG).items():
         tokens[key] = token.get("content") if isinstance(token, dict) else token
     ids: dict[str, Any] = {}
-    for name in MODEL_FILES:
+    for name in ("config.json", "generation_config.json"):  # the second has the last word
         values = _read_object(directory / name)
         ids |= {key: value for key, value in values.items() if value is not None}
     special = special_tokens_of(document)

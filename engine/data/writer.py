@@ -39,6 +39,7 @@ from engine.data.tokenizer import Tokenizer, load_tokenizer
 
 RAY_TIMEOUT_SECONDS = 10  # to reach a cluster
 MAX_RAY_RETRIES = 5  # of a unit, after its worker or machine was lost
+MAX_LISTED_SOURCES = 100_000  # in a split; with more, none are listed
 
 
 class Batch:
@@ -47,6 +48,7 @@ class Batch:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.ids: dict[str, list[np.ndarray]] = defaultdict(list)
+        self.sources: dict[str, list[dict[str, Any]]] = defaultdict(list)  # of each array of ids
         self.counts: dict[str, Counter] = defaultdict(Counter)
         self.texts: list[tuple[bytes, int, bool, bool]] = []  # see documents.TEXT_DTYPE
         self.num_characters = 0
@@ -69,6 +71,7 @@ def encode_batch(
                 content = "".join(contents)
                 ids, num_bytes, num_targets = encode(content, starts[0], ends[-1])
                 batch.ids[split].append(ids)
+                batch.sources[split].append({"source": text.source, "tokens": len(ids)})
                 counts = batch.counts[split]
                 counts["bytes"] += num_bytes
                 counts["documents"] += ends[-1]
@@ -155,6 +158,13 @@ def encode_units(
     return sum(unit.size for unit in units)
 
 
+def merge_sources(sources: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add up the tokens of neighbors, {source, tokens} each, that are of one source."""
+    groups = itertools.groupby(filter(itemgetter("tokens"), sources), itemgetter("source"))
+    count = partial(map, itemgetter("tokens"))
+    return [{"source": title, "tokens": sum(count(group))} for title, group in groups]
+
+
 def write_unit(
     job: EncodingJob, unit: Unit, batches: Iterable[Batch], advance: Callable[[int], Any]
 ) -> None:
@@ -162,6 +172,7 @@ def write_unit(
     has_examples = job.rule.has_examples
     count_names = ("tokens", "bytes", "documents", *(["targets"] if has_examples else []))
     counts: dict[str, Counter] = {split: Counter() for split in SPLIT_NAMES}
+    sources: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLIT_NAMES}
     used = np.zeros(job.vocab_size, bool)  # which token ids occur
     texts = []
     names = [*SPLIT_NAMES, *(f"{split}-lengths" for split in SPLIT_NAMES if has_examples)]
@@ -176,12 +187,14 @@ def write_unit(
                 lengths = [len(example) for example in batch.ids[split]]
                 writers[f"{split}-lengths"].write(np.array(lengths, dataset.LENGTHS_DTYPE))
             counts[split].update(batch.counts[split], tokens=len(ids))
+            sources[split] += merge_sources(batch.sources[split])
         texts.append(np.array(batch.texts, documents.TEXT_DTYPE))
         advance(batch.num_characters)
     splits: dict[str, dict[str, Any]] = {}
     for split in SPLIT_NAMES:
         splits[split] = {name: counts[split][name] for name in count_names}
         splits[split]["shards"] = writers[split].close()
+        splits[split]["sources"] = sources[split]
         if has_examples:
             splits[split]["lengths"] = writers[f"{split}-lengths"].close()
     content = files.to_json({"splits": splits, "notes": unit.notes})
@@ -314,12 +327,12 @@ def make_manifest(
     splits = {}
     for split in SPLIT_NAMES:
         entries = [summary["splits"][split] for summary in summaries]
-        # The counts of all units are added, and their lists of shards are joined.
-        splits[split] = {
-            key: reduce(operator.add, map(itemgetter(key), entries)) for key in entries[0]
-        }
-        num_tokens = splits[split]["tokens"]
-        if num_tokens < 2 or not splits[split]["bytes"]:
+        # The counts of all units are added, and their lists of shards and sources are joined.
+        totals = {key: reduce(operator.iadd, map(itemgetter(key), entries)) for key in entries[0]}
+        sources = merge_sources(totals["sources"])
+        splits[split] = {**totals, "sources": sources if len(sources) <= MAX_LISTED_SOURCES else []}
+        num_tokens = totals["tokens"]
+        if num_tokens < 2 or not totals["bytes"]:
             count = statistics["documents"]
             source = f"{count_noun(count, 'document')}, {statistics['repeats']} of them repeats"
             problem = f"must have text of at least 2 tokens (got {num_tokens}, of {source})"

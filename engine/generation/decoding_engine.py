@@ -114,10 +114,8 @@ class KVCache:
                 outputs.append(attend(row_query, row_keys, row_values, window=self.window))
             return torch.cat(outputs)
         mask = span.masks[self.window]
-        first_visible = span.end - mask.shape[-1]
-        return attend_from_last(
-            query, keys[:, :, first_visible:], values[:, :, first_visible:], mask
-        )
+        visible = slice(span.end - mask.shape[-1], None)
+        return attend_from_last(query, keys[:, :, visible], values[:, :, visible], mask)
 
     def reserve(self, num_rows: int, length: int, max_length: int) -> None:
         """Make room for rows of a length. What grows doubles at least, up to max_length."""

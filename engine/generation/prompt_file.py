@@ -15,7 +15,7 @@ from engine.core.errors import UserError
 from engine.core.files import atomic_write, exclusive_lock, parse_json, sha256, to_json
 from engine.data.chats.chat import encode_chat, own_template
 from engine.data.chats.chat_template import parse_value
-from engine.data.chats.examples import parse_messages, read_record
+from engine.data.chats.examples import Record, parse_messages, read_record
 from engine.data.inputs.local import check_file
 from engine.data.inputs.readers import read_records
 from engine.data.inputs.sources import Reader, Source
@@ -61,7 +61,7 @@ def complete_file(
         atomic_write(target, content.encode())
         partial.unlink()
     seconds = time.perf_counter() - start_time
-    num_tokens = sum(stream.num_tokens for stream in streams)
+    num_tokens = sum(len(stream.new_ids) for stream in streams)
     counts = f"{count_noun(len(lines) - len(finished), 'prompt')}, {num_tokens:,} tokens"
     speed = f"{seconds:,.1f} s, {num_tokens / seconds:,.0f} tokens/s"
     print(f"{target}: {counts} in {speed}", file=sys.stderr)
@@ -153,9 +153,7 @@ def encode_lines(
             raise UserError(f"{location}: {error}") from None
 
 
-def encode_line(
-    line: dict[str, Any], model: TextGenerator, is_chat: bool, max_new_tokens: int
-) -> Question:
+def encode_line(line: Record, model: TextGenerator, is_chat: bool, max_new_tokens: int) -> Question:
     """Return the question of a line, with the answer in its field, or in the chat's last message.
 
     Raises UserError; for values that JSON does not have, TypeError or UnicodeEncodeError.
@@ -195,7 +193,7 @@ def encode_line(
     return Question(ids, limit, answer, rows)
 
 
-def parse_answer(line: dict[str, Any]) -> tuple[list[str], str | None]:
+def parse_answer(line: Record) -> tuple[list[str], str | None]:
     """Return the choices of a line, and its answer: of choices the text, the index or A, B, ….
 
     Raises UserError for choices that are not texts, and for an answer that is none of them.

@@ -9,7 +9,6 @@ import torch
 
 from engine.data.split import Examples, Split, is_target, token_ids
 from engine.data.tokenizer import Tokenizer
-from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions
 from engine.generation.text_batch import complete_streams
 from engine.generation.text_stream import TextStream
 from model import GPT
@@ -17,7 +16,6 @@ from model import GPT
 NORMAL_QUANTILE = 1.959964  # for an interval of 95%
 EXTRA_TOKENS = 8  # of an answer with the text of the right one, but other tokens
 QUESTION_BATCH_SIZE = 32
-GREEDY_OPTIONS: SamplingOptions = {**DEFAULT_OPTIONS, "temperature": 0.0}
 
 
 @dataclass(frozen=True)
@@ -95,12 +93,10 @@ def count_right(
             texts[index] = choose(model, question)
             streams[index].end()
     for index, text in complete_streams(
-        model, streams, QUESTION_BATCH_SIZE, cache_dtype=cache_dtype, **GREEDY_OPTIONS
+        model, streams, QUESTION_BATCH_SIZE, cache_dtype=cache_dtype, temperature=0.0
     ):
         texts[index] += text
-    return sum(
-        question.grade(text)["is_right"] for question, text in zip(questions, texts, strict=True)
-    )
+    return sum(grade["is_right"] for grade in map(Question.grade, questions, texts))
 
 
 @torch.inference_mode()

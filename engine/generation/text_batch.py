@@ -157,7 +157,7 @@ class TextBatch:
         """Draw an id for each request from logits (N, V), with the settings of the first one."""
         if len(self.banned):
             logits = logits.index_fill(-1, self.banned, -torch.inf)
-        draws = [(request.seed, request.stream.num_tokens) for request in requests]
+        draws = [(request.seed, len(request.stream.new_ids)) for request in requests]
         penalty = requests[0].repetition_penalty
         if penalty != 1:
             # A shorter row repeats its first id: a penalty counts each id once.
@@ -209,9 +209,7 @@ class TextBatch:
             self.engine.keep([*order, num_rows] if self.unread else order)
 
 
-def banned_tokens(
-    tokenizer: Tokenizer, model: GPT, stop_token_ids: Container[int] = ()
-) -> list[int]:
+def banned_tokens(tokenizer: Tokenizer, model: GPT, stop_token_ids: Container[int]) -> list[int]:
     """List the ids of the model that neither occur in text nor end it."""
     padding = range(tokenizer.vocab_size, model.config.vocab_size)
     return [token for token in [*tokenizer.unused_ids(), *padding] if token not in stop_token_ids]

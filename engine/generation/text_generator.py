@@ -1,7 +1,7 @@
 """A model with its tokenizer: text in, text out."""
 
-import bisect
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -11,15 +11,8 @@ import torch
 
 from engine.core.cli import count_noun, warn
 from engine.core.errors import UserError
-from engine.data.chats.chat import (
-    Turn,
-    common_length,
-    encode_chat,
-    encode_rendered,
-    keys_of,
-    names_pattern,
-    stop_token_ids,
-)
+from engine.data.chats import chat
+from engine.data.chats.chat import Turn
 from engine.data.chats.chat_template import TOOLS_ROLE
 from engine.data.tokenizer import Tokenizer
 from engine.generation.beam_search import search_text
@@ -62,7 +55,7 @@ class TextGenerator:
     @property
     def stop_token_ids(self) -> list[int]:
         """The ids that end a text, besides those of the tokenizer."""
-        return stop_token_ids(self.tokenizer) if self.is_chat_model else []
+        return chat.stop_token_ids(self.tokenizer) if self.is_chat_model else []
 
     @cached_property
     def decoder(self) -> GPT:
@@ -78,10 +71,10 @@ class TextGenerator:
         Names of special tokens are text, and a warning says so once, unless they are parsed.
         """
         if parse_special or self.parses_special:
-            ids, _ = encode_rendered(self.tokenizer, prompt)
+            ids, _ = chat.encode_rendered(self.tokenizer, prompt)
             start = self.tokenizer.text_start
             return (ids if ids[: len(start)] == start else start + ids) or self.initial_tokens
-        if names := names_pattern(self.tokenizer).findall(prompt):
+        if names := chat.names_pattern(self.tokenizer).findall(prompt):
             self.warn_once(
                 f"the prompt spells special tokens ({count_noun(len(names), 'name')}), which are "
                 "plain text there: --parse-special, or parse_special in a request, reads them"
@@ -125,7 +118,7 @@ class TextGenerator:
         if not self.has_system_turns and any(turn[0] == "system" for turn in turns):
             self.warn_once("the model saw no system turns in training, and may ignore this one")
         has_old_turns = any(turn[0] not in KEPT_ROLES for turn in turns[:-1])
-        if has_old_turns and ids != encode_chat(self.tokenizer, turns):
+        if has_old_turns and ids != chat.encode_chat(self.tokenizer, turns):
             context = f"the context of {count_noun(context_length, 'token')}"
             self.warn_once(f"a chat is longer than {context}: its oldest turns are left out")
         return ids, limit
@@ -159,7 +152,7 @@ class TextGenerator:
                     yield index, search_text(self.decoder, stream, num_beams)
         else:
             yield from complete_streams(self.decoder, streams, batch_size, **options)
-        lengths = [len(stream.prompt) + stream.num_tokens for stream in streams]
+        lengths = [len(stream.prompt) + len(stream.new_ids) for stream in streams]
         self.max_length = max([self.max_length, *lengths])
 
 
@@ -179,21 +172,19 @@ def fit_chat(
     starts = [i for i in range(len(kept), last) if i == len(kept) or turns[i][0] == "user"]
 
     def encode_from(start: int) -> list[int]:
-        return encode_chat(tokenizer, [*kept, *turns[start:]])
+        return chat.encode_chat(tokenizer, [*kept, *turns[start:]])
 
-    first = bisect.bisect_left(
-        starts, True, key=lambda start: len(encode_from(start)) <= max_length
-    )
+    first = bisect_left(starts, True, key=lambda start: len(encode_from(start)) <= max_length)
     ids = encode_from([*starts, last][first])
     excess = len(ids) - max_length
     if excess > 0:
         text = turns[last][1]
-        empty_turn = (turns[last][0], "", keys_of(turns[last]))
-        without_text = encode_chat(tokenizer, [*kept, empty_turn])
+        empty_turn = (turns[last][0], "", chat.keys_of(turns[last]))
+        without_text = chat.encode_chat(tokenizer, [*kept, empty_turn])
         if excess >= len(tokenizer.encode(text)):
             size = f"{len(without_text)} of the model's {context_length} tokens of context"
             raise UserError(f"the system turn or tools: too long (got {size}). Shorten them.")
-        num_before = common_length(ids, without_text)
+        num_before = chat.common_length(ids, without_text)
         del ids[num_before : num_before + excess]
         quoted = text if len(text) < MAX_QUOTED_CHARACTERS else f"{text[:MAX_QUOTED_CHARACTERS]}…"
         warn(f"the turn {quoted!r} is too long: cut by {count_noun(excess, 'token')} at its start")

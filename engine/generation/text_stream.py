@@ -32,7 +32,7 @@ class TextStream:
         self.drops_space = tokenizer.adds_space_after(prompt[-1] if prompt else None)
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.pending = ""  # may start a stop text
-        self.num_tokens = 0
+        self.new_ids: list[int] = []
         self.num_characters = 0  # of the tokens so far
         self.hit_token_limit = max_tokens == 0  # ended by max_tokens
         self.is_finished = self.hit_token_limit
@@ -41,7 +41,7 @@ class TextStream:
         """Add a token, and return the new text that later tokens cannot change."""
         if self.is_finished:
             return ""
-        self.num_tokens += 1
+        self.new_ids.append(token)
         if token in self.stop_token_ids:
             return self.end()
         self.pending += self.decode(token)
@@ -49,7 +49,7 @@ class TextStream:
         if stop_starts:
             self.is_finished = True
             return self.pending[: min(stop_starts)]
-        if self.num_tokens == self.max_tokens:
+        if len(self.new_ids) == self.max_tokens:
             self.hit_token_limit = True
             return self.end()
         lengths = [len(prefix) for prefix in self.stop_prefixes if self.pending.endswith(prefix)]

@@ -18,8 +18,6 @@ from engine.nn.specs import draw_initial_values
 from engine.training.checkpoint import Checkpoint, write_tensors
 from model import GPT
 
-NAME_PREFIX = "base_model.model."  # of PEFT's names
-CONFIG_TYPES = {"peft_type": str, "r": int, "lora_alpha": float}
 NEUTRAL_SETTINGS: dict[str, tuple[Any, ...]] = {  # which an adapter may have
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -36,7 +34,7 @@ def map_names(updates: Iterable[str], family: Family) -> dict[str, str]:
     for name in updates:
         layer, _, letter = name.rpartition(".lora.")
         (hf_name,) = tensor_layout([f"{layer}.weight"], family)
-        names[name] = f"{NAME_PREFIX}{hf_name.removesuffix('weight')}lora_{letter}.weight"
+        names[name] = f"base_model.model.{hf_name.removesuffix('weight')}lora_{letter}.weight"
     if family.transposed or len({*names.values()}) < len(names):
         raise UserError(f"--adapter: unsupported for {family.model_type}. Export the merged model.")
     return names
@@ -90,7 +88,7 @@ def read_adapter(path: Path, model: GPT, family: Family) -> dict[str, Tensor]:
     """
     source = str(path / "adapter_config.json")
     hf_config = read_json(path / "adapter_config.json")
-    check_types(hf_config, CONFIG_TYPES, source)
+    check_types(hf_config, {"peft_type": str, "r": int, "lora_alpha": float}, source)
     for key, values in NEUTRAL_SETTINGS.items():
         if hf_config.get(key) not in values:
             raise UserError(f"{source}: {key} must be {values[0]!r} (got {hf_config.get(key)!r}).")

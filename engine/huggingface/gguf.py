@@ -25,9 +25,7 @@ SIZE_KEYS = {
     "add_head_count_kv": "num_key_value_heads",
     "add_layer_norm_eps": "layer_norm_epsilon",
     "add_layer_norm_rms_eps": "rms_norm_eps",
-    "add_rope_dimension_count": "head_dim",
-    "add_key_length": "head_dim",
-    "add_value_length": "head_dim",
+    **dict.fromkeys(("add_rope_dimension_count", "add_key_length", "add_value_length"), "head_dim"),
     "add_vocab_size": "vocab_size",
 }
 

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-MAX_REASON_CHARS = 200
-
 
 def checkpoint_activations(model: nn.Module) -> None:
     """Store only the input of each block, and recompute its activations: Chen et al. 2016."""
@@ -39,4 +37,4 @@ def compile_modules(modules: Sequence[nn.Module], warmup: Callable[[], object]) 
     except Exception as error:  # compilers and the programs that they call raise any class
         for module, forward in zip(modules, originals, strict=True):
             module.forward = forward
-        return f"{type(error).__name__}: {error}".split("\n")[0][:MAX_REASON_CHARS]
+        return f"{type(error).__name__}: {error}".split("\n")[0][:200]

@@ -25,11 +25,9 @@ class Cache(Protocol):
 
     def next_positions(self) -> Tensor:
         """Return the positions of the next tokens, (T,) or (B, T)."""
-        ...
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Append keys and values (B, G, T, K); return attention to all visible, (B, H, T, K)."""
-        ...
 
 
 Caches = Sequence[Cache]

@@ -1,17 +1,20 @@
-"""Attention maps: the weights of every head over a sequence, and labels of its tokens."""
+"""The heads of a model: their weights over a sequence, labels of its tokens, and switches."""
 
+import base64
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
+import regex
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from engine.data.tokenizer import Tokenizer
 from model import GPT, Block
 
 SPACE_SYMBOLS = {" ": "·", "\n": "⏎", "\t": "⇥"}
-MAX_CHARACTER_TOKENS = 8  # of the characters that share tokens
+MAX_CHARACTER_TOKENS = 32  # of the characters that share tokens
 
 
 @torch.no_grad()
@@ -33,6 +36,29 @@ def attention_maps(model: GPT, tokens: Tensor) -> Tensor:
     return torch.stack([*attention_by_layer(model, tokens)])
 
 
+def switch_off(model: GPT, layer: int, head: int) -> RemovableHandle:
+    """Let a layer's projection ignore one head, both from 1, until the handle is removed."""
+    attention = cast(Block, model.blocks[layer - 1]).attention
+    end = head * model.config.head_width
+
+    def zero_head(module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+        x = inputs[0].clone()
+        x[..., end - model.config.head_width : end] = 0
+        return x
+
+    return attention.projection.register_forward_pre_hook(zero_head)
+
+
+def encode_triangles(maps: Tensor) -> str:
+    """Encode the lower triangles of maps (…, T, T), row by row, as base64.
+
+    A byte b is the weight (b / 255)², so that small weights keep their differences.
+    """
+    rows, columns = torch.tril_indices(*maps.shape[-2:])
+    levels = maps[..., rows, columns].float().nan_to_num().clamp(0, 1).sqrt() * 255
+    return base64.b64encode(levels.round().byte().cpu().numpy().tobytes()).decode()
+
+
 def token_label(tokenizer: Tokenizer, *tokens: int) -> str:
     """Return tokens as visible text: space as ``·``, newline as ``⏎``, bytes as ``⟨e2 82⟩``."""
     try:
@@ -45,22 +71,19 @@ def token_label(tokenizer: Tokenizer, *tokens: int) -> str:
 
 
 def shared_character(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[int, str] | None:
-    """If the last tokens are bytes of one character, return how many and the character.
+    """If the last tokens are one character for a reader, return how many and the character.
 
-    None if the last token is text by itself, or does not complete a character.
+    None if the last token is text by itself, or does not complete a character. A character may
+    consist of several code points, as families and flags do.
     """
+    shared = None
     for count in range(1, min(len(ids), MAX_CHARACTER_TOKENS) + 1):
         with contextlib.suppress(KeyError, IndexError, ValueError):  # not UTF-8, or unused
-            tokenizer.decode_bytes(ids[-count:]).decode()
-            return (count, token_label(tokenizer, *ids[-count:])) if count > 1 else None
-    return None
-
-
-def token_labels(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Return the tokens of a text as visible text; of a shared character, as ``é ⟨c3⟩``."""
-    labels = [token_label(tokenizer, token) for token in ids]
-    for end in range(1, len(ids) + 1):
-        count, text = shared_character(tokenizer, ids[:end]) or (0, "")
-        for index in range(end - count, end):
-            labels[index] = f"{text} {labels[index]}"
-    return labels
+            text = tokenizer.decode_bytes(ids[-count:]).decode()
+            if text.isspace() or not regex.fullmatch(r"[\p{M}\u200d].*|\X", text, regex.DOTALL):
+                break
+            if not regex.fullmatch(r"\X", text):
+                continue  # after a mark that continues a character
+            label = text if len(text) > 1 else token_label(tokenizer, *ids[-count:])
+            shared = (count, label) if count > 1 else None
+    return shared

@@ -1,4 +1,6 @@
-"""Baselines: the losses of a uniform, a unigram and a bigram model on the same data."""
+"""Baselines: the losses of a uniform, a unigram and a bigram model, and what xz needs."""
+
+import lzma
 
 import numpy as np
 
@@ -8,12 +10,30 @@ from engine.data.split import Split
 
 COUNTED_CHUNK_TOKENS = 2**22
 MAX_COUNTED_TOKENS = 2**25  # of a split, from its start
+MAX_COMPRESSED_BYTES = 8_000_000  # of validation text; xz reads about a megabyte a second
+XZ_PRESET = 9
 
 
 def mixture_baselines(data: Mixture) -> dict[str, float]:
     """Compute the baselines of a mixture, weighted as its sequences are drawn."""
     losses = [baseline_losses(dataset) for dataset in data.datasets]
     return {name: data.mean(loss[name] for loss in losses) for name in losses[0]}
+
+
+def compress_validation(data: Mixture) -> float | None:
+    """Compute the bits per byte of ``xz -9`` on the validation text; None for examples."""
+    if data.datasets[0].val.num_examples:
+        return None
+    return data.mean(map(xz_bits_per_byte, data.datasets))
+
+
+def xz_bits_per_byte(dataset: Dataset) -> float:
+    """Compute the bits per byte of ``xz -9`` on at most MAX_COMPRESSED_BYTES of validation text."""
+    special = [*dataset.tokenizer.special_tokens.values()]
+    num_tokens = int(MAX_COMPRESSED_BYTES / dataset.bytes_per_token("val"))
+    ids, _ = dataset.val.read(0, num_tokens)
+    text = dataset.tokenizer.decode_bytes(ids[~np.isin(ids, special)].tolist())
+    return 8 * len(lzma.compress(text, preset=XZ_PRESET)) / max(len(text), 1)
 
 
 def baseline_losses(dataset: Dataset) -> dict[str, float]:

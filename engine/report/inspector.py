@@ -1,16 +1,16 @@
-"""Answers of the live page: likely tokens, surprise, attention, chat; also without some heads."""
+"""Answers of the live page: likely tokens, surprise, attention, chat; what each head is worth."""
 
-import copy
 import itertools
 import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge, Le, Lt
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import adaptive_max_pool2d
 
 from engine.core.errors import UserError
 from engine.core.settings import from_values
@@ -21,13 +21,22 @@ from engine.generation.text_batch import banned_tokens, complete_streams
 from engine.generation.text_generator import TextGenerator
 from engine.generation.text_stream import TextStream
 from engine.nn.inference import build_decoder
-from engine.report.attention_maps import attention_by_layer, shared_character, token_label
-from model import GPT, Block
+from engine.report.attention_maps import (
+    attention_by_layer,
+    encode_triangles,
+    shared_character,
+    switch_off,
+    token_label,
+)
+from engine.report.habits import name_heads
+from model import GPT
 
 NUM_LIKELY_TOKENS = 10  # in a table
-MAX_INSPECTED_TOKENS = 2048  # of a text, prompt and continuation
+MAX_PROMPT_TOKENS = 2048
+MAX_INSPECTED_TOKENS = 2 * MAX_PROMPT_TOKENS  # of a text, prompt and continuation
 MAX_PROMPT_CHARACTERS = 50_000  # tokenizing more of one kind of character can take minutes
 MAX_LOGIT_ROWS = 64  # positions whose probabilities, (rows, V), exist at one time
+MAX_THUMBNAIL_TOKENS = 32  # of a head in the grid of all heads
 LENGTH_LIMIT_REASON = "reached the length limit"
 
 Heads = tuple[tuple[int, int], ...]  # (layer, head) from 1
@@ -36,7 +45,7 @@ Lines = Generator[dict[str, Any], None, None]
 
 @dataclass(frozen=True)
 class InspectRequest:
-    """A question about a text, about a text's token ids, or of a chat."""
+    """A question about a text, about token ids and a text that continues them, or of a chat."""
 
     text: str = ""
     ids: Annotated[tuple[int, ...], Ge(0)] = ()
@@ -49,7 +58,7 @@ class InspectRequest:
     max_new_tokens: Annotated[int, Ge(1)] = 1
     layer: Annotated[int, Ge(1)] = 1
     head: Annotated[int, Ge(1)] = 1
-    at: Annotated[int, Ge(0)] = 0  # the position whose attention is inspected
+    at: Annotated[int, Ge(0)] = 0  # the position whose attention, or whose table, is inspected
 
     @property
     def filters(self) -> FilterOptions:
@@ -62,41 +71,42 @@ class ModelInspector:
     It raises UserError for an unsuitable question, before the first object.
     """
 
-    def __init__(self, model: TextGenerator, settings: dict[str, Any]):
-        """Settings are those that the page starts with."""
+    def __init__(self, model: TextGenerator, settings: dict[str, Any], prompts: Sequence[str] = ()):
+        """Settings are those that the page starts with; prompts are to begin with."""
         self.generator = model
         self.tokenizer = model.tokenizer
         self.config = model.model.config
         self.settings = settings
+        self.prompts = list(prompts)
         banned = banned_tokens(model.tokenizer, model.model, model.stop_token_ids)
         self.banned = torch.tensor(banned, dtype=torch.long, device=model.device)
         self.make_stream = partial(TextStream, model.tokenizer, stop_token_ids=model.stop_token_ids)
-        self.max_prompt_tokens = min(self.config.context_length, MAX_INSPECTED_TOKENS // 2)
-        self.max_new_tokens = MAX_INSPECTED_TOKENS - self.max_prompt_tokens
         self.ablate = lru_cache(maxsize=1)(self._ablate)
         self.layer_maps = lru_cache(maxsize=1)(self._layer_maps)
-        answers = [self.about, self.read, self.write, self.attention]
+        self.last_logits = lru_cache(maxsize=1)(self._last_logits)
+        answers = [self.about, self.read, self.write, self.predict]
+        answers += [self.heads, self.attention, self.measure]
         answers += [self.chat] if model.is_chat_model else []
         self.answers = {answer.__name__: answer for answer in answers}
 
     def about(self, question: Any) -> Lines:
         """Yield what the page must know about the model."""
-        max_new_tokens = min(self.settings["max_new_tokens"], self.max_new_tokens)
+        max_new_tokens = min(self.settings["max_new_tokens"], MAX_PROMPT_TOKENS)
         yield {
             "is_chat_model": self.generator.is_chat_model,
             "layers": self.config.num_layers,
             "heads": self.config.num_heads,
             "context_length": self.config.context_length,
-            "max_prompt_tokens": self.max_prompt_tokens,
-            "max_new_tokens": self.max_new_tokens,
+            "max_new_tokens": MAX_PROMPT_TOKENS,
             "max_characters": MAX_PROMPT_CHARACTERS,
             "max_bits": math.log2(self.tokenizer.vocab_size),
             "settings": {**self.settings, "max_new_tokens": max_new_tokens},
+            "prompts": self.prompts,
         }
 
     @torch.inference_mode()
     def read(self, question: Any) -> Lines:
-        """Yield {tokens: see :meth:`describe`, :func:`shared_character`; next: likely tokens}."""
+        """Yield {tokens: see :meth:`describe`, :func:`shared_character`; next: of these; text}."""
         request = self.parse(question)
         ids = request.ids
         tokens = [{"id": ids[0], "text": token_label(self.tokenizer, ids[0])}]
@@ -106,23 +116,30 @@ class ModelInspector:
             tokens += self.describe(next_ids, logits, request)
         for index in range(len(ids)):
             tokens[index]["shared"] = shared_character(self.tokenizer, ids[: index + 1])
-        yield {"tokens": tokens[: len(ids)], "next": tokens[-1]}
+        text = self.tokenizer.decode(list(ids))
+        yield {"tokens": tokens[: len(ids)], "next": tokens[-1], "text": text}
 
     @torch.inference_mode()
     def write(self, question: Any) -> Lines:
         """Yield what :meth:`read` does; for each new token {token, text}; {end: reason}."""
         request = self.parse(question)
+        if len(request.ids) == MAX_INSPECTED_TOKENS:
+            limit = f"the page shows at most {MAX_INSPECTED_TOKENS:,} tokens"
+            raise UserError(f"The text: too long to continue, {limit}. Start a new one.")
         yield from self.read(question)
         engines = [DecodingEngine(model) for model in self.models(request.off)]
         for engine in engines:
             engine.add(request.ids)
         logits = [engine.read(0) for engine in engines]
         (row_seed,) = row_seeds(request.seed, [request.ids])
-        stream = self.make_stream(request.ids, request.max_new_tokens)
+        max_new_tokens = MAX_INSPECTED_TOKENS - len(request.ids)
+        stream = self.make_stream(request.ids, min(request.max_new_tokens, max_new_tokens))
         all_ids = request.ids
         while True:
             allowed = logits[-1].index_fill(-1, self.banned, -torch.inf)
-            ids = sample_token(allowed, [(row_seed, stream.num_tokens)], **request.filters).tolist()
+            ids = sample_token(
+                allowed, [(row_seed, len(stream.new_ids))], **request.filters
+            ).tolist()
             (token,) = self.describe(ids, logits, request)
             all_ids += (token["id"],)
             token["shared"] = shared_character(self.tokenizer, all_ids)
@@ -133,11 +150,22 @@ class ModelInspector:
         yield {"end": LENGTH_LIMIT_REASON if stream.hit_token_limit else "the model ended the text"}
 
     @torch.inference_mode()
-    def chat(self, question: Any) -> Lines:
-        """Yield {text} for each new token of an answer; {end: reason, is_shortened}.
+    def predict(self, question: Any) -> Lines:
+        """Yield what :meth:`read` does of the token ``at`` a position; 0: of the next token.
 
-        The text is that of :meth:`TextGenerator.stream_answer`. A chat that does not fit the
-        context is shortened.
+        Only the settings may differ from the last question: then nothing is computed again.
+        """
+        request = self.parse(question)
+        at = request.at or len(request.ids)
+        logits = self.last_logits(request.ids[:at], request.off)
+        yield from self.describe(request.ids[at : at + 1], logits, request)
+
+    @torch.inference_mode()
+    def chat(self, question: Any) -> Lines:
+        """Yield {text} for each new token of an answer; {end: reason, is_shortened, ids}.
+
+        The ids are those of the chat with the answer, the text is that of
+        :meth:`TextGenerator.stream_answer`. A chat that does not fit the context is shortened.
         """
         request = self.parse(question)
         if len(request.turns) % 2 == 0:
@@ -152,32 +180,69 @@ class ModelInspector:
         yield {
             "end": LENGTH_LIMIT_REASON if stream.hit_token_limit else "the model ended its answer",
             "is_shortened": ids != encode_chat(self.tokenizer, turns),
+            "ids": [*ids, *stream.new_ids],
         }
 
+    def heads(self, question: Any) -> Lines:
+        """Yield {start, end, size, weights, habits} of all heads in the window of ``at``.
+
+        Weights are maps (size, size), of the largest weights: see :func:`encode_triangles`.
+        """
+        request = self.parse(question)
+        start, end = window_of(request.at, len(request.ids), self.config.context_length)
+        ids = request.ids[start:end]
+        tokens = torch.tensor(ids)
+        texts = [self.tokenizer.decode_bytes([token]).decode(errors="replace") for token in ids]
+        size = min(len(ids), MAX_THUMBNAIL_TOKENS)
+        thumbnails = []
+        habits = []
+        model = self.models(request.off)[-1]
+        for maps in attention_by_layer(model, tokens.to(self.generator.device)):
+            layer_maps = maps.float().cpu()
+            habits += name_heads(layer_maps, tokens, texts)
+            thumbnails.append(adaptive_max_pool2d(layer_maps, size))
+        weights = encode_triangles(torch.stack(thumbnails))
+        yield {"start": start, "end": end, "size": size, "weights": weights, "habits": habits}
+
     def attention(self, question: Any) -> Lines:
-        """Yield {start, weights}: the weights of position ``at`` over positions start … at."""
+        """Yield {start, end, weights} of one head, (T, T), in the window of ``at``."""
         request = self.parse(question)
         start, end = window_of(request.at, len(request.ids), self.config.context_length)
         maps = self.layer_maps(request.ids[start:end], request.layer, request.off)  # (H, T, T)
-        position = request.at - start
-        weights = maps[request.head - 1, position, : position + 1]
-        yield {"start": start, "weights": round_values(weights)}
+        yield {"start": start, "end": end, "weights": encode_triangles(maps[request.head - 1])}
+
+    @torch.inference_mode()
+    def measure(self, question: Any) -> Lines:
+        """Yield {bits: mean bits per token}; for each head {layer, head, bits: added without it}.
+
+        The other heads are all on.
+        """
+        request = self.parse(question)
+        model = build_decoder(self.generator.model)
+        bits = mean_bits(model, request.ids)
+        yield {"bits": bits}
+        heads = range(1, self.config.num_heads + 1)
+        for layer, head in itertools.product(range(1, self.config.num_layers + 1), heads):
+            with switch_off(model, layer, head):
+                added_bits = mean_bits(model, request.ids) - bits
+            yield {"layer": layer, "head": head, "bits": float(f"{added_bits:.5g}")}
 
     def models(self, off: Heads) -> list[GPT]:
         """Return the model to decode with and, if heads are off, that without them."""
         return [self.generator.decoder, *([self.ablate(off)] if off else [])]
 
     def _ablate(self, heads: Heads) -> GPT:
-        """Copy the model with projections that ignore some heads. Other tensors are shared."""
-        original = self.generator.model
-        model = copy.deepcopy(original, {id(tensor): tensor for tensor in original.parameters()})
+        """Build a decoder without some heads."""
+        model = build_decoder(self.generator.model)
         for layer, head in heads:
-            attention = cast(Block, model.blocks[layer - 1]).attention
-            weight = attention.projection.weight.detach().clone()
-            width = self.config.head_width
-            weight[:, (head - 1) * width : head * width] = 0
-            attention.projection.weight = nn.Parameter(weight, requires_grad=False)
-        return build_decoder(model)
+            switch_off(model, layer, head)
+        return model
+
+    def _last_logits(self, ids: tuple[int, ...], off: Heads) -> list[Tensor]:
+        """Compute the logits after ids, (1, V), of each of :meth:`models`."""
+        start = window_start(len(ids), self.config.context_length)
+        tokens = torch.tensor([ids[start:]], device=self.generator.device)
+        return [model(tokens)[0, -1:] for model in self.models(off)]
 
     def _layer_maps(self, ids: tuple[int, ...], layer: int, off: Heads) -> Tensor:
         """Compute the attention maps of one layer, (H, T, T)."""
@@ -188,7 +253,7 @@ class ModelInspector:
     def describe(
         self, ids: Sequence[int], logits: Sequence[Tensor], request: InspectRequest
     ) -> list[dict[str, Any]]:
-        """Describe each row of the models' logits (N, V): {likely: [[token, p, p, p], …]}.
+        """Describe each row of the models' logits (N, V): {likely: [[id, text, p, p, p], …]}.
 
         The probabilities are those of the full model, without the heads that are off, and after
         temperature, top-k and top-p. The first rows, one for each next token in ``ids``, also
@@ -203,7 +268,9 @@ class ModelInspector:
         likely = p[..., :2].amax(dim=-1).topk(min(NUM_LIKELY_TOKENS, p.shape[1])).indices  # (N, 10)
         rows: list[dict[str, Any]] = []
         for row, tokens in enumerate(likely.tolist()):
-            table = [[token_label(self.tokenizer, i), *round_values(p[row, i])] for i in tokens]
+            labels = [token_label(self.tokenizer, token) for token in tokens]
+            columns = zip(tokens, labels, p[row, tokens], strict=True)
+            table = [[token, label, *round_values(values)] for token, label, values in columns]
             rows.append({"likely": table})
         for row, token in enumerate(ids):
             rows[row] |= {
@@ -221,10 +288,13 @@ class ModelInspector:
         if num_characters > MAX_PROMPT_CHARACTERS:
             size = f"got {num_characters:,} of at most {MAX_PROMPT_CHARACTERS:,} characters"
             raise UserError(f"The text: too long ({size}). Shorten it.")
-        if not request.ids:
+        if request.text or not request.ids:
             ids = tuple(self.generator.encode_prompt(request.text))
-            if len(ids) > self.max_prompt_tokens:
-                size = f"got {len(ids):,} of at most {self.max_prompt_tokens:,} tokens"
+            if request.ids:
+                added = self.tokenizer.encode_continuation(request.text).tolist()
+                ids = (*request.ids, *added)
+            elif len(ids) > MAX_PROMPT_TOKENS:
+                size = f"got {len(ids):,} of at most {MAX_PROMPT_TOKENS:,} tokens"
                 raise UserError(f"The text: too long ({size}). Shorten it.")
             request = replace(request, ids=ids)
         if any(len(pair) != 2 or min(pair) < 1 for pair in request.off):
@@ -235,8 +305,8 @@ class ModelInspector:
             "id": (max(request.ids), self.generator.model.token_embedding.num_embeddings - 1),
             "layer": (max(layers), self.config.num_layers),
             "head": (max(heads), self.config.num_heads),
-            "at": (request.at, len(request.ids) - 1),
-            "max_new_tokens": (request.max_new_tokens, self.max_new_tokens),
+            "at": (request.at, len(request.ids)),
+            "max_new_tokens": (request.max_new_tokens, MAX_PROMPT_TOKENS),
         }
         for name, (value, limit) in limits.items():
             if value > limit:
@@ -259,6 +329,18 @@ def logits_after(model: GPT, ids: Sequence[int]) -> Iterator[Tensor]:
         logits = model(torch.tensor([ids[start:end]], device=device))[0, position - start :]
         yield from logits.split(MAX_LOGIT_ROWS)
         position = end
+
+
+def mean_bits(model: GPT, ids: Sequence[int]) -> float:
+    """Compute the mean surprise of ids after the first, in bits; 0 for one id."""
+    nats = 0.0
+    position = 1
+    for logits in logits_after(model, ids):
+        targets = torch.tensor(ids[position : position + len(logits)], device=logits.device)
+        log_p = logits[: len(targets)].float().log_softmax(dim=-1)
+        nats -= log_p.gather(1, targets[:, None]).sum().item()
+        position += len(logits)
+    return nats / math.log(2) / max(1, len(ids) - 1)
 
 
 def round_values(values: Tensor) -> list[float]:

@@ -9,7 +9,7 @@ from engine.core.cli import progress_bar
 from engine.data.dataset import Dataset
 from engine.data.tokenizer import Tokenizer
 
-MIN_PASSAGE_BYTES = 24
+MIN_PASSAGE_BYTES = 24  # without white space
 MAX_SEARCHED_BYTES = 2**28  # of the training text
 MAX_CANDIDATE_BYTES = 2**21
 DECODED_CHUNK_TOKENS = 2**18  # decoded at a time
@@ -86,7 +86,7 @@ def find_longest(text: str, candidates: Candidates) -> Passages:
     while longest := max(lengths, default=0):
         first = lengths.index(longest)
         passage = text[first : first + longest]
-        if len(passage.encode()) < MIN_PASSAGE_BYTES:
+        if len("".join(passage.split()).encode()) < MIN_PASSAGE_BYTES:
             lengths[first] = 0
             continue
         passages.append((first, longest, locate(passage, candidates)))
@@ -96,14 +96,14 @@ def find_longest(text: str, candidates: Candidates) -> Passages:
 
 
 def locate(passage: str, candidates: Candidates) -> str:
-    """Return the token and file where a passage first begins in the training text."""
+    """Return the source in which a passage first begins; if none are listed, the shard."""
     data = next(data for data in candidates if passage.encode() in data)
     dataset, token, ends = candidates[data]
     token += bisect_right(ends, data.index(passage.encode()))
-    shards = dataset.manifest["splits"]["train"]["shards"]
-    starts = np.cumsum([0, *(shard["tokens"] for shard in shards)])
-    index = bisect_right(starts, token) - 1
-    return f"token {token - starts[index]:,} of {dataset.path / shards[index]['file']}"
+    train = dataset.manifest["splits"]["train"]
+    entries = train["sources"] or train["shards"]
+    entry = entries[bisect_right(np.cumsum([entry["tokens"] for entry in entries]), token)]
+    return entry.get("source") or str(dataset.path / entry["file"])
 
 
 def spell_tokens(tokenizer: Tokenizer) -> list[bytes]:

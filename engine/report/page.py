@@ -5,7 +5,6 @@ import hashlib
 import math
 import re
 from collections.abc import Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ import numpy as np
 from engine.core.errors import UserError
 from engine.core.files import atomic_write, find_similar, read_json, to_json
 from engine.core.settings import read_toml
-from engine.data.batches import Mixture
 from engine.generation.scores import describe_score
+from engine.report.overview import read_state, summarize
 from engine.training.checkpoint import rank_evaluation
 from engine.training.run_dir import read_records
+from engine.training.trainer import Record
 
 WEB_DIR = Path(__file__).with_name("web")
 MAX_CURVE_POINTS = 400
@@ -26,8 +26,6 @@ MAX_SHOWN_EVALUATIONS = 40  # with their samples
 VALIDATION_CURVES = ("val_loss", "val_bits_per_byte", "val_score")
 TRAINING_CURVES = ("train_loss", "learning_rate", "grad_norm", "tokens_per_second")
 AXIS_KEYS = {"step": "step", "tokens": "tokens", "seconds": "elapsed_seconds"}
-
-Record = dict[str, Any]
 
 
 def collect_run_content(folder: Path) -> dict[str, Any]:
@@ -46,26 +44,25 @@ def collect_run_content(folder: Path) -> dict[str, Any]:
     finite = [record for record in evaluations if record["val_loss"] is not None]
     rank = partial(rank_evaluation, best_by=settings.get("best_by", "loss"))
     best = min(reversed(finite), key=rank, default=None)  # of equal ones the newest
-    best_step = best["step"] if best else None
     last = evaluations[-1] if evaluations else {}
     val_names = [name for name in last if name.split("/")[0] in VALIDATION_CURVES]
+    best_step = best["step"] if best else None
     return {
         "name": folder.resolve().name,
+        "folder": str(folder),
+        "state": read_state(folder, about, max((each["step"] for each in records), default=0)),
+        "num_tokens": training[-1]["tokens"] if training else 0,
         "training": make_curves(training, training, TRAINING_CURVES),
         "validation": make_curves(evaluations, training, val_names),
-        "best_step": best_step,  # of the checkpoint that is used
-        "figures": key_figures(training, evaluations, best, settings, about),
+        "best": best,  # the evaluation of the checkpoint that is used
+        "best_step": best_step,
+        "score": describe_score(best) if best and "val_score" in best else None,
+        "figures": key_figures(training, evaluations),
         "settings": settings,
-        "defaults": about.get("defaults", {}),
-        "machine": about.get("machine", {}),
-        # Losses of runs with equal tokenizer and text are comparable.
-        "tokenizer": about.get("tokenizer"),
-        "text": about.get("text"),
+        "about": about,
         "samples": select_samples(read_records(folder / "samples.jsonl"), best_step),
         # What needs the data or the model, and notes on what is missing.
-        "data": [],
         "attention": None,
-        "baselines": {},
         "memorization": None,
         "notes": [],
     }
@@ -107,39 +104,19 @@ def make_curves(
     return curves | {name: downsample(read_values(records, name)) for name in names}
 
 
-def key_figures(
-    training: Sequence[Record],
-    evaluations: Sequence[Record],
-    best: Record | None,
-    settings: Record,
-    about: Record,
-) -> dict[str, str]:
-    """Return the key figures of a run as text, without those that are not finite."""
+def key_figures(training: Sequence[Record], evaluations: Sequence[Record]) -> dict[str, str]:
+    """Return figures besides those of the first screen as text, without those not finite."""
     figures = {}
-    if best and "val_score" in best:
-        figures["score, of questions"] = describe_score(best)
-    if best:
-        figures["validation loss, nats per token"] = f"{best['val_loss']:.4f}"
-        figures["perplexity"] = f"{best['val_perplexity']:,.2f}"
-        figures["bits per byte"] = f"{best['val_bits_per_byte']:.4f}"
-        figures["step of the checkpoint that is used"] = f"{best['step']:,}"
+    if evaluations:
         figures["last validation loss"] = f"{read_values(evaluations, 'val_loss')[-1]:.4f}"
     if training:
         recent = finite_values(training[-max(1, len(training) // 20) :], "train_loss")
         speeds = finite_values(training, "tokens_per_second")
-        last_step = max(record["step"] for record in (training[-1], *evaluations[-1:]))
-        is_planned = "steps" in settings and "minutes" not in settings
-        planned = f" of {settings['steps']:,}" if is_planned else ""
-        seconds = round(training[-1]["elapsed_seconds"])
         figures["training loss, mean of the last 5%"] = f"{np.mean(recent or math.nan):.4f}"
-        figures["steps"] = f"{last_step:,}{planned}"
         figures["tokens"] = f"{training[-1]['tokens']:,}"
-        figures["hours:minutes:seconds"] = str(timedelta(seconds=seconds))
         figures["tokens per second, median"] = f"{np.median(speeds or math.nan):,.0f}"
         skipped = training[-1].get("skipped_steps", 0)
         figures["skipped steps (gradients not finite)"] = f"{skipped:,}"
-    if "parameters" in about:
-        figures["parameters"] = f"{about['parameters']:,}"
     return {name: figure for name, figure in figures.items() if "nan" not in figure}
 
 
@@ -147,22 +124,6 @@ def finite_values(records: Sequence[Record], key: str) -> list[float]:
     """Read the finite values of a key."""
     values = read_values(records, key)
     return values[np.isfinite(values)].tolist()
-
-
-def describe_data(data: Mixture) -> list[dict[str, str]]:
-    """Return a table for each dataset that a run was trained on, as prepare.py describes it."""
-    return [
-        {
-            "dataset": str(dataset.path),
-            "fraction of sequences": f"{weight:.3g}",
-            "tokens to train on": f"{len(dataset.train):,}",
-            "tokens to validate on": f"{len(dataset.val):,}",
-            "documents": f"{dataset.manifest['statistics']['documents']:,}",
-            "bytes per token": f"{dataset.bytes_per_token('train'):.2f}",
-            "vocabulary": f"{dataset.tokenizer.vocab_size:,} ({dataset.tokenizer.kind})",
-        }
-        for dataset, weight in zip(data.datasets, data.weights, strict=True)
-    ]
 
 
 def select_samples(samples: Sequence[Record], best_step: int | None = None) -> list[Record]:
@@ -182,16 +143,22 @@ def content_security_policy(page: str) -> str:
     return f"default-src 'none'; style-src{hashes['style']}; script-src{hashes['script']}"
 
 
-def write_page(runs: Sequence[dict[str, Any]], path: Path) -> None:
+def read_template(name: str) -> str:
+    """Read a page's template, with its style sheets and scripts in it."""
+    template = (WEB_DIR / name).read_text(encoding="utf-8")
+    for asset in re.findall(r"\{\{([\w.]+\.(?:css|js|LICENSE))\}\}", template):
+        content = (WEB_DIR / asset).read_text(encoding="utf-8")
+        template = template.replace(f"{{{{{asset}}}}}", content)
+    return template
+
+
+def write_page(runs: Sequence[Record], path: Path) -> None:
     """Write the page of a run, or of several to compare.
 
     Its policy allows only the template's scripts and styles, because a run's text may contain some.
     """
-    template = (WEB_DIR / "report.html").read_text(encoding="utf-8")
-    for name in re.findall(r"\{\{(uPlot\S+)\}\}", template):
-        content = (WEB_DIR / name).read_text(encoding="utf-8")
-        template = template.replace(f"{{{{{name}}}}}", content)
-    data = to_json({"runs": list(runs)}).replace("<", "\\u003c")
+    template = read_template("report.html")
+    data = to_json({"runs": [run | summarize(run) for run in runs]}).replace("<", "\\u003c")
     page = template.replace("{{policy}}", content_security_policy(template))
     page = page.replace("{{data}}", data)
     atomic_write(path, page.encode(errors="replace"))  # a folder's name may not be UTF-8

@@ -21,10 +21,9 @@ from engine.core.cli import LOCAL_HOST, LOCAL_HOSTS
 from engine.core.errors import UserError
 from engine.core.files import parse_json, to_json
 from engine.report.inspector import Lines
-from engine.report.page import WEB_DIR, content_security_policy
+from engine.report.page import content_security_policy, read_template
 from engine.serving.api import API_PREFIX, WRITE_TIMEOUT_SECONDS, Api
 
-PAGE_PATH = WEB_DIR / "page.html"
 MAX_BODY_BYTES = 2**20
 # Besides running its own scripts, the page may query its server and show embedded pictures.
 PAGE_POLICY = (
@@ -63,7 +62,7 @@ class PageServer:
         self.answers = answers
         self.api = api
         self.token = secrets.token_urlsafe(32)
-        self.page = PAGE_PATH.read_text(encoding="utf-8")
+        self.page = read_template("live.html")
         policy = f"{content_security_policy(self.page)}; {PAGE_POLICY}"
         self.headers = {**SECURITY_HEADERS, "Content-Security-Policy": policy}
         self.locks = {name: asyncio.Lock() for name in answers}

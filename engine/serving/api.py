@@ -49,7 +49,8 @@ READ_TIMEOUT_SECONDS = 30.0  # for receiving a body
 WRITE_TIMEOUT_SECONDS = 10.0  # for sending a chunk
 STOPPING_ERROR = ApiError("the server is stopping", 503)
 
-Arrival = tuple[int, Token | Exception | None]  # index of a choice; None: its text has ended
+# (index of a choice, its next token, or an error); None: its text has ended.
+Arrivals = asyncio.Queue[tuple[int, Token | Exception | None]]
 
 
 class Api:
@@ -62,7 +63,7 @@ class Api:
         self.name = name
         self.key = key
         self.context_length = generator.model.config.context_length
-        self.arrivals: set[asyncio.Queue[Arrival]] = set()  # of the requests in progress
+        self.arrivals: set[Arrivals] = set()  # of the requests in progress
         banned = banned_tokens(generator.tokenizer, generator.model, generator.stop_token_ids)
         num_rows = max_cached_rows(generator.model, MAX_ROWS)
         self.worker = BatchWorker(TextBatch(generator.decoder, num_rows, banned), MAX_WAITING_TEXTS)
@@ -155,7 +156,7 @@ class Api:
         if settings.model not in ("", self.name):
             message = f"the model {settings.model!r} does not exist. Use {self.name!r}."
             raise ApiError(message, 404, "model", "model_not_found")
-        arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
+        arrivals: Arrivals = asyncio.Queue()
         requests = self.make_requests(settings, prompts, arrivals)
         if self.worker.is_stopping:
             raise STOPPING_ERROR
@@ -186,7 +187,7 @@ class Api:
                 choice.is_cancelled = True
 
     def make_requests(
-        self, settings: AnySettings, prompts: list[list[int]], arrivals: asyncio.Queue[Arrival]
+        self, settings: AnySettings, prompts: list[list[int]], arrivals: Arrivals
     ) -> list[ClientRequest]:
         """Return a request for each choice of each prompt. Raises ApiError if one is too long."""
         if len(prompts) * settings.n > MAX_TEXTS:
@@ -238,7 +239,7 @@ class Api:
 
 
 async def receive_tokens(
-    arrivals: asyncio.Queue[Arrival], num_texts: int
+    arrivals: Arrivals, num_texts: int
 ) -> AsyncIterator[tuple[int, Token | None]]:
     """Yield each token of the choices, and None at the end of each. Raises ApiError."""
     while num_texts:
@@ -250,10 +251,7 @@ async def receive_tokens(
 
 
 async def stream_chunks(
-    form: AnswerFormat,
-    requests: list[ClientRequest],
-    arrivals: asyncio.Queue[Arrival],
-    settings: AnySettings,
+    form: AnswerFormat, requests: list[ClientRequest], arrivals: Arrivals, settings: AnySettings
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield the chunks of an answer, then the usage if it is requested. Raises ApiError."""
     started: set[int] = set()
@@ -297,7 +295,7 @@ async def send_stream(
 def count_tokens(requests: list[ClientRequest], num_choices: int) -> dict[str, int]:
     """Return the usage of an answer; a prompt counts once for all of its choices."""
     prompt = sum(len(request.stream.prompt) for request in requests[::num_choices])
-    completion = sum(request.stream.num_tokens for request in requests)
+    completion = sum(len(request.stream.new_ids) for request in requests)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

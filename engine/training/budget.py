@@ -109,12 +109,7 @@ class Budget:
 
 
 def make_budget(
-    config: RunConfig,
-    dist_ctx: DistributedContext,
-    started_at: float,
-    state: dict[str, Any] | None,
-    eval_cost_steps: float,
-    save_cost_seconds: float,
+    config: RunConfig, dist_ctx: DistributedContext, started_at: float, state: dict[str, Any] | None
 ) -> Budget:
     """Return the budget of a run, at the time in the state of a checkpoint, if there is one.
 
@@ -126,8 +121,6 @@ def make_budget(
     seconds = time.monotonic() - started_at
     return Budget(
         {"evaluate": config.eval_every, "save": config.save_every},
-        eval_cost_steps=eval_cost_steps,
-        save_cost_seconds=save_cost_seconds,
         steps=config.steps or math.inf,
         seconds=60 * config.minutes - seconds if config.minutes else math.inf,
         first_step=state["step"],

@@ -207,13 +207,12 @@ def print_summary(trainer: Trainer) -> None:
     steps = count_noun(trainer.step, "step")
     best = trainer.best_evaluation
     loss = best["val_loss"]
-    perplexity = math.exp(min(loss, 700))
-    bits = loss / math.log(2) / trainer.data.bytes_per_token("val")
     num_skipped = int(trainer.optimizer.loss_scaler["skipped"])
     skipped = f" ({num_skipped:,} skipped: gradients {UNUSABLE_GRADIENTS})" if num_skipped else ""
     trainer.say(
         f"\n{steps}{skipped} in {trainer.budget.elapsed:,.1f} s. Validation loss "
-        f"{loss:.4f} nats per token, perplexity {perplexity:.2f}, {bits:.4f} bits per byte."
+        f"{loss:.4f} nats per token, perplexity {best['val_perplexity']:.2f}, "
+        f"{best['val_bits_per_byte']:.4f} bits per byte."
     )
     if explanation := trainer.data.explain_loss(loss):
         trainer.say(explanation)

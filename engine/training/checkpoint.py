@@ -12,15 +12,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from engine.core import files
 from engine.core.errors import UserError
-from engine.core.files import (
-    atomic_directory,
-    check_types,
-    chmod_and_fsync,
-    read_json,
-    sha256,
-    write_json,
-)
 from engine.core.settings import flatten, from_values
 from engine.nn.lora import merge_updates
 from model import GPT, ModelConfig
@@ -122,8 +115,8 @@ class Checkpoint:
                     raise UserError(f"{self.path / name}: corrupted ({error}).") from None
                 for key in file.keys():  # noqa: SIM118
                     files_by_name.setdefault(key, []).append(file)
-            for key, files in files_by_name.items():
-                pieces = [file.get_tensor(key) for file in files]
+            for key, shard_files in files_by_name.items():
+                pieces = [file.get_tensor(key) for file in shard_files]
                 yield key, pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
@@ -142,7 +135,7 @@ def write_checkpoint(
     save_tokenizer: SaveTokenizer,
 ) -> None:
     """Write a gathered checkpoint atomically. Raises OSError if it can't be written."""
-    with atomic_directory(path) as directory:
+    with files.atomic_directory(path) as directory:
         hashes = write_shard(directory, 0, 0, model, optimizer)
         _write_manifest(directory, {"format": FORMAT_GATHERED}, hashes, state, save_tokenizer)
 
@@ -155,8 +148,8 @@ def write_shard(
     for kind, tensors in (("model", model), ("optimizer", optimizer)):
         file = directory / tensor_files(kind, shards)[rank]
         write_tensors(file, tensors)
-        chmod_and_fsync(file)
-        hashes[file.name] = sha256(file)
+        files.chmod_and_fsync(file)
+        hashes[file.name] = files.sha256(file)
     return hashes
 
 
@@ -169,7 +162,7 @@ def complete_shards(
 ) -> None:
     """Make a checkpoint of the shards in a directory, atomically, and remove the directory."""
     manifest = {"format": FORMAT_SHARDED, "shards": len(hashes) // 2}
-    with atomic_directory(path) as target:
+    with files.atomic_directory(path) as target:
         for name in hashes:
             (directory / name).rename(target / name)
         _write_manifest(target, manifest, hashes, state, save_tokenizer)
@@ -193,10 +186,10 @@ def _write_manifest(
     save_tokenizer: SaveTokenizer,
 ) -> None:
     """Write the state, the tokenizer, and last the manifest."""
-    write_json(directory / "state.json", state)
+    files.write_json(directory / "state.json", state)
     save_tokenizer(directory / "tokenizer.json")
-    common_hashes = {name: sha256(directory / name) for name in COMMON_FILES}
-    write_json(directory / "manifest.json", {**manifest, "files": tensor_hashes | common_hashes})
+    hashes = tensor_hashes | {name: files.sha256(directory / name) for name in COMMON_FILES}
+    files.write_json(directory / "manifest.json", {**manifest, "files": hashes})
 
 
 def rank_evaluation(record: dict[str, Any] | None, best_by: str = "loss") -> tuple[float, float]:
@@ -210,8 +203,9 @@ def rank_evaluation(record: dict[str, Any] | None, best_by: str = "loss") -> tup
 def rank_checkpoint(path: Path) -> tuple[float, float]:
     """Return the sort key of a checkpoint's evaluation, also of a corrupted checkpoint."""
     with contextlib.suppress(OSError, UserError):  # it is reported when it is opened
-        state = read_json(path / "state.json")
-        check_types(state, {name: STATE_SCHEMA[name] for name in ("evaluation", "settings")}, "")
+        state = files.read_json(path / "state.json")
+        schema = {name: STATE_SCHEMA[name] for name in ("evaluation", "settings")}
+        files.check_types(state, schema, "")
         return rank_evaluation(state["evaluation"], state["settings"].get("best_by"))
     return rank_evaluation(None)
 
@@ -223,34 +217,34 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     if not (path / "manifest.json").is_file():
         raise UserError(f"{path}: not a checkpoint (manifest.json not found).")
-    manifest = read_json(path / "manifest.json")
+    manifest = files.read_json(path / "manifest.json")
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if version not in (FORMAT_GATHERED, FORMAT_SHARDED):
         problem = f"unsupported checkpoint format in manifest.json (got {version!r})"
         raise UserError(f"{path}: {problem}. Use the version that wrote it.")
-    files = manifest.get("files")
+    hashes = manifest.get("files")
     shards = manifest.get("shards") if version == FORMAT_SHARDED else 0
-    if not isinstance(files, dict) or shards not in range(MAX_SHARDS + 1):
+    if not isinstance(hashes, dict) or shards not in range(MAX_SHARDS + 1):
         raise UserError(f"{path}: corrupted, its manifest.json has no files or shards.")
     names = [*tensor_files("model", shards), *tensor_files("optimizer", shards), *COMMON_FILES]
-    missing = [name for name in names if name not in files]
+    missing = [name for name in names if name not in hashes]
     if missing:
         raise UserError(f"{path}: corrupted, its manifest.json lacks {', '.join(missing)}.")
-    _verify_file(path, "state.json", files["state.json"])
-    state = read_json(path / "state.json")
+    _verify_file(path, "state.json", hashes["state.json"])
+    state = files.read_json(path / "state.json")
     try:
-        check_types(state, STATE_SCHEMA, "state")
+        files.check_types(state, STATE_SCHEMA, "state")
     except UserError as error:
         raise UserError(f"{path / 'state.json'}: corrupted ({error}).") from None
     model = from_values(ModelConfig, state["model"], f"{path / 'state.json'}: model")
     state["model"] = flatten(model)
-    return Checkpoint(path, state, {name: files[name] for name in names}, shards)
+    return Checkpoint(path, state, {name: hashes[name] for name in names}, shards)
 
 
 def _verify_file(path: Path, name: str, expected_hash: str) -> None:
     """Raise UserError if a file of a checkpoint is missing or has another hash."""
     file = path / name
-    if not file.is_file() or sha256(file) != expected_hash:
+    if not file.is_file() or files.sha256(file) != expected_hash:
         raise UserError(f"{file}: missing or corrupted (SHA-256 mismatch).")
 
 

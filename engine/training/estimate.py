@@ -242,15 +242,13 @@ def check_memory(config: RunConfig, dist_ctx: DistributedContext, length: int) -
     }
     for shorter in (length // 2**n for n in range(1, length.bit_length())):
         fixes[f"{both} --context-length {shorter}"] = {**fixes[both], "context_length": shorter}
-    fitting = [
-        flags
-        for flags, change in fixes.items()
-        if fits_memory(replace(config, **change), 1, dist_ctx)
-    ]
+    fitting = (
+        flags for flags in fixes if fits_memory(replace(config, **fixes[flags]), 1, dist_ctx)
+    )
     needed = sum(estimate_memory(config, 1, dist_ctx).values()) / 2**30
     memory = total_memory(dist_ctx.device) / 2**30
     problem = f"fine-tuning needs {needed:,.1f} GiB (got {memory:,.1f} GiB)"
-    raise UserError(f"--init-from: {problem}. Use {[*fitting, 'a smaller model'][0]}.")
+    raise UserError(f"--init-from: {problem}. Use {next(fitting, 'a smaller model')}.")
 
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:

@@ -22,7 +22,6 @@ INITIAL_LOSS_SCALE = 2.0**16  # for float16, whose smallest numbers would underf
 NUM_STEPS_TO_DOUBLE_SCALE = 2000  # finite steps in a row, as in torch.amp.GradScaler
 MAX_GRADIENT_NORM = 1e9  # after clipping: the squares of squares of more are not finite
 UNUSABLE_GRADIENTS = f"not finite or above {MAX_GRADIENT_NORM:g}"
-UNDECAYED_ROLES = ("vector", "adapter")
 MAX_SKIPPED_STEPS = 50  # in a row, until a run ends
 
 
@@ -182,7 +181,7 @@ class Optimizer:
                 "stack_size": num_stacked,
                 "lr_scale": lr_scale,
                 "lr": self.config.learning_rate * lr_scale,
-                "weight_decay": 0.0 if role in UNDECAYED_ROLES else self.config.weight_decay,
+                "weight_decay": 0.0 if role in ("vector", "adapter") else self.config.weight_decay,
             }
             groups.setdefault((role, num_stacked, shape), empty_group)["params"] += params
         return list(groups.values())

@@ -207,9 +207,8 @@ def changed_settings(
     Raises UserError for a change of fixed settings or data, and for an end before the checkpoint.
     """
     recorded = flatten(recorded_config(state))
-    changed = {
-        name: (recorded[name], value) for name, value in settings.items() if recorded[name] != value
-    }
+    pairs = {name: (recorded[name], value) for name, value in settings.items()}
+    changed = {name: (old, new) for name, (old, new) in pairs.items() if old != new}
     fixed = [name for name in changed if name in FIXED_SETTINGS]
     refused = [f"{name} {recorded[name]!r} → {settings[name]!r}" for name in fixed]
     if state["data_sha256"] != data_sha256:
@@ -293,9 +292,8 @@ def load_questions(
     """
     if (config.score_file or config.best_by == "score") and not config.score:
         flag = "--score-file" if config.score_file else "--best-by score"
-        raise UserError(
-            f"{flag}: has no effect without a score. Add --score exact_match or choice."
-        )
+        problem = "has no effect without a score"
+        raise UserError(f"{flag}: {problem}. Add --score exact_match or choice.")
     if not config.score:
         return []
     if config.score == "choice" and not config.score_file:

@@ -12,17 +12,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from engine.core import sharding
 from engine.core.cli import say, warn
 from engine.core.device import DTYPE_BY_NAME, mixed_precision, total_memory
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError, is_bug
 from engine.core.settings import flatten
-from engine.core.sharding import (
-    load_parameters,
-    shard_and_allocate,
-    should_reduce_every_microbatch,
-    wrap_ddp,
-)
 from engine.data.batches import Batches, Mixture
 from engine.data.chats.examples import NO_SYSTEM_NOTE
 from engine.data.split import BatchSpec
@@ -43,7 +38,6 @@ from model import GPT, Block
 
 CHECKPOINT_BYTES_PER_SECOND = 5e8  # written and hashed
 WARMUP_WINDOW_TOKENS = 16
-
 
 Record = dict[str, Any]  # of metrics.jsonl
 
@@ -97,7 +91,7 @@ class Trainer:
             if modify_model:
                 modify_model(model)
         self.base_reference: dict[str, Any] | None = None  # of LoRA, on the main process
-        self.model: GPT = shard_and_allocate(model, dist_ctx, dtype)
+        self.model: GPT = sharding.shard_and_allocate(model, dist_ctx, dtype)
         self.ddp_model: nn.Module = self.model  # averages gradients over the ranks
         self.reduce_every_microbatch = False
         self.optimizer = Optimizer(self.model, config.optimizer, dist_ctx, dtype)
@@ -158,7 +152,7 @@ class Trainer:
     def initialize(self, base: Checkpoint | None = None) -> None:
         """Set the weights to initial values, or to those of a base model, which rank 0 reads."""
         if base is None and not self.config.init_from:
-            load_parameters(self.model, self.model.initial_values())
+            sharding.load_parameters(self.model, self.model.initial_values())
             return
         weights: Iterator[tuple[str, Tensor]] = iter(())
         if base:
@@ -170,7 +164,7 @@ class Trainer:
         new = [(name, param) for name, param in params if name not in self.base_names]
         new_weights = draw_initial_values(new, self.model.specs, self.model.seed)
         weights = self.dist_ctx.broadcast_tensors(weights)
-        load_parameters(self.model, itertools.chain(weights, new_weights))
+        sharding.load_parameters(self.model, itertools.chain(weights, new_weights))
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint of this run, and print the settings that have changed.
@@ -182,7 +176,7 @@ class Trainer:
         changes = changed_settings(state, flatten(self.config), self.data.sha256)
         if checkpoint.sha256["tokenizer.json"] != self.data.manifest["tokenizer"]["sha256"]:
             raise UserError(f"{checkpoint.path}: corrupted, its tokenizer is not that of --data.")
-        load_parameters(self.model, self._weights(checkpoint))
+        sharding.load_parameters(self.model, self._weights(checkpoint))
         self.optimizer.load_state(self.run_dir.distribute(checkpoint.optimizer()))
         self.step = state["step"]
         self.evaluation = state["evaluation"]
@@ -198,7 +192,7 @@ class Trainer:
         """Set the weights to those of the best checkpoint of the run, and return its step."""
         assert self.run_dir is not None
         checkpoint = self.run_dir.best()
-        load_parameters(self.model, self._weights(checkpoint))
+        sharding.load_parameters(self.model, self._weights(checkpoint))
         return checkpoint.step
 
     def _weights(self, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
@@ -228,10 +222,10 @@ class Trainer:
                 if error and self.dist_ctx.is_main_process:
                     warn(f"training continues without compilation, which failed: {error}")
                 self.model.zero_grad()
-            self.ddp_model = wrap_ddp(self.model, self.dist_ctx, *example)
+            self.ddp_model = sharding.wrap_ddp(self.model, self.dist_ctx, *example)
         if self.dist_ctx.sharded and rows * self.dist_ctx.size < self.config.batch_size:
-            memory = total_memory(self.dist_ctx.device)
-            is_too_large = should_reduce_every_microbatch(self.model.num_parameters, memory)
+            sizes = (self.model.num_parameters, total_memory(self.dist_ctx.device))
+            is_too_large = sharding.should_reduce_every_microbatch(*sizes)
             self.reduce_every_microbatch = self.dist_ctx.any(is_too_large)
         if self.reduce_every_microbatch:
             self.say("gradients are reduced after each micro-batch, to save memory")
@@ -287,9 +281,10 @@ class Trainer:
         """Start the budget, at the time of a checkpoint if there is one: see make_budget."""
         sizes = [len(dataset.val) for dataset in self.data.datasets]
         eval_tokens = sum(min(size, self.config.eval_tokens or size) for size in sizes)
-        costs = (eval_tokens / self.tokens_per_step / 3, self.save_seconds)  # no backward pass
         state = checkpoint.state if checkpoint else None
-        self.budget = make_budget(self.config, self.dist_ctx, started_at, state, *costs)
+        self.budget = make_budget(self.config, self.dist_ctx, started_at, state)
+        self.budget.eval_cost_steps = eval_tokens / self.tokens_per_step / 3  # no backward pass
+        self.budget.save_cost_seconds = self.save_seconds
         self.budget.update(self.step)
         if checkpoint and self.budget.exhausted:
             flag = "--steps" if self.step >= self.budget.steps else "--minutes"

@@ -1,10 +1,8 @@
 """Prompts with completions, and chats, as token ids, and which of them are targets."""
 
-import json
-
 import numpy as np
 import pytest
-from helpers import train_sentencepiece
+from helpers import make_dataset, train_sentencepiece
 
 from engine.core.errors import UserError
 from engine.data.chats.chat import (
@@ -12,22 +10,16 @@ from engine.data.chats.chat import (
     count_targets,
     encode_chat,
     encode_example,
+    first_question,
     special_token_names,
     stop_token_ids,
 )
 from engine.data.chats.examples import chat_parser, parse_chat, parse_pair
 from engine.data.dataset import open_dataset
 from engine.data.split import is_target
-from engine.data.tokenizer import (
-    ByteTokenizer,
-    CharTokenizer,
-    Tokenizer,
-    from_document,
-    named_tokenizer,
-)
-from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TEXT, END_OF_TURN, with_extension
+from engine.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, named_tokenizer
+from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TEXT, END_OF_TURN
 from engine.report.dataset_summary import render_with_targets
-from prepare import PrepareConfig, prepare
 
 CHAT = [
     ("system", "Be kind."),
@@ -46,13 +38,19 @@ BYTES = with_special_tokens(ByteTokenizer(), chat=True)
 CHATML_BYTES = ByteTokenizer().with_special(CHATML_TOKENS)
 
 
+@pytest.mark.parametrize("tokenizer", [BYTES, CHATML_BYTES], ids=["plain", "chatml"])
+def test_the_first_question_of_a_chat_is_found_in_its_ids(tokenizer):
+    assert first_question(tokenizer, encode_chat(tokenizer, CHAT)) == "Hé?"
+    assert first_question(tokenizer, tokenizer.encode("no chat").tolist()) == ""
+
+
 def ids_of(example: np.ndarray) -> list[int]:
     return np.where(example < 0, ~example, example).tolist()
 
 
 @pytest.mark.parametrize(("prompt", "num_targets"), [("1+1=", 2), ("", 1)])
 def test_the_completion_and_its_end_are_targets(prompt: str, num_targets: int):
-    turns = parse_pair({"q": prompt, "a": "2"}, ["q"], "a")
+    turns, _ = parse_pair({"q": prompt, "a": "2"}, ["q"], "a")
     example = encode_example(ByteTokenizer(), turns)
     assert example.dtype == np.int32
     assert example.tolist() == [*(~byte for byte in prompt.encode()), ord("2"), 256]
@@ -93,21 +91,9 @@ def test_text_never_becomes_a_special_token(name, speakers, num_special, tiktoke
     assert tokenizer.decode(ids).count(text) == 2
 
 
-@pytest.mark.parametrize("tokenizer", [BYTES, CHATML_BYTES])
-def test_the_prompt_of_an_answer_is_that_of_its_example(tokenizer: Tokenizer):
-    example = encode_example(tokenizer, CHAT[:3])
-    prompt = encode_chat(tokenizer, CHAT[:2])
-    assert prompt == ids_of(example)[: len(prompt)]
-    assert np.flatnonzero(is_target(example))[0] == len(prompt)
-
-
 @pytest.mark.parametrize("name", ["byte", "gpt2", "sentencepiece"])
 def test_the_bytes_of_targets_are_those_of_their_text(name: str, code: str, tiktoken_cache):
-    if name == "sentencepiece":
-        document = json.loads(train_sentencepiece([code]).to_str())
-        tokenizer = from_document(with_extension(document, end_of_text="</s>"))
-    else:
-        tokenizer = named_tokenizer(name)
+    tokenizer = train_sentencepiece([code]) if name == "sentencepiece" else named_tokenizer(name)
     for text in ("return héllo 漢 x", "words of a text"):
         for prompt in ("a question?", ""):  # without a prompt nothing predicts the first token
             ids = (tokenizer.encode_continuation if prompt else tokenizer.encode)(text).tolist()
@@ -121,15 +107,11 @@ def test_the_bytes_of_targets_are_those_of_their_text(name: str, code: str, tikt
 @pytest.mark.parametrize("name", ["byte", "gpt2"])
 def test_one_function_counts_the_targets_of_a_dataset(name: str, tmp_path, tiktoken_cache):
     rows = [{"p": f"{n}? " * (n % 2 + 1), "c": f"{n} héllo", "id": n} for n in range(200)]
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     fields = {"prompt_field": "p", "completion_field": "c"}
-    prepare(PrepareConfig((str(path),), tokenizer=name, out=tmp_path / "data", **fields))
-    dataset = open_dataset(tmp_path / "data")
+    dataset = open_dataset(make_dataset(tmp_path, rows, tokenizer=name, **fields))
     for split in ("train", "val"):
         examples = getattr(dataset, split)
-        kept = [examples.example(index) for index in range(examples.num_examples)]
-        counts = [count_targets(dataset.tokenizer, example) for example in kept]
+        counts = [count_targets(dataset.tokenizer, example) for example in examples.examples()]
         expected = dataset.manifest["splits"][split]
         assert (*map(sum, zip(*counts, strict=True)),) == (expected["targets"], expected["bytes"])
     short = dataset.drop_long_examples(int(examples.lengths.max()) - 2, cut=True)
@@ -160,7 +142,7 @@ def test_an_unsuitable_chat_is_refused(record: dict, word: str):
 
 def test_a_key_that_is_not_used_is_noted_once_for_an_example():
     record = {"messages": [TURN | {"id": 1}, TURN | {"id": 2}], "id": 3}
-    assert "".join(chat_parser(None, None).notes_of(record)).count("'id'") == 1
+    assert "".join(chat_parser(None, None).parse(record)[1]).count("'id'") == 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
-from helpers import train_sentencepiece
+from helpers import make_dataset, train_sentencepiece
 
 from engine.core.errors import UserError
 from engine.data.chats.chat import (
@@ -29,12 +29,11 @@ from engine.data.chats.examples import DROPPED_TEXT_NOTE, chat_parser, parse_cha
 from engine.data.dataset import open_dataset
 from engine.data.split import prompt_ids
 from engine.data.tokenizer import Tokenizer, from_document, load_tokenizer
-from engine.data.tokenizer_json import SPECIAL_TOKENS, with_extension
+from engine.data.tokenizer_json import SPECIAL_TOKENS
 from engine.data.tokenizer_training import train_bpe_tokenizer
 from engine.generation.text_generator import fit_chat
 from engine.generation.text_stream import TextStream
 from engine.huggingface import directory
-from prepare import PrepareConfig, prepare
 
 # BODY stands for the text of a turn: see with_body.
 CHATML = (
@@ -82,30 +81,10 @@ FAMILIES = {
     "llama3": (LLAMA3, "<|begin_of_text|>", True),
     "mistral": (MISTRAL, "<s>", False),
 }
-WORDS = [
-    "Hello",
-    "héllo wörld",
-    "漢字かな",
-    "🚀👩🏽",
-    " ",
-    "\n",
-    "\n\n",
-    "  x",
-    "a\tb",
-    "",
-    '"',
-    "\\n",
-    "{}",
-]
-TYPED_NAMES = [
-    "<|im_end|>",
-    "<|endoftext|>",
-    "<|eot_id|>",
-    "<|user|>",
-    "<|<|im_end|>",
-    "[INST]",
-    "\ufdd0",
-]
+WORDS = ["Hello", "héllo wörld", "漢字かな", "🚀👩🏽", " ", "\n", "\n\n", "  x", "a\tb", ""]
+WORDS += ['"', "\\n", "{}"]
+TYPED_NAMES = ["<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|user|>", "<|<|im_end|>", "[INST]"]
+TYPED_NAMES += ["\ufdd0"]
 ALIASES = {
     "system": ["system", "developer", "System"],
     "user": ["user", "human", " USER "],
@@ -226,23 +205,16 @@ def test_300_random_chats_have_the_ids_and_targets_of_transformers(
 ):
     rng = random.Random(0)
     chats = [random_chat(rng, family) for _ in range(300)]
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(disguise(chat, rng)) + "\n" for chat in chats))
+    records = [disguise(chat, rng) for chat in chats]
     save_model(family, words, tmp_path / "model")
     tokenizer_path = str(tmp_path / "model" / "tokenizer.json")
-    out = tmp_path / "data"
-    prepare(PrepareConfig((str(path),), tokenizer=tokenizer_path, chat=True, out=out))
-    dataset = open_dataset(out)
-    examples = [
-        split.example(index).tolist()
-        for split in (dataset.train, dataset.val)
-        for index in range(split.num_examples)
-    ]
+    data = make_dataset(tmp_path, records, tokenizer=tokenizer_path, chat=True)
+    dataset = open_dataset(data)
+    examples = [ids.tolist() for ids in (*dataset.train.examples(), *dataset.val.examples())]
     actual = {tuple(max(token, ~token) for token in ids): ids for ids in examples}
 
     template = directory.chat_template(dataset.tokenizer, is_chat_model=True)
-    directory.write_tokenizer(tmp_path, dataset.tokenizer, 64, template)
-    exported = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    exported = load_exported(dataset.tokenizer.with_chat_template(template), tmp_path / "hf")
     names = [*dataset.tokenizer.special_tokens]
     num_masks = 0
     for chat in chats:
@@ -290,15 +262,13 @@ def test_tools_are_written_as_transformers_writes_them_or_named(
     tools: Any, template: str, words: Tokenizer, tmp_path: Path
 ):
     tokenizer = chatml_with(words, with_body(template, tagged=False))
-    directory.write_tokenizer(tmp_path, tokenizer, 64, tokenizer.chat_template)
-    exported = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    exported = load_exported(tokenizer, tmp_path / "hf")
     parser = chat_parser(None, own_template(tokenizer))
     assert ("tools" in parser.fields) == (template != CHATML)
     is_written = tools in (TOOLS, TOOLS * 2, json.dumps(TOOLS)) and template != CHATML
     for messages in ([QUESTION, ANSWER], [ANSWER, QUESTION, ANSWER], [QUESTION, CALL, ANSWER]):
         record = {"messages": messages, "tools": tools}
-        turns = parser.turns_of(record)
-        notes = parser.notes_of(record)
+        turns, notes = parser.parse(record)
         assert any("'tools'" in note for note in notes) == (bool(tools) and not is_written)
         offered = TOOLS * (2 if tools == TOOLS * 2 else 1) if is_written else None
         chat = exported.apply_chat_template(parsed_messages(turns), offered, return_dict=False)
@@ -512,24 +482,25 @@ def test_reasoning_and_a_system_text_are_rendered_where_the_template_can(
     answer = ANSWER | {"reasoning_content": "because"}
     for field in ("system", "system_prompt"):
         record = {"messages": [QUESTION, answer], field: "Be kind."}
-        example = encode_example(tokenizer, parser.turns_of(record))
+        turns, notes = parser.parse(record)
+        example = encode_example(tokenizer, turns)
         text = tokenizer.decode([max(token, ~token) for token in example.tolist()])
         start = "<|im_start|>system\nBe kind.<|im_end|>\n" if has_system else ""
         assert text.startswith(f"{start}<|im_start|>user\n1+1?")
         assert (field in parser.fields) == has_system
         learned = "<think>because</think>2<|im_end|>" if has_reasoning else "2<|im_end|>"
         assert tokenizer.decode(example[example >= 0].tolist()) == learned
-        notes = "".join(parser.notes_of(record))
-        assert (f"'{field}'" in notes) != has_system
-        assert ("reasoning_content" in notes) != has_reasoning
+        assert (f"'{field}'" in "".join(notes)) != has_system
+        assert ("reasoning_content" in "".join(notes)) != has_reasoning
     own = {"messages": [{"role": "system", "content": "A"}, QUESTION, ANSWER], "system": "B"}
     if has_system:  # one system turn is enough
-        assert parser.turns_of(own)[0][1] == "A" and "'system'" in "".join(parser.notes_of(own))
+        turns, notes = parser.parse(own)
+        assert turns[0][1] == "A" and "'system'" in "".join(notes)
     for dropped in (answer, ANSWER | {"content": "<think>\na</think>2"}):
-        notes = parser.notes_of({"messages": [QUESTION, dropped, QUESTION, answer]})
+        _, notes = parser.parse({"messages": [QUESTION, dropped, QUESTION, answer]})
         assert (DROPPED_TEXT_NOTE in notes) == has_reasoning
     empty = ANSWER | {"content": "<think>\n\n</think>\n2", "reasoning_content": "\n"}
-    assert DROPPED_TEXT_NOTE not in parser.notes_of({"messages": [QUESTION, empty] * 2})
+    assert DROPPED_TEXT_NOTE not in parser.parse({"messages": [QUESTION, empty] * 2})[1]
 
 
 THINKING = (
@@ -558,17 +529,24 @@ def test_markup_is_a_token_in_answers_and_text_elsewhere(words: Tokenizer):
     assert targets == "2<|im_end|><think>\n\n</think>\n\n4<|im_end|>"
 
 
-@pytest.mark.parametrize("scheme", ["first", "always", "never"])
-def test_sentencepiece_adds_the_spaces_of_transformers(scheme: str, code: str, tmp_path: Path):
-    document = json.loads(train_sentencepiece([code]).to_str())
-    document["pre_tokenizer"]["prepend_scheme"] = scheme
-    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
-    tokenizer = tokenizer.with_special(special_token_names(tokenizer, chat=True))
+@pytest.fixture(params=["first", "always", "normalizer", "never"])
+def sentencepiece(request: pytest.FixtureRequest, code: str) -> Tokenizer:
+    """A tokenizer that adds a space before a text in one of several ways, or does not."""
+    document = train_sentencepiece([code]).document
+    if request.param == "normalizer":
+        document["pre_tokenizer"] = None
+        space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+        steps = [{"type": "Prepend", "prepend": "▁"}, space]
+        document["normalizer"] = {"type": "Sequence", "normalizers": steps}
+    else:
+        document["pre_tokenizer"]["prepend_scheme"] = request.param
+    return from_document(document)
+
+
+def test_sentencepiece_adds_the_spaces_of_transformers(sentencepiece: Tokenizer, tmp_path: Path):
+    tokenizer = sentencepiece.with_special(special_token_names(sentencepiece, chat=True))
     template = directory.chat_template(tokenizer, is_chat_model=True)
-    directory.write_tokenizer(tmp_path, tokenizer, 64, template)
-    exported = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    exported = load_exported(tokenizer.with_chat_template(template), tmp_path / "hf")
     turns = [("user", "return the value"), ("assistant", "print it")]
     messages = [{"role": role, "content": text} for role, text in turns]
     example = encode_example(tokenizer, turns).tolist()
@@ -578,17 +556,8 @@ def test_sentencepiece_adds_the_spaces_of_transformers(scheme: str, code: str, t
     assert count_targets(tokenizer, np.array(example))[1] == len("print it")
 
 
-@pytest.mark.parametrize("scheme", ["first", "always", "normalizer", "never"])
-def test_the_space_of_sentencepiece_is_neither_learned_nor_shown_after_a_prompt(scheme, code):
-    document = json.loads(train_sentencepiece([code]).to_str())
-    if scheme == "normalizer":
-        document["pre_tokenizer"] = None
-        space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-        steps = [{"type": "Prepend", "prepend": "▁"}, space]
-        document["normalizer"] = {"type": "Sequence", "normalizers": steps}
-    else:
-        document["pre_tokenizer"]["prepend_scheme"] = scheme
-    tokenizer = from_document(with_extension(document, end_of_text="</s>"))
+def test_the_space_of_sentencepiece_is_neither_learned_nor_shown_after_a_prompt(sentencepiece):
+    tokenizer = sentencepiece
     for prompt, answer in (("return\n", "the value"), ("return", " the value"), ("", "the value")):
         example = encode_example(tokenizer, [("prompt", prompt), ("completion", answer)])
         assert prompt_ids(example) == [1, *tokenizer.encode(prompt)]
@@ -609,8 +578,7 @@ def test_special_tokens_absorb_the_white_space_beside_them(flags, words, tmp_pat
     document = words.with_special(SPECIAL_TOKENS).with_chat_template(template).document
     added = [token | dict.fromkeys(flags, True) for token in document["added_tokens"]]
     tokenizer = from_document(document | {"added_tokens": added})
-    directory.write_tokenizer(tmp_path, tokenizer, 64, template)
-    exported = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    exported = load_exported(tokenizer, tmp_path / "hf")
     render = partial(exported.apply_chat_template, return_dict=False)
     turns = [("user", "return the value"), ("assistant", " print it\n")]
     messages = [{"role": role, "content": text} for role, text in turns]
@@ -643,10 +611,7 @@ def test_the_default_of_named_templates_is_taken_and_the_others_are_kept(layout,
     assert (tokenizer.chat_template, tokenizer.other_templates) == (named["default"], OTHERS)
     tokenizer.save(tmp_path / "checkpoint.json")
     again = load_tokenizer(tmp_path / "checkpoint.json")
-    out = tmp_path / "out"
-    out.mkdir()
-    directory.write_tokenizer(out, again, 64, directory.chat_template(again, is_chat_model=True))
-    assert transformers.AutoTokenizer.from_pretrained(out).chat_template == named
+    assert load_exported(again, tmp_path / "out").chat_template == named
 
 
 @pytest.mark.parametrize("template", [["text"], [{"name": "default"}], [{"template": "a"}], [1]])

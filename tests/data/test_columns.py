@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from helpers import ROOT, make_reader
+from helpers import ROOT, texts_of
 
 from engine.core.errors import UserError
 from engine.data.inputs import columns, readers
@@ -27,10 +27,6 @@ TWO_FIELDS_OF_ONE_NAME = pyarrow.StructArray.from_arrays(
 def write(path: Path, table: Any, **options: Any) -> Path:
     pyarrow.parquet.write_table(table, path, **options)
     return path
-
-
-def texts_of(path: Path, **settings: Any) -> list[str]:
-    return [text.text for text in read(Source(path, path.name), reader=make_reader(**settings))]
 
 
 def turns_of(record: dict[str, Any], names: str = "prompt completion") -> list[tuple[str, str]]:
@@ -61,7 +57,7 @@ def test_a_column_that_no_field_names_is_not_read(column, kind, tmp_path: Path):
     for fields in (("prompt", "completion"), ("completion", "absent", "prompt")):
         if kind == "streamed" and "absent" in fields:
             continue
-        texts = [text.text for text in read(source, reader=make_reader(turns_of, fields))]
+        texts = texts_of(source, turns_of=turns_of, fields=fields)
         assert [json.loads(text) for text in texts] == [[["prompt", "p"], ["completion", "c"]]]
 
 
@@ -163,11 +159,11 @@ from pathlib import Path
 from engine.data.inputs.readers import read
 from engine.data.inputs.sources import ExampleParser, Reader, Source
 
-def turns_of(record):
-    return [("user", record["text"])]
+def parse(record):
+    return [("user", record["text"])], []
 
 is_chat = sys.argv[2] == "chat"
-parser = ExampleParser(turns_of, lambda record: [], ("text",))
+parser = ExampleParser(parse, ("text",))
 reader = Reader(examples=parser if is_chat else None)
 print(sum(len(text.text) for text in read(Source(Path(sys.argv[1]), "a"), reader=reader)))
 print(re.search("VmHWM: *(.*) kB", Path("/proc/self/status").read_text())[1])

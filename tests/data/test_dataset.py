@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import make_dataset, write_lines
 
 from engine.core.errors import UserError
 from engine.core.files import sha256, write_json
@@ -25,7 +26,6 @@ from engine.data.dataset import (
 )
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
 from engine.report.dataset_summary import describe_dataset
-from prepare import PrepareConfig, prepare
 
 
 @pytest.mark.parametrize("lengths", [[10], [3, 4, 3], [1] * 10, [0, 5, 0, 0, 5, 0]])
@@ -67,14 +67,12 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "texts" / f"{number}.txt").write_text("text to train on and to check" * number)
     for number in range(3):
         rows = [{"q": "?" * n, "a": "!" * n} for n in range(1 + number, 30, 3)]
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / "pairs" / f"{number}.jsonl").write_text(lines)
-    pairs: dict[str, Any] = {"prompt_field": "q", "completion_field": "a", "val_fraction": 0.3}
+        write_lines(folder / "pairs" / f"{number}.jsonl", rows)
+    settings = {"prompt_field": "q", "completion_field": "a", "val_fraction": 0.3}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine.data.inputs.documents.MIN_UNIT_BYTES", 1)
-        for name, out, settings in (("texts", "text", {}), ("pairs", "examples", pairs)):
-            inputs = (str(folder / name),)
-            prepare(PrepareConfig(inputs, tokenizer="byte", out=folder / out, **settings))
+        make_dataset(folder, folder / "texts", out=folder / "text")
+        make_dataset(folder, folder / "pairs", out=folder / "examples", **settings)
     return folder
 
 
@@ -99,17 +97,11 @@ def test_text_is_opened(text: Path):
 
 def test_examples_are_opened(examples: Path):
     dataset = open_dataset(examples)
-    verify_dataset(dataset, force=True)
     assert len(dataset.train.tokens.arrays) == 3
-    lengths = []
-    for split in (dataset.train, dataset.val):
-        for index in range(split.num_examples):
-            example = split.example(index)
-            n = len(example) // 2
-            assert example.dtype == np.int32
-            assert example.tolist() == [~ord("?")] * n + [ord("!")] * n + [256]
-            lengths.append(n)
-    assert sorted(lengths) == list(range(1, 30))
+    rows = [*dataset.train.examples(), *dataset.val.examples()]
+    assert {row.dtype for row in rows} == {np.dtype(np.int32)}
+    expected = [[~ord("?")] * n + [ord("!")] * n + [256] for n in range(1, 30)]
+    assert sorted((row.tolist() for row in rows), key=len) == expected
 
 
 # Corrupted files.
@@ -289,15 +281,12 @@ def test_an_example_without_a_target_when_cut_is_dropped():
 def test_bytes_per_token_are_of_the_examples_that_are_kept(tmp_path: Path):
     """Half of the completions are y, one byte and the end of text, and half have 1,000 bytes."""
     rows = [{"p": f"{n}?", "c": "y" if n % 2 else f"{n}, " * 250} for n in range(100)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     fields: dict[str, Any] = {"prompt_field": "p", "completion_field": "c", "val_fraction": 0.5}
-    inputs = (str(tmp_path / "a.jsonl"),)
-    prepare(PrepareConfig(inputs, tokenizer="byte", out=tmp_path / "data", **fields))
-    dataset = open_dataset(tmp_path / "data")
+    dataset = open_dataset(make_dataset(tmp_path, rows, **fields))
     assert dataset.bytes_per_token("val") > 0.99
     assert dataset.drop_long_examples(64, cut=False).bytes_per_token("val") == 0.5
     short = dataset.drop_long_examples(64, cut=True)
-    val = [short.val.example(index) for index in range(short.val.num_examples)]
+    val = [*short.val.examples()]
     num_ends = sum(int(example[-1] == short.tokenizer.end_of_text_id) for example in val)
     num_targets = sum(int((example[1:] >= 0).sum()) for example in val)
     assert 0 < num_ends < len(val)

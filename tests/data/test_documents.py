@@ -266,7 +266,9 @@ def test_units_in_order_are_all_documents(small, tmp_path: Path):
     corpus = Corpus(sources, 0.2)
     assert [unit.number for unit in corpus.units] == list(range(len(corpus.units)))
     assert 10 < len(corpus.units) < 25  # the small files share units, the Parquet file has several
-    expected = [text for source in sources for text in readers.read(source)]
+    expected = [
+        text._replace(source=source.name) for source in sources for text in readers.read(source)
+    ]
     assert [text for unit in corpus.units for text in unit.texts()] == expected
     assert Corpus(sources, 0.2).units == corpus.units
     parts = [(part[1], part[2]) for unit in corpus.units for part in unit.parts]

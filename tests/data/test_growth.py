@@ -3,20 +3,23 @@
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import make_dataset
 
 from engine.core.errors import UserError
 from engine.data.batches import open_mixture
 from engine.data.dataset import open_dataset
 from engine.report.dataset_summary import describe_dataset
-from engine.report.page import describe_data
+from engine.report.samples import describe_data
 from prepare import PrepareConfig, prepare
 
 SIZES = (60, 61, 120, 400)  # of growing datasets
 PAIR_FIELDS = {"prompt_field": "q", "completion_field": "a"}
+PAIR_SETTINGS = {"val_fraction": 0.3, **PAIR_FIELDS}
 
 
 def document(number: int) -> str:
@@ -40,39 +43,30 @@ def lines_of(text: str) -> set[str]:
     return {line for line in lines if line.startswith("document") and line.endswith("🚀")}
 
 
-def write_lines(path: Path, texts: list[str]) -> None:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-
-
-def write_folder(path: Path, texts: list[str]) -> None:
+def write_texts(path: Path, texts: list[str]) -> Path:
     """Write a file for each text; a new one may come before the others."""
     path.mkdir(exist_ok=True)
     for number, text in enumerate(texts):
         (path / f"{number * 7919 % 1000:03d}.txt").write_text(text, encoding="utf-8")
+    return path
 
 
-def write_pairs(path: Path, texts: list[str]) -> None:
-    path.write_text("".join(json.dumps({"q": text[:12], "a": text}) + "\n" for text in texts))
-
-
-GROWING: dict[str, tuple[Any, dict[str, Any]]] = {
-    "a.jsonl": (write_lines, {}),
-    "folder": (write_folder, {"deduplicate": True}),
-    "pairs.jsonl": (write_pairs, {"val_fraction": 0.3, **PAIR_FIELDS}),
+GROWING: dict[str, tuple[Callable[[Path, list[str]], Any], dict[str, Any]]] = {
+    "lines": (lambda _, texts: [{"text": text} for text in texts], {}),
+    "folder": (write_texts, {"deduplicate": True}),
+    "pairs": (lambda _, texts: [{"q": text[:12], "a": text} for text in texts], PAIR_SETTINGS),
 }
 
 
 @pytest.mark.parametrize("name", GROWING)
 def test_many_documents_stay_in_their_split_when_others_are_added(name, tmp_path, capsys):
-    write, settings = GROWING[name]
+    make_content, settings = GROWING[name]
     fraction = settings.get("val_fraction", 0.1)
-    settings = {"tokenizer": "byte", "out": tmp_path / "data", "force": True, **settings}
     texts = [document(number) for number in range(SIZES[-1])]
     validated: set[str] = set()
     for size in SIZES:
-        write(tmp_path / name, texts[:size])
-        prepare(PrepareConfig((str(tmp_path / name),), **settings))
-        decoded = decode(tmp_path / "data")
+        content = make_content(tmp_path / name, texts[:size])
+        decoded = decode(make_dataset(tmp_path, content, force=True, **settings))
         assert not validated & lines_of(decoded["train"]), size
         validated |= lines_of(decoded["val"])
         assert sum(map(len, decoded.values())) >= sum(map(len, texts[:size]))
@@ -82,11 +76,8 @@ def test_many_documents_stay_in_their_split_when_others_are_added(name, tmp_path
 
 
 def prepared(folder: Path, texts: list[str], **settings: Any) -> Path:
-    """Prepare lines.jsonl as the dataset data."""
-    write_lines(folder / "lines.jsonl", texts)
-    inputs = (str(folder / "lines.jsonl"),)
-    prepare(PrepareConfig(inputs, tokenizer="byte", out=folder / "data", **settings))
-    return folder / "data"
+    """Prepare texts as documents."""
+    return make_dataset(folder, [{"text": text} for text in texts], **settings)
 
 
 @pytest.mark.parametrize(
@@ -174,32 +165,6 @@ def test_validation_is_another_split_of_a_dataset_of_hugging_face(tmp_path: Path
     assert decode(tmp_path / "data") == expected
     with pytest.raises(UserError, match="hf_val_split test"):
         prepare(PrepareConfig(**{**vars(config), "hf_val_split": "train"}))
-
-
-@pytest.mark.parametrize(
-    ("settings", "flag"),
-    [
-        ({"val": ("a.txt",), "val_fraction": 0.1}, "--val-fraction: .* 0 "),
-        ({"hf_val_split": "test", "val_fraction": 0.5}, "--val-fraction: .* 0 "),
-        ({"val_fraction": 0.0}, "--val-fraction: .*--val"),
-        ({"hf_val_split": "test"}, "--hf-val-split: "),
-        ({"val": ("a.txt",), "hf_val_split": "test"}, "--hf-val-split: "),
-        ({"val": ("",)}, "INPUT: "),
-        ({"val": ("absent.txt",)}, "absent.txt: "),
-        ({"val": ("empty.txt",)}, "the val split "),
-        ({"val": (".",), "glob": "*.md"}, r"\.: .*--glob"),
-        ({"val": (".",), "glob": ""}, "--glob: "),
-        ({"val": (".",), "glob": "."}, "--glob: "),
-        ({"val": ("a.txt",), "glob": "*"}, "--glob: "),
-    ],
-)
-def test_unusable_validation_text_is_refused(settings, flag: str, tmp_path: Path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("some text")
-    (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(UserError, match=f"^{flag}") as caught:
-        prepare(PrepareConfig(("a.txt",), tokenizer="byte", **settings))
-    assert "\n" not in str(caught.value) and not [*tmp_path.glob("data/*")]
 
 
 # Repeats.

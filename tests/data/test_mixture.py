@@ -1,6 +1,5 @@
 """Several datasets as one: weights, names, losses, and datasets that cannot be mixed."""
 
-import json
 import math
 import shutil
 from dataclasses import replace
@@ -8,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import make_dataset
 
 from engine.core.errors import UserError
 from engine.data.batches import Mixture, dataset_paths, open_mixture
 from engine.data.order import assign_to_texts
-from prepare import PrepareConfig, prepare
 
 MIXES = [(0.7, 0.3), (1, 1), (1, 99), (0.999, 0.001), (0.2, 0.5, 0.3), (0.01, 0.01, 0.98)]
 MIXES += [(3, 1, 1, 2, 1e-9)]
@@ -52,17 +51,12 @@ def test_assignment_is_exact_for_large_indices(start: int):
 def folder(tmp_path_factory) -> Path:
     """A folder with datasets: a/x and b/x of bytes, c of characters, pairs of bytes."""
     folder = tmp_path_factory.mktemp("mixture")
-    (folder / "a.txt").write_text("one two " * 60)
-    (folder / "b.txt").write_text("ünö " * 300, encoding="utf-8")
-    (folder / "c.txt").write_text("abc" * 99)
-    pairs = [json.dumps({"p": f"{n}", "c": "x"}) + "\n" for n in range(50)]
-    (folder / "pairs.jsonl").write_text("".join(pairs))
+    make_dataset(folder, "one two " * 60, out=folder / "a/x")
+    make_dataset(folder, "ünö " * 300, out=folder / "b/x")
+    make_dataset(folder, "abc" * 99, out=folder / "c", tokenizer="char")
+    pairs = [{"p": f"{n}", "c": "x"} for n in range(50)]
     fields = {"prompt_field": "p", "completion_field": "c"}
-    inputs = {"a/x": ("a.txt", "byte", {}), "b/x": ("b.txt", "byte", {})}
-    inputs |= {"c": ("c.txt", "char", {}), "pairs": ("pairs.jsonl", "byte", fields)}
-    for name, (file, tokenizer, settings) in inputs.items():
-        out = folder / name
-        prepare(PrepareConfig((str(folder / file),), tokenizer=tokenizer, out=out, **settings))
+    make_dataset(folder, pairs, out=folder / "pairs", **fields)
     return folder
 
 

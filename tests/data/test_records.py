@@ -4,14 +4,14 @@ import gzip
 import json
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from helpers import make_reader
+from helpers import make_reader, texts_of, write_lines
 
 from engine.core.errors import UserError
 from engine.data.dataset import open_dataset
@@ -22,11 +22,6 @@ from engine.data.inputs.sources import Reader, Source, find_sources
 from prepare import PrepareConfig, prepare
 
 LINE = "ein Satz, schön und 漢字 🚀\n"
-
-
-def texts_of(path: Path, notes: Counter | None = None, **settings: Any) -> list[str]:
-    texts = read(Source(path, path.name), notes=notes, reader=make_reader(**settings))
-    return [text.text for text in texts]
 
 
 @pytest.fixture
@@ -74,6 +69,18 @@ def test_a_quote_in_a_bad_row_of_a_table_with_tabs_hides_no_other_row(tmp_path: 
     assert texts_of(tmp_path / "a.tsv", skip_bad_rows=True) == ["good"]
 
 
+def assert_equal_peaks(path: Path, contents: Iterator[bytes], reader: Reader, limit: int) -> None:
+    """Check the memory to read each content: the first is to warm up, and the last is large."""
+    peaks = []
+    for content in contents:
+        path.write_bytes(content)
+        tracemalloc.start()
+        assert sum(1 for _ in read(Source(path, path.name), reader=reader)) > 10
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[2] < peaks[1] * 1.2 < limit
+
+
 @pytest.mark.parametrize(
     ("name", "head", "unit"),
     [
@@ -84,16 +91,10 @@ def test_a_quote_in_a_bad_row_of_a_table_with_tabs_hides_no_other_row(tmp_path: 
     ],
 )
 def test_memory_does_not_grow_with_the_number_of_records(name, head, unit, tmp_path: Path):
-    peaks = []
-    for count in (800, 800, 4000):  # 0.4 MB, once to warm up, and 2 MB
-        end = "\n{}]" if name == "a.json" else ""
-        (tmp_path / name).write_text(head + unit * count + end)
-        tracemalloc.start()
-        reader = Reader(skip_bad_rows=True, separator="%" if name == "a.txt" else "")
-        assert sum(1 for _ in read(Source(tmp_path / name, name), reader=reader)) == count
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert peaks[2] < peaks[1] * 1.2 < 4 * 2**20
+    reader = Reader(skip_bad_rows=True, separator="%" if name == "a.txt" else "")
+    end = "\n{}]" if name == "a.json" else ""
+    contents = ((head + unit * count + end).encode() for count in (800, 800, 4000))  # 0.4 and 2 MB
+    assert_equal_peaks(tmp_path / name, contents, reader, 4 * 2**20)
 
 
 def test_an_array_on_one_line_and_values_across_lines_are_read_alike(tmp_path: Path):
@@ -129,16 +130,13 @@ def test_a_large_file_is_detected_by_its_beginning(encoding: str, tmp_path: Path
     assert "".join(texts_of(tmp_path / "a.txt", encoding="auto")) == text
 
 
-def test_memory_does_not_grow_with_a_document_in_another_encoding(tmp_path: Path):
-    peaks = []
-    for count in (10, 10, 40):
-        (tmp_path / "a.txt").write_bytes((LINE * 9000 * count).encode("utf-16"))
-        tracemalloc.start()
-        pieces = read(Source(tmp_path / "a.txt", "a.txt"), reader=make_reader(encoding="utf-16"))
-        assert sum(1 for _ in pieces) > count
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert peaks[2] < peaks[1] * 1.2 < 8 * 2**20
+@pytest.mark.parametrize(
+    ("encoding", "num_lines", "max_bytes"),
+    [("utf-8", 1_400_000, 4 * 2**20), ("utf-16", 360_000, 8 * 2**20)],
+)
+def test_memory_does_not_grow_with_a_document(encoding, num_lines, max_bytes, tmp_path: Path):
+    contents = ((LINE * count).encode(encoding) for count in (90_000, 90_000, num_lines))
+    assert_equal_peaks(tmp_path / "a.txt", contents, Reader(encoding=encoding), max_bytes)
 
 
 def test_an_encoding_is_detected_where_utf8_ends(tmp_path: Path):
@@ -175,8 +173,7 @@ def test_bad_rows_of_columns_are_left_out(tmp_path: Path):
     (saved,) = find_sources((f"hf:{tmp_path / 'saved'}",), tmp_path)
     for source in (Source(tmp_path / "a.parquet", "a.parquet"), saved):
         notes: Counter = Counter()
-        texts = read(source, notes=notes, reader=Reader(skip_bad_rows=True))
-        assert [text.text for text in texts] == [*"abcde"]
+        assert texts_of(source, notes, skip_bad_rows=True) == [*"abcde"]
         assert notes == {"rows left out: field 'text' must be text": 2}
 
 
@@ -201,7 +198,7 @@ def test_notes_of_all_units_are_in_the_manifest(tmp_path: Path, monkeypatch):
 
 def test_reasons_are_few(tmp_path: Path):
     rows = [{"text": "a"}, *({"text": None, chr(97 + i % 26) * i: 1} for i in range(1, 60))]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "a.jsonl", rows)
 
     def turns_of(record: dict[str, Any]) -> list[tuple[str, str]]:
         if record["text"]:

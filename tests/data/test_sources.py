@@ -24,16 +24,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from fsspec.implementations.memory import MemoryFile
+from helpers import read_lines, texts_of
 
 from engine.core.errors import UserError
 from engine.data.inputs import sources
 from engine.data.inputs.local import check_mode
 from engine.data.inputs.readers import read
-from engine.data.inputs.sources import Reader, Source, find_sources
-
-
-def texts_of(source: Source) -> list[str]:
-    return [text.text for text in read(source)]
+from engine.data.inputs.sources import Source, find_sources
 
 
 def find(
@@ -70,6 +67,20 @@ def test_a_folder_has_the_files_that_match_at_any_depth(glob, names, tmp_path: P
     listed = find(tmp_path, glob=glob)
     assert [source.name for source in listed] == [str(tmp_path / name) for name in names]
     assert [texts_of(source) for source in listed] == [[name] for name in names]
+
+
+def test_a_title_is_the_path_in_the_folder_or_the_name(tmp_path: Path, monkeypatch):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "c d.txt").write_text("text")
+    (tmp_path / "a" / "state.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "a" / "b" / "c d.txt"
+    address = f"file://{tmp_path}/"
+    inputs = [file, file.parent, "a/b", f"{address}a/b/", f"{address}*/b/*.txt", f"hf:{tmp_path}/a"]
+    titles = [source.title for source in find(*inputs)]
+    assert titles == ["c d.txt"] * 4 + ["a/b/c d.txt", "a"]
+    assert Source(file, "https://host/c.txt?key=1").title == "c.txt"
+    assert "asyncio/queues.py" in [source.title for source in find("stdlib")]
 
 
 @pytest.mark.parametrize("glob", ["*.py", "/a", "a/**/b", "**.txt"])
@@ -237,7 +248,7 @@ def test_the_standard_library_excludes_its_tests():
 
 def test_the_documentation_is_the_reference_and_the_docstrings_of_each_module(tmp_path):
     (source,) = find_sources(["pydocs"], tmp_path)
-    texts = [json.loads(line)["text"] for line in Path(source.path).read_text().splitlines()]
+    texts = [record["text"] for record in read_lines(Path(source.path))]
     assert len(texts) > 400 and source.kind == ".jsonl"
     assert any(text.startswith('The "assert" statement') for text in texts[:100])
     (argparse,) = [text for text in texts if text.startswith("Command-line parsing library")]
@@ -304,7 +315,7 @@ def test_a_pipe_is_text_or_records_and_read_more_than_once(content, texts, tmp_p
     (source,) = find(tmp_path / "pipe", spool=tmp_path)
     writer.join()
     for _ in range(2):
-        assert [text.text for text in read(source, reader=Reader(encoding=encoding))] == texts
+        assert texts_of(source, encoding=encoding) == texts
 
 
 def test_a_pipe_that_fills_the_disk_is_named(tmp_path: Path, monkeypatch):
@@ -456,9 +467,8 @@ def test_the_version_of_a_served_file_changes_with_it(server: Server):
 )
 def test_a_failed_request_is_one_line_and_leaves_nothing(path, word, sha256, server, tmp_path):
     address = f"{server.address}/{path}"
-    assert re.match(
-        f"{re.escape(address)}: could not be read .*({word})", error_of(address, sha256=sha256)
-    )
+    line = error_of(address, sha256=sha256)
+    assert re.match(f"{re.escape(address)}: could not be read .*({word})", line)
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
@@ -477,15 +487,11 @@ def test_a_body_without_end_is_refused_where_it_is_not_text(block: bytes, server
     assert re.search("at byte 4[0-9]{5}", error_of(address))
 
 
-def test_a_slow_web_server_is_given_up(server: Server, monkeypatch):
-    monkeypatch.setattr(sources, "HTTP_TIMEOUT_SECONDS", 0.2)
-    assert "imeout" in error_of(f"{server.address}/slow/a.txt")
-
-
-def test_a_silent_web_server_is_given_up(monkeypatch):
+def test_a_slow_or_silent_web_server_is_given_up(server: Server, monkeypatch):
     monkeypatch.setattr(sources, "HTTP_TIMEOUT_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        assert "imeout" in error_of(f"http://127.0.0.1:{silent.getsockname()[1]}/a.txt")
+        for address in (f"{server.address}/slow", f"http://127.0.0.1:{silent.getsockname()[1]}"):
+            assert "imeout" in error_of(f"{address}/a.txt")
 
 
 @pytest.mark.parametrize("way", ["ranges", "no-ranges", "no-length"])
@@ -587,10 +593,10 @@ def test_a_bug_while_reading_is_not_called_an_unreadable_file(tmp_path: Path, mo
     (tmp_path / "a.jsonl").write_text('{"text": "a"}')
     monkeypatch.setattr("engine.data.inputs.records.JSON_DECODER", None)
     with pytest.raises(AttributeError):
-        texts_of(Source(tmp_path / "a.jsonl", "a.jsonl"))
+        texts_of(tmp_path / "a.jsonl")
 
 
 def test_a_file_that_is_compressed_twice_says_so(tmp_path: Path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(gzip.compress(b"text")))
     with pytest.raises(UserError, match=r"^a\.txt\.gz: .*twice"):
-        texts_of(Source(tmp_path / "a.txt.gz", "a.txt.gz"))
+        texts_of(tmp_path / "a.txt.gz")

@@ -81,13 +81,12 @@ def assert_same_ids(tokenizer: Tokenizer, document: dict[str, Any], texts: list[
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def tokenizer(request, strings: list[str], code: str, tmp_path_factory) -> Tokenizer:
+def tokenizer(request, strings: list[str], code: str) -> Tokenizer:
     if request.param in ("gpt2", "cl100k_base"):
         request.getfixturevalue("tiktoken_cache")
         return named_tokenizer(request.param)
     if request.param == "sentencepiece":
-        document = json.loads(train_sentencepiece([code]).to_str())
-        return load(document, tmp_path_factory.mktemp("unigram"), "</s>")
+        return train_sentencepiece([code])
     make = {
         "char": lambda: train_char_tokenizer(strings, "\n"),
         "byte": ByteTokenizer,
@@ -457,9 +456,8 @@ def test_the_companion_names_the_end_of_text_and_the_chat_template(tmp_path: Pat
 def test_a_malformed_file_is_refused_by_name(path: list, value: Any, llama3: str, tmp_path: Path):
     document = json.loads(llama3)
     edit(document, path, value)
-    with pytest.raises(
-        UserError, match=f"^{re.escape(str(tmp_path / 'tokenizer.json'))}: .*[^\n]$"
-    ):
+    name = re.escape(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match=f"^{name}: .*[^\n]$"):
         load(document, tmp_path, END_OF_LLAMA3)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from helpers import ROOT, train_sentencepiece
+from helpers import ROOT, read_lines, train_sentencepiece, write_lines
 
 from engine.core.errors import UserError
 from engine.core.settings import parse
@@ -29,8 +29,6 @@ from engine.data.dataset import open_dataset, verify_dataset
 from engine.data.inputs import documents
 from engine.data.inputs.documents import SplitRule, Unit
 from engine.data.inputs.sources import DEFAULT_READER
-from engine.data.tokenizer import from_document
-from engine.data.tokenizer_json import with_extension
 from engine.data.tokenizer_training import train_bpe_tokenizer
 from engine.data.writer import encode_on_ray, work_folder
 from prepare import PrepareConfig, prepare
@@ -46,8 +44,10 @@ def stream(out: Path) -> dict[str, Any]:
     for split in ("train", "val"):
         facts[split] = getattr(dataset, split).tokens[:].tolist()
         facts[f"{split} lengths"] = [len(row) for row in getattr(dataset, split).examples()]
-        counts = dataset.manifest["splits"][split].items()
-        facts[f"{split} counts"] = {name: n for name, n in counts if isinstance(n, int)}
+        counts = dataset.manifest["splits"][split]
+        facts[f"{split} counts"] = {name: n for name, n in counts.items() if isinstance(n, int)}
+        facts[f"{split} sources"] = counts["sources"]
+        assert sum(source["tokens"] for source in counts["sources"]) == counts["tokens"]
     return facts | dataset.manifest["statistics"] | dataset.manifest["origin"]
 
 
@@ -72,20 +72,20 @@ def corpora(code: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, length in enumerate(lengths):
         text = code[number * 100 :][:length]
         (folder / "texts" / f"{number:02d}.txt").write_text(text, encoding="utf-8")
-    texts = ["", *(f"№ {i % 50}: naïve 🚀\n{code[: i % 50 * 20]}" for i in range(150)), code * 4]
-    lines = [json.dumps({"text": text}) for text in [*texts, code * 4]]
-    (folder / "lines.jsonl").write_text("\n".join(lines))
-    table = pyarrow.table({"text": [*texts, code * 4]})
+    texts = ["", *(f"№ {i % 50}: naïve 🚀\n{code[: i % 50 * 20]}" for i in range(150))]
+    texts += [code * 4] * 2
+    write_lines(folder / "lines.jsonl", [{"text": text} for text in texts])
+    table = pyarrow.table({"text": texts})
     pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=13)
     (folder / "one.txt").write_text(code * 4, encoding="utf-8")
     chats = []
     for i in range(300):
         roles = ("user", "assistant") * (1 + i % 4)
         messages = [{"role": role, "content": f"{i % 200}: {role}é"} for role in roles]
-        chats.append(json.dumps({"messages": messages}) + "\n")
-    (folder / "chats.jsonl").write_text("".join(chats))
-    pairs = [json.dumps({"q": f"{i % 80} + 1 =", "a": f"{i % 80 + 1} é"}) for i in range(300)]
-    (folder / "pairs.jsonl").write_text("\n".join(pairs))
+        chats.append({"messages": messages})
+    write_lines(folder / "chats.jsonl", chats)
+    pairs = [{"q": f"{i % 80} + 1 =", "a": f"{i % 80 + 1} é"} for i in range(300)]
+    write_lines(folder / "pairs.jsonl", pairs)
     return folder
 
 
@@ -115,13 +115,30 @@ def test_threads_and_units_do_not_change_the_stream(name: str, corpora, tmp_path
     assert (num_shards > 4) == (name in ("texts", "a.parquet"))
 
 
+def test_the_manifest_is_that_of_the_same_files_at_another_place(corpora, tmp_path, monkeypatch):
+    shutil.copytree(corpora, tmp_path / "copy" / "deeper")
+    prepare(config_of(corpora, "texts", tmp_path / "data"), threads=1)
+    content = (tmp_path / "data" / "manifest.json").read_bytes()
+    assert str(corpora).encode() not in content
+    monkeypatch.chdir(tmp_path / "copy")
+    prepare(config_of(Path("deeper"), "texts", tmp_path / "again"), threads=2)
+    assert (tmp_path / "again" / "manifest.json").read_bytes() == content
+    lists = [counts["sources"] for counts in json.loads(content)["splits"].values()]
+    names = [source["source"] for source in lists[0]]
+    assert names == sorted({*names}) and names[-1] == "17.txt"
+    for limit in (len(names) - 1, len(names)):
+        monkeypatch.setattr(writer, "MAX_LISTED_SOURCES", limit)
+        prepare(config_of(Path("deeper"), "texts", tmp_path / str(limit)))
+        splits = open_dataset(tmp_path / str(limit)).manifest["splits"]
+        assert splits["train"]["sources"] == (lists[0] if limit == len(names) else [])
+
+
 @pytest.mark.parametrize("name", ["one.txt", "lines.jsonl"])
 def test_documents_are_encoded_whole_if_pieces_have_other_ids(
     name, code, corpora, many_units, tmp_path, monkeypatch
 ):
     """A tokenizer like SentencePiece gives the pieces of a text other ids than the whole text."""
-    document = json.loads(train_sentencepiece([code]).to_str())
-    sentencepiece = from_document(with_extension(document, end_of_text="</s>"))
+    sentencepiece = train_sentencepiece([code])
     monkeypatch.setattr("engine.data.inputs.readers.LARGE_DOCUMENT_BYTES", 8000)
     monkeypatch.setattr("engine.data.inputs.readers.PIECE_BYTES", 2000)
     sentencepiece.save(tmp_path / "tokenizer.json")
@@ -129,10 +146,9 @@ def test_documents_are_encoded_whole_if_pieces_have_other_ids(
     config = PrepareConfig((str(corpora / name),), out=tmp_path / "data", tokenizer=tokenizer)
     prepare(config)
     dataset = open_dataset(tmp_path / "data")
-    content = (corpora / name).read_text(encoding="utf-8")
-    texts = [content]
+    texts = [(corpora / name).read_text(encoding="utf-8")]
     if name == "lines.jsonl":
-        texts = [json.loads(line)["text"] for line in content.splitlines()]
+        texts = [record["text"] for record in read_lines(corpora / name)]
     end = sentencepiece.end_of_text_id
     encoded = set()
     for tokens in (dataset.train.tokens[:], dataset.val.tokens[:]):
@@ -183,9 +199,16 @@ def encode_as_ray(job: writer.EncodingJob, units: Sequence[Unit], address: str) 
         yield writer.encode_units(job, [unit], threads=1)
 
 
+def move_deeper(path: Path) -> None:
+    """Move a file into a folder of its own, where its place among the others is the same."""
+    path.with_suffix("").mkdir()
+    path.rename(path.with_suffix("") / path.name)
+
+
 CHANGES: dict[str, tuple[Callable[[Path, Path], object], dict[str, Any], int]] = {
     "nothing": (lambda corpora, folder: None, {}, 3),
     "a file": (lambda corpora, folder: os.utime(corpora / "texts" / "02.txt", ns=(1, 1)), {}, 2),
+    "a name": (lambda corpora, folder: move_deeper(corpora / "texts" / "02.txt"), {}, 2),
     "another unit": (lambda corpora, folder: (folder / "train-99999.npy").touch(), {}, 3),
     "a setting": (lambda corpora, folder: None, {"val_fraction": 0.3}, 0),
 }
@@ -209,7 +232,7 @@ def test_a_run_after_an_interruption_encodes_what_is_missing_or_has_changed(
     with monkeypatch.context() as patch:
         encoded = interrupt_after(1000, patch)
         prepare(config_of(tmp_path / "corpora", name, out, **settings))
-    is_other_file = change == "a file" and name == "a.parquet"
+    is_other_file = num_kept == 2 and name == "a.parquet"
     assert len({0, 1, 2} - {*encoded}) == (3 if is_other_file else num_kept)
     prepare(config_of(tmp_path / "corpora", name, tmp_path / "whole", **settings))
     assert stream(out) == stream(tmp_path / "whole")
@@ -291,9 +314,8 @@ def test_ray_encodes_the_same_stream_though_a_worker_is_killed(code: str, tmp_pa
         text = f"{number % 8}\n" + code * (40 if number == 4 else 1)
         (tmp_path / "texts" / f"{number}.txt").write_text(text, encoding="utf-8")
     rows = [f"{n % 200}: {code[:1000]}" if n % 9 else None for n in range(400)]
-    pyarrow.parquet.write_table(
-        pyarrow.table({"text": rows}), tmp_path / "a.parquet", 100, use_dictionary=False
-    )
+    table = pyarrow.table({"text": rows})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", 100, use_dictionary=False)
     (tmp_path / "val.jsonl").write_text(json.dumps({"text": code}))
     inputs = ["texts", "a.parquet", "--val", "val.jsonl", "--tokenizer", "tokenizer.json"]
     inputs += ["--deduplicate", "--skip-bad-rows", "--out", "ray", "--ray", "local:2"]

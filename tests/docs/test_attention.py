@@ -1,35 +1,11 @@
 """The script of the attention tutorial: habits of heads, and the history since 2017."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
-import torch
 from helpers import train_tiny
 
 from docs import attention
-
-HABIT_POSITIONS = {  # pairs of a position and an earlier one, in "def f:⏎····a b⏎a b"
-    "previous": [[i, i - 1] for i in range(1, 9)],
-    "same": [[7, 5], [8, 6]],
-    "line": [[i, j] for i in range(9) for j in (0, 3, 4, 7) if j < i],
-    "first": [[i, 0] for i in range(1, 9)],
-}
-
-
-def test_a_head_that_has_a_habit_scores_1(monkeypatch):
-    tokens = torch.tensor([0, 1, 2, 3, 4, 5, 6, 4, 5])
-    texts = ["def", " f", ":\n", "    ", "a", " b", "\n"]
-    masks = attention.habits(tokens, texts)
-    assert {name: mask.nonzero().tolist() for name, mask in masks.items()} == HABIT_POSITIONS
-    heads = [mask / mask.sum(dim=1, keepdim=True).clamp(min=1) for mask in masks.values()]
-    uniform = torch.ones(9, 9).tril() / torch.arange(1, 10)[:, None]
-    maps = torch.stack([*heads, uniform])[None]
-    monkeypatch.setattr(attention, "attention_maps", lambda *_: maps)
-    model = SimpleNamespace(config=SimpleNamespace(context_length=9, num_layers=1))
-    scores, uniform_scores = attention.score_heads(model, tokens.numpy(), texts, 1)
-    torch.testing.assert_close(scores[:, 0, :4].diagonal(), torch.ones(4))
-    torch.testing.assert_close(scores[:, 0, 4], uniform_scores)
 
 
 def test_heads_of_a_run_are_scored_and_drawn(numbers, tmp_path, capsys):

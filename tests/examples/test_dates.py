@@ -2,13 +2,13 @@
 
 import datetime
 import importlib
-import json
 import random
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers import read_lines
 
 from engine.data.chats.examples import parse_chat
 from examples import dates
@@ -33,7 +33,7 @@ def test_every_format_is_of_its_date():
 def test_answers_in_chats_are_right():
     draw, answered = random.Random(0), set()
     for _ in range(300):
-        turns, name = parse_chat({"messages": dates.generate_chat(draw)}), None
+        (turns, _), name = parse_chat({"messages": dates.generate_chat(draw)}), None
         assert [role for role, _ in turns] == ["user", "assistant"] * (len(turns) // 2)
         for (_, question), (_, answer) in zip(turns[::2], turns[1::2], strict=True):
             if match := re.fullmatch(r"(?:My name is|I am|Call me) (\w+)\.", question):
@@ -45,10 +45,6 @@ def test_answers_in_chats_are_right():
                 answered.add(bool(name))
         assert turns[-1][1] == (f"Goodbye, {name}!" if name else "Goodbye!")
     assert answered == {True, False}
-
-
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture

@@ -44,9 +44,8 @@ def test_enough_beams_find_the_best_of_all_continuations_beyond_the_context_too(
                 total = sum(log_probs(ids[:at])[token] for at, token in enumerate(ids))
                 scores[ids] = total / ((5 + n) / 6) ** 0.6
     best = max(scores.values())
-    stream = TextStream(
-        CharTokenizer("abcde"[: 5 - len(banned)]), prompt, length, stop_token_ids=ends
-    )
+    letters = CharTokenizer("abcde"[: 5 - len(banned)])
+    stream = TextStream(letters, prompt, length, stop_token_ids=ends)
     for num_beams, worst in ((5**length, best), (2, -math.inf)):
         ids, score = beam_search(model, stream, num_beams)
         assert score == pytest.approx(scores[tuple(ids)], abs=1e-4)
@@ -78,10 +77,10 @@ def test_a_text_ends_with_the_end_of_text_or_an_end_or_a_stop_text():
     for prompt in range(4):
         stream = TextStream(tokenizer, [prompt], 10)
         text = search_text(model, stream, 3)
-        assert set(text) <= set("abcd") and stream.num_tokens in (10, len(text) + 1)
+        assert set(text) <= set("abcd") and len(stream.new_ids) in (10, len(text) + 1)
         for num_beams, ends in ((3, ()), (300, [5])):
             stream = TextStream(tokenizer, [prompt], 10, "abcd", ends)
-            assert search_text(model, stream, num_beams) == "" and stream.num_tokens == 1
+            assert search_text(model, stream, num_beams) == "" and len(stream.new_ids) == 1
 
 
 def test_logits_that_are_not_finite_are_an_error():

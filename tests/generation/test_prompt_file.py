@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import SMALL, random_model
+from helpers import SMALL, random_model, write_lines
 
 from engine.core.errors import UserError
 from engine.data.tokenizer import CharTokenizer
@@ -33,10 +33,9 @@ def complete(folder: Path, name: str, stop_at: int = 0, error: Any = None, **opt
             raise error
 
     prompts = [*PROMPTS, options.pop("last_prompt", "dog")]
-    lines = [json.dumps({"prompt": prompt, "id": index}) for index, prompt in enumerate(prompts)]
-    (folder / "in.jsonl").write_text("\n".join(lines))
+    records = [{"prompt": prompt, "id": index} for index, prompt in enumerate(prompts)]
+    files = (write_lines(folder / "in.jsonl", records), folder / name, False)
     hook = GENERATOR.decoder.register_forward_pre_hook(count)
-    files = (folder / "in.jsonl", folder / name, False)
     try:
         complete_file(GENERATOR, *files, {"seed": options.get("seed", 1)}, 9, "b", **options)
     finally:

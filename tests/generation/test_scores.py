@@ -1,16 +1,14 @@
 """Scores: right answers are counted as by hand, in training and by sample.py, with an interval."""
 
-import json
 import random
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import SMALL, logged, random_model, train_tiny
+from helpers import SMALL, logged, make_dataset, random_model, train_tiny, write_lines
 
 import sample
 from engine.core.errors import UserError
@@ -20,16 +18,10 @@ from engine.data.tokenizer import CharTokenizer
 from engine.generation.prompt_file import encode_lines, parse_answer, read_lines
 from engine.generation.scores import choose, example_questions, score_record
 from engine.generation.text_generator import TextGenerator
-from prepare import PrepareConfig, prepare
 
 LETTERS = CharTokenizer("abcdefghijklmnopqrstuvwxyz ,.")
 GENERATOR = TextGenerator(random_model(SMALL), LETTERS, [0])
 FACTS = {"sky": "blue", "grass": "green", "snow": "white", "coal": "black"}
-
-
-def write_records(path: Path, records: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    return path
 
 
 @pytest.mark.parametrize(
@@ -62,7 +54,7 @@ def test_the_choice_has_the_highest_log_likelihood_per_byte(touches, tmp_path):
         {"prompt": f"{words[i]},{'' if touches else ' '}", "choices": words[i + 1 : i + 5]}
         for i in range(0, 30, 5)
     ]
-    path = write_records(tmp_path / "in.jsonl", records)
+    path = write_lines(tmp_path / "in.jsonl", records)
     for record, question in zip(
         records, encode_lines(read_lines(path), GENERATOR, False, 9), strict=True
     ):
@@ -84,7 +76,7 @@ def test_a_prompt_longer_than_the_context_loses_its_beginning(tmp_path):
     rows = []
     for prompt in ("ab" * 40, "z" * 9 + "ab" * 35):
         record = {"prompt": f"{prompt} ", "choices": ["cd", "efg"], "answer": "cd"}
-        path = write_records(tmp_path / "in.jsonl", [record])
+        path = write_lines(tmp_path / "in.jsonl", [record])
         rows += encode_lines(read_lines(path), GENERATOR, False, 9)
     assert len(rows[0].prompt) > GENERATOR.model.config.context_length
     assert choose(GENERATOR.model, rows[0]) == choose(GENERATOR.model, rows[1])
@@ -110,7 +102,7 @@ def test_an_answer_is_the_index_the_letter_or_the_text_of_a_choice(answer, choic
     ],
 )
 def test_unusable_choices_are_refused(line, message, tmp_path):
-    path = write_records(tmp_path / "in.jsonl", [{"prompt": "a", **line}])
+    path = write_lines(tmp_path / "in.jsonl", [{"prompt": "a", **line}])
     with pytest.raises(UserError, match=rf"in\.jsonl, line 1: {message}"):
         [*encode_lines(read_lines(path), GENERATOR, False, 9)]
 
@@ -127,9 +119,7 @@ def facts(tmp_path_factory) -> Path:
         roles = ["user", "assistant"] * 2
         messages = [{"role": r, "content": t} for r, t in zip(roles, turns, strict=True)]
         records.append({"messages": messages})
-    source = write_records(folder / "facts.jsonl", records)
-    prepare(PrepareConfig((str(source),), out=folder / "data", chat=True, tokenizer="byte"))
-    return folder / "data"
+    return make_dataset(folder, records, chat=True)
 
 
 def test_a_question_of_an_example_is_its_last_answer(facts):
@@ -170,7 +160,7 @@ def test_the_score_of_training_is_that_of_sample_and_of_a_count_by_hand(facts, t
             {"messages": [*chat, {"role": "assistant", "content": question.answer}]}
             for chat, question in zip(chats, questions, strict=True)
         ]
-        source = write_records(tmp_path / "in.jsonl", records)
+        source = write_lines(tmp_path / "in.jsonl", records)
         files = ["--prompts-file", source, "--out", tmp_path / f"out-{step}.jsonl"]
         flags = ["--chat", "--temperature", 0, "--dtype", "float32"]
         capsys.readouterr()

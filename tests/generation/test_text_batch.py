@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 import random
 from collections import deque
@@ -14,8 +13,7 @@ from helpers import SMALL, VARIANTS, numbers_text, random_model, train_sentencep
 from reference import decoding_definition
 
 from engine.core.errors import UserError
-from engine.data.tokenizer import ByteTokenizer, CharTokenizer, from_document
-from engine.data.tokenizer_json import with_extension
+from engine.data.tokenizer import ByteTokenizer, CharTokenizer
 from engine.generation import text_batch
 from engine.generation.sampling import row_seeds
 from engine.generation.text_batch import Event, TextBatch, TextRequest, Token
@@ -102,7 +100,7 @@ def test_texts_of_requests_that_join_leave_and_fail_in_a_batch_are_those_alone(
             assert text_alone(model, request).startswith(text)
         else:
             assert text == text_alone(model, request)
-            assert arrivals.index(None) == request.stream.num_tokens == len(arrivals) - 1
+            assert arrivals.index(None) == len(request.stream.new_ids) == len(arrivals) - 1
     assert sum(request.is_cancelled for request in requests) > 1 or not are_cancelled
     assert batch.engine.rows == [] and not batch.engine.caches[0].keys_values.numel()
 
@@ -169,8 +167,7 @@ def test_logprobs_are_those_of_the_model_and_the_same_for_a_text_and_for_its_ech
 @pytest.mark.parametrize("reports_prompt", [False, True])
 @pytest.mark.parametrize("prompt", ["7 is followed", "</s>"])
 def test_offsets_are_those_of_the_text_also_if_the_tokenizer_adds_a_space(prompt, reports_prompt):
-    document = json.loads(train_sentencepiece([numbers_text(200)]).to_str())
-    tokenizer = from_document(with_extension(document, end_of_text="</s>"))
+    tokenizer = train_sentencepiece([numbers_text(200)])
     end = tokenizer.special_tokens["</s>"]
     ids = [end] if prompt == "</s>" else tokenizer.encode(prompt).tolist()
     pieces = {token: tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)}
@@ -222,7 +219,7 @@ def test_equal_prompts_are_read_once_and_a_finished_text_makes_room_at_once():
 
 def test_generated_text_has_only_ids_of_text_or_ends_of_it():
     model = random_model(SMALL)
-    assert text_batch.banned_tokens(LETTERS, model) == BANNED
+    assert text_batch.banned_tokens(LETTERS, model, ()) == BANNED
     assert text_batch.banned_tokens(LETTERS, model, stop_token_ids=[35]) == [36]
     texts = complete_all(model, [[0, 2]] * 9, 60, 9, temperature=5.0)
     assert set("".join(texts)) == {*CHARACTERS} and any(len(text) < 60 for text in texts)

@@ -54,4 +54,4 @@ def test_the_first_stop_text_of_a_token_counts():
 def test_the_end_of_text_and_given_ends_end_the_stream(ends):
     stream = TextStream(ByteTokenizer(), stop_token_ids=ends)
     assert [*map(stream.push, [97, *ends, 256, 98])] == ["a", "", "", *[""] * len(ends)]
-    assert stream.is_finished and stream.num_tokens == 2
+    assert stream.is_finished and len(stream.new_ids) == 2

@@ -7,12 +7,11 @@ import peft
 import pytest
 import torch
 import transformers
-from helpers import numbers_text, train_tiny
+from helpers import make_dataset, numbers_text, train_tiny
 
 import huggingface
 import sample
 from engine.core.errors import UserError
-from prepare import PrepareConfig, prepare
 
 TOKENS = torch.arange(32).reshape(2, 16) * 5 % 90
 MODEL_FLAGS = "--num-heads 4 --num-kv-heads 2 --norm weighted_rmsnorm --no-qk-norm"
@@ -23,13 +22,12 @@ LORA_FLAGS = "--lora-rank 4 --optimizer adamw --learning-rate 0.01 --num-heads 4
 def folder(tmp_path_factory) -> Path:
     """A base model here and in transformers' layout, and a LoRA run on it."""
     folder = tmp_path_factory.mktemp("adapter")
-    (folder / "text.txt").write_text(numbers_text(1500), encoding="utf-8")
-    prepare(PrepareConfig((str(folder / "text.txt"),), tokenizer="byte", out=folder / "data"))
-    train_tiny(folder / "data", folder / "own", "--steps", 20, *MODEL_FLAGS.split())
+    data = make_dataset(folder, numbers_text(1500))
+    train_tiny(data, folder / "own", "--steps", 20, *MODEL_FLAGS.split())
     huggingface.main(["export", str(folder / "own"), str(folder / "hf")])
     huggingface.main(["import", str(folder / "hf"), str(folder / "base")])
     flags = ["--init-from", folder / "base", "--steps", 20, *LORA_FLAGS.split()]
-    train_tiny(folder / "data", folder / "lora", *flags)
+    train_tiny(data, folder / "lora", *flags)
     return folder
 
 
@@ -98,8 +96,3 @@ def test_another_kind_of_adapter_is_one_line(folder, tmp_path, change, words):
     with pytest.raises(UserError, match="--base"):
         huggingface.main(["import", str(out), str(tmp_path / "x")])
     assert not (tmp_path / "x").exists()
-
-
-def test_a_run_without_lora_has_no_adapter(folder, tmp_path):
-    with pytest.raises(UserError, match="--adapter"):
-        huggingface.main(["export", str(folder / "base"), str(tmp_path / "a"), "--adapter"])

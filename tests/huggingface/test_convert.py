@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 import transformers
 from helpers import same_tensors
-from test_huggingface import qwen2_tokenizer
+from test_huggingface import LLAMA3_ROPE, qwen2_tokenizer
 
 import huggingface
 from engine.huggingface.convert import from_hf_config, to_hf, to_hf_config
@@ -25,18 +25,12 @@ from engine.training.run_dir import find_checkpoint
 
 transformers.logging.set_verbosity_error()
 NUM_MODELS = int(os.environ.get("SHAPES", "15"))
-LLAMA3_ROPE = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 24,
-}
+SCALED_ROPE = LLAMA3_ROPE | {"original_max_position_embeddings": 24}
 
 
 def draw_rope(draw: random.Random) -> dict[str, Any]:
     """Draw RoPE's keys: a kind of scaling, in the form of transformers 4 or 5."""
-    scaling = draw.choice(({}, {"rope_type": "linear", "factor": 2.5}, LLAMA3_ROPE))
-    scaling = {"rope_type": "llama3", **scaling} if scaling else {}
+    scaling = {**draw.choice(({}, {"rope_type": "linear", "factor": 2.5}, SCALED_ROPE))}
     theta = {"rope_theta": draw.choice((500.0, 5e5))}
     form = draw.choice(("old", "oldest", "new", "without theta"))
     if form == "new":

@@ -13,7 +13,6 @@ from helpers import SMALL, random_model
 from test_huggingface import qwen2_tokenizer, save_run
 
 import huggingface
-from engine.core.errors import UserError
 from engine.data.tokenizer import CharTokenizer, load_tokenizer
 from engine.huggingface import directory
 from engine.huggingface.families import MODEL_FAMILIES
@@ -35,15 +34,12 @@ def test_characters_without_an_end_of_text_have_no_special_ids(run: Path, tmp_pa
 
 def test_an_imported_tokenizer_that_pads_and_truncates_does_neither(tmp_path: Path):
     tokenizer = qwen2_tokenizer()
+    end = tokenizer.end_of_text_name
     padding = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None}
-    padding |= {
-        "pad_id": tokenizer.end_of_text_id,
-        "pad_type_id": 0,
-        "pad_token": tokenizer.end_of_text_name,
-    }
+    padding |= {"pad_id": tokenizer.end_of_text_id, "pad_type_id": 0, "pad_token": end}
     truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     document = tokenizer.document | {"padding": padding, "truncation": truncation}
-    config = {"eos_token": tokenizer.end_of_text_name, "pad_token": tokenizer.end_of_text_name}
+    config = {"eos_token": end, "pad_token": end}
     for name, value in (("tokenizer.json", document), ("tokenizer_config.json", config)):
         (tmp_path / name).write_text(json.dumps(value))
     imported = load_tokenizer(tmp_path / "tokenizer.json")
@@ -55,15 +51,6 @@ def test_an_imported_tokenizer_that_pads_and_truncates_does_neither(tmp_path: Pa
         ids = tokenizer.encode(text).tolist()
         assert imported.encode(text).tolist() == exported.encode(text) == ids
         assert runner.encode(text).ids == ids
-
-
-@pytest.mark.parametrize("name", ["hf", "hf/file"])
-def test_an_export_does_not_replace_what_exists(name: str, run: Path, tmp_path: Path):
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text("mine")
-    with pytest.raises(UserError, match="hf: already exists"):
-        huggingface.main(["export", str(run), str(tmp_path / "hf")])
-    assert (tmp_path / name).read_text() == "mine"
 
 
 @pytest.mark.parametrize("num_files", [0, 1])

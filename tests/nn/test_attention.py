@@ -59,11 +59,7 @@ def test_the_last_position_of_each_row_attends_to_those_of_its_mask(
     mixed = attend_from_last(query, key, value, mask)
     assert mixed.dtype == dtype
     for row, count in enumerate(num_visible.tolist()):
-        inputs = (
-            query[row : row + 1],
-            key[row : row + 1, :, :count],
-            value[row : row + 1, :, :count],
-        )
+        inputs = [x[row : row + 1, :, :count] for x in (query, key, value)]
         tolerance = 1e-5 if dtype == torch.float32 else 0.05
         expected = attention_definition(*inputs)
         torch.testing.assert_close(mixed[row : row + 1].double(), expected, rtol=0, atol=tolerance)

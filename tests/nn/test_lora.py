@@ -10,6 +10,7 @@ from helpers import (
     StopAfter,
     assert_same_run,
     logged,
+    make_dataset,
     newest_checkpoint,
     numbers_text,
     random_model,
@@ -24,7 +25,6 @@ from engine.nn.lora import LORA_ALPHA, add_lora, merge_lora, merge_updates
 from engine.nn.specs import draw_initial_values
 from engine.training.run_dir import find_checkpoint
 from model import GPT, ModelConfig
-from prepare import PrepareConfig, prepare
 
 RANK = 3
 CONFIGS = {
@@ -129,9 +129,7 @@ def test_gradients_are_those_of_the_written_out_sum(base, backend):
 def folder(tmp_path_factory) -> Path:
     """A dataset and a base run."""
     folder = tmp_path_factory.mktemp("lora")
-    (folder / "text.txt").write_text(numbers_text(1500), encoding="utf-8")
-    prepare(PrepareConfig((str(folder / "text.txt"),), tokenizer="byte", out=folder / "data"))
-    train_tiny(folder / "data", folder / "base", "--steps", 30)
+    train_tiny(make_dataset(folder, numbers_text(1500)), folder / "base", "--steps", 30)
     return folder
 
 
@@ -184,32 +182,23 @@ def test_a_run_resumes_bit_for_bit_from_a_base_that_was_moved(tune, folder, tmp_
 
 def test_a_run_can_start_from_a_run_with_lora(tune, folder, tmp_path):
     first = tune("first", "--steps", 8)
+    expected = pytest.approx(first.best_evaluation["val_loss"], abs=1e-5)
     flags = ["--steps", 1, "--learning-rate", 0, "--eval-tokens", 2000]
-    second = train_tiny(
-        folder / "data", tmp_path / "all", "--init-from", tmp_path / "first", *flags
-    )
-    assert second.evaluation["val_loss"] == pytest.approx(
-        first.best_evaluation["val_loss"], abs=1e-5
-    )
-    third = tune("third", *flags, "--init-from", tmp_path / "first")
-    assert third.evaluation["val_loss"] == pytest.approx(
-        first.best_evaluation["val_loss"], abs=1e-5
-    )
+    flags += ["--init-from", tmp_path / "first"]
+    for run in (train_tiny(folder / "data", tmp_path / "all", *flags), tune("third", *flags)):
+        assert run.evaluation["val_loss"] == expected
     assert newest_checkpoint(tmp_path / "third").state["base"]["path"].startswith(str(tmp_path))
 
 
 def test_tokens_that_are_new_to_the_base_are_trained(tune, folder, tmp_path, capsys):
-    chats = [f'{{"messages": [{{"role": "user", "content": "{n}"}}, ' for n in range(40)]
-    answer = '{"role": "assistant", "content": "yes"}]}\n'
-    (tmp_path / "chats.jsonl").write_text(answer.join([*chats, ""]), encoding="utf-8")
-    arguments = {"chat": True, "tokenizer": str(folder / "base"), "out": tmp_path / "chats"}
-    prepare(PrepareConfig((str(tmp_path / "chats.jsonl"),), **arguments))
+    answer = {"role": "assistant", "content": "yes"}
+    chats = [{"messages": [{"role": "user", "content": f"{n}"}, answer]} for n in range(40)]
+    data = make_dataset(tmp_path, chats, chat=True, tokenizer=str(folder / "base"))
     flags = ["--init-from", folder / "base", "--lora-rank", RANK, "--steps", 4, "--resume"]
-    run = train_tiny(tmp_path / "chats", tmp_path / "run", *flags, should_stop=StopAfter(2))
+    run = train_tiny(data, tmp_path / "run", *flags, should_stop=StopAfter(2))
     assert "token embeddings are trained" in capsys.readouterr().err
-    resumed = train_tiny(tmp_path / "chats", tmp_path / "run", *flags)
+    resumed = train_tiny(data, tmp_path / "run", *flags)
     embedding = resumed.model.token_embedding.weight
     assert resumed.step == 4 and not torch.equal(embedding, run.model.token_embedding.weight)
-    assert {"token_embedding.weight", "head.weight"} <= dict(
-        newest_checkpoint(tmp_path / "run").model()
-    ).keys()
+    saved = dict(newest_checkpoint(tmp_path / "run").model())
+    assert {"token_embedding.weight", "head.weight"} <= saved.keys()

@@ -2,18 +2,17 @@
 
 import collections
 import itertools
-import json
 import math
 from dataclasses import replace
 
 import pytest
+from helpers import make_dataset
 
 import engine.report.baselines as baselines
 from engine.data.dataset import Dataset, open_dataset
 from engine.data.split import ShardedTokens, Split
 from engine.data.tokenizer import CharTokenizer
 from engine.report.baselines import baseline_losses, count_pairs
-from prepare import PrepareConfig, prepare
 
 
 @pytest.fixture
@@ -66,15 +65,12 @@ def test_chunks_and_shards_change_nothing_and_the_number_of_tokens_is_bounded(nu
 @pytest.mark.parametrize("chunk_tokens", [2**22, 7])
 def test_of_examples_only_targets_count_and_no_pair_spans_two(tmp_path, monkeypatch, chunk_tokens):
     lines = [{"p": "abc"[: n % 4], "c": "xy"[n % 2] * (n % 3 + 1)} for n in range(40)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    fields = {"prompt_field": "p", "completion_field": "c", "tokenizer": "byte"}
-    prepare(PrepareConfig((str(tmp_path / "a.jsonl"),), out=tmp_path / "data", **fields))
-    dataset = open_dataset(tmp_path / "data")
+    dataset = open_dataset(make_dataset(tmp_path, lines, prompt_field="p", completion_field="c"))
     monkeypatch.setattr(baselines, "COUNTED_CHUNK_TOKENS", chunk_tokens)
     for split in (dataset.train, *(dataset.train.drop_long(5, cut) for cut in (False, True))):
         expected = collections.Counter()
-        for index in range(split.num_examples):
-            for before, after in itertools.pairwise(split.example(index).tolist()):
+        for example in split.examples():
+            for before, after in itertools.pairwise(example.tolist()):
                 expected.update([max(before, ~before) * 257 + after] if after >= 0 else [])
         pairs, counts = count_pairs(split, 257)
         assert dict(zip(pairs.tolist(), counts.tolist(), strict=True)) == expected

@@ -1,8 +1,10 @@
 """The numbers of the live page are the model's, with all heads and without some."""
 
+import base64
 import copy
 import itertools
 import math
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +14,7 @@ from helpers import SMALL, VARIANTS, decode, random_model
 
 from engine.core.errors import UserError
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
-from engine.data.tokenizer_json import SPECIAL_TOKENS
+from engine.data.tokenizer_json import END_OF_TURN, SPECIAL_TOKENS
 from engine.generation.decoding_engine import window_start
 from engine.generation.text_generator import TextGenerator
 from engine.report.attention_maps import attention_maps, token_label
@@ -63,7 +65,7 @@ def test_probabilities_and_surprises_are_the_models(inspector, ids):
         log_p = model(torch.tensor([window]))[0, -1].log_softmax(dim=-1)
         p = log_p.exp()
         top = p.topk(NUM_LIKELY_TOKENS)
-        labels, values, _, drawn = zip(*token["likely"], strict=True)
+        _, labels, values, _, drawn = zip(*token["likely"], strict=True)
         assert is_close(values, top.values)
         assert [*labels] == [token_label(LETTERS, i) for i in top.indices.tolist()]
         four = p[top.indices[:4]] ** 2  # temperature 1/2 squares
@@ -112,8 +114,8 @@ def test_the_end_of_text_ends_it_and_unused_ids_are_never_drawn():
     generator = TextGenerator(model, ByteTokenizer(), [256])
     *_, token, last = ModelInspector(generator, SETTINGS).write({"max_new_tokens": 2000})
     assert token["token"]["text"] == "<|endoftext|>" and "model" in last["end"]
-    rows = [row for row in token["token"]["likely"] if "unused" not in row[0]]
-    assert all(row[3] == pytest.approx(1 / 257, rel=1e-3) for row in rows)
+    rows = [row for row in token["token"]["likely"] if "unused" not in row[1]]
+    assert all(row[4] == pytest.approx(1 / 257, rel=1e-3) for row in rows)
 
 
 @pytest.mark.parametrize("name", ["default", "gpt2", "2017", "relu2"])
@@ -149,11 +151,81 @@ def test_attention_is_that_of_the_heads_beyond_the_context_too(name):
         start = window_start(position + 1, SMALL.context_length)
         tokens = torch.tensor(LONG[start : position + 1])
         maps = attention_maps(without if off else model, tokens)
+        question = {"ids": LONG, "at": position, "off": off}
         for layer, head in itertools.product(range(2), range(config.num_heads)):
-            heads = {"layer": layer + 1, "head": head + 1, "off": off}
-            (answer,) = inspector.attention({"ids": LONG, "at": position, **heads})
+            (answer,) = inspector.attention({**question, "layer": layer + 1, "head": head + 1})
             assert answer["start"] == start
-            assert is_close(answer["weights"], maps[layer, head, -1])
+            weights = read_triangle(answer["weights"], answer["end"] - start)
+            expected = maps[layer, head]
+            assert (weights[: len(tokens), : len(tokens)] - expected).abs().max() < 0.004
+        (answer,) = inspector.heads(question)
+        size = answer["end"] - answer["start"]  # small enough for thumbnails without loss
+        thumbnails = read_triangle(answer["weights"], size).unflatten(0, maps.shape[:2])
+        assert answer["size"] == size and answer["start"] == start
+        assert (thumbnails[..., : len(tokens), : len(tokens)] - maps).abs().max() < 0.004
+
+
+def read_triangle(text: str, size: int) -> torch.Tensor:
+    """Decode the lower triangles of maps: (size, size), or several."""
+    levels = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+    rows, columns = torch.tril_indices(size, size)
+    maps = torch.zeros(len(levels) // len(rows), size, size)
+    maps[:, rows, columns] = (levels.view(len(maps), -1) / 255) ** 2
+    return maps.squeeze(0)
+
+
+def test_the_worth_of_heads_is_that_of_passes_with_one_head_at_zero(inspector):
+    ids = [*LONG, 5, 6]
+    first, *heads = inspector.measure({"ids": ids})
+    (read,) = inspector.read({"ids": ids})
+    full = [token["bits"][0] for token in read["tokens"][1:]]
+    assert first["bits"] == pytest.approx(statistics.fmean(full), rel=1e-3)
+    assert [(head["layer"], head["head"]) for head in heads] == [
+        *itertools.product(range(1, 3), range(1, SMALL.num_heads + 1))
+    ]
+    for head in heads:
+        without = copy.deepcopy(inspector.generator.model)
+        attention = without.blocks[head["layer"] - 1].attention
+        for parameter in attention.heads[head["head"] - 1].value.parameters():
+            parameter.data.zero_()
+        (read,) = inspect(without).read({"ids": ids})
+        bits = [token["bits"][0] for token in read["tokens"][1:]]
+        added = statistics.fmean(bits) - statistics.fmean(full)
+        assert head["bits"] == pytest.approx(added, abs=2e-4)
+    (again,) = inspector.read({"ids": ids})
+    assert [token["bits"][0] for token in again["tokens"][1:]] == full
+
+
+def test_a_branch_is_the_text_after_its_forced_prefix(inspector):
+    prefix = LETTERS.encode(TEXT).tolist()[:6]
+    (table,) = inspector.predict({"ids": prefix, "at": 6})
+    options = {"seed": 4, "max_new_tokens": 20, "temperature": 0.9}
+    for token, label, *_ in table["likely"][:3]:
+        lines = [*inspector.write({"ids": [*prefix, token], **options})]
+        text = "".join(line["text"] for line in lines[1:-1])
+        assert text == inspector.generator.generate(LETTERS.decode(prefix) + label, **options)
+
+
+def test_a_table_follows_the_settings_without_reading_the_text_again(inspector):
+    settings = {"temperature": 0.7, "top_p": 0.6, "off": [[1, 2]]}
+    (read,) = inspector.read({"ids": LONG, **settings})
+    for at in (1, 9, 17, len(LONG) - 1, len(LONG)):
+        (table,) = inspector.predict({"ids": LONG, "at": at, **settings})
+        expected = [*read["tokens"], read["next"]][at]
+        for row, expected_row in zip(table["likely"], expected["likely"], strict=True):
+            assert row[:2] == expected_row[:2] and is_close(row[2:], expected_row[2:])
+        assert "bits" not in table or is_close(table["bits"], expected["bits"])
+
+
+def test_text_continues_ids_and_a_long_one_is_neither_refused_nor_overrun(inspector):
+    ids = LETTERS.encode(TEXT).tolist()
+    (read,) = inspector.read({"ids": ids, "text": "!!"})
+    assert [token["id"] for token in read["tokens"]] == [*ids, 0, 0] and read["text"] == TEXT + "!!"
+    almost = [1] * (MAX_INSPECTED_TOKENS - 2)
+    lines = [*inspector.write({"ids": almost, "max_new_tokens": 9})]
+    assert len(lines) == 4
+    with pytest.raises(UserError, match="too long to continue"):
+        next(inspector.write({"ids": [*almost, 1, 1]}))
 
 
 @pytest.mark.parametrize(
@@ -162,10 +234,10 @@ def test_attention_is_that_of_the_heads_beyond_the_context_too(name):
         ([], "settings"),
         ({"prompt": "a"}, "prompt"),
         ({"text": "!" * 50_001}, "50,000"),
-        ({"text": TEXT * 2}, "16 tokens"),
+        ({"text": "!" * 3000}, "2,048 tokens"),
         ({"text": "é"}, "é"),
         ({"ids": [37]}, "id must"),
-        ({"ids": [1] * (MAX_INSPECTED_TOKENS + 1)}, "2,048"),
+        ({"ids": [1] * (MAX_INSPECTED_TOKENS + 1)}, "4,096"),
         ({"layer": 3}, "layer"),
         ({"off": [[1, 4]]}, "head"),
         ({"max_new_tokens": 10**9}, "max_new_tokens"),
@@ -196,6 +268,12 @@ def test_the_answer_in_a_chat_is_that_of_the_text_generator(inspector, chat_insp
     turns = [*zip(("user", "assistant", "user"), texts, strict=True)]
     expected = "".join(chat_inspector.generator.stream_answer(turns, **options))
     assert answer(texts) == (expected, False)
+    *_, last = chat_inspector.chat({"turns": texts, **options})
+    ids, _ = chat_inspector.generator.encode_turns(turns, 20)
+    assert last["ids"][: len(ids)] == ids
+    tokenizer = chat_inspector.tokenizer
+    answered = tokenizer.decode(last["ids"][len(ids) :]).removesuffix(END_OF_TURN)
+    assert answered.startswith(expected) and len(answered) <= len(expected) + 1  # incomplete
     assert answer(texts, off=[[1, 1]])[0] != expected
     assert answer(["a" * 40, "b", "c"])[1]
     assert "chat" not in inspector.answers

@@ -1,6 +1,5 @@
 """Memorized passages are those of the definition, in bounded time and memory."""
 
-import json
 import random
 import time
 import tracemalloc
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import make_dataset
 
 import engine.report.memorization as memorization
 from engine.data.dataset import Dataset, open_dataset
@@ -16,21 +16,18 @@ from engine.data.split import ShardedTokens, Split
 from engine.data.tokenizer import ByteTokenizer, Tokenizer
 from engine.data.tokenizer_training import train_bpe_tokenizer
 from engine.report.memorization import MIN_PASSAGE_BYTES, find_passages
-from prepare import PrepareConfig, prepare
 
 BYTES = ByteTokenizer()
 
 
-def make_dataset(
-    documents: Sequence[str], tokenizer: Tokenizer, shard_tokens: int = 2**40
-) -> Dataset:
+def encode(documents: Sequence[str], tokenizer: Tokenizer, shard_tokens: int = 2**40) -> Dataset:
     """A dataset of these documents, without validation text."""
     end = [tokenizer.end_of_text_id]
     ids = [token for text in documents for token in [*tokenizer.encode(text).tolist(), *end]]
     starts = range(0, len(ids), shard_tokens)
     arrays = [np.array(ids[start : start + shard_tokens], np.uint16) for start in starts]
     shards = [{"file": f"{n}.npy", "tokens": len(array)} for n, array in enumerate(arrays)]
-    manifest = {"splits": {"train": {"shards": shards}}}
+    manifest = {"splits": {"train": {"shards": shards, "sources": []}}}
     splits = (Split(ShardedTokens(arrays)), Split(arrays[0][:0]))
     return Dataset(Path("data"), manifest, tokenizer, *splits, "")
 
@@ -46,7 +43,7 @@ def find_spans_slowly(text: str, documents: Sequence[str]) -> list[tuple[int, in
                 piece = text[start:end]
                 if not free[end - 1] or not any(piece in document for document in documents):
                     break
-                if len(piece.encode()) >= MIN_PASSAGE_BYTES:
+                if len("".join(piece.split()).encode()) >= MIN_PASSAGE_BYTES:
                     matches.append((end - start, -start))
         if not matches:
             return spans
@@ -79,7 +76,7 @@ def test_passages_are_those_of_the_definition(seed, bpe, monkeypatch):
     documents = [draw_text(12) for _ in range(3)]
     texts = [draw_text(6) for _ in range(3)]
     tokenizer = draw.choice((BYTES, bpe))
-    datasets = [make_dataset(part, tokenizer) for part in (documents[:1], documents[1:])]
+    datasets = [encode(part, tokenizer) for part in (documents[:1], documents[1:])]
     passages, fraction = find_passages(texts, datasets)
     for text, spans in zip(texts, passages, strict=True):
         assert [(start, length) for start, length, _ in spans] == find_spans_slowly(text, documents)
@@ -88,26 +85,43 @@ def test_passages_are_those_of_the_definition(seed, bpe, monkeypatch):
 
 def test_examples_are_training_data_too(tmp_path):
     lines = [{"p": f"What comes after {n}? ", "c": f"It is {n + 1}, of course."} for n in range(50)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    fields = {"prompt_field": "p", "completion_field": "c", "tokenizer": "byte"}
-    prepare(PrepareConfig((str(tmp_path / "a.jsonl"),), out=tmp_path / "data", **fields))
-    dataset = open_dataset(tmp_path / "data")
+    dataset = open_dataset(make_dataset(tmp_path, lines, prompt_field="p", completion_field="c"))
     index = dataset.train.num_examples // 2
     example = dataset.train.example(index)
     text = BYTES.decode(np.where(example < 0, ~example, example)[:-1].tolist())
     ((passage,),), _ = find_passages([f"…{text}…"], [dataset])
-    place = f"token {dataset.train.starts[index]:,} of {tmp_path / 'data' / 'train-00000.npy'}"
-    assert passage == (1, len(text), place)
+    assert passage == (1, len(text), "in.jsonl")
+
+
+def test_a_passage_names_the_file_in_which_it_lies(tmp_path):
+    draw = random.Random(0)
+    (tmp_path / "texts" / "notes").mkdir(parents=True)
+    contents = {}
+    for name in ("argparse.py", "notes/mint.md", "notes/sage.md"):
+        contents[name] = "".join(draw.choices("abcdefgh é\n", k=2000))
+        (tmp_path / "texts" / name).write_text(contents[name], encoding="utf-8")
+    dataset = open_dataset(make_dataset(tmp_path, tmp_path / "texts"))
+    sources = dataset.manifest["splits"]["train"]["sources"]
+    assert [source["source"] for source in sources] == [*contents]
+    texts = [content[start : start + 200] for content in contents.values() for start in (0, 1550)]
+    passages, _ = find_passages(texts, [dataset])
+    assert passages == [[(0, 200, name)] for name in contents for _ in range(2)]
+
+
+def test_a_passage_of_white_space_is_none():
+    dataset = encode(['.\n        """\n        #' + " " * 90, "x\n" * 24], BYTES)
+    texts = ['.\n        """\n        #', " " * 80, "x\n" * 23, "x\n" * 24]
+    assert [len(spans) for spans in find_passages(texts, [dataset])[0]] == [0, 0, 0, 1]
 
 
 def test_a_passage_has_its_place_and_a_limited_search_the_fraction(bpe, monkeypatch):
     letters = "".join(random.Random(0).choices("abcdefgh ", k=100_000))
-    dataset = make_dataset([letters], bpe, shard_tokens=7_000)
+    dataset = encode([letters], bpe, shard_tokens=7_000)
     first = 7_000 * 6 + 1_234
     assert len(dataset.train) > first + 10_000
     text = bpe.decode(dataset.train.tokens[first : first + 100].tolist())
     monkeypatch.setattr(memorization, "DECODED_CHUNK_TOKENS", 10_000)
-    place = f"token 1,234 of {Path('data/6.npy')}"
+    place = str(Path("data/6.npy"))
     assert find_passages([f"…{text}"], [dataset]) == ([[(1, len(text), place)]], 1)
     monkeypatch.setattr(memorization, "MAX_SEARCHED_BYTES", 25_000)
     passages, fraction = find_passages([text], [dataset])
@@ -120,7 +134,7 @@ def test_time_and_memory_are_bounded_whatever_the_data(name, code, bpe):
     starts = range(len(code))
     texts = ["".join(code[at : at + 40] for at in draw.choices(starts, k=10)) for _ in range(6)]
     unit = {"code": code, "spaces": " ", "text": texts[0][:-7]}[name]
-    dataset = make_dataset([unit * (300_000 // len(unit))], bpe)
+    dataset = encode([unit * (300_000 // len(unit))], bpe)
     start = time.process_time()
     find_passages([*texts, " " * 400], [dataset])
     assert time.process_time() - start < 2

@@ -1,19 +1,22 @@
 """The content of the report, and its charts, comparisons and characters in a browser."""
 
-import base64
 import itertools
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import train_tiny
 
 from engine.data.batches import open_mixture
+from engine.report.attention_maps import encode_triangles
 from engine.report.dataset_summary import describe_dataset
-from engine.report.page import collect_run_content, describe_data, write_page
-from engine.report.samples import describe_environment
+from engine.report.page import collect_run_content, write_page
+from engine.report.samples import describe_data, describe_environment
+from engine.training.config import TrainConfig
 from prepare import PrepareConfig, prepare
 
 NUM_STEPS = 60
@@ -41,6 +44,10 @@ def show(page: Any, path: Path, *runs: Any) -> None:
     page.goto(path.as_uri())
 
 
+def expect(locator: Any) -> Any:
+    return pytest.importorskip("playwright.sync_api").expect(locator)
+
+
 def read_charts(page: Any) -> list[str]:
     """The text beneath each chart."""
     return page.locator("#charts .readout").all_inner_texts()
@@ -59,7 +66,9 @@ def test_a_run_records_its_tokenizer_and_its_text(numbers, tmp_path):
         out = tmp_path / name
         prepare(PrepareConfig(inputs=(str(path),), tokenizer="byte", out=out))
     runs = [
-        describe_environment(train_tiny(data, tmp_path / "run" / data.name, "--steps", 1))
+        describe_environment(
+            train_tiny(data, tmp_path / "run" / data.name, "--steps", 1), TrainConfig()
+        )
         for data in (numbers, tmp_path / "same", tmp_path / "different")
     ]
     texts, tokenizers = ([run[key] for run in runs] for key in ("text", "tokenizer"))
@@ -88,55 +97,220 @@ def test_the_data_has_the_figures_that_prepare_prints(tmp_path, kind):
     assert kind == "pairs" or f"{ratio} a token" in printed
 
 
+STATE = {"step": 60, "total_steps": 80, "progress": 0.75, "seconds": 373, "seconds_left": 48}
+RESUME = "python train.py --out out/a --resume"
+STATES = {
+    "training": ("Training – 75%, 4", 0),
+    "silent": ("No news for", -3600),
+    "done": ("Done in 6 min 13 s, 60 steps", 0),
+    "stopped": ("Stopped at step 60 of 80", 0),
+}
+
+
+def make_state(state: str, seconds: float = 0) -> dict[str, Any]:
+    return {**STATE, "state": state, "updated_at": time.time() + seconds, "resume": RESUME}
+
+
+def full_run(folder: Path, layers: int = 2, heads: int = 3, length: int = 12) -> Any:
+    """Describe a run that has everything: samples, attention, baselines, copied passages."""
+    about = {
+        "state": make_state("done"),
+        "parameters": 926_000,
+        "typed": ["data", "steps"],
+        "defaults": {"data": ["data/pydocs"], "steps": None, "eval_every": None, "seed": 1},
+        "baselines": {"uniform": 7.6, "unigram": 6.5, "bigram": 4.3},
+        "xz_bits_per_byte": 1.7,
+        "text": ["x"],
+        "tokenizer": "t",
+    }
+    run = make_run(folder, about)
+    run["settings"] |= {"steps": 60, "eval_every": 20, "seed": 1, "vocab_size": 2048}
+    run["samples"] = [
+        {"step": step, "prompt": prompt, "text": f"text of step {step}"}
+        for step, prompt in itertools.product((20, 40, 60), ("first", "第二 ‏زيتون"))
+    ]
+    maps = torch.eye(length).expand(layers * heads, length, length).clone()
+    maps[1] = torch.eye(length).roll(-1, dims=1).tril()  # to the token before
+    run["attention"] = {
+        "labels": [f"w{index}" for index in range(length)],
+        "shared": [None] * length,
+        "layers": layers,
+        "heads": heads,
+        "weights": encode_triangles(maps),
+        "habits": [None, ("previous token", 0.93), *[None] * (layers * heads - 2)],
+    }
+    return run
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("name", STATES)
+def test_the_first_screen_says_whether_the_run_goes_on_and_how_good_it_is(page, tmp_path, name):
+    text, seconds = STATES[name]
+    run = full_run(tmp_path / "a")
+    run["state"] = make_state("training" if name == "silent" else name, seconds)
+    page.set_viewport_size({"width": 1280, "height": 900})
+    show(page, tmp_path / "page.html", run)
+    assert text in page.locator("#state").inner_text()
+    assert "0.93M parameters" in page.locator("#sentence").inner_text()
+    figures = page.locator("#headline dd").all_inner_texts()
+    assert figures == [f"{run['best']['val_bits_per_byte']:.3f}", "30", "60"]
+    bars = page.locator("#yardsticks span").all_inner_texts()
+    assert bars[::2] == ["uniform", "unigram", "bigram", "xz -9", "this model"]
+    assert bars[-1] == figures[0]
+    assert "Still improving" in page.locator("#verdict").inner_text()
+    commands = page.locator("#next code").all_inner_texts()
+    assert (RESUME in commands) == (name == "stopped") and any("--page" in c for c in commands)
+    box = page.locator("#first").bounding_box()
+    assert box["y"] + box["height"] < 900
+
+
+@pytest.mark.browser
+def test_samples_over_training_are_beside_the_result_and_can_be_played(page, tmp_path):
+    show(page, tmp_path / "page.html", full_run(tmp_path / "a"))
+    written = page.locator("#written")
+    assert written.inner_text() == "firsttext of step 60"
+    assert "whose checkpoint is used" in page.locator("#when-text").inner_text()
+    page.locator("#when").press("Home")
+    page.get_by_role("button", name="prompt 2").click()
+    assert written.inner_text().endswith("text of step 20")
+    page.get_by_role("button", name="Play").click()
+    expect(written).to_contain_text("text of step 60")
+    expect(page.get_by_role("button", name="Play")).to_be_visible()
+
+
+@pytest.mark.browser
+def test_a_page_refreshes_while_the_run_goes_on_and_keeps_what_was_chosen(page, tmp_path):
+    run = full_run(tmp_path / "a")
+    run["state"] = make_state("training")
+    page.clock.install()
+    show(page, tmp_path / "page.html", run)
+    page.locator("#when").press("Home")
+    page.get_by_label("tokens", exact=True).check()
+    page.locator("#heads [role=gridcell]").nth(4).click()
+    page.locator("#settings summary").last.click()
+    page.evaluate("scrollTo(0, 700)")
+    run["state"] = make_state("done")
+    write_page([run], tmp_path / "page.html")
+    with page.expect_navigation():
+        page.clock.fast_forward(11_000)
+    assert "Done" in page.locator("#state").inner_text()
+    assert page.locator("#written").inner_text() == "firsttext of step 20"
+    assert page.get_by_label("tokens", exact=True).is_checked()
+    assert (
+        page.locator("#heads [aria-selected=true]")
+        .get_attribute("aria-label")
+        .startswith("layer 2, head 2")
+    )
+    assert page.locator("#settings details").last.get_attribute("open") is not None
+    assert page.evaluate("scrollY") == 700
+
+
+@pytest.mark.browser
+def test_all_heads_are_shown_named_and_enlarged_with_mouse_and_keys(page, tmp_path):
+    show(page, tmp_path / "page.html", full_run(tmp_path / "a"))
+    cells = page.locator("#heads [role=gridcell]")
+    assert cells.count() == 6
+    page.get_by_role("button", name="previous token").click()
+    assert "layer 1, head 2: previous token 0.93." in page.locator("#looks").inner_text()
+    page.locator("#tokens [role=option]").nth(5).click()
+    text = page.locator("#looks")
+    assert "“w5” (token 6) looks at “w4” (token 5) with weight 1.00" in read_text(text)
+    cells.nth(1).press("ArrowDown")
+    assert "layer 2, head 2" in read_text(text)
+    page.locator("#tokens [aria-selected=true]").press("ArrowLeft")
+    assert "“w4” (token 5) looks at “w4” (token 5)" in read_text(text)
+    page.locator("#map").press("ArrowUp")
+    assert "“w3” (token 4) looks" in read_text(text)
+    page.get_by_label("arcs").check()
+    assert "has-arcs" in page.locator("#tokens").get_attribute("class")
+
+
+@pytest.mark.browser
+def test_settings_are_those_of_the_user_those_chosen_automatically_and_defaults(page, tmp_path):
+    show(page, tmp_path / "page.html", full_run(tmp_path / "a"))
+    groups = {
+        details.locator("summary").inner_text(): details.locator("tbody th").all_text_contents()
+        for details in page.locator("#settings details").all()
+    }
+    assert groups == {
+        "Set by you (2)": ["data", "steps"],
+        "Chosen automatically (2)": ["eval_every", "vocab_size"],
+        "At their defaults (1)": ["seed"],
+    }
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("changes", [{}, {"tokenizer": "u"}, {"text": ["y"]}])
+def test_runs_are_compared_and_the_better_is_named_where_texts_are_equal(page, tmp_path, changes):
+    runs = [full_run(tmp_path / name) for name in "abc"]
+    runs[1]["best"] = runs[1]["best"] | {"val_bits_per_byte": 1.2}
+    runs[1]["about"] = runs[1]["about"] | changes
+    runs[1]["settings"] |= {"steps": 90, "eval_every": 7}
+    show(page, tmp_path / "page.html", *runs)
+    warnings = page.locator(".warning").all_inner_texts()
+    assert len(warnings) == len(changes)
+    assert all(key in text for key, text in zip(changes, warnings, strict=True))
+    winner = page.locator("#winner").inner_text()
+    assert ("b is better than" in winner) == ("text" not in changes)
+    assert "text" in changes or "by 10.0%" in winner
+    assert "bits per byte" in page.locator("#charts h3").first.inner_text().lower() or not changes
+    rows = page.locator("#results tbody th")
+    assert rows.first.inner_text() == "b"
+    page.get_by_role("button", name="bits per byte").click()
+    assert rows.last.inner_text() == "b"
+    assert page.locator("#samples .beside").first.locator("h3").all_inner_texts() == [*"abc"]
+    settings = page.locator("#settings table").inner_text().split("\n")
+    assert settings == ["setting\ta\tb\tc", *make_rows(runs)]
+
+
+def make_rows(runs: list[Any]) -> list[str]:
+    """The rows of the settings that a person chose and that differ."""
+    paths = "\t".join(f"[data/{run['name']}]" for run in runs)
+    return [f"data\t{paths}", "steps\t60\t90\t60"]
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_report_is_accessible_and_fits_a_phone(page, tmp_path, count, check_accessibility):
+    runs = [full_run(tmp_path / name, 3, 4) for name in "ab"][:count]
+    show(page, tmp_path / "page.html", *runs)
+    check_accessibility()
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.reload()
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    if count == 1:
+        assert page.is_checked("#with-arcs") and not page.locator("#map").is_visible()
+
+
+@pytest.mark.browser
+def test_a_large_run_has_a_small_page_that_is_soon_interactive(page, tmp_path):
+    run = full_run(tmp_path / "a", 24, 16, 64)
+    records = [
+        {"step": step, "tokens": step, "elapsed_seconds": step, "train_loss": 1 + 1 / step}
+        for step in range(1, 100_001)
+    ]
+    lines = "".join(f"{json.dumps(record)}\n" for record in records)
+    (tmp_path / "a" / "metrics.jsonl").write_text(lines)
+    path = tmp_path / "page.html"
+    write_page([collect_run_content(tmp_path / "a")], path)
+    assert path.stat().st_size < 1_000_000
+    write_page([collect_run_content(tmp_path / "a") | {"attention": run["attention"]}], path)
+    assert path.stat().st_size < 3_000_000
+    started_at = time.monotonic()
+    page.goto(path.as_uri())
+    page.locator("#charts .plot").first.press("End")
+    assert "step 99," in read_charts(page)[0]
+    assert page.locator("#heads [role=gridcell]").count() == 384
+    assert time.monotonic() - started_at < 10  # a second on an idle machine
+
+
 @pytest.mark.browser
 def test_charts_tell_the_values_of_one_run_or_of_several(page, tmp_path):
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b")]
     show(page, tmp_path / "page.html", runs[0])
     plot = page.locator("#charts .plot").first
     plot.press("Home")
-    assert read_charts(page)[0] == "step 1: training 3.983; validation 3.867 at 20"
-    page.get_by_role("button", name="training", exact=True).click()
-    page.get_by_label("tokens", exact=True).check()
-    page.locator("#charts .plot").first.press("Home")
-    assert read_charts(page)[0] == "64 tokens: validation 3.867 at 1,280"
+    assert "training 3.983" in read_charts(page)[0] and "validation 3.867" in read_charts(page)[0]
     show(page, tmp_path / "page.html", *runs)
     plot.press("End")
-    lines = "a, training 3; a, validation 3.2 at 60; b, training 3; b, validation 3.2 at 60"
-    assert read_charts(page)[0] == f"step 60: {lines}"
-    settings = page.locator("#settings table").inner_text().split("\n")
-    assert settings == ["setting\ta\tb", "data\t[data/a]\t[data/b]"]
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("changes", [{}, {"tokenizer": "u"}, {"text": ["y"]}])
-def test_runs_that_share_no_tokenizer_or_text_are_compared_by_bits(page, tmp_path, changes):
-    about = {"tokenizer": "t", "text": ["x"]}
-    runs = [make_run(tmp_path / "a", about), make_run(tmp_path / "b", about | changes)]
-    show(page, tmp_path / "page.html", *runs)
-    warnings = page.locator(".warning").all_inner_texts()
-    assert len(warnings) == len(changes)
-    assert all(key in text for key, text in zip(changes, warnings, strict=True))
-    for heading in ("#charts h3", "#figures tbody th"):
-        text = page.locator(heading).first.inner_text().lower()
-        assert ("bits per byte" in text) == bool(changes)
-
-
-@pytest.mark.browser
-def test_the_weights_of_each_head_are_told(page, tmp_path):
-    # Each head attends to one token: of all four heads, the first to the first, and so on.
-    cells = itertools.product(range(4), range(4), range(4))
-    weights = [255 * (column == min(head, row)) for head, row, column in cells]
-    attention = {
-        "tokens": ["⟨e6⟩", "⟨98⟩", "⟨a5⟩", "x"],
-        "shared": [None, None, [3, "春"], None],
-        "layers": 2,
-        "heads": 2,
-        "of": [2, 2],
-        "weights": base64.b64encode(bytes(weights)).decode(),
-    }
-    show(page, tmp_path / "page.html", make_run(tmp_path / "a") | {"attention": attention})
-    output = page.locator("#attention output")
-    assert "“x” (token 4) looks at “春 ⟨e6⟩” (token 1) with weight 1.000" in read_text(output)
-    page.get_by_label("Head", exact=True).select_option("2")
-    page.locator("#sentence").press("ArrowLeft")
-    assert "“春 ⟨a5⟩” (token 3) looks at “春 ⟨98⟩” (token 2)" in read_text(output)
+    assert all(f"{name}, validation 3.2" in read_charts(page)[0] for name in "ab")

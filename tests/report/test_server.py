@@ -1,4 +1,4 @@
-"""The server of the live page: who may use it, one text at a time, and the page in a browser."""
+"""The server of the live page: who may use it, and one text at a time."""
 
 import contextlib
 import http.client
@@ -15,12 +15,11 @@ from aiohttp.test_utils import make_mocked_request
 from helpers import SMALL, random_model, serve_in_thread
 
 from engine.core.errors import UserError
-from engine.data.tokenizer import ByteTokenizer, CharTokenizer
-from engine.data.tokenizer_json import SPECIAL_TOKENS
+from engine.data.tokenizer import CharTokenizer
 from engine.generation.text_generator import TextGenerator
 from engine.report.inspector import ModelInspector
-from engine.report.server import MAX_BODY_BYTES, PAGE_PATH, PageServer
-from model import ModelConfig
+from engine.report.page import read_template
+from engine.report.server import MAX_BODY_BYTES, PageServer
 
 LETTERS = CharTokenizer("".join(map(chr, range(ord("!"), ord("!") + SMALL.vocab_size))))
 NAME = "<b>small</b>"
@@ -78,7 +77,7 @@ def send(server: PageServer, method: str, path: str, headers: Any = (), body: An
 def test_the_page_may_only_run_its_own_scripts_and_ask_its_server(server):
     headers = {"X-Token": "", "Host": f"localhost:{server.port}"}
     response = send(server, "GET", f"/?token={server.token}", headers)
-    assert response.status == 200 and response.body == PAGE_PATH.read_bytes()
+    assert response.status == 200 and response.body.decode() == read_template("live.html")
     policy = response.headers["Content-Security-Policy"]
     assert policy.startswith("default-src 'none';") and "unsafe" not in policy
     assert "connect-src 'self'" in policy and "frame-ancestors 'none'" in policy
@@ -182,65 +181,3 @@ def test_only_a_connection_that_stays_silent_is_closed(monkeypatch):
             assert silent.recv(1) == b""
         release.set()
         assert list(in_progress) == [{"end": True}]
-
-
-def expect(locator: Any) -> Any:
-    return pytest.importorskip("playwright.sync_api").expect(locator)
-
-
-@pytest.mark.browser
-def test_the_page_writes_reads_and_switches_heads_off(page, server, inspector):
-    page.goto(server.address)
-    expect(page.locator("#name")).to_have_text(NAME)
-    page.press("#prompt", "Control+Enter")
-    status = page.locator("#status")
-    expect(status).to_contain_text("32 tokens")
-    _, *lines, _ = inspector.write({"text": TEXT, **SETTINGS})
-    expect(page.locator("#text")).to_have_text(TEXT + "".join(line["text"] for line in lines))
-    assert page.locator("b").count() == 0
-    page.click("#read")
-    expect(page.locator("#tokens span")).to_have_count(len(TEXT) + 1)
-    page.locator("#tokens span").nth(9).click()
-    page.select_option("#layer", "2")
-    expect(page.locator("#looks")).to_contain_text("Layer 2, head 1: attention from token 10")
-    (attention,) = inspector.attention({"text": TEXT, "at": 9, "layer": 2})
-    weights = [float(cell) for cell in page.locator("#weights td:last-child").all_inner_texts()]
-    assert weights == pytest.approx(sorted(attention["weights"], reverse=True)[:5], abs=6e-4)
-    page.get_by_label("switch off layer 1, head 3").check()
-    expect(status).to_contain_text("with all heads")
-
-
-@pytest.mark.browser
-def test_a_chat_has_turns_of_text_and_an_error_loses_no_text(browser):
-    tokenizer = ByteTokenizer().with_special(SPECIAL_TOKENS)
-    config = ModelConfig(vocab_size=tokenizer.vocab_size, context_length=64, d_model=16)
-    generator = TextGenerator(random_model(config), tokenizer, [0], is_chat_model=True)
-    inspector = ModelInspector(generator, {**SETTINGS, "name": NAME, "text": ""})
-    page = browser.new_context().new_page()  # whose console reports the error of the server
-
-    def answer(turns: list[str], **options: Any) -> str:
-        *pieces, _ = inspector.chat({**SETTINGS, "turns": turns, **options})
-        return "".join(piece["text"] for piece in pieces)
-
-    def say(text: str) -> None:
-        page.fill("#draft", text)
-        page.press("#draft", "Enter")
-
-    with serving(inspector.answers) as server:
-        page.goto(server.address)
-        say("<b>one</b>")
-        turns = ["<b>one</b>", answer(["<b>one</b>"])]
-        expect(page.locator("#turns p")).to_have_text(turns)
-        page.get_by_label("switch off layer 1, head 2").check()
-        say("two")
-        turns.append("two")
-        expect(page.locator("#turns p")).to_have_text([*turns, answer(turns, off=[[1, 2]])])
-        page.get_by_role("button", name="Retry").click()
-        turns.append(answer(turns, off=[[1, 2]], seed=2))
-        expect(page.locator("#turns p")).to_have_text(turns)
-        assert page.locator("#turns b").count() == 0
-    say("three")
-    expect(page.locator("#talk-status")).to_contain_text("does not answer")
-    assert page.input_value("#draft") == "three"
-    expect(page.locator("#turns p")).to_have_text(turns)
-    page.context.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Action, SpoilLoss, logged, same_tensors, tiny
+from helpers import Action, SpoilLoss, logged, read_lines, same_tensors, tiny
 
 import train
 from engine.core.errors import UserError
@@ -43,9 +43,8 @@ class Diary(Callback):
         self.entries.append(("step", trainer.step, trainer.budget.progress))
 
     def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        self.entries += [
-            (key, record["step"]) for key in {"train_loss", "val_loss"} & record.keys()
-        ]
+        keys = {"train_loss", "val_loss"} & record.keys()
+        self.entries += [(key, record["step"]) for key in keys]
 
     def on_train_end(self, trainer: Trainer) -> None:
         self.entries.append(("end",))
@@ -252,8 +251,7 @@ def test_weights_and_biases_gets_settings_and_every_record_of_one_run(
     assert first.records.pop(0) == second.records.pop(0) == ("*", {"step_metric": "step"})
     assert first.options["id"] == second.options["id"] == (out / "wandb.id").read_text()
     assert first.options["config"]["learning_rate"] == 0.003
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert first.records + second.records == records
+    assert first.records + second.records == read_lines(out / "metrics.jsonl")
     with pytest.raises(SystemExit):
         callbacks = [WeightsAndBiases(), Action(1, sys.exit)]
         train_with(callbacks, numbers, tmp_path / "failed", "--steps", 2)

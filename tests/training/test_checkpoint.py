@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import make_state, same_checkpoint, same_tensors, seal
+from helpers import make_state, same_checkpoint, same_tensors, save_tokenizer, seal
 
 from engine.core.errors import UserError
 from engine.training.checkpoint import (
@@ -35,10 +35,6 @@ OPTIMIZER = {
     "matrix.step": torch.tensor(60.0),
 }
 GATHERED_FILES = ["model.safetensors", "optimizer.safetensors", *COMMON_FILES]
-
-
-def save_tokenizer(path: Path) -> None:
-    path.write_text("{}")
 
 
 def write_gathered(folder: Path, save_tokenizer=save_tokenizer, **state) -> Path:
@@ -172,10 +168,7 @@ def test_only_the_files_that_are_read_are_verified(tmp_path, write, damage):
     [
         ({"format": 1}, "got 1"),
         ({"format": FORMAT_SHARDED, "shards": 10**9}, "manifest.json"),
-        (
-            {"format": FORMAT_SHARDED, "shards": 2},
-            r"model-00001-of-00002\.safetensors, model-00002-of",
-        ),
+        ({"format": FORMAT_SHARDED, "shards": 2}, r"model-00001-of-00002\S+, model-00002-of"),
     ],
 )
 def test_an_impossible_manifest_is_refused(tmp_path, changes, message):

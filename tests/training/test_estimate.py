@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import GPT2, ROOT, YEAR_2017, exit_code_of, numbers_text
+from helpers import GPT2, ROOT, YEAR_2017, exit_code_of, make_dataset, numbers_text
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
@@ -35,7 +35,6 @@ from engine.training.estimate import (
 )
 from engine.training.optimizer import Optimizer, OptimizerConfig
 from model import GPT, ModelConfig
-from prepare import PrepareConfig, prepare
 
 DTYPES = ["float32", "bfloat16"]
 CPU = torch.device("cpu")
@@ -254,8 +253,7 @@ def test_command_plans_with_a_dataset_or_a_vocabulary_and_writes_nothing(
     assert train.main([*flags, "--vocab-size", "300", "--data", "nowhere"]) == 0
     assert "1,200 steps, 4 × 16 tokens a step = 76,800 tokens\n" in capsys.readouterr().out
     assert exit_code_of(lambda: train.main([*flags, "--data", "nowhere"])) == 1
-    (tmp_path / "text.txt").write_text(numbers_text(100), encoding="utf-8")
-    prepare(PrepareConfig(inputs=("text.txt",), tokenizer="char", out=tmp_path / "data"))
+    make_dataset(tmp_path, numbers_text(100), tokenizer="char")
     capsys.readouterr()
     assert train.main([*flags, "--data", "data", "--steps", "10"]) == 0
     assert " epochs)\n" in capsys.readouterr().out

@@ -21,15 +21,8 @@ from engine.training.optimizer import (
 )
 from model import GPT, ModelConfig
 
-CONFIG = ModelConfig(
-    vocab_size=11,
-    context_length=8,
-    num_layers=2,
-    num_heads=2,
-    d_model=8,
-    bias=True,
-    norm="layernorm",
-)
+SIZES = {"vocab_size": 11, "context_length": 8, "num_layers": 2, "num_heads": 2, "d_model": 8}
+CONFIG = ModelConfig(**SIZES, bias=True, norm="layernorm")
 
 
 def make_config(**settings: object) -> OptimizerConfig:

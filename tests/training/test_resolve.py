@@ -31,10 +31,8 @@ STATE = {"settings": SETTINGS, "data_sha256": "abc", "step": 60, "elapsed_second
 
 
 def test_a_resumed_run_is_as_long_as_its_checkpoint_or_longer():
-    for shorter, flag in (
-        ({"steps": 59}, "--steps"),
-        ({"steps": None, "minutes": 1.9}, "--minutes"),
-    ):
+    changes = {"--steps": {"steps": 59}, "--minutes": {"steps": None, "minutes": 1.9}}
+    for flag, shorter in changes.items():
         with pytest.raises(UserError, match=flag):
             changed_settings(STATE, SETTINGS | shorter, "abc")
     minutes = changed_settings(STATE, SETTINGS | {"steps": None, "minutes": 2.0}, "abc")["minutes"]

@@ -1,24 +1,20 @@
 """A run's folder: which checkpoints stay, what is verified when, and who may use it."""
 
-import contextlib
 import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import make_state
+from helpers import make_state, save_tokenizer
 
 from engine.core.errors import UserError
 from engine.training.checkpoint import open_checkpoint
 from engine.training.run_dir import RunDir, find_checkpoint, list_checkpoints, rank_checkpoints
-
-
-def save_tokenizer(path: Path) -> None:
-    path.write_text("{}")
 
 
 def raise_disk_full(path: Path) -> None:
@@ -44,10 +40,8 @@ def save(
 @pytest.fixture
 def open_run_dir() -> Iterator[Callable[..., RunDir]]:
     """Opens run folders, and closes them at the end."""
-    with contextlib.ExitStack() as stack:
-        yield lambda *args, **kwargs: stack.enter_context(
-            contextlib.closing(RunDir(*args, **kwargs))
-        )
+    with ExitStack() as stack:
+        yield lambda *args, **kwargs: stack.enter_context(closing(RunDir(*args, **kwargs)))
 
 
 @pytest.fixture

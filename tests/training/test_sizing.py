@@ -199,15 +199,11 @@ def test_defaults(data):
 
 
 def test_set_sizes_stay(data, capsys):
-    optimizer = OptimizerSettings(weight_decay=0.3)
-    config = TrainConfig(
-        steps=3, batch_size=2, model=ModelSettings(dropout=0.2), optimizer=optimizer
-    )
-    resolved = run_settings(config, data)
+    groups = {"model": ModelSettings(dropout=0.2), "optimizer": OptimizerSettings(weight_decay=0.3)}
+    resolved = run_settings(TrainConfig(steps=3, batch_size=2, **groups), data)
     assert resolved.model.num_layers == resolved.model.num_heads == 2
-    assert resolved.batch_size == 2
-    assert resolved.model.dropout == 0.2
-    assert resolved.optimizer.weight_decay == 0.3
+    values = (resolved.batch_size, resolved.model.dropout, resolved.optimizer.weight_decay)
+    assert values == (2, 0.2, 0.3)
     line = capsys.readouterr().out.splitlines()[0]
     assert "d_model 128" in line
     assert "batch_size" not in line
@@ -225,10 +221,8 @@ def test_a_resolved_config_is_read_back_from_its_file(data, tmp_path):
 @pytest.mark.parametrize(("depth", "rate"), [(2, 3e-3), (6, 1e-3), (12, 6e-4)])
 def test_adamw_has_the_rates_of_the_presets(data, depth, rate):
     """Those of transformer-2017, tutorial and gpt2-124m, which are 128, 384 and 768 wide."""
-    config = run_settings(
-        TrainConfig(depth=depth, optimizer=OptimizerSettings(optimizer="adamw")), data
-    )
-    assert config.optimizer.learning_rate == pytest.approx(rate)
+    config = TrainConfig(depth=depth, optimizer=OptimizerSettings(optimizer="adamw"))
+    assert run_settings(config, data).optimizer.learning_rate == pytest.approx(rate)
 
 
 def test_depths_share_keys_evenly_and_weights_are_bounded_by_the_text(data):

@@ -202,6 +202,20 @@ def encode_chat(
     return encode_rendered(tokenizer, text)[0]
 
 
+def first_question(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """Return the text of the first user turn in the ids of a chat; "" if it is not found."""
+    template, _ = chat_format(tokenizer)
+    text = template.render(to_messages([("user", PLACEHOLDER_TEXT)]), add_generation_prompt=True)
+    before, _, after = text.partition(PLACEHOLDER_TEXT)
+    pattern = names_pattern(tokenizer)
+    marks = [match.start() for match in pattern.finditer(before)]
+    ending = pattern.search(after)
+    if not (marks and ending):
+        return ""
+    _, _, rest = tokenizer.decode(list(ids)).partition(before[marks[-1] :])
+    return rest.partition(after[: ending.end()])[0].strip()
+
+
 def encode_example(tokenizer: Tokenizer, turns: Sequence[Turn]) -> np.ndarray:
     """Encode an example, int32 (N,): an id where it counts as a target, ~id elsewhere."""
     if turns[0][0] == "prompt":

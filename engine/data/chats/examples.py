@@ -38,7 +38,6 @@ TEMPLATE_ROLES = {
     **dict.fromkeys(("assistant", "gpt", "bot", "model"), "assistant"),
     **dict.fromkeys(("tool", "function", "observation"), "tool"),
 }
-EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
 Record = dict[str, Any]
 
 
@@ -50,22 +49,15 @@ def chat_parser(field: str | None, template: ChatTemplate | None) -> ExamplePars
     if template and "strftime_now" in template.source:
         date = f"{DATE_OF_PREPARED_CHATS:%d %b %Y}"
         warn(f"the chat template writes the date: {date} in prepared chats, the day's in answers")
-    return ExampleParser(
-        partial(parse_chat, field=field, template=template),
-        partial(chat_notes, field=field, template=template),
-        fields,
-        list_field=field or CHAT_FIELDS[0],
-    )
+    parse = partial(parse_chat, field=field, template=template)
+    return ExampleParser(parse, fields, list_field=field or CHAT_FIELDS[0])
 
 
 def pair_parser(prompt_field: str | Sequence[str], completion_field: str) -> ExampleParser:
     """Return the parser of prompts, from one field or several, with their completions."""
     prompt_fields = list_fields(prompt_field)
-    return ExampleParser(
-        partial(parse_pair, prompt_fields=prompt_fields, completion_field=completion_field),
-        partial(pair_notes, prompt_fields=prompt_fields, completion_field=completion_field),
-        (*prompt_fields, completion_field),
-    )
+    parse = partial(parse_pair, prompt_fields=prompt_fields, completion_field=completion_field)
+    return ExampleParser(parse, (*prompt_fields, completion_field))
 
 
 def list_fields(fields: str | Sequence[str]) -> list[str]:
@@ -75,17 +67,29 @@ def list_fields(fields: str | Sequence[str]) -> list[str]:
 
 def parse_chat(
     record: Record, field: str | None = None, template: ChatTemplate | None = None
-) -> list[Turn]:
+) -> tuple[list[Turn], list[str]]:
     """Return the turns of a chat, ``{"messages": [{"role": …, "content": …}, …]}`` or similar.
 
+    Also returns notes on missing system turns, and on texts and keys that are not used.
     ``template`` is that of an imported model. Raises UserError for a chat that is malformed, has no
     target, or has turns that cannot be encoded.
     """
-    messages, tools, _ = read_record(record, field, template)
+    messages, tools, fields = read_record(record, field, template)
     turns = parse_messages(messages, template, tools)
-    if not any(turn[0] == "assistant" and keys_of(turn).get("weight") != 0 for turn in turns):
+    answers = [turn for turn in turns if turn[0] == "assistant"]
+    if not any(keys_of(turn).get("weight") != 0 for turn in answers):
         raise UserError("a chat must have a message of the assistant with text to learn")
-    return turns
+    own_turns = turns[-len(messages) :]  # without the tools
+    notes = unused_field_notes(record, fields)
+    for message, turn in zip(messages, own_turns, strict=True):
+        notes += unused_field_notes(message, {*MESSAGE_KEYS, *keys_of(turn)})
+    if not all(turn[1] or "tool_calls" in keys_of(turn) for turn in answers):
+        notes.append("chats with an empty answer, which is not learned")
+    if template and dropped_texts(template, own_turns):
+        notes.append(DROPPED_TEXT_NOTE)
+    if not any(turn[0] == "system" for turn in turns):
+        notes.append(NO_SYSTEM_NOTE)
+    return turns, [*dict.fromkeys(notes)]
 
 
 def read_record(
@@ -260,10 +264,13 @@ def check_json(value: Any, name: str) -> None:
         json.dumps(value)
 
 
-def parse_pair(record: Record, prompt_fields: Sequence[str], completion_field: str) -> list[Turn]:
+def parse_pair(
+    record: Record, prompt_fields: Sequence[str], completion_field: str
+) -> tuple[list[Turn], list[str]]:
     """Return a prompt, joined from its fields, and its completion.
 
-    Raises UserError for a field without text. Of several prompt fields, some may be empty.
+    Also returns notes on texts that touch, and on fields that are not used. Raises UserError for a
+    field without text. Of several prompt fields, some may be empty.
     """
     flags = dict.fromkeys(prompt_fields, "--prompt-field")
     for field, flag in {**flags, completion_field: "--completion-field"}.items():
@@ -271,39 +278,17 @@ def parse_pair(record: Record, prompt_fields: Sequence[str], completion_field: s
         value = record.get(field)
         if not isinstance(value, str) and not (can_be_null and value is None):
             raise UserError(describe_field(record, field, flag))
-    if not record[completion_field]:
+    completion = record[completion_field]
+    if not completion:
         raise UserError(f"{completion_field!r} must not be empty: its text is learned")
     prompt = PROMPT_SEPARATOR.join(filter(None, map(record.get, prompt_fields)))
-    return [("prompt", prompt), ("completion", record[completion_field])]
-
-
-def pair_notes(record: Record, prompt_fields: Sequence[str], completion_field: str) -> list[str]:
-    """Return notes on a prompt and completion that touch, and on fields that are not used."""
-    prompt, completion = (turn[1] for turn in parse_pair(record, prompt_fields, completion_field))
     notes = unused_field_notes(record, (*prompt_fields, completion_field))
     if prompt and not prompt[-1].isspace() and not completion[0].isspace():
         notes.append("examples without a newline or space after the prompt")
-    return notes
+    return [("prompt", prompt), ("completion", completion)], notes
 
 
 def unused_field_notes(record: Record, fields: Iterable[str]) -> list[str]:
     """Return a note on each nonempty field of a record that is not in ``fields``."""
-    unused = {name for name, value in record.items() if value not in EMPTY_VALUES} - {*fields}
+    unused = {name for name, value in record.items() if value not in (None, "", [], {})} - {*fields}
     return [f"examples with {name!r}, which is not used" for name in sorted(unused)]
-
-
-def chat_notes(record: Record, field: str | None, template: ChatTemplate | None) -> list[str]:
-    """Return notes on missing system turns, and on texts and keys that are not used."""
-    messages, _, fields = read_record(record, field, template)
-    turns = [_parse_message(message, template) for message in messages]
-    notes = unused_field_notes(record, fields)
-    for message, turn in zip(messages, turns, strict=True):
-        notes += unused_field_notes(message, {*MESSAGE_KEYS, *keys_of(turn)})
-    answers = [turn for turn in turns if turn[0] == "assistant"]
-    if not all(turn[1] or "tool_calls" in keys_of(turn) for turn in answers):
-        notes.append("chats with an empty answer, which is not learned")
-    if template and dropped_texts(template, turns):
-        notes.append(DROPPED_TEXT_NOTE)
-    if not any(turn[0] == "system" for turn in turns):
-        notes.append(NO_SYSTEM_NOTE)
-    return [*dict.fromkeys(notes)]

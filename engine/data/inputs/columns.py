@@ -21,7 +21,7 @@ def count_parts(source: Source, part_bytes: int) -> int:
     """Return the number of parts, of about ``part_bytes``, that can be read independently."""
     kind = source.kind if source.size > part_bytes else ""
     if kind == ".parquet":
-        with _open_parquet(source) as file:
+        with wrap_errors(source.name), _open_parquet(source) as file:
             return max(1, file.num_row_groups)
     if kind == "rows":
         rows = sources.load_rows(source)
@@ -67,11 +67,8 @@ def _open_parquet(source: Source) -> Any:
     source.check_unchanged()
     is_remote = isinstance(source.path, str)
     fs, path = sources.file_system(source.path)
-    buffer_size = 0 if is_remote else BUFFER_BYTES
-    with wrap_errors(source.name):  # pre_buffer makes few large requests
-        return parquet.ParquetFile(
-            path, filesystem=fs, buffer_size=buffer_size, pre_buffer=is_remote
-        )
+    buffer_size = 0 if is_remote else BUFFER_BYTES  # pre_buffer makes few large requests
+    return parquet.ParquetFile(path, filesystem=fs, buffer_size=buffer_size, pre_buffer=is_remote)
 
 
 def _select_columns(

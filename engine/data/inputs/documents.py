@@ -4,7 +4,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,9 +41,9 @@ class Unit:
     number: int
     parts: tuple[tuple[Source, int, int], ...]  # source, index and count: see readers.read
     reader: Reader
+    split: str = ""  # of all its documents; "": by the rule
     dropped: frozenset[int] = frozenset()  # numbers of its documents that are left out
     notes: Notes = field(default_factory=Counter, compare=False)  # of the sources when last read
-    split: str = ""  # of all its documents; "": by the rule
 
     @property
     def size(self) -> int:
@@ -56,9 +55,10 @@ class Unit:
         document = 0
         self.notes.clear()
         for source, index, count in self.parts:
+            title = source.title
             for text in read(source, index, count, self.notes, self.reader):
                 if document not in self.dropped:
-                    yield text
+                    yield text._replace(source=title)
                 document += text.ends_document
 
 
@@ -124,7 +124,7 @@ class Corpus:
         self.sources = [*sources, *val_sources]
         self.num_val_sources = len(val_sources)
         self.reader = reader
-        self.units = make_units(sources, reader, "train" if val_sources else "")
+        self.units = make_units(sources, reader, "train" if val_sources else "", 0)
         self.units += make_units(val_sources, reader, "val", len(self.units))
         self.bytes = sum(source.size for source in self.sources)
         are_plain = all(is_one_document(source, reader) for source in self.sources)
@@ -176,17 +176,14 @@ class Corpus:
         """Hash every text: a TEXT_DTYPE array (N,) for each unit, with 0 tokens."""
         arrays = []
         for unit in self.units:
-            rows = [
-                (digest_of(text)[HASH_BYTES], 0, text.ends_document, False) for text in unit.texts()
-            ]
+            pairs = ((digest_of(text), text.ends_document) for text in unit.texts())
+            rows = [(digest[HASH_BYTES], 0, ends, False) for digest, ends in pairs]
             arrays.append(np.array(rows, TEXT_DTYPE))
         return arrays
 
 
-def make_units(
-    sources: Sequence[Source], reader: Reader, split: str = "", first: int = 0
-) -> list[Unit]:
-    """Group parts of sources into units, in order.
+def make_units(sources: Sequence[Source], reader: Reader, split: str, first: int) -> list[Unit]:
+    """Group parts of sources into units, in order, numbered from ``first`` on.
 
     Small files share a unit. A large file has its own; a large Parquet file or Hugging Face
     dataset has several.
@@ -203,14 +200,10 @@ def make_units(
                 num_bytes = 0
             units[-1].append((source, index, count))
             num_bytes += part_bytes
-    return [
-        Unit(number, tuple(parts), reader, split=split) for number, parts in enumerate(units, first)
-    ]
+    return [Unit(number, tuple(parts), reader, split) for number, parts in enumerate(units, first)]
 
 
-def make_batches(
-    units: Iterable[Unit], join_pieces: bool = False
-) -> Iterator[tuple[Unit, list[Text]]]:
+def make_batches(units: Iterable[Unit], join_pieces: bool) -> Iterator[tuple[Unit, list[Text]]]:
     """Yield (unit, texts to encode together), at least once for each unit.
 
     With join_pieces, each document is in one batch. Raises UserError for one that is too large.
@@ -234,8 +227,8 @@ def make_batches(
 
 
 def source_versions(sources: Iterable[Source]) -> list[tuple[str, int, str]]:
-    """Return (name, size, version) of each source; an empty list if a version is unknown."""
-    versions = [(PurePath(source.name).name, *source.info) for source in sources]
+    """Return (title, size, version) of each source; an empty list if a version is unknown."""
+    versions = [(source.title, *source.info) for source in sources]
     return versions if all(version for _, _, version in versions) else []
 
 

@@ -46,6 +46,7 @@ class Text(NamedTuple):
     ends_document: bool = True  # whether the document ends with this piece
     piece_bytes: int | None = None  # in the file; None: the UTF-8 bytes of text
     prompt: str = ""  # of an example: its turns before the first answer, as JSON
+    source: str = ""  # the title of its source
 
 
 def read(
@@ -210,8 +211,8 @@ def _make_text(record: dict[str, Any] | UserError, reader: Reader, notes: Notes)
         raise record
     if reader.examples:
         with wrap_library_errors("is nested too deeply", RecursionError):
-            turns = reader.examples.turns_of(record)
-            notes.update(reader.examples.notes_of(record))
+            turns, remarks = reader.examples.parse(record)
+            notes.update(remarks)
         answers = (index for index, turn in enumerate(turns) if turn[0] in ANSWER_ROLES)
         prompt = json.dumps(turns[: next(answers, 0)] or turns)
         content = json.dumps(turns, ensure_ascii=False)

@@ -18,7 +18,6 @@ MAX_RECORD_BYTES = 2**27  # of a line, a JSON value, a field, or a document befo
 TOO_LONG_MESSAGE = f"has over {MAX_RECORD_BYTES:,} bytes. Check line ends, quotes or --separator."
 # After a mistake in an array, it is unknown where the next record begins.
 BROKEN_ARRAY_ADVICE = "Repair it, or get it again: --skip-bad-rows needs one record a line."
-CSV_SEPARATORS = ",;\t|"
 JSON_GAP_PATTERN = re.compile(r"[ \t\r\n,\[\]]*")  # before and after an object
 # The same, but a list of messages is a value: it starts with an object that starts with such a key.
 MESSAGE_START = r'\s*(?:\{\s*)?(?:"(?:role|from|content|value)"|\Z)'
@@ -209,7 +208,7 @@ def _find_csv_separator(header: str, source: Source, reader: Reader) -> str:
         has_field = not reader.examples and reader.field in names
         return has_field, separator == default and len(names) > 1, len(names)
 
-    return max(default + CSV_SEPARATORS, key=rate)
+    return max(default + ",;\t|", key=rate)
 
 
 def read_separated(source: Source, reader: Reader, notes: Notes) -> Records:

@@ -49,8 +49,8 @@ HUB_ADVICE = "Check the name, --hf-config, --hf-split and the connection."
 class ExampleParser:
     """How records become examples: see engine.data.chats.examples."""
 
-    turns_of: Callable[[dict[str, Any]], Sequence[Any]]  # a turn starts with its role
-    notes_of: Callable[[dict[str, Any]], list[str]]  # remarks for the user
+    # Returns turns, each of which starts with its role, and remarks for the user.
+    parse: Callable[[dict[str, Any]], tuple[Sequence[Any], list[str]]]
     fields: tuple[str, ...]  # that are read
     list_field: str = ""  # the field of a record that is a list of messages; "": none
 
@@ -76,6 +76,7 @@ class Source:
 
     path: Path | str  # a file or an address; with hub_split, a folder or a name on the hub
     name: str  # in messages
+    listed_name: str = ""  # in manifests; "": the name of the file
     hub_split: str = ""  # of a Hugging Face dataset; empty for a file
     hub_config: str | None = None
     revision: str = ""  # of a dataset on the hub
@@ -100,6 +101,13 @@ class Source:
             info = fs.info(path)
         version = next((str(info[key]) for key in VERSION_KEYS if info.get(key)), "")
         return info.get("size") or 0, version
+
+    @property
+    def title(self) -> str:
+        """Name in manifests, the same on every machine: without the path of the folder."""
+        name = self.name.partition("?")[0] if "://" in self.name else self.name
+        title = self.listed_name or PurePath(name).name
+        return os.fsencode(title).decode(errors="replace")
 
     @property
     def size(self) -> int:
@@ -244,7 +252,7 @@ def find_sources(
 
 def _find_built_in(name: str, spool: Path) -> list[Source]:
     if name == "stdlib":
-        return [Source(path, module) for path, module in find_modules()]
+        return [Source(path, module, module) for path, module in find_modules()]
     if name == "pydocs":
         return [Source(write_documentation(spool / "pydocs.jsonl"), name)]
     return [Source(download(SHAKESPEARE_URL, SHAKESPEARE_SHA256, SHAKESPEARE_ADVICE), name)]
@@ -257,7 +265,10 @@ def _find_in_folder(folder: Path, pattern: str) -> list[Source]:
     def is_excluded(path: Path) -> bool:
         return path.name.startswith(".") or not (path.match(pattern) or path.is_dir())
 
-    return [Source(path.absolute(), str(path)) for path in list_files(folder, is_excluded)]
+    return [
+        Source(path.absolute(), str(path), path.relative_to(folder).as_posix())
+        for path in list_files(folder, is_excluded)
+    ]
 
 
 def _find_remote(address: str, pattern: str) -> list[Source]:
@@ -272,23 +283,24 @@ def _find_remote(address: str, pattern: str) -> list[Source]:
         else:
             return [Source(address, address)]
         folder = f"{path}/".partition("*")[0].rpartition("/")[0]
-        addresses = [
-            fs.unstrip_protocol(file)
-            for file in sorted(files)
-            if PurePath(file).match(pattern) and "/." not in file.removeprefix(folder)
-        ]
-    return [Source(file, file) for file in addresses]
+        paths = {fs.unstrip_protocol(file): file.removeprefix(folder) for file in sorted(files)}
+    return [
+        Source(file, file, path.lstrip("/"))
+        for file, path in paths.items()
+        if PurePath(file).match(pattern) and "/." not in path
+    ]
 
 
 def _find_hub_dataset(name: str, config: str | None, split: str) -> Source:
     path = name.removeprefix("hf:")
     if Path(path).exists():
-        return Source(Path(path).absolute(), name, hub_split=split, hub_config=config)
+        folder = Path(path).absolute()
+        return Source(folder, name, folder.name, hub_split=split, hub_config=config)
     with wrap_errors(name, HUB_ADVICE):
         from huggingface_hub import HfApi
 
         revision = HfApi().dataset_info(path).sha or ""
-    return Source(path, name, hub_split=split, hub_config=config, revision=revision)
+    return Source(path, name, name, hub_split=split, hub_config=config, revision=revision)
 
 
 @functools.lru_cache(16)

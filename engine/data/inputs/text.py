@@ -42,14 +42,12 @@ def open_text(source: Source, reader: Reader, notes: Notes) -> Iterator[BinaryIO
         notes[f"files read as {encoding}"] += 1
     with open_source(source) as file:
         head = file.peek()
-        kind = next(
-            (kind for start, kind in BINARY_SIGNATURES.items() if head.startswith(start)), ""
-        )
-        if kind.startswith("compressed") and source.compression:
+        kinds = [kind for start, kind in BINARY_SIGNATURES.items() if head.startswith(start)]
+        if kinds and kinds[0].startswith("compressed") and source.compression:
             raise UserError(f"{source.name}: is compressed twice. Decompress it once.")
-        if kind:
+        if kinds:
             advice = f"Convert it to text{source.glob_advice}"
-            raise UserError(f"{source.name}: is not text but {kind}. {advice}.")
+            raise UserError(f"{source.name}: is not text but {kinds[0]}. {advice}.")
         if encoding != DEFAULT_ENCODING:
             file = io.BufferedReader(Transcoder(file, encoding, reader.errors, notes), BLOCK_BYTES)
         try:

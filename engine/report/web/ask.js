@@ -1,0 +1,76 @@
+/** Questions to the server of the live page. */
+
+const token = new URLSearchParams(location.search).get("token") || "";
+const WAITING = "Waiting for the model, which answers one page at a time…";
+const INCOMPLETE = "The answer is incomplete; see the terminal.";
+const BATCH_MILLISECONDS = 40;  // to draw each object alone would block the page
+
+/** Sends a question; `take` gets the objects of the answer, in batches. Throws an Error with the server's message. */
+async function ask(name, question, take, signal) {
+  const failWith = (text) => (error) => {
+    throw error.name === "AbortError" ? error : new Error(text);
+  };
+  const headers = { "Content-Type": "application/json", "X-Token": token };
+  const answer = await fetch(`/${name}`, { method: "POST", headers, body: JSON.stringify(question), signal })
+    .catch(failWith("The server does not answer. Start sample.py --page again."));
+  if (!answer.ok) {
+    const { error } = await answer.json().catch(() => ({ error: "The server failed; see the terminal." }));
+    throw new Error(error);
+  }
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  let timer = 0;
+  const records = [];
+  const flush = () => {
+    timer = clearTimeout(timer);
+    if (records.length) take(records.splice(0));
+  };
+  try {
+    for (;;) {
+      const { value, done } = await reader.read().catch(failWith(INCOMPLETE));
+      if (done) return;
+      const lines = (rest + value).split("\n");
+      rest = lines.pop();
+      records.push(...lines.map((line) => JSON.parse(line)));
+      timer ||= setTimeout(flush, BATCH_MILLISECONDS);
+    }
+  } finally {
+    flush();
+  }
+}
+
+/** Shows a status text; a problem stands out. */
+function say(text, isBad = false, id = "status") {
+  $(id).textContent = text;
+  $(id).classList.toggle("bad", isBad);
+}
+
+/** One question at a time: a new one cancels the one before. */
+class Task {
+  constructor(statusId, onChange) {
+    Object.assign(this, { statusId, onChange, request: null });
+  }
+
+  stop() {
+    this.request?.abort();
+  }
+
+  /** Asks, and says `conclude()` at the end; returns whether the answer is complete. */
+  async run(name, question, take, conclude) {
+    this.stop();
+    const request = new AbortController();
+    this.request = request;
+    this.onChange(true);
+    say(WAITING, false, this.statusId);
+    const isCurrent = () => request === this.request;
+    const problem = await ask(name, question, (records) => isCurrent() && take(records), request.signal)
+      .then(() => isCurrent() && say(conclude(), false, this.statusId))
+      .catch((error) => error);
+    if (!isCurrent()) return false;
+    if (problem?.name === "AbortError") say("Stopped.", false, this.statusId);
+    else if (problem) say(problem.message, true, this.statusId);
+    this.request = null;
+    this.onChange(false);
+    return !problem;
+  }
+}

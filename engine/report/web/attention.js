@@ -1,0 +1,288 @@
+/** Attention: a grid of all heads, one head as a map, and arcs over the text. Both pages use it. */
+
+const LIGHT = [247, 247, 245];  // the ground of maps, in both themes
+const DARK = [8, 81, 156];
+// A byte of weights is 255 times the square root of a weight, and so is its color.
+const SHADES = Array.from({ length: 256 }, (_, level) => mixColors(LIGHT, DARK, level / 255)[0]);
+const shadeToken = (level) => level ? mixColors(LIGHT, DARK, level / 255) : ["", ""];
+const MAX_LABEL_CHARACTERS = 11;
+const MAX_GRID_HEIGHT = 420;  // pixels, unless the heads would be too small to see
+const MAX_MAP_WIDTH = 600;
+const MIN_ARC_WEIGHT = 0.01;
+
+/** The weights of heads, as lower triangles of size × size. */
+class Triangles {
+  constructor(base64, size) {
+    this.bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
+    this.size = size;
+  }
+
+  /** The level, 0 to 255, of a weight; 0 above the diagonal. */
+  level(head, row, column) {
+    if (column > row) return 0;
+    return this.bytes[head * this.size * (this.size + 1) / 2 + row * (row + 1) / 2 + column];
+  }
+
+  row(head, row) {
+    return Array.from({ length: row + 1 }, (_, column) => (this.level(head, row, column) / 255) ** 2);
+  }
+}
+
+/** Sizes a canvas in pixels of CSS; returns its context, scaled to them. */
+function prepareCanvas(canvas, width, height) {
+  canvas.width = width * devicePixelRatio;
+  canvas.height = height * devicePixelRatio;
+  canvas.style.width = `${width}px`;
+  const context = canvas.getContext("2d");
+  context.scale(devicePixelRatio, devicePixelRatio);
+  return context;
+}
+
+function drawThumbnail(canvas, triangles, head) {
+  const { size } = triangles;
+  const pixels = new ImageData(size, size);
+  for (let row = 0; row < size; row++) {
+    for (let column = 0; column <= row; column++) {
+      const strength = triangles.level(head, row, column) / 255;
+      const color = LIGHT.map((light, i) => light + (DARK[i] - light) * strength);
+      pixels.data.set([...color, 255], 4 * (row * size + column));
+    }
+  }
+  Object.assign(canvas, { width: size, height: size });
+  canvas.getContext("2d").putImageData(pixels, 0, 0);
+}
+
+/** A grid of heads: layers down, heads across. With `toggle` each has a switch. */
+class HeadGrid {
+  constructor(container, layers, heads, { choose, toggle }) {
+    Object.assign(this, { container, layers, heads, choose, toggle, current: 0, cells: [] });
+    Object.assign(this, { habits: [], off: new Set(), bits: [] });
+    container.style.gridTemplateColumns = `auto repeat(${heads}, auto)`;
+    const numbers = Array.from({ length: heads }, (_, i) => make("span", { role: "columnheader" }, i + 1));
+    const addRow = (name, cells) => container.append(make("div", { role: "row" }, name, ...cells));
+    addRow(make("span", { role: "columnheader" }, "layer"), numbers);
+    for (let layer = 0; layer < layers; layer++) {
+      const cells = numbers.map((_, head) => this.makeCell(layer * heads + head));
+      addRow(make("span", { role: "rowheader" }, layer + 1), cells);
+      this.cells.push(...cells);
+    }
+    container.addEventListener("keydown", (event) => this.press(event));
+    this.resize();
+    new ResizeObserver(() => this.resize()).observe(container.parentNode);
+    this.select(0);
+  }
+
+  makeCell(index) {
+    const change = ({ target }) => {
+      target.checked ? this.off.delete(index) : this.off.add(index);
+      this.describe(index);
+      this.toggle();
+    };
+    const click = ({ target }) => target.type === "checkbox" || this.choose(index);
+    const label = `${this.name(index)} on`;
+    const input = make("input", { type: "checkbox", checked: true, tabindex: -1, "aria-label": label, change });
+    const content = [make("canvas"), make("span", { class: "bits" }), ...this.toggle ? [input] : []];
+    return make("div", { role: "gridcell", click }, ...content);
+  }
+
+  name(index) {
+    return `layer ${Math.floor(index / this.heads) + 1}, head ${index % this.heads + 1}`;
+  }
+
+  /** What is known of a head: its name, its habit and what it is worth. */
+  describe(index) {
+    const cell = this.cells[index];
+    const isOff = this.off.has(index);
+    const [title, score] = this.habits[index] ?? [];
+    const bits = this.bits[index] === undefined ? "" : formatSigned(this.bits[index]);
+    const parts = [title && `${title} ${score.toFixed(2)}`, bits && `without it ${bits} bits per token`, isOff && "off"]
+      .filter(Boolean).join(", ");
+    const text = `${this.name(index)}${parts && `: ${parts}`}`;
+    Object.assign(cell, { title: text, ariaLabel: text });
+    cell.classList.toggle("is-off", isOff);
+    if (this.toggle) cell.lastChild.checked = !isOff;
+    cell.querySelector(".bits").textContent = bits;
+    return text;
+  }
+
+  show(triangles, habits) {
+    this.habits = habits;
+    this.cells.forEach((cell, index) => {
+      drawThumbnail(cell.querySelector("canvas"), triangles, index);
+      this.describe(index);
+    });
+  }
+
+  select(index) {
+    selectItem(this.container, this.cells, this.current, index);
+    this.current = index;
+  }
+
+  press(event) {
+    const [down, right] = readArrow(event) ?? [0, 0];
+    const to = this.current + down * this.heads + right;
+    if (to !== this.current && to in this.cells) this.choose(to);
+    if (event.key !== " " || !this.toggle) return;
+    event.preventDefault();
+    this.cells[this.current].lastChild.click();
+  }
+
+  resize() {
+    const width = (this.container.parentNode.clientWidth - 40) / this.heads - 3;
+    const size = Math.floor(Math.max(this.toggle ? 22 : 14, Math.min(96, width, MAX_GRID_HEIGHT / this.layers)));
+    for (const { children: [canvas, bits] } of this.cells) {
+      Object.assign(canvas.style, { width: `${size}px`, height: `${size}px` });
+      bits.hidden = size < 40;
+    }
+  }
+}
+
+const formatSigned = (value) => `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(Math.abs(value) < 0.1 ? 3 : 2)}`;
+
+/** One head as a map of tokens by tokens, to move in with mouse and arrow keys. */
+class HeadMap {
+  /** `move` is called with the row, and the column or undefined, that are pointed at. */
+  constructor(canvas, move) {
+    Object.assign(this, { canvas, move, row: 0, column: 0 });
+    canvas.addEventListener("keydown", (event) => this.press(event));
+    for (const type of ["pointermove", "pointerdown"]) canvas.addEventListener(type, (event) => this.hover(event));
+  }
+
+  draw(triangles, head, labels, row, column) {
+    Object.assign(this, { row, column, size: triangles.size });
+    const context = this.layOut();
+    const { edge, cell } = this;
+    const side = cell >= 5 ? cell - 1 : cell;
+    for (let i = 0; i < this.size; i++) {
+      context.fillStyle = SHADES[0];
+      context.fillRect(edge, edge + i * cell, cell * (i + 1), cell);
+      for (let j = 0; j <= i; j++) {
+        context.fillStyle = SHADES[triangles.level(head, i, j)];
+        context.fillRect(edge + j * cell, edge + i * cell, side, side);
+      }
+    }
+    this.drawLabels(context, labels);
+    Object.assign(context, { strokeStyle: css("--c1"), lineWidth: 2 });
+    context.strokeRect(edge + column * cell, edge + row * cell, cell, cell);
+  }
+
+  /** Chooses the size of a cell, and the edge for labels, so that the map fits its parent; returns the context. */
+  layOut() {
+    const width = Math.min(this.canvas.parentNode.clientWidth, MAX_MAP_WIDTH);
+    this.isLabeled = (width - 90) / this.size >= 11;
+    this.edge = this.isLabeled ? 90 : 20;
+    const cell = Math.min(24, (width - this.edge - 2) / this.size);
+    this.cell = cell > 2 ? Math.floor(cell) : cell;
+    const side = Math.ceil(this.edge + this.cell * this.size + 2);
+    return prepareCanvas(this.canvas, side, side);
+  }
+
+  drawLabels(context, labels) {
+    const { edge, cell, isLabeled } = this;
+    const shorten = (label) =>
+      (label.length > MAX_LABEL_CHARACTERS ? `${label.slice(0, MAX_LABEL_CHARACTERS - 1)}…` : label);
+    const texts = isLabeled ? labels.map(shorten) : [];
+    Object.assign(context, { font: "12px ui-monospace, monospace", fillStyle: css("--text"), textBaseline: "middle" });
+    context.fillText("looked at →", isLabeled ? 2 : edge, 10);
+    if (isLabeled) context.fillText("looks ↓", 2, edge - 12);
+    context.textAlign = "right";
+    texts.forEach((text, i) => context.fillText(text, edge - 5, edge + (i + 0.5) * cell));
+    context.save();
+    context.rotate(-Math.PI / 2);
+    if (!isLabeled) context.fillText("← looks", -edge, 10);
+    context.textAlign = "left";
+    texts.forEach((text, i) => context.fillText(text, 5 - edge, edge + (i + 0.5) * cell));
+    context.restore();
+  }
+
+  press(event) {
+    const arrow = readArrow(event);
+    if (!arrow) return;
+    const row = clamp(this.row + arrow[0], 0, this.size - 1);
+    this.move(row, clamp(this.column + arrow[1], 0, row));
+  }
+
+  hover(event) {
+    const [row, column] = [event.offsetY, event.offsetX].map((at) => Math.floor((at - this.edge) / this.cell));
+    const isSame = row === this.row && column === this.column;
+    if (!isSame && row >= column && column >= 0 && row < this.size) this.move(row, column);
+  }
+}
+
+/** Draws arcs over a text from a token to those that it looks at, whose chips and weights are given. */
+function drawArcs(canvas, from, chips, weights) {
+  const frame = canvas.parentNode.getBoundingClientRect();
+  const context = prepareCanvas(canvas, frame.width, frame.height);
+  context.strokeStyle = css("--c0");
+  const place = (chip) => {
+    const box = chip.getBoundingClientRect();
+    return [box.left + box.width / 2 - frame.left, box.top + 2 - frame.top];
+  };
+  weights.forEach((weight, i) => {
+    if (weight < MIN_ARC_WEIGHT || chips[i] === from) return;
+    const [x, y] = place(from);
+    const [left, top] = place(chips[i]);
+    const peak = Math.min(y, top) - 12 - Math.min(40, Math.abs(x - left) / 6);
+    context.globalAlpha = 0.25 + 0.75 * Math.sqrt(weight);
+    context.lineWidth = 1 + 3 * Math.sqrt(weight);
+    context.stroke(new Path2D(`M${x} ${y}Q${(x + left) / 2} ${peak} ${left} ${top}`));
+  });
+}
+
+/** The attention of a text: the grid of heads, the chosen one as a map, and arcs over the tokens. */
+class AttentionView {
+  /** `point` is called with a token; `load(head)` calls `show()`, now or later; `toggle` makes switches. */
+  constructor(list, layers, heads, { point, load, toggle }) {
+    Object.assign(this, { list, point, load, start: 0, head: 0, triangles: null });
+    this.grid = new HeadGrid($("heads"), layers, heads, { choose: (index) => this.choose(index), toggle });
+    this.map = new HeadMap($("map"), (row, column) => this.point(this.start + row, this.start + column));
+    on("with-arcs", "change", () => this.draw());
+    dark.addEventListener("change", () => this.draw());
+    new ResizeObserver(() => this.draw()).observe(list.container);
+  }
+
+  choose(index) {
+    this.grid.select(index);
+    this.load(index);
+  }
+
+  showHeads(triangles, habits) {
+    this.grid.show(triangles, habits);
+    const best = new Map();
+    habits.forEach((habit, index) => {
+      if (habit && habit[1] > (best.get(habit[0])?.score ?? 0)) best.set(habit[0], { score: habit[1], index });
+    });
+    $("habits").replaceChildren(...[...best].map(([title, { score, index }]) =>
+      makeButton(`${title}: ${this.grid.name(index)} (${score.toFixed(2)})`, () => this.choose(index))));
+  }
+
+  /** Shows the weights of a head, whose number in the triangles is `head`, of tokens from `start` on. */
+  show(triangles, head, start) {
+    Object.assign(this, { triangles, head, start });
+    this.draw();
+  }
+
+  /** The level, 0 to 255, with which the selected token looks at a token; 0 if that is unknown. */
+  level(index) {
+    const row = this.list.current - this.start;
+    const isShown = this.triangles && row >= 0 && row < this.triangles.size && index >= this.start;
+    return isShown ? this.triangles.level(this.head, row, index - this.start) : 0;
+  }
+
+  draw(column) {
+    const { list, start, triangles } = this;
+    const row = list.current - start;
+    const isShown = triangles !== null && row >= 0 && row < triangles.size;
+    const weights = isShown ? triangles.row(this.head, row) : [];
+    const hasArcs = $("with-arcs").checked;
+    list.container.classList.toggle("has-arcs", hasArcs);
+    drawArcs($("arcs"), list.chips[list.current], list.chips.slice(start), hasArcs ? weights : []);
+    if (!isShown) return;
+    const at = typeof column === "number" ? column - start : weights.indexOf(Math.max(...weights));
+    const labels = list.chips.slice(start, start + triangles.size).map((chip) => chip.textContent);
+    this.map.draw(triangles, this.head, labels, row, at);
+    const [from, to] = [list.current, start + at].map((index) => `${list.quote(index)} (token ${index + 1})`);
+    $("looks").textContent = `${this.grid.describe(this.grid.current)}. ${from} looks at ${to} with weight `
+      + `${weights[at].toFixed(2)}.`;
+  }
+}

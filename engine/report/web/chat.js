@@ -1,0 +1,118 @@
+/** The chat of the live page. `look` shows the tokens of an answer; `readQuestion` returns the settings. */
+class Chat {
+  constructor(about, readQuestion, look) {
+    Object.assign(this, { about, readQuestion, look, turns: [], ids: [], retries: 0, unanswered: null });
+    this.task = new Task("talk-status", () => this.draw());
+    $("draft").maxLength = about.max_characters;
+    on("talk", "submit", (event) => {
+      event.preventDefault();
+      if (this.send($("draft").value)) $("draft").value = "";
+    });
+    on("draft", "keydown", (event) => {
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing || event.keyCode === 229) return;
+      event.preventDefault();
+      $("talk").requestSubmit();
+    });
+    on("quit", "click", () => this.task.stop());
+    on("clear", "click", () => this.clear());
+    $("suggestions").append(...about.prompts.map((text) => makeButton(text, () => this.send(text), { dir: "auto" })));
+  }
+
+  clear() {
+    this.restore({});
+    say("", false, "talk-status");
+    $("draft").focus();
+  }
+
+  restore({ turns = [], ids = [], retries = 0 }) {
+    Object.assign(this, { turns, ids, retries });
+    this.draw();
+  }
+
+  /** Sends a message; returns whether it was sent. */
+  send(text) {
+    if (this.task.request || !text.trim() || !$("form").reportValidity()) return false;
+    this.turns.push(text, "");
+    this.retries = 0;
+    this.answer(null);
+    return true;
+  }
+
+  retry() {
+    if (!$("form").reportValidity()) return;
+    const [replaced] = this.turns.splice(-1, 1, "");
+    this.retries++;
+    this.answer(replaced);
+    $("draft").focus();
+  }
+
+  /** Gets the last answer; without one, what it replaces returns. */
+  async answer(replaced) {
+    const { turns } = this;
+    const sent = turns.slice(0, -1);
+    while (sent.length > 1 && sent.join("").length > this.about.max_characters) sent.splice(0, 2);
+    const query = this.readQuestion();
+    query.seed = (query.seed + this.retries) % 2 ** 53;
+    let last = {};
+    this.unanswered = { replaced };
+    const end = this.task.run("chat", { ...query, turns: sent }, (records) => {
+      last = records.at(-1);
+      const text = records.map((record) => record.text ?? "").join("");
+      if (text || last.end) this.unanswered = null;
+      turns[turns.length - 1] += text;
+      this.appendText(text);
+    }, () => {
+      if (!last.end) throw new Error(INCOMPLETE);
+      this.ids[turns.length - 1] = last.ids;
+      const isShortened = last.is_shortened || sent.length < turns.length - 1;
+      const note = isShortened ? " The chat is longer than the context: its beginning is left out." : "";
+      return `Done: ${last.end}.${note}`;
+    });
+    $("turns").scrollTop = $("turns").scrollHeight;
+    await end;
+    this.takeBack();
+    this.draw();
+  }
+
+  appendText(text) {
+    const box = $("turns");
+    const follows = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
+    box.lastChild.querySelector("p").append(text);
+    say("Answering…", false, "talk-status");
+    if (follows) box.scrollTop = box.scrollHeight;
+  }
+
+  /** Without an answer, returns the question to the draft, or the answer before a retry to its place. */
+  takeBack() {
+    if (!this.unanswered) return;
+    const { replaced } = this.unanswered;
+    this.unanswered = null;
+    if (replaced === null) $("draft").value = [this.turns.splice(-2)[0], $("draft").value].filter(Boolean).join("\n");
+    else this.turns.splice(-1, 1, replaced);
+  }
+
+  draw() {
+    const top = $("turns").scrollTop;
+    const isAnswering = this.task.request !== null;
+    $("turns").replaceChildren(...this.turns.map((text, index) => this.makeTurn(text, index)));
+    $("turns").scrollTop = top;
+    $("turns").setAttribute("aria-busy", isAnswering);
+    $("suggestions").hidden = this.turns.length > 0;
+    $("clear").hidden = this.turns.length === 0;
+    for (const id of ["send", "clear"]) $(id).disabled = isAnswering;
+    $("quit").disabled = !isAnswering;
+  }
+
+  makeTurn(text, index) {
+    const isAnswer = index % 2 === 1;
+    const isLast = index === this.turns.length - 1;
+    const turn = make("div", { class: isAnswer ? "answer" : "request" },
+      make("span", { class: "muted" }, isAnswer ? this.about.settings.name : "You"), make("p", { dir: "auto" }, text));
+    if (!isAnswer || (isLast && this.task.request)) return turn;
+    const look = () => this.look(this.ids[index], `Answer ${(index + 1) / 2}`);
+    const buttons = [makeCopyButton(text), isLast && makeButton("Retry", () => this.retry()),
+      this.ids[index] && makeButton("Look inside", look)];
+    turn.append(make("div", { class: "row" }, ...buttons.filter(Boolean)));
+    return turn;
+  }
+}

@@ -1,0 +1,82 @@
+/** The page of several runs: which is better, their texts side by side, and what a person set differently. */
+
+const WARNINGS = {
+  tokenizer: "The runs have different tokenizers: compare bits per byte, not nats per token or perplexity.",
+  text: "The runs have different texts: their validation losses are comparable only roughly, in bits per byte.",
+};
+const RESULT_COLUMNS = [
+  ["bits per byte", (run) => run.best?.val_bits_per_byte, (value) => value.toFixed(4)],
+  ["loss, nats per token", (run) => run.best?.val_loss, (value) => value.toFixed(4)],
+  ["perplexity", (run) => run.best?.val_perplexity, formatAmount],
+  ["score, %", (run) => run.best?.val_score, (value) => (100 * value).toFixed(1)],
+  ["at step", (run) => run.best?.step, formatCount], ["parameters", (run) => run.about.parameters, formatCount],
+  ["tokens", (run) => run.num_tokens, formatCount], ["time", (run) => run.state?.seconds, formatSeconds],
+];
+
+const isEqual = (runs, key) => new Set(runs.map((run) => JSON.stringify(run.about[key]))).size === 1;
+const listWarnings = (runs) => Object.keys(WARNINGS).filter((key) => !isEqual(runs, key)).map((key) => WARNINGS[key]);
+
+/** Says which run is better, where their texts are equal. */
+function describeWinner(runs) {
+  const ranked = runs.filter((run) => run.best).sort((a, b) => a.best.val_bits_per_byte - b.best.val_bits_per_byte);
+  if (ranked.length < 2) return "Fewer than two of the runs have been evaluated.";
+  if (!isEqual(runs, "text")) return "The runs were validated on different texts, so none of them is called better.";
+  const [first, second] = ranked;
+  const gain = 1 - first.best.val_bits_per_byte / second.best.val_bits_per_byte;
+  if (gain < 0.001) return `${first.name} and ${second.name} are equally good, to 0.1% in bits per byte.`;
+  const rest = ranked.length > 2 ? `, the next of ${ranked.length}` : "";
+  return `${first.name} is better than ${second.name}${rest}, by ${(100 * gain).toFixed(1)}% in bits per byte.`;
+}
+
+/** Makes the table of results, a row for each run, sorted by the column whose heading is clicked. */
+function makeResultTable(runs) {
+  const columns = RESULT_COLUMNS.filter(([, read]) => runs.some((run) => Number.isFinite(read(run))));
+  const buttons = columns.map(([title], i) => makeButton(title, () => draw(i)));
+  const box = makeTable(["run", ...buttons], [], "Results, scrolls sideways");
+  const format = (run) => columns.map(([, read, show]) => Number.isFinite(read(run)) ? show(read(run)) : "–");
+  let sorted = -1;
+  const draw = (column) => {
+    const isReversed = column === sorted;
+    sorted = isReversed ? -1 : column;
+    const read = columns[column][1];
+    const order = [...runs].sort((a, b) => (read(a) ?? Infinity) - (read(b) ?? Infinity));
+    if (isReversed) order.reverse();
+    buttons.forEach((button) => button.parentNode.removeAttribute("aria-sort"));
+    buttons[column].parentNode.setAttribute("aria-sort", isReversed ? "descending" : "ascending");
+    box.querySelector("tbody").replaceChildren(...makeRows(order.map((run) => [run.name, ...format(run)])));
+  };
+  box.firstChild.id = "results";
+  if (columns.length) draw(0);
+  return box;
+}
+
+/** Shows what the used checkpoints wrote after prompts that all runs have. */
+function showSamplesBeside(runs) {
+  const texts = runs.map(({ samples, best_step }) => new Map(samples
+    .filter(({ step }) => step === (best_step ?? step)).map(({ prompt, text }) => [prompt, text])));
+  const shared = [...texts[0].keys()].filter((prompt) => texts.every((each) => each.has(prompt)));
+  if (!shared.length) $("samples").append(make("p", {}, "The runs have no prompt in common."));
+  for (const prompt of shared) {
+    const columns = runs.map(({ name }, i) =>
+      make("div", {}, make("h3", {}, name), makeSample([make("b", {}, prompt), texts[i].get(prompt)])));
+    $("samples").append(make("div", { class: "beside" }, ...columns));
+  }
+}
+
+function showDifferences(runs) {
+  const names = new Set(runs.flatMap((run) => run.about.typed ?? Object.keys(run.settings)));
+  for (const name of ["out", "resume", "wandb", "plan"]) names.delete(name);
+  const rows = [...names].map((name) => [name, ...runs.map((run) => formatSetting(run.settings[name]))])
+    .filter(([, ...values]) => new Set(values).size > 1);
+  $("h-settings").textContent = "Settings that differ";
+  const head = ["setting", ...runs.map((run) => run.name)];
+  $("settings").append(rows.length ? makeTable(head, rows) : make("p", {}, "None that a person chose."));
+}
+
+function showComparison(runs) {
+  $("comparison").hidden = false;
+  $("comparison").append(make("p", { class: "verdict", id: "winner" }, describeWinner(runs)), makeResultTable(runs));
+  for (const id of ["first", "attention", "figures", "data-used", "machine"]) $(id).hidden = true;
+  showSamplesBeside(runs);
+  showDifferences(runs);
+}

@@ -1,0 +1,416 @@
+/** The canvas of the live page: a text, its tokens, its branches, and the heads that read it. */
+
+const HUES = { surprise: [230, 159, 0], more: [213, 94, 0], less: [0, 158, 115] };  // Okabe–Ito
+const MAX_CHANGE_BITS = 2;  // of full color
+const OPENING_TOKENS = 64;  // that the page generates when it opens
+const MAX_BRANCHES = 20;
+const NUM_RANKS = 10;
+const SETTINGS = ["temperature", "top_p", "top_k", "seed", "max_new_tokens"];
+const FIELDS = [...SETTINGS, "typed", "draft"];
+const makeBranch = (saved) => ({ ids: [], tokens: [], next: null, text: "", numPrompt: 0, settings: "", ...saved });
+
+let about, chat, view, grid;
+let branches = [];
+let branch = null;
+let attended = [];  // what the attention that is shown depends on: text and heads, chosen head
+let colorBefore = null;  // heads were switched off
+let isFollowing = false;
+const list = new TokenList($("tokens"), (index) => {
+  isFollowing = false;
+  point(index);
+});
+const work = new Task("status", (isBusy) => {
+  $("stop").disabled = !isBusy;
+  $("tokens").setAttribute("aria-busy", isBusy);
+});
+const measuring = new Task("measure-status", (isBusy) => {
+  $("measure").textContent = isBusy ? "Stop measuring" : "Measure all heads";
+});
+
+const stateKey = () => JSON.stringify(about.settings);
+const color = () => document.querySelector("input[name=color]:checked").value;
+const placeHead = (index) => [Math.floor(index / about.heads) + 1, index % about.heads + 1];
+const listOff = () => [...grid.off].map(placeHead);
+
+function readQuestion() {
+  const query = { off: listOff() };
+  for (const name of SETTINGS) if ($(name).value !== "") query[name] = Number($(name).value);
+  return query;
+}
+
+/** What the numbers of a token depend on, besides the tokens before it. */
+const settingsKey = () => JSON.stringify({ ...readQuestion(), seed: 0, max_new_tokens: 0 });
+
+/** Describes the tokens of the branch: how many, and their mean surprise. */
+function summarize() {
+  const measured = branch.tokens.filter((each) => each.bits);
+  const mean = (which) => (measured.reduce((sum, { bits }) => sum + bits[which], 0) / measured.length).toFixed(2);
+  const added = branch.tokens.length - branch.numPrompt;
+  const count = branch.numPrompt && added ? `${formatNoun(added, "new token")} after ${formatCount(branch.numPrompt)}`
+    : formatNoun(branch.tokens.length, "token");
+  if (!measured.length) return `${count}.`;
+  return `${count}, ${mean(1)} bits each on average${grid.off.size ? `; ${mean(0)} with all heads` : ""}.`;
+}
+
+/** Adds a branch and shows it; the oldest ones give way, but the first. */
+function addBranch(name) {
+  if (branch && !branch.ids.length) branches.splice(branches.indexOf(branch), 1);
+  branch = makeBranch({ name });
+  branches.push(branch);
+  if (branches.length > MAX_BRANCHES) branches.splice(1, 1);
+  drawBranches();
+}
+
+function drawBranches() {
+  const open = (each) => {
+    branch = each;
+    drawBranches();
+    read({ ids: each.ids });
+  };
+  $("branches").replaceChildren(...branches.length < 2 ? [] : branches.map((each, i) =>
+    makeButton(`${i + 1}: ${each.name}`, () => open(each), { dir: "auto", "aria-pressed": each === branch })));
+}
+
+function showTokens(tokens, next) {
+  Object.assign(branch, { tokens: [], settings: settingsKey() });
+  list.clear();
+  view.triangles = null;
+  attended = [];
+  tokens.forEach(addToken);
+  showNext(next);
+}
+
+function showNext(next) {
+  branch.next = next;
+  if (next) list.add("what comes next?").classList.add("next");
+}
+
+function addToken(each) {
+  const bits = each.bits ? `, ${each.bits[1].toFixed(1)} bits` : "";
+  list.add(each.text, each.shared, `${each.text}${bits}`);
+  branch.tokens.push(each);
+  paintToken(branch.tokens.length - 1);
+}
+
+async function read(query, selected = list.current) {
+  const isComplete = await work.run("read", { ...readQuestion(), ...query }, ([{ tokens, next, text }]) => {
+    showTokens(tokens, next);
+    Object.assign(branch, { ids: tokens.map(({ id }) => id), text });
+  }, summarize);
+  if (isComplete) point(clamp(selected, 0, list.chips.length - 1));
+}
+
+/** Lets the model write on after ids, or after a text; then selects a token. */
+async function write(query, selected) {
+  if (!$("form").reportValidity()) return;
+  const shown = branch;
+  let end = "";
+  isFollowing = true;
+  showEditor(false);
+  const isComplete = await work.run("write", { ...readQuestion(), ...query }, (records) => {
+    const box = $("text-box");
+    const isAtEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
+    for (const record of records) {
+      if (record.tokens) {
+        showTokens(record.tokens, null);
+        Object.assign(shown, { text: record.text, numPrompt: record.tokens.length });
+      } else if (record.token) {
+        addToken(record.token);
+        shown.text += record.text;
+      }
+      end = record.end ?? end;
+    }
+    shown.ids = shown.tokens.map(({ id }) => id);
+    say("Generating…");
+    if (isFollowing && isAtEnd) box.scrollTop = box.scrollHeight;
+  }, () => {
+    if (!end) throw new Error(INCOMPLETE);
+    return `Done: ${end}. ${summarize()}`;
+  });
+  if (branch !== shown || !shown.tokens.length) return;
+  if (isComplete) await predict(shown.ids.length, (next) => branch === shown && showNext(next));
+  point(isFollowing ? selected ?? findSurprising(shown.numPrompt) : list.current);
+}
+
+function predict(at, take) {
+  return ask("predict", { ...readQuestion(), ids: branch.ids, at }, ([answer]) => take(answer))
+    .catch((error) => say(error.message, true));
+}
+
+function findSurprising(start) {
+  const bits = branch.tokens.map((each, i) => i >= start && each.bits ? each.bits[1] : -1);
+  return Math.max(0, bits.indexOf(Math.max(...bits)));
+}
+
+/** Continues the text at its end, after what was typed there. */
+function generate() {
+  const isNew = !$("whole").hidden || !branch.ids.length;
+  const text = $($("whole").hidden ? "typed" : "whole").value;
+  $("typed").value = "";
+  if (isNew) addBranch("new text");
+  write(isNew ? { text } : { ids: branch.ids, text });
+}
+
+function follow(index, id, label) {
+  const ids = [...branch.ids.slice(0, index), id];
+  addBranch(`“${label}” at token ${index + 1}`);
+  write({ ids }, index);
+}
+
+/** Selects a token: its table, its colors and its attention follow. */
+function point(index, column) {
+  if (!(index in list.chips)) return;
+  list.point(index);
+  describeToken(index);
+  paintTokens(column);
+  if (!work.request) showAttention();
+}
+
+function describeToken(index) {
+  const shown = branch;
+  const each = branch.tokens[index] ?? branch.next;
+  const settings = settingsKey();
+  if (!each) return;
+  fillTable(each, index);
+  if (!each.likely || (each.settings ?? branch.settings) === settings) return;
+  predict(index, (fresh) => {
+    Object.assign(each, fresh, { settings });
+    if (branch === shown && list.current === index) fillTable(each, index);
+  });
+}
+
+function fillTable(each, index) {
+  const hasOff = grid.off.size > 0;
+  const isNext = index >= branch.tokens.length;
+  $("token-title").textContent = isNext ? "What comes next" : `Token ${index + 1}: ${list.quote(index)}`;
+  $("probability").textContent = each.bits ? describeProbability(each, hasOff)
+    : each.likely ? "What the model expects after the last token." : "The model does not predict the first token.";
+  $("likely").hidden = !each.likely;
+  $("likely").querySelector(".off").hidden = !hasOff;
+  const rows = makeRows((each.likely ?? []).map(([id, label, ...values]) => [
+    makeButton(label, () => follow(index, id, label), { dir: "auto" }),
+    ...values.filter((_, which) => which !== 1 || hasOff)
+      .map((value) => [formatPercent(value), make("i", { style: { width: `${100 * value}%` } })]),
+  ]));
+  rows.forEach((row, i) => row.classList.toggle("chosen", each.likely[i][0] === each.id));
+  $("likely").tBodies[0].replaceChildren(...rows);
+}
+
+function describeProbability({ p, bits }, hasOff) {
+  const describe = (which) => `${formatPercent(p[which])} (${bits[which].toFixed(2)} bits)`;
+  const change = hasOff ? `${describe(0)} → ${describe(1)} without the heads that are off` : describe(1);
+  return `Probability ${change}; ${formatPercent(p[2])} with your temperature, top-k and top-p.`;
+}
+
+/** Asks for the attention of all heads, and of the chosen one, in the window of the selected token. */
+let isAsking = false;
+async function showAttention() {
+  const at = Math.min(list.current, branch.tokens.length - 1);
+  const { grid, triangles, start } = view;
+  const isInside = triangles && at >= start && at < start + triangles.size;
+  const wanted = JSON.stringify([branches.indexOf(branch), branch.ids.length, listOff()]);
+  const hasHeads = isInside && attended[0] === wanted;
+  if (isAsking || at < 0 || (hasHeads && attended[1] === grid.current)) return;
+  isAsking = true;
+  const index = grid.current;
+  const [layer, head] = placeHead(index);
+  const query = { ids: branch.ids, at, off: listOff(), layer, head };
+  const showHeads = ([{ weights, size, habits }]) => view.showHeads(new Triangles(weights, size), habits);
+  const showHead = ([{ weights, start, end }]) => view.show(new Triangles(weights, end - start), 0, start);
+  try {
+    if (!hasHeads) await ask("heads", query, showHeads);
+    await ask("attention", query, showHead);
+    attended = [wanted, index];
+  } catch (error) {
+    return void say(error.message, true);
+  } finally {
+    isAsking = false;
+  }
+  paintTokens();
+  showAttention();  // of what was chosen meanwhile
+}
+
+function paintTokens(column) {
+  branch.tokens.forEach((_, index) => paintToken(index));
+  drawScale();
+  view.draw(column);
+}
+
+function paintToken(index) {
+  const { bits: [before, after] = [] } = branch.tokens[index];
+  const mix = (hue, strength) => (strength >= 0 ? mixColors(readColor("--panel"), HUES[hue], strength) : ["", ""]);
+  const paints = {
+    attention: () => shadeToken(view.level(index)),
+    surprise: () => mix("surprise", after / about.max_bits),
+    change: () => mix(after > before ? "more" : "less", Math.abs(after - before) / MAX_CHANGE_BITS),
+  };
+  list.paint(index, ...paints[color()]());
+}
+
+function drawScale() {
+  const texts = {
+    surprise: `Full color: ${about.max_bits.toFixed(1)} bits, as surprising as if every token were equally likely.`,
+    attention: "Color: the weight with which the selected token looks at it.",
+    change: grid.off.size
+      ? `Orange: more surprising without the heads that are off, green: less; full at ${MAX_CHANGE_BITS} bits.`
+      : "Switch heads off to see what changes.",
+  };
+  $("scale").textContent = texts[color()];
+}
+
+/** Reads the text again without the heads that are off; the colors show the change. */
+function switchHeads() {
+  if (grid.off.size && colorBefore === null) colorBefore = color();
+  const shown = grid.off.size ? "change" : colorBefore ?? color();
+  if (!grid.off.size) colorBefore = null;
+  document.querySelector(`input[value=${shown}]`).checked = true;
+  if (branch?.ids.length) read({ ids: branch.ids });
+}
+
+/** Runs each head off once over the text, and ranks them. */
+function measure() {
+  if (measuring.request) return void measuring.stop();
+  if (!branch.ids.length) return void say("Generate a text first.", true, "measure-status");
+  const total = formatCount(grid.cells.length);
+  grid.bits = [];
+  measuring.run("measure", { ids: branch.ids }, (records) => {
+    const measured = records.filter(({ layer }) => layer);
+    for (const { layer, head, bits } of measured) grid.bits[(layer - 1) * about.heads + head - 1] = bits;
+    say(`Head ${formatCount(grid.bits.length)} of ${total}…`, false, "measure-status");
+    showRanks();
+  }, () => `All ${total} heads measured.`);
+}
+
+function showRanks() {
+  grid.cells.forEach((_, index) => grid.describe(index));
+  const ranked = [...grid.bits.keys()].sort((a, b) => grid.bits[b] - grid.bits[a]);
+  const rows = ranked.slice(0, NUM_RANKS).map((index, i) =>
+    [`${i + 1}. ${grid.name(index)}`, grid.habits[index]?.[0] ?? "–", formatSigned(grid.bits[index])]);
+  $("ranks").replaceChildren(...rows.length ? [makeTable(["without", "habit", "bits per token"], rows)] : []);
+}
+
+/** Shows the text to type another, or returns to the tokens. */
+function showEditor(isOpen) {
+  $("whole").hidden = !isOpen;
+  $("text-box").hidden = isOpen;
+  $("read").hidden = !isOpen;
+  $("edit").textContent = isOpen ? "Back" : "New text";
+  if (!isOpen) return;
+  $("whole").value = branch.text;
+  $("whole").focus();
+  $("whole").select();
+}
+
+function showTab(isChat) {
+  $("chat").hidden = !isChat;
+  $("inside").hidden = isChat;
+  (isChat ? $("talk-end") : $("status")).before($("settings"));
+  $("show-chat").setAttribute("aria-pressed", isChat);
+  $("show-text").setAttribute("aria-pressed", !isChat);
+  if (!isChat && !branch.ids.length) read({ text: "" });
+}
+
+function lookInside(ids, name) {
+  addBranch(name);
+  branch.ids = ids;
+  showTab(false);
+  read({ ids }, ids.length - 1);
+}
+
+function showSettings() {
+  for (const name of ["temperature", "top_p"]) $(`${name}-text`).textContent = $(name).value;
+  if (list.current >= 0) describeToken(list.current);
+}
+
+function listen() {
+  const generateOnEnter = (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing || event.target.closest("button")) return;
+    event.preventDefault();
+    generate();
+  };
+  on("form", "submit", (event) => {
+    event.preventDefault();
+    if (!$("inside").hidden) generate();
+  });
+  on("typed", "keydown", generateOnEnter);
+  on("tokens", "keydown", generateOnEnter);
+  on("whole", "keydown", (event) => (event.ctrlKey || event.metaKey) && generateOnEnter(event));
+  on("stop", "click", () => work.stop());
+  on("edit", "click", () => showEditor($("whole").hidden));
+  on("read", "click", () => {
+    const text = $("whole").value;
+    addBranch("your text");
+    showEditor(false);
+    read({ text }, 0).then(() => point(findSurprising(0)));
+  });
+  on("measure", "click", measure);
+  on("on", "click", () => {
+    grid.off.clear();
+    showRanks();
+    switchHeads();
+  });
+  for (const name of ["temperature", "top_p", "top_k"]) on(name, "input", showSettings);
+  on("inside", "change", ({ target }) => target.name === "color" && paintTokens());
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") for (const task of [work, measuring, chat?.task]) task?.stop();
+  });
+  on("show-chat", "click", () => showTab(true));
+  on("show-text", "click", () => showTab(false));
+  dark.addEventListener("change", () => paintTokens());
+}
+
+/** Fills the page with what the server tells of the model. */
+function begin([answer]) {
+  about = answer;
+  const { name, text, ...settings } = about.settings;
+  $("name").textContent = name;
+  document.title = `${name} – look inside`;
+  $("shape").textContent = `${formatNoun(about.layers, "layer")} of ${formatNoun(about.heads, "head")}, context of `
+    + `${formatNoun(about.context_length, "token")}. Only this machine can open this page.`;
+  $("max_new_tokens").max = about.max_new_tokens;
+  $("temperature").max = Math.max(2, settings.temperature);
+  for (const [key, value] of Object.entries(settings)) $(key).value = value ?? "";
+  for (const id of ["typed", "whole"]) $(id).maxLength = about.max_characters;
+  view = new AttentionView(list, about.layers, about.heads, { point, load: showAttention, toggle: switchHeads });
+  grid = view.grid;
+  $("main").hidden = false;  // not earlier: what is typed before would be overwritten
+  $("tabs").hidden = !about.is_chat_model;
+  listen();
+  chat = about.is_chat_model ? new Chat(about, readQuestion, lookInside) : null;
+  restore(readState(stateKey()), text || about.prompts[0] || "");
+  showSettings();
+  addEventListener("pagehide", store);
+}
+
+/** Shows what the tab had before a reload, or else a text to begin with. */
+function restore(saved, prompt) {
+  FIELDS.forEach((id) => { $(id).value = saved.fields?.[id] ?? $(id).value; });
+  chat?.restore(saved.chat ?? {});
+  for (const index of saved.off ?? []) grid.off.add(index);
+  grid.bits = saved.bits ?? [];
+  grid.select(saved.head ?? 0);
+  showRanks();
+  if (saved.color) document.querySelector(`input[value=${saved.color}]`).checked = true;
+  branches = (saved.branches ?? []).map(makeBranch);
+  branch = branches[saved.branch] ?? null;
+  if (!branch) addBranch("the text");
+  drawBranches();
+  if (chat) showTab(saved.isChat ?? true);
+  if (branch.ids.length) return void read({ ids: branch.ids }, saved.selected);
+  if (chat) return;
+  $("typed").focus();
+  write({ text: prompt, max_new_tokens: Math.min(OPENING_TOKENS, Number($("max_new_tokens").value)) });
+}
+
+function store() {
+  chat?.takeBack();
+  storeState(stateKey(), {
+    fields: Object.fromEntries(FIELDS.map((id) => [id, $(id).value])),
+    chat: chat && { turns: chat.turns, ids: chat.ids, retries: chat.retries },
+    branches: branches.map(({ name, ids, numPrompt }) => ({ name, ids, numPrompt })),
+    isChat: !$("chat").hidden, branch: branches.indexOf(branch), selected: list.current, color: color(),
+    head: grid.current, off: [...grid.off], bits: grid.bits,
+  });
+}
+
+ask("about", {}, begin).catch((error) => say(error.message, true, "shape"));

@@ -1,0 +1,244 @@
+/** The page of a run: its first screen, samples, attention and settings. */
+
+const REFRESH_SECONDS = 10;
+const MAX_SILENT_SECONDS = 600;  // of a run in training, before the page doubts it
+const PLAY_SECONDS = 0.6;  // a step of training is shown
+const runs = JSON.parse($("data").textContent).runs;
+const run = runs[0];
+const stateKey = `report ${location.pathname}`;
+const saved = readState(stateKey);
+const formatSetting = (value) =>
+  typeof value === "string" ? value : JSON.stringify(value ?? "not set").replaceAll('"', "");
+
+/** Shows the state of the run; called every second. */
+function showState() {
+  const { state } = run;
+  if (!state) return;
+  const seconds = Math.max(0, Date.now() / 1000 - state.updated_at);
+  const secondsLeft = Math.max(0, state.seconds_left - seconds);
+  const left = state.seconds_left === null ? "" : `, ${formatSeconds(secondsLeft)} left`;
+  const of = state.total_steps ? ` of ${formatCount(state.total_steps)}` : "";
+  const texts = {
+    training: `Training – ${Math.floor(100 * state.progress)}%${left} · updated ${formatSeconds(seconds)} ago`,
+    silent: `No news for ${formatSeconds(seconds)}: was the run killed?`,
+    done: `Done in ${formatSeconds(state.seconds)}, ${formatCount(state.step)} steps`,
+    stopped: `Stopped at step ${formatCount(state.step)}${of}`,
+  };
+  const text = texts[state.state === "training" && seconds > MAX_SILENT_SECONDS ? "silent" : state.state];
+  if ($("state").textContent !== text) $("state").textContent = text;
+  $("state").className = `state ${state.state}`;
+  $("state").setAttribute("aria-live", state.state === "training" ? "off" : "polite");
+}
+
+function showHeadline() {
+  const { best, score, settings, verdict } = run;
+  const size = settings.vocab_size ? ` of ${formatCount(settings.vocab_size)}` : "";
+  const figures = best ? [
+    [best.val_bits_per_byte.toFixed(3), "bits per byte"],
+    [formatAmount(best.val_perplexity), `perplexity${size}`],
+    [formatCount(best.step), "step of the checkpoint used"],
+  ] : [["", "No evaluation yet."]];
+  if (score) figures.unshift([`${(100 * best.val_score).toFixed(1)}%`, "score, right answers"]);
+  $("headline").append(...figures.map(([value, title]) =>
+    make("div", {}, make("dt", {}, title), make("dd", {}, value))));
+  $("verdict").hidden = !verdict;
+  if (verdict) Object.assign($("verdict"), { className: `verdict ${verdict[0]}`, textContent: verdict[1] });
+}
+
+function showYardsticks() {
+  const cells = run.yardsticks.flatMap(([name, bits]) => {
+    const kind = { class: name === "this model" && "is-model" };
+    const bar = make("i", { ...kind, style: { width: `${100 * bits / run.yardsticks[0][1]}%` } });
+    return [make("span", kind, name), bar, make("span", kind, bits.toFixed(3))];
+  });
+  if (!cells.length) return;
+  const label = "Bits per byte of validation text";
+  $("yardsticks").append(make("div", { class: "bars", role: "group", "aria-label": label }, ...cells),
+    makeNote(`${label}: fewer are better.`));
+}
+
+function showCommands() {
+  const { state } = run;
+  const stopped = state?.state === "stopped" ? [["Resume", state.resume]] : [];
+  for (const [title, command] of [...stopped, ...run.next]) {
+    $("next").append(make("span", {}, title), make("code", {}, command), makeCopyButton(command));
+  }
+}
+
+/** Marks the passages of a text that are copied from the training text. */
+function markPassages(text, passages) {
+  const letters = Array.from(text);
+  const parts = [];
+  let at = 0;
+  for (const [start, length, place] of [...passages].sort((a, b) => a[0] - b[0])) {
+    parts.push(letters.slice(at, start).join(""));
+    parts.push(make("mark", { title: place }, letters.slice(start, start + length).join("")));
+    at = start + length;
+  }
+  return [...parts, letters.slice(at).join("")];
+}
+
+const makeSample = (nodes) => make("pre", { class: "written", dir: "auto" }, ...nodes);
+
+/** Lists the samples of a step, each with a function that makes its nodes. */
+function listSamples(step, isMarked) {
+  return run.samples.filter((sample) => sample.step === step).map(({ prompt, text }, i) => {
+    const passages = (isMarked && run.memorization?.passages[i]) || [];
+    const places = passages.map(([, length, place]) => `${length} characters of ${place}`).join("; ");
+    const note = places && `Verbatim in the training text: ${places}.`;
+    return { prompt, note, nodes: () => [make("b", {}, prompt), ...markPassages(text, passages)] };
+  });
+}
+
+/** Shows samples over training: one on the first screen, all below; a slider chooses the step. */
+function showSamples() {
+  const steps = [...new Set(run.samples.map((sample) => sample.step))].sort((a, b) => a - b);
+  for (const id of ["when", "play"]) $(id).hidden = steps.length < 2;
+  $("samples").hidden = !steps.length;
+  if (!steps.length) return;
+  const used = steps.includes(run.best_step) ? steps.indexOf(run.best_step) : steps.length - 1;
+  const list = make("div");
+  let prompt = saved.prompt ?? 0;
+  const choose = (i) => {
+    prompt = i;
+    draw();
+    $("prompts").children[i].focus();
+  };
+  const draw = () => {
+    const step = steps[$("when").value];
+    const samples = listSamples(step, step === steps[used]);
+    const note = step === steps[used] && run.memorization?.note;
+    const where = `step ${formatCount(step)}${step === run.best_step ? ", whose checkpoint is used" : ""}`;
+    $("when-text").textContent = where;
+    $("when").setAttribute("aria-valuetext", where);
+    $("written").replaceChildren(...samples[Math.min(prompt, samples.length - 1)].nodes());
+    $("prompts").replaceChildren(...samples.map((sample, i) => makeButton(`prompt ${i + 1}`, () => choose(i),
+      { "aria-pressed": i === prompt, "aria-label": `prompt ${i + 1}: ${sample.prompt}` })));
+    const content = samples.flatMap((sample) => [makeSample(sample.nodes()), sample.note && makeNote(sample.note)]);
+    list.replaceChildren(...[...content, note && makeNote(note)].filter(Boolean));
+  };
+  $("samples").append(list);
+  $("when").max = steps.length - 1;
+  $("when").value = steps.includes(saved.step) ? steps.indexOf(saved.step) : used;
+  on("when", "input", draw);
+  on("play", "click", () => playSamples(steps.length - 1));
+  draw();
+  return () => ({ prompt, step: Number($("when").value) === used ? undefined : steps[$("when").value] });
+}
+
+let playing = null;
+
+/** Moves the slider from the first step to the last; a second click stops it. */
+function playSamples(last) {
+  const stop = () => {
+    playing = clearInterval(playing);
+    $("play").textContent = "Play";
+  };
+  const show = (value) => {
+    $("when").value = value;
+    $("when").dispatchEvent(new Event("input"));
+  };
+  if (playing) return void stop();
+  show($("when").value % last);
+  $("play").textContent = "Pause";
+  playing = setInterval(() => {
+    show(Number($("when").value) + 1);
+    if (Number($("when").value) === last) stop();
+  }, 1000 * PLAY_SECONDS);
+}
+
+function showAttention() {
+  const data = run.attention;
+  if (!data) return;
+  $("attention-none").hidden = true;
+  $("attention-view").hidden = false;
+  const isNarrow = matchMedia("(max-width: 800px)").matches;  // a phone has arcs and no map
+  $("with-arcs").checked = isNarrow || saved.hasArcs === true;
+  const triangles = new Triangles(data.weights, data.labels.length);
+  const list = new TokenList($("tokens"), (row) => point(row));
+  data.labels.forEach((label, i) => list.add(label, data.shared[i]));
+  const load = (head) => {
+    view.show(triangles, head, 0);
+    list.chips.forEach((_, i) => list.paint(i, ...shadeToken(view.level(i))));
+  };
+  const view = new AttentionView(list, data.layers, data.heads, { point, load });
+  function point(row, column) {
+    list.point(row);
+    load(view.grid.current);
+    view.draw(column);
+  }
+  view.showHeads(triangles, data.habits);
+  const induction = data.habits.findIndex((habit) => habit?.[0].startsWith("after"));
+  const first = induction >= 0 ? induction : Math.max(0, data.habits.findIndex(Boolean));
+  view.choose(saved.head ?? first);
+  const strengths = data.labels.map((_, row) => Math.max(0, ...triangles.row(view.head, row).slice(1, -1)));
+  const strongest = strengths.lastIndexOf(Math.max(...strengths));  // on a token other than the first and itself
+  point(Math.min(saved.row ?? strongest, triangles.size - 1));
+  return () => ({ head: view.head, row: list.current, hasArcs: $("with-arcs").checked && !isNarrow });
+}
+
+function showSettings() {
+  const { settings, about: { typed = [], defaults = {} } } = run;
+  const groups = { "Set by you": [], "Chosen automatically": [], "At their defaults": [] };
+  for (const name of Object.keys({ ...settings, ...defaults })) {
+    const isChosen = settings[name] !== undefined && [null, undefined, "auto"].includes(defaults[name]);
+    const title = typed.includes(name) ? "Set by you" : isChosen ? "Chosen automatically" : "At their defaults";
+    groups[title].push([name, formatSetting(settings[name]), formatSetting(defaults[name])]);
+  }
+  for (const [title, rows] of Object.entries(groups).filter(([, rows]) => rows.length)) {
+    $("settings").append(make("details", { open: title !== "At their defaults" },
+      make("summary", {}, `${title} (${rows.length})`), makeTable(["setting", "value", "default"], rows)));
+  }
+  if (!$("settings").children[1]) $("settings").append(make("p", {}, "The run's folder has no config.toml."));
+}
+
+function showFacts(id, tables, none) {
+  const filled = tables.map(Object.entries).filter((rows) => rows.length);
+  $(id).append(...filled.length ? filled.map((rows) => makeTable([], rows)) : [make("p", {}, none)]);
+}
+
+/** Loads the page again during training, and keeps what the reader has chosen. */
+function refresh(readers) {
+  const details = [...document.querySelectorAll("details")];
+  details.forEach((each, i) => { each.open = saved.open?.[i] ?? each.open; });
+  addEventListener("pagehide", () => {
+    const place = { scroll: scrollY, focus: document.activeElement.id, open: details.map(({ open }) => open) };
+    storeState(stateKey, Object.assign(place, ...readers.map((read) => read?.())));
+  });
+  if (saved.focus) $(saved.focus)?.focus({ preventScroll: true });
+  if (saved.scroll) scrollTo(0, saved.scroll);
+  const isTraining = runs.some((each) => each.state?.state === "training");
+  if (isTraining) setInterval(() => document.hidden || playing || location.reload(), 1000 * REFRESH_SECONDS);
+}
+
+function showPage() {
+  const isSingle = runs.length === 1;
+  const warnings = listWarnings(runs);
+  const title = isSingle ? run.name : `Compared: ${runs.map(({ name }) => name).join(", ")}`;
+  document.title = title;
+  $("title").textContent = title;
+  $("notes").append(...runs.flatMap(({ notes }) => notes).map((text) => make("p", {}, text)));
+  $("notes").append(...warnings.map((text) => make("p", { class: "warning" }, text)));
+  const readers = [() => ({ curves: readCurves() })];
+  if (isSingle) {
+    $("sentence").textContent = run.sentence;
+    showState();
+    setInterval(showState, 1000);
+    showHeadline();
+    showYardsticks();
+    showCommands();
+    readers.push(showSamples(), showAttention());
+    showSettings();
+    showFacts("figures", [run.figures], "No records yet.");
+    showFacts("data-used", run.about.data ?? [], "Not recorded.");
+    showFacts("machine", [run.about.machine ?? {}], "Not recorded.");
+  } else {
+    showComparison(runs);
+  }
+  const shown = runs.map((each) => ({ ...each, status: each.state, baselines: each.about.baselines ?? {} }));
+  const readCurves = showCurves(shown, { saved: saved.curves ?? {}, bitsFirst: warnings.length > 0 });
+  history.scrollRestoration = "manual";
+  refresh(readers);
+}
+
+showPage();

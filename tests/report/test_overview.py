@@ -1,0 +1,131 @@
+"""The first screen of a report: state, verdict, yardsticks and commands, from a run's figures."""
+
+import lzma
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import train_tiny
+
+from engine.core.files import acquire_lock
+from engine.data.batches import open_mixture
+from engine.report.baselines import compress_validation
+from engine.report.overview import (
+    describe_run,
+    judge,
+    list_yardsticks,
+    read_state,
+    suggest_commands,
+)
+from engine.report.samples import Report, describe_environment, describe_prompts
+from engine.training.config import TrainConfig
+
+BASELINES = {"uniform": 8.0, "unigram": 6.0, "bigram": 4.0}
+
+
+def make_run(losses: list[float], **content: Any) -> Any:
+    steps = [100.0 * index for index in range(1, len(losses) + 1)]
+    lowest = min(losses, default=0.0)
+    return {
+        "validation": {"val_loss": {"mean": losses}, "step": steps} if losses else {"step": []},
+        "best": {"val_loss": lowest, "val_bits_per_byte": lowest / 2} if losses else None,
+        "best_step": 100,
+        "about": {"baselines": BASELINES},
+        "memorization": None,
+        "state": None,
+        "settings": {},
+        "num_tokens": 500,
+        "folder": "out/a b",
+        **content,
+    }
+
+
+@pytest.mark.parametrize(
+    ("losses", "content", "kind", "text"),
+    [
+        ([3.5, 3.0], {}, "good", "train longer. 25% below bigrams"),
+        ([3.5, 3.0], {"state": {"state": "training"}}, "good", "Still improving. 25%"),
+        ([3.0, 2.999], {}, "good", "Converged"),
+        ([3.0], {}, "good", "Evaluated once"),
+        ([5.0, 4.5], {}, "warning", "No better than bigrams"),
+        ([3.0, 2.0, 2.5], {}, "warning", "Overfitting since step 200"),
+        ([3.5, 3.0], {"memorization": {"longest": [200, 40]}}, "warning", "Copies its text"),
+        ([3.5, 3.0], {"memorization": {"longest": [50, 40]}}, "good", "improving"),
+    ],
+)
+def test_the_verdict_says_in_words_what_the_losses_mean(losses, content, kind, text):
+    verdict = judge(make_run(losses, **content))
+    assert verdict[0] == kind and text in verdict[1]
+
+
+def test_a_run_without_an_evaluation_has_no_verdict_yardsticks_or_commands():
+    run = make_run([])
+    assert judge(run) is None and list_yardsticks(run) == suggest_commands(run) == []
+
+
+def test_yardsticks_are_bits_per_byte_the_worst_first():
+    run = make_run([3.5, 3.0], about={"baselines": BASELINES, "xz_bits_per_byte": 1.7})
+    names, bits = zip(*list_yardsticks(run), strict=True)
+    assert names == ("uniform", "unigram", "bigram", "xz -9", "this model")
+    assert bits == (4.0, 3.0, 2.0, 1.7, 1.5)
+
+
+def test_xz_is_that_of_the_validation_text(numbers):
+    data = open_mixture([numbers])
+    val = data.datasets[0].val
+    text = data.tokenizer.decode(val.tokens[:].tolist()).encode()
+    expected = 8 * len(lzma.compress(text, preset=9)) / len(text)
+    assert compress_validation(data) == pytest.approx(expected)
+    examples = SimpleNamespace(datasets=[SimpleNamespace(val=SimpleNamespace(num_examples=3))])
+    assert compress_validation(examples) is None
+
+
+def test_commands_can_be_pasted_and_go_on_from_what_was_trained():
+    commands = dict(suggest_commands(make_run([3.0], settings={"minutes": 1.5})))
+    assert commands["Train longer"] == "python train.py --out 'out/a b' --resume --minutes 3.0"
+    assert commands["Look inside"] == "python sample.py 'out/a b' --page"
+    chat = make_run([3.0], about={"is_chat": True})
+    assert dict(suggest_commands(chat))["Chat"].endswith("--chat")
+
+
+def test_a_sentence_says_what_was_trained_on_what():
+    data = [{"dataset": "data/x", "bytes to train on": "8,950,000"}]
+    machine = {"cores": 2, "processor": "Chip"}
+    about = {"parameters": 135_000_000, "data": data, "epoch_tokens": 1000, "machine": machine}
+    settings = {"num_layers": 2, "num_heads": 1, "context_length": 64}
+    assert describe_run(make_run([], about=about, settings=settings)) == (
+        "135.00M parameters, 2 layers × 1 head, 64 tokens of context, on data/x (8.95 MB, 0.5 "
+        "epochs), 2 cores, Chip."
+    )
+
+
+def test_a_killed_run_is_stopped_and_a_locked_one_is_training(tmp_path):
+    about = {"state": {"state": "training", "step": 3}}
+    assert read_state(tmp_path, about, 7) == {"state": "stopped", "step": 7}
+    lock = acquire_lock(tmp_path / ".lock", tmp_path)
+    assert read_state(tmp_path, about, 7) == about["state"]
+    lock.release()
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_a_run_records_its_end_its_typed_settings_and_prompts(numbers, tmp_path, is_done):
+    steps: list[int] = []
+    config = TrainConfig(data=(numbers,), seed=7)
+    flags = ["--steps", 30, "--eval-every", 30, "--log-every", 1]
+    page = tmp_path / "run" / "report.html"
+    callbacks = [Report(config)]
+
+    def should_stop() -> bool:
+        steps.append(page.exists())
+        return not is_done and len(steps) > 14
+
+    trainer = train_tiny(numbers, page.parent, *flags, callbacks=callbacks, should_stop=should_stop)
+    assert steps[9:12] == [False, True, True]  # from the tenth record on
+    state = callbacks[0].about["state"]
+    assert state["state"] == ("done" if is_done else "stopped") and state["step"] == trainer.step
+    about = describe_environment(trainer, config)
+    assert about["typed"] == ["data", "seed"]
+    (prompt, _) = describe_prompts(open_mixture([numbers]))
+    val = open_mixture([numbers]).datasets[0].val
+    assert prompt in trainer.data.tokenizer.decode(np.asarray(val.tokens[:]).tolist())
