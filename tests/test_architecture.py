@@ -20,7 +20,7 @@ SOURCES = ("*.py", "engine", "config")
 # They are lowered whenever they can be. Only a new capability raises them.
 MAX_SOURCE_LINES = 15_975
 MAX_TEST_LINES = 18_235
-MAX_PAGE_LINES = 2_199  # HTML, CSS and JavaScript
+MAX_PAGE_LINES = 2_200  # HTML, CSS and JavaScript
 
 
 def read_changes() -> dict[str, tuple[str, list[str]]]:

@@ -2,8 +2,11 @@
 
 const LIGHT = [247, 247, 245];  // the ground of maps, in both themes
 const DARK = [8, 81, 156];
-// A byte of weights is 255 times the square root of a weight, and so is its color.
-const SHADES = Array.from({ length: 256 }, (_, level) => mixColors(LIGHT, DARK, level / 255)[0]);
+// A byte of weights is 255 times the square root of a weight, and so is its color: alpha, blue, green, red.
+const SHADES = Uint32Array.from({ length: 256 }, (_, level) => {
+  const [red, green, blue] = LIGHT.map((light, i) => Math.round(light + (DARK[i] - light) * level / 255));
+  return 0xff000000 + (blue << 16) + (green << 8) + red;
+});
 const shadeToken = (level) => level ? mixColors(LIGHT, DARK, level / 255) : ["", ""];
 const MAX_LABEL_CHARACTERS = 11;
 const MAX_GRID_HEIGHT = 420;  // pixels, unless the heads would be too small to see
@@ -38,14 +41,14 @@ function prepareCanvas(canvas, width, height) {
   return context;
 }
 
+/** Draws a head's weights, a pixel each. */
 function drawThumbnail(canvas, triangles, head) {
   const { size } = triangles;
   const pixels = new ImageData(size, size);
+  const colors = new Uint32Array(pixels.data.buffer);
   for (let row = 0; row < size; row++) {
     for (let column = 0; column <= row; column++) {
-      const strength = triangles.level(head, row, column) / 255;
-      const color = LIGHT.map((light, i) => light + (DARK[i] - light) * strength);
-      pixels.data.set([...color, 255], 4 * (row * size + column));
+      colors[row * size + column] = SHADES[triangles.level(head, row, column)];
     }
   }
   Object.assign(canvas, { width: size, height: size });
@@ -143,24 +146,19 @@ const formatSigned = (value) => `${value < 0 ? "−" : "+"}${Math.abs(value).toF
 class HeadMap {
   /** `move` is called with the row, and the column or undefined, that are pointed at. */
   constructor(canvas, move) {
-    Object.assign(this, { canvas, move, row: 0, column: 0 });
+    Object.assign(this, { canvas, move, row: 0, column: 0, image: make("canvas"), shown: [] });
     canvas.addEventListener("keydown", (event) => this.press(event));
     for (const type of ["pointermove", "pointerdown"]) canvas.addEventListener(type, (event) => this.hover(event));
   }
 
   draw(triangles, head, labels, row, column) {
     Object.assign(this, { row, column, size: triangles.size });
+    if (this.shown[0] !== triangles || this.shown[1] !== head) drawThumbnail(this.image, triangles, head);
+    this.shown = [triangles, head];
     const context = this.layOut();
     const { edge, cell } = this;
-    const side = cell >= 5 ? cell - 1 : cell;
-    for (let i = 0; i < this.size; i++) {
-      context.fillStyle = SHADES[0];
-      context.fillRect(edge, edge + i * cell, cell * (i + 1), cell);
-      for (let j = 0; j <= i; j++) {
-        context.fillStyle = SHADES[triangles.level(head, i, j)];
-        context.fillRect(edge + j * cell, edge + i * cell, side, side);
-      }
-    }
+    context.imageSmoothingEnabled = false;
+    context.drawImage(this.image, edge, edge, cell * this.size, cell * this.size);
     this.drawLabels(context, labels);
     Object.assign(context, { strokeStyle: css("--c1"), lineWidth: 2 });
     context.strokeRect(edge + column * cell, edge + row * cell, cell, cell);

@@ -231,8 +231,7 @@ function makeAxes({ view: { bounds, state: { axis } }, chart, isLog }) {
 }
 
 /** Makes the options of uPlot, whose cursor is where the state of the view says. */
-function makeOptions(plot, tracks) {
-  const { view } = plot;
+function makeOptions(view, plot, tracks) {
   const series = tracks.map(({ line, width, isEdge, isPale }) => {
     const stroke = isEdge ? undefined : () => css(line.color);
     const show = !isEdge && (line.x.length === 1 || (line.isValidation && line.x.length <= MAX_MARKED_POINTS));
@@ -281,6 +280,7 @@ function showCursor(plot) {
   const x = xs[plot.at];
   const isShown = x >= view.range.min && x <= view.range.max;
   plot.left = isShown ? u.valToPos(x, "x") : -10;
+  u.cursor.idxs.fill(null);  // or uPlot leaves the dots where they were before a change of size
   u.setCursor({ left: plot.left, top: 0 });
   const points = lines.map((line) => describePoint(line, x, axis)).join("; ");
   plot.readout.textContent = isShown ? `${formatPlace(x, axis)}: ${points || "all lines are hidden"}` : "";
@@ -320,8 +320,7 @@ function handleKey(plot, event) {
   if (event.key in zooms) {
     const center = xs[at] >= min && xs[at] <= max ? xs[at] : (min + max) / 2;
     const half = (max - min) * zooms[event.key];
-    setZoom(view, { min: center - half, max: center + half });
-    return;
+    return void setZoom(view, { min: center - half, max: center + half });
   }
   const x = xs[clamp(targets[event.key], 0, xs.length - 1)];
   const from = clamp(x - (max - min) / 2, view.bounds.min, view.bounds.max - (max - min));
@@ -362,7 +361,7 @@ function addPlot(view, chart, heading, allLines) {
   $("charts").append(make("figure", {}, heading, plot.stage, plot.readout));
   fitRange(plot);
   const data = uPlot.join([[plot.xs], ...tracks.map(({ line, values }) => [line.x, values])]);
-  plot.u = new uPlot(makeOptions(plot, tracks), data, plot.stage);
+  plot.u = new uPlot(makeOptions(view, plot, tracks), data, plot.stage);
   const { over } = plot.u;
   for (const type of ["pointerdown", "pointermove"]) over.addEventListener(type, (event) => handlePointer(plot, event));
   over.addEventListener("pointerleave", ({ pointerType }) => pointerType === "touch" || moveCursor(view, null));

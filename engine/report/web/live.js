@@ -76,7 +76,8 @@ function showTokens(tokens, next) {
   list.clear();
   view.triangles = null;
   attended = [];
-  tokens.forEach(addToken);
+  const ground = readColor("--panel");
+  tokens.forEach((each) => addToken(each, ground));
   showNext(next);
 }
 
@@ -85,11 +86,11 @@ function showNext(next) {
   if (next) list.add("what comes next?").classList.add("next");
 }
 
-function addToken(each) {
+function addToken(each, ground) {
   const bits = each.bits ? `, ${each.bits[1].toFixed(1)} bits` : "";
   list.add(each.text, each.shared, `${each.text}${bits}`);
   branch.tokens.push(each);
-  paintToken(branch.tokens.length - 1);
+  paintToken(branch.tokens.length - 1, ground);
 }
 
 async function read(query, selected = list.current) {
@@ -162,7 +163,8 @@ function point(index, column) {
   if (!(index in list.chips)) return;
   list.point(index);
   describeToken(index);
-  paintTokens(column);
+  if (color() === "attention") paintTokens();
+  view.draw(column);
   if (!work.request) showAttention();
 }
 
@@ -227,18 +229,19 @@ async function showAttention() {
     isAsking = false;
   }
   paintTokens();
+  view.draw();
   showAttention();  // of what was chosen meanwhile
 }
 
-function paintTokens(column) {
-  branch.tokens.forEach((_, index) => paintToken(index));
+function paintTokens() {
+  const ground = readColor("--panel");  // once: it makes the browser compute styles
+  branch.tokens.forEach((_, index) => paintToken(index, ground));
   drawScale();
-  view.draw(column);
 }
 
-function paintToken(index) {
+function paintToken(index, ground = readColor("--panel")) {
   const { bits: [before, after] = [] } = branch.tokens[index];
-  const mix = (hue, strength) => (strength >= 0 ? mixColors(readColor("--panel"), HUES[hue], strength) : ["", ""]);
+  const mix = (hue, strength) => (strength >= 0 ? mixColors(ground, HUES[hue], strength) : ["", ""]);
   const paints = {
     attention: () => shadeToken(view.level(index)),
     surprise: () => mix("surprise", after / about.max_bits),
@@ -356,7 +359,7 @@ function listen() {
   });
   on("show-chat", "click", () => showTab(true));
   on("show-text", "click", () => showTab(false));
-  dark.addEventListener("change", () => paintTokens());
+  dark.addEventListener("change", paintTokens);
 }
 
 /** Fills the page with what the server tells of the model. */
