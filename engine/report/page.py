@@ -28,7 +28,7 @@ TRAINING_CURVES = ("train_loss", "learning_rate", "grad_norm", "tokens_per_secon
 AXIS_KEYS = {"step": "step", "tokens": "tokens", "seconds": "elapsed_seconds"}
 
 
-def collect_run_content(folder: Path) -> dict[str, Any]:
+def collect_run_content(folder: Path, state: Record | None = None) -> Record:
     """Return the content of a run's page, from its files. Raises UserError if it has none."""
     settings_path = folder / "config.toml"
     about_path = folder / "about.json"
@@ -50,7 +50,8 @@ def collect_run_content(folder: Path) -> dict[str, Any]:
     return {
         "name": folder.resolve().name,
         "folder": str(folder),
-        "state": read_state(folder, about, max((each["step"] for each in records), default=0)),
+        # Given for a run of this process, as the check could release its lock on a network's disk.
+        "state": state or read_state(folder, about, records[-1]["step"] if records else 0),
         "num_tokens": training[-1]["tokens"] if training else 0,
         "training": make_curves(training, training, TRAINING_CURVES),
         "validation": make_curves(evaluations, training, val_names),

@@ -108,8 +108,8 @@ class Report(Callback):
         self.about["state"] = describe_state(trainer, state)
         atomic_write(out / "about.json", to_json(self.about, indent=1).encode())
         if (out / "metrics.jsonl").exists():
-            run = collect_run_content(out) | {"attention": self.attention}
-            write_page([run], out / "report.html")
+            run = collect_run_content(out, self.about["state"])
+            write_page([run | {"attention": self.attention}], out / "report.html")
             seconds = time.monotonic() - started_at
             self.write_at = started_at + max(MIN_PAGE_SECONDS, seconds / MAX_PAGE_TIME)
 
