@@ -139,8 +139,9 @@ class DistributedContext:
         messages = self.gather_json(str(error) if isinstance(error, UserError) else text)
         if error:
             raise error
-        for message in filter(None, messages):
-            raise UserError(message)
+        for message in messages:
+            if message is not None:
+                raise UserError(message)
 
     def assert_equal_across_ranks(self, settings: dict, ignore: Container[str] = ()) -> None:
         """Raise UserError on every rank unless all have the same settings, of JSON types."""
