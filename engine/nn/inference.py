@@ -86,6 +86,15 @@ class Int8Linear(nn.Module):
         return y.to(x.dtype)
 
 
+def can_pack(dtype: torch.dtype) -> bool:
+    """Return whether this CPU has oneDNN's products with packed weights of a dtype."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:  # they need AVX-512BW or AVX-NE-CONVERT
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32
+
+
 def build_decoder(model: Model, pack: bool = True, quantize: bool = False) -> Model:
     """Return a copy of a model that decodes faster, with its current weights.
 
@@ -102,11 +111,10 @@ def build_decoder(model: Model, pack: bool = True, quantize: bool = False) -> Mo
     head_weight = decoder.head_weight()
     is_cpu = head_weight.device.type == "cpu"
     is_large = decoder.num_parameters > MAX_CACHED_PARAMETERS
-    has_packed_dtype = head_weight.dtype in (torch.float32, torch.bfloat16)
     convert: Callable[[Tensor, Tensor | None], nn.Module] = PlainLinear
     if quantize:
         convert = Int8Linear
-    elif pack and is_cpu and is_large and has_packed_dtype and torch.backends.mkldnn.is_available():
+    elif pack and is_cpu and is_large and can_pack(head_weight.dtype):
         convert = PackedLinear
     fused_layers: set[nn.Module] = set()
     for name, module in [*decoder.named_modules()]:

@@ -371,7 +371,7 @@ def test_killed_and_terminated_run_equals_an_uninterrupted_one(folder, run_ranks
         output, errors = process.communicate(timeout=START_TIMEOUT_SECONDS)
     finally:
         process.kill()
-    assert process.returncode == 1, errors
+    assert process.returncode, errors  # 1, or a signal: torchrun may abort while it shuts down
     assert output.count("Resuming after step") == 1  # only the main process prints
     assert output.count("torchrun --nproc-per-node 2") == 1  # the command to resume with
     checkpoint = newest_checkpoint(run)
