@@ -23,7 +23,7 @@ from engine.huggingface import adapter, convert, directory
 from engine.huggingface import gguf as gguf_file
 from engine.huggingface.families import MODEL_FAMILIES, Family, unsupported_settings
 from engine.nn.positions import FREQUENCY_BASE, sinusoids
-from engine.training.checkpoint import load_model, write_checkpoint, write_tensors
+from engine.runs.checkpoint import load_model, write_checkpoint, write_tensors
 from engine.training.run_dir import find_checkpoint
 from model import GPT, ModelConfig
 

@@ -48,7 +48,7 @@ from engine.generation.prompt_file import complete_file
 from engine.generation.sampling import DEFAULT_OPTIONS, TextOptions
 from engine.generation.text_batch import initial_tokens
 from engine.generation.text_generator import DECODING_BATCH_SIZE, DEFAULT_NEW_TOKENS, TextGenerator
-from engine.training.checkpoint import load_model
+from engine.runs.checkpoint import load_model
 from engine.training.run_dir import find_checkpoint
 from model import ModelConfig
 

@@ -39,8 +39,8 @@ from engine.data.order import derived_seed
 from engine.generation.scores import QUESTION_BATCH_SIZE, count_right, score_record
 from engine.nn.loss import IGNORE_INDEX
 from engine.report.samples import Report
+from engine.runs.checkpoint import Checkpoint
 from engine.training.callbacks import MetricsFile, Terminal, WeightsAndBiases, print_summary
-from engine.training.checkpoint import Checkpoint
 from engine.training.config import (
     BUILT_IN_DATA,
     RunConfig,

@@ -23,7 +23,7 @@ import torch
 from engine.core.cli import run_command
 from engine.core.settings import build, parse
 from engine.data.tokenizer import named_tokenizer
-from engine.training.checkpoint import write_checkpoint
+from engine.runs.checkpoint import write_checkpoint
 from engine.training.config import TrainConfig
 from engine.training.trainer import Callback, Trainer
 from model import GPT, ModelConfig

@@ -34,7 +34,7 @@ from engine.nn.positions import rotate, sinusoids
 from engine.report.attention_maps import attention_maps, token_label
 from engine.report.dataset_summary import render_with_targets
 from engine.report.habits import HABIT_TITLES, habit_masks, sum_habits
-from engine.training.checkpoint import load_model
+from engine.runs.checkpoint import load_model
 from engine.training.run_dir import find_checkpoint
 from model import GPT, ModelConfig
 from train import TrainConfig, train

@@ -32,8 +32,8 @@ from engine.data.tokenizer_json import with_extension
 from engine.generation.sampling import row_seeds
 from engine.generation.text_batch import TextBatch, TextRequest
 from engine.report.server import PageServer
+from engine.runs.checkpoint import Checkpoint, open_checkpoint
 from engine.training.callbacks import MetricsFile
-from engine.training.checkpoint import Checkpoint, open_checkpoint
 from engine.training.config import TrainConfig
 from engine.training.run_dir import list_checkpoints
 from engine.training.trainer import Callback, Trainer

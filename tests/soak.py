@@ -37,9 +37,9 @@ import train
 from engine.core.errors import UserError
 from engine.core.settings import load_settings
 from engine.report import samples as report_samples
+from engine.runs.checkpoint import open_checkpoint
 from engine.training import callbacks
 from engine.training.callbacks import MetricsFile
-from engine.training.checkpoint import open_checkpoint
 from engine.training.config import TrainConfig
 from engine.training.run_dir import list_checkpoints
 

@@ -34,7 +34,7 @@ from engine.report.samples import (
     compute_attention,
     sample_for_report,
 )
-from engine.training.checkpoint import load_model
+from engine.runs.checkpoint import load_model
 from engine.training.run_dir import find_checkpoint
 from engine.training.trainer import Callback, Trainer
 from model import GPT, ModelConfig

@@ -38,8 +38,8 @@ from engine.core.errors import UserError
 from engine.core.files import sha256, write_json
 from engine.core.settings import load_settings
 from engine.data.dataset import open_dataset, verify_dataset
+from engine.runs.checkpoint import open_checkpoint
 from engine.training.callbacks import MetricsFile
-from engine.training.checkpoint import open_checkpoint
 from engine.training.config import TrainConfig
 from engine.training.optimizer import MAX_SKIPPED_STEPS
 
@@ -65,7 +65,14 @@ FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "breakpoint", "os.sy
 FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"}
 SAFE_ARGUMENTS = {"allow_pickle": "False", "shell": "False"}
 LAYERS = ["engine.core", "engine.nn", "model", "engine.data", "engine.generation"]
-LAYERS += ["engine.serving", "engine.training", "engine.huggingface", "engine.report", "prepare"]
+LAYERS += [
+    "engine.runs",
+    "engine.serving",
+    "engine.training",
+    "engine.huggingface",
+    "engine.report",
+    "prepare",
+]
 COMMANDS = {path.stem for path in ROOT.glob("*.py")} | {"benchmarks", "examples"}
 RANKS = dict.fromkeys(COMMANDS, len(LAYERS)) | {name: rank for rank, name in enumerate(LAYERS)}
 each_source = pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from engine.huggingface.directory import read_tensors
 from engine.huggingface.families import Family
 from engine.nn.lora import A_NAME, B_NAME, LORA_ALPHA, add_lora
 from engine.nn.specs import draw_initial_values
-from engine.training.checkpoint import Checkpoint, write_tensors
+from engine.runs.checkpoint import Checkpoint, write_tensors
 from model import GPT
 
 NEUTRAL_SETTINGS: dict[str, tuple[Any, ...]] = {  # which an adapter may have

@@ -16,7 +16,7 @@ from engine.core.files import atomic_write, find_similar, read_json, to_json
 from engine.core.settings import read_toml
 from engine.generation.scores import describe_score
 from engine.report.overview import read_state, summarize
-from engine.training.checkpoint import rank_evaluation
+from engine.runs.checkpoint import rank_evaluation
 from engine.training.run_dir import read_records
 from engine.training.trainer import Record
 

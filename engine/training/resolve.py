@@ -22,7 +22,7 @@ from engine.generation.prompt_file import encode_lines, read_lines
 from engine.generation.scores import Question, example_questions, select_evenly
 from engine.generation.text_batch import initial_tokens
 from engine.generation.text_generator import DEFAULT_NEW_TOKENS, TextGenerator
-from engine.training.checkpoint import Checkpoint
+from engine.runs.checkpoint import Checkpoint
 from engine.training.config import (
     FIXED_SETTINGS,
     RunConfig,

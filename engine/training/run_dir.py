@@ -19,7 +19,7 @@ from engine.core.cli import say, shell_command, warn
 from engine.core.distributed import SINGLE_PROCESS, DistributedContext
 from engine.core.errors import UserError
 from engine.core.files import acquire_lock, atomic_write, find_similar, to_json
-from engine.training.checkpoint import (
+from engine.runs.checkpoint import (
     Checkpoint,
     SaveTokenizer,
     Tensors,

@@ -27,8 +27,8 @@ from engine.nn.attention import DocumentAttention
 from engine.nn.inference import build_decoder
 from engine.nn.lora import add_lora
 from engine.nn.specs import draw_initial_values
+from engine.runs.checkpoint import Checkpoint, rank_evaluation
 from engine.training.budget import Budget, make_budget
-from engine.training.checkpoint import Checkpoint, rank_evaluation
 from engine.training.config import RunConfig
 from engine.training.estimate import lora_arguments
 from engine.training.optimizer import Optimizer

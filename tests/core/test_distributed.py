@@ -41,7 +41,7 @@ from engine.core.distributed import (
 )
 from engine.core.errors import UserError
 from engine.core.settings import load_settings
-from engine.training.checkpoint import load_model
+from engine.runs.checkpoint import load_model
 from engine.training.config import TrainConfig
 from engine.training.run_dir import list_checkpoints
 from model import GPT

@@ -20,7 +20,7 @@ from test_huggingface import LLAMA3_ROPE, qwen2_tokenizer
 import huggingface
 from engine.huggingface.convert import from_hf_config, to_hf, to_hf_config
 from engine.huggingface.families import MODEL_FAMILIES
-from engine.training.checkpoint import load_model
+from engine.runs.checkpoint import load_model
 from engine.training.run_dir import find_checkpoint
 
 transformers.logging.set_verbosity_error()

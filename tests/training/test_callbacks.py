@@ -17,6 +17,7 @@ from engine.core.errors import UserError
 from engine.core.settings import load_settings
 from engine.data.dataset import open_dataset
 from engine.data.tokenizer import ByteTokenizer
+from engine.runs.checkpoint import open_checkpoint
 from engine.training.callbacks import (
     SPIKE_Z_SCORE,
     MetricsFile,
@@ -25,7 +26,6 @@ from engine.training.callbacks import (
     print_summary,
     trim_incomplete_characters,
 )
-from engine.training.checkpoint import open_checkpoint
 from engine.training.config import TrainConfig
 from engine.training.trainer import Callback, Trainer
 

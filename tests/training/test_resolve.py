@@ -14,8 +14,8 @@ from engine.data.dataset import Dataset
 from engine.data.split import Examples, Split
 from engine.data.tokenizer import ByteTokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
+from engine.runs.checkpoint import Checkpoint
 from engine.training import estimate
-from engine.training.checkpoint import Checkpoint
 from engine.training.config import RunConfig, TrainConfig
 from engine.training.resolve import (
     base_model_values,

@@ -13,7 +13,7 @@ import torch
 from helpers import make_state, save_tokenizer
 
 from engine.core.errors import UserError
-from engine.training.checkpoint import open_checkpoint
+from engine.runs.checkpoint import open_checkpoint
 from engine.training.run_dir import RunDir, find_checkpoint, list_checkpoints, rank_checkpoints
 
 

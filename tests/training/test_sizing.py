@@ -12,8 +12,8 @@ import train
 from engine.core.distributed import SINGLE_PROCESS
 from engine.core.settings import load_settings, to_toml
 from engine.data.batches import open_mixture
+from engine.runs.checkpoint import Checkpoint
 from engine.training import estimate, sizing
-from engine.training.checkpoint import Checkpoint
 from engine.training.config import ModelSettings, RunConfig, TrainConfig
 from engine.training.optimizer import OptimizerSettings
 from engine.training.resolve import resolve

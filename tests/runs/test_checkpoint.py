@@ -9,7 +9,7 @@ import torch
 from helpers import make_state, same_checkpoint, same_tensors, save_tokenizer, seal
 
 from engine.core.errors import UserError
-from engine.training.checkpoint import (
+from engine.runs.checkpoint import (
     COMMON_FILES,
     FORMAT_SHARDED,
     STATE_SCHEMA,
