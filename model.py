@@ -259,6 +259,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, window) for window in config.layer_windows)
         self.final_norm = new_norm() if config.norm_placement == "pre" else nn.Identity()
         self.head = None if tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.training_loss = training_loss
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())
         self.specs = parameter_specs(config, [name for name, _ in self.named_parameters()])
         if not self.token_embedding.weight.is_meta:
@@ -283,7 +284,7 @@ class GPT(nn.Module):
         x = self.final_norm(x[:, -1:] if caches and targets is None else x)
         cap = self.config.logit_softcap
         if targets is not None:
-            loss = training_loss if self.training else validation_loss
+            loss = self.training_loss if self.training else validation_loss
             return loss(x.flatten(0, 1), self.head_weight(), targets.flatten(), cap)
         logits = F.linear(x, self.head_weight()) if self.head is None else self.head(x)
         return soft_cap(logits, cap)

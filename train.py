@@ -32,8 +32,7 @@ from engine.core.device import choose_device, use_deterministic_kernels
 from engine.core.distributed import DistributedContext, has_torchrun_ended, init_distributed
 from engine.core.errors import UserError
 from engine.core.settings import check_ranges, to_toml
-from engine.core.sharding import gradient_sync
-from engine.data.batches import Mixture, check_sizes, inputs_and_targets, open_mixture
+from engine.data.batches import Mixture, check_sizes, open_mixture
 from engine.data.chats.chat import stop_token_ids
 from engine.data.order import derived_seed
 from engine.generation.scores import QUESTION_BATCH_SIZE, count_right, score_record
@@ -134,8 +133,8 @@ def train(
             trainer.start_budget(started_at, checkpoint)
             run_dir.write_settings(to_toml(run_config))
             with trainer.budget.pause():
-                trainer.wrap_model()
                 trainer.notify("on_train_start")
+            trainer.passes.wrap_model()
             training_loop(trainer, should_stop)
     return trainer
 
@@ -169,30 +168,30 @@ def train_step(trainer: Trainer) -> tuple[Tensor, float, Tensor]:
     Returns this rank's term of the mean loss (nats per token), the learning rate, and the gradient
     norm before clipping. Loss and gradient are sums, divided by the targets of the full batch.
     """
-    config = trainer.config
-    dist_ctx = trainer.dist_ctx
-    inputs, targets = trainer.batches.get(trainer.step)  # (rows of this rank, T) each
-    if config.model.dropout:
-        torch.manual_seed(derived_seed(config.seed, trainer.step, dist_ctx.rank))
-    num_targets = dist_ctx.sum((targets != IGNORE_INDEX).sum()).clamp(min=1)
-    rows = config.micro_batch_size or len(inputs)
-    micro_batches = list(zip(inputs.split(rows), targets.split(rows), strict=True))
-    total_loss = torch.zeros((), device=dist_ctx.device)
-    for index, micro_batch in enumerate(micro_batches):
-        sync = trainer.reduce_every_microbatch or index == len(micro_batches) - 1
-        with (
-            gradient_sync(trainer.ddp_model, sync),
-            trainer.autocast(),
-            trainer.attention_window_warmup(),
-        ):
-            loss = trainer.loss(trainer.ddp_model, *micro_batch)
-            # DDP and FSDP average gradients over the ranks: times dist_ctx.size they are sums.
-            trainer.optimizer.scale_loss(loss * (dist_ctx.size / num_targets)).backward()
-        total_loss += loss.detach()
+    batch = trainer.batches.get(trainer.step)  # inputs and targets, (rows of this rank, T) each
+    loss = trainer.passes.acceleration.attempt(compute_gradients, trainer, *batch)
     learning_rate, grad_norm = trainer.optimizer.step(trainer.step, trainer.budget.total_steps)
     trainer.step += 1
     trainer.evaluation = None
-    return total_loss / num_targets, learning_rate, grad_norm
+    return loss, learning_rate, grad_norm
+
+
+def compute_gradients(trainer: Trainer, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Compute the gradients of a batch in micro-batches; return this rank's term of the loss."""
+    config = trainer.config
+    dist_ctx = trainer.dist_ctx
+    if config.model.dropout:
+        torch.manual_seed(derived_seed(config.seed, trainer.step, dist_ctx.rank))
+    num_targets = dist_ctx.sum((targets != IGNORE_INDEX).sum()).clamp(min=1)
+    # DDP and FSDP average gradients over the ranks: times dist_ctx.size they are sums.
+    scale = dist_ctx.size / num_targets * trainer.optimizer.loss_scale
+    rows = config.micro_batch_size or len(inputs)
+    micro_batches = list(zip(inputs.split(rows), targets.split(rows), strict=True))
+    last = len(micro_batches) - 1
+    total_loss = torch.zeros((), device=dist_ctx.device)
+    for index, pair in enumerate(micro_batches):
+        total_loss += trainer.passes.add_gradients(*pair, scale, index == 0, index == last)
+    return total_loss / num_targets
 
 
 def evaluate_and_save(trainer: Trainer, should_stop: Callable[[], bool]) -> None:
@@ -220,27 +219,22 @@ def evaluate_and_save(trainer: Trainer, should_stop: Callable[[], bool]) -> None
         trainer.save()
 
 
-@torch.no_grad()
 def evaluate(trainer: Trainer, should_stop: Callable[[], bool]) -> list[float] | None:
     """Return the loss on the same windows of each dataset, in nats per token; None if stopped."""
-    config = trainer.config
     dist_ctx = trainer.dist_ctx
+    passes = trainer.passes
     losses = []
-    trainer.model.eval()
-    for dataset in trainer.data.datasets:
-        total_loss = torch.zeros((), dtype=torch.float64)
-        num_targets = torch.zeros((), dtype=torch.float64)
-        limits = (config.context_length, config.eval_tokens, dist_ctx.rank, dist_ctx.size)
-        for rows in dataset.val.evaluation_rows(*limits):
-            if dist_ctx.any(should_stop()):
-                trainer.model.train()
-                return None
-            inputs, targets = inputs_and_targets(rows).to(dist_ctx.device)
-            with trainer.autocast():
-                total_loss += trainer.loss(trainer.model, inputs, targets).item()
-            num_targets += (targets != IGNORE_INDEX).sum().item()
-        losses.append((dist_ctx.sum(total_loss) / dist_ctx.sum(num_targets)).item())
-    trainer.model.train()
+    with passes.evaluating():
+        for dataset in trainer.data.datasets:
+            total_loss = torch.zeros((), dtype=torch.float64)
+            num_targets = torch.zeros((), dtype=torch.float64)
+            for inputs, targets in passes.evaluation_batches(dataset.val):
+                if dist_ctx.any(should_stop()):
+                    return None
+                loss = passes.acceleration.attempt(passes.loss, passes.model, inputs, targets)
+                total_loss += loss.item()
+                num_targets += (targets != IGNORE_INDEX).sum().item()
+            losses.append((dist_ctx.sum(total_loss) / dist_ctx.sum(num_targets)).item())
     return losses
 
 
@@ -252,7 +246,7 @@ def evaluate_score(trainer: Trainer, should_stop: Callable[[], bool]) -> dict[st
     # Ranks with shards of one model compute together; others have questions of their own.
     rank, size = (0, 1) if dist_ctx.sharded else (dist_ctx.rank, dist_ctx.size)
     num_right = torch.zeros(())
-    with trainer.decoder() as (model, cache_dtype):
+    with trainer.passes.decoder() as (model, cache_dtype):
         for first in range(0, len(trainer.questions), size * QUESTION_BATCH_SIZE):
             if dist_ctx.any(should_stop()):
                 return None
@@ -304,7 +298,7 @@ def measure_step_seconds(
     """Measure the seconds of an optimizer step, compiled and in micro-batches as in the run."""
     trainer = Trainer(config, dist_ctx, data, modify_model=modify_model)
     trainer.initialize()
-    trainer.wrap_model()
+    trainer.passes.wrap_model()
     seconds = []
     for _ in range(NUM_TIMED_STEPS):
         started_at = time.monotonic()

@@ -21,6 +21,7 @@ os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # more are processes that import torch
 
 from helpers import ROOT, SHARED, numbers_text, train_tiny
+from imitation import GRAPH_POOLS, ImitatedPool, imitate_graphs
 
 from prepare import PrepareConfig, prepare
 
@@ -39,6 +40,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest, so that no core waits for the last file."""
     order = {f"test_{name}": index for index, name in enumerate(LONG_TEST_FILES.split())}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add an option for a second run of the suite: CONTRIBUTING.md."""
+    text = "take the path of a GPU that replays graphs, on a CPU, in every test"
+    parser.addoption("--imitate-graphs", action="store_true", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Imitate graphs in every test with --imitate-graphs."""
+    if config.getoption("imitate_graphs"):
+        GRAPH_POOLS["cpu"] = ImitatedPool
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> type[ImitatedPool]:
+    """The path of a GPU that replays graphs, on a CPU; it counts captures and replays."""
+    return imitate_graphs(monkeypatch)
+
+
+@pytest.fixture
+def plain_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of a CPU, also with --imitate-graphs."""
+    monkeypatch.delitem(GRAPH_POOLS, "cpu", raising=False)
 
 
 @pytest.fixture(scope="session")

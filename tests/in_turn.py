@@ -20,7 +20,7 @@ from engine.core.sharding import load_parameters, local
 from engine.data.batches import Batches
 from engine.data.split import BatchSpec
 from engine.nn.loss import IGNORE_INDEX
-from engine.training import trainer as trainer_module
+from engine.training import passes as passes_module
 from engine.training.callbacks import MetricsFile, print_summary
 from engine.training.config import TrainConfig
 from engine.training.trainer import Callback, Trainer
@@ -168,7 +168,7 @@ def play(runs: list[Run]) -> None:
         for run in runs:
             config = dataclasses.replace(run.config, **run.other_settings if dist.rank else {})
             folder_of(config.out).mkdir(exist_ok=True)
-            trainer_module.total_memory = lambda device, run=run: run.memory
+            passes_module.total_memory = lambda device, run=run: run.memory
             stopper = StopAfter(run.stop if dist.rank == dist.size - 1 else math.inf)
             watcher = Watcher()
             holder = Holder()
@@ -186,7 +186,7 @@ def play(runs: list[Run]) -> None:
                     holder.note(trainer, "ended")
             assert trainer.step == min(run.stop, config.steps or trainer.step)
             # A DDP that outlives its process group may hang in its destructor.
-            assert trainer.ddp_model is trainer.model
+            assert trainer.passes.ddp_model is trainer.model
             record = {
                 "output": output.getvalue(),
                 "progress": trainer.budget.progress,

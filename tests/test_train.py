@@ -77,7 +77,7 @@ def full_run(numbers, tmp_path_factory) -> Path:
 # A complete run.
 
 
-def test_text_is_prepared_trained_on_and_sampled(run, tmp_path, monkeypatch):
+def test_text_is_prepared_trained_on_and_sampled(plain_steps, run, tmp_path, monkeypatch):
     (tmp_path / "numbers.txt").write_text(numbers_text(3000), encoding="utf-8")
     assert run("prepare.py", "numbers.txt", "--vocab-size", 300).returncode == 0
     imports = {"env": os.environ | {"PYTHONPROFILEIMPORTTIME": "1"}}  # on standard error
@@ -516,7 +516,7 @@ SHORT_FLAGS = ["--steps", 2, "--eval-every", 2, "--log-every", 2]
 CHANGEABLE_FLAGS = """
     --steps 4 --micro-batch-size 2 --eval-every 1 --eval-tokens 100 --save-every 1 --log-every 1
     --device cpu:0 --dtype bfloat16 --no-compile --checkpoint-activations --parallel fsdp
-    --timeout 60 --verify-data --deterministic --keep-checkpoints 5 --wandb
+    --timeout 60 --no-capture --verify-data --deterministic --keep-checkpoints 5 --wandb
     --learning-rate 0.5 --weight-decay 0 --beta1 0.5 --beta2 0.5 --momentum 0.5 --clip-norm 0
     --warmup-steps 1 --embedding-rate 2 --decay cosine --final-learning-rate 0.5
     --window-warmup 0.5 --score exact_match --score-examples 3 --best-by score
@@ -606,10 +606,10 @@ def test_with_a_document_mask_a_row_has_the_loss_of_its_documents_alone(document
             expected += F.cross_entropy(logits, row_targets[start:end], reduction="sum")
     compiled = torch.compile(run.model, backend="aot_eager")
     for model in (run.model, compiled):
-        loss = run.loss(model, inputs, targets)
+        loss = run.passes.loss(model, inputs, targets)
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     run.model.eval()
-    torch.testing.assert_close(run.loss(run.model, inputs, targets), loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(run.passes.loss(run.model, inputs, targets), loss, rtol=1e-5, atol=0)
     assert run.model(inputs, targets).item() != pytest.approx(loss.item(), rel=1e-3)
 
 

@@ -17,7 +17,7 @@ from engine.core.cli import shell_command
 from engine.core.errors import UserError
 from engine.data.dataset import Dataset, open_dataset, verify_dataset
 from engine.data.order import FIXED_POINT_ONE
-from engine.data.split import BatchSpec, MixedText, Split, token_ids
+from engine.data.split import PADDING_TOKEN, BatchSpec, MixedText, Split, token_ids
 from engine.data.tokenizer import Tokenizer
 from engine.nn.loss import IGNORE_INDEX
 
@@ -227,6 +227,7 @@ class Batches:
     split: Split
     spec: BatchSpec
     device: torch.device
+    length_multiple: int = 1  # of rows, which are padded up to their greatest length
 
     def __post_init__(self) -> None:
         self.thread = ThreadPoolExecutor(1)
@@ -249,6 +250,9 @@ class Batches:
         rows = self.split.rows(step, self.spec)
         numbers = np.arange(self.spec.batch_size)[self.spec.rank_slice]
         digest = sum(map(zlib.crc32, rows, numbers.tolist()))
+        num_missing = -(rows.shape[1] - 1) % self.length_multiple
+        num_missing = min(num_missing, self.spec.context_length + 1 - rows.shape[1])
+        rows = np.pad(rows, ((0, 0), (0, num_missing)), constant_values=PADDING_TOKEN)
         pair = inputs_and_targets(rows)
         return pair.pin_memory() if self.device.type == "cuda" else pair, digest
 

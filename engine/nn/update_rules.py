@@ -157,7 +157,12 @@ class Muon(GroupedOptimizer):
         update_list = list(itertools.compress(updates.unbind(), has_grad))
         matrices = list(itertools.compress(matrices, has_grad))
         torch._foreach_add_(update_list, matrices, alpha=group["weight_decay"] / scale)
-        torch._foreach_add_(matrices, update_list, alpha=-group["lr"] * scale)
+        step_size = -group["lr"] * scale
+        if isinstance(step_size, Tensor):  # in a CUDA graph
+            torch._foreach_mul_(update_list, step_size)
+            torch._foreach_add_(matrices, update_list)
+        else:
+            torch._foreach_add_(matrices, update_list, alpha=step_size)
 
 
 def compute_row_scale(row_squares: list[Tensor], updates: Tensor, height: int) -> Tensor:

@@ -292,7 +292,7 @@ def stream_sample(trainer: Trainer) -> Iterator[str]:
     stream = TextStream(tokenizer, prompt, FINAL_SAMPLE_TOKENS, stop_token_ids=ends)
     options: SamplingOptions = {**DEFAULT_OPTIONS, "seed": trainer.config.seed}
     try:
-        with trainer.decoder() as (model, dtype):
+        with trainer.passes.decoder() as (model, dtype):
             for _, text in complete_streams(model, [stream], cache_dtype=dtype, **options):
                 yield text
     except UserError as error:  # logits that are not finite

@@ -16,6 +16,7 @@ from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
 from engine.core.settings import build, field_values, load_settings, read_toml
 from engine.data.batches import dataset_paths
+from engine.nn.acceleration import GRAPH_POOLS
 from engine.nn.bounds import check_bounds
 from engine.training.optimizer import OptimizerConfig, OptimizerSettings, default_rates
 from engine.training.run_dir import list_checkpoints
@@ -76,6 +77,8 @@ class CommonConfig:
     log_every: Annotated[int, Ge(1)] = 10  # Steps between training records in metrics.jsonl.
     device: str = "auto"  # cpu, cuda, mps, or auto: the best available one.
     checkpoint_activations: bool = False  # Recompute blocks in the backward pass, to save memory.
+    # On one GPU: replay steps as CUDA graphs, in which Python code runs once.
+    capture: bool = True
     # Under torchrun: each rank holds the full model, or a shard of it.
     parallel: Literal["ddp", "fsdp"] = "ddp"
     # End the run after this many seconds without an answer from another rank.
@@ -176,6 +179,18 @@ class RunConfig(CommonConfig):
     def __post_init__(self) -> None:
         context_length = self.context_length or self.model.context_length
         object.__setattr__(self, "context_length", context_length)
+
+    def captures_steps(self, dist_ctx: DistributedContext) -> bool:
+        """Return whether training steps are replayed as CUDA graphs."""
+        is_alone = dist_ctx.size == 1 and not dist_ctx.sharded
+        # Recomputed dropout restores the state of a generator, which a capture may forbid.
+        restores_generator = self.checkpoint_activations and self.model.dropout > 0
+        can_capture = dist_ctx.device.type in GRAPH_POOLS and is_alone and not restores_generator
+        return self.capture and can_capture
+
+    def micro_batch_rows(self, dist_ctx: DistributedContext) -> int:
+        """Return the sequences of a rank in one forward pass."""
+        return self.micro_batch_size or self.batch_size // dist_ctx.size
 
 
 # A resumed run may change all others.

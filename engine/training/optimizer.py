@@ -13,6 +13,7 @@ from engine.core.device import fast_dtype
 from engine.core.distributed import SINGLE_PROCESS, DistributedContext
 from engine.core.errors import UserError
 from engine.core.sharding import local, shard_like
+from engine.nn.acceleration import GRAPH_POOLS, CapturedFunction, GraphPool
 from engine.nn.specs import Specs
 from engine.nn.update_rules import AdamW, GroupedOptimizer, Muon, ParamGroup
 from model import GPT
@@ -77,6 +78,7 @@ class OptimizerKind(NamedTuple):
     learning_rate: float | Callable[[int], float]  # or a function of d_model
     embedding_rate: float = 1.0  # of an untied token embedding
     is_for_matrices: bool = False  # of the blocks only, and AdamW updates the other parameters
+    is_capturable: bool = False  # in a CUDA graph: with a tensor as the learning rate
 
 
 def build_adamw(params: list[ParamGroup], config: OptimizerConfig, *_: Any) -> AdamW:
@@ -98,8 +100,9 @@ OPTIMIZER_KINDS = {
         0.014,
         embedding_rate=3.0,
         is_for_matrices=True,
+        is_capturable=True,
     ),
-    "adamw": OptimizerKind(build_adamw, adamw_learning_rate),
+    "adamw": OptimizerKind(build_adamw, adamw_learning_rate, is_capturable=True),
 }
 
 
@@ -141,8 +144,12 @@ class Optimizer:
         config: OptimizerConfig,
         dist_ctx: DistributedContext = SINGLE_PROCESS,
         dtype: torch.dtype = torch.float32,
+        pool: GraphPool | None = None,
     ):
-        """Update the parameters that require a gradient; ``dtype`` is that of matrix products."""
+        """Update the parameters that require a gradient; ``dtype`` is that of matrix products.
+
+        With a pool for captures, gradients stay where they are.
+        """
         self.config = config
         self.dist_ctx = dist_ctx
         named_params = model.named_parameters()
@@ -157,6 +164,11 @@ class Optimizer:
         self.optimizers = [kind.build(groups, config, dist_ctx, matrix_dtype)]
         if rest:
             self.optimizers.append(build_adamw(rest, config))
+        self.pool = pool
+        self.captured_norm = CapturedFunction(self._gradient_norm, pool)
+        self.captured_update = CapturedFunction(self.update, pool if kind.is_capturable else None)
+        # Also where nothing is captured, so that captured steps are equal to plain ones.
+        self.has_rate_in_tensor = kind.is_capturable and dist_ctx.device.type in GRAPH_POOLS
         self.is_loss_scaled = dtype == torch.float16
         loss_scale = INITIAL_LOSS_SCALE if self.is_loss_scaled else 1.0
         counts = dict.fromkeys(("good_steps", "skipped", "skipped_in_a_row"), 0.0)
@@ -186,8 +198,10 @@ class Optimizer:
             groups.setdefault((role, num_stacked, shape), empty_group)["params"] += params
         return list(groups.values())
 
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        return loss * self.loss_scaler["loss_scale"]
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss whose gradients are in the parameters."""
+        return self.loss_scaler["loss_scale"]
 
     def step(self, step: int, num_steps: float) -> tuple[float, Tensor]:
         """Clip the gradients, update every parameter, and drop the gradients.
@@ -196,31 +210,43 @@ class Optimizer:
         before clipping. Like torch.amp.GradScaler, it waits for the device once.
         """
         learning_rate = learning_rate_at(step, num_steps, self.config)
-        norm = self.clip_gradients()
+        norm = self.gradient_norm()
         is_clipped = 0 < self.config.clip_norm <= MAX_GRADIENT_NORM
         max_norm = math.inf if is_clipped else MAX_GRADIENT_NORM
         is_usable = bool(norm.isfinite() & (norm <= max_norm))
         if is_usable:
-            self.update(learning_rate)
-        for parameter in self.parameters.values():
-            parameter.grad = None
+            factor = self.clip_factor(norm)
+            if self.has_rate_in_tensor:
+                self.captured_update(torch.full_like(factor, learning_rate), factor)
+            else:
+                self.update(learning_rate, factor)
+        if self.pool is None or not self.pool.is_enabled:
+            for parameter in self.parameters.values():
+                parameter.grad = None
         self._update_loss_scaler(is_usable)
         return learning_rate, norm
 
-    def clip_gradients(self) -> Tensor:
-        """Undo the loss scale, clip the norm of all gradients, and return the unclipped norm."""
+    def gradient_norm(self) -> Tensor:
+        """Return the norm of all gradients, without the loss scale."""
+        return self.captured_norm() / self.loss_scale
+
+    def _gradient_norm(self) -> Tensor:
+        """Return the norm of all gradients, with the loss scale."""
         grads = [param.grad for param in self.parameters.values() if param.grad is not None]
-        loss_scale = self.loss_scaler["loss_scale"]
-        norm = self.dist_ctx.norm(grads) / loss_scale
+        return self.dist_ctx.norm(grads)
+
+    def clip_factor(self, norm: Tensor) -> Tensor:
+        """Return the factor that undoes the loss scale and clips gradients of this norm."""
         factor = torch.ones_like(norm)
         if self.config.clip_norm:
             factor = (self.config.clip_norm / (norm + 1e-6)).clamp(max=1)
-        if self.config.clip_norm or self.is_loss_scaled:
-            torch._foreach_mul_([local(grad) for grad in grads], factor / loss_scale)
-        return norm
+        return factor / self.loss_scale
 
-    def update(self, learning_rate: float) -> None:
-        """Update every parameter from its gradient."""
+    def update(self, learning_rate: float | Tensor, factor: Tensor) -> None:
+        """Multiply the gradients by a factor, and update every parameter from them."""
+        if self.config.clip_norm or self.is_loss_scaled:
+            grads = [param.grad for param in self.parameters.values() if param.grad is not None]
+            torch._foreach_mul_([local(grad) for grad in grads], factor)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * group["lr_scale"]
@@ -282,5 +308,5 @@ class Optimizer:
                 states[name][key] = shard_like(value, self.parameters[name])
         for optimizer in self.optimizers:  # moves scalars to the devices that they must be on
             optimizer.load_state_dict(optimizer.state_dict())
-        if self.is_loss_scaled != (self.loss_scaler["loss_scale"] > 1):  # the dtype changed
+        if self.is_loss_scaled != (self.loss_scale > 1):  # the dtype changed
             self.loss_scaler["loss_scale"] = INITIAL_LOSS_SCALE if self.is_loss_scaled else 1.0

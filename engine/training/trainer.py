@@ -1,20 +1,18 @@
 """The trainer: model, optimizer, batches, budget and callbacks of the training loop."""
 
-import contextlib
 import itertools
 import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.core import sharding
 from engine.core.cli import say, warn
-from engine.core.device import DTYPE_BY_NAME, mixed_precision, total_memory
+from engine.core.device import DTYPE_BY_NAME
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError, is_bug
 from engine.core.settings import flatten
@@ -22,9 +20,6 @@ from engine.data.batches import Batches, Mixture
 from engine.data.chats.examples import NO_SYSTEM_NOTE
 from engine.data.split import BatchSpec
 from engine.generation.scores import Question
-from engine.nn.acceleration import checkpoint_activations, compile_modules
-from engine.nn.attention import DocumentAttention
-from engine.nn.inference import build_decoder
 from engine.nn.lora import add_lora
 from engine.nn.specs import draw_initial_values
 from engine.runs.checkpoint import Checkpoint, rank_evaluation
@@ -32,12 +27,13 @@ from engine.training.budget import Budget, make_budget
 from engine.training.config import RunConfig
 from engine.training.estimate import lora_arguments
 from engine.training.optimizer import Optimizer
+from engine.training.passes import Passes
 from engine.training.resolve import changed_settings, init_token_rows, learns_chats, split_token_ids
 from engine.training.run_dir import RunDir, find_base
-from model import GPT, Block
+from model import GPT
 
 CHECKPOINT_BYTES_PER_SECOND = 5e8  # written and hashed
-WARMUP_WINDOW_TOKENS = 16
+CAPTURED_LENGTH_MULTIPLE = 64  # of padded examples, for few lengths
 
 Record = dict[str, Any]  # of metrics.jsonl
 
@@ -81,7 +77,6 @@ class Trainer:
         self.callbacks = list(callbacks)
 
         dtype = DTYPE_BY_NAME[config.dtype]
-        self.autocast = partial(mixed_precision, dtype, dist_ctx.device)
         torch.manual_seed(config.seed)
         with torch.device("meta"):
             model = GPT(config.model)
@@ -92,14 +87,15 @@ class Trainer:
                 modify_model(model)
         self.base_reference: dict[str, Any] | None = None  # of LoRA, on the main process
         self.model: GPT = sharding.shard_and_allocate(model, dist_ctx, dtype)
-        self.ddp_model: nn.Module = self.model  # averages gradients over the ranks
-        self.reduce_every_microbatch = False
-        self.optimizer = Optimizer(self.model, config.optimizer, dist_ctx, dtype)
+        self.passes = Passes(self.model, config, dist_ctx, data)
+        pool = self.passes.acceleration.pool
+        self.optimizer = Optimizer(self.model, config.optimizer, dist_ctx, dtype, pool)
 
         context_length = config.context_length
         rank_slice = dist_ctx.rank_slice(config.batch_size)
         spec = BatchSpec(context_length, config.seed, config.batch_size, rank_slice)
-        self.batches = Batches(data.train, spec, dist_ctx.device)
+        length_multiple = CAPTURED_LENGTH_MULTIPLE if pool else 1
+        self.batches = Batches(data.train, spec, dist_ctx.device, length_multiple)
         self.tokens_per_step = data.train.tokens_per_step(config.batch_size, context_length)
 
         self.step = 0
@@ -111,6 +107,7 @@ class Trainer:
         self.warnings: set[str] = set()  # each is printed once
         self.changes: list[dict[str, Any]] = []  # settings changed by each resume
         self.budget = Budget({}, steps=config.steps or math.inf)
+        self.passes.budget = self.budget
 
     def __enter__(self) -> "Trainer":
         return self
@@ -118,7 +115,7 @@ class Trainer:
     def __exit__(self, error_type: type[BaseException] | None, *error: Any) -> None:
         self.failed = error_type is not None
         self.notify("on_train_end")
-        self.ddp_model = self.model  # DDP must be freed before its process group
+        self.passes.ddp_model = self.model  # DDP must be freed before its process group
 
     def say(self, text: str, end: str = "\n") -> None:
         """Print on the main process."""
@@ -207,68 +204,6 @@ class Trainer:
             yield from self.dist_ctx.broadcast_tensors(frozen)
         yield from self.run_dir.distribute(checkpoint.model())
 
-    def wrap_model(self) -> None:
-        """Apply activation checkpointing, compilation and data parallelism to the model."""
-        config = self.config
-        if config.checkpoint_activations:
-            checkpoint_activations(self.model)
-        rows = config.micro_batch_size or self.config.batch_size // self.dist_ctx.size
-        shape = (2, rows, self.data.row_length(config.context_length))
-        example = torch.zeros(shape, dtype=torch.long, device=self.dist_ctx.device)
-        with self.autocast():
-            if config.compile:
-                modules = list(self.model.blocks) if self.dist_ctx.sharded else [self.model]
-                error = compile_modules(modules, lambda: self.loss(self.model, *example).backward())
-                if error and self.dist_ctx.is_main_process:
-                    warn(f"training continues without compilation, which failed: {error}")
-                self.model.zero_grad()
-            self.ddp_model = sharding.wrap_ddp(self.model, self.dist_ctx, *example)
-        if self.dist_ctx.sharded and rows * self.dist_ctx.size < self.config.batch_size:
-            sizes = (self.model.num_parameters, total_memory(self.dist_ctx.device))
-            is_too_large = sharding.should_reduce_every_microbatch(*sizes)
-            self.reduce_every_microbatch = self.dist_ctx.any(is_too_large)
-        if self.reduce_every_microbatch:
-            self.say("gradients are reduced after each micro-batch, to save memory")
-
-    @contextlib.contextmanager
-    def attention_window_warmup(self) -> Iterator[None]:
-        """Early in the run, let the first block attend to the last few positions only.
-
-        Its heads then learn early to attend to the previous token. The induction heads of the next
-        block need that (Olsson et al. 2022).
-        """
-        attention = cast(Block, self.model.blocks[0]).attention
-        window = attention.window
-        if self.budget.progress < self.config.optimizer.window_warmup:
-            attention.window = min(window or WARMUP_WINDOW_TOKENS, WARMUP_WINDOW_TOKENS)
-        try:
-            yield
-        finally:
-            attention.window = window
-
-    @contextlib.contextmanager
-    def decoder(self) -> Iterator[tuple[GPT, torch.dtype | None]]:
-        """Yield the model for generating text, and the dtype of its cached keys and values.
-
-        A sharded model computes in the dtype of the run, whatever that of its weights.
-        """
-        if not self.dist_ctx.sharded:
-            yield build_decoder(self.model), None
-            return
-        with self.autocast():
-            yield self.model.eval(), DTYPE_BY_NAME[self.config.dtype]
-        self.model.train()
-
-    def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of a micro-batch, (B, T) each, summed over its targets."""
-        if not self.config.document_mask:
-            return model(inputs, targets)
-        dropout_p = self.config.model.dropout if model.training else 0.0
-        windows = [cast(Block, block).attention.window for block in self.model.blocks]
-        start = self.data.document_start or 0  # resolve() checks that there is one
-        caches = {w: DocumentAttention(inputs, start, w, dropout_p) for w in {*windows}}
-        return model(inputs, targets, [caches[window] for window in windows])
-
     # Time.
 
     @property
@@ -283,6 +218,7 @@ class Trainer:
         eval_tokens = sum(min(size, self.config.eval_tokens or size) for size in sizes)
         state = checkpoint.state if checkpoint else None
         self.budget = make_budget(self.config, self.dist_ctx, started_at, state)
+        self.passes.budget = self.budget
         self.budget.eval_cost_steps = eval_tokens / self.tokens_per_step / 3  # no backward pass
         self.budget.save_cost_seconds = self.save_seconds
         self.budget.update(self.step)

@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import train
-from engine.nn.acceleration import checkpoint_activations, compile_modules
+from engine.nn.acceleration import checkpoint_activations, compile_methods
 
 
 @pytest.fixture(autouse=True)
@@ -44,15 +44,18 @@ def test_checkpointed_activations_give_the_same_gradients_in_less_memory(name):
     assert list(model.state_dict()) == names
 
 
-def test_modules_are_compiled_by_the_warmup(monkeypatch):
+def test_methods_are_compiled_in_place_until_that_is_undone(monkeypatch):
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     layer = nn.Linear(4, 1)
-    assert compile_modules([layer], lambda: layer(torch.ones(2, 4)).sum().backward()) == ""
-    assert counter.frame_count == 1
-    layer(torch.ones(2, 4))
-    assert counter.frame_count == 1
+    undo = compile_methods([(layer, "forward")])
+    for num_rows in (2, 2):
+        layer(torch.ones(num_rows, 4))
+        assert counter.frame_count == 1
     assert list(layer.state_dict()) == ["weight", "bias"]
+    undo()
+    layer(torch.ones(3, 4))
+    assert counter.frame_count == 1
 
 
 def test_checkpointed_blocks_compile():

@@ -11,7 +11,7 @@ from torch import nn
 
 from engine.generation.decoding_engine import DecodingEngine
 from engine.nn import inference
-from engine.nn.acceleration import checkpoint_activations, compile_modules
+from engine.nn.acceleration import checkpoint_activations, compile_methods
 from engine.nn.inference import Int8Linear, PackedLinear, build_decoder
 from model import Block, FeedForward, MultiHeadAttention
 
@@ -170,7 +170,7 @@ def test_what_speeds_up_training_is_not_copied(decoder_of, is_compiled):
     expected = decode(model, [[1, 2]], 8, temperature=0)
     checkpoint_activations(model)
     if is_compiled:
-        compile_modules([model], lambda: None)  # which would compile at the first call
+        compile_methods([(model, "forward")])  # which would compile at the first call
     decoder = decoder_of(model)
     assert not any("forward" in vars(module) for module in decoder.modules())
     assert decode(decoder, [[1, 2]], 8, temperature=0) == expected

@@ -87,9 +87,9 @@ def test_another_loss_of_logits_needs_no_gradient_of_its_own(monkeypatch, rows):
 
 
 def test_another_training_loss_leaves_the_validation_loss_as_it_is(monkeypatch):
+    monkeypatch.setattr(model_module, "training_loss", lambda x, *others: x.square().sum())
     model = random_model(VARIANTS["default"])
     tokens, targets = torch.randint(37, (2, 3, 16)).unbind(0)
-    monkeypatch.setattr(model_module, "training_loss", lambda x, *others: x.square().sum())
     expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
     torch.testing.assert_close(model.eval()(tokens, targets), expected)
     assert not torch.isclose(model.train()(tokens, targets), expected)

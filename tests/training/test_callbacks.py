@@ -79,7 +79,7 @@ def test_callbacks_of_a_run_that_never_started_are_closed(numbers, tmp_path):
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_null_and_counted_and_training_continues(
-    numbers, tmp_path, capsys, factor
+    plain_steps, numbers, tmp_path, capsys, factor
 ):
     callbacks = [SpoilLoss({2}, factor), MetricsFile(), Terminal()]
     print_summary(train_with(callbacks, numbers, tmp_path, "--steps", 6, "--eval-every", 3))

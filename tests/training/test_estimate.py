@@ -164,7 +164,7 @@ def test_optimizer_has_the_estimated_state_and_temporary_tensors(optimizer):
     built = Optimizer(gpt, config.optimizer)
     for parameter in gpt.parameters():
         parameter.grad = torch.randn_like(parameter)
-    step_bytes = peak_allocated(lambda: built.update(0.1))
+    step_bytes = peak_allocated(lambda: built.update(0.1, torch.ones(())))
     state_bytes = sum(tensor.nbytes for tensor in built.state().values())
     state, update = optimizer_bytes(config)
     assert state == pytest.approx(state_bytes, rel=0.005)

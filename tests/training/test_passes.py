@@ -1,0 +1,182 @@
+"""Captured steps are plain steps, compiled seldom; without what fails, training continues."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from helpers import Action, StopAfter, assert_same_run, logged, make_dataset, train_tiny
+from torch._dynamo.testing import CompileCounter
+
+from engine.training.trainer import Callback, Trainer
+
+# Three micro-batches, dropout, two windows of the first block.
+FLAGS = ["--batch-size", 6, "--micro-batch-size", 2, "--dropout", 0.1, "--window-warmup", 0.4]
+FLAGS += ["--steps", 12, "--eval-every", 5, "--seed", 3]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Examples of many lengths."""
+    folder = tmp_path_factory.mktemp("pairs")
+    rows = [{"prompt": f"{n}", "completion": "so " * (n % 40 + 1)} for n in range(300)]
+    fields = {"prompt_field": "prompt", "completion_field": "completion"}
+    return make_dataset(folder, rows, **fields)
+
+
+def run_twice(data, folder, *flags, **options) -> list:
+    """Train with and without captured steps; return the folders."""
+    for name, capture in (("captured", "--capture"), ("plain", "--no-capture")):
+        train_tiny(data, folder / name, *flags, capture, **options)
+    return [folder / "captured", folder / "plain"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_captures"),
+    [
+        ([], 2 * 2 + 2),  # first and later micro-batches in two windows, norm and update
+        (["--window-warmup", 0, "--checkpoint-activations", "--dropout", 0], 2 + 2),
+        (["--checkpoint-activations"], 0),
+        (["--optimizer", "adamw", "--clip-norm", 0, "--micro-batch-size", 0], 2 + 2),
+        (["--dtype", "float16", "--document-mask", "--windows", 5], 2 + 2),
+        (["--tie-embeddings", "--num-kv-heads", 1, "--dtype", "bfloat16"], 6),
+    ],
+    ids=str,
+)
+def test_a_captured_run_is_a_plain_run(graphs, numbers, tmp_path, flags, num_captures):
+    if "--document-mask" in flags:
+        numbers = make_dataset(tmp_path, [{"text": "abc " * (n % 9)} for n in range(500)])
+    assert_same_run(*run_twice(numbers, tmp_path, *FLAGS, *flags))
+    assert graphs.captures == num_captures
+
+
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_a_run_resumes_bit_for_bit_with_and_without_capture(graphs, numbers, tmp_path, is_captured):
+    train_tiny(numbers, tmp_path / "uninterrupted", *FLAGS)
+    for flags, step in (([], 5), (["--resume"], 9), (["--resume"], math.inf)):
+        capture = "--capture" if is_captured == (step == 9) else "--no-capture"
+        stop = StopAfter(step)
+        train_tiny(numbers, tmp_path / "stopped", *FLAGS, *flags, capture, should_stop=stop)
+    assert_same_run(tmp_path / "stopped", tmp_path / "uninterrupted")
+
+
+def test_few_lengths_of_examples_are_captured(graphs, pairs, tmp_path, monkeypatch):
+    flags = ["--context-length", 160, "--steps", 30, "--batch-size", 2]
+    captured, plain = run_twice(pairs, tmp_path, *flags)
+    assert graphs.captures == 2 + 2  # lengths of 64 and 128, norm and update
+    assert logged(captured, "train_loss") == pytest.approx(logged(plain, "train_loss"), abs=1e-4)
+    assert logged(captured, "batch_digest") == logged(plain, "batch_digest")
+    monkeypatch.setattr("engine.nn.acceleration.MAX_GRAPHS", 1)
+    train_tiny(pairs, tmp_path / "one", *flags)
+    assert_same_run(tmp_path / "one", captured)
+
+
+class SpoilWeights(Callback):
+    """Makes the weights of one step not finite, where they are."""
+
+    def on_step(self, trainer: Trainer) -> None:
+        weight = trainer.model.token_embedding.weight.data
+        if trainer.step == 5:
+            self.state = [param.clone() for param in trainer.model.parameters()]
+            self.row = weight[3].clone()
+            weight[3] = torch.nan
+        if trainer.step == 6:
+            weight[3] = self.row
+            params = trainer.model.parameters()
+            assert all(torch.equal(*pair) for pair in zip(params, self.state, strict=True))
+
+
+def test_a_captured_step_that_is_not_finite_changes_nothing(graphs, numbers, tmp_path):
+    flags = [*FLAGS, "--eval-every", 12]
+    for run in run_twice(numbers, tmp_path, *flags, callbacks=[SpoilWeights()]):
+        assert logged(run, "skipped_steps")[12] == 1
+    assert_same_run(tmp_path / "captured", tmp_path / "plain")
+
+
+def add_waiting_hook(trainer: Trainer) -> None:
+    """Let the device be waited for in each forward pass."""
+    trainer.model.final_norm.register_forward_hook(
+        lambda layer, _, y: y * y.abs().max().item() ** 0
+    )
+
+
+def add_changing_parameter(trainer: Trainer) -> None:
+    """Give one parameter a gradient in some steps only."""
+
+    def hook(layer: torch.nn.Module, inputs: tuple, y: torch.Tensor) -> torch.Tensor:
+        return y.detach() if trainer.step % 4 == 1 else y
+
+    trainer.model.blocks[1].feed_forward.register_forward_hook(hook)
+
+
+@pytest.mark.parametrize("add_hook", [add_waiting_hook, add_changing_parameter])
+def test_what_cannot_be_captured_runs_plainly_with_one_warning(
+    graphs, numbers, tmp_path, capsys, add_hook
+):
+    class Hook(Callback):
+        def on_train_start(self, trainer: Trainer) -> None:
+            add_hook(trainer)
+
+    assert_same_run(*run_twice(numbers, tmp_path, *FLAGS, callbacks=[Hook()]))
+    assert capsys.readouterr().err.count("warning") == 1
+
+
+@pytest.fixture
+def counter(monkeypatch):
+    """A count of what is compiled."""
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    torch.compiler.reset()
+    yield counter
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_compiled"),
+    [
+        (["--window-warmup", 0], 3),  # blocks in training and in evaluation, and the loss
+        (["--context-length", 24], 4),  # also the first block with its window
+        (["--window-warmup", 0, "--no-capture"], 2),  # the model in training and in evaluation
+    ],
+)
+def test_a_run_compiles_little_and_only_before_its_first_step(
+    graphs, numbers, tmp_path, counter, flags, num_compiled
+):
+    counts = []
+    count = Action(1, lambda: counts.append(counter.frame_count))
+    flags = [*FLAGS, "--dropout", 0, *flags]
+    train_tiny(numbers, tmp_path / "compiled", *flags, "--compile", callbacks=[count])
+    assert counts == [num_compiled] and counter.frame_count == num_compiled
+    train_tiny(numbers, tmp_path / "plain", *flags)
+    losses = [logged(tmp_path / name, "val_loss") for name in ("compiled", "plain")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_examples_of_all_lengths_are_compiled_once(graphs, pairs, tmp_path, counter):
+    flags = ["--context-length", 160, "--steps", 30, "--batch-size", 2, "--compile"]
+    train_tiny(pairs, tmp_path / "run", *flags)
+    assert graphs.captures == 2 + 2 and counter.frame_count == 3
+
+
+@pytest.mark.parametrize("num_calls", [0, 40])
+def test_training_continues_without_a_compiler_that_fails_at_any_time(
+    graphs, numbers, tmp_path, monkeypatch, capsys, num_calls
+):
+    calls = []
+
+    def compile_for_some_calls(function, **options):
+        def compiled(*arguments):
+            calls.append(1)
+            if len(calls) > num_calls:
+                raise RuntimeError("the compiler failed")
+            return function(*arguments)
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", compile_for_some_calls)
+    flags = [*FLAGS, "--compile"]
+    train_tiny(numbers, tmp_path / "compiled", *flags, "--no-capture")
+    train_tiny(numbers, tmp_path / "plain", *FLAGS, "--no-capture")
+    assert_same_run(tmp_path / "compiled", tmp_path / "plain")
+    errors = capsys.readouterr().err
+    assert errors.count("warning") == 1 and "the compiler failed" in errors
