@@ -14,6 +14,8 @@ IGNORE_INDEX = -1  # the target of positions that are not counted
 MAX_LOGITS = 2**25  # float32 logits (rows, V) in memory at one time: 128 MiB
 MAX_CACHED_LOGITS = 2**21  # on a CPU, to stay in its caches; MIN_CHUNK_ROWS has priority
 MIN_CHUNK_ROWS = 512  # on a CPU: products of fewer rows are slow
+MAX_FUSED_ROWS = 16_384  # of logits in the dtype of their product, which a compiler reads at once
+MAX_FUSED_LOGITS = 2**30
 
 # Logits (N, V) and targets (N,) → the gradient (N, V) of the summed loss, and the loss.
 GradAndValue = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -58,17 +60,39 @@ def cross_entropy_grad_and_value(logits: Tensor, targets: Tensor) -> tuple[Tenso
     return grad, value
 
 
+def fused_grad_and_value(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return :func:`cross_entropy_grad_and_value` by operations that a compiler fuses.
+
+    Logits have any dtype. Comparing ids with the targets avoids a scatter.
+    """
+    wide = logits.float()
+    log_sum = wide.logsumexp(dim=-1, keepdim=True)
+    is_counted = (targets != IGNORE_INDEX)[:, None]
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    probability = (wide - log_sum).exp()
+    grad = torch.where(ids == targets[:, None], probability - 1, probability) * is_counted
+    target_logits = wide.gather(-1, targets.clamp(min=0)[:, None])
+    return grad, ((log_sum - target_logits) * is_counted).sum()
+
+
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
     """Squash logits smoothly into ± cap (Gemma Team 2024); 0 leaves them unchanged."""
     return cap * torch.tanh(logits.float() / cap) if cap else logits
 
 
-def max_chunk_rows(weight: Tensor) -> int:
+def max_chunk_rows(weight: Tensor, is_fused: bool = False) -> int:
     """Return the number of rows whose logits, (rows, V), exist at one time."""
+    if is_fused:
+        return max(1, min(MAX_FUSED_ROWS, MAX_FUSED_LOGITS // len(weight)))
     num_rows = max(1, MAX_LOGITS // len(weight))
     if weight.device.type == "cpu" and not torch.compiler.is_compiling():
         num_rows = min(num_rows, max(MIN_CHUNK_ROWS, MAX_CACHED_LOGITS // len(weight)))
     return num_rows
+
+
+def is_compiled_on_gpu(weight: Tensor) -> bool:
+    """Return whether a compiler fuses operations for a GPU, at the time of this call."""
+    return weight.is_cuda and torch.compiler.is_compiling()
 
 
 def chunked_loss(
@@ -89,7 +113,10 @@ class ChunkedLoss(torch.autograd.Function):
         ctx, grad_and_value: GradAndValue, x: Tensor, weight: Tensor, targets: Tensor, cap: float
     ) -> Tensor:
         """Return the loss; keep the gradients with respect to x and weight."""
-        num_rows = max_chunk_rows(weight)
+        is_fused = grad_and_value is cross_entropy_grad_and_value and is_compiled_on_gpu(weight)
+        if is_fused:
+            grad_and_value = fused_grad_and_value
+        num_rows = max_chunk_rows(weight, is_fused)
         dtype = F.linear(x[:0], weight[:0]).dtype  # that of products, also under autocast
         w = weight.to(dtype)
         total = torch.zeros((), device=x.device)
@@ -99,7 +126,8 @@ class ChunkedLoss(torch.autograd.Function):
             weight_grad = torch.zeros_like(weight, dtype=torch.float32)
         x_chunks = x.to(dtype).split(num_rows)
         for x_chunk, target_chunk in zip(x_chunks, targets.split(num_rows), strict=True):
-            logits = soft_cap((x_chunk @ w.T).float(), cap)  # (num_rows, V)
+            logits = x_chunk @ w.T  # (num_rows, V)
+            logits = soft_cap(logits if is_fused else logits.float(), cap)
             grad, loss = grad_and_value(logits, target_chunk)
             if cap:
                 grad = grad * (1 - (logits / cap).square())  # the derivative of soft_cap

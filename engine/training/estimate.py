@@ -140,9 +140,13 @@ def loss_bytes(config: RunConfig, num_tokens: int, is_gpu: bool) -> float:
     V = config.model.vocab_size
     itemsize = DTYPE_BY_NAME[config.dtype].itemsize
     weight = torch.empty(V, 0, device="meta" if is_gpu else "cpu")
-    num_logits = min(num_tokens, max_chunk_rows(weight)) * V
-    num_bytes = 4 * (3 if config.model.logit_softcap else 2) * num_logits
-    num_bytes += itemsize * num_logits * (itemsize < 4)  # their gradient, for products
+    is_fused = is_gpu and config.compile
+    num_logits = min(num_tokens, max_chunk_rows(weight, is_fused)) * V
+    if is_fused:  # logits and their gradient
+        num_bytes = (4 if config.model.logit_softcap else 2) * itemsize * num_logits
+    else:
+        num_bytes = 4 * (3 if config.model.logit_softcap else 2) * num_logits
+        num_bytes += itemsize * num_logits * (itemsize < 4)  # their gradient, for products
     is_trained = not config.lora_rank or config.train_tokens
     num_bytes += 3 * 4 * D * (V * is_trained + num_tokens)  # measured: three copies
     is_converted = is_trained or config.frozen_dtype != config.dtype
@@ -163,8 +167,8 @@ def estimate_memory(config: RunConfig, rows: int, dist_ctx: DistributedContext) 
     """Return the bytes that a rank needs, by purpose, for micro-batches of ``rows`` sequences.
 
     With FSDP, a rank also has the full weights of two blocks and of all modules outside the blocks.
-    It has the full gradients of one block, or of all while micro-batches accumulate. With DDP, it
-    has a second copy of the gradients. On a CPU, the memory of the process counts too.
+    It has the full gradients of one block, or of all while micro-batches accumulate. With DDP and
+    captured steps, it has a second copy of the gradients. On a CPU, the memory of the process counts too.
     """
     model = build_meta_model(config.model, lora_arguments(config))
     weights = sum(parameter.nbytes for parameter in model.parameters())
@@ -173,7 +177,8 @@ def estimate_memory(config: RunConfig, rows: int, dist_ctx: DistributedContext) 
     state, update = optimizer_bytes(config)
     shards = 1
     gathered_bytes = 0
-    num_buffered = num_params if dist_ctx.size > 1 else 0
+    has_buffers = dist_ctx.size > 1 or config.captures_steps(dist_ctx)
+    num_buffered = num_params if has_buffers else 0
     if dist_ctx.sharded:
         shards = dist_ctx.size
         block_params = sum(parameter.numel() for parameter in model.blocks[0].parameters())
@@ -270,7 +275,7 @@ def describe_plan(
     speed = utilization * measure_matmul_flops(device, DTYPE_BY_NAME[config.dtype])
     h100_speed = GPU_UTILIZATION * H100_FLOPS
     h100 = torch.device("cuda")
-    h100_config = replace(config, dtype="bfloat16")
+    h100_config = replace(config, dtype="bfloat16", compile=True)
     here = DistributedContext(device=device)
     plans = {"here": (config, here, speed)}
     if config.init_from:

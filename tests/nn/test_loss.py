@@ -47,9 +47,20 @@ def test_a_loss_is_the_definition_whole_or_in_chunks(monkeypatch, loss, rows, ca
 
 @pytest.mark.parametrize("cap", [0.0, 3.0])
 @pytest.mark.parametrize("rows", [100, 5], ids=["whole", "in chunks"])
-@pytest.mark.parametrize("name", ["plain", "z-loss"])
+@pytest.mark.parametrize("name", ["plain", "fused", "z-loss"])
 def test_compiled_and_eager_training_have_one_loss(monkeypatch, name, rows, cap):
     monkeypatch.setattr(loss_module, "MAX_LOGITS", rows * 37)
+    if name == "fused":
+        monkeypatch.setattr(loss_module, "MAX_FUSED_ROWS", rows)
+        is_compiling = torch.compiler.is_compiling
+        monkeypatch.setattr(loss_module, "is_compiled_on_gpu", lambda weight: is_compiling())
+        plain = loss_module.cross_entropy_grad_and_value
+
+        def refuse_compilation(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            assert not is_compiling()
+            return plain(*inputs)
+
+        monkeypatch.setattr(loss_module, "cross_entropy_grad_and_value", refuse_compilation)
     x, weight, targets = random_output()
     targets[::5] = IGNORE_INDEX
     loss = training_loss
@@ -66,6 +77,15 @@ def test_a_second_derivative_is_refused_and_not_wrong():
     loss = training_loss(x, weight, targets)
     with pytest.raises(RuntimeError, match="create_graph"):
         torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_the_fused_loss_reads_logits_of_16_bits():
+    torch.manual_seed(0)
+    logits = 5 * torch.randn(48, 37).bfloat16()
+    targets = torch.randint(-1, 37, (48,))
+    actual = loss_module.fused_grad_and_value(logits, targets)
+    expected = loss_module.cross_entropy_grad_and_value(logits.float(), targets)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def z_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -179,9 +179,12 @@ def test_fsdp_divides_all_but_what_is_gathered():
     block = 12 * 4096**2
     other_params = num_params - 32 * block
     assert other_params == 2 * 50304 * 4096
-    config = RunConfig(model=model, batch_size=64, dtype="bfloat16")
+    config = RunConfig(model=model, batch_size=64, dtype="bfloat16", capture=False)
     sharded = DistributedContext(0, 8, GPU, sharded=True)
     single = estimate_memory(config, 8, DistributedContext(device=GPU))
+    captured = dataclasses.replace(config, capture=True)
+    captured_memory = estimate_memory(captured, 8, DistributedContext(device=GPU))
+    assert captured_memory["gradients"] == 2 * single["gradients"]
     ddp = estimate_memory(config, 8, DistributedContext(0, 8, GPU))
     fsdp = estimate_memory(config, 8, sharded)
     assert single["weights"] == single["gradients"] == 4 * num_params
