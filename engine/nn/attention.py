@@ -44,7 +44,10 @@ def attend(
     T = query.shape[-2]
     S = key.shape[-2]
     if 0 < window < T:
-        return sliding_window_attention(query, key, value, dropout_p, window)
+        compute = sliding_window_attention
+        if torch.compiler.is_compiling() and has_wrong_gradient(query, key):
+            compute = torch.compiler.disable(sliding_window_attention)
+        return compute(query, key, value, dropout_p, window)
     if 0 < window < S:
         S = min(S, T + window - 1)
         key = key[:, :, -S:]
@@ -65,6 +68,12 @@ def attend(
         is_causal=True if is_square else False,  # noqa: SIM210  SDPA refuses a symbolic bool
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def has_wrong_gradient(query: Tensor, key: Tensor) -> bool:
+    """Return whether torch 2.11 would compile a wrong sum of the gradients of a group's heads."""
+    is_grouped = query.shape[1] != key.shape[1]
+    return is_grouped and query.dtype == torch.float32 and query.device.type == "cuda"
 
 
 def attend_from_last(

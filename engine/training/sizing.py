@@ -13,6 +13,7 @@ from engine.core.cli import say
 from engine.core.distributed import DistributedContext
 from engine.core.settings import flatten
 from engine.data.batches import Mixture
+from engine.nn.acceleration import GRAPH_POOLS
 from engine.training.config import (
     DEFAULT_STEPS,
     MAX_CHARACTER_VOCAB_SIZE,
@@ -29,6 +30,7 @@ MAX_OVERFITTING = 20
 MIN_OVERFITTING_LIMIT = 2
 MAX_OVERFITTING_RATIO = 2  # to that for which the regularization was chosen
 TIMED_TOKENS = 1e6  # the length of the run whose step is timed
+MAX_TIMING = 0.1  # fraction of the time until the end, on a GPU
 
 
 @dataclass(frozen=True)
@@ -118,17 +120,23 @@ class SizeSearch:
     def for_time(self, end: float, measure: Callable[[RunConfig, Mixture], float]) -> Size:
         """Return the best size until a time. The best depth and the next one are timed."""
         speeds: dict[int, float] = {}
+        started_at = time.monotonic()
         depth = self.depths[0]
         while depth not in speeds:
             timed = self.make_size(depth, TIMED_TOKENS)
             config = make_run_config(self.config, timed.settings, self.dist_ctx)
             config = replace(config, optimizer=replace(config.optimizer, window_warmup=0.0))
+            if config.captures_steps(self.dist_ctx):  # to compile takes longer than to train
+                config = replace(config, compile=False)
             row_length = self.data.row_length(config.context_length)
             config = fit_micro_batches(config, self.dist_ctx, row_length)
             speeds[depth] = timed.step_tokens * timed.operations / measure(config, self.data)
             seconds = self.dist_ctx.broadcast(max(1.0, end - time.monotonic()))
             best = self.best_size(seconds, speeds)
             depth = best.depth
+            is_late = started_at + MAX_TIMING * (end - started_at) < time.monotonic()
+            if self.dist_ctx.any(is_late and self.dist_ctx.device.type in GRAPH_POOLS):
+                break
             if depth in speeds and depth < self.depths[-1]:
                 depth += self.depths.step
         return best

@@ -137,3 +137,20 @@ def test_attention_inside_documents_is_that_of_each_alone(T, window, dtype):
         rows.append(torch.cat(parts, dim=2))
     tolerance = 1e-5 if dtype == torch.float32 else 0.07
     assert_same_gradients(mixed, torch.cat(rows), inputs, tolerance)
+
+
+@pytest.mark.parametrize("num_groups", [3, 1])
+def test_a_window_is_not_compiled_where_its_gradient_would_be_wrong(num_groups, monkeypatch):
+    name = "engine.nn.attention.has_wrong_gradient"
+    monkeypatch.setattr(name, lambda query, key: query.shape[1] != key.shape[1])
+    compiled_functions = []
+
+    def collect(graph, inputs):
+        compiled_functions.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    inputs = random_heads(50, 50, torch.float32, num_groups=num_groups)
+    mixed = torch.compile(attend, backend=collect)(*inputs, window=9)
+    assert any("pad" in name for name in compiled_functions) == (num_groups == 3)
+    assert_same_gradients(mixed, attention_definition(*inputs, 9), inputs, 1e-5)
+    torch.compiler.reset()

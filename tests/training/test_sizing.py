@@ -275,3 +275,19 @@ def test_a_run_resumes_with_its_sizes_and_ends_when_more_would_overfit(
     run = train.train(dataclasses.replace(config, resume=True), SINGLE_PROCESS, [])
     assert run.config == dataclasses.replace(interrupted.config, resume=True)
     assert run.step == run.config.steps
+
+
+def test_little_of_a_run_on_a_gpu_goes_by_with_timing_sizes(graphs, data, monkeypatch):
+    now = [time.monotonic()]
+    monkeypatch.setattr("engine.training.sizing.time", SimpleNamespace(monotonic=lambda: now[0]))
+    timed = []
+
+    def measure(config: RunConfig) -> float:
+        timed.append(config)
+        now[0] += 7
+        return 1e-4
+
+    run_config = run_settings(TrainConfig(minutes=1, compile=True), data, measure)
+    assert len(timed) == 1 and not timed[0].compile and run_config.compile
+    run_settings(TrainConfig(minutes=2, compile=True), data, measure)
+    assert len(timed) == 1 + 2
