@@ -111,7 +111,7 @@ def decode_rows(
     engine.keep([0] * num_rows)
     for index in range(num_tokens):
         draws = [(row, index) for row in range(num_rows)]
-        ids = sample_token(logits, draws, **filters).tolist()
+        ids = sample_token(logits, draws, **filters)
         yield ids
         if index < num_tokens - 1:
             logits = engine.step(ids)

@@ -51,13 +51,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Imitate graphs in every test with --imitate-graphs."""
     if config.getoption("imitate_graphs"):
-        GRAPH_POOLS["cpu"] = ImitatedPool
+        imitate_graphs(pytest.MonkeyPatch())
 
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> type[ImitatedPool]:
     """The path of a GPU that replays graphs, on a CPU; it counts captures and replays."""
     return imitate_graphs(monkeypatch)
+
+
+@pytest.fixture(params=["plain", "captured"])
+def each_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of a CPU, and then that of a GPU that replays graphs."""
+    if request.param == "captured":
+        imitate_graphs(monkeypatch)
 
 
 @pytest.fixture

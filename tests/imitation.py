@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from engine.nn import inference
 from engine.nn.acceleration import GRAPH_POOLS, GraphPool
 
-# They wait for the device, or copy from the host.
-REFUSED = ("_local_scalar_dense", "nonzero", "lift_fresh", "masked_select", "_unique2", "equal.")
+# They wait for the device.
+WAITING = ("item.", "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal.")
+REFUSED = (*WAITING, "lift_fresh")  # which copies from the host
 
 
 class TracedOperations(TorchDispatchMode):
@@ -28,8 +30,12 @@ class TracedOperations(TorchDispatchMode):
         self.internal: dict[int, torch.UntypedStorage] = {}  # kept, so that no address returns
 
     def describe(self, value: Any) -> Any:
+        if isinstance(value, torch.ScriptObject):
+            return type(value)
         if not isinstance(value, Tensor):
             return value
+        if value.is_mkldnn:
+            return ("packed tensor", tuple(value.shape))
         storage = value.untyped_storage()
         address = None if storage.data_ptr() in self.internal else value.data_ptr()
         return ("tensor", tuple(value.shape), value.stride(), value.dtype, address)
@@ -39,8 +45,9 @@ class TracedOperations(TorchDispatchMode):
         name = str(function)
         if any(refused in name for refused in REFUSED):
             raise RuntimeError(f"{name} waits for the device, or copies from the host")
-        values = [value for value in tree_leaves((arguments, keywords))]
-        before = {v.untyped_storage().data_ptr() for v in values if isinstance(v, Tensor)}
+        values = tree_leaves((arguments, keywords))
+        tensors = [value for value in values if isinstance(value, Tensor) and not value.is_mkldnn]
+        before = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         self.operations.append((name, *map(self.describe, values)))
         result = function(*arguments, **keywords)
         for value in tree_leaves(result):
@@ -108,6 +115,7 @@ def copy_tensor(value: Any) -> Any:
 def imitate_graphs(monkeypatch: Any) -> type[ImitatedPool]:
     """Let a CPU take the path of a GPU that replays graphs; return the class that counts."""
     monkeypatch.setitem(GRAPH_POOLS, "cpu", ImitatedPool)
+    monkeypatch.setattr(inference, "RotationTable", lambda rotations: rotations)  # of CPUs only
     monkeypatch.setattr(ImitatedPool, "captures", 0)
     monkeypatch.setattr(ImitatedPool, "replays", 0)
     return ImitatedPool

@@ -7,8 +7,8 @@ from soak import KINDS, events, run_ranks
 
 from engine.core.distributed import init_distributed
 from engine.core.errors import UserError
+from engine.runs import checkpoint
 from engine.runs.checkpoint import open_checkpoint
-from engine.training import checkpoint
 from engine.training.run_dir import RunDir, list_checkpoints
 
 

@@ -4,20 +4,26 @@ Each sequence is a row of a cache of keys and values, so that a token costs only
 computation. Everything that generates text drives one engine.
 """
 
+import functools
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from engine.core.cli import warn
 from engine.core.device import total_memory
+from engine.nn.acceleration import GRAPH_POOLS, CapturedFunction, GraphPool
 from engine.nn.attention import attend, attend_from_last
 from model import GPT
 
 MAX_CACHE_FRACTION = 0.25  # of a device's memory, for the rows of a batch
 MIN_CACHED_POSITIONS = 128  # that the cache has room for
+SHAPELESS_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 MAX_PADDING_BYTES = 2**19  # of a row; reading more takes longer than attention of each row alone
 
 
@@ -39,6 +45,12 @@ def max_cached_rows(model: GPT, limit: int) -> int:
     num_values = 2 * config.num_layers * config.num_groups * config.head_width
     row_bytes = num_values * config.context_length * like.element_size()
     return int(max(1, min(limit, MAX_CACHE_FRACTION * total_memory(like.device) / row_bytes)))
+
+
+@functools.cache
+def warn_of_capture(reason: str) -> None:
+    """Warn once that tokens are computed plainly."""
+    warn(f"decoding continues without CUDA graphs, whose capture failed: {reason}")
 
 
 class RowSpan:
@@ -73,10 +85,27 @@ class RowSpan:
             self.masks[window] = ((distances >= 0) & (distances < window))[:, None, None]
 
 
+class StaticSpan:
+    """The first N rows of a cache, to which a captured pass appends a token each.
+
+    All that differs between two passes is in tensors. A row after all that are in use may stand in
+    for the last of the N rows, so that few numbers of rows are captured.
+    """
+
+    def __init__(self, positions: Tensor, rows: Tensor, windows: set[int], capacity: int):
+        """Append at positions (N, 1) of rows (N,), of which ``capacity`` positions are read."""
+        self.positions = positions
+        self.rows = rows
+        distances = positions - torch.arange(capacity, device=positions.device)
+        self.masks = {  # by window: visible positions, (N, 1, 1, capacity)
+            window: ((distances >= 0) & (distances < window))[:, None, None] for window in windows
+        }
+
+
 class KVCache:
     """The keys and values of a block's attention, in a row for each sequence."""
 
-    span: RowSpan  # of the next forward pass
+    span: RowSpan | StaticSpan  # of the next forward pass
 
     def __init__(self, num_heads: int, head_dim: int, window: int, like: Tensor):
         """Start without rows, with the dtype and device of ``like``.
@@ -94,6 +123,13 @@ class KVCache:
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Append keys and values (N, G, T, K); return attention to all visible, (N, H, T, K)."""
         span = self.span
+        if isinstance(span, StaticSpan):
+            keys, values = self.keys_values.unbind()
+            indices = (span.rows, slice(None), span.positions[:, 0])
+            keys[indices] = key[:, :, 0]
+            values[indices] = value[:, :, 0]
+            N = len(key)
+            return attend_from_last(query, keys[:N], values[:N], span.masks[self.window])
         rows = self.keys_values.narrow(1, span.first, len(key))
         keys, values = rows.narrow(3, 0, span.end).unbind()
         if span.has_equal_lengths:
@@ -117,8 +153,11 @@ class KVCache:
         visible = slice(span.end - mask.shape[-1], None)
         return attend_from_last(query, keys[:, :, visible], values[:, :, visible], mask)
 
-    def reserve(self, num_rows: int, length: int, max_length: int) -> None:
-        """Make room for rows of a length. What grows doubles at least, up to max_length."""
+    def reserve(self, num_rows: int, length: int, max_length: int) -> bool:
+        """Make room for rows of a length; return whether memory has moved.
+
+        What grows doubles at least, up to max_length.
+        """
         _, rows, _, positions, _ = self.keys_values.shape
         more_rows = max(rows, num_rows - rows) if num_rows > rows else 0
         capacity = max(MIN_CACHED_POSITIONS, 2 * positions, length)
@@ -126,16 +165,17 @@ class KVCache:
         if more_rows or more_positions:
             padding = (0, 0, 0, more_positions, 0, 0, 0, more_rows)
             self.keys_values = F.pad(self.keys_values, padding)
+        return bool(more_rows or more_positions)
 
-    def keep(self, rows: Sequence[int], num_rows: int, length: int, max_length: int) -> None:
+    def free(self) -> None:
+        """Free the memory of all rows."""
+        self.keys_values = self.keys_values[:, :0, :, :0].clone()
+
+    def keep(self, rows: Sequence[int], num_rows: int, length: int) -> None:
         """Keep rows of these indices, of num_rows, which have up to ``length`` positions.
 
-        The others become zero, as a NaN would change another text; without rows, memory is freed.
+        The others become zero, as a NaN would change another text.
         """
-        if not rows:
-            self.keys_values = self.keys_values[:, :0, :, :0].clone()
-            return
-        self.reserve(len(rows), length, max_length)
         cached = self.keys_values[:, :, :, :length]
         if targets := [target for target, source in enumerate(rows) if source != target]:
             cached[:, targets] = cached[:, [rows[target] for target in targets]]
@@ -178,9 +218,23 @@ class DecodingEngine:
         self.caches = [
             KVCache(config.num_groups, config.head_width, window, like) for window in windows
         ]
+        self.pool: GraphPool | None = None
+        if self.device.type in GRAPH_POOLS and cache_dtype is None:  # else ranks compute together
+            self.pool = GRAPH_POOLS[self.device.type](self.device, warn_of_capture)
+        self.captured_step = CapturedFunction(self._compute_step, self.pool)
+        self.min_positions = 0  # to reserve, so that memory which graphs know does not move
 
-    def add(self, prompt: Sequence[int]) -> None:
-        """Append a row with the ids of a prompt, which :meth:`read` computes."""
+    @property
+    def captures(self) -> bool:
+        """Whether steps are captured."""
+        return self.pool is not None and self.pool.is_enabled
+
+    def add(self, prompt: Sequence[int], num_new_tokens: int = 0) -> None:
+        """Append a row with the ids of a prompt, which :meth:`read` computes.
+
+        It will probably grow by a number of tokens.
+        """
+        self.min_positions = max(self.min_positions, len(prompt) + num_new_tokens)
         self.rows.append(Row(tuple(prompt[window_start(len(prompt), self.context_length) :])))
 
     def read(self, row: int, max_tokens: int | None = None) -> Tensor:
@@ -199,7 +253,41 @@ class DecodingEngine:
             self._drop_older_half(full, len(rows))
         for row, token in zip(self.rows, ids, strict=False):
             row.ids += (token,)
+        if self.captures:
+            return self._step_captured(ids)
         return self._extend(0, [[token] for token in ids])
+
+    @torch.inference_mode()
+    def _step_captured(self, ids: Sequence[int]) -> Tensor:
+        """Do what :meth:`step` does by a captured pass of as many rows as a power of two."""
+        num_rows = len(ids)
+        padding = [0] * ((1 << (num_rows - 1).bit_length()) - num_rows)
+        spare_row = len(self.rows)
+        lengths = [row.num_cached for row in self.rows[:num_rows]]
+        num_reserved = max(num_rows + len(padding), spare_row + bool(padding))
+        self._reserve(num_reserved, max(lengths) + 1)
+        rows = [*range(num_rows), *[spare_row] * len(padding)]
+        table = torch.tensor([[*ids, *padding], [*lengths, *padding], rows], device=self.device)
+        logits = self.captured_step(table[0][:, None], table[1][:, None], table[2])
+        for row in self.rows[:num_rows]:
+            row.num_cached += 1
+        return logits[:num_rows].clone()
+
+    def _compute_step(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        """Append tokens (N, 1) at positions (N, 1) of rows (N,); return logits (N, V)."""
+        capacity = self.caches[0].keys_values.shape[3]
+        span = StaticSpan(positions, rows, self.windows, capacity)
+        for cache in self.caches:
+            cache.span = span
+        return self.model(tokens, caches=self.caches)[:, -1]
+
+    def _reserve(self, num_rows: int, length: int) -> None:
+        """Make room for rows of a length, and drop the graphs if memory has moved."""
+        if self.captures:
+            length = max(length, min(self.min_positions, self.context_length))
+        moves = [cache.reserve(num_rows, length, self.context_length) for cache in self.caches]
+        if any(moves):
+            self.captured_step.replays.clear()
 
     @torch.inference_mode()
     def keep(self, rows: Sequence[int]) -> None:
@@ -207,8 +295,13 @@ class DecodingEngine:
         num_rows = len(self.rows)
         length = max((row.num_cached for row in self.rows), default=0)
         self.rows = [replace(self.rows[source]) for source in rows]
+        if not rows and not self.captures:
+            for cache in self.caches:
+                cache.free()
+            return
+        self._reserve(len(rows), length)
         for cache in self.caches:
-            cache.keep(rows, num_rows, length, self.context_length)
+            cache.keep(rows, num_rows, length)
 
     def _drop_older_half(self, full: Sequence[int], num_rows: int) -> None:
         """Compute the newer half of full rows again, at its new positions."""
@@ -233,10 +326,13 @@ class DecodingEngine:
         rows = self.rows[first : first + len(tokens)]
         lengths = [row.num_cached for row in rows]
         span = RowSpan(first, lengths, num_tokens, self.windows, self.device)
+        self._reserve(len(self.rows), span.end)
         for cache in self.caches:
             cache.span = span
-            cache.reserve(len(self.rows), span.end, self.context_length)
-        logits = self.model(torch.tensor(tokens, device=self.device), caches=self.caches)[:, -1]
+        ids = torch.tensor(tokens, device=self.device)
+        # cuDNN's attention would prepare itself for each new number of keys.
+        with sdpa_kernel(SHAPELESS_KERNELS) if ids.is_cuda else nullcontext():
+            logits = self.model(ids, caches=self.caches)[:, -1]
         for row in rows:
             row.num_cached += num_tokens
         return logits

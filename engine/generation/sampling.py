@@ -16,8 +16,11 @@ MIN_TEMPERATURE = 1e-4  # below it the most likely token is chosen
 NUM_FIRST_CANDIDATES = 256  # for top_p; sorting a large vocabulary takes twice as long
 TOP_P_RELATIVE_ROUNDING = 2**-23  # a total probability this close to top_p reaches it
 LOW_32_BITS = 2**32 - 1
+NOT_FINITE = -1  # instead of an id: the logits are not finite
+IS_CUT = -2  # instead of an id: more candidates must be considered
 # Of SplitMix64 (Steele et al. 2014), as int64.
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - 2**64
+NEXT_STATE = (GOLDEN_GAMMA << 32) % 2**64  # fits int64
 MIX_FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
@@ -57,10 +60,15 @@ DEFAULT_OPTIONS = SamplingOptions(
 )
 
 
+def not_finite_error() -> UserError:
+    """Return the error of a model whose logits are not finite."""
+    return UserError("the logits are not finite: the model diverged. Use an earlier checkpoint.")
+
+
 def check_finite(largest: Tensor) -> None:
     """Raise UserError unless the largest logit of each row, which is NaN if any is, is finite."""
     if not largest.isfinite().all():
-        raise UserError("the logits are not finite: the model diverged. Use an earlier checkpoint.")
+        raise not_finite_error()
 
 
 def penalize_repetition(
@@ -77,59 +85,73 @@ def penalize_repetition(
     return logits.scatter(-1, tokens, scores).index_copy(-1, ids, logits[:, ids])
 
 
-def filter_logits(
-    logits: Tensor,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+def filter_logits(logits: Tensor, **filters: Unpack[FilterOptions]) -> tuple[Tensor, Tensor]:
     """Return sampling weights and their token ids: logits (B, V) → (B, K) twice.
 
     A temperature of 0 is greedy. In this order, top_k keeps the k most likely tokens (None: all),
     top_p the fewest of these with a total probability of p (Holtzman et al. 2020), and min_p those
     at least min_p times as likely as the most likely one (Nguyen et al. 2024). Of equally likely
-    tokens, the lowest ids are kept. Other tokens have weight 0; the largest weight is 1.
+    tokens, the lowest ids are kept. Other tokens have weight 0; the largest weight is 1. Raises
+    UserError for logits that are not finite.
     """
-    largest = logits.amax(dim=-1, keepdim=True)
-    check_finite(largest)
+    check_finite(logits.amax(dim=-1))
+    weights, ids, is_cut = filter_candidates(logits, NUM_FIRST_CANDIDATES, **filters)
+    if is_cut.any():
+        weights, ids, _ = filter_candidates(logits, logits.shape[-1], **filters)
+    return weights, ids
+
+
+def filter_candidates(
+    logits: Tensor,
+    max_candidates: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return :func:`filter_logits` without waiting for the device, and whether rows are cut (B,).
+
+    With top_p alone, the most likely max_candidates are considered. A row is cut if there are more.
+    """
+    is_cut = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
     if temperature < MIN_TEMPERATURE:
         ids = logits.argmax(dim=-1, keepdim=True)
-        return torch.ones_like(ids, dtype=torch.float32), ids
+        return torch.ones_like(ids, dtype=torch.float32), ids, is_cut
+    largest = logits.amax(dim=-1, keepdim=True)
     logits = (logits.float() - largest.float()) / temperature
     if top_k is None and top_p == 1:
         ids = torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
         weights = logits.exp()
     else:
-        weights, ids = keep_likely_tokens(logits, top_k, top_p)
+        weights, ids, is_cut = keep_likely_tokens(logits, top_k, top_p, max_candidates)
     if min_p > 0:
         weights = weights.masked_fill(weights < min_p, 0)
-    return weights, ids
+    return weights, ids, is_cut
 
 
-def keep_likely_tokens(logits: Tensor, top_k: int | None, top_p: float) -> tuple[Tensor, Tensor]:
-    """Return weights and ids after top_k and top_p, most likely first: (B, V) → (B, K) twice.
+def keep_likely_tokens(
+    logits: Tensor, top_k: int | None, top_p: float, max_candidates: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weights and ids after top_k and top_p, most likely first, and whether rows are cut.
 
-    The largest logit of each row must be 0.
+    These are (B, K), (B, K) and (B,) for logits (B, V), of which the largest of a row must be 0.
     """
     vocab_size = logits.shape[-1]
     # Sort keys: nonnegative float32 numbers are ordered as their bits. Ties are ordered by id.
     keys = logits.abs().view(torch.int32).long() << 32
     keys += torch.arange(vocab_size, device=logits.device)
     dtype = torch.float32 if logits.is_mps else torch.float64
-    if top_k is None:
-        total = logits.exp().sum(dim=-1, keepdim=True, dtype=dtype)
+    num_candidates = min(top_k or max_candidates, vocab_size)
+    ids = smallest(keys, num_candidates) & LOW_32_BITS
+    weights = logits.gather(-1, ids).to(dtype).exp()
+    counted = logits.exp() if top_k is None else weights
+    total = counted.sum(dim=-1, keepdim=True, dtype=dtype)
     limit = top_p * (1 - TOP_P_RELATIVE_ROUNDING) if top_p < 1 else math.inf
-    num_candidates = min(top_k or NUM_FIRST_CANDIDATES, vocab_size)
-    while True:
-        ids = smallest(keys, num_candidates) & LOW_32_BITS
-        weights = logits.gather(-1, ids).to(dtype).exp()
-        if top_k is not None:
-            total = weights.sum(dim=-1, keepdim=True)
-        is_kept = weights.cumsum(dim=-1) - weights < limit * total
-        if top_k is not None or num_candidates == vocab_size or not is_kept[:, -1].any():
-            return (weights * is_kept).float(), ids
-        num_candidates = vocab_size
+    is_kept = weights.cumsum(dim=-1) - weights < limit * total
+    is_cut = is_kept[:, -1]
+    if top_k is not None or num_candidates == vocab_size:
+        is_cut = torch.zeros_like(is_cut)
+    return (weights * is_kept).float(), ids, is_cut
 
 
 def smallest(keys: Tensor, num_keys: int) -> Tensor:
@@ -156,30 +178,53 @@ def row_seeds(seed: int, prompts: Iterable[Sequence[int]]) -> list[int]:
     return seeds
 
 
-def exponential_noise(draws: Sequence[tuple[int, int]], ids: Tensor) -> Tensor:
-    """Return samples of Exponential(1), (B, K), a pure function of draws and ids (B, K).
+def noise_states(draws: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """Return the state of a generator of noise for each draw, int64 (B,).
 
-    A draw (seed, step) is the seed of a row, and the number of tokens drawn for it before.
+    A draw (seed, step) is the seed of a row, and the number of tokens drawn for it before. That of
+    the next step is larger by NEXT_STATE.
     """
     starts = [(seed + GOLDEN_GAMMA * (step << 32)) % 2**64 for seed, step in draws]
-    state = torch.from_numpy(np.array(starts, np.uint64).view(np.int64)).to(ids.device)[:, None]
-    state = state + ids * GOLDEN_GAMMA
+    return torch.from_numpy(np.array(starts, np.uint64).view(np.int64)).to(device)
+
+
+def exponential_noise(states: Tensor, ids: Tensor) -> Tensor:
+    """Return samples of Exponential(1), (B, K), a pure function of states (B,) and ids (B, K)."""
+    state = states[:, None] + ids * GOLDEN_GAMMA
     for shift, factor in zip((30, 27), MIX_FACTORS, strict=True):
         state = (state ^ ((state >> shift) & (2 ** (64 - shift) - 1))) * factor
     uniform = (((state >> 32) & LOW_32_BITS).float() + 0.5) * ((1 - 2**-24) / 2**32)  # below 1
     return -torch.log1p(-uniform)
 
 
+def draw_ids(logits: Tensor, states: Tensor, **filters: Unpack[FilterOptions]) -> list[int]:
+    """Draw the next token of each row, from logits (B, V) and the states of noise (B,).
+
+    It is NOT_FINITE for a row of such logits. The id of the largest weight / noise is drawn: its
+    probability is proportional to its weight. As each id has noise of its own, a batch that rounds
+    logits differently rarely changes a token. Waits for the device once, and once more if there are
+    more likely tokens than NUM_FIRST_CANDIDATES.
+    """
+    is_finite = logits.amax(dim=-1).isfinite()
+    for max_candidates in (NUM_FIRST_CANDIDATES, logits.shape[-1]):
+        weights, ids, is_cut = filter_candidates(logits, max_candidates, **filters)
+        if weights.shape[-1] > 1:
+            noise = exponential_noise(states, ids)
+            ids = ids.gather(-1, (weights / noise).argmax(-1, keepdim=True))
+        drawn = ids[:, 0].masked_fill(is_cut, IS_CUT).masked_fill(~is_finite, NOT_FINITE).tolist()
+        if IS_CUT not in drawn:
+            break
+    return drawn
+
+
 def sample_token(
     logits: Tensor, draws: Sequence[tuple[int, int]], **filters: Unpack[FilterOptions]
-) -> Tensor:
-    """Draw the next token of each row: logits (B, V) → (B,).
+) -> list[int]:
+    """Draw the next token of each row, logits (B, V), by draws of :func:`noise_states`.
 
-    The id of the largest weight / noise is drawn: its probability is proportional to its weight.
-    As each id has noise of its own, a batch that rounds logits differently rarely changes a token.
-    ``draws`` are those of :func:`exponential_noise`.
+    Raises UserError for logits that are not finite.
     """
-    weights, ids = filter_logits(logits, **filters)
-    if weights.shape[-1] > 1:
-        ids = ids.gather(-1, (weights / exponential_noise(draws, ids)).argmax(-1, keepdim=True))
-    return ids[:, 0]
+    ids = draw_ids(logits, noise_states(draws, logits.device), **filters)
+    if NOT_FINITE in ids:
+        raise not_finite_error()
+    return ids

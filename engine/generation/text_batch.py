@@ -16,7 +16,16 @@ from torch import Tensor
 from engine.core.errors import UserError
 from engine.data.tokenizer import Tokenizer
 from engine.generation.decoding_engine import DecodingEngine
-from engine.generation.sampling import FilterOptions, penalize_repetition, row_seeds, sample_token
+from engine.generation.sampling import (
+    NEXT_STATE,
+    NOT_FINITE,
+    FilterOptions,
+    draw_ids,
+    noise_states,
+    not_finite_error,
+    penalize_repetition,
+    row_seeds,
+)
 from engine.generation.text_stream import TextStream
 from model import GPT
 
@@ -76,6 +85,8 @@ class TextBatch:
         self.max_rows = max_rows
         self.banned = torch.tensor(list(banned), dtype=torch.long, device=self.engine.device)
         self.requests: list[TextRequest] = []
+        # By sampling key: the draws of the next step, and their states.
+        self.noise: dict[Any, tuple[list[tuple[int, int]] | None, Tensor | None]] = {}
         self.unread: list[TextRequest] = []  # of the prompt in the row after those of the requests
 
     @property
@@ -92,7 +103,8 @@ class TextBatch:
                 events.append((request, None))
         self.unread = [request for request in requests if not request.stream.is_finished]
         if self.unread:
-            self.engine.add(self.unread[0].stream.prompt)
+            num_new_tokens = max(request.stream.max_tokens for request in self.unread)
+            self.engine.add(self.unread[0].stream.prompt, num_new_tokens)
         return events
 
     def read(self, max_tokens: int | None = None) -> list[Event]:
@@ -124,25 +136,19 @@ class TextBatch:
         for index, request in enumerate(requests):
             groups.setdefault(request.sampling_key, []).append(index)
         first_row = len(self.requests) - len(requests)
-        pending = [*groups.values()]
-        while pending:
-            indices = pending.pop()
+        for indices in groups.values():
             group = [requests[index] for index in indices]
             group_logits = logits if len(indices) == len(requests) else logits[indices]
             rows = [self.engine.rows[first_row + index].ids for index in indices]
-            try:
-                ids = self._sample(group_logits, group, rows)
-            except UserError as error:  # of one request; the others continue
-                if len(group) > 1:
-                    pending += [[index] for index in indices]
+            ids = self._sample(group_logits, group, rows)
+            for index, (request, token_id) in enumerate(zip(group, ids, strict=True)):
+                if token_id == NOT_FINITE:  # of one request; the others continue
+                    request.is_cancelled = True
+                    events.append((request, not_finite_error()))
                     continue
-                group[0].is_cancelled = True
-                events.append((group[0], error))
-                continue
-            for index, request in enumerate(group):
-                request.last_id = ids[index]
+                request.last_id = token_id
                 offset = request.stream.num_characters
-                token = Token(ids[index], request.stream.push(ids[index]), offset)
+                token = Token(token_id, request.stream.push(token_id), offset)
                 if request.num_logprobs is not None:
                     self._score(token, group_logits[index], request.num_logprobs)
                 events.append((request, token))
@@ -157,7 +163,6 @@ class TextBatch:
         """Draw an id for each request from logits (N, V), with the settings of the first one."""
         if len(self.banned):
             logits = logits.index_fill(-1, self.banned, -torch.inf)
-        draws = [(request.seed, len(request.stream.new_ids)) for request in requests]
         penalty = requests[0].repetition_penalty
         if penalty != 1:
             # A shorter row repeats its first id: a penalty counts each id once.
@@ -166,7 +171,17 @@ class TextBatch:
             ids = torch.tensor(tokens, device=logits.device)
             special_ids = [*requests[0].stream.tokenizer.special_tokens.values()]
             logits = penalize_repetition(logits, ids, penalty, special_ids)
-        return sample_token(logits, draws, **requests[0].filters).tolist()
+        return draw_ids(logits, self._noise_states(requests), **requests[0].filters)
+
+    def _noise_states(self, requests: Sequence[TextRequest]) -> Tensor:
+        """Return the states of the noise of a group; for the same group, without a copy."""
+        draws = [(request.seed, len(request.stream.new_ids)) for request in requests]
+        next_draws, states = self.noise.pop(requests[0].sampling_key, (None, None))
+        if states is None or next_draws != draws:
+            states = noise_states(draws, self.engine.device)
+        next_draws = [(seed, step + 1) for seed, step in draws]
+        self.noise[requests[0].sampling_key] = (next_draws, states + NEXT_STATE)
+        return states
 
     def _score(self, token: Token, logits: Tensor, num_alternatives: int) -> None:
         """Set the logprobs of a token from logits (V,); banned ids are not alternatives."""

@@ -137,9 +137,7 @@ class ModelInspector:
         all_ids = request.ids
         while True:
             allowed = logits[-1].index_fill(-1, self.banned, -torch.inf)
-            ids = sample_token(
-                allowed, [(row_seed, len(stream.new_ids))], **request.filters
-            ).tolist()
+            ids = sample_token(allowed, [(row_seed, len(stream.new_ids))], **request.filters)
             (token,) = self.describe(ids, logits, request)
             all_ids += (token["id"],)
             token["shared"] = shared_character(self.tokenizer, all_ids)

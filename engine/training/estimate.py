@@ -168,7 +168,7 @@ def estimate_memory(config: RunConfig, rows: int, dist_ctx: DistributedContext) 
 
     With FSDP, a rank also has the full weights of two blocks and of all modules outside the blocks.
     It has the full gradients of one block, or of all while micro-batches accumulate. With DDP and
-    captured steps, it has a second copy of the gradients. On a CPU, the memory of the process counts too.
+    captured steps, it has a second copy of the gradients. On a CPU, the process counts too.
     """
     model = build_meta_model(config.model, lora_arguments(config))
     weights = sum(parameter.nbytes for parameter in model.parameters())

@@ -24,7 +24,9 @@ LETTERS = CharTokenizer("abcdefghijklmnopqrstuvwxyzABCDEFGHI")  # 35 ids of 37
 @pytest.mark.parametrize("banned", [[], [4]])
 @pytest.mark.parametrize("ends", [(), (0, 2)])
 @torch.no_grad()
-def test_enough_beams_find_the_best_of_all_continuations_beyond_the_context_too(seed, banned, ends):
+def test_enough_beams_find_the_best_of_all_continuations_beyond_the_context_too(
+    each_path, seed, banned, ends
+):
     model = random_model(dataclasses.replace(SMALL, vocab_size=5, context_length=4), seed)
     prompt = [1, 3, 2]
     length = 4

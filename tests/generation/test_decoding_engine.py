@@ -35,7 +35,7 @@ def test_the_window_grows_then_moves_by_half():
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("lengths", [(1,), (5, 5), (16, 16), (40,), (1, 5, 16, 40)], ids=str)
-def test_cached_equals_uncached_beyond_the_context_too(name, lengths):
+def test_cached_equals_uncached_beyond_the_context_too(each_path, name, lengths):
     model = random_model(CONFIGS[name])
     prompts = [torch.randint(37, (length,)).tolist() for length in lengths]
     for options in ({"temperature": 0.0}, {"repetition_penalty": 1.5, "min_p": 0.01}):
@@ -48,7 +48,7 @@ def test_cached_equals_uncached_beyond_the_context_too(name, lengths):
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
 def test_rows_that_are_read_in_chunks_kept_dropped_and_repeated_depend_on_their_ids_only(
-    name, max_padding_bytes, monkeypatch
+    each_path, name, max_padding_bytes, monkeypatch
 ):
     monkeypatch.setattr(decoding_engine, "MAX_PADDING_BYTES", max_padding_bytes)
     model = random_model(CONFIGS[name])
@@ -82,7 +82,7 @@ def test_rows_that_are_read_in_chunks_kept_dropped_and_repeated_depend_on_their_
         texts = [[*texts[row]] for row in rows]
 
 
-def test_a_row_does_not_depend_on_what_its_memory_held_before():
+def test_a_row_does_not_depend_on_what_its_memory_held_before(each_path):
     model = random_model(SMALL)
     model.token_embedding.weight.data[2] = torch.nan  # the id of the second row
     engine = start_engine(model, 9, 9)
@@ -102,7 +102,9 @@ def test_a_row_does_not_depend_on_what_its_memory_held_before():
         ((16, 3, 16), [(1, 8), (1, 8), (3, 1)], True),
     ],
 )
-def test_full_rows_read_their_newer_half_and_equal_lengths_need_no_mask(lengths, shapes, has_masks):
+def test_full_rows_read_their_newer_half_and_equal_lengths_need_no_mask(
+    plain_steps, lengths, shapes, has_masks
+):
     model = random_model(SMALL)
     engine = start_engine(model, *lengths)
     actual = []
@@ -113,7 +115,7 @@ def test_full_rows_read_their_newer_half_and_equal_lengths_need_no_mask(lengths,
     assert any("index" in name for name in recorder.names) == has_masks  # gathers and scatters
 
 
-def test_memory_doubles_as_rows_and_positions_grow_and_is_freed_with_the_last_row():
+def test_memory_doubles_as_rows_and_positions_grow_and_is_freed_with_the_last_row(plain_steps):
     model = random_model(dataclasses.replace(SMALL, context_length=300)).bfloat16()
     engine = start_engine(model, 5)
     cache = engine.caches[-1]
@@ -134,3 +136,47 @@ def test_caches_are_limited_to_a_quarter_of_the_memory(num_rows, expected, monke
     memory = 4 * num_rows * 2 * 4 * SMALL.num_layers * SMALL.d_model * SMALL.context_length
     monkeypatch.setattr("engine.generation.decoding_engine.total_memory", lambda device: memory)
     assert max_cached_rows(random_model(SMALL), 32) == expected
+
+
+def test_a_token_is_captured_once_for_each_power_of_two_of_rows_while_memory_stays(graphs):
+    model = random_model(dataclasses.replace(SMALL, context_length=300))
+    engine = DecodingEngine(model)
+    for length in (5, 9, 7):
+        engine.add([1] * length, num_new_tokens=200)
+        engine.read(len(engine.rows) - 1)
+    address = engine.caches[0].keys_values.data_ptr()
+    for _ in range(130):
+        engine.step([3, 4, 5])
+    assert graphs.captures == 1
+    engine.keep([])
+    for num_rows in (1, 2, 3, 2):  # a second text, and others that join it
+        engine.add([2, 1], num_new_tokens=100)
+        engine.read(len(engine.rows) - 1)
+        for _ in range(3):
+            engine.step([3] * min(num_rows, len(engine.rows)))
+    assert graphs.captures == 3
+    assert engine.caches[0].keys_values.data_ptr() == address
+    engine.add([2] * 250)  # more positions than are reserved
+    engine.read(len(engine.rows) - 1)
+    for _ in range(3):
+        engine.step([3])
+    assert graphs.captures == 4
+    assert engine.caches[0].keys_values.data_ptr() != address
+
+
+def test_logits_of_a_step_stay_when_the_next_is_made(each_path):
+    engine = start_engine(random_model(SMALL), 4)
+    logits = [engine.step([index]) for index in range(5)]
+    copies = [step_logits.clone() for step_logits in logits]
+    engine.step([7])
+    assert all(map(torch.equal, logits, copies))
+    assert len({*map(tuple, torch.cat(logits).tolist())}) == 5
+
+
+def test_decoding_continues_where_a_token_cannot_be_captured(graphs, capfd):
+    model = random_model(SMALL)
+    decoding_engine.warn_of_capture.cache_clear()
+    expected = decode(model, [[1, 2], [3]], 20, temperature=0)
+    model.blocks[0].register_forward_hook(lambda block, _, y: y * (y.sum().item() != 0))
+    assert decode(model, [[1, 2], [3]], 20, temperature=0) == expected
+    assert capfd.readouterr().err.count("warning") == 1

@@ -46,7 +46,9 @@ def complete(folder: Path, name: str, stop_at: int = 0, error: Any = None, **opt
 @pytest.mark.parametrize("options", [{"batch_size": 1}, {"batch_size": 2}, {"num_beams": 2}])
 @pytest.mark.parametrize("torn", [b"", b'[4, "\xc3', b'[4, "x"]'])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_the_same_command_continues_an_interrupted_file(options, torn, error, tmp_path, capsys):
+def test_the_same_command_continues_an_interrupted_file(
+    plain_steps, options, torn, error, tmp_path, capsys
+):
     num_calls = complete(tmp_path, "whole.jsonl", **options)
     expected = (tmp_path / "whole.jsonl").read_bytes()
     records = [*map(json.loads, expected.splitlines())]

@@ -14,7 +14,7 @@ INF = math.inf
 def draw(logits: torch.Tensor, seed: int = 0, **options) -> torch.Tensor:
     """Draw a token for each row: the prompts are equal."""
     draws = [(row_seed, 7) for row_seed in row_seeds(seed, [[1]] * len(logits))]
-    return sample_token(logits, draws, **options)
+    return torch.tensor(sample_token(logits, draws, **options))
 
 
 def kept_ids(logits: torch.Tensor, **options) -> list[list[int]]:
@@ -63,7 +63,7 @@ def test_draws_of_rows_steps_and_ids_are_independent(options):
     probs = torch.zeros(500).scatter(0, ids[0], weights[0] / weights.sum())
     seeds = row_seeds(3, [[number] for number in range(100)])
     draws = [(seed, step) for seed in seeds for step in range(100)]
-    drawn = sample_token(logits.expand(len(draws), 500), draws, **options)
+    drawn = torch.tensor(sample_token(logits.expand(len(draws), 500), draws, **options))
     likely = probs > 5e-4
     assert is_like(drawn.bincount(minlength=500)[likely], probs[likely] / probs[likely].sum())
     is_low = (drawn.view(100, 100) < 250).long()
@@ -78,7 +78,8 @@ def test_a_row_does_not_depend_on_other_rows(options):
     torch.manual_seed(1)
     logits = torch.randn(9, 5000) * torch.tensor([[0.0], *[[2.0]] * 8])  # the first needs all ids
     draws = [(seed, 7) for seed in row_seeds(0, [[1]] * 9)]
-    alone = [sample_token(logits[i : i + 1], draws[i : i + 1], **options) for i in range(9)]
+    rows = [(logits[i : i + 1], draws[i : i + 1]) for i in range(9)]
+    alone = [torch.tensor(sample_token(*row, **options)) for row in rows]
     assert draw(logits, **options).equal(torch.cat(alone))
 
 

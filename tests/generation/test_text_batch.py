@@ -81,7 +81,7 @@ def text_alone(model, request: TextRequest) -> str:
     [*((name, 4, 9) for name in VARIANTS), ("default", 1, 9), ("qwen3", 20, 2)],
 )
 def test_texts_of_requests_that_join_leave_and_fail_in_a_batch_are_those_alone(
-    name, max_rows, max_tokens, are_cancelled
+    each_path, name, max_rows, max_tokens, are_cancelled
 ):
     model = random_model(VARIANTS[name])
     draw = random.Random(name)
@@ -102,11 +102,12 @@ def test_texts_of_requests_that_join_leave_and_fail_in_a_batch_are_those_alone(
             assert text == text_alone(model, request)
             assert arrivals.index(None) == len(request.stream.new_ids) == len(arrivals) - 1
     assert sum(request.is_cancelled for request in requests) > 1 or not are_cancelled
-    assert batch.engine.rows == [] and not batch.engine.caches[0].keys_values.numel()
+    assert batch.engine.rows == []
+    assert batch.engine.captures or not batch.engine.caches[0].keys_values.numel()
 
 
 @pytest.mark.parametrize("kind", ["options", "prompt", "text"])
-def test_a_text_whose_logits_are_not_finite_ends_alone(kind):
+def test_a_text_whose_logits_are_not_finite_ends_alone(plain_steps, kind):
     model = random_model(SMALL)
     draw = random.Random(5)
     prompts = ([1] * 9, [35 if kind == "prompt" else 2] * 9, [3, 4])

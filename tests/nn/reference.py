@@ -102,6 +102,6 @@ def decoding_definition(
             logits[:, list(banned)] = -math.inf
             if repetition_penalty != 1:
                 logits = penalize_repetition(logits, tokens, repetition_penalty, special)
-            ids += sample_token(logits, [(row_seed, step)], **filters).tolist()
+            ids += sample_token(logits, [(row_seed, step)], **filters)
         texts.append(ids[len(prompt) :])
     return texts

@@ -97,7 +97,7 @@ def test_characters_of_several_tokens_are_the_same_written_and_read(monkeypatch)
     prompt = [*"春".encode()[:2]]
     drawn = iter([*"春".encode()[2:], *"aم🚀".encode(), 0x9F])
     draw = "engine.report.inspector.sample_token"
-    monkeypatch.setattr(draw, lambda *_, **__: torch.tensor([next(drawn)]))
+    monkeypatch.setattr(draw, lambda *_, **__: [next(drawn)])
     config = ModelConfig(vocab_size=257, context_length=32, num_layers=1, d_model=16)
     generator = TextGenerator(random_model(config), ByteTokenizer(), [256])
     inspector = ModelInspector(generator, SETTINGS)
