@@ -60,7 +60,7 @@ API_KEY_VARIABLE = "GPT_API_KEY"
 WeightDtype = Literal["auto", "float32", "bfloat16"]
 DEFAULT_API_PORT = 8000
 PAGE_SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-TEXT_SETTINGS = {"max_new_tokens", "stop", "compile", "quantize", *DEFAULT_OPTIONS}
+TEXT_SETTINGS = {"max_new_tokens", "stop", "quantize", *DEFAULT_OPTIONS}
 # They determine completions.
 SETTINGS_OF_TEXTS = {"chat", "beams", "dtype", "parse_special", *CHAT_SETTINGS, *TEXT_SETTINGS}
 UNUSED_BY_BEAMS = {"num_samples", "batch_size", *DEFAULT_OPTIONS}
@@ -69,7 +69,7 @@ UNUSED_BY_BEAMS = {"num_samples", "batch_size", *DEFAULT_OPTIONS}
 SETTINGS_BY_MODE = {
     "prompts_file": {"out", "chat", "beams", "batch_size", "parse_special", *TEXT_SETTINGS},
     "chat": {"system", *CHAT_SETTINGS, *TEXT_SETTINGS},
-    "serve": {*SERVER_SETTINGS, "compile", "quantize", "parse_special", *CHAT_SETTINGS},
+    "serve": {*SERVER_SETTINGS, "quantize", "parse_special", *CHAT_SETTINGS},
     "page": {"port", *PROMPT_SETTINGS, *CHAT_SETTINGS, *PAGE_SETTINGS},
     "": {"beams", "num_samples", "batch_size", *PROMPT_SETTINGS, *TEXT_SETTINGS},
 }
@@ -114,7 +114,6 @@ class SampleConfig:
     seed: Annotated[int, Ge(0), Lt(9 * 10**18)] = DEFAULT_OPTIONS["seed"]
     base: Path | None = None  # The base model of a LoRA run, if it was moved.
     device: str = "auto"  # cpu, cuda, mps, or auto.
-    compile: bool = False  # Compile the model first; pays off for long texts.
     # Dtype of the weights; auto: bfloat16 where it is faster.
     dtype: WeightDtype = "auto"
     quantize: Literal["int8"] | None = None  # 8-bit weights: faster on a CPU, and less exact.
@@ -151,8 +150,6 @@ class SampleConfig:
             raise UserError("--prompts-file: needs a file to write. Add --out FILE.jsonl.")
         if bool(self.text) + bool(self.prompt) + bool(self.prompt_file) > 1:
             raise UserError("TEXT or -, --prompt and --prompt-file: got several. Keep one of them.")
-        if self.quantize and self.compile:
-            raise UserError("--quantize: unsupported with --compile. Leave one of them out.")
         if self.host not in LOCAL_HOSTS and not self.key:
             problem = f"lets other machines use the model (got {self.host})"
             fix = f"Give a key of your choice: --api-key-file FILE, or ${API_KEY_VARIABLE}."
@@ -178,7 +175,6 @@ def flag_of(name: str) -> str:
 def load(
     path: str | Path,
     device: str = "auto",
-    compile: bool = False,
     dtype: WeightDtype = "auto",
     quantize: Literal["int8"] | None = None,
     base: Path | None = None,
@@ -199,9 +195,8 @@ def load(
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
     start = initial_tokens(tokenizer, checkpoint.state["documents"])
     has_system = checkpoint.state["has_system_turns"] or "system" in f"{tokenizer.chat_template}"
-    return TextGenerator(
-        model, tokenizer, start, checkpoint.is_chat_model, compile, has_system, quantize is not None
-    )
+    is_chat_model = checkpoint.is_chat_model
+    return TextGenerator(model, tokenizer, start, is_chat_model, has_system, quantize is not None)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -211,8 +206,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def sample(config: SampleConfig) -> None:
     """Generate text, or show the model, in the mode that the settings choose."""
-    options = (config.device, config.compile, config.dtype, config.quantize, config.base)
-    model = load(config.path, *options)
+    model = load(config.path, config.device, config.dtype, config.quantize, config.base)
     model.parses_special = config.parse_special
     model.tokenizer = with_template(model.tokenizer, config.chat_template, config.template_variable)
     if config.chat and not model.is_chat_model:

@@ -220,7 +220,7 @@ class Bench:
             if name == "one joined matrix":
                 for block in model.blocks:
                     block.attention = peers.JoinedAttention(SMALL_CONFIG).to(self.device)
-            decoder = build_decoder(model, pack=False)
+            decoder = build_decoder(model)
             decoders[f"{name}, decoding"] = partial(decode_greedily, decoder, [1])
             steps[f"{name}, training"] = self.make_model_step(model, batch, peers.make_adamw(model))
         num_tokens = batch[0].numel()

@@ -146,7 +146,6 @@ MISTAKES = [  # command line, exit code, and a regex of the line
     ("sample nowhere --beams 2 --temperature 0.5", 2, "--temperature.*--beams"),
     ("sample nowhere --prompts-file a", 2, "--prompts-file.*--out"),
     ("sample nowhere --page --chat", 2, "--page.*--chat"),
-    ("sample nowhere --quantize int8 --compile", 2, "--quantize.*--compile"),
     ("sample nowhere --temperature nan", 2, "--temperature"),
     ("sample nowhere --tempreature 1", 2, "--temperature"),
     ("sample out/run --prompt-file latin-1.txt", 1, "latin-1.txt.*UTF-8 at byte 1"),

@@ -29,7 +29,7 @@ def beam_search(model: GPT, stream: TextStream, num_beams: int) -> tuple[list[in
     tokenizer = stream.tokenizer
     max_tokens = stream.max_tokens
     engine = DecodingEngine(model)
-    engine.add(stream.prompt)
+    engine.add(stream.prompt, max_tokens)
     logits = engine.read(0)
     banned = torch.tensor(banned_tokens(tokenizer, model, stream.stop_token_ids), dtype=torch.long)
     banned = banned.to(engine.device)

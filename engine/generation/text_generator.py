@@ -41,7 +41,6 @@ class TextGenerator:
     tokenizer: Tokenizer
     initial_tokens: list[int]  # replace an empty prompt
     is_chat_model: bool = False
-    should_compile: bool = False
     has_system_turns: bool = True  # whether the training chats had any; True if unknown
     should_quantize: bool = False
     parses_special: bool = False  # whether names of special tokens in prompts become these tokens
@@ -60,10 +59,7 @@ class TextGenerator:
     @cached_property
     def decoder(self) -> GPT:
         """The model, prepared for faster decoding."""
-        decoder = build_decoder(self.model, not self.should_compile, self.should_quantize)
-        if self.should_compile:
-            decoder.compile(dynamic=True)
-        return decoder
+        return build_decoder(self.model, self.should_quantize)
 
     def encode_prompt(self, prompt: str, parse_special: bool = False) -> list[int]:
         """Encode a prompt; an empty prompt becomes initial_tokens.

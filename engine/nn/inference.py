@@ -95,13 +95,13 @@ def can_pack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def build_decoder(model: Model, pack: bool = True, quantize: bool = False) -> Model:
+def build_decoder(model: Model, quantize: bool = False) -> Model:
     """Return a copy of a model that decodes faster, with its current weights.
 
     The copy cannot train. The heads' projections are concatenated once, not in each call. On a CPU
-    large weights are packed, and rotations computed once: use pack=False for a model that will be
-    compiled. With quantize, the linear layers have 8-bit weights. A layer with hooks, or of another
-    class than nn.Linear, is called as it is. All other tensors are shared.
+    large weights are packed, and rotations computed once. With quantize, the linear layers have
+    8-bit weights. A layer with hooks, or of another class than nn.Linear, is called as it is. All
+    other tensors are shared.
     """
     model = merge_lora(model)
     shared = {id(parameter): parameter for parameter in model.parameters()}
@@ -114,7 +114,7 @@ def build_decoder(model: Model, pack: bool = True, quantize: bool = False) -> Mo
     convert: Callable[[Tensor, Tensor | None], nn.Module] = PlainLinear
     if quantize:
         convert = Int8Linear
-    elif pack and is_cpu and is_large and can_pack(head_weight.dtype):
+    elif is_cpu and is_large and can_pack(head_weight.dtype):
         convert = PackedLinear
     fused_layers: set[nn.Module] = set()
     for name, module in [*decoder.named_modules()]:
@@ -128,6 +128,6 @@ def build_decoder(model: Model, pack: bool = True, quantize: bool = False) -> Mo
             decoder.set_submodule(name, convert(module.weight, module.bias))
     if decoder.head is None:
         decoder.head = convert(head_weight, None)
-    if pack and is_cpu and decoder.config.position == "rope":
+    if is_cpu and decoder.config.position == "rope":
         decoder.rotation = RotationTable(decoder.rotation)
     return decoder

@@ -127,13 +127,14 @@ class ModelInspector:
             limit = f"the page shows at most {MAX_INSPECTED_TOKENS:,} tokens"
             raise UserError(f"The text: too long to continue, {limit}. Start a new one.")
         yield from self.read(question)
+        (row_seed,) = row_seeds(request.seed, [request.ids])
+        num_free = MAX_INSPECTED_TOKENS - len(request.ids)
+        max_new_tokens = min(request.max_new_tokens, num_free)
+        stream = self.make_stream(request.ids, max_new_tokens)
         engines = [DecodingEngine(model) for model in self.models(request.off)]
         for engine in engines:
-            engine.add(request.ids)
+            engine.add(request.ids, max_new_tokens)
         logits = [engine.read(0) for engine in engines]
-        (row_seed,) = row_seeds(request.seed, [request.ids])
-        max_new_tokens = MAX_INSPECTED_TOKENS - len(request.ids)
-        stream = self.make_stream(request.ids, min(request.max_new_tokens, max_new_tokens))
         all_ids = request.ids
         while True:
             allowed = logits[-1].index_fill(-1, self.banned, -torch.inf)

@@ -66,7 +66,9 @@ class Api:
         self.arrivals: set[Arrivals] = set()  # of the requests in progress
         banned = banned_tokens(generator.tokenizer, generator.model, generator.stop_token_ids)
         num_rows = max_cached_rows(generator.model, MAX_ROWS)
-        self.worker = BatchWorker(TextBatch(generator.decoder, num_rows, banned), MAX_WAITING_TEXTS)
+        batch = TextBatch(generator.decoder, num_rows, banned)
+        batch.engine.min_positions = self.context_length
+        self.worker = BatchWorker(batch, MAX_WAITING_TEXTS)
         created = int(time.time())
         self.model = {"id": name, "object": "model", "created": created, "owned_by": "user"}
 

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-from functools import partial
 
 import pytest
 import torch
@@ -21,12 +20,12 @@ def model(request) -> nn.Module:
     return random_model(VARIANTS[request.param])
 
 
-@pytest.fixture(params=["packed", "too small to pack", "not to be packed"])
+@pytest.fixture(params=["packed", "too small to pack"])
 def decoder_of(request, monkeypatch):
     """build_decoder where weights are packed, and where they are not."""
     if request.param == "packed":
         monkeypatch.setattr(inference, "MAX_CACHED_PARAMETERS", 0)
-    return partial(build_decoder, pack=request.param != "not to be packed")
+    return build_decoder
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
@@ -174,16 +173,3 @@ def test_what_speeds_up_training_is_not_copied(decoder_of, is_compiled):
     decoder = decoder_of(model)
     assert not any("forward" in vars(module) for module in decoder.modules())
     assert decode(decoder, [[1, 2]], 8, temperature=0) == expected
-
-
-@pytest.mark.parametrize("prompts", [[[1, 2, 3]], [[1, 2, 3], [4, 5]]], ids=["one row", "two rows"])
-def test_decoding_compiles_into_one_graph_whatever_the_length(prompts):
-    shape = dataclasses.replace(SMALL, num_layers=1, num_heads=1, d_model=8, windows=(5,))
-    model = build_decoder(random_model(shape), pack=False)
-    expected = decode(model, prompts, 16, temperature=0)  # past the context
-    counter = torch._dynamo.testing.CompileCounter()
-    model.compile(dynamic=True, fullgraph=True, backend=counter)
-    compiled = decode(model, prompts, 16, temperature=0)
-    torch.compiler.reset()
-    assert compiled == expected
-    assert counter.frame_count <= 4 * len(prompts)
