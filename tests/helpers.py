@@ -320,6 +320,21 @@ class SpoilLoss(Callback):
         trainer.model.register_forward_hook(spoil)
 
 
+class SpoilWeights(Callback):
+    """Makes the weights of one step not finite, where they are."""
+
+    def on_step(self, trainer: Trainer) -> None:
+        weight = trainer.model.token_embedding.weight.data
+        if trainer.step == 5:
+            self.state = [param.clone() for param in trainer.model.parameters()]
+            self.row = weight[3].clone()
+            weight[3] = torch.nan
+        if trainer.step == 6:
+            weight[3] = self.row
+            params = trainer.model.parameters()
+            assert all(torch.equal(*pair) for pair in zip(params, self.state, strict=True))
+
+
 class StopAfter(Callback):
     """A callback and ``should_stop`` that is true after a number of steps."""
 

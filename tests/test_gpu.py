@@ -18,6 +18,7 @@ from helpers import (
     GPT2,
     ROOT,
     VARIANTS,
+    SpoilWeights,
     StopAfter,
     assert_same_run,
     decode,
@@ -216,22 +217,38 @@ def test_torchrun_with_one_process_is_a_plain_run(gpu, numbers, trained, tmp_pat
 
 
 class RefuseCompilation(Callback):
-    """Make compilation an error from step 3 on; the last evaluation compiles again."""
+    """Make compilation an error from the first step on."""
 
-    def on_step(self, trainer: Trainer) -> None:
-        is_refused = 3 <= trainer.step < trainer.config.steps
-        torch.compiler.set_stance("fail_on_recompile" if is_refused else "default")
+    def on_train_start(self, trainer: Trainer) -> None:
+        wrap_model = trainer.passes.wrap_model
+
+        def wrap_model_and_refuse() -> None:
+            wrap_model()
+            torch.compiler.set_stance("fail_on_recompile")
+
+        trainer.passes.wrap_model = wrap_model_and_refuse
 
     def on_train_end(self, trainer: Trainer) -> None:
         torch.compiler.set_stance("default")
         torch.compiler.reset()
 
 
-def test_nothing_is_compiled_after_the_first_steps(gpu, trained):
-    flags = ["--micro-batch-size", 2]
+@pytest.mark.parametrize("capture", ["--capture", "--no-capture"])
+def test_nothing_is_compiled_after_the_first_step(gpu, trained, capsys, capture):
+    flags = ["--micro-batch-size", 2, capture]
     plain = trained(gpu, "plain", *flags)
     compiled = trained(gpu, "compiled", *flags, "--compile", callbacks=[RefuseCompilation()])
     assert logged(compiled, "train_loss") == pytest.approx(logged(plain, "train_loss"), abs=1e-2)
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("callbacks", [[], [SpoilWeights()]], ids=["finite", "with a NaN"])
+def test_captured_steps_are_plain_steps(gpu, trained, capsys, callbacks):
+    flags = ["--micro-batch-size", 2, "--dropout", 0.1, "--eval-every", 30]
+    captured = trained(gpu, "captured", *flags, callbacks=callbacks)
+    assert "warning" not in capsys.readouterr().err
+    assert_same_run(captured, trained(gpu, "plain", *flags, "--no-capture", callbacks=callbacks))
+    assert logged(captured, "skipped_steps")[30] == len(callbacks)
 
 
 @pytest.mark.parametrize("lean", [False, True])

@@ -5,7 +5,15 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import Action, StopAfter, assert_same_run, logged, make_dataset, train_tiny
+from helpers import (
+    Action,
+    SpoilWeights,
+    StopAfter,
+    assert_same_run,
+    logged,
+    make_dataset,
+    train_tiny,
+)
 from torch._dynamo.testing import CompileCounter
 
 from engine.training.trainer import Callback, Trainer
@@ -69,21 +77,6 @@ def test_few_lengths_of_examples_are_captured(graphs, pairs, tmp_path, monkeypat
     monkeypatch.setattr("engine.nn.acceleration.MAX_GRAPHS", 1)
     train_tiny(pairs, tmp_path / "one", *flags)
     assert_same_run(tmp_path / "one", captured)
-
-
-class SpoilWeights(Callback):
-    """Makes the weights of one step not finite, where they are."""
-
-    def on_step(self, trainer: Trainer) -> None:
-        weight = trainer.model.token_embedding.weight.data
-        if trainer.step == 5:
-            self.state = [param.clone() for param in trainer.model.parameters()]
-            self.row = weight[3].clone()
-            weight[3] = torch.nan
-        if trainer.step == 6:
-            weight[3] = self.row
-            params = trainer.model.parameters()
-            assert all(torch.equal(*pair) for pair in zip(params, self.state, strict=True))
 
 
 def test_a_captured_step_that_is_not_finite_changes_nothing(graphs, numbers, tmp_path):
