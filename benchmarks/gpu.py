@@ -6,7 +6,6 @@ It takes up to five minutes, and prints the rows of a table, the most important 
 fails prints its error, and the next one begins. --tiny measures small models, to try the command.
 """
 
-import argparse
 import contextlib
 import gc
 import queue
@@ -17,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,10 @@ from torch import Tensor, nn
 
 from benchmarks import peers
 from benchmarks.decoding import GPT2_CONFIG
+from engine.core.cli import run_command
 from engine.core.device import choose_device, mixed_precision
 from engine.core.distributed import DistributedContext
+from engine.core.settings import parse
 from engine.data.tokenizer import named_tokenizer
 from engine.generation.sampling import FilterOptions
 from engine.generation.text_batch import TextBatch, banned_tokens, complete_streams
@@ -45,9 +46,9 @@ from prepare import PrepareConfig, prepare
 from train import measure_step_seconds, open_data, train_step
 
 NUM_ROUNDS = 5
-NUM_NEW_TOKENS = 512
+NUM_SAMPLED_TOKENS = 512
 NUM_TEXTS = 32
-PRESET = "config/shakespeare-char.toml"
+PRESET_PATH = "config/shakespeare-char.toml"
 FLAGS_BY_SHAPE = {
     "124M, GPT-2's shape, AdamW, 16 × 1,024": (
         *("config/gpt2-124m.toml", "--batch-size", "16", "--micro-batch-size", "16"),
@@ -58,19 +59,28 @@ FLAGS_BY_SHAPE = {
     ),
 }
 TINY_FLAGS = ("--num-layers", "2", "--num-heads", "2", "--d-model", "64", "--context-length", "64")
-FILTERS: FilterOptions = {"temperature": 0.8, "top_p": 0.95}  # the defaults of sample.py
+DEFAULT_FILTERS: FilterOptions = {"temperature": 0.8, "top_p": 0.95}  # the defaults of sample.py
+
+
+@dataclass(frozen=True)
+class GPUBenchConfig:
+    """Measure training and decoding on one GPU, next to other projects."""
+
+    nanogpt: Path | None = None  # A clone of nanoGPT, to measure it too.
+    text: Path | None = None  # Tiny Shakespeare, to train its preset too.
+    tiny: bool = False  # Measure small models, to try the command.
 
 
 class GPUBench:
     """The parts of the benchmark; each prints rows of the table."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path):
-        self.options = options
+    def __init__(self, config: GPUBenchConfig, folder: Path):
+        self.config = config
         self.folder = folder
         self.device = choose_device("auto")
         self.is_cuda = self.device.type == "cuda"
-        self.num_steps = 2 if options.tiny else 20  # in a turn
-        self.num_new_tokens = 16 if options.tiny else NUM_NEW_TOKENS
+        self.num_steps = 2 if config.tiny else 20  # in a turn
+        self.num_new_tokens = 16 if config.tiny else NUM_SAMPLED_TOKENS
         self.data = folder / "data"
         prepare(PrepareConfig(("docs",), glob="*.md", tokenizer="byte", out=self.data))
 
@@ -103,7 +113,7 @@ class GPUBench:
         """Yield the trainer of a run, before its first step."""
         flags = (*flags, "--data", str(self.data), "--steps", "10000")
         dist_ctx = DistributedContext(device=self.device)
-        config = load_config([*flags, *(TINY_FLAGS if self.options.tiny else ())])
+        config = load_config([*flags, *(TINY_FLAGS if self.config.tiny else ())])
         data = open_data(config, dist_ctx)
         measure = partial(measure_step_seconds, dist_ctx)
         resolved = resolve(config, data, dist_ctx, time.monotonic(), None, None, measure)
@@ -136,16 +146,19 @@ class GPUBench:
                 share = peak / sum(plan.values())
                 print(f"| {name}, memory | {peak / 2**20:,.0f} MiB | {share:.2f} of the plan |")
             calls: dict[str, Callable[[], Any]] = {"ours": partial(self.repeat, step)}
-            if self.options.nanogpt:
-                peer_step = self.make_nanogpt_step(config.model, trainer.passes.example_batch())
+            if self.config.nanogpt:
+                batch = trainer.passes.example_batch()
+                peer_step = self.make_nanogpt_step(self.config.nanogpt, config.model, batch)
                 self.repeat(peer_step)
                 calls["nanoGPT"] = partial(self.repeat, peer_step)
             num_tokens = self.num_steps * trainer.tokens_per_step
             self.print_rates(name, "tokens/s", num_tokens, calls)
 
-    def make_nanogpt_step(self, config: ModelConfig, batch: Tensor) -> Callable[[], None]:
+    def make_nanogpt_step(
+        self, clone: Path, config: ModelConfig, batch: Tensor
+    ) -> Callable[[], None]:
         """Return a training step as in nanoGPT's train.py, compiled on a GPU."""
-        model, optimizer = peers.make_nanogpt(self.options.nanogpt, config, self.device)
+        model, optimizer = peers.make_nanogpt(clone, config, self.device)
         inputs, targets = batch
 
         def step() -> None:
@@ -161,7 +174,7 @@ class GPUBench:
     @property
     def decoded_config(self) -> ModelConfig:
         """The configuration of the model that decodes."""
-        if self.options.tiny:
+        if self.config.tiny:
             return replace(GPT2_CONFIG, num_layers=2, d_model=96, d_ff=384, vocab_size=320)
         return GPT2_CONFIG
 
@@ -185,7 +198,7 @@ class GPUBench:
 
             def complete(num_texts: int = num_texts) -> None:
                 streams = self.make_streams(num_texts)
-                list(complete_streams(decoder, streams, num_texts, **FILTERS))
+                list(complete_streams(decoder, streams, num_texts, **DEFAULT_FILTERS))
 
             complete()  # the first text of a process
             calls: dict[str, Callable[[], Any]] = {"ours": complete}
@@ -212,7 +225,7 @@ class GPUBench:
         def ask() -> None:
             arrivals: queue.Queue[Any] = queue.Queue()
             for index, stream in enumerate(self.make_streams(NUM_TEXTS)):
-                request = ClientRequest(stream, index, FILTERS, receive=arrivals.put)
+                request = ClientRequest(stream, index, DEFAULT_FILTERS, receive=arrivals.put)
                 worker.submit([request])
             num_ended = 0
             while num_ended < NUM_TEXTS:
@@ -231,10 +244,10 @@ class GPUBench:
     def train_preset(self) -> None:
         """Train on tiny Shakespeare by characters, from start to exit."""
         data = self.folder / "shakespeare"
-        prepare(PrepareConfig((str(self.options.text),), tokenizer="char", out=data))
+        prepare(PrepareConfig((str(self.config.text),), tokenizer="char", out=data))
         out = self.folder / "run"
-        command = [sys.executable, "train.py", PRESET, "--data", str(data), "--out", str(out)]
-        if self.options.tiny:
+        command = [sys.executable, "train.py", PRESET_PATH, "--data", str(data), "--out", str(out)]
+        if self.config.tiny:
             command += [*TINY_FLAGS, "--steps", "20"]
         started_at = time.perf_counter()
         result = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -243,28 +256,19 @@ class GPUBench:
         for line in result.stderr.splitlines():
             if "warning" in line:
                 print(line)
-        print(f"| {PRESET}, from start to exit | {seconds:.0f} s | loss {losses[-1]} |")
+        print(f"| {PRESET_PATH}, from start to exit | {seconds:.0f} s | loss {losses[-1]} |")
 
 
-def parse_options() -> argparse.Namespace:
-    """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--nanogpt", type=Path, help="a clone of nanoGPT, to measure it too")
-    parser.add_argument("--text", type=Path, help=f"tiny Shakespeare, to train {PRESET} too")
-    parser.add_argument("--tiny", action="store_true", help="small models, to try the command")
-    return parser.parse_args()
-
-
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measure all parts."""
-    options = parse_options()
+    config = parse(GPUBenchConfig, arguments)
     with tempfile.TemporaryDirectory() as folder:
-        bench = GPUBench(options, Path(folder))
+        bench = GPUBench(config, Path(folder))
         name = torch.cuda.get_device_name() if bench.is_cuda else processor_name()
         print(f"{name}, torch {torch.__version__}")
         parts: list[Callable[[], Any]] = [partial(bench.train, name) for name in FLAGS_BY_SHAPE]
         parts += [bench.decode, bench.serve]
-        if options.text:
+        if config.text:
             parts.append(bench.train_preset)
         for part in parts:
             try:
@@ -274,4 +278,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

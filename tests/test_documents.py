@@ -58,8 +58,9 @@ def check_line(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def check_command(program: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Parse a command as its program does, without running it."""
     if program == "pytest":
-        path, _, name = arguments[-3:]
-        assert re.search(rf"def test_\w*{name}", (ROOT / path).read_text("utf-8"))
+        if "-k" in arguments:
+            path, _, name = arguments[-3:]
+            assert re.search(rf"def test_\w*{name}", (ROOT / path).read_text("utf-8"))
         return
     if program == "torchrun":
         parsed = get_args_parser().parse_args(arguments)
