@@ -168,9 +168,10 @@ class Killer:
     def kill(self) -> None:
         """Kill this process; on rank 0, files not renamed or linked into place lose half."""
         for path in Path(self.folder).rglob("*") if self.rank == 0 else ():
-            is_rewritten = str(path) in self.rewritten and path.stat().st_nlink == 1
-            if path.is_file() and (".partial" in str(path) or is_rewritten):
-                os.truncate(path, path.stat().st_size // 2)
+            with contextlib.suppress(FileNotFoundError):  # another thread has renamed it
+                is_rewritten = str(path) in self.rewritten and path.stat().st_nlink == 1
+                if path.is_file() and (".partial" in str(path) or is_rewritten):
+                    os.truncate(path, path.stat().st_size // 2)
         os.kill(os.getpid(), signal.SIGKILL)
 
 

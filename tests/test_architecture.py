@@ -18,8 +18,8 @@ from engine.training.config import TrainConfig
 PAGE = ROOT / "docs" / "architecture.md"
 SOURCES = ("*.py", "engine", "config")
 # They are lowered whenever they can be. Only a new capability raises them.
-MAX_SOURCE_LINES = 16_460
-MAX_TEST_LINES = 18_700
+MAX_SOURCE_LINES = 16_583
+MAX_TEST_LINES = 18_712
 MAX_PAGE_LINES = 2_200  # HTML, CSS and JavaScript
 
 

@@ -341,7 +341,7 @@ def test_gradient_is_that_of_the_mean_over_all_counted_targets(masked, name):
 # Faults.
 
 
-def test_killed_and_terminated_run_equals_an_uninterrupted_one(folder, run_ranks):
+def test_killed_and_terminated_run_equals_an_uninterrupted_one(plain_steps, folder, run_ranks):
     flags = ["--steps", 1000, "--save-every", 10, "--eval-every", 1000, "--parallel", "fsdp"]
     run = folder / "interrupted"
     command = [*TORCHRUN_COMMAND, "--standalone", "--max-restarts", 9, ROOT / "train.py"]

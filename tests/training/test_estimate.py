@@ -277,7 +277,7 @@ def test_activations_with_lora_are_those_that_a_micro_batch_allocates(kind, dtyp
 
 
 @pytest.mark.parametrize("train_tokens", [False, True])
-def test_lora_needs_memory_for_frozen_weights_and_gradients_of_few(train_tokens):
+def test_lora_needs_memory_for_frozen_weights_and_gradients_of_few(plain_steps, train_tokens):
     lora = {"lora_rank": 4, "dtype": "bfloat16", "frozen_dtype": "bfloat16"}
     config = RunConfig(model=SMALL, train_tokens=train_tokens, **lora)
     memory = estimate_memory(config, 4, SINGLE_PROCESS)
