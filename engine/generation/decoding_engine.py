@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.core.cli import warn
 from engine.core.device import total_memory
-from engine.nn.acceleration import GRAPH_POOLS, CapturedFunction, GraphPool
+from engine.nn.acceleration import GRAPH_POOLS, CapturedCalls, GraphPool
 from engine.nn.attention import attend, attend_from_last
 from model import GPT
 
@@ -221,7 +221,7 @@ class DecodingEngine:
         self.pool: GraphPool | None = None
         if self.device.type in GRAPH_POOLS and cache_dtype is None:  # else ranks compute together
             self.pool = GRAPH_POOLS[self.device.type](self.device, warn_of_capture)
-        self.captured_step = CapturedFunction(self._compute_step, self.pool)
+        self.captured_step = CapturedCalls(self.pool)
         self.min_positions = 0  # to reserve, so that memory which graphs know does not move
 
     @property
@@ -268,7 +268,8 @@ class DecodingEngine:
         self._reserve(num_reserved, max(lengths) + 1)
         rows = [*range(num_rows), *[spare_row] * len(padding)]
         table = torch.tensor([[*ids, *padding], [*lengths, *padding], rows], device=self.device)
-        logits = self.captured_step(table[0][:, None], table[1][:, None], table[2])
+        inputs = (table[0][:, None], table[1][:, None], table[2])
+        logits = self.captured_step(self._compute_step, *inputs)
         for row in self.rows[:num_rows]:
             row.num_cached += 1
         return logits[:num_rows].clone()

@@ -111,22 +111,27 @@ class GraphPool:
 GRAPH_POOLS: dict[str, type[GraphPool]] = {"cuda": GraphPool}
 
 
-class CapturedFunction:
-    """A function of tensors, replayed as a CUDA graph for each key and shapes of its inputs.
+class CapturedCalls:
+    """Calls of a function of tensors, replayed as a CUDA graph for each key and shapes of inputs.
 
     The first call of a key runs plainly, the second is captured and replayed, later ones replay.
     So whatever changes between two calls must be an input or part of the key.
     """
 
-    def __init__(self, function: Callable[..., Any], pool: GraphPool | None):
-        """Call ``function(*inputs, *key)``; without a pool, always plainly."""
-        self.function = function
+    def __init__(self, pool: GraphPool | None):
+        """Start without graphs; without a pool, all calls are plain."""
         self.pool = pool
         self.replays: dict[Hashable, tuple[Callable[[], Any], list[Tensor]] | None] = {}
 
-    def __call__(self, *inputs: Tensor, key: tuple[Hashable, ...] = ()) -> Any:
+    def __call__(
+        self, function: Callable[..., Any], *inputs: Tensor, key: tuple[Hashable, ...] = ()
+    ) -> Any:
+        """Return function(*inputs, *key). The function must be the same in all calls.
+
+        It is not kept, as its object may hold memory that is to be freed with the last reference.
+        """
         pool = self.pool
-        call = partial(self.function, *inputs, *key)
+        call = partial(function, *inputs, *key)
         if pool is None or not pool.is_enabled:
             self.replays.clear()
             return call()
@@ -140,10 +145,7 @@ class CapturedFunction:
         if captured is None:
             static_inputs = [tensor.clone() for tensor in inputs]
             try:
-                captured = (
-                    pool.capture(partial(self.function, *static_inputs, *key)),
-                    static_inputs,
-                )
+                captured = (pool.capture(partial(function, *static_inputs, *key)), static_inputs)
             except CaptureError:
                 raise
             except Exception as error:  # of CUDA, a compiler or a hook

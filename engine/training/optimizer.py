@@ -13,7 +13,7 @@ from engine.core.device import fast_dtype
 from engine.core.distributed import SINGLE_PROCESS, DistributedContext
 from engine.core.errors import UserError
 from engine.core.sharding import local, shard_like
-from engine.nn.acceleration import GRAPH_POOLS, CapturedFunction, GraphPool
+from engine.nn.acceleration import GRAPH_POOLS, CapturedCalls, GraphPool
 from engine.nn.specs import Specs
 from engine.nn.update_rules import AdamW, GroupedOptimizer, Muon, ParamGroup
 from model import GPT
@@ -165,8 +165,8 @@ class Optimizer:
         if rest:
             self.optimizers.append(build_adamw(rest, config))
         self.pool = pool
-        self.captured_norm = CapturedFunction(self._gradient_norm, pool)
-        self.captured_update = CapturedFunction(self.update, pool if kind.is_capturable else None)
+        self.captured_norm = CapturedCalls(pool)
+        self.captured_update = CapturedCalls(pool if kind.is_capturable else None)
         # Also where nothing is captured, so that captured steps are equal to plain ones.
         self.has_rate_in_tensor = kind.is_capturable and dist_ctx.device.type in GRAPH_POOLS
         self.is_loss_scaled = dtype == torch.float16
@@ -217,7 +217,7 @@ class Optimizer:
         if is_usable:
             factor = self.clip_factor(norm)
             if self.has_rate_in_tensor:
-                self.captured_update(torch.full_like(factor, learning_rate), factor)
+                self.captured_update(self.update, torch.full_like(factor, learning_rate), factor)
             else:
                 self.update(learning_rate, factor)
         if self.pool is None or not self.pool.is_enabled:
@@ -228,7 +228,7 @@ class Optimizer:
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of all gradients, without the loss scale."""
-        return self.captured_norm() / self.loss_scale
+        return self.captured_norm(self._gradient_norm) / self.loss_scale
 
     def _gradient_norm(self) -> Tensor:
         """Return the norm of all gradients, with the loss scale."""

@@ -18,7 +18,7 @@ from engine.data.batches import Mixture, inputs_and_targets
 from engine.data.split import EVALUATION_BATCH_TOKENS, PADDING_TOKEN, Split
 from engine.nn.acceleration import (
     Acceleration,
-    CapturedFunction,
+    CapturedCalls,
     StaticGradients,
     checkpoint_activations,
 )
@@ -50,7 +50,7 @@ class Passes:
         params = [param for param in model.parameters() if param.requires_grad]
         self.gradients = StaticGradients(params)
         pool = self.acceleration.pool
-        self.captured_pass = CapturedFunction(self._compute_static_gradients, pool)
+        self.captured_pass = CapturedCalls(pool)
 
     def _warn(self, text: str) -> None:
         self.dist_ctx.run_on_main(warn, text)
@@ -129,7 +129,8 @@ class Passes:
         """
         with self.attention_window_warmup() as window:
             if self.acceleration.captures:
-                return self.captured_pass(inputs, targets, scale, key=(is_first, window))
+                compute = self._compute_static_gradients
+                return self.captured_pass(compute, inputs, targets, scale, key=(is_first, window))
             sync = self.reduce_every_microbatch or is_last
             with gradient_sync(self.ddp_model, sync), self.autocast():
                 loss = self.loss(self.ddp_model, inputs, targets)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import random
+import weakref
 
 import pytest
 import torch
@@ -162,6 +163,14 @@ def test_a_token_is_captured_once_for_each_power_of_two_of_rows_while_memory_sta
         engine.step([3])
     assert graphs.captures == 4
     assert engine.caches[0].keys_values.data_ptr() != address
+
+
+def test_memory_is_freed_with_the_last_reference_to_an_engine(plain_steps):
+    engine = start_engine(random_model(SMALL), 4)
+    engine.step([3])
+    cache = weakref.ref(engine.caches[0])
+    del engine
+    assert cache() is None
 
 
 def test_logits_of_a_step_stay_when_the_next_is_made(each_path):
