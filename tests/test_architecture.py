@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 SOURCES = ("*.py", "engine", "config")
 # They are lowered whenever they can be. Only a new capability raises them.
 MAX_SOURCE_LINES = 16_583
-MAX_TEST_LINES = 18_712
+MAX_TEST_LINES = 18_716
 MAX_PAGE_LINES = 2_200  # HTML, CSS and JavaScript
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypedDict, Unpack
 
 import numpy as np
@@ -95,44 +95,41 @@ def filter_logits(logits: Tensor, **filters: Unpack[FilterOptions]) -> tuple[Ten
     UserError for logits that are not finite.
     """
     check_finite(logits.amax(dim=-1))
-    weights, ids, is_cut = filter_candidates(logits, NUM_FIRST_CANDIDATES, **filters)
-    if is_cut.any():
-        weights, ids, _ = filter_candidates(logits, logits.shape[-1], **filters)
-    return weights, ids
+    stages = filter_in_stages(logits, **filters)
+    return next((weights, ids) for weights, ids, is_cut in stages if not is_cut.any())
 
 
-def filter_candidates(
+def filter_in_stages(
     logits: Tensor,
-    max_candidates: int,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float = 1.0,
     min_p: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return :func:`filter_logits` without waiting for the device, and whether rows are cut (B,).
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield :func:`filter_logits` without waiting for the device, and whether rows are cut (B,).
 
-    With top_p alone, the most likely max_candidates are considered. A row is cut if there are more.
+    A row is cut if more candidates than those of this stage must be considered: those of the next.
     """
     is_cut = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
     if temperature < MIN_TEMPERATURE:
         ids = logits.argmax(dim=-1, keepdim=True)
-        return torch.ones_like(ids, dtype=torch.float32), ids, is_cut
+        yield torch.ones_like(ids, dtype=torch.float32), ids, is_cut
+        return
     largest = logits.amax(dim=-1, keepdim=True)
     logits = (logits.float() - largest.float()) / temperature
     if top_k is None and top_p == 1:
         ids = torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
-        weights = logits.exp()
+        stages = iter([(logits.exp(), ids, is_cut)])
     else:
-        weights, ids, is_cut = keep_likely_tokens(logits, top_k, top_p, max_candidates)
-    if min_p > 0:
-        weights = weights.masked_fill(weights < min_p, 0)
-    return weights, ids, is_cut
+        stages = keep_likely_tokens(logits, top_k, top_p)
+    for weights, ids, is_cut in stages:
+        yield (weights.masked_fill(weights < min_p, 0) if min_p > 0 else weights), ids, is_cut
 
 
 def keep_likely_tokens(
-    logits: Tensor, top_k: int | None, top_p: float, max_candidates: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weights and ids after top_k and top_p, most likely first, and whether rows are cut.
+    logits: Tensor, top_k: int | None, top_p: float
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield weights and ids after top_k and top_p, most likely first, and whether rows are cut.
 
     These are (B, K), (B, K) and (B,) for logits (B, V), of which the largest of a row must be 0.
     """
@@ -141,17 +138,17 @@ def keep_likely_tokens(
     keys = logits.abs().view(torch.int32).long() << 32
     keys += torch.arange(vocab_size, device=logits.device)
     dtype = torch.float32 if logits.is_mps else torch.float64
-    num_candidates = min(top_k or max_candidates, vocab_size)
-    ids = smallest(keys, num_candidates) & LOW_32_BITS
-    weights = logits.gather(-1, ids).to(dtype).exp()
-    counted = logits.exp() if top_k is None else weights
-    total = counted.sum(dim=-1, keepdim=True, dtype=dtype)
     limit = top_p * (1 - TOP_P_RELATIVE_ROUNDING) if top_p < 1 else math.inf
-    is_kept = weights.cumsum(dim=-1) - weights < limit * total
-    is_cut = is_kept[:, -1]
-    if top_k is not None or num_candidates == vocab_size:
-        is_cut = torch.zeros_like(is_cut)
-    return (weights * is_kept).float(), ids, is_cut
+    total = logits.exp().sum(dim=-1, keepdim=True, dtype=dtype) if top_k is None else None
+    for max_candidates in (top_k or NUM_FIRST_CANDIDATES, vocab_size):
+        num_candidates = min(max_candidates, vocab_size)
+        ids = smallest(keys, num_candidates) & LOW_32_BITS
+        weights = logits.gather(-1, ids).to(dtype).exp()
+        sum_of_weights = weights.sum(dim=-1, keepdim=True) if total is None else total
+        is_kept = weights.cumsum(dim=-1) - weights < limit * sum_of_weights
+        is_complete = top_k is not None or num_candidates == vocab_size
+        is_cut = is_kept[:, -1] & (not is_complete)
+        yield (weights * is_kept).float(), ids, is_cut
 
 
 def smallest(keys: Tensor, num_keys: int) -> Tensor:
@@ -206,8 +203,7 @@ def draw_ids(logits: Tensor, states: Tensor, **filters: Unpack[FilterOptions]) -
     more likely tokens than NUM_FIRST_CANDIDATES.
     """
     is_finite = logits.amax(dim=-1).isfinite()
-    for max_candidates in (NUM_FIRST_CANDIDATES, logits.shape[-1]):
-        weights, ids, is_cut = filter_candidates(logits, max_candidates, **filters)
+    for weights, ids, is_cut in filter_in_stages(logits, **filters):
         if weights.shape[-1] > 1:
             noise = exponential_noise(states, ids)
             ids = ids.gather(-1, (weights / noise).argmax(-1, keepdim=True))
