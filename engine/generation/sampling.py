@@ -18,6 +18,8 @@ TOP_P_RELATIVE_ROUNDING = 2**-23  # a total probability this close to top_p reac
 LOW_32_BITS = 2**32 - 1
 NOT_FINITE = -1  # instead of an id: the logits are not finite
 IS_CUT = -2  # instead of an id: more candidates must be considered
+# Weights and token ids (B, K) each, and whether more candidates than these must be used (B,).
+Candidates = tuple[Tensor, Tensor, Tensor]
 # Of SplitMix64 (Steele et al. 2014), as int64.
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - 2**64
 NEXT_STATE = (GOLDEN_GAMMA << 32) % 2**64  # fits int64
@@ -105,33 +107,32 @@ def filter_in_stages(
     top_k: int | None = None,
     top_p: float = 1.0,
     min_p: float = 0.0,
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield :func:`filter_logits` without waiting for the device, and whether rows are cut (B,).
+) -> Iterator[Candidates]:
+    """Yield candidates by the options of :func:`filter_logits`, without waiting for the device.
 
-    A row is cut if more candidates than those of this stage must be considered: those of the next.
+    If a row is cut, the next candidates, which are more, must be used instead.
     """
     is_cut = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
     if temperature < MIN_TEMPERATURE:
         ids = logits.argmax(dim=-1, keepdim=True)
         yield torch.ones_like(ids, dtype=torch.float32), ids, is_cut
         return
-    largest = logits.amax(dim=-1, keepdim=True)
-    logits = (logits.float() - largest.float()) / temperature
+    logits = (logits.float() - logits.amax(dim=-1, keepdim=True).float()) / temperature
     if top_k is None and top_p == 1:
         ids = torch.arange(logits.shape[-1], device=logits.device).expand_as(logits)
-        stages = iter([(logits.exp(), ids, is_cut)])
+        stages: Iterable[Candidates] = [(logits.exp(), ids, is_cut)]
     else:
         stages = keep_likely_tokens(logits, top_k, top_p)
     for weights, ids, is_cut in stages:
-        yield (weights.masked_fill(weights < min_p, 0) if min_p > 0 else weights), ids, is_cut
+        if min_p > 0:
+            weights = weights.masked_fill(weights < min_p, 0)
+        yield weights, ids, is_cut
 
 
-def keep_likely_tokens(
-    logits: Tensor, top_k: int | None, top_p: float
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield weights and ids after top_k and top_p, most likely first, and whether rows are cut.
+def keep_likely_tokens(logits: Tensor, top_k: int | None, top_p: float) -> Iterator[Candidates]:
+    """Yield candidates after top_k and top_p, most likely first.
 
-    These are (B, K), (B, K) and (B,) for logits (B, V), of which the largest of a row must be 0.
+    The largest of the logits of each row, (B, V), must be 0.
     """
     vocab_size = logits.shape[-1]
     # Sort keys: nonnegative float32 numbers are ordered as their bits. Ties are ordered by id.
@@ -140,14 +141,14 @@ def keep_likely_tokens(
     dtype = torch.float32 if logits.is_mps else torch.float64
     limit = top_p * (1 - TOP_P_RELATIVE_ROUNDING) if top_p < 1 else math.inf
     total = logits.exp().sum(dim=-1, keepdim=True, dtype=dtype) if top_k is None else None
-    for max_candidates in (top_k or NUM_FIRST_CANDIDATES, vocab_size):
-        num_candidates = min(max_candidates, vocab_size)
+    first_count = min(top_k or NUM_FIRST_CANDIDATES, vocab_size)
+    last_count = vocab_size if top_k is None else first_count
+    for num_candidates in sorted({first_count, last_count}):
         ids = smallest(keys, num_candidates) & LOW_32_BITS
         weights = logits.gather(-1, ids).to(dtype).exp()
         sum_of_weights = weights.sum(dim=-1, keepdim=True) if total is None else total
         is_kept = weights.cumsum(dim=-1) - weights < limit * sum_of_weights
-        is_complete = top_k is not None or num_candidates == vocab_size
-        is_cut = is_kept[:, -1] & (not is_complete)
+        is_cut = is_kept[:, -1] & (num_candidates < last_count)
         yield (weights * is_kept).float(), ids, is_cut
 
 

@@ -128,7 +128,7 @@ class CapturedCalls:
     ) -> Any:
         """Return function(*inputs, *key). The function must be the same in all calls.
 
-        It is not kept, as its object may hold memory that is to be freed with the last reference.
+        It is not stored: a cycle through its object would keep memory until a garbage collection.
         """
         pool = self.pool
         call = partial(function, *inputs, *key)

@@ -166,7 +166,7 @@ class Optimizer:
             self.optimizers.append(build_adamw(rest, config))
         self.pool = pool
         self.captured_norm = CapturedCalls(pool)
-        self.captured_update = CapturedCalls(pool if kind.is_capturable else None)
+        self.captured_update = CapturedCalls(pool)
         # Also where nothing is captured, so that captured steps are equal to plain ones.
         self.has_rate_in_tensor = kind.is_capturable and dist_ctx.device.type in GRAPH_POOLS
         self.is_loss_scaled = dtype == torch.float16

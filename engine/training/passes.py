@@ -49,8 +49,7 @@ class Passes:
         )
         params = [param for param in model.parameters() if param.requires_grad]
         self.gradients = StaticGradients(params)
-        pool = self.acceleration.pool
-        self.captured_pass = CapturedCalls(pool)
+        self.captured_pass = CapturedCalls(self.acceleration.pool)
 
     def _warn(self, text: str) -> None:
         self.dist_ctx.run_on_main(warn, text)
