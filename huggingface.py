@@ -22,6 +22,7 @@ from engine.data.tokenizer_config import read_chat_templates
 from engine.huggingface import adapter, convert, directory
 from engine.huggingface import gguf as gguf_file
 from engine.huggingface.families import MODEL_FAMILIES, Family, unsupported_settings
+from engine.nn.attention import CHECK_TOLERANCE, attention_difference
 from engine.nn.positions import FREQUENCY_BASE, sinusoids
 from engine.runs.checkpoint import load_model, write_checkpoint, write_tensors
 from engine.training.run_dir import find_checkpoint
@@ -84,6 +85,9 @@ def export_model(config: ExportConfig) -> str:
     checkpoint = find_checkpoint(config.run, config.base)
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
     model = load_model(checkpoint)
+    if model.config.attention == "loop" and attention_difference(model) > CHECK_TOLERANCE:
+        problem = "no family computes attention as Head.attention in model.py does"
+        raise UserError(f"{config.run}: {problem}. Use sample.py.")
     family, model_config = choose_family(model.config, config.family, tokenizer)
     if config.adapter:
         return adapter.export_adapter(config.out, checkpoint, model.config.head_width, family)
@@ -201,6 +205,7 @@ def rewrite_config(config: ModelConfig, family: Family) -> ModelConfig:
     """Return an equivalent config without None, in settings of the family where possible."""
     supports = family.supported_values()
     changes: dict[str, Any] = {
+        "attention": "fused",
         "scale_embeddings": False,
         "rope_base": config.rope_base or FREQUENCY_BASE,
         "num_kv_heads": config.num_groups,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from engine.nn.attention import Cache, Caches, attend
 from engine.nn.bounds import check_model_config
-from engine.nn.layers import FusedLinear, RMSNorm, dropout, make_embedding, make_norm
+from engine.nn.layers import FusedLinear, dropout, make_embedding, make_norm, make_qk_norm
 from engine.nn.loss import soft_cap, training_loss, validation_loss
 from engine.nn.positions import position_range, rotate, rotations, sinusoids
 from engine.nn.specs import ParameterSpec, draw_initial_values, match_specs
@@ -46,6 +46,7 @@ class Architecture:
     tie_embeddings: bool = False  # Use the token embedding as the output head too.
     scale_embeddings: bool = False  # Multiply token embeddings by √d_model (2017).
     logit_softcap: float = 0.0  # Largest absolute logit, by a smooth bound; 0: no bound.
+    attention: Literal["fused", "loop"] = "fused"  # All heads at once, or Head.forward of each.
 
 
 @dataclass(frozen=True)
@@ -102,17 +103,15 @@ class Head(nn.Module):
         super().__init__()
         has_bias = config.bias or config.qkv_bias
         make_linear = partial(nn.Linear, config.d_model, config.head_width, bias=has_bias)
-        norm_class = RMSNorm if config.qk_norm else nn.Identity
-        is_weighted = config.norm == "weighted_rmsnorm"
-        make_qk_norm = partial(norm_class, config.head_width, config.epsilon, is_weighted)
         self.query = make_linear()
         if starts_group:
             self.key = make_linear()
             self.value = make_linear()
         if starts_block:
-            self.query_norm = make_qk_norm()
-            self.key_norm = make_qk_norm()
+            self.query_norm = make_qk_norm(config)
+            self.key_norm = make_qk_norm(config)
         self.window = window
+        self.dropout = config.dropout
 
     def attention(
         self, x: Tensor, rotation: Tensor | None, group_head: "Head", block_head: "Head"
@@ -133,13 +132,15 @@ class Head(nn.Module):
         self, x: Tensor, rotation: Tensor | None, group_head: "Head", block_head: "Head"
     ) -> Tensor:
         """Return the weighted mean of the values, (B, T, D) → (B, T, K)."""
-        return self.attention(x, rotation, group_head, block_head) @ group_head.value(x)
+        weights = self.attention(x, rotation, group_head, block_head)
+        values = group_head.value(x)
+        return dropout(weights.to(values.dtype), self.dropout, self.training) @ values
 
 
 class MultiHeadAttention(nn.Module):
     """List of heads and a projection that mixes their outputs: Vaswani et al. 2017, section 3.2.2.
 
-    :meth:`loop` is the definition; :meth:`forward` computes all heads at once.
+    :meth:`loop` is the definition; by default, :meth:`forward` computes all heads at once.
     """
 
     def __init__(self, config: ModelConfig, window: int = 0):
@@ -154,7 +155,6 @@ class MultiHeadAttention(nn.Module):
         self.fused_qkv = FusedLinear(self.qkv_layers)
         self.config = config
         self.window = window
-        self.attention_dropout = config.dropout
 
     def qkv_layers(self) -> list[nn.Module]:
         """Return the projections to queries, keys and values, as they are now."""
@@ -171,12 +171,15 @@ class MultiHeadAttention(nn.Module):
             yield head, heads[index - index % self.group_size], heads[0]
 
     def loop(self, x: Tensor, rotation: Tensor | None) -> Tensor:
-        """Compute one head after the other, without dropout: (B, T, D) → (B, T, D)."""
+        """Compute one head after the other, (B, T, D) → (B, T, D)."""
         outputs = [head(x, rotation, *shared) for head, *shared in self.heads_with_shared()]
-        return self.projection(torch.cat(outputs, dim=-1))
+        mixed = torch.cat(outputs, dim=-1)
+        return dropout(self.projection(mixed), self.config.dropout, self.training)
 
     def forward(self, x: Tensor, rotation: Tensor | None, cache: Cache | None = None) -> Tensor:
         """Compute all heads, (B, T, D) → (B, T, D). With a cache, x follows its positions."""
+        if self.config.attention == "loop":
+            return self.loop(x, rotation)
         B, T, _ = x.shape
         qkv = self.fused_qkv(x).view(B, T, -1, self.config.head_width).transpose(1, 2)
         q, k, v = qkv.split((len(self.heads), *[self.config.num_groups] * 2), dim=1)
@@ -184,7 +187,7 @@ class MultiHeadAttention(nn.Module):
         q = rotate(block_head.query_norm(q), rotation)  # (B, H, T, K)
         k = rotate(block_head.key_norm(k), rotation)  # (B, G, T, K)
         if cache is None:
-            mixed = attend(q, k, v, self.attention_dropout if self.training else 0.0, self.window)
+            mixed = attend(q, k, v, self.config.dropout if self.training else 0.0, self.window)
         else:
             mixed = cache.attend(q, k, v)  # to all visible positions
         mixed = mixed.transpose(1, 2).reshape(B, T, -1)  # (B, H, T, K) → (B, T, H·K)
@@ -224,10 +227,9 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, window: int = 0):
         super().__init__()
         self.post_norm = config.norm_placement == "post"
-        new_norm = partial(make_norm, config.norm, config.d_model, config.epsilon, config.bias)
-        self.attention_norm = new_norm()
+        self.attention_norm = make_norm(config)
         self.attention = MultiHeadAttention(config, window)
-        self.feed_forward_norm = new_norm()
+        self.feed_forward_norm = make_norm(config)
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, rotation: Tensor | None, cache: Cache | None = None) -> Tensor:
@@ -252,12 +254,11 @@ class GPT(nn.Module):
         self.position_embedding = None
         if config.position == "learned":
             self.position_embedding = make_embedding(config.context_length, config.d_model)
-        new_norm = partial(make_norm, config.norm, config.d_model, config.epsilon, config.bias)
         tied = config.tie_embeddings  # as the output head, the embedding keeps its scale: no norm
         has_embedding_norm = config.norm == "rmsnorm" and not tied
-        self.embedding_norm = new_norm() if has_embedding_norm else nn.Identity()
+        self.embedding_norm = make_norm(config) if has_embedding_norm else nn.Identity()
         self.blocks = nn.ModuleList(Block(config, window) for window in config.layer_windows)
-        self.final_norm = new_norm() if config.norm_placement == "pre" else nn.Identity()
+        self.final_norm = make_norm(config) if config.norm_placement == "pre" else nn.Identity()
         self.head = None if tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.training_loss = training_loss
         self.num_parameters = sum(parameter.numel() for parameter in self.parameters())

@@ -87,6 +87,7 @@ MISTAKES = [  # command line, exit code, and a regex of the line
     (f"{TRAIN} --steps 5 --warmup-steps 5", 2, "--warmup-steps"),
     (f"{TRAIN} --lora-rank 2", 1, "--init-from"),
     (f"{TRAIN} --document-mask", 1, "--document-mask"),
+    (f"{TRAIN} --document-mask --attention loop", 1, "--document-mask"),
     (f"{TRAIN} --score exact_match", 1, "--score-file"),
     (f"{TRAIN} --score choice", 1, "--score choice: .*--score-file"),
     (f"{TRAIN} --best-by score", 1, "--score"),

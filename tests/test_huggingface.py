@@ -47,7 +47,7 @@ from engine.huggingface.families import MODEL_FAMILIES
 from engine.runs.checkpoint import load_model, write_checkpoint
 from engine.serving.openai_format import read_prompts
 from engine.training.run_dir import find_checkpoint
-from model import GPT, ModelConfig
+from model import GPT, Head, ModelConfig
 
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -229,6 +229,18 @@ def test_unsupported_models_are_refused_with_a_fix(settings, flags, problem, fix
     with pytest.raises(UserError, match=f"{problem}.*{fix}"):
         run_command("export", run, tmp_path / "hf", *flags.split())
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_loop_is_exported_unless_the_definition_was_edited(words, tmp_path, monkeypatch):
+    settings = {"attention": "loop", "qk_norm": False, "vocab_size": 400}
+    config = dataclasses.replace(VARIANTS["default"], **settings)
+    run = save_run(random_model(config), tmp_path / "run", words)
+    run_command("export", run, tmp_path / "same")
+    attention = Head.attention
+    monkeypatch.setattr(Head, "attention", lambda *inputs: attention(*inputs).square())
+    with pytest.raises(UserError, match=r"Head\.attention"):
+        run_command("export", run, tmp_path / "edited")
+    assert not (tmp_path / "edited").exists()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -194,11 +194,26 @@ class Row:
         return len(self.ids) - self.num_cached
 
 
+class UncachedContext:
+    """The positions of whole contexts, for attention without a cache."""
+
+    def __init__(self, length: int, device: torch.device):
+        self.positions = torch.arange(length, device=device)
+
+    def next_positions(self) -> Tensor:
+        """Return the positions of the tokens, (T,)."""
+        return self.positions
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return attention to earlier positions, (B, H, T, K)."""
+        return attend(query, key, value)
+
+
 class DecodingEngine:
     """Token sequences, one a row, that grow together, and the logits of their next tokens.
 
     A row depends on its own tokens only. One that fills the context continues with its newer half:
-    :func:`window_start`.
+    :func:`window_start`. With ``attention="loop"`` nothing is cached: contexts are computed again.
     """
 
     def __init__(self, model: GPT, cache_dtype: torch.dtype | None = None):
@@ -215,11 +230,15 @@ class DecodingEngine:
         like = torch.empty(0, dtype=cache_dtype or weight.dtype, device=self.device)
         windows = [window or config.context_length for window in config.layer_windows]
         self.windows = {*windows}
+        self.has_cache = config.attention == "fused"
         self.caches = [
-            KVCache(config.num_groups, config.head_width, window, like) for window in windows
+            KVCache(config.num_groups, config.head_width, window, like)
+            for window in windows
+            if self.has_cache
         ]
         self.pool: GraphPool | None = None
-        if self.device.type in GRAPH_POOLS and cache_dtype is None:  # else ranks compute together
+        computes_alone = cache_dtype is None  # otherwise ranks compute together
+        if self.device.type in GRAPH_POOLS and computes_alone and self.has_cache:
             self.pool = GRAPH_POOLS[self.device.type](self.device, warn_of_capture)
         self.captured_step = CapturedCalls(self.pool)
         self.min_positions = 0  # to reserve, so that memory which graphs know does not move
@@ -325,6 +344,10 @@ class DecodingEngine:
         """
         num_tokens = len(tokens[0])
         rows = self.rows[first : first + len(tokens)]
+        if not self.has_cache:
+            for row in rows:
+                row.num_cached += num_tokens
+            return torch.cat([self._compute_context(row) for row in rows])
         lengths = [row.num_cached for row in rows]
         span = RowSpan(first, lengths, num_tokens, self.windows, self.device)
         self._reserve(len(self.rows), span.end)
@@ -337,3 +360,9 @@ class DecodingEngine:
         for row in rows:
             row.num_cached += num_tokens
         return logits
+
+    def _compute_context(self, row: Row) -> Tensor:
+        """Return the logits after a row's computed ids, (1, V), without a cache."""
+        ids = torch.tensor([row.ids[: row.num_cached]], device=self.device)
+        context = UncachedContext(row.num_cached, self.device)
+        return self.model(ids, caches=[context] * self.model.config.num_layers)[:, -1]

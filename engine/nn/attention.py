@@ -1,23 +1,28 @@
 """Fast implementations of causal attention: fused, with a sliding window, and on a CPU.
 
 ``Head.attention`` in ``model.py`` is the definition. Tests compare values and gradients of every
-branch with it.
+branch with it, and :func:`check_attention` those of a model's options.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from engine.core.errors import UserError
 from engine.nn.layers import dropout
 
 MAX_UNFUSED_POSITIONS = 512  # for bfloat16 on a CPU: longer attention would store too many weights
 MIN_UNFUSED_KEY_BYTES = 2**19  # of all rows, for one query on a CPU
 MIN_BLOCK_QUERIES = 32  # of sliding-window attention
 MAX_BLOCK_QUERIES = 128  # of sliding-window attention, or a quarter of the window if that is more
+NUM_CHECKED_POSITIONS = 12
+MAX_CHECKED_WINDOW = 5
+CHECK_TOLERANCE = 1e-4  # of the largest value; rounding makes less than 1e-5
 
 
 class Cache(Protocol):
@@ -206,3 +211,69 @@ def unfused_attention(
     scores = queries / math.sqrt(query.shape[-1]) @ key.mT
     weights = torch.softmax(scores + bias, dim=-1)  # (B, G, H / G · T, S)
     return (dropout(weights, dropout_p) @ value).view(query.shape)
+
+
+def check_attention(model: Any) -> None:
+    """Raise UserError if attention would be trained that is not the one of the definition.
+
+    A model whose attention was replaced by a layer without ``loop`` is not checked.
+    """
+    attentions = [getattr(block, "attention", None) for block in model.blocks]
+    if model.config.attention == "loop" or not all(hasattr(each, "loop") for each in attentions):
+        return
+    difference = attention_difference(model)
+    if difference > CHECK_TOLERANCE:
+        problem = "MultiHeadAttention.forward must compute what Head.attention defines"
+        advice = "Change both, or train with --attention loop, which computes Head.attention"
+        raise UserError(f"model.py: {problem} (got a difference of {difference:.1%}). {advice}.")
+
+
+def attention_difference(model: Any) -> float:
+    """Return the largest difference between loop and fused path, relative to the values.
+
+    Compared are outputs and gradients of a small model with the options of ``model``, in float32
+    and with random weights.
+    """
+    config = model.config
+    windows = tuple({min(window, MAX_CHECKED_WINDOW) for window in config.layer_windows})
+    num_groups = min(config.num_groups, 2)
+    small_config = replace(
+        config,
+        attention="fused",
+        vocab_size=2,
+        context_length=NUM_CHECKED_POSITIONS,
+        num_layers=len(windows),
+        windows=windows,
+        num_heads=num_groups * min(config.num_heads // config.num_groups, 2),
+        num_kv_heads=num_groups,
+        head_dim=8,
+        d_model=16,
+        d_ff=16,
+        dropout=0.0,
+    )
+    differences = [0.0]
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
+        torch.manual_seed(1)
+        small_model = type(model)(small_config)
+        for parameter in small_model.parameters():
+            nn.init.normal_(parameter, std=0.5)
+        rotation = small_model.rotation(torch.arange(NUM_CHECKED_POSITIONS))
+        for block in small_model.blocks:
+            attention = block.attention
+            attention.projection = nn.Identity()
+            x = torch.randn(2, NUM_CHECKED_POSITIONS, small_config.d_model, requires_grad=True)
+            inputs = [x, *attention.parameters()]
+            fused = values_and_gradients(attention(x, rotation), inputs)
+            loop = values_and_gradients(attention.loop(x, rotation), inputs)
+            for actual, expected in zip(fused, loop, strict=True):
+                difference = (actual - expected).abs().max() / expected.abs().max()
+                differences.append(difference.item())
+    return max(differences)
+
+
+def values_and_gradients(output: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return an output and the gradients of a sum of it, with different weights, in one tensor."""
+    weights = torch.linspace(-1, 1, output.numel()).view_as(output)
+    total = (output * weights).sum()
+    grads = torch.autograd.grad(total, inputs, materialize_grads=True)
+    return output.detach(), torch.cat([grad.flatten() for grad in grads])

@@ -118,7 +118,7 @@ def build_decoder(model: Model, quantize: bool = False) -> Model:
         convert = PackedLinear
     fused_layers: set[nn.Module] = set()
     for name, module in [*decoder.named_modules()]:
-        if isinstance(module, FusedLinear):
+        if isinstance(module, FusedLinear) and decoder.config.attention == "fused":
             concatenated = concatenate_linear(module.get_layers())
             if concatenated:
                 decoder.set_submodule(name, convert(*concatenated))

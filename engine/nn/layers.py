@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -110,11 +110,18 @@ class RMSNorm(nn.RMSNorm):
         return y if weight is None else y * weight
 
 
-def make_norm(kind: str, width: int, epsilon: float, bias: bool) -> nn.Module:
+def make_norm(config: Any) -> nn.Module:
     """Return a layer norm, or a root-mean-square norm with or without a weight."""
-    if kind == "layernorm":
-        return nn.LayerNorm(width, eps=epsilon, bias=bias)
-    return RMSNorm(width, epsilon, kind == "weighted_rmsnorm")
+    if config.norm == "layernorm":
+        return nn.LayerNorm(config.d_model, eps=config.epsilon, bias=config.bias)
+    return RMSNorm(config.d_model, config.epsilon, config.norm == "weighted_rmsnorm")
+
+
+def make_qk_norm(config: Any) -> nn.Module:
+    """Return the norm of a head's queries or keys; without qk_norm, one that changes nothing."""
+    if not config.qk_norm:
+        return nn.Identity()
+    return RMSNorm(config.head_width, config.epsilon, config.norm == "weighted_rmsnorm")
 
 
 def make_embedding(num_rows: int, width: int) -> nn.Embedding:

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.core import files
 from engine.core.errors import UserError
 from engine.core.settings import flatten, from_values
+from engine.nn.attention import check_attention
 from engine.nn.lora import merge_updates
 from model import GPT, ModelConfig
 
@@ -263,5 +264,6 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> GP
         shape = tuple(weights[name].shape) if name in weights else None
         if shape != shapes.get(name):
             raise UserError(f"{message} ({name} must be {shapes.get(name)}, got {shape}).")
+    check_attention(model)
     model.load_state_dict(weights, assign=True)
     return model.eval()

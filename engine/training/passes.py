@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -154,12 +154,15 @@ class Passes:
         """
         attention = cast(Block, self.model.blocks[0]).attention
         window = attention.window
+        layers: list[Any] = [attention, *attention.heads]  # for the fused path and for the loop
         if self.budget.progress < self.config.optimizer.window_warmup:
-            attention.window = min(window or WARMUP_WINDOW_TOKENS, WARMUP_WINDOW_TOKENS)
+            for layer in layers:
+                layer.window = min(window or WARMUP_WINDOW_TOKENS, WARMUP_WINDOW_TOKENS)
         try:
             yield attention.window
         finally:
-            attention.window = window
+            for layer in layers:
+                layer.window = window
 
     def evaluation_batches(self, split: Split) -> Iterator[Tensor]:
         """Yield inputs and targets, (2, B, T), of this rank's rows to evaluate on.

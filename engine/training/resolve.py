@@ -82,6 +82,8 @@ def resolve(
     if config.document_mask and not (checkpoint or has_documents):
         problem = f"{data.path} has no documents that a token separates"
         raise UserError(f"--document-mask: {problem}. Leave it out.")
+    if config.document_mask and run_config.model.attention == "loop":
+        raise UserError("--document-mask: unsupported with --attention loop. Leave one out.")
     batches.check_sizes(run_config.batch_size, dist_ctx.size, run_config.micro_batch_size)
     data.check_length(run_config.context_length)
     dist_ctx.assert_equal_across_ranks({"dtype": run_config.dtype})  # each machine chooses it

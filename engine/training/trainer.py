@@ -20,6 +20,7 @@ from engine.data.batches import Batches, Mixture
 from engine.data.chats.examples import NO_SYSTEM_NOTE
 from engine.data.split import BatchSpec
 from engine.generation.scores import Question
+from engine.nn.attention import check_attention
 from engine.nn.lora import add_lora
 from engine.nn.specs import draw_initial_values
 from engine.runs.checkpoint import Checkpoint, rank_evaluation
@@ -85,6 +86,7 @@ class Trainer:
                 add_lora(model, *lora_arguments(config))
             if modify_model:
                 modify_model(model)
+        check_attention(model)
         self.base_reference: dict[str, Any] | None = None  # of LoRA, on the main process
         self.model: GPT = sharding.shard_and_allocate(model, dist_ctx, dtype)
         self.passes = Passes(self.model, config, dist_ctx, data)

@@ -16,6 +16,7 @@ from engine.nn.inference import build_decoder
 
 CHANGES = [{"windows": (1, 5)}, {"windows": (3, 60), "num_kv_heads": 1}, {"context_length": 1}]
 CHANGES += [{"context_length": 7, "windows": (0, 2)}]
+CHANGES += [{"attention": "loop", "windows": (3, 60), "num_kv_heads": 1}]
 CONFIGS = VARIANTS | {str(change): dataclasses.replace(SMALL, **change) for change in CHANGES}
 
 

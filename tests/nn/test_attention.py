@@ -1,13 +1,23 @@
 """Every branch of attention equals the definition, in values and gradients."""
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
+from helpers import VARIANTS, random_model
 from reference import OperationRecorder, assert_same_gradients, attention_definition, random_heads
 
-from engine.nn.attention import MAX_UNFUSED_POSITIONS, DocumentAttention, attend, attend_from_last
+from engine.core.errors import UserError
+from engine.nn.attention import (
+    MAX_UNFUSED_POSITIONS,
+    DocumentAttention,
+    attend,
+    attend_from_last,
+    check_attention,
+)
 from engine.nn.layers import MAX_16_BIT_DROPOUT, MIN_16_BIT_DROPOUT, dropout
+from model import Head
 
 LONG_T = MAX_UNFUSED_POSITIONS + 1
 CASES = {  # T, S, window
@@ -154,3 +164,32 @@ def test_a_window_is_not_compiled_where_its_gradient_would_be_wrong(num_groups, 
     assert any("pad" in name for name in compiled_functions) == (num_groups == 3)
     assert_same_gradients(mixed, attention_definition(*inputs, 9), inputs, 1e-5)
     torch.compiler.reset()
+
+
+CHANGES = [{"windows": (3, 500, 0)}, {"num_heads": 4, "num_kv_heads": 2}, {"rope_scaling": (2.0,)}]
+CHECKED = [*VARIANTS.values()]
+CHECKED += [dataclasses.replace(VARIANTS["default"], **change) for change in CHANGES]
+
+
+@pytest.mark.parametrize("config", CHECKED, ids=str)
+def test_the_check_of_a_run_finds_an_edit_of_the_definition(config, monkeypatch):
+    model = random_model(config)
+    state = torch.get_rng_state()
+    check_attention(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    attention = Head.attention
+
+    def edit(change) -> None:
+        monkeypatch.setattr(Head, "attention", lambda *inputs: change(attention(*inputs)))
+
+    for change in (
+        lambda weights: weights.detach(),  # of equal values
+        lambda weights: (weights + 1e-9).pow(1.01),
+        lambda weights: weights + 0.01 * torch.ones_like(weights).triu(1),
+    ):
+        edit(change)
+        with pytest.raises(UserError, match=r"Head\.attention.*--attention loop"):
+            check_attention(model)
+    check_attention(random_model(dataclasses.replace(config, attention="loop")))
+    model.blocks[0].attention = torch.nn.Identity()  # replaced
+    check_attention(model)

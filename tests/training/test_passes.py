@@ -47,6 +47,7 @@ def run_twice(data, folder, *flags, **options) -> list:
         (["--checkpoint-activations"], 0),
         (["--optimizer", "adamw", "--clip-norm", 0, "--micro-batch-size", 0], 2 + 2),
         (["--dtype", "float16", "--document-mask", "--windows", 5], 2 + 2),
+        (["--attention", "loop"], 6),
         (["--tie-embeddings", "--num-kv-heads", 1, "--dtype", "bfloat16"], 6),
     ],
     ids=str,
@@ -56,6 +57,15 @@ def test_a_captured_run_is_a_plain_run(graphs, numbers, tmp_path, flags, num_cap
         numbers = make_dataset(tmp_path, [{"text": "abc " * (n % 9)} for n in range(500)])
     assert_same_run(*run_twice(numbers, tmp_path, *FLAGS, *flags))
     assert graphs.captures == num_captures
+
+
+def test_the_loop_trains_as_the_fused_path(numbers, tmp_path):
+    flags = [*FLAGS, "--num-kv-heads", 1, "--windows", 5, 0, "--dropout", 0]
+    for attention in ("fused", "loop"):
+        train_tiny(numbers, tmp_path / attention, *flags, "--attention", attention)
+    for key in ("train_loss", "grad_norm", "val_loss"):
+        expected = logged(tmp_path / "fused", key)
+        assert logged(tmp_path / "loop", key) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("is_captured", [True, False])
