@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.nn import bounds
 from engine.nn.attention import Cache, Caches, attend
-from engine.nn.bounds import check_model_config
 from engine.nn.layers import FusedLinear, dropout, make_embedding, make_norm, make_qk_norm
 from engine.nn.loss import soft_cap, training_loss, validation_loss
 from engine.nn.positions import position_range, rotate, rotations, sinusoids
@@ -28,24 +28,25 @@ from engine.nn.specs import ParameterSpec, draw_initial_values, match_specs
 class Architecture:
     """How a GPT computes, apart from its size. The defaults are a modern recipe."""
 
-    num_kv_heads: int | None = None  # Number of key-value heads (grouped-query); None: num_heads.
-    head_dim: int | None = None  # Width of a head; None: d_model / num_heads.
-    windows: tuple[int, ...] | None = None  # Tokens of each layer's window, repeated; 0: no window.
-    d_ff: int | None = None  # Feed-forward width; None: 4 d_model, or about 8/3 of it with SwiGLU.
+    num_kv_heads: bounds.Count | None = None  # Key-value heads (grouped-query); None: num_heads.
+    head_dim: bounds.Width | None = None  # Width of a head; None: d_model / num_heads.
+    windows: bounds.Windows | None = None  # Tokens of each layer's window, repeated; 0: no window.
+    d_ff: bounds.Width | None = None  # Feed-forward width; None: 4 d_model, or about 8/3 in SwiGLU.
     bias: bool = False  # Add a bias to linear layers and layer norms.
     qkv_bias: bool = False  # Add a bias to queries, keys and values.
     position: Literal["rope", "learned", "sinusoidal"] = "rope"  # Position encoding.
-    rope_base: float | None = None  # Base of RoPE's frequencies; None: 10,000.
-    rope_scaling: tuple[float, ...] | None = None  # FACTOR, or FACTOR LOW HIGH LENGTH (Llama 3.1).
+    rope_base: bounds.Base | None = None  # Base of RoPE's frequencies; None: 10,000.
+    rope_scaling: bounds.Scaling | None = None  # FACTOR, or FACTOR LOW HIGH LENGTH (Llama 3.1).
     # Normalization layer; rmsnorm is the one without a weight.
     norm: Literal["rmsnorm", "weighted_rmsnorm", "layernorm"] = "rmsnorm"
-    norm_epsilon: float | None = None  # Added to the mean square; None: 1e-6, or 1e-5 (layernorm).
+    # Added to the mean square; None: 1e-6, or 1e-5 (layernorm).
+    norm_epsilon: bounds.Epsilon | None = None
     norm_placement: Literal["pre", "post"] = "pre"  # Before each sub-layer, or after it (2017).
     activation: Literal["swiglu", "relu2", "gelu", "relu"] = "swiglu"  # Feed-forward activation.
     qk_norm: bool = True  # Normalize queries and keys with an RMSNorm, before RoPE.
     tie_embeddings: bool = False  # Use the token embedding as the output head too.
     scale_embeddings: bool = False  # Multiply token embeddings by √d_model (2017).
-    logit_softcap: float = 0.0  # Largest absolute logit, by a smooth bound; 0: no bound.
+    logit_softcap: bounds.Cap = 0.0  # Largest absolute logit, by a smooth bound; 0: no bound.
     attention: Literal["fused", "loop"] = "fused"  # All heads at once, or Head.forward of each.
 
 
@@ -53,12 +54,12 @@ class Architecture:
 class ModelConfig(Architecture):
     """Architecture and size of a GPT."""
 
-    vocab_size: int = field(kw_only=True)  # Number of tokens, padding included.
-    context_length: int = 256  # Number of positions that attention spans.
-    num_layers: int = 2  # Number of Transformer blocks.
-    num_heads: int = 2  # Number of attention heads in each block.
-    d_model: int = 128  # Width of the residual stream.
-    dropout: float = 0.0  # Probability of zeroing an activation during training.
+    vocab_size: bounds.Width = field(kw_only=True)  # Number of tokens, padding included.
+    context_length: bounds.Width = 256  # Number of positions that attention spans.
+    num_layers: bounds.Count = 2  # Number of Transformer blocks.
+    num_heads: bounds.Count = 2  # Number of attention heads in each block.
+    d_model: bounds.Width = 128  # Width of the residual stream.
+    dropout: bounds.Probability = 0.0  # Probability of zeroing an activation during training.
 
     @property
     def head_width(self) -> int:
@@ -89,7 +90,7 @@ class ModelConfig(Architecture):
         return 4 * self.d_model
 
     def __post_init__(self) -> None:
-        check_model_config(self)
+        bounds.check_model_config(self)
 
 
 class Head(nn.Module):

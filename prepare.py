@@ -23,7 +23,8 @@ from annotated_types import Ge, Le, Lt
 from engine.core.cli import run_command, shell_command, warn
 from engine.core.errors import UserError
 from engine.core.files import exclusive_lock
-from engine.core.settings import check_ranges, parse
+from engine.core.settings import parse
+from engine.core.values import check_ranges
 from engine.data.chats import chat, examples
 from engine.data.dataset import dataset_name, is_up_to_date, open_dataset
 from engine.data.inputs.documents import Corpus

@@ -31,7 +31,8 @@ from torch import Tensor
 from engine.core.device import choose_device, use_deterministic_kernels
 from engine.core.distributed import DistributedContext, has_torchrun_ended, init_distributed
 from engine.core.errors import UserError
-from engine.core.settings import check_ranges, to_toml
+from engine.core.settings import to_toml
+from engine.core.values import check_ranges
 from engine.data.batches import Mixture, check_sizes, open_mixture
 from engine.data.chats.chat import stop_token_ids
 from engine.data.order import derived_seed

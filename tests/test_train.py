@@ -43,7 +43,8 @@ import train
 from engine.core.cli import Interruption
 from engine.core.distributed import SINGLE_PROCESS
 from engine.core.errors import UserError
-from engine.core.settings import flatten, iterate_hints, load_settings
+from engine.core.settings import flatten, load_settings
+from engine.core.values import iterate_hints
 from engine.data.batches import open_mixture
 from engine.data.dataset import open_dataset
 from engine.data.tokenizer import load_tokenizer

@@ -14,10 +14,11 @@ from engine.core.cli import shell_command
 from engine.core.device import choose_dtype
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
-from engine.core.settings import build, field_values, load_settings, read_toml
+from engine.core.settings import build, load_settings, read_toml
+from engine.core.values import check_ranges, field_values
 from engine.data.batches import dataset_paths
 from engine.nn.acceleration import GRAPH_POOLS
-from engine.nn.bounds import check_bounds
+from engine.nn.bounds import Count, Probability, Width
 from engine.training.optimizer import OptimizerConfig, OptimizerSettings, default_rates
 from engine.training.run_dir import list_checkpoints
 from model import Architecture, ModelConfig
@@ -42,20 +43,20 @@ def name_flag(error: ValueError) -> UserError:
 class ModelSettings(Architecture):
     """The model as a user sets it. None means that the value is chosen automatically."""
 
-    vocab_size: int | None = None  # Number of tokens, padding included; None: the tokenizer's.
+    vocab_size: Width | None = None  # Number of tokens, padding included; None: the tokenizer's.
     # Most tokens of a training row, and the context of a new model. None: fits the examples, or
     # that of the base model's rows; else 256, or chosen with the size.
-    context_length: int | None = None
-    num_layers: int | None = None  # Transformer blocks. None: 2, or chosen with the size.
-    num_heads: int | None = None  # Attention heads in each block. None: 2, or chosen with the size.
-    d_model: int | None = None  # Width of the residual stream. None: 128, or chosen with the size.
+    context_length: Width | None = None
+    num_layers: Count | None = None  # Transformer blocks. None: 2, or chosen with the size.
+    num_heads: Count | None = None  # Attention heads of a block. None: 2, or chosen with the size.
+    d_model: Width | None = None  # Width of the residual stream. None: 128, or from the size.
     # Probability of zeroing an activation during training. None: 0, or chosen with the size.
-    dropout: float | None = None
+    dropout: Probability | None = None
 
     def __post_init__(self) -> None:
         """Raise UserError for a number out of bounds, and for a size that is impossible."""
+        check_ranges(self)
         try:
-            check_bounds(self)
             if any(getattr(self, name) is not None for name in SHAPE_FIELDS):
                 values = {name: value for name, value in vars(self).items() if value is not None}
                 ModelConfig(**{"vocab_size": 1, **values})
