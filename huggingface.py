@@ -5,7 +5,7 @@ python huggingface.py import DIRECTORY_OR_HUB_NAME out/NAME [--tokenizer NAME | 
 """
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,7 @@ import tyro
 from engine.core.cli import run_command, shell_command, warn
 from engine.core.errors import UserError
 from engine.core.files import atomic_directory, read_json, write_json
-from engine.core.settings import from_values, parse
+from engine.core.settings import parse
 from engine.data.chats.chat import chat_format
 from engine.data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
 from engine.data.tokenizer_config import read_chat_templates
@@ -24,7 +24,7 @@ from engine.huggingface import gguf as gguf_file
 from engine.huggingface.families import MODEL_FAMILIES, Family, unsupported_settings
 from engine.nn.attention import CHECK_TOLERANCE, attention_difference
 from engine.nn.positions import FREQUENCY_BASE, sinusoids
-from engine.runs.checkpoint import load_model, write_checkpoint, write_tensors
+from engine.runs.checkpoint import initial_state, load_model, write_checkpoint, write_tensors
 from engine.training.run_dir import find_checkpoint
 from model import GPT, ModelConfig
 
@@ -119,13 +119,14 @@ def import_adapter(config: ImportConfig, path: Path) -> bool:
     if config.base is None:
         raise UserError(f"{path}: is an adapter. Import its base model, and name it with --base.")
     base = find_checkpoint(config.base)
-    model = meta_model(from_values(ModelConfig, base.state["model"], str(base.path)))
+    model = meta_model(base.state.model)
     tokenizer = load_tokenizer(base.path / "tokenizer.json")
     family, _ = choose_family(model.config, "auto", tokenizer)
     updates = adapter.read_adapter(path, model, family)
-    state = {**base.state, "imported": config.source, "base": base.reference(), "settings": {}}
+    changes: dict[str, Any] = {"step": 0, "imported": config.source, "settings": {}}
+    state = replace(base.state, base=base.reference(), **changes)
     checkpoint = config.out / "checkpoints" / "step-00000000"
-    write_checkpoint(checkpoint, {**state, "step": 0}, updates, {}, tokenizer.save)
+    write_checkpoint(checkpoint, state, updates, {}, tokenizer.save)
     return base.is_chat_model
 
 
@@ -159,17 +160,8 @@ def import_model(config: ImportConfig) -> bool:
         raise UserError(f"--tokenizer: must be that of the model ({sizes}).")
     params = convert.from_hf(tensors, dict(model.named_parameters()), family, str(path))
     is_chat_model = bool(read_chat_templates(path))
-    state: dict[str, Any] = {
-        **{"step": 0, "tokens": 0, "elapsed_seconds": 0.0, "progress": 0.0},
-        **{"evaluation": None, "best_evaluation": None, "changes": [], "settings": {}},
-        "model": asdict(model_config),
-        "documents": 2,
-        "data_sha256": "",
-        "has_system_turns": True,
-        "imported": config.source,
-        "base": None,
-        "examples": "chats" if is_chat_model else None,
-    }
+    examples = "chats" if is_chat_model else None
+    state = initial_state(model_config, imported=config.source, examples=examples)
     checkpoint = config.out / "checkpoints" / "step-00000000"
     write_checkpoint(checkpoint, state, params, {}, tokenizer.save)
     try:

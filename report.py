@@ -23,7 +23,7 @@ from engine.data.dataset import Dataset
 from engine.report.memorization import find_passages
 from engine.report.page import collect_run_content, write_page
 from engine.report.samples import compute_attention
-from engine.runs.checkpoint import load_model, open_checkpoint
+from engine.runs.checkpoint import ModifyModel, load_model, open_checkpoint
 from engine.training.run_dir import find_checkpoint, list_checkpoints
 
 MAX_RUNS = 8  # on one page
@@ -55,20 +55,23 @@ def main(arguments: list[str] | None = None) -> None:
     print(report(parse(ReportConfig, arguments)))
 
 
-def report(config: ReportConfig) -> Path:
-    """Write a page and return its path. Raises UserError for a folder that is not a run."""
+def report(config: ReportConfig, modify_model: ModifyModel | None = None) -> Path:
+    """Write a page and return its path. Raises UserError for a folder that is not a run.
+
+    ``modify_model`` is the function that changed the model in train().
+    """
     runs = [path.parent if path.suffix == ".html" else path for path in config.runs]
     first = runs[0]
     if len(runs) == 1:
         path = config.out or first / "report.html"
-        write_page([describe_fully(first)], path)
+        write_page([describe_fully(first, modify_model)], path)
     else:
         path = config.out or first.resolve().parent / "compare.html"
         write_page([collect_run_content(folder) for folder in runs], path)
     return path
 
 
-def describe_fully(folder: Path) -> dict[str, Any]:
+def describe_fully(folder: Path, modify_model: ModifyModel | None = None) -> dict[str, Any]:
     """Describe a run with its data and its model, and note what is missing.
 
     Raises UserError if the folder is not a run.
@@ -77,7 +80,8 @@ def describe_fully(folder: Path) -> dict[str, Any]:
     try:
         data = open_run_data(folder, run["settings"])
         run["memorization"] = describe_memorization(run["samples"], run["best_step"], data.datasets)
-        run["attention"] = compute_attention(load_model(find_checkpoint(folder)), data)
+        model = load_model(find_checkpoint(folder), modify_model=modify_model)
+        run["attention"] = compute_attention(model, data)
     except UserError as error:
         run["notes"].append(f"Not all can be shown. {error}")
     return run
@@ -88,7 +92,7 @@ def open_run_data(folder: Path, settings: dict[str, Any]) -> Mixture:
     mix = settings.get("mix")
     data = open_mixture(dataset_paths(settings.get("data", []), mix), mix)
     for path in list_checkpoints(folder)[-1:]:
-        if open_checkpoint(path).state["data_sha256"] != data.sha256:
+        if open_checkpoint(path).state.data_sha256 != data.sha256:
             raise UserError(f"{data.path}: is not the dataset of the run. Prepare that one again.")
     return data
 

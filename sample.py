@@ -48,9 +48,8 @@ from engine.generation.prompt_file import complete_file
 from engine.generation.sampling import DEFAULT_OPTIONS, TextOptions
 from engine.generation.text_batch import initial_tokens
 from engine.generation.text_generator import DECODING_BATCH_SIZE, DEFAULT_NEW_TOKENS, TextGenerator
-from engine.runs.checkpoint import load_model
+from engine.runs.checkpoint import ModifyModel, load_model
 from engine.training.run_dir import find_checkpoint
-from model import ModelConfig
 
 COMMON_SETTINGS = {"path", "base", "device", "dtype"}  # of all modes
 CHAT_SETTINGS = {"chat_template", "template_variable"}
@@ -178,10 +177,12 @@ def load(
     dtype: WeightDtype = "auto",
     quantize: Literal["int8"] | None = None,
     base: Path | None = None,
+    modify_model: ModifyModel | None = None,
 ) -> TextGenerator:
     """Load the best checkpoint of a run, or a checkpoint. Raises UserError if there is none.
 
-    ``base`` is where the base model of a LoRA run is, if it was moved.
+    ``base`` is where the base model of a LoRA run is, if it was moved; ``modify_model`` is the
+    function that changed the model in train().
     """
     path = Path(path)
     keep_freed_memory()
@@ -189,12 +190,12 @@ def load(
     checkpoint = find_checkpoint(path, base)
     if quantize and torch_device.type != "cpu":
         raise UserError(f"--quantize: works on a CPU only (got {torch_device.type}). Leave it out.")
-    width = checkpoint.state["model"].get("d_model", ModelConfig.d_model)
+    width = checkpoint.state.model.d_model
     weight_dtype = choose_dtype(dtype, torch_device, width, MIN_BFLOAT16_DECODING_WIDTH)
-    model = load_model(checkpoint, weight_dtype).to(torch_device)
+    model = load_model(checkpoint, weight_dtype, modify_model).to(torch_device)
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
-    start = initial_tokens(tokenizer, checkpoint.state["documents"])
-    has_system = checkpoint.state["has_system_turns"] or "system" in f"{tokenizer.chat_template}"
+    start = initial_tokens(tokenizer, checkpoint.state.documents)
+    has_system = checkpoint.state.has_system_turns or "system" in f"{tokenizer.chat_template}"
     is_chat_model = checkpoint.is_chat_model
     return TextGenerator(model, tokenizer, start, is_chat_model, has_system, quantize is not None)
 
@@ -204,9 +205,14 @@ def main(arguments: list[str] | None = None) -> None:
     sample(parse(SampleConfig, arguments))
 
 
-def sample(config: SampleConfig) -> None:
-    """Generate text, or show the model, in the mode that the settings choose."""
-    model = load(config.path, config.device, config.dtype, config.quantize, config.base)
+def sample(config: SampleConfig, modify_model: ModifyModel | None = None) -> None:
+    """Generate text, or show the model, in the mode that the settings choose.
+
+    ``modify_model`` is as for :func:`load`.
+    """
+    model = load(
+        config.path, config.device, config.dtype, config.quantize, config.base, modify_model
+    )
     model.parses_special = config.parse_special
     model.tokenizer = with_template(model.tokenizer, config.chat_template, config.template_variable)
     if config.chat and not model.is_chat_model:

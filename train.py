@@ -39,7 +39,7 @@ from engine.data.order import derived_seed
 from engine.generation.scores import QUESTION_BATCH_SIZE, count_right, score_record
 from engine.nn.loss import IGNORE_INDEX
 from engine.report.samples import Report
-from engine.runs.checkpoint import Checkpoint
+from engine.runs.checkpoint import Checkpoint, ModifyModel, check_modification
 from engine.training.callbacks import MetricsFile, Terminal, WeightsAndBiases, print_summary
 from engine.training.config import (
     BUILT_IN_DATA,
@@ -54,7 +54,6 @@ from engine.training.estimate import describe_plan
 from engine.training.resolve import check_tokenizer, learns_chats, load_questions, resolve
 from engine.training.run_dir import RunDir, find_checkpoint
 from engine.training.trainer import Callback, Trainer
-from model import GPT
 from prepare import PrepareConfig, prepare
 
 NUM_TIMED_STEPS = 5  # the minimum is used, as the first steps of a process are slow
@@ -94,7 +93,7 @@ def train(
     callbacks: Sequence[Callback] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     started_at: float | None = None,
-    modify_model: Callable[[GPT], None] | None = None,
+    modify_model: ModifyModel | None = None,
 ) -> Trainer:
     """Train until the budget is used up, or should_stop() is true on any rank; save the last step.
 
@@ -118,7 +117,7 @@ def train(
             message = f"--resume: no checkpoint in {run_dir.path}. A new run starts."
             dist_ctx.run_on_main(say, message)
         data = open_data(config, dist_ctx)
-        base = None if checkpoint else open_base(config, data, dist_ctx)
+        base = None if checkpoint else open_base(config, data, dist_ctx, modify_model)
 
         # Settings, and the data that fits them.
         measure = partial(measure_step_seconds, dist_ctx, modify_model=modify_model)
@@ -278,7 +277,10 @@ def open_data(config: TrainConfig, dist_ctx: DistributedContext) -> Mixture:
 
 
 def open_base(
-    config: TrainConfig, data: Mixture, dist_ctx: DistributedContext
+    config: TrainConfig,
+    data: Mixture,
+    dist_ctx: DistributedContext,
+    modify_model: ModifyModel | None = None,
 ) -> Checkpoint | None:
     """Return the checkpoint of ``--init-from`` on the main process, and None on the others."""
     if config.init_from is None:
@@ -286,6 +288,7 @@ def open_base(
     with dist_ctx.keep_alive():  # raises a UserError on every rank
         base = dist_ctx.run_on_main(find_checkpoint, config.init_from)
         if base:
+            check_modification(base, modify_model)
             check_tokenizer(base.path, data.tokenizer, data.path)
     return base
 
@@ -294,7 +297,7 @@ def measure_step_seconds(
     dist_ctx: DistributedContext,
     config: RunConfig,
     data: Mixture,
-    modify_model: Callable[[GPT], None] | None = None,
+    modify_model: ModifyModel | None = None,
 ) -> float:
     """Measure the seconds of an optimizer step, compiled and in micro-batches as in the run."""
     trainer = Trainer(config, dist_ctx, data, modify_model=modify_model)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from engine.core.cli import run_command
 from engine.core.settings import build, parse
 from engine.data.tokenizer import named_tokenizer
-from engine.runs.checkpoint import write_checkpoint
+from engine.runs.checkpoint import initial_state, write_checkpoint
 from engine.training.config import TrainConfig
 from engine.training.trainer import Callback, Trainer
 from model import GPT, ModelConfig
@@ -94,19 +94,9 @@ def make_base(folder: Path) -> None:
         weights[name] = torch.full(param.shape, float(is_norm), dtype=torch.bfloat16)
         if not is_norm:
             weights[name].normal_(0, 0.02)
-    state: dict[str, Any] = {
-        **dict.fromkeys(("evaluation", "best_evaluation", "imported", "base", "examples")),
-        **dict.fromkeys(("step", "tokens", "elapsed_seconds", "progress"), 0),
-        "changes": [],
-        "settings": {},
-        "model": asdict(SMOLLM2_135M_CONFIG),
-        "documents": 2,
-        "data_sha256": "",
-        "has_system_turns": True,
-    }
     tokenizer = named_tokenizer("byte")
     checkpoint = folder / "base" / "checkpoints" / "step-00000000"
-    write_checkpoint(checkpoint, state, weights, {}, tokenizer.save)
+    write_checkpoint(checkpoint, initial_state(SMOLLM2_135M_CONFIG), weights, {}, tokenizer.save)
     prepare(PrepareConfig(("docs",), glob="*.md", tokenizer="byte", out=folder / "data"))
 
 

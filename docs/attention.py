@@ -292,7 +292,7 @@ def heads(config: AttentionConfig) -> str:
     checkpoint = find_checkpoint(config.run)
     model = load_model(checkpoint)
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
-    data = open_dataset(config.data or Path(checkpoint.state["settings"]["data"][0]))
+    data = open_dataset(config.data or Path(checkpoint.state.settings["data"][0]))
     texts = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
     scores, equal_scores = score_heads(model, data.val.tokens, texts)
     tokens = torch.from_numpy(tokenizer.encode(config.text).astype(np.int64))

@@ -32,7 +32,7 @@ from engine.data.tokenizer_json import with_extension
 from engine.generation.sampling import row_seeds
 from engine.generation.text_batch import TextBatch, TextRequest
 from engine.report.server import PageServer
-from engine.runs.checkpoint import Checkpoint, open_checkpoint
+from engine.runs.checkpoint import Checkpoint, RunState, initial_state, open_checkpoint
 from engine.training.callbacks import MetricsFile
 from engine.training.config import TrainConfig
 from engine.training.run_dir import list_checkpoints
@@ -137,6 +137,9 @@ VARIANTS = {
 }
 
 
+SMALLEST = ModelConfig(vocab_size=1)
+
+
 def random_model(config: ModelConfig, seed: int = 0) -> GPT:
     """Return a model in which every parameter matters: zeros would hide mistakes."""
     torch.manual_seed(seed)
@@ -186,12 +189,9 @@ def decode(
     return [stream.new_ids for stream in streams]
 
 
-def make_state(step: int, **values: Any) -> dict[str, Any]:
-    """Return the state of a checkpoint; by default without a model."""
-    state = {"step": step, "tokens": step, "elapsed_seconds": 0.0, "progress": 0.0, "changes": []}
-    state |= dict.fromkeys(("evaluation", "best_evaluation", "examples", "imported", "base"))
-    state |= {"model": {"vocab_size": 1}, "settings": {}, "data_sha256": "", "documents": 2}
-    return state | {"has_system_turns": True} | values
+def make_state(step: int, **values: Any) -> RunState:
+    """Return the state of a checkpoint; by default of the smallest model."""
+    return initial_state(**{"model": SMALLEST, "step": step, "tokens": step, **values})
 
 
 def save_tokenizer(path: Path) -> None:
@@ -269,6 +269,7 @@ def train_tiny(
     callbacks: Sequence[Callback] = (),
     should_stop: Callable[[], bool] = lambda: False,
     dist_ctx: DistributedContext | None = None,
+    modify_model: Callable[[GPT], None] | None = None,
 ) -> Trainer:
     """Train a tiny model in this process; callbacks are called after metrics are written."""
     assert not {"--data", "--out"} & {*flags}
@@ -276,7 +277,7 @@ def train_tiny(
     all_callbacks = [MetricsFile(), *callbacks]
     if isinstance(should_stop, Callback):
         all_callbacks.append(should_stop)
-    return train.train(config, dist_ctx, all_callbacks, should_stop)
+    return train.train(config, dist_ctx, all_callbacks, should_stop, None, modify_model)
 
 
 class Action(Callback):

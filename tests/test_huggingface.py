@@ -106,8 +106,7 @@ def save_run(
 ) -> Path:
     """Save a run folder with one checkpoint of a model."""
     settings = {"data": ["data/a", "data/b"]}
-    config = dataclasses.asdict(model.config)
-    state = make_state(1, model=config, settings=settings, examples=examples)
+    state = make_state(1, model=model.config, settings=settings, examples=examples)
     tensors = {name: value.detach() for name, value in model.named_parameters()}
     save_tokenizer = (tokenizer or ByteTokenizer()).save
     write_checkpoint(out / "checkpoints" / "step-00000001", state, tensors, {}, save_tokenizer)
@@ -658,6 +657,6 @@ def test_a_model_of_the_hub_is_imported_by_name(hf_llama: Path, tmp_path: Path, 
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text("0" * 40)
     run_command("import", "someone/small", tmp_path / "run", "--tokenizer", "byte")
-    assert find_checkpoint(tmp_path / "run").state["imported"] == "someone/small"
+    assert find_checkpoint(tmp_path / "run").state.imported == "someone/small"
     with pytest.raises(UserError, match="someone/else: download failed"):
         run_command("import", "someone/else", tmp_path / "other")

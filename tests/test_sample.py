@@ -407,7 +407,7 @@ def test_a_checkpoint_knows_whether_chats_had_system_turns(system: list, tmp_pat
     chats += [{"messages": TWO_TURNS[::-1]}] * 60
     data = make_dataset(tmp_path, chats, chat=True, deduplicate=True)
     train_tiny(data, tmp_path / "run", "--steps", 1, "--context-length", 64)
-    assert newest_checkpoint(tmp_path / "run").state["has_system_turns"] == bool(system)
+    assert newest_checkpoint(tmp_path / "run").state.has_system_turns == bool(system)
     assert sample.load(tmp_path / "run", "cpu").has_system_turns == bool(system)
 
 

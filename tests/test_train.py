@@ -39,6 +39,8 @@ from helpers import (
     write_lines,
 )
 
+import report
+import sample
 import train
 from engine.core.cli import Interruption
 from engine.core.distributed import SINGLE_PROCESS
@@ -48,6 +50,8 @@ from engine.core.values import iterate_hints
 from engine.data.batches import open_mixture
 from engine.data.dataset import open_dataset
 from engine.data.tokenizer import load_tokenizer
+from engine.nn.specs import ParameterSpec
+from engine.report.samples import Report
 from engine.training.callbacks import MetricsFile
 from engine.training.config import (
     BUILT_IN_DATA,
@@ -145,7 +149,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(trained, full_run, number, step,
     assert interruption.signal == number
     checkpoint = newest_checkpoint(out)
     assert checkpoint.step == step == max(logged(out, "train_loss"))
-    evaluation = checkpoint.state["evaluation"] or {}
+    evaluation = checkpoint.state.evaluation or {}
     assert evaluation.get("val_loss") == logged(out, "val_loss").get(step)
     assert (not evaluation) == (when == "on_step")
     assert_same_run(full_run, trained("run", *RUN_FLAGS, "--resume"))
@@ -214,7 +218,7 @@ def test_a_resume_takes_unset_settings_from_the_run(numbers, tmp_path, monkeypat
     expected = load_settings(TrainConfig, ["before.toml"])
     assert config == dataclasses.replace(expected, **changed)
     assert newest_checkpoint(Path("moved")).step == 9
-    assert newest_checkpoint(Path("moved")).state["changes"] == [{"step": 3, "steps": [3, 9]}]
+    assert newest_checkpoint(Path("moved")).state.changes == [{"step": 3, "steps": [3, 9]}]
 
 
 def test_the_run_directory_follows_the_data():
@@ -325,7 +329,7 @@ def test_float16_scales_its_loss_and_learns_also_after_a_resume_with_another_dty
 
 def test_evaluation_is_the_mean_over_every_token_of_the_split(trained, numbers):
     path = trained("run", "--steps", 2, "--eval-tokens", 0, "--dropout", 0.3)
-    model = GPT(ModelConfig(**newest_checkpoint(path).state["model"]))
+    model = GPT(newest_checkpoint(path).state.model)
     model.load_state_dict(dict(newest_checkpoint(path).model()))
     model.eval()
     tokens = torch.from_numpy(open_dataset(numbers).val.tokens[:].astype(int))
@@ -435,7 +439,7 @@ def test_a_run_from_a_base_resumes_bit_for_bit(trained, base, context_length):
     parts = trained("parts", *flags, should_stop=StopAfter(3))
     assert_same_run(trained("full", *flags), trained("parts", *flags))
     checkpoint = newest_checkpoint(parts)
-    assert checkpoint.state["model"]["context_length"] == max(16, context_length)
+    assert checkpoint.state.model.context_length == max(16, context_length)
     config = load_settings(TrainConfig, [str(parts / "config.toml")])
     assert config.model.context_length == context_length
 
@@ -564,7 +568,7 @@ def test_a_resumed_run_may_change_paths_speed_length_and_reports(
     config = load_settings(TrainConfig, arguments)
     assert changed_names(config, short_run) == CHANGEABLE_SETTINGS - CHANGED_ELSEWHERE
     assert train.train(config, callbacks=()).step == newest_checkpoint(out).step == 4
-    (changes,) = newest_checkpoint(out).state["changes"]
+    (changes,) = newest_checkpoint(out).state.changes
     assert changes.pop("step") == 2 and changes["learning_rate"] == [0.014, 0.5]
     assert changes.keys() == CHANGEABLE_SETTINGS - SETTINGS_IGNORED_ON_RESUME - CHANGED_ELSEWHERE
     assert "learning_rate 0.014 → 0.5" in capsys.readouterr().out
@@ -779,3 +783,37 @@ def test_reproducible_kernels_are_chosen_before_the_first_step(numbers, tmp_path
     config = TrainConfig(data=(numbers,), out=tmp_path, device="cpu", depth=1, minutes=0.05)
     train.train(dataclasses.replace(config, deterministic=True), callbacks=[])
     assert calls[:2] == [True, "step"]
+
+
+def add_scales(model: GPT) -> None:
+    """Multiply the output of each attention by a learned vector."""
+    for index, block in enumerate(model.blocks):
+        block.scale = torch.nn.Parameter(torch.empty(model.config.d_model))
+        model.specs[f"blocks.{index}.scale"] = ParameterSpec("vector", mean=0.5)
+        block.attention.register_forward_hook(lambda layer, inputs, y, block=block: y * block.scale)
+
+
+def test_a_modified_model_is_sampled_reported_resumed_and_trained_further(numbers, tmp_path):
+    run = tmp_path / "run"
+    flags = ["--learning-rate", 0.05, "--steps", 8]
+    trainer = train_tiny(numbers, run, *flags, callbacks=[Report()], modify_model=add_scales)
+    ids = torch.arange(16)[None]
+    generator = sample.load(run, "cpu", "float32", modify_model=add_scales)
+    torch.testing.assert_close(generator.model(ids), trainer.model.eval()(ids))
+    described = report.describe_fully(run, add_scales)
+    assert described["attention"] and described["samples"] and not described["notes"]
+    assert "modify_model" in report.describe_fully(run)["notes"][0]
+    further = ["--init-from", run, "--steps", 1, "--learning-rate", 0]
+    start = train_tiny(numbers, tmp_path / "further", *further, modify_model=add_scales)
+    assert start.evaluation["val_loss"] == trainer.evaluation["val_loss"]
+    for use in (
+        lambda: sample.load(run),
+        lambda: train_tiny(numbers, run, *flags, "--resume"),
+        lambda: train_tiny(numbers, tmp_path / "plain", *further),
+    ):
+        with pytest.raises(UserError, match=r"run.*modify_model"):
+            use()
+    train_stopped = partial(train_tiny, numbers, tmp_path / "stopped", *flags)
+    train_stopped(should_stop=StopAfter(5), modify_model=add_scales)
+    train_stopped("--resume", modify_model=add_scales)
+    assert same_checkpoint(newest_checkpoint(tmp_path / "stopped"), newest_checkpoint(run))

@@ -113,7 +113,7 @@ def convert(value: Any, hint: Any, name: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return from_json(cast(type, hint), value, name)
     if origin is tuple:
-        items = value if isinstance(value, list) else [value]
+        items = value if isinstance(value, list | tuple) else [value]
         return tuple(convert(item, arguments[0], name) for item in items)
     if origin is list:
         return [convert(item, arguments[0], name) for item in convert(value, list, name)]

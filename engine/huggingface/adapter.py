@@ -56,7 +56,7 @@ def export_adapter(out: Path, checkpoint: Checkpoint, head_width: int, family: F
     """
     if checkpoint.base is None:
         raise UserError(f"--adapter: {checkpoint.path} is not of a LoRA run. Leave it out.")
-    base = checkpoint.base.state["imported"] or str(checkpoint.base.path)
+    base = checkpoint.base.state.imported or str(checkpoint.base.path)
     updates = dict(checkpoint.model())
     if not all(name.endswith((A_NAME, B_NAME)) for name in updates):
         raise UserError("--adapter: the run trained embeddings too. Export the merged model.")

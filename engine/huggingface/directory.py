@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from engine.data.chats.chat import chat_format, stop_token_ids
 from engine.data.chats.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.data.tokenizer_training import pre_tokenizer_name
+from engine.runs.checkpoint import RunState
 from model import GPT
 
 NUM_COMPARED_SEQUENCES = 4
@@ -168,20 +170,20 @@ def write_tokenizer(path: Path, tokenizer: Tokenizer, length: int, template: str
     write_json(path / "generation_config.json", generation_config)
 
 
-def write_card(path: Path, name: str, state: dict[str, Any], num_parameters: int) -> None:
+def write_card(path: Path, name: str, state: RunState, num_parameters: int) -> None:
     """Write a model card, with FILL IN for what only a person knows."""
-    settings = {key: value for key, value in state["settings"].items() if key not in PATH_SETTINGS}
-    data = state["settings"].get("data") or [state.get("imported") or "noise"]
-    loss = (state["evaluation"] or {}).get("val_loss")
+    settings = {key: value for key, value in state.settings.items() if key not in PATH_SETTINGS}
+    data = state.settings.get("data") or [state.imported or "noise"]
+    loss = (state.evaluation or {}).get("val_loss")
     card = CARD_TEMPLATE.format(
         name=name,
         parameters=num_parameters,
         data=", ".join(Path(path).name for path in data),
         loss="not known" if loss is None else f"{loss:.4f} nats per token",
-        tokens=state.get("tokens", 0),
-        step=state["step"],
-        seconds=state["elapsed_seconds"],
-        settings=json.dumps(settings | state["model"], indent=1),
+        tokens=state.tokens,
+        step=state.step,
+        seconds=state.elapsed_seconds,
+        settings=json.dumps(settings | asdict(state.model), indent=1),
     )
     path.write_text(card, encoding="utf-8")
 

@@ -98,8 +98,9 @@ class Report(Callback):
         with open(out / "samples.jsonl", "a", encoding="utf-8") as file:
             file.write("".join(f"{to_json(sample)}\n" for sample in samples))
         if trainer.is_best or self.attention is None:  # None: the run was resumed
-            best_model = model if trainer.is_best else load_model(find_checkpoint(out))
-            self.attention = compute_attention(best_model, trainer.data)
+            if not trainer.is_best:
+                model = load_model(find_checkpoint(out), modify_model=trainer.modify_model)
+            self.attention = compute_attention(model, trainer.data)
 
     def write(self, trainer: Trainer, state: str) -> None:
         """Write about.json and, if there are records, the page; seldom if that takes long."""

@@ -3,45 +3,81 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import safetensors
 import safetensors.torch
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from engine.core import files
 from engine.core.errors import UserError
-from engine.core.settings import flatten, from_values
+from engine.core.values import Count, Seconds, from_json
 from engine.nn.attention import check_attention
 from engine.nn.lora import merge_updates
 from model import GPT, ModelConfig
 
 Tensors = dict[str, Tensor]
+ModifyModel = Callable[[GPT], None]
 SaveTokenizer = Callable[[Path], None]
 FORMAT_GATHERED = 9
 FORMAT_SHARDED = 10
 COMMON_FILES = ("state.json", "tokenizer.json")  # of both formats
 MAX_SHARDS = 99_999  # five digits of a file name
-STATE_SCHEMA = {
-    "step": int,
-    "tokens": int,
-    "elapsed_seconds": float,
-    "progress": float,  # of the run, 0 to 1
-    "evaluation": ({"val_loss": float}, None),  # of this step: a record of metrics.jsonl
-    "best_evaluation": ({"val_loss": float}, None),  # of the best step so far
-    "changes": [dict],  # settings changed by each resume
-    "model": {},
-    "settings": {},
-    "data_sha256": str,
-    "examples": (str, None),  # pairs or chats
-    "has_system_turns": bool,
-    "documents": int,
-    "imported": (str, None),
-    "base": ({"path": str, "sha256": {"*": str}}, None),  # of an adapter: Checkpoint.reference
-}
+
+
+@dataclass(frozen=True)
+class BaseReference:
+    """Where the base model of an adapter was, and the hashes of its files."""
+
+    path: str
+    sha256: dict[str, str]
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The content of state.json: a run at a step, without tensors."""
+
+    step: Count
+    tokens: Count
+    elapsed_seconds: Seconds
+    progress: Annotated[float, Ge(0), Le(1)]  # of the run
+    evaluation: dict[str, Any] | None  # of this step: a record of metrics.jsonl
+    best_evaluation: dict[str, Any] | None  # of the best step so far
+    changes: list[dict[str, Any]]  # settings changed by each resume
+    model: ModelConfig
+    settings: dict[str, Any]
+    data_sha256: str
+    examples: Literal["pairs", "chats"] | None
+    has_system_turns: bool
+    documents: Count
+    imported: str | None  # what it was imported from
+    base: BaseReference | None  # of an adapter
+    is_modified: bool  # by a function of the caller of train()
+
+    def __post_init__(self) -> None:
+        for record in (self.evaluation, self.best_evaluation):
+            if record is not None and not isinstance(record.get("val_loss"), float):
+                raise ValueError(f"an evaluation must have val_loss (got {record})")
+
+
+def initial_state(model: ModelConfig, **values: Any) -> RunState:
+    """Return the state of a model that was not trained here, but for some values."""
+    state: dict[str, Any] = {
+        **dict.fromkeys(("step", "tokens"), 0),
+        **dict.fromkeys(("elapsed_seconds", "progress"), 0.0),
+        **dict.fromkeys(("evaluation", "best_evaluation", "examples", "imported", "base")),
+        "changes": [],
+        "settings": {},
+        "data_sha256": "",
+        "has_system_turns": True,
+        "documents": 2,
+        "is_modified": False,
+    }
+    return RunState(model=model, **state | values)
 
 
 @dataclass(frozen=True)
@@ -49,18 +85,18 @@ class Checkpoint:
     """A checkpoint on disk; :meth:`verify` checks the files that are about to be read."""
 
     path: Path
-    state: dict[str, Any]  # the content of state.json
+    state: RunState
     sha256: dict[str, str]  # by file name
     shards: int = 0  # 0: gathered
     base: "Checkpoint | None" = None  # of an adapter, to read its model
 
     @property
     def step(self) -> int:
-        return self.state["step"]
+        return self.state.step
 
     @property
     def is_chat_model(self) -> bool:
-        return self.state.get("examples") == "chats"
+        return self.state.examples == "chats"
 
     @property
     def model_files(self) -> list[str]:
@@ -80,10 +116,10 @@ class Checkpoint:
         embedding = next(value for name, value in tensors if name == "token_embedding.weight")
         return str(embedding.dtype).removeprefix("torch.")
 
-    def reference(self) -> dict[str, Any]:
+    def reference(self) -> BaseReference:
         """Return where this model is, and its hashes, for the checkpoints of an adapter."""
         names = tensor_files("model", self.shards)
-        return {"path": str(self.path), "sha256": {name: self.sha256[name] for name in names}}
+        return BaseReference(str(self.path), {name: self.sha256[name] for name in names})
 
     def model(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and value of every parameter, on the CPU: bfloat16 if so imported.
@@ -96,10 +132,9 @@ class Checkpoint:
         """Yield the name and value of every parameter; an adapter's base, with its updates."""
         if self.base is None:
             return self.model()
-        config = self.state["model"]
-        group_size = config["num_heads"] // (config["num_kv_heads"] or config["num_heads"])
+        config = self.state.model
         params = {**dict(self.base.merged_model()), **dict(self.model())}
-        return merge_updates(params, group_size)
+        return merge_updates(params, config.num_heads // config.num_groups)
 
     def optimizer(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and value of every tensor of the optimizer's state, on the CPU."""
@@ -129,11 +164,7 @@ def tensor_files(kind: str, shards: int) -> list[str]:
 
 
 def write_checkpoint(
-    path: Path,
-    state: dict[str, Any],
-    model: Tensors,
-    optimizer: Tensors,
-    save_tokenizer: SaveTokenizer,
+    path: Path, state: RunState, model: Tensors, optimizer: Tensors, save_tokenizer: SaveTokenizer
 ) -> None:
     """Write a gathered checkpoint atomically. Raises OSError if it can't be written."""
     with files.atomic_directory(path) as directory:
@@ -157,7 +188,7 @@ def write_shard(
 def complete_shards(
     path: Path,
     directory: Path,
-    state: dict[str, Any],
+    state: RunState,
     save_tokenizer: SaveTokenizer,
     hashes: dict[str, str],
 ) -> None:
@@ -183,11 +214,11 @@ def _write_manifest(
     directory: Path,
     manifest: dict[str, Any],
     tensor_hashes: dict[str, str],
-    state: dict[str, Any],
+    state: RunState,
     save_tokenizer: SaveTokenizer,
 ) -> None:
     """Write the state, the tokenizer, and last the manifest."""
-    files.write_json(directory / "state.json", state)
+    files.write_json(directory / "state.json", asdict(state))
     save_tokenizer(directory / "tokenizer.json")
     hashes = tensor_hashes | {name: files.sha256(directory / name) for name in COMMON_FILES}
     files.write_json(directory / "manifest.json", {**manifest, "files": hashes})
@@ -204,10 +235,8 @@ def rank_evaluation(record: dict[str, Any] | None, best_by: str = "loss") -> tup
 def rank_checkpoint(path: Path) -> tuple[float, float]:
     """Return the sort key of a checkpoint's evaluation, also of a corrupted checkpoint."""
     with contextlib.suppress(OSError, UserError):  # it is reported when it is opened
-        state = files.read_json(path / "state.json")
-        schema = {name: STATE_SCHEMA[name] for name in ("evaluation", "settings")}
-        files.check_types(state, schema, "")
-        return rank_evaluation(state["evaluation"], state["settings"].get("best_by"))
+        state = read_state(path)
+        return rank_evaluation(state.evaluation, state.settings.get("best_by", "loss"))
     return rank_evaluation(None)
 
 
@@ -232,14 +261,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if missing:
         raise UserError(f"{path}: corrupted, its manifest.json lacks {', '.join(missing)}.")
     _verify_file(path, "state.json", hashes["state.json"])
-    state = files.read_json(path / "state.json")
-    try:
-        files.check_types(state, STATE_SCHEMA, "state")
-    except UserError as error:
-        raise UserError(f"{path / 'state.json'}: corrupted ({error}).") from None
-    model = from_values(ModelConfig, state["model"], f"{path / 'state.json'}: model")
-    state["model"] = flatten(model)
+    state = read_state(path)
     return Checkpoint(path, state, {name: hashes[name] for name in names}, shards)
+
+
+def read_state(path: Path) -> RunState:
+    """Return the content of a checkpoint's state.json. Raises UserError if it is corrupted."""
+    file = path / "state.json"
+    try:
+        return from_json(RunState, files.read_json(file), "state")
+    except UserError as error:
+        raise UserError(f"{file}: corrupted ({error}).") from None
 
 
 def _verify_file(path: Path, name: str, expected_hash: str) -> None:
@@ -249,16 +281,33 @@ def _verify_file(path: Path, name: str, expected_hash: str) -> None:
         raise UserError(f"{file}: missing or corrupted (SHA-256 mismatch).")
 
 
-def load_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> GPT:
-    """Return the model of a checkpoint in a dtype. Raises UserError unless its weights fit."""
+def check_modification(checkpoint: Checkpoint, modify_model: ModifyModel | None) -> None:
+    """Raise UserError for a model that a function of the caller changed, without this function."""
+    if checkpoint.state.is_modified and modify_model is None:
+        problem = "the model was changed by a function, modify_model of train()"
+        advice = "Give this function again: load(path, modify_model=…) in sample.py"
+        raise UserError(f"{checkpoint.path}: {problem}. {advice}.")
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype = torch.float32,
+    modify_model: ModifyModel | None = None,
+) -> GPT:
+    """Return the model of a checkpoint in a dtype. Raises UserError unless its weights fit.
+
+    ``modify_model`` changes the model as in training.
+    """
+    check_modification(checkpoint, modify_model)
     weights = {name: value.to(dtype) for name, value in checkpoint.merged_model()}
-    source = f"{checkpoint.path / 'state.json'}: model"
-    config = from_values(ModelConfig, checkpoint.state["model"], source)
+    config = checkpoint.state.model
     message = f"{checkpoint.path}: corrupted, its weights do not match its state.json"
     if config.num_layers * config.num_heads > len(weights):
         raise UserError(f"{message} ({len(weights)} tensors for {config.num_layers} layers).")
     with torch.device("meta"):  # no memory is allocated for a shape that does not match
         model = GPT(config)
+        if modify_model:
+            modify_model(model)
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     for name in sorted(shapes.keys() | weights.keys()):
         shape = tuple(weights[name].shape) if name in weights else None

@@ -5,9 +5,10 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from engine.core.distributed import SINGLE_PROCESS, DistributedContext
+from engine.runs.checkpoint import RunState, initial_state
 from engine.training.config import RunConfig
 
 # Of evaluations, or of saves, in a run in minutes.
@@ -109,22 +110,22 @@ class Budget:
 
 
 def make_budget(
-    config: RunConfig, dist_ctx: DistributedContext, started_at: float, state: dict[str, Any] | None
+    config: RunConfig, dist_ctx: DistributedContext, started_at: float, state: RunState | None
 ) -> Budget:
     """Return the budget of a run, at the time in the state of a checkpoint, if there is one.
 
     ``started_at`` is the start of config.minutes, in seconds of time.monotonic().
     """
-    state = state or {"step": 0, "elapsed_seconds": 0.0, "progress": 0.0, "settings": {}}
-    limits = (state["settings"].get("minutes"), state["settings"].get("steps"))
+    state = state or initial_state(config.model)
+    limits = (state.settings.get("minutes"), state.settings.get("steps"))
     is_as_long = config.minutes and limits == (config.minutes, config.steps)
     seconds = time.monotonic() - started_at
     return Budget(
         {"evaluate": config.eval_every, "save": config.save_every},
         steps=config.steps or math.inf,
         seconds=60 * config.minutes - seconds if config.minutes else math.inf,
-        first_step=state["step"],
-        progress=state["progress"] if is_as_long else 0.0,
-        earlier_seconds=state["elapsed_seconds"],
+        first_step=state.step,
+        progress=state.progress if is_as_long else 0.0,
+        earlier_seconds=state.elapsed_seconds,
         dist_ctx=dist_ctx,
     )

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from engine.core.cli import count_noun, shell_command, warn
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
 from engine.core.settings import build, flatten, from_values
+from engine.core.values import convert
 from engine.data import batches
 from engine.data.batches import Mixture
 from engine.data.chats.chat import stop_token_ids
@@ -22,7 +23,7 @@ from engine.generation.prompt_file import encode_lines, read_lines
 from engine.generation.scores import Question, example_questions, select_evenly
 from engine.generation.text_batch import initial_tokens
 from engine.generation.text_generator import DEFAULT_NEW_TOKENS, TextGenerator
-from engine.runs.checkpoint import Checkpoint
+from engine.runs.checkpoint import Checkpoint, RunState
 from engine.training.config import (
     FIXED_SETTINGS,
     RunConfig,
@@ -63,7 +64,8 @@ def resolve(
         config = add_recorded_settings(config, recorded_config(checkpoint.state))
     settings = {**flatten(config), "the text in data": data.sha256}
     dist_ctx.assert_equal_across_ranks(settings, ignore=SETTINGS_IGNORED_ON_RESUME | {"device"})
-    base_state = dist_ctx.broadcast(base.state if base else None)
+    base_state = dist_ctx.broadcast(asdict(base.state) if base else None)
+    base_state = convert(base_state, RunState | None, "state")
     config = fit_model(config, data, base_state)
     config = choose_frozen_weights(config, data, dist_ctx, base)
     config, data = fit_context(config, data, dist_ctx, base_state)
@@ -89,7 +91,7 @@ def resolve(
     dist_ctx.assert_equal_across_ranks({"dtype": run_config.dtype})  # each machine chooses it
     state = checkpoint.state if checkpoint else base_state
     if state:  # rows may be shorter than the context of the model
-        context_length = max(state["model"]["context_length"], run_config.context_length)
+        context_length = max(state.model.context_length, run_config.context_length)
         model = replace(run_config.model, context_length=context_length)
         run_config = replace(run_config, model=model)
     return run_config, data
@@ -103,11 +105,11 @@ def add_recorded_settings(config: TrainConfig, recorded: RunConfig) -> TrainConf
     return build(TrainConfig, values)
 
 
-def fit_model(config: TrainConfig, data: Mixture, base: dict[str, Any] | None) -> TrainConfig:
+def fit_model(config: TrainConfig, data: Mixture, base: RunState | None) -> TrainConfig:
     """Return the config with the model of a base's state, and rows for all tokens of the data."""
     values = set_values(config)
     if base and config.init_from:
-        values |= base_model_values(base["model"], values, config.init_from)
+        values |= base_model_values(base.model, values, config.init_from)
     min_size = data.tokenizer.vocab_size
     vocab_size = values.get("vocab_size", min_size)
     if vocab_size < min_size and not config.init_from:  # a base model gets new rows
@@ -141,7 +143,7 @@ def learns_chats(data: Mixture) -> bool:
 
 
 def fit_context(
-    config: TrainConfig, data: Mixture, dist_ctx: DistributedContext, base: dict[str, Any] | None
+    config: TrainConfig, data: Mixture, dist_ctx: DistributedContext, base: RunState | None
 ) -> tuple[TrainConfig, Mixture]:
     """Return the config, with a context length for examples or a base, and the data that fits it.
 
@@ -149,7 +151,7 @@ def fit_context(
     """
     max_context = math.inf
     if base and config.model.position == "learned":
-        max_context = base["model"]["context_length"]
+        max_context = base.model.context_length
     context_length = config.model.context_length
     if context_length is None and (base or data.longest_example):
         context_length = max(1, int(min(max_context, choose_context_length(data, base))))
@@ -181,7 +183,7 @@ def fit_context(
     return config, fitting
 
 
-def choose_context_length(data: Mixture, base: dict[str, Any] | None) -> int:
+def choose_context_length(data: Mixture, base: RunState | None) -> int:
     """Return the most tokens of a row, for examples or for a base model's state.
 
     Rows hold no padding for it, so it leaves room for more turns. Text has the rows of its base.
@@ -191,18 +193,18 @@ def choose_context_length(data: Mixture, base: dict[str, Any] | None) -> int:
         wanted = max(MIN_EXAMPLE_CONTEXT, min(2 * longest, MAX_CHOSEN_CONTEXT))
         return max(wanted, longest) if base else wanted
     assert base
-    length = base["settings"].get("context_length")
-    length = length or min(base["model"]["context_length"], MAX_CHOSEN_CONTEXT)
+    length = base.settings.get("context_length")
+    length = length or min(base.model.context_length, MAX_CHOSEN_CONTEXT)
     return min(length, *[len(split) - 1 for split in data.splits])
 
 
-def recorded_config(state: dict[str, Any]) -> RunConfig:
+def recorded_config(state: RunState) -> RunConfig:
     """Return the settings in a checkpoint's state. Raises UserError for values that do not fit."""
-    return from_values(RunConfig, state["settings"], f"checkpoint of step {state['step']:,}")
+    return from_values(RunConfig, state.settings, f"checkpoint of step {state.step:,}")
 
 
 def changed_settings(
-    state: dict[str, Any], settings: dict[str, Any], data_sha256: str
+    state: RunState, settings: dict[str, Any], data_sha256: str
 ) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ from those of a checkpoint's state: {name: (old, new)}.
 
@@ -213,15 +215,15 @@ def changed_settings(
     changed = {name: (old, new) for name, (old, new) in pairs.items() if old != new}
     fixed = [name for name in changed if name in FIXED_SETTINGS]
     refused = [f"{name} {recorded[name]!r} → {settings[name]!r}" for name in fixed]
-    if state["data_sha256"] != data_sha256:
+    if state.data_sha256 != data_sha256:
         refused.append("the text in --data (docs/data.md: My text has grown)")
     if refused:
         advice = "Set it back, or choose another --out."
         raise UserError(f"--resume: can't change {', '.join(refused)}. {advice}")
-    if (settings["steps"] or math.inf) < state["step"]:
-        problem = f"must be at least the {count_noun(state['step'], 'step')} of the checkpoint"
+    if (settings["steps"] or math.inf) < state.step:
+        problem = f"must be at least the {count_noun(state.step, 'step')} of the checkpoint"
         raise UserError(f"--steps: {problem} (got {settings['steps']}).")
-    minutes_done = state["elapsed_seconds"] / 60
+    minutes_done = state.elapsed_seconds / 60
     if "minutes" in changed and (settings["minutes"] or math.inf) < minutes_done:
         problem = f"must be at least the {minutes_done:.3g} of the checkpoint"
         raise UserError(f"--minutes: {problem} (got {settings['minutes']:g}).")
@@ -236,12 +238,12 @@ def check_tokenizer(base: Path, tokenizer: Tokenizer, data: Path) -> None:
         raise UserError(f"{data}: its tokenizer is not that of {base}. Prepare it with: {command}")
 
 
-def base_model_values(base: dict[str, Any], values: dict[str, Any], source: Path) -> dict[str, Any]:
+def base_model_values(base: ModelConfig, values: dict[str, Any], source: Path) -> dict[str, Any]:
     """Return the model of a base checkpoint, with the dropout of ``values``, without its context.
 
     Raises UserError for one of ``values`` that is neither its default nor that of the base.
     """
-    merged = dict(vars(from_values(ModelConfig, base, str(source))))
+    merged = dict(vars(base))
     del merged["context_length"]
     for name, base_value in merged.items():
         default = getattr(ModelConfig, name, None)

@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable
 from concurrent import futures
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from engine.core.cli import say, shell_command, warn
 from engine.core.distributed import SINGLE_PROCESS, DistributedContext
 from engine.core.errors import UserError
 from engine.core.files import acquire_lock, atomic_write, find_similar, to_json
+from engine.core.values import from_json
 from engine.runs.checkpoint import (
     Checkpoint,
+    RunState,
     SaveTokenizer,
     Tensors,
     complete_shards,
@@ -73,17 +75,17 @@ def find_base(checkpoint: Checkpoint, path: Path | None = None) -> Checkpoint | 
 
     Raises UserError if it is missing, or another model.
     """
-    reference = checkpoint.state["base"]
+    reference = checkpoint.state.base
     if reference is None:
         if path:
             raise UserError(f"--base: {checkpoint.path} has no base model. Leave it out.")
         return None
-    path = path or Path(reference["path"])
+    path = path or Path(reference.path)
     fix = "Name its base model with --base DIRECTORY."
     if not path.exists():
         raise UserError(f"{checkpoint.path}: its base model is not in {path}. {fix}")
     base = find_checkpoint(path)
-    if base.reference()["sha256"] != reference["sha256"]:
+    if base.reference().sha256 != reference.sha256:
         raise UserError(f"{checkpoint.path}: trained on another base model than {base.path}. {fix}")
     return base
 
@@ -197,23 +199,20 @@ class RunDir:
                 names = list(checkpoint.sha256)
                 rank_names = names[self.dist_ctx.rank :: self.dist_ctx.size]
                 checkpoint.verify(rank_names if self.is_shared else names)
-                content = [checkpoint.state, checkpoint.sha256, checkpoint.shards]
-        return Checkpoint(path, *self.dist_ctx.broadcast(content))
+                content = [asdict(checkpoint.state), checkpoint.sha256, checkpoint.shards]
+        state, *others = self.dist_ctx.broadcast(content)
+        return Checkpoint(path, from_json(RunState, state, "state"), *others)
 
     def distribute(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """Yield a checkpoint's tensors on every rank, also on ranks that do not see the folder."""
         return tensors if self.is_shared else self.dist_ctx.broadcast_tensors(tensors)
 
     def save(
-        self,
-        state: dict[str, Any],
-        model: Tensors,
-        optimizer: Tensors,
-        save_tokenizer: SaveTokenizer,
+        self, state: RunState, model: Tensors, optimizer: Tensors, save_tokenizer: SaveTokenizer
     ) -> None:
         """Copy the tensors and begin to write ``checkpoints/step-…`` in the background."""
         self.wait()
-        path = self.path / "checkpoints" / f"step-{state['step']:08d}"
+        path = self.path / "checkpoints" / f"step-{state.step:08d}"
         if not self.is_shared:
             tensors = (self.dist_ctx.gather_full(model), self.dist_ctx.gather_full(optimizer))
             task = partial(self._write_and_prune, path, write_checkpoint)

@@ -1,10 +1,8 @@
 """The trainer: model, optimizer, batches, budget and callbacks of the training loop."""
 
-import itertools
 import math
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +21,13 @@ from engine.generation.scores import Question
 from engine.nn.attention import check_attention
 from engine.nn.lora import add_lora
 from engine.nn.specs import draw_initial_values
-from engine.runs.checkpoint import Checkpoint, rank_evaluation
+from engine.runs.checkpoint import (
+    BaseReference,
+    Checkpoint,
+    RunState,
+    check_modification,
+    rank_evaluation,
+)
 from engine.training.budget import Budget, make_budget
 from engine.training.config import RunConfig
 from engine.training.estimate import lora_arguments
@@ -76,18 +80,18 @@ class Trainer:
         self.data = data
         self.run_dir = run_dir
         self.callbacks = list(callbacks)
+        self.modify_model = modify_model
 
         dtype = DTYPE_BY_NAME[config.dtype]
         torch.manual_seed(config.seed)
         with torch.device("meta"):
             model = GPT(config.model)
-            self.base_names = [name for name, _ in model.named_parameters()]
             if config.lora_rank:
                 add_lora(model, *lora_arguments(config))
             if modify_model:
                 modify_model(model)
         check_attention(model)
-        self.base_reference: dict[str, Any] | None = None  # of LoRA, on the main process
+        self.base_reference: BaseReference | None = None  # of LoRA, on the main process
         self.model: GPT = sharding.shard_and_allocate(model, dist_ctx, dtype)
         self.passes = Passes(self.model, config, dist_ctx, data)
         pool = self.passes.acceleration.pool
@@ -153,17 +157,24 @@ class Trainer:
         if base is None and not self.config.init_from:
             sharding.load_parameters(self.model, self.model.initial_values())
             return
-        weights: Iterator[tuple[str, Tensor]] = iter(())
+        weights: Iterable[tuple[str, Tensor]] = ()
         if base:
             ids = split_token_ids(base, self.data.tokenizer, learns_chats(self.data))
             num_rows = len(self.model.token_embedding.weight)
             weights = init_token_rows(base.merged_model(), num_rows, *ids)
             self.base_reference = base.reference() if self.config.lora_rank else None
+        weights = self._complete(self.dist_ctx.broadcast_tensors(weights))
+        sharding.load_parameters(self.model, weights)
+
+    def _complete(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of a base model, then initial values of parameters that it lacks."""
+        base_names = set()
+        for name, value in weights:
+            base_names.add(name)
+            yield name, value
         params = self.model.named_parameters()
-        new = [(name, param) for name, param in params if name not in self.base_names]
-        new_weights = draw_initial_values(new, self.model.specs, self.model.seed)
-        weights = self.dist_ctx.broadcast_tensors(weights)
-        sharding.load_parameters(self.model, itertools.chain(weights, new_weights))
+        new = [(name, param) for name, param in params if name not in base_names]
+        yield from draw_initial_values(new, self.model.specs, self.model.seed)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint of this run, and print the settings that have changed.
@@ -172,16 +183,17 @@ class Trainer:
         """
         assert self.run_dir is not None
         state = checkpoint.state
+        check_modification(checkpoint, self.modify_model)
         changes = changed_settings(state, flatten(self.config), self.data.sha256)
         if checkpoint.sha256["tokenizer.json"] != self.data.manifest["tokenizer"]["sha256"]:
             raise UserError(f"{checkpoint.path}: corrupted, its tokenizer is not that of --data.")
         sharding.load_parameters(self.model, self._weights(checkpoint))
         self.optimizer.load_state(self.run_dir.distribute(checkpoint.optimizer()))
-        self.step = state["step"]
-        self.evaluation = state["evaluation"]
-        self.best_evaluation = state["best_evaluation"]
+        self.step = state.step
+        self.evaluation = state.evaluation
+        self.best_evaluation = state.best_evaluation
         self.last_save = (self.step, self.evaluation)
-        self.changes = list(state.get("changes", []))
+        self.changes = list(state.changes)
         if changes:
             self.changes.append({"step": self.step, **changes})
         text = "".join(f", {name} {old} → {new}" for name, (old, new) in changes.items())
@@ -197,7 +209,7 @@ class Trainer:
     def _weights(self, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of a checkpoint of this run on every rank, with those of its base."""
         assert self.run_dir is not None
-        self.base_reference = checkpoint.state["base"]
+        self.base_reference = checkpoint.state.base
         if self.base_reference:
             base = self.dist_ctx.run_on_main(find_base, checkpoint, self.config.base)
             frozen = base.merged_model() if base else ()
@@ -258,23 +270,24 @@ class Trainer:
         manifest = self.data.manifest
         statistics = manifest["statistics"]
         num_documents = statistics["documents"] + statistics["dropped"]
-        state = {
-            "step": self.step,
-            "tokens": self.step * self.tokens_per_step,
-            "elapsed_seconds": self.budget.elapsed,
-            "progress": self.budget.progress,
-            "evaluation": self.evaluation,
-            "best_evaluation": self.best_evaluation,
-            "changes": self.changes,
-            "model": asdict(self.config.model),
-            "settings": flatten(self.config),
-            "data_sha256": self.data.sha256,
-            "examples": manifest["origin"].get("examples"),
-            "has_system_turns": statistics["notes"].get(NO_SYSTEM_NOTE, 0) < num_documents,
-            "documents": manifest["splits"]["train"]["documents"],
-            "imported": None,
-            "base": self.base_reference,
-        }
+        state = RunState(
+            step=self.step,
+            tokens=self.step * self.tokens_per_step,
+            elapsed_seconds=self.budget.elapsed,
+            progress=self.budget.progress,
+            evaluation=self.evaluation,
+            best_evaluation=self.best_evaluation,
+            changes=self.changes,
+            model=self.config.model,
+            settings=flatten(self.config),
+            data_sha256=self.data.sha256,
+            examples=manifest["origin"].get("examples"),
+            has_system_turns=statistics["notes"].get(NO_SYSTEM_NOTE, 0) < num_documents,
+            documents=manifest["splits"]["train"]["documents"],
+            imported=None,
+            base=self.base_reference,
+            is_modified=self.modify_model is not None,
+        )
         with self.budget.timing("save"):
             weights = self.model.state_dict()
             if self.config.lora_rank:

@@ -227,7 +227,7 @@ def test_ranks_agree_on_model_size_and_progress_of_a_timed_run(runs):
     assert first["progress"] == second["progress"] == 1 and first["steps"] == second["steps"] > 0
     checkpoint = newest_checkpoint(runs / "timed")
     assert checkpoint.step == first["steps"]
-    assert checkpoint.state["settings"]["batch_size"] % 2 == 0
+    assert checkpoint.state.settings["batch_size"] % 2 == 0
 
 
 @pytest.mark.parametrize("kind", MUON_KINDS)

@@ -187,7 +187,7 @@ def test_a_run_can_start_from_a_run_with_lora(tune, folder, tmp_path):
     flags += ["--init-from", tmp_path / "first"]
     for run in (train_tiny(folder / "data", tmp_path / "all", *flags), tune("third", *flags)):
         assert run.evaluation["val_loss"] == expected
-    assert newest_checkpoint(tmp_path / "third").state["base"]["path"].startswith(str(tmp_path))
+    assert newest_checkpoint(tmp_path / "third").state.base.path.startswith(str(tmp_path))
 
 
 def test_tokens_that_are_new_to_the_base_are_trained(tune, folder, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """One checkpoint: written atomically, verified where it is read, gathered or in shards."""
 
+import dataclasses
 import json
 import stat
 from pathlib import Path
@@ -12,8 +13,8 @@ from engine.core.errors import UserError
 from engine.runs.checkpoint import (
     COMMON_FILES,
     FORMAT_SHARDED,
-    STATE_SCHEMA,
     Checkpoint,
+    RunState,
     complete_shards,
     load_model,
     open_checkpoint,
@@ -89,7 +90,7 @@ def test_a_sharded_checkpoint_equals_the_gathered_one(tmp_path, shards):
 def test_a_setting_that_is_not_finite_is_null_in_state_json(tmp_path):
     path = write_gathered(tmp_path, settings={"z_loss": float("inf")})
     assert "Infinity" not in (path / "state.json").read_text()
-    assert open_checkpoint(path).state["settings"] == {"z_loss": None}
+    assert open_checkpoint(path).state.settings == {"z_loss": None}
 
 
 @pytest.mark.parametrize("write", [write_gathered, write_sharded])
@@ -105,7 +106,7 @@ def model_checkpoint(tmp_path) -> tuple[GPT, Checkpoint]:
     """A model and its checkpoint."""
     sizes = {"vocab_size": 11, "context_length": 8, "num_layers": 1, "num_heads": 2, "d_model": 8}
     model = GPT(ModelConfig(**sizes))
-    state = make_state(60, model=sizes)
+    state = make_state(60, model=model.config)
     write_checkpoint(tmp_path / "one", state, model.state_dict(), {}, save_tokenizer)
     return model, open_checkpoint(tmp_path / "one")
 
@@ -115,8 +116,8 @@ def test_a_model_is_loaded_without_naming_its_class(model_checkpoint):
     loaded = load_model(checkpoint)
     assert loaded.config == model.config and not loaded.training
     assert same_tensors(loaded.state_dict(), model.state_dict())
-    for name, value in (("num_layers", 2), ("num_layers", 10**9), ("d_ff", 7), ("bias", True)):
-        state = make_state(60, model=checkpoint.state["model"] | {name: value})
+    for name, value in (("num_layers", 2), ("num_layers", 10**4), ("d_ff", 7), ("bias", True)):
+        state = make_state(60, model=dataclasses.replace(checkpoint.state.model, **{name: value}))
         with pytest.raises(UserError, match=r"one.*state\.json"):
             load_model(Checkpoint(checkpoint.path, state, {}))
 
@@ -179,12 +180,12 @@ def test_an_impossible_manifest_is_refused(tmp_path, changes, message):
         open_checkpoint(path)
 
 
-@pytest.mark.parametrize("name", STATE_SCHEMA)
-def test_a_state_that_lacks_a_value_is_refused(tmp_path, name):
+@pytest.mark.parametrize("field", dataclasses.fields(RunState), ids=lambda field: field.name)
+def test_a_state_that_lacks_a_value_is_refused(tmp_path, field):
     path = write_gathered(tmp_path)
     state = json.loads((path / "state.json").read_text())
-    del state[name]
+    del state[field.name]
     (path / "state.json").write_text(json.dumps(state))
     seal(path)
-    with pytest.raises(UserError, match=rf"state\.json: corrupted .*{name}"):
+    with pytest.raises(UserError, match=rf"state\.json: corrupted .*{field.name}"):
         open_checkpoint(path)

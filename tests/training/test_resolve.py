@@ -14,7 +14,7 @@ from engine.data.dataset import Dataset
 from engine.data.split import Examples, Split
 from engine.data.tokenizer import ByteTokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
-from engine.runs.checkpoint import Checkpoint
+from engine.runs.checkpoint import Checkpoint, RunState, initial_state
 from engine.training import estimate
 from engine.training.config import RunConfig, TrainConfig
 from engine.training.resolve import (
@@ -27,7 +27,8 @@ from model import ModelConfig
 
 CONFIG = RunConfig(model=ModelConfig(vocab_size=11), steps=100)
 SETTINGS = flatten(CONFIG)
-STATE = {"settings": SETTINGS, "data_sha256": "abc", "step": 60, "elapsed_seconds": 120.0}
+VALUES = {"settings": SETTINGS, "data_sha256": "abc", "step": 60, "elapsed_seconds": 120.0}
+STATE = initial_state(CONFIG.model, **VALUES)
 
 
 def test_a_resumed_run_is_as_long_as_its_checkpoint_or_longer():
@@ -41,13 +42,13 @@ def test_a_resumed_run_is_as_long_as_its_checkpoint_or_longer():
 
 def test_a_base_determines_all_model_settings_but_dropout():
     base = ModelConfig(vocab_size=11, num_layers=3, num_heads=2, d_model=8, dropout=0.3)
-    state = dataclasses.asdict(base)
-    values = base_model_values(state, {"dropout": 0.1, "bias": False}, Path("base"))
-    del state["context_length"]
-    assert values == {**state, "dropout": 0.1}
-    assert base_model_values(state, {}, Path("base"))["dropout"] == 0
+    values = base_model_values(base, {"dropout": 0.1, "bias": False}, Path("base"))
+    expected = dataclasses.asdict(base)
+    del expected["context_length"]
+    assert values == {**expected, "dropout": 0.1}
+    assert base_model_values(base, {}, Path("base"))["dropout"] == 0
     with pytest.raises(UserError, match=r"--num-layers: .*base, 3 \(got 5\)"):
-        base_model_values(state, {"num_layers": 5}, Path("base"))
+        base_model_values(base, {"num_layers": 5}, Path("base"))
 
 
 def examples_of(train: list[int], val: list[int], prompt: int = 1) -> Mixture:
@@ -66,18 +67,18 @@ def text_of(num_tokens: int) -> Mixture:
     return Mixture((Dataset(Path("data"), {}, ByteTokenizer(), *splits, "abc"),), (1.0,))
 
 
-def fit(data: Mixture, base: dict | None = None, **settings) -> tuple[int | None, Mixture]:
+def fit(data: Mixture, base: RunState | None = None, **settings) -> tuple[int | None, Mixture]:
     """Return the context length of a run on some data, and the data that fits it."""
-    model = {"vocab_size": 257, **({"position": base["model"]["position"]} if base else {})}
+    model = {"vocab_size": 257, **({"position": base.model.position} if base else {})}
     config = build(TrainConfig, {"init_from": Path("base"), **model, **settings})
     config, data = fit_context(config, data, SINGLE_PROCESS, base)
     return config.model.context_length, data
 
 
-def base_of(positions: int, position: str = "rope", **settings: int) -> dict:
+def base_of(positions: int, position: str = "rope", **settings: int) -> RunState:
     """Return the state of a model of tokens in rows of settings["context_length"], or imported."""
-    model = {"context_length": positions, "position": position}
-    return {"model": model, "settings": settings}
+    model = ModelConfig(vocab_size=257, context_length=positions, position=position)
+    return initial_state(model, settings=settings)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,8 @@ def test_rows_of_chat_tokens_are_untrained_in_a_model_of_text(
 ):
     tokenizer = ByteTokenizer().with_special(CHAT_NAMES)
     (tokenizer if reserved else ByteTokenizer()).save(tmp_path / "tokenizer.json")
-    base = Checkpoint(tmp_path, {"examples": "chats" if is_chat_model else None}, {})
+    examples = "chats" if is_chat_model else None
+    base = Checkpoint(tmp_path, initial_state(CONFIG.model, examples=examples), {})
     num_ids = tokenizer.vocab_size if reserved else 257
     trained = sorted({*range(num_ids)} - {*untrained})
     assert split_token_ids(base, tokenizer, learns_chats) == (trained, [*new])
