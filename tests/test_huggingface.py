@@ -285,7 +285,7 @@ BAD_CONFIGS = {
     "reversed factors": ({"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 9}}, "rope_scaling"),
     "odd RoPE": ({"rope_parameters": 7}, "RoPE"),
     "RoPE by layer": ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attent"),
-    "zero epsilon": ({"rms_norm_eps": 0.0}, "norm_epsilon must be from"),
+    "zero epsilon": ({"rms_norm_eps": 0.0}, "norm_epsilon: must be"),
     "quantized": ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
     "window of 0": ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_win"),
     "text for a switch": (QWEN3 | {"use_sliding_window": "yes"}, "use_sliding_window"),

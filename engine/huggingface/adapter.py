@@ -2,14 +2,17 @@
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Ge, Le
 from torch import Tensor
 
 from engine.core.errors import UserError
-from engine.core.files import atomic_directory, check_types, read_json, write_json
+from engine.core.files import atomic_directory, read_json, write_json
+from engine.core.values import from_json
 from engine.huggingface.convert import convert_layout, tensor_layout
 from engine.huggingface.directory import read_tensors
 from engine.huggingface.families import Family
@@ -26,6 +29,15 @@ NEUTRAL_SETTINGS: dict[str, tuple[Any, ...]] = {  # which an adapter may have
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
 }
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """What an import reads of adapter_config.json."""
+
+    r: Annotated[int, Ge(1), Le(10**5)]
+    lora_alpha: Annotated[float, Ge(0), Le(1e9)]
+    use_rslora: bool | None = False
 
 
 def map_names(updates: Iterable[str], family: Family) -> dict[str, str]:
@@ -88,12 +100,12 @@ def read_adapter(path: Path, model: GPT, family: Family) -> dict[str, Tensor]:
     """
     source = str(path / "adapter_config.json")
     hf_config = read_json(path / "adapter_config.json")
-    check_types(hf_config, {"peft_type": str, "r": int, "lora_alpha": float}, source)
+    settings = from_json(AdapterSettings, hf_config, source, ignores_others=True)
     for key, values in NEUTRAL_SETTINGS.items():
         if hf_config.get(key) not in values:
             raise UserError(f"{source}: {key} must be {values[0]!r} (got {hf_config.get(key)!r}).")
-    rank = hf_config["r"]
-    scale = hf_config["lora_alpha"] / (rank**0.5 if hf_config.get("use_rslora") else rank)
+    rank = settings.r
+    scale = settings.lora_alpha / (rank**0.5 if settings.use_rslora else rank)
     add_lora(model, rank)
     params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     initial = dict(draw_initial_values(params, model.specs, model.seed))

@@ -2,14 +2,15 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.core.errors import UserError
-from engine.core.files import check_types
 from engine.core.settings import from_values
+from engine.core.values import Count, convert, from_json
 from engine.huggingface.families import MODEL_FAMILIES, Family
 from model import ModelConfig
 
@@ -19,12 +20,6 @@ FROM_HF_ACTIVATION = {hf_name: name for name, hf_name in TO_HF_ACTIVATION.items(
 FROM_HF_ACTIVATION["gelu_pytorch_tanh"] = "gelu"
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
-WINDOW_TYPES = {
-    "sliding_window": (int, None),
-    "use_sliding_window": bool,
-    "max_window_layers": int,
-    "layer_types": ([str], None),
-}
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REQUIRED_SETTINGS = {"vocab_size", "context_length", "num_layers", "num_heads", "d_model"}
 # Type of RoPE → keys of its numbers, in the order of ModelConfig.rope_scaling.
@@ -36,6 +31,16 @@ ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
 # Modules that wrap others: torch.compile, DistributedDataParallel, FSDP, activation checkpointing.
 WRAPPER_PATTERN = re.compile(r"\b(_orig_mod|module|_(fsdp|checkpoint)_wrapped_module)\.")
 HF_CONSTANT_BUFFERS = re.compile(r".*(attn\.(masked_)?bias|rotary_emb\.inv_freq)")  # of old files
+
+
+@dataclass(frozen=True)
+class WindowSettings:
+    """The sliding windows of config.json, with the defaults of transformers."""
+
+    sliding_window: Count | None = 4096
+    use_sliding_window: bool = False
+    max_window_layers: Count = 28
+    layer_types: list[str] | None = None
 
 
 def tensor_layout(names: Iterable[str], family: Family) -> dict[str, list[str]]:
@@ -183,7 +188,7 @@ def from_hf_config(hf_config: Any, source: str) -> tuple[Family, ModelConfig]:
 
     Raises UserError, naming the source, for what ModelConfig cannot represent.
     """
-    check_types(hf_config, {}, source)
+    hf_config = convert(hf_config, dict, source)
     families = {family.architecture: family for family in MODEL_FAMILIES.values()}
     names = hf_config.get("architectures")
     name = names[0] if isinstance(names, list) and names else names
@@ -249,19 +254,17 @@ def read_windows(
     """Read the sliding windows of the layers; None if there are none."""
     if family.windows == "none":
         return None
-    defaults = {"use_sliding_window": False, "max_window_layers": 28, "layer_types": None}
-    hf_config = defaults | {"sliding_window": 4096} | hf_config
-    check_types(hf_config, WINDOW_TYPES, source)
-    width = hf_config["sliding_window"]
+    settings = from_json(WindowSettings, hf_config, source, ignores_others=True)
+    width = settings.sliding_window
     if width == 0:
         raise UserError(f"{source}: sliding_window must be at least 1, or null (got 0).")
     if family.windows == "one for all layers":
         return [width] if width else None
-    width = width if hf_config["use_sliding_window"] else None
+    width = width if settings.use_sliding_window else None
     windows = {FULL_ATTENTION: 0} | ({SLIDING_ATTENTION: width} if width else {})
-    layer_types = hf_config["layer_types"]
+    layer_types = settings.layer_types
     if layer_types is None:
-        first = hf_config["max_window_layers"]
+        first = settings.max_window_layers
         return [width if layer >= first else 0 for layer in range(num_layers)] if width else None
     if len(layer_types) != num_layers or not windows.keys() >= {*layer_types}:
         need = f"list {num_layers} of {' or '.join(windows)}"

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import UserError, wrap_library_errors
-from engine.core.files import check_types, read_json, write_json
+from engine.core.files import read_json, write_json
+from engine.core.values import convert
 from engine.data.chats.chat import chat_format, stop_token_ids
 from engine.data.chats.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE
 from engine.data.tokenizer import Tokenizer, load_tokenizer
@@ -94,9 +95,9 @@ def read_tensors(directory: Path, name: str = "model.safetensors") -> dict[str, 
     index_path = directory / f"{name}.index.json"
     names = {name}
     if index_path.is_file() and not (directory / name).is_file():
-        index = read_json(index_path)
-        check_types(index, {"weight_map": {"*": str}}, str(index_path))
-        names = {Path(name).name for name in index["weight_map"].values()}
+        index = convert(read_json(index_path), dict, str(index_path))
+        weight_map = convert(index.get("weight_map"), dict[str, str], f"{index_path}: weight_map")
+        names = {Path(name).name for name in weight_map.values()}
     tensors: dict[str, Tensor] = {}
     for path in sorted(directory / name for name in names):
         check_exists(path, "Download the model again")

@@ -14,6 +14,7 @@ class ParameterSpec(NamedTuple):
     std: float = 0.0  # of the initial values, which are normally distributed
     mean: float = 0.0
     stack: str = ""  # Muon stacks parameters of the same name here into one matrix
+    lr_scale: float = 1.0  # factor of the learning rate
 
 
 Specs = Mapping[str, ParameterSpec]

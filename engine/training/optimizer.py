@@ -175,18 +175,19 @@ class Optimizer:
         self.loss_scaler = {"loss_scale": loss_scale, **counts}
 
     def _make_groups(self, specs: Specs, kind: OptimizerKind) -> list[ParamGroup]:
-        """Return the parameters in groups of one role; for a matrix optimizer also of one shape."""
-        stacks: dict[tuple[str, str], list[Tensor]] = {}  # by role, and the name of a stack
+        """Return the parameters in groups of one role and rate, for matrices also of one shape."""
+        stacks: dict[tuple[str, float, str], list[Tensor]] = {}  # by role, rate, and name of stack
         for name, parameter in self.parameters.items():
             spec = specs[name]
             is_stacked = kind.is_for_matrices and spec.group == "matrix"
-            key = (spec.group, spec.stack if is_stacked else "")
+            key = (spec.group, spec.lr_scale, spec.stack if is_stacked else "")
             stacks.setdefault(key, []).append(parameter)
         groups: dict[tuple, ParamGroup] = {}
-        for (role, stack), params in stacks.items():
+        for (role, lr_scale, stack), params in stacks.items():
             shape = params[0].shape if stack else None
             num_stacked = len(params) if stack else 1
-            lr_scale = self.config.embedding_rate if role == "embedding" else 1.0
+            if role == "embedding":
+                lr_scale *= self.config.embedding_rate
             empty_group: ParamGroup = {
                 "params": [],
                 "role": role,
@@ -195,7 +196,7 @@ class Optimizer:
                 "lr": self.config.learning_rate * lr_scale,
                 "weight_decay": 0.0 if role in ("vector", "adapter") else self.config.weight_decay,
             }
-            groups.setdefault((role, num_stacked, shape), empty_group)["params"] += params
+            groups.setdefault((role, lr_scale, num_stacked, shape), empty_group)["params"] += params
         return list(groups.values())
 
     @property

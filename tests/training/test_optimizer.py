@@ -106,7 +106,10 @@ def test_schedules():
 
 def test_a_step_uses_the_scheduled_rate_and_the_embedding_three_times_it_with_muon():
     config = make_config(learning_rate=0.5, warmup_steps=4, weight_decay=0.0, clip_norm=0.0)
-    model, optimizer = make_optimizer(config)
+    model, _ = make_optimizer(config)
+    for name in ("head.weight", "blocks.0.attention.projection.weight"):
+        model.specs[name] = model.specs[name]._replace(lr_scale=2.0)
+    optimizer = Optimizer(model, config)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     torch.manual_seed(0)
     for parameter in model.parameters():
@@ -117,6 +120,7 @@ def test_a_step_uses_the_scheduled_rate_and_the_embedding_three_times_it_with_mu
         moved = (parameter.detach() - before[name]).square().mean().sqrt().item() / rate
         role = model.specs[name].group
         expected = {"embedding": 3, "head": 1, "vector": 1, "matrix": 0.2}[role]
+        expected *= model.specs[name].lr_scale
         assert moved == pytest.approx(expected, rel=0.25 if role == "matrix" else 1e-3), name
 
 
