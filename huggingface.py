@@ -25,7 +25,7 @@ from engine.huggingface.families import MODEL_FAMILIES, Family, unsupported_sett
 from engine.nn.attention import CHECK_TOLERANCE, attention_difference
 from engine.nn.positions import FREQUENCY_BASE, sinusoids
 from engine.runs.checkpoint import initial_state, load_model, write_checkpoint, write_tensors
-from engine.training.run_dir import find_checkpoint
+from engine.runs.run_files import find_checkpoint
 from model import GPT, ModelConfig
 
 
@@ -224,7 +224,7 @@ def rewrite_params(model: GPT, config: ModelConfig) -> convert.Tensors:
     embedding = params["token_embedding.weight"]
     if model.config.scale_embeddings:
         params["token_embedding.weight"] = embedding * math.sqrt(config.d_model)
-    if model.config.norm == "rmsnorm" != config.norm:
+    if model.config.norm != config.norm:  # rmsnorm becomes weighted_rmsnorm
         params["token_embedding.weight"] = model.embedding_norm(params["token_embedding.weight"])
     if model.config.position != config.position:
         positions = torch.arange(config.context_length)

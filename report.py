@@ -24,7 +24,7 @@ from engine.report.memorization import find_passages
 from engine.report.page import collect_run_content, write_page
 from engine.report.samples import compute_attention
 from engine.runs.checkpoint import ModifyModel, load_model, open_checkpoint
-from engine.training.run_dir import find_checkpoint, list_checkpoints
+from engine.runs.run_files import find_checkpoint, list_checkpoints
 
 MAX_RUNS = 8  # on one page
 

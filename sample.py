@@ -49,7 +49,7 @@ from engine.generation.sampling import DEFAULT_OPTIONS, TextOptions
 from engine.generation.text_batch import initial_tokens
 from engine.generation.text_generator import DECODING_BATCH_SIZE, DEFAULT_NEW_TOKENS, TextGenerator
 from engine.runs.checkpoint import ModifyModel, load_model
-from engine.training.run_dir import find_checkpoint
+from engine.runs.run_files import find_checkpoint
 
 COMMON_SETTINGS = {"path", "base", "device", "dtype"}  # of all modes
 CHAT_SETTINGS = {"chat_template", "template_variable"}

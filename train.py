@@ -40,6 +40,7 @@ from engine.generation.scores import QUESTION_BATCH_SIZE, count_right, score_rec
 from engine.nn.loss import IGNORE_INDEX
 from engine.report.samples import Report
 from engine.runs.checkpoint import Checkpoint, ModifyModel, check_modification
+from engine.runs.run_files import find_checkpoint
 from engine.training.callbacks import MetricsFile, Terminal, WeightsAndBiases, print_summary
 from engine.training.config import (
     BUILT_IN_DATA,
@@ -52,7 +53,7 @@ from engine.training.config import (
 )
 from engine.training.estimate import describe_plan
 from engine.training.resolve import check_tokenizer, learns_chats, load_questions, resolve
-from engine.training.run_dir import RunDir, find_checkpoint
+from engine.training.run_dir import RunDir
 from engine.training.trainer import Callback, Trainer
 from prepare import PrepareConfig, prepare
 
@@ -106,7 +107,7 @@ def train(
             return train(config, dist_ctx, callbacks, should_stop, started_at, modify_model)
     started_at = time.monotonic() if started_at is None else started_at
     if callbacks is None:
-        callbacks = default_callbacks(config) if dist_ctx.is_main_process else ()
+        callbacks = dist_ctx.run_on_main(default_callbacks, config) or ()
     check_ranges(config)
     use_deterministic_kernels(config.deterministic)  # before the first use of CUDA
     run_dir = RunDir(config.out_path, config.resume, dist_ctx, config.keep_checkpoints)
@@ -243,16 +244,17 @@ def evaluate_score(trainer: Trainer, should_stop: Callable[[], bool]) -> dict[st
     dist_ctx = trainer.dist_ctx
     tokenizer = trainer.data.tokenizer
     ends = stop_token_ids(tokenizer) if learns_chats(trainer.data) else []
-    # Ranks with shards of one model compute together; others have questions of their own.
-    rank, size = (0, 1) if dist_ctx.sharded else (dist_ctx.rank, dist_ctx.size)
+    batch_size = dist_ctx.num_models * QUESTION_BATCH_SIZE
     num_right = torch.zeros(())
     with trainer.passes.decoder() as (model, cache_dtype):
-        for first in range(0, len(trainer.questions), size * QUESTION_BATCH_SIZE):
+        for first in range(0, len(trainer.questions), batch_size):
             if dist_ctx.any(should_stop()):
                 return None
-            questions = trainer.questions[first:][: size * QUESTION_BATCH_SIZE][rank::size]
+            batch = trainer.questions[first : first + batch_size]
+            questions = batch[dist_ctx.rank % dist_ctx.num_models :: dist_ctx.num_models]
             num_right += count_right(model, tokenizer, ends, questions, cache_dtype)
-    num_right = num_right if dist_ctx.sharded else dist_ctx.sum(num_right)
+    # Sharded ranks have all counted the same questions.
+    num_right = dist_ctx.sum(num_right) * dist_ctx.num_models / dist_ctx.size
     return score_record(num_right.item(), len(trainer.questions))
 
 
@@ -267,12 +269,12 @@ def default_callbacks(config: TrainConfig) -> list[Callback]:
 def open_data(config: TrainConfig, dist_ctx: DistributedContext) -> Mixture:
     """Open the datasets, and verify them on each machine; prepare the built-in one if missing."""
     with dist_ctx.keep_alive():
-        if BUILT_IN_DATA in config.data and not BUILT_IN_DATA.exists() and dist_ctx.is_main_process:
-            prepare(PrepareConfig(inputs=(BUILT_IN_DATA.name,), out=BUILT_IN_DATA))
+        if BUILT_IN_DATA in config.data and not BUILT_IN_DATA.exists():
+            built_in = PrepareConfig(inputs=(BUILT_IN_DATA.name,), out=BUILT_IN_DATA)
+            dist_ctx.run_on_main(prepare, built_in)
     with dist_ctx.keep_alive():
         data = open_mixture(config.data, config.mix)
-        if dist_ctx.local_rank == 0:
-            data.verify(config.verify_data)
+        dist_ctx.run_on_each_machine(data.verify, config.verify_data)
     return data
 
 

@@ -35,7 +35,7 @@ from engine.report.attention_maps import attention_maps, token_label
 from engine.report.dataset_summary import render_with_targets
 from engine.report.habits import HABIT_TITLES, habit_masks, sum_habits
 from engine.runs.checkpoint import load_model
-from engine.training.run_dir import find_checkpoint
+from engine.runs.run_files import find_checkpoint
 from model import GPT, ModelConfig
 from train import TrainConfig, train
 

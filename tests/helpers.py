@@ -33,9 +33,9 @@ from engine.generation.sampling import row_seeds
 from engine.generation.text_batch import TextBatch, TextRequest
 from engine.report.server import PageServer
 from engine.runs.checkpoint import Checkpoint, RunState, initial_state, open_checkpoint
+from engine.runs.run_files import list_checkpoints
 from engine.training.callbacks import MetricsFile
 from engine.training.config import TrainConfig
-from engine.training.run_dir import list_checkpoints
 from engine.training.trainer import Callback, Trainer
 from model import GPT, ModelConfig
 from prepare import PrepareConfig, prepare

@@ -38,10 +38,10 @@ from engine.core.errors import UserError
 from engine.core.settings import load_settings
 from engine.report import samples as report_samples
 from engine.runs.checkpoint import open_checkpoint
+from engine.runs.run_files import list_checkpoints
 from engine.training import callbacks
 from engine.training.callbacks import MetricsFile
 from engine.training.config import TrainConfig
-from engine.training.run_dir import list_checkpoints
 
 SHAPE = "--num-layers 1 --num-heads 2 --d-model 16 --context-length 16 --batch-size 4"
 FLAGS = "--warmup-steps 2 --dropout 0.1 --eval-tokens 200 --eval-every 1000000 --resume"

@@ -45,8 +45,8 @@ from engine.huggingface import directory as hf_directory
 from engine.huggingface.convert import to_hf
 from engine.huggingface.families import MODEL_FAMILIES
 from engine.runs.checkpoint import load_model, write_checkpoint
+from engine.runs.run_files import find_checkpoint
 from engine.serving.openai_format import read_prompts
-from engine.training.run_dir import find_checkpoint
 from model import GPT, Head, ModelConfig
 
 transformers.logging.set_verbosity_error()

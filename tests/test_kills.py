@@ -9,7 +9,8 @@ from engine.core.distributed import init_distributed
 from engine.core.errors import UserError
 from engine.runs import checkpoint
 from engine.runs.checkpoint import open_checkpoint
-from engine.training.run_dir import RunDir, list_checkpoints
+from engine.runs.run_files import list_checkpoints
+from engine.training.run_dir import RunDir
 
 
 @pytest.mark.parametrize("name", KINDS)

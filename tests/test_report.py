@@ -35,7 +35,7 @@ from engine.report.samples import (
     sample_for_report,
 )
 from engine.runs.checkpoint import load_model
-from engine.training.run_dir import find_checkpoint
+from engine.runs.run_files import find_checkpoint
 from engine.training.trainer import Callback, Trainer
 from model import GPT, ModelConfig
 from report import MAX_RUNS

@@ -36,7 +36,7 @@ from engine.data.chats.chat import encode_example
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer, from_document
 from engine.data.tokenizer_json import SPECIAL_TOKENS, with_extension
 from engine.runs.checkpoint import open_checkpoint, write_checkpoint
-from engine.training.run_dir import list_checkpoints
+from engine.runs.run_files import list_checkpoints
 from model import GPT, ModelConfig
 
 ANSWERS = {"hello": "Good day!", "bye": "So long."}

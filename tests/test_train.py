@@ -52,6 +52,7 @@ from engine.data.dataset import open_dataset
 from engine.data.tokenizer import load_tokenizer
 from engine.nn.specs import ParameterSpec
 from engine.report.samples import Report
+from engine.runs.run_files import list_checkpoints
 from engine.training.callbacks import MetricsFile
 from engine.training.config import (
     BUILT_IN_DATA,
@@ -62,7 +63,7 @@ from engine.training.config import (
     make_run_config,
 )
 from engine.training.resolve import SETTINGS_IGNORED_ON_RESUME, resolve
-from engine.training.run_dir import RunDir, list_checkpoints
+from engine.training.run_dir import RunDir
 from engine.training.trainer import Callback, Trainer
 from model import GPT, ModelConfig
 from prepare import main as prepare_command

@@ -53,6 +53,11 @@ class DistributedContext:
         return self.rank == 0
 
     @property
+    def num_models(self) -> int:
+        """The number of models with which the ranks compute: sharded ranks have one together."""
+        return 1 if self.sharded else self.size
+
+    @property
     def torchrun_command(self) -> str:
         """The command that starts a Python script on as many processes."""
         if self.size == 1:
@@ -69,6 +74,11 @@ class DistributedContext:
     def run_on_main(self, fn: Callable[..., Result], *args: Any) -> Result | None:
         """Return fn(*args) on the main process, and None on the others."""
         return fn(*args) if self.is_main_process else None
+
+    def run_on_each_machine(self, fn: Callable[..., Any], *args: Any) -> None:
+        """Call fn(*args) on one process of each machine."""
+        if self.local_rank == 0:
+            fn(*args)
 
     def broadcast_from_main(self, fn: Callable[..., Result], *args: Any) -> Result:
         """Run fn(*args) on the main process, and return its result (of JSON types) on every rank.

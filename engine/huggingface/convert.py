@@ -242,9 +242,10 @@ def read_rope(hf_config: dict[str, Any], source: str) -> tuple[Any, list[Any] | 
         kinds = ", ".join(ROPE_SCALING_KEYS)
         raise UserError(f"{source}: RoPE must be {kinds}, and of complete heads (got {kind}).")
     keys = ("rope_theta", *ROPE_SCALING_KEYS[kind])
-    base, *scaling = values = [rope.get(key) for key in keys]
+    values = [rope.get(key) for key in keys]
     if None in values:
         raise UserError(f"{source}: {kind} RoPE must have {', '.join(keys)} (got {values}).")
+    base, *scaling = values
     return base, scaling or None
 
 

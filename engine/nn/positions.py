@@ -56,8 +56,9 @@ def rotations(positions: Tensor, width: int, base: float | None, scaling: Scalin
     theta = angles(positions, width, FREQUENCY_BASE if base is None else base, scaling)
     if positions.ndim == 2:
         theta = theta[:, None]  # the same for all heads
+    cos = theta.cos()
     sin = theta.sin()
-    return torch.stack((theta.cos().repeat(*[1] * (theta.ndim - 1), 2), torch.cat((sin, -sin), -1)))
+    return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((sin, -sin), dim=-1)))
 
 
 def rotate(x: Tensor, rotation: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ from engine.core.settings import read_toml
 from engine.generation.scores import describe_score
 from engine.report.overview import read_state, summarize
 from engine.runs.checkpoint import rank_evaluation
-from engine.training.run_dir import read_records
+from engine.runs.run_files import read_records
 from engine.training.trainer import Record
 
 WEB_DIR = Path(__file__).with_name("web")

@@ -37,10 +37,10 @@ from engine.report.habits import name_heads
 from engine.report.overview import describe_state
 from engine.report.page import collect_run_content, write_page
 from engine.runs.checkpoint import load_model
+from engine.runs.run_files import find_checkpoint
 from engine.training.callbacks import start_of_sample, trim_incomplete_characters, truncate_records
 from engine.training.config import TrainConfig
 from engine.training.resolve import learns_chats
-from engine.training.run_dir import find_checkpoint
 from engine.training.trainer import Callback, Trainer
 from model import GPT
 

@@ -22,9 +22,9 @@ from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions
 from engine.generation.scores import describe_score
 from engine.generation.text_batch import complete_streams
 from engine.generation.text_stream import TextStream
+from engine.runs.run_files import rank_checkpoints, read_records
 from engine.training.estimate import describe_length
 from engine.training.optimizer import UNUSABLE_GRADIENTS
-from engine.training.run_dir import rank_checkpoints, read_records
 from engine.training.trainer import Callback, Trainer
 
 NUM_RECENT_LOSSES = 40

@@ -19,8 +19,8 @@ from engine.core.values import check_ranges, field_values
 from engine.data.batches import dataset_paths
 from engine.nn.acceleration import GRAPH_POOLS
 from engine.nn.bounds import Count, Probability, Width
+from engine.runs.run_files import list_checkpoints
 from engine.training.optimizer import OptimizerConfig, OptimizerSettings, default_rates
-from engine.training.run_dir import list_checkpoints
 from model import Architecture, ModelConfig
 
 BUILT_IN_DATA = Path("data/pydocs")

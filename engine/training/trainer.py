@@ -28,13 +28,14 @@ from engine.runs.checkpoint import (
     check_modification,
     rank_evaluation,
 )
+from engine.runs.run_files import find_base
 from engine.training.budget import Budget, make_budget
 from engine.training.config import RunConfig
 from engine.training.estimate import lora_arguments
 from engine.training.optimizer import Optimizer
 from engine.training.passes import Passes
 from engine.training.resolve import changed_settings, init_token_rows, learns_chats, split_token_ids
-from engine.training.run_dir import RunDir, find_base
+from engine.training.run_dir import RunDir
 from model import GPT
 
 CHECKPOINT_BYTES_PER_SECOND = 5e8  # written and hashed
@@ -125,8 +126,7 @@ class Trainer:
 
     def say(self, text: str, end: str = "\n") -> None:
         """Print on the main process."""
-        if self.dist_ctx.is_main_process:
-            say(text, end)
+        self.dist_ctx.run_on_main(say, text, end)
 
     def notify(self, event: str, *arguments: Any) -> None:
         """Call a hook of every callback. If one fails, warn once and continue."""

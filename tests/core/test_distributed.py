@@ -42,8 +42,8 @@ from engine.core.distributed import (
 from engine.core.errors import UserError
 from engine.core.settings import load_settings
 from engine.runs.checkpoint import load_model
+from engine.runs.run_files import list_checkpoints
 from engine.training.config import TrainConfig
-from engine.training.run_dir import list_checkpoints
 from model import GPT
 
 COMMON_FLAGS = "--log-every 1 --eval-tokens 500 --device cpu --dtype float32"

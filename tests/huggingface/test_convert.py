@@ -21,7 +21,7 @@ import huggingface
 from engine.huggingface.convert import from_hf_config, to_hf, to_hf_config
 from engine.huggingface.families import MODEL_FAMILIES
 from engine.runs.checkpoint import load_model
-from engine.training.run_dir import find_checkpoint
+from engine.runs.run_files import find_checkpoint
 
 transformers.logging.set_verbosity_error()
 NUM_MODELS = int(os.environ.get("SHAPES", "15"))

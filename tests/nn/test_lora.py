@@ -23,7 +23,7 @@ from engine.core.errors import UserError
 from engine.nn.inference import build_decoder
 from engine.nn.lora import LORA_ALPHA, add_lora, merge_lora, merge_updates
 from engine.nn.specs import draw_initial_values
-from engine.training.run_dir import find_checkpoint
+from engine.runs.run_files import find_checkpoint
 from model import GPT, ModelConfig
 
 RANK = 3

@@ -14,7 +14,8 @@ from helpers import make_state, save_tokenizer
 
 from engine.core.errors import UserError
 from engine.runs.checkpoint import open_checkpoint
-from engine.training.run_dir import RunDir, find_checkpoint, list_checkpoints, rank_checkpoints
+from engine.runs.run_files import find_checkpoint, list_checkpoints, rank_checkpoints
+from engine.training.run_dir import RunDir
 
 
 def raise_disk_full(path: Path) -> None:

@@ -1,0 +1,105 @@
+"""The files of a run: its checkpoints, the best of them, and its records."""
+
+import contextlib
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from engine.core.cli import shell_command, warn
+from engine.core.errors import UserError
+from engine.core.files import find_similar, to_json
+from engine.runs.checkpoint import Checkpoint, open_checkpoint, rank_checkpoint
+
+CHECKPOINT_NAME = re.compile("step-[0-9]{8,}")  # directories with other names are the user's
+
+
+def list_checkpoints(run: Path) -> list[Path]:
+    """Return the checkpoint directories of a run, the oldest first."""
+    directories = (run / "checkpoints").glob("step-*")
+    checkpoints = [path for path in directories if CHECKPOINT_NAME.fullmatch(path.name)]
+    return sorted(checkpoints, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def rank_checkpoints(run: Path) -> list[Path]:
+    """Return the checkpoints of a run, the best evaluation first, then the newest first."""
+    return sorted(reversed(list_checkpoints(run)), key=rank_checkpoint)
+
+
+def find_checkpoint(path: Path, base: Path | None = None) -> Checkpoint:
+    """Return the checkpoint at path, or the best one of the run at path, to read its model.
+
+    Only the model's files are verified. ``base`` is where an adapter's base model is now. Raises
+    UserError if no checkpoint is complete.
+    """
+    is_checkpoint = (path / "manifest.json").is_file() and not any(path.glob("*.npy"))
+    candidates = [path] if is_checkpoint else rank_checkpoints(path)
+    for candidate in candidates:
+        try:
+            checkpoint = open_checkpoint(candidate)
+            checkpoint.verify(checkpoint.model_files)
+            break
+        except UserError as error:
+            if candidate == candidates[-1]:
+                raise
+            warn(f"{error} Using the next best checkpoint instead.")
+    else:
+        raise UserError(f"{path}: {explain_missing_checkpoint(path)}")
+    return replace(checkpoint, base=find_base(checkpoint, base))
+
+
+def find_base(checkpoint: Checkpoint, path: Path | None = None) -> Checkpoint | None:
+    """Return the base model of an adapter, at path or where it was; None for other checkpoints.
+
+    Raises UserError if it is missing, or another model.
+    """
+    reference = checkpoint.state.base
+    if reference is None:
+        if path:
+            raise UserError(f"--base: {checkpoint.path} has no base model. Leave it out.")
+        return None
+    path = path or Path(reference.path)
+    fix = "Name its base model with --base DIRECTORY."
+    if not path.exists():
+        raise UserError(f"{checkpoint.path}: its base model is not in {path}. {fix}")
+    base = find_checkpoint(path)
+    if base.reference().sha256 != reference.sha256:
+        raise UserError(f"{checkpoint.path}: trained on another base model than {base.path}. {fix}")
+    return base
+
+
+def explain_missing_checkpoint(path: Path) -> str:
+    """Return what a path is that has no checkpoint, and the path or command that helps."""
+    name = path.resolve().name
+    if any(path.glob("*.npy")):
+        return f"is a dataset. Train on it: {shell_command('python', 'train.py', '--data', path)}"
+    if (path / "config.json").is_file():
+        command = shell_command("python", "huggingface.py", "import", path, f"out/{name}")
+        return f"is a model of transformers. Import it: {command}"
+    if similar := find_similar(path, Path("out"), "checkpoints/step-*"):
+        return f"contains no checkpoint. Did you mean {similar}?"
+    data = Path("data", name)
+    flags = ("--data", data, "--out", Path("out", name)) if any(data.glob("*.npy")) else ()
+    command = shell_command("python", "train.py", *flags)
+    return f"contains no checkpoint. Train a model with: {command}"
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a .jsonl file, if it exists, without corrupted and unfinished lines."""
+    records = []
+    content = path.read_bytes() if path.exists() else b""
+    for line in content.split(b"\n")[:-1]:
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            if is_record(record) and to_json(record).encode():  # raises for half a surrogate pair
+                records.append(record)
+    return records
+
+
+def is_record(record: Any) -> bool:
+    """Return whether a value of JSON is a record: with a step, and losses that are numbers."""
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return False
+    losses = (record.get(name) for name in ("train_loss", "val_loss"))
+    return all(type(loss) in (int, float, type(None)) for loss in losses)
