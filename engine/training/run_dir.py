@@ -131,8 +131,8 @@ class RunDir:
         directory = path.with_name(name)
         model = self.dist_ctx.snapshot(model)
         optimizer = self.dist_ctx.snapshot(optimizer)
-        write = partial(write_shard, directory, self.dist_ctx.rank, self.dist_ctx.size)
-        self.pending = self.thread.submit(write, model, optimizer)
+        write_rows = partial(write_shard, directory, self.dist_ctx.rank, self.dist_ctx.size)
+        self.pending = self.thread.submit(write_rows, model, optimizer)
         complete = partial(write_on_main, complete_shards, directory, state)
         self.finish_sharded_save = partial(complete, save_tokenizer)
 
