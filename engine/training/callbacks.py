@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.cli import count_noun, progress_bar, say, shell_command, warn
-from engine.core.errors import UserError, import_optional
+from engine.core.errors import UserError
 from engine.core.files import atomic_write, to_json
 from engine.core.settings import flatten
 from engine.data.batches import Mixture
@@ -146,8 +146,10 @@ class WeightsAndBiases(Callback):
     """Logs every record to Weights & Biases."""
 
     def __init__(self) -> None:
-        """Import the package. Raises UserError if it is not installed."""
-        self.wandb = import_optional("wandb", "--wandb", "wandb")
+        """Import the package, which takes a second, for a run that uses it."""
+        import wandb
+
+        self.wandb: Any = wandb
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Start or resume the run on Weights & Biases; its id is kept in the run directory."""

@@ -222,8 +222,6 @@ def test_weights_and_biases_is_imported_only_with_its_flag(numbers, tmp_path, mo
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it is an error now
     assert train.main(tiny(numbers, tmp_path / "without", "--steps", 1)) == 0
     assert not capsys.readouterr().err
-    with pytest.raises(UserError, match=r"--wandb: .*\[wandb\]"):
-        train.main(tiny(numbers, tmp_path / "with", "--steps", 1, "--wandb"))
 
 
 def test_weights_and_biases_gets_settings_and_every_record_of_one_run(
@@ -259,7 +257,6 @@ def test_weights_and_biases_gets_settings_and_every_record_of_one_run(
 
 
 def test_weights_and_biases_accepts_the_run(numbers, tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     assert train.main(tiny(numbers, tmp_path / "run", "--steps", 2, "--wandb")) == 0
