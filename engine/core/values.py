@@ -81,9 +81,9 @@ def from_json(cls: type[Record], value: Any, name: str, ignores_others: bool = F
     """
     values = convert(value, dict, name)
     hints = get_type_hints(cls, include_extras=True)
-    others = values.keys() - hints.keys()
-    if others and not ignores_others:
-        raise UserError(f"{name}: unknown field {min(others)}.")
+    unknown_names = values.keys() - hints.keys()
+    if unknown_names and not ignores_others:
+        raise UserError(f"{name}: unknown field {min(unknown_names)}.")
     arguments = {}
     for field in dataclasses.fields(cast(Any, cls)):
         if field.name in values:
