@@ -128,7 +128,8 @@ class Muon(GroupedOptimizer):
         params: list[Tensor] = []
         for start in range(0, len(group["params"]), stack_size):
             stack = group["params"][start : start + stack_size]
-            params += stack if any(param.grad is not None for param in stack) else []
+            if any(param.grad is not None for param in stack):
+                params += stack
         if not params:
             return
         num_rows, num_columns = params[0].shape

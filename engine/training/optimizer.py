@@ -256,7 +256,8 @@ class Optimizer:
     def _update_loss_scaler(self, is_finite: bool) -> None:
         """Count skipped steps, and adapt the loss scale to them."""
         scaler = self.loss_scaler
-        scaler["skipped"] += not is_finite
+        if not is_finite:
+            scaler["skipped"] += 1
         scaler["skipped_in_a_row"] = 0.0 if is_finite else scaler["skipped_in_a_row"] + 1
         if not self.is_loss_scaled:
             return

@@ -238,7 +238,8 @@ class RunDir:
         num_complete = 0
         for path in reversed(list_checkpoints(self.path)):
             if num_complete < self.keep_checkpoints:
-                num_complete += path in self.complete
+                if path in self.complete:
+                    num_complete += 1
             elif path != best:
                 path.rename(path.with_name(f".{path.name}.partial.old"))
         self._remove_partial()
