@@ -267,13 +267,15 @@ class GPT(nn.Module):
         if not self.token_embedding.weight.is_meta:
             self.load_state_dict(dict(self.initial_values()))
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, caches: Caches = ()) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, caches: Caches = (), last: int = 1
+    ) -> Tensor:
         """Return logits (B, T, V), or, with targets, the loss summed over the counted targets.
 
         tokens and targets are (B, T) integers; a target of -1 is not counted. The loss is the
         training loss, or in evaluation mode the validation loss. With caches, one for each block,
-        tokens follow the cached positions, and of the logits only those of the last position are
-        returned, (B, 1, V). Raises ValueError for too many positions.
+        tokens follow the cached positions, and only the logits of the ``last`` positions are
+        returned, (B, last, V). Raises ValueError for too many positions.
         """
         if caches:
             positions = caches[0].next_positions()
@@ -283,7 +285,7 @@ class GPT(nn.Module):
         rotation = self.rotation(positions)
         for index, block in enumerate(self.blocks):
             x = block(x, rotation, caches[index] if caches else None)
-        x = self.final_norm(x[:, -1:] if caches and targets is None else x)
+        x = self.final_norm(x[:, -last:] if caches and targets is None else x)
         cap = self.config.logit_softcap
         if targets is not None:
             loss = self.training_loss if self.training else validation_loss

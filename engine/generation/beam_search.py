@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from engine.core.errors import UserError
 from engine.generation.decoding_engine import DecodingEngine
 from engine.generation.sampling import check_finite
 from engine.generation.text_batch import banned_tokens
@@ -29,6 +30,9 @@ def beam_search(model: GPT, stream: TextStream, num_beams: int) -> tuple[list[in
     tokenizer = stream.tokenizer
     max_tokens = stream.max_tokens
     engine = DecodingEngine(model)
+    limit = engine.max_rows(num_beams, len(stream.prompt) + max_tokens)
+    if limit < num_beams:
+        raise UserError(f"--beams: at most {limit} fit in memory (got {num_beams}). Use fewer.")
     engine.add(stream.prompt, max_tokens)
     logits = engine.read(0)
     banned = torch.tensor(banned_tokens(tokenizer, model, stream.stop_token_ids), dtype=torch.long)

@@ -22,6 +22,7 @@ from engine.nn.attention import attend, attend_from_last
 from model import GPT
 
 MAX_CACHE_FRACTION = 0.25  # of a device's memory, for the rows of a batch
+MAX_PROMPT_LOGITS = 2**23  # of a prompt that exist at one time, 32 MiB
 MIN_CACHED_POSITIONS = 128  # that the cache has room for
 SHAPELESS_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 MAX_PADDING_BYTES = 2**19  # of a row; reading more takes longer than attention of each row alone
@@ -36,15 +37,6 @@ def window_start(length: int, context_length: int) -> int:
     stride = (context_length + 1) // 2
     num_excess = max(0, length - context_length)
     return math.ceil(num_excess / stride) * stride
-
-
-def max_cached_rows(model: GPT, limit: int) -> int:
-    """Return how many rows of full length fit in the memory for caches, from 1 to a limit."""
-    config = model.config
-    like = next(model.parameters())
-    num_values = 2 * config.num_layers * config.num_groups * config.head_width
-    row_bytes = num_values * config.context_length * like.element_size()
-    return int(max(1, min(limit, MAX_CACHE_FRACTION * total_memory(like.device) / row_bytes)))
 
 
 @functools.cache
@@ -113,6 +105,7 @@ class KVCache:
         Each position sees ``window`` positions, itself included.
         """
         self.window = window
+        self.values_per_position = 2 * num_heads * head_dim
         # (2, N, G, S, K). Zeros, because a NaN would change a sum in which its weight is 0.
         self.keys_values = like.new_zeros(2, 0, num_heads, 0, head_dim)
 
@@ -248,6 +241,13 @@ class DecodingEngine:
         """Whether steps are captured."""
         return self.pool is not None and self.pool.is_enabled
 
+    def max_rows(self, limit: int, length: int) -> int:
+        """Return how many rows of a length fit in the memory for caches, from 1 to a limit."""
+        num_positions = min(2 * length, self.context_length)  # memory doubles as rows grow
+        num_values = sum(cache.values_per_position for cache in self.caches) * num_positions
+        row_bytes = num_values * self.caches[0].keys_values.element_size()
+        return int(max(1, min(limit, MAX_CACHE_FRACTION * total_memory(self.device) / row_bytes)))
+
     def add(self, prompt: Sequence[int], num_new_tokens: int = 0) -> None:
         """Append a row with the ids of a prompt, which :meth:`read` computes.
 
@@ -256,13 +256,17 @@ class DecodingEngine:
         self.min_positions = max(self.min_positions, len(prompt) + num_new_tokens)
         self.rows.append(Row(tuple(prompt[window_start(len(prompt), self.context_length) :])))
 
-    def read(self, row: int, max_tokens: int | None = None) -> Tensor:
+    def read(self, row: int, max_tokens: int | None = None, has_all_logits: bool = False) -> Tensor:
         """Compute the ids of a row that are not in the cache, or the first max_tokens of them.
 
-        Returns the logits of the token after these, (1, V).
+        Returns the logits of the token after the last of these, (1, V). With has_all_logits it
+        computes no more than have MAX_PROMPT_LOGITS logits, and returns those after each, (T, V).
         """
         start = self.rows[row].num_cached
-        return self._extend(row, [self.rows[row].ids[start:][:max_tokens]])
+        ids = self.rows[row].ids[start:][:max_tokens]
+        if has_all_logits:
+            ids = ids[: max(1, MAX_PROMPT_LOGITS // self.model.config.vocab_size)]
+        return self._extend(row, [ids], len(ids) if has_all_logits else 1)[0]
 
     def step(self, ids: Sequence[int]) -> Tensor:
         """Append ids[i] to row i, of the first N rows; return the next tokens' logits, (N, V)."""
@@ -274,7 +278,7 @@ class DecodingEngine:
             row.ids += (token,)
         if self.captures:
             return self._step_captured(ids)
-        return self._extend(0, [[token] for token in ids])
+        return self._extend(0, [[token] for token in ids])[:, -1]
 
     @torch.inference_mode()
     def _step_captured(self, ids: Sequence[int]) -> Tensor:
@@ -337,10 +341,10 @@ class DecodingEngine:
                 self.read(index)
 
     @torch.inference_mode()
-    def _extend(self, first: int, tokens: Sequence[Sequence[int]]) -> Tensor:
+    def _extend(self, first: int, tokens: Sequence[Sequence[int]], last: int = 1) -> Tensor:
         """Append tokens (N, T) to the cached positions of N rows from ``first`` on.
 
-        Returns the logits of the next tokens, (N, V).
+        Returns the logits after the ``last`` of them, (N, last, V).
         """
         num_tokens = len(tokens[0])
         rows = self.rows[first : first + len(tokens)]
@@ -356,7 +360,7 @@ class DecodingEngine:
         ids = torch.tensor(tokens, device=self.device)
         # cuDNN's attention would prepare itself for each new number of keys.
         with sdpa_kernel(SHAPELESS_KERNELS) if ids.is_cuda else nullcontext():
-            logits = self.model(ids, caches=self.caches)[:, -1]
+            logits = self.model(ids, caches=self.caches, last=last)
         for row in rows:
             row.num_cached += num_tokens
         return logits

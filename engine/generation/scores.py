@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engine.data.split import Examples, Split, is_target, token_ids
 from engine.data.tokenizer import Tokenizer
+from engine.generation.decoding_engine import DecodingEngine, window_start
 from engine.generation.text_batch import complete_streams
 from engine.generation.text_stream import TextStream
 from model import GPT
@@ -66,13 +68,21 @@ def example_questions(
     assert isinstance(examples, Examples)
     for index in select_evenly(examples.num_examples, max_questions):
         example = examples.example(index)
-        targets = np.flatnonzero(is_target(example))
-        first = targets[np.flatnonzero(np.diff(targets, prepend=-1) > 1)[-1]]
+        first, end = last_answer(example)
         prompt = token_ids(example[:first]).tolist()
-        answer = example[first : targets[-1] + 1].tolist()
+        answer = example[first:end].tolist()
         stream = TextStream(tokenizer, prompt, stop_token_ids=stop_token_ids)
         text = "".join(map(stream.push, answer)) + stream.end()
         yield Question(prompt, len(answer) + EXTRA_TOKENS, text)
+
+
+def last_answer(example: np.ndarray) -> tuple[int, int]:
+    """Return the start and end of the last consecutive targets of an example."""
+    is_counted = is_target(example)
+    end = np.flatnonzero(is_counted)[-1] + 1
+    gaps = np.flatnonzero(~is_counted[:end])
+    start = gaps[-1] + 1 if len(gaps) else 0
+    return int(start), int(end)
 
 
 def count_right(
@@ -99,18 +109,41 @@ def count_right(
     return sum(grade["is_right"] for grade in map(Question.grade, questions, texts))
 
 
-@torch.inference_mode()
 def choose(model: GPT, question: Question) -> str:
     """Return the choice with the highest log-likelihood per UTF-8 byte of its text."""
-    device = next(model.parameters()).device
 
     def rate(choice: str) -> float:
         """Return the log-likelihood of a choice per byte, in nats."""
-        ids = question.choices[choice][-model.config.context_length - 1 :]
-        num_targets = max(1, len(question.choices[choice]) - len(question.prompt))
-        inputs, targets = torch.tensor([ids[:-1], ids[1:]], device=device)
-        logprobs = model(inputs[None])[0, -num_targets:].float().log_softmax(dim=-1)
-        total = logprobs.gather(1, targets[-num_targets:, None]).sum().item()
-        return total / len(choice.encode())
+        ids = question.choices[choice]
+        num_targets = max(1, len(ids) - len(question.prompt))
+        scores = score_tokens(model, ids[-model.config.context_length - 1 :], num_targets)
+        return scores.sum().item() / len(choice.encode())
 
     return max(question.choices, key=rate)
+
+
+def score_tokens(model: GPT, ids: Sequence[int], num_targets: int) -> Tensor:
+    """Return the logprob of each of the last num_targets ids as in generation, in nats."""
+    start = len(ids) - num_targets
+    scores = [torch.empty(0)]
+    for logits in logits_after(model, ids[:-1], start - 1):
+        targets = torch.tensor(ids[start : start + len(logits)], device=logits.device)
+        logprobs = logits.float().log_softmax(dim=-1)
+        scores.append(logprobs.gather(1, targets[:, None])[:, 0].cpu())
+        start += len(logits)
+    return torch.cat(scores)
+
+
+@torch.inference_mode()
+def logits_after(model: GPT, ids: Sequence[int], start: int = 0) -> Iterator[Tensor]:
+    """Yield the logits after each id from a start on as in generation, (N, V) for the next N."""
+    while start < len(ids):
+        first = window_start(start + 1, model.config.context_length)
+        engine = DecodingEngine(model)
+        engine.add(ids[first : first + model.config.context_length])
+        if start > first:
+            engine.read(0, start - first)
+        while engine.rows[0].num_unread:
+            logits = engine.read(0, has_all_logits=True)
+            start += len(logits)
+            yield logits

@@ -4,6 +4,8 @@ In float32 a text depends on its prompt, its seed and its settings only, whateve
 batch.
 """
 
+import math
+import sys
 from collections import deque
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -59,9 +61,14 @@ class TextRequest:
     last_id: int = 0  # the newest token of the text
 
     @cached_property
+    def prompt_key(self) -> Any:
+        """The key that groups the requests whose prompt is read in one call."""
+        return (self.stream.prompt, self.reports_prompt, self.num_logprobs)
+
+    @cached_property
     def sampling_key(self) -> Any:
         """The key that groups the requests which are sampled in one call."""
-        return (self.repetition_penalty, *sorted(self.filters.items()))
+        return (self.repetition_penalty, self.num_logprobs, *sorted(self.filters.items()))
 
 
 Event = tuple[TextRequest, Token | UserError | None]  # None: the text has ended
@@ -79,10 +86,14 @@ class TextBatch:
         max_rows: int,
         banned: Sequence[int] = (),
         cache_dtype: torch.dtype | None = None,
+        max_length: int = sys.maxsize,
     ):
-        """Decode up to max_rows texts, without drawing banned ids."""
+        """Decode up to max_rows texts, of max_length tokens with their prompts, as memory allows.
+
+        Banned ids are not drawn.
+        """
         self.engine = DecodingEngine(model, cache_dtype)
-        self.max_rows = max_rows
+        self.max_rows = self.engine.max_rows(max_rows, max_length)
         self.banned = torch.tensor(list(banned), dtype=torch.long, device=self.engine.device)
         self.requests: list[TextRequest] = []
         # By sampling key: the draws of the next step, and their states.
@@ -93,32 +104,37 @@ class TextBatch:
     def num_free_rows(self) -> int:
         return 0 if self.unread else self.max_rows - len(self.requests)
 
-    def add(self, requests: Sequence[TextRequest]) -> list[Event]:
-        """Add requests for one prompt, which :meth:`read` computes once for all of them."""
-        events: list[Event] = []
-        for request in requests:
-            if request.reports_prompt:
-                events += [(request, token) for token in self._score_prompt(request)]
-            if request.stream.is_finished:  # its maximum length is 0
-                events.append((request, None))
-        self.unread = [request for request in requests if not request.stream.is_finished]
-        if self.unread:
-            num_new_tokens = max(request.stream.max_tokens for request in self.unread)
-            self.engine.add(self.unread[0].stream.prompt, num_new_tokens)
-        return events
+    def add(self, requests: Sequence[TextRequest]) -> None:
+        """Add requests of one prompt_key; :meth:`read` computes the prompt once for all of them."""
+        self.unread = [*requests]
+        self.reader = TextStream(requests[0].stream.tokenizer)
+        num_new_tokens = max(request.stream.max_tokens for request in requests)
+        self.engine.add(requests[0].stream.prompt, num_new_tokens)
 
     def read(self, max_tokens: int | None = None) -> list[Event]:
         """Compute the unread prompt, or max_tokens of it; at its end, draw the first tokens."""
         num_rows = len(self.requests)
         requests = [request for request in self.unread if not request.is_cancelled]
+        events: list[Event] = []
         if requests:
-            logits = self.engine.read(num_rows, max_tokens)
-            if self.engine.rows[num_rows].num_unread:
-                return []
+            row = self.engine.rows[num_rows]
+            start = row.num_cached
+            scores_prompt = requests[0].reports_prompt and requests[0].num_logprobs is not None
+            logits = self.engine.read(num_rows, max_tokens, scores_prompt)
+            if requests[0].reports_prompt:
+                tokens = self._report_prompt(requests, start, row.num_cached, logits)
+                events += [(request, token) for request in requests for token in tokens]
+            if row.num_unread:
+                return events
+        ended = [request for request in requests if request.stream.is_finished]  # without tokens
+        events += [(request, None) for request in ended]
         self.unread = []
+        requests = [request for request in requests if not request.stream.is_finished]
         self.requests += requests
         self.engine.keep([*range(num_rows), *[num_rows] * len(requests)])
-        return self._draw(logits.expand(len(requests), -1), requests) if requests else []
+        if requests:
+            events += self._draw(logits[-1:].expand(len(requests), -1), requests)
+        return events
 
     def step(self) -> list[Event]:
         """Draw a token for each request whose prompt is read."""
@@ -141,6 +157,7 @@ class TextBatch:
             group_logits = logits if len(indices) == len(requests) else logits[indices]
             rows = [self.engine.rows[first_row + index].ids for index in indices]
             ids = self._sample(group_logits, group, rows)
+            tokens: dict[int, Token] = {}  # by row of the logits
             for index, (request, token_id) in enumerate(zip(group, ids, strict=True)):
                 if token_id == NOT_FINITE:  # of one request; the others continue
                     request.is_cancelled = True
@@ -148,12 +165,12 @@ class TextBatch:
                     continue
                 request.last_id = token_id
                 offset = request.stream.num_characters
-                token = Token(token_id, request.stream.push(token_id), offset)
-                if request.num_logprobs is not None:
-                    self._score(token, group_logits[index], request.num_logprobs)
-                events.append((request, token))
+                tokens[index] = Token(token_id, request.stream.push(token_id), offset)
+                events.append((request, tokens[index]))
                 if request.stream.is_finished:
                     events.append((request, None))
+            if tokens and group[0].num_logprobs is not None:
+                self._score([*tokens.values()], group_logits[[*tokens]], group[0].num_logprobs)
         self._drop_ended()
         return events
 
@@ -183,31 +200,38 @@ class TextBatch:
         self.noise[requests[0].sampling_key] = (next_draws, states + NEXT_STATE)
         return states
 
-    def _score(self, token: Token, logits: Tensor, num_alternatives: int) -> None:
-        """Set the logprobs of a token from logits (V,); banned ids are not alternatives."""
+    def _score(self, tokens: Sequence[Token], logits: Tensor, num_alternatives: int) -> None:
+        """Set the logprobs of tokens from logits (N, V); banned ids are not alternatives."""
         logprobs = logits.float().log_softmax(dim=-1)
+        ids = torch.tensor([[token.id] for token in tokens], device=logits.device)
         allowed = logprobs.index_fill(-1, self.banned, -torch.inf)
-        count = min(num_alternatives, int(allowed.isfinite().sum()))
-        values, ids = allowed.topk(count)
-        token.logprob = logprobs[token.id].item()
-        token.top_logprobs = [*zip(ids.tolist(), values.tolist(), strict=True)]
-        if token.id not in ids.tolist():
-            token.top_logprobs.append((token.id, token.logprob))
+        likely = allowed.topk(min(num_alternatives, allowed.shape[-1]))
+        columns = (logprobs.gather(1, ids)[:, 0], likely.indices, likely.values)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        for token, (logprob, row_ids, row_values) in zip(tokens, rows, strict=True):
+            pairs = [*zip(row_ids, row_values, strict=True)]
+            token.logprob = logprob
+            token.top_logprobs = [pair for pair in pairs if pair[1] > -math.inf]
+            if token.id not in row_ids:
+                token.top_logprobs.append((token.id, logprob))
 
     @torch.inference_mode()
-    def _score_prompt(self, request: TextRequest) -> list[Token]:
-        """Return the tokens of a prompt, with their logprobs if they are requested."""
-        ids = request.stream.prompt
-        reader = TextStream(request.stream.tokenizer)
+    def _report_prompt(
+        self, requests: Sequence[TextRequest], start: int, end: int, logits: Tensor
+    ) -> list[Token]:
+        """Return the tokens after positions from ``start`` to ``end``, whose logits are (T, V).
+
+        The first token of a prompt, which has no logprobs, comes with the second.
+        """
         tokens = []
-        for token_id in ids:
-            offset = reader.num_characters
-            tokens.append(Token(token_id, reader.decode(token_id), offset))
-        request.stream.num_characters = reader.num_characters
-        if request.num_logprobs is not None:
-            logits = self.engine.model(torch.tensor([ids], device=self.engine.device))[0]
-            for token, row in zip(tokens[1:], logits, strict=False):
-                self._score(token, row, request.num_logprobs)
+        for token_id in requests[0].stream.prompt[start + 1 if start else 0 : end + 1]:
+            offset = self.reader.num_characters
+            tokens.append(Token(token_id, self.reader.decode(token_id), offset))
+        scored = tokens if start else tokens[1:]
+        if scored and requests[0].num_logprobs is not None:
+            self._score(scored, logits[: len(scored)], requests[0].num_logprobs)
+        for request in requests:
+            request.stream.num_characters = self.reader.num_characters
         return tokens
 
     def _drop_ended(self) -> None:
@@ -260,16 +284,17 @@ def complete_streams(
     Yields (index of the stream, text) for each new token. A stream that has ended makes room for
     the next. The streams have one tokenizer and the same ``stop_token_ids``.
     """
+    if not streams:
+        return
     seeds = row_seeds(seed, [stream.prompt for stream in streams])
     indices = {
         TextRequest(stream, seeds[index], filters, repetition_penalty): index
         for index, stream in enumerate(streams)
         if not stream.is_finished
     }
-    banned = (
-        banned_tokens(streams[0].tokenizer, model, streams[0].stop_token_ids) if streams else []
-    )
-    batch = TextBatch(model, batch_size, banned, cache_dtype)
+    banned = banned_tokens(streams[0].tokenizer, model, streams[0].stop_token_ids)
+    max_length = max(len(stream.prompt) + stream.max_tokens for stream in streams)
+    batch = TextBatch(model, batch_size, banned, cache_dtype, max_length)
     waiting = deque(indices)
     while waiting or batch.requests:
         if waiting and batch.num_free_rows:
@@ -284,10 +309,17 @@ def complete_streams(
                 yield indices[request], token.text
 
 
-def next_group(waiting: deque[TextRequest], max_requests: int) -> list[TextRequest]:
-    """Remove and return the first request and those with the same prompt that follow it."""
-    group = [waiting.popleft()]
-    prompt = group[0].stream.prompt
-    while waiting and len(group) < max_requests and waiting[0].stream.prompt == prompt:
+def next_group(waiting: deque[Any], max_texts: int) -> list[Any]:
+    """Remove and return the first request and those of the same prompt_key that follow it.
+
+    Of them, max_texts get more tokens than those of the prompt.
+    """
+    key = waiting[0].prompt_key
+    group: list[Any] = []
+    while waiting and waiting[0].prompt_key == key:
+        if not waiting[0].stream.is_finished:
+            max_texts -= 1
+        if max_texts < 0:
+            break
         group.append(waiting.popleft())
     return group

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Annotated, Any
@@ -17,6 +17,7 @@ from engine.core.settings import from_values
 from engine.data.chats.chat import Turn, encode_chat
 from engine.generation.decoding_engine import DecodingEngine, window_start
 from engine.generation.sampling import FilterOptions, filter_logits, row_seeds, sample_token
+from engine.generation.scores import logits_after, score_tokens
 from engine.generation.text_batch import banned_tokens, complete_streams
 from engine.generation.text_generator import TextGenerator
 from engine.generation.text_stream import TextStream
@@ -35,7 +36,6 @@ NUM_LIKELY_TOKENS = 10  # in a table
 MAX_PROMPT_TOKENS = 2048
 MAX_INSPECTED_TOKENS = 2 * MAX_PROMPT_TOKENS  # of a text, prompt and continuation
 MAX_PROMPT_CHARACTERS = 50_000  # tokenizing more of one kind of character can take minutes
-MAX_LOGIT_ROWS = 64  # positions whose probabilities, (rows, V), exist at one time
 MAX_THUMBNAIL_TOKENS = 32  # of a head in the grid of all heads
 LENGTH_LIMIT_REASON = "reached the length limit"
 
@@ -319,27 +319,11 @@ def window_of(position: int, length: int, context_length: int) -> tuple[int, int
     return start, min(length, start + context_length)
 
 
-def logits_after(model: GPT, ids: Sequence[int]) -> Iterator[Tensor]:
-    """Yield the logits after each id as in generation, (N, V) for the next N ≤ MAX_LOGIT_ROWS."""
-    device = next(model.parameters()).device
-    position = 0
-    while position < len(ids):
-        start, end = window_of(position, len(ids), model.config.context_length)
-        logits = model(torch.tensor([ids[start:end]], device=device))[0, position - start :]
-        yield from logits.split(MAX_LOGIT_ROWS)
-        position = end
-
-
 def mean_bits(model: GPT, ids: Sequence[int]) -> float:
     """Compute the mean surprise of ids after the first, in bits; 0 for one id."""
-    nats = 0.0
-    position = 1
-    for logits in logits_after(model, ids):
-        targets = torch.tensor(ids[position : position + len(logits)], device=logits.device)
-        log_p = logits[: len(targets)].float().log_softmax(dim=-1)
-        nats -= log_p.gather(1, targets[:, None]).sum().item()
-        position += len(logits)
-    return nats / math.log(2) / max(1, len(ids) - 1)
+    num_targets = len(ids) - 1
+    nats = -score_tokens(model, ids, num_targets).sum().item()
+    return nats / math.log(2) / max(1, num_targets)
 
 
 def round_values(values: Tensor) -> list[float]:

@@ -19,7 +19,6 @@ from engine.core.errors import UserError
 from engine.core.files import parse_json, to_json
 from engine.data.chats.chat import encode_chat, own_template
 from engine.data.chats.examples import parse_messages
-from engine.generation.decoding_engine import max_cached_rows
 from engine.generation.sampling import FilterOptions, row_seeds
 from engine.generation.text_batch import TextBatch, Token, banned_tokens
 from engine.generation.text_generator import TextGenerator
@@ -65,8 +64,7 @@ class Api:
         self.context_length = generator.model.config.context_length
         self.arrivals: set[Arrivals] = set()  # of the requests in progress
         banned = banned_tokens(generator.tokenizer, generator.model, generator.stop_token_ids)
-        num_rows = max_cached_rows(generator.model, MAX_ROWS)
-        batch = TextBatch(generator.decoder, num_rows, banned)
+        batch = TextBatch(generator.decoder, MAX_ROWS, banned)
         batch.engine.min_positions = self.context_length
         self.worker = BatchWorker(batch, MAX_WAITING_TEXTS)
         created = int(time.time())

@@ -27,7 +27,7 @@ class BatchWorker:
 
     Waiting requests get free rows between two steps, those of one prompt at a time. Between two
     steps at most MAX_PREFILL_TOKENS of a prompt are computed, so that a long one does not stop the
-    others. Only a prompt whose own logprobs are requested is also computed at once.
+    others.
     """
 
     def __init__(self, batch: TextBatch, max_waiting: int):
@@ -71,7 +71,7 @@ class BatchWorker:
                 has_next = self.waiting and batch.num_free_rows
                 group = next_group(self.waiting, batch.num_free_rows) if has_next else []
             if group:
-                self._deliver(partial(batch.add, group), group)
+                batch.add(group)
             if batch.unread:
                 self._deliver(partial(batch.read, MAX_PREFILL_TOKENS), batch.unread)
             self._deliver(batch.step, batch.requests)

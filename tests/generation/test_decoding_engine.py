@@ -11,7 +11,7 @@ from helpers import SMALL, VARIANTS, decode, random_model
 from reference import OperationRecorder, decoding_definition
 
 from engine.generation import decoding_engine
-from engine.generation.decoding_engine import DecodingEngine, max_cached_rows, window_start
+from engine.generation.decoding_engine import DecodingEngine, window_start
 from engine.nn.inference import build_decoder
 
 CHANGES = [{"windows": (1, 5)}, {"windows": (3, 60), "num_kv_heads": 1}, {"context_length": 1}]
@@ -137,7 +137,11 @@ def test_memory_doubles_as_rows_and_positions_grow_and_is_freed_with_the_last_ro
 def test_caches_are_limited_to_a_quarter_of_the_memory(num_rows, expected, monkeypatch):
     memory = 4 * num_rows * 2 * 4 * SMALL.num_layers * SMALL.d_model * SMALL.context_length
     monkeypatch.setattr("engine.generation.decoding_engine.total_memory", lambda device: memory)
-    assert max_cached_rows(random_model(SMALL), 32) == expected
+    model = random_model(SMALL)
+    engine = DecodingEngine(model)
+    assert engine.max_rows(32, 10**9) == engine.max_rows(32, 8) == expected  # 8 become 16
+    assert engine.max_rows(99, 4) == max(1, min(99, int(2 * min(num_rows, 99))))
+    assert DecodingEngine(model, torch.float64).max_rows(32, 16) in (expected // 2 or 1, 32)
 
 
 def test_a_token_is_captured_once_for_each_power_of_two_of_rows_while_memory_stays(graphs):

@@ -14,7 +14,8 @@ from reference import decoding_definition
 
 from engine.core.errors import UserError
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
-from engine.generation import text_batch
+from engine.generation import decoding_engine, text_batch
+from engine.generation.beam_search import search_text
 from engine.generation.sampling import row_seeds
 from engine.generation.text_batch import Event, TextBatch, TextRequest, Token
 from engine.generation.text_stream import TextStream
@@ -46,9 +47,10 @@ def run(
     while waiting or batch.unread or batch.requests:
         new = []
         if waiting and batch.num_free_rows:
-            new += batch.add(text_batch.next_group(waiting, batch.num_free_rows))
+            batch.add(text_batch.next_group(waiting, batch.num_free_rows))
         new += batch.read(max_tokens) if batch.unread else []
-        assert len(batch.requests) + len(batch.unread) <= batch.max_rows
+        texts = [request for request in batch.unread if not request.stream.is_finished]
+        assert len(batch.requests) + len(texts) <= batch.max_rows
         new += batch.step()
         assert len(batch.engine.rows) == len(batch.requests) + bool(batch.unread)
         assert not any(request.is_cancelled for request, token in new if isinstance(token, Token))
@@ -125,7 +127,8 @@ def test_a_text_whose_logits_are_not_finite_ends_alone(plain_steps, kind):
     batch = TextBatch(model, 3, BANNED)
     events: list[Event] = []
     for request in requests[: 3 if kind == "options" else 0]:
-        events += batch.add([request]) + batch.read()
+        batch.add([request])
+        events += batch.read()
     if kind == "options":
         requests[1].repetition_penalty = math.nan
     elif kind == "prompt":
@@ -158,7 +161,7 @@ def test_logprobs_are_those_of_the_model_and_the_same_for_a_text_and_for_its_ech
         assert (token.id, token.logprob) in token.top_logprobs
         assert not {*BANNED} & {token_id for token_id, _ in token.top_logprobs}
     echo = draw_request(draw, prompt=ids, limit=0, num_logprobs=0, **options)
-    first, *rest, end = arrivals_of(echo, batch.add([echo]))
+    first, *rest, end = arrivals_of(echo, run(batch, [echo], 2))
     assert (first.logprob, first.top_logprobs, tokens[0].logprob, end) == (None, [], None, None)
     scores = [token.logprob for token in tokens[1:]]
     assert [token.logprob for token in rest] == pytest.approx(scores, abs=1e-4)
@@ -206,6 +209,21 @@ def test_a_seed_determines_the_texts_of_prompts_in_any_batch(options):
         assert complete_all(model, prompts, 20, batch_size, stop, seed=SEED, **options) == expected
     assert complete_all(model, prompts, 20, 5, seed=5, **options) != texts
     assert torch.get_rng_state().equal(state)
+
+
+def test_rows_are_limited_by_memory_wherever_texts_start(monkeypatch):
+    model = random_model(SMALL)
+    expected = complete_all(model, [[1, 2]] * 9, 20, 9)
+    row_bytes = 4 * 2 * SMALL.num_layers * SMALL.d_model * SMALL.context_length
+    monkeypatch.setattr(decoding_engine, "total_memory", lambda device: 3.5 * 4 * row_bytes)
+    sizes = set()
+    model.register_forward_pre_hook(lambda module, inputs: sizes.add(len(inputs[0])))
+    assert complete_all(model, [[1, 2]] * 9, 20, 9) == expected and max(sizes) == 3
+    assert TextBatch(model, 9).max_rows == 3
+    stream = TextStream(LETTERS, [1, 2], 20)
+    with pytest.raises(UserError, match=r"--beams.* 3 .*\(got 4\)"):
+        search_text(model, stream, 4)
+    assert len(search_text(model, stream, 3)) > 0
 
 
 def test_equal_prompts_are_read_once_and_a_finished_text_makes_room_at_once():

@@ -2,6 +2,8 @@
 
 import queue
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -20,12 +22,12 @@ LETTERS = CharTokenizer("abcdefghijklmnopqrstuvwxyzABCDEFGHIJK")
 class Client:
     """A request, and what a worker sends for it."""
 
-    def __init__(self, number: int, prompt_length: int = 5, max_tokens: int = 20):
+    def __init__(self, number: int, prompt_length: int = 5, max_tokens: int = 20, **options: Any):
         self.settings = (LETTERS, [number] * prompt_length, max_tokens)
         self.arrivals: queue.SimpleQueue[Token | Exception | None] = queue.SimpleQueue()
         (seed,) = row_seeds(1, [self.settings[1]])
         stream = TextStream(*self.settings)
-        self.request = ClientRequest(stream, seed, {}, receive=self.arrivals.put)
+        self.request = ClientRequest(stream, seed, {}, receive=self.arrivals.put, **options)
 
     def has_text_alone(self, model) -> bool:
         """Return whether the text is the one without other clients. Raises a received error."""
@@ -46,14 +48,26 @@ def worker(monkeypatch) -> Iterator[BatchWorker]:
     worker.stop()
 
 
-def test_a_long_prompt_does_not_stop_the_others(worker):
+@pytest.mark.parametrize("num_choices", [0, 1, 7])
+def test_a_long_prompt_does_not_stop_the_others_and_its_scores_are_computed_once(
+    worker, num_choices
+):
     model = worker.batch.engine.model
     shapes = []
     model.register_forward_pre_hook(lambda module, inputs: shapes.append(tuple(inputs[0].shape)))
-    clients = [Client(1, prompt_length=1), Client(2, prompt_length=14)]
+    first = Client(1, prompt_length=1)
+    echo = {"reports_prompt": True, "num_logprobs": 2}
+    choices = [Client(2, 14, max_tokens=0, **echo) for _ in range(num_choices)]
+    clients = [first, *choices] if choices else [first, Client(2, prompt_length=14)]
     worker.submit([client.request for client in clients])
-    assert all(client.has_text_alone(model) for client in clients)
+    assert first.has_text_alone(model)
+    for choice in choices:
+        tokens = [*iter(partial(choice.arrivals.get, timeout=30), None)]
+        assert [token.id for token in tokens] == [2] * 14
+        assert [len(token.top_logprobs) >= 2 for token in tokens] == [False, *[True] * 13]
+    assert choices or clients[1].has_text_alone(model)
     assert shapes[:8] == [(1, 1), (1, 1), *[(1, 4), (1, 1)] * 3]
+    assert shapes.count((1, 2)) == 1 and shapes.count((1, 4)) == 3
 
 
 @pytest.mark.parametrize("num_tokens", [0, 3])
