@@ -1,6 +1,6 @@
 """Complete a file of prompts, or answer a file of chats or questions: records → JSON Lines."""
 
-import json
+import hashlib
 import os
 import string
 import sys
@@ -24,6 +24,8 @@ from engine.generation.scores import Question, choose, describe_score, score_rec
 from engine.generation.text_generator import TextGenerator
 from engine.generation.text_stream import TextStream
 
+PARTIAL_NAME_DIGITS = 12  # of the file name of unfinished work
+
 
 def complete_file(
     model: TextGenerator,
@@ -37,9 +39,9 @@ def complete_file(
 ) -> None:
     """Write the objects of a file, each with its completion, and print the speed.
 
-    Finished completions are kept in ``target``.partial until all are. An interrupted command
-    continues from there, if the file and the settings are the same. Raises UserError for an
-    unsuitable line, before any text is generated or written.
+    Finished completions are kept in a file until all are: an interrupted command continues from
+    there. Its name depends on the prompts and settings. Raises UserError for an unsuitable line,
+    before any text is generated or written.
     """
     check_target(target)
     lines = read_lines(source)
@@ -49,9 +51,11 @@ def complete_file(
         for each in questions
     ]
     start_time = time.perf_counter()
-    partial = target.with_name(f"{target.name}.partial")
+    origin = f"{sha256(source)} {to_json(settings)}"
+    digest = hashlib.sha256(origin.encode()).hexdigest()[:PARTIAL_NAME_DIGITS]
+    partial = target.with_name(f"{target.name}.{digest}.partial")
     with exclusive_lock(target):
-        finished = open_partial(partial, {"file": sha256(source), **settings})
+        finished = read_finished(partial)
         texts = complete_questions(model, questions, streams, partial, finished, **options)
         results = [
             {**line, "completion": text, **question.grade(text)}
@@ -106,22 +110,12 @@ def check_target(path: Path) -> None:
         raise UserError(f"--out: its folder does not exist (got {path}). Create it first.")
 
 
-def open_partial(path: Path, origin: dict[str, Any]) -> dict[int, str]:
-    """Return the finished completions by index, from a file that starts with their origin.
-
-    Makes the file, or removes an incomplete last line. Raises UserError for another origin.
-    """
+def read_finished(path: Path) -> dict[int, str]:
+    """Return the finished completions by index; remove an incomplete last line."""
     if not path.exists():
-        atomic_write(path, f"{to_json(origin)}\n".encode())
-    first, *lines = path.read_bytes().split(b"\n")
-    recorded = parse_json(first, path)
-    if not lines or not isinstance(recorded, dict):
-        raise UserError(f"{path}: is not of this command. Remove it.")
-    for name, value in json.loads(to_json(origin)).items():
-        if recorded.get(name) != value:
-            problem = f"is of another {name} (got {value}, not {recorded.get(name)})"
-            raise UserError(f"{path}: {problem}. Repeat that command, or remove the file.")
-    os.truncate(path, path.stat().st_size - len(lines.pop()))
+        return {}
+    *lines, incomplete = path.read_bytes().split(b"\n")
+    os.truncate(path, path.stat().st_size - len(incomplete))
     return dict(parse_json(line, path) for line in lines)
 
 
