@@ -13,7 +13,6 @@ In Python: ``model = load("out/NAME"); print(model.generate("ROMEO:", max_new_to
 from engine.core.cli import (
     LOCAL_HOST,
     LOCAL_HOSTS,
-    count_noun,
     run_command,
     shell_command,
     tune_openmp_spinning,
@@ -23,11 +22,13 @@ from engine.core.cli import (
 if __name__ == "__main__":
     tune_openmp_spinning("decode")  # before torch is imported
 
+import contextlib
+import io
 import os
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal, Unpack, cast
 
 import tyro
 from annotated_types import Ge, Gt, Le, Lt
@@ -39,11 +40,10 @@ from engine.core.device import (
     keep_freed_memory,
 )
 from engine.core.errors import UserError
-from engine.core.files import read_input, read_json
+from engine.core.files import read_input
 from engine.core.settings import flatten, parse
 from engine.data.chats.chat import chat_format, with_template
 from engine.data.tokenizer import load_tokenizer
-from engine.generation.chat import converse
 from engine.generation.prompt_file import complete_file
 from engine.generation.sampling import DEFAULT_OPTIONS, TextOptions
 from engine.generation.text_batch import initial_tokens
@@ -147,7 +147,8 @@ class SampleConfig:
             raise UserError("--stop: must not be empty. Give the text that ends a sample.")
         if self.prompts_file and not self.out:
             raise UserError("--prompts-file: needs a file to write. Add --out FILE.jsonl.")
-        if bool(self.text) + bool(self.prompt) + bool(self.prompt_file) > 1:
+        prompts = [self.text, self.prompt, self.prompt_file]
+        if len([prompt for prompt in prompts if prompt]) > 1:
             raise UserError("TEXT or -, --prompt and --prompt-file: got several. Keep one of them.")
         if self.host not in LOCAL_HOSTS and not self.key:
             problem = f"lets other machines use the model (got {self.host})"
@@ -194,10 +195,15 @@ def load(
     weight_dtype = choose_dtype(dtype, torch_device, width, MIN_BFLOAT16_DECODING_WIDTH)
     model = load_model(checkpoint, weight_dtype, modify_model).to(torch_device)
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
-    start = initial_tokens(tokenizer, checkpoint.state.documents)
-    has_system = checkpoint.state.has_system_turns or "system" in f"{tokenizer.chat_template}"
-    is_chat_model = checkpoint.is_chat_model
-    return TextGenerator(model, tokenizer, start, is_chat_model, has_system, quantize is not None)
+    knows_system = "system" in f"{tokenizer.chat_template}"
+    return TextGenerator(
+        model,
+        tokenizer,
+        initial_tokens(tokenizer, checkpoint.state.documents),
+        is_chat_model=checkpoint.is_chat_model,
+        has_system_turns=checkpoint.state.has_system_turns or knows_system,
+        should_quantize=quantize is not None,
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -229,18 +235,14 @@ def sample(config: SampleConfig, modify_model: ModifyModel | None = None) -> Non
         values = flatten(config)
         settings = {name: values[name] for name in sorted(SETTINGS_OF_TEXTS)}
         settings["model"] = str(find_checkpoint(config.path).path.resolve())
-        files = (config.prompts_file, config.out, config.chat, settings)
-        complete_file(model, *files, **config.options)
+        source = config.prompts_file
+        complete_file(model, source, config.out, config.chat, settings, **config.options)
     elif config.chat:
         converse(model, config.system, **config.options)
     elif config.serve or config.page:
         serve_model(config, model)
     else:
         print_text(config, model)
-    context_length = model.model.config.context_length
-    if model.max_length > context_length + 1:  # no token depends on the last
-        context = count_noun(context_length, "token")
-        warn(f"a text is longer than the context: a token depends on at most {context} before it")
 
 
 def print_text(config: SampleConfig, model: TextGenerator) -> None:
@@ -275,30 +277,66 @@ def read_prompt(config: SampleConfig) -> str:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}. Convert it.") from None
 
 
+def converse(model: TextGenerator, system: str, **options: Unpack[TextOptions]) -> None:
+    """Answer each line of standard input until it ends, in a terminal until Ctrl-C or Ctrl-D."""
+    if not sys.stdin:
+        raise UserError("--chat: standard input is closed. Use --prompts-file FILE.jsonl.")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401, adds editing and a history to input()
+        print("Ctrl-C stops an answer, Ctrl-D ends the chat.", file=sys.stderr)
+    # Ctrl-C in a terminal ends an answer, or at the prompt the chat; in a pipe, the command.
+    interrupts = [KeyboardInterrupt] if is_terminal else []
+    turns = [("system", system)] if system else []
+    with contextlib.suppress(EOFError, *interrupts):
+        while True:
+            question = input("> " if is_terminal else "")
+            if not question:
+                continue
+            chat = [*turns, ("user", question)]
+            answer = ""
+            try:
+                pieces = model.stream_answer(chat, **options)
+                with contextlib.suppress(*interrupts):
+                    for piece in pieces:
+                        answer += piece
+                        print(piece, end="", flush=True)
+                print()
+                turns = [*chat, ("assistant", answer)]
+            except UserError as error:  # such as a character that the tokenizer lacks
+                if not is_terminal:
+                    raise
+                print(f"error: {error}", file=sys.stderr)
+    if is_terminal:
+        print()
+
+
 def serve_model(config: SampleConfig, model: TextGenerator) -> None:
     """Serve the live page, with the config's prompt and settings, and the API, until Ctrl-C."""
     # Imported here because a web server takes half a second to import.
     from engine.report.inspector import ModelInspector
-    from engine.report.server import serve
+    from engine.report.live_page import read_prompts, serve
     from engine.serving.api import Api
 
-    settings = {name: getattr(config, name) for name in PAGE_SETTINGS}
-    parts = config.path.resolve().parts  # of a run, or of RUN/checkpoints/STEP
-    name = "/".join(parts[-3::2] if parts[-2:-1] == ("checkpoints",) else parts[-1:])
+    name = name_model(config.path)
+    settings = {setting: getattr(config, setting) for setting in PAGE_SETTINGS}
     settings |= {"text": read_prompt(config), "name": name}
+    inspector = ModelInspector(model, settings, read_prompts(config.path))
     default_port = DEFAULT_API_PORT if config.serve else 0
     port = default_port if config.port is None else config.port
     api = Api(model, name, config.key) if config.serve else None
-    inspector = ModelInspector(model, settings, read_prompts(config.path))
     serve(inspector.answers, port, config.host, api)
 
 
-def read_prompts(path: Path) -> list[str]:
-    """Read the prompts of a run, from its folder or that of a checkpoint; an import has none."""
-    folders = (path, *path.resolve().parents[:2])
-    abouts = (folder / "about.json" for folder in folders)
-    about = next((path for path in abouts if path.exists()), None)
-    return read_json(about).get("prompts", []) if about else []
+def name_model(path: Path) -> str:
+    """Return the name of a run, or RUN/STEP for a checkpoint."""
+    path = path.resolve()
+    if path.parent.name == "checkpoints":
+        return f"{path.parents[1].name}/{path.name}"
+    return path.name
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ from engine.data.tokenizer import Tokenizer, from_document
 from engine.data.tokenizer_json import with_extension
 from engine.generation.sampling import row_seeds
 from engine.generation.text_batch import TextBatch, TextRequest
-from engine.report.server import PageServer
 from engine.runs.checkpoint import Checkpoint, RunState, initial_state, open_checkpoint
 from engine.runs.run_files import list_checkpoints
+from engine.serving.server import Server
 from engine.training.callbacks import MetricsFile
 from engine.training.config import TrainConfig
 from engine.training.trainer import Callback, Trainer
@@ -383,7 +383,7 @@ def exit_code_of(main: Callable[[], int | None]) -> int:
 
 
 @contextlib.contextmanager
-def serve_in_thread(server: PageServer) -> Iterator[Callable[[], None]]:
+def serve_in_thread(server: Server) -> Iterator[Callable[[], None]]:
     """Run a server in a thread; yields a function that ends it as Ctrl-C does."""
     loop = asyncio.new_event_loop()
     task = loop.create_task(server.run())

@@ -123,14 +123,6 @@ def test_the_command_prints_the_texts_that_load_generates(flags, options, output
     assert output_of("äö", *flags, "--num-samples", 2) == expected
 
 
-def test_a_text_beyond_the_context_is_reported_once(output_of, trained, capsys):
-    cases = {"23": 0, "24": 1, "40 --beams 2": 1, "40 --num-samples 3": 1}
-    for flags, num_warnings in cases.items():  # the last token needs no context
-        sample.main([str(trained), "ä", "--device", "cpu", "--max-new-tokens", *flags.split()])
-        printed = capsys.readouterr()
-        assert printed.err.count("\n") == printed.err.count("24 tokens") == num_warnings
-
-
 def test_prompts_come_from_files_and_standard_input_too(run, output_of, trained, tmp_path):
     flags = ["--temperature", "0", "--max-new-tokens", "10"]
     expected = output_of("--prompt", "äö", *flags)
@@ -164,28 +156,12 @@ def test_a_file_is_completed_line_by_line_as_each_prompt_alone(
         printed = capsys.readouterr()
         assert printed.out == ""
         speed = f"{re.escape(str(target))}: 7 prompts, .*tokens/s"
-        assert re.fullmatch(f"{speed}\nwarning: .*context.* 24 tokens.*\n", printed.err)
+        assert re.fullmatch(f"{speed}\n", printed.err)
         completions = read_lines(target)
         for record in records:
             text = output_of("--prompt", record["prompt"], *flags, *mode)
             record["completion"] = text[len(record["prompt"]) : -1]
         assert completions == records and len({each["completion"] for each in records}) > 2
-
-
-@pytest.mark.parametrize(
-    ("content", "prompts"),
-    [
-        (b'{"prompt": "a"}\r\n\r\n  \r\n{"prompt": "b"}\r\n', ["a", "b"]),
-        (b'\n\n{"prompt": "\\u2028a\xe2\x80\xa8"}\n\n', ["\u2028a\u2028"]),
-        (b'\xef\xbb\xbf{"prompt": "' + b"ab " * 10**6 + b'"}', ["ab " * 10**6]),
-    ],
-    ids=["CRLF", "line separators", "BOM, huge, no newline"],
-)
-def test_any_layout_of_lines_is_read(content, prompts, output_of, tmp_path):
-    (tmp_path / "in.jsonl").write_bytes(content)
-    files = ["--prompts-file", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl"]
-    output_of(*files, "--max-new-tokens", 1)
-    assert [record["prompt"] for record in read_lines(tmp_path / "out.jsonl")] == prompts
 
 
 @pytest.mark.parametrize(

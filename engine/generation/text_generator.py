@@ -44,7 +44,6 @@ class TextGenerator:
     has_system_turns: bool = True  # whether the training chats had any; True if unknown
     should_quantize: bool = False
     parses_special: bool = False  # whether names of special tokens in prompts become these tokens
-    max_length: int = field(default=0, init=False)  # of texts so far, in tokens with their prompts
     warn_once: Callable[[str], None] = field(default_factory=lambda: cache(warn), init=False)
 
     @property
@@ -148,8 +147,6 @@ class TextGenerator:
                     yield index, search_text(self.decoder, stream, num_beams)
         else:
             yield from complete_streams(self.decoder, streams, batch_size, **options)
-        lengths = [len(stream.prompt) + len(stream.new_ids) for stream in streams]
-        self.max_length = max([self.max_length, *lengths])
 
 
 def fit_chat(

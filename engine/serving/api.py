@@ -2,21 +2,17 @@
 
 import asyncio
 import contextlib
-import logging
 import queue
 import secrets
 import time
 from collections.abc import AsyncIterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
-from engine.core.cli import describe_error
 from engine.core.errors import UserError
-from engine.core.files import parse_json, to_json
+from engine.core.files import to_json
 from engine.data.chats.chat import encode_chat, own_template
 from engine.data.chats.examples import parse_messages
 from engine.generation.sampling import FilterOptions, row_seeds
@@ -33,6 +29,7 @@ from engine.serving.openai_format import (
     read_prompts,
     read_settings,
 )
+from engine.serving.server import Server, read_body, refuse_foreign, send_stream, to_api_error
 from engine.serving.worker import BatchWorker, ClientRequest
 
 API_PREFIX = "/v1/"
@@ -44,8 +41,6 @@ CORS_HEADERS = {  # https://fetch.spec.whatwg.org/#http-cors-protocol
 }
 MAX_ROWS = 32  # texts that are decoded together
 MAX_WAITING_TEXTS = 256
-READ_TIMEOUT_SECONDS = 30.0  # for receiving a body
-WRITE_TIMEOUT_SECONDS = 10.0  # for sending a chunk
 STOPPING_ERROR = ApiError("the server is stopping", 503)
 
 # (index of a choice, its next token, or an error); None: its text has ended.
@@ -70,47 +65,47 @@ class Api:
         created = int(time.time())
         self.model = {"id": name, "object": "model", "created": created, "owned_by": "user"}
 
-    def routes(self) -> list[web.RouteDef]:
-        """Return the routes for an application."""
-        return [
+    def add_to(self, server: Server) -> None:
+        """Add the routes of the API to a server."""
+        routes = [
             web.get("/health", self.report_health),
             web.get("/v1/models", self.list_models),
             web.post("/v1/completions", self.complete),
             web.post("/v1/chat/completions", self.chat),
         ]
+        routes += [web.options(route.path, self.answer_preflight) for route in routes[1:]]
+        server.app.add_routes(routes)
+        server.app.on_response_prepare.append(self.add_headers)
+        server.app.on_shutdown.append(self.stop)
 
-    async def stop(self) -> None:
+    async def stop(self, app: web.Application) -> None:
         """End all answers with an error, and stop the decoding thread."""
         self.worker.is_stopping = True
         for arrivals in self.arrivals:
             arrivals.put_nowait((0, STOPPING_ERROR))
         await asyncio.to_thread(self.worker.stop)
 
-    async def respond(self, request: web.Request, handler: Handler, reason: str) -> Any:
-        """Handle a request of the API, unless there is a reason to refuse it."""
-        try:
-            if reason:
-                raise ApiError(reason, 403)
-            if self.key and request.method == "OPTIONS":
-                return web.Response(status=204)
-            scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-            is_key = secrets.compare_digest(key.encode(errors="replace"), self.key.encode())
-            is_authorized = is_key and scheme.lower() == "bearer"
-            if self.key and request.path.startswith(API_PREFIX) and not is_authorized:
-                message = "the API key: missing or wrong. Send Authorization: Bearer KEY."
-                raise ApiError(message, 401, code="invalid_api_key")
-            return await handler(request)
-        except web.HTTPException as error:
-            paths = ", ".join(route.path for route in self.routes())
-            api_error = ApiError(f"{error.text}. The API has the paths {paths}.", error.status)
-        except Exception as error:
-            api_error = to_api_error(error)
-        return web.json_response(api_error.to_json(), status=api_error.status)
+    def authorize(self, request: web.Request) -> None:
+        """Raise ApiError for a request without the key; without a key, for one of another page."""
+        if not self.key:
+            refuse_foreign(request)
+            return
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        is_key = secrets.compare_digest(key.encode(errors="replace"), self.key.encode())
+        if not is_key or scheme.lower() != "bearer":
+            message = "the API key: missing or wrong. Send Authorization: Bearer KEY."
+            raise ApiError(message, 401, code="invalid_api_key")
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """Let pages of any origin ask and read the answer, if they need a key for it."""
         if self.key and request.path.startswith(API_PREFIX):
             response.headers.update(CORS_HEADERS)
+
+    async def answer_preflight(self, request: web.Request) -> web.Response:
+        """Answer OPTIONS, which browsers send without the key."""
+        if not self.key:
+            refuse_foreign(request)
+        return web.Response(status=204)
 
     async def report_health(self, request: web.Request) -> web.Response:
         """Answer GET /health, which needs no key."""
@@ -118,10 +113,12 @@ class Api:
 
     async def list_models(self, request: web.Request) -> web.Response:
         """Answer GET /v1/models."""
+        self.authorize(request)
         return web.json_response({"object": "list", "data": [self.model]})
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Answer POST /v1/completions."""
+        self.authorize(request)
         body = await read_body(request)
         prompt = body.pop("prompt", None)
         settings = read_settings(CompletionSettings, body)
@@ -131,6 +128,7 @@ class Api:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer POST /v1/chat/completions."""
+        self.authorize(request)
         settings = read_settings(ChatSettings, await read_body(request))
         prompt = await asyncio.to_thread(self.encode_messages, settings)
         return await self.answer(request, settings, [prompt])
@@ -139,13 +137,10 @@ class Api:
         """Return the ids of the messages of a request. Raises ApiError."""
         if not self.generator.is_chat_model:
             raise ApiError(f"{self.name} was not trained on chats. Use /v1/completions.")
-        variables = settings.chat_template_kwargs
-        if settings.enable_thinking is not None:
-            variables = {"enable_thinking": settings.enable_thinking, **variables}
         try:
             turns = parse_messages(settings.messages, own_template(self.tokenizer))
             continues = settings.continue_final_message
-            return encode_chat(self.tokenizer, turns, variables, continues)
+            return encode_chat(self.tokenizer, turns, settings.chat_template_kwargs, continues)
         except (UserError, UnicodeEncodeError) as error:  # the latter for a lone surrogate
             raise ApiError(f"messages: {error}", param="messages") from None
 
@@ -170,8 +165,8 @@ class Api:
         form = AnswerFormat(self.name, self.tokenizer, is_chat, has_logprobs, settings.stream)
         try:
             if settings.stream:
-                chunks = stream_chunks(form, requests, arrivals, settings)
-                return await send_stream(request, chunks)
+                events = stream_events(form, requests, arrivals, settings)
+                return await send_stream(request, "text/event-stream", events)
             tokens: list[list[Token]] = [[] for _ in requests]
             async for index, token in receive_tokens(arrivals, len(requests)):
                 tokens[index] += [token] if token else []
@@ -246,50 +241,40 @@ async def receive_tokens(
         index, arrival = await arrivals.get()
         if isinstance(arrival, Exception):
             raise to_api_error(arrival)
-        num_texts -= arrival is None
+        if arrival is None:
+            num_texts -= 1
         yield index, arrival
 
 
-async def stream_chunks(
+async def stream_events(
     form: AnswerFormat, requests: list[ClientRequest], arrivals: Arrivals, settings: AnySettings
-) -> AsyncIterator[dict[str, Any]]:
-    """Yield the chunks of an answer, then the usage if it is requested. Raises ApiError."""
+) -> AsyncIterator[str]:
+    """Yield server-sent events: the chunks of an answer, and the usage if it is requested.
+
+    Raises ApiError; after the first chunk, yields it.
+    """
     started: set[int] = set()
-    async for index, token in receive_tokens(arrivals, len(requests)):
-        is_first = index not in started
-        started.add(index)
-        if token is None:
-            yield form.answer([form.choice(index, [], requests[index].stream, is_first)])
-        elif token.text or form.has_logprobs or is_first:
-            yield form.answer([form.choice(index, [token], None, is_first)])
-    if settings.stream_options.get("include_usage"):
-        yield form.answer([], usage=count_tokens(requests, settings.n))
+    try:
+        async for index, token in receive_tokens(arrivals, len(requests)):
+            is_first = index not in started
+            if token is None:
+                choice = form.choice(index, [], requests[index].stream, is_first)
+                yield to_event(form.answer([choice]))
+            elif token.text or form.has_logprobs or is_first:
+                yield to_event(form.answer([form.choice(index, [token], None, is_first)]))
+            started.add(index)
+        if settings.stream_options.get("include_usage"):
+            yield to_event(form.answer([], usage=count_tokens(requests, settings.n)))
+    except ApiError as error:
+        if not started:
+            raise
+        yield to_event(error.to_json())
+    yield "data: [DONE]\n\n"
 
 
-async def send_stream(
-    request: web.Request, chunks: AsyncIterator[dict[str, Any]]
-) -> web.StreamResponse:
-    """Answer with server-sent events. An error after the first is an event too."""
-    response = web.StreamResponse(headers={"Cache-Control": "no-store"})
-    response.content_type = "text/event-stream"
-
-    async def write(event: str) -> None:
-        async with asyncio.timeout(WRITE_TIMEOUT_SECONDS):
-            await response.write(f"data: {event}\n\n".encode())
-
-    # The client disconnected, or does not read.
-    with contextlib.suppress(ConnectionError, TimeoutError):
-        try:
-            async for chunk in chunks:
-                if not response.prepared:
-                    await response.prepare(request)
-                await write(to_json(chunk))
-        except ApiError as error:
-            if not response.prepared:
-                raise
-            await write(to_json(error.to_json()))
-        await write("[DONE]")
-    return response
+def to_event(content: dict[str, Any]) -> str:
+    """Return a server-sent event."""
+    return f"data: {to_json(content)}\n\n"
 
 
 def count_tokens(requests: list[ClientRequest], num_choices: int) -> dict[str, int]:
@@ -301,31 +286,3 @@ def count_tokens(requests: list[ClientRequest], num_choices: int) -> dict[str, i
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
     }
-
-
-def to_api_error(error: Exception) -> ApiError:
-    """Return the error that a client receives; log the traceback of a bug."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, RecursionError):
-        return ApiError("the body: nested too deeply")
-    description = describe_error(error)
-    if description is None:
-        logging.getLogger(__name__).error("a request failed", exc_info=error)
-    return ApiError(description or "internal error. See the server's output.", 500)
-
-
-async def read_body(request: web.Request) -> dict[str, Any]:
-    """Return the JSON object in a request. Raises ApiError."""
-    try:
-        async with asyncio.timeout(READ_TIMEOUT_SECONDS):
-            body = parse_json(await request.read(), Path("the body"))
-    except TimeoutError:
-        raise ApiError("the body: not received in time. Send it again.", 408) from None
-    except web.RequestPayloadError:
-        raise ApiError("the body: differs from its Content-Encoding. Send it again.") from None
-    except UserError as error:
-        raise ApiError(str(error)) from None
-    if not isinstance(body, dict):
-        raise ApiError("the body must be a JSON object")
-    return body

@@ -97,7 +97,6 @@ class ChatSettings(Settings):
     continue_final_message: bool = False
     add_generation_prompt: bool = True  # what continue_final_message leaves out
     chat_template_kwargs: dict = field(default_factory=dict)
-    enable_thinking: bool | None = None  # as one of chat_template_kwargs
     tools: tuple[dict, ...] = ()
     tool_choice: Literal["auto", "none"] = "auto"
     logprobs: bool = False

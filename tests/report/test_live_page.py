@@ -15,7 +15,8 @@ from engine.data.tokenizer import ByteTokenizer, CharTokenizer
 from engine.data.tokenizer_json import SPECIAL_TOKENS
 from engine.generation.text_generator import TextGenerator
 from engine.report.inspector import ModelInspector
-from engine.report.server import PageServer
+from engine.report.live_page import LivePage
+from engine.serving.server import Server
 from model import ModelConfig
 
 pytestmark = pytest.mark.browser
@@ -30,11 +31,12 @@ def expect(locator: Any) -> Any:
 
 
 @contextlib.contextmanager
-def serving(answers: dict[str, Any]) -> Iterator[PageServer]:
-    """A server in a thread."""
-    server = PageServer(answers)
+def serving(answers: dict[str, Any]) -> Iterator[LivePage]:
+    """The page of a server in a thread."""
+    server = Server()
+    page = LivePage(answers, server)
     with serve_in_thread(server):
-        yield server
+        yield page
 
 
 def make_inspector(config: ModelConfig, tokenizer: Any, prompts: Any, **options: Any) -> Any:
@@ -48,7 +50,7 @@ def inspector() -> ModelInspector:
 
 
 @pytest.fixture(scope="module")
-def server(inspector) -> Iterator[PageServer]:
+def server(inspector) -> Iterator[LivePage]:
     with serving(inspector.answers) as server:
         yield server
 

@@ -5,6 +5,8 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import multiprocessing
+import os
 import re
 import signal
 import subprocess
@@ -19,6 +21,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+import torch
 from helpers import ROOT, SMALL, random_model, serve_in_thread
 
 import sample
@@ -27,8 +30,8 @@ from engine.data.chats.examples import parse_messages
 from engine.data.tokenizer import ByteTokenizer
 from engine.data.tokenizer_json import SPECIAL_TOKENS
 from engine.generation.text_generator import TextGenerator
-from engine.report.server import PageServer
 from engine.serving.api import Api
+from engine.serving.server import Server
 
 TEMPLATE = (
     "{{ tools | tojson }}{{ style }}{{ enable_thinking }}"
@@ -54,7 +57,8 @@ def serving(key: str = "", **changes: Any) -> Iterator[SimpleNamespace]:
     batch = api.worker.batch
     step = batch.step
     batch.step = lambda: time.sleep(0.004) or step()
-    server = PageServer({}, api=api)
+    server = Server()
+    api.add_to(server)
     with serve_in_thread(server) as end:
         yield SimpleNamespace(api=api, port=server.port, batch=batch, end=end)
 
@@ -225,7 +229,6 @@ REFUSALS = [
         (400, CHAT, {"messages": MESSAGES, "chat_template_kwargs": value}, "chat_template_kwargs")
         for value in (3, [1], {"messages": []}, {"add_generation_prompt": False})
     ),
-    (400, CHAT, {"messages": MESSAGES, "enable_thinking": "no"}, "enable_thinking"),
 ]
 for name, values in WRONG_ARGUMENTS.items():
     REFUSALS += [(400, TEXT, {"prompt": "a", name: value}, name) for value in values]
@@ -262,7 +265,6 @@ def test_a_key_is_needed_for_each_request_and_for_other_machines(server):
         assert send(server, "/v1/models", b"", "GET", **headers)[0] == 200
         status, answer = send(server, CHAT, {"messages": MESSAGES}, **headers)
         assert status == 400 and TEXT in answer["error"]["message"]  # not a model of chats
-        assert send(server, "/", b"", "GET", Host="example.com")[0] == 403  # the page
 
 
 def test_a_key_comes_from_a_file_or_the_environment_too(tmp_path, monkeypatch):
@@ -291,8 +293,6 @@ def test_with_a_key_pages_of_any_origin_may_ask(server):
         status, headers = ask(keyed, "GET", "/v1/models", Authorization="Bearer secret")
         assert status == 200 and headers["Access-Control-Allow-Origin"] == "*"
         assert ask(keyed, "GET", "/health")[0] == 200
-        status, headers = ask(keyed, "GET", "/")
-        assert status == 403 and "Access-Control-Allow-Origin" not in headers
 
 
 def test_values_that_mean_the_default_of_other_servers_are_accepted(server):
@@ -320,9 +320,7 @@ def test_a_request_sets_variables_of_the_template_and_continues_a_message():
         _, size = ask(MESSAGES)
         assert ask(MESSAGES, chat_template_kwargs={"unused": "abc"})[1] == size
         assert ask(MESSAGES, chat_template_kwargs={"style": "<|end|>"})[1] == size + 7
-        assert ask(MESSAGES, enable_thinking=False)[1] == size + len("False")
-        variables = {"enable_thinking": "abc"}  # take precedence
-        assert ask(MESSAGES, enable_thinking=True, chat_template_kwargs=variables)[1] == size + 3
+        assert ask(MESSAGES, chat_template_kwargs={"enable_thinking": False})[1] == size + 5
         deep = b"[" * 900 + b"]" * 900
         message = b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"b": '
         for start, end in ((message, b"}}"), (b'{"messages": ', b"}")):
@@ -363,6 +361,24 @@ def test_a_bug_and_the_end_of_the_server_end_answers_with_an_error(monkeypatch, 
             assert future.result(WAIT_SECONDS) == (503, [*events][-1])
 
 
+def test_a_signal_to_end_ends_a_stream_with_an_error():
+    server = Server()
+    Api(GENERATOR, "run/small").add_to(server)
+
+    def serve() -> None:
+        torch.set_num_threads(1)  # those of the parent do not exist in a fork
+        server.serve()
+
+    process = multiprocessing.get_context("fork").Process(target=serve)
+    process.start()
+    with streaming(server, **LONG) as events:
+        assert "choices" in next(events)
+        os.kill(process.pid, signal.SIGTERM)
+        assert [*events][-1]["error"]["type"] == "server_error"
+    process.join(WAIT_SECONDS)
+    assert process.exitcode == 128 + signal.SIGTERM
+
+
 def test_a_full_queue_refuses_and_a_client_that_leaves_frees_its_row_and_its_place():
     with serving() as server, contextlib.ExitStack() as stack:
         worker = server.api.worker
@@ -386,8 +402,8 @@ def test_a_full_queue_refuses_and_a_client_that_leaves_frees_its_row_and_its_pla
 
 
 def test_a_client_that_does_not_read_or_send_loses_its_place(monkeypatch):
-    monkeypatch.setattr("engine.serving.api.WRITE_TIMEOUT_SECONDS", 0.2)
-    monkeypatch.setattr("engine.serving.api.READ_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr("engine.serving.server.WRITE_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr("engine.serving.server.READ_TIMEOUT_SECONDS", 0.1)
     with serving() as server, streaming(server, **LONG, n=32, logprobs=20):
         stream = server.batch.requests[0].stream
         wait_until(lambda: not server.api.arrivals and not server.batch.requests)

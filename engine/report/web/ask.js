@@ -14,8 +14,8 @@ async function ask(name, question, take, signal) {
   const answer = await fetch(`/${name}`, { method: "POST", headers, body: JSON.stringify(question), signal })
     .catch(failWith("The server does not answer. Start sample.py --page again."));
   if (!answer.ok) {
-    const { error } = await answer.json().catch(() => ({ error: "The server failed; see the terminal." }));
-    throw new Error(error);
+    const { error } = await answer.json().catch(failWith("The server failed; see the terminal."));
+    throw new Error(error.message);
   }
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
