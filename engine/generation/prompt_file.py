@@ -177,7 +177,10 @@ def encode_line(line: Record, model: TextGenerator, is_chat: bool, max_new_token
         for text in choices:  # spaces before a choice may be encoded with it
             ids = model.encode_prompt(prompt.rstrip())
             touches = prompt and not prompt[-1].isspace() and not text[0].isspace()
-            rows[text] = model.encode_prompt(f"{prompt} {text}" if touches else prompt + text)
+            choice = f"{prompt} {text}" if touches else prompt + text
+            rows[text] = model.encode_prompt(choice)
+            if not prompt.strip():
+                rows[text] = ids + model.tokenizer.encode_continuation(choice).tolist()
     else:
         names = ", ".join(map(repr, line))
         raise UserError(f"must have a text 'prompt' (got {names}). For chats, use --chat.")

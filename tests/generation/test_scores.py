@@ -46,12 +46,15 @@ def test_the_interval_covers_the_true_score_in_95_percent_of_samples(num_questio
     assert 0.93 <= np.mean(covers) <= 0.97
 
 
-@pytest.mark.parametrize("touches", [False, True])
-def test_the_choice_has_the_highest_log_likelihood_per_byte(touches, tmp_path):
+@pytest.mark.parametrize("separator", ["", " ", None], ids=repr)
+def test_the_choice_has_the_highest_log_likelihood_per_byte(separator, tmp_path):
     draw = random.Random(1)
     words = ["".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(30)]
     records = [
-        {"prompt": f"{words[i]},{'' if touches else ' '}", "choices": words[i + 1 : i + 5]}
+        {
+            "prompt": "" if separator is None else f"{words[i]},{separator}",
+            "choices": words[i + 1 : i + 5],
+        }
         for i in range(0, 30, 5)
     ]
     path = write_lines(tmp_path / "in.jsonl", records)
@@ -60,8 +63,8 @@ def test_the_choice_has_the_highest_log_likelihood_per_byte(touches, tmp_path):
     ):
         ratings = {}
         for choice in record["choices"]:
-            start = LETTERS.encode(record["prompt"].strip()).tolist()
-            ids = LETTERS.encode(f" {choice}").tolist()
+            start = LETTERS.encode(record["prompt"].strip()).tolist() or GENERATOR.initial_tokens
+            ids = LETTERS.encode(choice if separator is None else f" {choice}").tolist()
             loss = 0.0
             for number, token in enumerate(ids):
                 logits = GENERATOR.model(torch.tensor([start + ids[:number]]))[0, -1]
