@@ -170,12 +170,16 @@ class Api:
             tokens: list[list[Token]] = [[] for _ in requests]
             async for index, token in receive_tokens(arrivals, len(requests)):
                 tokens[index] += [token] if token else []
-            choices = [
-                form.choice(index, tokens[index], choice.stream)
-                for index, choice in enumerate(requests)
-            ]
-            answer = form.answer(choices, usage=count_tokens(requests, settings.n))
-            return web.json_response(answer, dumps=to_json)
+
+            def format_answer() -> str:
+                choices = [
+                    form.choice(index, tokens[index], choice.stream)
+                    for index, choice in enumerate(requests)
+                ]
+                return to_json(form.answer(choices, usage=count_tokens(requests, settings.n)))
+
+            # With many logprobs it takes seconds, in which others are answered.
+            return web.json_response(text=await asyncio.to_thread(format_answer))
         finally:  # also if the client disconnects
             self.arrivals.discard(arrivals)
             for choice in requests:
