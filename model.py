@@ -20,7 +20,7 @@ from engine.nn import bounds
 from engine.nn.attention import Cache, Caches, attend
 from engine.nn.layers import FusedLinear, dropout, make_embedding, make_norm, make_qk_norm
 from engine.nn.loss import soft_cap, training_loss, validation_loss
-from engine.nn.positions import position_range, rotate, rotations, sinusoids
+from engine.nn.positions import rotate, rotations, sinusoids, token_positions
 from engine.nn.specs import ParameterSpec, draw_initial_values, match_specs
 
 
@@ -277,10 +277,7 @@ class GPT(nn.Module):
         tokens follow the cached positions, and only the logits of the ``last`` positions are
         returned, (B, last, V). Raises ValueError for too many positions.
         """
-        if caches:
-            positions = caches[0].next_positions()
-        else:
-            positions = position_range(tokens.shape[1], self.config.context_length, tokens.device)
+        positions = token_positions(tokens, caches, self.config.context_length)
         x = self.embed(tokens, positions)
         rotation = self.rotation(positions)
         for index, block in enumerate(self.blocks):

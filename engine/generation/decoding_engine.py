@@ -225,9 +225,7 @@ class DecodingEngine:
         self.windows = {*windows}
         self.has_cache = config.attention == "fused"
         self.caches = [
-            KVCache(config.num_groups, config.head_width, window, like)
-            for window in windows
-            if self.has_cache
+            KVCache(config.num_groups, config.head_width, window, like) for window in windows
         ]
         self.pool: GraphPool | None = None
         computes_alone = cache_dtype is None  # otherwise ranks compute together
@@ -351,7 +349,7 @@ class DecodingEngine:
         if not self.has_cache:
             for row in rows:
                 row.num_cached += num_tokens
-            return torch.cat([self._compute_context(row) for row in rows])
+            return torch.cat([self._compute_context(row, last) for row in rows])
         lengths = [row.num_cached for row in rows]
         span = RowSpan(first, lengths, num_tokens, self.windows, self.device)
         self._reserve(len(self.rows), span.end)
@@ -365,8 +363,8 @@ class DecodingEngine:
             row.num_cached += num_tokens
         return logits
 
-    def _compute_context(self, row: Row) -> Tensor:
-        """Return the logits after a row's computed ids, (1, V), without a cache."""
+    def _compute_context(self, row: Row, last: int) -> Tensor:
+        """Return the logits after the ``last`` computed ids of a row, (1, last, V), uncached."""
         ids = torch.tensor([row.ids[: row.num_cached]], device=self.device)
         context = UncachedContext(row.num_cached, self.device)
-        return self.model(ids, caches=[context] * self.model.config.num_layers)[:, -1]
+        return self.model(ids, caches=[context] * self.model.config.num_layers, last=last)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from engine.nn.attention import Caches
+
 Scaling = tuple[float, ...] | None  # see scale_frequencies
 FREQUENCY_BASE = 10_000.0  # frequencies range from 1 to about 1 / FREQUENCY_BASE
 
@@ -28,11 +30,17 @@ def scale_frequencies(frequencies: Tensor, scaling: Scaling) -> Tensor:
     return frequencies * (unscaled + (1 - unscaled) / factor)
 
 
-def position_range(count: int, max_length: int, device: torch.device) -> Tensor:
-    """Return 0 … count - 1. Raises ValueError if they are more than max_length."""
+def token_positions(tokens: Tensor, caches: Caches, max_length: int) -> Tensor:
+    """Return the positions of tokens (B, T), which follow the cached ones: (T,) or (B, T).
+
+    Without caches, raises ValueError if they are more than max_length.
+    """
+    if caches:
+        return caches[0].next_positions()
+    count = tokens.shape[1]
     if count > max_length:
         raise ValueError(f"tokens must have at most {max_length} positions (got {count})")
-    return torch.arange(count, device=device)
+    return torch.arange(count, device=tokens.device)
 
 
 def angles(positions: Tensor, width: int, base: float, scaling: Scaling = None) -> Tensor:
