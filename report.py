@@ -19,14 +19,15 @@ from tyro.conf import Positional, arg
 from engine.core.errors import UserError
 from engine.core.settings import parse
 from engine.data.batches import Mixture, dataset_paths, open_mixture
-from engine.data.dataset import Dataset
+from engine.generation.samples import read_lines
+from engine.report.attention_maps import compute_attention
 from engine.report.memorization import find_passages
-from engine.report.page import collect_run_content, write_page
-from engine.report.samples import compute_attention
+from engine.report.page import read_run, write_page
 from engine.runs.checkpoint import ModifyModel, load_model, open_checkpoint
 from engine.runs.run_files import find_checkpoint, list_checkpoints
 
 MAX_RUNS = 8  # on one page
+MAX_CHARACTER_BYTES = 4  # in UTF-8
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def report(config: ReportConfig, modify_model: ModifyModel | None = None) -> Pat
         write_page([describe_fully(first, modify_model)], path)
     else:
         path = config.out or first.resolve().parent / "compare.html"
-        write_page([collect_run_content(folder) for folder in runs], path)
+        write_page([read_run(folder) for folder in runs], path)
     return path
 
 
@@ -76,10 +77,10 @@ def describe_fully(folder: Path, modify_model: ModifyModel | None = None) -> dic
 
     Raises UserError if the folder is not a run.
     """
-    run = collect_run_content(folder)
+    run = read_run(folder)
     try:
         data = open_run_data(folder, run["settings"])
-        run["memorization"] = describe_memorization(run["samples"], run["best_step"], data.datasets)
+        run["memorization"] = describe_memorization(run["samples"], run["best_step"], data)
         model = load_model(find_checkpoint(folder), modify_model=modify_model)
         run["attention"] = compute_attention(model, data)
     except UserError as error:
@@ -98,7 +99,7 @@ def open_run_data(folder: Path, settings: dict[str, Any]) -> Mixture:
 
 
 def describe_memorization(
-    samples: list[dict[str, Any]], best_step: int | None, datasets: Sequence[Dataset]
+    samples: list[dict[str, Any]], best_step: int | None, data: Mixture
 ) -> dict[str, Any] | None:
     """Find passages of the training text in the best samples and, to compare, in validation."""
     if not samples:
@@ -106,7 +107,8 @@ def describe_memorization(
     steps = [sample["step"] for sample in samples]
     shown_step = best_step if best_step in steps else steps[-1]
     texts = [sample["text"] for sample in samples if sample["step"] == shown_step]
-    passages, fraction = find_passages(texts + sample_validation(texts, datasets), datasets)
+    val_texts = read_validation(data, [len(text) for text in texts])
+    passages, fraction = find_passages(texts + val_texts, data.datasets)
     lengths = [max((length for _, length, _ in spans), default=0) for spans in passages]
     longest = max(lengths[: len(texts)])
     longest_val = max(lengths[len(texts) :])
@@ -122,16 +124,11 @@ def describe_memorization(
     return {"passages": copies, "note": note, "longest": [longest, longest_val]}
 
 
-def sample_validation(texts: Sequence[str], datasets: Sequence[Dataset]) -> list[str]:
-    """Return pieces of validation text, as many and as long as the texts, evenly spread."""
-    pieces = []
-    for index, text in enumerate(texts):
-        dataset = datasets[index % len(datasets)]
-        num_tokens = len(text.encode())  # a token has at least one byte
-        start = max(0, len(dataset.val) - num_tokens) * index // max(1, len(texts) - 1)
-        ids, _ = dataset.val.read(start, start + num_tokens)
-        pieces.append(dataset.tokenizer.decode(ids.tolist())[: len(text)])
-    return pieces
+def read_validation(data: Mixture, lengths: Sequence[int]) -> list[str]:
+    """Return evenly spaced pieces of validation text of at most these lengths, in characters."""
+    num_tokens = max(lengths) * MAX_CHARACTER_BYTES  # a token has at least one byte
+    lines = map(data.tokenizer.decode, read_lines(data, len(lengths), num_tokens))
+    return [line[:length] for line, length in zip(lines, lengths, strict=True)]
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from engine.data.chats.chat import stop_token_ids
 from engine.data.order import derived_seed
 from engine.generation.scores import QUESTION_BATCH_SIZE, count_right, score_record
 from engine.nn.loss import IGNORE_INDEX
-from engine.report.samples import Report
+from engine.report.callback import Report
 from engine.runs.checkpoint import Checkpoint, ModifyModel, check_modification
 from engine.runs.run_files import find_checkpoint
 from engine.training.callbacks import MetricsFile, Terminal, WeightsAndBiases, print_summary
@@ -52,7 +52,7 @@ from engine.training.config import (
     should_choose_sizes,
 )
 from engine.training.estimate import describe_plan
-from engine.training.resolve import check_tokenizer, learns_chats, load_questions, resolve
+from engine.training.resolve import check_tokenizer, load_questions, resolve
 from engine.training.run_dir import RunDir
 from engine.training.trainer import Callback, Trainer
 from prepare import PrepareConfig, prepare
@@ -243,7 +243,7 @@ def evaluate_score(trainer: Trainer, should_stop: Callable[[], bool]) -> dict[st
     """Return the part of a record with the score of trainer.questions; None if stopped."""
     dist_ctx = trainer.dist_ctx
     tokenizer = trainer.data.tokenizer
-    ends = stop_token_ids(tokenizer) if learns_chats(trainer.data) else []
+    ends = stop_token_ids(tokenizer, trainer.data.learns_chats)
     batch_size = dist_ctx.num_models * QUESTION_BATCH_SIZE
     num_right = torch.zeros(())
     with trainer.passes.decoder() as (model, cache_dtype):

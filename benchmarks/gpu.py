@@ -35,7 +35,7 @@ from engine.generation.sampling import FilterOptions
 from engine.generation.text_batch import TextBatch, banned_tokens, complete_streams
 from engine.generation.text_stream import TextStream
 from engine.nn.inference import build_decoder
-from engine.report.samples import processor_name
+from engine.report.callback import processor_name
 from engine.serving.worker import BatchWorker, ClientRequest
 from engine.training.config import load_config
 from engine.training.estimate import estimate_memory

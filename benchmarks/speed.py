@@ -43,7 +43,7 @@ from engine.data.tokenizer_training import train_bpe_tokenizer
 from engine.generation.decoding_engine import DecodingEngine
 from engine.generation.sampling import FilterOptions, sample_token
 from engine.nn.inference import build_decoder
-from engine.report.samples import processor_name
+from engine.report.callback import processor_name
 from engine.training.optimizer import Optimizer, OptimizerConfig
 from model import GPT, ModelConfig
 

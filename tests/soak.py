@@ -36,7 +36,7 @@ import prepare
 import train
 from engine.core.errors import UserError
 from engine.core.settings import load_settings
-from engine.report import samples as report_samples
+from engine.report import callback as report_callback
 from engine.runs.checkpoint import open_checkpoint
 from engine.runs.run_files import list_checkpoints
 from engine.training import callbacks
@@ -71,7 +71,7 @@ def fork(log: Path, function: Callable[[], int | None]) -> int:
             os.dup2(output.fileno(), descriptor)
         sys.stdout = sys.stderr = output
         torch.set_num_threads(1)
-        callbacks.FINAL_SAMPLE_TOKENS = report_samples.NEW_TOKENS = 3
+        callbacks.FINAL_SAMPLE_TOKENS = report_callback.SAMPLE_TOKENS = 3
         code = function() or 0
         output.flush()
         os._exit(code)

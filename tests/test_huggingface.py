@@ -643,7 +643,7 @@ def test_the_chat_template_gives_the_tokens_that_were_learned(
     ids = hf_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert ids == encode_chat(words, turns)
     generation_config = json.loads((hf / "generation_config.json").read_text())
-    assert generation_config["eos_token_id"] == [words.end_of_text_id, *stop_token_ids(words)]
+    assert generation_config["eos_token_id"] == [words.end_of_text_id, *stop_token_ids(words, True)]
     reader = pytest.importorskip("gguf.gguf_reader")
     field = reader.GGUFReader(hf / "hf-chats-f32.gguf").fields["tokenizer.chat_template"]
     assert field.contents() == hf_tokenizer.chat_template

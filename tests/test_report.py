@@ -13,11 +13,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same_run, exit_code_of, logged, numbers_text, random_model, train_tiny
+from helpers import (
+    assert_same_run,
+    exit_code_of,
+    logged,
+    numbers_text,
+    random_model,
+    read_lines,
+    train_tiny,
+    write_lines,
+)
 
 import report
 from engine.data.batches import open_mixture
-from engine.report.attention_maps import attention_maps
+from engine.report.attention_maps import (
+    ATTENTION_TOKENS,
+    MAX_ATTENTION_BYTES,
+    attention_maps,
+    compute_attention,
+)
+from engine.report.callback import SAMPLE_TOKENS, Report, write_samples
 from engine.report.page import (
     MAX_CURVE_POINTS,
     MAX_SHOWN_EVALUATIONS,
@@ -25,14 +40,6 @@ from engine.report.page import (
     downsample,
     select_samples,
     write_page,
-)
-from engine.report.samples import (
-    ATTENTION_TOKENS,
-    MAX_ATTENTION_BYTES,
-    NEW_TOKENS,
-    Report,
-    compute_attention,
-    sample_for_report,
 )
 from engine.runs.checkpoint import load_model
 from engine.runs.run_files import find_checkpoint
@@ -73,14 +80,6 @@ def make_page(*folders: Path) -> Any:
     return read_page(page)
 
 
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-
-
-def write_lines(path: Path, records: list[dict]) -> None:
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in records), "utf-8")
-
-
 def test_a_run_writes_its_page_at_each_evaluation(runs, numbers):
     page = read_page(runs / "a" / "report.html")
     training, validation = (page["training"], page["validation"])
@@ -105,7 +104,7 @@ def test_samples_follow_the_same_prompts_at_each_evaluation(runs):
     first, second = ([s["prompt"] for s in samples if s["step"] == step] for step in (4, 8))
     assert first == second and len(first) == 3 and numbers_text(1).startswith(first[0])
     assert re.fullmatch(r"\d+ is foll.*", first[2])  # the beginning of a line
-    assert all(len(sample["text"]) == NEW_TOKENS for sample in samples)
+    assert all(len(sample["text"]) == SAMPLE_TOKENS for sample in samples)
 
 
 def test_memorized_passages_are_shown_and_losses_that_are_not_finite_are_gaps(
@@ -119,7 +118,7 @@ def test_memorized_passages_are_shown_and_losses_that_are_not_finite_are_gaps(
     samples = read_lines(run_a / "samples.jsonl")
     data = open_mixture([numbers])
     text = data.tokenizer.decode(data.datasets[0].train.tokens[500:700].tolist())
-    monkeypatch.setattr(report, "sample_validation", lambda *_: ["", text[:50]])
+    monkeypatch.setattr(report, "read_validation", lambda *_: ["", text[:50]])
     samples[-2]["text"] = text[:50]
     samples[-1]["text"] = f"@{text}@"
     write_lines(run_a / "samples.jsonl", samples)
@@ -130,16 +129,6 @@ def test_memorized_passages_are_shown_and_losses_that_are_not_finite_are_gaps(
     assert memorization["passages"][1:] == [[], [[1, 200, "numbers.txt"]]]
     assert memorization["longest"] == [200, 50]
     assert "at most 50 characters" in memorization["note"]
-
-
-def test_validation_texts_have_the_same_lengths_and_are_spread(numbers):
-    dataset = open_mixture([numbers]).datasets[0]
-    val = dataset.tokenizer.decode(dataset.val.tokens[:].tolist())
-    texts = report.sample_validation(["x" * 50, "é" * 70, ""], [dataset])
-    assert [*map(len, texts)] == [50, 70, 0] and all(text in val for text in texts)
-    first, *_, last = report.sample_validation(["x" * 50] * 10, [dataset])
-    assert val.startswith(first) and val.endswith(last)
-    assert [*map(len, report.sample_validation(["x" * 10**6], [dataset]))] == [len(val)]
 
 
 @pytest.mark.parametrize("source", ["live", "checkpoint"])
@@ -226,7 +215,7 @@ def test_a_model_that_diverged_has_samples_and_attention(numbers):
     )
     model.head.weight.data.fill_(math.nan)
     model.blocks[0].attention.heads[0].query.weight.data.fill_(math.nan)
-    assert {sample["text"][:5] for sample in sample_for_report(model, data, 1, 1)} == {"none:"}
+    assert {sample["text"][:5] for sample in write_samples(model, data, 1, 1)} == {"none:"}
     assert compute_attention(model, data)["weights"]
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from engine.report.samples import Report
 from helpers import (
     ROOT,
     TINY,
@@ -51,7 +52,6 @@ from engine.data.batches import open_mixture
 from engine.data.dataset import open_dataset
 from engine.data.tokenizer import load_tokenizer
 from engine.nn.specs import ParameterSpec
-from engine.report.samples import Report
 from engine.runs.run_files import list_checkpoints
 from engine.training.callbacks import MetricsFile
 from engine.training.config import (

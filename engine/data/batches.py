@@ -71,6 +71,11 @@ class Mixture:
         return [split for dataset in self.datasets for split in (dataset.train, dataset.val)]
 
     @property
+    def learns_chats(self) -> bool:
+        """Whether the examples are chats."""
+        return self.manifest["origin"].get("examples") == "chats"
+
+    @property
     def document_start(self) -> int | None:
         """The id at which a document starts: its first, or the end of the one before."""
         return [*self.tokenizer.text_start, self.tokenizer.end_of_text_id][0]

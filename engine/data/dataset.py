@@ -43,7 +43,7 @@ MANIFEST_SCHEMA = {
 }
 EXAMPLES_SCHEMA = {"targets": int, "lengths": [SHARD_SCHEMA]}  # besides COUNTS_SCHEMA
 DATASET_FILE_PATTERN = re.compile(
-    r"(manifest|tokenizer|verified|prepared_from)\.json"
+    r"(manifest|tokenizer|verified|prepared_from|yardsticks|\.yardsticks)\.json(\.partial)?"
     r"|(train|val)(-lengths)?-[0-9]{5,}(-[0-9]+)?\.npy"  # earlier: several of a unit
 )
 

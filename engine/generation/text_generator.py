@@ -53,7 +53,7 @@ class TextGenerator:
     @property
     def stop_token_ids(self) -> list[int]:
         """The ids that end a text, besides those of the tokenizer."""
-        return chat.stop_token_ids(self.tokenizer) if self.is_chat_model else []
+        return chat.stop_token_ids(self.tokenizer, self.is_chat_model)
 
     @cached_property
     def decoder(self) -> GPT:

@@ -133,7 +133,7 @@ def special_token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
 
 def end_token_ids(tokenizer: Tokenizer, template: str | None) -> list[int]:
     """Return the ids that end a text, and with a template those that end an answer."""
-    turn_ends = stop_token_ids(tokenizer) if template else []
+    turn_ends = stop_token_ids(tokenizer, is_chat_model=bool(template))
     ends = tokenizer.stop_token_ids
     return [*dict.fromkeys([*ends[:1], *turn_ends, *ends[1:]])]
 

@@ -2,18 +2,28 @@
 
 import base64
 import contextlib
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import regex
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from engine.data.batches import Mixture
+from engine.data.split import token_ids
 from engine.data.tokenizer import Tokenizer
+from engine.generation.samples import read_lines
+from engine.report.habits import name_heads
 from model import GPT, Block
 
 SPACE_SYMBOLS = {" ": "·", "\n": "⏎", "\t": "⇥"}
+ATTENTION_TOKENS = 64
+NUM_ATTENTION_TEXTS = 32  # of which one is chosen
+MAX_ATTENTION_BYTES = 1_000_000  # before base64
 MAX_CHARACTER_TOKENS = 32  # of the characters that share tokens
 
 
@@ -87,3 +97,43 @@ def shared_character(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[int, str
             label = text if len(text) > 1 else token_label(tokenizer, *ids[-count:])
             shared = (count, label) if count > 1 else None
     return shared
+
+
+def choose_attention_text(data: Mixture, num_tokens: int) -> list[int]:
+    """Return ids of validation text that shows what heads do: varied words that come again."""
+    val = data.datasets[0].val
+    if val.num_examples:
+        examples = itertools.islice(val.examples(), NUM_ATTENTION_TEXTS)
+        texts = [token_ids(example).tolist() for example in examples]
+    else:
+        texts = read_lines(data, NUM_ATTENTION_TEXTS, num_tokens)
+    return max((ids[:num_tokens] for ids in texts), key=partial(rate_variety, data.tokenizer))
+
+
+def rate_variety(tokenizer: Tokenizer, ids: Sequence[int]) -> int:
+    """Rate a text: its repeated tokens with letters, times its different tokens."""
+    repeated = [token for index, token in enumerate(ids) if token in ids[:index]]
+    words = sum(any(map(str.isalpha, tokenizer.decode([token]))) for token in repeated)
+    return words * len(set(ids))
+
+
+def compute_attention(model: GPT, data: Mixture) -> dict[str, Any]:
+    """Compute attention maps of validation text for the page, and name the heads.
+
+    The more heads there are, the shorter is the text: at most MAX_ATTENTION_BYTES.
+    """
+    config = model.config
+    num_tokens = math.isqrt(2 * MAX_ATTENTION_BYTES // (config.num_layers * config.num_heads)) - 1
+    num_tokens = min(num_tokens, ATTENTION_TOKENS, config.context_length)
+    ids = choose_attention_text(data, max(2, num_tokens))
+    tokens = torch.tensor(ids)
+    maps = attention_maps(model, tokens.to(next(model.parameters()).device)).float().cpu()
+    texts = [data.tokenizer.decode([token]) for token in ids]
+    return {
+        "labels": [token_label(data.tokenizer, token) for token in ids],
+        "shared": [shared_character(data.tokenizer, ids[: end + 1]) for end in range(len(ids))],
+        "layers": config.num_layers,
+        "heads": config.num_heads,
+        "weights": encode_triangles(maps),
+        "habits": name_heads(maps.flatten(0, 1), tokens, texts),
+    }

@@ -1,9 +1,13 @@
-"""Baselines: the losses of a uniform, a unigram and a bigram model, and what xz needs."""
+"""Yardsticks of a dataset: losses of a uniform, a unigram and a bigram model, and what xz needs."""
 
+import contextlib
+import itertools
 import lzma
 
 import numpy as np
 
+from engine.core.errors import UserError
+from engine.core.files import atomic_write, check_types, read_json, to_json
 from engine.data.batches import Mixture
 from engine.data.dataset import Dataset
 from engine.data.split import Split
@@ -11,20 +15,35 @@ from engine.data.split import Split
 COUNTED_CHUNK_TOKENS = 2**22
 MAX_COUNTED_TOKENS = 2**25  # of a split, from its start
 MAX_COMPRESSED_BYTES = 8_000_000  # of validation text; xz reads about a megabyte a second
-XZ_PRESET = 9
+FILE_SCHEMA = {"splits": list, "yardsticks": {"*": float}}
 
 
-def mixture_baselines(data: Mixture) -> dict[str, float]:
-    """Compute the baselines of a mixture, weighted as its sequences are drawn."""
-    losses = [baseline_losses(dataset) for dataset in data.datasets]
-    return {name: data.mean(loss[name] for loss in losses) for name in losses[0]}
+def mixture_yardsticks(data: Mixture) -> dict[str, float]:
+    """Return the yardsticks of a mixture, weighted as its sequences are drawn."""
+    yardsticks = [dataset_yardsticks(dataset) for dataset in data.datasets]
+    return {name: data.mean(values[name] for values in yardsticks) for name in yardsticks[0]}
 
 
-def compress_validation(data: Mixture) -> float | None:
-    """Compute the bits per byte of ``xz -9`` on the validation text; None for examples."""
-    if data.datasets[0].val.num_examples:
-        return None
-    return data.mean(map(xz_bits_per_byte, data.datasets))
+def dataset_yardsticks(dataset: Dataset) -> dict[str, float]:
+    """Return the losses of the baselines and, of text, "xz_bits_per_byte".
+
+    They are computed once for each dataset, and kept in its folder if that can be written.
+    """
+    path = dataset.path / "yardsticks.json"
+    # The context length may have removed or cut examples, which are not in the manifest's hash.
+    sizes = [(len(split), split.num_examples) for split in (dataset.train, dataset.val)]
+    splits = [dataset.sha256, *itertools.chain(*sizes)]
+    with contextlib.suppress(OSError, UserError):
+        record = read_json(path)
+        check_types(record, FILE_SCHEMA, path.name)
+        if record["splits"] == splits:
+            return record["yardsticks"]
+    yardsticks = baseline_losses(dataset)
+    if not dataset.val.num_examples:
+        yardsticks["xz_bits_per_byte"] = xz_bits_per_byte(dataset)
+    with contextlib.suppress(OSError):
+        atomic_write(path, to_json({"splits": splits, "yardsticks": yardsticks}).encode())
+    return yardsticks
 
 
 def xz_bits_per_byte(dataset: Dataset) -> float:
@@ -33,7 +52,7 @@ def xz_bits_per_byte(dataset: Dataset) -> float:
     num_tokens = int(MAX_COMPRESSED_BYTES / dataset.bytes_per_token("val"))
     ids, _ = dataset.val.read(0, num_tokens)
     text = dataset.tokenizer.decode_bytes(ids[~np.isin(ids, special)].tolist())
-    return 8 * len(lzma.compress(text, preset=XZ_PRESET)) / max(len(text), 1)
+    return 8 * len(lzma.compress(text, preset=9)) / max(len(text), 1)
 
 
 def baseline_losses(dataset: Dataset) -> dict[str, float]:

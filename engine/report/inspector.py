@@ -82,7 +82,6 @@ class ModelInspector:
         self.banned = torch.tensor(banned, dtype=torch.long, device=model.device)
         self.make_stream = partial(TextStream, model.tokenizer, stop_token_ids=model.stop_token_ids)
         self.ablate = lru_cache(maxsize=1)(self._ablate)
-        self.layer_maps = lru_cache(maxsize=1)(self._layer_maps)
         self.last_logits = lru_cache(maxsize=1)(self._last_logits)
         answers = [self.about, self.read, self.write, self.predict]
         answers += [self.heads, self.attention, self.measure]
@@ -207,7 +206,9 @@ class ModelInspector:
         """Yield {start, end, weights} of one head, (T, T), in the window of ``at``."""
         request = self.parse(question)
         start, end = window_of(request.at, len(request.ids), self.config.context_length)
-        maps = self.layer_maps(request.ids[start:end], request.layer, request.off)  # (H, T, T)
+        tokens = torch.tensor(request.ids[start:end], device=self.generator.device)
+        layers = attention_by_layer(self.models(request.off)[-1], tokens)
+        maps = next(itertools.islice(layers, request.layer - 1, None))  # (H, T, T)
         yield {"start": start, "end": end, "weights": encode_triangles(maps[request.head - 1])}
 
     @torch.inference_mode()
@@ -243,12 +244,6 @@ class ModelInspector:
         tokens = torch.tensor([ids[start:]], device=self.generator.device)
         return [model(tokens)[0, -1:] for model in self.models(off)]
 
-    def _layer_maps(self, ids: tuple[int, ...], layer: int, off: Heads) -> Tensor:
-        """Compute the attention maps of one layer, (H, T, T)."""
-        tokens = torch.tensor(ids, device=self.generator.device)
-        maps = attention_by_layer(self.models(off)[-1], tokens)
-        return next(itertools.islice(maps, layer - 1, None)).float().cpu()
-
     def describe(
         self, ids: Sequence[int], logits: Sequence[Tensor], request: InspectRequest
     ) -> list[dict[str, Any]]:
@@ -258,26 +253,28 @@ class ModelInspector:
         temperature, top-k and top-p. The first rows, one for each next token in ``ids``, also
         have {id, text, p: [p, p, p], bits: [full, without]}.
         """
-        log_p = torch.stack((logits[0], logits[-1])).float().log_softmax(dim=-1)
+        log_p = torch.stack([*logits]).float().log_softmax(dim=-1)  # (1 or 2, N, V)
         allowed = logits[-1].index_fill(-1, self.banned, -torch.inf)
         weights, kept = filter_logits(allowed, **request.filters)
         drawn = torch.zeros_like(log_p[0])
         drawn.scatter_(-1, kept, weights / weights.sum(dim=-1, keepdim=True))
-        p = torch.stack((*log_p.exp(), drawn), dim=-1)  # (N, V, 3)
-        likely = p[..., :2].amax(dim=-1).topk(min(NUM_LIKELY_TOKENS, p.shape[1])).indices  # (N, 10)
+
+        def read_p(row: int, tokens: list[int]) -> list[list[float]]:
+            p = torch.stack((log_p[0, row, tokens].exp(), log_p[-1, row, tokens].exp()), dim=-1)
+            return [*map(round_values, torch.cat((p, drawn[row, tokens, None]), dim=-1))]
+
+        num_likely = min(NUM_LIKELY_TOKENS, log_p.shape[-1])
+        likely = log_p.amax(dim=0).topk(num_likely).indices  # (N, 10)
         rows: list[dict[str, Any]] = []
         for row, tokens in enumerate(likely.tolist()):
             labels = [token_label(self.tokenizer, token) for token in tokens]
-            columns = zip(tokens, labels, p[row, tokens], strict=True)
-            table = [[token, label, *round_values(values)] for token, label, values in columns]
-            rows.append({"likely": table})
+            columns = zip(tokens, labels, read_p(row, tokens), strict=True)
+            rows.append({"likely": [[token, label, *p] for token, label, p in columns]})
         for row, token in enumerate(ids):
-            rows[row] |= {
-                "id": token,
-                "text": token_label(self.tokenizer, token),
-                "p": round_values(p[row, token]),
-                "bits": round_values(log_p[:, row, token] / -math.log(2)),
-            }
+            rows[row]["id"] = token
+            rows[row]["text"] = token_label(self.tokenizer, token)
+            (rows[row]["p"],) = read_p(row, [token])
+            rows[row]["bits"] = round_values(log_p[[0, -1], row, token] / -math.log(2))
         return rows
 
     def parse(self, question: Any) -> InspectRequest:

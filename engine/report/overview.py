@@ -1,46 +1,15 @@
 """The first screen of a run's page: its state, what it is, how good it is, and what to do next."""
 
-import contextlib
-import math
 import time
 from pathlib import Path
 
 from engine.core.cli import count_noun, shell_command
-from engine.core.errors import UserError
-from engine.core.files import acquire_lock
 from engine.training.config import DEFAULT_STEPS
-from engine.training.trainer import Record, Trainer
+from engine.training.trainer import Record
 
 MIN_CHANGE = 0.005  # of a validation loss, as a fraction, that is not noise
 MIN_COPIED_CHARACTERS = 60  # of a passage that suggests copying
 COPIED_RATIO = 2  # its length beside the longest match of validation text
-
-
-def describe_state(trainer: Trainer, state: str) -> Record:
-    """Return the state of a run, for about.json."""
-    budget = trainer.budget
-    progress = budget.progress
-    command = shell_command("train.py", "--out", trainer.config.out, "--resume")
-    return {
-        "state": state,
-        "step": trainer.step,
-        "total_steps": round(budget.total_steps) if math.isfinite(budget.total_steps) else None,
-        "progress": progress,
-        "seconds": budget.elapsed,
-        "seconds_left": budget.elapsed * (1 - progress) / progress if progress else None,
-        "updated_at": time.time(),
-        "resume": f"{trainer.dist_ctx.torchrun_command} {command}",
-    }
-
-
-def read_state(folder: Path, about: Record, last_step: int) -> Record | None:
-    """Return the recorded state of a run; one that was killed is "stopped", after its last step."""
-    state = about.get("state")
-    if state and state["state"] == "training":
-        with contextlib.suppress(UserError):  # in use: still training
-            acquire_lock(folder / ".lock", folder).release()
-            return {**state, "state": "stopped", "step": last_step}
-    return state
 
 
 def summarize(run: Record) -> Record:
@@ -54,29 +23,27 @@ def summarize(run: Record) -> Record:
 
 
 def describe_run(run: Record) -> str:
-    """Return a sentence: size, shape, data, epochs, machine and date."""
-    settings = run["settings"]
+    """Return a sentence: size, shape, data, epochs, machine and date; "" if files are missing."""
     about = run["about"]
-    machine = about.get("machine", {})
-    parts = []
-    if "parameters" in about:
-        parts.append(f"{about['parameters'] / 1e6:,.2f}M parameters")
-    if "num_layers" in settings:
-        heads = count_noun(settings["num_heads"], "head")
-        parts.append(f"{count_noun(settings['num_layers'], 'layer')} × {heads}")
-        parts.append(f"{count_noun(settings['context_length'], 'token')} of context")
-    if "data" in about:
-        names = " and ".join(dataset["dataset"] for dataset in about["data"])
-        num_bytes = sum(int(data["bytes to train on"].replace(",", "")) for data in about["data"])
-        epochs = run["num_tokens"] / about["epoch_tokens"]
-        parts.append(f"on {names} ({num_bytes / 1e6:,.2f} MB, {epochs:.2g} epochs)")
-    if "cores" in machine:
-        cores = f"{count_noun(machine['cores'], 'core')}, {machine['processor']}"
-        parts.append(machine.get("GPU", cores))
-    if run["state"]:
-        updated_at = time.localtime(run["state"]["updated_at"])
-        parts.append(time.strftime("%d %b %Y, %H:%M", updated_at).lstrip("0"))
-    return f"{', '.join(parts)}." if parts else ""
+    settings = run["settings"]
+    if not ("num_layers" in settings and {"data", "machine", "state"} <= about.keys()):
+        return ""
+    names = " and ".join(dataset["dataset"] for dataset in about["data"])
+    num_bytes = sum(int(data["bytes to train on"].replace(",", "")) for data in about["data"])
+    epochs = run["num_tokens"] / about["epoch_tokens"]
+    layers = count_noun(settings["num_layers"], "layer")
+    machine = about["machine"]
+    cores = f"{count_noun(machine['cores'], 'core')}, {machine['processor']}"
+    updated_at = time.localtime(about["state"]["updated_at"])
+    parts = [
+        f"{about['parameters'] / 1e6:,.2f}M parameters",
+        f"{layers} × {count_noun(settings['num_heads'], 'head')}",
+        f"{count_noun(settings['context_length'], 'token')} of context",
+        f"on {names} ({num_bytes / 1e6:,.2f} MB, {epochs:.2g} epochs)",
+        machine.get("GPU", cores),
+        time.strftime("%d %b %Y, %H:%M", updated_at).lstrip("0"),
+    ]
+    return f"{', '.join(parts)}."
 
 
 def list_yardsticks(run: Record) -> list[tuple[str, float]]:

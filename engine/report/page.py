@@ -1,6 +1,7 @@
 """The page of a run: curves, figures, samples and attention in one HTML file without a server."""
 
 import base64
+import contextlib
 import hashlib
 import math
 import re
@@ -12,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from engine.core.errors import UserError
-from engine.core.files import atomic_write, find_similar, read_json, to_json
+from engine.core.files import acquire_lock, atomic_write, find_similar, read_json, to_json
 from engine.core.settings import read_toml
 from engine.generation.scores import describe_score
-from engine.report.overview import read_state, summarize
+from engine.report.overview import summarize
 from engine.runs.checkpoint import rank_evaluation
 from engine.runs.run_files import read_records
 from engine.training.trainer import Record
@@ -28,7 +29,20 @@ TRAINING_CURVES = ("train_loss", "learning_rate", "grad_norm", "tokens_per_secon
 AXIS_KEYS = {"step": "step", "tokens": "tokens", "seconds": "elapsed_seconds"}
 
 
-def collect_run_content(folder: Path, state: Record | None = None) -> Record:
+def read_run(folder: Path) -> Record:
+    """Return the content of a run's page; a run that was killed is "stopped", after its last step.
+
+    Raises UserError for a folder that is not a run.
+    """
+    run = collect_run_content(folder)
+    if run["state"] and run["state"]["state"] == "training":
+        with contextlib.suppress(UserError):  # in use: still training
+            acquire_lock(folder / ".lock", folder).release()
+            run["state"] |= {"state": "stopped", "step": run["last_step"]}
+    return run
+
+
+def collect_run_content(folder: Path) -> Record:
     """Return the content of a run's page, from its files. Raises UserError if it has none."""
     settings_path = folder / "config.toml"
     about_path = folder / "about.json"
@@ -50,8 +64,8 @@ def collect_run_content(folder: Path, state: Record | None = None) -> Record:
     return {
         "name": folder.resolve().name,
         "folder": str(folder),
-        # Given for a run of this process, as the check could release its lock on a network's disk.
-        "state": state or read_state(folder, about, records[-1]["step"] if records else 0),
+        "state": about.get("state"),
+        "last_step": records[-1]["step"] if records else 0,
         "num_tokens": training[-1]["tokens"] if training else 0,
         "training": make_curves(training, training, TRAINING_CURVES),
         "validation": make_curves(evaluations, training, val_names),

@@ -1,55 +1,41 @@
 """Callbacks: metrics.jsonl, the terminal, Weights & Biases; the summary of a run."""
 
-import itertools
-import math
 import os
 import secrets
-import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from engine.core.cli import count_noun, progress_bar, say, shell_command, warn
-from engine.core.errors import UserError
 from engine.core.files import atomic_write, to_json
 from engine.core.settings import flatten
-from engine.data.batches import Mixture
-from engine.data.chats.chat import stop_token_ids
-from engine.data.split import prompt_ids
-from engine.data.tokenizer import Tokenizer
-from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions
+from engine.generation.samples import choose_prompts, stream_samples
 from engine.generation.scores import describe_score
-from engine.generation.text_batch import complete_streams
-from engine.generation.text_stream import TextStream
 from engine.runs.run_files import rank_checkpoints, read_records
 from engine.training.estimate import describe_length
 from engine.training.optimizer import UNUSABLE_GRADIENTS
 from engine.training.trainer import Callback, Trainer
 
-NUM_RECENT_LOSSES = 40
-SPIKE_Z_SCORE = 6
 FINAL_SAMPLE_TOKENS = 200
-START_TOKENS = 12  # of a text, which the first sample continues
 MIN_SAMPLE_TOKENS = 40  # written even when the minutes of the run are over
 SHUTDOWN_RESERVE_SECONDS = 0.7
 TORCHRUN_SHUTDOWN_SECONDS = 30.0  # unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set
 
 
-def truncate_records(path: Path, last_step: int) -> list[dict[str, Any]]:
-    """Remove the records after a step, and corrupted lines, from a .jsonl file; return the rest."""
+def truncate_records(path: Path, last_step: int) -> None:
+    """Remove the records after a step, and corrupted lines, from a .jsonl file."""
     if not path.exists():
-        return []
+        return
     content = path.read_bytes()
     records = read_records(path)
     num_lines = sum(bool(line.strip()) for line in content.split(b"\n")[:-1])
     if num_lines > len(records):
         warn(f"{path}: {count_noun(num_lines - len(records), 'corrupted line')} removed.")
-    records = [record for record in records if record["step"] <= last_step]
-    new_content = "".join(f"{to_json(record)}\n" for record in records).encode()
+    kept = [record for record in records if record["step"] <= last_step]
+    new_content = "".join(f"{to_json(record)}\n" for record in kept).encode()
     if new_content != content:
         atomic_write(path, new_content)
-    return records
 
 
 class MetricsFile(Callback):
@@ -59,17 +45,10 @@ class MetricsFile(Callback):
         """Drop the records of steps that are repeated after a resume."""
         self.path = trainer.config.out / "metrics.jsonl"
         self.unwritten = b""  # lines for which the disk had no space
-        self.records = truncate_records(self.path, trainer.step)
+        truncate_records(self.path, trainer.step)
 
     def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
-        """Append the record, with ``loss_z_score`` if it is one of training."""
-        if "train_loss" in record:
-            z_score = round(self.loss_z_score(record["train_loss"]), 2)
-            record["loss_z_score"] = z_score
-            if z_score > SPIKE_Z_SCORE:
-                loss = f"{record['train_loss']:.4f}"
-                say(f"step {trainer.step:>6,}  loss spike {loss}, z-score {z_score:.0f}")
-        self.records.append(record)
+        """Append the record."""
         self.unwritten += f"{to_json(record)}\n".encode()
         num_bytes = self.path.stat().st_size if self.path.exists() else 0
         try:
@@ -79,15 +58,6 @@ class MetricsFile(Callback):
             os.truncate(self.path, num_bytes)  # all lines are appended, or none
             raise
         self.unwritten = b""
-
-    def loss_z_score(self, loss: float) -> float:
-        """Return the deviation of a loss from the recent mean; 0 if recent losses are too few."""
-        steps = (record for record in reversed(self.records) if "train_loss" in record)
-        losses = [step["train_loss"] for step in itertools.islice(steps, NUM_RECENT_LOSSES)]
-        recent = [value for value in losses if value is not None and math.isfinite(value)]
-        if len(recent) < NUM_RECENT_LOSSES // 2 or not math.isfinite(loss):
-            return 0.0
-        return (loss - statistics.fmean(recent)) / max(statistics.stdev(recent), 1e-9)
 
 
 class Terminal(Callback):
@@ -229,7 +199,7 @@ def print_summary(trainer: Trainer) -> None:
         problem = f"The limit of {steps} ended the run before its minutes"
         trainer.say(f"{problem}: for chosen sizes, more epochs would not help.")
     trainer.say("\nA sample:\n")
-    for count, text in enumerate(stream_sample(trainer)):
+    for count, text in enumerate(stream_final_sample(trainer)):
         trainer.say(text, end="")
         is_late = trainer.budget.seconds - trainer.budget.elapsed < SHUTDOWN_RESERVE_SECONDS
         if trainer.dist_ctx.any(count >= MIN_SAMPLE_TOKENS and is_late):
@@ -247,55 +217,22 @@ def print_paths(trainer: Trainer) -> None:
             say(f"{title}: {shell_command(path)}")
     words: list[object] = ["python", "sample.py", out]
     title = "More samples"
-    val = trainer.data.datasets[0].val
-    if trainer.data.manifest["origin"].get("examples") == "chats":
+    if trainer.data.learns_chats:
         title = "Chat with it"
         words.append("--chat")
-    elif val.num_examples:
+    elif trainer.data.datasets[0].val.num_examples:
         title = "Ask it"
-        question = trainer.data.tokenizer.decode(prompt_ids(next(val.examples())))
+        question = trainer.data.tokenizer.decode(choose_prompts(trainer.data)[0])
         words += [f"--prompt={question}"] if question[:1] == "-" else ["--prompt", question]
     say(f"{title}: {shell_command(*words)}")
 
 
-def start_of_sample(data: Mixture) -> tuple[list[int], str]:
-    """Return the ids that a sample continues, and their text: how validation text starts.
-
-    If that is inside a document, the only one, it is how the training text starts.
-    """
-    is_single = data.manifest["splits"]["train"]["documents"] < 2
-    split = data.datasets[0].train if is_single else data.datasets[0].val
-    ids = trim_incomplete_characters(data.tokenizer, split.read(0, START_TOKENS)[0].tolist())
-    return ids, data.tokenizer.decode(ids)
-
-
-def trim_incomplete_characters(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """Return ids without those at both ends that are only a part of a character."""
-    kept = ids
-    while kept and tokenizer.decode(kept).startswith("\ufffd"):
-        kept = kept[1:]
-    while kept and tokenizer.decode(kept).endswith("\ufffd"):
-        kept = kept[:-1]
-    return kept or ids
-
-
-def stream_sample(trainer: Trainer) -> Iterator[str]:
-    """Stream generated text; for a dataset of examples, after its first validation prompt."""
-    data = trainer.data
-    tokenizer = data.tokenizer
-    val = data.datasets[0].val
-    prompt, text = start_of_sample(data)
-    ends: list[int] = []
-    if val.num_examples:
-        prompt = prompt_ids(next(val.examples())) or prompt
-        ends = stop_token_ids(tokenizer)
-        text = f"{tokenizer.decode(prompt)} → "
-    yield text
-    stream = TextStream(tokenizer, prompt, FINAL_SAMPLE_TOKENS, stop_token_ids=ends)
-    options: SamplingOptions = {**DEFAULT_OPTIONS, "seed": trainer.config.seed}
-    try:
-        with trainer.passes.decoder() as (model, dtype):
-            for _, text in complete_streams(model, [stream], cache_dtype=dtype, **options):
-                yield text
-    except UserError as error:  # logits that are not finite
-        yield f"none: {error}"
+def stream_final_sample(trainer: Trainer) -> Iterator[str]:
+    """Stream the first prompt of the run's samples, and the text that the model writes after it."""
+    prompt, *_ = choose_prompts(trainer.data)
+    is_example = trainer.data.datasets[0].val.num_examples > 0
+    yield trainer.data.tokenizer.decode(prompt) + (" → " if is_example else "")
+    seed = trainer.config.seed
+    with trainer.passes.decoder() as (model, dtype):
+        pieces = stream_samples(model, trainer.data, [prompt], FINAL_SAMPLE_TOKENS, seed, dtype)
+        yield from (text for _, text in pieces)

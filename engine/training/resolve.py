@@ -129,17 +129,12 @@ def choose_frozen_weights(
         raise UserError("--lora-rank: needs a base model. Add --init-from DIRECTORY.")
     values: dict[str, Any] = {}
     if base and (config.lora_rank or config.plan):
-        _, new_ids = split_token_ids(base, data.tokenizer, learns_chats(data))
+        _, new_ids = split_token_ids(base, data.tokenizer, data.learns_chats)
         values = {"frozen_dtype": base.dtype, "train_tokens": bool(new_ids)}
         if new_ids and config.lora_rank and config.train_tokens is None:
             tokens = count_noun(len(new_ids), "token")
             warn(f"{data.path}: {tokens} new to {base.path}: token embeddings are trained too")
     return build(TrainConfig, {**(dist_ctx.broadcast(values) or {}), **set_values(config)})
-
-
-def learns_chats(data: Mixture) -> bool:
-    """Return whether the examples are chats."""
-    return data.manifest["origin"].get("examples") == "chats"
 
 
 def fit_context(
@@ -302,12 +297,11 @@ def load_questions(
         return []
     if config.score == "choice" and not config.score_file:
         raise UserError("--score choice: needs questions. Add --score-file FILE.")
-    is_chat = learns_chats(data)
     if config.score_file:
         start = initial_tokens(data.tokenizer, data.manifest["splits"]["train"]["documents"])
-        generator = TextGenerator(model, data.tokenizer, start, is_chat)
+        generator = TextGenerator(model, data.tokenizer, start, data.learns_chats)
         lines = dist_ctx.broadcast_from_main(read_lines, config.score_file)
-        questions = [*encode_lines(lines, generator, is_chat, DEFAULT_NEW_TOKENS)]
+        questions = [*encode_lines(lines, generator, data.learns_chats, DEFAULT_NEW_TOKENS)]
         for (location, _), question in zip(lines, questions, strict=True):
             if question.answer is None or bool(question.choices) != (config.score == "choice"):
                 fields = "'choices' and 'answer'" if config.score == "choice" else "only 'answer'"
@@ -317,5 +311,5 @@ def load_questions(
     if not val.num_examples:
         problem = f"{data.path} has text, not pairs or chats"
         raise UserError(f"--score exact_match: {problem}. Add --score-file FILE.")
-    ends = stop_token_ids(data.tokenizer) if is_chat else []
+    ends = stop_token_ids(data.tokenizer, data.learns_chats)
     return [*example_questions(val, data.tokenizer, ends, config.score_examples)]

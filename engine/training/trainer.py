@@ -34,7 +34,7 @@ from engine.training.config import RunConfig
 from engine.training.estimate import lora_arguments
 from engine.training.optimizer import Optimizer
 from engine.training.passes import Passes
-from engine.training.resolve import changed_settings, init_token_rows, learns_chats, split_token_ids
+from engine.training.resolve import changed_settings, init_token_rows, split_token_ids
 from engine.training.run_dir import RunDir
 from model import GPT
 
@@ -159,7 +159,7 @@ class Trainer:
             return
         weights: Iterable[tuple[str, Tensor]] = ()
         if base:
-            ids = split_token_ids(base, self.data.tokenizer, learns_chats(self.data))
+            ids = split_token_ids(base, self.data.tokenizer, self.data.learns_chats)
             num_rows = len(self.model.token_embedding.weight)
             weights = init_token_rows(base.merged_model(), num_rows, *ids)
             self.base_reference = base.reference() if self.config.lora_rank else None

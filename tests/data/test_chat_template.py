@@ -312,7 +312,7 @@ def test_the_prompt_of_an_answer_is_what_comes_before_its_targets(family, words,
     prompt = encode_chat(tokenizer, turns)
     assert [max(token, ~token) for token in example[: len(prompt)].tolist()] == prompt
     answer = [*tokenizer.encode(" four" if family == "mistral" else "four").tolist()]
-    targets = [*answer, *stop_token_ids(tokenizer)]
+    targets = [*answer, *stop_token_ids(tokenizer, True)]
     assert example[len(prompt) :].tolist()[: len(targets)] == targets
     assert (example[len(prompt) + len(targets) :] < 0).all()
 
@@ -364,7 +364,7 @@ def test_a_template_that_fails_stops_chats_only_and_its_model_is_named(
     for function in (own_template, partial(encode_chat, turns=[("user", "a")])):
         with pytest.raises(UserError, match=re.escape(f"{tmp_path}: ")):
             function(tokenizer)
-    assert stop_token_ids(tokenizer) == []
+    assert stop_token_ids(tokenizer, True) == []
     out = tmp_path / "out"
     out.mkdir()
     learned = directory.chat_template(tokenizer, is_chat_model=True)
@@ -440,7 +440,7 @@ def test_variables_of_a_template_are_recorded_exported_and_overridden(
             assert encode_chat(tokenizer, [("user", "1+1?")], override) == expected
     ids = encode_chat(tokenizer, [("user", "1+1?")], override)
     assert tokenizer.decode(ids).endswith("yes<|im_end|>")
-    assert ids.count(*stop_token_ids(tokenizer)) == 1  # a value never becomes a special token
+    assert ids.count(*stop_token_ids(tokenizer, True)) == 1  # a value never becomes a special token
     for wrong in ("thin=1", "think", "messages=1", "=1"):
         with pytest.raises(UserError, match=r"--template-variable: .*style, think"):
             with_template(plain, None, [wrong])

@@ -127,7 +127,7 @@ def facts(tmp_path_factory) -> Path:
 
 def test_a_question_of_an_example_is_its_last_answer(facts):
     data = open_dataset(facts)
-    ends = stop_token_ids(data.tokenizer)
+    ends = stop_token_ids(data.tokenizer, True)
     questions = [*example_questions(data.val, data.tokenizer, ends, 5)]
     assert len(questions) == 5
     for question in questions:
@@ -144,7 +144,8 @@ def test_the_score_of_training_is_that_of_sample_and_of_a_count_by_hand(facts, t
     scores = logged(tmp_path / "run", "val_score")
     assert list(scores) == [20, 40, 60] and 0.2 < scores[60] < 1
     data = open_dataset(facts)
-    questions = [*example_questions(data.val, data.tokenizer, stop_token_ids(data.tokenizer), 40)]
+    ends = stop_token_ids(data.tokenizer, True)
+    questions = [*example_questions(data.val, data.tokenizer, ends, 40)]
     for step, score in scores.items():
         path = tmp_path / "run" / "checkpoints" / f"step-{step:08d}"
         model = sample.load(path, dtype="float32")

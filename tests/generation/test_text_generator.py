@@ -42,7 +42,8 @@ def test_an_answer_or_a_text_ends_with_its_turn(max_new_tokens, answer):
 
         def forward(self, tokens, caches, last):
             is_last = caches[0].next_positions().max() >= 6  # <user> h <end> <assistant> x x x
-            logits = torch.eye(CHAT.vocab_size)[stop_token_ids(CHAT)[0] if is_last else ord("x")]
+            (end,) = stop_token_ids(CHAT, True)
+            logits = torch.eye(CHAT.vocab_size)[end if is_last else ord("x")]
             return logits.expand(len(tokens), 1, -1)
 
     generator = TextGenerator(EndsTurn(SMALL), CHAT, [0], is_chat_model=True)

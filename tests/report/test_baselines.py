@@ -2,17 +2,28 @@
 
 import collections
 import itertools
+import json
+import lzma
 import math
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from helpers import make_dataset
 
 import engine.report.baselines as baselines
+from engine.data.batches import open_mixture
 from engine.data.dataset import Dataset, open_dataset
 from engine.data.split import ShardedTokens, Split
 from engine.data.tokenizer import CharTokenizer
-from engine.report.baselines import baseline_losses, count_pairs
+from engine.report.baselines import (
+    baseline_losses,
+    count_pairs,
+    dataset_yardsticks,
+    mixture_yardsticks,
+)
+from prepare import PrepareConfig, prepare
 
 
 @pytest.fixture
@@ -76,3 +87,27 @@ def test_of_examples_only_targets_count_and_no_pair_spans_two(tmp_path, monkeypa
         assert dict(zip(pairs.tolist(), counts.tolist(), strict=True)) == expected
     losses = baseline_losses(dataset)
     assert 0 < losses["bigram"] < losses["unigram"] < losses["uniform"]
+    assert "xz_bits_per_byte" not in dataset_yardsticks(dataset)
+
+
+def test_yardsticks_are_computed_once_or_each_time_if_they_cannot_be_kept(numbers, tmp_path):
+    path = Path(shutil.copytree(numbers, tmp_path / "data"))
+    kept = path / "yardsticks.json"
+    kept.unlink(missing_ok=True)
+    dataset = open_dataset(path)
+    expected = baseline_losses(dataset)
+    text = dataset.tokenizer.decode(dataset.val.tokens[:].tolist()).encode()
+    expected["xz_bits_per_byte"] = 8 * len(lzma.compress(text, preset=9)) / len(text)
+    for content in (None, "[", '{"splits": []}'):
+        if content:
+            kept.write_text(content)
+        assert mixture_yardsticks(open_mixture([path])) == pytest.approx(expected)
+    prepare(PrepareConfig((str(numbers.parent / "numbers.txt"),), tokenizer="char", out=path))
+    record = json.loads(kept.read_text())  # the dataset is not replaced
+    kept.write_text(json.dumps(record | {"yardsticks": {"bigram": 7.0}}))
+    assert dataset_yardsticks(dataset) == {"bigram": 7.0}  # computed no more
+    shortened = replace(dataset, train=Split(dataset.train.tokens[:2500]))  # by a context length
+    assert dataset_yardsticks(shortened)["bigram"] == baseline_losses(shortened)["bigram"]
+    kept.unlink()
+    (path / f".{kept.name}.partial").mkdir()  # nothing can be written
+    assert dataset_yardsticks(dataset) == pytest.approx(expected) and not kept.exists()

@@ -116,4 +116,4 @@ def test_the_points_shown_are_downloaded_as_csv(page, tmp_path):
 @pytest.mark.parametrize("num_records, text", [(0, "No records yet"), (12, "No evaluation yet")])
 def test_charts_without_points_say_why(page, tmp_path, num_records, text):
     show(page, tmp_path, make_run(num_records=num_records))
-    assert text in page.locator("figure", has_not=page.locator(".plot")).inner_text()
+    assert text in page.locator("figure", has_not=page.locator(".plot")).first.inner_text()

@@ -196,16 +196,6 @@ def test_the_worth_of_heads_is_that_of_passes_with_one_head_at_zero(inspector):
     assert [token["bits"][0] for token in again["tokens"][1:]] == full
 
 
-def test_a_branch_is_the_text_after_its_forced_prefix(inspector):
-    prefix = LETTERS.encode(TEXT).tolist()[:6]
-    (table,) = inspector.predict({"ids": prefix, "at": 6})
-    options = {"seed": 4, "max_new_tokens": 20, "temperature": 0.9}
-    for token, label, *_ in table["likely"][:3]:
-        lines = [*inspector.write({"ids": [*prefix, token], **options})]
-        text = "".join(line["text"] for line in lines[1:-1])
-        assert text == inspector.generator.generate(LETTERS.decode(prefix) + label, **options)
-
-
 def test_a_table_follows_the_settings_without_reading_the_text_again(inspector):
     settings = {"temperature": 0.7, "top_p": 0.6, "off": [[1, 2]]}
     (read,) = inspector.read({"ids": LONG, **settings})

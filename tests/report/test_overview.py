@@ -1,24 +1,18 @@
 """The first screen of a report: state, verdict, yardsticks and commands, from a run's figures."""
 
-import lzma
-from types import SimpleNamespace
+import json
+import time
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import train_tiny
+from helpers import numbers_text, train_tiny
 
 from engine.core.files import acquire_lock
 from engine.data.batches import open_mixture
-from engine.report.baselines import compress_validation
-from engine.report.overview import (
-    describe_run,
-    judge,
-    list_yardsticks,
-    read_state,
-    suggest_commands,
-)
-from engine.report.samples import Report, describe_environment, describe_prompts
+from engine.report.callback import Report, describe_environment, describe_prompts
+from engine.report.overview import describe_run, judge, list_yardsticks, suggest_commands
+from engine.report.page import read_run
 from engine.training.config import TrainConfig
 
 BASELINES = {"uniform": 8.0, "unigram": 6.0, "bigram": 4.0}
@@ -71,16 +65,6 @@ def test_yardsticks_are_bits_per_byte_the_worst_first():
     assert bits == (4.0, 3.0, 2.0, 1.7, 1.5)
 
 
-def test_xz_is_that_of_the_validation_text(numbers):
-    data = open_mixture([numbers])
-    val = data.datasets[0].val
-    text = data.tokenizer.decode(val.tokens[:].tolist()).encode()
-    expected = 8 * len(lzma.compress(text, preset=9)) / len(text)
-    assert compress_validation(data) == pytest.approx(expected)
-    examples = SimpleNamespace(datasets=[SimpleNamespace(val=SimpleNamespace(num_examples=3))])
-    assert compress_validation(examples) is None
-
-
 def test_commands_can_be_pasted_and_go_on_from_what_was_trained():
     commands = dict(suggest_commands(make_run([3.0], settings={"minutes": 1.5})))
     assert commands["Train longer"] == "python train.py --out 'out/a b' --resume --minutes 3.0"
@@ -93,18 +77,22 @@ def test_a_sentence_says_what_was_trained_on_what():
     data = [{"dataset": "data/x", "bytes to train on": "8,950,000"}]
     machine = {"cores": 2, "processor": "Chip"}
     about = {"parameters": 135_000_000, "data": data, "epoch_tokens": 1000, "machine": machine}
+    assert describe_run(make_run([], about=about)) == ""
+    about["state"] = {"updated_at": time.mktime((2026, 11, 7, 15, 50, 0, 0, 0, -1))}
     settings = {"num_layers": 2, "num_heads": 1, "context_length": 64}
     assert describe_run(make_run([], about=about, settings=settings)) == (
         "135.00M parameters, 2 layers × 1 head, 64 tokens of context, on data/x (8.95 MB, 0.5 "
-        "epochs), 2 cores, Chip."
+        "epochs), 2 cores, Chip, 7 Nov 2026, 15:50."
     )
 
 
 def test_a_killed_run_is_stopped_and_a_locked_one_is_training(tmp_path):
-    about = {"state": {"state": "training", "step": 3}}
-    assert read_state(tmp_path, about, 7) == {"state": "stopped", "step": 7}
+    state = {"state": "training", "step": 3}
+    (tmp_path / "about.json").write_text(json.dumps({"state": state}))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    assert read_run(tmp_path)["state"] == {"state": "stopped", "step": 7}
     lock = acquire_lock(tmp_path / ".lock", tmp_path)
-    assert read_state(tmp_path, about, 7) == about["state"]
+    assert read_run(tmp_path)["state"] == state
     lock.release()
 
 
@@ -121,11 +109,12 @@ def test_a_run_records_its_end_its_typed_settings_and_prompts(numbers, tmp_path,
         return not is_done and len(steps) > 14
 
     trainer = train_tiny(numbers, page.parent, *flags, callbacks=callbacks, should_stop=should_stop)
-    assert steps[9:12] == [False, True, True]  # from the tenth record on
+    assert steps[:3] == [False, True, True]  # from the first record on
     state = callbacks[0].about["state"]
     assert state["state"] == ("done" if is_done else "stopped") and state["step"] == trainer.step
     about = describe_environment(trainer, config)
     assert about["typed"] == ["data", "seed"]
-    (prompt, _) = describe_prompts(open_mixture([numbers]))
+    (start, prompt, _) = describe_prompts(open_mixture([numbers]))
     val = open_mixture([numbers]).datasets[0].val
-    assert prompt in trainer.data.tokenizer.decode(np.asarray(val.tokens[:]).tolist())
+    text = trainer.data.tokenizer.decode(np.asarray(val.tokens[:]).tolist())
+    assert f"\n{prompt}" in text and numbers_text(1).startswith(start)

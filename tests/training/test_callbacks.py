@@ -1,4 +1,4 @@
-"""Callbacks: when they are called, metrics and spikes, the terminal, Weights & Biases."""
+"""Callbacks: when they are called, metrics, the terminal, Weights & Biases."""
 
 import json
 import math
@@ -16,16 +16,8 @@ import train
 from engine.core.errors import UserError
 from engine.core.settings import load_settings
 from engine.data.dataset import open_dataset
-from engine.data.tokenizer import ByteTokenizer
 from engine.runs.checkpoint import open_checkpoint
-from engine.training.callbacks import (
-    SPIKE_Z_SCORE,
-    MetricsFile,
-    Terminal,
-    WeightsAndBiases,
-    print_summary,
-    trim_incomplete_characters,
-)
+from engine.training.callbacks import MetricsFile, Terminal, WeightsAndBiases, print_summary
 from engine.training.config import TrainConfig
 from engine.training.trainer import Callback, Trainer
 
@@ -158,28 +150,7 @@ def test_records_of_repeated_steps_and_corrupted_lines_are_removed_atomically(tm
         assert reader.read() == old_content
     add(metrics, 3, 0.5)
     assert logged(tmp_path, "train_loss") == {1: 2.0, 2: 1.0, 3: 0.5}
-    assert [record["step"] for record in metrics.records] == [1, 2, 3]
     assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl"}
-
-
-def test_a_z_score_counts_deviations_from_the_recent_losses_that_are_finite(tmp_path, capsys):
-    metrics = make_metrics(tmp_path, 0)
-    losses = [2.0 + step % 2 if step % 5 else math.nan for step in range(40)]
-    for step, loss in enumerate([50.0] * 160 + losses):
-        add(metrics, step, loss)
-        if step == 18:
-            assert metrics.loss_z_score(1e6) == 0.0  # too few to compare with
-    finite = torch.tensor([loss for loss in losses if math.isfinite(loss)])
-    mean, std = finite.mean().item(), finite.std().item()
-    assert metrics.loss_z_score(4.0) == pytest.approx((4 - mean) / std)
-    assert metrics.loss_z_score(math.nan) == metrics.loss_z_score(math.inf) == 0.0
-    metrics.records += [{"val_loss": 9.0}] * 9  # evaluations do not count
-    capsys.readouterr()
-    for step, loss in ((200, mean + (SPIKE_Z_SCORE - 1) * std), (201, 25.0)):
-        add(metrics, step, loss)
-    assert logged(tmp_path, "loss_z_score")[200] == pytest.approx(SPIKE_Z_SCORE - 1, abs=0.01)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert "201" in line and "25.0000" in line
 
 
 # The terminal.
@@ -206,13 +177,6 @@ def test_the_terminal_describes_the_run_each_evaluation_and_saves_longer_than_to
     output, errors = capsys.readouterr()
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in output
     assert "step 4/4 |" in errors and "loss " in errors and "tokens/s" in errors
-
-
-def test_incomplete_characters_are_left_out_at_both_ends():
-    ids = list("né漢!".encode())
-    for start, stop, text in ((2, 6, "漢"), (0, 5, "né"), (0, 7, "né漢!"), (4, 5, "\ufffd")):
-        kept = trim_incomplete_characters(ByteTokenizer(), ids[start:stop])
-        assert ByteTokenizer().decode(kept) == text
 
 
 # Weights & Biases.

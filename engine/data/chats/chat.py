@@ -103,8 +103,13 @@ def special_token_names(tokenizer: Tokenizer, chat: bool) -> list[str]:
     return [*CHAT_ROLES.values(), END_OF_TURN] if is_plain else []
 
 
-def stop_token_ids(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids that end the assistant's turn: at most one."""
+def stop_token_ids(tokenizer: Tokenizer, is_chat_model: bool) -> list[int]:
+    """Return the ids that end a model's text, besides those of its tokenizer.
+
+    A model that has learned chats ends the assistant's turn, with at most one id.
+    """
+    if not is_chat_model:
+        return []
     with contextlib.suppress(UserError):  # of a template that fails, raised where chats are encoded
         end = chat_format(tokenizer)[1]
         return [] if end is None else [end]

@@ -34,15 +34,11 @@ function makeResultTable(runs) {
   const buttons = columns.map(([title], i) => makeButton(title, () => draw(i)));
   const box = makeTable(["run", ...buttons], [], "Results, scrolls sideways");
   const format = (run) => columns.map(([, read, show]) => Number.isFinite(read(run)) ? show(read(run)) : "–");
-  let sorted = -1;
   const draw = (column) => {
-    const isReversed = column === sorted;
-    sorted = isReversed ? -1 : column;
     const read = columns[column][1];
     const order = [...runs].sort((a, b) => (read(a) ?? Infinity) - (read(b) ?? Infinity));
-    if (isReversed) order.reverse();
     buttons.forEach((button) => button.parentNode.removeAttribute("aria-sort"));
-    buttons[column].parentNode.setAttribute("aria-sort", isReversed ? "descending" : "ascending");
+    buttons[column].parentNode.setAttribute("aria-sort", "ascending");
     box.querySelector("tbody").replaceChildren(...makeRows(order.map((run) => [run.name, ...format(run)])));
   };
   box.firstChild.id = "results";

@@ -1,8 +1,10 @@
 /** Curves of runs: charts with one horizontal axis, one cursor and one zoom. */
 
 const CHARTS = [
-  { title: "Loss", unit: "nats per token", train: "train_loss", val: "val_loss", hasLog: true },
-  { title: "Bits per byte, validation", unit: "bits per UTF-8 byte", val: "val_bits_per_byte", hasLog: true },
+  { title: "Loss", unit: "nats per token", train: "train_loss", val: "val_loss", hasLog: true,
+    ifEmpty: "No records yet, or none is finite." },
+  { title: "Bits per byte, validation", unit: "bits per UTF-8 byte", val: "val_bits_per_byte", hasLog: true,
+    ifEmpty: "No evaluation yet, or none is finite." },
   { title: "Score, validation", unit: "fraction of right answers", val: "val_score" },
   { title: "Learning rate", unit: "learning rate", train: "learning_rate", hasZero: true },
   { title: "Gradient norm", unit: "norm before clipping", train: "grad_norm", hasZero: true, hasLog: true },
@@ -337,14 +339,6 @@ function handlePointer({ view, u, xs }, event) {
   if (event.type === "pointerdown") u.over.setPointerCapture(event.pointerId);  // a drag may end outside
 }
 
-/** Says why a chart has no line; returns nothing for a chart that is left out. */
-function explainAbsence({ runs }, chart) {
-  const has = (kind) => runs.some((run) => run[kind].step?.length);
-  if (chart.train === "train_loss") return has("training") ? "No value is finite." : "No records yet.";
-  if (chart.val !== "val_bits_per_byte" || !has("training")) return "";
-  return has("validation") ? "No value is finite." : "No evaluation yet.";
-}
-
 function addPlot(view, chart, heading, allLines) {
   const { bounds, state: { hidden, isLog } } = view;
   const lines = allLines.filter(({ group }) => !hidden.has(group));
@@ -381,10 +375,9 @@ function drawCharts(view, changes = {}) {
   view.reset.hidden = !view.state.zoom;
   for (const chart of view.charts) {
     const lines = makeLines(view, chart);
-    const absence = explainAbsence(view, chart);
     const heading = make("figcaption", {}, make("h3", {}, chart.title));
     if (lines.length) addPlot(view, chart, heading, lines);
-    else if (absence) $("charts").append(make("figure", {}, heading, makeNote(absence)));
+    else if (chart.ifEmpty) $("charts").append(make("figure", {}, heading, makeNote(chart.ifEmpty)));
   }
 }
 

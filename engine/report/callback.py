@@ -1,0 +1,202 @@
+"""The callback that writes a run's page, and what it records: settings, machine and samples."""
+
+import math
+import os
+import platform
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.core.cli import shell_command
+from engine.core.device import total_memory
+from engine.core.files import atomic_write, read_json, to_json
+from engine.core.settings import flatten
+from engine.data.batches import Mixture
+from engine.data.chats.chat import first_question
+from engine.data.dataset import Dataset
+from engine.generation.samples import choose_prompts, stream_samples
+from engine.report.attention_maps import compute_attention
+from engine.report.baselines import mixture_yardsticks
+from engine.report.page import collect_run_content, write_page
+from engine.runs.checkpoint import load_model
+from engine.runs.run_files import find_checkpoint
+from engine.training.callbacks import truncate_records
+from engine.training.config import TrainConfig
+from engine.training.trainer import Callback, Record, Trainer
+from model import GPT
+
+SAMPLE_TOKENS = 100
+MIN_PAGE_SECONDS = 10.0  # between two pages
+MAX_PAGE_TIME = 0.01  # fraction of the run, to write pages
+TOKENIZER_KEYS = ("tokenizer", "vocab_size", "pattern", "separator")
+
+
+class Report(Callback):
+    """Writes report.html during a run, and about.json and samples.jsonl, which it shows."""
+
+    def __init__(self, config: TrainConfig | None = None):
+        """Make the callback of a run with settings as they were typed."""
+        self.config = config or TrainConfig()
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Drop the samples after the step that is resumed from: they are written again."""
+        truncate_records(trainer.config.out / "samples.jsonl", trainer.step)
+        self.about = describe_environment(trainer, self.config)
+        self.attention: dict[str, Any] | None = None  # of the best checkpoint
+        self.write_at = 0.0
+        self.write(trainer, "training")
+
+    def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
+        """Write the page after an evaluation, with samples, and every few seconds."""
+        if "val_loss" in record:
+            self.sample(trainer)
+        elif time.monotonic() < self.write_at:
+            return
+        self.write(trainer, "training")
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Write that the run is complete, or how to resume it."""
+        if hasattr(self, "attention"):
+            is_done = trainer.budget.exhausted and not trainer.failed
+            self.write(trainer, "done" if is_done else "stopped")
+
+    def sample(self, trainer: Trainer) -> None:
+        """Write samples, and compute the attention of a new best model; not of a sharded one."""
+        if trainer.dist_ctx.sharded:
+            return
+        out = trainer.config.out
+        with trainer.passes.decoder() as (model, _):
+            samples = write_samples(model, trainer.data, trainer.step, trainer.config.seed)
+            with open(out / "samples.jsonl", "a", encoding="utf-8") as file:
+                file.writelines(f"{to_json(sample)}\n" for sample in samples)
+            if trainer.is_best or self.attention is None:  # None: the run was resumed
+                best_model = model
+                if not trainer.is_best:
+                    best_model = load_model(find_checkpoint(out), modify_model=trainer.modify_model)
+                self.attention = compute_attention(best_model, trainer.data)
+
+    def write(self, trainer: Trainer, state: str) -> None:
+        """Write about.json and, if there are records, the page; seldom if that takes long."""
+        started_at = time.monotonic()
+        out = trainer.config.out
+        self.about["state"] = describe_state(trainer, state)
+        atomic_write(out / "about.json", to_json(self.about, indent=1).encode())
+        if (out / "metrics.jsonl").exists():
+            run = collect_run_content(out) | {"attention": self.attention}
+            write_page([run], out / "report.html")
+            seconds = time.monotonic() - started_at
+            self.write_at = started_at + max(MIN_PAGE_SECONDS, seconds / MAX_PAGE_TIME)
+
+
+def describe_environment(trainer: Trainer, config: TrainConfig) -> dict[str, Any]:
+    """Describe a run when it starts: parameters, machine, data, and which settings were typed."""
+    device = trainer.dist_ctx.device
+    data = trainer.data
+    has_affinity = hasattr(os, "sched_getaffinity")
+    machine = {
+        "processor": processor_name(),
+        "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
+        "memory": f"{total_memory(torch.device('cpu')) / 2**30:,.0f} GiB",
+        "device": str(device),
+        "processes": trainer.dist_ctx.size,
+        "system": platform.platform(terse=True),
+        "Python": platform.python_version(),
+        "PyTorch": torch.__version__,
+    }
+    if device.type == "cuda":
+        memory = f"{total_memory(device) / 2**30:,.0f} GiB"
+        machine["GPU"] = f"{torch.cuda.get_device_name(device)}, {memory}"
+    defaults = flatten(TrainConfig())
+    typed = [name for name, value in flatten(config).items() if value != defaults[name]]
+    about_path = trainer.config.out / "about.json"
+    if trainer.step and about_path.exists():  # a resume takes the others from the run
+        changed = {name for change in trainer.changes for name in change}
+        typed = sorted({*read_json(about_path).get("typed", []), *changed} & defaults.keys())
+    baselines = mixture_yardsticks(data)
+    return {
+        "parameters": trainer.model.num_parameters,
+        "machine": machine,
+        "defaults": defaults,
+        "typed": typed,
+        "is_chat": data.learns_chats,
+        "prompts": describe_prompts(data),
+        "data": describe_data(data),
+        "epoch_tokens": min(data.epoch_tokens),
+        "xz_bits_per_byte": baselines.pop("xz_bits_per_byte", None),  # of text
+        "baselines": baselines,
+        # Losses of runs with equal tokenizer and text are comparable.
+        "tokenizer": data.tokenizer.fingerprint,
+        "text": [trainer.config.mix, *map(text_origin, data.datasets)],
+    }
+
+
+def describe_data(data: Mixture) -> list[dict[str, Any]]:
+    """Describe each dataset that a run is trained on, with figures as prepare.py prints them."""
+    return [
+        {
+            "dataset": str(dataset.path),
+            "fraction of sequences": f"{weight:.3g}",
+            "tokens to train on": f"{len(dataset.train):,}",
+            "tokens to validate on": f"{len(dataset.val):,}",
+            "documents": f"{dataset.manifest['statistics']['documents']:,}",
+            "bytes to train on": f"{dataset.manifest['splits']['train']['bytes']:,}",
+            "bytes per token": f"{dataset.bytes_per_token('train'):.2f}",
+            "vocabulary": f"{dataset.tokenizer.vocab_size:,} ({dataset.tokenizer.kind})",
+        }
+        for dataset, weight in zip(data.datasets, data.weights, strict=True)
+    ]
+
+
+def describe_prompts(data: Mixture) -> list[str]:
+    """Return the texts of the prompts of a run's samples; of chats, their first questions."""
+    tokenizer = data.tokenizer
+    prompts = choose_prompts(data)
+    if data.learns_chats:
+        return [*filter(None, (first_question(tokenizer, ids) for ids in prompts))]
+    special = {*tokenizer.special_tokens.values()}
+    return [tokenizer.decode([token for token in ids if token not in special]) for ids in prompts]
+
+
+def write_samples(model: GPT, data: Mixture, step: int, seed: int) -> list[Record]:
+    """Continue the prompts of a run, the same at each step: records of step, prompt and text."""
+    prompts = choose_prompts(data)
+    texts = [""] * len(prompts)
+    for index, text in stream_samples(model, data, prompts, SAMPLE_TOKENS, seed):
+        texts[index] += text
+    names = map(data.tokenizer.decode, prompts)
+    pairs = zip(names, texts, strict=True)
+    return [{"step": step, "prompt": prompt, "text": text} for prompt, text in pairs]
+
+
+def text_origin(dataset: Dataset) -> dict[str, Any]:
+    """Return what the text of a dataset and its splits depend on, whatever the tokenizer."""
+    origin = dataset.manifest["origin"]
+    return {key: value for key, value in origin.items() if key not in TOKENIZER_KEYS}
+
+
+def processor_name() -> str:
+    """Return the processor's name, as far as the system tells."""
+    path = Path("/proc/cpuinfo")
+    text = path.read_text(errors="replace") if path.exists() else ""
+    match = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    return match[1] if match else platform.processor() or platform.machine()
+
+
+def describe_state(trainer: Trainer, state: str) -> Record:
+    """Return the state of a run, for about.json."""
+    budget = trainer.budget
+    progress = budget.progress
+    command = shell_command("train.py", "--out", trainer.config.out, "--resume")
+    return {
+        "state": state,
+        "step": trainer.step,
+        "total_steps": round(budget.total_steps) if math.isfinite(budget.total_steps) else None,
+        "progress": progress,
+        "seconds": budget.elapsed,
+        "seconds_left": budget.elapsed * (1 - progress) / progress if progress else None,
+        "updated_at": time.time(),
+        "resume": f"{trainer.dist_ctx.torchrun_command} {command}",
+    }
