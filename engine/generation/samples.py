@@ -52,9 +52,8 @@ def read_lines(data: Mixture, count: int, num_tokens: int) -> list[list[int]]:
     for index in range(1, count + 1):
         start = index * len(val) // (count + 1)
         ids = val.read(start, start + MAX_LINE_TOKENS + num_tokens)[0].tolist()
-        pieces = [tokenizer.decode_bytes([token]) for token in ids[:MAX_LINE_TOKENS]]
-        line_ends = [end for end, piece in enumerate(pieces, 1) if piece.endswith(b"\n")]
-        first = min(line_ends, default=0)
+        pieces = (tokenizer.decode_bytes([token]) for token in ids[:MAX_LINE_TOKENS])
+        first = next((end for end, piece in enumerate(pieces, 1) if piece.endswith(b"\n")), 0)
         line = ids[first : first + num_tokens]
         marks = (tokenizer.end_of_text_id, *tokenizer.text_start)
         text_ids = [token for token in line if token not in marks]

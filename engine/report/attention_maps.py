@@ -101,12 +101,9 @@ def shared_character(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[int, str
 
 def choose_attention_text(data: Mixture, num_tokens: int) -> list[int]:
     """Return ids of validation text that shows what heads do: varied words that come again."""
-    val = data.datasets[0].val
-    if val.num_examples:
-        examples = itertools.islice(val.examples(), NUM_ATTENTION_TEXTS)
-        texts = [token_ids(example).tolist() for example in examples]
-    else:
-        texts = read_lines(data, NUM_ATTENTION_TEXTS, num_tokens)
+    examples = itertools.islice(data.datasets[0].val.examples(), NUM_ATTENTION_TEXTS)
+    texts = [token_ids(example).tolist() for example in examples]
+    texts = texts or read_lines(data, NUM_ATTENTION_TEXTS, num_tokens)
     return max((ids[:num_tokens] for ids in texts), key=partial(rate_variety, data.tokenizer))
 
 

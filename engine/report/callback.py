@@ -166,8 +166,7 @@ def write_samples(model: GPT, data: Mixture, step: int, seed: int) -> list[Recor
     texts = [""] * len(prompts)
     for index, text in stream_samples(model, data, prompts, SAMPLE_TOKENS, seed):
         texts[index] += text
-    names = map(data.tokenizer.decode, prompts)
-    pairs = zip(names, texts, strict=True)
+    pairs = zip(map(data.tokenizer.decode, prompts), texts, strict=True)
     return [{"step": step, "prompt": prompt, "text": text} for prompt, text in pairs]
 
 

@@ -295,12 +295,12 @@ class ModelInspector:
             request = replace(request, ids=ids)
         if any(len(pair) != 2 or min(pair) < 1 for pair in request.off):
             raise UserError("The question: off must be a list of [layer, head], from 1.")
-        layers, heads = zip((request.layer, request.head), *request.off, strict=True)
+        pairs = [(request.layer, request.head), *request.off]
         limits = {
             "number of ids": (len(request.ids), MAX_INSPECTED_TOKENS),
             "id": (max(request.ids), self.generator.model.token_embedding.num_embeddings - 1),
-            "layer": (max(layers), self.config.num_layers),
-            "head": (max(heads), self.config.num_heads),
+            "layer": (max(layer for layer, _ in pairs), self.config.num_layers),
+            "head": (max(head for _, head in pairs), self.config.num_heads),
             "at": (request.at, len(request.ids)),
             "max_new_tokens": (request.max_new_tokens, MAX_PROMPT_TOKENS),
         }

@@ -60,14 +60,18 @@ def find_passages(texts: list[str], datasets: Sequence[Dataset]) -> tuple[list[P
 
 def find_seed_runs(data: bytes, is_seed: np.ndarray) -> list[tuple[int, int]]:
     """Find the runs of bytes, each SEED_BYTES of which are a seed: (start, end) of each."""
-    edges = np.flatnonzero(np.diff(is_seed[hash_seeds(data)], prepend=False, append=False))
-    runs = edges.reshape(-1, 2) + np.array([0, SEED_BYTES - 1])
-    return [(start, end) for start, end in runs.tolist() if end - start >= MIN_PASSAGE_BYTES]
+    begins_seed = np.pad(is_seed[hash_seeds(data)], 1)  # False before the first, after the last
+    changes = np.flatnonzero(begins_seed[1:] != begins_seed[:-1])
+    starts = changes[::2].tolist()
+    ends = (changes[1::2] + SEED_BYTES - 1).tolist()
+    runs = zip(starts, ends, strict=True)
+    return [(start, end) for start, end in runs if end - start >= MIN_PASSAGE_BYTES]
 
 
 def hash_seeds(data: bytes) -> np.ndarray:
     """Hash the SEED_BYTES that begin at each byte: (N - SEED_BYTES + 1,)."""
     count = max(0, len(data) - SEED_BYTES + 1)
+    # Numbers of eight bytes that overlap: one begins at each byte.
     seeds = np.ndarray((count,), np.uint64, data.ljust(SEED_BYTES), strides=(1,))
     return (seeds * HASH_MULTIPLIER >> np.uint64(64 - SEED_HASH_BITS)).astype(np.int64)
 

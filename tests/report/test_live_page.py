@@ -227,7 +227,7 @@ def test_scripts_keep_their_direction_and_families_are_one_character(page):
         assert "Token 6:" in page.locator("#token-title").inner_text()
 
 
-def chat_inspector(config: ModelConfig | None = None) -> ModelInspector:
+def chat_inspector() -> ModelInspector:
     tokenizer = ByteTokenizer().with_special(SPECIAL_TOKENS)
     config = ModelConfig(vocab_size=tokenizer.vocab_size, context_length=64, d_model=16)
     return make_inspector(config, tokenizer, ["Hello?", "你好"], is_chat_model=True)

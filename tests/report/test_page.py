@@ -290,15 +290,3 @@ def test_a_large_run_has_a_small_page_that_is_soon_interactive(page, tmp_path):
     assert "step 99," in read_charts(page)[0]
     assert page.locator("#heads [role=gridcell]").count() == 384
     assert time.monotonic() - started_at < 10  # a second on an idle machine
-
-
-@pytest.mark.browser
-def test_charts_tell_the_values_of_one_run_or_of_several(page, tmp_path):
-    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b")]
-    show(page, tmp_path / "page.html", runs[0])
-    plot = page.locator("#charts .plot").first
-    plot.press("Home")
-    assert "training 3.983" in read_charts(page)[0] and "validation 3.867" in read_charts(page)[0]
-    show(page, tmp_path / "page.html", *runs)
-    plot.press("End")
-    assert all(f"{name}, validation 3.2" in read_charts(page)[0] for name in "ab")

@@ -124,17 +124,6 @@ def test_the_summary_is_that_of_the_checkpoint_that_is_used(numbers, tmp_path, c
     assert "which sample.py" not in capsys.readouterr().out  # equal losses: the newest is used
 
 
-def make_metrics(path: Path, first_step: int) -> MetricsFile:
-    """Return the metrics of a run at path that continues after first_step."""
-    metrics = MetricsFile()
-    metrics.on_train_start(SimpleNamespace(step=first_step, config=SimpleNamespace(out=path)))
-    return metrics
-
-
-def add(metrics: MetricsFile, step: int, loss: float) -> None:
-    metrics.on_record(SimpleNamespace(step=step), {"step": step, "train_loss": loss})
-
-
 LINES = [json.dumps({"step": step, "train_loss": 3.0 - step}) + "\n" for step in (1, 2, 3)]
 CORRUPTED = ["", " ", "torn", "{}", "[1]", "7", '{"step": "1"}', "[" * 9999]
 CORRUPTED += ['{"step": true}', '{"step": 1, "text": "\\ud800"}', '{"step": 1, "train_loss": "2"}']
@@ -146,9 +135,10 @@ def test_records_of_repeated_steps_and_corrupted_lines_are_removed_atomically(tm
     old_content = "".join([*LINES, *(f"{line}\n" for line in CORRUPTED), '{"step": 4, "tra'])
     path.write_text(old_content)
     with open(path, encoding="utf-8") as reader:  # who has it open sees all of it
-        metrics = make_metrics(tmp_path, 2)
+        metrics = MetricsFile()
+        metrics.on_train_start(SimpleNamespace(step=2, config=SimpleNamespace(out=tmp_path)))
         assert reader.read() == old_content
-    add(metrics, 3, 0.5)
+    metrics.on_record(SimpleNamespace(step=3), {"step": 3, "train_loss": 0.5})
     assert logged(tmp_path, "train_loss") == {1: 2.0, 2: 1.0, 3: 0.5}
     assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl"}
 
