@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from engine.report.samples import Report
 from helpers import (
     ROOT,
     TINY,
@@ -52,6 +51,7 @@ from engine.data.batches import open_mixture
 from engine.data.dataset import open_dataset
 from engine.data.tokenizer import load_tokenizer
 from engine.nn.specs import ParameterSpec
+from engine.report.callback import Report
 from engine.runs.run_files import list_checkpoints
 from engine.training.callbacks import MetricsFile
 from engine.training.config import (
