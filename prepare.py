@@ -14,6 +14,7 @@ import contextlib
 import os
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
@@ -27,8 +28,10 @@ from engine.core.settings import parse
 from engine.core.values import check_ranges
 from engine.data.chats import chat, examples
 from engine.data.dataset import dataset_name, is_up_to_date, open_dataset
+from engine.data.dataset_summary import describe_dataset
 from engine.data.inputs.documents import Corpus
-from engine.data.inputs.sources import DEFAULT_ENCODING, STDIN_NAMES, Reader, Source, find_sources
+from engine.data.inputs.finder import STDIN_NAME, find_sources
+from engine.data.inputs.sources import DEFAULT_ENCODING, Reader, Source
 from engine.data.inputs.text import normalize_encoding
 from engine.data.tokenizer import Tokenizer, named_tokenizer
 from engine.data.tokenizer_json import MAX_VOCAB_SIZE, SPLIT_PATTERNS
@@ -39,7 +42,6 @@ from engine.data.tokenizer_training import (
     train_char_tokenizer,
 )
 from engine.data.writer import write_dataset
-from engine.report.dataset_summary import describe_dataset
 
 DEFAULT_PATTERN = "pairs"
 DEFAULT_VAL_FRACTION = 0.1
@@ -92,7 +94,6 @@ class PrepareConfig:
     hf_val_split: str | None = None
     """The split for validation of the Hugging Face dataset in --val, or else in the inputs."""
     deduplicate: bool = False  # Leave out documents that repeat an earlier one exactly.
-    sha256: str | None = None  # Expected SHA-256 of the file at an address, which is then cached.
     encoding: str = DEFAULT_ENCODING
     """The encoding of text, JSON and CSV, by its name in Python; auto: detected for each file."""
     errors: Literal["strict", "replace"] = "strict"
@@ -185,26 +186,27 @@ def check_arguments(config: PrepareConfig) -> None:
     """Raise UserError for arguments that contradict each other."""
     inputs = (*config.inputs, *config.val)
     if not config.inputs or "" in inputs:
-        kinds = "a file, a folder, an address, hf:NAME, - (standard input), pydocs or stdlib"
-        raise UserError(f"INPUT: missing. Give {kinds}.")
+        raise UserError("INPUT: missing. Give a file, a folder, an address, hf:NAME, - or pydocs.")
     check_ranges(config)
     if config.pattern not in (None, *SPLIT_PATTERNS):
         names = ", ".join(SPLIT_PATTERNS)
         raise UserError(f"--pattern: must be one of {names} (got {config.pattern}).")
     has_val = bool(config.val or config.hf_val_split)
-    if config.val_fraction is not None and has_val == bool(config.val_fraction):
-        requirement = "must be 0 with --val" if has_val else "must be greater than 0 without --val"
-        raise UserError(f"--val-fraction: {requirement} (got {config.val_fraction}). Leave it out.")
+    if has_val and config.val_fraction:
+        problem = f"must be 0 with --val (got {config.val_fraction})"
+        raise UserError(f"--val-fraction: {problem}. Leave it out.")
+    if not has_val and config.val_fraction == 0:
+        raise UserError("--val-fraction: must be greater than 0 without --val. Leave it out.")
     if config.glob and Path(config.glob).is_file() and any(map(os.path.isfile, inputs)):
         pattern = f"--glob '*{Path(config.glob).suffix}'"
         raise UserError(f"--glob: must be a pattern (got {config.glob}). Quote it: {pattern}")
     trains_bpe = config.tokenizer == "bpe"
     has_template = config.chat and config.tokenizer not in TRAINED_TOKENIZERS
-    has_address = any("://" in name for name in inputs)
-    has_folder = has_address or any(Path(name).is_dir() for name in inputs)
+    has_folder = any("://" in name or Path(name).is_dir() for name in inputs)
     has_hub = any(name.startswith("hf:") for name in inputs)
     has_val_hub = any(name.startswith("hf:") for name in config.val or config.inputs)
-    has_pipe = any(name in STDIN_NAMES or Path(name).is_fifo() for name in inputs)
+    if config.separator == "":
+        raise UserError("--separator: needs a text. Otherwise leave --separator out.")
     requirements = [
         ("--vocab-size", config.vocab_size, trains_bpe, "--tokenizer bpe"),
         ("--pattern", config.pattern, trains_bpe, "--tokenizer bpe"),
@@ -214,12 +216,10 @@ def check_arguments(config: PrepareConfig) -> None:
         ("--chat-template", config.chat_template, has_template, "--chat and a --tokenizer"),
         ("--template-variable", config.template_variable, has_template, "--chat and a --tokenizer"),
         ("--glob", config.glob, has_folder, "a folder as input"),
-        ("--sha256", config.sha256, has_address, "an address as input"),
         ("--hf-config", config.hf_config, has_hub, "hf:NAME as input"),
         ("--hf-split", config.hf_split, has_hub, "hf:NAME as input"),
         ("--hf-val-split", config.hf_val_split, has_val_hub, "hf:NAME as input"),
-        ("--ray", config.ray, not has_pipe, "files instead of a pipe"),
-        ("--separator", config.separator == "", False, "a text"),
+        ("--ray", config.ray, STDIN_NAME not in inputs, "files instead of standard input"),
     ]
     for flag, value, is_met, requirement in requirements:
         if value and not is_met:
@@ -264,14 +264,14 @@ def check_reader(config: PrepareConfig, reader: Reader, sources: list[Source]) -
 
 
 def list_sources(config: PrepareConfig, spool: Path) -> tuple[list[Source], list[Source]]:
-    """List the files of the inputs, and those of --val or --hf-val-split; pipes are spooled."""
+    """List the files of the inputs, and those of --val or --hf-val-split."""
     hub_names = tuple(name for name in config.inputs if name.startswith("hf:"))
     val_inputs = config.val or (hub_names if config.hf_val_split else ())
     val_split = config.hf_val_split or config.hf_split
-    options = (config.glob, config.sha256, config.hf_config)
-    sources = find_sources(config.inputs, spool, *options, config.hf_split)
+    find = partial(find_sources, glob=config.glob, hub_config=config.hf_config)
+    sources = find(config.inputs, spool, hub_split=config.hf_split)
     (spool / "val").mkdir()
-    return sources, find_sources(val_inputs, spool / "val", *options, val_split)
+    return sources, find(val_inputs, spool / "val", hub_split=val_split)
 
 
 def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -285,7 +285,7 @@ def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None
     rule = corpus.rule
     needs_separator = not (rule.has_examples or rule.is_single_document or has_end_of_text)
     is_few = rule.has_few_documents and not rule.is_single_document
-    encoding = normalize_encoding(config.encoding)
+    encoding = corpus.reader.encoding
     fields = examples.list_fields(config.prompt_field or ())
     settings = {
         **{name: getattr(config, name) for name in ORIGIN_SETTINGS},

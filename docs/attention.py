@@ -27,12 +27,12 @@ from engine.core.cli import run_command
 from engine.core.settings import build, parse
 from engine.data.chats.chat import encode_example
 from engine.data.dataset import open_dataset
+from engine.data.dataset_summary import render_with_targets
 from engine.data.split import Tokens, is_target
 from engine.data.tokenizer import ByteTokenizer, load_tokenizer
 from engine.nn.attention import attend, causal_mask
 from engine.nn.positions import rotate, sinusoids
 from engine.report.attention_maps import attention_maps, token_label
-from engine.report.dataset_summary import render_with_targets
 from engine.report.habits import HABIT_TITLES, habit_masks, sum_habits
 from engine.runs.checkpoint import load_model
 from engine.runs.run_files import find_checkpoint

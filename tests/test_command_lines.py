@@ -112,7 +112,6 @@ MISTAKES = [  # command line, exit code, and a regex of the line
     ("prepare b.txt --pattern gpt2 --tokenizer byte", 1, "--pattern"),
     ("prepare text.txt --field body", 1, "--field"),
     ("prepare text.txt --glob '*'", 1, "--glob"),
-    ("prepare text.txt --sha256 00", 1, "--sha256"),
     ("prepare equal.jsonl", 1, r"80 documents, 79 of them repeats\). .* or --val"),
     ("prepare equal.jsonl --deduplicate", 1, r"1 document, 0 of them repeats\). Give other"),
     ("prepare text.txt --hf-split train", 1, "--hf-split"),

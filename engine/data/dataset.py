@@ -2,9 +2,10 @@
 
 import contextlib
 import hashlib
+import itertools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ SPLIT_NAMES = ("train", "val")
 MIN_VAL_DOCUMENTS = 6  # with fewer different ones, a validation loss says little
 LENGTHS_DTYPE = "uint32"
 SHARD_HEADER_BYTES = 128  # NumPy's header with room for an array of any length
+MAX_LISTED_SOURCES = 100_000  # in a split; with more, none are listed
 VERSION_FILE = "prepared_from.json"  # holds Corpus.version
 # A document that was cut is counted once in "documents".
 STATISTIC_NAMES = ("documents", "repeats", "longest", "vocabulary", "val_distinct", "val_copies")
@@ -175,6 +177,28 @@ def list_shards(manifest: dict[str, Any]) -> dict[str, str]:
     counts = [manifest["splits"][split] for split in SPLIT_NAMES]
     shards = [shard for count in counts for shard in (*count["shards"], *count.get("lengths", ()))]
     return {shard["file"]: shard["sha256"] for shard in shards}
+
+
+def merge_sources(sources: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add up the tokens of neighbors, {source, tokens} each, that are of one source."""
+    merged: list[dict[str, Any]] = []
+    for entry in sources:
+        if merged and merged[-1]["source"] == entry["source"]:
+            merged[-1]["tokens"] += entry["tokens"]
+        elif entry["tokens"]:
+            merged.append({**entry})
+    return merged
+
+
+def add_up(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Add up the counts of a split in all units; join their lists of shards and of sources."""
+    totals: dict[str, Any] = {}
+    for name, first in entries[0].items():
+        values = [entry[name] for entry in entries]
+        totals[name] = [*itertools.chain(*values)] if isinstance(first, list) else sum(values)
+    sources = merge_sources(totals["sources"])
+    totals["sources"] = sources if len(sources) <= MAX_LISTED_SOURCES else []
+    return totals
 
 
 def verify_dataset(dataset: Dataset, force: bool) -> None:

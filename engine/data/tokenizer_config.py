@@ -1,6 +1,8 @@
 """Files of a model beside its tokenizer.json: what begins and ends its texts, chat templates."""
 
+import itertools
 import json
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ def with_model_files(document: Document, directory: Path) -> Document:
     special = special_tokens_of(document)
     end = tokens.get("eos_token") or END_OF_TEXT
     starts = [name for name, number in special.items() if number == ids.get("bos_token_id")]
-    start = tokens.get("bos_token") or [*starts, end][0]
+    start = tokens.get("bos_token") or (starts[0] if starts else end)
     ends = ids.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]
     stops = [str(number) for name, number in special.items() if name != end and number in ends]
@@ -65,8 +67,10 @@ def text_start_of(document: Document) -> list[int]:
     runner = json.loads(tokenizers.Tokenizer(WordLevel({"a": 0}, "a")).to_str())
     runner["post_processor"] = document["post_processor"]
     encoding = tokenizers.Tokenizer.from_str(json.dumps(runner)).encode("a")
-    ids = encoding.ids[: [*encoding.special_tokens_mask, 0].index(0)]
-    return ids if {*ids} <= {*special_tokens_of(document).values()} else []
+    pairs = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+    ids = [number for number, _ in itertools.takewhile(itemgetter(1), pairs)]
+    is_special = {*special_tokens_of(document).values()}.issuperset(ids)
+    return ids if is_special else []
 
 
 def _read_object(path: Path) -> dict[str, Any]:

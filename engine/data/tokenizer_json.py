@@ -148,12 +148,13 @@ def added_tokens(special: dict[str, int]) -> list[dict[str, Any]]:
 
 def with_extension(document: Document, **values: str | None) -> Document:
     """Change values of a document's extension; None and the usual end of text remove one."""
-    values = document["model"].get(EXTENSION_KEY, {}) | values
-    unset = [("end_of_text", END_OF_TEXT), *((name, None) for name in values)]
-    values = {name: value for name, value in values.items() if (name, value) not in unset}
-    model = {name: value for name, value in document["model"].items() if name != EXTENSION_KEY}
-    if values:
-        model[EXTENSION_KEY] = values
+    model = {**document["model"]}
+    changed = model.pop(EXTENSION_KEY, {}) | values
+    if changed.get("end_of_text") == END_OF_TEXT:
+        changed["end_of_text"] = None
+    extension = {name: value for name, value in changed.items() if value is not None}
+    if extension:
+        model[EXTENSION_KEY] = extension
     return document | {"model": model}
 
 
@@ -246,9 +247,9 @@ def check_document(document: Any) -> None:
     vocab = vocab_of(document)
     added = [(token["content"], token["id"]) for token in document["added_tokens"]]
     tokens = {*vocab.items(), *added}
-    num_names = len({name for name, _ in tokens})
-    is_unique = num_names == len({number for _, number in tokens}) == len(tokens)
-    if not is_unique or len(vocab) < len(model["vocab"]):
+    names = {name for name, _ in tokens}
+    numbers = {number for _, number in tokens}
+    if min(len(names), len(numbers)) < len(tokens) or len(vocab) < len(model["vocab"]):
         raise UserError("two tokens have one id, or one token has two")
     if vocab_size_of(document) > MAX_VOCAB_SIZE:
         raise UserError(f"ids must be below {MAX_VOCAB_SIZE:,}")

@@ -7,7 +7,6 @@ import hashlib
 import io
 import itertools
 import json
-import operator
 import os
 import re
 import shutil
@@ -16,8 +15,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial, reduce
-from operator import attrgetter, itemgetter
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ from engine.data.tokenizer import Tokenizer, load_tokenizer
 
 RAY_TIMEOUT_SECONDS = 10  # to reach a cluster
 MAX_RAY_RETRIES = 5  # of a unit, after its worker or machine was lost
-MAX_LISTED_SOURCES = 100_000  # in a split; with more, none are listed
 
 
 class Batch:
@@ -52,6 +50,21 @@ class Batch:
         self.counts: dict[str, Counter] = defaultdict(Counter)
         self.texts: list[tuple[bytes, int, bool, bool]] = []  # see documents.TEXT_DTYPE
         self.num_characters = 0
+
+    def add(self, pieces: Sequence[Piece], source: str, encode: Encoder) -> int:
+        """Encode consecutive pieces for one split, of one document. Returns their tokens."""
+        split = pieces[0].split
+        ends_document = pieces[-1].ends_document
+        content = "".join(piece.text for piece in pieces)
+        ids, num_bytes, num_targets = encode(content, pieces[0].starts_document, ends_document)
+        self.ids[split].append(ids)
+        self.sources[split].append({"source": source, "tokens": len(ids)})
+        self.counts[split]["bytes"] += num_bytes
+        self.counts[split]["targets"] += num_targets
+        if ends_document:
+            self.counts[split]["documents"] += 1
+        self.num_characters += len(content)
+        return len(ids)
 
 
 def encode_batch(
@@ -66,18 +79,8 @@ def encode_batch(
         is_val = any(piece.split == "val" for piece in pieces)
         num_tokens = 0
         if text.ends_document or not join_pieces:
-            for split, group in itertools.groupby(pieces, key=attrgetter("split")):
-                _, contents, starts, ends = zip(*group, strict=True)
-                content = "".join(contents)
-                ids, num_bytes, num_targets = encode(content, starts[0], ends[-1])
-                batch.ids[split].append(ids)
-                batch.sources[split].append({"source": text.source, "tokens": len(ids)})
-                counts = batch.counts[split]
-                counts["bytes"] += num_bytes
-                counts["documents"] += ends[-1]
-                counts["targets"] += num_targets
-                num_tokens += len(ids)
-                batch.num_characters += len(content)
+            for _, group in itertools.groupby(pieces, key=attrgetter("split")):
+                num_tokens += batch.add([*group], text.source, encode)
             pieces.clear()
         batch.texts.append((digest[documents.HASH_BYTES], num_tokens, text.ends_document, is_val))
     return batch
@@ -158,13 +161,6 @@ def encode_units(
     return sum(unit.size for unit in units)
 
 
-def merge_sources(sources: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add up the tokens of neighbors, {source, tokens} each, that are of one source."""
-    groups = itertools.groupby(filter(itemgetter("tokens"), sources), itemgetter("source"))
-    count = partial(map, itemgetter("tokens"))
-    return [{"source": title, "tokens": sum(count(group))} for title, group in groups]
-
-
 def write_unit(
     job: EncodingJob, unit: Unit, batches: Iterable[Batch], advance: Callable[[int], Any]
 ) -> None:
@@ -187,7 +183,7 @@ def write_unit(
                 lengths = [len(example) for example in batch.ids[split]]
                 writers[f"{split}-lengths"].write(np.array(lengths, dataset.LENGTHS_DTYPE))
             counts[split].update(batch.counts[split], tokens=len(ids))
-            sources[split] += merge_sources(batch.sources[split])
+            sources[split] += dataset.merge_sources(batch.sources[split])
         texts.append(np.array(batch.texts, documents.TEXT_DTYPE))
         advance(batch.num_characters)
     splits: dict[str, dict[str, Any]] = {}
@@ -326,19 +322,15 @@ def make_manifest(
     }
     splits = {}
     for split in SPLIT_NAMES:
-        entries = [summary["splits"][split] for summary in summaries]
-        # The counts of all units are added, and their lists of shards and sources are joined.
-        totals = {key: reduce(operator.iadd, map(itemgetter(key), entries)) for key in entries[0]}
-        sources = merge_sources(totals["sources"])
-        splits[split] = {**totals, "sources": sources if len(sources) <= MAX_LISTED_SOURCES else []}
-        num_tokens = totals["tokens"]
-        if num_tokens < 2 or not totals["bytes"]:
-            count = statistics["documents"]
-            source = f"{count_noun(count, 'document')}, {statistics['repeats']} of them repeats"
+        splits[split] = dataset.add_up([summary["splits"][split] for summary in summaries])
+        num_tokens = splits[split]["tokens"]
+        if num_tokens < 2 or not splits[split]["bytes"]:
+            source = (
+                f"{count_noun(len(hashes), 'document')}, {statistics['repeats']} of them repeats"
+            )
             problem = f"must have text of at least 2 tokens (got {num_tokens}, of {source})"
-            are_equal = count - statistics["repeats"] == 1 < count + statistics["dropped"]
-            change = "Change --val-fraction" if count and not are_equal else "Give other documents"
-            raise UserError(f"the {split} split {problem}. {change} or --val.")
+            advice = "Give other documents, another --val-fraction or --val"
+            raise UserError(f"the {split} split {problem}. {advice}.")
     return {
         "format": dataset.FORMAT_VERSION,
         "vocab_size": job.vocab_size,

@@ -16,7 +16,7 @@ from engine.core.files import atomic_write, exclusive_lock, parse_json, sha256, 
 from engine.data.chats.chat import encode_chat, own_template
 from engine.data.chats.chat_template import parse_value
 from engine.data.chats.examples import Record, parse_messages, read_record
-from engine.data.inputs.local import check_file
+from engine.data.inputs.finder import find_file
 from engine.data.inputs.readers import read_records
 from engine.data.inputs.sources import Reader, Source
 from engine.generation.sampling import DecodingOptions
@@ -124,8 +124,7 @@ def read_lines(path: Path) -> list[tuple[str, Any]]:
 
     Raises UserError for an unreadable record, and for a file without records.
     """
-    check_file(path)
-    source = Source(path.absolute(), str(path))
+    source = Source(find_file(path), str(path))
     lines = []
     for location, record in read_records(source, Reader(field=""), 0, 1, Counter()):
         if isinstance(record, UserError):

@@ -16,10 +16,10 @@ from engine.data.chats.chat import (
 )
 from engine.data.chats.examples import chat_parser, parse_chat, parse_pair
 from engine.data.dataset import open_dataset
+from engine.data.dataset_summary import render_with_targets
 from engine.data.split import is_target
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, named_tokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TEXT, END_OF_TURN
-from engine.report.dataset_summary import render_with_targets
 
 CHAT = [
     ("system", "Be kind."),

@@ -15,8 +15,9 @@ from helpers import ROOT, texts_of
 from engine.core.errors import UserError
 from engine.data.inputs import columns, readers
 from engine.data.inputs.columns import count_parts
+from engine.data.inputs.finder import find_sources
 from engine.data.inputs.readers import read
-from engine.data.inputs.sources import Source, find_sources
+from engine.data.inputs.sources import Source
 
 DAY_AFTER_YEAR_9999 = pyarrow.array([10**7], pyarrow.int32()).cast(pyarrow.date32())
 TWO_FIELDS_OF_ONE_NAME = pyarrow.StructArray.from_arrays(

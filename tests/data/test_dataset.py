@@ -24,8 +24,8 @@ from engine.data.dataset import (
     open_dataset,
     verify_dataset,
 )
+from engine.data.dataset_summary import describe_dataset
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
-from engine.report.dataset_summary import describe_dataset
 
 
 @pytest.mark.parametrize("lengths", [[10], [3, 4, 3], [1] * 10, [0, 5, 0, 0, 5, 0]])

@@ -13,8 +13,8 @@ from helpers import make_dataset
 from engine.core.errors import UserError
 from engine.data.batches import open_mixture
 from engine.data.dataset import open_dataset
+from engine.data.dataset_summary import describe_dataset
 from engine.report.callback import describe_data
-from engine.report.dataset_summary import describe_dataset
 from prepare import PrepareConfig, prepare
 
 SIZES = (60, 61, 120, 400)  # of growing datasets

@@ -23,8 +23,9 @@ from helpers import texts_of
 from engine.core.errors import UserError
 from engine.data.inputs import columns, readers, sources
 from engine.data.inputs.columns import count_parts
+from engine.data.inputs.finder import find_sources
 from engine.data.inputs.readers import Text, read, split_document
-from engine.data.inputs.sources import Reader, Source, find_sources
+from engine.data.inputs.sources import Reader, Source
 from engine.data.tokenizer import Tokenizer, named_tokenizer
 from engine.data.tokenizer_json import SPLIT_PATTERNS
 from engine.data.tokenizer_training import train_bpe_tokenizer

@@ -6,19 +6,19 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from helpers import make_reader, texts_of, write_lines
+from helpers import make_reader, texts_of
 
 from engine.core.errors import UserError
 from engine.data.dataset import open_dataset
 from engine.data.inputs import readers, records, sources
 from engine.data.inputs.documents import Corpus
+from engine.data.inputs.finder import find_sources
 from engine.data.inputs.readers import read
-from engine.data.inputs.sources import Reader, Source, find_sources
+from engine.data.inputs.sources import Reader, Source
 from prepare import PrepareConfig, prepare
 
 LINE = "ein Satz, schön und 漢字 🚀\n"
@@ -41,7 +41,7 @@ LONG = "x" * 2000
     [
         ("a.jsonl", '{"text": "a"}\n{"text": "' + LONG, "a.jsonl, line 2"),
         ("a.jsonl.gz", '{"text": "' + LONG, "a.jsonl.gz, line 1"),
-        ("a.json", '[\n{"text": "' + LONG + '"}]', "a.json, record 1"),
+        ("a.json", '[\n{"text": "' + LONG + '"}]', "a.json, line 2"),
         ("a.json", '[\n{"text":\n' + "[1,\n" * 400, "a.json, record 1"),
         ("a.csv", "text\na\n" + LONG, "a.csv, line 3"),
         ("a.csv", 'text\n"' + "x\n" * 1000, "a.csv, line 2"),
@@ -54,14 +54,6 @@ def test_a_record_that_is_too_long_is_refused_by_name(name, content, location, s
     (tmp_path / name).write_bytes(compress(content.encode()))
     with pytest.raises(UserError, match=f"^{location}: "):
         texts_of(tmp_path / name, separator="%" if name == "a.txt" else "")
-
-
-def test_lines_that_are_too_long_are_left_out(small, tmp_path: Path):
-    line = '{"text": "a"}\n'
-    (tmp_path / "a.jsonl").write_text(line + LONG + "\n" + line + LONG)
-    notes: Counter = Counter()
-    assert texts_of(tmp_path / "a.jsonl", notes, skip_bad_rows=True) == ["a", "a"]
-    assert sum(notes.values()) == 2
 
 
 def test_a_quote_in_a_bad_row_of_a_table_with_tabs_hides_no_other_row(tmp_path: Path):
@@ -194,20 +186,6 @@ def test_notes_of_all_units_are_in_the_manifest(tmp_path: Path, monkeypatch):
         changed = PrepareConfig(**{**vars(config), **change})
         with pytest.raises(UserError, match=next(iter(change))):
             prepare(changed)
-
-
-def test_reasons_are_few(tmp_path: Path):
-    rows = [{"text": "a"}, *({"text": None, chr(97 + i % 26) * i: 1} for i in range(1, 60))]
-    write_lines(tmp_path / "a.jsonl", rows)
-
-    def turns_of(record: dict[str, Any]) -> list[tuple[str, str]]:
-        if record["text"]:
-            return [("prompt", "a"), ("completion", "b")]
-        raise UserError(f"{[*record][1]} is not a field")
-
-    notes: Counter = Counter()
-    assert len(texts_of(tmp_path / "a.jsonl", notes, skip_bad_rows=True, turns_of=turns_of)) == 1
-    assert sum(notes.values()) == 59 and len(notes) <= readers.MAX_REASONS + 1
 
 
 def test_a_separator_across_blocks_is_found(small, tmp_path: Path):

@@ -1,9 +1,7 @@
-"""Files, folders, pipes, downloads, addresses: which sources are listed, and how they are read."""
+"""Files, folders, standard input, addresses: which sources are listed, and how they are read."""
 
 import contextlib
-import errno
 import gzip
-import hashlib
 import http.server
 import json
 import os
@@ -11,13 +9,12 @@ import pickle
 import random
 import re
 import socket
-import stat
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import fsspec
 import pyarrow
@@ -27,16 +24,14 @@ from fsspec.implementations.memory import MemoryFile
 from helpers import read_lines, texts_of
 
 from engine.core.errors import UserError
-from engine.data.inputs import sources
-from engine.data.inputs.local import check_mode
+from engine.data.inputs import finder, sources
+from engine.data.inputs.finder import find_sources
 from engine.data.inputs.readers import read
-from engine.data.inputs.sources import Source, find_sources
+from engine.data.inputs.sources import Source
 
 
-def find(
-    *inputs: object, glob: str | None = None, sha256: str | None = None, spool: Path = Path()
-) -> list[Source]:
-    return find_sources(tuple(map(str, inputs)), spool, glob, sha256)
+def find(*inputs: object, glob: str | None = None, spool: Path = Path()) -> list[Source]:
+    return find_sources(tuple(map(str, inputs)), spool, glob)
 
 
 def error_of(*inputs: object, **options: Any) -> str:
@@ -90,16 +85,6 @@ def test_an_unsuitable_glob_is_refused(glob: str, tmp_path: Path):
     assert "--glob" in error_of(tmp_path, glob=glob)
 
 
-def test_links_are_followed_but_not_in_circles(tmp_path: Path):
-    for name in ("here/deep", "there"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "there" / "a.txt").write_text("text")
-    (tmp_path / "here" / "link").symlink_to(tmp_path / "there")
-    assert [source.name for source in find(tmp_path / "here")] == [f"{tmp_path}/here/link/a.txt"]
-    (tmp_path / "here" / "deep" / "back").symlink_to(tmp_path / "here")
-    assert "deep/back" in error_of(tmp_path / "here")
-
-
 def test_each_real_folder_and_file_is_read_once_however_many_links_lead_to_it(tmp_path: Path):
     for number in range(22):
         (tmp_path / f"{number:02}").mkdir()
@@ -107,57 +92,28 @@ def test_each_real_folder_and_file_is_read_once_however_many_links_lead_to_it(tm
         for name in ("one", "two"):
             (tmp_path / f"{number:02}" / name).symlink_to(tmp_path / f"{number + 1:02}")
     (tmp_path / "22").mkdir()
+    (tmp_path / "22" / "back").symlink_to(tmp_path / "00")
     (tmp_path / "00" / "0.txt").symlink_to("a.txt")
-    (tmp_path / "05" / "same.txt").hardlink_to(tmp_path / "05" / "a.txt")
-    texts = [*map("text {}".format, range(22))]
     listed = find(tmp_path / "00")
-    assert sorted(texts_of(source)[0] for source in listed) == sorted([*texts, "text 5"])
+    texts = [f"text {number}" for number in range(22)]
+    assert sorted(texts_of(source)[0] for source in listed) == sorted(texts)
     assert listed[0].name == str(tmp_path / "00" / "0.txt") and listed == find(tmp_path / "00")
     assert len(find(tmp_path / "00", tmp_path / "00")) == 2 * len(listed)
     assert len(find(tmp_path / "00", glob="a.txt")) == 22
-
-
-def test_links_between_two_folders_end(tmp_path: Path):
-    for name, target in (("a", "b"), ("b", "a")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "link").symlink_to(tmp_path / target)
-        (tmp_path / name / "text.txt").write_text(name)
-    names = [f"{tmp_path}/a/link/text.txt", f"{tmp_path}/a/text.txt"]
-    assert [source.name for source in find(tmp_path / "a")] == names
 
 
 # What is not a file.
 
 
 @pytest.mark.parametrize("is_in_folder", [False, True])
-@pytest.mark.parametrize(
-    ("target", "word"),
-    [
-        ("/dev/zero", "character device"),
-        ("/dev/urandom", "character device"),
-        ("absent.txt", "absent.txt"),
-        ("link.txt", "evels"),
-        ("socket", "socket"),
-    ],
-)
-def test_a_link_to_no_file_is_refused(target, word, is_in_folder, tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize("target", ["/dev/zero", "absent.txt", "link.txt", "../pipe"])
+def test_a_link_to_no_file_is_refused(target, is_in_folder, tmp_path: Path):
     (tmp_path / "folder").mkdir()
-    monkeypatch.chdir(tmp_path / "folder")
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind("../socket")
-        link = tmp_path / "folder" / "link.txt"
-        link.symlink_to(target if target != "socket" else "../socket")
-        line = error_of(link.parent if is_in_folder else link)
-    assert line.startswith(f"{link}: ") and word in line
+    os.mkfifo(tmp_path / "pipe")
+    link = tmp_path / "folder" / "link.txt"
+    link.symlink_to(target)
+    assert error_of(link.parent if is_in_folder else link).startswith(f"{link}: must be a file")
     assert "no files" in error_of(link.parent, glob="*.md")  # what is not chosen does not matter
-
-
-@pytest.mark.parametrize(
-    ("mode", "word"), [(stat.S_IFBLK, "block"), (stat.S_IFIFO, "pipe"), (stat.S_IFSOCK, "socket")]
-)
-def test_what_could_block_is_refused(mode: int, word: str):
-    with pytest.raises(UserError, match=f"^name: .*{word}"):
-        check_mode("name", mode)
 
 
 def test_what_may_not_be_read_is_refused(tmp_path: Path, monkeypatch):
@@ -172,23 +128,39 @@ def test_what_may_not_be_read_is_refused(tmp_path: Path, monkeypatch):
     assert re.match(f"{tmp_path}: .*Permission denied", error_of(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["-", "/dev/stdin"])
-def test_standard_input_is_a_pipe_or_a_file_but_no_device_or_folder(name: str, tmp_path: Path):
-    (tmp_path / "a.txt").write_text("through standard input")
+@pytest.fixture
+def give_stdin() -> Iterator[Callable[[Path], None]]:
+    """Return a function that makes a file or a folder the standard input."""
     original = os.dup(0)
-    try:
-        with open("/dev/zero") as file:
-            os.dup2(file.fileno(), 0)
-        assert error_of(name, spool=tmp_path).startswith(f"{name}: ")
-        folder = os.open(tmp_path, os.O_RDONLY)
-        os.dup2(folder, 0)
-        os.close(folder)
-        assert re.match(f"{name}: .*directory", error_of(name, spool=tmp_path))
-        with open(tmp_path / "a.txt") as file:
-            os.dup2(file.fileno(), 0)
-        assert texts_of(*find(name, spool=tmp_path)) == ["through standard input"]
-    finally:
-        os.dup2(original, 0)
+
+    def give(path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.dup2(descriptor, 0)
+        os.close(descriptor)
+
+    yield give
+    os.dup2(original, 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        ("through standard input", ["through standard input"]),
+        ('\ufeff\n {"text": "a"}\n{"text": "b"}', ["a", "b"]),
+        ("{\n}", ["{\n}"]),
+        ("[1] a note\n", ["[1] a note\n"]),
+        ("[{a}]\n", ["[{a}]\n"]),
+        ('[\r\n  {\r\n "text": "a"\r\n  },\r\n{"text": "b"}]\r\n', ["a", "b"]),
+        ('{"text": "' + "a" * 2**19 + '"}\n{"text": "b"}', [*["a" * 2**16] * 8, "b"]),
+    ],
+)
+def test_standard_input_is_text_or_records_and_read_twice(content, texts, give_stdin, tmp_path):
+    (tmp_path / "input").write_text(content)
+    give_stdin(tmp_path / "input")
+    (source,) = find("-", spool=tmp_path)
+    assert texts_of(source) == texts_of(source) == texts
+    give_stdin(tmp_path)
+    assert re.match(f"-: .*{tmp_path}.*directory.*TMPDIR", error_of("-", spool=tmp_path))
 
 
 # Files that change between two readings.
@@ -284,53 +256,6 @@ def test_the_version_changes_with_the_file_and_a_source_can_be_pickled(tmp_path,
     assert texts_of(pickle.loads(pickle.dumps(source))) == ["text"]
 
 
-@pytest.mark.parametrize(
-    ("content", "texts"),
-    [
-        ("through a pipe", ["through a pipe"]),
-        ('{"text": "a"}\n{"text": "b"}', ["a", "b"]),
-        ("{\n}", ["{\n}"]),
-        ("7\n", ["7\n"]),
-        ('\ufeff{"text": "a"}\n', ["a"]),
-        ('\n {"text": "a"}\n', ["a"]),
-        ('[{"text": "a"}, {"text": "b"}]', ["a", "b"]),
-        ('\ufeff[\r\n  {\r\n "text": "a"\r\n  },\r\n{"text": "b"}]\r\n', ["a", "b"]),
-        ('[{"text": "' + "a" * 2**19 + '"}]', ["a" * 2**16] * 8),
-        ('{"text": "' + "a" * 2**19 + '"}\n{"text": "b"}', [*["a" * 2**16] * 8, "b"]),
-        ('{"name": 1} is a record\n', ['{"name": 1} is a record\n']),
-        ("[1] a note\n", ["[1] a note\n"]),
-        ("[{a}]\n", ["[{a}]\n"]),
-        ('[[{"text": "a"}]]', ['[[{"text": "a"}]]']),
-        ("[", ["["]),
-        ('[{"text": "é"}]'.encode("utf-16"), ["é"]),
-        ('{"text": "é"}\n'.encode("utf-16"), ["é"]),
-    ],
-)
-def test_a_pipe_is_text_or_records_and_read_more_than_once(content, texts, tmp_path: Path):
-    encoding = "utf-8" if isinstance(content, str) else "utf-16"
-    data = content.encode() if isinstance(content, str) else content
-    os.mkfifo(tmp_path / "pipe")
-    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(data,))
-    writer.start()
-    (source,) = find(tmp_path / "pipe", spool=tmp_path)
-    writer.join()
-    for _ in range(2):
-        assert texts_of(source, encoding=encoding) == texts
-
-
-def test_a_pipe_that_fills_the_disk_is_named(tmp_path: Path, monkeypatch):
-    def copy(pipe: object, file: BinaryIO) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("engine.data.inputs.local.shutil.copyfileobj", copy)
-    os.mkfifo(tmp_path / "pipe")
-    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(b"",))
-    writer.start()
-    with pytest.raises(UserError, match=f"^{tmp_path / 'pipe'}: .*{tmp_path}.*TMPDIR"):
-        find(tmp_path / "pipe", spool=tmp_path)
-    writer.join()
-
-
 # Web servers.
 
 
@@ -385,24 +310,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("Content-Encoding", "gzip")
         if way == "damaged":
             self.send_header("Content-Encoding", "gzip")
-        if way in ("grown", "shrunken") and body:
-            body = body + body if way == "grown" else body[:-1]
+        if way == "shrunken" and body:
+            body = body[:-1]
             size = len(body)
         if way == "chunked":
             self.send_header("Transfer-Encoding", "chunked")
             body = b"ff\r\nonly the start" if body else b""
-        elif way not in ("no-length", "endless"):
+        elif way != "no-length":
             self.send_header("Content-Length", str(size))
         self.end_headers()
         if way == "slow":
             body = body[:50]
             self.wfile.write(body)
             time.sleep(1)
-        while way == "endless" and body:
-            try:
-                self.wfile.write(self.server.body)
-            except OSError:
-                return
         with contextlib.suppress(ConnectionError):
             self.wfile.write(body[: 100 if way == "short" else None])
 
@@ -452,7 +372,6 @@ def test_the_version_of_a_served_file_changes_with_it(server: Server):
     assert find(address)[0].info != before
 
 
-@pytest.mark.parametrize("sha256", [None, "0" * 64])
 @pytest.mark.parametrize(
     ("path", "word"),
     [
@@ -465,26 +384,15 @@ def test_the_version_of_a_served_file_changes_with_it(server: Server):
         ("damaged/a", ""),
     ],
 )
-def test_a_failed_request_is_one_line_and_leaves_nothing(path, word, sha256, server, tmp_path):
+def test_a_failed_request_is_one_line(path, word, server):
     address = f"{server.address}/{path}"
-    line = error_of(address, sha256=sha256)
-    assert re.match(f"{re.escape(address)}: could not be read .*({word})", line)
-    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert re.match(f"{re.escape(address)}: could not be read .*({word})", error_of(address))
 
 
-@pytest.mark.parametrize("way", ["grown", "shrunken"])
-@pytest.mark.parametrize("size", [1000, 2**20])
-def test_a_size_that_differs_from_the_announced_one_is_an_error(way, size, server: Server):
-    server.body = b"x" * size
-    address = f"{server.address}/{way}/a.txt"
+def test_a_body_that_is_shorter_than_announced_is_an_error(server: Server):
+    server.body = b"x" * 2**20
+    address = f"{server.address}/shrunken/a.txt"
     assert error_of(address).startswith(f"{address}: ")
-
-
-@pytest.mark.parametrize("block", [random.Random(0).randbytes(2**16), bytes(2**16)])
-def test_a_body_without_end_is_refused_where_it_is_not_text(block: bytes, server: Server):
-    server.body = b"served text\n" * 40_000 + block
-    address = f"{server.address}/endless/a.txt"
-    assert re.search("at byte 4[0-9]{5}", error_of(address))
 
 
 def test_a_slow_or_silent_web_server_is_given_up(server: Server, monkeypatch):
@@ -494,38 +402,27 @@ def test_a_slow_or_silent_web_server_is_given_up(server: Server, monkeypatch):
             assert "imeout" in error_of(f"{address}/a.txt")
 
 
-@pytest.mark.parametrize("way", ["ranges", "no-ranges", "no-length"])
-def test_a_download_happens_once(way: str, server: Server, tmp_path: Path):
-    server.body *= 100
-    expected = hashlib.sha256(server.body).hexdigest()
-    address = f"{server.address}/{way}/a.txt?version=1"
-    (source,) = find(address, sha256=expected.upper())
-    assert Path(source.path).name == "a.txt" and Path(source.path).read_bytes() == server.body
-    num_requests = len(server.requests)
-    assert find(address, sha256=expected) == [source] and len(server.requests) == num_requests
-    assert "SHA-256" in error_of(address, sha256="0" * 64)
-    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-
-
-def test_shakespeare_is_downloaded_and_checked(server: Server, shakespeare: Path, monkeypatch):
-    monkeypatch.setattr(sources, "SHAKESPEARE_URL", f"{server.address}/input.txt")
+def test_shakespeare_is_downloaded_once_and_checked(server, shakespeare, tmp_path, monkeypatch):
+    monkeypatch.setattr(finder, "SHAKESPEARE_URL", f"{server.address}/404/input.txt")
+    assert re.search("could not be read.*404.*stdlib.* file", error_of("shakespeare"))
+    monkeypatch.setattr(finder, "SHAKESPEARE_URL", f"{server.address}/input.txt")
     assert "86c4" in error_of("shakespeare")
-    monkeypatch.setattr(sources, "SHAKESPEARE_URL", "http://127.0.0.1:1/input.txt")
-    assert re.search("could not be read.*stdlib.* file", error_of("shakespeare"))
-    monkeypatch.setattr(sources, "SHAKESPEARE_URL", f"{server.address}/input.txt")
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     server.body = shakespeare.read_bytes()
-    assert Path(find("shakespeare")[0].path).read_bytes() == server.body
+    (source,) = find("shakespeare")
+    assert Path(source.path).read_bytes() == server.body
+    num_requests = len(server.requests)
+    assert find("shakespeare") == [source] and len(server.requests) == num_requests
 
 
-def test_a_cache_that_cannot_be_written_is_named(server: Server, tmp_path: Path, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch):
     (tmp_path / "file").touch()
-    address = f"{server.address}/a.txt"
     for cache, home in ((tmp_path / "file", tmp_path), ("", "~")):
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
         monkeypatch.setattr("os.path.expanduser", lambda name, home=home: f"{home}{name[1:]}")
-        line = error_of(address, sha256="0" * 64)
+        line = error_of("shakespeare")
         assert line.startswith(f"{cache or '~/.cache'}/gpt-trainer: ") and "XDG_CACHE_HOME" in line
-    assert not server.requests and not Path("~").exists()
+    assert not Path("~").exists()
 
 
 # Other file systems.
@@ -594,9 +491,3 @@ def test_a_bug_while_reading_is_not_called_an_unreadable_file(tmp_path: Path, mo
     monkeypatch.setattr("engine.data.inputs.records.JSON_DECODER", None)
     with pytest.raises(AttributeError):
         texts_of(tmp_path / "a.jsonl")
-
-
-def test_a_file_that_is_compressed_twice_says_so(tmp_path: Path):
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(gzip.compress(b"text")))
-    with pytest.raises(UserError, match=r"^a\.txt\.gz: .*twice"):
-        texts_of(tmp_path / "a.txt.gz")

@@ -127,7 +127,7 @@ def test_the_manifest_is_that_of_the_same_files_at_another_place(corpora, tmp_pa
     names = [source["source"] for source in lists[0]]
     assert names == sorted({*names}) and names[-1] == "17.txt"
     for limit in (len(names) - 1, len(names)):
-        monkeypatch.setattr(writer, "MAX_LISTED_SOURCES", limit)
+        monkeypatch.setattr("engine.data.dataset.MAX_LISTED_SOURCES", limit)
         prepare(config_of(Path("deeper"), "texts", tmp_path / str(limit)))
         splits = open_dataset(tmp_path / str(limit)).manifest["splits"]
         assert splits["train"]["sources"] == (lists[0] if limit == len(names) else [])

@@ -13,9 +13,9 @@ from helpers import make_dataset
 
 from engine.data.batches import open_mixture
 from engine.data.dataset import open_dataset
+from engine.data.dataset_summary import describe_dataset
 from engine.report.attention_maps import encode_triangles
 from engine.report.callback import describe_data, text_origin
-from engine.report.dataset_summary import describe_dataset
 from engine.report.page import collect_run_content, write_page
 from prepare import PrepareConfig, prepare
 

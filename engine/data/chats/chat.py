@@ -213,12 +213,15 @@ def first_question(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     text = template.render(to_messages([("user", PLACEHOLDER_TEXT)]), add_generation_prompt=True)
     before, _, after = text.partition(PLACEHOLDER_TEXT)
     pattern = names_pattern(tokenizer)
-    marks = [match.start() for match in pattern.finditer(before)]
-    ending = pattern.search(after)
-    if not (marks and ending):
+    marks_before = [*pattern.finditer(before)]
+    mark_after = pattern.search(after)
+    if not marks_before or not mark_after:
         return ""
-    _, _, rest = tokenizer.decode(list(ids)).partition(before[marks[-1] :])
-    return rest.partition(after[: ending.end()])[0].strip()
+    opening = before[marks_before[-1].start() :]  # from the last special token on
+    closing = after[: mark_after.end()]  # to the first special token
+    _, _, from_question = tokenizer.decode(list(ids)).partition(opening)
+    question, _, _ = from_question.partition(closing)
+    return question.strip()
 
 
 def encode_example(tokenizer: Tokenizer, turns: Sequence[Turn]) -> np.ndarray:
@@ -242,7 +245,7 @@ def encode_example(tokenizer: Tokenizer, turns: Sequence[Turn]) -> np.ndarray:
         try:
             stop = ids.index(-1 if end is None else end, start) + 1
         except ValueError:
-            number = index + (turns[0][0] != TOOLS_ROLE)
+            number = index if turns[0][0] == TOOLS_ROLE else index + 1
             raise UserError(f"the model's chat template does not end message {number}") from None
         example[start:stop] = ids[start:stop]
     return np.array(example, np.int32)
@@ -279,17 +282,22 @@ def _answer_start(template: ChatTemplate, messages: list[Message], index: int, t
     between prompt and answer, such as ``<think>``, belongs to the answer.
     """
     before = messages[:index]
-    has_before = index > (messages[0]["role"] == TOOLS_ROLE)
-    prompt = template.render(before, add_generation_prompt=True) if has_before else ""
+    has_prompt = any(message["role"] != TOOLS_ROLE for message in before)
+    prompt = template.render(before, add_generation_prompt=True) if has_prompt else ""
     if prompt and text.startswith(prompt):
         return len(prompt)
-    answer = {"role": "assistant", "content": PLACEHOLDER_TEXT}
-    start = common_length(text, template.render([*before, answer, *messages[index + 1 :]]))
+    # Two renderings differ from where the text of the answer starts.
+    other_answer = {"role": "assistant", "content": PLACEHOLDER_TEXT}
+    other_text = template.render([*before, other_answer, *messages[index + 1 :]])
+    start = common_length(text, other_text)
+    if not has_prompt:
+        return start
     up_to_answer = template.render(messages[: index + 1])
-    end = common_length(up_to_answer, template.render([*before, answer]))
+    end = common_length(up_to_answer, template.render([*before, other_answer]))
     added = up_to_answer[len(prompt) : end]
-    is_generated = up_to_answer.startswith(prompt) and text[:start].endswith(added)
-    return start - len(added) if has_before and is_generated else start
+    if up_to_answer.startswith(prompt) and text[:start].endswith(added):
+        return start - len(added)
+    return start
 
 
 def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
@@ -322,8 +330,10 @@ def make_encoder(tokenizer: Tokenizer, separator: str, examples: bool) -> Encode
 
     def encode_text(text: str, starts: bool, ends: bool) -> tuple[np.ndarray, int, int]:
         ids = tokenizer.encode_from_start(text) if starts else tokenizer.encode(text)
-        num_bytes = len(text.encode()) + ends * len(separator)
-        return np.concatenate((ids, ending)) if ends else ids, num_bytes, 0
+        num_bytes = len(text.encode())
+        if ends:
+            return np.concatenate((ids, ending)), num_bytes + len(separator), 0
+        return ids, num_bytes, 0
 
     def encode_turns(text: str, starts: bool, ends: bool) -> tuple[np.ndarray, int, int]:
         ids = encode_example(tokenizer, json.loads(text))

@@ -18,7 +18,7 @@ from engine.data.chats.chat_template import (
     map_texts,
     parse_value,
 )
-from engine.data.inputs.readers import CHAT_FIELDS, PAIR_FIELDS, describe_field
+from engine.data.inputs.fields import CHAT_FIELDS, PAIR_FIELDS, describe_field
 from engine.data.inputs.sources import ExampleParser
 
 PROMPT_SEPARATOR = "\n\n"  # between the texts of several prompt fields
@@ -182,9 +182,11 @@ def dropped_texts(template: ChatTemplate, turns: Sequence[Turn]) -> list[tuple[i
         for name in filter(keys.get, REASONING_KEYS):
             keys[name] = placeholder(keys[name], is_reasoning=True)
         has_markup = turn[0] == "assistant" and "</" in turn[1]
-        pieces = re.split(MARKUP_PATTERN, turn[1]) if has_markup else [turn[1]]
-        pieces[::2] = [piece and placeholder(piece, has_markup) for piece in pieces[::2]]
-        numbered.append((turn[0], "".join(pieces), keys))
+        content = ""
+        for piece in re.split(MARKUP_PATTERN, turn[1]) if has_markup else [turn[1]]:
+            is_markup = has_markup and re.fullmatch(MARKUP_PATTERN, piece)
+            content += piece if is_markup or not piece else placeholder(piece, has_markup)
+        numbered.append((turn[0], content, keys))
     text = _render_numbered(template, json.dumps(numbered))
     return [owner for name, owner in owners.items() if name not in text]
 

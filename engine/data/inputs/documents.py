@@ -59,7 +59,8 @@ class Unit:
             for text in read(source, index, count, self.notes, self.reader):
                 if document not in self.dropped:
                     yield text._replace(source=title)
-                document += text.ends_document
+                if text.ends_document:
+                    document += 1
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Corpus:
         self.units += make_units(val_sources, reader, "val", len(self.units))
         self.bytes = sum(source.size for source in self.sources)
         are_plain = all(is_one_document(source, reader) for source in self.sources)
-        is_single = are_plain and len(sources) == 1 >= len(val_sources)
+        is_single = are_plain and len(sources) == 1 and len(val_sources) <= 1
         few = None if val_sources else self._find_few(val_fraction)
         has_examples = reader.examples is not None
         val_prompts: tuple[bytes, ...] = ()
@@ -137,7 +138,8 @@ class Corpus:
                 problem = "must have different prompts to split its examples (got 1)"
                 raise UserError(f"{sources[0].name}: {problem}. Give others with --val.")
             # About val_fraction of the prompts: at least one, but not all of them.
-            val_prompts = tuple(few[: min(max(1, round(val_fraction * len(few))), len(few) - 1)])
+            num_val = min(max(1, round(val_fraction * len(few))), len(few) - 1)
+            val_prompts = tuple(few[:num_val])
         self.rule = SplitRule(val_fraction, few is not None, is_single, has_examples, val_prompts)
 
     def _find_few(self, val_fraction: float) -> list[Any] | None:

@@ -1,10 +1,9 @@
 """Sources → documents: one reader for each kind of file."""
 
-import codecs
+import contextlib
 import io
 import json
 import re
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from engine.core.errors import UserError, wrap_library_errors
 from engine.data.inputs.columns import Records, read_parquet, read_rows
+from engine.data.inputs.fields import describe_field
 from engine.data.inputs.records import read_csv, read_json_records, read_separated
 from engine.data.inputs.sources import DEFAULT_ENCODING, DEFAULT_READER, Reader, Source
 from engine.data.inputs.text import REPLACED_NOTE, Notes, decode_utf8, open_text
@@ -19,13 +19,6 @@ from engine.data.inputs.text import REPLACED_NOTE, Notes, decode_utf8, open_text
 LARGE_DOCUMENT_BYTES = 2**18  # a larger document is read in pieces
 PIECE_BYTES = 2**16
 ANSWER_ROLES = ("assistant", "completion")  # of the turns of examples
-CHAT_FIELDS = ("messages", "conversations")
-PAIR_FIELDS = ("prompt", "completion")  # texts, or lists of messages
-MESSAGE_FORMS = ({"role", "content"}, {"from", "value"})
-# Usual names, in lower case, of the fields of pairs.
-PROMPT_NAMES = ("prompt", "instruction", "question", "query", "input")
-COMPLETION_NAMES = ("completion", "answer", "output", "response")
-MAX_REASONS = 20  # to leave out rows; more reasons are counted together
 # Cuts that change the ids of no BPE: before a line without indentation (but o200k joins "\n" and
 # "/"), between words, and before Chinese or Japanese punctuation.
 CUT_PATTERN = re.compile(
@@ -71,7 +64,9 @@ def read(
             text = _make_text(record, reader, notes)
         except UserError as error:
             if reader.skip_bad_rows:
-                _count_bad_row(error, notes)
+                reason = re.sub(r" \(.*|\. .*|\.$", "", str(error))  # without details of this row
+                reason = re.sub(r"(?<![\w-])[0-9]+", "N", reason)
+                notes[f"rows left out: {reason}"] += 1
                 continue
             # If the fields of the first record do not fit, those of the others will not either.
             is_bad_row = number > 0 or isinstance(record, UserError)
@@ -97,16 +92,6 @@ def read_records(source: Source, reader: Reader, index: int, count: int, notes: 
     if source.kind == "text" and reader.separator:
         return read_separated(source, reader, notes)
     return read_json_records(source, reader, notes)
-
-
-def _count_bad_row(error: UserError, notes: Notes) -> None:
-    """Count the reason for leaving out a row, without the details of this row."""
-    reason = re.sub(r" \(.*|\. .*|\.$", "", str(error))
-    reason = re.sub(r"(?<![\w-])[0-9]+", "N", reason)
-    note = f"rows left out: {reason}"
-    if note not in notes and len(notes) >= MAX_REASONS:
-        note = "rows left out for more reasons"
-    notes[note] += 1
 
 
 def is_one_document(source: Source, reader: Reader) -> bool:
@@ -143,8 +128,6 @@ def split_document(
         start = end
         buffer = buffer[max(0, end - CUT_MARGIN_BYTES - buffer_start) :]
         buffer_start = buffer_end - len(buffer)
-    if file.read(1):
-        raise UserError(f"{name}: became longer while it was read. Prepare it again.")
 
 
 def _distance_to_cut(buffer: bytes, nominal: int) -> int:
@@ -177,32 +160,15 @@ def _read_plain(source: Source, reader: Reader, notes: Notes) -> Iterator[Text]:
 
     is_size_known = source.size and not source.compression and reader.encoding == DEFAULT_ENCODING
     if len(head) <= LARGE_DOCUMENT_BYTES:
-        if isinstance(source.path, str) and is_size_known and len(head) != source.size:
-            reason = f"must have {source.size:,} bytes (got {len(head):,})"
-            raise UserError(f"{source.name}: {reason}. Download it, or prepare it again.")
         notes.update(head_notes)
         yield Text(decode_piece(head, 0))
         return
-    size = source.size if is_size_known else _count_bytes(source, reader, decode_piece)
+    size = source.size
+    if not is_size_known:
+        with open_text(source, reader, Counter()) as file:
+            size = sum(map(len, iter(partial(file.read, PIECE_BYTES), b"")))
     with open_text(source, reader, notes) as file:
         yield from split_document(file, size, source.name, decode_piece)
-
-
-def _count_bytes(source: Source, reader: Reader, decode_piece: Callable[[bytes, int], str]) -> int:
-    """Count the bytes of a file. Raises UserError at bytes that are not text: it may be endless."""
-    size = 0
-    decoder = codecs.getincrementaldecoder(DEFAULT_ENCODING)(reader.errors)
-    with open_text(source, reader, Counter()) as file:
-        for block in iter(partial(file.read, PIECE_BYTES), b""):
-            rest, _ = decoder.getstate()
-            try:
-                is_text = "\0" not in decoder.decode(block)
-            except UnicodeDecodeError:
-                is_text = False
-            if not is_text and reader.errors == "strict":
-                decode_piece(rest + block, size - len(rest))  # raises UserError
-            size += len(block)
-    return size
 
 
 def _make_text(record: dict[str, Any] | UserError, reader: Reader, notes: Notes) -> Text:
@@ -216,65 +182,21 @@ def _make_text(record: dict[str, Any] | UserError, reader: Reader, notes: Notes)
         answers = (index for index, turn in enumerate(turns) if turn[0] in ANSWER_ROLES)
         prompt = json.dumps(turns[: next(answers, 0)] or turns)
         content = json.dumps(turns, ensure_ascii=False)
-        return Text(_join_surrogates(content, reader, notes), prompt=prompt)
+        return Text(_replace_surrogates(content, reader, notes), prompt=prompt)
     text = record.get(reader.field)
     if isinstance(text, str):
-        return Text(_join_surrogates(text, reader, notes))
+        return Text(_replace_surrogates(text, reader, notes))
     raise UserError(f"field {describe_field(record, reader.field, '--field')}")
 
 
-def describe_field(record: dict[str, Any], field: str, flag: str, kind: str = "text") -> str:
-    """Return why a field's value is not of a kind, and what to do."""
-    value = record.get(field)
-    got = f"(got {repr(value)[:30]})"
-    if isinstance(value, bytes):
-        return f"{field!r} is binary {got}. Cast it to a string"
-    if value == []:
-        return f"{field!r} is an empty list. Remove such records"
-    if kind != "text" and isinstance(value, str) and value.lstrip().startswith("["):
-        return f"{field!r} is text, but not JSON {got}. Write it with json.dumps"
-    problem = f"must be {kind} {got}" if field in record else "is missing"
-    return f"{field!r} {problem}. {suggest_flags(record, field, flag)}"
-
-
-def suggest_flags(record: dict[str, Any], field: str, flag: str) -> str:
-    """Return the flags that fit the fields of a record, where ``flag`` and ``field`` do not."""
-    names = {name.lower(): name for name in record}
-    if names.get(field.lower(), field) != field:
-        return f"Use {flag} {shlex.quote(names[field.lower()])}"
-    if _is_message(record):
-        is_chat = flag == "--chat-field"
-        return "Join the messages of each chat in a list" if is_chat else "Use --chat instead"
-    for name, value in record.items():
-        has_messages = isinstance(value, list) and any(map(_is_message, value))
-        if name != field and (has_messages or name in CHAT_FIELDS):
-            is_usual = name in (*CHAT_FIELDS, *PAIR_FIELDS)
-            return f"Use --chat{'' if is_usual else f' --chat-field {shlex.quote(name)}'} instead"
-    prompts = [shlex.quote(names[name]) for name in PROMPT_NAMES if name in names]
-    completions = [shlex.quote(names[name]) for name in COMPLETION_NAMES if name in names]
-    if prompts and completions:
-        pair = f"--prompt-field {' '.join(prompts)} --completion-field {completions[0]}"
-        return f"Use {pair} instead"
-    for name, value in record.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            return f"Write the records in {name!r} one a line"
-    choices = ", ".join(repr(name) for name in record if name != field)
-    return f"Choose one of {choices} with {flag}" if choices else "Convert it"
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and any(value.keys() >= keys for keys in MESSAGE_FORMS)
-
-
-def _join_surrogates(text: str, reader: Reader, notes: Notes) -> str:
-    """Join halves of surrogate pairs, which JSON can spell; single ones are refused or replaced."""
-    if text.isascii():
+def _replace_surrogates(text: str, reader: Reader, notes: Notes) -> str:
+    """Replace or refuse halves of surrogate pairs, which JSON can spell."""
+    with contextlib.suppress(UnicodeEncodeError):
+        text.encode()
         return text
-    data = text.encode("utf-16-le", "surrogatepass")
-    joined = data.decode("utf-16-le", "replace")
-    num_replaced = joined.count("\ufffd") - text.count("\ufffd")
-    if num_replaced and reader.errors == "strict":
+    if reader.errors == "strict":
         reason = "has half of a surrogate pair, as in \\ud83d"
         raise UserError(f"{reason}. Repair it, or use --errors replace.")
-    notes[REPLACED_NOTE] += num_replaced
-    return joined
+    replaced, count = re.subn("[\ud800-\udfff]", "\ufffd", text)
+    notes[REPLACED_NOTE] += count
+    return replaced

@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, BinaryIO
@@ -28,8 +29,8 @@ def make_object(items: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object of JSON with these names and values. Raises ValueError for equal names."""
     values = dict(items)
     if len(values) < len(items):
-        names = [name for name, _ in items]
-        raise ValueError(f"two fields {next(n for n in names if names.count(n) > 1)!r}")
+        [(name, _)] = Counter(name for name, _ in items).most_common(1)
+        raise ValueError(f"two fields {name!r}")
     return values
 
 
@@ -88,7 +89,10 @@ def _parse_values(
         while True:
             gap = gap_pattern.match(text, position)
             assert gap
-            is_array_open = (is_array_open or "[" in gap[0]) and "]" not in gap[0]
+            if "[" in gap[0]:
+                is_array_open = True
+            if "]" in gap[0]:
+                is_array_open = False
             position = gap.end()
             if position == len(text):
                 break
@@ -110,19 +114,17 @@ def _parse_values(
 
 
 def _read_lines(file: BinaryIO, source: Source, reader: Reader, notes: Notes) -> Lines:
-    """Yield each line of a file, or the reason why it is unusable."""
+    """Yield each line of a file, or why it is not text. Raises UserError for one too long."""
     for number in itertools.count(1):
         line = file.readline(MAX_RECORD_BYTES + 1)
         if not line:
             return
+        if len(line) > MAX_RECORD_BYTES:
+            raise UserError(f"{source.name}, line {number}: {TOO_LONG_MESSAGE}")
         try:
-            if len(line) > MAX_RECORD_BYTES:
-                raise UserError(TOO_LONG_MESSAGE)
             yield decode_utf8(line, source, reader, notes, number == 1)
         except UserError as error:
             yield error
-            while line and not line.endswith(b"\n"):
-                line = file.readline(MAX_RECORD_BYTES)
 
 
 def _read_head(lines: Lines) -> list[str | UserError]:
@@ -138,47 +140,54 @@ def _read_head(lines: Lines) -> list[str | UserError]:
 def read_csv(source: Source, reader: Reader, notes: Notes) -> Records:
     """Yield a record for each row below the first, which names the columns."""
     csv.field_size_limit(MAX_RECORD_BYTES)
-    problems: list[UserError] = []  # of the lines of a row
-
-    def collect_problem(line: str | UserError) -> str:
-        """Replace an unusable line by an empty one."""
-        if isinstance(line, str):
-            return line
-        problems.append(line)
-        return "\n"
-
     with open_text(source, reader, notes) as file:
         lines = _read_lines(file, source, reader, notes)
         head = _read_head(lines)
-        header = collect_problem(head[-1])
+        header = head[-1] if isinstance(head[-1], str) else ""
         separator = _find_csv_separator(header, source, reader)
         if separator != ",":
             notes[f"files with columns separated by {separator!r}"] += 1
-        all_lines = map(collect_problem, itertools.chain(head, lines))
-        if source.kind == ".tsv" and separator == "\t":
-            all_lines = map(partial(_quote_lone_quotes, num_tabs=header.count("\t")), all_lines)
-        rows = csv.reader(all_lines, delimiter=separator, strict=True)
+        num_tabs = header.count("\t") if source.kind == ".tsv" and separator == "\t" else None
         names: list[str] = []
-        while True:
-            first_line = rows.line_num
-            problems.clear()
-            try:
-                row = next(rows)
-                location = f"{source.name}, line {rows.line_num}"
-            except StopIteration:
-                return
-            except csv.Error as error:
-                location = f"{source.name}, line {first_line + 1}"
-                problems.append(UserError(f"is not CSV ({error}). Check its quotes."))
-            if problems:
-                for _ in range(first_line, rows.line_num):  # an open quote joins lines
-                    yield location, problems[0]
+        for number, row in _read_rows(itertools.chain(head, lines), separator, num_tabs):
+            location = f"{source.name}, line {number}"
+            if isinstance(row, UserError):
+                yield location, row
             elif row and not names:
                 names = _check_header(row, location)
             elif row and (len(row) < len(names) or any(row[len(names) :])):  # may end with ","
                 yield location, UserError(f"must have {len(names)} values (got {len(row)}).")
             elif row:
                 yield location, dict(zip(names, row, strict=False))
+
+
+def _read_rows(
+    lines: Lines, separator: str, num_tabs: int | None
+) -> Iterator[tuple[int, list[str] | UserError]]:
+    """Yield the number of each row's last line, and its values; a row may have several lines.
+
+    With ``num_tabs``, that of the header, each line is a row.
+    """
+    problems: list[UserError] = []  # of the lines of a row
+
+    def make_usable(line: str | UserError) -> str:
+        if isinstance(line, UserError):
+            problems.append(line)
+            return "\n"
+        return line if num_tabs is None else _quote_lone_quotes(line, num_tabs)
+
+    rows = csv.reader(map(make_usable, lines), delimiter=separator, strict=True)
+    while True:
+        first_line = rows.line_num + 1
+        problems.clear()
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            yield first_line, UserError(f"is not CSV ({error}). Check its quotes.")
+            continue
+        if row is None:
+            return
+        yield rows.line_num, problems[0] if problems else row
 
 
 def _quote_lone_quotes(line: str, num_tabs: int) -> str:
@@ -202,13 +211,16 @@ def _check_header(row: list[str], location: str) -> list[str]:
 def _find_csv_separator(header: str, source: Source, reader: Reader) -> str:
     """Return the separator that yields the reader's field, else the default, else most columns."""
     default = "\t" if source.kind == ".tsv" else ","
-
-    def rate(separator: str) -> tuple[bool, bool, int]:
-        names = next(csv.reader(header.splitlines(), delimiter=separator), [])
-        has_field = not reader.examples and reader.field in names
-        return has_field, separator == default and len(names) > 1, len(names)
-
-    return max(default + ",;\t|", key=rate)
+    names = {
+        separator: next(csv.reader(header.splitlines(), delimiter=separator), [])
+        for separator in default + ",;\t|"
+    }
+    for separator in names:
+        if reader.field in names[separator] and not reader.examples:
+            return separator
+    if len(names[default]) > 1:
+        return default
+    return max(names, key=lambda separator: len(names[separator]))
 
 
 def read_separated(source: Source, reader: Reader, notes: Notes) -> Records:

@@ -1,13 +1,11 @@
-"""Where text comes from: files, folders, addresses, Hugging Face datasets, standard input."""
+"""A source of documents, its kind and version, and the streams of bytes or rows in it."""
 
 import contextlib
 import functools
-import hashlib
 import io
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -18,30 +16,20 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from engine.core.errors import UserError, import_optional, is_bug
-from engine.core.files import atomic_directory, sha256
-from engine.data.inputs.local import STDIN_NAMES, check_file, copy_pipe, list_files
-from engine.data.inputs.standard_library import find_modules, write_documentation
 
-SHAKESPEARE_URL = (
-    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-)
-SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 BLOCK_BYTES = 2**18  # read at a time
 HTTP_TIMEOUT_SECONDS = 60  # to wait for the next bytes of a web server
 # Keys of a value that changes with the file, in fsspec's info of a file.
 VERSION_KEYS = ["ETag", "etag", "mtime", "Last-Modified", "LastModified", "last_modified"]
 VERSION_KEYS += ["updated", "created"]
-BUILT_IN_NAMES = ("pydocs", "stdlib", "shakespeare")
 SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")  # in a folder of save_to_disk
 STREAMED_FILE_BYTES = 2**28  # assumed for a file of a streamed dataset, whose size is unknown
 RECORD_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".html", ".tex", ".log", ".py")  # to propose for --glob
 DEFAULT_ENCODING = "utf-8"
 # Suffix → name in fsspec.
 COMPRESSION_NAMES = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 MAX_ZSTD_WINDOW_LOG = 31  # that of zstd --long=31; zstd's default is 27
 DEFAULT_ADVICE = "Get it again, or check the address, the connection and your permission."
-SHAKESPEARE_ADVICE = "Check the connection, or give stdlib or a file of your own instead."
 HUB_ADVICE = "Check the name, --hf-config, --hf-split and the connection."
 
 
@@ -198,111 +186,6 @@ def decompress(file: Any, source: Source) -> Any:
     return zstd.ZstdFile(file, options=options)
 
 
-def find_sources(
-    inputs: tuple[str, ...],
-    spool: Path,
-    glob: str | None = None,
-    expected_sha256: str | None = None,
-    hub_config: str | None = None,
-    hub_split: str | None = None,
-) -> list[Source]:
-    """List the files of the inputs, in the same order on every machine.
-
-    ``spool`` is a folder for copies of pipes, ``glob`` selects files of folders (None: all), and
-    ``expected_sha256`` is the hash of a download. Raises UserError for a missing input.
-    """
-    pattern = "*" if glob is None else glob.removeprefix("**/")
-    if "**" in pattern or not PurePath(pattern).parts:
-        raise UserError(f"--glob: must be a pattern such as *.txt or docs/*.md (got {glob}).")
-    sources: list[Source] = []
-    for name in inputs:
-        path = Path(name)
-        if name in BUILT_IN_NAMES:
-            matches = _find_built_in(name, spool)
-        elif name in STDIN_NAMES or path.is_fifo():
-            copy = copy_pipe(name, spool / str(len(sources)))
-            matches = [Source(copy, "standard input" if name in STDIN_NAMES else name)]
-        elif "://" in name and expected_sha256:
-            matches = [Source(download(name, expected_sha256), name)]
-        elif "://" in name:
-            matches = _find_remote(name, pattern)
-        elif name.startswith("hf:"):
-            matches = [_find_hub_dataset(name, hub_config, hub_split or "train")]
-        elif path.is_dir():
-            matches = _find_in_folder(path, pattern)
-        elif os.path.lexists(path):
-            check_file(path)
-            matches = [Source(path.absolute(), name)]
-        else:
-            kinds = "a file, a folder, https:// or s3://, hf:NAME, -, pydocs, stdlib or shakespeare"
-            raise UserError(f"{name}: not found. Give {kinds}.")
-        if not matches and glob is None:
-            raise UserError(f"{name}: contains no files. Give a folder with texts.")
-        if not matches:
-            raise UserError(f"{name}: no files match {glob!r}. Give another --glob, in quotes.")
-        text_files = [source.name for source in matches if source.kind == "text"]
-        if glob is None and 0 < len(text_files) < len(matches):
-            reason = f"has plain text ({text_files[0]}) beside records"
-            raise UserError(f"{name}: {reason}. Choose files with --glob.")
-        counts = Counter(suffix for source in matches for suffix in source.suffixes[:1])
-        text_suffix = max(("", *TEXT_SUFFIXES), key=counts.__getitem__)
-        sources += [replace(source, text_suffix=text_suffix) for source in matches]
-    return sources
-
-
-def _find_built_in(name: str, spool: Path) -> list[Source]:
-    if name == "stdlib":
-        return [Source(path, module, module) for path, module in find_modules()]
-    if name == "pydocs":
-        return [Source(write_documentation(spool / "pydocs.jsonl"), name)]
-    return [Source(download(SHAKESPEARE_URL, SHAKESPEARE_SHA256, SHAKESPEARE_ADVICE), name)]
-
-
-def _find_in_folder(folder: Path, pattern: str) -> list[Source]:
-    if any((folder / name).is_file() for name in SAVED_DATASET_FILES):
-        raise UserError(f"{folder}: is a saved Hugging Face dataset. Give it as hf:{folder}.")
-
-    def is_excluded(path: Path) -> bool:
-        return path.name.startswith(".") or not (path.match(pattern) or path.is_dir())
-
-    return [
-        Source(path.absolute(), str(path), path.relative_to(folder).as_posix())
-        for path in list_files(folder, is_excluded)
-    ]
-
-
-def _find_remote(address: str, pattern: str) -> list[Source]:
-    """List the files of an address, without hidden ones, unless the address names them."""
-    fs, path = file_system(address)
-    with wrap_errors(address):
-        if "*" in path:
-            entries = fs.glob(path, detail=True).items()
-            files = [file for file, info in entries if info["type"] == "file"]
-        elif address.endswith("/") or fs.info(path)["type"] == "directory":
-            files = fs.find(path)
-        else:
-            return [Source(address, address)]
-        folder = f"{path}/".partition("*")[0].rpartition("/")[0]
-        paths = {fs.unstrip_protocol(file): file.removeprefix(folder) for file in sorted(files)}
-    return [
-        Source(file, file, path.lstrip("/"))
-        for file, path in paths.items()
-        if PurePath(file).match(pattern) and "/." not in path
-    ]
-
-
-def _find_hub_dataset(name: str, config: str | None, split: str) -> Source:
-    path = name.removeprefix("hf:")
-    if Path(path).exists():
-        folder = Path(path).absolute()
-        return Source(folder, name, folder.name, hub_split=split, hub_config=config)
-    with wrap_errors(name, HUB_ADVICE):
-        from huggingface_hub import HfApi
-
-        revision = HfApi().dataset_info(path).sha or ""
-    return Source(path, name, name, hub_split=split, hub_config=config, revision=revision)
-
-
 @functools.lru_cache(16)
 def load_rows(source: Source) -> Any:
     """Open a Hugging Face dataset: the rows in a folder of save_to_disk, else a stream of rows."""
@@ -319,25 +202,3 @@ def load_rows(source: Source) -> Any:
 def is_streamed(rows: Any) -> bool:
     """Return whether rows are a stream: without random access, and of unknown number."""
     return not hasattr(rows, "cache_files")
-
-
-def download(address: str, expected_sha256: str, advice: str = DEFAULT_ADVICE) -> Path:
-    """Return the path of a cached download. Raises UserError if it fails or has another hash."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "gpt-trainer")
-    name = Path(re.sub("[?#].*", "", address.partition("://")[2])).name or "download"
-    try:
-        folder = cache.expanduser() / hashlib.sha256(address.encode()).hexdigest()[:16]
-        path = folder / name
-        if not path.exists():
-            fs, remote = file_system(address)
-            with atomic_directory(folder) as partial, wrap_errors(address, advice):
-                fs.get_file(remote, str(partial / name))
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
-        reason = f"can't keep {address} ({error})"
-        raise UserError(f"{cache}: {reason}. Set XDG_CACHE_HOME to another folder.") from None
-    actual_sha256 = sha256(path)
-    if actual_sha256 != expected_sha256.lower():
-        path.unlink()
-        reason = f"SHA-256 must be {expected_sha256} (got {actual_sha256})"
-        raise UserError(f"{address}: {reason}. Check --sha256, or download it again.")
-    return path

@@ -43,8 +43,6 @@ def open_text(source: Source, reader: Reader, notes: Notes) -> Iterator[BinaryIO
     with open_source(source) as file:
         head = file.peek()
         kinds = [kind for start, kind in BINARY_SIGNATURES.items() if head.startswith(start)]
-        if kinds and kinds[0].startswith("compressed") and source.compression:
-            raise UserError(f"{source.name}: is compressed twice. Decompress it once.")
         if kinds:
             advice = f"Convert it to text{source.glob_advice}"
             raise UserError(f"{source.name}: is not text but {kinds[0]}. {advice}.")
@@ -71,7 +69,8 @@ class Transcoder(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         text = self.text.read(len(buffer) // 4)  # a character has up to 4 bytes
-        self.notes[REPLACED_NOTE] += text.count("\ufffd") * self.counts_replaced
+        if self.counts_replaced:
+            self.notes[REPLACED_NOTE] += text.count("\ufffd")
         data = text.encode("utf-8", "surrogatepass")
         buffer[: len(data)] = data
         return len(data)
@@ -118,15 +117,17 @@ def detect_encoding(source: Source) -> str:
 
     The sample ends with the first block that is not UTF-8. If nothing fits, it is damaged UTF-8.
     """
-    previous = b""
     decoder = codecs.getincrementaldecoder(DEFAULT_ENCODING)()
+    previous = b""
     with open_source(source) as file:
         for block in iter(partial(file.read, SAMPLE_BYTES), b""):
-            with contextlib.suppress(UnicodeDecodeError):
-                if "\0" not in decoder.decode(block):
-                    previous = block
-                    continue
-            return guess_encoding(previous + block) or DEFAULT_ENCODING
+            try:
+                is_text = "\0" not in decoder.decode(block)
+            except UnicodeDecodeError:
+                is_text = False
+            if not is_text:
+                return guess_encoding(previous + block) or DEFAULT_ENCODING
+            previous = block
     return DEFAULT_ENCODING
 
 
@@ -135,7 +136,8 @@ def guess_encoding(sample: bytes) -> str | None:
     from charset_normalizer import from_bytes
 
     text = sample.decode(errors="replace")
-    if sum(character > "\x7f" for character in text) > 2 * text.count("\ufffd"):
+    num_not_ascii = len(text) - len(text.encode("ascii", "ignore"))
+    if num_not_ascii > 2 * text.count("\ufffd"):
         return DEFAULT_ENCODING  # damaged
     end = sample.rfind(b"\n") + 1
     if 0 in sample:  # a line of UTF-16 may end with half a newline
