@@ -3,6 +3,7 @@
 Everything here is a pure function of sizes, seed and step, in O(1) memory.
 """
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -105,8 +106,8 @@ def evaluation_windows(
     return starts, aligned - starts
 
 
-def example_indices(lengths: np.ndarray, seed: int, step: int, batch_size: int) -> np.ndarray:
-    """Return the indices of the examples in a batch, (batch_size,), from all lengths (N,).
+class ExampleOrder:
+    """Which examples a batch has: a pure function of all lengths (N,), seed, batch size and step.
 
     An epoch visits each once. Epochs, each in pseudo-random order, follow one another without a
     gap, so a batch may contain examples of several epochs.
@@ -114,25 +115,42 @@ def example_indices(lengths: np.ndarray, seed: int, step: int, batch_size: int) 
     The batches of an epoch are divided into groups. The examples of a group are sorted by length,
     so that each batch has similar lengths. The batches of a group come in pseudo-random order.
     """
-    size = len(lengths)
-    indices = []
-    for epoch in range(step * batch_size // size, ((step + 1) * batch_size - 1) // size + 1):
-        first_step = epoch * size // batch_size  # the first with examples of this epoch
-        num_batches = ((epoch + 1) * size - 1) // batch_size - first_step + 1
-        num_groups = -(-num_batches // MAX_GROUP_BATCHES)
-        group = ((step - first_step + 1) * num_groups - 1) // num_batches
-        start = first_step + num_batches * group // num_groups  # first step of the group
-        end = first_step + num_batches * (group + 1) // num_groups
-        edges = np.clip(np.arange(start, end + 1) * batch_size - epoch * size, 0, size)
-        counts = np.diff(edges)  # of the epoch's examples in each batch of the group
-        key = splitmix64(np.array([epoch], np.uint64) + np.uint64(derived_seed(seed)))
-        example_index = permute(np.arange(edges[0], edges[-1]), size, key).astype(np.int64)
-        sorted_index = example_index[np.argsort(lengths[example_index], kind="stable")]
-        group_key = splitmix64(key + np.uint64(group))
+
+    def __init__(self, lengths: np.ndarray, seed: int, batch_size: int):
+        self.lengths = lengths
+        self.seed = seed
+        self.batch_size = batch_size
+        self.sort_group = functools.lru_cache(2)(self._sort_group)  # consecutive steps share one
+
+    def batch(self, step: int) -> np.ndarray:
+        """Return the indices of the examples in a batch, (batch_size,)."""
+        size = len(self.lengths)
+        last_epoch = ((step + 1) * self.batch_size - 1) // size
+        indices = []
+        for epoch in range(step * self.batch_size // size, last_epoch + 1):
+            first_step = epoch * size // self.batch_size  # the first with examples of this epoch
+            num_batches = ((epoch + 1) * size - 1) // self.batch_size - first_step + 1
+            num_groups = -(-num_batches // MAX_GROUP_BATCHES)
+            number = ((step - first_step + 1) * num_groups - 1) // num_batches
+            start = first_step + num_batches * number // num_groups
+            end = first_step + num_batches * (number + 1) // num_groups
+            indices.append(self.sort_group(epoch, number, start, end)[step - start])
+        return np.concatenate(indices)
+
+    def _sort_group(self, epoch: int, number: int, start: int, end: int) -> list[np.ndarray]:
+        """Return an epoch's examples for each step from ``start`` to before ``end``."""
+        size = len(self.lengths)
+        edges = np.arange(start, end + 1) * self.batch_size - epoch * size
+        edges = np.clip(edges, 0, size)
+        counts = np.diff(edges)  # of the epoch's examples in each batch
+        key = splitmix64(np.array([epoch], np.uint64) + np.uint64(derived_seed(self.seed)))
+        index = permute(np.arange(edges[0], edges[-1]), size, key).astype(np.int64)
+        sorted_index = index[np.argsort(self.lengths[index], kind="stable")]
+        group_key = splitmix64(key + np.uint64(number))
         position = permute(np.arange(len(counts)), len(counts), group_key)  # of batches, by length
-        stop = counts[position <= position[step - start]].sum()
-        indices.append(sorted_index[stop - counts[step - start] : stop])
-    return np.concatenate(indices)
+        stops = np.cumsum(counts[np.argsort(position)])
+        batches = np.split(sorted_index, stops[:-1])
+        return [batches[number] for number in position.tolist()]
 
 
 def assign_to_texts(

@@ -3,6 +3,7 @@
 The rows are a pure function of (split, seed, t). In a row a token that is not a target is ~id.
 """
 
+import functools
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
@@ -173,6 +174,8 @@ class Examples(Split):
         self.lengths = lengths
         self.num_examples = len(lengths)
         self.longest_example = int(lengths.max(initial=0))
+        # The order of examples by seed and batch size; it remembers the group of the last batch.
+        self.order_of = functools.lru_cache(2)(functools.partial(order.ExampleOrder, lengths))
 
     def __len__(self) -> int:
         return int(self.lengths.sum())
@@ -212,7 +215,7 @@ class Examples(Split):
 
     def rows(self, step: int, spec: BatchSpec) -> np.ndarray:
         """Read the examples of a rank in a batch, which are padded to the longest of all ranks."""
-        index = order.example_indices(self.lengths, spec.seed, step, spec.batch_size)
+        index = self.order_of(spec.seed, spec.batch_size).batch(step)
         length = padded_length(int(self.lengths[index].max()), spec.context_length)
         return self._gather(index[spec.rank_slice], length + 1)
 
@@ -237,5 +240,6 @@ class Examples(Split):
         while len(index):
             length = padded_length(int(self.lengths[index[0]]), context_length)
             num_rows = max(1, EVALUATION_BATCH_TOKENS // length) * world_size
-            yield self._gather(index[:num_rows][rank::world_size], length + 1)
+            batch = index[:num_rows]
+            yield self._gather(batch[rank::world_size], length + 1)
             index = index[num_rows:]

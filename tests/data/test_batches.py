@@ -13,9 +13,9 @@ from engine.data.batches import Batches, Mixture, check_sizes, inputs_and_target
 from engine.data.dataset import Dataset
 from engine.data.order import (
     MAX_GROUP_BATCHES,
+    ExampleOrder,
     derived_seed,
     evaluation_windows,
-    example_indices,
     permute,
     window_starts,
     windows_per_epoch,
@@ -130,7 +130,7 @@ def test_batches_are_the_same_in_every_version():
     assert starts_of(1001, 8, 3, 7, 6).tolist() == [291, 187, 35, 131, 411, 251]
     assert derived_seed(1, 2, 3) == 6053372350886475030
     examples = examples_of(random_lengths(40))
-    assert example_indices(examples.lengths, 3, 6, 6).tolist() == [18, 21, 37, 39, 30, 38]
+    assert ExampleOrder(examples.lengths, 3, 6).batch(6).tolist() == [18, 21, 37, 39, 30, 38]
     text = Split(np.arange(1001, dtype=np.uint16))
     for split, context_length, digest in ((text, 8, 10327528389), (examples, 1024, 14270823520)):
         batches = batches_of(split, context_length)
@@ -215,7 +215,7 @@ def test_each_dataset_of_a_mix_is_visited_once_an_epoch_in_its_own_order():
 @pytest.mark.parametrize("step", range(10))  # 8 1/3 batches an epoch
 def test_a_batch_of_examples_is_padded_on_the_right(step: int):
     inputs, targets = batches_of(EXAMPLES, 20).get(step)
-    index = example_indices(EXAMPLES.lengths, 1, step, 6)
+    index = ExampleOrder(EXAMPLES.lengths, 1, 6).batch(step)
     num_inputs = EXAMPLES.lengths[index] - 1
     assert inputs.shape == (6, min(-(-num_inputs.max() // 8) * 8, 20))
     rows = zip(index.tolist(), num_inputs.tolist(), inputs.tolist(), targets.tolist(), strict=True)
@@ -232,9 +232,10 @@ def test_an_epoch_visits_each_example_once(count: int, batch_size: int, monkeypa
     examples = examples_of(random_lengths(count))
     num_epochs = batch_size if count < 100 else 2
     steps = range(-(-num_epochs * count // batch_size))
-    index = np.concatenate(
-        [example_indices(examples.lengths, 3, step, batch_size) for step in steps]
-    )
+    orders = [ExampleOrder(examples.lengths, 3, batch_size) for _ in range(2)]
+    index = np.concatenate([orders[0].batch(step) for step in steps])
+    again = [orders[1].batch(step) for step in reversed(steps)]
+    np.testing.assert_array_equal(np.concatenate(again[::-1]), index)  # without memory of others
     epochs = index[: num_epochs * count].reshape(num_epochs, count)
     assert (np.sort(epochs) == np.arange(count)).all()
     assert count < 31 or num_epochs < 2 or len(np.unique(epochs, axis=0)) > 1
@@ -244,9 +245,11 @@ def test_an_epoch_visits_each_example_once(count: int, batch_size: int, monkeypa
 def test_a_batch_has_similar_lengths_and_batches_are_not_in_their_order(count, max_padding):
     lengths = random_lengths(count)
     steps = range(min(count // 32, 2 * MAX_GROUP_BATCHES))
-    batches = [lengths[example_indices(lengths, 1, step, 32)] for step in steps]
+    order = ExampleOrder(lengths, 1, 32)
+    batches = [lengths[order.batch(step)] for step in steps]
     num_inputs = sum(padded_length(batch.max(), 1024) * len(batch) for batch in batches)
     assert 1 - sum((batch - 1).sum() for batch in batches) / num_inputs < max_padding
+    assert order.sort_group.cache_info().misses <= 1 + len(steps) // MAX_GROUP_BATCHES
     longest = [batch.max() for batch in batches[:100]]
     assert abs(np.corrcoef(np.arange(100), longest)[0, 1]) < 0.5  # 5 standard deviations
 
