@@ -107,7 +107,8 @@ class TextBatch:
     def add(self, requests: Sequence[TextRequest]) -> None:
         """Add requests of one prompt_key; :meth:`read` computes the prompt once for all of them."""
         self.unread = [*requests]
-        self.reader = TextStream(requests[0].stream.tokenizer)
+        if requests[0].reports_prompt:
+            self.reader = TextStream(requests[0].stream.tokenizer)
         num_new_tokens = max(request.stream.max_tokens for request in requests)
         self.engine.add(requests[0].stream.prompt, num_new_tokens)
 
