@@ -24,7 +24,8 @@ Event = Literal["evaluate", "save"]
 class Budget:
     """The length of a run in steps or in seconds, whichever ends first, by the clock of rank 0."""
 
-    intervals: dict[Event, int | None]  # steps between events; None, in a run in seconds: chosen
+    # Steps between events; None: they are spread over the seconds of the run.
+    intervals: dict[Event, int | None]
     eval_cost_steps: float = 0.0  # estimate: an evaluation takes as long as these steps
     save_cost_seconds: float = 0.0  # estimate
     steps: float = math.inf
@@ -74,10 +75,13 @@ class Budget:
             self.total_steps = step / self.progress
 
     def is_due(self, event: Event, step: int) -> bool:
-        """Return whether enough steps or time passed since the event, and the end is not near."""
+        """Return whether the interval of an event is over, and without one its next time.
+
+        Events without an interval are evenly spaced, with none at the end.
+        """
         interval = self.intervals[event]
-        if interval or self.seconds == math.inf:
-            return interval is not None and step % interval == 0
+        if interval is not None:
+            return step % interval == 0
         cost = self.eval_seconds if event == "evaluate" else self.save_cost_seconds
         num_affordable = int(MAX_EVENT_TIME * self.seconds / max(cost, 1e-9))
         num_wanted = max(MIN_EVENTS, int(self.seconds / MAX_EVENT_INTERVAL_SECONDS))
