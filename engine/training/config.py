@@ -206,10 +206,37 @@ def load_config(arguments: Sequence[str]) -> TrainConfig:
         check_settings_file(Path(arguments[0]))
     config = load_settings(TrainConfig, arguments)
     path = config.out_path / "config.toml"
-    if not (config.resume and path.exists() and list_checkpoints(config.out_path)):
-        return config
-    recorded = {**read_toml(path), "out": str(config.out_path)}
-    return load_settings(TrainConfig, arguments, recorded)
+    if config.resume and path.exists() and list_checkpoints(config.out_path):
+        recorded = {**read_toml(path), "out": str(config.out_path)}
+        config = load_settings(TrainConfig, arguments, recorded)
+    check_flags(config, arguments)
+    return config
+
+
+def check_flags(config: TrainConfig, arguments: Sequence[str]) -> None:
+    """Raise UserError for a flag that has no effect with the other settings.
+
+    A file may have such settings: a flag may make them useless.
+    """
+    flags = {argument.partition("=")[0] for argument in arguments}
+    model = config.model
+    optimizer = config.optimizer
+    is_full = not config.lora_rank
+    rules = [
+        (is_full, "without --lora-rank", "--frozen-dtype --train-tokens --no-train-tokens --base"),
+        (config.lora_rank > 0, "with --lora-rank, which AdamW trains", "--optimizer --momentum"),
+        (not config.resume, "without --resume", "--base"),
+        (not config.score, "without --score", "--score-examples"),
+        (optimizer.optimizer != "muon", "without --optimizer muon", "--momentum"),
+        (optimizer.decay == "inverse_sqrt", "with that --decay", "--final-learning-rate"),
+        (model.tie_embeddings, "with --tie-embeddings", "--embedding-rate"),
+        (model.position != "rope", "without --position rope", "--rope-base --rope-scaling"),
+        ("--depth" in flags, "with --depth", "--num-layers --num-heads --d-model"),
+    ]
+    for is_useless, cause, names in rules:
+        for flag in flags.intersection(names.split()):
+            if is_useless:
+                raise UserError(f"{flag}: has no effect {cause}. Leave it out.")
 
 
 def check_settings_file(path: Path) -> None:
@@ -261,8 +288,9 @@ def make_run_config(
         defaults["eval_every"] = DEFAULT_INTERVAL_STEPS
         defaults["save_every"] = DEFAULT_INTERVAL_STEPS
     dtype = str(choose_dtype(config.dtype, dist_ctx.device, d_model)).removeprefix("torch.")
-    if dtype != "bfloat16":
-        values["frozen_dtype"] = "float32"
+    if dtype != "bfloat16" and values.get("frozen_dtype") == "bfloat16":
+        problem = f"needs --dtype bfloat16 (got {dtype})"
+        raise UserError(f"--frozen-dtype: {problem}. Add it, or leave this out.")
     try:
         return build(RunConfig, {**defaults, **values, "out": config.out_path, "dtype": dtype})
     except ValueError as error:  # of ModelConfig: the sizes do not fit each other

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.core.cli import count_noun, shell_command, warn
+from engine.core.device import choose_dtype
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
 from engine.core.settings import build, flatten, from_values
@@ -26,6 +27,7 @@ from engine.generation.text_generator import DEFAULT_NEW_TOKENS, TextGenerator
 from engine.runs.checkpoint import Checkpoint, RunState
 from engine.training.config import (
     FIXED_SETTINGS,
+    ModelSettings,
     RunConfig,
     TrainConfig,
     make_run_config,
@@ -81,6 +83,8 @@ def resolve(
     if config.depth not in (None, run_config.model.num_layers):
         raise UserError(f"--depth: other sizes are set (got {config.depth}). Leave it out.")
     has_documents = not data.longest_example and data.document_start is not None
+    if config.long_examples == "cut" and not (checkpoint or data.longest_example):
+        raise UserError(f"--long-examples: {data.path} has text, not examples. Leave it out.")
     if config.document_mask and not (checkpoint or has_documents):
         problem = f"{data.path} has no documents that a token separates"
         raise UserError(f"--document-mask: {problem}. Leave it out.")
@@ -130,7 +134,9 @@ def choose_frozen_weights(
     values: dict[str, Any] = {}
     if base and (config.lora_rank or config.plan):
         _, new_ids = split_token_ids(base, data.tokenizer, data.learns_chats)
-        values = {"frozen_dtype": base.dtype, "train_tokens": bool(new_ids)}
+        dtype = choose_dtype(config.dtype, dist_ctx.device, base.state.model.d_model)
+        frozen_dtype = base.dtype if dtype == torch.bfloat16 else "float32"
+        values = {"frozen_dtype": frozen_dtype, "train_tokens": bool(new_ids)}
         if new_ids and config.lora_rank and config.train_tokens is None:
             tokens = count_noun(len(new_ids), "token")
             warn(f"{data.path}: {tokens} new to {base.path}: token embeddings are trained too")
@@ -241,7 +247,7 @@ def base_model_values(base: ModelConfig, values: dict[str, Any], source: Path) -
     merged = dict(vars(base))
     del merged["context_length"]
     for name, base_value in merged.items():
-        default = getattr(ModelConfig, name, None)
+        default = getattr(ModelSettings, name)
         value = values.get(name, base_value)
         if name != "dropout" and value not in (default, base_value):
             problem = f"must be that of {source}, {base_value} (got {value}). Leave it out."
@@ -300,16 +306,28 @@ def load_questions(
     if config.score_file:
         start = initial_tokens(data.tokenizer, data.manifest["splits"]["train"]["documents"])
         generator = TextGenerator(model, data.tokenizer, start, data.learns_chats)
-        lines = dist_ctx.broadcast_from_main(read_lines, config.score_file)
-        questions = [*encode_lines(lines, generator, data.learns_chats, DEFAULT_NEW_TOKENS)]
-        for (location, _), question in zip(lines, questions, strict=True):
-            if question.answer is None or bool(question.choices) != (config.score == "choice"):
-                fields = "'choices' and 'answer'" if config.score == "choice" else "only 'answer'"
-                raise UserError(f"--score {config.score}: {location} must have {fields}.")
-        return [questions[i] for i in select_evenly(len(questions), config.score_examples)]
+        rows = dist_ctx.broadcast_from_main(read_questions, config, generator)
+        return [Question(**row) for row in rows]
     val = data.datasets[0].val
     if not val.num_examples:
         problem = f"{data.path} has text, not pairs or chats"
         raise UserError(f"--score exact_match: {problem}. Add --score-file FILE.")
     ends = stop_token_ids(data.tokenizer, data.learns_chats)
     return [*example_questions(val, data.tokenizer, ends, config.score_examples)]
+
+
+def read_questions(config: RunConfig, generator: TextGenerator) -> list[dict[str, Any]]:
+    """Return the fields of the questions in ``--score-file``, evenly spaced.
+
+    Raises UserError for a line that cannot be read or encoded, or of another kind than the score.
+    """
+    assert config.score_file
+    lines = read_lines(config.score_file)
+    is_chat = generator.is_chat_model
+    questions = [*encode_lines(lines, generator, is_chat, DEFAULT_NEW_TOKENS)]
+    for (location, _), question in zip(lines, questions, strict=True):
+        if question.answer is None or bool(question.choices) != (config.score == "choice"):
+            fields = "'choices' and 'answer'" if config.score == "choice" else "only 'answer'"
+            raise UserError(f"--score {config.score}: {location} must have {fields}.")
+    indices = select_evenly(len(questions), config.score_examples)
+    return [asdict(questions[index]) for index in indices]

@@ -1,10 +1,15 @@
 """Settings and weights that a run takes from a checkpoint."""
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
+from helpers import ROOT, tiny
+from pyarrow import parquet
 
 from engine.core.distributed import SINGLE_PROCESS
 from engine.core.errors import UserError
@@ -163,3 +168,21 @@ def test_rows_of_chat_tokens_are_untrained_in_a_model_of_text(
     num_ids = tokenizer.vocab_size if reserved else 257
     trained = sorted({*range(num_ids)} - {*untrained})
     assert split_token_ids(base, tokenizer, learns_chats) == (trained, [*new])
+
+
+# Questions.
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_score_file_with_bytes_is_refused_in_one_line_on_all_ranks(numbers, tmp_path, num_ranks):
+    table = pyarrow.table({"prompt": ["1"], "answer": ["2"], "image": [b"\xff"]})
+    parquet.write_table(table, tmp_path / "questions.parquet")
+    flags = tiny(numbers, tmp_path / "out", "--steps", 2, "--score", "exact_match")
+    flags += ["--score-file", "questions.parquet", "--timeout", "60"]
+    torchrun = ("-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", ROOT / "train.py")
+    command = torchrun if num_ranks > 1 else (ROOT / "train.py",)
+    arguments = [sys.executable, *map(str, command), *flags]
+    process = subprocess.run(arguments, cwd=tmp_path, capture_output=True, encoding="utf-8")
+    errors = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+    assert process.returncode == 1 and "Traceback" not in process.stderr.partition("error:")[0]
+    assert len({*errors}) == 1 and "questions.parquet" in errors[0]
