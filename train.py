@@ -186,7 +186,7 @@ def compute_gradients(trainer: Trainer, inputs: Tensor, targets: Tensor) -> Tens
     num_targets = dist_ctx.sum((targets != IGNORE_INDEX).sum()).clamp(min=1)
     # DDP and FSDP average gradients over the ranks: times dist_ctx.size they are sums.
     scale = dist_ctx.size / num_targets * trainer.optimizer.loss_scale
-    rows = config.micro_batch_size or len(inputs)
+    rows = config.micro_batch_rows(dist_ctx)
     micro_batches = list(zip(inputs.split(rows), targets.split(rows), strict=True))
     last = len(micro_batches) - 1
     total_loss = torch.zeros((), device=dist_ctx.device)
@@ -332,11 +332,11 @@ def plan(config: TrainConfig) -> str:
         measure = partial(measure_step_seconds, dist_ctx)
         run_config, data = resolve(config, data, dist_ctx, time.monotonic(), None, base, measure)
         step_tokens = data.train.tokens_per_step(run_config.batch_size, run_config.context_length)
-        return describe_plan(run_config, dist_ctx.device, step_tokens, data.epoch_tokens)
+        return describe_plan(run_config, dist_ctx, step_tokens, data.epoch_tokens)
     run_config = make_run_config(config, {}, dist_ctx)
     check_sizes(run_config.batch_size, 1, run_config.micro_batch_size)
     step_tokens = run_config.batch_size * run_config.context_length
-    return describe_plan(run_config, dist_ctx.device, step_tokens, ())
+    return describe_plan(run_config, dist_ctx, step_tokens, ())
 
 
 if __name__ == "__main__":

@@ -206,6 +206,8 @@ class Acceleration:
             self.pool = GRAPH_POOLS[device.type](device, self._stop_capturing)
         self.warm_up: Callable[[], object] = lambda: None
         self.undo_compilation: Callable[[], None] | None = None
+        # Called after torch.OutOfMemoryError; returns whether less memory is needed from now on.
+        self.make_room: Callable[[], bool] = lambda: False
 
     @property
     def captures(self) -> bool:
@@ -244,7 +246,10 @@ class Acceleration:
         """Stop what may have caused an error, with a warning; return whether there was anything."""
         if isinstance(error, CaptureError) and self.pool and self.captures:
             self.pool.fail(error)
-        elif self.undo_compilation and not isinstance(error, UserError | torch.OutOfMemoryError):
+        elif isinstance(error, torch.OutOfMemoryError):
+            if not self.make_room():
+                return False
+        elif self.undo_compilation and not isinstance(error, UserError):
             self._undo()
             reason = describe_briefly(error)
             self.warn(f"training continues without compilation, which failed: {reason}")

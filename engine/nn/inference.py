@@ -103,9 +103,10 @@ def build_decoder(model: Model, quantize: bool = False) -> Model:
     8-bit weights. A layer with hooks, or of another class than nn.Linear, is called as it is. All
     other tensors are shared.
     """
-    model = merge_lora(model)
-    shared = {id(parameter): parameter for parameter in model.parameters()}
-    decoder: Any = copy.deepcopy(model, shared).eval()
+    decoder: Any = merge_lora(model)
+    if decoder is model:
+        shared = {id(parameter): parameter for parameter in model.parameters()}
+        decoder = copy.deepcopy(model, shared).eval()
     for module in decoder.modules():
         vars(module).pop("forward", None)  # compiled, or recomputing activations, for training
     head_weight = decoder.head_weight()
@@ -123,7 +124,8 @@ def build_decoder(model: Model, quantize: bool = False) -> Model:
             if concatenated:
                 decoder.set_submodule(name, convert(*concatenated))
                 fused_layers.update(module.get_layers())
-    for name, module in [*decoder.named_modules()]:
+    for name in [name for name, _ in decoder.named_modules()]:  # merged weights are freed in turn
+        module = decoder.get_submodule(name)
         if is_plain_linear(module) and module not in fused_layers:
             decoder.set_submodule(name, convert(module.weight, module.bias))
     if decoder.head is None:

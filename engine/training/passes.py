@@ -26,6 +26,7 @@ from engine.nn.attention import DocumentAttention
 from engine.nn.inference import build_decoder
 from engine.training.budget import Budget
 from engine.training.config import RunConfig
+from engine.training.estimate import fits_merged_weights
 from model import GPT, Block
 
 WARMUP_WINDOW_TOKENS = 16
@@ -53,6 +54,11 @@ class Passes:
 
     def _warn(self, text: str) -> None:
         self.dist_ctx.run_on_main(warn, text)
+
+    def restart(self, config: RunConfig) -> None:
+        """Use another config from now on, and free the memory of captured passes."""
+        self.config = config
+        self.captured_pass.replays.clear()
 
     def wrap_model(self) -> None:
         """Apply activation checkpointing, compilation and data parallelism to the model."""
@@ -183,9 +189,10 @@ class Passes:
     def decoder(self) -> Iterator[tuple[GPT, torch.dtype | None]]:
         """Yield the model for generating text, and the dtype of its cached keys and values.
 
-        A sharded model computes in the dtype of the run, whatever that of its weights.
+        It has weights of its own if they fit; else, and if it is sharded, it is the training model,
+        which computes in the dtype of the run.
         """
-        if not self.dist_ctx.sharded:
+        if fits_merged_weights(self.config, self.dist_ctx):
             yield build_decoder(self.model), None
             return
         with self.autocast():

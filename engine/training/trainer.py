@@ -3,17 +3,18 @@
 import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.core import sharding
-from engine.core.cli import say, warn
+from engine.core.cli import count_noun, say, warn
 from engine.core.device import DTYPE_BY_NAME
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError, is_bug
-from engine.core.settings import flatten
+from engine.core.settings import flatten, to_toml
 from engine.data.batches import Batches, Mixture
 from engine.data.chats.examples import NO_SYSTEM_NOTE
 from engine.data.split import BatchSpec
@@ -31,7 +32,7 @@ from engine.runs.checkpoint import (
 from engine.runs.run_files import find_base
 from engine.training.budget import Budget, make_budget
 from engine.training.config import RunConfig
-from engine.training.estimate import lora_arguments
+from engine.training.estimate import lora_arguments, micro_batch_sizes
 from engine.training.optimizer import Optimizer
 from engine.training.passes import Passes
 from engine.training.resolve import changed_settings, init_token_rows, split_token_ids
@@ -95,6 +96,7 @@ class Trainer:
         self.base_reference: BaseReference | None = None  # of LoRA, on the main process
         self.model: GPT = sharding.shard_and_allocate(model, dist_ctx, dtype)
         self.passes = Passes(self.model, config, dist_ctx, data)
+        self.passes.acceleration.make_room = self.halve_micro_batches
         pool = self.passes.acceleration.pool
         self.optimizer = Optimizer(self.model, config.optimizer, dist_ctx, dtype, pool)
 
@@ -218,7 +220,27 @@ class Trainer:
             yield from self.dist_ctx.broadcast_tensors(frozen)
         yield from self.run_dir.distribute(checkpoint.model())
 
-    # Time.
+    # Memory and time.
+
+    def halve_micro_batches(self) -> bool:
+        """Halve the rows of micro-batches, which were too many for memory in the first step.
+
+        Returns False in a later step, and on several ranks. Raises UserError for one row.
+        """
+        if self.dist_ctx.size > 1 or self.step > self.budget.first_step:
+            return False
+        rows = self.config.micro_batch_rows(self.dist_ctx)
+        if rows == 1:
+            problem = f"one sequence does not fit in the memory of {self.dist_ctx.device}"
+            advice = "Use --checkpoint-activations, or a smaller --context-length"
+            raise UserError(f"--micro-batch-size: {problem} (got 1). {advice}.") from None
+        rows = micro_batch_sizes(self.config.batch_size, rows // 2)[0]
+        self.config = replace(self.config, micro_batch_size=rows)
+        self.passes.restart(self.config)
+        if self.run_dir:
+            self.run_dir.write_settings(to_toml(self.config))
+        warn(f"out of memory: micro-batches have {count_noun(rows, 'sequence')} from now on")
+        return True
 
     @property
     def save_seconds(self) -> float:

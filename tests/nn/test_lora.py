@@ -1,6 +1,7 @@
 """LoRA: equal to W + B A, step 0 equal to the base, adapters and their bases."""
 
 import shutil
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -14,16 +15,20 @@ from helpers import (
     newest_checkpoint,
     numbers_text,
     random_model,
+    read_lines,
     train_tiny,
 )
 from torch.func import functional_call
 
 import sample
 from engine.core.errors import UserError
+from engine.nn import inference
 from engine.nn.inference import build_decoder
 from engine.nn.lora import LORA_ALPHA, add_lora, merge_lora, merge_updates
 from engine.nn.specs import draw_initial_values
+from engine.report.callback import Report
 from engine.runs.run_files import find_checkpoint
+from engine.training import estimate, passes
 from model import GPT, ModelConfig
 
 RANK = 3
@@ -202,3 +207,38 @@ def test_tokens_that_are_new_to_the_base_are_trained(tune, folder, tmp_path, cap
     assert resumed.step == 4 and not torch.equal(embedding, run.model.token_embedding.weight)
     saved = dict(newest_checkpoint(tmp_path / "run").model())
     assert {"token_embedding.weight", "head.weight"} <= saved.keys()
+
+
+def test_where_merged_weights_do_not_fit_the_training_model_samples(tune, tmp_path, monkeypatch):
+    flags = ["--steps", 8, "--learning-rate", 0, "--micro-batch-size", 4]
+    tune("merged", *flags, callbacks=[Report()])
+    monkeypatch.setattr(estimate, "total_memory", lambda device: 1.0)
+    monkeypatch.setattr(passes, "build_decoder", None)
+    tune("in-place", *flags, callbacks=[Report()])
+    samples = [read_lines(tmp_path / name / "samples.jsonl") for name in ("merged", "in-place")]
+    assert samples[0] == samples[1] and len(samples[0]) > 2
+    assert_same_run(tmp_path / "in-place", tmp_path / "merged")
+
+
+@torch.no_grad()
+def test_merged_weights_are_freed_as_they_are_packed(monkeypatch):
+    """So that a decoder needs the weights once more, not twice."""
+    if not inference.can_pack(torch.float32):
+        pytest.skip("weights are not packed")
+    monkeypatch.setattr(inference, "MAX_CACHED_PARAMETERS", 0)
+    merged: list[weakref.ref] = []
+    monkeypatch.setattr(inference, "merge_lora", lambda model: watch(merge_lora(model)))
+    num_alive = []
+
+    def watch(model: GPT) -> GPT:
+        merged.extend(weakref.ref(block.feed_forward.contract) for block in model.blocks)
+        return model
+
+    class CountingLinear(inference.PackedLinear):
+        def __init__(self, *tensors: torch.Tensor | None):
+            super().__init__(*tensors)
+            num_alive.append(sum(ref() is not None for ref in merged))
+
+    monkeypatch.setattr(inference, "PackedLinear", CountingLinear)
+    build_decoder(with_lora(random_model(make_config({})), seed=1))
+    assert len({*num_alive}) > 1 and num_alive[-1] <= 1

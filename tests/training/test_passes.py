@@ -1,6 +1,7 @@
 """Captured steps are plain steps, compiled seldom; without what fails, training continues."""
 
 import math
+import tomllib
 from functools import partial
 
 import pytest
@@ -12,10 +13,17 @@ from helpers import (
     assert_same_run,
     logged,
     make_dataset,
+    tiny,
     train_tiny,
 )
 from torch._dynamo.testing import CompileCounter
 
+import train
+from engine.core.distributed import SINGLE_PROCESS
+from engine.core.errors import UserError
+from engine.core.settings import load_settings
+from engine.training.callbacks import MetricsFile
+from engine.training.config import TrainConfig
 from engine.training.trainer import Callback, Trainer
 
 # Three micro-batches, dropout, two windows of the first block.
@@ -183,3 +191,29 @@ def test_training_continues_without_a_compiler_that_fails_at_any_time(
     assert_same_run(tmp_path / "compiled", tmp_path / "plain")
     errors = capsys.readouterr().err
     assert errors.count("warning") == 1 and "the compiler failed" in errors
+
+
+@pytest.mark.parametrize(("max_rows", "num_rows"), [(5, 3), (2, 1), (0, 0)])
+def test_micro_batches_that_do_not_fit_are_halved_in_the_first_step(
+    each_path, numbers, tmp_path, capsys, max_rows, num_rows
+):
+    def check_rows(model: torch.nn.Module, inputs: tuple) -> None:
+        if model.training and len(inputs[0]) > max_rows:
+            raise torch.OutOfMemoryError("out of memory")
+
+    def limit_memory(model: torch.nn.Module) -> None:
+        model.register_forward_pre_hook(check_rows)
+
+    flags = ["--batch-size", 6, "--steps", 3]
+    config = load_settings(TrainConfig, tiny(numbers, tmp_path / "run", *flags))
+    train_limited = partial(train.train, config, SINGLE_PROCESS, [MetricsFile()])
+    if not max_rows:
+        with pytest.raises(UserError, match="--micro-batch-size"):
+            train_limited(modify_model=limit_memory)
+        return
+    train_limited(modify_model=limit_memory)
+    settings = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
+    assert settings["micro_batch_size"] == num_rows
+    assert capsys.readouterr().err.count("warning: out of memory") == 1 + (max_rows == 2)
+    train_tiny(numbers, tmp_path / "typed", *flags, "--micro-batch-size", num_rows)
+    assert_same_run(tmp_path / "run", tmp_path / "typed")
