@@ -532,7 +532,7 @@ FIXED_FLAGS = """
     --num-heads 4 --num-kv-heads 1 --head-dim 4 --d-model 32 --d-ff 48 --dropout 0.5 --bias
     --position learned --rope-base 500 --norm layernorm --norm-epsilon 1e-3 --norm-placement post
     --activation gelu --no-qk-norm --tie-embeddings --scale-embeddings --logit-softcap 15
-    --windows 4 --qkv-bias --rope-scaling 2 --optimizer adamw
+    --windows 4 --qkv-bias --rope-scaling 2 --optimizer adamw --attention loop
     --lora-rank 2 --train-tokens --init-from elsewhere --document-mask
 """
 

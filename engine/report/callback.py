@@ -69,7 +69,8 @@ class Report(Callback):
             return
         out = trainer.config.out
         with trainer.passes.decoder() as (model, cache_dtype):
-            samples = write_samples(model, trainer, cache_dtype)
+            seed = trainer.config.seed
+            samples = write_samples(model, trainer.data, trainer.step, seed, cache_dtype)
             with open(out / "samples.jsonl", "a", encoding="utf-8") as file:
                 file.writelines(f"{to_json(sample)}\n" for sample in samples)
             if trainer.is_best or self.attention is None:  # None: the run was resumed
@@ -161,17 +162,15 @@ def describe_prompts(data: Mixture) -> list[str]:
 
 
 def write_samples(
-    model: GPT, trainer: Trainer, cache_dtype: torch.dtype | None = None
+    model: GPT, data: Mixture, step: int, seed: int, cache_dtype: torch.dtype | None = None
 ) -> list[Record]:
     """Continue the prompts of a run, the same at each step: records of step, prompt and text."""
-    data = trainer.data
-    seed = trainer.config.seed
     prompts = choose_prompts(data)
     texts = [""] * len(prompts)
     for index, text in stream_samples(model, data, prompts, SAMPLE_TOKENS, seed, cache_dtype):
         texts[index] += text
     pairs = zip(map(data.tokenizer.decode, prompts), texts, strict=True)
-    return [{"step": trainer.step, "prompt": prompt, "text": text} for prompt, text in pairs]
+    return [{"step": step, "prompt": prompt, "text": text} for prompt, text in pairs]
 
 
 def text_origin(dataset: Dataset) -> dict[str, Any]:
