@@ -31,6 +31,7 @@ from engine.data.tokenizer import Tokenizer, from_document
 from engine.data.tokenizer_json import with_extension
 from engine.generation.sampling import row_seeds
 from engine.generation.text_batch import TextBatch, TextRequest
+from engine.nn.specs import ParameterSpec
 from engine.runs.checkpoint import Checkpoint, RunState, initial_state, open_checkpoint
 from engine.runs.run_files import list_checkpoints
 from engine.serving.server import Server
@@ -278,6 +279,14 @@ def train_tiny(
     if isinstance(should_stop, Callback):
         all_callbacks.append(should_stop)
     return train.train(config, dist_ctx, all_callbacks, should_stop, None, modify_model)
+
+
+def add_scales(model: GPT) -> None:
+    """Multiply the output of each attention by a learned vector."""
+    for index, block in enumerate(model.blocks):
+        block.scale = torch.nn.Parameter(torch.empty(model.config.d_model))
+        model.specs[f"blocks.{index}.scale"] = ParameterSpec("vector", mean=0.5)
+        block.attention.register_forward_hook(lambda layer, inputs, y, block=block: y * block.scale)
 
 
 class Action(Callback):

@@ -27,6 +27,7 @@ from helpers import (
     TINY,
     Action,
     StopAfter,
+    add_scales,
     assert_same_run,
     exit_code_of,
     logged,
@@ -50,7 +51,6 @@ from engine.core.values import iterate_hints
 from engine.data.batches import open_mixture
 from engine.data.dataset import open_dataset
 from engine.data.tokenizer import load_tokenizer
-from engine.nn.specs import ParameterSpec
 from engine.report.callback import Report
 from engine.runs.run_files import list_checkpoints
 from engine.training.callbacks import MetricsFile
@@ -784,14 +784,6 @@ def test_reproducible_kernels_are_chosen_before_the_first_step(numbers, tmp_path
     config = TrainConfig(data=(numbers,), out=tmp_path, device="cpu", depth=1, minutes=0.05)
     train.train(dataclasses.replace(config, deterministic=True), callbacks=[])
     assert calls[:2] == [True, "step"]
-
-
-def add_scales(model: GPT) -> None:
-    """Multiply the output of each attention by a learned vector."""
-    for index, block in enumerate(model.blocks):
-        block.scale = torch.nn.Parameter(torch.empty(model.config.d_model))
-        model.specs[f"blocks.{index}.scale"] = ParameterSpec("vector", mean=0.5)
-        block.attention.register_forward_hook(lambda layer, inputs, y, block=block: y * block.scale)
 
 
 def test_a_modified_model_is_sampled_reported_resumed_and_trained_further(numbers, tmp_path):

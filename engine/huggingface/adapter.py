@@ -16,7 +16,7 @@ from engine.core.values import from_json
 from engine.huggingface.convert import convert_layout, tensor_layout
 from engine.huggingface.directory import read_tensors
 from engine.huggingface.families import Family
-from engine.nn.lora import A_NAME, B_NAME, LORA_ALPHA, add_lora
+from engine.nn.lora import A_NAME, B_NAME, LORA_ALPHA, add_lora, lora_scale
 from engine.nn.specs import draw_initial_values
 from engine.runs.checkpoint import Checkpoint, write_tensors
 from model import GPT
@@ -119,7 +119,7 @@ def read_adapter(path: Path, model: GPT, family: Family) -> dict[str, Tensor]:
             problem = f"{hf_name} must have shape {shape} (got {tuple(value.shape)})"
             raise UserError(f"{source}: {problem}. Name its own base model with --base.")
         value = convert_update(name, value, model.config.head_width, family)
-        updates[name] = value * (scale * rank / LORA_ALPHA) if name.endswith(B_NAME) else value
+        updates[name] = value * (scale / lora_scale(rank)) if name.endswith(B_NAME) else value
     if remaining:
         raise UserError(f"{source}: unsupported tensor {next(iter(remaining))}.")
     return updates

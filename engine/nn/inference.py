@@ -104,7 +104,7 @@ def build_decoder(model: Model, quantize: bool = False) -> Model:
     other tensors are shared.
     """
     decoder: Any = merge_lora(model)
-    if decoder is model:
+    if decoder is model:  # nothing to merge
         shared = {id(parameter): parameter for parameter in model.parameters()}
         decoder = copy.deepcopy(model, shared).eval()
     for module in decoder.modules():

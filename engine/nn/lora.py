@@ -3,6 +3,7 @@
 Hu et al. 2021, and Schulman et al. 2025, "LoRA Without Regret": the linear layers of all blocks.
 """
 
+import copy
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -16,7 +17,7 @@ from engine.nn.specs import ParameterSpec
 
 A_NAME = "lora.A"  # of parameters, after the name of the layer
 B_NAME = "lora.B"
-LORA_ALPHA = 32.0  # an update is scaled by LORA_ALPHA / rank: Schulman et al. 2025
+LORA_ALPHA = 32.0  # of PEFT: see lora_scale
 HEAD_PATTERN = re.compile(r"heads\.(\d+)\.")
 TOKEN_PARAMETERS = ("token_embedding.weight", "head.weight")
 
@@ -46,8 +47,7 @@ class LoRALinear(nn.Module):
         """Apply the layer: (…, inputs) → (…, outputs)."""
         update, rows = self.path
         x = to_autocast_dtype(x)
-        scale = LORA_ALPHA / len(update.A)
-        return add_low_rank(F.linear(x, self.weight, self.bias), x, update.A, update.B[rows], scale)
+        return add_low_rank(F.linear(x, self.weight, self.bias), x, update.A, update.B[rows])
 
 
 class LoRAFusedLinear(FusedLinear):
@@ -64,7 +64,7 @@ class LoRAFusedLinear(FusedLinear):
         updates = list(dict.fromkeys(layer.path[0] for layer in layers))
         A = torch.cat([update.A for update in updates])
         B = torch.block_diag(*[update.B for update in updates])
-        return add_low_rank(y, x, A, B, LORA_ALPHA / len(updates[0].A))
+        return add_low_rank(y, x, A, B, len(updates[0].A))
 
 
 class FloatEmbedding(nn.Embedding):
@@ -81,11 +81,25 @@ def to_autocast_dtype(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-def add_low_rank(y: Tensor, x: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
-    """Return y + scale · B A x, for x (…, inputs), A (r, inputs), B (outputs, r)."""
+def lora_scale(rank: int) -> float:
+    """Return the factor of an update of a rank: Schulman et al. 2025."""
+    return LORA_ALPHA / rank
+
+
+def add_low_rank(y: Tensor, x: Tensor, A: Tensor, B: Tensor, rank: int | None = None) -> Tensor:
+    """Return y + scale · B A x, for x (…, inputs), A (r, inputs), B (outputs, r).
+
+    The rank that determines the scale is r, unless A and B are those of several updates.
+    """
     hidden = F.linear(x, A)
+    scale = lora_scale(rank or len(A))
     sum_ = torch.addmm(y.flatten(0, -2), hidden.flatten(0, -2), B.T, alpha=scale)
     return sum_.view_as(y)
+
+
+def add_update(weight: Tensor, A: Tensor, B: Tensor) -> Tensor:
+    """Return weight + scale · B A in float32, the weight (outputs, inputs) of a merged layer."""
+    return torch.addmm(weight.float(), B.float(), A.float(), alpha=lora_scale(len(A)))
 
 
 def add_lora(
@@ -155,8 +169,7 @@ def merge_updates(params: Mapping[str, Tensor], group_size: int) -> Iterator[tup
             if head:
                 index = int(head[1]) // (1 if layer.endswith("query.") else group_size)
                 B = B[index * len(value) : (index + 1) * len(value)]
-            scale = LORA_ALPHA / len(A)
-            value = torch.addmm(value.float(), B.float(), A.float(), alpha=scale)
+            value = add_update(value, A, B)
         if not name.endswith((A_NAME, B_NAME)):
             yield name, value
 
@@ -165,15 +178,29 @@ def merge_updates(params: Mapping[str, Tensor], group_size: int) -> Iterator[tup
 def merge_lora(model: Any) -> Any:
     """Return a model without low-rank paths that computes the same, for inference.
 
-    It has the dtype of the token embedding. A model without updates is returned as it is.
+    It has the dtype of the token embedding. A model without updates is returned as it is, and a
+    layer with hooks keeps its path.
     """
-    params = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    if not any(name.endswith(A_NAME) for name in params):
+    layers: dict[str, Any] = {
+        name: layer for name, layer in model.named_modules() if is_plain_linear(layer, LoRALinear)
+    }
+    if not layers:
         return model
-    with torch.device("meta"):
-        merged = type(model)(model.config)
-    group_size = model.config.num_heads // model.config.num_groups
     dtype = model.token_embedding.weight.dtype
-    weights = {name: value.to(dtype) for name, value in merge_updates(params, group_size)}
-    merged.load_state_dict(weights, assign=True)
-    return merged.eval()
+    params = {id(param): nn.Parameter(param.to(dtype)) for param in model.parameters()}
+    merged = copy.deepcopy(model, params)  # with the changes that others made
+    for name, layer in layers.items():
+        update, rows = layer.path
+        weight = add_update(layer.weight, update.A, update.B[rows]).to(dtype)
+        linear = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
+        linear.weight = nn.Parameter(weight)
+        linear.bias = merged.get_submodule(name).bias
+        merged.set_submodule(name, linear)
+    for name, module in [*merged.named_modules()]:
+        if isinstance(module, LoRAFusedLinear):
+            merged.set_submodule(name, FusedLinear(module.get_layers))
+        elif isinstance(module, FloatEmbedding):
+            merged.set_submodule(name, nn.Embedding.from_pretrained(module.weight))
+        elif isinstance(module, LowRankUpdate):
+            merged.set_submodule(name, nn.Module())
+    return merged.requires_grad_(False).eval()

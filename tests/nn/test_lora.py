@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import (
     StopAfter,
+    add_scales,
     assert_same_run,
     logged,
     make_dataset,
@@ -24,7 +25,7 @@ import sample
 from engine.core.errors import UserError
 from engine.nn import inference
 from engine.nn.inference import build_decoder
-from engine.nn.lora import LORA_ALPHA, add_lora, merge_lora, merge_updates
+from engine.nn.lora import add_lora, lora_scale, merge_lora, merge_updates
 from engine.nn.specs import draw_initial_values
 from engine.report.callback import Report
 from engine.runs.run_files import find_checkpoint
@@ -84,7 +85,7 @@ def test_updates_add_their_products_to_the_weights(base):
     attention = base.blocks[1].attention
     for kind, group_size in (("query", 1), ("key", 4 // base.config.num_groups)):
         update = [updates[f"blocks.1.attention.{kind}.lora.{letter}"] for letter in "BA"]
-        rows = (LORA_ALPHA / RANK * update[0] @ update[1]).split(base.config.head_width)
+        rows = (lora_scale(RANK) * update[0] @ update[1]).split(base.config.head_width)
         for index, head in enumerate(list(attention.heads)[::group_size]):
             weight = expected[f"blocks.1.attention.heads.{index * group_size}.{kind}.weight"]
             assert torch.equal(weight, getattr(head, kind).weight)
@@ -242,3 +243,15 @@ def test_merged_weights_are_freed_as_they_are_packed(monkeypatch):
     monkeypatch.setattr(inference, "PackedLinear", CountingLinear)
     build_decoder(with_lora(random_model(make_config({})), seed=1))
     assert len({*num_alive}) > 1 and num_alive[-1] <= 1
+
+
+def test_a_modified_model_keeps_its_change_where_updates_are_merged(tune, tmp_path):
+    flags = ["--steps", 4, "--learning-rate", 0.05]
+    trainer = tune("run", *flags, callbacks=[Report()], modify_model=add_scales)
+    assert (tmp_path / "run" / "samples.jsonl").stat().st_size
+    expected = trainer.model.eval()(TOKENS[:, :16])
+    torch.testing.assert_close(build_decoder(trainer.model)(TOKENS[:, :16]), expected)
+    generator = sample.load(tmp_path / "run", "cpu", "float32", modify_model=add_scales)
+    torch.testing.assert_close(generator.model(TOKENS[:, :16]), expected)
+    trainer.model.blocks[0].scale.data.mul_(2)
+    assert not torch.allclose(trainer.model(TOKENS[:, :16]), expected, atol=1e-3)
