@@ -195,9 +195,6 @@ def print_summary(trainer: Trainer) -> None:
         overfits = " (overfitting)" if loss < trainer.evaluation["val_loss"] else ""
         last = f"At the last step the loss was {trainer.evaluation['val_loss']:.4f}{overfits}"
         trainer.say(f"That is {name}. {last}.")
-    if trainer.config.minutes and trainer.step == trainer.config.steps:
-        problem = f"The limit of {steps} ended the run before its minutes"
-        trainer.say(f"{problem}: for chosen sizes, more epochs would not help.")
     trainer.say("\nA sample:\n")
     for count, text in enumerate(stream_final_sample(trainer)):
         trainer.say(text, end="")
@@ -216,15 +213,12 @@ def print_paths(trainer: Trainer) -> None:
         if path.exists():
             say(f"{title}: {shell_command(path)}")
     words: list[object] = ["python", "sample.py", out]
-    title = "More samples"
     if trainer.data.learns_chats:
-        title = "Chat with it"
         words.append("--chat")
     elif trainer.data.datasets[0].val.num_examples:
-        title = "Ask it"
-        question = trainer.data.tokenizer.decode(choose_prompts(trainer.data)[0])
-        words += [f"--prompt={question}"] if question[:1] == "-" else ["--prompt", question]
-    say(f"{title}: {shell_command(*words)}")
+        prompt = trainer.data.tokenizer.decode(choose_prompts(trainer.data)[0])
+        words.append(f"--prompt={prompt}")
+    say(f"More samples: {shell_command(*words)}")
 
 
 def stream_final_sample(trainer: Trainer) -> Iterator[str]:

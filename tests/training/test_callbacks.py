@@ -85,12 +85,10 @@ def test_a_loss_that_is_not_finite_is_null_and_counted_and_training_continues(
 
 
 def test_a_run_that_is_worse_than_guessing_says_so(numbers, tmp_path, capsys):
-    for name, rate in (("learned", 0.01), ("diverged", 50)):
-        run = train_with([], numbers, tmp_path / name, "--steps", 12, "--learning-rate", rate)
-        print_summary(run)
-        is_worse = run.evaluation["val_loss"] > math.log(open_dataset(numbers).tokenizer.vocab_size)
-        output = capsys.readouterr().out
-        assert is_worse == (name == "diverged") == ("uniform" in output)
+    run = train_with([], numbers, tmp_path, "--steps", 12, "--learning-rate", 50)
+    print_summary(run)
+    assert run.evaluation["val_loss"] > math.log(open_dataset(numbers).tokenizer.vocab_size)
+    assert "uniform" in capsys.readouterr().out
     with torch.no_grad():
         run.model.token_embedding.weight.fill_(math.nan)
     print_summary(run)
@@ -125,9 +123,8 @@ def test_the_summary_is_that_of_the_checkpoint_that_is_used(numbers, tmp_path, c
 
 
 LINES = [json.dumps({"step": step, "train_loss": 3.0 - step}) + "\n" for step in (1, 2, 3)]
-CORRUPTED = ["", " ", "torn", "{}", "[1]", "7", '{"step": "1"}', "[" * 9999]
-CORRUPTED += ['{"step": true}', '{"step": 1, "text": "\\ud800"}', '{"step": 1, "train_loss": "2"}']
-CORRUPTED += ['{"step": 1, "val_loss": [2]}', '{"step": 1, "val_loss": true}']
+CORRUPTED = ["", "torn", "{}", "[1]", "[" * 9999, '{"step": true}', '{"step": 1, "val_loss": [2]}']
+CORRUPTED += ['{"step": 1, "text": "\\ud800"}']
 
 
 def test_records_of_repeated_steps_and_corrupted_lines_are_removed_atomically(tmp_path):
@@ -170,12 +167,6 @@ def test_the_terminal_describes_the_run_each_evaluation_and_saves_longer_than_to
 
 
 # Weights & Biases.
-
-
-def test_weights_and_biases_is_imported_only_with_its_flag(numbers, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it is an error now
-    assert train.main(tiny(numbers, tmp_path / "without", "--steps", 1)) == 0
-    assert not capsys.readouterr().err
 
 
 def test_weights_and_biases_gets_settings_and_every_record_of_one_run(
