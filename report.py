@@ -9,7 +9,6 @@ from engine.core.cli import run_command, tune_openmp_spinning
 if __name__ == "__main__":
     tune_openmp_spinning("decode")  # before torch is loaded
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +25,6 @@ from engine.report.page import read_run, write_page
 from engine.runs.checkpoint import ModifyModel, load_model, open_checkpoint
 from engine.runs.run_files import find_checkpoint, list_checkpoints
 
-MAX_RUNS = 8  # on one page
 MAX_CHARACTER_BYTES = 4  # in UTF-8
 
 
@@ -42,9 +40,6 @@ class ReportConfig:
     def __post_init__(self) -> None:
         if not self.runs:
             raise UserError("runs: must name at least one folder. Give one, such as out/stdlib.")
-        if len(self.runs) > MAX_RUNS:
-            problem = f"must be at most {MAX_RUNS} (got {len(self.runs)})"
-            raise UserError(f"runs: {problem}. Compare fewer.")
         if self.out and self.out.suffix != ".html":
             raise UserError(f"--out: must end in .html (got {self.out}).")
         if self.out and not self.out.parent.is_dir():
@@ -107,7 +102,9 @@ def describe_memorization(
     steps = [sample["step"] for sample in samples]
     shown_step = best_step if best_step in steps else steps[-1]
     texts = [sample["text"] for sample in samples if sample["step"] == shown_step]
-    val_texts = read_validation(data, [len(text) for text in texts])
+    num_tokens = max(map(len, texts)) * MAX_CHARACTER_BYTES  # a token has at least one byte
+    lines = map(data.tokenizer.decode, read_lines(data, len(texts), num_tokens))
+    val_texts = [line[: len(text)] for line, text in zip(lines, texts, strict=True)]
     passages, fraction = find_passages(texts + val_texts, data.datasets)
     lengths = [max((length for _, length, _ in spans), default=0) for spans in passages]
     longest = max(lengths[: len(texts)])
@@ -122,13 +119,6 @@ def describe_memorization(
     if fraction < 1:
         note += f" Only {fraction:.2%} of the training text was searched."
     return {"passages": copies, "note": note, "longest": [longest, longest_val]}
-
-
-def read_validation(data: Mixture, lengths: Sequence[int]) -> list[str]:
-    """Return evenly spaced pieces of validation text of at most these lengths, in characters."""
-    num_tokens = max(lengths) * MAX_CHARACTER_BYTES  # a token has at least one byte
-    lines = map(data.tokenizer.decode, read_lines(data, len(lengths), num_tokens))
-    return [line[:length] for line, length in zip(lines, lengths, strict=True)]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import re
 import shutil
 from hashlib import sha256
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from helpers import (
     exit_code_of,
     logged,
     numbers_text,
-    random_model,
     read_lines,
     train_tiny,
     write_lines,
@@ -32,7 +30,7 @@ from engine.report.attention_maps import (
     attention_maps,
     compute_attention,
 )
-from engine.report.callback import SAMPLE_TOKENS, Report, write_samples
+from engine.report.callback import SAMPLE_TOKENS, Report
 from engine.report.page import (
     MAX_CURVE_POINTS,
     MAX_SHOWN_EVALUATIONS,
@@ -45,7 +43,6 @@ from engine.runs.checkpoint import load_model
 from engine.runs.run_files import find_checkpoint
 from engine.training.trainer import Callback, Trainer
 from model import GPT, ModelConfig
-from report import MAX_RUNS
 
 EVIL = "</script><img src=x onerror=\"document.title='taken'\"><!--"
 
@@ -87,16 +84,13 @@ def test_a_run_writes_its_page_at_each_evaluation(runs, numbers):
     assert training["step"] == list(losses) and validation["step"] == [4, 8]
     assert training["train_loss"]["mean"] == pytest.approx(list(losses.values()), rel=1e-5)
     assert validation["val_loss"]["mean"] == pytest.approx(list(val_losses.values()), rel=1e-5)
-    assert training["tokens"] == [64 * step for step in losses]
     assert validation["tokens"] == [256, 512]
     assert page["best"]["val_loss"] == pytest.approx(val_losses[8]) and page["state"]["step"] == 8
-    assert page["figures"]["tokens"] == "512"
     about = page["about"]
     assert page["settings"]["d_model"] == 16 and "d_model" in about["defaults"]
     assert about["machine"]["processor"] and about["machine"]["PyTorch"] == torch.__version__
     assert about["data"][0]["dataset"] == str(numbers)
-    entropy = math.log(open_mixture([numbers]).tokenizer.vocab_size)
-    assert about["baselines"]["uniform"] == pytest.approx(entropy)
+    assert about["baselines"].keys() == {"uniform", "unigram", "bigram"}
 
 
 def test_samples_follow_the_same_prompts_at_each_evaluation(runs):
@@ -118,7 +112,8 @@ def test_memorized_passages_are_shown_and_losses_that_are_not_finite_are_gaps(
     samples = read_lines(run_a / "samples.jsonl")
     data = open_mixture([numbers])
     text = data.tokenizer.decode(data.datasets[0].train.tokens[500:700].tolist())
-    monkeypatch.setattr(report, "read_validation", lambda *_: ["", text[:50]])
+    val_ids = data.tokenizer.encode(text[:50]).tolist()
+    monkeypatch.setattr(report, "read_lines", lambda *_: [[], [], val_ids])
     samples[-2]["text"] = text[:50]
     samples[-1]["text"] = f"@{text}@"
     write_lines(run_a / "samples.jsonl", samples)
@@ -131,10 +126,8 @@ def test_memorized_passages_are_shown_and_losses_that_are_not_finite_are_gaps(
     assert "at most 50 characters" in memorization["note"]
 
 
-@pytest.mark.parametrize("source", ["live", "checkpoint"])
-def test_attention_is_that_of_the_heads(runs, numbers, source):
-    page = read_page(runs / "a" / "report.html") if source == "live" else make_page(runs / "a")
-    attention = page["attention"]
+def test_attention_is_that_of_the_heads(runs, numbers):
+    attention = read_page(runs / "a" / "report.html")["attention"]
     text = "".join(attention["labels"]).replace("·", " ").replace("⏎", "\n")
     tokens = torch.from_numpy(open_mixture([numbers]).tokenizer.encode(text).astype(np.int64))
     maps = attention_maps(load_model(find_checkpoint(runs / "a")), tokens)
@@ -145,21 +138,15 @@ def test_attention_is_that_of_the_heads(runs, numbers, source):
     assert len(attention["habits"]) == attention["layers"] * attention["heads"]
 
 
-@pytest.mark.parametrize(("layers", "heads"), [(24, 16), (2, 600)])
-def test_of_many_heads_all_are_shown_on_a_shorter_text(numbers, layers, heads, tmp_path):
+def test_of_many_heads_all_are_shown_on_a_shorter_text(numbers):
     data = open_mixture([numbers])
-    config = ModelConfig(
-        vocab_size=data.tokenizer.vocab_size,
-        context_length=64,
-        num_layers=layers,
-        num_heads=heads,
-        d_model=2 * heads,
-    )
+    sizes = {"vocab_size": data.tokenizer.vocab_size, "context_length": 64}
+    config = ModelConfig(**sizes, num_layers=2, num_heads=600, d_model=1200)
     attention = compute_attention(GPT(config).eval(), data)
     size = len(base64.b64decode(attention["weights"]))
     length = len(attention["labels"])
-    assert size == layers * heads * length * (length + 1) // 2 <= MAX_ATTENTION_BYTES
-    assert (length == ATTENTION_TOKENS) == (layers == 24)
+    assert length < ATTENTION_TOKENS
+    assert size == 1200 * length * (length + 1) // 2 <= MAX_ATTENTION_BYTES
 
 
 def test_the_callback_changes_nothing_in_training(runs, numbers, tmp_path):
@@ -188,35 +175,12 @@ def test_the_page_shows_the_checkpoint_that_is_used_also_after_a_resume(numbers,
     pages.append(read_page(tmp_path / "a" / "report.html"))
     losses = logged(tmp_path / "a", "val_loss")
     assert losses[3] < min(losses[6], losses[7])
-    for page, last in zip(pages, (6, 6, 7), strict=True):
+    for page in pages:
         assert page["best_step"] == 3 and page["attention"] == pages[0]["attention"]
         assert page["best"]["val_loss"] == pytest.approx(losses[3])
-        assert page["figures"]["last validation loss"] == f"{losses[last]:.4f}"
-    samples = [sample for sample in pages[1]["samples"] if sample["step"] == 3]
-    assert len(pages[1]["memorization"]["passages"]) == len(samples) > 0
     data = open_mixture([numbers])
     best = compute_attention(load_model(find_checkpoint(tmp_path / "a")), data)
     assert pages[0]["attention"] == best
-
-
-def test_a_sharded_model_is_not_sampled_from(run_a, numbers):
-    before = (run_a / "samples.jsonl").read_bytes()
-    trainer = SimpleNamespace(step=9, data=open_mixture([numbers]), is_best=True)
-    trainer.config = SimpleNamespace(out=run_a)
-    trainer.dist_ctx = SimpleNamespace(sharded=True)
-    Report().sample(trainer)
-    assert (run_a / "samples.jsonl").read_bytes() == before
-
-
-def test_a_model_that_diverged_has_samples_and_attention(numbers):
-    data = open_mixture([numbers])
-    model = random_model(
-        ModelConfig(vocab_size=data.tokenizer.vocab_size, context_length=16, d_model=8)
-    )
-    model.head.weight.data.fill_(math.nan)
-    model.blocks[0].attention.heads[0].query.weight.data.fill_(math.nan)
-    assert {sample["text"][:5] for sample in write_samples(model, data, 1, 1)} == {"none:"}
-    assert compute_attention(model, data)["weights"]
 
 
 def test_points_of_a_long_curve_are_means_with_minimum_and_maximum():
@@ -240,11 +204,9 @@ def test_of_many_evaluations_some_are_shown_with_the_first_and_the_last():
 @pytest.mark.parametrize(
     ("missing", "shown", "note"),
     [
-        ("checkpoints", "memorization", "checkpoint"),
         ("checkpoints/*/model.safetensors", "memorization", "model.safetensors"),
         ("metrics.jsonl", "attention", None),
         ("about.json", "attention", None),
-        ("samples.jsonl", "attention", None),
         ("config.toml", "samples", "dataset"),
     ],
 )
@@ -255,12 +217,10 @@ def test_an_incomplete_run_is_shown_without_what_is_missing(run_a, missing, show
     assert page[shown] and (note in page["notes"][0] if note else page["notes"] == [])
 
 
-@pytest.mark.parametrize("is_missing", [False, True])
-def test_data_that_is_missing_or_not_that_of_the_run_is_noted(numbers, run_a, is_missing):
+def test_data_that_is_not_that_of_the_run_is_noted(numbers, run_a):
     data = run_a.with_name("data")
-    if not is_missing:
-        manifest = shutil.copytree(numbers, data) / "manifest.json"
-        manifest.write_text(manifest.read_text() + "\n")
+    manifest = shutil.copytree(numbers, data) / "manifest.json"
+    manifest.write_text(manifest.read_text() + "\n")
     config = run_a / "config.toml"
     config.write_text(config.read_text().replace(str(numbers), str(data)))
     page = make_page(run_a)
@@ -273,8 +233,7 @@ def test_a_folder_that_is_not_a_run_is_refused(run_a, tmp_path, capsys):
     (run_a / "config.toml").write_text("steps = ")
     flags = [[str(tmp_path / name)] for name in ("empty", "missing", "a")]
     flags += [[], [str(run_a), "--out", "page.png"], [str(run_a), "--out", "no/page.html"]]
-    flags += [[*map(str, range(MAX_RUNS)), "runs"]]
-    for code, arguments in zip([1, 1, 1, 2, 2, 2, 2], flags, strict=True):
+    for code, arguments in zip([1, 1, 1, 2, 2, 2], flags, strict=True):
         assert exit_code_of(lambda arguments=arguments: report.main(arguments)) == code
         assert (arguments or ["runs"])[-1].split("/")[0] in capsys.readouterr().err
 

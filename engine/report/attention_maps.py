@@ -5,10 +5,8 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, cast
 
-import regex
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -24,7 +22,7 @@ SPACE_SYMBOLS = {" ": "·", "\n": "⏎", "\t": "⇥"}
 ATTENTION_TOKENS = 64
 NUM_ATTENTION_TEXTS = 32  # of which one is chosen
 MAX_ATTENTION_BYTES = 1_000_000  # before base64
-MAX_CHARACTER_TOKENS = 32  # of the characters that share tokens
+MAX_CHARACTER_TOKENS = 4  # each is a byte or more of UTF-8
 
 
 @torch.no_grad()
@@ -81,37 +79,22 @@ def token_label(tokenizer: Tokenizer, *tokens: int) -> str:
 
 
 def shared_character(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[int, str] | None:
-    """If the last tokens are one character for a reader, return how many and the character.
-
-    None if the last token is text by itself, or does not complete a character. A character may
-    consist of several code points, as families and flags do.
-    """
-    shared = None
+    """If the last tokens are the bytes of one character, return how many and the character."""
     for count in range(1, min(len(ids), MAX_CHARACTER_TOKENS) + 1):
         with contextlib.suppress(KeyError, IndexError, ValueError):  # not UTF-8, or unused
-            text = tokenizer.decode_bytes(ids[-count:]).decode()
-            if text.isspace() or not regex.fullmatch(r"[\p{M}\u200d].*|\X", text, regex.DOTALL):
-                break
-            if not regex.fullmatch(r"\X", text):
-                continue  # after a mark that continues a character
-            label = text if len(text) > 1 else token_label(tokenizer, *ids[-count:])
-            shared = (count, label) if count > 1 else None
-    return shared
+            is_character = len(tokenizer.decode_bytes(ids[-count:]).decode()) == 1
+            is_shared = is_character and count > 1
+            return (count, token_label(tokenizer, *ids[-count:])) if is_shared else None
+    return None
 
 
 def choose_attention_text(data: Mixture, num_tokens: int) -> list[int]:
-    """Return ids of validation text that shows what heads do: varied words that come again."""
+    """Return ids of validation text that shows what heads do: varied tokens that come again."""
     examples = itertools.islice(data.datasets[0].val.examples(), NUM_ATTENTION_TEXTS)
     texts = [token_ids(example).tolist() for example in examples]
     texts = texts or read_lines(data, NUM_ATTENTION_TEXTS, num_tokens)
-    return max((ids[:num_tokens] for ids in texts), key=partial(rate_variety, data.tokenizer))
-
-
-def rate_variety(tokenizer: Tokenizer, ids: Sequence[int]) -> int:
-    """Rate a text: its repeated tokens with letters, times its different tokens."""
-    repeated = [token for index, token in enumerate(ids) if token in ids[:index]]
-    words = sum(any(map(str.isalpha, tokenizer.decode([token]))) for token in repeated)
-    return words * len(set(ids))
+    texts = [ids[:num_tokens] for ids in texts]
+    return max(texts, key=lambda ids: (len(ids) - len(set(ids))) * len(set(ids)))
 
 
 def compute_attention(model: GPT, data: Mixture) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from engine.core.device import total_memory
 from engine.core.files import atomic_write, read_json, to_json
 from engine.core.settings import flatten
 from engine.data.batches import Mixture
-from engine.data.chats.chat import first_question
 from engine.data.dataset import Dataset
 from engine.generation.samples import choose_prompts, stream_samples
 from engine.report.attention_maps import compute_attention
@@ -96,10 +95,9 @@ def describe_environment(trainer: Trainer, config: TrainConfig) -> dict[str, Any
     """Describe a run when it starts: parameters, machine, data, and which settings were typed."""
     device = trainer.dist_ctx.device
     data = trainer.data
-    has_affinity = hasattr(os, "sched_getaffinity")
     machine = {
         "processor": processor_name(),
-        "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count(),
+        "cores": os.cpu_count(),
         "memory": f"{total_memory(torch.device('cpu')) / 2**30:,.0f} GiB",
         "device": str(device),
         "processes": trainer.dist_ctx.size,
@@ -123,9 +121,8 @@ def describe_environment(trainer: Trainer, config: TrainConfig) -> dict[str, Any
         "defaults": defaults,
         "typed": typed,
         "is_chat": data.learns_chats,
-        "prompts": describe_prompts(data),
+        "prompts": [*map(data.tokenizer.decode, choose_prompts(data))],
         "data": describe_data(data),
-        "epoch_tokens": min(data.epoch_tokens),
         "xz_bits_per_byte": baselines.pop("xz_bits_per_byte", None),  # of text
         "baselines": baselines,
         # Losses of runs with equal tokenizer and text are comparable.
@@ -139,26 +136,14 @@ def describe_data(data: Mixture) -> list[dict[str, Any]]:
     return [
         {
             "dataset": str(dataset.path),
-            "fraction of sequences": f"{weight:.3g}",
             "tokens to train on": f"{len(dataset.train):,}",
             "tokens to validate on": f"{len(dataset.val):,}",
             "documents": f"{dataset.manifest['statistics']['documents']:,}",
             "bytes to train on": f"{dataset.manifest['splits']['train']['bytes']:,}",
             "bytes per token": f"{dataset.bytes_per_token('train'):.2f}",
-            "vocabulary": f"{dataset.tokenizer.vocab_size:,} ({dataset.tokenizer.kind})",
         }
-        for dataset, weight in zip(data.datasets, data.weights, strict=True)
+        for dataset in data.datasets
     ]
-
-
-def describe_prompts(data: Mixture) -> list[str]:
-    """Return the texts of the prompts of a run's samples; of chats, their first questions."""
-    tokenizer = data.tokenizer
-    prompts = choose_prompts(data)
-    if data.learns_chats:
-        return [*filter(None, (first_question(tokenizer, ids) for ids in prompts))]
-    special = {*tokenizer.special_tokens.values()}
-    return [tokenizer.decode([token for token in ids if token not in special]) for ids in prompts]
 
 
 def write_samples(

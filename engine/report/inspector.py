@@ -33,8 +33,7 @@ from engine.report.habits import name_heads
 from model import GPT
 
 NUM_LIKELY_TOKENS = 10  # in a table
-MAX_PROMPT_TOKENS = 2048
-MAX_INSPECTED_TOKENS = 2 * MAX_PROMPT_TOKENS  # of a text, prompt and continuation
+MAX_INSPECTED_TOKENS = 4096  # of a text, prompt and continuation
 MAX_PROMPT_CHARACTERS = 50_000  # tokenizing more of one kind of character can take minutes
 MAX_THUMBNAIL_TOKENS = 32  # of a head in the grid of all heads
 LENGTH_LIMIT_REASON = "reached the length limit"
@@ -90,16 +89,13 @@ class ModelInspector:
 
     def about(self, question: Any) -> Lines:
         """Yield what the page must know about the model."""
-        max_new_tokens = min(self.settings["max_new_tokens"], MAX_PROMPT_TOKENS)
         yield {
             "is_chat_model": self.generator.is_chat_model,
             "layers": self.config.num_layers,
             "heads": self.config.num_heads,
             "context_length": self.config.context_length,
-            "max_new_tokens": MAX_PROMPT_TOKENS,
-            "max_characters": MAX_PROMPT_CHARACTERS,
             "max_bits": math.log2(self.tokenizer.vocab_size),
-            "settings": {**self.settings, "max_new_tokens": max_new_tokens},
+            "settings": self.settings,
             "prompts": self.prompts,
         }
 
@@ -127,8 +123,7 @@ class ModelInspector:
             raise UserError(f"The text: too long to continue, {limit}. Start a new one.")
         yield from self.read(question)
         (row_seed,) = row_seeds(request.seed, [request.ids])
-        num_free = MAX_INSPECTED_TOKENS - len(request.ids)
-        max_new_tokens = min(request.max_new_tokens, num_free)
+        max_new_tokens = min(request.max_new_tokens, MAX_INSPECTED_TOKENS - len(request.ids))
         stream = self.make_stream(request.ids, max_new_tokens)
         engines = [DecodingEngine(model) for model in self.models(request.off)]
         for engine in engines:
@@ -182,34 +177,37 @@ class ModelInspector:
         }
 
     def heads(self, question: Any) -> Lines:
-        """Yield {start, end, size, weights, habits} of all heads in the window of ``at``.
+        """Yield {size, weights, habits} of all heads in the window of ``at``.
 
         Weights are maps (size, size), of the largest weights: see :func:`encode_triangles`.
         """
         request = self.parse(question)
-        start, end = window_of(request.at, len(request.ids), self.config.context_length)
-        ids = request.ids[start:end]
-        tokens = torch.tensor(ids)
-        texts = [self.tokenizer.decode_bytes([token]).decode(errors="replace") for token in ids]
-        size = min(len(ids), MAX_THUMBNAIL_TOKENS)
+        _, tokens = self.window(request)
+        pieces = map(self.tokenizer.decode_bytes, tokens[:, None].tolist())
+        texts = [piece.decode(errors="replace") for piece in pieces]
+        size = min(len(tokens), MAX_THUMBNAIL_TOKENS)
         thumbnails = []
         habits = []
-        model = self.models(request.off)[-1]
-        for maps in attention_by_layer(model, tokens.to(self.generator.device)):
+        for maps in attention_by_layer(self.models(request.off)[-1], tokens):
             layer_maps = maps.float().cpu()
-            habits += name_heads(layer_maps, tokens, texts)
+            habits += name_heads(layer_maps, tokens.cpu(), texts)
             thumbnails.append(adaptive_max_pool2d(layer_maps, size))
-        weights = encode_triangles(torch.stack(thumbnails))
-        yield {"start": start, "end": end, "size": size, "weights": weights, "habits": habits}
+        yield {"size": size, "weights": encode_triangles(torch.stack(thumbnails)), "habits": habits}
 
     def attention(self, question: Any) -> Lines:
-        """Yield {start, end, weights} of one head, (T, T), in the window of ``at``."""
+        """Yield {start, size, weights} of one head, (size, size), in the window of ``at``."""
         request = self.parse(question)
-        start, end = window_of(request.at, len(request.ids), self.config.context_length)
-        tokens = torch.tensor(request.ids[start:end], device=self.generator.device)
+        start, tokens = self.window(request)
         layers = attention_by_layer(self.models(request.off)[-1], tokens)
         maps = next(itertools.islice(layers, request.layer - 1, None))  # (H, T, T)
-        yield {"start": start, "end": end, "weights": encode_triangles(maps[request.head - 1])}
+        weights = encode_triangles(maps[request.head - 1])
+        yield {"start": start, "size": len(tokens), "weights": weights}
+
+    def window(self, request: InspectRequest) -> tuple[int, Tensor]:
+        """Return the start and the ids, (T,), of the window in which ``at`` attends."""
+        start = window_start(request.at + 1, self.config.context_length)
+        ids = request.ids[start : start + self.config.context_length]
+        return start, torch.tensor(ids, device=self.generator.device)
 
     @torch.inference_mode()
     def measure(self, question: Any) -> Lines:
@@ -225,7 +223,7 @@ class ModelInspector:
         for layer, head in itertools.product(range(1, self.config.num_layers + 1), heads):
             with switch_off(model, layer, head):
                 added_bits = mean_bits(model, request.ids) - bits
-            yield {"layer": layer, "head": head, "bits": float(f"{added_bits:.5g}")}
+            yield {"layer": layer, "head": head, "bits": added_bits}
 
     def models(self, off: Heads) -> list[GPT]:
         """Return the model to decode with and, if heads are off, that without them."""
@@ -258,51 +256,45 @@ class ModelInspector:
         weights, kept = filter_logits(allowed, **request.filters)
         drawn = torch.zeros_like(log_p[0])
         drawn.scatter_(-1, kept, weights / weights.sum(dim=-1, keepdim=True))
-
-        def read_p(row: int, tokens: list[int]) -> list[list[float]]:
-            p = torch.stack((log_p[0, row, tokens].exp(), log_p[-1, row, tokens].exp()), dim=-1)
-            return [*map(round_values, torch.cat((p, drawn[row, tokens, None]), dim=-1))]
-
         num_likely = min(NUM_LIKELY_TOKENS, log_p.shape[-1])
         likely = log_p.amax(dim=0).topk(num_likely).indices  # (N, 10)
+        next_ids = likely.new_tensor([*ids, 0][: len(likely)])  # 0: not known, and not shown
+        shown = torch.cat((likely, next_ids[:, None]), dim=1)
+        full, without = (each.gather(1, shown) for each in (log_p[0], log_p[-1]))
+        p = torch.stack((full.exp(), without.exp(), drawn.gather(1, shown)), dim=-1)  # (N, 11, 3)
+        bits = torch.stack((full, without), dim=-1)[:, -1] / -math.log(2)
         rows: list[dict[str, Any]] = []
-        for row, tokens in enumerate(likely.tolist()):
-            labels = [token_label(self.tokenizer, token) for token in tokens]
-            columns = zip(tokens, labels, read_p(row, tokens), strict=True)
-            rows.append({"likely": [[token, label, *p] for token, label, p in columns]})
+        for tokens, values in zip(likely.tolist(), p.tolist(), strict=True):
+            labels = (token_label(self.tokenizer, token) for token in tokens)
+            columns = zip(tokens, labels, values, strict=False)
+            rows.append({"likely": [[token, label, *triple] for token, label, triple in columns]})
         for row, token in enumerate(ids):
             rows[row]["id"] = token
             rows[row]["text"] = token_label(self.tokenizer, token)
-            (rows[row]["p"],) = read_p(row, [token])
-            rows[row]["bits"] = round_values(log_p[[0, -1], row, token] / -math.log(2))
+            rows[row]["p"] = p[row, -1].tolist()
+            rows[row]["bits"] = bits[row].tolist()
         return rows
 
     def parse(self, question: Any) -> InspectRequest:
         """Check a question. Raises UserError naming a field that does not fit the model."""
         request = from_values(InspectRequest, question, "the question")
-        num_characters = len(request.text) + sum(map(len, request.turns))
-        if num_characters > MAX_PROMPT_CHARACTERS:
-            size = f"got {num_characters:,} of at most {MAX_PROMPT_CHARACTERS:,} characters"
-            raise UserError(f"The text: too long ({size}). Shorten it.")
-        if request.text or not request.ids:
-            ids = tuple(self.generator.encode_prompt(request.text))
-            if request.ids:
-                added = self.tokenizer.encode_continuation(request.text).tolist()
-                ids = (*request.ids, *added)
-            elif len(ids) > MAX_PROMPT_TOKENS:
-                size = f"got {len(ids):,} of at most {MAX_PROMPT_TOKENS:,} tokens"
-                raise UserError(f"The text: too long ({size}). Shorten it.")
-            request = replace(request, ids=ids)
+        if max(map(len, (request.text, *request.turns))) > MAX_PROMPT_CHARACTERS:
+            problem = f"must have at most {MAX_PROMPT_CHARACTERS:,} characters"
+            raise UserError(f"The text: {problem}. Shorten it.")
+        if not request.ids:
+            request = replace(request, ids=tuple(self.generator.encode_prompt(request.text)))
+        elif request.text:
+            added = self.tokenizer.encode_continuation(request.text).tolist()
+            request = replace(request, ids=(*request.ids, *added))
         if any(len(pair) != 2 or min(pair) < 1 for pair in request.off):
             raise UserError("The question: off must be a list of [layer, head], from 1.")
         pairs = [(request.layer, request.head), *request.off]
         limits = {
-            "number of ids": (len(request.ids), MAX_INSPECTED_TOKENS),
+            "number of tokens": (len(request.ids), MAX_INSPECTED_TOKENS),
             "id": (max(request.ids), self.generator.model.token_embedding.num_embeddings - 1),
             "layer": (max(layer for layer, _ in pairs), self.config.num_layers),
             "head": (max(head for _, head in pairs), self.config.num_heads),
             "at": (request.at, len(request.ids)),
-            "max_new_tokens": (request.max_new_tokens, MAX_PROMPT_TOKENS),
         }
         for name, (value, limit) in limits.items():
             if value > limit:
@@ -310,19 +302,8 @@ class ModelInspector:
         return request
 
 
-def window_of(position: int, length: int, context_length: int) -> tuple[int, int]:
-    """Return the start and end of the window in which generation predicts after a position."""
-    start = window_start(position + 1, context_length)
-    return start, min(length, start + context_length)
-
-
 def mean_bits(model: GPT, ids: Sequence[int]) -> float:
     """Compute the mean surprise of ids after the first, in bits; 0 for one id."""
     num_targets = len(ids) - 1
     nats = -score_tokens(model, ids, num_targets).sum().item()
     return nats / math.log(2) / max(1, num_targets)
-
-
-def round_values(values: Tensor) -> list[float]:
-    """Round to as many digits as the page shows."""
-    return [float(f"{value:.5g}") for value in values.tolist()]

@@ -15,7 +15,6 @@ import numpy as np
 from engine.core.errors import UserError
 from engine.core.files import acquire_lock, atomic_write, find_similar, read_json, to_json
 from engine.core.settings import read_toml
-from engine.generation.scores import describe_score
 from engine.report.overview import summarize
 from engine.runs.checkpoint import rank_evaluation
 from engine.runs.run_files import read_records
@@ -71,8 +70,6 @@ def collect_run_content(folder: Path) -> Record:
         "validation": make_curves(evaluations, training, val_names),
         "best": best,  # the evaluation of the checkpoint that is used
         "best_step": best_step,
-        "score": describe_score(best) if best and "val_score" in best else None,
-        "figures": key_figures(training, evaluations),
         "settings": settings,
         "about": about,
         "samples": select_samples(read_records(folder / "samples.jsonl"), best_step),
@@ -84,25 +81,19 @@ def collect_run_content(folder: Path) -> Record:
 
 
 def read_values(records: Sequence[Record], key: str) -> np.ndarray:
-    """Read the values of a key, float64 (N,), with NaN where one is missing or not finite."""
-    values = np.array([record.get(key) for record in records], np.float64)
-    return np.where(np.isfinite(values), values, math.nan)
+    """Read the values of a key, float64 (N,), with NaN where one is missing."""
+    return np.array([record.get(key) for record in records], np.float64)
 
 
 def downsample(values: np.ndarray) -> dict[str, list[float | None]]:
-    """Average runs of values, with their minima and maxima, to at most MAX_CURVE_POINTS."""
+    """Average runs of finite values, with minima and maxima, to at most MAX_CURVE_POINTS."""
     stride = max(1, math.ceil(len(values) / MAX_CURVE_POINTS))
     padded = np.pad(values, (0, -len(values) % stride), constant_values=math.nan)
     groups = np.ma.masked_invalid(padded.reshape(-1, stride))
     columns = {"mean": groups.mean(1)}
     if stride > 1:
         columns |= {"min": groups.min(1), "max": groups.max(1)}
-    return {name: to_list(column.filled(math.nan)) for name, column in columns.items()}
-
-
-def to_list(values: np.ndarray) -> list[float | None]:
-    """Round numbers for a reader, with None (null in JSON) for NaN."""
-    return [None if math.isnan(value) else float(f"{value:.6g}") for value in values.tolist()]
+    return {name: column.tolist() for name, column in columns.items()}  # None where masked
 
 
 def make_curves(
@@ -117,28 +108,6 @@ def make_curves(
         axis = steps if name == "step" else np.interp(steps, training_steps, values)
         curves[name] = downsample(axis)["mean"]
     return curves | {name: downsample(read_values(records, name)) for name in names}
-
-
-def key_figures(training: Sequence[Record], evaluations: Sequence[Record]) -> dict[str, str]:
-    """Return figures besides those of the first screen as text, without those not finite."""
-    figures = {}
-    if evaluations:
-        figures["last validation loss"] = f"{read_values(evaluations, 'val_loss')[-1]:.4f}"
-    if training:
-        recent = finite_values(training[-max(1, len(training) // 20) :], "train_loss")
-        speeds = finite_values(training, "tokens_per_second")
-        figures["training loss, mean of the last 5%"] = f"{np.mean(recent or math.nan):.4f}"
-        figures["tokens"] = f"{training[-1]['tokens']:,}"
-        figures["tokens per second, median"] = f"{np.median(speeds or math.nan):,.0f}"
-        skipped = training[-1].get("skipped_steps", 0)
-        figures["skipped steps (gradients not finite)"] = f"{skipped:,}"
-    return {name: figure for name, figure in figures.items() if "nan" not in figure}
-
-
-def finite_values(records: Sequence[Record], key: str) -> list[float]:
-    """Read the finite values of a key."""
-    values = read_values(records, key)
-    return values[np.isfinite(values)].tolist()
 
 
 def select_samples(samples: Sequence[Record], best_step: int | None = None) -> list[Record]:

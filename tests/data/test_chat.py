@@ -8,9 +8,7 @@ from engine.core.errors import UserError
 from engine.data.chats.chat import (
     CHATML_TOKENS,
     count_targets,
-    encode_chat,
     encode_example,
-    first_question,
     special_token_names,
     stop_token_ids,
 )
@@ -36,12 +34,6 @@ def with_special_tokens(tokenizer: Tokenizer, chat: bool) -> Tokenizer:
 
 BYTES = with_special_tokens(ByteTokenizer(), chat=True)
 CHATML_BYTES = ByteTokenizer().with_special(CHATML_TOKENS)
-
-
-@pytest.mark.parametrize("tokenizer", [BYTES, CHATML_BYTES], ids=["plain", "chatml"])
-def test_the_first_question_of_a_chat_is_found_in_its_ids(tokenizer):
-    assert first_question(tokenizer, encode_chat(tokenizer, CHAT)) == "Hé?"
-    assert first_question(tokenizer, tokenizer.encode("no chat").tolist()) == ""
 
 
 def ids_of(example: np.ndarray) -> list[int]:

@@ -111,9 +111,3 @@ def test_the_points_shown_are_downloaded_as_csv(page, tmp_path):
     assert [row[1] for row in rows] == [*map(str, range(1, 61))]
     assert rows[0][1:] == ["1", "64", "5", "7", "-1", "", ""]
     assert rows[19] == ['a "b", c', "20", "1280", "100", "2.25", "2.25", "3.2", "3.2"]
-
-
-@pytest.mark.parametrize("num_records, text", [(0, "No records yet"), (12, "No evaluation yet")])
-def test_charts_without_points_say_why(page, tmp_path, num_records, text):
-    show(page, tmp_path, make_run(num_records=num_records))
-    assert text in page.locator("figure", has_not=page.locator(".plot")).first.inner_text()

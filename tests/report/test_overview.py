@@ -1,16 +1,13 @@
 """The first screen of a report: state, verdict, yardsticks and commands, from a run's figures."""
 
 import json
-import time
 from typing import Any
 
-import numpy as np
 import pytest
 from helpers import numbers_text, train_tiny
 
 from engine.core.files import acquire_lock
-from engine.data.batches import open_mixture
-from engine.report.callback import Report, describe_environment, describe_prompts
+from engine.report.callback import Report, describe_environment
 from engine.report.overview import describe_run, judge, list_yardsticks, suggest_commands
 from engine.report.page import read_run
 from engine.training.config import TrainConfig
@@ -27,9 +24,6 @@ def make_run(losses: list[float], **content: Any) -> Any:
         "best_step": 100,
         "about": {"baselines": BASELINES},
         "memorization": None,
-        "state": None,
-        "settings": {},
-        "num_tokens": 500,
         "folder": "out/a b",
         **content,
     }
@@ -38,12 +32,10 @@ def make_run(losses: list[float], **content: Any) -> Any:
 @pytest.mark.parametrize(
     ("losses", "content", "kind", "text"),
     [
-        ([3.5, 3.0], {}, "good", "train longer. 25% below bigrams"),
-        ([3.5, 3.0], {"state": {"state": "training"}}, "good", "Still improving. 25%"),
+        ([3.5, 3.0], {}, "good", "Still improving"),
         ([3.0, 2.999], {}, "good", "Converged"),
-        ([3.0], {}, "good", "Evaluated once"),
         ([5.0, 4.5], {}, "warning", "No better than bigrams"),
-        ([3.0, 2.0, 2.5], {}, "warning", "Overfitting since step 200"),
+        ([3.0, 2.0, 2.5], {}, "warning", "Overfitting"),
         ([3.5, 3.0], {"memorization": {"longest": [200, 40]}}, "warning", "Copies its text"),
         ([3.5, 3.0], {"memorization": {"longest": [50, 40]}}, "good", "improving"),
     ],
@@ -65,25 +57,19 @@ def test_yardsticks_are_bits_per_byte_the_worst_first():
     assert bits == (4.0, 3.0, 2.0, 1.7, 1.5)
 
 
-def test_commands_can_be_pasted_and_go_on_from_what_was_trained():
-    commands = dict(suggest_commands(make_run([3.0], settings={"minutes": 1.5})))
-    assert commands["Train longer"] == "python train.py --out 'out/a b' --resume --minutes 3.0"
+def test_commands_can_be_pasted():
+    commands = dict(suggest_commands(make_run([3.0])))
     assert commands["Look inside"] == "python sample.py 'out/a b' --page"
     chat = make_run([3.0], about={"is_chat": True})
     assert dict(suggest_commands(chat))["Chat"].endswith("--chat")
 
 
 def test_a_sentence_says_what_was_trained_on_what():
-    data = [{"dataset": "data/x", "bytes to train on": "8,950,000"}]
-    machine = {"cores": 2, "processor": "Chip"}
-    about = {"parameters": 135_000_000, "data": data, "epoch_tokens": 1000, "machine": machine}
+    data = [{"dataset": "data/x"}]
+    about = {"parameters": 135_000_000, "data": data}
     assert describe_run(make_run([], about=about)) == ""
-    about["state"] = {"updated_at": time.mktime((2026, 11, 7, 15, 50, 0, 0, 0, -1))}
-    settings = {"num_layers": 2, "num_heads": 1, "context_length": 64}
-    assert describe_run(make_run([], about=about, settings=settings)) == (
-        "135.00M parameters, 2 layers × 1 head, 64 tokens of context, on data/x (8.95 MB, 0.5 "
-        "epochs), 2 cores, Chip, 7 Nov 2026, 15:50."
-    )
+    run = make_run([], about=about | {"machine": {"processor": "Chip"}})
+    assert describe_run(run) == "135.00M parameters, trained on data/x with Chip."
 
 
 def test_a_killed_run_is_stopped_and_a_locked_one_is_training(tmp_path):
@@ -113,8 +99,4 @@ def test_a_run_records_its_end_its_typed_settings_and_prompts(numbers, tmp_path,
     state = callbacks[0].about["state"]
     assert state["state"] == ("done" if is_done else "stopped") and state["step"] == trainer.step
     about = describe_environment(trainer, config)
-    assert about["typed"] == ["data", "seed"]
-    (start, prompt, _) = describe_prompts(open_mixture([numbers]))
-    val = open_mixture([numbers]).datasets[0].val
-    text = trainer.data.tokenizer.decode(np.asarray(val.tokens[:]).tolist())
-    assert f"\n{prompt}" in text and numbers_text(1).startswith(start)
+    assert about["typed"] == ["data", "seed"] and numbers_text(1).startswith(about["prompts"][0])

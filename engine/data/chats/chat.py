@@ -207,23 +207,6 @@ def encode_chat(
     return encode_rendered(tokenizer, text)[0]
 
 
-def first_question(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Return the text of the first user turn in the ids of a chat; "" if it is not found."""
-    template, _ = chat_format(tokenizer)
-    text = template.render(to_messages([("user", PLACEHOLDER_TEXT)]), add_generation_prompt=True)
-    before, _, after = text.partition(PLACEHOLDER_TEXT)
-    pattern = names_pattern(tokenizer)
-    marks_before = [*pattern.finditer(before)]
-    mark_after = pattern.search(after)
-    if not marks_before or not mark_after:
-        return ""
-    opening = before[marks_before[-1].start() :]  # from the last special token on
-    closing = after[: mark_after.end()]  # to the first special token
-    _, _, from_question = tokenizer.decode(list(ids)).partition(opening)
-    question, _, _ = from_question.partition(closing)
-    return question.strip()
-
-
 def encode_example(tokenizer: Tokenizer, turns: Sequence[Turn]) -> np.ndarray:
     """Encode an example, int32 (N,): an id where it counts as a target, ~id elsewhere."""
     if turns[0][0] == "prompt":

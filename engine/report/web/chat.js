@@ -3,7 +3,6 @@ class Chat {
   constructor(about, readQuestion, look) {
     Object.assign(this, { about, readQuestion, look, turns: [], ids: [], retries: 0, unanswered: null });
     this.task = new Task("talk-status", () => this.draw());
-    $("draft").maxLength = about.max_characters;
     on("talk", "submit", (event) => {
       event.preventDefault();
       if (this.send($("draft").value)) $("draft").value = "";
@@ -15,7 +14,6 @@ class Chat {
     });
     on("quit", "click", () => this.task.stop());
     on("clear", "click", () => this.clear());
-    $("suggestions").append(...about.prompts.map((text) => makeButton(text, () => this.send(text), { dir: "auto" })));
   }
 
   clear() {
@@ -50,7 +48,6 @@ class Chat {
   async answer(replaced) {
     const { turns } = this;
     const sent = turns.slice(0, -1);
-    while (sent.length > 1 && sent.join("").length > this.about.max_characters) sent.splice(0, 2);
     const query = this.readQuestion();
     query.seed = (query.seed + this.retries) % 2 ** 53;
     let last = {};
@@ -64,8 +61,7 @@ class Chat {
     }, () => {
       if (!last.end) throw new Error(INCOMPLETE);
       this.ids[turns.length - 1] = last.ids;
-      const isShortened = last.is_shortened || sent.length < turns.length - 1;
-      const note = isShortened ? " The chat is longer than the context: its beginning is left out." : "";
+      const note = last.is_shortened ? " The chat is longer than the context: its beginning is left out." : "";
       return `Done: ${last.end}.${note}`;
     });
     $("turns").scrollTop = $("turns").scrollHeight;
@@ -97,7 +93,6 @@ class Chat {
     $("turns").replaceChildren(...this.turns.map((text, index) => this.makeTurn(text, index)));
     $("turns").scrollTop = top;
     $("turns").setAttribute("aria-busy", isAnswering);
-    $("suggestions").hidden = this.turns.length > 0;
     $("clear").hidden = this.turns.length === 0;
     for (const id of ["send", "clear"]) $(id).disabled = isAnswering;
     $("quit").disabled = !isAnswering;

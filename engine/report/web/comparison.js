@@ -72,7 +72,7 @@ function showDifferences(runs) {
 function showComparison(runs) {
   $("comparison").hidden = false;
   $("comparison").append(make("p", { class: "verdict", id: "winner" }, describeWinner(runs)), makeResultTable(runs));
-  for (const id of ["first", "attention", "figures", "data-used", "machine"]) $(id).hidden = true;
+  for (const id of ["first", "attention", "data-used", "machine"]) $(id).hidden = true;
   showSamplesBeside(runs);
   showDifferences(runs);
 }

@@ -218,7 +218,7 @@ async function showAttention() {
   const [layer, head] = placeHead(index);
   const query = { ids: branch.ids, at, off: listOff(), layer, head };
   const showHeads = ([{ weights, size, habits }]) => view.showHeads(new Triangles(weights, size), habits);
-  const showHead = ([{ weights, start, end }]) => view.show(new Triangles(weights, end - start), 0, start);
+  const showHead = ([{ weights, start, size }]) => view.show(new Triangles(weights, size), 0, start);
   try {
     if (!hasHeads) await ask("heads", query, showHeads);
     await ask("attention", query, showHead);
@@ -370,10 +370,8 @@ function begin([answer]) {
   document.title = `${name} – look inside`;
   $("shape").textContent = `${formatNoun(about.layers, "layer")} of ${formatNoun(about.heads, "head")}, context of `
     + `${formatNoun(about.context_length, "token")}. Only this machine can open this page.`;
-  $("max_new_tokens").max = about.max_new_tokens;
   $("temperature").max = Math.max(2, settings.temperature);
   for (const [key, value] of Object.entries(settings)) $(key).value = value ?? "";
-  for (const id of ["typed", "whole"]) $(id).maxLength = about.max_characters;
   view = new AttentionView(list, about.layers, about.heads, { point, load: showAttention, toggle: switchHeads });
   grid = view.grid;
   $("main").hidden = false;  // not earlier: what is typed before would be overwritten

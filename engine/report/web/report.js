@@ -31,14 +31,14 @@ function showState() {
 }
 
 function showHeadline() {
-  const { best, score, settings, verdict } = run;
+  const { best, settings, verdict } = run;
   const size = settings.vocab_size ? ` of ${formatCount(settings.vocab_size)}` : "";
   const figures = best ? [
     [best.val_bits_per_byte.toFixed(3), "bits per byte"],
     [formatAmount(best.val_perplexity), `perplexity${size}`],
     [formatCount(best.step), "step of the checkpoint used"],
   ] : [["", "No evaluation yet."]];
-  if (score) figures.unshift([`${(100 * best.val_score).toFixed(1)}%`, "score, right answers"]);
+  if (best?.val_score !== undefined) figures.unshift([`${(100 * best.val_score).toFixed(1)}%`, "score, right answers"]);
   $("headline").append(...figures.map(([value, title]) =>
     make("div", {}, make("dt", {}, title), make("dd", {}, value))));
   $("verdict").hidden = !verdict;
@@ -229,7 +229,6 @@ function showPage() {
     showCommands();
     readers.push(showSamples(), showAttention());
     showSettings();
-    showFacts("figures", [run.figures], "No records yet.");
     showFacts("data-used", run.about.data ?? [], "Not recorded.");
     showFacts("machine", [run.about.machine ?? {}], "Not recorded.");
   } else {

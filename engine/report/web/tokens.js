@@ -30,11 +30,9 @@ class TokenList {
   group(count, text) {
     const members = this.chips.slice(-count);
     const box = make("span", { class: "shared", role: "group", "aria-label": text }, make("b", {}, text));
-    (members[0].closest(".shared") ?? members[0]).before(box);
+    members[0].before(box);
     for (const member of members) {
-      const former = member.closest(".shared");
       box.append(member);
-      if (former && !former.querySelector("[role=option]")) former.remove();
       member.textContent = member.textContent.replace(/^⟨(.*)⟩$/, "$1");
       member.dir = "ltr";
       member.dataset.character = text;
