@@ -169,6 +169,13 @@ def test_the_terminal_describes_the_run_each_evaluation_and_saves_longer_than_to
 # Weights & Biases.
 
 
+def test_weights_and_biases_is_imported_only_with_its_flag(numbers, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it is an error now
+    assert train.main(tiny(numbers, tmp_path / "without", "--steps", 1)) == 0
+    with pytest.raises(ImportError):
+        train.main(tiny(numbers, tmp_path / "with", "--steps", 1, "--wandb"))
+
+
 def test_weights_and_biases_gets_settings_and_every_record_of_one_run(
     numbers, tmp_path, monkeypatch
 ):
