@@ -41,7 +41,7 @@ from engine.core.device import (
 )
 from engine.core.errors import UserError
 from engine.core.files import read_input
-from engine.core.settings import flatten, parse
+from engine.core.settings import parse
 from engine.data.chats.chat import chat_format, with_template
 from engine.data.tokenizer import load_tokenizer
 from engine.generation.prompt_file import complete_file
@@ -54,21 +54,18 @@ from engine.runs.run_files import find_checkpoint
 COMMON_SETTINGS = {"path", "base", "device", "dtype"}  # of all modes
 CHAT_SETTINGS = {"chat_template", "template_variable"}
 PROMPT_SETTINGS = {"text", "prompt", "prompt_file", "parse_special"}
-SERVER_SETTINGS = {"port", "host", "api_key", "api_key_file"}
 API_KEY_VARIABLE = "GPT_API_KEY"
 WeightDtype = Literal["auto", "float32", "bfloat16"]
 DEFAULT_API_PORT = 8000
 PAGE_SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
 TEXT_SETTINGS = {"max_new_tokens", "stop", "quantize", *DEFAULT_OPTIONS}
-# They determine completions.
-SETTINGS_OF_TEXTS = {"chat", "beams", "dtype", "parse_special", *CHAT_SETTINGS, *TEXT_SETTINGS}
 UNUSED_BY_BEAMS = {"num_samples", "batch_size", *DEFAULT_OPTIONS}
 # Mode → the settings that it uses. A mode is named for the setting that selects it; "" is the
 # default. If several are selected, the first is used.
 SETTINGS_BY_MODE = {
     "prompts_file": {"out", "chat", "beams", "batch_size", "parse_special", *TEXT_SETTINGS},
     "chat": {"system", *CHAT_SETTINGS, *TEXT_SETTINGS},
-    "serve": {*SERVER_SETTINGS, "quantize", "parse_special", *CHAT_SETTINGS},
+    "serve": {"port", "host", "quantize", "parse_special", *CHAT_SETTINGS},
     "page": {"port", *PROMPT_SETTINGS, *CHAT_SETTINGS, *PAGE_SETTINGS},
     "": {"beams", "num_samples", "batch_size", *PROMPT_SETTINGS, *TEXT_SETTINGS},
 }
@@ -122,11 +119,9 @@ class SampleConfig:
     # Port to serve on; 0: any free one; None: 8000 with --serve, else any free one. Through an SSH
     # tunnel both ends need the same number.
     port: Annotated[int | None, Ge(0), Le(65535)] = None
-    host: str = LOCAL_HOST  # Address to serve the API on; another than this needs a key.
-    # Key that every request of the API must carry, as OpenAI's clients send it. Other users of this
-    # machine can read it in the list of processes, unlike --api-key-file and $GPT_API_KEY.
-    api_key: str = ""
-    api_key_file: Path | None = None  # A file with the key.
+    # Address to serve the API on. Another than this needs a key in the variable GPT_API_KEY, which
+    # every request must carry, as OpenAI's clients send it.
+    host: str = LOCAL_HOST
 
     @property
     def options(self) -> TextOptions:
@@ -134,13 +129,6 @@ class SampleConfig:
         names = ("max_new_tokens", "stop", "batch_size", *DEFAULT_OPTIONS)
         values = {name: getattr(self, name) for name in names}
         return cast(TextOptions, {**values, "num_beams": self.beams})
-
-    @property
-    def key(self) -> str:
-        """The key of the API: a flag, the content of a file, or $GPT_API_KEY."""
-        if self.api_key_file:
-            return self.api_key_file.read_text(encoding="utf-8").strip()
-        return self.api_key or os.environ.get(API_KEY_VARIABLE, "")
 
     def __post_init__(self) -> None:
         if "" in self.stop:
@@ -150,10 +138,9 @@ class SampleConfig:
         prompts = [self.text, self.prompt, self.prompt_file]
         if len([prompt for prompt in prompts if prompt]) > 1:
             raise UserError("TEXT or -, --prompt and --prompt-file: got several. Keep one of them.")
-        if self.host not in LOCAL_HOSTS and not self.key:
+        if self.host not in LOCAL_HOSTS and not os.environ.get(API_KEY_VARIABLE):
             problem = f"lets other machines use the model (got {self.host})"
-            fix = f"Give a key of your choice: --api-key-file FILE, or ${API_KEY_VARIABLE}."
-            raise UserError(f"--host: {problem}. {fix}")
+            raise UserError(f"--host: {problem}. Set {API_KEY_VARIABLE} to a key of your choice.")
         mode = next(name for name in SETTINGS_BY_MODE if not name or getattr(self, name))
         used_names = SETTINGS_BY_MODE[mode] | COMMON_SETTINGS | {mode}
         used_names |= CHAT_SETTINGS if self.chat else set()
@@ -195,13 +182,11 @@ def load(
     weight_dtype = choose_dtype(dtype, torch_device, width, MIN_BFLOAT16_DECODING_WIDTH)
     model = load_model(checkpoint, weight_dtype, modify_model).to(torch_device)
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
-    knows_system = "system" in f"{tokenizer.chat_template}"
     return TextGenerator(
         model,
         tokenizer,
         initial_tokens(tokenizer, checkpoint.state.documents),
         is_chat_model=checkpoint.is_chat_model,
-        has_system_turns=checkpoint.state.has_system_turns or knows_system,
         should_quantize=quantize is not None,
     )
 
@@ -232,11 +217,7 @@ def sample(config: SampleConfig, modify_model: ModifyModel | None = None) -> Non
     if model.is_chat_model and is_of_text and not config.parse_special:
         warn("the model was trained on chats: --chat gives it a turn, and a plain prompt does not")
     if config.prompts_file and config.out:
-        values = flatten(config)
-        settings = {name: values[name] for name in sorted(SETTINGS_OF_TEXTS)}
-        settings["model"] = str(find_checkpoint(config.path).path.resolve())
-        source = config.prompts_file
-        complete_file(model, source, config.out, config.chat, settings, **config.options)
+        complete_file(model, config.prompts_file, config.out, config.chat, **config.options)
     elif config.chat:
         converse(model, config.system, **config.options)
     elif config.serve or config.page:
@@ -321,22 +302,15 @@ def serve_model(config: SampleConfig, model: TextGenerator) -> None:
     from engine.report.live_page import read_prompts, serve
     from engine.serving.api import Api
 
-    name = name_model(config.path)
+    name = config.path.resolve().name
     settings = {setting: getattr(config, setting) for setting in PAGE_SETTINGS}
     settings |= {"text": read_prompt(config), "name": name}
     inspector = ModelInspector(model, settings, read_prompts(config.path))
     default_port = DEFAULT_API_PORT if config.serve else 0
     port = default_port if config.port is None else config.port
-    api = Api(model, name, config.key) if config.serve else None
+    key = os.environ.get(API_KEY_VARIABLE, "")
+    api = Api(model, name, key) if config.serve else None
     serve(inspector.answers, port, config.host, api)
-
-
-def name_model(path: Path) -> str:
-    """Return the name of a run, or RUN/STEP for a checkpoint."""
-    path = path.resolve()
-    if path.parent.name == "checkpoints":
-        return f"{path.parents[1].name}/{path.name}"
-    return path.name
 
 
 if __name__ == "__main__":

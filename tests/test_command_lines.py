@@ -71,7 +71,7 @@ MISTAKES = [  # command line, exit code, and a regex of the line
     ("sample ''", 1, "checkpoint"),
     ("sample out/run --prompt '\udcff'", 1, "udcff"),
     ("sample out/run --prompt-file folder", 1, "folder"),
-    ("sample out/run --serve --host 0.0.0.0", 2, "--api-key-file"),
+    ("sample out/run --serve --host 0.0.0.0", 2, "GPT_API_KEY"),
     ("sample out/run --serve --port 99999", 2, "--port"),
     ("huggingface", 2, "export"),
     ("huggingface export out/run hf/base", 1, "hf/base"),

@@ -19,15 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import (
-    ROOT,
-    exit_code_of,
-    make_dataset,
-    newest_checkpoint,
-    read_lines,
-    train_tiny,
-    write_lines,
-)
+from helpers import ROOT, exit_code_of, make_dataset, make_state, read_lines, write_lines
 
 import sample
 import train
@@ -35,8 +27,7 @@ from engine.core.errors import UserError
 from engine.data.chats.chat import encode_example
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer, from_document
 from engine.data.tokenizer_json import SPECIAL_TOKENS, with_extension
-from engine.runs.checkpoint import open_checkpoint, write_checkpoint
-from engine.runs.run_files import list_checkpoints
+from engine.runs.checkpoint import write_checkpoint
 from model import GPT, ModelConfig
 
 ANSWERS = {"hello": "Good day!", "bye": "So long."}
@@ -55,16 +46,15 @@ def trained(tmp_path_factory) -> Path:
     return folder / "run"
 
 
-def chat_checkpoint(path: Path, trained: Path, model: GPT, tokenizer=CHAT, changes=None) -> Path:
-    """Write a checkpoint of a chat model, with the state of a run and its changes."""
-    state = open_checkpoint(list_checkpoints(trained)[-1]).state
-    state |= {"model": dataclasses.asdict(model.config), "examples": "chats"}
-    write_checkpoint(path, state | (changes or {}), model.state_dict(), {}, tokenizer.save)
+def chat_checkpoint(path: Path, model: GPT, tokenizer=CHAT) -> Path:
+    """Write a checkpoint of a chat model."""
+    state = make_state(1, model=model.config, examples="chats")
+    write_checkpoint(path, state, model.state_dict(), {}, tokenizer.save)
     return path
 
 
 @pytest.fixture(scope="module")
-def chat_model(trained, tmp_path_factory) -> Path:
+def chat_model(tmp_path_factory) -> Path:
     """A checkpoint of a model that knows two answers by heart, anywhere in a chat."""
     chats = []
     for three in itertools.product(ANSWERS.items(), repeat=3):
@@ -85,7 +75,7 @@ def chat_model(trained, tmp_path_factory) -> Path:
         optimizer.step()
     assert loss < 0.02
     path = tmp_path_factory.mktemp("chat") / "step-00000001"
-    return chat_checkpoint(path, trained, model)
+    return chat_checkpoint(path, model)
 
 
 @pytest.fixture
@@ -170,15 +160,12 @@ def test_a_file_is_completed_line_by_line_as_each_prompt_alone(
         ('{"prompt": "a"}\n{"prompt": \n', "line 2"),
         ("\n3\n", "line 2"),
         ('{"text": "a", "id": 1}', "'text', 'id'"),
-        ('{"prompt": ["a"]}', "line 1"),
         ('{"prompt": "a", "completion": "b"}', "completion"),
         ('{"prompt": "a", "x": "\\ud800"}', "line 1"),
-        ('{"prompt": "\udce4"}', "line 1"),
         ("", ""),
         ('{"text": "a", "is chat": true}', "line 1"),
         ('{"messages": []}', "line 1"),
         ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}', "line 1"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 1"),
     ],
 )
 def test_an_unsuitable_line_is_an_error_and_nothing_is_written(
@@ -220,14 +207,14 @@ def test_a_file_of_chats_is_answered(flags, first, output_of, chat_model, tmp_pa
 
 
 def test_a_long_conversation_continues_whatever_is_typed(chat_model, monkeypatch, capsys):
-    typed = b"hello\nbye\n" * 5 + b"hello" * 30 + b"\nh\xe4llo\n"  # the last is not UTF-8
+    typed = b"hello\nbye\n" * 5 + b"h\xe4llo\n"  # the last is not UTF-8
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed), "utf-8"))
     flags = ["--temperature", "0", "--device", "cpu", "--system", "0", "--max-new-tokens", "20"]
     sample.main([str(chat_model), "--chat", *flags])
     printed = capsys.readouterr()
     answers = printed.out.splitlines()
-    assert len(answers) >= 12 and sum(answer in ANSWERS.values() for answer in answers) > 5
-    assert len(re.findall("^warning: ", printed.err, re.M)) == printed.err.count("\n") == 2
+    assert len(answers) == 11 and sum(answer in ANSWERS.values() for answer in answers) > 5
+    assert len(re.findall("^warning: ", printed.err, re.M)) == printed.err.count("\n") == 1
 
 
 def test_a_chat_model_without_chat_is_warned_of(chat_model, trained, capsys):
@@ -238,11 +225,11 @@ def test_a_chat_model_without_chat_is_warned_of(chat_model, trained, capsys):
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_an_unknown_character_ends_a_pipe_but_not_a_conversation(
-    is_terminal, trained, tmp_path, monkeypatch, capsys
+    is_terminal, tmp_path, monkeypatch, capsys
 ):
     letters = CharTokenizer("abc").with_special(SPECIAL_TOKENS)
     model = GPT(ModelConfig(vocab_size=letters.vocab_size, context_length=20, d_model=8))
-    path = chat_checkpoint(tmp_path / "step-00000001", trained, model, letters)
+    path = chat_checkpoint(tmp_path / "step-00000001", model, letters)
     stream = io.TextIOWrapper(io.BytesIO("aß\nab\n".encode()), "utf-8")
     monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
@@ -262,12 +249,12 @@ def hear_ctrl_c() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-def test_ctrl_c_ends_an_answer_and_at_the_prompt_the_chat(trained, tmp_path):
+def test_ctrl_c_ends_an_answer_and_at_the_prompt_the_chat(tmp_path):
     model = GPT(ModelConfig(vocab_size=CHAT.vocab_size, context_length=10**5, d_model=8))
     for name, parameter in model.named_parameters():
         torch.nn.init.constant_(parameter, float(name == "token_embedding.weight"))
     torch.nn.init.ones_(model.head.weight[ord("x")])  # it always answers xxxx…
-    path = chat_checkpoint(tmp_path / "step-00000001", trained, model)
+    path = chat_checkpoint(tmp_path / "step-00000001", model)
     terminal, child = pty.openpty()
     flags = ["--chat", "--device", "cpu", "--max-new-tokens", str(10**6)]
     command = [sys.executable, ROOT / "sample.py", path, *flags]
@@ -329,22 +316,7 @@ def test_a_closed_standard_input_is_an_error(trained, chat_model, monkeypatch):
             sample.main([str(path), flag, "--device", "cpu"])
 
 
-@pytest.mark.parametrize("template", [None, "{{ 'system' }}"])
-@pytest.mark.parametrize("state", [{"has_system_turns": True}, {"has_system_turns": False}])
-def test_a_system_turn_that_the_model_never_saw_is_warned_of_once(
-    state, template, trained, tmp_path, monkeypatch, capsys
-):
-    path = tmp_path / "run" / "checkpoints" / "step-00000001"
-    model = GPT(ModelConfig(vocab_size=CHAT.vocab_size, context_length=64, d_model=8))
-    chat_checkpoint(path, trained, model, CHAT.with_chat_template(template), state)
-    for system in ([], ["--system", "Be kind."]):
-        monkeypatch.setattr("sys.stdin", io.StringIO("Hi\nHi\n"))
-        sample.main([str(path), "--chat", "--device", "cpu", "--max-new-tokens", "2", *system])
-        is_warned = bool(system) and template is None and state.get("has_system_turns") is False
-        assert capsys.readouterr().err.count("system turn") == is_warned
-
-
-def test_flags_choose_a_chat_template_and_a_failing_one_stops_chats_only(trained, tmp_path, capsys):
+def test_flags_choose_a_chat_template_and_a_failing_one_stops_chats_only(tmp_path, capsys):
     model = GPT(ModelConfig(vocab_size=CHAT.vocab_size, context_length=64, d_model=8))
     turn = "{{ messages[0].content }}<|end|>"
     templates = {"strict": turn + "{{ raise_exception('no') if style is undefined }}"}
@@ -352,7 +324,7 @@ def test_flags_choose_a_chat_template_and_a_failing_one_stops_chats_only(trained
         CHAT.document, chat_template=turn, other_templates=json.dumps(templates)
     )
     path = tmp_path / "run" / "checkpoints" / "step-00000001"
-    chat_checkpoint(path, trained, model, from_document(document))
+    chat_checkpoint(path, model, from_document(document))
     (tmp_path / "in.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}')
     files = ["--prompts-file", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out.jsonl")]
     arguments = [str(path), "--device", "cpu", "--max-new-tokens", "2"]
@@ -366,25 +338,10 @@ def test_flags_choose_a_chat_template_and_a_failing_one_stops_chats_only(trained
         sample.main([*arguments, *files, *strict])
     assert "--chat-template" in capsys.readouterr().err
     document = with_extension(document, chat_template=templates["strict"])
-    chat_checkpoint(path.with_name("step-00000002"), trained, model, from_document(document))
+    chat_checkpoint(path.with_name("step-00000002"), model, from_document(document))
     capsys.readouterr()
     sample.main([str(path.with_name("step-00000002")), "a", *arguments[1:]])
     assert capsys.readouterr().out.startswith("a")
-
-
-TWO_TURNS = [{"role": "assistant", "content": "1"}, {"role": "user", "content": "2"}]
-
-
-@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be kind."}]])
-def test_a_checkpoint_knows_whether_chats_had_system_turns(system: list, tmp_path: Path):
-    chats = [
-        {"messages": [*system, {"role": "user", "content": f"{n}"}, *TWO_TURNS]} for n in range(30)
-    ]
-    chats += [{"messages": TWO_TURNS[::-1]}] * 60
-    data = make_dataset(tmp_path, chats, chat=True, deduplicate=True)
-    train_tiny(data, tmp_path / "run", "--steps", 1, "--context-length", 64)
-    assert newest_checkpoint(tmp_path / "run").state.has_system_turns == bool(system)
-    assert sample.load(tmp_path / "run", "cpu").has_system_turns == bool(system)
 
 
 def test_a_text_is_written_though_standard_error_is_closed(trained):

@@ -18,13 +18,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from engine.core.cli import warn
 from engine.core.device import total_memory
 from engine.nn.acceleration import GRAPH_POOLS, CapturedCalls, GraphPool
-from engine.nn.attention import attend, attend_from_last
+from engine.nn.attention import DocumentAttention, attend, attend_from_last
 from model import GPT
 
 MAX_CACHE_FRACTION = 0.25  # of a device's memory, for the rows of a batch
 MAX_PROMPT_LOGITS = 2**23  # of a prompt that exist at one time, 32 MiB
 MIN_CACHED_POSITIONS = 128  # that the cache has room for
 SHAPELESS_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+NO_START_ID = -1  # one document
 MAX_PADDING_BYTES = 2**19  # of a row; reading more takes longer than attention of each row alone
 
 
@@ -160,10 +161,6 @@ class KVCache:
             self.keys_values = F.pad(self.keys_values, padding)
         return bool(more_rows or more_positions)
 
-    def free(self) -> None:
-        """Free the memory of all rows."""
-        self.keys_values = self.keys_values[:, :0, :, :0].clone()
-
     def keep(self, rows: Sequence[int], num_rows: int, length: int) -> None:
         """Keep rows of these indices, of num_rows, which have up to ``length`` positions.
 
@@ -185,21 +182,6 @@ class Row:
     @property
     def num_unread(self) -> int:
         return len(self.ids) - self.num_cached
-
-
-class UncachedContext:
-    """The positions of whole contexts, for attention without a cache."""
-
-    def __init__(self, length: int, device: torch.device):
-        self.positions = torch.arange(length, device=device)
-
-    def next_positions(self) -> Tensor:
-        """Return the positions of the tokens, (T,)."""
-        return self.positions
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return attention to earlier positions, (B, H, T, K)."""
-        return attend(query, key, value)
 
 
 class DecodingEngine:
@@ -268,12 +250,13 @@ class DecodingEngine:
 
     def step(self, ids: Sequence[int]) -> Tensor:
         """Append ids[i] to row i, of the first N rows; return the next tokens' logits, (N, V)."""
-        rows = self.rows[: len(ids)]
-        full = [index for index, row in enumerate(rows) if row.num_cached == self.context_length]
-        if full:
-            self._drop_older_half(full, len(rows))
-        for row, token in zip(self.rows, ids, strict=False):
-            row.ids += (token,)
+        start = window_start(self.context_length + 1, self.context_length)
+        for index, token in enumerate(ids):
+            if self.rows[index].num_cached == self.context_length:
+                self.rows[index] = Row(self.rows[index].ids[start:])
+                if self.rows[index].ids:
+                    self.read(index)  # at new positions
+            self.rows[index].ids += (token,)
         if self.captures:
             return self._step_captured(ids)
         return self._extend(0, [[token] for token in ids])[:, -1]
@@ -317,26 +300,9 @@ class DecodingEngine:
         num_rows = len(self.rows)
         length = max((row.num_cached for row in self.rows), default=0)
         self.rows = [replace(self.rows[source]) for source in rows]
-        if not rows and not self.captures:
-            for cache in self.caches:
-                cache.free()
-            return
         self._reserve(len(rows), length)
         for cache in self.caches:
             cache.keep(rows, num_rows, length)
-
-    def _drop_older_half(self, full: Sequence[int], num_rows: int) -> None:
-        """Compute the newer half of full rows again, at its new positions."""
-        start = window_start(self.context_length + 1, self.context_length)
-        for index in full:
-            self.rows[index] = Row(self.rows[index].ids[start:])
-        if start == self.context_length:
-            return
-        if len(full) == num_rows:
-            self._extend(0, [row.ids for row in self.rows[:num_rows]])
-        else:
-            for index in full:
-                self.read(index)
 
     @torch.inference_mode()
     def _extend(self, first: int, tokens: Sequence[Sequence[int]], last: int = 1) -> Tensor:
@@ -366,5 +332,5 @@ class DecodingEngine:
     def _compute_context(self, row: Row, last: int) -> Tensor:
         """Return the logits after the ``last`` computed ids of a row, (1, last, V), uncached."""
         ids = torch.tensor([row.ids[: row.num_cached]], device=self.device)
-        context = UncachedContext(row.num_cached, self.device)
+        context = DocumentAttention(ids, NO_START_ID, self.context_length, dropout_p=0.0)
         return self.model(ids, caches=[context] * self.model.config.num_layers, last=last)

@@ -1,7 +1,5 @@
 """Complete a file of prompts, or answer a file of chats or questions: records → JSON Lines."""
 
-import hashlib
-import os
 import string
 import sys
 import time
@@ -12,7 +10,7 @@ from typing import Any, Unpack
 
 from engine.core.cli import count_noun, progress_bar
 from engine.core.errors import UserError
-from engine.core.files import atomic_write, exclusive_lock, parse_json, sha256, to_json
+from engine.core.files import atomic_write, to_json
 from engine.data.chats.chat import encode_chat, own_template
 from engine.data.chats.chat_template import parse_value
 from engine.data.chats.examples import Record, parse_messages, read_record
@@ -20,11 +18,9 @@ from engine.data.inputs.finder import find_file
 from engine.data.inputs.readers import read_records
 from engine.data.inputs.sources import Reader, Source
 from engine.generation.sampling import DecodingOptions
-from engine.generation.scores import Question, choose, describe_score, score_record
+from engine.generation.scores import Question, answer_questions, describe_score, score_record
 from engine.generation.text_generator import TextGenerator
 from engine.generation.text_stream import TextStream
-
-PARTIAL_NAME_DIGITS = 12  # of the file name of unfinished work
 
 
 def complete_file(
@@ -32,18 +28,18 @@ def complete_file(
     source: Path,
     target: Path,
     is_chat: bool,
-    settings: dict[str, Any],
     max_new_tokens: int,
     stop: Sequence[str],
     **options: Unpack[DecodingOptions],
 ) -> None:
     """Write the objects of a file, each with its completion, and print the speed.
 
-    Finished completions are kept in a file until all are: an interrupted command continues from
-    there. Its name depends on the prompts and settings. Raises UserError for an unsuitable line,
-    before any text is generated or written.
+    Raises UserError for an unsuitable line, before any text is generated.
     """
-    check_target(target)
+    if target.exists():
+        raise UserError(f"--out: already exists (got {target}). Remove it, or choose another.")
+    if not target.parent.is_dir():
+        raise UserError(f"--out: its folder does not exist (got {target}). Create it first.")
     lines = read_lines(source)
     questions = [*encode_lines(lines, model, is_chat, max_new_tokens)]
     streams = [
@@ -51,72 +47,22 @@ def complete_file(
         for each in questions
     ]
     start_time = time.perf_counter()
-    origin = f"{sha256(source)} {to_json(settings)}"
-    digest = hashlib.sha256(origin.encode()).hexdigest()[:PARTIAL_NAME_DIGITS]
-    partial = target.with_name(f"{target.name}.{digest}.partial")
-    with exclusive_lock(target):
-        finished = read_finished(partial)
-        texts = complete_questions(model, questions, streams, partial, finished, **options)
-        results = [
-            {**line, "completion": text, **question.grade(text)}
-            for (_, line), question, text in zip(lines, questions, texts, strict=True)
-        ]
-        content = "".join(f"{to_json(result)}\n" for result in results)
-        atomic_write(target, content.encode())
-        partial.unlink()
+    pieces = model.complete(streams, **options)
+    answers = answer_questions(model.decoder, questions, streams, pieces)
+    texts = dict(progress_bar(answers, total=len(questions)))
+    results = []
+    for index, (_, line) in enumerate(lines):
+        text = texts.get(index, "")
+        results.append({**line, "completion": text, **questions[index].grade(text)})
+    atomic_write(target, "".join(f"{to_json(result)}\n" for result in results).encode())
     seconds = time.perf_counter() - start_time
     num_tokens = sum(len(stream.new_ids) for stream in streams)
-    counts = f"{count_noun(len(lines) - len(finished), 'prompt')}, {num_tokens:,} tokens"
+    counts = f"{count_noun(len(lines), 'prompt')}, {num_tokens:,} tokens"
     speed = f"{seconds:,.1f} s, {num_tokens / seconds:,.0f} tokens/s"
     print(f"{target}: {counts} in {speed}", file=sys.stderr)
     if grades := [result["is_right"] for result in results if "is_right" in result]:
         score = describe_score(score_record(sum(grades), len(grades)))
         print(f"{score}: {sum(grades):,} of {count_noun(len(grades), 'answer')}")
-
-
-def complete_questions(
-    model: TextGenerator,
-    questions: Sequence[Question],
-    streams: Sequence[TextStream],
-    partial: Path,
-    finished: dict[int, str],
-    **options: Unpack[DecodingOptions],
-) -> list[str]:
-    """Return the text or the choice of each question; append texts to a file of finished ones."""
-    texts = [finished.get(index, "") for index, _ in enumerate(questions)]
-    for index, question in enumerate(questions):
-        if question.choices:
-            texts[index] = choose(model.decoder, question)
-        if question.choices or index in finished:
-            streams[index].end()
-    with (
-        open(partial, "a", encoding="utf-8") as file,
-        progress_bar(total=len(questions), initial=len(finished)) as bar,
-    ):
-        for index, text in model.complete(streams, **options):
-            texts[index] += text
-            if streams[index].is_finished:
-                file.write(f"{to_json([index, texts[index]])}\n")
-                file.flush()
-                bar.update()
-    return texts
-
-
-def check_target(path: Path) -> None:
-    """Raise UserError unless a new file can be made at a path."""
-    if path.exists():
-        raise UserError(f"--out: already exists (got {path}). Remove it, or choose another.")
-    if not path.parent.is_dir():
-        raise UserError(f"--out: its folder does not exist (got {path}). Create it first.")
-
-
-def read_finished(path: Path) -> dict[int, str]:
-    """Return the finished completions by index; remove an incomplete last line."""
-    if not path.exists():
-        return {}
-    *lines, incomplete = path.read_bytes().split(b"\n")
-    os.truncate(path, path.stat().st_size - len(incomplete))
-    return dict(parse_json(line, path) for line in lines)
 
 
 def read_lines(path: Path) -> list[tuple[str, Any]]:

@@ -1,7 +1,7 @@
 """Scores: the fraction of questions that a model answers right, with a confidence interval."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -94,19 +94,33 @@ def count_right(
 ) -> int:
     """Return how many questions a model in evaluation mode answers right, with greedy text."""
     streams = []
-    texts = [""] * len(questions)
-    for index, question in enumerate(questions):
+    for question in questions:
         answer_bytes = len((question.answer or "").encode())  # at least its number of tokens
         limit = min(question.max_new_tokens, answer_bytes + EXTRA_TOKENS)
         streams.append(TextStream(tokenizer, question.prompt, limit, (), stop_token_ids))
-        if question.choices:
-            texts[index] = choose(model, question)
-            streams[index].end()
-    for index, text in complete_streams(
+    pieces = complete_streams(
         model, streams, QUESTION_BATCH_SIZE, cache_dtype=cache_dtype, temperature=0.0
-    ):
+    )
+    answers = answer_questions(model, questions, streams, pieces)
+    return sum(questions[index].grade(text)["is_right"] for index, text in answers)
+
+
+def answer_questions(
+    model: GPT,
+    questions: Sequence[Question],
+    streams: Sequence[TextStream],
+    pieces: Iterable[tuple[int, str]],
+) -> Iterator[tuple[int, str]]:
+    """Yield (index, choice or text) of each question; the pieces continue the streams."""
+    for index, question in enumerate(questions):
+        if question.choices:
+            streams[index].end()
+            yield index, choose(model, question)
+    texts = [""] * len(questions)
+    for index, text in pieces:
         texts[index] += text
-    return sum(grade["is_right"] for grade in map(Question.grade, questions, texts))
+        if streams[index].is_finished:
+            yield index, texts[index]
 
 
 def choose(model: GPT, question: Question) -> str:

@@ -30,7 +30,6 @@ from model import GPT
 DEFAULT_NEW_TOKENS = 500
 DECODING_BATCH_SIZE = 32
 KEPT_ROLES = (TOOLS_ROLE, "system")  # at the start of a chat, however long it becomes
-MAX_QUOTED_CHARACTERS = 40  # of a turn in a warning
 
 
 @dataclass
@@ -41,7 +40,6 @@ class TextGenerator:
     tokenizer: Tokenizer
     initial_tokens: list[int]  # replace an empty prompt
     is_chat_model: bool = False
-    has_system_turns: bool = True  # whether the training chats had any; True if unknown
     should_quantize: bool = False
     parses_special: bool = False  # whether names of special tokens in prompts become these tokens
     warn_once: Callable[[str], None] = field(default_factory=lambda: cache(warn), init=False)
@@ -107,11 +105,9 @@ class TextGenerator:
         return (text for _, text in self._complete([ids], **options))
 
     def encode_turns(self, turns: Sequence[Turn], max_new_tokens: int) -> tuple[list[int], int]:
-        """Return the result of fit_chat. Warns once of each kind of turns without effect."""
+        """Return the result of fit_chat. Warns once if turns are left out."""
         context_length = self.model.config.context_length
         ids, limit = fit_chat(self.tokenizer, turns, context_length, max_new_tokens)
-        if not self.has_system_turns and any(turn[0] == "system" for turn in turns):
-            self.warn_once("the model saw no system turns in training, and may ignore this one")
         has_old_turns = any(turn[0] not in KEPT_ROLES for turn in turns[:-1])
         if has_old_turns and ids != chat.encode_chat(self.tokenizer, turns):
             context = f"the context of {count_noun(context_length, 'token')}"
@@ -156,8 +152,7 @@ def fit_chat(
 
     Half of the context, or max_new_tokens if less, is reserved for the answer. The oldest turns are
     dropped to fit, except tools and system turns at the start; an answer is dropped with its
-    question. A last turn that is too long by itself loses its beginning. Raises UserError if
-    nothing remains.
+    question. Raises UserError if the last turn leaves no room for an answer.
     """
     max_length = context_length - min(max_new_tokens, context_length // 2)
     last = len(turns) - 1
@@ -169,16 +164,7 @@ def fit_chat(
 
     first = bisect_left(starts, True, key=lambda start: len(encode_from(start)) <= max_length)
     ids = encode_from([*starts, last][first])
-    excess = len(ids) - max_length
-    if excess > 0:
-        text = turns[last][1]
-        empty_turn = (turns[last][0], "", chat.keys_of(turns[last]))
-        without_text = chat.encode_chat(tokenizer, [*kept, empty_turn])
-        if excess >= len(tokenizer.encode(text)):
-            size = f"{len(without_text)} of the model's {context_length} tokens of context"
-            raise UserError(f"the system turn or tools: too long (got {size}). Shorten them.")
-        num_before = chat.common_length(ids, without_text)
-        del ids[num_before : num_before + excess]
-        quoted = text if len(text) < MAX_QUOTED_CHARACTERS else f"{text[:MAX_QUOTED_CHARACTERS]}…"
-        warn(f"the turn {quoted!r} is too long: cut by {count_noun(excess, 'token')} at its start")
+    if len(ids) >= context_length:
+        size = f"{len(ids)} tokens, the context has {context_length}"
+        raise UserError(f"the last turn with the system turn: too long (got {size}). Shorten it.")
     return ids, min(max_new_tokens, context_length - len(ids))

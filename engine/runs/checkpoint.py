@@ -23,8 +23,8 @@ from model import GPT, ModelConfig
 Tensors = dict[str, Tensor]
 ModifyModel = Callable[[GPT], None]
 SaveTokenizer = Callable[[Path], None]
-FORMAT_GATHERED = 9
-FORMAT_SHARDED = 10
+FORMAT_GATHERED = 11
+FORMAT_SHARDED = 12
 COMMON_FILES = ("state.json", "tokenizer.json")  # of both formats
 MAX_SHARDS = 99_999  # five digits of a file name
 
@@ -52,7 +52,6 @@ class RunState:
     settings: dict[str, Any]
     data_sha256: str
     examples: Literal["pairs", "chats"] | None
-    has_system_turns: bool
     documents: Count
     imported: str | None  # what it was imported from
     base: BaseReference | None  # of an adapter
@@ -73,7 +72,6 @@ def initial_state(model: ModelConfig, **values: Any) -> RunState:
         "changes": [],
         "settings": {},
         "data_sha256": "",
-        "has_system_turns": True,
         "documents": 2,
         "is_modified": False,
     }

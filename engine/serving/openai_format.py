@@ -18,7 +18,6 @@ from engine.data.tokenizer import Tokenizer
 from engine.generation.text_batch import Token
 from engine.generation.text_stream import TextStream
 
-MAX_CHOICES = 128
 MAX_TEXTS = 256  # of a request: the choices of all its prompts
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TEXTS = 16
@@ -26,11 +25,10 @@ MAX_STOP_CHARACTERS = 200  # of a text
 MAX_MESSAGE_CHARACTERS = 200
 # Arguments that do not change the text.
 IGNORED_ARGUMENTS = {"user", "metadata", "store", "service_tier", "safety_identifier"}
-IGNORED_ARGUMENTS |= {"prompt_cache_key", "parallel_tool_calls", "cache_prompt"}
-IGNORED_ARGUMENTS |= {"spaces_between_special_tokens"}
+IGNORED_ARGUMENTS |= {"prompt_cache_key", "parallel_tool_calls"}
 # Unsupported arguments, and the value that changes nothing, as does an empty one unless it is true.
 NEUTRAL_VALUES: dict[str, Any] = {
-    **dict.fromkeys(("best_of", "length_penalty", "typical_p", "repeat_penalty"), 1),
+    "best_of": 1,
     "skip_special_tokens": True,
     "response_format": {"type": "text"},
     "modalities": ["text"],
@@ -67,7 +65,7 @@ class Settings:
     repetition_penalty: Annotated[float, Ge(0.01), Le(100)] = 1.0
     seed: Annotated[int, Ge(-(2**63)), Lt(2**63)] = -1  # -1: a random one
     stop: tuple[str, ...] = ()
-    n: Annotated[int, Ge(1), Le(MAX_CHOICES)] = 1
+    n: Annotated[int, Ge(1), Le(MAX_TEXTS)] = 1
     stream: bool = False
     stream_options: dict = field(default_factory=dict)
 

@@ -16,7 +16,6 @@ from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError, is_bug
 from engine.core.settings import flatten, to_toml
 from engine.data.batches import Batches, Mixture
-from engine.data.chats.examples import NO_SYSTEM_NOTE
 from engine.data.split import BatchSpec
 from engine.generation.scores import Question
 from engine.nn.attention import check_attention
@@ -290,8 +289,6 @@ class Trainer:
         if self.run_dir is None or self.step == 0 or self.last_save == (self.step, self.evaluation):
             return
         manifest = self.data.manifest
-        statistics = manifest["statistics"]
-        num_documents = statistics["documents"] + statistics["dropped"]
         state = RunState(
             step=self.step,
             tokens=self.step * self.tokens_per_step,
@@ -304,7 +301,6 @@ class Trainer:
             settings=flatten(self.config),
             data_sha256=self.data.sha256,
             examples=manifest["origin"].get("examples"),
-            has_system_turns=statistics["notes"].get(NO_SYSTEM_NOTE, 0) < num_documents,
             documents=manifest["splits"]["train"]["documents"],
             imported=None,
             base=self.base_reference,

@@ -96,18 +96,15 @@ def test_turns_before_the_first_question_are_kept_if_they_fit():
         assert fit_chat(CHAT, chat, length - 1, 9)[0] != encode(*chat)
 
 
-def test_a_turn_that_alone_is_too_long_loses_its_beginning(capsys):
+def test_a_turn_that_alone_is_too_long_is_refused():
     turns = [("user", "dropped"), ("assistant", "too"), ("user", "0123456789")]
-    assert fit_chat(CHAT, turns, 16, 500) == (encode(("user", "56789")), 8)
-    warning = capsys.readouterr().err
-    assert "'0123456789'" in warning and "5 tokens" in warning and warning.count("\n") == 1
-    turns = [("system", "kind"), *turns]
-    assert fit_chat(CHAT, turns, 16, 2)[0] == encode(turns[0], ("user", "56789"))
-    with pytest.raises(UserError, match="system"):
-        fit_chat(CHAT, turns, 16, 7)
+    ids = encode(turns[-1])
+    assert fit_chat(CHAT, turns, len(ids) + 1, 500) == (ids, 1)
+    with pytest.raises(UserError, match="too long"):
+        fit_chat(CHAT, turns, len(ids), 1)
 
 
-def test_a_chat_in_the_template_of_its_model_loses_the_same_turns(capsys):
+def test_a_chat_in_the_template_of_its_model_loses_the_same_turns():
     source = "{{ 'Hi.' }}{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}<|end|>"
     source += "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     tokenizer = CHAT.with_chat_template(source)
@@ -118,7 +115,3 @@ def test_a_chat_in_the_template_of_its_model_loses_the_same_turns(capsys):
     assert fit_chat(tokenizer, turns, len(ids) + 9, 9) == (ids, 9)
     short = encode_chat(tokenizer, [system, turns[-1]])
     assert fit_chat(tokenizer, turns, len(ids) + 8, 9) == (short, 9)
-    assert capsys.readouterr().err == ""
-    cut = encode_chat(tokenizer, [system, ("user", "456789")])
-    assert fit_chat(tokenizer, turns, len(short) - 4 + 9, 9) == (cut, 9)
-    assert "4 tokens" in capsys.readouterr().err

@@ -10,7 +10,6 @@ from engine.generation.text_stream import TextStream
     ("content", "pieces"),
     [
         ("aé€😀".encode(), ["a", "", "é", "", "", "€", "", "", "", "😀", ""]),
-        (b"\xe2", ["", ""]),
         (b" EN ENDof", [" ", "", "", "EN ", "", "", "", "", "", ""]),
         (b"EEN", ["", "E", "", "EN"]),  # which may begin a stop text
         (b"a\n\nb", ["a", "", "", "", ""]),
@@ -25,11 +24,9 @@ def test_a_stream_writes_what_later_tokens_cannot_change(content, pieces):
     ("content", "text"),
     [
         ("ä€".encode()[:-1], "ä"),
-        ("ä€".encode()[:-2], "ä"),
         ("😀".encode()[:-1], ""),
         ("EN€".encode()[:-1], "EN"),  # which may begin a stop text
         (b"a\xffb\xe2\x82", "a\ufffdb"),  # bytes that no token can complete stay visible
-        (b"a\xe2(", "a\ufffd("),
         ("a�".encode(), "a�"),
     ],
 )

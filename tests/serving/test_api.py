@@ -108,6 +108,7 @@ def wait_until(condition: Callable[[], Any]) -> None:
     "options",
     [
         {"user": "me", "best_of": 1, "logit_bias": {}, "stream": None, "model": "run/small"},
+        {"min_tokens": 0, "ignore_eos": False, "skip_special_tokens": True},
         {"seed": 5, "temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
         {"seed": -7, "repetition_penalty": 1.5, "stop": ["x", "qu"]},
         {"temperature": 0, "stop": "e"},
@@ -201,16 +202,15 @@ def test_the_official_client_gets_models_texts_streams_and_errors():
 
 
 WRONG_ARGUMENTS = {
-    "prompt": [None, [], [97, 10**9], [-1], [True], "\ud800", "a" * 2048],
+    "prompt": [None, [97, 10**9], [True], "\ud800", "a" * 2048],
     "temperature": ["a: b", 10**400],
-    "max_tokens": [True, 1.5, -2],
-    "n": [0, 1000],
+    "max_tokens": [1.5, -2],
     "stop": ["", ["a"] * 10**4],
     "skip_special_tokens": [False],
-    **{name: [[1]] for name in ("presence_penalty", "messages", "stream_options", "x" * 10**5)},
+    **{name: [[1]] for name in ("presence_penalty", "stream_options", "x" * 10**5)},
 }
-WRONG_PATHS = ["/v1/embeddings", "/models", "/v1", "/v1/responses", "/chat/completions", "/a/b"]
-WRONG_CHATS = [None, [], [{"role": "x", "content": "a"}], [{"role": "user", "content": "\udc00"}]]
+WRONG_PATHS = ["/v1/embeddings", "/v1"]
+WRONG_CHATS = [[], [{"role": "x", "content": "a"}], [{"role": "user", "content": "\udc00"}]]
 REFUSALS = [
     *((400, TEXT, body, None) for body in ([1], b'{"prompt": ', b"[" * 10**5, b"\xff")),
     (400, CHAT, b'{"seed": NaN}', None),
@@ -227,7 +227,7 @@ REFUSALS = [
     (400, CHAT, {"messages": MESSAGES, "add_generation_prompt": False}, "add_generation_prompt"),
     *(
         (400, CHAT, {"messages": MESSAGES, "chat_template_kwargs": value}, "chat_template_kwargs")
-        for value in (3, [1], {"messages": []}, {"add_generation_prompt": False})
+        for value in (3, {"messages": []})
     ),
 ]
 for name, values in WRONG_ARGUMENTS.items():
@@ -267,43 +267,23 @@ def test_a_key_is_needed_for_each_request_and_for_other_machines(server):
         assert status == 400 and TEXT in answer["error"]["message"]  # not a model of chats
 
 
-def test_a_key_comes_from_a_file_or_the_environment_too(tmp_path, monkeypatch):
-    path = tmp_path / "key"
-    path.write_text("from a file\n")
-    serve = {"path": tmp_path, "serve": True, "host": "0.0.0.0"}
-    assert sample.SampleConfig(**serve, api_key_file=path).key == "from a file"
-    monkeypatch.setenv("GPT_API_KEY", "from the environment")
-    assert sample.SampleConfig(**serve).key == "from the environment"
-    assert sample.SampleConfig(**serve, api_key="flag").key == "flag"
-
-
 def test_with_a_key_pages_of_any_origin_may_ask(server):
-    def ask(server: Any, method: str, path: str, **headers: str) -> tuple[int, Any]:
+    def ask(server: Any, method: str, **headers: str) -> tuple[int, str | None]:
         with contextlib.closing(connect(server.port)) as connection:
-            connection.request(method, path, headers={"Origin": "http://app.example"} | headers)
+            headers = {"Origin": "http://app.example", **headers}
+            connection.request(method, "/v1/models", headers=headers)
             response = connection.getresponse()
-            return response.status, response.headers
+            return response.status, response.headers["Access-Control-Allow-Origin"]
 
-    status, headers = ask(server, "OPTIONS", TEXT)
-    assert status == 403 and "Access-Control-Allow-Origin" not in headers
+    assert ask(server, "OPTIONS") == (403, None)
     with serving("secret") as keyed:
-        status, headers = ask(keyed, "OPTIONS", TEXT)
-        assert status == 204 and headers["Access-Control-Allow-Origin"] == "*"
-        assert "Authorization" in headers["Access-Control-Allow-Headers"]
-        status, headers = ask(keyed, "GET", "/v1/models", Authorization="Bearer secret")
-        assert status == 200 and headers["Access-Control-Allow-Origin"] == "*"
-        assert ask(keyed, "GET", "/health")[0] == 200
+        assert ask(keyed, "OPTIONS") == (204, "*")
+        assert ask(keyed, "GET", Authorization="Bearer secret") == (200, "*")
 
 
-def test_values_that_mean_the_default_of_other_servers_are_accepted(server):
-    body = {"prompt": "The cat", "max_tokens": 20, "seed": 3}
-    choices, _ = complete(server, **body)
-    neutral = {"top_k": 0, "min_tokens": 0, "ignore_eos": False, "use_beam_search": False}
-    neutral |= {"skip_special_tokens": True, "repeat_penalty": 1.0}
-    assert complete(server, **body | neutral)[0] == choices
-    assert complete(server, **body | {"top_k": -1})[0] == choices
-    texts = [complete(server, **body | {"seed": -1})[0][0]["text"] for _ in range(3)]
-    assert len({*texts}) > 1
+def test_a_seed_and_a_limit_of_minus_one_are_chosen(server):
+    texts = {complete(server, prompt="The cat", seed=-1)[0][0]["text"] for _ in range(3)}
+    assert len(texts) > 1
     (choice,), usage = complete(server, prompt="a" * 2040, max_tokens=-1)
     assert (usage["completion_tokens"] == 8) == (choice["finish_reason"] == "length")
 

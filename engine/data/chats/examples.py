@@ -22,7 +22,6 @@ from engine.data.inputs.fields import CHAT_FIELDS, PAIR_FIELDS, describe_field
 from engine.data.inputs.sources import ExampleParser
 
 PROMPT_SEPARATOR = "\n\n"  # between the texts of several prompt fields
-NO_SYSTEM_NOTE = "chats without a system turn"
 DROPPED_TEXT_NOTE = "chats with a part of an answer that the chat template leaves out"
 TOOLS_FIELD = "tools"  # the list that apply_chat_template of transformers takes
 SYSTEM_FIELDS = ("system", "system_prompt")  # texts beside the messages
@@ -87,8 +86,6 @@ def parse_chat(
         notes.append("chats with an empty answer, which is not learned")
     if template and dropped_texts(template, own_turns):
         notes.append(DROPPED_TEXT_NOTE)
-    if not any(turn[0] == "system" for turn in turns):
-        notes.append(NO_SYSTEM_NOTE)
     return turns, [*dict.fromkeys(notes)]
 
 
