@@ -34,7 +34,8 @@ def complete_file(
 ) -> None:
     """Write the objects of a file, each with its completion, and print the speed.
 
-    Raises UserError for an unsuitable line, before any text is generated.
+    Until all are finished, those that are stand in ``target``.partial. Raises UserError for an
+    unsuitable line, before any text is generated.
     """
     if target.exists():
         raise UserError(f"--out: already exists (got {target}). Remove it, or choose another.")
@@ -49,12 +50,16 @@ def complete_file(
     start_time = time.perf_counter()
     pieces = model.complete(streams, **options)
     answers = answer_questions(model.decoder, questions, streams, pieces)
-    texts = dict(progress_bar(answers, total=len(questions)))
-    results = []
-    for index, (_, line) in enumerate(lines):
-        text = texts.get(index, "")
-        results.append({**line, "completion": text, **questions[index].grade(text)})
+    pairs = zip(lines, questions, strict=True)
+    results = [{**line, "completion": "", **each.grade("")} for (_, line), each in pairs]
+    partial = target.with_name(f"{target.name}.partial")
+    with open(partial, "w", encoding="utf-8") as file:
+        for index, text in progress_bar(answers, total=len(questions)):
+            results[index] |= {"completion": text, **questions[index].grade(text)}
+            file.write(f"{to_json(results[index])}\n")
+            file.flush()
     atomic_write(target, "".join(f"{to_json(result)}\n" for result in results).encode())
+    partial.unlink()
     seconds = time.perf_counter() - start_time
     num_tokens = sum(len(stream.new_ids) for stream in streams)
     counts = f"{count_noun(len(lines), 'prompt')}, {num_tokens:,} tokens"

@@ -1,4 +1,4 @@
-"""Files of prompts: an interrupted command leaves no file."""
+"""Files of prompts: an interrupted command leaves what was finished in a file of its own."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from engine.generation.text_generator import TextGenerator
 LETTERS = CharTokenizer("abcdefghijklmnopqrstuvwxyzABCDEFGHIJä")
 
 
-def test_a_file_is_written_at_the_end_or_not_at_all(plain_steps, tmp_path):
+def test_a_file_is_written_at_the_end_and_what_was_finished_before(plain_steps, tmp_path):
     generator = TextGenerator(random_model(SMALL), LETTERS, [0])
     records = [{"prompt": prompt} for prompt in ("abc", "q", "xyz" * 9, "abc", "ä", "")]
     files = (write_lines(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl", False)
@@ -25,7 +25,10 @@ def test_a_file_is_written_at_the_end_or_not_at_all(plain_steps, tmp_path):
     generator.decoder.register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         complete_file(generator, *files, 9, "b", batch_size=2)
-    assert [*tmp_path.iterdir()] == [files[0]]
+    assert not files[1].exists()
+    finished = read_lines(tmp_path / "out.jsonl.partial")
+    assert 0 < len(finished) < len(records)
     complete_file(generator, *files, 9, "b", batch_size=2)
     prompts = [{"prompt": record["prompt"]} for record in read_lines(files[1])]
-    assert prompts == records
+    assert prompts == records and not (tmp_path / "out.jsonl.partial").exists()
+    assert all(record in read_lines(files[1]) for record in finished)
