@@ -107,8 +107,8 @@ class RunDir:
                 rank_names = names[self.dist_ctx.rank :: self.dist_ctx.size]
                 checkpoint.verify(rank_names if self.is_shared else names)
                 content = [asdict(checkpoint.state), checkpoint.sha256, checkpoint.shards]
-        state, *others = self.dist_ctx.broadcast(content)
-        return Checkpoint(path, from_json(RunState, state, "state"), *others)
+        state, *hashes = self.dist_ctx.broadcast(content)
+        return Checkpoint(path, from_json(RunState, state, "state"), *hashes)
 
     def distribute(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """Yield a checkpoint's tensors on every rank, also on ranks that do not see the folder."""

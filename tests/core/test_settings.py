@@ -227,7 +227,7 @@ class Manifest:
     notes: dict[str, Count]
     shape: Inner
     loss: Seconds | None = None
-    others: Any = None
+    extra: Any = None
 
 
 def test_a_record_is_read_from_json_or_refused_by_the_name_of_its_field():
