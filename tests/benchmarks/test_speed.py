@@ -104,18 +104,6 @@ def test_contestants_take_turns_after_a_warmup_round():
     assert "".join(calls) == "abababab" and seconds.keys() == {"a", "b"}
 
 
-def test_a_step_trains_with_any_optimizer():
-    bench = speed.Bench(speed.BenchConfig(), torch.device("cpu"))
-    batch = tuple(torch.ones(2, 1, 8, dtype=torch.long))
-    for make_optimizer in (peers.make_adamw, lambda model: bench.make_optimizer(model, "muon")):
-        model = GPT(SMALL)
-        step = bench.make_model_step(model, batch, make_optimizer(model))
-        before = model(*batch).item()
-        for _ in range(20):
-            step()
-        assert model(*batch).item() < before and all(p.grad is None for p in model.parameters())
-
-
 @pytest.mark.parametrize("flags", [["train", "--nanogpt", "none"], ["--rounds", "0"]])
 def test_impossible_settings_are_refused_at_once(flags, capsys):
     with pytest.raises(SystemExit, match="2"):

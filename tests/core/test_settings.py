@@ -1,11 +1,10 @@
 """Settings: defaults ← file ← command line, bounds, and messages for mistakes."""
 
-import dataclasses
 import importlib
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args
 
 import pytest
 from annotated_types import Ge, Gt, Le, Lt
@@ -103,7 +102,6 @@ def test_value_of_wrong_type_or_out_of_bounds_names_file_and_setting(name, value
     ("text", "expected"),
     [
         ("widht = 3", "widht.* width"),
-        ("zzz = 3", "zzz"),
         ("[inner]\nwidth = 3", "inner"),
         ("width = 13", "width 13 is unlucky"),
         ('path = "nowhere"', "--path: must exist"),
@@ -120,14 +118,7 @@ def test_mistake_in_a_file_names_the_file(tmp_path, text, expected):
 
 @pytest.mark.parametrize(
     ("name", "flags"),
-    [
-        ("--lr", "--learning-rate"),
-        ("--epochs", "--steps or --minutes"),
-        ("--batch", "--batch-size"),
-        ("--block_size", "--context-length"),
-        ("-n-layer", "--num-layers"),
-        ("--minute", "--minutes"),
-    ],
+    [("--epochs", "--steps or --minutes"), ("-n-layer", "--num-layers"), ("--minute", "--minutes")],
 )
 def test_a_name_of_another_tool_proposes_flags(name, flags):
     names = [name for name, _ in iterate_hints(TrainConfig)]
@@ -155,14 +146,10 @@ def test_a_file_without_end_is_refused(monkeypatch):
         ("--width 13", "width 13 is unlucky"),
         ("--path nowhere", "--path: must exist (got nowhere)"),
         ("--kind c", "--kind"),
-        ("--count x", "--count"),
         ("--rate it's", "--rate"),
         ("--flag yes", "yes"),
         ("--wid\x1b[31m", r"--wid\x1b[31m: "),
-        ("--width", "--width"),
         ("--rate 0", "--rate: must be greater than 0 (got 0.0)"),
-        ("--rate nan", "--rate: must be finite"),
-        ("--count 0", "--count: must be at least 1 (got 0)"),
         ("--sizes 1 -2", "--sizes: must be greater than 0 (got -2.0)"),
     ],
 )
@@ -191,17 +178,14 @@ def test_help_describes_every_flag(command, capsys):
 def numbers_without_bounds(cls: type) -> list[str]:
     """The fields of numbers, also in tuples, without a least value, or a largest one of floats."""
     names = []
-    for name, hint in get_type_hints(cls, include_extras=True).items():
-        default = getattr(cls, name, None)
-        if dataclasses.is_dataclass(hint):
-            names += numbers_without_bounds(hint)
+    for name, hint in iterate_hints(cls):
         is_number = re.search(r"\b(int|float)\b", str(hint))
         if type(None) in get_args(hint):  # Annotated[…] | None
             hint = get_args(hint)[0]
         bounds = {type(bound) for bound in getattr(hint, "__metadata__", ())}
         has_bounds = bounds & {Ge, Gt} and (bounds & {Le, Lt} or "float" not in str(hint))
         if is_number and not has_bounds:
-            names.append(f"{cls.__name__}.{name} = {default}")
+            names.append(name)
     return names
 
 
@@ -227,7 +211,7 @@ class Manifest:
     notes: dict[str, Count]
     shape: Inner
     loss: Seconds | None = None
-    extra: Any = None
+    details: Any = None
 
 
 def test_a_record_is_read_from_json_or_refused_by_the_name_of_its_field():

@@ -14,10 +14,14 @@ from engine.nn.acceleration import checkpoint_activations, compile_methods
 from engine.nn.inference import Int8Linear, PackedLinear, build_decoder
 from model import Block, FeedForward, MultiHeadAttention
 
+KINDS = [{"rope_scaling": (4.0, 1.0, 4.0, 8.0), "windows": (3,)}]
+KINDS += [{"qk_norm": False, "qkv_bias": True, "norm": "weighted_rmsnorm", "num_kv_heads": 1}]
+CONFIGS = [*VARIANTS.values(), *(dataclasses.replace(SMALL, **kind) for kind in KINDS)]
 
-@pytest.fixture(params=VARIANTS)
+
+@pytest.fixture(params=CONFIGS, ids=str)
 def model(request) -> nn.Module:
-    return random_model(VARIANTS[request.param])
+    return random_model(request.param)
 
 
 @pytest.fixture(params=["packed", "too small to pack"])
@@ -87,29 +91,6 @@ def assert_same_logits(decoder, tokens: torch.Tensor, expected: torch.Tensor, **
 def test_a_decoder_gives_the_model_s_logits(model, decoder_of):
     tokens = torch.randint(37, (2, 9))
     assert_same_logits(decoder_of(model), tokens, model(tokens), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        {"qk_norm": False, "qkv_bias": True, "norm": "weighted_rmsnorm", "num_kv_heads": 1},
-        {"rope_base": 5e5, "rope_scaling": (4.0, 1.0, 4.0, 8.0)},
-        {"norm": "layernorm", "bias": True, "windows": (3,)},
-    ],
-    ids=["biases of queries, no norm", "scaled frequencies", "layer norms"],
-)
-@torch.no_grad()
-def test_rows_of_different_lengths_rotate_each_by_its_own_positions(kind, decoder_of):
-    model = random_model(dataclasses.replace(SMALL, **kind))
-    engine = DecodingEngine(decoder_of(model))
-    prompts = [torch.randint(37, (length,)).tolist() for length in (3, 7)]
-    for row, prompt in enumerate(prompts):
-        engine.add(prompt)
-        engine.read(row)
-    logits = engine.step([5, 6])
-    for row, prompt in enumerate(prompts):
-        expected = model(torch.tensor([[*prompt, 5 + row]]))[0, -1]
-        torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("layer", [MultiHeadAttention, FeedForward, Block])
