@@ -51,7 +51,7 @@ from model import GPT, Head, ModelConfig
 
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
-NUM_SHAPES = int(os.environ.get("SHAPES", "4"))
+NUM_SHAPES = int(os.environ.get("SHAPES", "2"))
 LLAMA_OPTIONS = {"tie", "grouped", "weighted", "scaled", "rope"}
 UNNORMED = {"activation": "swiglu", "qk_norm": False}
 LEARNED = {"position": "learned", "norm": "layernorm", "activation": "gelu", "qk_norm": False}
@@ -163,7 +163,7 @@ def test_an_export_computes_the_same_and_an_import_of_it_exports_the_same_files(
     family: str, tmp_path: Path, capsys, monkeypatch
 ):
     for seed in range(NUM_SHAPES):
-        dtype = "bfloat16" if seed % 4 > 1 else "float32"
+        dtype = "bfloat16" if seed % 2 else "float32"
         out, back, again = (tmp_path / f"{name}{seed}" for name in ("hf", "b", "again"))
         export_random_model(family, seed, dtype, out)
         assert "Checked with transformers" in capsys.readouterr().out
@@ -211,7 +211,6 @@ CAPPED = {"logit_softcap": 9.0, "activation": "relu2"}
         (CAPPED, "--family llama", "logit_softcap 9", "--family nanochat"),
         ({"windows": (4, 0)}, "--family mistral", "windows", "--family qwen3"),
         ({"windows": (4, 3)}, "--family qwen3", "windows", "Train without"),
-        ({"bias": True}, "", "qk_norm True", "Train without"),
         ({"qkv_bias": True}, "", "qk_norm True", "Train without"),
         ({"qkv_bias": True}, "--family qwen2", "byte tokenizer", "Train without"),
         ({"qk_norm": False, "qkv_bias": True, "head_dim": 16}, "--gguf f32", "--head-dim", "omit"),
@@ -278,7 +277,6 @@ BAD_CONFIGS = {
     "more layers": ({"num_hidden_layers": 3}, r"model.layers.2\S* is missing"),
     "many layers": ({"num_hidden_layers": 9000}, "9,000 layers"),
     "fewer layers": ({"num_hidden_layers": 1}, r"model\.layers\.1\."),
-    "indivisible heads": ({"num_attention_heads": 7}, "config.json"),
     "dynamic RoPE": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
     "RoPE of a fraction": ({"partial_rotary_factor": 0.5}, "complete heads"),
     "no factor": ({"rope_parameters": {"rope_type": "linear"}}, "linear RoPE must have"),
@@ -291,10 +289,8 @@ BAD_CONFIGS = {
     "text for a switch": (QWEN3 | {"use_sliding_window": "yes"}, "use_sliding_window"),
     "no window": (QWEN3 | SLIDING | {"use_sliding_window": False}, "layer_types must list"),
     "exact GELU": (NANOCHAT | {"hidden_act": "gelu"}, "activation .*gelu"),
-    "one bias": ({"mlp_bias": True}, "mlp_bias"),
     "one bias, one missing": ({"attention_bias": True, "mlp_bias": None}, r"\[True, False\]"),
     "unscaled attention": (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights"),
-    "too few layer types": (QWEN3 | {"layer_types": ["full_attention"]}, "layer_types"),
     "tied nanochat": (NANOCHAT | {"hidden_act": "relu2", "tie_word_embeddings": True}, "tie_embed"),
 }
 
@@ -306,9 +302,9 @@ def edit_tensors(directory: Path, edit: Callable[[dict[str, torch.Tensor]], Any]
     safetensors.torch.save_file(tensors, directory / "model.safetensors", {"format": "pt"})
 
 
-def convert_tensors(directory: Path, name: str, dtype: torch.dtype) -> None:
-    """Convert the tensors whose names contain a text."""
-    edit_tensors(directory, lambda t: t.update({n: t[n].to(dtype) for n in t if name in n}))
+def convert_tensors(directory: Path, dtype: torch.dtype) -> None:
+    """Convert the tensors of a model to a dtype."""
+    edit_tensors(directory, lambda t: t.update({name: t[name].to(dtype) for name in t}))
 
 
 def write_index(directory: Path, index: Any) -> None:
@@ -320,13 +316,11 @@ def write_index(directory: Path, index: Any) -> None:
 SEQUENCE_A = {"id": "A", "type_id": 0}
 BAD_FILES = {
     "a pickle": (lambda d: (d / "model.safetensors").rename(d / "model.bin"), "save_pretrained"),
-    "a GGUF": (lambda d: (d / "model.safetensors").rename(d / "model.gguf"), "model.gguf is not"),
     "half the weights": (lambda d: os.truncate(d / "model.safetensors", 9000), "model.safetensors"),
     "no shard": (lambda d: write_index(d, {"weight_map": {"a": "/etc/x"}}), "x: .*Download"),
     "a wrong index": (lambda d: write_index(d, {"weight_map": [7]}), "weight_map"),
     "a list": (lambda d: (d / "config.json").write_text("[1]"), "config.json"),
-    "integers": (lambda d: convert_tensors(d, "", torch.int8), "quantized.*is int8.*original"),
-    "float8": (lambda d: convert_tensors(d, "q_proj", torch.float8_e4m3fn), "q_proj.weight is fl"),
+    "integers": (lambda d: convert_tensors(d, torch.int8), "quantized.*is int8.*original"),
     "no head": (lambda d: edit_tensors(d, lambda t: t.pop("lm_head.weight")), "head.*tie_word_emb"),
     "an adapter": (lambda d: (d / "config.json").rename(d / "adapter_config.json"), "--base"),
     "an adapter with a config": (
@@ -375,7 +369,7 @@ def test_a_wrapped_model_and_a_head_of_its_own_compute_the_same(
         config = json.loads((hf / "config.json").read_text()) | {"tie_word_embeddings": True}
         (hf / "config.json").write_text(json.dumps(config))
     elif change == "float64":
-        convert_tensors(hf, "", torch.float64)
+        convert_tensors(hf, torch.float64)
     else:
         old, new = (".0.", ".0._orig_mod.") if change == "inside" else ("^", change)
         edit_tensors(hf, lambda t: [t.update({re.sub(old, new, n): t.pop(n)}) for n in [*t]])
