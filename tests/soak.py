@@ -232,10 +232,6 @@ class Kind:
     victim: int = 0  # the rank to kill
 
 
-def make_other_data(folder: Path) -> None:
-    make_data(folder, "--val-fraction", "0.3")
-
-
 def train_six_steps(folder: Path, *flags: str) -> int:
     return train.main(train_arguments(folder / "run", *SIX_STEPS, *flags))
 
@@ -250,7 +246,10 @@ KINDS = {
     "train, rank 0 of 2 sharded": Kind(make_data, train_sharded, num_ranks=2, victim=0),
     "train, rank 1 of 2 sharded": Kind(make_data, train_sharded, num_ranks=2, victim=1),
     "prepare": Kind(lambda folder: None, make_data),
-    "prepare --force": Kind(make_other_data, lambda folder: make_data(folder, "--force")),
+    "prepare --force": Kind(
+        lambda folder: make_data(folder, "--val-fraction", "0.3"),
+        lambda folder: make_data(folder, "--force"),
+    ),
 }
 
 

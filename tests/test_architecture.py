@@ -39,14 +39,6 @@ def read_changes() -> dict[str, tuple[str, list[str]]]:
 CHANGES = read_changes()
 
 
-def copy_sources(target: Path) -> None:
-    """Copy what a training run imports."""
-    for pattern in SOURCES:
-        for path in ROOT.glob(pattern):
-            copy = shutil.copytree if path.is_dir() else shutil.copy
-            copy(path, target / path.name)
-
-
 def train_in(project: Path, data: Path, out: Path, *flags: str) -> dict[int, float]:
     """Train a tiny model with the sources of a project; return its losses by step."""
 
@@ -72,7 +64,7 @@ def test_tree_lists_every_module_of_the_engine():
     tree = PAGE.read_text(encoding="utf-8").split("```")[1]
     listed = re.findall(r"^ {4,}(\w+\.py) ", tree, re.MULTILINE)
     modules = [path.name for path in ROOT.glob("engine/**/*.py") if path.name != "__init__.py"]
-    assert sorted(listed) == sorted(modules)
+    assert sorted(listed) == sorted(modules) and len(CHANGES) == 7
 
 
 def count_lines(*patterns: str) -> int:
@@ -88,10 +80,6 @@ def test_the_house_stays_within_its_budget():
     assert count_lines(f"{web}.js", f"{web}.css", f"{web}.html") <= MAX_PAGE_LINES
 
 
-def test_page_has_the_seven_changes():
-    assert len(CHANGES) == 7
-
-
 @pytest.fixture(scope="module")
 def baseline(numbers: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of the sources as they are."""
@@ -102,32 +90,25 @@ def baseline(numbers: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[in
 def test_change_is_one_file_and_trains(title, baseline, numbers, tmp_path):
     diff, flags = CHANGES[title]
     assert len(re.findall(r"^\+\+\+ ", diff, re.MULTILINE)) == 1
-    project = apply_change(diff, tmp_path)
+    project = tmp_path / "project"
+    project.mkdir()
+    for path in (path for pattern in SOURCES for path in ROOT.glob(pattern)):
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, project / path.name)
+    subprocess.run(["git", "apply", "-"], input=diff, encoding="utf-8", cwd=project, check=True)
     losses = train_in(project, numbers, tmp_path / "changed", *flags)
     assert losses[12] < losses[1]
     assert losses != baseline  # the change had an effect
+    if "loop" in flags:
+        assert 0 < len(re.findall(r"^[+-](?!\+\+|--)", diff, re.MULTILINE)) <= 10
+        check_changed_scores(project, numbers, tmp_path / "changed", flags)
 
 
-def apply_change(diff: str, folder: Path) -> Path:
-    """Return a project in a folder with the changed sources."""
-    project = folder / "project"
-    project.mkdir()
-    copy_sources(project)
-    subprocess.run(["git", "apply", "-"], input=diff, encoding="utf-8", cwd=project, check=True)
-    return project
-
-
-@pytest.mark.parametrize("title", [title for title in CHANGES if "loop" in CHANGES[title][1]])
-def test_changed_attention_scores_are_sampled_and_drawn_or_refused(title, numbers, tmp_path):
-    diff, flags = CHANGES[title]
-    assert 0 < len(re.findall(r"^[+-](?!\+\+|--)", diff, re.MULTILINE)) <= 10
-    project = apply_change(diff, tmp_path)
-    out = tmp_path / "run"
-    train_in(project, numbers, out, *flags)
+def check_changed_scores(project: Path, data: Path, run: Path, flags: list[str]) -> None:
+    """Check that changed scores are sampled and drawn, or refused without the loop."""
 
     def check() -> int:
         import_from(project)
-        model = importlib.import_module("sample").load(out).model
+        model = importlib.import_module("sample").load(run).model
         maps = importlib.import_module("engine.report.attention_maps").attention_maps
         attention = model.blocks[0].attention
         ids = torch.arange(model.config.context_length)
@@ -147,10 +128,10 @@ def test_changed_attention_scores_are_sampled_and_drawn_or_refused(title, number
         torch.testing.assert_close(logits, model(torch.tensor([context]))[:, -1])
         fused = [flag for flag in flags if flag not in ("--attention", "loop")]
         with pytest.raises(Exception, match=r"Head\.attention defines.*--attention loop"):
-            importlib.import_module("train").main(tiny(numbers, tmp_path / "fused", *fused))
+            importlib.import_module("train").main(tiny(data, run.with_name("fused"), *fused))
         return 0
 
-    log = tmp_path / "check.log"
+    log = run.with_name("check.log")
     assert wait_for(fork(log, check)) == 0, log.read_text()
 
 

@@ -22,7 +22,6 @@ from helpers import (
     SpoilLoss,
     logged,
     newest_checkpoint,
-    numbers_text,
     read_files,
     seal,
     tiny,
@@ -30,7 +29,6 @@ from helpers import (
 )
 from soak import run_ranks
 
-import prepare
 import sample
 import train
 from engine.core.distributed import init_distributed
@@ -189,7 +187,7 @@ def test_every_field_of_a_state_is_checked(place):
     state = json.loads((path / "state.json").read_text())
     states = [state | {name: wrong} for name in (*state, "unknown") for wrong in WRONG_VALUES]
     nested = corruptions({name: state[name] for name in ("settings", "model")})
-    states += [state | changes for changes in itertools.islice(nested, 0, None, 7)]
+    states += [state | changes for changes in itertools.islice(nested, 0, None, 19)]
     flags = ["--resume", "--steps", 4]
     num_refused = 0
     for changed in states:
@@ -232,14 +230,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("a file system cannot be mounted here")
     yield path
     subprocess.run(["umount", "-l", path], check=True)
-
-
-def test_a_disk_that_fills_up_while_preparing_leaves_nothing(small_disk, tmp_path):
-    text = tmp_path / "big.txt"
-    text.write_text(numbers_text(100_000))
-    with pytest.raises(OSError, match="No space left"):
-        prepare.main([str(text), "--tokenizer", "byte", "--out", str(small_disk / "data")])
-    assert list(small_disk.iterdir()) == []
 
 
 def test_a_full_disk_keeps_the_checkpoints_and_delays_the_metrics(place, small_disk, capsys):
