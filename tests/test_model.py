@@ -372,8 +372,9 @@ def test_a_training_step_creates_its_tensors_on_the_device_of_the_model(
         ({"d_model": 9}, "head_dim"),
         ({"rope_scaling": ()}, "rope_scaling"),
         ({"rope_scaling": (8.0, 4.0, 1.0, 64.0)}, "rope_scaling"),
-        ({"windows": (4, -3)}, "--windows:"),
-        ({"rope_base": math.nan}, "--rope-base:"),
+        ({"windows": (4, -3)}, "windows"),
+        ({"num_layers": 2.0}, "num_layers"),
+        ({"rope_base": math.nan}, "rope_base"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(changes, name):

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 
-from engine.core.values import check_ranges
+from engine.core.values import convert, iterate_hints
 
 Count = Annotated[int, Ge(1), Le(10**4)]
 Width = Annotated[int, Ge(1), Le(10**7)]
@@ -19,9 +19,10 @@ Cap = Annotated[float, Ge(0), Le(1e6)]
 def check_model_config(config: Any) -> None:
     """Raise ValueError for numbers of a ModelConfig that do not fit each other.
 
-    Raises UserError for one out of bounds.
+    Raises UserError for a value of another type, or out of bounds.
     """
-    check_ranges(config)
+    for name, hint in iterate_hints(type(config)):
+        convert(getattr(config, name), hint, name)
     heads = config.num_heads
     if config.head_dim is None and config.d_model % heads:
         raise ValueError(f"num_heads must divide d_model {config.d_model} (got {heads})")
