@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.core.distributed import SINGLE_PROCESS, DistributedContext
-from engine.runs.checkpoint import RunState, initial_state
-from engine.training.config import RunConfig
 
 # Of evaluations, or of saves, in a run in minutes.
 MAX_EVENT_TIME = 0.04  # fraction of the run
@@ -111,25 +109,3 @@ class Budget:
         seconds = self.elapsed - self.paused
         self.last_report = (seconds, step)
         return (step - last_step) / max(seconds - last_seconds, 1e-9)
-
-
-def make_budget(
-    config: RunConfig, dist_ctx: DistributedContext, started_at: float, state: RunState | None
-) -> Budget:
-    """Return the budget of a run, at the time in the state of a checkpoint, if there is one.
-
-    ``started_at`` is the start of config.minutes, in seconds of time.monotonic().
-    """
-    state = state or initial_state(config.model)
-    limits = (state.settings.get("minutes"), state.settings.get("steps"))
-    is_as_long = config.minutes and limits == (config.minutes, config.steps)
-    seconds = time.monotonic() - started_at
-    return Budget(
-        {"evaluate": config.eval_every, "save": config.save_every},
-        steps=config.steps or math.inf,
-        seconds=60 * config.minutes - seconds if config.minutes else math.inf,
-        first_step=state.step,
-        progress=state.progress if is_as_long else 0.0,
-        earlier_seconds=state.elapsed_seconds,
-        dist_ctx=dist_ctx,
-    )

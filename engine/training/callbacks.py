@@ -67,7 +67,7 @@ class Terminal(Callback):
         """Print what is about to be trained, and start the progress bar."""
         config = trainer.config
         say(describe_training(trainer))
-        seconds = trainer.save_seconds
+        seconds = trainer.budget.save_cost_seconds
         limit = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", TORCHRUN_SHUTDOWN_SECONDS))
         if "TORCHELASTIC_RUN_ID" in os.environ and seconds > limit:
             problem = f"a save may take {seconds:.0f} s, but torchrun kills after {limit:.0f} s"

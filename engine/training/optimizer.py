@@ -18,7 +18,6 @@ from engine.nn.specs import Specs
 from engine.nn.update_rules import AdamW, GroupedOptimizer, Muon, ParamGroup
 from model import GPT
 
-DEFAULT_WARMUP_STEPS = 10
 INITIAL_LOSS_SCALE = 2.0**16  # for float16, whose smallest numbers would underflow; then it adapts
 NUM_STEPS_TO_DOUBLE_SCALE = 2000  # finite steps in a row, as in torch.amp.GradScaler
 MAX_GRADIENT_NORM = 1e9  # after clipping: the squares of squares of more are not finite
@@ -38,7 +37,7 @@ class UpdateSettings:
     # Clip the norm of all gradients to this; 0: off.
     clip_norm: Annotated[float, Ge(0), Le(1e12)] = 1.0
     # Steps of linear warmup of the learning rate; a short run has one step less than its length.
-    warmup_steps: Annotated[int, Ge(0), Le(10**9)] = DEFAULT_WARMUP_STEPS
+    warmup_steps: Annotated[int, Ge(0), Le(10**9)] = 10
     decay: Literal["linear", "cosine", "inverse_sqrt"] = "linear"  # Learning rate after warmup.
     # Learning rate at the end, as a fraction of the largest.
     final_learning_rate: Annotated[float, Ge(0), Le(1e6)] = 0.0
@@ -211,7 +210,7 @@ class Optimizer:
         before clipping. Like torch.amp.GradScaler, it waits for the device once.
         """
         learning_rate = learning_rate_at(step, num_steps, self.config)
-        norm = self.gradient_norm()
+        norm = self.captured_norm(self.gradient_norm) / self.loss_scale
         is_clipped = 0 < self.config.clip_norm <= MAX_GRADIENT_NORM
         max_norm = math.inf if is_clipped else MAX_GRADIENT_NORM
         is_usable = bool(norm.isfinite() & (norm <= max_norm))
@@ -228,10 +227,6 @@ class Optimizer:
         return learning_rate, norm
 
     def gradient_norm(self) -> Tensor:
-        """Return the norm of all gradients, without the loss scale."""
-        return self.captured_norm(self._gradient_norm) / self.loss_scale
-
-    def _gradient_norm(self) -> Tensor:
         """Return the norm of all gradients, with the loss scale."""
         grads = [param.grad for param in self.parameters.values() if param.grad is not None]
         return self.dist_ctx.norm(grads)

@@ -46,19 +46,15 @@ class Passes:
         self.budget = Budget({})  # of the run
         self.autocast = partial(mixed_precision, DTYPE_BY_NAME[config.dtype], dist_ctx.device)
         self.acceleration = Acceleration(
-            model, dist_ctx.device, self._warn, config.captures_steps(dist_ctx), dist_ctx.sharded
+            model,
+            dist_ctx.device,
+            partial(dist_ctx.run_on_main, warn),
+            config.captures_steps(dist_ctx),
+            dist_ctx.sharded,
         )
         params = [param for param in model.parameters() if param.requires_grad]
         self.gradients = StaticGradients(params)
         self.captured_pass = CapturedCalls(self.acceleration.pool)
-
-    def _warn(self, text: str) -> None:
-        self.dist_ctx.run_on_main(warn, text)
-
-    def restart(self, config: RunConfig) -> None:
-        """Use another config from now on, and free the memory of captured passes."""
-        self.config = config
-        self.captured_pass.replays.clear()
 
     def wrap_model(self) -> None:
         """Apply activation checkpointing, compilation and data parallelism to the model."""
@@ -71,10 +67,8 @@ class Passes:
             self.acceleration.compile(self.warm_up, is_dynamic=bool(self.data.longest_example))
         with self.budget.pause(), self.autocast():
             self.ddp_model = sharding.wrap_ddp(self.model, self.dist_ctx, *self.example_batch())
-        accumulates = (
-            config.micro_batch_rows(self.dist_ctx) * self.dist_ctx.size < config.batch_size
-        )
-        if self.dist_ctx.sharded and accumulates:
+        num_rows = config.micro_batch_rows(self.dist_ctx) * self.dist_ctx.size
+        if self.dist_ctx.sharded and num_rows < config.batch_size:
             sizes = (self.model.num_parameters, total_memory(self.dist_ctx.device))
             is_too_large = sharding.should_reduce_every_microbatch(*sizes)
             self.reduce_every_microbatch = self.dist_ctx.any(is_too_large)

@@ -1,6 +1,7 @@
 """The trainer: model, optimizer, batches, budget and callbacks of the training loop."""
 
 import math
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -26,10 +27,11 @@ from engine.runs.checkpoint import (
     Checkpoint,
     RunState,
     check_modification,
+    initial_state,
     rank_evaluation,
 )
 from engine.runs.run_files import find_base
-from engine.training.budget import Budget, make_budget
+from engine.training.budget import Budget
 from engine.training.config import RunConfig
 from engine.training.estimate import lora_arguments, micro_batch_sizes
 from engine.training.optimizer import Optimizer
@@ -99,12 +101,11 @@ class Trainer:
         pool = self.passes.acceleration.pool
         self.optimizer = Optimizer(self.model, config.optimizer, dist_ctx, dtype, pool)
 
-        context_length = config.context_length
         rank_slice = dist_ctx.rank_slice(config.batch_size)
-        spec = BatchSpec(context_length, config.seed, config.batch_size, rank_slice)
+        spec = BatchSpec(config.context_length, config.seed, config.batch_size, rank_slice)
         length_multiple = CAPTURED_LENGTH_MULTIPLE if pool else 1
         self.batches = Batches(data.train, spec, dist_ctx.device, length_multiple)
-        self.tokens_per_step = data.train.tokens_per_step(config.batch_size, context_length)
+        self.tokens_per_step = data.train.tokens_per_step(config.batch_size, config.context_length)
 
         self.step = 0
         self.questions: list[Question] = []  # to score at each evaluation
@@ -235,27 +236,39 @@ class Trainer:
             raise UserError(f"--micro-batch-size: {problem} (got 1). {advice}.") from None
         rows = micro_batch_sizes(self.config.batch_size, rows // 2)[0]
         self.config = replace(self.config, micro_batch_size=rows)
-        self.passes.restart(self.config)
+        self.passes.config = self.config
+        self.passes.captured_pass.replays.clear()
         if self.run_dir:
             self.run_dir.write_settings(to_toml(self.config))
         warn(f"out of memory: micro-batches have {count_noun(rows, 'sequence')} from now on")
         return True
 
-    @property
-    def save_seconds(self) -> float:
-        """The estimated seconds to write and hash a checkpoint."""
-        optimizer_bytes = sum(tensor.nbytes for tensor in self.optimizer.state().values())
-        return (optimizer_bytes + 4 * self.model.num_parameters) / CHECKPOINT_BYTES_PER_SECOND
-
     def start_budget(self, started_at: float, checkpoint: Checkpoint | None) -> None:
-        """Start the budget, at the time of a checkpoint if there is one: see make_budget."""
+        """Start the budget, at the time of a checkpoint if there is one.
+
+        ``started_at`` is the start of config.minutes, in seconds of time.monotonic().
+        """
+        config = self.config
         sizes = [len(dataset.val) for dataset in self.data.datasets]
-        eval_tokens = sum(min(size, self.config.eval_tokens or size) for size in sizes)
-        state = checkpoint.state if checkpoint else None
-        self.budget = make_budget(self.config, self.dist_ctx, started_at, state)
+        eval_tokens = sum(min(size, config.eval_tokens or size) for size in sizes)
+        state = checkpoint.state if checkpoint else initial_state(config.model)
+        optimizer_bytes = sum(tensor.nbytes for tensor in self.optimizer.state().values())
+        checkpoint_bytes = optimizer_bytes + 4 * self.model.num_parameters
+        limits = (state.settings.get("minutes"), state.settings.get("steps"))
+        is_as_long = config.minutes and limits == (config.minutes, config.steps)
+        end = started_at + 60 * config.minutes if config.minutes else math.inf
+        self.budget = Budget(
+            {"evaluate": config.eval_every, "save": config.save_every},
+            eval_cost_steps=eval_tokens / self.tokens_per_step / 3,  # no backward pass
+            save_cost_seconds=checkpoint_bytes / CHECKPOINT_BYTES_PER_SECOND,
+            steps=config.steps or math.inf,
+            seconds=end - time.monotonic(),
+            first_step=self.step,
+            progress=state.progress if is_as_long else 0.0,
+            earlier_seconds=state.elapsed_seconds,
+            dist_ctx=self.dist_ctx,
+        )
         self.passes.budget = self.budget
-        self.budget.eval_cost_steps = eval_tokens / self.tokens_per_step / 3  # no backward pass
-        self.budget.save_cost_seconds = self.save_seconds
         self.budget.update(self.step)
         if checkpoint and self.budget.exhausted:
             flag = "--steps" if self.step >= self.budget.steps else "--minutes"

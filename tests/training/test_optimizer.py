@@ -165,21 +165,6 @@ def test_muon_refuses_a_group_of_many_shapes():
         Muon([torch.zeros(2, 3), torch.zeros(3, 2)])
 
 
-@pytest.mark.parametrize("shape", [(3, 16, 64), (2, 64, 16), (1, 32, 32)])
-def test_orthogonalized_matrices_have_singular_values_near_1_and_the_same_vectors(shape):
-    torch.manual_seed(0)
-    matrices = torch.randn(shape)
-    result = orthogonalize(matrices)
-    singular = torch.linalg.svdvals(result)
-    assert singular.min() > 0.5
-    assert singular.max() < 1.4
-    U, _, V = torch.linalg.svd(matrices, full_matrices=False)
-    aligned = U.mT @ result @ V.mT
-    diagonal = aligned.diagonal(dim1=-2, dim2=-1).diag_embed()
-    torch.testing.assert_close(aligned, diagonal, rtol=0, atol=1e-4)
-    assert orthogonalize(torch.zeros(shape)).abs().max() == 0
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 0.25)])
 # Orders of magnitude of the singular values. If all are equal, one rounding error moves them all.
 @pytest.mark.parametrize(("orders", "times"), [(0, 5), (0.3, 2), (3, 2), (6, 2)])
@@ -195,6 +180,7 @@ def test_orthogonalization_is_as_exact_as_the_definition(shape, orders, times, d
     result = orthogonalize(matrices)
     assert result.dtype == dtype
     assert error(result) < min(times * error(orthogonalize_definition(matrices)), tolerance)
+    assert orthogonalize(torch.zeros(shape)).abs().max() == 0
     separate = torch.cat([orthogonalize(matrix[None]) for matrix in matrices])
     assert (separate - result).norm() / exact.norm() < tolerance / 10
 

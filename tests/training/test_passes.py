@@ -67,15 +67,6 @@ def test_a_captured_run_is_a_plain_run(graphs, numbers, tmp_path, flags, num_cap
     assert graphs.captures == num_captures
 
 
-def test_the_loop_trains_as_the_fused_path(numbers, tmp_path):
-    flags = [*FLAGS, "--num-kv-heads", 1, "--windows", 5, 0, "--dropout", 0]
-    for attention in ("fused", "loop"):
-        train_tiny(numbers, tmp_path / attention, *flags, "--attention", attention)
-    for key in ("train_loss", "grad_norm", "val_loss"):
-        expected = logged(tmp_path / "fused", key)
-        assert logged(tmp_path / "loop", key) == pytest.approx(expected, rel=1e-4)
-
-
 @pytest.mark.parametrize("is_captured", [True, False])
 def test_a_run_resumes_bit_for_bit_with_and_without_capture(graphs, numbers, tmp_path, is_captured):
     train_tiny(numbers, tmp_path / "uninterrupted", *FLAGS)
