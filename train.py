@@ -33,26 +33,19 @@ from engine.core.distributed import DistributedContext, has_torchrun_ended, init
 from engine.core.errors import UserError
 from engine.core.settings import to_toml
 from engine.core.values import check_ranges
-from engine.data.batches import Mixture, check_sizes, open_mixture
+from engine.data.batches import Mixture, open_mixture
 from engine.data.chats.chat import stop_token_ids
 from engine.data.order import derived_seed
+from engine.data.tokenizer import load_tokenizer
 from engine.generation.scores import QUESTION_BATCH_SIZE, count_right, score_record
 from engine.nn.loss import IGNORE_INDEX
 from engine.report.callback import Report
 from engine.runs.checkpoint import Checkpoint, ModifyModel, check_modification
 from engine.runs.run_files import find_checkpoint
 from engine.training.callbacks import MetricsFile, Terminal, WeightsAndBiases, print_summary
-from engine.training.config import (
-    BUILT_IN_DATA,
-    RunConfig,
-    TrainConfig,
-    check_data,
-    load_config,
-    make_run_config,
-    should_choose_sizes,
-)
+from engine.training.config import BUILT_IN_DATA, RunConfig, TrainConfig, load_config
 from engine.training.estimate import describe_plan
-from engine.training.resolve import check_tokenizer, load_questions, resolve
+from engine.training.resolve import load_questions, resolve
 from engine.training.run_dir import RunDir
 from engine.training.trainer import Callback, Trainer
 from prepare import PrepareConfig, prepare
@@ -65,8 +58,6 @@ def main(arguments: list[str] | None = None) -> int:
     started_at = PROCESS_START if arguments is None else None
     arguments = sys.argv[1:] if arguments is None else arguments
     config = load_config(arguments)
-    if not config.plan or plan_needs_data(config):
-        check_data(arguments, config.data)
     if config.plan:
         print(plan(config))
         return 0
@@ -291,7 +282,11 @@ def open_base(
         base = dist_ctx.run_on_main(find_checkpoint, config.init_from)
         if base:
             check_modification(base, modify_model)
-            check_tokenizer(base.path, data.tokenizer, data.path)
+            if not data.tokenizer.is_extension_of(load_tokenizer(base.path / "tokenizer.json")):
+                options = ("--out", data.path, "--force", "--tokenizer", base.path)
+                command = shell_command("python", "prepare.py", "INPUT", *options)
+                problem = f"its tokenizer is not that of {base.path}"
+                raise UserError(f"{data.path}: {problem}. Prepare it with: {command}")
     return base
 
 
@@ -318,25 +313,15 @@ def measure_step_seconds(
     return dist_ctx.sum(torch.tensor(min(seconds), dtype=torch.float64)).item() / dist_ctx.size
 
 
-def plan_needs_data(config: TrainConfig) -> bool:
-    """Return whether sizes or the vocabulary of a plan follow from the dataset."""
-    return should_choose_sizes(config) or bool(config.init_from) or not config.model.vocab_size
-
-
 def plan(config: TrainConfig) -> str:
-    """Describe memory, operations and time of a run; the dataset is read only if it is needed."""
+    """Describe memory, operations and time of a run."""
     dist_ctx = DistributedContext(device=choose_device(config.device))
-    if plan_needs_data(config) or all(path.exists() for path in config.data):
-        data = open_data(config, dist_ctx)
-        base = open_base(config, data, dist_ctx)
-        measure = partial(measure_step_seconds, dist_ctx)
-        run_config, data = resolve(config, data, dist_ctx, time.monotonic(), None, base, measure)
-        step_tokens = data.train.tokens_per_step(run_config.batch_size, run_config.context_length)
-        return describe_plan(run_config, dist_ctx, step_tokens, data.epoch_tokens)
-    run_config = make_run_config(config, {}, dist_ctx)
-    check_sizes(run_config.batch_size, 1, run_config.micro_batch_size)
-    step_tokens = run_config.batch_size * run_config.context_length
-    return describe_plan(run_config, dist_ctx, step_tokens, ())
+    data = open_data(config, dist_ctx)
+    base = open_base(config, data, dist_ctx)
+    measure = partial(measure_step_seconds, dist_ctx)
+    run_config, data = resolve(config, data, dist_ctx, time.monotonic(), None, base, measure)
+    step_tokens = data.train.tokens_per_step(run_config.batch_size, run_config.context_length)
+    return describe_plan(run_config, dist_ctx, step_tokens, data.epoch_tokens)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """Every setting of a training run, as a user types it and as the run has it."""
 
 import dataclasses
-import difflib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +13,7 @@ from engine.core.device import choose_dtype
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
 from engine.core.settings import build, load_settings, read_toml
-from engine.core.values import check_ranges, field_values
+from engine.core.values import field_values
 from engine.data.batches import dataset_paths
 from engine.nn.acceleration import GRAPH_POOLS
 from engine.nn.bounds import Count, Probability, Width
@@ -30,13 +28,6 @@ DEFAULT_INTERVAL_STEPS = 500  # between evaluations, and between saves
 MAX_CHARACTER_VOCAB_SIZE = 512  # larger vocabularies are of pieces of words
 LORA_LEARNING_RATE = 1e-3
 WINDOW_WARMUP_FRACTION = 0.2  # of the run, where tokens are pieces of words
-SHAPE_FIELDS = ("num_layers", "num_heads", "d_model")  # with one of them set, no size is chosen
-
-
-def name_flag(error: ValueError) -> UserError:
-    """Return an error of ModelConfig, which starts with the name of a setting, as one of a flag."""
-    name, _, problem = str(error).partition(" ")
-    return UserError(f"--{name.replace('_', '-')}: {problem}.")
 
 
 @dataclass(frozen=True)
@@ -52,16 +43,6 @@ class ModelSettings(Architecture):
     d_model: Width | None = None  # Width of the residual stream. None: 128, or from the size.
     # Probability of zeroing an activation during training. None: 0, or chosen with the size.
     dropout: Probability | None = None
-
-    def __post_init__(self) -> None:
-        """Raise UserError for a number out of bounds, and for a size that is impossible."""
-        check_ranges(self)
-        try:
-            if any(getattr(self, name) is not None for name in SHAPE_FIELDS):
-                values = {name: value for name, value in vars(self).items() if value is not None}
-                ModelConfig(**{"vocab_size": 1, **values})
-        except ValueError as error:
-            raise name_flag(error) from None
 
 
 @dataclass(frozen=True)
@@ -202,8 +183,10 @@ FIXED_SETTINGS |= {setting.name for setting in dataclasses.fields(ModelConfig)}
 
 def load_config(arguments: Sequence[str]) -> TrainConfig:
     """Return the settings of a command line; those of the run to resume, where it sets none."""
-    if arguments and not arguments[0].startswith("-"):
-        check_settings_file(Path(arguments[0]))
+    if arguments and Path(arguments[0]).is_dir():
+        flag = "--init-from" if Path(arguments[0], "checkpoints").exists() else "--data"
+        meant = shell_command(flag, arguments[0])
+        raise UserError(f"{arguments[0]}: is a folder. Did you mean {meant}?")
     config = load_settings(TrainConfig, arguments)
     path = config.out_path / "config.toml"
     if config.resume and path.exists() and list_checkpoints(config.out_path):
@@ -239,31 +222,6 @@ def check_flags(config: TrainConfig, arguments: Sequence[str]) -> None:
                 raise UserError(f"{flag}: has no effect {cause}. Leave it out.")
 
 
-def check_settings_file(path: Path) -> None:
-    """Raise UserError for a folder or a missing file, with what it may mean."""
-    presets = {preset.stem: preset for preset in Path("config").glob("*.toml")}
-    if path.is_dir():
-        flag = "--init-from" if (path / "checkpoints").exists() else "--data"
-        raise UserError(f"{path}: is a folder. Did you mean {shell_command(flag, path)}?")
-    if not path.exists() and (names := difflib.get_close_matches(path.stem, presets, 1)):
-        raise UserError(f"{path}: not found. Did you mean {presets[names[0]]}?")
-
-
-def check_data(arguments: Sequence[str], data: Sequence[Path]) -> None:
-    """Raise UserError with the command in a preset's header that makes a missing dataset."""
-    if arguments and not arguments[0].startswith("-"):
-        header = Path(arguments[0]).read_text(encoding="utf-8")
-        for command, path in re.findall(r"(?m)^#\s*(python prepare\.py .* --out (.+))$", header):
-            if Path(path) in data and not Path(path).exists():
-                raise UserError(f"{path}: not found. Make it with: {command}")
-
-
-def should_choose_sizes(config: TrainConfig) -> bool:
-    """Return whether sizes follow from minutes, steps or a depth, as no shape is set."""
-    has_shape = any(getattr(config.model, name) is not None for name in SHAPE_FIELDS)
-    return not has_shape and any((config.minutes, config.steps, config.depth))
-
-
 def set_values(config: TrainConfig | RunConfig) -> dict[str, Any]:
     """Return the settings that are not chosen automatically, by name."""
     return {name: value for name, value in field_values(config).items() if value is not None}
@@ -293,5 +251,6 @@ def make_run_config(
         raise UserError(f"--frozen-dtype: {problem}. Add it, or leave this out.")
     try:
         return build(RunConfig, {**defaults, **values, "out": config.out_path, "dtype": dtype})
-    except ValueError as error:  # of ModelConfig: the sizes do not fit each other
-        raise name_flag(error) from None
+    except ValueError as error:  # of ModelConfig, and starts with the name of a setting
+        name, _, problem = str(error).partition(" ")
+        raise UserError(f"--{name.replace('_', '-')}: {problem}.") from None

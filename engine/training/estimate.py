@@ -135,10 +135,10 @@ def estimate_memory(config: RunConfig, rows: int, dist_ctx: DistributedContext) 
         memory["saves"] = (4 * num_trained + state) / shards  # copies, written in the background
         memory["process and heap"] = CPU_PROCESS_BYTES + CPU_HEAP_OVERHEAD * activations
     if not dist_ctx.sharded and (config.lora_rank or dist_ctx.device.type == "cpu"):
-        is_16_bit = (
-            config.lora_rank and not config.train_tokens and config.frozen_dtype != "float32"
-        )
-        copied_bytes = (2 if is_16_bit else 4) * build_meta_model(config.model).num_parameters
+        has_16_bits = config.frozen_dtype == "bfloat16" and not config.train_tokens
+        copied_bytes = (2 if config.lora_rank and has_16_bits else 4) * build_meta_model(
+            config.model
+        ).num_parameters
         memory["samples"] = max(0.0, copied_bytes - activations)  # weights, merged or packed
         total = sum(memory.values())
         if config.lora_rank and total > MAX_MEMORY_FRACTION * memory_limit(dist_ctx):
@@ -169,11 +169,7 @@ def fit_micro_batches(config: RunConfig, dist_ctx: DistributedContext, length: i
     longest = replace(config, context_length=length)
     sizes = micro_batch_sizes(batch_rows, batch_rows)
     rows = next((rows for rows in sizes if fits_memory(longest, rows, dist_ctx)), 1)
-    return (
-        config
-        if rows * dist_ctx.size == config.batch_size
-        else replace(config, micro_batch_size=rows)
-    )
+    return replace(config, micro_batch_size=0 if rows == batch_rows else rows)
 
 
 def fits_memory(
@@ -203,10 +199,8 @@ def check_memory(config: RunConfig, dist_ctx: DistributedContext, length: int) -
             advice = f"Use --lora-rank {rank} --checkpoint-activations --context-length {shorter}"
             break
     needed = sum(estimate_memory(config, 1, dist_ctx).values()) / 2**30
-    memory = memory_limit(dist_ctx) / 2**30
-    error = f"estimated, ±{MEMORY_ERROR:.0%}"
-    problem = f"fine-tuning needs {needed:,.1f} GiB, {error} (got {memory:,.1f} GiB)"
-    raise UserError(f"--init-from: {problem}. {advice}.")
+    size = f"{needed:,.1f} GiB ± {MEMORY_ERROR:.0%} (got {memory_limit(dist_ctx) / 2**30:,.1f})"
+    raise UserError(f"--init-from: fine-tuning needs {size}. {advice}.")
 
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -236,13 +230,11 @@ def describe_plan(
         rows = planned.micro_batch_rows(dist_ctx)
         memory = estimate_memory(planned, rows, dist_ctx)
         memory["= memory"] = sum(memory.values())
-        columns[title] = {
-            "micro-batches": f"{planned.batch_size // dist_ctx.size // rows} × {rows}"
-        }
+        columns[title] = {"micro-batches": f"{planned.batch_size // rows} × {rows}"}
         columns[title] |= {name: f"{n / 2**20:,.1f} MiB" for name, n in memory.items()}
-        columns[title]["one step"] = describe_duration(seconds)
+        columns[title]["one step"] = f"{1e3 * seconds:,.4g} ms"
         if config.steps and not config.minutes:
-            columns[title]["all steps"] = describe_duration(config.steps * seconds)
+            columns[title]["all steps"] = f"{config.steps * seconds / 60:,.4g} min"
     table = [f"{'':<16}" + "".join(f"{title:>14}" for title in columns)]
     for name in columns["here"]:
         cells = "".join(f"{column.get(name, '-'):>14}" for column in columns.values())
@@ -257,14 +249,6 @@ memory within {MEMORY_ERROR:.0%}
 """ + "\n".join(table)
 
 
-def describe_duration(seconds: float) -> str:
-    """Return a duration in the largest unit of which it has at least one, or in milliseconds."""
-    for unit, size in (("h", 3600), ("min", 60), ("s", 1)):
-        if seconds >= size:
-            return f"{seconds / size:,.1f} {unit}"
-    return f"{1e3 * seconds:,.4g} ms"
-
-
 def describe_length(config: RunConfig, step_tokens: int, epoch_tokens: Sequence[float]) -> str:
     """Describe the steps or the minutes of a run, its tokens, and the epochs of each dataset."""
     batch = f"{config.batch_size} × {count_noun(step_tokens // config.batch_size, 'token')} a step"
@@ -272,5 +256,4 @@ def describe_length(config: RunConfig, step_tokens: int, epoch_tokens: Sequence[
         return f"{count_noun(config.minutes or 0, 'minute')}, {batch}"
     tokens = config.steps * step_tokens
     length = f"{count_noun(config.steps, 'step')}, {batch} = {count_noun(tokens, 'token')}"
-    epochs = ", ".join(f"{tokens / epoch:.1f}" for epoch in epoch_tokens)
-    return f"{length} ({epochs} epochs)" if epochs else length
+    return f"{length} ({', '.join(f'{tokens / epoch:.1f}' for epoch in epoch_tokens)} epochs)"

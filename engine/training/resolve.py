@@ -3,13 +3,12 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.core.cli import count_noun, shell_command, warn
+from engine.core.cli import count_noun, warn
 from engine.core.device import choose_dtype
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
@@ -32,11 +31,10 @@ from engine.training.config import (
     TrainConfig,
     make_run_config,
     set_values,
-    should_choose_sizes,
 )
 from engine.training.estimate import check_memory, fit_micro_batches, fits_memory
 from engine.training.sizing import SizeSearch
-from model import GPT, ModelConfig
+from model import GPT
 
 # Changing these settings changes no result.
 SETTINGS_IGNORED_ON_RESUME = {"data", "out", "resume", "wandb", "verify_data", "keep_checkpoints"}
@@ -63,7 +61,11 @@ def resolve(
     each other, the data, or a checkpoint.
     """
     if checkpoint:
-        config = add_recorded_settings(config, recorded_config(checkpoint.state))
+        recorded = set_values(recorded_config(checkpoint.state))
+        typed = set_values(config)
+        if config.dtype == "auto":
+            del typed["dtype"]
+        config = build(TrainConfig, {**recorded, **typed, "out": config.out_path})
     settings = {**flatten(config), "the text in data": data.sha256}
     dist_ctx.assert_equal_across_ranks(settings, ignore=SETTINGS_IGNORED_ON_RESUME | {"device"})
     base_state = dist_ctx.broadcast(asdict(base.state) if base else None)
@@ -71,9 +73,7 @@ def resolve(
     config = fit_model(config, data, base_state)
     config = choose_frozen_weights(config, data, dist_ctx, base)
     config, data = fit_context(config, data, dist_ctx, base_state)
-    sizes = {}
-    if should_choose_sizes(config):
-        sizes = SizeSearch(config, data, dist_ctx).choose(started_at, measure)
+    sizes = SizeSearch(config, data, dist_ctx).choose(started_at, measure)
     run_config = make_run_config(config, sizes, dist_ctx)
     if config.micro_batch_size is None:
         row_length = data.row_length(run_config.context_length)
@@ -88,7 +88,7 @@ def resolve(
     if config.document_mask and not (checkpoint or has_documents):
         problem = f"{data.path} has no documents that a token separates"
         raise UserError(f"--document-mask: {problem}. Leave it out.")
-    if config.document_mask and run_config.model.attention == "loop":
+    if config.document_mask and not checkpoint and run_config.model.attention == "loop":
         raise UserError("--document-mask: unsupported with --attention loop. Leave one out.")
     batches.check_sizes(run_config.batch_size, dist_ctx.size, run_config.micro_batch_size)
     data.check_length(run_config.context_length)
@@ -101,19 +101,19 @@ def resolve(
     return run_config, data
 
 
-def add_recorded_settings(config: TrainConfig, recorded: RunConfig) -> TrainConfig:
-    """Return the config with the settings of the run to resume, where it has none."""
-    values = {**set_values(recorded), **set_values(config), "out": config.out_path}
-    if config.dtype == "auto":
-        values["dtype"] = recorded.dtype
-    return build(TrainConfig, values)
-
-
 def fit_model(config: TrainConfig, data: Mixture, base: RunState | None) -> TrainConfig:
-    """Return the config with the model of a base's state, and rows for all tokens of the data."""
+    """Return the config with the model of a base's state, and rows for all tokens of the data.
+
+    Raises UserError for a setting of the model that is neither its default nor that of the base.
+    """
     values = set_values(config)
-    if base and config.init_from:
-        values |= base_model_values(base.model, values, config.init_from)
+    for name, base_value in vars(base.model).items() if base else ():
+        value = values.get(name, base_value)
+        if name not in ("context_length", "dropout"):
+            if value not in (getattr(ModelSettings, name), base_value):
+                problem = f"must be that of {config.init_from}, {base_value} (got {value})"
+                raise UserError(f"--{name.replace('_', '-')}: {problem}. Leave it out.")
+            values[name] = base_value
     min_size = data.tokenizer.vocab_size
     vocab_size = values.get("vocab_size", min_size)
     if vocab_size < min_size and not config.init_from:  # a base model gets new rows
@@ -221,38 +221,11 @@ def changed_settings(
     if refused:
         advice = "Set it back, or choose another --out."
         raise UserError(f"--resume: can't change {', '.join(refused)}. {advice}")
-    if (settings["steps"] or math.inf) < state.step:
-        problem = f"must be at least the {count_noun(state.step, 'step')} of the checkpoint"
-        raise UserError(f"--steps: {problem} (got {settings['steps']}).")
-    minutes_done = state.elapsed_seconds / 60
-    if "minutes" in changed and (settings["minutes"] or math.inf) < minutes_done:
-        problem = f"must be at least the {minutes_done:.3g} of the checkpoint"
-        raise UserError(f"--minutes: {problem} (got {settings['minutes']:g}).")
+    for name, done in (("steps", state.step), ("minutes", round(state.elapsed_seconds / 60, 4))):
+        if name in changed and (settings[name] or math.inf) < done:
+            problem = f"must be at least the {done:,} of the checkpoint (got {settings[name]:,})"
+            raise UserError(f"--{name}: {problem}.")
     return {name: pair for name, pair in changed.items() if name not in SETTINGS_IGNORED_ON_RESUME}
-
-
-def check_tokenizer(base: Path, tokenizer: Tokenizer, data: Path) -> None:
-    """Raise UserError if a dataset's tokenizer does not extend that of the checkpoint at base."""
-    if not tokenizer.is_extension_of(load_tokenizer(base / "tokenizer.json")):
-        options = ("--out", data, "--force", "--tokenizer", base)
-        command = shell_command("python", "prepare.py", "INPUT", *options)
-        raise UserError(f"{data}: its tokenizer is not that of {base}. Prepare it with: {command}")
-
-
-def base_model_values(base: ModelConfig, values: dict[str, Any], source: Path) -> dict[str, Any]:
-    """Return the model of a base checkpoint, with the dropout of ``values``, without its context.
-
-    Raises UserError for one of ``values`` that is neither its default nor that of the base.
-    """
-    merged = dict(vars(base))
-    del merged["context_length"]
-    for name, base_value in merged.items():
-        default = getattr(ModelSettings, name)
-        value = values.get(name, base_value)
-        if name != "dropout" and value not in (default, base_value):
-            problem = f"must be that of {source}, {base_value} (got {value}). Leave it out."
-            raise UserError(f"--{name.replace('_', '-')}: {problem}")
-    return {**merged, "dropout": values.get("dropout", 0.0)}
 
 
 def split_token_ids(
@@ -295,23 +268,19 @@ def load_questions(
 
     Raises UserError for questions without an answer, or of another kind than the score.
     """
-    if (config.score_file or config.best_by == "score") and not config.score:
-        flag = "--score-file" if config.score_file else "--best-by score"
-        problem = "has no effect without a score"
-        raise UserError(f"{flag}: {problem}. Add --score exact_match or choice.")
     if not config.score:
+        if config.score_file or config.best_by == "score":
+            raise UserError("--score-file, --best-by score: need --score exact_match or choice.")
         return []
-    if config.score == "choice" and not config.score_file:
-        raise UserError("--score choice: needs questions. Add --score-file FILE.")
     if config.score_file:
         start = initial_tokens(data.tokenizer, data.manifest["splits"]["train"]["documents"])
         generator = TextGenerator(model, data.tokenizer, start, data.learns_chats)
         rows = dist_ctx.broadcast_from_main(read_questions, config, generator)
         return [Question(**row) for row in rows]
     val = data.datasets[0].val
-    if not val.num_examples:
-        problem = f"{data.path} has text, not pairs or chats"
-        raise UserError(f"--score exact_match: {problem}. Add --score-file FILE.")
+    if config.score == "choice" or not val.num_examples:
+        problem = f"{data.path} has no such questions"
+        raise UserError(f"--score {config.score}: {problem}. Add --score-file FILE.")
     ends = stop_token_ids(data.tokenizer, data.learns_chats)
     return [*example_questions(val, data.tokenizer, ends, config.score_examples)]
 
@@ -323,8 +292,7 @@ def read_questions(config: RunConfig, generator: TextGenerator) -> list[dict[str
     """
     assert config.score_file
     lines = read_lines(config.score_file)
-    is_chat = generator.is_chat_model
-    questions = [*encode_lines(lines, generator, is_chat, DEFAULT_NEW_TOKENS)]
+    questions = [*encode_lines(lines, generator, generator.is_chat_model, DEFAULT_NEW_TOKENS)]
     for (location, _), question in zip(lines, questions, strict=True):
         if question.answer is None or bool(question.choices) != (config.score == "choice"):
             fields = "'choices' and 'answer'" if config.score == "choice" else "only 'answer'"

@@ -156,8 +156,17 @@ class SizeSearch:
     def choose(
         self, started_at: float, measure: Callable[[RunConfig, Mixture], float]
     ) -> dict[str, Any]:
-        """Return the sizes by name, for minutes, steps or a depth; ``measure`` times a step."""
+        """Return the sizes by name, for minutes, steps or a depth, if no shape is set.
+
+        ``measure`` returns the seconds of a step.
+        """
         config = self.config
+        model = config.model
+        has_shape = any(
+            size is not None for size in (model.num_layers, model.num_heads, model.d_model)
+        )
+        if has_shape or not any((config.minutes, config.steps, config.depth)):
+            return {}
         if config.minutes:
             size = self.for_time(started_at + 60 * config.minutes, measure)
         else:

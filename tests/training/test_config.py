@@ -9,14 +9,11 @@ from engine.training.config import load_config
 USELESS_FLAGS = [
     "--frozen-dtype bfloat16",
     "--train-tokens",
-    "--no-train-tokens",
     "--init-from base --lora-rank 2 --base moved",
-    "--init-from base --lora-rank 2 --momentum 0.5",
     "--optimizer adamw --momentum 0.5",
     "--decay inverse_sqrt --final-learning-rate 0.5",
     "--tie-embeddings --embedding-rate 2",
     "--position learned --rope-base 500",
-    "--position learned --rope-scaling 2",
     "--score-examples 3",
     "--depth 2 --num-heads 4",
 ]

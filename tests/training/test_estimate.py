@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import GPT2, ROOT, exit_code_of, make_dataset, numbers_text
+from helpers import GPT2, ROOT, tiny
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
@@ -26,7 +26,6 @@ from engine.training.estimate import (
     activation_bytes,
     build_meta_model,
     check_memory,
-    describe_duration,
     describe_plan,
     estimate_memory,
     fit_micro_batches,
@@ -197,23 +196,11 @@ def test_plan_is_a_table_of_this_device_with_and_without_lora():
     assert rows_of(plan)["micro-batches"] == ["2 × 18"] * 2
     assert "60 min" in plan and "epochs" not in plan
     assert "all steps" not in rows_of(plan) and "one step" in rows_of(plan)
-    durations = [describe_duration(seconds) for seconds in (7200, 72, 1.5, 0.9999, 4.4e-6)]
-    assert durations == ["2.0 h", "1.2 min", "1.5 s", "999.9 ms", "0.0044 ms"]
 
 
-def test_command_plans_with_a_dataset_or_a_vocabulary_and_writes_nothing(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    flags = "--plan --out planned --num-layers 1 --num-heads 2 --d-model 16 --context-length 16"
-    flags = [*flags.split(), "--batch-size", "4", "--device", "cpu"]
-    assert train.main([*flags, "--vocab-size", "300", "--data", "nowhere"]) == 0
-    assert "1,200 steps, 4 × 16 tokens a step = 76,800 tokens\n" in capsys.readouterr().out
-    assert exit_code_of(lambda: train.main([*flags, "--data", "nowhere"])) == 1
-    make_dataset(tmp_path, numbers_text(100), tokenizer="char")
-    capsys.readouterr()
-    assert train.main([*flags, "--data", "data", "--steps", "10"]) == 0
-    assert " epochs)\n" in capsys.readouterr().out
+def test_the_command_plans_and_writes_nothing(numbers, tmp_path, capsys):
+    assert train.main(tiny(numbers, tmp_path / "planned", "--plan", "--steps", 10)) == 0
+    assert "10 steps, 4 × 16 tokens a step = 640 tokens (0.0 epochs)\n" in capsys.readouterr().out
     assert not (tmp_path / "planned").exists()
 
 

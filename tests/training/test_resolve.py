@@ -1,6 +1,5 @@
 """Settings and weights that a run takes from a checkpoint."""
 
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -22,12 +21,7 @@ from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
 from engine.runs.checkpoint import Checkpoint, RunState, initial_state
 from engine.training import estimate
 from engine.training.config import RunConfig, TrainConfig
-from engine.training.resolve import (
-    base_model_values,
-    changed_settings,
-    fit_context,
-    split_token_ids,
-)
+from engine.training.resolve import changed_settings, fit_context, split_token_ids
 from model import ModelConfig
 
 CONFIG = RunConfig(model=ModelConfig(vocab_size=11), steps=100)
@@ -43,17 +37,6 @@ def test_a_resumed_run_is_as_long_as_its_checkpoint_or_longer():
             changed_settings(STATE, SETTINGS | shorter, "abc")
     minutes = changed_settings(STATE, SETTINGS | {"steps": None, "minutes": 2.0}, "abc")["minutes"]
     assert minutes == (None, 2.0)
-
-
-def test_a_base_determines_all_model_settings_but_dropout():
-    base = ModelConfig(vocab_size=11, num_layers=3, num_heads=2, d_model=8, dropout=0.3)
-    values = base_model_values(base, {"dropout": 0.1, "bias": False}, Path("base"))
-    expected = dataclasses.asdict(base)
-    del expected["context_length"]
-    assert values == {**expected, "dropout": 0.1}
-    assert base_model_values(base, {}, Path("base"))["dropout"] == 0
-    with pytest.raises(UserError, match=r"--num-layers: .*base, 3 \(got 5\)"):
-        base_model_values(base, {"num_layers": 5}, Path("base"))
 
 
 def examples_of(train: list[int], val: list[int], prompt: int = 1) -> Mixture:
