@@ -80,7 +80,7 @@ def activation_bytes(config: RunConfig, rows: int, dist_ctx: DistributedContext)
     # Values that a block stores for a position, in the dtype of products.
     num_values: float = 2 * D + 6 * model.num_heads * model.head_width
     num_values += (4 if model.activation == "swiglu" else 2) * model.feed_forward_width
-    if is_cpu and model.dropout:
+    if (is_cpu and model.dropout) or model.attention == "loop":
         num_values += 2.5 * model.num_heads * config.context_length  # scores of attention
     block_bytes = num_tokens * (4 * 2 * D + itemsize * num_values)  # inputs in float32
 
