@@ -22,6 +22,7 @@ SOURCES = ("*.py", "engine", "config")
 MAX_SOURCE_LINES = 16_583
 MAX_TEST_LINES = 18_716
 MAX_PAGE_LINES = 2_200  # HTML, CSS and JavaScript
+MAX_DOCUMENT_WORDS = 11_400  # in English: README.md and docs/
 
 
 def read_changes() -> dict[str, tuple[str, list[str]]]:
@@ -78,6 +79,9 @@ def test_the_house_stays_within_its_budget():
     assert count_lines("tests/**/*.py") <= MAX_TEST_LINES
     web = "engine/report/web/[!u]*"  # uPlot's files are of others
     assert count_lines(f"{web}.js", f"{web}.css", f"{web}.html") <= MAX_PAGE_LINES
+    documents = [page for page in ROOT.glob("docs/*.md") if ".zh." not in page.name]
+    documents.append(ROOT / "README.md")
+    assert sum(len(page.read_text().split()) for page in documents) <= MAX_DOCUMENT_WORDS
 
 
 @pytest.fixture(scope="module")
