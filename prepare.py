@@ -177,9 +177,8 @@ def warn_of_split_changes(out: Path, old: dict[str, Any], is_cut: bool) -> None:
     if is_cut and origin["content"] != new["origin"]["content"]:
         reasons.append("its texts have changed")
     if reasons:
-        problem = "validates other text than the dataset that it replaces"
-        size = f"{old['splits']['val']['bytes']:,} bytes were validated before"
-        warn(f"{out}: {problem} ({', '.join(reasons)}); {size}, and some may be for training now")
+        size = f"{old['splits']['val']['bytes']:,} bytes, some of which may be for training now"
+        warn(f"{out}: validates other text than before ({', '.join(reasons)}), which was {size}")
 
 
 def check_arguments(config: PrepareConfig) -> None:

@@ -18,7 +18,6 @@ import filelock
 from engine.core.errors import UserError, wrap_library_errors
 
 MAX_INPUT_BYTES = 2**30  # of an input that is read at once
-MAX_NUMBER = 2**63  # in a file of the project
 
 
 def read_input(file: BinaryIO, name: Path | str) -> bytes:
@@ -75,35 +74,6 @@ def parse_json(content: bytes, path: Path) -> Any:
     problem = f"{path}: corrupted, not valid JSON"
     with wrap_library_errors(problem, ValueError, RecursionError, advice="."):
         return json.loads(content.decode(), parse_constant=refuse)
-
-
-def check_types(value: Any, schema: Any, name: str) -> None:
-    """Raise UserError unless a value of JSON has the types of a schema, and numbers in bounds.
-
-    The schema of a dict has that of each key, or of "*" for the others; of a list, of its items.
-    (type, None) admits null.
-    """
-    if isinstance(schema, tuple):
-        if value is None:
-            return
-        schema, _ = schema
-    expected_type: Any = schema if isinstance(schema, type) else type(schema)
-    types: Any = (int, float) if expected_type is float else expected_type
-    is_wrong_bool = isinstance(value, bool) and expected_type is not bool
-    if not isinstance(value, types) or is_wrong_bool:
-        problem = f"must be of type {expected_type.__name__}"
-        raise UserError(f"{name}: {problem} (got {str(value)[:40]!r})")
-    if expected_type in (int, float) and not 0 <= value <= MAX_NUMBER:
-        raise UserError(f"{name}: must be from 0 to {MAX_NUMBER:,} (got {value})")
-    if isinstance(schema, list) and schema:
-        for index, item in enumerate(value):
-            check_types(item, schema[0], f"{name}[{index}]")
-    if isinstance(schema, dict):
-        names = [*schema, *value] if "*" in schema else [*schema]
-        for key in filter(lambda key: key != "*", names):
-            if key not in value:
-                raise UserError(f"{name}: must have {key}")
-            check_types(value[key], schema.get(key, schema.get("*")), f"{name}.{key}")
 
 
 def safe_child_path(folder: Path, name: Any) -> Path:

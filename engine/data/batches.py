@@ -159,12 +159,8 @@ class Mixture:
         uniform_loss = math.log(self.tokenizer.vocab_size)
         if val_loss <= uniform_loss:  # not if it is NaN
             return ""
-        problems = [problem for dataset in self.datasets for problem in dataset.find_val_problems()]
-        advice = "Lower --learning-rate, train longer, or validate text like the training text."
-        if problems:
-            advice = "Train for fewer steps, or see docs/data.md for --val and --deduplicate."
-        reason = " ".join([*problems, advice])
-        return f"This is worse than a uniform guess, {uniform_loss:.4f}. {reason}"
+        advice = "Lower --learning-rate, train for fewer steps, or see docs/data.md for --val."
+        return f"This is worse than a uniform guess, {uniform_loss:.4f}. {advice}"
 
     def evaluation_record(self, losses: Sequence[float]) -> dict[str, float]:
         """Return the metrics of an evaluation, given each dataset's loss in nats per token."""
@@ -201,7 +197,6 @@ def open_mixture(paths: Sequence[Path], mix: Sequence[float] | None = None) -> M
     """
     datasets = tuple(open_dataset(path) for path in paths)
     tokenizer_sha256 = datasets[0].manifest["tokenizer"]["sha256"]
-    paths_by_hash: dict[str, Path] = {}
     for dataset in datasets:
         if len(datasets) > 1 and dataset.train.num_examples:
             raise UserError(f"{dataset.path}: examples cannot be mixed. Train on it alone.")
@@ -210,10 +205,6 @@ def open_mixture(paths: Sequence[Path], mix: Sequence[float] | None = None) -> M
             command = shell_command("python", "prepare.py", "INPUT", *options)
             reason = f"its tokenizer is not that of {datasets[0].path}"
             raise UserError(f"{dataset.path}: {reason}. Run: {command}")
-        if dataset.sha256 in paths_by_hash:
-            reason = f"is the same dataset as {paths_by_hash[dataset.sha256]}"
-            raise UserError(f"{dataset.path}: {reason}. Give it once.")
-        paths_by_hash[dataset.sha256] = dataset.path
     sizes = [len(dataset.train) for dataset in datasets] if mix is None else mix
     weights = [max(size / max(sizes), 1 / FIXED_POINT_ONE) for size in sizes]
     return Mixture(datasets, tuple(weight / sum(weights) for weight in weights))

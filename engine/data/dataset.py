@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from engine.core import files
 from engine.core.cli import count_noun, shell_command
 from engine.core.errors import UserError
+from engine.core.values import Count, convert, from_json
 from engine.data.chats.chat import count_targets
 from engine.data.split import EXAMPLES_DTYPE, Examples, ShardedTokens, Split
 from engine.data.tokenizer import Tokenizer, load_tokenizer
@@ -24,30 +25,69 @@ SPLIT_NAMES = ("train", "val")
 MIN_VAL_DOCUMENTS = 6  # with fewer different ones, a validation loss says little
 LENGTHS_DTYPE = "uint32"
 SHARD_HEADER_BYTES = 128  # NumPy's header with room for an array of any length
-MAX_LISTED_SOURCES = 100_000  # in a split; with more, none are listed
+MAX_LISTED_SOURCES = 10_000  # in a split; with more, none are listed
 VERSION_FILE = "prepared_from.json"  # holds Corpus.version
-# A document that was cut is counted once in "documents".
-STATISTIC_NAMES = ("documents", "repeats", "longest", "vocabulary", "val_distinct", "val_copies")
-SHARD_SCHEMA = {"file": str, "tokens": int, "sha256": str}
-COUNTS_SCHEMA = {
-    **dict.fromkeys(("tokens", "bytes", "documents"), int),
-    "shards": [SHARD_SCHEMA],
-    "sources": [{"source": str, "tokens": int}],
-}
-MANIFEST_SCHEMA = {
-    "format": int,
-    "vocab_size": int,
-    "dtype": str,
-    "tokenizer": {"sha256": str},
-    "splits": dict.fromkeys(SPLIT_NAMES, COUNTS_SCHEMA),
-    "origin": {"content": str},
-    "statistics": {**dict.fromkeys(STATISTIC_NAMES, int), "dropped": int, "notes": {"*": int}},
-}
-EXAMPLES_SCHEMA = {"targets": int, "lengths": [SHARD_SCHEMA]}  # besides COUNTS_SCHEMA
 DATASET_FILE_PATTERN = re.compile(
     r"(manifest|tokenizer|verified|prepared_from|yardsticks|\.yardsticks)\.json(\.partial)?"
     r"|(train|val)(-lengths)?-[0-9]{5,}(-[0-9]+)?\.npy"  # earlier: several of a unit
 )
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of token ids, or of the lengths of examples."""
+
+    file: str
+    tokens: Count
+    sha256: str
+
+
+@dataclass(frozen=True)
+class SourceTokens:
+    """The tokens of one source, which follow those of the sources before it."""
+
+    source: str
+    tokens: Count
+
+
+@dataclass(frozen=True)
+class SplitCounts:
+    """A split of text; one of examples has targets and lengths too."""
+
+    tokens: Count
+    bytes: Count
+    documents: Count
+    shards: list[Shard]
+    sources: list[SourceTokens]
+    targets: Count = 0
+    lengths: list[Shard] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Counts of the documents of both splits; one that was cut is counted once."""
+
+    documents: Count
+    repeats: Count
+    longest: Count
+    vocabulary: Count
+    val_distinct: Count
+    val_copies: Count
+    dropped: Count
+    notes: dict[str, Count]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of manifest.json, as it is checked."""
+
+    format: Count
+    vocab_size: Count
+    dtype: str
+    tokenizer: dict[str, str]
+    splits: dict[str, SplitCounts]
+    origin: dict[str, Any]
+    statistics: Statistics
 
 
 def dataset_name(first_input: str) -> str:
@@ -115,8 +155,10 @@ def open_dataset(path: Path) -> Dataset:
         version = manifest.get("format") if isinstance(manifest, dict) else None
         if version != FORMAT_VERSION:
             raise UserError(f"its format must be {FORMAT_VERSION} (got {version})")
-        files.check_types(manifest, MANIFEST_SCHEMA, "manifest")
-        if files.sha256(path / "tokenizer.json") != manifest["tokenizer"]["sha256"]:
+        from_json(Manifest, manifest, "manifest")
+        if manifest["splits"].keys() != {*SPLIT_NAMES}:
+            raise UserError(f"its splits must be {' and '.join(SPLIT_NAMES)}")
+        if files.sha256(path / "tokenizer.json") != manifest["tokenizer"].get("sha256"):
             raise UserError("tokenizer.json is not the one that encoded the text")
         splits = {split: _open_split(path, manifest, split) for split in SPLIT_NAMES}
         tokenizer = load_tokenizer(path / "tokenizer.json")
@@ -139,10 +181,9 @@ def _open_split(path: Path, manifest: dict[str, Any], split: str) -> Split:
         raise UserError(f"its {split} split must have the tokens of its sources")
     if manifest["dtype"] != EXAMPLES_DTYPE:
         return Split(tokens)
-    files.check_types(counts, EXAMPLES_SCHEMA, f"manifest.splits.{split}")
-    lengths = _open_shards(path, counts["lengths"], LENGTHS_DTYPE)[:].astype(np.int64)
+    lengths = _open_shards(path, counts.get("lengths", []), LENGTHS_DTYPE)[:].astype(np.int64)
     is_valid = len(lengths) == counts["documents"] and lengths.sum() == len(tokens)
-    if not is_valid or not lengths.all() or counts["targets"] < 1:
+    if not is_valid or not lengths.all() or not counts.get("targets"):
         raise UserError(f"the lengths of the examples of its {split} split are wrong")
     return Examples(tokens, np.cumsum(lengths) - lengths, lengths)
 
@@ -247,12 +288,11 @@ def is_up_to_date(
     if force:
         return False
     try:
-        manifest = files.read_json(out / "manifest.json")
-        files.check_types(manifest, {"origin": {"content": str}}, "manifest")
+        manifest = convert(files.read_json(out / "manifest.json"), dict, "manifest")
+        old = convert(manifest.get("origin"), dict, "origin")
     except (OSError, UserError):
         raise UserError(f"{out}: manifest.json is corrupted. Use --force to replace it.") from None
-    old = manifest["origin"]
-    content = old.pop("content")
+    content = old.pop("content", None)
     changed = {key for key in old.keys() | origin.keys() if old.get(key) != origin.get(key)}
     settings = sorted(changed - {"split", "separator"})  # these two depend on the text
     differences = [f"{key} {old.get(key)}" for key in settings]

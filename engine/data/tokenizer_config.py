@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,19 @@ import tokenizers
 from tokenizers.models import WordLevel
 
 from engine.core.errors import wrap_library_errors
-from engine.core.files import check_types, read_json
+from engine.core.files import read_json
+from engine.core.values import convert
 from engine.data.tokenizer_json import END_OF_TEXT, Document, special_tokens_of, with_extension
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+@dataclass(frozen=True)
+class NamedTemplate:
+    """One of the chat templates in tokenizer_config.json."""
+
+    name: str
+    template: str
 
 
 def with_model_files(document: Document, directory: Path) -> Document:
@@ -49,8 +59,8 @@ def read_chat_templates(directory: Path) -> dict[str, str]:
     templates = _read_object(directory / TOKENIZER_CONFIG).get("chat_template") or []
     if isinstance(templates, str):
         templates = [{"name": "default", "template": templates}]
-    check_types(templates, [{"name": str, "template": str}], f"{TOKENIZER_CONFIG}: chat_template")
-    named = {entry["name"]: entry["template"] for entry in templates}
+    entries = convert(templates, list[NamedTemplate], f"{TOKENIZER_CONFIG}: chat_template")
+    named = {entry.name: entry.template for entry in entries}
     files = {path.stem: path for path in directory.glob("additional_chat_templates/*.jinja")}
     if (directory / "chat_template.jinja").is_file():
         files["default"] = directory / "chat_template.jinja"
@@ -75,6 +85,4 @@ def text_start_of(document: Document) -> list[int]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object; an empty one if the file is missing."""
-    value = read_json(path) if path.is_file() else {}
-    check_types(value, {}, path.name)
-    return value
+    return convert(read_json(path), dict, path.name) if path.is_file() else {}

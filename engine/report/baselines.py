@@ -6,7 +6,8 @@ import lzma
 import numpy as np
 
 from engine.core.errors import UserError
-from engine.core.files import atomic_write, check_types, read_json, to_json
+from engine.core.files import atomic_write, read_json, to_json
+from engine.core.values import convert
 from engine.data.batches import Mixture
 from engine.data.dataset import Dataset
 from engine.data.split import Split
@@ -30,9 +31,7 @@ def dataset_yardsticks(dataset: Dataset) -> dict[str, float]:
     # The context length may have removed or cut examples, which are not in the manifest's hash.
     key = f"{dataset.sha256} {len(dataset.train)} {len(dataset.val)}"
     with contextlib.suppress(OSError, UserError, KeyError):
-        kept = read_json(path)
-        check_types(kept, {"*": {"*": float}}, path.name)
-        return kept[key]
+        return convert(read_json(path), dict[str, dict[str, float]], path.name)[key]
     yardsticks = baseline_losses(dataset)
     if not dataset.val.num_examples:
         yardsticks["xz_bits_per_byte"] = xz_bits_per_byte(dataset)

@@ -189,7 +189,7 @@ def test_a_loss_worse_than_a_uniform_guess_is_explained(tmp_path: Path):
     mixture = open_mixture([data])
     assert mixture.explain_loss(5.5) == ""
     for loss in (5.6, float("nan")):
-        assert re.search("uniform.*different.*--deduplicate", mixture.explain_loss(loss))
+        assert re.search("uniform.*--val", mixture.explain_loss(loss))
 
 
 def test_a_document_that_is_cut_is_counted_once_everywhere(tmp_path: Path):

@@ -29,7 +29,6 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 STDIN_NAME = "-"
 # The start of an array of objects or of lists of messages, or of an object.
 RECORDS_PATTERN = re.compile(rb'(\xef\xbb\xbf)?\s*(\[\s*){0,2}\{\s*"')
-BUILT_IN_NAMES = ("pydocs", "stdlib", "shakespeare")
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".html", ".tex", ".log", ".py")  # to propose for --glob
 # Folders that hold tests, tables or installed packages.
 EXCLUDED_PATTERN = re.compile("tests?|idle_test|encodings|pydoc_data|.*-packages")
@@ -54,8 +53,12 @@ def find_sources(
         raise UserError(f"--glob: must be a pattern such as *.txt or docs/*.md (got {glob}).")
     sources: list[Source] = []
     for name in inputs:
-        if name in BUILT_IN_NAMES:
-            matches = _find_built_in(name, spool)
+        if name == "stdlib":
+            matches = [Source(path, module, module) for path, module in _find_modules()]
+        elif name == "pydocs":
+            matches = [Source(_write_documentation(spool / "pydocs.jsonl"), name)]
+        elif name == "shakespeare":
+            matches = [Source(_download_shakespeare(), name)]
         elif name == STDIN_NAME:
             matches = [Source(_copy_stdin(spool), "standard input")]
         elif "://" in name:
@@ -105,14 +108,6 @@ def _copy_stdin(spool: Path) -> Path:
     with open(copy, "rb") as file:
         has_records = RECORDS_PATTERN.match(file.read(BLOCK_BYTES))
     return copy.rename(copy.with_suffix(".jsonl")) if has_records else copy
-
-
-def _find_built_in(name: str, spool: Path) -> list[Source]:
-    if name == "stdlib":
-        return [Source(path, module, module) for path, module in _find_modules()]
-    if name == "pydocs":
-        return [Source(_write_documentation(spool / "pydocs.jsonl"), name)]
-    return [Source(_download_shakespeare(), name)]
 
 
 def _find_in_folder(folder: Path, pattern: str) -> list[Source]:
