@@ -24,7 +24,7 @@ from engine.huggingface import gguf as gguf_file
 from engine.huggingface.families import MODEL_FAMILIES, Family, unsupported_settings
 from engine.nn.attention import CHECK_TOLERANCE, attention_difference
 from engine.nn.positions import FREQUENCY_BASE, sinusoids
-from engine.runs.checkpoint import initial_state, load_model, write_checkpoint, write_tensors
+from engine.runs.checkpoint import RunState, load_model, write_checkpoint, write_tensors
 from engine.runs.run_files import find_checkpoint
 from model import GPT, ModelConfig
 
@@ -160,8 +160,9 @@ def import_model(config: ImportConfig) -> bool:
         raise UserError(f"--tokenizer: must be that of the model ({sizes}).")
     params = convert.from_hf(tensors, dict(model.named_parameters()), family, str(path))
     is_chat_model = bool(read_chat_templates(path))
-    examples = "chats" if is_chat_model else None
-    state = initial_state(model_config, imported=config.source, examples=examples)
+    state = RunState(
+        model_config, imported=config.source, examples="chats" if is_chat_model else None
+    )
     checkpoint = config.out / "checkpoints" / "step-00000000"
     write_checkpoint(checkpoint, state, params, {}, tokenizer.save)
     try:

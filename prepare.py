@@ -191,11 +191,9 @@ def check_arguments(config: PrepareConfig) -> None:
         names = ", ".join(SPLIT_PATTERNS)
         raise UserError(f"--pattern: must be one of {names} (got {config.pattern}).")
     has_val = bool(config.val or config.hf_val_split)
-    if has_val and config.val_fraction:
-        problem = f"must be 0 with --val (got {config.val_fraction})"
+    if config.val_fraction is not None and has_val == bool(config.val_fraction):
+        problem = f"must be 0 with --val, and greater without it (got {config.val_fraction})"
         raise UserError(f"--val-fraction: {problem}. Leave it out.")
-    if not has_val and config.val_fraction == 0:
-        raise UserError("--val-fraction: must be greater than 0 without --val. Leave it out.")
     if config.glob and Path(config.glob).is_file() and any(map(os.path.isfile, inputs)):
         pattern = f"--glob '*{Path(config.glob).suffix}'"
         raise UserError(f"--glob: must be a pattern (got {config.glob}). Quote it: {pattern}")

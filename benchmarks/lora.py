@@ -23,7 +23,7 @@ import torch
 from engine.core.cli import run_command
 from engine.core.settings import build, parse
 from engine.data.tokenizer import named_tokenizer
-from engine.runs.checkpoint import initial_state, write_checkpoint
+from engine.runs.checkpoint import RunState, write_checkpoint
 from engine.training.config import TrainConfig
 from engine.training.trainer import Callback, Trainer
 from model import GPT, ModelConfig
@@ -96,7 +96,7 @@ def make_base(folder: Path) -> None:
             weights[name].normal_(0, 0.02)
     tokenizer = named_tokenizer("byte")
     checkpoint = folder / "base" / "checkpoints" / "step-00000000"
-    write_checkpoint(checkpoint, initial_state(SMOLLM2_135M_CONFIG), weights, {}, tokenizer.save)
+    write_checkpoint(checkpoint, RunState(SMOLLM2_135M_CONFIG), weights, {}, tokenizer.save)
     prepare(PrepareConfig(("docs",), glob="*.md", tokenizer="byte", out=folder / "data"))
 
 

@@ -32,7 +32,7 @@ from engine.data.tokenizer_json import with_extension
 from engine.generation.sampling import row_seeds
 from engine.generation.text_batch import TextBatch, TextRequest
 from engine.nn.specs import ParameterSpec
-from engine.runs.checkpoint import Checkpoint, RunState, initial_state, open_checkpoint
+from engine.runs.checkpoint import Checkpoint, RunState, open_checkpoint
 from engine.runs.run_files import list_checkpoints
 from engine.serving.server import Server
 from engine.training.callbacks import MetricsFile
@@ -192,7 +192,7 @@ def decode(
 
 def make_state(step: int, **values: Any) -> RunState:
     """Return the state of a checkpoint; by default of the smallest model."""
-    return initial_state(**{"model": SMALLEST, "step": step, "tokens": step, **values})
+    return RunState(**{"model": SMALLEST, "step": step, "tokens": step, **values})
 
 
 def save_tokenizer(path: Path) -> None:

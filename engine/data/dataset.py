@@ -20,7 +20,7 @@ from engine.data.chats.chat import count_targets
 from engine.data.split import EXAMPLES_DTYPE, Examples, ShardedTokens, Split
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 SPLIT_NAMES = ("train", "val")
 MIN_VAL_DOCUMENTS = 6  # with fewer different ones, a validation loss says little
 LENGTHS_DTYPE = "uint32"
@@ -70,7 +70,6 @@ class Statistics:
     documents: Count
     repeats: Count
     longest: Count
-    vocabulary: Count
     val_distinct: Count
     val_copies: Count
     dropped: Count

@@ -8,7 +8,6 @@ import numpy as np
 from engine.data.dataset import Dataset, open_dataset
 from engine.data.split import is_target, token_ids
 from engine.data.tokenizer import Tokenizer
-from engine.data.tokenizer_training import export_note
 
 NUM_SAMPLE_TOKENS = 60  # of the text that describe_sample shows
 MAX_RENDERED_CHARACTERS = 500  # of an example
@@ -25,12 +24,10 @@ def describe_dataset(path: Path) -> str:
         repeats = f"exact repeats: {statistics['repeats']:,}, see --deduplicate"
     if statistics["dropped"]:
         repeats = f"exact repeats left out: {statistics['dropped']:,}"
-    used = f"{statistics['vocabulary']:,} of them occur in the text"
-    vocabulary = f"{dataset.tokenizer.kind}, {used}{export_note(dataset.tokenizer)}"
     rows = [
         ("documents", statistics["documents"], repeats),
         ("longest", statistics["longest"], "tokens in one document"),
-        ("vocabulary", manifest["vocab_size"], vocabulary),
+        ("vocabulary", manifest["vocab_size"], dataset.tokenizer.kind),
     ]
     for split, counts in manifest["splits"].items():
         ratio = f"{dataset.bytes_per_token(split):.2f} a token"

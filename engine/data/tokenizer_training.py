@@ -110,11 +110,3 @@ def pre_tokenizer_name(tokenizer: Tokenizer) -> str | None:
         return None
     names = {regex: name for name, regex in SPLIT_PATTERNS.items()}
     return PRE_TOKENIZER_NAMES.get(names.get(tokenizer.pattern, tokenizer.kind))
-
-
-def export_note(tokenizer: Tokenizer) -> str:
-    """Return advice for a tokenizer that is unsupported in GGUF files; "" for others."""
-    if pre_tokenizer_name(tokenizer):
-        return ""
-    patterns = [name for name in SPLIT_PATTERNS if name in PRE_TOKENIZER_NAMES]
-    return f"; for llama.cpp (GGUF): --pattern {', '.join(patterns[:-1])} or {patterns[-1]}"

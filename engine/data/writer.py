@@ -33,7 +33,7 @@ from engine.data.inputs.documents import Corpus, Piece, SplitRule, Unit
 from engine.data.inputs.readers import Text
 from engine.data.inputs.sources import wrap_errors
 from engine.data.inputs.text import merge_notes
-from engine.data.split import EXAMPLES_DTYPE, token_ids
+from engine.data.split import EXAMPLES_DTYPE
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 
 RAY_TIMEOUT_SECONDS = 10  # to reach a cluster
@@ -123,7 +123,7 @@ class EncodingJob:
         """Read the summary of a finished unit."""
         with np.load(self.summary_path(unit)) as arrays:
             content = json.loads(str(arrays["content"]))
-            return {**content, "texts": arrays["texts"], "used": arrays["used"]}
+            return {**content, "texts": arrays["texts"]}
 
 
 def map_in_order(function: Callable, items: Iterable[tuple], num_threads: int) -> Iterator[Any]:
@@ -169,7 +169,6 @@ def write_unit(
     count_names = ("tokens", "bytes", "documents", *(["targets"] if has_examples else []))
     counts: dict[str, Counter] = {split: Counter() for split in SPLIT_NAMES}
     sources: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLIT_NAMES}
-    used = np.zeros(job.vocab_size, bool)  # which token ids occur
     texts = []
     names = [*SPLIT_NAMES, *(f"{split}-lengths" for split in SPLIT_NAMES if has_examples)]
     paths = {name: job.folder / f"{name}-{unit.number:05d}.npy" for name in names}
@@ -177,7 +176,6 @@ def write_unit(
     for batch in batches:
         for split in SPLIT_NAMES:
             ids = np.concatenate(batch.ids[split] or [np.empty(0, np.uint32)])
-            used[token_ids(ids) if has_examples else ids] = True
             writers[split].write(ids.astype(job.dtype, copy=False))
             if has_examples:
                 lengths = [len(example) for example in batch.ids[split]]
@@ -195,7 +193,7 @@ def write_unit(
             splits[split]["lengths"] = writers[f"{split}-lengths"].close()
     content = files.to_json({"splits": splits, "notes": unit.notes})
     summary = io.BytesIO()
-    np.savez(summary, content=content, texts=np.concatenate(texts), used=used)
+    np.savez(summary, content=content, texts=np.concatenate(texts))
     files.atomic_write(job.summary_path(unit), summary.getvalue())
 
 
@@ -303,10 +301,8 @@ def make_manifest(
 ) -> dict[str, Any]:
     """Make the manifest from the summaries of units. Raises UserError if a split is too short."""
     summaries = []
-    used = np.zeros(job.vocab_size, bool)
     for unit in units:
         summary = job.read_summary(unit)
-        used |= summary.pop("used")
         summaries.append(summary)
     texts = [summary["texts"] for summary in summaries]
     hashes, lengths, is_val = documents.aggregate_documents(np.concatenate(texts))
@@ -314,7 +310,6 @@ def make_manifest(
         "documents": len(hashes),
         "repeats": len(hashes) - len(np.unique(hashes)),
         "longest": int(lengths.max(initial=0)),
-        "vocabulary": int(used.sum()),
         "val_distinct": len(np.unique(hashes[is_val])),
         "val_copies": int(np.isin(hashes[is_val], hashes[~is_val]).sum()),
         "dropped": sum(len(unit.dropped) for unit in units),

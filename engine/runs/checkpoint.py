@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -41,41 +41,26 @@ class BaseReference:
 class RunState:
     """The content of state.json: a run at a step, without tensors."""
 
-    step: Count
-    tokens: Count
-    elapsed_seconds: Seconds
-    progress: Annotated[float, Ge(0), Le(1)]  # of the run
-    evaluation: dict[str, Any] | None  # of this step: a record of metrics.jsonl
-    best_evaluation: dict[str, Any] | None  # of the best step so far
-    changes: list[dict[str, Any]]  # settings changed by each resume
     model: ModelConfig
-    settings: dict[str, Any]
-    data_sha256: str
-    examples: Literal["pairs", "chats"] | None
-    documents: Count
-    imported: str | None  # what it was imported from
-    base: BaseReference | None  # of an adapter
-    is_modified: bool  # by a function of the caller of train()
+    step: Count = 0
+    tokens: Count = 0
+    elapsed_seconds: Seconds = 0.0
+    progress: Annotated[float, Ge(0), Le(1)] = 0.0  # of the run
+    evaluation: dict[str, Any] | None = None  # of this step: a record of metrics.jsonl
+    best_evaluation: dict[str, Any] | None = None  # of the best step so far
+    changes: list[dict[str, Any]] = field(default_factory=list)  # settings, by each resume
+    settings: dict[str, Any] = field(default_factory=dict)
+    data_sha256: str = ""
+    examples: Literal["pairs", "chats"] | None = None
+    documents: Count = 2
+    imported: str | None = None  # what it was imported from
+    base: BaseReference | None = None  # of an adapter
+    is_modified: bool = False  # by a function of the caller of train()
 
     def __post_init__(self) -> None:
         for record in (self.evaluation, self.best_evaluation):
             if record is not None and not isinstance(record.get("val_loss"), float):
                 raise ValueError(f"an evaluation must have val_loss (got {record})")
-
-
-def initial_state(model: ModelConfig, **values: Any) -> RunState:
-    """Return the state of a model that was not trained here, but for some values."""
-    state: dict[str, Any] = {
-        **dict.fromkeys(("step", "tokens"), 0),
-        **dict.fromkeys(("elapsed_seconds", "progress"), 0.0),
-        **dict.fromkeys(("evaluation", "best_evaluation", "examples", "imported", "base")),
-        "changes": [],
-        "settings": {},
-        "data_sha256": "",
-        "documents": 2,
-        "is_modified": False,
-    }
-    return RunState(model=model, **state | values)
 
 
 @dataclass(frozen=True)

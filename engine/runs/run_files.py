@@ -79,10 +79,7 @@ def explain_missing_checkpoint(path: Path) -> str:
         return f"is a model of transformers. Import it: {command}"
     if similar := find_similar(path, Path("out"), "checkpoints/step-*"):
         return f"contains no checkpoint. Did you mean {similar}?"
-    data = Path("data", name)
-    flags = ("--data", data, "--out", Path("out", name)) if any(data.glob("*.npy")) else ()
-    command = shell_command("python", "train.py", *flags)
-    return f"contains no checkpoint. Train a model with: {command}"
+    return "contains no checkpoint. Train a model with: python train.py"
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -27,7 +27,6 @@ from engine.runs.checkpoint import (
     Checkpoint,
     RunState,
     check_modification,
-    initial_state,
     rank_evaluation,
 )
 from engine.runs.run_files import find_base
@@ -251,7 +250,7 @@ class Trainer:
         config = self.config
         sizes = [len(dataset.val) for dataset in self.data.datasets]
         eval_tokens = sum(min(size, config.eval_tokens or size) for size in sizes)
-        state = checkpoint.state if checkpoint else initial_state(config.model)
+        state = checkpoint.state if checkpoint else RunState(config.model)
         optimizer_bytes = sum(tensor.nbytes for tensor in self.optimizer.state().values())
         checkpoint_bytes = optimizer_bytes + 4 * self.model.num_parameters
         limits = (state.settings.get("minutes"), state.settings.get("steps"))

@@ -40,7 +40,6 @@ from engine.data.tokenizer_json import (
 from engine.data.tokenizer_training import (
     MIN_BPE_VOCAB_SIZE,
     choose_vocab_size,
-    export_note,
     pre_tokenizer_name,
     train_bpe_tokenizer,
     train_char_tokenizer,
@@ -529,6 +528,3 @@ def test_llama_cpp_has_names_for_known_patterns(tiktoken_cache):
     made |= {named_tokenizer(name): expected for name, expected in encodings.items()}
     for tokenizer, expected in made.items():
         assert pre_tokenizer_name(tokenizer) == expected
-        note = export_note(tokenizer)
-        assert ("--pattern gpt2, llama3, qwen2 or smollm" in note) == (expected is None)
-        assert bool(note) == (expected is None)

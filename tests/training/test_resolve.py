@@ -18,7 +18,7 @@ from engine.data.dataset import Dataset
 from engine.data.split import Examples, Split
 from engine.data.tokenizer import ByteTokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
-from engine.runs.checkpoint import Checkpoint, RunState, initial_state
+from engine.runs.checkpoint import Checkpoint, RunState
 from engine.training import estimate
 from engine.training.config import RunConfig, TrainConfig
 from engine.training.resolve import changed_settings, fit_context, split_token_ids
@@ -27,7 +27,7 @@ from model import ModelConfig
 CONFIG = RunConfig(model=ModelConfig(vocab_size=11), steps=100)
 SETTINGS = flatten(CONFIG)
 VALUES = {"settings": SETTINGS, "data_sha256": "abc", "step": 60, "elapsed_seconds": 120.0}
-STATE = initial_state(CONFIG.model, **VALUES)
+STATE = RunState(CONFIG.model, **VALUES)
 
 
 def test_a_resumed_run_is_as_long_as_its_checkpoint_or_longer():
@@ -66,7 +66,7 @@ def fit(data: Mixture, base: RunState | None = None, **settings) -> tuple[int | 
 def base_of(positions: int, position: str = "rope", **settings: int) -> RunState:
     """Return the state of a model of tokens in rows of settings["context_length"], or imported."""
     model = ModelConfig(vocab_size=257, context_length=positions, position=position)
-    return initial_state(model, settings=settings)
+    return RunState(model, settings=settings)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_rows_of_chat_tokens_are_untrained_in_a_model_of_text(
     tokenizer = ByteTokenizer().with_special(CHAT_NAMES)
     (tokenizer if reserved else ByteTokenizer()).save(tmp_path / "tokenizer.json")
     examples = "chats" if is_chat_model else None
-    base = Checkpoint(tmp_path, initial_state(CONFIG.model, examples=examples), {})
+    base = Checkpoint(tmp_path, RunState(CONFIG.model, examples=examples), {})
     num_ids = tokenizer.vocab_size if reserved else 257
     trained = sorted({*range(num_ids)} - {*untrained})
     assert split_token_ids(base, tokenizer, learns_chats) == (trained, [*new])

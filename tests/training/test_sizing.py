@@ -12,7 +12,7 @@ import train
 from engine.core.distributed import SINGLE_PROCESS
 from engine.core.settings import load_settings, to_toml
 from engine.data.batches import open_mixture
-from engine.runs.checkpoint import Checkpoint, initial_state
+from engine.runs.checkpoint import Checkpoint, RunState
 from engine.training import estimate, sizing
 from engine.training.config import ModelSettings, RunConfig, TrainConfig
 from engine.training.optimizer import OptimizerSettings
@@ -255,7 +255,7 @@ def test_a_batch_that_does_not_fit_in_memory_is_split(data, size, monkeypatch):
 
 def test_the_first_start_of_a_run_with_resume_is_not_a_resume_of_its_base(data):
     config = TrainConfig(resume=True, init_from=Path("base"), steps=3)
-    base = Checkpoint(Path("base"), initial_state(ModelConfig(vocab_size=20)), {})
+    base = Checkpoint(Path("base"), RunState(ModelConfig(vocab_size=20)), {})
     assert resolve(config, data, SINGLE_PROCESS, 0.0, None, base, lambda *_: 1.0)[0].steps == 3
 
 

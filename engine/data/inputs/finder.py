@@ -88,11 +88,9 @@ def find_file(path: Path) -> Path:
     """Return the absolute path of a file. Raises UserError if it is missing or cannot be read."""
     if not os.path.lexists(path):
         raise UserError(f"{path}: not found. Give a file, a folder, an address, hf:NAME or -.")
-    if not path.is_file():
-        advice = "Give a file, - for standard input, or choose files with --glob"
-        raise UserError(f"{path}: must be a file, not a device, pipe or broken link. {advice}.")
-    if not os.access(path, os.R_OK):
-        raise UserError(f"{path}: cannot be read (permission denied). Change its permissions.")
+    if not path.is_file() or not os.access(path, os.R_OK):
+        advice = "Give another, - for standard input, or choose files with --glob"
+        raise UserError(f"{path}: must be a file that can be read, and no pipe. {advice}.")
     return path.absolute()
 
 
