@@ -122,8 +122,7 @@ class EncodingJob:
     def read_summary(self, unit: Unit) -> dict[str, Any]:
         """Read the summary of a finished unit."""
         with np.load(self.summary_path(unit)) as arrays:
-            content = json.loads(str(arrays["content"]))
-            return {**content, "texts": arrays["texts"]}
+            return {**json.loads(str(arrays["content"])), "texts": arrays["texts"]}
 
 
 def map_in_order(function: Callable, items: Iterable[tuple], num_threads: int) -> Iterator[Any]:
@@ -300,10 +299,7 @@ def make_manifest(
     job: EncodingJob, units: Sequence[Unit], origin: dict[str, Any]
 ) -> dict[str, Any]:
     """Make the manifest from the summaries of units. Raises UserError if a split is too short."""
-    summaries = []
-    for unit in units:
-        summary = job.read_summary(unit)
-        summaries.append(summary)
+    summaries = [job.read_summary(unit) for unit in units]
     texts = [summary["texts"] for summary in summaries]
     hashes, lengths, is_val = documents.aggregate_documents(np.concatenate(texts))
     statistics: dict[str, Any] = {
