@@ -251,7 +251,7 @@ def attention_difference(model: Any) -> float:
         d_ff=16,
         dropout=0.0,
     )
-    differences = [0.0]
+    differences = [torch.zeros(())]
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
         torch.manual_seed(1)
         small_model = type(model)(small_config)
@@ -263,17 +263,11 @@ def attention_difference(model: Any) -> float:
             attention.projection = nn.Identity()
             x = torch.randn(2, NUM_CHECKED_POSITIONS, small_config.d_model, requires_grad=True)
             inputs = [x, *attention.parameters()]
-            fused = values_and_gradients(attention(x, rotation), inputs)
-            loop = values_and_gradients(attention.loop(x, rotation), inputs)
-            for actual, expected in zip(fused, loop, strict=True):
-                difference = (actual - expected).abs().max() / expected.abs().max()
-                differences.append(difference.item())
-    return max(differences)
-
-
-def values_and_gradients(output: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return an output and the gradients of a sum of it, with different weights, in one tensor."""
-    weights = torch.linspace(-1, 1, output.numel()).view_as(output)
-    total = (output * weights).sum()
-    grads = torch.autograd.grad(total, inputs, materialize_grads=True)
-    return output.detach(), torch.cat([grad.flatten() for grad in grads])
+            results = []
+            for output in (attention(x, rotation), attention.loop(x, rotation)):
+                total = (output.flatten() * torch.linspace(-1, 1, output.numel())).sum()
+                grads = torch.autograd.grad(total, inputs, materialize_grads=True)
+                results.append((output.detach(), torch.cat([grad.flatten() for grad in grads])))
+            for actual, expected in zip(*results, strict=True):
+                differences.append((actual - expected).abs().max() / expected.abs().max())
+    return max(differences).item()

@@ -66,17 +66,16 @@ class Report(Callback):
         """Write samples, and compute the attention of a new best model; not of a sharded one."""
         if trainer.dist_ctx.sharded:
             return
-        out = trainer.config.out
+        config = trainer.config
         with trainer.passes.decoder() as (model, cache_dtype):
-            seed = trainer.config.seed
-            samples = write_samples(model, trainer.data, trainer.step, seed, cache_dtype)
-            with open(out / "samples.jsonl", "a", encoding="utf-8") as file:
+            samples = write_samples(model, trainer.data, trainer.step, config.seed, cache_dtype)
+            with open(config.out / "samples.jsonl", "a", encoding="utf-8") as file:
                 file.writelines(f"{to_json(sample)}\n" for sample in samples)
             if trainer.is_best or self.attention is None:  # None: the run was resumed
-                best_model = model
                 if not trainer.is_best:
-                    best_model = load_model(find_checkpoint(out), modify_model=trainer.modify_model)
-                self.attention = compute_attention(best_model, trainer.data)
+                    best = find_checkpoint(config.out)
+                    model = load_model(best, modify_model=trainer.modify_model)
+                self.attention = compute_attention(model, trainer.data)
 
     def write(self, trainer: Trainer, state: str) -> None:
         """Write about.json and, if there are records, the page; seldom if that takes long."""

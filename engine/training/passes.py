@@ -1,6 +1,7 @@
 """The forward and backward passes of a run: compiled, captured, or averaged over the ranks."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
@@ -43,7 +44,7 @@ class Passes:
         self.data = data
         self.ddp_model: nn.Module = model  # averages gradients over the ranks
         self.reduce_every_microbatch = False
-        self.budget = Budget({})  # of the run
+        self.budget = Budget({}, steps=config.steps or math.inf)  # of the run
         self.autocast = partial(mixed_precision, DTYPE_BY_NAME[config.dtype], dist_ctx.device)
         self.acceleration = Acceleration(
             model,

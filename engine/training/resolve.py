@@ -82,14 +82,8 @@ def resolve(
             check_memory(run_config, dist_ctx, row_length)
     if config.depth not in (None, run_config.model.num_layers):
         raise UserError(f"--depth: other sizes are set (got {config.depth}). Leave it out.")
-    has_documents = not data.longest_example and data.document_start is not None
-    if config.long_examples == "cut" and not (checkpoint or data.longest_example):
-        raise UserError(f"--long-examples: {data.path} has text, not examples. Leave it out.")
-    if config.document_mask and not (checkpoint or has_documents):
-        problem = f"{data.path} has no documents that a token separates"
-        raise UserError(f"--document-mask: {problem}. Leave it out.")
-    if config.document_mask and not checkpoint and run_config.model.attention == "loop":
-        raise UserError("--document-mask: unsupported with --attention loop. Leave one out.")
+    if not checkpoint:
+        check_text_settings(run_config, data)
     batches.check_sizes(run_config.batch_size, dist_ctx.size, run_config.micro_batch_size)
     data.check_length(run_config.context_length)
     dist_ctx.assert_equal_across_ranks({"dtype": run_config.dtype})  # each machine chooses it
@@ -99,6 +93,18 @@ def resolve(
         model = replace(run_config.model, context_length=context_length)
         run_config = replace(run_config, model=model)
     return run_config, data
+
+
+def check_text_settings(config: RunConfig, data: Mixture) -> None:
+    """Raise UserError for a setting of examples, or of documents, that the data does not have."""
+    if config.long_examples == "cut" and not data.longest_example:
+        raise UserError(f"--long-examples: {data.path} has text, not examples. Leave it out.")
+    has_documents = not data.longest_example and data.document_start is not None
+    if config.document_mask and not has_documents:
+        problem = f"{data.path} has no documents that a token separates"
+        raise UserError(f"--document-mask: {problem}. Leave it out.")
+    if config.document_mask and config.model.attention == "loop":
+        raise UserError("--document-mask: unsupported with --attention loop. Leave one out.")
 
 
 def fit_model(config: TrainConfig, data: Mixture, base: RunState | None) -> TrainConfig:

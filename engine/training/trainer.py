@@ -114,8 +114,7 @@ class Trainer:
         self.failed = False  # ended by an error
         self.warnings: set[str] = set()  # each is printed once
         self.changes: list[dict[str, Any]] = []  # settings changed by each resume
-        self.budget = Budget({}, steps=config.steps or math.inf)
-        self.passes.budget = self.budget
+        self.budget = self.passes.budget
 
     def __enter__(self) -> "Trainer":
         return self

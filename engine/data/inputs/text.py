@@ -68,6 +68,7 @@ class Transcoder(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Read into a buffer, and return the number of bytes."""
         text = self.text.read(len(buffer) // 4)  # a character has up to 4 bytes
         if self.counts_replaced:
             self.notes[REPLACED_NOTE] += text.count("\ufffd")
