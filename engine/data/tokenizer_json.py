@@ -105,7 +105,7 @@ def bpe_document(vocab: dict[str, int], pattern: str, special: dict[str, int]) -
     options = {**_BPE_OPTIONS, "ignore_merges": True}
     model = {"type": "BPE", **options, "vocab": vocab | special, "merges": merges}
     words = {"type": "Sequence", "pretokenizers": [split_by(pattern), BYTE_LEVEL]}
-    return _document(model, words, BYTE_LEVEL_WORDS, special)
+    return _document(model, words, decoder=BYTE_LEVEL_WORDS, special=special)
 
 
 def tiktoken_document(name: str) -> Document:

@@ -330,7 +330,7 @@ class DecodingEngine:
         return logits
 
     def _compute_context(self, row: Row, last: int) -> Tensor:
-        """Return the logits after the ``last`` computed ids of a row, (1, last, V), uncached."""
+        """Return the logits after the ``last`` ids of a row, (1, last, V). A loop has no cache."""
         ids = torch.tensor([row.ids[: row.num_cached]], device=self.device)
         context = DocumentAttention(ids, NO_START_ID, self.context_length, dropout_p=0.0)
         return self.model(ids, caches=[context] * self.model.config.num_layers, last=last)

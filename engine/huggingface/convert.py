@@ -184,7 +184,7 @@ def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def from_hf_config(hf_config: Any, source: str) -> tuple[Family, ModelConfig]:
-    """Convert config.json to a family and a ModelConfig. A null counts as a missing key.
+    """Convert config.json to a family and a ModelConfig. A null unsets a default of the family.
 
     Raises UserError, naming the source, for what ModelConfig cannot represent.
     """
@@ -209,7 +209,7 @@ def from_hf_config(hf_config: Any, source: str) -> tuple[Family, ModelConfig]:
         if setting == "activation":
             hf_values = [FROM_HF_ACTIVATION.get(str(v), f"transformers' {v}") for v in hf_values]
         if setting == "bias" and any(hf_values) and len(hf_values) < len(keys.split()):
-            hf_values.append(False)  # of the missing one
+            hf_values.append(False)  # of the missing key: the next check refuses them
         if len(set(map(str, hf_values))) > 1:
             raise UserError(f"{source}: {keys} must be equal (got {hf_values}).")
         if hf_values:

@@ -105,8 +105,8 @@ def build_decoder(model: Model, quantize: bool = False) -> Model:
     """
     decoder: Any = merge_lora(model)
     if decoder is model:  # nothing to merge
-        shared = {id(parameter): parameter for parameter in model.parameters()}
-        decoder = copy.deepcopy(model, shared).eval()
+        memo = {id(parameter): parameter for parameter in model.parameters()}  # not copied
+        decoder = copy.deepcopy(model, memo).eval()
     for module in decoder.modules():
         vars(module).pop("forward", None)  # compiled, or recomputing activations, for training
     head_weight = decoder.head_weight()

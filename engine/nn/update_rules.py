@@ -114,9 +114,9 @@ class Muon(GroupedOptimizer):
     def initial_state(self, parameter: Tensor, group: ParamGroup) -> dict[str, Tensor]:
         """Return the mean of the gradients and, for a tall matrix, the mean squares of its rows."""
         state = {"momentum": torch.zeros_like(parameter)}
-        num_rows = group["stack_size"] * parameter.shape[0]
-        if num_rows > parameter.shape[1]:
-            state["row_squares"] = torch.full_like(parameter[:, :1].detach(), 1 / num_rows)
+        height = group["stack_size"] * parameter.shape[0]
+        if height > parameter.shape[1]:  # orthogonal rows have the mean square 1 / height
+            state["row_squares"] = torch.full_like(parameter[:, :1].detach(), 1 / height)
         return state
 
     def update_group(self, group: ParamGroup) -> None:

@@ -169,7 +169,7 @@ class Api:
                 return await send_stream(request, "text/event-stream", events)
             tokens: list[list[Token]] = [[] for _ in requests]
             async for index, token in receive_tokens(arrivals, len(requests)):
-                tokens[index] += [token] if token else []
+                tokens[index] += [token] if token else []  # None: the text has ended
 
             def format_answer() -> str:
                 choices = [

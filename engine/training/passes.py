@@ -115,7 +115,7 @@ class Passes:
             return model(inputs, targets)
         dropout_p = self.config.model.dropout if model.training else 0.0
         windows = [cast(Block, block).attention.window for block in self.model.blocks]
-        start = self.data.document_start or 0  # resolve() checks that there is one
+        start = cast(int, self.data.document_start)  # resolve() checks that there is one
         caches = {w: DocumentAttention(inputs, start, w, dropout_p) for w in {*windows}}
         return model(inputs, targets, [caches[window] for window in windows])
 

@@ -146,7 +146,7 @@ def choose_frozen_weights(
         if new_ids and config.lora_rank and config.train_tokens is None:
             tokens = count_noun(len(new_ids), "token")
             warn(f"{data.path}: {tokens} new to {base.path}: token embeddings are trained too")
-    return build(TrainConfig, {**(dist_ctx.broadcast(values) or {}), **set_values(config)})
+    return build(TrainConfig, {**dist_ctx.broadcast(values), **set_values(config)})
 
 
 def fit_context(

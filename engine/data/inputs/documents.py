@@ -219,7 +219,7 @@ def make_batches(units: Iterable[Unit], join_pieces: bool) -> Iterator[tuple[Uni
                 advice = "Split the document, or use --tokenizer bpe."
                 raise UserError(f"--tokenizer: {limit} (got {text.document_bytes:,}). {advice}")
             texts.append(text)
-            num_characters += len(text.text) + 1
+            num_characters += len(text.text) + 1  # empty texts fill a batch too
             can_end = text.ends_document or not join_pieces
             if num_characters >= MIN_BATCH_CHARACTERS and can_end:
                 yield unit, texts
@@ -235,7 +235,7 @@ def source_versions(sources: Iterable[Source]) -> list[tuple[str, int, str]]:
 
 
 def digest_of(text: Text) -> bytes:
-    """Hash a text and its offset in the document with BLAKE2b, 32 bytes."""
+    """Hash a text and its offset in the document: 32 of the 64 bytes of BLAKE2b."""
     salt = text.offset.to_bytes(16, "little") if text.offset else b""
     return hashlib.blake2b(text.text.encode(), salt=salt).digest()[:32]
 
