@@ -160,9 +160,8 @@ def import_model(config: ImportConfig) -> bool:
         raise UserError(f"--tokenizer: must be that of the model ({sizes}).")
     params = convert.from_hf(tensors, dict(model.named_parameters()), family, str(path))
     is_chat_model = bool(read_chat_templates(path))
-    state = RunState(
-        model_config, imported=config.source, examples="chats" if is_chat_model else None
-    )
+    examples: Literal["chats"] | None = "chats" if is_chat_model else None
+    state = RunState(model_config, imported=config.source, examples=examples)
     checkpoint = config.out / "checkpoints" / "step-00000000"
     write_checkpoint(checkpoint, state, params, {}, tokenizer.save)
     try:

@@ -392,7 +392,7 @@ def test_examples_for_a_base_lead_to_fine_tuning_and_then_to_a_question(
     words = subprocess.check_output(["bash", "-c", rf"printf '%s\0' {command}"]).decode()
     script, out, *flags = words.split("\0")[:-1]
     assert (script, out) == ("sample.py", str(tmp_path / "run"))
-    assert flags == ["--chat"] or re.fullmatch(r"--prompt \d+ is\n", " ".join(flags))
+    assert flags == ["--chat"] or re.fullmatch(r"--prompt=\d+ is\n", " ".join(flags))
 
 
 @pytest.mark.parametrize("padding", [0, 9])

@@ -79,14 +79,15 @@ def explain_missing_checkpoint(path: Path) -> str:
         return f"is a model of transformers. Import it: {command}"
     if similar := find_similar(path, Path("out"), "checkpoints/step-*"):
         return f"contains no checkpoint. Did you mean {similar}?"
-    return "contains no checkpoint. Train a model with: python train.py"
+    flags = ("--data", Path("data", name), "--out", Path("out", name))
+    command = shell_command("python", "train.py", *flags)
+    return f"contains no checkpoint. Train a model with: {command}"
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Return the records of a .jsonl file, if it exists, without corrupted and unfinished lines."""
     records = []
-    content = path.read_bytes() if path.exists() else b""
-    for line in content.split(b"\n")[:-1]:
+    for line in (path.read_bytes() if path.exists() else b"").split(b"\n")[:-1]:
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
             if is_record(record) and to_json(record).encode():  # raises for half a surrogate pair
