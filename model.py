@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.nn import bounds
-from engine.nn.attention import Cache, Caches, attend
+from engine.nn.attention import Context, Contexts, attend
 from engine.nn.layers import FusedLinear, dropout, make_embedding, make_norm, make_qk_norm
 from engine.nn.loss import soft_cap, training_loss, validation_loss
 from engine.nn.positions import rotate, rotations, sinusoids, token_positions
@@ -177,8 +177,8 @@ class MultiHeadAttention(nn.Module):
         mixed = torch.cat(outputs, dim=-1)
         return dropout(self.projection(mixed), self.config.dropout, self.training)
 
-    def forward(self, x: Tensor, rotation: Tensor | None, cache: Cache | None = None) -> Tensor:
-        """Compute all heads, (B, T, D) → (B, T, D). With a cache, x follows its positions."""
+    def forward(self, x: Tensor, rotation: Tensor | None, context: Context | None = None) -> Tensor:
+        """Compute all heads, (B, T, D) → (B, T, D). x follows the positions of a context."""
         if self.config.attention == "loop":
             return self.loop(x, rotation)
         B, T, _ = x.shape
@@ -187,10 +187,10 @@ class MultiHeadAttention(nn.Module):
         block_head = cast(Head, self.heads[0])
         q = rotate(block_head.query_norm(q), rotation)  # (B, H, T, K)
         k = rotate(block_head.key_norm(k), rotation)  # (B, G, T, K)
-        if cache is None:
+        if context is None:
             mixed = attend(q, k, v, self.config.dropout if self.training else 0.0, self.window)
         else:
-            mixed = cache.attend(q, k, v)  # to all visible positions
+            mixed = context.attend(q, k, v)  # to all visible positions
         mixed = mixed.transpose(1, 2).reshape(B, T, -1)  # (B, H, T, K) → (B, T, H·K)
         return dropout(self.projection(mixed), self.config.dropout, self.training)
 
@@ -233,12 +233,12 @@ class Block(nn.Module):
         self.feed_forward_norm = make_norm(config)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor, rotation: Tensor | None, cache: Cache | None = None) -> Tensor:
-        """Apply both sub-layers: (B, T, D) → (B, T, D). x follows the positions of the cache."""
+    def forward(self, x: Tensor, rotation: Tensor | None, context: Context | None = None) -> Tensor:
+        """Apply both sub-layers: (B, T, D) → (B, T, D). x follows the positions of a context."""
         if self.post_norm:
-            x = self.attention_norm(x + self.attention(x, rotation, cache))
+            x = self.attention_norm(x + self.attention(x, rotation, context))
             return self.feed_forward_norm(x + self.feed_forward(x))
-        x = x + self.attention(self.attention_norm(x), rotation, cache)
+        x = x + self.attention(self.attention_norm(x), rotation, context)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -268,21 +268,21 @@ class GPT(nn.Module):
             self.load_state_dict(dict(self.initial_values()))
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, caches: Caches = (), last: int = 1
+        self, tokens: Tensor, targets: Tensor | None = None, contexts: Contexts = (), last: int = 1
     ) -> Tensor:
         """Return logits (B, T, V), or, with targets, the loss summed over the counted targets.
 
         tokens and targets are (B, T) integers; a target of -1 is not counted. The loss is the
-        training loss, or in evaluation mode the validation loss. With caches, one for each block,
-        tokens follow the cached positions, and only the logits of the ``last`` positions are
+        training loss, or in evaluation mode the validation loss. With contexts, one for each block,
+        tokens follow their positions, and only the logits of the ``last`` positions are
         returned, (B, last, V). Raises ValueError for too many positions.
         """
-        positions = token_positions(tokens, caches, self.config.context_length)
+        positions = token_positions(tokens, contexts, self.config.context_length)
         x = self.embed(tokens, positions)
         rotation = self.rotation(positions)
         for index, block in enumerate(self.blocks):
-            x = block(x, rotation, caches[index] if caches else None)
-        x = self.final_norm(x[:, -last:] if caches and targets is None else x)
+            x = block(x, rotation, contexts[index] if contexts else None)
+        x = self.final_norm(x[:, -last:] if contexts and targets is None else x)
         cap = self.config.logit_softcap
         if targets is not None:
             loss = self.training_loss if self.training else validation_loss

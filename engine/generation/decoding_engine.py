@@ -284,7 +284,7 @@ class DecodingEngine:
         span = StaticSpan(positions, rows, self.windows, capacity)
         for cache in self.caches:
             cache.span = span
-        return self.model(tokens, caches=self.caches)[:, -1]
+        return self.model(tokens, contexts=self.caches)[:, -1]
 
     def _reserve(self, num_rows: int, length: int) -> None:
         """Make room for rows of a length, and drop the graphs if memory has moved."""
@@ -324,7 +324,7 @@ class DecodingEngine:
         ids = torch.tensor(tokens, device=self.device)
         # cuDNN's attention would prepare itself for each new number of keys.
         with sdpa_kernel(SHAPELESS_KERNELS) if ids.is_cuda else nullcontext():
-            logits = self.model(ids, caches=self.caches, last=last)
+            logits = self.model(ids, contexts=self.caches, last=last)
         for row in rows:
             row.num_cached += num_tokens
         return logits
@@ -333,4 +333,4 @@ class DecodingEngine:
         """Return the logits after the ``last`` ids of a row, (1, last, V). A loop has no cache."""
         ids = torch.tensor([row.ids[: row.num_cached]], device=self.device)
         context = DocumentAttention(ids, NO_START_ID, self.context_length, dropout_p=0.0)
-        return self.model(ids, caches=[context] * self.model.config.num_layers, last=last)
+        return self.model(ids, contexts=[context] * self.model.config.num_layers, last=last)

@@ -25,17 +25,17 @@ MAX_CHECKED_WINDOW = 5
 CHECK_TOLERANCE = 1e-4  # of the largest value; rounding makes less than 1e-5
 
 
-class Cache(Protocol):
-    """Keys and values of earlier positions, for the attention of one Transformer block."""
+class Context(Protocol):
+    """What a block's attention sees: cached positions before its input, or documents in it."""
 
     def next_positions(self) -> Tensor:
         """Return the positions of the next tokens, (T,) or (B, T)."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Append keys and values (B, G, T, K); return attention to all visible, (B, H, T, K)."""
+        """Add keys and values (B, G, T, K); return attention to all visible, (B, H, T, K)."""
 
 
-Caches = Sequence[Cache]
+Contexts = Sequence[Context]
 
 
 def attend(
@@ -167,7 +167,7 @@ def masked_attention(
 
 
 class DocumentAttention:
-    """Attention in training that does not cross documents: a Cache without earlier positions."""
+    """The context of training rows whose attention does not cross documents."""
 
     def __init__(self, tokens: Tensor, start_id: int, window: int, dropout_p: float):
         """Let documents of tokens (B, T) start at each start_id; window as in :func:`attend`."""

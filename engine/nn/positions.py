@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.nn.attention import Caches
+from engine.nn.attention import Contexts
 
 Scaling = tuple[float, ...] | None  # see scale_frequencies
 FREQUENCY_BASE = 10_000.0  # frequencies range from 1 to about 1 / FREQUENCY_BASE
@@ -30,13 +30,13 @@ def scale_frequencies(frequencies: Tensor, scaling: Scaling) -> Tensor:
     return frequencies * (unscaled + (1 - unscaled) / factor)
 
 
-def token_positions(tokens: Tensor, caches: Caches, max_length: int) -> Tensor:
+def token_positions(tokens: Tensor, contexts: Contexts, max_length: int) -> Tensor:
     """Return the positions of tokens (B, T), which follow the cached ones: (T,) or (B, T).
 
-    Without caches, raises ValueError if they are more than max_length.
+    Without contexts, raises ValueError if they are more than max_length.
     """
-    if caches:
-        return caches[0].next_positions()
+    if contexts:
+        return contexts[0].next_positions()
     count = tokens.shape[1]
     if count > max_length:
         raise ValueError(f"tokens must have at most {max_length} positions (got {count})")

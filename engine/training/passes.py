@@ -116,8 +116,8 @@ class Passes:
         dropout_p = self.config.model.dropout if model.training else 0.0
         windows = [cast(Block, block).attention.window for block in self.model.blocks]
         start = cast(int, self.data.document_start)  # resolve() checks that there is one
-        caches = {w: DocumentAttention(inputs, start, w, dropout_p) for w in {*windows}}
-        return model(inputs, targets, [caches[window] for window in windows])
+        contexts = {w: DocumentAttention(inputs, start, w, dropout_p) for w in {*windows}}
+        return model(inputs, targets, [contexts[window] for window in windows])
 
     def add_gradients(
         self, inputs: Tensor, targets: Tensor, scale: Tensor, is_first: bool, is_last: bool
