@@ -21,7 +21,7 @@ from engine.data.batches import Batches
 from engine.data.split import BatchSpec
 from engine.nn.loss import IGNORE_INDEX
 from engine.training import passes as passes_module
-from engine.training.callbacks import MetricsFile
+from engine.training.callbacks import MetricsFile, print_summary
 from engine.training.config import TrainConfig
 from engine.training.trainer import Callback, Trainer
 
@@ -41,6 +41,7 @@ class Run:
     watch: bool = False
     mask: bool = False
     hold: bool = False
+    summarize: bool = False  # print the summary of train.py
 
 
 def masks() -> dict[str, Tensor]:
@@ -51,14 +52,16 @@ def masks() -> dict[str, Tensor]:
         "all": every,
         "another count in each row": columns < rows + 1,
         "one": (rows == 7) & (columns == 5),
+        "none in two of three rows": (rows % 3 == 1) & (columns % 2 == 0),
         "only the first process's": (rows < ROWS // 4) & (columns > 2),
+        "only the last process's": (rows >= ROWS - 2) & (columns < 9),
         "none": ~every,
         "all after none": every,
     }
 
 
 class Gradients(Callback):
-    """Calls ``note`` of a subclass before the parameters are updated, while there are gradients."""
+    """Calls ``note`` before the optimizers update the parameters, while there are gradients."""
 
     def on_train_start(self, trainer: Trainer) -> None:
         self.parameters = trainer.optimizer.parameters
@@ -70,6 +73,9 @@ class Gradients(Callback):
             optimizer_step(*arguments)
 
         optimizer.step = step
+
+    def note(self) -> None:
+        raise NotImplementedError
 
 
 class Watcher(Gradients):
@@ -174,6 +180,8 @@ def play(runs: list[Run]) -> None:
             with contextlib.redirect_stdout(io.StringIO()) as output:
                 peers = dataclasses.replace(dist, sharded=config.parallel == "fsdp")
                 trainer = train.train(config, peers, callbacks, stopper)
+                if run.summarize:
+                    print_summary(trainer)
                 if run.hold:
                     holder.note(trainer, "ended")
             assert trainer.step == min(run.stop, config.steps or trainer.step)

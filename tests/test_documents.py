@@ -153,3 +153,16 @@ def test_the_history_of_the_tutorial_goes_from_2017_to_the_defaults():
         settings |= change
     del settings["learning_rate"]  # its default depends on the batch size
     assert settings.items() <= flatten(TrainConfig()).items()
+
+
+def test_a_mistake_in_a_command_is_seen(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for line in (
+        "python trian.py",
+        "python -m examples.dates dats",
+        "torchrun --nproc-per-node 8 train.py --stpes 3",
+        "cat *.log | python prepare.py - --outt data/logs",
+        "pytest tests/test_model.py -k laterr",
+    ):
+        with pytest.raises((SystemExit, OSError, AssertionError)):
+            check_line(line, monkeypatch)

@@ -27,7 +27,13 @@ from helpers import (
     tiny,
     train_tiny,
 )
-from reference import assert_same_gradients, attention_definition, decoding_definition, random_heads
+from reference import (
+    assert_same_gradients,
+    attention_definition,
+    decoding_definition,
+    loss_definition,
+    random_heads,
+)
 
 from engine.core.device import DTYPE_BY_NAME, mixed_precision
 from engine.core.distributed import DistributedContext
@@ -35,6 +41,7 @@ from engine.nn import loss as loss_module
 from engine.nn.acceleration import checkpoint_activations
 from engine.nn.attention import attend
 from engine.nn.inference import build_decoder
+from engine.nn.loss import IGNORE_INDEX, training_loss
 from engine.training.config import RunConfig
 from engine.training.estimate import activation_bytes
 from engine.training.trainer import Callback, Trainer
@@ -254,3 +261,15 @@ def test_a_plan_s_memory_is_what_a_micro_batch_allocates(gpu, kind, lean):
     run_config = RunConfig(model=config, dtype="bfloat16", checkpoint_activations=lean)
     estimate = activation_bytes(run_config, 8, DistributedContext(device=gpu))
     assert estimate == pytest.approx(measured, rel=0.2)
+
+
+@pytest.mark.parametrize("rows", [100, 5], ids=["whole", "in chunks"])
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+def test_the_output_loss_is_the_definition(device, monkeypatch, rows, cap):
+    monkeypatch.setattr(loss_module, "MAX_LOGITS", rows * 37)
+    torch.manual_seed(0)
+    x, weight = (torch.randn(n, 24).to(device).requires_grad_() for n in (48, 37))
+    targets = torch.randint(37, (48,)).to(device)
+    targets[:7] = IGNORE_INDEX
+    loss = training_loss(x, weight, targets, cap)
+    assert_same_gradients(loss, loss_definition(x, weight, targets, cap), [x, weight], 1e-3)

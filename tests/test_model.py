@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -21,9 +22,10 @@ from engine.nn import loss as loss_module
 from engine.nn.acceleration import StaticGradients
 from engine.nn.inference import build_decoder
 from engine.nn.layers import concatenate_linear
+from engine.nn.positions import scale_frequencies
 from engine.nn.specs import ParameterSpec, match_specs
 from engine.training.optimizer import Optimizer, OptimizerConfig, default_rates
-from model import GPT, Head, ModelConfig
+from model import GPT, FeedForward, Head, ModelConfig
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -380,3 +382,86 @@ def test_a_training_step_creates_its_tensors_on_the_device_of_the_model(
 def test_impossible_settings_are_refused_by_name(changes, name):
     with pytest.raises((ValueError, UserError), match=f"^{name}:? "):
         GPT(dataclasses.replace(SMALL, **changes))
+
+
+def test_the_number_of_parameters():
+    matrices = 2 * (4 * 24 * 24 + 2 * 24 * 96)
+    biases = 2 * (4 * 24 + 96 + 24)
+    norms = 2 * 2 * 2 * 24
+    assert GPT(SMALL).num_parameters == 37 * 24 * 2 + matrices
+    assert GPT(VARIANTS["2017"]).num_parameters == 37 * 24 + matrices + biases + norms
+    gpt2 = 37 * 24 + 16 * 24 + matrices + biases + norms + 2 * 24
+    assert GPT(VARIANTS["gpt2"]).num_parameters == gpt2
+
+
+@torch.no_grad()
+def test_heads_of_a_group_share_one_key_and_value_that_is_saved_once():
+    config = VARIANTS["qwen3"]
+    grouped = random_model(config)
+    assert list(grouped.state_dict()) == [name for name, _ in grouped.named_parameters()]
+    # The model equals one without groups whose heads have equal keys and values.
+    full = GPT(dataclasses.replace(config, num_kv_heads=None)).eval()
+    weights = dict(grouped.named_parameters())
+    for name, parameter in full.named_parameters():
+        match = re.search(r"heads\.([13])\.(key|value)\.", name)
+        if match:
+            first = int(match[1]) - 1
+            name = name.replace(match[0], f"heads.{first}.{match[2]}.")
+        parameter.copy_(weights[name])
+    tokens, _ = random_batch(SMALL)
+    torch.testing.assert_close(grouped(tokens), full(tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_scaled_rope_divides_the_frequencies_of_few_periods():
+    frequencies = torch.tensor([1.0, 0.2, 0.05, 1e-3])  # 15.9, 3.2, 0.8 and 0.02 periods in 100
+    scaled = scale_frequencies(frequencies, (8.0, 1.0, 4.0, 100.0))
+    blend = (100 * 0.2 / (2 * math.pi) - 1) / 3
+    expected = torch.tensor([1.0, 0.2 * (blend + (1 - blend) / 8), 0.05 / 8, 1e-3 / 8])
+    torch.testing.assert_close(scaled, expected)
+    torch.testing.assert_close(scale_frequencies(frequencies, (8.0,)), frequencies / 8)
+    assert scale_frequencies(frequencies, None) is frequencies
+    linear = GPT(dataclasses.replace(SMALL, rope_scaling=(4.0,))).rotation(torch.arange(13))
+    torch.testing.assert_close(linear[:, ::4], GPT(SMALL).rotation(torch.arange(4)))
+
+
+def test_a_bias_of_queries_keys_and_values_only():
+    names = [name for name, _ in GPT(dataclasses.replace(SMALL, qkv_bias=True)).named_parameters()]
+    biased = {name.split(".")[-2] for name in names if name.endswith(".bias")}
+    assert biased == {"query", "key", "value"}
+
+
+@pytest.mark.parametrize("name", ["gelu", "relu", "relu2", "swiglu"])
+def test_feed_forward_has_the_activation_of_its_name(name):
+    layer = FeedForward(dataclasses.replace(SMALL, activation=name))
+    x = torch.randn(2, 5, 24)
+    hidden = layer.expand(x)
+    expected = {
+        "gelu": lambda: F.gelu(hidden, approximate="tanh"),
+        "relu": lambda: hidden.clamp(min=0),
+        "relu2": lambda: hidden.clamp(min=0) ** 2,
+        "swiglu": lambda: layer.gate(x) * torch.sigmoid(layer.gate(x)) * hidden,
+    }[name]()
+    torch.testing.assert_close(layer(x), layer.contract(expected))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "2017"])
+def test_a_block_normalizes_before_its_layers_or_after_their_sums(name):
+    x = torch.randn(2, 5, 24)
+    block = random_model(VARIANTS[name]).blocks[0]
+    first = block.attention_norm
+    second = block.feed_forward_norm
+    if name == "gpt2":
+        middle = x + block.attention(first(x), None)
+        expected = middle + block.feed_forward(second(middle))
+    else:
+        middle = first(x + block.attention(x, None))
+        expected = second(middle + block.feed_forward(middle))
+    torch.testing.assert_close(block(x, None), expected)
+
+
+@torch.no_grad()
+def test_softcap_bounds_logits():
+    model = random_model(VARIANTS["relu2"])
+    model.head.weight.mul_(100)
+    logits = model(torch.randint(37, (1, 16)))
+    assert 14 < logits.abs().max() <= 15

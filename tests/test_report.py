@@ -7,6 +7,7 @@ import re
 import shutil
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from helpers import (
     exit_code_of,
     logged,
     numbers_text,
+    random_model,
     read_lines,
     train_tiny,
     write_lines,
@@ -30,7 +32,7 @@ from engine.report.attention_maps import (
     attention_maps,
     compute_attention,
 )
-from engine.report.callback import SAMPLE_TOKENS, Report
+from engine.report.callback import SAMPLE_TOKENS, Report, write_samples
 from engine.report.page import (
     MAX_CURVE_POINTS,
     MAX_SHOWN_EVALUATIONS,
@@ -284,3 +286,36 @@ def test_markup_in_a_run_is_shown_as_text(page, run_a):
     assert page.title() == heading == folder.name
     assert page.locator("#samples b").last.inner_text() == EVIL
     assert all(EVIL in page.locator(name).inner_text() for name in ("#settings", "#machine"))
+
+
+def test_a_sharded_model_is_not_sampled_from(run_a, numbers):
+    before = (run_a / "samples.jsonl").read_bytes()
+    trainer = SimpleNamespace(step=9, data=open_mixture([numbers]), is_best=True)
+    trainer.config = SimpleNamespace(out=run_a)
+    trainer.dist_ctx = SimpleNamespace(sharded=True)
+    Report().sample(trainer)
+    assert (run_a / "samples.jsonl").read_bytes() == before
+
+
+def test_a_model_that_diverged_has_samples_and_attention(numbers):
+    data = open_mixture([numbers])
+    model = random_model(
+        ModelConfig(vocab_size=data.tokenizer.vocab_size, context_length=16, d_model=8)
+    )
+    model.head.weight.data.fill_(math.nan)
+    model.blocks[0].attention.heads[0].query.weight.data.fill_(math.nan)
+    assert {sample["text"][:5] for sample in write_samples(model, data, 1, 1)} == {"none:"}
+    assert compute_attention(model, data)["weights"]
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_data_that_is_missing_or_not_that_of_the_run_is_noted(numbers, run_a, is_missing):
+    data = run_a.with_name("data")
+    if not is_missing:
+        manifest = shutil.copytree(numbers, data) / "manifest.json"
+        manifest.write_text(manifest.read_text() + "\n")
+    config = run_a / "config.toml"
+    config.write_text(config.read_text().replace(str(numbers), str(data)))
+    page = make_page(run_a)
+    assert page["about"]["data"] and page["memorization"] is page["attention"] is None
+    assert page["training"]["step"] and str(data) in page["notes"][0]

@@ -348,3 +348,19 @@ def test_a_text_is_written_though_standard_error_is_closed(trained):
     command = [sys.executable, ROOT / "sample.py", trained, "1 is", "--max-new-tokens", 3]
     closed = f"{shlex.join(map(str, command))} --device cpu 2>&-"
     assert subprocess.check_output(["sh", "-c", closed], encoding="utf-8").startswith("1 is")
+
+
+@pytest.mark.parametrize(
+    ("content", "prompts"),
+    [
+        (b'{"prompt": "a"}\r\n\r\n  \r\n{"prompt": "b"}\r\n', ["a", "b"]),
+        (b'\n\n{"prompt": "\\u2028a\xe2\x80\xa8"}\n\n', ["\u2028a\u2028"]),
+        (b'\xef\xbb\xbf{"prompt": "' + b"ab " * 10**6 + b'"}', ["ab " * 10**6]),
+    ],
+    ids=["CRLF", "line separators", "BOM, huge, no newline"],
+)
+def test_any_layout_of_lines_is_read(content, prompts, output_of, tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(content)
+    files = ["--prompts-file", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl"]
+    output_of(*files, "--max-new-tokens", 1)
+    assert [record["prompt"] for record in read_lines(tmp_path / "out.jsonl")] == prompts

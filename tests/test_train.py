@@ -791,3 +791,14 @@ def test_a_modified_model_is_sampled_reported_resumed_and_trained_further(number
     train_stopped(should_stop=StopAfter(5), modify_model=add_scales)
     train_stopped("--resume", modify_model=add_scales)
     assert same_checkpoint(newest_checkpoint(tmp_path / "stopped"), newest_checkpoint(run))
+
+
+def test_an_evaluation_gives_way_between_its_batches(numbers, tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.data.split.EVALUATION_BATCH_TOKENS", 100)
+    batches: list[int] = []
+    callbacks = [Action(2, lambda: batches.append(1), "evaluation")]
+    run = train_tiny(
+        numbers, tmp_path, "--steps", 2, callbacks=callbacks, should_stop=lambda: len(batches) > 3
+    )
+    assert len(batches) == 4 and run.evaluation is None and run.model.training
+    assert train_tiny(numbers, tmp_path, "--steps", 2, "--resume").evaluation["val_loss"] > 0

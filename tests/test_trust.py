@@ -22,6 +22,7 @@ from helpers import (
     SpoilLoss,
     logged,
     newest_checkpoint,
+    numbers_text,
     read_files,
     seal,
     tiny,
@@ -29,6 +30,7 @@ from helpers import (
 )
 from soak import run_ranks
 
+import prepare
 import sample
 import train
 from engine.core.distributed import init_distributed
@@ -301,3 +303,11 @@ def test_nan_of_one_rank_is_skipped_by_both_until_it_ends_the_run(workspace, tmp
     assert saved.step >= 60 and all(tensor.isfinite().all() for _, tensor in saved.model())
     pattern = rf"UserError.*--learning-rate: .*\b{MAX_SKIPPED_STEPS}\b.* step {saved.step}\b"
     assert len(re.findall(pattern, (tmp_path / "log").read_text())) == 2
+
+
+def test_a_disk_that_fills_up_while_preparing_leaves_nothing(small_disk, tmp_path):
+    text = tmp_path / "big.txt"
+    text.write_text(numbers_text(100_000))
+    with pytest.raises(OSError, match="No space left"):
+        prepare.main([str(text), "--tokenizer", "byte", "--out", str(small_disk / "data")])
+    assert list(small_disk.iterdir()) == []

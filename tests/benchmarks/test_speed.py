@@ -109,3 +109,15 @@ def test_impossible_settings_are_refused_at_once(flags, capsys):
     with pytest.raises(SystemExit, match="2"):
         speed.main(flags)
     assert f"{flags[-2]}: " in capsys.readouterr().err
+
+
+def test_a_step_trains_with_any_optimizer():
+    bench = speed.Bench(speed.BenchConfig(), torch.device("cpu"))
+    batch = tuple(torch.ones(2, 1, 8, dtype=torch.long))
+    for make_optimizer in (peers.make_adamw, lambda model: bench.make_optimizer(model, "muon")):
+        model = GPT(SMALL)
+        step = bench.make_model_step(model, batch, make_optimizer(model))
+        before = model(*batch).item()
+        for _ in range(20):
+            step()
+        assert model(*batch).item() < before and all(p.grad is None for p in model.parameters())

@@ -53,7 +53,7 @@ MODEL_FLAGS = (
 )
 NUM_STEPS = 8
 ADAMW_FLAGS = ["--optimizer", "adamw", "--learning-rate", "3e-3"]
-FLAGS_OF_KIND = {
+FLAGS_OF_KIND = {  # of runs that are compared on 1 to 4 ranks
     "ddp-muon": ["--parallel", "ddp"],
     "fsdp-muon": ["--parallel", "fsdp"],
     "ddp-adamw": ["--parallel", "ddp", *ADAMW_FLAGS],
@@ -139,30 +139,34 @@ def runs(folder, run_ranks) -> Path:
         base += ["--score", "exact_match", "--score-file", folder / "exact_match.jsonl"]
         return new_run(folder / f"{kind}-{name}", *base, *ADAMW_FLAGS, *flags, **options)
 
-    def documents_run(name: object, *flags: object) -> Run:
+    def documents_run(parallel: str, name: object, *flags: object) -> Run:
         flags += ("--score", "choice", "--score-file", folder / "choice.jsonl", "--document-mask")
-        return new_run(folder / f"documents-{name}", "--data", folder / "documents", *flags)
+        paths = ["--data", folder / "documents", "--parallel", parallel]
+        return new_run(folder / f"{parallel}-documents-{name}", *paths, *flags)
+
+    def resumed(name: str, *flags: object, **options: Any) -> list[Run]:
+        return [kind_run(kind, name, "--resume", *flags, **options) for kind in MUON_KINDS]
 
     def elastic(stop: float) -> list[Run]:
-        flags = ["--resume", *MANY_HEADS]
-        return [kind_run(kind, "elastic", *flags, stop=stop, hold=True) for kind in MUON_KINDS]
+        return resumed("elastic", *MANY_HEADS, stop=stop, hold=True)
 
     def mixture(size: int, stop: float = math.inf) -> Run:
         flags = ["--data", folder / "data", folder / "second", "--mix", 0.7, 0.3, "--resume"]
         return new_run(folder / f"mixed-{size}", *flags, stop=stop)
 
     single = [kind_run(kind, 1) for kind in ("ddp-muon", "ddp-adamw")]
-    single += [lora_run("ddp-lora", 1), documents_run(1)]
+    single += [lora_run("ddp-lora", 1), documents_run("ddp", 1)]
     run_ranks(1, [*single, kind_run("ddp-muon", "heads", *MANY_HEADS), mixture(1)])
 
-    run_ranks(4, elastic(2))  # from 4 …
+    four = kind_run("fsdp-adamw", 4, "--checkpoint-activations")
+    run_ranks(4, [four, *elastic(2)])  # from 4 …
 
-    timed = new_run(folder / "timed", "--minutes", 0.02, other_settings={"verify_data": True})
-    two = [timed, kind_run("fsdp-adamw", 2, *micro, "--checkpoint-activations")]
-    two += [kind_run("fsdp-muon", 2, *micro), kind_run("fsdp-muon", "each", *micro, memory=1)]
-    two.append(documents_run(2, *micro, "--parallel", "fsdp"))
-    lora_flags = [*micro, "--checkpoint-activations", "--resume"]
-    two += [lora_run(kind, 2, *lora_flags, stop=n) for kind in LORA_KINDS for n in (5, 9)]
+    timed = new_run(folder / "timed", "--minutes", 0.03, other_settings={"verify_data": True})
+    two = [timed, *(kind_run(kind, 2, *micro) for kind in FLAGS_OF_KIND)]
+    two.append(kind_run("fsdp-muon", "each", *micro, memory=1))
+    two += [documents_run(parallel, 2, *micro) for parallel in ("ddp", "fsdp")]
+    two += [lora_run(kind, 2, *micro, "--checkpoint-activations") for kind in LORA_KINDS]
+    two += [lora_run(kind, "again", "--resume", stop=n) for kind in LORA_KINDS for n in (5, 9)]
     two += [lora_run(kind, "bfloat16", "--dtype", "bfloat16") for kind in LORA_KINDS]
     two += [kind_run(kind, "bfloat16", "--dtype", "bfloat16") for kind in MUON_KINDS]
     apart = {"other_settings": {"out": folder / "unused"}}  # without a shared run folder
@@ -174,26 +178,27 @@ def runs(folder, run_ranks) -> Path:
     run_ranks(1, elastic(6))  # … to 1 …
 
     three = [kind_run(kind, 3, *micro) for kind in MUON_KINDS]
-    again = ["--resume", *micro]
-    three += [kind_run("fsdp-muon", "again", *again, stop=n) for n in (5, math.inf)]
+    three += [*resumed("again", *micro, stop=5), *resumed("again", *micro), *elastic(math.inf)]
     three.append(kind_run("fsdp-muon", "damaged", "--resume", *MANY_HEADS, stop=3))
-    run_ranks(3, [*three, *elastic(math.inf), mixture(2)])  # … to 3
+    run_ranks(3, [*three, mixture(2)])  # … to 3
     return folder
 
 
 RUN_PAIRS = [  # a run, the run that it equals, and the tolerance
-    ("fsdp-muon-2", "ddp-muon-1", 1e-5),
-    ("fsdp-adamw-2", "ddp-adamw-1", 1e-5),
+    *((f"{kind}-2", f"ddp-{kind.split('-')[1]}-1", 1e-5) for kind in FLAGS_OF_KIND),
     *((f"{kind}-3", "ddp-muon-1", 1e-5) for kind in MUON_KINDS),
-    *((f"{kind}-elastic", "ddp-muon-heads", 1e-5) for kind in MUON_KINDS),
+    ("fsdp-adamw-4", "ddp-adamw-1", 1e-5),
+    ("ddp-muon-elastic", "ddp-muon-heads", 1e-5),
+    ("fsdp-muon-elastic", "ddp-muon-heads", 1e-5),
     ("fsdp-muon-each", "ddp-muon-1", 1e-5),  # gradients are reduced in every micro-batch
     ("fsdp-muon-apart", "fsdp-muon-2", 1e-5),
     ("mixed-2", "mixed-1", 1e-5),
     ("fsdp-muon-bfloat16", "ddp-muon-bfloat16", 2e-4),
-    *((f"{kind}-2", "ddp-lora-1", 1e-5) for kind in LORA_KINDS),
-    ("documents-2", "documents-1", 1e-5),
+    *((f"{kind}-{name}", "ddp-lora-1", 1e-5) for kind in LORA_KINDS for name in (2, "again")),
+    *((f"{parallel}-documents-2", "ddp-documents-1", 1e-5) for parallel in ("ddp", "fsdp")),
     ("fsdp-lora-bfloat16", "ddp-lora-bfloat16", 2e-4),
-    ("fsdp-muon-again", "fsdp-muon-3", 0),  # resumed on the same world size
+    ("ddp-muon-again", "ddp-muon-3", 0),  # resumed on the same world size
+    ("fsdp-muon-again", "fsdp-muon-3", 0),
 ]
 
 
@@ -209,9 +214,10 @@ def test_n_ranks_equal_one_rank_at_every_step(runs, run, reference, tolerance):
         ("fsdp-muon-again", ["Resuming after step 5"]),
         ("fsdp-muon-damaged", ["step-00000004", "model-00002-of-00002", "Resuming after step 2"]),
         ("fsdp-muon-each", ["reduced after each micro-batch"]),
+        ("fsdp-muon-watched", ["A sample:"]),
     ],
 )
-def test_only_the_main_process_prints(runs, run, texts):
+def test_only_the_main_process_prints(runs, watched, run, texts):
     first, second = (record_of(runs / run, rank)["output"] for rank in (0, 1))
     assert all(first.count(text) == 1 for text in texts) and not second
 
@@ -252,7 +258,8 @@ def watched(folder, run_ranks) -> Path:
     flags = ["--steps", 3, "--micro-batch-size", 2]
     runs = []
     for kind, kind_flags in FLAGS_OF_KIND.items():
-        runs.append(new_run(folder / f"{kind}-watched", *kind_flags, *flags, watch=True))
+        options = {"watch": True, "summarize": kind == "fsdp-muon"}
+        runs.append(new_run(folder / f"{kind}-watched", *kind_flags, *flags, **options))
     run_ranks(2, runs)
     return folder
 
@@ -334,8 +341,8 @@ def test_gradient_is_that_of_the_mean_over_all_counted_targets(masked, name):
 # Faults.
 
 
-def test_torchrun_restarts_a_killed_run_and_saves_a_terminated_one(folder):
-    flags = ["--steps", 1000, "--save-every", 5, "--eval-every", 1000, "--parallel", "fsdp"]
+def test_killed_and_terminated_run_equals_an_uninterrupted_one(plain_steps, folder, run_ranks):
+    flags = ["--steps", 1000, "--save-every", 10, "--eval-every", 1000, "--parallel", "fsdp"]
     run = folder / "interrupted"
     command = [*TORCHRUN_COMMAND, "--standalone", "--max-restarts", 9, ROOT / "train.py"]
     process = subprocess.Popen(
@@ -348,7 +355,7 @@ def test_torchrun_restarts_a_killed_run_and_saves_a_terminated_one(folder):
     def wait_for_two_checkpoints() -> None:
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         names = [path.name for path in list_checkpoints(run)] or ["step-0"]
-        target = f"step-{int(names[-1].removeprefix('step-')) + 10:08d}"
+        target = f"step-{int(names[-1].removeprefix('step-')) + 20:08d}"
         while not any(path.name >= target for path in list_checkpoints(run)):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
@@ -367,8 +374,9 @@ def test_torchrun_restarts_a_killed_run_and_saves_a_terminated_one(folder):
     assert process.returncode, errors  # 1, or a signal: torchrun may abort while it shuts down
     assert output.count("Resuming after step") == 1  # only the main process prints
     assert output.count("torchrun --nproc-per-node 2") == 1  # the command to resume with
-    newest_step = newest_checkpoint(run).step
-    assert [*logged(run, "train_loss")] == [*range(1, newest_step + 1)]
+    checkpoint = newest_checkpoint(run)
+    run_ranks(2, [new_run(folder / "uninterrupted", *flags, stop=checkpoint.step)])
+    assert same_checkpoint(newest_checkpoint(folder / "uninterrupted"), checkpoint)
 
 
 def test_ranks_with_different_settings_end_at_once(folder, run_ranks):
@@ -435,7 +443,7 @@ import torch
 import torch.distributed as dist
 from engine.core.distributed import init_distributed
 
-for attempt in "01":  # one import of torch for all
+for attempt in "0123":  # one import of torch for all
     children = []
     for rank in "01":
         os.environ.update(TORCHELASTIC_RESTART_COUNT=attempt, RANK=rank, LOCAL_RANK=rank)
@@ -485,9 +493,11 @@ def test_a_rank_notices_when_torchrun_is_gone(variables):
     ("variables", "name"),
     [
         ("WORLD_SIZE=2", "RANK"),
+        ("WORLD_SIZE=two", "RANK"),
         ("WORLD_SIZE=2 RANK=0 LOCAL_RANK=x", "LOCAL_RANK"),
         ("WORLD_SIZE=2 RANK=0 LOCAL_RANK=0", "LOCAL_WORLD_SIZE"),
         ("SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=0", "SLURM_STEP_NUM_TASKS"),
+        ("OMPI_COMM_WORLD_SIZE=4", "OMPI_COMM_WORLD_SIZE"),
         ("PMI_SIZE=4 WORLD_SIZE=1", "PMI_SIZE"),
         ("SLURM_PROCID=1", "SLURM_PROCID"),
     ],

@@ -4,6 +4,7 @@ import random
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -157,3 +158,15 @@ def test_the_score_of_training_is_that_of_sample_and_of_a_count_by_hand(facts, t
         capsys.readouterr()
         sample.main([*map(str, [path, *files, *flags])])
         assert f"{num_right} of {len(questions)} answers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("num_questions", [50, 100, 200, 500])
+def test_the_interval_covers_the_true_score_in_95_percent_of_samples(num_questions):
+    draw = np.random.default_rng(num_questions)
+    scores = draw.uniform(0.05, 0.95, 4000)
+    records = [score_record(n, num_questions) for n in draw.binomial(num_questions, scores)]
+    covers = [
+        record["val_score_low"] <= score <= record["val_score_high"]
+        for record, score in zip(records, scores, strict=True)
+    ]
+    assert 0.93 <= np.mean(covers) <= 0.97

@@ -154,3 +154,26 @@ def test_what_speeds_up_training_is_not_copied(decoder_of, is_compiled):
     decoder = decoder_of(model)
     assert not any("forward" in vars(module) for module in decoder.modules())
     assert decode(decoder, [[1, 2]], 8, temperature=0) == expected
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"qk_norm": False, "qkv_bias": True, "norm": "weighted_rmsnorm", "num_kv_heads": 1},
+        {"rope_base": 5e5, "rope_scaling": (4.0, 1.0, 4.0, 8.0)},
+        {"norm": "layernorm", "bias": True, "windows": (3,)},
+    ],
+    ids=["biases of queries, no norm", "scaled frequencies", "layer norms"],
+)
+@torch.no_grad()
+def test_rows_of_different_lengths_rotate_each_by_its_own_positions(kind, decoder_of):
+    model = random_model(dataclasses.replace(SMALL, **kind))
+    engine = DecodingEngine(decoder_of(model))
+    prompts = [torch.randint(37, (length,)).tolist() for length in (3, 7)]
+    for row, prompt in enumerate(prompts):
+        engine.add(prompt)
+        engine.read(row)
+    logits = engine.step([5, 6])
+    for row, prompt in enumerate(prompts):
+        expected = model(torch.tensor([[*prompt, 5 + row]]))[0, -1]
+        torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=1e-5)

@@ -2,10 +2,12 @@
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from helpers import SMALL, random_model, serve_in_thread
 
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
@@ -256,3 +258,47 @@ def test_the_live_page_is_accessible_and_fits_a_phone(page, server, is_chat, che
             tops = [page.locator(f"#{name}").bounding_box()["y"] for name in ("typed", "likely")]
             maps = page.locator("#map").bounding_box()["y"]
             assert tops[0] < tops[1] < maps
+
+
+def test_bars_follow_the_sliders_at_once(live, inspector):
+    ids = LETTERS.encode(read_tokens(live)).tolist()
+    live.locator("#tokens [role=option]").nth(9).click()
+    live.locator("#temperature").fill("0.2")
+    settings = {"temperature": 0.2, "top_p": SETTINGS["top_p"]}
+    (table,) = inspector.predict({"ids": ids, "at": 9, **settings})
+    expected = [percent(row[-1]) for row in table["likely"]]
+    last_cells = live.locator("#likely td:last-child")
+    expect(last_cells.first).to_have_text(expected[0])
+    assert last_cells.all_inner_texts() == expected
+
+
+def test_measuring_shows_its_progress_and_can_be_stopped(page, inspector):
+    release = threading.Event()
+
+    def measure(question: Any) -> Iterator[dict]:
+        yield {"bits": 3.0}
+        yield {"layer": 1, "head": 1, "bits": 0.5}
+        release.wait(60)
+        yield {"layer": 1, "head": 2, "bits": 0.5}
+
+    with serving(inspector.answers | {"measure": measure}) as server:
+        page.goto(server.address)
+        wait(page)
+        page.click("#measure")
+        expect(page.locator("#measure-status")).to_have_text("Head 1 of 6…")
+        page.get_by_role("button", name="Stop measuring").click()
+        release.set()
+        expect(page.locator("#measure-status")).to_have_text("Stopped.")
+        assert page.locator("#measure").inner_text() == "Measure all heads"
+
+
+def test_a_text_of_ones_own_is_measured(live, inspector):
+    live.click("#edit")
+    assert live.input_value("#whole") == read_tokens(live)
+    live.fill("#whole", "(&1'*2")
+    live.click("#read")
+    wait(live)
+    (read,) = inspector.read({"text": "(&1'*2"})
+    bits = [token["bits"][0] for token in read["tokens"][1:]]
+    mean = f"{torch.tensor(bits).mean():.2f} bits each"
+    assert read_tokens(live) == "(&1'*2" and mean in live.locator("#status").inner_text()

@@ -2,6 +2,7 @@
 
 import random
 import time
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -127,3 +128,29 @@ def test_time_is_bounded_whatever_the_data(name, code, bpe):
     start = time.process_time()
     find_passages([*texts, " " * 400], [dataset])
     assert time.process_time() - start < 2
+
+
+def test_examples_are_training_data_too(tmp_path):
+    lines = [{"p": f"What comes after {n}? ", "c": f"It is {n + 1}, of course."} for n in range(50)]
+    dataset = open_dataset(make_dataset(tmp_path, lines, prompt_field="p", completion_field="c"))
+    index = dataset.train.num_examples // 2
+    example = dataset.train.example(index)
+    text = BYTES.decode(np.where(example < 0, ~example, example)[:-1].tolist())
+    ((passage,),), _ = find_passages([f"…{text}…"], [dataset])
+    assert passage == (1, len(text), "in.jsonl")
+
+
+@pytest.mark.parametrize("name", ["code", "spaces", "text"])
+def test_time_and_memory_are_bounded_whatever_the_data(name, code, bpe):
+    draw = random.Random(0)
+    starts = range(len(code))
+    texts = ["".join(code[at : at + 40] for at in draw.choices(starts, k=10)) for _ in range(6)]
+    unit = {"code": code, "spaces": " ", "text": texts[0][:-7]}[name]
+    dataset = encode([unit * (300_000 // len(unit))], bpe)
+    start = time.process_time()
+    find_passages([*texts, " " * 400], [dataset])
+    assert time.process_time() - start < 2
+    tracemalloc.start()
+    find_passages(texts[:1], [dataset])
+    assert tracemalloc.get_traced_memory()[1] < 200e6
+    tracemalloc.stop()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import stat
 from pathlib import Path
 
 import pytest
@@ -152,3 +153,27 @@ def test_an_impossible_manifest_is_refused(tmp_path, changes, message):
     (path / "manifest.json").write_text(json.dumps(manifest | changes))
     with pytest.raises(UserError, match=message):
         open_checkpoint(path)
+
+
+def test_a_setting_that_is_not_finite_is_null_in_state_json(tmp_path):
+    path = write_gathered(tmp_path, settings={"z_loss": float("inf")})
+    assert "Infinity" not in (path / "state.json").read_text()
+    assert open_checkpoint(path).state.settings == {"z_loss": None}
+
+
+@pytest.mark.parametrize("write", [write_gathered, write_sharded])
+def test_files_have_the_permissions_of_the_umask(tmp_path, write):
+    path = write(tmp_path)
+    (tmp_path / "plain").touch()
+    expected = stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {expected}
+
+
+@pytest.mark.parametrize("name", [*GATHERED_FILES, "manifest.json"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_refused_by_name(tmp_path, name, damage):
+    path = write_gathered(tmp_path)
+    DAMAGES[damage](path / name)
+    with pytest.raises(UserError, match="step-00000060") as caught:
+        open_checkpoint(path).verify()
+    assert name in str(caught.value) and "\n" not in str(caught.value)

@@ -368,3 +368,18 @@ def test_a_matrix_that_is_updated_beside_one_without_a_gradient_counts_it_as_zer
         updated.append(params[0].detach())
         assert torch.equal(params[1], matrices[1]) == missing
     assert torch.equal(*updated)
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 64), (2, 64, 16), (1, 32, 32)])
+def test_orthogonalized_matrices_have_singular_values_near_1_and_the_same_vectors(shape):
+    torch.manual_seed(0)
+    matrices = torch.randn(shape)
+    result = orthogonalize(matrices)
+    singular = torch.linalg.svdvals(result)
+    assert singular.min() > 0.5
+    assert singular.max() < 1.4
+    U, _, V = torch.linalg.svd(matrices, full_matrices=False)
+    aligned = U.mT @ result @ V.mT
+    diagonal = aligned.diagonal(dim1=-2, dim2=-1).diag_embed()
+    torch.testing.assert_close(aligned, diagonal, rtol=0, atol=1e-4)
+    assert orthogonalize(torch.zeros(shape)).abs().max() == 0
