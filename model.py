@@ -36,7 +36,7 @@ class Architecture:
     qkv_bias: bool = False  # Add a bias to queries, keys and values.
     position: Literal["rope", "learned", "sinusoidal"] = "rope"  # Position encoding.
     rope_base: bounds.Base | None = None  # Base of RoPE's frequencies; None: 10,000.
-    rope_scaling: bounds.Scaling | None = None  # FACTOR, or FACTOR LOW HIGH LENGTH (Llama 3.1).
+    rope_scaling: bounds.Factors | None = None  # FACTOR, or FACTOR LOW HIGH LENGTH (Llama 3.1).
     # Normalization layer; rmsnorm is the one without a weight.
     norm: Literal["rmsnorm", "weighted_rmsnorm", "layernorm"] = "rmsnorm"
     # Added to the mean square; None: 1e-6, or 1e-5 (layernorm).

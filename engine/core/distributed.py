@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -266,6 +267,10 @@ def init_distributed(
     if size == 1:
         yield DistributedContext(device=rank_device)
         return
+    interfaces = {name for _, name in socket.if_nameindex()}
+    name = os.environ.get("GLOO_SOCKET_IFNAME")
+    if name and not {*name.split(",")} <= interfaces:
+        raise UserError(f"GLOO_SOCKET_IFNAME: must be of {sorted(interfaces)} (got {name}).")
     limit = datetime.timedelta(seconds=timeout)
     backend = "cpu:gloo,cuda:nccl" if rank_device.type == "cuda" else "gloo"
     store, _, _ = next(dist.rendezvous("env://", timeout=limit))

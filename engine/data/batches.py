@@ -196,6 +196,8 @@ def open_mixture(paths: Sequence[Path], mix: Sequence[float] | None = None) -> M
     Raises UserError for an unusable dataset, and for datasets that cannot be mixed.
     """
     datasets = tuple(open_dataset(path) for path in paths)
+    if len({dataset.sha256 for dataset in datasets}) < len(datasets):
+        raise UserError("--data: must be different datasets (got one twice). Give each once.")
     tokenizer_sha256 = datasets[0].manifest["tokenizer"]["sha256"]
     for dataset in datasets:
         if len(datasets) > 1 and dataset.train.num_examples:

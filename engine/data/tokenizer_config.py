@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -10,20 +9,12 @@ from typing import Any
 import tokenizers
 from tokenizers.models import WordLevel
 
-from engine.core.errors import wrap_library_errors
+from engine.core.errors import UserError, wrap_library_errors
 from engine.core.files import read_json
 from engine.core.values import convert
 from engine.data.tokenizer_json import END_OF_TEXT, Document, special_tokens_of, with_extension
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
-
-
-@dataclass(frozen=True)
-class NamedTemplate:
-    """One of the chat templates in tokenizer_config.json."""
-
-    name: str
-    template: str
 
 
 def with_model_files(document: Document, directory: Path) -> Document:
@@ -59,8 +50,10 @@ def read_chat_templates(directory: Path) -> dict[str, str]:
     templates = _read_object(directory / TOKENIZER_CONFIG).get("chat_template") or []
     if isinstance(templates, str):
         templates = [{"name": "default", "template": templates}]
-    entries = convert(templates, list[NamedTemplate], f"{TOKENIZER_CONFIG}: chat_template")
-    named = {entry.name: entry.template for entry in entries}
+    entries = convert(templates, list[dict[str, str]], f"{TOKENIZER_CONFIG}: chat_template")
+    if not all({"name", "template"} <= entry.keys() for entry in entries):
+        raise UserError(f"{TOKENIZER_CONFIG}: chat_template: each must have name and template.")
+    named = {entry["name"]: entry["template"] for entry in entries}
     files = {path.stem: path for path in directory.glob("additional_chat_templates/*.jinja")}
     if (directory / "chat_template.jinja").is_file():
         files["default"] = directory / "chat_template.jinja"

@@ -11,7 +11,7 @@ Width = Annotated[int, Ge(1), Le(10**7)]
 Windows = Annotated[tuple[int, ...], Ge(0), Le(10**7)]
 Probability = Annotated[float, Ge(0), Le(0.999)]
 Base = Annotated[float, Ge(1), Le(1e15)]
-Scaling = Annotated[tuple[float, ...], Gt(0), Le(1e9)]
+Factors = Annotated[tuple[float, ...], Gt(0), Le(1e9)]
 Epsilon = Annotated[float, Gt(0), Le(1)]
 Cap = Annotated[float, Ge(0), Le(1e6)]
 

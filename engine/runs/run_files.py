@@ -80,8 +80,7 @@ def explain_missing_checkpoint(path: Path) -> str:
     if similar := find_similar(path, Path("out"), "checkpoints/step-*"):
         return f"contains no checkpoint. Did you mean {similar}?"
     flags = ("--data", Path("data", name), "--out", Path("out", name))
-    command = shell_command("python", "train.py", *flags)
-    return f"contains no checkpoint. Train a model with: {command}"
+    return f"contains no checkpoint. Train one with: {shell_command('python', 'train.py', *flags)}"
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -101,8 +101,7 @@ def check_text_settings(config: RunConfig, data: Mixture) -> None:
         raise UserError(f"--long-examples: {data.path} has text, not examples. Leave it out.")
     has_documents = not data.longest_example and data.document_start is not None
     if config.document_mask and not has_documents:
-        problem = f"{data.path} has no documents that a token separates"
-        raise UserError(f"--document-mask: {problem}. Leave it out.")
+        raise UserError(f"--document-mask: {data.path} has no document token. Leave it out.")
     if config.document_mask and config.model.attention == "loop":
         raise UserError("--document-mask: unsupported with --attention loop. Leave one out.")
 

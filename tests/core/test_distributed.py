@@ -500,6 +500,11 @@ def test_a_rank_notices_when_torchrun_is_gone(variables):
         ("OMPI_COMM_WORLD_SIZE=4", "OMPI_COMM_WORLD_SIZE"),
         ("PMI_SIZE=4 WORLD_SIZE=1", "PMI_SIZE"),
         ("SLURM_PROCID=1", "SLURM_PROCID"),
+        (
+            "WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_PORT=1 "
+            "GLOO_SOCKET_IFNAME=lo,nothing0",
+            "GLOO_SOCKET_IFNAME",
+        ),
     ],
 )
 def test_a_variable_with_which_ranks_cannot_start_is_named(variables, name, monkeypatch):

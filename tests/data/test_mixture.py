@@ -129,6 +129,7 @@ def test_every_dataset_is_verified(paths, tmp_path):
         (["a/x", "pairs"], "pairs: examples"),
         (["pairs", "a/x"], "pairs: examples"),
         (["a/x", "none"], r"none: .*prepare\.py"),
+        (["a/x", "b/x", "a/../a/x"], "--data: .*twice"),
     ],
 )
 def test_datasets_that_cannot_be_mixed_are_refused(folder, names, message):
