@@ -40,8 +40,8 @@ def test_an_answer_or_a_text_ends_with_its_turn(max_new_tokens, answer):
     class EndsTurn(GPT):
         """Always predicts x, and after three of them the end of the turn."""
 
-        def forward(self, tokens, caches, last):
-            is_last = caches[0].next_positions().max() >= 6  # <user> h <end> <assistant> x x x
+        def forward(self, tokens, contexts, last):
+            is_last = contexts[0].next_positions().max() >= 6  # <user> h <end> <assistant> x x x
             (end,) = stop_token_ids(CHAT, True)
             logits = torch.eye(CHAT.vocab_size)[end if is_last else ord("x")]
             return logits.expand(len(tokens), 1, -1)
