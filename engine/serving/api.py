@@ -28,6 +28,7 @@ from engine.serving.openai_format import (
     CompletionSettings,
     read_prompts,
     read_settings,
+    shorten,
 )
 from engine.serving.server import Server, read_body, refuse_foreign, send_stream, to_api_error
 from engine.serving.worker import BatchWorker, ClientRequest
@@ -70,6 +71,7 @@ class Api:
         routes = [
             web.get("/health", self.report_health),
             web.get("/v1/models", self.list_models),
+            web.get("/v1/models/{id:.*}", self.list_models),
             web.post("/v1/completions", self.complete),
             web.post("/v1/chat/completions", self.chat),
         ]
@@ -112,9 +114,15 @@ class Api:
         return web.json_response({"status": "ok"})
 
     async def list_models(self, request: web.Request) -> web.Response:
-        """Answer GET /v1/models."""
+        """Answer GET /v1/models, and GET /v1/models/ID with the model of that name."""
         self.authorize(request)
-        return web.json_response({"object": "list", "data": [self.model]})
+        name = request.match_info.get("id")
+        if not name:
+            return web.json_response({"object": "list", "data": [self.model]})
+        if name != self.name:
+            message = f"the model {shorten(name)!r} does not exist. Use {self.name!r}."
+            raise ApiError(message, 404, "model", "model_not_found")
+        return web.json_response(self.model)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Answer POST /v1/completions."""
@@ -139,7 +147,8 @@ class Api:
             raise ApiError(f"{self.name} was not trained on chats. Use /v1/completions.")
         try:
             turns = parse_messages(settings.messages, own_template(self.tokenizer))
-            continues = settings.continue_final_message
+            # An answer at the end is a prefill, as for DeepSeek's and Mistral's "prefix": true.
+            continues = settings.continue_final_message or turns[-1][0] == "assistant"
             return encode_chat(self.tokenizer, turns, settings.chat_template_kwargs, continues)
         except (UserError, UnicodeEncodeError) as error:  # the latter for a lone surrogate
             raise ApiError(f"messages: {error}", param="messages") from None
@@ -148,9 +157,6 @@ class Api:
         self, request: web.Request, settings: AnySettings, prompts: list[list[int]]
     ) -> web.StreamResponse:
         """Decode the choices of all prompts, and answer in a stream or in one response."""
-        if settings.model not in ("", self.name):
-            message = f"the model {settings.model!r} does not exist. Use {self.name!r}."
-            raise ApiError(message, 404, "model", "model_not_found")
         arrivals: Arrivals = asyncio.Queue()
         requests = self.make_requests(settings, prompts, arrivals)
         if self.worker.is_stopping:

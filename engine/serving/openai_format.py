@@ -32,6 +32,7 @@ NEUTRAL_VALUES: dict[str, Any] = {
     "skip_special_tokens": True,
     "response_format": {"type": "text"},
     "modalities": ["text"],
+    "function_call": "none",
 }
 
 
@@ -56,7 +57,7 @@ class ApiError(Exception):
 class Settings:
     """The arguments common to completions and chats."""
 
-    model: str = ""
+    model: str = ""  # of any name, since many clients have a fixed one: the answer has ours
     max_tokens: Annotated[int, Ge(-1)] = -1  # -1: as many as fit the context
     temperature: Annotated[float, Ge(0), Le(2)] = 1.0
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
@@ -104,6 +105,11 @@ class ChatSettings(Settings):
         super().__post_init__()
         if not self.messages:
             raise UserError("messages: must be a nonempty list of messages")
+        for number, message in enumerate(self.messages, 1):
+            if message.get("role") != "assistant" and message.get("content", "") is None:
+                raise UserError(f"messages: message {number} must have a text (got null)")
+        if self.top_logprobs and not self.logprobs:
+            raise UserError("top_logprobs: needs logprobs true. Send it, or leave this out.")
         if self.tools and self.tool_choice != "none":
             raise UserError("tools: calls in answers are not parsed. Send tool_choice none.")
         if names := sorted(RENDERED_NAMES & self.chat_template_kwargs.keys()):

@@ -171,6 +171,7 @@ def test_the_official_client_gets_models_texts_streams_and_errors():
         url = f"http://127.0.0.1:{server.port}/v1"
         client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0)
         (model,) = client.models.list()
+        assert client.models.retrieve(model.id) == model
         body = {"model": model.id, "max_tokens": 20, "seed": 2, "n": 2}
         sampling = {"max_new_tokens": 20, "seed": 2, **API_DEFAULTS}
         answer = client.completions.create(prompt="a", logprobs=2, echo=True, **body)
@@ -178,8 +179,10 @@ def test_the_official_client_gets_models_texts_streams_and_errors():
         assert [choice.text for choice in answer.choices] == texts and answer.choices[1].logprobs
         body |= {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1}
         body |= {"tools": TOOLS, "tool_choice": "none"}  # the template does not get them
+        body |= {"function_call": "none", "model": "another"}
         chat = client.chat.completions.create(**body)
         turns = parse_messages(MESSAGES, own_template(generator.tokenizer))
+        assert chat.model == model.id
         assert chat.usage.prompt_tokens == len(encode_chat(generator.tokenizer, turns))
         texts = [choice.message.content for choice in chat.choices]
         assert texts[0] == "".join(generator.stream_answer(turns, **sampling)) != texts[1]
@@ -193,10 +196,11 @@ def test_the_official_client_gets_models_texts_streams_and_errors():
         assert chunks[0].choices[0].delta.role == chat.choices[0].message.role == "assistant"
         server.api.worker.max_waiting = 0
         failures = {openai.BadRequestError: {"temperature": 3}, openai.RateLimitError: {}}
-        failures |= {openai.NotFoundError: {"model": "x"}}
         for error, change in failures.items():
             with pytest.raises(error):
                 client.chat.completions.create(**body | change)
+        with pytest.raises(openai.NotFoundError, match="run/small"):
+            client.models.retrieve("another")
         with pytest.raises(openai.AuthenticationError):
             client.with_options(api_key="wrong").models.list()
 
@@ -211,10 +215,10 @@ WRONG_ARGUMENTS = {
 }
 WRONG_PATHS = ["/v1/embeddings", "/v1"]
 WRONG_CHATS = [[], [{"role": "x", "content": "a"}], [{"role": "user", "content": "\udc00"}]]
+WRONG_CHATS += [[{"role": "user", "content": None}]]
 REFUSALS = [
     *((400, TEXT, body, None) for body in ([1], b'{"prompt": ', b"[" * 10**5, b"\xff")),
     (400, CHAT, b'{"seed": NaN}', None),
-    (404, TEXT, {"prompt": "a", "model": "gpt-4"}, "model"),
     *((404, path, {}, None) for path in WRONG_PATHS),
     (405, "/v1/models", {}, None),
     (413, TEXT, b" " * 10**8, None),
@@ -224,6 +228,8 @@ REFUSALS = [
     (400, CHAT, {"messages": [{"role": "user", "content": "a" * 4000}]}, "messages"),
     *((400, CHAT, {"messages": messages}, "messages") for messages in WRONG_CHATS),
     (400, CHAT, {"messages": MESSAGES, "continue_final_message": True}, "messages"),
+    (400, CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
+    (400, CHAT, {"messages": MESSAGES, "function_call": "auto"}, "function_call"),
     (400, CHAT, {"messages": MESSAGES, "add_generation_prompt": False}, "add_generation_prompt"),
     *(
         (400, CHAT, {"messages": MESSAGES, "chat_template_kwargs": value}, "chat_template_kwargs")
@@ -306,11 +312,13 @@ def test_a_request_sets_variables_of_the_template_and_continues_a_message():
         for start, end in ((message, b"}}"), (b'{"messages": ', b"}")):
             assert send(server, CHAT, start + deep + end)[0] < 500
         text = "nullBe short.<|end|>Hello<|end|>I li"
-        options = {"continue_final_message": True, "add_generation_prompt": False}
-        answer, size = ask([*MESSAGES, {"role": "assistant", "content": "I li"}], **options)
         body = {"temperature": 0, "max_tokens": 8, "parse_special": True}
         (choice,), usage = complete(server, prompt=text, **body)
-        assert (answer, size) == (choice["text"], usage["prompt_tokens"])
+        prefill = {"role": "assistant", "content": "I li"}
+        options = {"continue_final_message": True, "add_generation_prompt": False}
+        for message, more in ((prefill, options), (prefill, {}), (prefill | {"prefix": True}, {})):
+            answer = ask([*MESSAGES, message], **more)
+            assert answer == (choice["text"], usage["prompt_tokens"])
 
 
 def test_names_of_special_tokens_in_a_prompt_are_text_unless_they_are_parsed(server, capsys):

@@ -198,6 +198,8 @@ def encode_chat(
     if continue_final_message:
         if turns[-1][0] != "assistant":
             raise UserError("the last one must be of the assistant to be continued")
+        if "tool_calls" in keys_of(turns[-1]):
+            raise UserError("the last one calls a tool. Add a message with the result")
         messages[-1]["content"] += PLACEHOLDER_TEXT
     text = template.render(messages, not continue_final_message, datetime.now(), escaped)
     if continue_final_message:

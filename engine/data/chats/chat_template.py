@@ -61,7 +61,7 @@ class ChatTemplate:
                 strftime_now=date.strftime,
             )
         except Exception as error:  # a template may raise anything
-            reason = " ".join(f"{error}".split())
+            reason = " ".join(f"{error}".split()) or type(error).__name__
             raise UserError(f"the model's chat template refuses the chat ({reason})") from None
 
 
