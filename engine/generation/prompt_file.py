@@ -145,16 +145,17 @@ def parse_answer(line: Record) -> tuple[list[str], str | None]:
 
     Raises UserError for choices that are not texts, and for an answer that is none of them.
     """
-    answer = str(line["answer"]) if isinstance(line.get("answer"), str | int) else None
+    value = line.get("answer")
     choices = parse_value(line.get("choices"))
     if not choices:
-        return [], answer
+        return [], str(value) if isinstance(value, str | int) else None
     if not isinstance(choices, list) or not all(isinstance(text, str) and text for text in choices):
         raise UserError(f"'choices' must be a list of texts (got {to_json(choices)[:40]}).")
-    texts = {str(index): text for index, text in enumerate(choices)}
+    texts: dict[Any, str] = dict(enumerate(choices))  # whatever number a choice spells
+    texts |= {str(index): text for index, text in enumerate(choices)}
     texts |= dict(zip(string.ascii_uppercase, choices, strict=False))
     texts |= {text: text for text in choices}
-    if answer not in (None, *texts):
+    if value is not None and (type(value) not in (int, str) or value not in texts):
         names = "a choice, its index from 0, or its letter"
-        raise UserError(f"'answer' must be {names} (got {answer!r}).")
-    return choices, texts.get(answer or "")
+        raise UserError(f"'answer' must be {names} (got {value!r}).")
+    return choices, texts.get(value)

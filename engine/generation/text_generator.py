@@ -11,6 +11,7 @@ import torch
 
 from engine.core.cli import count_noun, warn
 from engine.core.errors import UserError
+from engine.core.settings import propose_name
 from engine.data.chats import chat
 from engine.data.chats.chat import Turn
 from engine.data.chats.chat_template import TOOLS_ROLE
@@ -121,7 +122,10 @@ class TextGenerator:
         stop: Sequence[str] = (),
         **options: Unpack[DecodingOptions],
     ) -> Iterator[tuple[int, str]]:
-        """Yield (index of the prompt, text) piece by piece."""
+        """Yield (index of the prompt, text) piece by piece. Raises UserError for other options."""
+        for name in options.keys() - TextOptions.__optional_keys__:
+            meant = propose_name(name, TextOptions.__optional_keys__)
+            raise UserError(f"{name}: unknown option of text generation. {meant}")
         streams = [
             TextStream(self.tokenizer, prompt, max_new_tokens, stop, self.stop_token_ids)
             for prompt in prompts

@@ -74,18 +74,27 @@ def test_a_prompt_longer_than_the_context_loses_its_beginning(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("answer", "choices"),
-    [(1, ["no", "yes"]), ("1", '["no", "yes"]'), ("B", ["no", "yes"]), ("yes", ["no", "yes"])],
+    ("answer", "choices", "right"),
+    [
+        *((answer, ["no", "yes"], "yes") for answer in (1, "1", "B", "yes")),
+        ("1", '["no", "yes"]', "yes"),
+        (1, ["1", "0"], "0"),  # a number is an index, and a text first of all a choice
+        ("1", ["1", "0"], "1"),
+        ("B", ["A", "C", "B"], "B"),
+    ],
 )
-def test_an_answer_is_the_index_the_letter_or_the_text_of_a_choice(answer, choices):
-    assert parse_answer({"choices": choices, "answer": answer}) == (["no", "yes"], "yes")
+def test_an_answer_is_the_index_the_letter_or_the_text_of_a_choice(answer, choices, right):
+    assert parse_answer({"choices": choices, "answer": answer})[1] == right
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ({"choices": ["a", "b"], "answer": "c"}, "'answer'.*'c'"),
-        ({"choices": ["a", "b"], "answer": 2}, "'answer'.*'2'"),
+        *(
+            ({"choices": ["a", "2.0", "True"], "answer": answer}, rf"'answer'.*got {answer}\)")
+            for answer in (3, -1, 2.0, True)
+        ),
         ({"choices": ["a", 3], "answer": 0}, "'choices'"),
         ({"choices": "yes or no", "answer": 0}, "'choices'"),
         ({"choices": ["a", ""], "answer": 0}, "'choices'"),

@@ -55,6 +55,13 @@ def test_an_answer_or_a_text_ends_with_its_turn(max_new_tokens, answer):
     assert generator.generate_samples(2, "<|a", **options) == [text, text]
 
 
+def test_an_unknown_option_names_the_one_that_is_meant(generator):
+    with pytest.raises(UserError, match=r"max_tokens: .*Did you mean max_new_tokens\?"):
+        generator.generate("(", max_tokens=3)
+    with pytest.raises(UserError, match=r"temprature: .*Did you mean temperature\?"):
+        generator.generate_samples(2, "(", temprature=1.0)
+
+
 def test_a_typed_prompt_of_a_pair_is_encoded_as_in_training(generator):
     tokenizer = ByteTokenizer()
     pairs = TextGenerator(generator.model, tokenizer, [0])
