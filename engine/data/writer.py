@@ -272,6 +272,7 @@ def write_dataset(
             shutil.rmtree(folder)  # nothing to resume from
         raise
     manifest["tokenizer"] = {"kind": tokenizer.kind, "sha256": tokenizer.fingerprint}
+    manifest["sha256"] = dataset.hash_manifest(manifest)
     with files.atomic_directory(out) as directory:
         files.write_json(directory / "manifest.json", manifest)
         if corpus.version:

@@ -237,7 +237,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise UserError(f"{path}: {problem}. Use the version that wrote it.")
     hashes = manifest.get("files")
     shards = manifest.get("shards") if version == FORMAT_SHARDED else 0
-    if not isinstance(hashes, dict) or shards not in range(MAX_SHARDS + 1):
+    has_shards = type(shards) is int and shards in range(MAX_SHARDS + 1)
+    if not isinstance(hashes, dict) or not has_shards:
         raise UserError(f"{path}: corrupted, its manifest.json has no files or shards.")
     names = [*tensor_files("model", shards), *tensor_files("optimizer", shards), *COMMON_FILES]
     missing = [name for name in names if name not in hashes]

@@ -20,6 +20,7 @@ from engine.data.dataset import (
     Examples,
     ShardedTokens,
     ShardWriter,
+    hash_manifest,
     is_up_to_date,
     open_dataset,
     verify_dataset,
@@ -108,13 +109,20 @@ def test_examples_are_opened(examples: Path):
 
 
 def change_manifest(dataset: Path, **changes: object) -> None:
-    manifest = json.loads((dataset / "manifest.json").read_text())
-    write_json(dataset / "manifest.json", manifest | changes)
+    manifest = json.loads((dataset / "manifest.json").read_text()) | changes
+    write_json(dataset / "manifest.json", manifest | {"sha256": hash_manifest(manifest)})
 
 
 def change_split(dataset: Path, split: str, **changes: object) -> None:
     splits = json.loads((dataset / "manifest.json").read_text())["splits"]
     change_manifest(dataset, splits=splits | {split: splits[split] | changes})
+
+
+def flip_bit(path: Path, text: bytes, bit: int) -> None:
+    """Flip a bit of the first byte of a text in a file."""
+    content = bytearray(path.read_bytes())
+    content[content.index(text)] ^= 1 << bit
+    path.write_bytes(content)
 
 
 def swap_shards(dataset: Path) -> None:
@@ -135,6 +143,9 @@ DAMAGES: dict[tuple[str, str], Callable[[Path], object]] = {
     ("text", "cut manifest"): lambda path: (path / "manifest.json").write_text('{"format": 1'),
     ("text", "no object"): lambda path: (path / "manifest.json").write_text("[]"),
     ("text", "another format"): lambda path: change_manifest(path, format=FORMAT_VERSION + 1),
+    ("text", "altered source"): lambda path: flip_bit(path / "manifest.json", b'source": "', 0),
+    ("text", "unlike its hash"): lambda path: flip_bit(path / "manifest.json", b"0.1", 0),
+    ("text", "opened bracket"): lambda path: flip_bit(path / VAL, b" " * 8, 3),
     ("text", "no splits"): lambda path: change_manifest(path, splits={}),
     ("text", "no tokenizer"): lambda path: (path / "tokenizer.json").unlink(),
     ("text", "another tokenizer"): lambda path: CharTokenizer("abc").save(path / "tokenizer.json"),
