@@ -24,7 +24,7 @@ from engine.huggingface import gguf as gguf_file
 from engine.huggingface.families import MODEL_FAMILIES, Family, unsupported_settings
 from engine.nn.attention import CHECK_TOLERANCE, attention_difference
 from engine.nn.positions import FREQUENCY_BASE, sinusoids
-from engine.runs.checkpoint import RunState, load_model, write_checkpoint, write_tensors
+from engine.runs.checkpoint import Checkpoint, RunState, load_model, write_checkpoint, write_tensors
 from engine.runs.run_files import find_checkpoint
 from model import GPT, ModelConfig
 
@@ -42,6 +42,7 @@ class ExportConfig:
     """Also write a GGUF file for llama.cpp, with most matrices in this type."""
     adapter: bool = False  # Write only the updates of a LoRA run, for PEFT.
     base: Path | None = None  # The base model of a LoRA run, if it was moved.
+    force: bool = False  # Replace an earlier export.
 
 
 @dataclass(frozen=True)
@@ -76,13 +77,19 @@ def main(arguments: list[str] | None = None) -> None:
 
 @torch.no_grad()
 def export_model(config: ExportConfig) -> str:
-    """Export a run, and report how it compares with transformers.
+    """Export a run, and report what is written and how it compares with transformers.
 
     Raises UserError for a model that no family supports. After any error nothing is written.
     """
-    if config.out.exists() and (not config.out.is_dir() or any(config.out.iterdir())):
-        raise UserError(f"{config.out}: already exists. Remove it or choose another directory.")
+    directory.check_target(config.out, config.force)
     checkpoint = find_checkpoint(config.run, config.base)
+    report = write_export(config, checkpoint)
+    names = ", ".join(sorted(path.name for path in config.out.iterdir()))
+    return f"{config.out}: step {checkpoint.step:,} of {config.run}, in {names}\n{report}"
+
+
+def write_export(config: ExportConfig, checkpoint: Checkpoint) -> str:
+    """Write the files of an export, and report how it compares with transformers."""
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
     model = load_model(checkpoint)
     if model.config.attention == "loop" and attention_difference(model) > CHECK_TOLERANCE:
@@ -98,7 +105,7 @@ def export_model(config: ExportConfig) -> str:
     template = directory.chat_template(tokenizer, checkpoint.is_chat_model)
     name = config.out.resolve().name
     with atomic_directory(config.out) as path:
-        write_tensors(path / "model.safetensors", tensors, {"format": "pt"})
+        write_tensors(path / "model.safetensors", tensors, directory.EXPORT_METADATA)
         write_json(path / "config.json", hf_config)
         directory.write_tokenizer(path, tokenizer, model_config.context_length, template)
         directory.write_card(path / "README.md", name, checkpoint.state, model.num_parameters)
@@ -108,7 +115,7 @@ def export_model(config: ExportConfig) -> str:
         report = directory.compare_with_transformers(path, model, tokenizer)
         if config.dtype == "bfloat16":  # the comparison is exact only before rounding
             rounded = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-            write_tensors(path / "model.safetensors", rounded, {"format": "pt"})
+            write_tensors(path / "model.safetensors", rounded, directory.EXPORT_METADATA)
             dtypes = dict.fromkeys(("dtype", "torch_dtype"), config.dtype)
             write_json(path / "config.json", hf_config | dtypes)
         return report

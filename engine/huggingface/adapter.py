@@ -14,7 +14,7 @@ from engine.core.errors import UserError
 from engine.core.files import atomic_directory, read_json, write_json
 from engine.core.values import from_json
 from engine.huggingface.convert import convert_layout, tensor_layout
-from engine.huggingface.directory import read_tensors
+from engine.huggingface.directory import EXPORT_METADATA, read_tensors
 from engine.huggingface.families import Family
 from engine.nn.lora import A_NAME, B_NAME, LORA_ALPHA, add_lora, lora_scale
 from engine.nn.specs import draw_initial_values
@@ -88,7 +88,7 @@ def export_adapter(out: Path, checkpoint: Checkpoint, head_width: int, family: F
         "target_modules": sorted({name.split(".")[-3] for name in tensors}),
     }
     with atomic_directory(out) as path:
-        write_tensors(path / "adapter_model.safetensors", tensors, {"format": "pt"})
+        write_tensors(path / "adapter_model.safetensors", tensors, EXPORT_METADATA)
         write_json(path / "adapter_config.json", config)
     return f"Its base model is {base}, as base_model_name_or_path in adapter_config.json"
 

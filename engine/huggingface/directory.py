@@ -1,7 +1,9 @@
 """Directories in the layout of transformers: config, weights, tokenizer and model card."""
 
+import contextlib
 import importlib.util
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -39,6 +41,11 @@ OTHER_TOKENIZERS = dict.fromkeys(
     "is not read. Convert it: AutoTokenizer.from_pretrained(…).save_pretrained(…)",
 )
 PATH_SETTINGS = {"data", "out", "init_from"}  # which name folders of this machine
+EXPORT_METADATA = {"format": "pt", "exported_by": "gpt-trainer"}  # of its tensors
+EXPORT_FILE_PATTERN = re.compile(
+    r"(generation_|tokenizer_|adapter_)?config\.json|tokenizer\.json|README\.md|.+\.gguf"
+    r"|(adapter_)?model\.safetensors"
+)
 CARD_TEMPLATE = """---
 license: FILL IN
 library_name: transformers
@@ -61,6 +68,23 @@ All settings:
 {settings}
 ```
 """
+
+
+def check_target(path: Path, force: bool) -> None:
+    """Raise UserError unless an export may create a directory, or with force replace an export."""
+    names = [file.name for file in path.glob("*")]
+    if not names and not path.is_file():
+        return
+    is_export = False
+    suppress_corrupted = contextlib.suppress(safetensors.SafetensorError)
+    for file in path.glob("*model.safetensors"):
+        with suppress_corrupted, safetensors.safe_open(file, "pt") as tensors:
+            is_export = tensors.metadata() == EXPORT_METADATA
+    if not is_export or not all(map(EXPORT_FILE_PATTERN.fullmatch, names)):
+        problem = "already exists, and has files of others than this command"
+        raise UserError(f"{path}: {problem}. Choose another directory.")
+    if not force:
+        raise UserError(f"{path}: already exists. Add --force to replace it, or choose another.")
 
 
 def find_directory(source: str) -> Path:

@@ -9,10 +9,11 @@ import pytest
 import safetensors.torch
 import tokenizers
 import transformers
-from helpers import SMALL, random_model
+from helpers import SMALL, random_model, read_files
 from test_huggingface import qwen2_tokenizer, save_run
 
 import huggingface
+from engine.core.errors import UserError
 from engine.data.tokenizer import CharTokenizer, load_tokenizer
 from engine.huggingface import directory
 from engine.huggingface.families import MODEL_FAMILIES
@@ -30,6 +31,28 @@ def test_characters_without_an_end_of_text_have_no_special_ids(run: Path, tmp_pa
         config = json.loads((tmp_path / "hf" / name).read_text())
         assert config["bos_token_id"] is config["eos_token_id"] is config["pad_token_id"] is None
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").pad_token is None
+
+
+def test_only_an_export_is_replaced(run: Path, tmp_path: Path, capsys):
+    hf = tmp_path / "hf"
+    command = ["export", str(run), str(hf), "--force"]
+    for _ in range(2):
+        huggingface.main(command)
+    output = capsys.readouterr().out
+    assert all(path.name in output for path in hf.iterdir())
+    tensors = safetensors.torch.load_file(hf / "model.safetensors")
+    for change in (
+        lambda: (hf / "notes.txt").touch(),
+        lambda: safetensors.torch.save_file(tensors, hf / "model.safetensors", {"format": "pt"}),
+        lambda: (hf / "model.safetensors").write_bytes(b"x"),
+        (hf / "model.safetensors").unlink,
+    ):
+        change()
+        before = read_files(hf)
+        with pytest.raises(UserError, match=f"^{hf}: already exists"):
+            huggingface.main(command)
+        assert read_files(hf) == before
+        (hf / "notes.txt").unlink(missing_ok=True)
 
 
 def test_an_imported_tokenizer_that_pads_and_truncates_does_neither(tmp_path: Path):
