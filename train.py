@@ -1,6 +1,7 @@
 """Train a GPT on a prepared dataset.
 
 python train.py [FILE.toml] [flags]                       on this machine
+python train.py TEXT [flags]                              prepare a file or folder of text first
 torchrun --nproc-per-node 8 train.py [FILE.toml] [flags]  on many processes: docs/distributed.md
 """
 
@@ -24,12 +25,18 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from engine.core.device import choose_device, use_deterministic_kernels
-from engine.core.distributed import DistributedContext, has_torchrun_ended, init_distributed
+from engine.core.distributed import (
+    DistributedContext,
+    has_torchrun_ended,
+    init_distributed,
+    is_launched,
+)
 from engine.core.errors import UserError
 from engine.core.settings import to_toml
 from engine.core.values import check_ranges
@@ -43,7 +50,7 @@ from engine.report.callback import Report
 from engine.runs.checkpoint import Checkpoint, ModifyModel, check_modification
 from engine.runs.run_files import find_checkpoint
 from engine.training.callbacks import MetricsFile, Terminal, WeightsAndBiases, print_summary
-from engine.training.config import BUILT_IN_DATA, RunConfig, TrainConfig, load_config
+from engine.training.config import BUILT_IN_DATA, RunConfig, TrainConfig, load_config, split_text
 from engine.training.estimate import describe_plan
 from engine.training.resolve import load_questions, resolve
 from engine.training.run_dir import RunDir
@@ -56,8 +63,10 @@ NUM_TIMED_STEPS = 5  # the minimum is used, as the first steps of a process are 
 def main(arguments: list[str] | None = None) -> int:
     """Train with the settings of the command line, and return the exit code."""
     started_at = PROCESS_START if arguments is None else None
-    arguments = sys.argv[1:] if arguments is None else arguments
-    config = load_config(arguments)
+    text, settings = split_text(sys.argv[1:] if arguments is None else arguments)
+    config = load_config(settings)
+    if text:
+        prepare_text(text, config.data[0])
     if config.plan:
         print(plan(config))
         return 0
@@ -73,10 +82,26 @@ def main(arguments: list[str] | None = None) -> int:
         if trainer.budget.exhausted and trainer.evaluation:
             print_summary(trainer)
             return 0
-        words = [word for word in arguments if word != "--resume"]
+        words = [word for word in settings if word not in ("--resume", "--auto-resume")]
         command = f"{dist_ctx.torchrun_command} {shell_command(sys.argv[0], *words, '--resume')}"
         trainer.say(f"Interrupted after step {trainer.step:,}. Resume with: {command}")
         return 128 + (interruption.signal or signal.SIGTERM)
+
+
+def prepare_text(text: str, path: Path) -> None:
+    """Prepare a file or folder of text, with the defaults of prepare.py, which it names.
+
+    A dataset of the same text is used. Raises UserError under torchrun, and as prepare() does.
+    """
+    command = shell_command("python", "prepare.py", text)
+    if is_launched():
+        raise UserError(f"{text}: several processes need a dataset. Prepare it with: {command}")
+    say(f"$ {command}")
+    try:
+        prepare(PrepareConfig(inputs=(text,), out=path))
+    except UserError as error:
+        existing = f" To train on it as it is: --data {path}" if path.exists() else ""
+        raise UserError(f"{error} Flags for text belong to: {command}.{existing}") from None
 
 
 def train(
@@ -101,13 +126,10 @@ def train(
         callbacks = dist_ctx.run_on_main(default_callbacks, config) or ()
     check_ranges(config)
     use_deterministic_kernels(config.deterministic)  # before the first use of CUDA
-    run_dir = RunDir(config.out_path, config.resume, dist_ctx, config.keep_checkpoints)
+    run_dir = RunDir(config.out_path, config.may_resume, dist_ctx, config.keep_checkpoints)
     with contextlib.closing(run_dir):
         # Data, and the checkpoint to start from: the newest of this run, or a base model.
-        checkpoint = run_dir.newest()
-        if config.resume and not checkpoint:
-            message = f"--resume: no checkpoint in {run_dir.path}. A new run starts."
-            dist_ctx.run_on_main(say, message)
+        checkpoint = run_dir.newest(config.resume)
         data = open_data(config, dist_ctx)
         base = None if checkpoint else open_base(config, data, dist_ctx, modify_model)
 

@@ -7,6 +7,7 @@ python -m examples.dates chat    a chat about you and small sums: trains, and pr
 import datetime
 import json
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -78,7 +79,7 @@ def learn_dates(config: ExampleConfig) -> None:
     run_script("prepare.py", pairs, "--out", data, *flags.split())
     flags = "--num-layers 3 --num-heads 4 --d-model 128 --context-length 64 --batch-size 128"
     flags += f" --learning-rate 0.01 --eval-tokens 0 --steps {config.steps or 600}"
-    flags += " --score exact_match"
+    flags += " --score exact_match --auto-resume"
     run_script("train.py", "--data", data, "--out", run, *flags.split())
     flags = "--temperature 0 --max-new-tokens 16"
     run_script("sample.py", run, "--prompts-file", questions, "--out", answers, *flags.split())
@@ -98,17 +99,25 @@ def learn_chat(config: ExampleConfig) -> None:
     flags = "--chat --tokenizer bpe --vocab-size 1024 --force"
     run_script("prepare.py", chats, "--out", data, *flags.split())
     flags = "--num-layers 4 --num-heads 4 --d-model 192 --context-length 256 --batch-size 32"
-    flags += f" --learning-rate 0.01 --score exact_match --steps {config.steps or 400}"
+    flags += " --learning-rate 0.01 --score exact_match --auto-resume"
+    flags += f" --steps {config.steps or 400}"
     run_script("train.py", "--data", data, "--out", run, *flags.split())
     command = shell_command("python", "sample.py", run, "--chat", "--max-new-tokens", 30)
     print(f"Chat with it: {command}")
 
 
 def run_script(script: str, *arguments: object) -> None:
-    """Print a command of this project and run it. Exits if it fails."""
+    """Print a command of this project and run it. Exits if it fails.
+
+    Ctrl-C interrupts the command, which may save first; then this one ends.
+    """
     texts = [str(argument) for argument in arguments]
     print(f"$ {shell_command('python', script, *arguments)}", flush=True)
+    handler = signal.signal(signal.SIGINT, lambda number, frame: None)
     process = subprocess.run([sys.executable, PROJECT_DIRECTORY / script, *texts])
+    signal.signal(signal.SIGINT, handler)
+    if not 0 <= process.returncode <= 128:  # by a signal
+        print("To continue with this and the other steps, run the example again.")
     if process.returncode:
         sys.exit(process.returncode)
 

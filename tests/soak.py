@@ -44,7 +44,7 @@ from engine.training.callbacks import MetricsFile
 from engine.training.config import TrainConfig
 
 SHAPE = "--num-layers 1 --num-heads 2 --d-model 16 --context-length 16 --batch-size 4"
-FLAGS = "--warmup-steps 2 --dropout 0.1 --eval-tokens 200 --eval-every 1000000 --resume"
+FLAGS = "--warmup-steps 2 --dropout 0.1 --eval-tokens 200 --eval-every 1000000 --auto-resume"
 FLAGS += " --device cpu"
 SIX_STEPS = ("--steps", 6, "--save-every", 2, "--log-every", 1)
 # Audit events, and which argument is the directory's descriptor.

@@ -18,7 +18,7 @@ import train
 COMMANDS = {command.__name__: command for command in (huggingface, prepare, report, sample, train)}
 TRAIN = f"train --data data/numbers {TINY_FLAGS}"
 LONG_NAME = "a" * 300
-MANY = "10" * 20
+MANY = 10**18
 RESULTS = {  # command line: a file that it writes, or a text that it prints
     "prepare text.txt --out data/new": "data/new/manifest.json",
     "prepare folder lines.jsonl --glob '*' --tokenizer byte --out data/b": "data/b/manifest.json",
@@ -32,7 +32,9 @@ RESULTS = {  # command line: a file that it writes, or a text that it prints
     f"sample out/run --num-samples 2 --batch-size {MANY} --top-k {MANY}": "--- sample 2 ---",
     "sample out/run '3 is' --beams 8 --repetition-penalty 1": "3 is",
     "sample out/run --max-new-tokens 3 --prompts-file prompts.jsonl --out a.jsonl": "a.jsonl",
+    f"train folder {TINY_FLAGS} --steps 2": "out/folder/report.html",
     "huggingface export out/run hf/run --dtype bfloat16": "hf/run/config.json",
+    "huggingface export out/run hf/base --force": "hf/base: step 4 of out/run, in README.md, ",
     "huggingface import hf/base out/imported": "out/imported/checkpoints",
     "report out/run --out page.html": "page.html",
     "report out/run out/run": "out/compare.html",
@@ -50,7 +52,14 @@ MISTAKES = [  # command line, exit code, and a regex of the line
     (f"{TRAIN} --out '\udcff'", 1, "UTF-8"),
     (f"{TRAIN} --out text.txt/run", 1, "text.txt/run"),
     (f"{TRAIN} --windows -1", 2, "windows"),
-    ("train text.txt", 1, "TOML"),
+    (f"{TRAIN} --resume --out out/rnu", 1, r"--resume: .*Did you mean --out out/run\?"),
+    (f"{TRAIN} --resume --out elsewhere", 1, r"--resume: .*--auto-resume"),
+    ("train text.txt --data=data/numbers", 1, "text.txt: .*--data"),
+    ("train gone.txt", 1, "gone.txt: not found"),
+    ("train text.txt --stpes 3", 2, "--steps"),
+    ("train text.txt folder", 1, "folder"),
+    ("train good.jsonl", 1, r"--chat .*python prepare\.py good\.jsonl"),
+    ("train out/run/checkpoints/step-00000004", 1, "--init-from out/run/checkpoints/step-"),
     ("train data/numbers", 1, r"--data data/numbers\?"),
     ("train out/run", 1, r"--init-from out/run\?"),
     ("train nothing.toml", 1, "nothing.toml"),
@@ -68,7 +77,10 @@ MISTAKES = [  # command line, exit code, and a regex of the line
     ("sample out/run --serve --host 0.0.0.0", 2, "GPT_API_KEY"),
     ("sample out/run --serve --port 99999", 2, "--port"),
     ("huggingface", 2, "export"),
-    ("huggingface export out/run hf/base", 1, "hf/base"),
+    ("huggingface export out/run hf/base", 1, "hf/base: .*--force"),
+    ("huggingface export out/run 'hf model' --force", 1, "hf model: already exists"),
+    ("huggingface export out/run text.txt --force", 1, "text.txt: already exists"),
+    (f"sample out/run --max-new-tokens {10**20}", 2, "--max-new-tokens: must be at most"),
     ("huggingface import out/run out/none", 1, "needs no import"),
     ("report out/run ''", 1, "not a run"),
     (f"{TRAIN} --vocab-size 5", 1, "--vocab-size"),

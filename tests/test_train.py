@@ -33,6 +33,7 @@ from helpers import (
     make_dataset,
     newest_checkpoint,
     numbers_text,
+    read_files,
     same_checkpoint,
     tiny,
     train_tiny,
@@ -126,6 +127,26 @@ def test_a_missing_built_in_corpus_is_prepared(tmp_path, monkeypatch):
     assert newest_checkpoint(tmp_path / "out" / "pydocs").step == 2
 
 
+def test_a_text_is_prepared_once_until_it_changes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    book = Path("book.txt")
+    book.write_text(numbers_text(60))
+    assert train.main(["book.txt", *TINY, "--steps", "2"]) == 0
+    assert "$ python prepare.py book.txt\n" in capsys.readouterr().out
+    files = read_files(Path("data"))
+    assert train.main(["book.txt", "--resume", "--steps", "4"]) == 0
+    assert newest_checkpoint(Path("out/book")).step == 4 and read_files(Path("data")) == files
+    book.write_text(numbers_text(70))
+    advice = r"other text.*--force.*: python prepare\.py book\.txt\..*--data data/book$"
+    with pytest.raises(UserError, match=advice):
+        train.main(["book.txt", "--resume", "--steps", "6"])
+    prepare_command(["book.txt", "--force"])
+    assert train.main(["book.txt", *TINY, "--steps", "2", "--out", "out/new"]) == 0
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match=r"^book\.txt: .*python prepare\.py book\.txt$"):
+        train.main(["book.txt"])
+
+
 # Interruption and resume.
 
 
@@ -165,12 +186,13 @@ def test_a_terminated_command_prints_the_command_to_resume_with(
     callbacks = [Action(8, partial(signal.raise_signal, signal.SIGTERM)), MetricsFile()]
     with monkeypatch.context() as context:
         context.setattr(train, "default_callbacks", lambda config: callbacks)
-        arguments = tiny(numbers, out, *flags, "--resume")
+        arguments = tiny(numbers, out, *flags, "--auto-resume")
         assert exit_code_of(lambda: train.main(arguments)) == 128 + signal.SIGTERM
     output, errors = capsys.readouterr()
     assert newest_checkpoint(out).step == 8 and not errors
     python, script, *arguments = shlex.split(output.splitlines()[-1].split("Resume with: ")[1])
-    assert (python, script) == ("python", sys.argv[0]) and arguments.count("--resume") == 1
+    assert (python, script) == ("python", sys.argv[0]) and arguments[-1] == "--resume"
+    assert "--auto-resume" not in arguments
     assert train.main(arguments) == 0
     assert_same_run(trained("full", *flags), out)
 
@@ -182,17 +204,14 @@ def test_resuming_a_finished_run_prints_its_result_and_changes_no_file(trained, 
     capsys.readouterr()
     assert train.main(tiny(numbers, out, "--steps", 3, "--eval-every", 2, "--resume")) == 0
     assert f"{logged(out, 'val_loss')[3]:.4f}" in capsys.readouterr().out
-    settings = contents.pop(out / "config.toml").decode()
-    assert (out / "config.toml").read_text() == settings.replace("resume = false", "resume = true")
     assert all(path.read_bytes() == content for path, content in contents.items())
 
 
 def test_a_resume_takes_unset_settings_from_the_run(numbers, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     flags = [*TINY, "--steps", "3", "--seed", "7", "--dropout", "0.1", "--dtype", "bfloat16"]
-    assert train.main(["--data", str(numbers), *flags, "--resume"]) == 0  # --out follows --data
+    assert train.main(["--data", str(numbers), *flags]) == 0  # --out follows --data
     out = Path("out") / numbers.name
-    assert f"--resume: no checkpoint in {out}" in capsys.readouterr().out
     before = (out / "config.toml").read_text()
     resume = ["--resume", "--out", str(out)]
     assert train.main(resume) == 0
@@ -201,6 +220,9 @@ def test_a_resume_takes_unset_settings_from_the_run(numbers, tmp_path, monkeypat
     (tmp_path / "more.toml").write_text("steps = 9\nlog_every = 2\n")
     out.rename("moved")
     assert train.main(["more.toml", "--resume", "--out", "moved", "--log-every", "1"]) == 0
+    rates = re.search(r"learning rate (\S+) → (\S+)", capsys.readouterr().out)
+    logged_rates = logged(Path("moved"), "learning_rate")
+    assert [*map(float, rates.groups())] == pytest.approx([logged_rates[3], logged_rates[4]], 0.05)
     changed = {"out": Path("moved"), "steps": 9}
     config = load_settings(TrainConfig, ["moved/config.toml"])
     Path("before.toml").write_text(before)
@@ -424,7 +446,7 @@ def test_the_embedding_of_a_base_grows_by_the_tokens_of_chats(padding, tmp_path,
 @pytest.mark.parametrize("context_length", [8, 16, 40])
 def test_a_run_from_a_base_resumes_bit_for_bit(trained, base, context_length):
     flags = ["--init-from", base, "--steps", 8, "--eval-every", 4]
-    flags += ["--context-length", context_length, "--resume"]  # from the second start on
+    flags += ["--context-length", context_length, "--auto-resume"]
     parts = trained("parts", *flags, should_stop=StopAfter(3))
     assert_same_run(trained("full", *flags), trained("parts", *flags))
     checkpoint = newest_checkpoint(parts)
@@ -555,7 +577,7 @@ def test_a_resumed_run_may_change_paths_speed_length_and_reports(
     paths = ["--resume", "--init-from", short_run, "--score-file", questions]
     arguments = tiny(data, out, *SHORT_FLAGS, *CHANGEABLE_FLAGS.split(), *paths)
     config = load_settings(TrainConfig, arguments)
-    assert changed_names(config, short_run) == CHANGEABLE_SETTINGS - CHANGED_ELSEWHERE
+    assert changed_names(config, short_run) - {"resume"} == CHANGEABLE_SETTINGS - CHANGED_ELSEWHERE
     assert train.train(config, callbacks=()).step == newest_checkpoint(out).step == 4
     (changes,) = newest_checkpoint(out).state.changes
     assert changes.pop("step") == 2 and changes["learning_rate"] == [0.014, 0.5]

@@ -62,14 +62,14 @@ class DistributedContext:
         """The command that starts a Python script on as many processes."""
         if self.size == 1:
             return "python"
-        num_machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+        num_machines = int(os.environ.get("GROUP_WORLD_SIZE") or 1)
         machines = f"--nnodes {num_machines} {RENDEZVOUS_FLAGS} " if num_machines > 1 else ""
         return f"torchrun {machines}--nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
 
     @property
     def is_restart(self) -> bool:
         """Whether torchrun started this process again after a fault (``--max-restarts``)."""
-        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
 
     def run_on_main(self, fn: Callable[..., Result], *args: Any) -> Result | None:
         """Return fn(*args) on the main process, and None on the others."""
@@ -247,6 +247,11 @@ class DistributedContext:
 SINGLE_PROCESS = DistributedContext()
 
 
+def is_launched() -> bool:
+    """Return whether torchrun, or variables set like its own, started this process."""
+    return bool(os.environ.get("RANK"))
+
+
 def has_torchrun_ended() -> bool:
     """Return whether torchrun, the parent of this process, ended before it, as by SIGUSR1."""
     return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT_ID
@@ -293,11 +298,14 @@ def init_distributed(
 
 
 def _read_rank_variables() -> list[int]:
-    """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without torchrun 0, 1, 0, 1."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without torchrun 0, 1, 0, 1.
+
+    An empty variable counts as unset.
+    """
+    if (os.environ.get("WORLD_SIZE") or "1") == "1":
         alone = dict.fromkeys(LAUNCHER_SIZES, "1") | dict.fromkeys(LAUNCHER_RANKS, "0")
-        for name, value in alone.items() if "RANK" not in os.environ else ():
-            if os.environ.get(name, value) != value:
+        for name, value in alone.items() if not is_launched() else ():
+            if (os.environ.get(name) or value) != value:
                 problem = f"torchrun is missing: one of several processes (got {os.environ[name]})"
                 raise UserError(f"{name}: {problem}. Start torchrun: docs/distributed.md.")
         return [0, 1, 0, 1]

@@ -23,9 +23,10 @@ PLAIN_TYPES: dict[type, Any] = {float: (int, float), Path: str}  # in TOML and J
 TYPE_NOUNS: dict[type, str] = {int: "a whole number", float: "a number", Path: "a path"}
 TYPE_NOUNS |= {bool: "true or false", str: "text", dict: "an object", list: "a list"}
 MAX_QUOTED_CHARACTERS = 60  # of a value in a message
+MAX_INTEGER = 2**63
 # Numbers in a file of the project.
-Count = Annotated[int, Ge(0), Le(2**63)]
-Seconds = Annotated[float, Ge(0), Le(2**63)]
+Count = Annotated[int, Ge(0), Le(MAX_INTEGER)]
+Seconds = Annotated[float, Ge(0), Le(MAX_INTEGER)]
 
 
 def iterate_hints(cls: Any) -> Iterator[tuple[str, Any]]:
@@ -66,6 +67,8 @@ def check_bounds(value: Any, hint: Any, name: str) -> None:
             continue
         if isinstance(number, float) and not math.isfinite(number):
             raise UserError(f"{name}: must be finite (got {number}).")
+        if isinstance(number, int) and abs(number) > MAX_INTEGER:
+            raise UserError(f"{name}: must be at most {MAX_INTEGER:,} (got {number}).")
         for bound in bounds:
             relation, is_within = BOUND_TYPES[type(bound)]
             (limit,) = dataclasses.astuple(bound)

@@ -15,6 +15,7 @@ from engine.core.errors import UserError
 from engine.core.settings import build, load_settings, read_toml
 from engine.core.values import field_values
 from engine.data.batches import dataset_paths
+from engine.data.dataset import dataset_name
 from engine.nn.acceleration import GRAPH_POOLS
 from engine.nn.bounds import Count, Probability, Width
 from engine.runs.run_files import list_checkpoints
@@ -66,7 +67,6 @@ class CommonConfig:
     # End the run after this many seconds without an answer from another rank.
     timeout: Annotated[int, Ge(1), Le(10**8)] = 600
     deterministic: bool = False  # On CUDA: use reproducible kernels, which are slower.
-    resume: bool = False  # Continue from the newest checkpoint in --out, if there is one.
     verify_data: bool = False  # Check the dataset's SHA-256 hashes even if its files are unchanged.
     wandb: bool = False  # Log to Weights & Biases too (on this machine: WANDB_MODE=offline).
     init_from: Path | None = None  # Start from the weights and tokenizer of this run or import.
@@ -92,7 +92,10 @@ class CommonConfig:
 
 @dataclass(frozen=True)
 class TrainConfig(CommonConfig):
-    """Train a GPT on a prepared dataset: python train.py [FILE.toml] [flags]; flags win."""
+    """Train a GPT on a dataset: python train.py [FILE.toml] [flags]; flags win.
+
+    python train.py TEXT [flags] prepares a file or folder of text first, as prepare.py TEXT does.
+    """
 
     # The run directory, for checkpoints, metrics and pictures. None: out/NAME for --data data/NAME.
     out: Path | None = None
@@ -115,6 +118,8 @@ class TrainConfig(CommonConfig):
     frozen_dtype: Literal["float32", "bfloat16"] | None = None
     # With LoRA: train token embeddings and head too. None: if the data has tokens new to the base.
     train_tokens: bool | None = None
+    resume: bool = False  # Continue from the newest checkpoint in --out.
+    auto_resume: bool = False  # The same if there is one, else start: one command for both.
     plan: bool = False  # Print memory, operations and time; do not train.
     model: ModelSettings = field(default_factory=ModelSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -132,6 +137,11 @@ class TrainConfig(CommonConfig):
         if self.steps and self.steps <= warmup_steps and not is_default:
             problem = f"must exceed --warmup-steps {warmup_steps} (got {self.steps})"
             raise UserError(f"--steps: {problem}. Use fewer warmup steps.")
+
+    @property
+    def may_resume(self) -> bool:
+        """Whether a run in the directory is continued."""
+        return self.resume or self.auto_resume
 
     @property
     def out_path(self) -> Path:
@@ -181,15 +191,30 @@ FIXED_SETTINGS |= {"lora_rank", "frozen_dtype", "train_tokens", "document_mask"}
 FIXED_SETTINGS |= {setting.name for setting in dataclasses.fields(ModelConfig)}
 
 
+def split_text(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Return the text that a command line starts with, "" if none, and the line with its dataset.
+
+    Raises UserError for the folder of a dataset or run, and for --data beside a text.
+    """
+    text = "" if not arguments or arguments[0].startswith("-") else arguments[0]
+    if not text or text.lower().endswith(".toml"):
+        return "", arguments
+    path = Path(text)
+    is_run = (path / "checkpoints").exists() or (path / "state.json").exists()
+    is_dataset = (path / "manifest.json").exists() and (path / "tokenizer.json").exists()
+    if is_run or is_dataset:
+        meant = shell_command("--init-from" if is_run else "--data", text)
+        raise UserError(f"{text}: is a folder. Did you mean {meant}?")
+    if any(argument.partition("=")[0] == "--data" for argument in arguments):
+        raise UserError(f"{text}: is for training, like --data. Leave one of them out.")
+    return text, [*arguments[1:], f"--data={Path('data', dataset_name(text))}"]
+
+
 def load_config(arguments: Sequence[str]) -> TrainConfig:
     """Return the settings of a command line; those of the run to resume, where it sets none."""
-    if arguments and Path(arguments[0]).is_dir():
-        flag = "--init-from" if Path(arguments[0], "checkpoints").exists() else "--data"
-        meant = shell_command(flag, arguments[0])
-        raise UserError(f"{arguments[0]}: is a folder. Did you mean {meant}?")
     config = load_settings(TrainConfig, arguments)
     path = config.out_path / "config.toml"
-    if config.resume and path.exists() and list_checkpoints(config.out_path):
+    if config.may_resume and path.exists() and list_checkpoints(config.out_path):
         recorded = {**read_toml(path), "out": str(config.out_path)}
         config = load_settings(TrainConfig, arguments, recorded)
     check_flags(config, arguments)
@@ -208,7 +233,7 @@ def check_flags(config: TrainConfig, arguments: Sequence[str]) -> None:
     rules = [
         (is_full, "without --lora-rank", "--frozen-dtype --train-tokens --no-train-tokens --base"),
         (config.lora_rank > 0, "with --lora-rank, which AdamW trains", "--optimizer --momentum"),
-        (not config.resume, "without --resume", "--base"),
+        (not config.may_resume, "without --resume", "--base"),
         (not config.score, "without --score", "--score-examples"),
         (optimizer.optimizer != "muon", "without --optimizer muon", "--momentum"),
         (optimizer.decay == "inverse_sqrt", "with that --decay", "--final-learning-rate"),

@@ -268,7 +268,8 @@ class Optimizer:
         num_in_a_row = int(self.loss_scaler["skipped_in_a_row"])
         if num_in_a_row >= MAX_SKIPPED_STEPS:
             problem = f"{num_in_a_row} steps in a row had gradients {UNUSABLE_GRADIENTS}"
-            advice = f"Lower it, set --clip-norm or --dtype, and --resume from step {saved_step:,}"
+            again = f"--resume from step {saved_step:,}" if saved_step else "start again"
+            advice = f"Lower it, set --clip-norm or --dtype, and {again}"
             raise UserError(f"--learning-rate: {problem}. {advice}.")
         return int(self.loss_scaler["skipped"])
 

@@ -37,8 +37,7 @@ from engine.training.sizing import SizeSearch
 from model import GPT
 
 # Changing these settings changes no result.
-SETTINGS_IGNORED_ON_RESUME = {"data", "out", "resume", "wandb", "verify_data", "keep_checkpoints"}
-SETTINGS_IGNORED_ON_RESUME |= {"base"}
+SETTINGS_IGNORED_ON_RESUME = {"data", "out", "wandb", "verify_data", "keep_checkpoints", "base"}
 # Tokens of context without --context-length.
 MIN_EXAMPLE_CONTEXT = 256
 MAX_CHOSEN_CONTEXT = 1024  # longer examples of a base model fit too

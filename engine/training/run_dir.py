@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.core.cli import say
 from engine.core.distributed import SINGLE_PROCESS, DistributedContext
 from engine.core.errors import UserError
-from engine.core.files import acquire_lock, atomic_write
+from engine.core.files import acquire_lock, atomic_write, find_similar
 from engine.core.values import from_json
 from engine.runs.checkpoint import (
     Checkpoint,
@@ -70,10 +70,11 @@ class RunDir:
         """Write config.toml."""
         self.dist_ctx.run_on_main(atomic_write, self.path / "config.toml", toml.encode())
 
-    def newest(self) -> Checkpoint | None:
+    def newest(self, is_required: bool = False) -> Checkpoint | None:
         """Return the newest complete checkpoint, all of it verified; None without checkpoints.
 
-        Prints the corrupted ones, which are skipped. Raises UserError if all are corrupted.
+        Prints the corrupted ones, which are skipped. Raises UserError if all are corrupted, and
+        without any if one is required.
         """
         if self.dist_ctx.sharded and not self.is_shared:
             message = f"Checkpoints are gathered by the main process: not all ranks see {self.path}"
@@ -90,6 +91,10 @@ class RunDir:
             return checkpoint
         if names:
             raise UserError(f"{self.path}: every checkpoint is corrupted. Choose another --out.")
+        if is_required:
+            similar = find_similar(self.path, Path("out"), "checkpoints/step-*")
+            advice = f"Did you mean --out {similar}?" if similar else "To start, use --auto-resume."
+            raise UserError(f"--resume: no checkpoint in {self.path}. {advice}")
         return None
 
     def best(self) -> Checkpoint:

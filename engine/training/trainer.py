@@ -33,9 +33,14 @@ from engine.runs.run_files import find_base
 from engine.training.budget import Budget
 from engine.training.config import RunConfig
 from engine.training.estimate import lora_arguments, micro_batch_sizes
-from engine.training.optimizer import Optimizer
+from engine.training.optimizer import Optimizer, learning_rate_at
 from engine.training.passes import Passes
-from engine.training.resolve import changed_settings, init_token_rows, split_token_ids
+from engine.training.resolve import (
+    changed_settings,
+    init_token_rows,
+    recorded_config,
+    split_token_ids,
+)
 from engine.training.run_dir import RunDir
 from model import GPT
 
@@ -271,6 +276,11 @@ class Trainer:
         if checkpoint and self.budget.exhausted:
             flag = "--steps" if self.step >= self.budget.steps else "--minutes"
             self.say(f"The run is complete. To continue it, raise {flag}.")
+        elif checkpoint and limits != (config.minutes, config.steps):
+            old_steps = self.step / max(state.progress, 1e-9)
+            old_rate = learning_rate_at(self.step - 1, old_steps, recorded_config(state).optimizer)
+            rate = learning_rate_at(self.step, self.budget.total_steps, config.optimizer)
+            self.say(f"The length has changed: learning rate {old_rate:.2g} → {rate:.2g}")
 
     # Records and checkpoints.
 

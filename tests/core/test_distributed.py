@@ -145,13 +145,13 @@ def runs(folder, run_ranks) -> Path:
         return new_run(folder / f"{parallel}-documents-{name}", *paths, *flags)
 
     def resumed(name: str, *flags: object, **options: Any) -> list[Run]:
-        return [kind_run(kind, name, "--resume", *flags, **options) for kind in MUON_KINDS]
+        return [kind_run(kind, name, "--auto-resume", *flags, **options) for kind in MUON_KINDS]
 
     def elastic(stop: float) -> list[Run]:
         return resumed("elastic", *MANY_HEADS, stop=stop, hold=True)
 
     def mixture(size: int, stop: float = math.inf) -> Run:
-        flags = ["--data", folder / "data", folder / "second", "--mix", 0.7, 0.3, "--resume"]
+        flags = ["--data", folder / "data", folder / "second", "--mix", 0.7, 0.3, "--auto-resume"]
         return new_run(folder / f"mixed-{size}", *flags, stop=stop)
 
     single = [kind_run(kind, 1) for kind in ("ddp-muon", "ddp-adamw")]
@@ -166,11 +166,11 @@ def runs(folder, run_ranks) -> Path:
     two.append(kind_run("fsdp-muon", "each", *micro, memory=1))
     two += [documents_run(parallel, 2, *micro) for parallel in ("ddp", "fsdp")]
     two += [lora_run(kind, 2, *micro, "--checkpoint-activations") for kind in LORA_KINDS]
-    two += [lora_run(kind, "again", "--resume", stop=n) for kind in LORA_KINDS for n in (5, 9)]
+    two += [lora_run(kind, "again", "--auto-resume", stop=n) for kind in LORA_KINDS for n in (5, 9)]
     two += [lora_run(kind, "bfloat16", "--dtype", "bfloat16") for kind in LORA_KINDS]
     two += [kind_run(kind, "bfloat16", "--dtype", "bfloat16") for kind in MUON_KINDS]
     apart = {"other_settings": {"out": folder / "unused"}}  # without a shared run folder
-    two += [kind_run("fsdp-muon", "apart", "--resume", stop=n, **apart) for n in (5, math.inf)]
+    two += [kind_run("fsdp-muon", "apart", "--auto-resume", stop=n, **apart) for n in (5, math.inf)]
     run_ranks(2, [*two, mixture(2, stop=5), *elastic(4)])  # … to 2 …
 
     damaged = shutil.copytree(folder / "fsdp-muon-elastic", folder / "fsdp-muon-damaged")
@@ -515,6 +515,10 @@ def test_a_variable_with_which_ranks_cannot_start_is_named(variables, name, monk
         monkeypatch.setenv(*variable.split("="))
     with pytest.raises(UserError, match=f"^{name}: "), init_distributed("cpu"):
         pass
+    for name in [*variables.replace("=", " ").split()[::2], "TORCHELASTIC_RESTART_COUNT"]:
+        monkeypatch.setenv(name, "")  # as if it were not set
+    with init_distributed("cpu") as context:
+        assert context == SINGLE_PROCESS and not context.is_restart
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")  # torchrun with one process in each task
     with init_distributed("cpu") as context:

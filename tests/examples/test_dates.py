@@ -4,13 +4,16 @@ import datetime
 import importlib
 import random
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import read_lines
 
 from engine.data.chats.examples import parse_chat
+from engine.runs.run_files import list_checkpoints
 from examples import dates
 
 PARSED_FORMATS = [
@@ -69,6 +72,19 @@ def test_a_script_that_fails_ends_the_command(capfd):
     assert capfd.readouterr().out.startswith("$ python prepare.py bok.txt\n")
 
 
+def test_ctrl_c_lets_the_script_save_and_says_how_to_continue(capfd, monkeypatch):
+    def interrupt(command: list[str]) -> SimpleNamespace:
+        signal.raise_signal(signal.SIGINT)  # a terminal sends it to both
+        return SimpleNamespace(returncode=130)
+
+    monkeypatch.setattr("subprocess.run", interrupt)
+    with pytest.raises(SystemExit, match="130"):
+        dates.run_script("train.py")
+    assert "run the example again" in capfd.readouterr().out
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
 def test_dates_are_learned_and_measured_by_one_command(run, tmp_path: Path):
     output = run("dates", "--examples", 300, "--test", 30, "--steps", 2)
     pairs = read_lines(tmp_path / "data" / "dates-pairs.jsonl")
@@ -81,4 +97,5 @@ def test_dates_are_learned_and_measured_by_one_command(run, tmp_path: Path):
 
 def test_a_chat_is_learned_by_one_command(run, tmp_path: Path):
     assert "sample.py out/chat --chat" in run("chat", "--examples", 200, "--steps", 1)
-    assert (tmp_path / "out" / "chat" / "checkpoints").is_dir()
+    assert "sample.py out/chat --chat" in run("chat", "--examples", 200, "--steps", 2)
+    assert list_checkpoints(tmp_path / "out" / "chat")[-1].name == "step-00000002"

@@ -200,7 +200,7 @@ def test_tokens_that_are_new_to_the_base_are_trained(tune, folder, tmp_path, cap
     answer = {"role": "assistant", "content": "yes"}
     chats = [{"messages": [{"role": "user", "content": f"{n}"}, answer]} for n in range(40)]
     data = make_dataset(tmp_path, chats, chat=True, tokenizer=str(folder / "base"))
-    flags = ["--init-from", folder / "base", "--lora-rank", RANK, "--steps", 4, "--resume"]
+    flags = ["--init-from", folder / "base", "--lora-rank", RANK, "--steps", 4, "--auto-resume"]
     run = train_tiny(data, tmp_path / "run", *flags, should_stop=StopAfter(2))
     assert "token embeddings are trained" in capsys.readouterr().err
     resumed = train_tiny(data, tmp_path / "run", *flags)

@@ -206,6 +206,11 @@ def test_weights_and_biases_gets_settings_and_every_record_of_one_run(
         callbacks = [WeightsAndBiases(), Action(1, sys.exit)]
         train_with(callbacks, numbers, tmp_path / "failed", "--steps", 2)
     assert runs[2].ends == [(1, 1)]
+    for variable in ("WANDB_PROJECT", "WANDB_DIR", "WANDB_RUN_ID"):
+        monkeypatch.setenv(variable, "mine")
+    monkeypatch.setenv("WANDB_NAME", "")
+    train_with([WeightsAndBiases()], numbers, tmp_path / "named", "--steps", 2)
+    assert {*first.options} - {*runs[3].options} == {"project", "dir", "id"}
 
 
 def test_weights_and_biases_accepts_the_run(numbers, tmp_path, monkeypatch):

@@ -254,7 +254,7 @@ def test_a_batch_that_does_not_fit_in_memory_is_split(data, size, monkeypatch):
 
 
 def test_the_first_start_of_a_run_with_resume_is_not_a_resume_of_its_base(data):
-    config = TrainConfig(resume=True, init_from=Path("base"), steps=3)
+    config = TrainConfig(auto_resume=True, init_from=Path("base"), steps=3)
     base = Checkpoint(Path("base"), RunState(ModelConfig(vocab_size=20)), {})
     assert resolve(config, data, SINGLE_PROCESS, 0.0, None, base, lambda *_: 1.0)[0].steps == 3
 
@@ -272,7 +272,7 @@ def test_a_run_resumes_with_its_sizes_and_ends_when_more_would_overfit(
     assert interrupted.step == 3 < interrupted.config.steps
     monkeypatch.undo()
     run = train.train(dataclasses.replace(config, resume=True), SINGLE_PROCESS, [])
-    assert run.config == dataclasses.replace(interrupted.config, resume=True)
+    assert run.config == interrupted.config
     assert run.step == run.config.steps
 
 
