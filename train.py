@@ -100,8 +100,8 @@ def prepare_text(text: str, path: Path) -> None:
     try:
         prepare(PrepareConfig(inputs=(text,), out=path))
     except UserError as error:
-        existing = f" To train on it as it is: --data {path}" if path.exists() else ""
-        raise UserError(f"{error} Flags for text belong to: {command}.{existing}") from None
+        existing = f" Or train on it as it is: --data {path}" if path.exists() else ""
+        raise UserError(f"{error} Add flags to: {command}.{existing}") from None
 
 
 def train(
