@@ -12,7 +12,7 @@ import torch
 from engine.core.cli import count_noun, warn
 from engine.core.errors import UserError
 from engine.data.chats import chat
-from engine.data.chats.chat import Turn
+from engine.data.chats.chat import Turn, TurnEnds
 from engine.data.chats.chat_template import TOOLS_ROLE
 from engine.data.tokenizer import Tokenizer
 from engine.generation.beam_search import search_text
@@ -49,9 +49,9 @@ class TextGenerator:
         return next(self.model.parameters()).device
 
     @property
-    def stop_token_ids(self) -> list[int]:
-        """The ids that end a text, besides those of the tokenizer."""
-        return chat.stop_token_ids(self.tokenizer, self.is_chat_model)
+    def ends(self) -> TurnEnds:
+        """What ends a text, besides the ids of the tokenizer."""
+        return chat.turn_ends(self.tokenizer, self.is_chat_model)
 
     @cached_property
     def decoder(self) -> GPT:
@@ -123,7 +123,7 @@ class TextGenerator:
     ) -> Iterator[tuple[int, str]]:
         """Yield (index of the prompt, text) piece by piece."""
         streams = [
-            TextStream(self.tokenizer, prompt, max_new_tokens, stop, self.stop_token_ids)
+            TextStream(self.tokenizer, prompt, max_new_tokens, stop, self.ends)
             for prompt in prompts
         ]
         return self.complete(streams, **options)
