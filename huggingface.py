@@ -19,6 +19,7 @@ from engine.core.settings import parse
 from engine.data.chats.chat import chat_format
 from engine.data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
 from engine.data.tokenizer_config import read_chat_templates
+from engine.data.tokenizer_training import pre_tokenizer_name
 from engine.huggingface import adapter, convert, directory
 from engine.huggingface import gguf as gguf_file
 from engine.huggingface.families import MODEL_FAMILIES, Family, unsupported_settings
@@ -164,7 +165,11 @@ def import_model(config: ImportConfig) -> bool:
     num_rows = len(model.token_embedding.weight)
     if tokenizer.vocab_size > num_rows:
         sizes = f"got {tokenizer.vocab_size:,} tokens, the model has {num_rows:,}"
-        raise UserError(f"--tokenizer: must be that of the model ({sizes}).")
+        fix = f"Give that of the model, or call its resize_token_embeddings({tokenizer.vocab_size})"
+        tokenizer_name = "--tokenizer" if name else path / "tokenizer.json"
+        raise UserError(f"{tokenizer_name}: must fit the model's embeddings ({sizes}). {fix}.")
+    if pre_tokenizer_name(tokenizer) is None:
+        warn(f"--gguf will not write its {tokenizer.kind} tokenizer: {gguf_file.OTHER_CONVERTER}")
     params = convert.from_hf(tensors, dict(model.named_parameters()), family, str(path))
     is_chat_model = bool(read_chat_templates(path))
     examples: Literal["chats"] | None = "chats" if is_chat_model else None

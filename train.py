@@ -41,7 +41,7 @@ from engine.core.errors import UserError
 from engine.core.settings import to_toml
 from engine.core.values import check_ranges
 from engine.data.batches import Mixture, open_mixture
-from engine.data.chats.chat import stop_token_ids
+from engine.data.chats.chat import turn_ends
 from engine.data.order import derived_seed
 from engine.data.tokenizer import load_tokenizer
 from engine.generation.scores import QUESTION_BATCH_SIZE, count_right, score_record
@@ -256,7 +256,7 @@ def evaluate_score(trainer: Trainer, should_stop: Callable[[], bool]) -> dict[st
     """Return the part of a record with the score of trainer.questions; None if stopped."""
     dist_ctx = trainer.dist_ctx
     tokenizer = trainer.data.tokenizer
-    ends = stop_token_ids(tokenizer, trainer.data.learns_chats)
+    ends = turn_ends(tokenizer, trainer.data.learns_chats)
     batch_size = dist_ctx.num_models * QUESTION_BATCH_SIZE
     num_right = torch.zeros(())
     with trainer.passes.decoder() as (model, cache_dtype):

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -35,7 +36,7 @@ from hf_versions import check_export
 import huggingface
 import sample
 from engine.core.errors import UserError
-from engine.data.chats.chat import CHATML_TOKENS, encode_chat, special_token_names, stop_token_ids
+from engine.data.chats.chat import CHATML_TOKENS, encode_chat, special_token_names, turn_ends
 from engine.data.dataset import open_dataset
 from engine.data.tokenizer import ByteTokenizer, Tokenizer, from_document
 from engine.data.tokenizer_json import EXTENSION_KEY
@@ -213,11 +214,16 @@ CAPPED = {"logit_softcap": 9.0, "activation": "relu2"}
         ({"windows": (4, 3)}, "--family qwen3", "windows", "Train without"),
         ({"qkv_bias": True}, "", "qk_norm True", "Train without"),
         ({"qkv_bias": True}, "--family qwen2", "byte tokenizer", "Train without"),
-        ({"qk_norm": False, "qkv_bias": True, "head_dim": 16}, "--gguf f32", "--head-dim", "omit"),
-        ({"windows": (4,)}, "--gguf f32", "--windows", "omit"),
-        ({"rope_scaling": (2.0,)}, "--gguf f32", "--rope-scaling", "omit"),
-        ({"activation": "relu2"}, "--gguf f32", "nanochat", "omit"),
-        ({}, "--gguf f32", "byte tokenizer", "--pattern gpt2"),
+        (
+            {"qk_norm": False, "qkv_bias": True, "head_dim": 16},
+            "--gguf f32",
+            "--head-dim",
+            "without",
+        ),
+        ({"windows": (4,)}, "--gguf f32", "--windows", "without"),
+        ({"rope_scaling": (8.0, 1.0, 4.0, 32.0)}, "--gguf f32", "llama3 in qwen3", "convert_hf"),
+        ({"activation": "relu2"}, "--gguf f32", "nanochat", "without"),
+        ({}, "--gguf f32", "byte tokenizer", "--pattern gpt2.*convert_hf"),
     ],
 )
 def test_unsupported_models_are_refused_with_a_fix(settings, flags, problem, fix, tmp_path: Path):
@@ -317,6 +323,8 @@ SEQUENCE_A = {"id": "A", "type_id": 0}
 BAD_FILES = {
     "a pickle": (lambda d: (d / "model.safetensors").rename(d / "model.bin"), "save_pretrained"),
     "half the weights": (lambda d: os.truncate(d / "model.safetensors", 9000), "model.safetensors"),
+    "no index": (lambda d: (d / "model.safetensors").rename(d / "model-1.safetensors"), "index"),
+    "NaN": (lambda d: edit_tensors(d, lambda t: t["lm_head.weight"].fill_(math.nan)), "head.*NaN"),
     "no shard": (lambda d: write_index(d, {"weight_map": {"a": "/etc/x"}}), "x: .*Download"),
     "a wrong index": (lambda d: write_index(d, {"weight_map": [7]}), "weight_map"),
     "a list": (lambda d: (d / "config.json").write_text("[1]"), "config.json"),
@@ -389,8 +397,11 @@ def test_a_missing_or_large_tokenizer_is_refused(words: Tokenizer, hf_llama: Pat
     (slow / "tokenizer.model").touch()
     with pytest.raises(UserError, match=r"tokenizer.model is not read.*AutoTokenizer"):
         run_command("import", slow, tmp_path / "run")
-    with pytest.raises(UserError, match=r"--tokenizer.*400"):
+    with pytest.raises(UserError, match=r"--tokenizer.*400.*300"):
         run_command("import", hf_llama, tmp_path / "run", "--tokenizer", file)
+    words.save(slow / "tokenizer.json")
+    with pytest.raises(UserError, match=r"tokenizer.json.*resize_token_embeddings\(400\)"):
+        run_command("import", slow, tmp_path / "run")
 
 
 # GGUF.
@@ -463,6 +474,32 @@ def test_gguf_has_every_tensor(family: str, dtype: str, words: Tokenizer, tmp_pa
     num_float16 = [tensor.tensor_type.name for tensor in reader.tensors].count("F16")
     has_warning = f"--gguf {dtype}: {num_float16} tensor" in capsys.readouterr().err
     assert has_warning == (num_float16 > 0 and dtype != "f16")
+
+
+@pytest.mark.parametrize("scaling", [(2.0,), (8.0, 1.0, 4.0, 32.0)])
+def test_gguf_has_the_scaling_of_rope(scaling: tuple[float, ...], words, tmp_path: Path):
+    gguf = pytest.importorskip("gguf")
+    changes = {"vocab_size": 410, "qk_norm": False, "rope_scaling": scaling, "head_dim": 16}
+    config = dataclasses.replace(VARIANTS["default"], **changes)
+    run = save_run(random_model(config), tmp_path / "run", words)
+    run_command("export", run, tmp_path / "hf", "--family", "llama", "--gguf", "f32")
+    reader = gguf.GGUFReader(tmp_path / "hf" / "hf-f32.gguf")
+    values = {key: field.contents() for key, field in reader.fields.items()}
+    tensors = {tensor.name: tensor.data.tolist() for tensor in reader.tensors}
+    linear = ("linear", 2.0) if len(scaling) == 1 else (None, None)
+    keys = ("llama.rope.scaling.type", "llama.rope.scaling.factor")
+    assert tuple(map(values.get, keys)) == linear
+    divisors = []  # as llama.cpp's convert_hf_to_gguf.py computes them
+    for pair in range(8):
+        wavelength = 2 * math.pi * 10_000 ** (pair / 8)
+        if len(scaling) == 1:
+            continue
+        factor, low, high, length = scaling
+        smooth = (length / wavelength - low) / (high - low)
+        between = 1 / ((1 - smooth) / factor + smooth)
+        is_between = length / high <= wavelength <= length / low
+        divisors.append(between if is_between else 1 if wavelength < length / high else factor)
+    assert tensors.get("rope_freqs.weight", []) == pytest.approx(divisors, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -539,7 +576,8 @@ def test_an_import_keeps_what_begins_and_ends_its_texts(
             "special_tokens": {"<s>": {"id": "<s>", "ids": [bos], "tokens": ["<s>"]}},
         }
     (hf / "tokenizer.json").write_text(json.dumps(document))
-    (hf / "tokenizer_config.json").write_text(json.dumps(config))
+    names_file = "tokenizer_config.json" if kind == "byte-level" else "special_tokens_map.json"
+    (hf / names_file).write_text(json.dumps(config))
     ids = {"bos_token_id": bos, "eos_token_id": end}
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 2, "vocab_size": tokenizer.vocab_size}
@@ -637,7 +675,10 @@ def test_the_chat_template_gives_the_tokens_that_were_learned(
     ids = hf_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert ids == encode_chat(words, turns)
     generation_config = json.loads((hf / "generation_config.json").read_text())
-    assert generation_config["eos_token_id"] == [words.end_of_text_id, *stop_token_ids(words, True)]
+    assert generation_config["eos_token_id"] == [
+        words.end_of_text_id,
+        *turn_ends(words, True).token_ids,
+    ]
     reader = pytest.importorskip("gguf.gguf_reader")
     field = reader.GGUFReader(hf / "hf-chats-f32.gguf").fields["tokenizer.chat_template"]
     assert field.contents() == hf_tokenizer.chat_template

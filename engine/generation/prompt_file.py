@@ -44,7 +44,7 @@ def complete_file(
     lines = read_lines(source)
     questions = [*encode_lines(lines, model, is_chat, max_new_tokens)]
     streams = [
-        TextStream(model.tokenizer, each.prompt, each.max_new_tokens, stop, model.stop_token_ids)
+        TextStream(model.tokenizer, each.prompt, each.max_new_tokens, stop, model.ends)
         for each in questions
     ]
     start_time = time.perf_counter()

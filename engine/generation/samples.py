@@ -7,7 +7,7 @@ import torch
 
 from engine.core.errors import UserError
 from engine.data.batches import Mixture
-from engine.data.chats.chat import stop_token_ids
+from engine.data.chats.chat import turn_ends
 from engine.data.split import prompt_ids
 from engine.data.tokenizer import Tokenizer
 from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions
@@ -82,7 +82,7 @@ def stream_samples(
 ) -> Iterator[tuple[int, str]]:
     """Yield (index of the prompt, text) piece by piece; an error if the model has diverged."""
     tokenizer = data.tokenizer
-    ends = stop_token_ids(tokenizer, data.learns_chats)
+    ends = turn_ends(tokenizer, data.learns_chats)
     streams = [TextStream(tokenizer, ids, max_new_tokens, (), ends) for ids in prompts]
     options: SamplingOptions = {**DEFAULT_OPTIONS, "seed": seed}
     try:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.data.chats.chat import TurnEnds
 from engine.data.split import Examples, Split, is_target, token_ids
 from engine.data.tokenizer import Tokenizer
 from engine.generation.decoding_engine import DecodingEngine, window_start
@@ -62,7 +63,7 @@ def select_evenly(num_items: int, max_items: int) -> list[int]:
 
 
 def example_questions(
-    examples: Split, tokenizer: Tokenizer, stop_token_ids: Sequence[int], max_questions: int
+    examples: Split, tokenizer: Tokenizer, ends: TurnEnds, max_questions: int
 ) -> Iterator[Question]:
     """Yield the questions of a split of examples, evenly spaced: of each, its last answer."""
     assert isinstance(examples, Examples)
@@ -71,9 +72,9 @@ def example_questions(
         first, end = last_answer(example)
         prompt = token_ids(example[:first]).tolist()
         answer = example[first:end].tolist()
-        stream = TextStream(tokenizer, prompt, stop_token_ids=stop_token_ids)
+        stream = TextStream(tokenizer, prompt, ends=ends)
         text = "".join(map(stream.push, answer)) + stream.end()
-        yield Question(prompt, len(answer) + EXTRA_TOKENS, text)
+        yield Question(prompt, len(answer) + EXTRA_TOKENS + ends.num_bytes, text)
 
 
 def last_answer(example: np.ndarray) -> tuple[int, int]:
@@ -88,7 +89,7 @@ def last_answer(example: np.ndarray) -> tuple[int, int]:
 def count_right(
     model: GPT,
     tokenizer: Tokenizer,
-    stop_token_ids: Sequence[int],
+    ends: TurnEnds,
     questions: Sequence[Question],
     cache_dtype: torch.dtype | None = None,
 ) -> int:
@@ -96,8 +97,8 @@ def count_right(
     streams = []
     for question in questions:
         answer_bytes = len((question.answer or "").encode())  # at least its number of tokens
-        limit = min(question.max_new_tokens, answer_bytes + EXTRA_TOKENS)
-        streams.append(TextStream(tokenizer, question.prompt, limit, (), stop_token_ids))
+        limit = min(question.max_new_tokens, answer_bytes + EXTRA_TOKENS + ends.num_bytes)
+        streams.append(TextStream(tokenizer, question.prompt, limit, (), ends))
     pieces = complete_streams(
         model, streams, QUESTION_BATCH_SIZE, cache_dtype=cache_dtype, temperature=0.0
     )

@@ -13,7 +13,7 @@ from engine.core.cli import count_noun, warn
 from engine.core.errors import UserError
 from engine.core.settings import propose_name
 from engine.data.chats import chat
-from engine.data.chats.chat import Turn
+from engine.data.chats.chat import Turn, TurnEnds
 from engine.data.chats.chat_template import TOOLS_ROLE
 from engine.data.tokenizer import Tokenizer
 from engine.generation.beam_search import search_text
@@ -50,9 +50,9 @@ class TextGenerator:
         return next(self.model.parameters()).device
 
     @property
-    def stop_token_ids(self) -> list[int]:
-        """The ids that end a text, besides those of the tokenizer."""
-        return chat.stop_token_ids(self.tokenizer, self.is_chat_model)
+    def ends(self) -> TurnEnds:
+        """What ends a text, besides the ids of the tokenizer."""
+        return chat.turn_ends(self.tokenizer, self.is_chat_model)
 
     @cached_property
     def decoder(self) -> GPT:
@@ -127,7 +127,7 @@ class TextGenerator:
             meant = propose_name(name, TextOptions.__optional_keys__)
             raise UserError(f"{name}: unknown option of text generation. {meant}")
         streams = [
-            TextStream(self.tokenizer, prompt, max_new_tokens, stop, self.stop_token_ids)
+            TextStream(self.tokenizer, prompt, max_new_tokens, stop, self.ends)
             for prompt in prompts
         ]
         return self.complete(streams, **options)

@@ -4,7 +4,10 @@ import codecs
 import sys
 from collections.abc import Sequence
 
+from engine.data.chats.chat import TurnEnds
 from engine.data.tokenizer import Tokenizer
+
+NO_ENDS = TurnEnds()
 
 
 class TextStream:
@@ -16,9 +19,9 @@ class TextStream:
         prompt: Sequence[int] = (),
         max_tokens: int = sys.maxsize,
         stop: Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
+        ends: TurnEnds = NO_ENDS,
     ):
-        """End the text before any text of ``stop``, at stop_token_ids and the tokenizer's ends.
+        """End the text before any text of ``stop``, and at the ends of a turn and of a text.
 
         A space that the tokenizer adds at the start is dropped, unless the text continues a prompt.
         A last character whose bytes are incomplete is left out.
@@ -26,9 +29,10 @@ class TextStream:
         self.tokenizer = tokenizer
         self.prompt = list(prompt)
         self.max_tokens = max_tokens
-        self.stop = stop
-        self.stop_prefixes = [text[:length] for text in stop for length in range(1, len(text))]
-        self.stop_token_ids = {*stop_token_ids, *tokenizer.stop_token_ids}
+        self.stop = (*stop, *ends.texts)
+        self.stop_prefixes = [text[:length] for text in self.stop for length in range(1, len(text))]
+        self.stop_token_ids = {*ends.token_ids, *tokenizer.stop_token_ids}
+        self.has_ending = bool(ends.texts)  # of which only white space may precede an end of text
         self.drops_space = tokenizer.adds_space_after(prompt[-1] if prompt else None)
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.pending = ""  # may start a stop text
@@ -43,6 +47,7 @@ class TextStream:
             return ""
         self.new_ids.append(token)
         if token in self.stop_token_ids:
+            self.pending = self.pending.rstrip() if self.has_ending else self.pending
             return self.end()
         self.pending += self.decode(token)
         stop_starts = [self.pending.find(text) for text in self.stop if text in self.pending]

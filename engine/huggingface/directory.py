@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.core.errors import UserError, wrap_library_errors
 from engine.core.files import read_json, write_json
 from engine.core.values import convert
-from engine.data.chats.chat import chat_format, stop_token_ids
+from engine.data.chats.chat import chat_format, turn_ends
 from engine.data.chats.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.data.tokenizer_training import pre_tokenizer_name
@@ -35,6 +35,7 @@ OTHER_FILES = {
         ("*.bin", "*.pt", "*.pth", "*.gguf"),
         "is not read. Convert it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…)",
     ),
+    "model-*.safetensors": "is a shard, and model.safetensors.index.json is missing. Download it",
 }
 OTHER_TOKENIZERS = dict.fromkeys(
     ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt"),
@@ -124,9 +125,15 @@ def read_tensors(directory: Path, name: str = "model.safetensors") -> dict[str, 
         names = {Path(name).name for name in weight_map.values()}
     tensors: dict[str, Tensor] = {}
     for path in sorted(directory / name for name in names):
-        check_exists(path, "Download the model again")
+        check_exists(path, "Download the model again", OTHER_FILES if path.name == name else {})
         with wrap_library_errors(f"{path}: corrupted", safetensors.SafetensorError, advice="."):
             tensors.update(safetensors.torch.load_file(path))
+    for tensor_name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.isfinite().all():
+            problem = f"{tensor_name} must be finite (got NaN or infinity)"
+            raise UserError(
+                f"{directory}: {problem}. Download it again, or use another checkpoint."
+            )
     return tensors
 
 
@@ -157,16 +164,17 @@ def special_token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
 
 def end_token_ids(tokenizer: Tokenizer, template: str | None) -> list[int]:
     """Return the ids that end a text, and with a template those that end an answer."""
-    turn_ends = stop_token_ids(tokenizer, is_chat_model=bool(template))
+    answer_ends = turn_ends(tokenizer, is_chat_model=bool(template)).token_ids
     ends = tokenizer.stop_token_ids
-    return [*dict.fromkeys([*ends[:1], *turn_ends, *ends[1:]])]
+    return [*dict.fromkeys([*ends[:1], *answer_ends, *ends[1:]])]
 
 
 def chat_template(tokenizer: Tokenizer, is_chat_model: bool) -> str | None:
-    """Return the tokenizer's imported chat template, or the one that a chat model learned."""
-    is_imported = tokenizer.chat_template or tokenizer.other_templates
-    learns_plain_chats = is_chat_model and not is_imported
-    return chat_format(tokenizer)[0].source if learns_plain_chats else tokenizer.chat_template
+    """Return the template of a chat model's chats, or the tokenizer's imported one."""
+    if is_chat_model:
+        with contextlib.suppress(UserError):  # of a template that fails
+            return chat_format(tokenizer)[0].source
+    return tokenizer.chat_template
 
 
 def write_tokenizer(path: Path, tokenizer: Tokenizer, length: int, template: str | None) -> None:

@@ -5,14 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from engine.core.cli import count_noun, warn
 from engine.core.errors import UserError, import_optional
 from engine.data.tokenizer import Tokenizer
 from engine.data.tokenizer_training import pre_tokenizer_name
+from engine.huggingface.convert import ROPE_SCALING_KEYS
 from engine.huggingface.directory import end_token_ids, special_token_ids
+from engine.nn.positions import angles
 
+OTHER_CONVERTER = "export without --gguf, and run llama.cpp's convert_hf_to_gguf.py"
 # The activation that llama.cpp computes in each architecture, whatever the file says.
 LLAMA_CPP_ACTIVATIONS = {"llama": "silu", "qwen3": "silu", "qwen2": "silu", "gpt2": "gelu_new"}
 # Method of GGUFWriter → keys of config.json that have its value.
@@ -39,7 +43,7 @@ def check_supported(hf_config: dict[str, Any], tokenizer: Tokenizer) -> None:
     problems = {
         f"--family {family}": family not in LLAMA_CPP_ACTIVATIONS,
         "--windows": hf_config.get("sliding_window"),
-        "--rope-scaling": hf_config.get("rope_scaling"),
+        "RoPE scaling llama3": rope_type(hf_config) == "llama3" and family != "llama",
         f"--activation {activation}": activation != LLAMA_CPP_ACTIVATIONS.get(family),
         "--bias": hf_config.get("mlp_bias"),
         "--head-dim": family == "qwen2" and hf_config["head_dim"] != default_head_dim,
@@ -47,14 +51,20 @@ def check_supported(hf_config: dict[str, Any], tokenizer: Tokenizer) -> None:
     for problem, is_present in problems.items():
         if is_present:
             problem = f"unsupported {problem} in {family} models"
-            raise UserError(f"--gguf: {problem}. Train without it, or omit --gguf.")
+            raise UserError(f"--gguf: {problem}. Train without it, or {OTHER_CONVERTER}.")
     if tokenizer.text_start not in ([], [tokenizer.special_tokens.get(tokenizer.bos_token)]):
         names = tokenizer.decode_bytes(tokenizer.text_start).decode()
         raise UserError(f"--gguf: a text must begin with at most bos_token (got {names}). Omit it.")
     if pre_tokenizer_name(tokenizer) is None:
-        problem = f"llama.cpp does not support this {tokenizer.kind} tokenizer"
-        fix = "Prepare the text with --pattern gpt2, or with --tokenizer gpt2."
-        raise UserError(f"--gguf: {problem}. {fix}")
+        problem = f"unsupported {tokenizer.kind} tokenizer"
+        fix = "Prepare the text with --pattern gpt2"
+        raise UserError(f"--gguf: {problem} here. {fix}, or {OTHER_CONVERTER}.")
+
+
+def rope_type(hf_config: dict[str, Any]) -> str | None:
+    """Return the type of RoPE's scaling: linear, llama3, or None."""
+    scaling: dict[str, Any] = hf_config.get("rope_scaling") or {}
+    return scaling.get("rope_type")
 
 
 def write(
@@ -74,6 +84,11 @@ def write(
             getattr(writer, method)(hf_config[key])
     if "rope_parameters" in hf_config:
         writer.add_rope_freq_base(hf_config["rope_parameters"]["rope_theta"])
+    if rope_type(hf_config) == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(hf_config["rope_scaling"]["factor"])
+    if rope_type(hf_config) == "llama3":
+        writer.add_tensor("rope_freqs.weight", _rope_divisors(hf_config))
     _add_tokenizer(writer, tokenizer, hf_config["vocab_size"])
     # llama.cpp has a key for the end of a turn, one for the end of a message, and knows some names.
     setters = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
@@ -127,6 +142,14 @@ def _add_tensors(
     if dtype != "f16" and widths["F16"]:
         number = count_noun(len(widths["F16"]), "tensor")
         warn(f"--gguf {dtype}: {number} in float16, as rows are not a multiple of 32 weights")
+
+
+def _rope_divisors(hf_config: dict[str, Any]) -> np.ndarray:
+    """Return the divisor of each frequency of RoPE in Llama 3.1, float32 (head_dim / 2,)."""
+    scaling = tuple(hf_config["rope_scaling"][key] for key in ROPE_SCALING_KEYS["llama3"])
+    options = (torch.ones(()), hf_config["head_dim"], hf_config["rope_theta"])
+    divisors: np.ndarray = (angles(*options) / angles(*options, scaling)).numpy()
+    return divisors
 
 
 def _rearrange(name: str, tensor: Tensor, hf_config: dict[str, Any]) -> Tensor:

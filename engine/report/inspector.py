@@ -77,9 +77,9 @@ class ModelInspector:
         self.config = model.model.config
         self.settings = settings
         self.prompts = list(prompts)
-        banned = banned_tokens(model.tokenizer, model.model, model.stop_token_ids)
+        banned = banned_tokens(model.tokenizer, model.model, model.ends.token_ids)
         self.banned = torch.tensor(banned, dtype=torch.long, device=model.device)
-        self.make_stream = partial(TextStream, model.tokenizer, stop_token_ids=model.stop_token_ids)
+        self.make_stream = partial(TextStream, model.tokenizer, ends=model.ends)
         self.ablate = lru_cache(maxsize=1)(self._ablate)
         self.last_logits = lru_cache(maxsize=1)(self._last_logits)
         answers = [self.about, self.read, self.write, self.predict]

@@ -59,7 +59,7 @@ class Api:
         self.key = key
         self.context_length = generator.model.config.context_length
         self.arrivals: set[Arrivals] = set()  # of the requests in progress
-        banned = banned_tokens(generator.tokenizer, generator.model, generator.stop_token_ids)
+        banned = banned_tokens(generator.tokenizer, generator.model, generator.ends.token_ids)
         batch = TextBatch(generator.decoder, MAX_ROWS, banned)
         batch.engine.min_positions = self.context_length
         self.worker = BatchWorker(batch, MAX_WAITING_TEXTS)
@@ -219,7 +219,7 @@ class Api:
             with contextlib.suppress(RuntimeError):  # the loop is closed, after a second Ctrl-C
                 loop.call_soon_threadsafe(arrivals.put_nowait, (index, arrival))
 
-        stop_token_ids = self.generator.stop_token_ids
+        ends = self.generator.ends
         all_prompts = [prompt for prompt in prompts for _ in range(settings.n)]
         requests: list[ClientRequest] = []
         for prompt, row_seed in zip(all_prompts, row_seeds(seed, all_prompts), strict=True):
@@ -231,7 +231,7 @@ class Api:
                 raise ApiError(f"{name}: too long: {size}", param=name, code=code)
             limit = min(max_tokens, room)
             request = ClientRequest(
-                TextStream(self.tokenizer, prompt, limit, settings.stop, stop_token_ids),
+                TextStream(self.tokenizer, prompt, limit, settings.stop, ends),
                 row_seed,
                 filters,
                 settings.repetition_penalty,

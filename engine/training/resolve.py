@@ -16,7 +16,7 @@ from engine.core.settings import build, flatten, from_values
 from engine.core.values import convert
 from engine.data import batches
 from engine.data.batches import Mixture
-from engine.data.chats.chat import stop_token_ids
+from engine.data.chats.chat import turn_ends
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
 from engine.generation.prompt_file import encode_lines, read_lines
@@ -285,7 +285,7 @@ def load_questions(
     if config.score == "choice" or not val.num_examples:
         problem = f"{data.path} has no such questions"
         raise UserError(f"--score {config.score}: {problem}. Add --score-file FILE.")
-    ends = stop_token_ids(data.tokenizer, data.learns_chats)
+    ends = turn_ends(data.tokenizer, data.learns_chats)
     return [*example_questions(val, data.tokenizer, ends, config.score_examples)]
 
 

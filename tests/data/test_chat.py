@@ -10,7 +10,7 @@ from engine.data.chats.chat import (
     count_targets,
     encode_example,
     special_token_names,
-    stop_token_ids,
+    turn_ends,
 )
 from engine.data.chats.examples import chat_parser, parse_chat, parse_pair
 from engine.data.dataset import open_dataset
@@ -58,12 +58,12 @@ def test_texts_of_the_assistant_and_their_ends_are_targets():
     expected = [*(~token for token in context), *b"Ja.", end]
     expected += [*(~token for token in (user, *b"Ok", end, assistant)), end]
     assert encode_example(BYTES, CHAT).tolist() == expected
-    assert stop_token_ids(BYTES, True) == [end]
+    assert [*turn_ends(BYTES, True).token_ids] == [end]
 
 
 def test_imported_chat_models_keep_their_tokens():
     assert special_token_names(CHATML_BYTES, chat=True) == []
-    assert stop_token_ids(CHATML_BYTES, True) == [CHATML_BYTES.special_tokens["<|im_end|>"]]
+    assert [*turn_ends(CHATML_BYTES, True).token_ids] == [CHATML_BYTES.special_tokens["<|im_end|>"]]
     example = encode_example(CHATML_BYTES, CHAT[1:3])
     text = "<|im_start|>user\nHé?<|im_end|>\n<|im_start|>assistant\nJa.<|im_end|>\n"
     assert CHATML_BYTES.decode(ids_of(example)) == text

@@ -20,8 +20,8 @@ from engine.data.chats.chat import (
     encode_example,
     own_template,
     special_token_names,
-    stop_token_ids,
     to_messages,
+    turn_ends,
     with_template,
 )
 from engine.data.chats.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE, ChatTemplate
@@ -312,7 +312,7 @@ def test_the_prompt_of_an_answer_is_what_comes_before_its_targets(family, words,
     prompt = encode_chat(tokenizer, turns)
     assert [max(token, ~token) for token in example[: len(prompt)].tolist()] == prompt
     answer = [*tokenizer.encode(" four" if family == "mistral" else "four").tolist()]
-    targets = [*answer, *stop_token_ids(tokenizer, True)]
+    targets = [*answer, *turn_ends(tokenizer, True).token_ids]
     assert example[len(prompt) :].tolist()[: len(targets)] == targets
     assert (example[len(prompt) + len(targets) :] < 0).all()
 
@@ -340,13 +340,13 @@ def test_what_a_template_leaves_out_or_refuses_is_refused(template, messages, wo
     assert "\n" not in str(error.value)
 
 
-def test_a_template_without_an_end_of_answers_is_replaced(words: Tokenizer):
-    for template in ("{{ messages }}", "{% for m in messages %}{{ m.content }}{% endfor %}"):
-        tokenizer = words.with_special(["<|extra|>"]).with_chat_template(template)
-        assert own_template(tokenizer) is None
-        chats = tokenizer.with_special(special_token_names(tokenizer, chat=True))
-        ids = encode_chat(chats, [("user", "a")])
-        assert chats.decode(ids) == "<|user|>a<|end|><|assistant|>"
+def test_a_template_that_leaves_out_answers_is_replaced(words: Tokenizer, capsys):
+    tokenizer = words.with_special(["<|extra|>"]).with_chat_template("{{ messages }}")
+    assert own_template(tokenizer) is None
+    chats = tokenizer.with_special(special_token_names(tokenizer, chat=True))
+    assert "chat template leaves out answers" in capsys.readouterr().err
+    ids = encode_chat(chats, [("user", "a")])
+    assert chats.decode(ids) == "<|user|>a<|end|><|assistant|>"
 
 
 FAILING_TEMPLATES = ("{% for %}", "{{ raise_exception('no') }}", "{{ messages[9].content }}")
@@ -364,7 +364,7 @@ def test_a_template_that_fails_stops_chats_only_and_its_model_is_named(
     for function in (own_template, partial(encode_chat, turns=[("user", "a")])):
         with pytest.raises(UserError, match=re.escape(f"{tmp_path}: ")):
             function(tokenizer)
-    assert stop_token_ids(tokenizer, True) == []
+    assert [*turn_ends(tokenizer, True).token_ids] == []
     out = tmp_path / "out"
     out.mkdir()
     learned = directory.chat_template(tokenizer, is_chat_model=True)
@@ -440,7 +440,9 @@ def test_variables_of_a_template_are_recorded_exported_and_overridden(
             assert encode_chat(tokenizer, [("user", "1+1?")], override) == expected
     ids = encode_chat(tokenizer, [("user", "1+1?")], override)
     assert tokenizer.decode(ids).endswith("yes<|im_end|>")
-    assert ids.count(*stop_token_ids(tokenizer, True)) == 1  # a value never becomes a special token
+    assert (
+        ids.count(*turn_ends(tokenizer, True).token_ids) == 1
+    )  # a value never becomes a special token
     for wrong in ("thin=1", "think", "messages=1", "=1"):
         with pytest.raises(UserError, match=r"--template-variable: .*style, think"):
             with_template(plain, None, [wrong])

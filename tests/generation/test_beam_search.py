@@ -11,6 +11,7 @@ from helpers import SMALL, VARIANTS, random_model
 from reference import decoding_definition
 
 from engine.core.errors import UserError
+from engine.data.chats.chat import TurnEnds
 from engine.data.tokenizer import CharTokenizer
 from engine.generation.beam_search import beam_search, search_text
 from engine.generation.decoding_engine import window_start
@@ -47,7 +48,7 @@ def test_enough_beams_find_the_best_of_all_continuations_beyond_the_context_too(
                 scores[ids] = total / ((5 + n) / 6) ** 0.6
     best = max(scores.values())
     letters = CharTokenizer("abcde"[: 5 - len(banned)])
-    stream = TextStream(letters, prompt, length, stop_token_ids=ends)
+    stream = TextStream(letters, prompt, length, ends=TurnEnds(tuple(ends)))
     for num_beams, worst in ((5**length, best), (2, -math.inf)):
         ids, score = beam_search(model, stream, num_beams)
         assert score == pytest.approx(scores[tuple(ids)], abs=1e-4)
@@ -60,7 +61,7 @@ def test_one_beam_is_greedy_beyond_the_context_too(name):
     prompt = torch.randint(37, (7,)).tolist()
     (greedy,) = decoding_definition(model, [prompt], 30, banned=[35, 36], temperature=0)
     for ends, expected in (([], greedy), ([greedy[12]], greedy[: greedy.index(greedy[12]) + 1])):
-        stream = TextStream(LETTERS, prompt, 30, stop_token_ids=ends)
+        stream = TextStream(LETTERS, prompt, 30, ends=TurnEnds(tuple(ends)))
         assert beam_search(build_decoder(model), stream, 1)[0] == expected
 
 
@@ -68,7 +69,7 @@ def test_a_search_ends_when_no_beam_can_surpass_the_best():
     model = random_model(dataclasses.replace(SMALL, vocab_size=5))
     calls = []
     model.register_forward_pre_hook(lambda module, inputs: calls.append(inputs))
-    stream = TextStream(CharTokenizer("abcde"), [1], 1000, stop_token_ids=[0, 2, 3])
+    stream = TextStream(CharTokenizer("abcde"), [1], 1000, ends=TurnEnds((0, 2, 3)))
     ids, score = beam_search(model, stream, 4)
     assert 1 <= len(ids) <= len(calls) < 1000 and score < 0
 
@@ -80,7 +81,7 @@ def test_a_text_ends_with_the_end_of_text_or_an_end_or_a_stop_text():
         stream = TextStream(tokenizer, [prompt], 10)
         text = search_text(model, stream, 3)
         assert set(text) <= set("abcd") and len(stream.new_ids) in (10, len(text) + 1)
-        for num_beams, ends in ((3, ()), (300, [5])):
+        for num_beams, ends in ((3, TurnEnds()), (300, TurnEnds((5,)))):
             stream = TextStream(tokenizer, [prompt], 10, "abcd", ends)
             assert search_text(model, stream, num_beams) == "" and len(stream.new_ids) == 1
 

@@ -12,7 +12,7 @@ from helpers import SMALL, logged, make_dataset, random_model, train_tiny, write
 
 import sample
 from engine.core.errors import UserError
-from engine.data.chats.chat import stop_token_ids
+from engine.data.chats.chat import turn_ends
 from engine.data.dataset import open_dataset
 from engine.data.tokenizer import CharTokenizer
 from engine.generation.prompt_file import encode_lines, parse_answer, read_lines
@@ -124,7 +124,7 @@ def facts(tmp_path_factory) -> Path:
 
 def test_a_question_of_an_example_is_its_last_answer(facts):
     data = open_dataset(facts)
-    ends = stop_token_ids(data.tokenizer, True)
+    ends = turn_ends(data.tokenizer, True)
     questions = [*example_questions(data.val, data.tokenizer, ends, 5)]
     assert len(questions) == 5
     for question in questions:
@@ -141,7 +141,7 @@ def test_the_score_of_training_is_that_of_sample_and_of_a_count_by_hand(facts, t
     scores = logged(tmp_path / "run", "val_score")
     assert list(scores) == [20, 40, 60] and 0.2 < scores[60] < 1
     data = open_dataset(facts)
-    ends = stop_token_ids(data.tokenizer, True)
+    ends = turn_ends(data.tokenizer, True)
     questions = [*example_questions(data.val, data.tokenizer, ends, 40)]
     for step, score in scores.items():
         path = tmp_path / "run" / "checkpoints" / f"step-{step:08d}"

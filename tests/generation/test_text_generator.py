@@ -6,7 +6,7 @@ from helpers import SMALL, random_model
 from reference import decoding_definition
 
 from engine.core.errors import UserError
-from engine.data.chats.chat import encode_chat, encode_example, stop_token_ids
+from engine.data.chats.chat import encode_chat, encode_example, turn_ends
 from engine.data.split import prompt_ids
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
 from engine.data.tokenizer_json import SPECIAL_TOKENS
@@ -42,7 +42,7 @@ def test_an_answer_or_a_text_ends_with_its_turn(max_new_tokens, answer):
 
         def forward(self, tokens, contexts, last):
             is_last = contexts[0].next_positions().max() >= 6  # <user> h <end> <assistant> x x x
-            (end,) = stop_token_ids(CHAT, True)
+            (end,) = turn_ends(CHAT, True).token_ids
             logits = torch.eye(CHAT.vocab_size)[end if is_last else ord("x")]
             return logits.expand(len(tokens), 1, -1)
 

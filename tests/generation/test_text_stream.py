@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine.data.chats.chat import TurnEnds
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
 from engine.generation.text_stream import TextStream
 
@@ -49,6 +50,6 @@ def test_the_first_stop_text_of_a_token_counts():
 
 @pytest.mark.parametrize("ends", [[], [99]])
 def test_the_end_of_text_and_given_ends_end_the_stream(ends):
-    stream = TextStream(ByteTokenizer(), stop_token_ids=ends)
+    stream = TextStream(ByteTokenizer(), ends=TurnEnds(tuple(ends)))
     assert [*map(stream.push, [97, *ends, 256, 98])] == ["a", "", "", *[""] * len(ends)]
     assert stream.is_finished and len(stream.new_ids) == 2

@@ -10,17 +10,21 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import numpy as np
 
+from engine.core.cli import warn
 from engine.core.errors import UserError
+from engine.data.chats.answers import common_length, find_answers
 from engine.data.chats.chat_template import (
     CHATML_TEMPLATE,
+    PLACEHOLDER_TEXT,
     PLAIN_TEMPLATE,
-    TOOLS_ROLE,
     ChatTemplate,
+    Message,
     map_texts,
     set_variables,
 )
@@ -28,23 +32,35 @@ from engine.data.tokenizer import Tokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")  # the tokens of many imported models' chats
-# Unicode noncharacters: the first breaks up the name of a special token that is ordinary text, the
-# second takes the place of a text.
+# A Unicode noncharacter, which breaks up the name of a special token that is ordinary text.
 ESCAPE_CHARACTER = "\ufdd0"
-PLACEHOLDER_TEXT = "\ufdd1"
+SHORT_CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PLACEHOLDER_TEXT}]
 
 # (speaker, text) or (speaker, text, keys). Speaker: a role, "prompt" or "completion". Keys of the
 # message: weight (0: not a target), tool_calls, name, tool_call_id; of "tools", the list of them.
 Turn = tuple[str, str] | tuple[str, str, dict[str, Any]]
-Message = dict[str, Any]  # of a chat template
 
 # (text, whether its document starts and ends there) → token ids, number of UTF-8 bytes, number of
 # targets. The bytes of an example are those of its targets.
 Encoder = Callable[[str, bool, bool], tuple[np.ndarray, int, int]]
 
 
+@dataclass(frozen=True)
+class TurnEnds:
+    """What follows an answer and ends it: a special token, or a text of the chat template."""
+
+    token_ids: tuple[int, ...] = ()
+    texts: tuple[str, ...] = ()  # without white space at the end
+    pattern: str = "(?!)"  # of both in a rendered chat
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the longest text, at least its number of tokens."""
+        return max((len(text.encode()) for text in self.texts), default=0)
+
+
 def own_template(tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Return the chat template of an imported model, if a special token ends its answers.
+    """Return the chat template of an imported model, if it writes the answers of a chat.
 
     Raises UserError if it fails, and if there are several of which none is the default.
     """
@@ -54,9 +70,9 @@ def own_template(tokenizer: Tokenizer) -> ChatTemplate | None:
         raise UserError(f"{tokenizer.folder}: no chat template is the default, of {names}. {fix}.")
     if tokenizer.chat_template is None:
         return None
+    template = make_template(tokenizer, tokenizer.chat_template)
     try:
-        template, end = _find_end(tokenizer, tokenizer.chat_template)
-        return None if end is None else template
+        return template if PLACEHOLDER_TEXT in template.render(SHORT_CHAT) else None
     except UserError as error:
         problem = f"{tokenizer.folder or tokenizer.kind}: {error}"
         fix = "Correct the model's template, and import or prepare again. Plain text works."
@@ -76,44 +92,62 @@ def with_template(tokenizer: Tokenizer, name: str | None, assignments: Sequence[
     return tokenizer.with_chat_template(set_variables(source, assignments))
 
 
+def make_template(tokenizer: Tokenizer, source: str) -> ChatTemplate:
+    """Return a chat template with the special tokens of a tokenizer."""
+    return ChatTemplate(source, tokenizer.bos_token, tokenizer.end_of_text_name)
+
+
 @functools.lru_cache(16)
-def chat_format(tokenizer: Tokenizer) -> tuple[ChatTemplate, int | None]:
-    """Return the template of a tokenizer's chats, and the id that ends an answer, if any does."""
+def chat_format(tokenizer: Tokenizer) -> tuple[ChatTemplate, TurnEnds]:
+    """Return the template of a tokenizer's chats, and what ends an answer in it."""
     has_chatml = tokenizer.special_tokens.keys() >= {*CHATML_TOKENS}
     start = "{{ bos_token }}" if tokenizer.text_start else ""
     default = start + (CHATML_TEMPLATE if has_chatml else PLAIN_TEMPLATE)
     template = own_template(tokenizer)
-    return _find_end(tokenizer, template.source if template else default)
+    if tokenizer.chat_template and not template:
+        problem = "its chat template leaves out answers"
+        warn(f"{tokenizer.folder or tokenizer.kind}: {problem}. Chats are written as {default!r}")
+    template = template or make_template(tokenizer, default)
+    return template, _find_ends(tokenizer, template)
 
 
-def _find_end(tokenizer: Tokenizer, source: str) -> tuple[ChatTemplate, int | None]:
-    """Return a template, and the id of the first special token after an answer, or None."""
-    template = ChatTemplate(source, tokenizer.bos_token, tokenizer.end_of_text_name)
-    text = template.render(to_messages([("user", "Hi"), ("assistant", PLACEHOLDER_TEXT)]))
-    _, answer, after = text.partition(PLACEHOLDER_TEXT)
-    match = names_pattern(tokenizer).search(after) if answer else None
-    return template, tokenizer.special_tokens[match[0]] if match else None
+def _find_ends(tokenizer: Tokenizer, template: ChatTemplate) -> TurnEnds:
+    """Return what a template writes after an answer: the last one, or before another turn."""
+    special = names_pattern(tokenizer)
+    token_ids = []
+    texts = []
+    patterns = []
+    for role in ("", "user", "tool"):
+        next_turn: Message = {"role": role, "content": PLACEHOLDER_TEXT}
+        text = ""
+        with contextlib.suppress(UserError):  # of a template without tools
+            text = template.render([*SHORT_CHAT, next_turn] if role else SHORT_CHAT)
+        after = [*text.split(PLACEHOLDER_TEXT), ""][1]
+        match = special.search(after)
+        words = after[: match.start() if match else None].rstrip()
+        texts += [words] if words else []
+        token_ids += [tokenizer.special_tokens[match[0]]] if match else []
+        patterns += [re.escape(after[: match.end()] if match else words)] if match or words else []
+    pattern = "|".join(sorted(patterns, key=len, reverse=True)) or "(?!)"
+    return TurnEnds(tuple(dict.fromkeys(token_ids)), tuple(dict.fromkeys(texts)), pattern)
 
 
 def special_token_names(tokenizer: Tokenizer, chat: bool) -> list[str]:
     """Return the names of the special tokens that a tokenizer needs to encode examples."""
     if not chat:
         return [tokenizer.end_of_text_name]
-    is_plain = chat_format(tokenizer)[0].source.endswith(PLAIN_TEMPLATE)
-    return [*CHAT_ROLES.values(), END_OF_TURN] if is_plain else []
+    template, ends = chat_format(tokenizer)
+    if template.source.endswith(PLAIN_TEMPLATE):
+        return [*CHAT_ROLES.values(), END_OF_TURN]
+    return [tokenizer.end_of_text_name] if ends.texts or not ends.token_ids else []
 
 
-def stop_token_ids(tokenizer: Tokenizer, is_chat_model: bool) -> list[int]:
-    """Return the ids that end a model's text, besides those of its tokenizer.
-
-    A model that has learned chats ends the assistant's turn, with at most one id.
-    """
-    if not is_chat_model:
-        return []
-    with contextlib.suppress(UserError):  # of a template that fails, raised where chats are encoded
-        end = chat_format(tokenizer)[1]
-        return [] if end is None else [end]
-    return []
+def turn_ends(tokenizer: Tokenizer, is_chat_model: bool) -> TurnEnds:
+    """Return what ends a model's text, besides the ids of its tokenizer: the assistant's turn."""
+    if is_chat_model:
+        with contextlib.suppress(UserError):  # of a template that fails, raised for each chat
+            return chat_format(tokenizer)[1]
+    return TurnEnds()
 
 
 @functools.lru_cache(32)
@@ -216,79 +250,34 @@ def encode_example(tokenizer: Tokenizer, turns: Sequence[Turn]) -> np.ndarray:
         encode_answer = tokenizer.encode_continuation if prompt else tokenizer.encode
         targets = np.array([*encode_answer(turns[1][1]), tokenizer.end_of_text_id], np.int32)
         return np.concatenate((~tokenizer.encode_from_start(prompt).astype(np.int32), targets))
-    template, end = chat_format(tokenizer)
+    template, ends = chat_format(tokenizer)
     messages = to_messages(turns, tokenizer)
     text = template.render(messages)
     ids, segments = encode_rendered(tokenizer, text)
     example = [~token for token in ids]
-    for index, answer_start in _answer_starts(template, messages, text).items():
+
+    def index_of_id(position: int) -> int:
+        """Return the number of ids that are complete before a character."""
+        segment_start, first = segments[bisect_right(segments, (position, len(ids))) - 1]
+        before = _encode_segment(tokenizer, text, segment_start, position)
+        return first + common_length(before, ids[first : first + len(before)])
+
+    end_pattern = re.compile(ends.pattern)
+    end_or_special = re.compile(f"{ends.pattern}|{names_pattern(tokenizer).pattern}")
+    special_ids = {*tokenizer.special_tokens.values()}
+    for index, (answer_start, answer_end) in find_answers(template, messages, text).items():
         if keys_of(turns[index]).get("weight") == 0:
             continue
-        segment_start, start = segments[bisect_right(segments, (answer_start, len(ids))) - 1]
-        before = _encode_segment(tokenizer, text, segment_start, answer_start)
-        start += common_length(before, ids[start : start + len(before)])
-        try:
-            stop = ids.index(-1 if end is None else end, start) + 1
-        except ValueError:
-            number = index if turns[0][0] == TOOLS_ROLE else index + 1
-            raise UserError(f"the model's chat template does not end message {number}") from None
+        has_calls = "tool_calls" in messages[index]  # between the text and its end
+        find_end = end_pattern.search if has_calls else end_or_special.match
+        match = find_end(text, answer_end)
+        start = index_of_id(answer_start)
+        stop = index_of_id(match.end() if match else answer_end)
         example[start:stop] = ids[start:stop]
+        end_id = tokenizer.end_of_text_id
+        if index == len(messages) - 1 and ids[stop - 1] not in special_ids and end_id is not None:
+            example[stop:] = [*ids[stop:], end_id]  # of the document, not of the template
     return np.array(example, np.int32)
-
-
-def _answer_starts(template: ChatTemplate, messages: list[Message], text: str) -> dict[int, int]:
-    """Return the index of the first character of each answer in a rendered chat, by message.
-
-    Most templates put one prompt before every answer: then one more rendering finds all of them.
-    """
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    first = _answer_start(template, messages, answers[0], text)
-    prompt = _generation_prompt(template)
-    starts = [match.end() for match in re.finditer(re.escape(prompt), text)] if prompt else []
-    if len(starts) != len(answers) or starts[0] != first:
-        starts = [_answer_start(template, messages, index, text) for index in answers]
-    return dict(zip(answers, starts, strict=True))
-
-
-@functools.lru_cache(16)
-def _generation_prompt(template: ChatTemplate) -> str:
-    """Return what a template adds after a question, before the answer; "" if it refuses that."""
-    question = to_messages([("user", "Hi")])
-    with contextlib.suppress(UserError):
-        prompt = template.render(question, add_generation_prompt=True)
-        return prompt.removeprefix(template.render(question))
-    return ""
-
-
-def _answer_start(template: ChatTemplate, messages: list[Message], index: int, text: str) -> int:
-    """Return the index of an answer's first character in a rendered chat, after its prompt.
-
-    If later turns change the prompt, the answer starts with its text. Text that the template adds
-    between prompt and answer, such as ``<think>``, belongs to the answer.
-    """
-    before = messages[:index]
-    has_prompt = any(message["role"] != TOOLS_ROLE for message in before)
-    prompt = template.render(before, add_generation_prompt=True) if has_prompt else ""
-    if prompt and text.startswith(prompt):
-        return len(prompt)
-    # Two renderings differ from where the text of the answer starts.
-    other_answer = {"role": "assistant", "content": PLACEHOLDER_TEXT}
-    other_text = template.render([*before, other_answer, *messages[index + 1 :]])
-    start = common_length(text, other_text)
-    if not has_prompt:
-        return start
-    up_to_answer = template.render(messages[: index + 1])
-    end = common_length(up_to_answer, template.render([*before, other_answer]))
-    added = up_to_answer[len(prompt) : end]
-    if up_to_answer.startswith(prompt) and text[:start].endswith(added):
-        return start - len(added)
-    return start
-
-
-def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return the number of equal items at the start of two sequences."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def count_targets(tokenizer: Tokenizer, example: np.ndarray) -> tuple[int, int]:

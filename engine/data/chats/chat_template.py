@@ -22,12 +22,15 @@ CHATML_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+PLACEHOLDER_TEXT = "\ufdd1"  # a Unicode noncharacter, which takes the place of a text
 TOOLS_ROLE = "tools"  # of a message before the first, whose key "tools" lists what may be called
 # Prepared ids must not change daily. This date is the one that Llama 3's template falls back to.
 DATE_OF_PREPARED_CHATS = datetime(2024, 7, 26)
 # Names that a template gets besides the variables of its model.
 RENDERED_NAMES = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
 RENDERED_NAMES |= {"strftime_now", "raise_exception"}
+
+Message = dict[str, Any]  # as a template gets it
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[dict[str, Any]],
+        messages: Sequence[Message],
         add_generation_prompt: bool = False,
         date: datetime = DATE_OF_PREPARED_CHATS,
         variables: Mapping[str, Any] | None = None,

@@ -9,9 +9,10 @@ from typing import Any
 
 from engine.core.cli import warn
 from engine.core.errors import UserError, wrap_library_errors
-from engine.data.chats.chat import PLACEHOLDER_TEXT, Turn, keys_of, to_messages
+from engine.data.chats.chat import Turn, keys_of, to_messages
 from engine.data.chats.chat_template import (
     DATE_OF_PREPARED_CHATS,
+    PLACEHOLDER_TEXT,
     PLAIN_TEMPLATE,
     TOOLS_ROLE,
     ChatTemplate,
