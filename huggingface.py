@@ -25,7 +25,7 @@ from engine.huggingface import gguf as gguf_file
 from engine.huggingface.families import MODEL_FAMILIES, Family, unsupported_settings
 from engine.nn.attention import CHECK_TOLERANCE, attention_difference
 from engine.nn.positions import FREQUENCY_BASE, sinusoids
-from engine.runs.checkpoint import Checkpoint, RunState, load_model, write_checkpoint, write_tensors
+from engine.runs.checkpoint import RunState, load_model, write_checkpoint, write_tensors
 from engine.runs.run_files import find_checkpoint
 from model import GPT, ModelConfig
 
@@ -64,7 +64,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     config = parse(commands, arguments, description="Export a run, or import a model.")
     if isinstance(config, ExportConfig):
-        print(export_model(config))
+        report = export_model(config)
+        files = ", ".join(sorted(path.name for path in config.out.iterdir()))
+        print(f"{config.out}: {files}\n{report}")
         loader = "peft.AutoPeftModel" if config.adapter else "transformers.AutoModel"
         print(f"Load it: {loader}ForCausalLM.from_pretrained({str(config.out)!r})")
     else:
@@ -78,19 +80,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 @torch.no_grad()
 def export_model(config: ExportConfig) -> str:
-    """Export a run, and report what is written and how it compares with transformers.
+    """Export a run, and report how it compares with transformers.
 
     Raises UserError for a model that no family supports. After any error nothing is written.
     """
     directory.check_target(config.out, config.force)
     checkpoint = find_checkpoint(config.run, config.base)
-    report = write_export(config, checkpoint)
-    names = ", ".join(sorted(path.name for path in config.out.iterdir()))
-    return f"{config.out}: step {checkpoint.step:,} of {config.run}, in {names}\n{report}"
-
-
-def write_export(config: ExportConfig, checkpoint: Checkpoint) -> str:
-    """Write the files of an export, and report how it compares with transformers."""
+    print(f"Step {checkpoint.step:,} of {config.run}:")
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
     model = load_model(checkpoint)
     if model.config.attention == "loop" and attention_difference(model) > CHECK_TOLERANCE:

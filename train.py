@@ -31,12 +31,7 @@ import torch
 from torch import Tensor
 
 from engine.core.device import choose_device, use_deterministic_kernels
-from engine.core.distributed import (
-    DistributedContext,
-    has_torchrun_ended,
-    init_distributed,
-    is_launched,
-)
+from engine.core.distributed import DistributedContext, has_torchrun_ended, init_distributed
 from engine.core.errors import UserError
 from engine.core.settings import to_toml
 from engine.core.values import check_ranges
@@ -50,7 +45,7 @@ from engine.report.callback import Report
 from engine.runs.checkpoint import Checkpoint, ModifyModel, check_modification
 from engine.runs.run_files import find_checkpoint
 from engine.training.callbacks import MetricsFile, Terminal, WeightsAndBiases, print_summary
-from engine.training.config import BUILT_IN_DATA, RunConfig, TrainConfig, load_config, split_text
+from engine.training.config import BUILT_IN_DATA, RunConfig, TrainConfig, load_config
 from engine.training.estimate import describe_plan
 from engine.training.resolve import load_questions, resolve
 from engine.training.run_dir import RunDir
@@ -63,10 +58,8 @@ NUM_TIMED_STEPS = 5  # the minimum is used, as the first steps of a process are 
 def main(arguments: list[str] | None = None) -> int:
     """Train with the settings of the command line, and return the exit code."""
     started_at = PROCESS_START if arguments is None else None
-    text, settings = split_text(sys.argv[1:] if arguments is None else arguments)
-    config = load_config(settings)
-    if text:
-        prepare_text(text, config.data[0])
+    arguments = sys.argv[1:] if arguments is None else arguments
+    config = load_config(arguments)
     if config.plan:
         print(plan(config))
         return 0
@@ -82,26 +75,10 @@ def main(arguments: list[str] | None = None) -> int:
         if trainer.budget.exhausted and trainer.evaluation:
             print_summary(trainer)
             return 0
-        words = [word for word in settings if word not in ("--resume", "--auto-resume")]
+        words = [word for word in arguments if word not in ("--resume", "--auto-resume")]
         command = f"{dist_ctx.torchrun_command} {shell_command(sys.argv[0], *words, '--resume')}"
         trainer.say(f"Interrupted after step {trainer.step:,}. Resume with: {command}")
         return 128 + (interruption.signal or signal.SIGTERM)
-
-
-def prepare_text(text: str, path: Path) -> None:
-    """Prepare a file or folder of text, with the defaults of prepare.py, which it names.
-
-    A dataset of the same text is used. Raises UserError under torchrun, and as prepare() does.
-    """
-    command = shell_command("python", "prepare.py", text)
-    if is_launched():
-        raise UserError(f"{text}: several processes need a dataset. Prepare it with: {command}")
-    say(f"$ {command}")
-    try:
-        prepare(PrepareConfig(inputs=(text,), out=path))
-    except UserError as error:
-        existing = f" Or train on it as it is: --data {path}" if path.exists() else ""
-        raise UserError(f"{error} Add flags to: {command}.{existing}") from None
 
 
 def train(
@@ -280,15 +257,27 @@ def default_callbacks(config: TrainConfig) -> list[Callback]:
 
 
 def open_data(config: TrainConfig, dist_ctx: DistributedContext) -> Mixture:
-    """Open the datasets, and verify them on each machine; prepare the built-in one if missing."""
+    """Open the datasets, and verify them on each machine; prepare a text, or the built-in one."""
+    lacks_built_in = BUILT_IN_DATA in config.data and not BUILT_IN_DATA.exists()
+    text = config.text or (BUILT_IN_DATA.name if lacks_built_in else "")
     with dist_ctx.keep_alive():
-        if BUILT_IN_DATA in config.data and not BUILT_IN_DATA.exists():
-            built_in = PrepareConfig(inputs=(BUILT_IN_DATA.name,), out=BUILT_IN_DATA)
-            dist_ctx.run_on_main(prepare, built_in)
+        if text:
+            dist_ctx.run_on_main(prepare_text, text, config.data[0])
     with dist_ctx.keep_alive():
         data = open_mixture(config.data, config.mix)
         dist_ctx.run_on_each_machine(data.verify, config.verify_data)
     return data
+
+
+def prepare_text(text: str, path: Path) -> None:
+    """Prepare a dataset with the defaults of prepare.py, unless it is up to date."""
+    command = shell_command("python", "prepare.py", text)
+    say(f"$ {command}")
+    try:
+        prepare(PrepareConfig(inputs=(text,)))
+    except UserError as error:
+        advice = f"Add flags to: {command}, and train with: --data {path}"
+        raise UserError(f"{error} {advice}") from None
 
 
 def open_base(

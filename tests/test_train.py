@@ -137,14 +137,14 @@ def test_a_text_is_prepared_once_until_it_changes(tmp_path, monkeypatch, capsys)
     assert train.main(["book.txt", "--resume", "--steps", "4"]) == 0
     assert newest_checkpoint(Path("out/book")).step == 4 and read_files(Path("data")) == files
     book.write_text(numbers_text(70))
-    advice = r"other text.*--force.*: python prepare\.py book\.txt\..*--data data/book$"
+    advice = r"other text.*--force.*: python prepare\.py book\.txt,.*--data data/book$"
     with pytest.raises(UserError, match=advice):
-        train.main(["book.txt", "--resume", "--steps", "6"])
+        train.train(TrainConfig(text="book.txt", resume=True, steps=6))
     prepare_command(["book.txt", "--force"])
     assert train.main(["book.txt", *TINY, "--steps", "2", "--out", "out/new"]) == 0
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match=r"^book\.txt: .*python prepare\.py book\.txt$"):
-        train.main(["book.txt"])
+        TrainConfig(text="book.txt")
 
 
 # Interruption and resume.

@@ -248,7 +248,7 @@ SINGLE_PROCESS = DistributedContext()
 
 
 def is_launched() -> bool:
-    """Return whether torchrun, or variables set like its own, started this process."""
+    """Return whether torchrun started this process; an empty variable counts as unset."""
     return bool(os.environ.get("RANK"))
 
 
@@ -298,10 +298,7 @@ def init_distributed(
 
 
 def _read_rank_variables() -> list[int]:
-    """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without torchrun 0, 1, 0, 1.
-
-    An empty variable counts as unset.
-    """
+    """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without torchrun 0, 1, 0, 1."""
     if (os.environ.get("WORLD_SIZE") or "1") == "1":
         alone = dict.fromkeys(LAUNCHER_SIZES, "1") | dict.fromkeys(LAUNCHER_RANKS, "0")
         for name, value in alone.items() if not is_launched() else ():

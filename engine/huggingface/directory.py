@@ -43,10 +43,7 @@ OTHER_TOKENIZERS = dict.fromkeys(
 )
 PATH_SETTINGS = {"data", "out", "init_from"}  # which name folders of this machine
 EXPORT_METADATA = {"format": "pt", "exported_by": "gpt-trainer"}  # of its tensors
-EXPORT_FILE_PATTERN = re.compile(
-    r"(generation_|tokenizer_|adapter_)?config\.json|tokenizer\.json|README\.md|.+\.gguf"
-    r"|(adapter_)?model\.safetensors"
-)
+EXPORT_FILE_PATTERN = re.compile(r"(.*config|tokenizer)\.json|README\.md|.*\.(safetensors|gguf)")
 CARD_TEMPLATE = """---
 license: FILL IN
 library_name: transformers
@@ -72,20 +69,18 @@ All settings:
 
 
 def check_target(path: Path, force: bool) -> None:
-    """Raise UserError unless an export may create a directory, or with force replace an export."""
+    """Raise UserError for a path that exists, unless force replaces an earlier export."""
     names = [file.name for file in path.glob("*")]
     if not names and not path.is_file():
         return
-    is_export = False
-    suppress_corrupted = contextlib.suppress(safetensors.SafetensorError)
-    for file in path.glob("*model.safetensors"):
-        with suppress_corrupted, safetensors.safe_open(file, "pt") as tensors:
-            is_export = tensors.metadata() == EXPORT_METADATA
-    if not is_export or not all(map(EXPORT_FILE_PATTERN.fullmatch, names)):
-        problem = "already exists, and has files of others than this command"
-        raise UserError(f"{path}: {problem}. Choose another directory.")
-    if not force:
-        raise UserError(f"{path}: already exists. Add --force to replace it, or choose another.")
+    metadata = None
+    with contextlib.suppress(OSError, safetensors.SafetensorError):
+        file = next(path.glob("*model.safetensors"), path)
+        metadata = safetensors.safe_open(file, "pt").metadata()
+    is_export = metadata == EXPORT_METADATA and all(map(EXPORT_FILE_PATTERN.fullmatch, names))
+    if not (force and is_export):
+        advice = "Add --force to replace it, or choose" if is_export else "Choose"
+        raise UserError(f"{path}: already exists. {advice} another directory.")
 
 
 def find_directory(source: str) -> Path:

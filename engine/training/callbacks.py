@@ -127,16 +127,14 @@ class WeightsAndBiases(Callback):
         id_file = out / "wandb.id"
         if not id_file.exists():
             atomic_write(id_file, secrets.token_hex(8).encode())
-        run_id = id_file.read_text(encoding="utf-8").strip()
-        values = {  # unless the environment sets them
-            "WANDB_PROJECT": ("project", "gpt-trainer"),
-            "WANDB_NAME": ("name", out.resolve().name),
-            "WANDB_DIR": ("dir", out),
-            "WANDB_RUN_ID": ("id", run_id),
-            "WANDB_RESUME": ("resume", "allow"),
-        }
-        unset = dict(pair for name, pair in values.items() if not os.environ.get(name))
-        self.run = self.wandb.init(config=flatten(trainer.config), **unset)
+        defaults = {"project": "gpt-trainer", "name": out.resolve().name, "dir": out}
+        unset = [name for name in defaults if not os.environ.get(f"WANDB_{name.upper()}")]
+        self.run = self.wandb.init(
+            id=os.environ.get("WANDB_RUN_ID") or id_file.read_text(encoding="utf-8").strip(),
+            config=flatten(trainer.config),
+            resume="allow",
+            **{name: defaults[name] for name in unset},
+        )
         # Its own count of steps never goes back, as a run does that resumes after a kill.
         self.run.define_metric("*", step_metric="step")
 

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from engine.core.cli import shell_command
 from engine.core.device import choose_dtype
-from engine.core.distributed import DistributedContext
+from engine.core.distributed import DistributedContext, is_launched
 from engine.core.errors import UserError
 from engine.core.settings import build, load_settings, read_toml
 from engine.core.values import field_values
@@ -92,11 +92,10 @@ class CommonConfig:
 
 @dataclass(frozen=True)
 class TrainConfig(CommonConfig):
-    """Train a GPT on a dataset: python train.py [FILE.toml] [flags]; flags win.
+    """Train a GPT on a dataset: python train.py [FILE.toml or TEXT] [flags]; flags win."""
 
-    python train.py TEXT [flags] prepares a file or folder of text first, as prepare.py TEXT does.
-    """
-
+    # A file or folder of text instead of --data, to prepare first: python prepare.py TEXT.
+    text: str = ""
     # The run directory, for checkpoints, metrics and pictures. None: out/NAME for --data data/NAME.
     out: Path | None = None
     # Number of layers and of heads, and width / 64. None: chosen from --minutes or --steps.
@@ -126,7 +125,11 @@ class TrainConfig(CommonConfig):
 
     def __post_init__(self) -> None:
         """Raise UserError for settings that contradict each other."""
-        object.__setattr__(self, "data", dataset_paths(self.data, self.mix))
+        if self.text and is_launched():
+            command = shell_command("python", "prepare.py", self.text)
+            raise UserError(f"{self.text}: ranks need a dataset. Prepare it with: {command}")
+        text_data = [Path("data", dataset_name(self.text))] if self.text else []
+        object.__setattr__(self, "data", dataset_paths(text_data or self.data, self.mix))
         for path in self.data:
             is_dataset = self.out or (path / "manifest.json").exists()
             if is_dataset and self.out_path.resolve().is_relative_to(path.resolve()):
@@ -185,33 +188,24 @@ class RunConfig(CommonConfig):
         return self.micro_batch_size or self.batch_size // dist_ctx.size
 
 
+# What a folder of a run, a checkpoint or a dataset has, and the flag for it.
+FOLDER_FLAGS = {"checkpoints": "--init-from", "state.json": "--init-from"}
+FOLDER_FLAGS |= {"train-00000.npy": "--data"}
 # A resumed run may change all others.
 FIXED_SETTINGS = {"batch_size", "seed", "mix", "long_examples", "optimizer"}
 FIXED_SETTINGS |= {"lora_rank", "frozen_dtype", "train_tokens", "document_mask"}
 FIXED_SETTINGS |= {setting.name for setting in dataclasses.fields(ModelConfig)}
 
 
-def split_text(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Return the text that a command line starts with, "" if none, and the line with its dataset.
-
-    Raises UserError for the folder of a dataset or run, and for --data beside a text.
-    """
-    text = "" if not arguments or arguments[0].startswith("-") else arguments[0]
-    if not text or text.lower().endswith(".toml"):
-        return "", arguments
-    path = Path(text)
-    is_run = (path / "checkpoints").exists() or (path / "state.json").exists()
-    is_dataset = (path / "manifest.json").exists() and (path / "tokenizer.json").exists()
-    if is_run or is_dataset:
-        meant = shell_command("--init-from" if is_run else "--data", text)
-        raise UserError(f"{text}: is a folder. Did you mean {meant}?")
-    if any(argument.partition("=")[0] == "--data" for argument in arguments):
-        raise UserError(f"{text}: is for training, like --data. Leave one of them out.")
-    return text, [*arguments[1:], f"--data={Path('data', dataset_name(text))}"]
-
-
 def load_config(arguments: Sequence[str]) -> TrainConfig:
     """Return the settings of a command line; those of the run to resume, where it sets none."""
+    name = arguments[0] if arguments and not arguments[0].startswith("-") else ""
+    for file, flag in FOLDER_FLAGS.items():
+        if name and Path(name, file).exists():
+            meant = shell_command(flag, name)
+            raise UserError(f"{name}: is a folder. Did you mean {meant}?")
+    if name and not name.lower().endswith(".toml"):
+        arguments = ["--text", *arguments]
     config = load_settings(TrainConfig, arguments)
     path = config.out_path / "config.toml"
     if config.may_resume and path.exists() and list_checkpoints(config.out_path):
@@ -231,6 +225,7 @@ def check_flags(config: TrainConfig, arguments: Sequence[str]) -> None:
     optimizer = config.optimizer
     is_full = not config.lora_rank
     rules = [
+        (bool(config.text), "with a text", "--data"),
         (is_full, "without --lora-rank", "--frozen-dtype --train-tokens --no-train-tokens --base"),
         (config.lora_rank > 0, "with --lora-rank, which AdamW trains", "--optimizer --momentum"),
         (not config.may_resume, "without --resume", "--base"),

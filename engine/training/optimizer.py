@@ -268,8 +268,7 @@ class Optimizer:
         num_in_a_row = int(self.loss_scaler["skipped_in_a_row"])
         if num_in_a_row >= MAX_SKIPPED_STEPS:
             problem = f"{num_in_a_row} steps in a row had gradients {UNUSABLE_GRADIENTS}"
-            again = f"--resume from step {saved_step:,}" if saved_step else "start again"
-            advice = f"Lower it, set --clip-norm or --dtype, and {again}"
+            advice = f"Lower it, set --clip-norm or --dtype, and continue from step {saved_step:,}"
             raise UserError(f"--learning-rate: {problem}. {advice}.")
         return int(self.loss_scaler["skipped"])
 

@@ -73,8 +73,8 @@ class RunDir:
     def newest(self, is_required: bool = False) -> Checkpoint | None:
         """Return the newest complete checkpoint, all of it verified; None without checkpoints.
 
-        Prints the corrupted ones, which are skipped. Raises UserError if all are corrupted, and
-        without any if one is required.
+        Prints corrupted ones, which are skipped. Raises UserError if all are, or if none is there
+        that is required.
         """
         if self.dist_ctx.sharded and not self.is_shared:
             message = f"Checkpoints are gathered by the main process: not all ranks see {self.path}"

@@ -15,7 +15,7 @@ from engine.core.cli import count_noun, say, warn
 from engine.core.device import DTYPE_BY_NAME
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError, is_bug
-from engine.core.settings import flatten, to_toml
+from engine.core.settings import build, flatten, to_toml
 from engine.data.batches import Batches, Mixture
 from engine.data.split import BatchSpec
 from engine.generation.scores import Question
@@ -33,14 +33,9 @@ from engine.runs.run_files import find_base
 from engine.training.budget import Budget
 from engine.training.config import RunConfig
 from engine.training.estimate import lora_arguments, micro_batch_sizes
-from engine.training.optimizer import Optimizer, learning_rate_at
+from engine.training.optimizer import Optimizer, OptimizerConfig, learning_rate_at
 from engine.training.passes import Passes
-from engine.training.resolve import (
-    changed_settings,
-    init_token_rows,
-    recorded_config,
-    split_token_ids,
-)
+from engine.training.resolve import changed_settings, init_token_rows, split_token_ids
 from engine.training.run_dir import RunDir
 from model import GPT
 
@@ -278,7 +273,8 @@ class Trainer:
             self.say(f"The run is complete. To continue it, raise {flag}.")
         elif checkpoint and limits != (config.minutes, config.steps):
             old_steps = self.step / max(state.progress, 1e-9)
-            old_rate = learning_rate_at(self.step - 1, old_steps, recorded_config(state).optimizer)
+            old_config = build(OptimizerConfig, state.settings)
+            old_rate = learning_rate_at(self.step - 1, old_steps, old_config)
             rate = learning_rate_at(self.step, self.budget.total_steps, config.optimizer)
             self.say(f"The length has changed: learning rate {old_rate:.2g} → {rate:.2g}")
 

@@ -6,6 +6,7 @@ import random
 import re
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,16 +74,14 @@ def test_a_script_that_fails_ends_the_command(capfd):
 
 
 def test_ctrl_c_lets_the_script_save_and_says_how_to_continue(capfd, monkeypatch):
-    def interrupt(command: list[str]) -> SimpleNamespace:
-        signal.raise_signal(signal.SIGINT)  # a terminal sends it to both
-        return SimpleNamespace(returncode=130)
-
-    monkeypatch.setattr("subprocess.run", interrupt)
+    process = SimpleNamespace(returncode=130)
+    interrupt = partial(signal.raise_signal, signal.SIGINT)  # a terminal sends it to both
+    monkeypatch.setattr("subprocess.run", lambda command: interrupt() or process)
     with pytest.raises(SystemExit, match="130"):
         dates.run_script("train.py")
     assert "run the example again" in capfd.readouterr().out
     with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
+        interrupt()
 
 
 def test_dates_are_learned_and_measured_by_one_command(run, tmp_path: Path):

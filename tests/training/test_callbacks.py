@@ -210,7 +210,8 @@ def test_weights_and_biases_gets_settings_and_every_record_of_one_run(
         monkeypatch.setenv(variable, "mine")
     monkeypatch.setenv("WANDB_NAME", "")
     train_with([WeightsAndBiases()], numbers, tmp_path / "named", "--steps", 2)
-    assert {*first.options} - {*runs[3].options} == {"project", "dir", "id"}
+    assert {*first.options} - {*runs[3].options} == {"project", "dir"}
+    assert runs[3].options["id"] == "mine"
 
 
 def test_weights_and_biases_accepts_the_run(numbers, tmp_path, monkeypatch):
