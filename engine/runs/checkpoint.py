@@ -234,7 +234,9 @@ def rank_checkpoint(path: Path) -> tuple[float, float]:
 def has_adapter(path: Path) -> bool:
     """Return whether a run whose folder exists has this checkpoint as its base model."""
     file = path / ADAPTERS_FILE
-    return file.is_file() and any(map(os.path.isdir, file.read_bytes().split(b"\n")))
+    with contextlib.suppress(OSError):
+        return any(map(os.path.isdir, file.read_bytes().split(b"\n")))
+    return file.exists()
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
