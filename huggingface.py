@@ -4,6 +4,7 @@ python huggingface.py export out/NAME hf/NAME [--family NAME] [--gguf q8_0 | --a
 python huggingface.py import DIRECTORY_OR_HUB_NAME out/NAME [--tokenizer NAME | --base out/BASE]
 """
 
+import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,15 +18,17 @@ from engine.core.errors import UserError
 from engine.core.files import atomic_directory, read_json, write_json
 from engine.core.settings import parse
 from engine.data.chats.chat import chat_format
-from engine.data.tokenizer import Tokenizer, load_tokenizer, named_tokenizer
+from engine.data.tokenizer import Tokenizer, from_document, load_tokenizer, named_tokenizer
 from engine.data.tokenizer_config import read_chat_templates
+from engine.data.tokenizer_json import EXTENSION_KEY, token_ids_of, with_extension
 from engine.data.tokenizer_training import pre_tokenizer_name
 from engine.huggingface import adapter, convert, directory
 from engine.huggingface import gguf as gguf_file
 from engine.huggingface.families import MODEL_FAMILIES, Family, unsupported_settings
 from engine.nn.attention import CHECK_TOLERANCE, attention_difference
+from engine.nn.lora import TOKEN_PARAMETERS
 from engine.nn.positions import FREQUENCY_BASE, sinusoids
-from engine.runs.checkpoint import RunState, load_model, write_checkpoint, write_tensors
+from engine.runs.checkpoint import Checkpoint, RunState, load_model, write_checkpoint, write_tensors
 from engine.runs.run_files import find_checkpoint
 from model import GPT, ModelConfig
 
@@ -118,20 +121,59 @@ def export_model(config: ExportConfig) -> str:
         return report
 
 
-def import_adapter(config: ImportConfig, path: Path) -> bool:
+def import_adapter(config: ImportConfig, path: Path, imported: str) -> bool:
     """Import an adapter of PEFT onto its base model, and return whether one can chat with it."""
+    settings = adapter.read_settings(path)
+    name = settings.base_model_name_or_path
     if config.base is None:
-        raise UserError(f"{path}: is an adapter. Import its base model, and name it with --base.")
+        problem = f"is an adapter of {name or 'another model'}"
+        raise UserError(f"{path}: {problem}. Import that, and name the import with --base.")
     base = find_checkpoint(config.base)
-    model = meta_model(base.state.model)
-    tokenizer = load_tokenizer(base.path / "tokenizer.json")
-    family, _ = choose_family(model.config, "auto", tokenizer)
-    updates = adapter.read_adapter(path, model, family)
-    changes: dict[str, Any] = {"step": 0, "imported": config.source, "settings": {}}
-    state = replace(base.state, base=base.reference(), **changes)
-    checkpoint = config.out / "checkpoints" / "step-00000000"
-    write_checkpoint(checkpoint, state, updates, {}, tokenizer.save)
-    return base.is_chat_model
+    if name and base.state.imported not in (name, str(Path(name).resolve())):
+        warn(f"{path}: its base model is {name}, and {config.base} was not imported from that")
+    model_config = base.state.model
+    tokenizer = read_adapter_tokenizer(config.tokenizer, path, base)
+    family, hf_config = choose_family(model_config, "auto", tokenizer)
+    params = adapter.read_adapter(path, settings, meta_model(model_config), family)
+    token_params = params.keys() & TOKEN_PARAMETERS
+    if token_params and (model_config.scale_embeddings or model_config.norm != hf_config.norm):
+        problem = f"{path}: its embeddings need a base model that was imported (got {base.path})"
+        raise UserError(f"{problem}. Export that, import the export, and name it with --base.")
+    if token_params and model_config.tie_embeddings:  # in PEFT, each has its own copy
+        model_config = replace(model_config, tie_embeddings=False)
+        params.setdefault("head.weight", dict(base.merged_model())["token_embedding.weight"])
+    state = RunState(
+        model_config,
+        imported=imported,
+        examples="chats" if read_chat_templates(path) else base.state.examples,
+        base=base.reference(config.out),
+        is_modified=base.state.is_modified,
+    )
+    return write_import(config.out, state, params, tokenizer)
+
+
+def read_adapter_tokenizer(name: str | None, path: Path, base: Checkpoint) -> Tokenizer:
+    """Return an adapter's tokenizer and chat template, or its base model's where it has none.
+
+    Raises UserError for one with other token ids.
+    """
+    file = path / "tokenizer.json"
+    name = name or (str(file) if file.is_file() else None)
+    base_tokenizer = load_tokenizer(base.path / "tokenizer.json")
+    tokenizer = named_tokenizer(name) if name else base_tokenizer
+    ids = token_ids_of(tokenizer.document).items()
+    has_ids = token_ids_of(base_tokenizer.document).items() <= ids
+    if not has_ids or tokenizer.vocab_size > base.state.model.vocab_size:
+        fix = f"Use those of the base model: --tokenizer {shell_command(base.path)}"
+        raise UserError(f"{name}: its token ids are not those of the base model. {fix}")
+    values = base_tokenizer.document["model"].get(EXTENSION_KEY, {})
+    values = values | tokenizer.document["model"].get(EXTENSION_KEY, {})
+    if templates := read_chat_templates(path):
+        values["chat_template"] = templates.pop("default", None)
+        values["other_templates"] = json.dumps(templates) if templates else None
+    tokenizer = from_document(with_extension(tokenizer.document, **values))
+    tokenizer.folder = path
+    return tokenizer
 
 
 def import_model(config: ImportConfig) -> bool:
@@ -142,8 +184,9 @@ def import_model(config: ImportConfig) -> bool:
     if (config.out / "checkpoints").exists():
         raise UserError(f"{config.out}: already has checkpoints. Choose another folder.")
     path = directory.find_directory(config.source)
-    if (path / "adapter_config.json").is_file():
-        return import_adapter(config, path)
+    imported = str(path.resolve()) if Path(config.source).is_dir() else config.source
+    if (path / adapter.CONFIG_FILE).is_file():
+        return import_adapter(config, path, imported)
     source = str(path / "config.json")
     fix = "Give the directory of its config.json, in transformers' layout"
     directory.check_exists(path / "config.json", fix)
@@ -167,17 +210,21 @@ def import_model(config: ImportConfig) -> bool:
     if pre_tokenizer_name(tokenizer) is None:
         warn(f"--gguf will not write its {tokenizer.kind} tokenizer: {gguf_file.OTHER_CONVERTER}")
     params = convert.from_hf(tensors, dict(model.named_parameters()), family, str(path))
-    is_chat_model = bool(read_chat_templates(path))
-    examples: Literal["chats"] | None = "chats" if is_chat_model else None
-    state = RunState(model_config, imported=config.source, examples=examples)
-    checkpoint = config.out / "checkpoints" / "step-00000000"
-    write_checkpoint(checkpoint, state, params, {}, tokenizer.save)
+    examples: Literal["chats"] | None = "chats" if read_chat_templates(path) else None
+    state = RunState(model_config, imported=imported, examples=examples)
+    return write_import(config.out, state, params, tokenizer)
+
+
+def write_import(out: Path, state: RunState, params: convert.Tensors, tokenizer: Tokenizer) -> bool:
+    """Write the checkpoint of an import, and return whether one can chat with it."""
+    path = out / "checkpoints" / "step-00000000"
+    write_checkpoint(path, state, params, {}, tokenizer.save)
     try:
         chat_format(tokenizer)
     except UserError as error:
         warn(f"{error}")
         return False
-    return is_chat_model
+    return state.examples == "chats"
 
 
 def choose_family(

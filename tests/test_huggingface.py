@@ -330,11 +330,8 @@ BAD_FILES = {
     "a list": (lambda d: (d / "config.json").write_text("[1]"), "config.json"),
     "integers": (lambda d: convert_tensors(d, torch.int8), "quantized.*is int8.*original"),
     "no head": (lambda d: edit_tensors(d, lambda t: t.pop("lm_head.weight")), "head.*tie_word_emb"),
-    "an adapter": (lambda d: (d / "config.json").rename(d / "adapter_config.json"), "--base"),
-    "an adapter with a config": (
-        lambda d: (d / "model.safetensors").rename(d / "adapter_config.json"),
-        "--base",
-    ),
+    "an adapter": (lambda d: (d / "adapter_config.json").write_text('{"r": 4}'), "--base"),
+    "a corrupted adapter": (lambda d: (d / "adapter_config.json").write_text("["), "adapter_conf"),
     "Meta's layout": (lambda d: (d / "config.json").rename(d / "params.json"), "own layout"),
     "a run": (lambda d: (d / "config.json").rename(d / "checkpoints"), "no import"),
     "no config": (lambda d: (d / "config.json").unlink(), "directory of its config.json"),

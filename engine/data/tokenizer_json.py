@@ -193,6 +193,12 @@ def vocab_of(document: Document) -> dict[str, int]:
     return vocab
 
 
+def token_ids_of(document: Document) -> dict[str, int]:
+    """Return all tokens and their ids."""
+    added = {token["content"]: token["id"] for token in document["added_tokens"]}
+    return vocab_of(document) | added
+
+
 def text_vocab(document: Document) -> dict[str, int]:
     """Return the model's tokens and ids without the special tokens."""
     special = special_tokens_of(document)
@@ -241,9 +247,8 @@ def check_document(document: Any) -> None:
     """Raise UserError for a document that is unsupported or whose ids are not unique."""
     with wrap_library_errors("tokenizers cannot read it", Exception):
         runner = tokenizers.Tokenizer.from_str(json.dumps(document))
-        added = {token["content"]: token["id"] for token in document["added_tokens"]}
+        vocab = token_ids_of(document)
     model = document["model"]
-    vocab = vocab_of(document) | added
     if runner.get_vocab() != vocab or len({*vocab.values()}) < len(vocab):
         raise UserError("two tokens have one id, or one token has two")
     if vocab_size_of(document) > MAX_VOCAB_SIZE:

@@ -31,6 +31,7 @@ MAX_RELATIVE_ERROR = 1e-4  # of the largest logit
 OTHER_FILES = {
     "params.json": "is of Mistral's or Meta's own layout. Get the version in transformers' layout",
     "checkpoints": "is of a run, which needs no import. Use sample.py or train.py --init-from",
+    "adapter_model.bin": "is not read. Load it in PEFT, and save_pretrained(…) it again",
     **dict.fromkeys(
         ("*.bin", "*.pt", "*.pth", "*.gguf"),
         "is not read. Convert it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…)",

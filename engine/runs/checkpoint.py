@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ FORMAT_GATHERED = 11
 FORMAT_SHARDED = 12
 COMMON_FILES = ("state.json", "tokenizer.json")  # of both formats
 MAX_SHARDS = 99_999  # five digits of a file name
+ADAPTERS_FILE = "adapters.txt"  # in a checkpoint: the runs of which it is the base model
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,16 @@ class Checkpoint:
         embedding = next(value for name, value in tensors if name == "token_embedding.weight")
         return str(embedding.dtype).removeprefix("torch.")
 
-    def reference(self) -> BaseReference:
-        """Return where this model is, and its hashes, for the checkpoints of an adapter."""
+    def reference(self, run: Path | None = None) -> BaseReference:
+        """Return where this model is, and its hashes, for the checkpoints of an adapter.
+
+        While the folder of the adapter's run exists, this checkpoint is not pruned.
+        """
+        if run:
+            with contextlib.suppress(OSError), open(self.path / ADAPTERS_FILE, "ab") as file:
+                file.write(os.fsencode(run.resolve()) + b"\n")
         names = tensor_files("model", self.shards)
-        return BaseReference(str(self.path), {name: self.sha256[name] for name in names})
+        return BaseReference(str(self.path.resolve()), {name: self.sha256[name] for name in names})
 
     def model(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and value of every parameter, on the CPU: bfloat16 if so imported.
@@ -221,6 +229,14 @@ def rank_checkpoint(path: Path) -> tuple[float, float]:
         state = read_state(path)
         return rank_evaluation(state.evaluation, state.settings.get("best_by", "loss"))
     return rank_evaluation(None)
+
+
+def has_adapter(path: Path) -> bool:
+    """Return whether a run whose folder exists has this checkpoint as its base model."""
+    file = path / ADAPTERS_FILE
+    with contextlib.suppress(OSError):
+        return any(map(os.path.isdir, file.read_bytes().split(b"\n")))
+    return file.exists()
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

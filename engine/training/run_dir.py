@@ -24,6 +24,7 @@ from engine.runs.checkpoint import (
     SaveTokenizer,
     Tensors,
     complete_shards,
+    has_adapter,
     open_checkpoint,
     write_checkpoint,
     write_shard,
@@ -234,7 +235,7 @@ class RunDir:
         self._prune(path)
 
     def _prune(self, newest: Path) -> None:
-        """Remove all checkpoints but the best one and the newest complete ones.
+        """Remove all checkpoints but the best one, the newest complete ones and base models.
 
         ``newest`` was just written or verified. Others may be corrupted, and do not count.
         """
@@ -245,7 +246,7 @@ class RunDir:
             if num_complete < self.keep_checkpoints:
                 if path in self.complete:
                     num_complete += 1
-            elif path != best:
+            elif path != best and not has_adapter(path):
                 path.rename(path.with_name(f".{path.name}.partial.old"))
         self._remove_partial()
 

@@ -162,7 +162,8 @@ class Trainer:
             ids = split_token_ids(base, self.data.tokenizer, self.data.learns_chats)
             num_rows = len(self.model.token_embedding.weight)
             weights = init_token_rows(base.merged_model(), num_rows, *ids)
-            self.base_reference = base.reference() if self.config.lora_rank else None
+            if self.config.lora_rank and self.run_dir:
+                self.base_reference = base.reference(self.run_dir.path)
         weights = self._complete(self.dist_ctx.broadcast_tensors(weights))
         sharding.load_parameters(self.model, weights)
 

@@ -160,6 +160,8 @@ def test_a_run_starts_as_its_base_and_trains_and_saves_only_the_updates(tune, fo
     before = dict(find_checkpoint(tmp_path / "base").model())
     assert all(torch.equal(run.model.get_parameter(name), before[name]) for name in before)
     assert run.evaluation["val_loss"] == run.best_evaluation["val_loss"]
+    longer = ["--steps", 40, "--save-every", 2, "--eval-every", 2, "--resume"]
+    train_tiny(folder / "data", tmp_path / "base", *longer)  # keeps what the run needs
     logits = sample.load(tmp_path / "run", "cpu", dtype="float32").model(TOKENS[:, :16])
     torch.testing.assert_close(logits, run.model.eval()(TOKENS[:, :16]), atol=1e-5, rtol=0)
 

@@ -70,6 +70,22 @@ def test_the_newest_checkpoints_and_the_best_stay(open_run_dir, tmp_path, keep, 
     assert run_dir.newest().step == 6
 
 
+def test_a_base_model_stays_while_a_run_needs_it(run_dir, monkeypatch):
+    monkeypatch.chdir(run_dir.path.parent)
+    base = open_checkpoint(save(run_dir, 1).relative_to(Path.cwd()))
+    for name in ("first", "second"):
+        Path(name).mkdir()
+        reference = base.reference(Path(name))
+    assert reference.path == str(run_dir.path / "checkpoints" / "step-00000001")
+    Path("first").rmdir()
+    for step in (2, 3, 4):
+        save(run_dir, step)
+    assert steps(run_dir) == [1, 3, 4]
+    Path("second").rmdir()
+    save(run_dir, 5)
+    assert steps(run_dir) == [4, 5]
+
+
 def test_the_best_checkpoint_has_the_lowest_loss_or_the_highest_score(run_dir):
     results = [(1, 1.0, 0.5), (2, 3.0, 0.9), (3, 2.0, 0.9), (4, 4.0, 0.9)]
     for best_by, expected in (("loss", 1), ("score", 3)):

@@ -116,7 +116,7 @@ def _find_ends(tokenizer: Tokenizer, template: ChatTemplate) -> TurnEnds:
     special = names_pattern(tokenizer)
     token_ids = []
     texts = []
-    patterns = []
+    written = []
     for role in ("", "user", "tool"):
         next_turn: Message = {"role": role, "content": PLACEHOLDER_TEXT}
         text = ""
@@ -125,10 +125,13 @@ def _find_ends(tokenizer: Tokenizer, template: ChatTemplate) -> TurnEnds:
         after = [*text.split(PLACEHOLDER_TEXT), ""][1]
         match = special.search(after)
         words = after[: match.start() if match else None].rstrip()
-        texts += [words] if words else []
-        token_ids += [tokenizer.special_tokens[match[0]]] if match else []
-        patterns += [re.escape(after[: match.end()] if match else words)] if match or words else []
-    pattern = "|".join(sorted(patterns, key=len, reverse=True)) or "(?!)"
+        if match:
+            token_ids.append(tokenizer.special_tokens[match[0]])
+        if words:
+            texts.append(words)
+        written.append(after[: match.end()] if match else words)
+    longest_first = sorted(filter(None, written), key=len, reverse=True)
+    pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
     return TurnEnds(tuple(dict.fromkeys(token_ids)), tuple(dict.fromkeys(texts)), pattern)
 
 
