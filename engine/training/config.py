@@ -127,7 +127,7 @@ class TrainConfig(CommonConfig):
         """Raise UserError for settings that contradict each other."""
         if self.text and is_launched():
             command = shell_command("python", "prepare.py", self.text)
-            raise UserError(f"{self.text}: ranks need a dataset. Prepare it with: {command}")
+            raise UserError(f"{self.text}: torchrun needs a dataset. Prepare it with: {command}")
         text_data = [Path("data", dataset_name(self.text))] if self.text else []
         object.__setattr__(self, "data", dataset_paths(text_data or self.data, self.mix))
         for path in self.data:
