@@ -26,9 +26,11 @@ from helpers import (
     write_lines,
 )
 
+import prepare
 import report
 import sample
 from engine.data.batches import open_mixture
+from engine.data.dataset import open_dataset
 from engine.report.attention_maps import (
     ATTENTION_TOKENS,
     MAX_ATTENTION_BYTES,
@@ -243,6 +245,9 @@ def test_runs_are_compared_in_the_terminal_too_and_continue_a_prompt(runs, tmp_p
         text = "".join(generate(max_new_tokens=SAMPLE_TOKENS))
         text = f"\n{text}" if folder.name == "chat" else text
         assert page["samples"][-1] == {"step": page["best_step"], "prompt": "7 is", "text": text}
+    command = pages[2]["about"]["more_text"].replace("TEXT MORE_TEXT", str(tmp_path / "in.jsonl"))
+    prepare.main(command.split()[2:])
+    assert open_dataset(Path(f"{data}-more")).manifest["origin"]["examples"] == "chats"
     make_page(runs / "a", runs / "b")
     best, other = sorted(pages[:2], key=lambda page: page["best"]["val_bits_per_byte"])
     assert f"{best['name']} is better than {other['name']}, by" in capsys.readouterr().out

@@ -33,6 +33,7 @@ from model import GPT
 SAMPLE_TOKENS = 100
 MIN_PAGE_SECONDS = 10.0  # between two pages
 MAX_PAGE_TIME = 0.01  # fraction of the run, to write pages
+FIELD_SETTINGS = {"field", "chat_field", "completion_field", "prompt_field"}  # of prepare.py
 TOKENIZER_KEYS = ("tokenizer", "vocab_size", "pattern", "separator")
 
 
@@ -141,12 +142,9 @@ def suggest_text(trainer: Trainer) -> str:
     """Return the command that prepares more text, or more examples, for the model."""
     data = trainer.data
     origin = data.manifest["origin"]
-    words = ["prepare.py", "TEXT", "MORE_TEXT"]
-    if data.learns_chats:
-        words.append("--chat")
-    elif data.longest_example:
-        words += ["--completion-field", origin["completion_field"], "--prompt-field"]
-        words += list_fields(origin["prompt_field"])
+    words = ["prepare.py", "TEXT", "MORE_TEXT", *(["--chat"] if data.learns_chats else [])]
+    for name in sorted(FIELD_SETTINGS & origin.keys()):
+        words += [f"--{name.replace('_', '-')}", *list_fields(origin[name])]
     out = Path(f"{data.path}-more")
     return shell_command("python", *words, "--out", out, "--tokenizer", trainer.config.out)
 

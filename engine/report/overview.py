@@ -9,8 +9,6 @@ from engine.core.cli import shell_command
 from engine.core.files import to_json
 from engine.training.trainer import Record
 
-Finding = tuple[str, str, str]  # "good" or "warning", a sentence, a command that helps or ""
-
 MIN_CHANGE = 0.005  # of a validation loss, as a fraction, that is not noise
 MIN_GAIN = 0.001  # of one run over another, as a fraction, to call it better
 MIN_COPIED_CHARACTERS = 60  # of a passage that suggests copying
@@ -71,10 +69,11 @@ def list_yardsticks(run: Record) -> list[tuple[str, float]]:
     return sorted(rows, key=lambda row: row[1], reverse=True)
 
 
-def judge(run: Record) -> list[Finding]:
+def judge(run: Record) -> list[tuple[str, str, str]]:
     """List what two evaluations or more say of a run: its problems, or else its progress.
 
-    A model that memorizes needs more text, so longer training is not suggested.
+    Each is "good" or "warning", a sentence, and a command that helps or "". A model that memorizes
+    needs more text, so longer training is not suggested.
     """
     curve = run["validation"].get("val_loss", {"mean": []})
     losses = [loss for loss in curve["mean"] if loss is not None]
