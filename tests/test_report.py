@@ -249,8 +249,8 @@ def test_runs_are_compared_in_the_terminal_too_and_continue_a_prompt(runs, tmp_p
     prepare.main(command.split()[2:])
     assert open_dataset(Path(f"{data}-more")).manifest["origin"]["examples"] == "chats"
     make_page(runs / "a", runs / "b")
-    best, other = sorted(pages[:2], key=lambda page: page["best"]["val_bits_per_byte"])
-    assert f"{best['name']} is better than {other['name']}, by" in capsys.readouterr().out
+    best, second = sorted(pages[:2], key=lambda page: page["best"]["val_bits_per_byte"])
+    assert f"{best['name']} is better than {second['name']}, by" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_not_a_run_is_refused(run_a, tmp_path, capsys):

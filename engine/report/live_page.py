@@ -77,7 +77,7 @@ class LivePage:
             response.headers.update(self.headers)
 
     async def send_page(self, request: web.Request) -> web.Response:
-        """Answer GET /. Without its token the page asks in vain, and shows why."""
+        """Answer GET /, with the page: its script shows why a token is refused."""
         try:
             self.authorize(request)
         except ApiError as error:
