@@ -82,6 +82,7 @@ function drawBranches() {
   };
   $("branches").replaceChildren(...branches.length < 2 ? [] : branches.map((each, i) =>
     makeButton(`${i + 1}: ${each.name}`, () => open(each), { dir: "auto", "aria-pressed": each === branch })));
+  showRanks();
 }
 
 function showTokens(tokens, next) {
@@ -415,7 +416,6 @@ function restore(saved, prompt) {
   for (const index of saved.off ?? []) grid.off.add(index);
   measured = saved.measured ?? measured;
   grid.select(saved.head ?? 0);
-  showRanks();
   if (saved.color) document.querySelector(`input[value=${saved.color}]`).checked = true;
   branches = (saved.branches ?? []).map(makeBranch);
   branch = branches[saved.branch] ?? null;
