@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -39,23 +40,20 @@ ROWS = [
     "prepare nested.jsonl --field data --out data/new",
     "prepare chats.jsonl --out data/new",
     "prepare mixed --chat --out data/new",
-    "prepare chats.jsonl --chat --val-fraction 0.1 --val book.txt --out data/new",
+    "prepare book.txt --val-fraction 0.1 --val mixed/notes.md --out data/new",
     "prepare book.txt --tokenizer byte --out data/book",
     "prepare book.txt --out data/new --vocabsize 300",
     f"{TRAIN} --data data/bok --out out/new",
     f"{TRAIN} --data data/book --out out/book",
-    f"{TRAIN} --data data/book --out out/new --depth 2",
+    f"{TRAIN} --data data/book --out out/new --vocab-size 999",
     f"{TRAIN} --data data/book --out out/new --lr 0.001",
-    f"{TRAIN} --data data/book --out out/new --document-mask",
     f"{TRAIN} --data data/book --out out/new --long-examples cut",
     f"{TRAIN} --data data/book --out out/new --frozen-dtype bfloat16",
-    f"{TRAIN} --data data/book data/book --out out/new",
-    "train --steps 2 --eval-tokens 500 --data data/book --out out/new --lora-rank 2 out/book",
+    ("train --steps 2 --eval-tokens 500 --data data/book --out out/new --lora-rank 2", "out/book"),
     "sample out/bok --max-new-tokens 3",
-    "sample out/book --max-new-tokens 3 --temperature 0 --top-k 5",
-    "sample out/book --prompts-file prompts.jsonl new.jsonl",
+    "sample out/book --max-new-tokens 3 --beams 2 --temperature 0.5",
+    ("sample out/book --max-new-tokens 3 --prompts-file prompts.jsonl", "new.jsonl"),
     "sample out/book --max-tokens 3",
-    "huggingface export out/book hf/new --gguf q8_0",
     "huggingface export out/book hf/book",
     "report out/bok",
 ]
@@ -87,15 +85,29 @@ def run(command: str) -> None:
 
 
 def follow(words: list[str], message: str) -> list[str]:
-    """Return the command with the first advice of a message."""
-    print(message)
-    return words
+    """Return a command with the first advice of a message: another word, or flags."""
+    problem, _, advice = message.removeprefix("error: ").strip().partition(": ")
+    if match := re.search(r"Did you mean (\S+?)\?", advice):
+        return [match[1] if word == problem else word for word in words]
+    if "Leave it out" in advice:
+        first = words.index(problem)
+        is_flag = [word.startswith("--") for word in words[first + 1 :]]
+        return words[:first] + words[first + 1 + [*is_flag, True].index(True) :]
+    flags = advice[advice.index("--") :]
+    return [*words, *shlex.split(re.split(r" instead| or |, | to | \(|\.(?: |$)", flags)[0])]
 
 
-@pytest.mark.parametrize("command", ROWS)
-def test_advice_works(command: str, folder: Path, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
-    with pytest.raises((UserError, SystemExit)) as error:
-        run(command)
-    message = str(error.value) if isinstance(error.value, UserError) else capsys.readouterr().err
-    open("/tmp/tp/adv.txt", "a").write(f"{command}\n   {message[-300:]}\n")
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_advice_works(row: str | tuple[str, str], folder: Path, monkeypatch, capsys):
+    command, *values = [row] if isinstance(row, str) else row
+    monkeypatch.chdir(shutil.copytree(folder, folder.with_name(f"{folder.name}-copy")))
+    try:
+        with pytest.raises((UserError, SystemExit)) as error:
+            run(command)
+        printed = capsys.readouterr().err
+        message = str(error.value) if isinstance(error.value, UserError) else printed
+        for value in values:
+            message = re.sub(r"\b[A-Z]{4,}(\.\w+)?\b", value, message)
+        run(shlex.join(follow(shlex.split(command), message)))
+    finally:
+        shutil.rmtree(Path.cwd())
