@@ -1,14 +1,15 @@
 """Write the page of a run, or of several to compare: out/<run>/ → report.html.
 
 python report.py out/NAME                     out/NAME/report.html, with memorized passages
-python report.py out/A out/B … [--out FILE]   out/compare.html
+python report.py out/A out/B … [--out FILE]   out/compare.html, and which is better
 """
 
-from engine.core.cli import run_command, tune_openmp_spinning
+from engine.core.cli import run_command, say, tune_openmp_spinning
 
 if __name__ == "__main__":
     tune_openmp_spinning("decode")  # before torch is loaded
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,10 +21,12 @@ from engine.core.settings import parse
 from engine.data.batches import Mixture, dataset_paths, open_mixture
 from engine.generation.samples import read_lines
 from engine.report.attention_maps import compute_attention
+from engine.report.callback import SAMPLE_TOKENS
 from engine.report.memorization import find_passages
+from engine.report.overview import compare
 from engine.report.page import read_run, write_page
 from engine.runs.checkpoint import ModifyModel, load_model, open_checkpoint
-from engine.runs.run_files import find_checkpoint, list_checkpoints
+from engine.runs.run_files import find_checkpoint, list_checkpoints, make_generator
 
 MAX_CHARACTER_BYTES = 4  # in UTF-8
 
@@ -36,6 +39,7 @@ class ReportConfig:
     runs: Annotated[Positional[tuple[Path, ...]], arg(help_behavior_hint="(required)")]
     # The page to write. None: RUN/report.html, or compare.html beside the first run.
     out: Path | None = None
+    prompt: str = ""  # A prompt of your own, which the best checkpoint of each run continues.
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -57,14 +61,29 @@ def report(config: ReportConfig, modify_model: ModifyModel | None = None) -> Pat
     ``modify_model`` is the function that changed the model in train().
     """
     runs = [path.parent if path.suffix == ".html" else path for path in config.runs]
-    first = runs[0]
     if len(runs) == 1:
-        path = config.out or first / "report.html"
-        write_page([describe_fully(first, modify_model)], path)
+        path = config.out or runs[0] / "report.html"
+        described = [describe_fully(runs[0], modify_model)]
     else:
-        path = config.out or first.resolve().parent / "compare.html"
-        write_page([read_run(folder) for folder in runs], path)
+        path = config.out or runs[0].resolve().parent / "compare.html"
+        described = [read_run(folder) for folder in runs]
+        say(compare(described)[1])
+    for folder, run in zip(runs, described, strict=True):
+        if config.prompt:
+            run["samples"].append(write_sample(folder, config.prompt, modify_model))
+    write_page(described, path)
     return path
+
+
+def write_sample(folder: Path, prompt: str, modify_model: ModifyModel | None) -> dict[str, Any]:
+    """Let the best checkpoint of a run continue a prompt, or answer it if that learned chats."""
+    checkpoint = find_checkpoint(folder)
+    model = make_generator(checkpoint, load_model(checkpoint, modify_model=modify_model))
+    pieces = model.stream(prompt, max_new_tokens=SAMPLE_TOKENS)
+    if model.is_chat_model:
+        answer = model.stream_answer([("user", prompt)], max_new_tokens=SAMPLE_TOKENS)
+        pieces = itertools.chain("\n", answer)
+    return {"step": checkpoint.state.step, "prompt": prompt, "text": "".join(pieces)}
 
 
 def describe_fully(folder: Path, modify_model: ModifyModel | None = None) -> dict[str, Any]:
@@ -112,9 +131,11 @@ def describe_memorization(
     copies = []
     for spans in passages[: len(texts)]:
         copies.append([span for span in spans if span[1] > longest_val])
+    subject = "Marked passages are" if any(copies) else "No passage is"
     note = (
-        "Marked passages are longer than any that validation text of the same length shares with "
-        f"the training text (at most {longest_val} characters)."
+        f"{subject} copied from the training text. Samples share at most {longest or 'a few'} "
+        "characters in a row with it, validation text of the same length at most "
+        f"{longest_val or 'a few'}."
     )
     if fraction < 1:
         note += f" Only {fraction:.2%} of the training text was searched."

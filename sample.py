@@ -43,13 +43,11 @@ from engine.core.errors import UserError
 from engine.core.files import read_input
 from engine.core.settings import parse
 from engine.data.chats.chat import chat_format, with_template
-from engine.data.tokenizer import load_tokenizer
 from engine.generation.prompt_file import complete_file
 from engine.generation.sampling import DEFAULT_OPTIONS, TextOptions
-from engine.generation.text_batch import initial_tokens
 from engine.generation.text_generator import DECODING_BATCH_SIZE, DEFAULT_NEW_TOKENS, TextGenerator
 from engine.runs.checkpoint import ModifyModel, load_model
-from engine.runs.run_files import find_checkpoint
+from engine.runs.run_files import find_checkpoint, make_generator
 
 COMMON_SETTINGS = {"path", "base", "device", "dtype"}  # of all modes
 CHAT_SETTINGS = {"chat_template", "template_variable"}
@@ -181,14 +179,7 @@ def load(
     width = checkpoint.state.model.d_model
     weight_dtype = choose_dtype(dtype, torch_device, width, MIN_BFLOAT16_DECODING_WIDTH)
     model = load_model(checkpoint, weight_dtype, modify_model).to(torch_device)
-    tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
-    return TextGenerator(
-        model,
-        tokenizer,
-        initial_tokens(tokenizer, checkpoint.state.documents),
-        is_chat_model=checkpoint.is_chat_model,
-        should_quantize=quantize is not None,
-    )
+    return make_generator(checkpoint, model, should_quantize=quantize is not None)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -305,6 +296,9 @@ def serve_model(config: SampleConfig, model: TextGenerator) -> None:
     name = config.path.resolve().name
     settings = {setting: getattr(config, setting) for setting in PAGE_SETTINGS}
     settings |= {"text": read_prompt(config), "name": name}
+    if model.is_chat_model and config.max_new_tokens == DEFAULT_NEW_TOKENS:
+        half = model.model.config.context_length // 2  # the other half is for questions
+        settings["max_new_tokens"] = min(DEFAULT_NEW_TOKENS, half)
     inspector = ModelInspector(model, settings, read_prompts(config.path))
     default_port = DEFAULT_API_PORT if config.serve else 0
     port = default_port if config.port is None else config.port

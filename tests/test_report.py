@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from helpers import (
     assert_same_run,
     exit_code_of,
     logged,
+    make_dataset,
     numbers_text,
     random_model,
     read_lines,
@@ -24,8 +26,11 @@ from helpers import (
     write_lines,
 )
 
+import prepare
 import report
+import sample
 from engine.data.batches import open_mixture
+from engine.data.dataset import open_dataset
 from engine.report.attention_maps import (
     ATTENTION_TOKENS,
     MAX_ATTENTION_BYTES,
@@ -72,10 +77,10 @@ def read_page(path: Path) -> Any:
     return shown[0] if len(shown) == 1 else shown
 
 
-def make_page(*folders: Path) -> Any:
+def make_page(*folders: Path, prompt: str = "") -> Any:
     """The JSON of the page that the command makes of runs."""
     page = folders[0].parent / "page.html"
-    report.main([*map(str, folders), "--out", str(page)])
+    report.main([*map(str, folders), "--out", str(page), "--prompt", prompt])
     return read_page(page)
 
 
@@ -125,7 +130,11 @@ def test_memorized_passages_are_shown_and_losses_that_are_not_finite_are_gaps(
     memorization = page["memorization"]
     assert memorization["passages"][1:] == [[], [[1, 200, "numbers.txt"]]]
     assert memorization["longest"] == [200, 50]
-    assert "at most 50 characters" in memorization["note"]
+    assert "Marked" in memorization["note"] and "at most 50." in memorization["note"]
+    samples[-1]["text"] = text[:50]
+    write_lines(run_a / "samples.jsonl", samples)
+    memorization = make_page(run_a)["memorization"]
+    assert memorization["passages"] == [[], [], []] and "No passage" in memorization["note"]
 
 
 def test_attention_is_that_of_the_heads(runs, numbers):
@@ -219,15 +228,29 @@ def test_an_incomplete_run_is_shown_without_what_is_missing(run_a, missing, show
     assert page[shown] and (note in page["notes"][0] if note else page["notes"] == [])
 
 
-def test_data_that_is_not_that_of_the_run_is_noted(numbers, run_a):
-    data = run_a.with_name("data")
-    manifest = shutil.copytree(numbers, data) / "manifest.json"
-    manifest.write_text(manifest.read_text() + "\n")
-    config = run_a / "config.toml"
-    config.write_text(config.read_text().replace(str(numbers), str(data)))
-    page = make_page(run_a)
-    assert page["about"]["data"] and page["memorization"] is page["attention"] is None
-    assert page["training"]["step"] and str(data) in page["notes"][0]
+def test_runs_are_compared_in_the_terminal_too_and_continue_a_prompt(runs, tmp_path, capsys):
+    answer = {"role": "assistant", "content": "Hello"}
+    chats = [{"messages": [{"role": "user", "content": str(n)}, answer]} for n in range(60)]
+    data = make_dataset(tmp_path, chats, chat=True)
+    train_tiny(data, tmp_path / "chat", "--steps", 2, callbacks=[Report()])
+    folders = (runs / "a", runs / "b", tmp_path / "chat")
+    pages = make_page(*folders, prompt="7 is")
+    verdict, path = capsys.readouterr().out.splitlines()
+    assert "different" in verdict and path == str(runs / "page.html")
+    for folder, page in zip(folders, pages, strict=True):
+        model = sample.load(folder)
+        generate = partial(model.stream, "7 is")
+        if folder.name == "chat":
+            generate = partial(model.stream_answer, [("user", "7 is")])
+        text = "".join(generate(max_new_tokens=SAMPLE_TOKENS))
+        text = f"\n{text}" if folder.name == "chat" else text
+        assert page["samples"][-1] == {"step": page["best_step"], "prompt": "7 is", "text": text}
+    command = pages[2]["about"]["more_text"].replace("TEXT MORE_TEXT", str(tmp_path / "in.jsonl"))
+    prepare.main(command.split()[2:])
+    assert open_dataset(Path(f"{data}-more")).manifest["origin"]["examples"] == "chats"
+    make_page(runs / "a", runs / "b")
+    best, second = sorted(pages[:2], key=lambda page: page["best"]["val_bits_per_byte"])
+    assert f"{best['name']} is better than {second['name']}, by" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_not_a_run_is_refused(run_a, tmp_path, capsys):

@@ -364,3 +364,14 @@ def test_any_layout_of_lines_is_read(content, prompts, output_of, tmp_path):
     files = ["--prompts-file", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl"]
     output_of(*files, "--max-new-tokens", 1)
     assert [record["prompt"] for record in read_lines(tmp_path / "out.jsonl")] == prompts
+
+
+@pytest.mark.parametrize("name", ["trained", "chat_model"])
+def test_a_chat_in_the_page_has_room_for_the_next_question(name, request, monkeypatch):
+    abouts = []
+    name_of_serve = "engine.report.live_page.serve"
+    monkeypatch.setattr(name_of_serve, lambda answers, *_: abouts.extend(answers["about"]({})))
+    for flags in ([], ["--max-new-tokens", "400"]):
+        sample.main([str(request.getfixturevalue(name)), "--page", *flags])
+    lengths = [about["settings"]["max_new_tokens"] for about in abouts]
+    assert lengths == [48 if name == "chat_model" else 500, 400]

@@ -1,9 +1,11 @@
 """The callback that writes a run's page, and what it records: settings, machine and samples."""
 
+import contextlib
 import math
 import os
 import platform
 import re
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from engine.core.device import total_memory
 from engine.core.files import atomic_write, read_json, to_json
 from engine.core.settings import flatten
 from engine.data.batches import Mixture
+from engine.data.chats.examples import list_fields
 from engine.data.dataset import Dataset
 from engine.generation.samples import choose_prompts, stream_samples
 from engine.report.attention_maps import compute_attention
@@ -30,6 +33,7 @@ from model import GPT
 SAMPLE_TOKENS = 100
 MIN_PAGE_SECONDS = 10.0  # between two pages
 MAX_PAGE_TIME = 0.01  # fraction of the run, to write pages
+FIELD_SETTINGS = {"field", "chat_field", "completion_field", "prompt_field"}  # of prepare.py
 TOKENIZER_KEYS = ("tokenizer", "vocab_size", "pattern", "separator")
 
 
@@ -104,6 +108,8 @@ def describe_environment(trainer: Trainer, config: TrainConfig) -> dict[str, Any
         "Python": platform.python_version(),
         "PyTorch": torch.__version__,
     }
+    if commit := describe_commit():
+        machine["commit"] = commit
     if device.type == "cuda":
         memory = f"{total_memory(device) / 2**30:,.0f} GiB"
         machine["GPU"] = f"{torch.cuda.get_device_name(device)}, {memory}"
@@ -120,14 +126,27 @@ def describe_environment(trainer: Trainer, config: TrainConfig) -> dict[str, Any
         "defaults": defaults,
         "typed": typed,
         "is_chat": data.learns_chats,
+        "more_text": suggest_text(trainer),
         "prompts": [*map(data.tokenizer.decode, choose_prompts(data))],
         "data": describe_data(data),
+        "epoch_tokens": data.epoch_tokens,
         "xz_bits_per_byte": baselines.pop("xz_bits_per_byte", None),  # of text
         "baselines": baselines,
         # Losses of runs with equal tokenizer and text are comparable.
         "tokenizer": data.tokenizer.fingerprint,
         "text": [trainer.config.mix, *map(text_origin, data.datasets)],
     }
+
+
+def suggest_text(trainer: Trainer) -> str:
+    """Return the command that prepares more text, or more examples, for the model."""
+    data = trainer.data
+    origin = data.manifest["origin"]
+    words = ["prepare.py", "TEXT", "MORE_TEXT", *(["--chat"] if data.learns_chats else [])]
+    for name in sorted(FIELD_SETTINGS & origin.keys()):
+        words += [f"--{name.replace('_', '-')}", *list_fields(origin[name])]
+    out = Path(f"{data.path}-more")
+    return shell_command("python", *words, "--out", out, "--tokenizer", trainer.config.out)
 
 
 def describe_data(data: Mixture) -> list[dict[str, Any]]:
@@ -163,6 +182,16 @@ def text_origin(dataset: Dataset) -> dict[str, Any]:
     return {key: value for key, value in origin.items() if key not in TOKENIZER_KEYS}
 
 
+def describe_commit() -> str:
+    """Return the commit of this code, and whether files differ from it; "" without git."""
+    root = Path(__file__).resolve().parents[2]
+    command = ["git", "--no-optional-locks", f"--git-dir={root}/.git", f"--work-tree={root}"]
+    command += ["describe", "--always", "--exclude=*", "--dirty= with changed files"]
+    with contextlib.suppress(OSError):  # git is not installed
+        return subprocess.run(command, capture_output=True, encoding="utf-8").stdout.strip()
+    return ""
+
+
 def processor_name() -> str:
     """Return the processor's name, as far as the system tells."""
     path = Path("/proc/cpuinfo")
@@ -175,7 +204,12 @@ def describe_state(trainer: Trainer, state: str) -> Record:
     """Return the state of a run, for about.json."""
     budget = trainer.budget
     progress = budget.progress
-    command = shell_command("train.py", "--out", trainer.config.out, "--resume")
+    config = trainer.config
+    command = shell_command("train.py", "--out", config.out, "--resume")
+    command = f"{trainer.dist_ctx.torchrun_command} {command}"
+    limit = f"--steps {2 * trainer.step}"
+    if config.minutes and trainer.step != config.steps:
+        limit = f"--minutes {2 * config.minutes:g}"
     return {
         "state": state,
         "step": trainer.step,
@@ -184,5 +218,6 @@ def describe_state(trainer: Trainer, state: str) -> Record:
         "seconds": budget.elapsed,
         "seconds_left": budget.elapsed * (1 - progress) / progress if progress else None,
         "updated_at": time.time(),
-        "resume": f"{trainer.dist_ctx.torchrun_command} {command}",
+        "resume": command,
+        "longer": f"{command} {limit}",
     }

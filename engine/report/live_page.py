@@ -34,7 +34,7 @@ SECURITY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
 }
 ANY_HOST = "0.0.0.0"  # all addresses of this machine
-WRONG_TOKEN = "the token is missing or wrong; open the address that sample.py printed"
+WRONG_TOKEN = "The token is missing or wrong. Open the address that sample.py printed at its start."
 Answers = Mapping[str, Callable[[Any], Lines]]
 
 
@@ -77,8 +77,11 @@ class LivePage:
             response.headers.update(self.headers)
 
     async def send_page(self, request: web.Request) -> web.Response:
-        """Answer GET /."""
-        self.authorize(request)
+        """Answer GET /, with the page: its script shows why a token is refused."""
+        try:
+            self.authorize(request)
+        except ApiError as error:
+            return web.Response(text=self.page, content_type="text/html", status=error.status)
         return web.Response(text=self.page, content_type="text/html")
 
     async def send_answer(self, request: web.Request) -> web.StreamResponse:

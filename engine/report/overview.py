@@ -1,13 +1,20 @@
 """The first screen of a run's page: its state, what it is, how good it is, and what to do next."""
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 from engine.core.cli import shell_command
+from engine.core.files import to_json
 from engine.training.trainer import Record
 
 MIN_CHANGE = 0.005  # of a validation loss, as a fraction, that is not noise
+MIN_GAIN = 0.001  # of one run over another, as a fraction, to call it better
 MIN_COPIED_CHARACTERS = 60  # of a passage that suggests copying
 COPIED_RATIO = 2  # its length beside the longest match of validation text
+MIN_GAP = 0.1  # of validation and training loss, as a fraction, that suggests memorization
+MAX_USEFUL_EPOCHS = 4  # Muennighoff et al. 2023
 
 
 def summarize(run: Record) -> Record:
@@ -18,6 +25,24 @@ def summarize(run: Record) -> Record:
         "verdict": judge(run),
         "next": suggest_commands(run),
     }
+
+
+def compare(runs: Sequence[Record]) -> tuple[str, str]:
+    """Return ("good" or "warning", which run is better); none, where their texts differ."""
+    ranked = [run for run in runs if run["best"]]
+    ranked.sort(key=lambda run: run["best"]["val_bits_per_byte"])
+    if len(ranked) < 2:
+        return "warning", "Fewer than two of the runs have been evaluated."
+    if len({to_json(run["about"].get("text")) for run in runs}) > 1:
+        problem = "The runs have different texts: their bits per byte are comparable only roughly"
+        return "warning", f"{problem}, and none is called better."
+    first, second, *rest = (run["name"] for run in ranked)
+    best, next_best, *_ = (run["best"]["val_bits_per_byte"] for run in ranked)
+    gain = 1 - best / next_best if next_best else 0.0
+    if gain < MIN_GAIN:
+        return "good", f"{first} and {second} are equally good, to 0.1% in bits per byte."
+    place = f", the next of {len(ranked)}" if rest else ""
+    return "good", f"{first} is better than {second}{place}, by {gain:.1%} in bits per byte."
 
 
 def describe_run(run: Record) -> str:
@@ -44,26 +69,54 @@ def list_yardsticks(run: Record) -> list[tuple[str, float]]:
     return sorted(rows, key=lambda row: row[1], reverse=True)
 
 
-def judge(run: Record) -> tuple[str, str] | None:
-    """Return a verdict on a run, ("good" or "warning", text), from two evaluations or more."""
+def judge(run: Record) -> list[tuple[str, str, str]]:
+    """List what two evaluations or more say of a run: its problems, or else its progress.
+
+    Each is "good" or "warning", a sentence, and a command that helps or "". A model that memorizes
+    needs more text, so longer training is not suggested.
+    """
     curve = run["validation"].get("val_loss", {"mean": []})
     losses = [loss for loss in curve["mean"] if loss is not None]
     if len(losses) < 2:
-        return None
+        return []
+    about = run["about"]
+    state = run["state"] or {}
+    before, last = losses[-2:]
     lowest = min(losses)
-    bigram = run["about"].get("baselines", {}).get("bigram")
+    is_improving = before - last > MIN_CHANGE * before
+    num_epochs = run["num_tokens"] / min(about.get("epoch_tokens", [math.inf]))
+    gap = last - mean_training_loss(run["training"], run["validation"]["step"][-1])
     copied, usual = (run["memorization"] or {}).get("longest", (0, 0))
+    problems = []
     if copied >= MIN_COPIED_CHARACTERS and copied > COPIED_RATIO * usual:
-        text = f"a sample has {copied} characters in a row of the training text"
-        return "warning", f"Copies its text: {text}, validation text at most {usual}."
-    if bigram and lowest >= bigram:
-        return "warning", "No better than bigrams so far: it needs longer training, or other data."
-    if losses[-1] > lowest * (1 + MIN_CHANGE):
-        text = f"sample.py and export use step {run['best_step']:,}"
-        return "warning", f"Overfitting: the validation loss rises. {text}."
-    if losses[-2] - losses[-1] > MIN_CHANGE * losses[-2]:
-        return "good", "Still improving: longer training would help."
-    return "good", "Converged: the last two evaluations are about equal."
+        text = f"{copied} characters in a row, validation text at most {usual}"
+        problems.append(f"Copies its text: {text}.")
+    if last > lowest * (1 + MIN_CHANGE):
+        text = f"the loss rose from {lowest:.2f}, of the checkpoint used, to {last:.2f}"
+        problems.append(f"Overfitting: {text}.")
+    if num_epochs > 1 and gap > MIN_GAP * last:
+        text = f"a gap of {gap:.2f} between training and validation loss, {last:.2f}"
+        problems.append(f"Memorizes: {text}. More text narrows it, more steps do not.")
+    if num_epochs > MAX_USEFUL_EPOCHS and (problems or not is_improving):
+        text = f"read {num_epochs:.1f} times, and after {MAX_USEFUL_EPOCHS} repeats teach little"
+        problems.append(f"Too little text: {text}.")
+    if problems:
+        return [("warning", problem, about.get("more_text", "")) for problem in problems]
+    longer = state.get("longer", "") if state.get("state") == "done" else ""
+    bigram = about.get("baselines", {}).get("bigram", math.inf)
+    if lowest >= bigram:
+        text = f"No better than bigrams, {bigram:.2f}: train longer, or on other data."
+        return [("warning", text, longer)]
+    if is_improving:
+        text = f"Still improving, by {before - last:.3f} since the evaluation before."
+        return [("good", text, longer)]
+    return [("good", "Converged: the last two evaluations are about equal.", "")]
+
+
+def mean_training_loss(training: Record, step: int) -> float:
+    """Return the mean training loss of the last fifth of the steps; NaN without a record."""
+    pairs = zip(training["step"], training["train_loss"]["mean"], strict=True)
+    return fmean([loss for at, loss in pairs if loss and 0.8 * step < at <= step] or [math.nan])
 
 
 def suggest_commands(run: Record) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ import numpy as np
 from engine.core.errors import UserError
 from engine.core.files import acquire_lock, atomic_write, find_similar, read_json, to_json
 from engine.core.settings import read_toml
-from engine.report.overview import summarize
+from engine.report.overview import compare, summarize
 from engine.runs.checkpoint import rank_evaluation
 from engine.runs.run_files import read_records
 from engine.training.trainer import Record
@@ -142,7 +142,8 @@ def write_page(runs: Sequence[Record], path: Path) -> None:
     Its policy allows only the template's scripts and styles, because a run's text may contain some.
     """
     template = read_template("report.html")
-    data = to_json({"runs": [run | summarize(run) for run in runs]}).replace("<", "\\u003c")
+    shown = {"runs": [run | summarize(run) for run in runs], "winner": compare(runs)}
+    data = to_json(shown).replace("<", "\\u003c")
     page = template.replace("{{policy}}", content_security_policy(template))
     page = page.replace("{{data}}", data)
     atomic_write(path, page.encode(errors="replace"))  # a folder's name may not be UTF-8

@@ -10,7 +10,11 @@ from typing import Any
 from engine.core.cli import shell_command, warn
 from engine.core.errors import UserError
 from engine.core.files import find_similar, to_json
+from engine.data.tokenizer import load_tokenizer
+from engine.generation.text_batch import initial_tokens
+from engine.generation.text_generator import TextGenerator
 from engine.runs.checkpoint import Checkpoint, open_checkpoint, rank_checkpoint
+from model import GPT
 
 CHECKPOINT_NAME = re.compile("step-[0-9]{8,}")  # directories with other names are the user's
 
@@ -67,6 +71,15 @@ def find_base(checkpoint: Checkpoint, path: Path | None = None) -> Checkpoint | 
     if base.reference().sha256 != reference.sha256:
         raise UserError(f"{checkpoint.path}: trained on another base model than {base.path}. {fix}")
     return base
+
+
+def make_generator(
+    checkpoint: Checkpoint, model: GPT, should_quantize: bool = False
+) -> TextGenerator:
+    """Return the model of a checkpoint with its tokenizer, to generate text."""
+    tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
+    start = initial_tokens(tokenizer, checkpoint.state.documents)
+    return TextGenerator(model, tokenizer, start, checkpoint.is_chat_model, should_quantize)
 
 
 def explain_missing_checkpoint(path: Path) -> str:

@@ -163,6 +163,8 @@ def test_all_heads_are_measured_ranked_and_kept_over_a_reload(live, inspector):
     live.locator("#tokens [role=option]").nth(14).click()
     live.locator("#likely button").nth(2).click()
     wait(live)
+    assert "Another text" in live.locator("#ranks").inner_text()
+    assert not any(live.locator("#heads .bits").all_text_contents())
     live.locator("#heads input").nth(5).uncheck()
     expect(live.locator("#status")).to_contain_text("with all heads")
     live.fill("#typed", "not sent")
@@ -174,6 +176,9 @@ def test_all_heads_are_measured_ranked_and_kept_over_a_reload(live, inspector):
     assert live.locator("#branches button").count() == 2
     assert not live.locator("#heads input").nth(5).is_checked()
     assert live.locator("#ranks tbody th").all_inner_texts() == names
+    live.locator("#branches button").first.click()
+    expect(live.locator("#heads .bits:not(:empty)")).to_have_count(6)
+    assert "Another text" not in live.locator("#ranks").inner_text()
 
 
 def test_scripts_keep_their_direction_and_characters_of_several_tokens_are_one(page):
@@ -183,6 +188,7 @@ def test_scripts_keep_their_direction_and_characters_of_several_tokens_are_one(p
         page.goto(server.address)
         wait(page)
         assert page.locator("#tokens .shared b").all_inner_texts()[:5] == [*"سلام", "é"]
+        assert "Arabic: 2.0 tokens a letter." in page.locator("#status").inner_text()
         page.locator("#tokens [role=option]").nth(4).click()
         page.locator("#tokens [aria-selected=true]").press("ArrowLeft")  # on in this line
         assert "Token 6:" in page.locator("#token-title").inner_text()
@@ -235,6 +241,16 @@ def test_an_error_in_a_chat_loses_no_text(browser):
     send(page, "three")
     expect(page.locator("#talk-status")).to_contain_text("does not answer")
     assert page.input_value("#draft") == "three" and page.locator("#turns p").count() == 0
+    page.context.close()
+
+
+@pytest.mark.parametrize("token", ["", "?token=%ff"])
+def test_without_its_token_the_page_says_what_to_open(browser, server, token):
+    page = browser.new_context().new_page()  # whose console reports the refusal
+    response = page.goto(server.address.partition("?")[0] + token)
+    assert response.status == 403
+    expect(page.locator("#shape")).to_contain_text("token")
+    assert not page.locator("#main").is_visible()
     page.context.close()
 
 
@@ -302,3 +318,14 @@ def test_a_text_of_ones_own_is_measured(live, inspector):
     bits = [token["bits"][0] for token in read["tokens"][1:]]
     mean = f"{torch.tensor(bits).mean():.2f} bits each"
     assert read_tokens(live) == "(&1'*2" and mean in live.locator("#status").inner_text()
+
+
+def test_enter_generates_after_a_text_of_ones_own_and_what_is_of_another_waits(live, inspector):
+    live.click("#edit")
+    assert live.locator("#measure").evaluate("element => element.closest('[inert]') !== null")
+    live.fill("#whole", PROMPT[:5])
+    live.press("#whole", "Enter")
+    wait(live)
+    assert read_tokens(live) == written_text(inspector.write({"text": PROMPT[:5], **SETTINGS}))
+    assert live.evaluate("document.activeElement.id") == "typed"
+    assert live.locator("[inert]").count() == 0

@@ -118,18 +118,6 @@ def test_a_passage_has_its_place_and_a_limited_search_the_fraction(bpe, monkeypa
     assert passages == [[]] and fraction * len(dataset.train) == pytest.approx(30_000)
 
 
-@pytest.mark.parametrize("name", ["code", "spaces", "text"])
-def test_time_is_bounded_whatever_the_data(name, code, bpe):
-    draw = random.Random(0)
-    starts = range(len(code))
-    texts = ["".join(code[at : at + 40] for at in draw.choices(starts, k=10)) for _ in range(6)]
-    unit = {"code": code, "spaces": " ", "text": texts[0][:-7]}[name]
-    dataset = encode([unit * (300_000 // len(unit))], bpe)
-    start = time.process_time()
-    find_passages([*texts, " " * 400], [dataset])
-    assert time.process_time() - start < 2
-
-
 def test_examples_are_training_data_too(tmp_path):
     lines = [{"p": f"What comes after {n}? ", "c": f"It is {n + 1}, of course."} for n in range(50)]
     dataset = open_dataset(make_dataset(tmp_path, lines, prompt_field="p", completion_field="c"))

@@ -1,28 +1,36 @@
 """The first screen of a report: state, verdict, yardsticks and commands, from a run's figures."""
 
 import json
+import re
+import subprocess
 from typing import Any
 
 import pytest
 from helpers import numbers_text, train_tiny
 
 from engine.core.files import acquire_lock
+from engine.report import callback
 from engine.report.callback import Report, describe_environment
 from engine.report.overview import describe_run, judge, list_yardsticks, suggest_commands
 from engine.report.page import read_run
 from engine.training.config import TrainConfig
 
+LONGER = "python train.py --out out/a --resume --steps 400"
+TEXT = "python prepare.py TEXT MORE_TEXT --out data/a-more --tokenizer out/a"
 BASELINES = {"uniform": 8.0, "unigram": 6.0, "bigram": 4.0}
 
 
-def make_run(losses: list[float], **content: Any) -> Any:
+def make_run(losses: list[float], train: float = 3.0, epochs: float = 1, **content: Any) -> Any:
     steps = [100.0 * index for index in range(1, len(losses) + 1)]
     lowest = min(losses, default=0.0)
     return {
+        "training": {"step": [50.0, *steps], "train_loss": {"mean": [9, *[train] * len(steps)]}},
         "validation": {"val_loss": {"mean": losses}, "step": steps} if losses else {"step": []},
         "best": {"val_loss": lowest, "val_bits_per_byte": lowest / 2} if losses else None,
         "best_step": 100,
-        "about": {"baselines": BASELINES},
+        "num_tokens": 1000 * epochs,
+        "about": {"baselines": BASELINES, "epoch_tokens": [1000, 5000], "more_text": TEXT},
+        "state": {"state": "done", "longer": LONGER},
         "memorization": None,
         "folder": "out/a b",
         **content,
@@ -30,24 +38,37 @@ def make_run(losses: list[float], **content: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("losses", "content", "kind", "text"),
+    ("losses", "content", "kind", "expected"),
     [
-        ([3.5, 3.0], {}, "good", "Still improving"),
-        ([3.0, 2.999], {}, "good", "Converged"),
-        ([5.0, 4.5], {}, "warning", "No better than bigrams"),
-        ([3.0, 2.0, 2.5], {}, "warning", "Overfitting"),
-        ([3.5, 3.0], {"memorization": {"longest": [200, 40]}}, "warning", "Copies its text"),
-        ([3.5, 3.0], {"memorization": {"longest": [50, 40]}}, "good", "improving"),
+        ([3.5, 3.0], {}, "good", [("Still improving.*0.500", LONGER)]),
+        ([3.5, 3.0], {"epochs": 9}, "good", [("Still improving", LONGER)]),
+        ([3.0, 2.999], {}, "good", [("Converged", "")]),
+        ([5.0, 4.5], {"train": 4.4}, "warning", [("No better than bigrams, 4.00", LONGER)]),
+        ([3.0, 2.0, 2.5], {}, "warning", [("Overfitting.*2.00.*2.50", TEXT)]),
+        ([3.5, 3.2], {"train": 2.2}, "good", [("Still improving", LONGER)]),
+        ([3.5, 3.2], {"train": 2.2, "epochs": 3}, "warning", [("Memorizes.*gap of 1.00", TEXT)]),
+        (
+            [3.5, 3.2],
+            {"train": 2.2, "epochs": 6.6},
+            "warning",
+            [("Memorizes", TEXT), ("Too little text: read 6.6 times", TEXT)],
+        ),
+        ([3.0, 2.999], {"epochs": 6.6}, "warning", [("Too little text: read 6.6 times", TEXT)]),
+        ([3.5, 3.0], {"memorization": {"longest": [200, 40]}}, "warning", [("Copies.*200", TEXT)]),
+        ([3.5, 3.0], {"memorization": {"longest": [50, 40]}}, "good", [("improving", LONGER)]),
+        ([3.5, 3.0], {"state": {"state": "training"}}, "good", [("improving", "")]),
     ],
 )
-def test_the_verdict_says_in_words_what_the_losses_mean(losses, content, kind, text):
-    verdict = judge(make_run(losses, **content))
-    assert verdict[0] == kind and text in verdict[1]
+def test_the_verdict_is_a_sentence_with_a_figure_and_a_command(losses, content, kind, expected):
+    findings = judge(make_run(losses, **content))
+    assert len(findings) == len(expected) and {finding[0] for finding in findings} == {kind}
+    for (_, text, command), (pattern, expected_command) in zip(findings, expected, strict=True):
+        assert re.search(pattern, text) and command == expected_command
 
 
 def test_a_run_without_an_evaluation_has_no_verdict_yardsticks_or_commands():
     run = make_run([])
-    assert judge(run) is None and list_yardsticks(run) == suggest_commands(run) == []
+    assert judge(run) == list_yardsticks(run) == suggest_commands(run) == []
 
 
 def test_yardsticks_are_bits_per_byte_the_worst_first():
@@ -82,6 +103,19 @@ def test_a_killed_run_is_stopped_and_a_locked_one_is_training(tmp_path):
     lock.release()
 
 
+def test_the_commit_of_the_code_is_recorded_and_whether_files_were_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(callback, "__file__", str(tmp_path / "engine" / "report" / "callback.py"))
+    commits = [callback.describe_commit()]
+    (tmp_path / "model.py").write_text("a = 1")
+    options = ["-c", "user.name=a", "-c", "user.email=a", "-c", "commit.gpgsign=false"]
+    for command in (["init"], ["add", "."], [*options, "commit", "--message", "first"]):
+        subprocess.run(["git", "-C", tmp_path, *command], check=True, capture_output=True)
+    commits.append(callback.describe_commit())
+    (tmp_path / "model.py").write_text("a = 2")
+    commits.append(callback.describe_commit())
+    assert commits[0] == "" and commits[1] and commits[2] == f"{commits[1]} with changed files"
+
+
 @pytest.mark.parametrize("is_done", [True, False])
 def test_a_run_records_its_end_its_typed_settings_and_prompts(numbers, tmp_path, is_done):
     steps: list[int] = []
@@ -99,4 +133,6 @@ def test_a_run_records_its_end_its_typed_settings_and_prompts(numbers, tmp_path,
     state = callbacks[0].about["state"]
     assert state["state"] == ("done" if is_done else "stopped") and state["step"] == trainer.step
     about = describe_environment(trainer, config)
+    assert state["longer"].endswith(f"--resume --steps {2 * trainer.step}")
+    assert state["longer"].startswith(state["resume"])
     assert about["typed"] == ["data", "seed"] and numbers_text(1).startswith(about["prompts"][0])

@@ -68,6 +68,7 @@ def test_losses_are_comparable_by_tokenizer_and_text(numbers, tmp_path):
 
 STATE = {"step": 60, "total_steps": 80, "progress": 0.75, "seconds": 373, "seconds_left": 48}
 RESUME = "python train.py --out out/a --resume"
+LONGER = f"{RESUME} --steps 120"
 STATES = {
     "training": ("Training – 75%, 4", 0),
     "silent": ("No news for", -3600),
@@ -76,8 +77,17 @@ STATES = {
 }
 
 
+# Headings of rows, and words of commands, that stand on two lines.
+BROKEN_WORDS = """[...document.querySelectorAll("#machine th, .commands span")].filter((word) => {
+  const range = new Range();
+  range.selectNodeContents(word);
+  return range.getClientRects().length > 1 && word.textContent.length < 20;
+}).map((word) => word.textContent)"""
+
+
 def make_state(state: str, seconds: float = 0) -> dict[str, Any]:
-    return {**STATE, "state": state, "updated_at": time.time() + seconds, "resume": RESUME}
+    commands = {"resume": RESUME, "longer": LONGER}
+    return {**STATE, **commands, "state": state, "updated_at": time.time() + seconds}
 
 
 def full_run(folder: Path, layers: int = 2, heads: int = 3, length: int = 12) -> Any:
@@ -86,7 +96,7 @@ def full_run(folder: Path, layers: int = 2, heads: int = 3, length: int = 12) ->
         "state": make_state("done"),
         "parameters": 926_000,
         "data": [{"dataset": "data/pydocs"}],
-        "machine": {"cores": 2, "processor": "Chip"},
+        "machine": {"cores": 2, "processor": "Chip " * 12},
         "typed": ["data", "steps"],
         "defaults": {"data": ["data/pydocs"], "steps": None, "eval_every": None, "seed": 1},
         "baselines": {"uniform": 7.6, "unigram": 6.5, "bigram": 4.3},
@@ -129,7 +139,8 @@ def test_the_first_screen_says_whether_the_run_goes_on_and_how_good_it_is(page, 
     bars = page.locator("#yardsticks span").all_inner_texts()
     assert bars[::2] == ["uniform", "unigram", "bigram", "xz -9", "this model"]
     assert bars[-1] == figures[0]
-    assert "Still improving" in page.locator("#verdict").inner_text()
+    assert "Still improving" in page.locator("#verdict p").inner_text()
+    assert (LONGER in page.locator("#verdict code").all_inner_texts()) == (name == "done")
     commands = page.locator("#next code").all_inner_texts()
     assert (RESUME in commands) == (name == "stopped") and any("--page" in c for c in commands)
     box = page.locator("#first").bounding_box()
@@ -200,6 +211,8 @@ def test_settings_are_those_of_the_user_those_chosen_automatically_and_defaults(
     assert titles == ["Set by you (2)", "Chosen automatically (5)", "At their defaults (1)"]
     rows = page.locator("#settings tbody th").all_text_contents()
     assert rows[:3] == ["data", "steps", "eval_every"] and rows[-1] == "seed"
+    heads = page.locator("#settings thead").all_inner_texts()
+    assert ["default" in head for head in heads] == [True, False, False]
 
 
 @pytest.mark.browser
@@ -209,6 +222,7 @@ def test_runs_are_compared_and_the_better_is_named_where_texts_are_equal(page, t
     runs[1]["best"] = runs[1]["best"] | {"val_bits_per_byte": 1.2}
     runs[1]["about"] = runs[1]["about"] | changes
     runs[1]["settings"] |= {"steps": 90, "eval_every": 7}
+    runs[1]["about"]["machine"]["commit"] = "1a2b"
     show(page, tmp_path / "page.html", *runs)
     warnings = page.locator(".warning").all_inner_texts()
     assert len(warnings) == len(changes)
@@ -223,7 +237,8 @@ def test_runs_are_compared_and_the_better_is_named_where_texts_are_equal(page, t
     assert rows.first.inner_text() == "a"
     assert page.locator("#samples .beside").first.locator("h3").all_inner_texts() == [*"abc"]
     settings = page.locator("#settings table").inner_text().split("\n")
-    assert settings[1:] == ["data\t[data/a]\t[data/b]\t[data/c]", "steps\t60\t90\t60"]
+    expected = ["data\t[data/a]\t[data/b]\t[data/c]", "steps\t60\t90\t60", "eval_every\t20\t7\t20"]
+    assert settings[1:] == [*expected, "commit of the code\tnot recorded\t1a2b\tnot recorded"]
 
 
 @pytest.mark.browser
@@ -235,6 +250,9 @@ def test_the_report_is_accessible_and_fits_a_phone(page, tmp_path, count, check_
     page.set_viewport_size({"width": 390, "height": 844})
     page.reload()
     assert page.evaluate("document.documentElement.scrollWidth") == 390
+    for width in range(360, 400, 4):
+        page.set_viewport_size({"width": width, "height": 844})
+        assert page.evaluate(BROKEN_WORDS) == []
     if count == 1:
         assert page.is_checked("#with-arcs") and not page.locator("#map").is_visible()
 

@@ -1,6 +1,6 @@
 /** Questions to the server of the live page. */
 
-const token = new URLSearchParams(location.search).get("token") || "";
+const token = encodeURIComponent(new URLSearchParams(location.search).get("token") ?? "");  // letters of a header
 const WAITING = "Waiting for the model, which answers one page at a time…";
 const INCOMPLETE = "The answer is incomplete; see the terminal.";
 const BATCH_MILLISECONDS = 40;  // to draw each object alone would block the page

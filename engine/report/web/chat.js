@@ -74,7 +74,7 @@ class Chat {
     const box = $("turns");
     const follows = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
     box.lastChild.querySelector("p").append(text);
-    say("Answering…", false, "talk-status");
+    say("Answering… Send the next message when it is done, or press Escape.", false, "talk-status");
     if (follows) box.scrollTop = box.scrollHeight;
   }
 

@@ -1,9 +1,6 @@
-/** The page of several runs: which is better, their texts side by side, and what a person set differently. */
+/** The page of several runs: which is better, their texts side by side, and the settings that differ. */
 
-const WARNINGS = {
-  tokenizer: "The runs have different tokenizers: compare bits per byte, not nats per token or perplexity.",
-  text: "The runs have different texts: their validation losses are comparable only roughly, in bits per byte.",
-};
+const TOKENIZER_WARNING = "The runs have different tokenizers: compare bits per byte, not nats or perplexity.";
 const RESULT_COLUMNS = [
   ["bits per byte", (run) => run.best?.val_bits_per_byte, (value) => value.toFixed(4)],
   ["loss, nats per token", (run) => run.best?.val_loss, (value) => value.toFixed(4)],
@@ -13,20 +10,7 @@ const RESULT_COLUMNS = [
   ["tokens", (run) => run.num_tokens, formatCount], ["time", (run) => run.state?.seconds, formatSeconds],
 ];
 
-const isEqual = (runs, key) => new Set(runs.map((run) => JSON.stringify(run.about[key]))).size === 1;
-const listWarnings = (runs) => Object.keys(WARNINGS).filter((key) => !isEqual(runs, key)).map((key) => WARNINGS[key]);
-
-/** Says which run is better, where their texts are equal. */
-function describeWinner(runs) {
-  const ranked = runs.filter((run) => run.best).sort((a, b) => a.best.val_bits_per_byte - b.best.val_bits_per_byte);
-  if (ranked.length < 2) return "Fewer than two of the runs have been evaluated.";
-  if (!isEqual(runs, "text")) return "The runs were validated on different texts, so none of them is called better.";
-  const [first, second] = ranked;
-  const gain = 1 - first.best.val_bits_per_byte / second.best.val_bits_per_byte;
-  if (gain < 0.001) return `${first.name} and ${second.name} are equally good, to 0.1% in bits per byte.`;
-  const rest = ranked.length > 2 ? `, the next of ${ranked.length}` : "";
-  return `${first.name} is better than ${second.name}${rest}, by ${(100 * gain).toFixed(1)}% in bits per byte.`;
-}
+const listWarnings = (runs) => new Set(runs.map((run) => run.about.tokenizer)).size > 1 ? [TOKENIZER_WARNING] : [];
 
 /** Makes the table of results, a row for each run, sorted by the column whose heading is clicked. */
 function makeResultTable(runs) {
@@ -51,7 +35,8 @@ function showSamplesBeside(runs) {
   const texts = runs.map(({ samples, best_step }) => new Map(samples
     .filter(({ step }) => step === (best_step ?? step)).map(({ prompt, text }) => [prompt, text])));
   const shared = [...texts[0].keys()].filter((prompt) => texts.every((each) => each.has(prompt)));
-  if (!shared.length) $("samples").append(make("p", {}, "The runs have no prompt in common."));
+  const advice = "Choose one with python report.py … --prompt TEXT.";
+  if (!shared.length) $("samples").append(make("p", {}, `The runs have no prompt in common. ${advice}`));
   for (const prompt of shared) {
     const columns = runs.map(({ name }, i) =>
       make("div", {}, make("h3", {}, name), makeSample([make("b", {}, prompt), texts[i].get(prompt)])));
@@ -60,18 +45,20 @@ function showSamplesBeside(runs) {
 }
 
 function showDifferences(runs) {
-  const names = new Set(runs.flatMap((run) => run.about.typed ?? Object.keys(run.settings)));
-  for (const name of ["out", "resume", "wandb", "plan"]) names.delete(name);
-  const rows = [...names].map((name) => [name, ...runs.map((run) => formatSetting(run.settings[name]))])
-    .filter(([, ...values]) => new Set(values).size > 1);
+  const names = new Set(runs.flatMap((run) => Object.keys(run.settings)));
+  for (const name of ["out", "resume", "wandb"]) names.delete(name);
+  const rows = [...names].map((name) => [name, ...runs.map((run) => formatSetting(run.settings[name]))]);
+  rows.push(["commit of the code", ...runs.map((run) => run.about.machine?.commit ?? "not recorded")]);
+  const differing = rows.filter(([, ...values]) => new Set(values).size > 1);
   $("h-settings").textContent = "Settings that differ";
   const head = ["setting", ...runs.map((run) => run.name)];
-  $("settings").append(rows.length ? makeTable(head, rows) : make("p", {}, "None that a person chose."));
+  $("settings").append(differing.length ? makeTable(head, differing) : make("p", {}, "None."));
 }
 
 function showComparison(runs) {
   $("comparison").hidden = false;
-  $("comparison").append(make("p", { class: "verdict", id: "winner" }, describeWinner(runs)), makeResultTable(runs));
+  const [kind, text] = winner;
+  $("comparison").append(make("p", { class: `verdict ${kind}`, id: "winner" }, text), makeResultTable(runs));
   for (const id of ["first", "attention", "data-used", "machine"]) $(id).hidden = true;
   showSamplesBeside(runs);
   showDifferences(runs);

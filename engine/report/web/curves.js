@@ -279,14 +279,15 @@ function showCursor(plot) {
   const { view, u, xs, lines, stage } = plot;
   const { cursor, axis } = view.state;
   plot.at = cursor === null ? -1 : findNearest(xs, cursor);
-  const x = xs[plot.at];
-  const isShown = x >= view.range.min && x <= view.range.max;
+  const x = xs.at(plot.at);  // without a cursor the last one, which is read but not marked
+  const isInside = x >= view.range.min && x <= view.range.max;
+  const isShown = isInside && cursor !== null;
   plot.left = isShown ? u.valToPos(x, "x") : -10;
   u.cursor.idxs.fill(null);  // or uPlot leaves the dots where they were before a change of size
   u.setCursor({ left: plot.left, top: 0 });
   const points = lines.map((line) => describePoint(line, x, axis)).join("; ");
-  plot.readout.textContent = isShown ? `${formatPlace(x, axis)}: ${points || "all lines are hidden"}` : "";
-  stage.setAttribute("aria-valuetext", plot.readout.textContent || "no point is selected");
+  plot.readout.textContent = isInside ? `${formatPlace(x, axis)}: ${points || "all lines are hidden"}` : "";
+  stage.setAttribute("aria-valuetext", isShown ? plot.readout.textContent : "no point is selected");
   if (isShown) stage.setAttribute("aria-valuenow", x);
 }
 

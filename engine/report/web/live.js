@@ -5,6 +5,8 @@ const MAX_CHANGE_BITS = 2;  // of full color
 const OPENING_TOKENS = 64;  // that the page generates when it opens
 const MAX_BRANCHES = 20;
 const NUM_RANKS = 10;
+const SCRIPTS = ["Arabic", "Armenian", "Bengali", "Cyrillic", "Devanagari", "Georgian", "Greek", "Han", "Hangul",
+  "Hebrew", "Hiragana", "Katakana", "Tamil", "Telugu", "Thai"];
 const SETTINGS = ["temperature", "top_p", "top_k", "seed", "max_new_tokens"];
 const FIELDS = [...SETTINGS, "typed", "draft"];
 const makeBranch = (saved) => ({ ids: [], tokens: [], next: null, text: "", numPrompt: 0, settings: "", ...saved });
@@ -13,6 +15,7 @@ let about, chat, view, grid;
 let branches = [];
 let branch = null;
 let attended = [];  // what the attention that is shown depends on: text and heads, chosen head
+let measured = { name: "", ids: [], bits: [] };  // what each head is worth on a text
 let colorBefore = null;  // heads were switched off
 let isFollowing = false;
 const list = new TokenList($("tokens"), (index) => {
@@ -43,13 +46,23 @@ const settingsKey = () => JSON.stringify({ ...readQuestion(), seed: 0, max_new_t
 
 /** Describes the tokens of the branch: how many, and their mean surprise. */
 function summarize() {
-  const measured = branch.tokens.filter((each) => each.bits);
-  const mean = (which) => (measured.reduce((sum, { bits }) => sum + bits[which], 0) / measured.length).toFixed(2);
+  const predicted = branch.tokens.filter((each) => each.bits);
+  const mean = (which) => (predicted.reduce((sum, { bits }) => sum + bits[which], 0) / predicted.length).toFixed(2);
   const added = branch.tokens.length - branch.numPrompt;
   const count = branch.numPrompt && added ? `${formatNoun(added, "new token")} after ${formatCount(branch.numPrompt)}`
     : formatNoun(branch.tokens.length, "token");
-  if (!measured.length) return `${count}.`;
-  return `${count}, ${mean(1)} bits each on average${grid.off.size ? `; ${mean(0)} with all heads` : ""}.`;
+  if (!predicted.length) return `${count}.`;
+  const bits = `${mean(1)} bits each on average${grid.off.size ? `; ${mean(0)} with all heads` : ""}`;
+  return `${count}, ${bits}.${SCRIPTS.map(describeScript).join("")}`;
+}
+
+/** Says how many tokens a letter of a script takes in the branch, if they are more than one. */
+function describeScript(name) {
+  const pattern = new RegExp(`\\p{Script=${name}}`, "gu");
+  const numLetters = branch.text.match(pattern)?.length ?? 0;
+  const numTokens = branch.tokens.reduce((sum, { text, shared }) =>
+    sum + (shared?.[1].match(pattern) ? shared[0] : text.match(pattern) ? 1 : 0), 0);
+  return numTokens > numLetters ? ` ${name}: ${(numTokens / numLetters).toFixed(1)} tokens a letter.` : "";
 }
 
 /** Adds a branch and shows it; the oldest ones give way, but the first. */
@@ -69,6 +82,7 @@ function drawBranches() {
   };
   $("branches").replaceChildren(...branches.length < 2 ? [] : branches.map((each, i) =>
     makeButton(`${i + 1}: ${each.name}`, () => open(each), { dir: "auto", "aria-pressed": each === branch })));
+  showRanks();
 }
 
 function showTokens(tokens, next) {
@@ -217,7 +231,10 @@ async function showAttention() {
   const index = grid.current;
   const [layer, head] = placeHead(index);
   const query = { ids: branch.ids, at, off: listOff(), layer, head };
-  const showHeads = ([{ weights, size, habits }]) => view.showHeads(new Triangles(weights, size), habits);
+  const showHeads = ([{ weights, size, habits }]) => {
+    view.showHeads(new Triangles(weights, size), habits);
+    showRanks();
+  };
   const showHead = ([{ weights, start, size }]) => view.show(new Triangles(weights, size), 0, start);
   try {
     if (!hasHeads) await ask("heads", query, showHeads);
@@ -275,29 +292,39 @@ function measure() {
   if (measuring.request) return void measuring.stop();
   if (!branch.ids.length) return void say("Generate a text first.", true, "measure-status");
   const total = formatCount(grid.cells.length);
-  grid.bits = [];
+  measured = { name: `${branches.indexOf(branch) + 1}: ${branch.name}`, ids: branch.ids, bits: [] };
   measuring.run("measure", { ids: branch.ids }, (records) => {
-    const measured = records.filter(({ layer }) => layer);
-    for (const { layer, head, bits } of measured) grid.bits[(layer - 1) * about.heads + head - 1] = bits;
-    say(`Head ${formatCount(grid.bits.length)} of ${total}…`, false, "measure-status");
+    const ofHeads = records.filter(({ layer }) => layer);
+    for (const { layer, head, bits } of ofHeads) measured.bits[(layer - 1) * about.heads + head - 1] = bits;
+    say(`Head ${formatCount(measured.bits.length)} of ${total}…`, false, "measure-status");
     showRanks();
   }, () => `All ${total} heads measured.`);
 }
 
+/** Ranks the heads that were measured. The grid has the numbers while their text is shown. */
 function showRanks() {
+  const { name, ids, bits } = measured;
+  const isShown = String(ids) === String(branch?.ids);
+  grid.bits = isShown ? bits : [];
   grid.cells.forEach((_, index) => grid.describe(index));
-  const ranked = [...grid.bits.keys()].sort((a, b) => grid.bits[b] - grid.bits[a]);
+  const ranked = [...bits.keys()].sort((a, b) => bits[b] - bits[a]);
   const rows = ranked.slice(0, NUM_RANKS).map((index, i) =>
-    [`${i + 1}. ${grid.name(index)}`, grid.habits[index]?.[0] ?? "–", formatSigned(grid.bits[index])]);
-  $("ranks").replaceChildren(...rows.length ? [makeTable(["without", "habit", "bits per token"], rows)] : []);
+    [`${i + 1}. ${grid.name(index)}`, grid.habits[index]?.[0] ?? "–", formatSigned(bits[index])]);
+  const note = `Measured on ${name} (${formatNoun(ids.length, "token")})${isShown ? "" : ". Another text is shown"}.`;
+  const table = makeTable(["without", "habit", "bits per token"], rows);
+  $("ranks").replaceChildren(...rows.length ? [makeNote(note), table] : []);
 }
 
 /** Shows the text to type another, or returns to the tokens. */
 function showEditor(isOpen) {
+  const hadFocus = document.activeElement === $("whole");
   $("whole").hidden = !isOpen;
   $("text-box").hidden = isOpen;
   $("read").hidden = !isOpen;
   $("edit").textContent = isOpen ? "Back" : "New text";
+  const ofTokens = "#colors, #branches, #inside section:not([aria-labelledby=text-title])";
+  for (const each of document.querySelectorAll(ofTokens)) each.inert = isOpen;
+  if (hadFocus) $("typed").focus();
   if (!isOpen) return;
   $("whole").value = branch.text;
   $("whole").focus();
@@ -316,6 +343,7 @@ function showTab(isChat) {
 function lookInside(ids, name) {
   addBranch(name);
   branch.ids = ids;
+  showEditor(false);
   showTab(false);
   read({ ids }, ids.length - 1);
 }
@@ -335,9 +363,7 @@ function listen() {
     event.preventDefault();
     if (!$("inside").hidden) generate();
   });
-  on("typed", "keydown", generateOnEnter);
-  on("tokens", "keydown", generateOnEnter);
-  on("whole", "keydown", (event) => (event.ctrlKey || event.metaKey) && generateOnEnter(event));
+  for (const id of ["typed", "tokens", "whole"]) on(id, "keydown", generateOnEnter);
   on("stop", "click", () => work.stop());
   on("edit", "click", () => showEditor($("whole").hidden));
   on("read", "click", () => {
@@ -388,9 +414,8 @@ function restore(saved, prompt) {
   FIELDS.forEach((id) => { $(id).value = saved.fields?.[id] ?? $(id).value; });
   chat?.restore(saved.chat ?? {});
   for (const index of saved.off ?? []) grid.off.add(index);
-  grid.bits = saved.bits ?? [];
+  measured = saved.measured ?? measured;
   grid.select(saved.head ?? 0);
-  showRanks();
   if (saved.color) document.querySelector(`input[value=${saved.color}]`).checked = true;
   branches = (saved.branches ?? []).map(makeBranch);
   branch = branches[saved.branch] ?? null;
@@ -410,7 +435,7 @@ function store() {
     chat: chat && { turns: chat.turns, ids: chat.ids, retries: chat.retries },
     branches: branches.map(({ name, ids, numPrompt }) => ({ name, ids, numPrompt })),
     isChat: !$("chat").hidden, branch: branches.indexOf(branch), selected: list.current, color: color(),
-    head: grid.current, off: [...grid.off], bits: grid.bits,
+    head: grid.current, off: [...grid.off], measured,
   });
 }
 

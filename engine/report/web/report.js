@@ -3,7 +3,7 @@
 const REFRESH_SECONDS = 10;
 const MAX_SILENT_SECONDS = 600;  // of a run in training, before the page doubts it
 const PLAY_SECONDS = 0.6;  // a step of training is shown
-const runs = JSON.parse($("data").textContent).runs;
+const { runs, winner } = JSON.parse($("data").textContent);
 const run = runs[0];
 const stateKey = `report ${location.pathname}`;
 const saved = readState(stateKey);
@@ -31,8 +31,8 @@ function showState() {
 }
 
 function showHeadline() {
-  const { best, settings, verdict } = run;
-  const size = settings.vocab_size ? ` of ${formatCount(settings.vocab_size)}` : "";
+  const { best, settings } = run;
+  const size = settings.vocab_size ? `, of ${formatCount(settings.vocab_size)} tokens` : "";
   const figures = best ? [
     [best.val_bits_per_byte.toFixed(3), "bits per byte"],
     [formatAmount(best.val_perplexity), `perplexity${size}`],
@@ -41,8 +41,16 @@ function showHeadline() {
   if (best?.val_score !== undefined) figures.unshift([`${(100 * best.val_score).toFixed(1)}%`, "score, right answers"]);
   $("headline").append(...figures.map(([value, title]) =>
     make("div", {}, make("dt", {}, title), make("dd", {}, value))));
-  $("verdict").hidden = !verdict;
-  if (verdict) Object.assign($("verdict"), { className: `verdict ${verdict[0]}`, textContent: verdict[1] });
+}
+
+/** Shows what the losses say of the run, each with the command that helps, which is shown once. */
+function showVerdict() {
+  const shown = new Set([""]);
+  for (const [kind, text, command] of run.verdict) {
+    $("verdict").append(make("p", { class: `verdict ${kind}` }, text));
+    if (!shown.has(command)) $("verdict").append(make("div", { class: "commands" }, ...makeCommand("Try", command)));
+    shown.add(command);
+  }
 }
 
 function showYardsticks() {
@@ -60,9 +68,12 @@ function showYardsticks() {
 function showCommands() {
   const { state } = run;
   const stopped = state?.state === "stopped" ? [["Resume", state.resume]] : [];
-  for (const [title, command] of [...stopped, ...run.next]) {
-    $("next").append(make("span", {}, title), make("code", {}, command), makeCopyButton(command));
-  }
+  for (const row of [...stopped, ...run.next]) $("next").append(...makeCommand(...row));
+}
+
+function makeCommand(title, command) {
+  const words = command.split(" ").flatMap((word) => [make("span", {}, word), " "]);
+  return [make("span", {}, title), make("code", {}, ...words), makeCopyButton(command)];
 }
 
 /** Marks the passages of a text that are copied from the training text. */
@@ -183,11 +194,13 @@ function showSettings() {
   for (const name of Object.keys({ ...settings, ...defaults })) {
     const isChosen = settings[name] !== undefined && [null, undefined, "auto"].includes(defaults[name]);
     const title = typed.includes(name) ? "Set by you" : isChosen ? "Chosen automatically" : "At their defaults";
-    groups[title].push([name, formatSetting(settings[name]), formatSetting(defaults[name])]);
+    const cells = [name, formatSetting(settings[name])];
+    groups[title].push(title === "Set by you" ? [...cells, formatSetting(defaults[name])] : cells);
   }
   for (const [title, rows] of Object.entries(groups).filter(([, rows]) => rows.length)) {
+    const head = ["setting", "value", "default"].slice(0, rows[0].length);
     $("settings").append(make("details", { open: title !== "At their defaults" },
-      make("summary", {}, `${title} (${rows.length})`), makeTable(["setting", "value", "default"], rows)));
+      make("summary", {}, `${title} (${rows.length})`), makeTable(head, rows)));
   }
   if (!$("settings").children[1]) $("settings").append(make("p", {}, "The run's folder has no config.toml."));
 }
@@ -214,6 +227,7 @@ function refresh(readers) {
 function showPage() {
   const isSingle = runs.length === 1;
   const warnings = listWarnings(runs);
+  const bitsFirst = !isSingle && (warnings.length > 0 || winner[0] === "warning");
   const title = isSingle ? run.name : `Compared: ${runs.map(({ name }) => name).join(", ")}`;
   document.title = title;
   $("title").textContent = title;
@@ -225,6 +239,7 @@ function showPage() {
     showState();
     setInterval(showState, 1000);
     showHeadline();
+    showVerdict();
     showYardsticks();
     showCommands();
     readers.push(showSamples(), showAttention());
@@ -235,7 +250,7 @@ function showPage() {
     showComparison(runs);
   }
   const shown = runs.map((each) => ({ ...each, status: each.state, baselines: each.about.baselines ?? {} }));
-  const readCurves = showCurves(shown, { saved: saved.curves ?? {}, bitsFirst: warnings.length > 0 });
+  const readCurves = showCurves(shown, { saved: saved.curves ?? {}, bitsFirst });
   history.scrollRestoration = "manual";
   refresh(readers);
 }
