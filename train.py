@@ -106,7 +106,7 @@ def train(
     run_dir = RunDir(config.out_path, config.may_resume, dist_ctx, config.keep_checkpoints)
     with contextlib.closing(run_dir):
         # Data, and the checkpoint to start from: the newest of this run, or a base model.
-        checkpoint = run_dir.newest(config.resume)
+        checkpoint = run_dir.newest(config.resume and not config.auto_resume)
         data = open_data(config, dist_ctx)
         base = None if checkpoint else open_base(config, data, dist_ctx, modify_model)
 

@@ -94,8 +94,10 @@ class RunDir:
             raise UserError(f"{self.path}: every checkpoint is corrupted. Choose another --out.")
         if is_required:
             similar = find_similar(self.path, Path("out"), "checkpoints/step-*")
-            advice = f"Did you mean --out {similar}?" if similar else "To start, use --auto-resume."
-            raise UserError(f"--resume: no checkpoint in {self.path}. {advice}")
+            if similar:
+                raise UserError(f"{self.path}: no checkpoint for --resume. Did you mean {similar}?")
+            fix = "Add --auto-resume to start a run, or leave --resume out."
+            raise UserError(f"{self.path}: no checkpoint. {fix}")
         return None
 
     def best(self) -> Checkpoint:
