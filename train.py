@@ -35,6 +35,7 @@ from engine.core.settings import to_toml
 from engine.core.values import check_ranges
 from engine.data.batches import Mixture, open_mixture
 from engine.data.chats.chat import turn_ends
+from engine.data.dataset import is_usable
 from engine.data.order import derived_seed
 from engine.data.tokenizer import load_tokenizer
 from engine.generation.scores import QUESTION_BATCH_SIZE, count_right, score_record
@@ -258,9 +259,9 @@ def default_callbacks(config: TrainConfig) -> list[Callback]:
 
 
 def open_data(config: TrainConfig, dist_ctx: DistributedContext) -> Mixture:
-    """Open the datasets, and verify them on each machine; prepare the built-in one if missing."""
+    """Open the datasets, and verify them on each machine; prepare the built-in one if needed."""
     with dist_ctx.keep_alive():
-        if BUILT_IN_DATA in config.data and not BUILT_IN_DATA.exists():
+        if BUILT_IN_DATA in config.data and not is_usable(BUILT_IN_DATA):
             built_in = PrepareConfig(inputs=(BUILT_IN_DATA.name,), out=BUILT_IN_DATA)
             dist_ctx.run_on_main(prepare, built_in)
     with dist_ctx.keep_alive():
