@@ -12,6 +12,7 @@ To resume an interrupted run, run the same command again.
 
 import contextlib
 import os
+import re
 import tempfile
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +22,9 @@ from typing import Annotated, Any, Literal
 import tyro
 from annotated_types import Ge, Le, Lt
 
-from engine.core.cli import run_command, shell_command, warn
+from engine.core.cli import count_noun, run_command, shell_command, warn
 from engine.core.errors import UserError
-from engine.core.files import exclusive_lock
+from engine.core.files import exclusive_lock, read_json
 from engine.core.settings import parse
 from engine.core.values import check_ranges
 from engine.data.chats import chat, examples
@@ -33,8 +34,8 @@ from engine.data.inputs.documents import Corpus
 from engine.data.inputs.finder import STDIN_NAME, find_sources
 from engine.data.inputs.sources import DEFAULT_ENCODING, Reader, Source
 from engine.data.inputs.text import normalize_encoding
-from engine.data.tokenizer import Tokenizer, named_tokenizer
-from engine.data.tokenizer_json import MAX_VOCAB_SIZE, SPLIT_PATTERNS
+from engine.data.tokenizer import ByteTokenizer, Tokenizer, named_tokenizer
+from engine.data.tokenizer_json import MAX_VOCAB_SIZE, SPECIAL_TOKENS, SPLIT_PATTERNS
 from engine.data.tokenizer_training import (
     MIN_BPE_VOCAB_SIZE,
     tokenizer_texts,
@@ -49,7 +50,8 @@ MAX_TOKENIZER_BYTES = 2**27  # to train a BPE on: of more text, the beginning of
 TRAINED_TOKENIZERS = ("char", "bpe")
 # Of a dataset's origin, as they are in PrepareConfig.
 ORIGIN_SETTINGS = ["vocab_size", "deduplicate", "field", "completion_field", "chat_field"]
-ORIGIN_SETTINGS += ["hf_config", "hf_split", "hf_val_split", "skip_bad_rows"]
+ORIGIN_SETTINGS += ["hf_config", "hf_split", "hf_val_split", "skip_bad_rows", "keep_line_ends"]
+ORIGIN_SETTINGS += ["parse_special", "prompt_suffix"]
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,13 @@ class PrepareConfig:
     val: tuple[str, ...] = ()
     """Files, folders or addresses for validation; all other inputs are for training."""
     glob: str | None = None  # Pattern of the files to take from folders, at any depth; None: all.
-    field: str | None = None  # The field or column that holds the text; None: text.
+    # The field or column that holds the text; None: text. A dotted name reaches into objects.
+    field: str | None = None
     prompt_field: tuple[str, ...] | str | None = None
     """The field with the prompt, or several: their nonempty values are joined by a blank line."""
     completion_field: str | None = None
     """The field with the completion. Only its tokens count for the loss."""
+    prompt_suffix: str | None = None  # Text to end each prompt with, also in sample.py: \n, \t, ….
     # Each record is a chat, {"messages": [{"role": …, "content": …}, …]}. The messages of the
     # assistant are the targets.
     chat: bool = False
@@ -100,6 +104,9 @@ class PrepareConfig:
     """Refuse bytes that are not in the encoding (strict), or replace them by U+FFFD."""
     separator: str | None = None
     """Text between the documents of a plain text file. None: a file is one document."""
+    keep_line_ends: bool = False  # Keep CR LF and CR, which otherwise become LF.
+    # Read the names of special tokens in text and pairs as these tokens; by default they are text.
+    parse_special: bool = False
     skip_bad_rows: bool = False
     """Leave out and count the records that cannot be used, instead of refusing the file."""
     force: bool = False  # Prepare again, and replace a dataset with other arguments or text.
@@ -160,10 +167,23 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
                 tokenizer = train_bpe_tokenizer(texts, config.vocab_size, pattern)
             if corpus.rule.has_examples:
                 tokenizer = tokenizer.with_special(chat.special_token_names(tokenizer, config.chat))
+            tokenizer = tokenizer.with_prompt_suffix(unescape(config.prompt_suffix))
             write_dataset(out, corpus, tokenizer, origin, threads, config.ray)
         if replaced:
             warn_of_split_changes(out, replaced, corpus.rule.has_few_documents)
+        if corpus.rule.has_examples:
+            warn_of_val_fraction(out, corpus.rule.val_fraction)
     return out, True
+
+
+def warn_of_val_fraction(out: Path, val_fraction: float) -> None:
+    """Print a warning if examples that begin alike, and stay together, make it much different."""
+    manifest = read_json(out / "manifest.json")
+    num_val = manifest["splits"]["val"]["documents"]
+    expected = round(val_fraction * manifest["statistics"]["documents"])
+    if expected and abs(num_val - expected) > max(3 * expected**0.5, expected / 4):
+        reason = "many begin alike, and stay together"
+        warn(f"{out}: {num_val:,} examples validate instead of about {expected:,}, as {reason}")
 
 
 def warn_of_split_changes(out: Path, old: dict[str, Any], is_cut: bool) -> None:
@@ -199,6 +219,7 @@ def check_arguments(config: PrepareConfig) -> None:
         raise UserError(f"--glob: must be a pattern (got {config.glob}). Quote it: {pattern}")
     trains_bpe = config.tokenizer == "bpe"
     has_template = config.chat and config.tokenizer not in TRAINED_TOKENIZERS
+    has_special = not config.chat and config.tokenizer != "char"
     has_folder = any("://" in name or Path(name).is_dir() for name in inputs)
     has_hub = any(name.startswith("hf:") for name in inputs)
     has_val_hub = any(name.startswith("hf:") for name in config.val or config.inputs)
@@ -209,6 +230,8 @@ def check_arguments(config: PrepareConfig) -> None:
         ("--pattern", config.pattern, trains_bpe, "--tokenizer bpe"),
         ("--prompt-field", config.prompt_field, config.completion_field, "--completion-field"),
         ("--completion-field", config.completion_field, config.prompt_field, "--prompt-field"),
+        ("--prompt-suffix", config.prompt_suffix, config.prompt_field, "--prompt-field"),
+        ("--parse-special", config.parse_special, has_special, "text or pairs, not of char"),
         ("--chat-field", config.chat_field, config.chat, "--chat"),
         ("--chat-template", config.chat_template, has_template, "--chat and a --tokenizer"),
         ("--template-variable", config.template_variable, has_template, "--chat and a --tokenizer"),
@@ -232,11 +255,21 @@ def make_reader(config: PrepareConfig, tokenizer: Tokenizer | None) -> Reader:
         template = chat.own_template(tokenizer) if tokenizer else None
         parser = examples.chat_parser(config.chat_field, template)
     if config.completion_field:
-        parser = examples.pair_parser(config.prompt_field or (), config.completion_field)
+        suffix = unescape(config.prompt_suffix)
+        parser = examples.pair_parser(config.prompt_field or (), config.completion_field, suffix)
+    names: tuple[re.Pattern[str], ...] = ()
+    if not config.parse_special:
+        special = tokenizer or ByteTokenizer().with_special([*SPECIAL_TOKENS, "</s>"])
+        names = (chat.names_pattern(special), chat.names_pattern(special, has_markup=False))
     field = config.field or "text"
     encoding = normalize_encoding(config.encoding)
-    separator = config.separator or ""
-    return Reader(field, encoding, config.errors, separator, config.skip_bad_rows, parser)
+    options = (config.errors, unescape(config.separator), config.skip_bad_rows)
+    return Reader(field, encoding, *options, parser, config.keep_line_ends, names)
+
+
+def unescape(text: str | None) -> str:
+    """Return a text of the command line, in which \\n and \\t may be escaped."""
+    return (text or "").replace("\\n", "\n").replace("\\t", "\t")
 
 
 def check_reader(config: PrepareConfig, reader: Reader, sources: list[Source]) -> None:
@@ -268,7 +301,14 @@ def list_sources(config: PrepareConfig, spool: Path) -> tuple[list[Source], list
     find = partial(find_sources, glob=config.glob, hub_config=config.hf_config)
     sources = find(config.inputs, spool, hub_split=config.hf_split)
     (spool / "val").mkdir()
-    return sources, find(val_inputs, spool / "val", hub_split=val_split)
+    val_sources = find(val_inputs, spool / "val", hub_split=val_split)
+    val_files = {os.path.realpath(source.path) for source in val_sources if not source.hub_split}
+    train_sources = [source for source in sources if os.path.realpath(source.path) not in val_files]
+    if num_dropped := len(sources) - len(train_sources):
+        warn(f"--val: {count_noun(num_dropped, 'file')} of the inputs left out of training")
+    if not train_sources:
+        raise UserError(f"--val: has all files of {config.inputs[0]}. Give others for training.")
+    return train_sources, val_sources
 
 
 def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -290,7 +330,7 @@ def origin_of(corpus: Corpus, config: PrepareConfig, tokenizer: Tokenizer | None
         "prompt_field": fields[0] if len(fields) == 1 else fields,
         "encoding": encoding if encoding != DEFAULT_ENCODING else None,
         "errors": config.errors if config.errors != "strict" else None,
-        "document_separator": config.separator,
+        "document_separator": corpus.reader.separator,
         "examples": ("chats" if config.chat else "pairs") if rule.has_examples else None,
         "separator": "\n" if needs_separator else None,
         "split": "few" if is_few else None,

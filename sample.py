@@ -43,6 +43,7 @@ from engine.core.errors import UserError
 from engine.core.files import read_input
 from engine.core.settings import parse
 from engine.data.chats.chat import chat_format, with_template
+from engine.data.inputs.text import BYTE_ORDER_MARKS, find_kind, unify_line_ends
 from engine.generation.prompt_file import complete_file
 from engine.generation.sampling import DEFAULT_OPTIONS, TextOptions
 from engine.generation.text_generator import DECODING_BATCH_SIZE, DEFAULT_NEW_TOKENS, TextGenerator
@@ -219,7 +220,7 @@ def sample(config: SampleConfig, modify_model: ModifyModel | None = None) -> Non
 
 def print_text(config: SampleConfig, model: TextGenerator) -> None:
     """Print a text piece by piece, or several texts."""
-    prompt = read_prompt(config)
+    prompt = model.end_prompt(read_prompt(config))
     if config.num_samples == 1:
         print(prompt, end="", flush=True)
         for piece in model.stream(prompt, **config.options):
@@ -243,7 +244,8 @@ def read_prompt(config: SampleConfig) -> str:
     else:
         raise UserError("-: standard input is closed. Use --prompt or --prompt-file.")
     try:
-        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+        encoding = find_kind(content, BYTE_ORDER_MARKS) or "utf-8"
+        return unify_line_ends(content.decode(encoding).removeprefix("\ufeff"))
     except UnicodeDecodeError as error:
         path = config.prompt_file or "-"
         raise UserError(f"{path}: not UTF-8 at byte {error.start}. Convert it.") from None

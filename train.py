@@ -37,6 +37,7 @@ from engine.core.settings import to_toml
 from engine.core.values import check_ranges
 from engine.data.batches import Mixture, open_mixture
 from engine.data.chats.chat import turn_ends
+from engine.data.dataset import is_usable
 from engine.data.order import derived_seed
 from engine.data.tokenizer import load_tokenizer
 from engine.generation.scores import QUESTION_BATCH_SIZE, count_right, score_record
@@ -258,7 +259,7 @@ def default_callbacks(config: TrainConfig) -> list[Callback]:
 
 def open_data(config: TrainConfig, dist_ctx: DistributedContext) -> Mixture:
     """Open the datasets, and verify them on each machine; prepare a text, or the built-in one."""
-    lacks_built_in = BUILT_IN_DATA in config.data and not BUILT_IN_DATA.exists()
+    lacks_built_in = BUILT_IN_DATA in config.data and not is_usable(BUILT_IN_DATA)
     text = config.text or (BUILT_IN_DATA.name if lacks_built_in else "")
     with dist_ctx.keep_alive():
         if text:

@@ -1,15 +1,18 @@
 """Text → data/<name>/, through main, prepare, or the command in a process of its own."""
 
 import csv
+import dataclasses
 import gzip
 import itertools
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -189,6 +192,40 @@ def test_files_and_fields_are_chosen(prepare, tmp_path: Path):
     dataset = open_dataset(tmp_path / "data" / "posts")
     texts = [dataset.tokenizer.decode(part.tokens[:]) for part in (dataset.train, dataset.val)]
     assert texts == ["one pos\nand anoth\n", "t\ner\n"]
+
+
+def test_a_file_for_validation_is_not_for_training(tmp_path: Path, capsys):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"text of {name}. " * 9)
+    out = tmp_path / "out"
+    config = PrepareConfig((str(tmp_path),), "byte", out=out, val=(f"{tmp_path}/b.txt",))
+    command.prepare(config)
+    assert "1 file of the inputs" in capsys.readouterr().err
+    dataset = open_dataset(out)
+    texts = [bytes(split.tokens[:].clip(0, 255).tolist()) for split in (dataset.train, dataset.val)]
+    assert [[f"of {name}".encode() in text for name in "abc"] for text in texts] == [
+        [True, False, True],
+        [False, True, False],
+    ]
+    with pytest.raises(UserError, match="--val: "):
+        command.prepare(dataclasses.replace(config, inputs=config.val))
+
+
+@pytest.mark.parametrize("num_alike", [0, 700])
+def test_a_fraction_that_prompts_do_not_allow_is_told(num_alike: int, tmp_path: Path, capsys):
+    rows = [{"q": f"{max(n, num_alike)}\n", "a": f"{n}"} for n in range(1000)]
+    path = str(write_lines(tmp_path / "a.jsonl", rows))
+    fields = {"prompt_field": "q", "completion_field": "a"}
+    command.prepare(PrepareConfig((path,), "byte", out=tmp_path / "out", **fields))
+    assert ("instead of about 100" in capsys.readouterr().err) == (num_alike > 0)
+
+
+def test_a_file_that_becomes_too_large_is_named(run, text, tmp_path: Path):
+    text.write_text("text to prepare\n" * 9999)
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (50_000, 50_000))
+    result = run("prepare.py", "a.txt", "--tokenizer", "byte", preexec_fn=limit)
+    assert result.returncode == 1 and result.stderr.count("\n") == 1
+    assert "train-00000.npy" in result.stderr
 
 
 def test_show_describes_a_dataset(prepare, text):

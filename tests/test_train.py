@@ -116,7 +116,7 @@ def test_text_is_prepared_trained_on_and_sampled(plain_steps, run, tmp_path, mon
     assert_same_run(out, tmp_path / "out" / "again")
 
 
-def test_a_missing_built_in_corpus_is_prepared(tmp_path, monkeypatch):
+def test_a_missing_or_old_built_in_corpus_is_prepared(tmp_path, monkeypatch):
     (tmp_path / "library").mkdir()
     for path in sorted(Path(os.__file__).parent.glob("*.py"))[:5]:  # all of them take long
         shutil.copy(path, tmp_path / "library")
@@ -125,6 +125,11 @@ def test_a_missing_built_in_corpus_is_prepared(tmp_path, monkeypatch):
     assert train.main(["--steps", "2", *TINY]) == 0
     assert open_dataset(tmp_path / "data" / "pydocs").manifest["origin"]["tokenizer"] == "bpe"
     assert newest_checkpoint(tmp_path / "out" / "pydocs").step == 2
+    manifest = tmp_path / "data" / "pydocs" / "manifest.json"
+    before = manifest.read_text()
+    manifest.write_text(before.replace('"format": ', '"format": 1'))  # another version
+    assert train.main(["--steps", "2", "--out", "again", *TINY]) == 0
+    assert manifest.read_text() == before
 
 
 def test_a_text_is_prepared_once_until_it_changes(tmp_path, monkeypatch, capsys):

@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import glob
 import hashlib
+import io
 import json
 import os
 import platform
@@ -18,14 +19,34 @@ import filelock
 from engine.core.errors import UserError, wrap_library_errors
 
 MAX_INPUT_BYTES = 2**30  # of an input that is read at once
+POINTER_START = b"version https://git-lfs.github.com/spec/"
 
 
 def read_input(file: BinaryIO, name: Path | str) -> bytes:
     """Return the bytes of a file, pipe or device. Raises UserError if they are too many."""
     content = file.read(MAX_INPUT_BYTES + 1)
+    check_pointer(content, name)
     if len(content) > MAX_INPUT_BYTES:
         raise UserError(f"{name}: must have at most {MAX_INPUT_BYTES:,} bytes. Give a file.")
     return content
+
+
+def check_pointer(head: bytes, name: Path | str) -> None:
+    """Raise UserError for the start of a file that Git LFS has not downloaded."""
+    if head.startswith(POINTER_START):
+        raise UserError(f"{name}: is a Git LFS pointer, not the file. Get it with: git lfs pull")
+
+
+class NamedFile(io.FileIO):
+    """A file whose errors, such as those of a full disk, name it."""
+
+    def write(self, data: Any) -> int:
+        """Write bytes; return their number."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            error.filename = str(self.name)
+            raise
 
 
 def find_similar(path: Path, folder: Path, pattern: str) -> Path | None:
@@ -46,6 +67,7 @@ def find_similar(path: Path, folder: Path, pattern: str) -> Path | None:
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal."""
     with open(path, "rb") as file:
+        check_pointer(file.peek(), path)
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -71,6 +93,7 @@ def parse_json(content: bytes, path: Path) -> Any:
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is no JSON value")
 
+    check_pointer(content, path)
     problem = f"{path}: corrupted, not valid JSON"
     with wrap_library_errors(problem, ValueError, RecursionError, advice="."):
         return json.loads(content.decode(), parse_constant=refuse)
@@ -135,7 +158,8 @@ def atomic_write(path: Path, content: bytes) -> None:
     """Write or replace a file so that it has the old content or the new, never a part."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_bytes(content)
+        with io.BufferedWriter(NamedFile(partial, "wb")) as file:
+            file.write(content)
         fsync(partial)
         partial.replace(path)
     finally:

@@ -21,7 +21,7 @@ from engine.data.chats.chat import count_targets
 from engine.data.split import EXAMPLES_DTYPE, Examples, ShardedTokens, Split
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 SPLIT_NAMES = ("train", "val")
 MIN_VAL_DOCUMENTS = 6  # with fewer different ones, a validation loss says little
 LENGTHS_DTYPE = "uint32"
@@ -176,6 +176,14 @@ def open_dataset(path: Path) -> Dataset:
     return Dataset(path, manifest, tokenizer, **splits, sha256=hashlib.sha256(content).hexdigest())
 
 
+def is_usable(path: Path) -> bool:
+    """Return whether open_dataset() succeeds."""
+    with contextlib.suppress(UserError):
+        open_dataset(path)
+        return True
+    return False
+
+
 def _open_split(path: Path, manifest: dict[str, Any], split: str) -> Split:
     """Map a split into memory. Raises UserError or OSError unless it matches the manifest."""
     counts = manifest["splits"][split]
@@ -308,10 +316,7 @@ def is_up_to_date(
     if differences:
         advice = "Use --force to replace it (docs/data.md: My text has grown), or another --out"
         raise UserError(f"{out}: was made with {', '.join(differences)}. {advice}.")
-    with contextlib.suppress(UserError):
-        open_dataset(out)
-        return True
-    return False
+    return is_usable(out)
 
 
 class ShardWriter:
@@ -320,7 +325,7 @@ class ShardWriter:
     def __init__(self, path: Path):
         self.path = path
         self.num_tokens = 0
-        self.file = path.open("wb")
+        self.file = io.BufferedWriter(files.NamedFile(path, "wb"))
         self.file.seek(SHARD_HEADER_BYTES)
 
     def write(self, values: np.ndarray) -> None:

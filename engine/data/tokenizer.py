@@ -60,6 +60,8 @@ class Tokenizer:
         self.end_of_text_name: str = extension.get("end_of_text", END_OF_TEXT)
         self.end_of_text_id = self.special_tokens.get(self.end_of_text_name)
         self.chat_template: str | None = extension.get("chat_template")
+        # Ends each prompt of the pairs that a model was trained on.
+        self.prompt_suffix: str = extension.get("prompt_suffix", "")
         self.other_templates: dict[str, str] = json.loads(extension.get("other_templates", "{}"))
         self.bytes_of_id = {number: name.encode() for name, number in self.special_tokens.items()}
         self.text_start = text_start_of(document)  # the ids that begin a text
@@ -93,14 +95,14 @@ class Tokenizer:
     def _encode(self, text: str) -> np.ndarray:
         raise NotImplementedError
 
-    def encode_from_start(self, text: str) -> np.ndarray:
-        """Return the ids of a text after those that begin one, uint32 (N,)."""
-        ids = self.encode(text)
-        return np.array([*self.text_start, *ids], np.uint32) if self.text_start else ids
+    @functools.cached_property
+    def without_space(self) -> "Tokenizer":
+        """The tokenizer that puts no space before a text."""
+        return self
 
     def encode_continuation(self, text: str) -> np.ndarray:
         """Return the ids of a text that follows other text, uint32 (N,)."""
-        return self.encode(text)
+        return self.without_space.encode(text)
 
     def adds_space_after(self, before: int | None) -> bool:
         """Return whether a text after this id begins with an added space; None: at the start."""
@@ -137,6 +139,12 @@ class Tokenizer:
         tokenizer = from_document(with_extension(self.document, chat_template=template))
         tokenizer.folder = self.folder
         return tokenizer
+
+    def with_prompt_suffix(self, suffix: str) -> "Tokenizer":
+        """Return the same tokenizer with another suffix of prompts; "": without one."""
+        if suffix == self.prompt_suffix:
+            return self
+        return from_document(with_extension(self.document, prompt_suffix=suffix or None))
 
     def is_extension_of(self, base: "Tokenizer") -> bool:
         """Return whether this is the base with more special tokens; names, templates may differ."""
@@ -230,12 +238,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @functools.cached_property
     def without_space(self) -> Tokenizer:
-        """The tokenizer that puts no space before a text."""
         changed = tokenizer_json.without_leading_space(self.document)
         return HuggingFaceTokenizer(changed) if self.adds_leading_space else self
-
-    def encode_continuation(self, text: str) -> np.ndarray:
-        return self.without_space.encode(text)
 
     def _encode(self, text: str) -> np.ndarray:
         text.encode()

@@ -2,8 +2,8 @@
 
 ``tokenizers`` ignores unknown keys in ``model``. ``model.gpt_trainer`` holds what the format lacks:
 ``end_of_text`` (the special token that ends a document), ``name``, ``chat_template``,
-``other_templates`` (JSON of names and texts), ``bos_token``, and ``stop_token_ids`` (those of a
-model besides the end of text, with spaces between them).
+``other_templates`` (JSON of names and texts), ``bos_token``, ``stop_token_ids`` (those of a model
+besides the end of text, with spaces between them), and ``prompt_suffix`` (of examples).
 """
 
 import json
@@ -27,7 +27,8 @@ END_OF_TURN = "<|end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, *CHAT_ROLES.values(), END_OF_TURN)  # of a BPE trained here
 EXTENSION_KEY = "gpt_trainer"
 CHAT_KEYS = ("chat_template", "other_templates")  # of the extension
-KEYS_WITHOUT_IDS = ("name", *CHAT_KEYS, "bos_token", "stop_token_ids")  # ids do not depend on them
+# Of the extension: ids do not depend on them.
+KEYS_WITHOUT_IDS = ("name", *CHAT_KEYS, "bos_token", "stop_token_ids", "prompt_suffix")
 MAX_VOCAB_SIZE = 2**24
 # A noncharacter before the names of special tokens: see without_special.
 HIDDEN_PREFIX = "\U0010ffff"

@@ -95,6 +95,7 @@ class EncodingJob:
     separator: str  # ends a document where the tokenizer has no token for it
     vocab_size: int
     settings: str  # JSON of all other settings that the shards depend on
+    parse_special: bool = False  # names of special tokens in texts become these tokens
 
     @property
     def dtype(self) -> str:
@@ -151,7 +152,8 @@ def encode_units(
     """
     tokenizer = load_tokenizer(job.folder / "tokenizer.json")
     join_pieces = not tokenizer.can_encode_pieces
-    encoder = make_encoder(tokenizer, job.separator, job.rule.has_examples)
+    has_examples = job.rule.has_examples
+    encoder = make_encoder(tokenizer, job.separator, has_examples, job.parse_special)
     encode = partial(encode_batch, rule=job.rule, encode=encoder, join_pieces=join_pieces)
     items = documents.make_batches(units, join_pieces)
     batches = map_in_order(encode, items, threads or os.cpu_count() or 1)
@@ -256,7 +258,9 @@ def write_dataset(
     tokenizer.save(folder / "tokenizer.json")
     settings = files.to_json([dataset.FORMAT_VERSION, origin, tokenizer.fingerprint])
     separator = origin.get("separator", "")
-    job = EncodingJob(folder, corpus.rule, separator, tokenizer.vocab_size, settings)
+    parse_special = origin.get("parse_special", False)
+    vocab_size = tokenizer.vocab_size
+    job = EncodingJob(folder, corpus.rule, separator, vocab_size, settings, parse_special)
     units = corpus.units
     try:
         if origin.get("deduplicate"):

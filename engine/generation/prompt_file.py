@@ -5,6 +5,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -17,6 +18,7 @@ from engine.data.chats.examples import Record, parse_messages, read_record
 from engine.data.inputs.finder import find_file
 from engine.data.inputs.readers import read_records
 from engine.data.inputs.sources import Reader, Source
+from engine.data.inputs.text import to_text
 from engine.generation.sampling import DecodingOptions
 from engine.generation.scores import Question, answer_questions, describe_score, score_record
 from engine.generation.text_generator import TextGenerator
@@ -105,7 +107,7 @@ def encode_line(line: Record, model: TextGenerator, is_chat: bool, max_new_token
     to_json(line).encode()  # JSON can spell half of a surrogate pair
     if "completion" in line:
         raise UserError("already has a 'completion'. Rename it.")
-    prompt = line.get("prompt")
+    prompt = to_text(line.get("prompt"))
     choices, answer = parse_answer(line)
     rows = {}
     if is_chat:
@@ -124,11 +126,13 @@ def encode_line(line: Record, model: TextGenerator, is_chat: bool, max_new_token
     elif isinstance(prompt, str):
         ids = model.encode_prompt(prompt)
         limit = max_new_tokens
+        prompt = model.end_prompt(prompt)
+        encode = partial(model.encode_prompt, add_suffix=False)
         for text in choices:  # spaces before a choice may be encoded with it
-            ids = model.encode_prompt(prompt.rstrip())
+            ids = encode(prompt.rstrip())
             touches = prompt and not prompt[-1].isspace() and not text[0].isspace()
             choice = f"{prompt} {text}" if touches else prompt + text
-            rows[text] = model.encode_prompt(choice)
+            rows[text] = encode(choice)
             if not prompt.strip():
                 rows[text] = ids + model.tokenizer.encode_continuation(choice).tolist()
     else:

@@ -15,6 +15,7 @@ from engine.core.settings import propose_name
 from engine.data.chats import chat
 from engine.data.chats.chat import Turn, TurnEnds
 from engine.data.chats.chat_template import TOOLS_ROLE
+from engine.data.inputs.text import unify_line_ends
 from engine.data.tokenizer import Tokenizer
 from engine.generation.beam_search import search_text
 from engine.generation.sampling import (
@@ -59,21 +60,28 @@ class TextGenerator:
         """The model, prepared for faster decoding."""
         return build_decoder(self.model, self.should_quantize)
 
-    def encode_prompt(self, prompt: str, parse_special: bool = False) -> list[int]:
-        """Encode a prompt; an empty prompt becomes initial_tokens.
+    def end_prompt(self, prompt: str) -> str:
+        """Return a prompt with the suffix of those that the model was trained on."""
+        suffix = self.tokenizer.prompt_suffix
+        return prompt and prompt.removesuffix(suffix) + suffix
+
+    def encode_prompt(
+        self, prompt: str, parse_special: bool = False, add_suffix: bool = True
+    ) -> list[int]:
+        """Encode a prompt with the suffix of the training prompts; initial_tokens if it is empty.
 
         Names of special tokens are text, and a warning says so once, unless they are parsed.
         """
-        if parse_special or self.parses_special:
-            ids, _ = chat.encode_rendered(self.tokenizer, prompt)
-            start = self.tokenizer.text_start
-            return (ids if ids[: len(start)] == start else start + ids) or self.initial_tokens
-        if names := chat.names_pattern(self.tokenizer).findall(prompt):
+        prompt = unify_line_ends(self.end_prompt(prompt) if add_suffix else prompt)
+        parse_special = parse_special or self.parses_special
+        names = chat.names_pattern(self.tokenizer, has_markup=False).findall(prompt)
+        if names and not parse_special:
             self.warn_once(
                 f"the prompt spells special tokens ({count_noun(len(names), 'name')}), which are "
                 "plain text there: --parse-special, or parse_special in a request, reads them"
             )
-        return self.tokenizer.encode_from_start(prompt).tolist() or self.initial_tokens
+        ids = chat.encode_from_start(self.tokenizer, prompt, parse_special).tolist()
+        return ids or self.initial_tokens
 
     def generate(self, prompt: str = "", **options: Unpack[TextOptions]) -> str:
         """Return the text after a prompt.

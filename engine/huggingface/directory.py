@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from engine.core.errors import UserError, wrap_library_errors
-from engine.core.files import read_json, write_json
+from engine.core.files import check_pointer, read_json, write_json
 from engine.core.values import convert
-from engine.data.chats.chat import chat_format, turn_ends
+from engine.data.chats.chat import chat_format, encode_from_start, turn_ends
 from engine.data.chats.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.data.tokenizer_training import pre_tokenizer_name
@@ -122,6 +122,8 @@ def read_tensors(directory: Path, name: str = "model.safetensors") -> dict[str, 
     tensors: dict[str, Tensor] = {}
     for path in sorted(directory / name for name in names):
         check_exists(path, "Download the model again", OTHER_FILES if path.name == name else {})
+        with open(path, "rb") as file:
+            check_pointer(file.peek(), path)
         with wrap_library_errors(f"{path}: corrupted", safetensors.SafetensorError, advice="."):
             tensors.update(safetensors.torch.load_file(path))
     for tensor_name, tensor in tensors.items():
@@ -243,7 +245,7 @@ def compare_with_transformers(path: Path, model: GPT, tokenizer: Tokenizer) -> s
     for ids in sequences.tolist():
         text = tokenizer.decode([token for token in ids if token not in special_ids])
         hf_ids = hf_tokenizer.encode(text, split_special_tokens=True)
-        own_ids = tokenizer.encode_from_start(text).tolist()
+        own_ids = encode_from_start(tokenizer, text).tolist()
         if hf_ids[: len(own_ids)] != own_ids:
             raise RuntimeError(f"the exported tokenizer has other token ids for {text!r}")
         logits = model(torch.tensor([ids]))

@@ -130,7 +130,11 @@ class Api:
         body = await read_body(request)
         prompt = body.pop("prompt", None)
         settings = read_settings(CompletionSettings, body)
-        encode = partial(self.generator.encode_prompt, parse_special=settings.parse_special)
+        encode = partial(
+            self.generator.encode_prompt,
+            parse_special=settings.parse_special,
+            add_suffix=not settings.echo,  # the prompt of a score ends with its answer
+        )
         prompts = await asyncio.to_thread(read_prompts, prompt, self.tokenizer, encode)
         return await self.answer(request, settings, prompts)
 

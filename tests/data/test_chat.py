@@ -1,5 +1,7 @@
 """Prompts with completions, and chats, as token ids, and which of them are targets."""
 
+import math
+
 import numpy as np
 import pytest
 from helpers import make_dataset, train_sentencepiece
@@ -122,7 +124,7 @@ TURN = {"role": "assistant", "content": "a"}
         *[({"messages": messages}, "'messages'") for messages in ("hi", [], 5.0, None)],
         *[({"messages": [TURN, turn]}, "message 2") for turn in ("hi", {"role": "user"}, [])],
         *[({"messages": [TURN | {"role": role}]}, "message 1") for role in ("robot", [], 1.0)],
-        *[({"messages": [TURN | {"content": text}]}, "message 1") for text in (7.0, [1], {})],
+        *[({"messages": [TURN | {"content": text}]}, "message 1") for text in (math.inf, [1], {})],
         *[({"messages": [TURN | {"content": text}]}, "assistant") for text in (None, [], "")],
         ({"messages": [TURN | {"role": "user"}]}, "assistant"),
     ],
@@ -140,10 +142,10 @@ def test_a_key_that_is_not_used_is_noted_once_for_an_example():
 @pytest.mark.parametrize(
     ("record", "word"),
     [
-        ({"a": "b"}, "--prompt-field"),
-        ({"q": "b"}, "--completion-field"),
-        ({"q": 1.0, "a": "b"}, "--prompt-field"),
-        ({"q": "b", "a": None}, "--completion-field"),
+        ({"a": "b", "c": "d"}, "--prompt-field"),
+        ({"q": "b", "c": "d"}, "--completion-field"),
+        ({"q": math.nan, "a": "b"}, "'q'"),
+        ({"q": "b", "a": None}, "'a'"),
         ({"q": "b", "a": ""}, "'a'"),
     ],
 )

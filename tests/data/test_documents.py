@@ -201,6 +201,14 @@ def test_answers_to_one_prompt_have_one_split(num_prompts: int, tmp_path: Path):
     assert {*again["val"]} == {*answers["val"]}
 
 
+def test_white_space_of_a_prompt_does_not_count(tmp_path: Path):
+    forms = ("what is {}=", "what  is {} =", "\nwhat is {}=\n")
+    texts = [f"{form.format(n)}|{n}" for n in range(200) for form in forms]
+    answers = answers_by_split(corpus_of(tmp_path, texts, **EXAMPLES))
+    numbers = [{text.partition("|")[2] for text in answers[split]} for split in ("train", "val")]
+    assert numbers[1] and not numbers[0] & numbers[1]
+
+
 def test_a_chat_is_split_by_all_before_its_first_answer(tmp_path: Path):
     def chat(record: dict[str, str]) -> list[tuple[str, str]]:
         system, question, *rest = record["text"].split("|")

@@ -26,6 +26,7 @@ from engine.data.inputs.columns import count_parts
 from engine.data.inputs.finder import find_sources
 from engine.data.inputs.readers import Text, read, split_document
 from engine.data.inputs.sources import Reader, Source
+from engine.data.inputs.text import unify_line_ends
 from engine.data.tokenizer import Tokenizer, named_tokenizer
 from engine.data.tokenizer_json import SPLIT_PATTERNS
 from engine.data.tokenizer_training import train_bpe_tokenizer
@@ -64,17 +65,21 @@ SHORT = [
     "",
 ]
 TEXTS = [*SHORT, *PLAIN.values()]
+READ_TEXTS = [unify_line_ends(text) for text in TEXTS]
 
 
 def join_pieces(texts: list[Text]) -> list[str]:
     """Join pieces to documents, and check their sizes and offsets."""
     documents = [""]
+    offset = 0
     for text in texts:
-        assert text.offset == len(documents[-1].encode())
+        assert text.offset == offset
         documents[-1] += text.text
+        offset += text.piece_bytes or len(text.text.encode())
         if text.ends_document:
-            assert text.document_bytes in (None, len(documents[-1].encode()))
+            assert text.document_bytes in (None, offset)
             documents.append("")
+            offset = 0
     assert documents.pop() == ""
     return documents
 
@@ -104,7 +109,7 @@ KINDS = [f"a.{kind}{ending}" for kind in ("jsonl", "ndjson", "csv") for ending i
 @pytest.mark.parametrize("name", [*KINDS, "a.parquet"])
 def test_every_kind_of_file_gives_the_same_texts(name: str, small, tmp_path: Path):
     pieces = [*read(Source(write(tmp_path / name, TEXTS), name))]
-    assert join_pieces(pieces) == TEXTS
+    assert join_pieces(pieces) == READ_TEXTS
     assert pieces == [*read(Source(write(tmp_path / "a.jsonl", TEXTS), name))]
     assert texts_of(write(tmp_path / name, [])) == []
 
@@ -113,9 +118,10 @@ def test_every_kind_of_file_gives_the_same_texts(name: str, small, tmp_path: Pat
 def test_a_text_file_is_one_document(ending: str, small, tmp_path: Path):
     for text in TEXTS:
         pieces = [*read(Source(write(tmp_path / f"a.txt{ending}", [text]), "a"))]
-        assert join_pieces(pieces) == [text]
+        assert join_pieces(pieces) == [unify_line_ends(text)]
         assert len(pieces) == 1 or len(text.encode()) > readers.LARGE_DOCUMENT_BYTES
-        assert "".join(texts_of(write(tmp_path / f"a.txt{ending}", ["\ufeff", text]))) == text
+        marked = write(tmp_path / f"a.txt{ending}", ["\ufeff", text])
+        assert "".join(texts_of(marked)) == unify_line_ends(text)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +142,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Source]:
 
 def test_hugging_face_datasets_give_the_same_texts(saved: dict[str, Source], small):
     for source in saved.values():
-        assert join_pieces([*read(source)]) == TEXTS
+        assert join_pieces([*read(source)]) == READ_TEXTS
 
 
 def test_parts_in_order_are_the_whole(saved: dict[str, Source], small, tmp_path: Path):
@@ -245,7 +251,7 @@ JSON_LINES += b'{"text": "", "id": 7}\n{"text": "\\ud83d\\ude80!"}'
         (
             "a.csv",
             b'\xef\xbb\xbftext,id\r\n"a ""b"", c\nand d\r\n",1\r\n\r\n,2\r\n',
-            ['a "b", c\nand d\r\n', ""],
+            ['a "b", c\nand d\n', ""],
         ),
         ("a.csv", b'id,text\n1," spaces "\n2,  more \n', [" spaces ", "  more "]),
         ("a.csv", b'text\n""\n"  "\n', ["", "  "]),
@@ -269,7 +275,7 @@ def turns_of(record: dict) -> list[tuple[str, str]]:
 def test_examples_are_the_json_of_their_turns_and_are_never_cut(name: str, small, tmp_path: Path):
     path = write(tmp_path / name, TEXTS)
     texts = texts_of(path, turns_of=turns_of, fields=("text",), errors="replace")
-    expected = [[["user", text], ["assistant", "\ufffd"]] for text in TEXTS]
+    expected = [[["user", text], ["assistant", "\ufffd"]] for text in READ_TEXTS]
     assert [json.loads(text) for text in texts] == expected
 
 
@@ -299,7 +305,7 @@ def test_an_unsuitable_example_is_located(name: str, location: str, tmp_path: Pa
         (b'{"text": "cut', "a.jsonl, line 3", ["JSON"]),
         (b'{"body": "b", "id": 1}', "a.jsonl, line 3", ["'text'", "'body', 'id'", "--field"]),
         (b'["text"]', "a.jsonl, line 3", ["object"]),
-        (b'{"text": 7.5}', "a.jsonl, line 3", ["'text'", "7.5"]),
+        (b'{"text": NaN}', "a.jsonl, line 3", ["'text'", "nan"]),
         (b'{"text": null}', "a.jsonl, line 3", ["'text'"]),
         (b'{"text": "\xff"}', "a.jsonl, line 3", ["UTF-8 at byte 10"]),
         (b"[" * 100_000, "a.jsonl, line 3", ["JSON"]),
@@ -309,9 +315,8 @@ def test_an_unsuitable_example_is_located(name: str, location: str, tmp_path: Pa
         (b'text\nok\n"open\nfor ever', "a.csv, line 3", ["CSV", "quote"]),
         (b'text\n"a"b\n', "a.csv, line 2", ["CSV"]),
         (b"id,body\n1,2\n", "a.csv, line 2", ["'text'", "'id', 'body'"]),
-        (b"text\rold\rMac", "a.csv, line 1", ["CSV"]),
         ({"body": ["a"], "id": [1]}, "a.parquet, row 1", ["'body', 'id'", "--field"]),
-        ({"text": [1, 2]}, "a.parquet, row 1", ["'text'", "got 1"]),
+        ({"text": [b"1", b"2"]}, "a.parquet, row 1", ["'text'", "got b'1'"]),
         ({"text": [*"abcdefg", None]}, "a.parquet, row 8", ["'text'"]),
     ],
 )
@@ -336,10 +341,9 @@ def test_an_unsuitable_record_is_located(content, location: str, words, small, t
     ],
 )
 def test_an_unsuitable_row_of_a_hugging_face_dataset_is_located(name, part, location, saved):
-    for field in ("body", "id"):
-        source = replace(saved[name], name=name)
-        read_part = partial(lambda *values: [*read(*values)], source, *part, None, Reader(field))
-        assert_refused(read_part, f"{name}, {location}", f"'{field}'")
+    source = replace(saved[name], name=name)
+    read_part = partial(lambda *values: [*read(*values)], source, *part, None, Reader("body"))
+    assert_refused(read_part, f"{name}, {location}", "'body'")
 
 
 @pytest.mark.parametrize("options", [{"hub_split": "absent"}, {"hub_config": "absent"}])

@@ -28,6 +28,7 @@ from engine.data.chats.chat_template import (
     map_texts,
     set_variables,
 )
+from engine.data.inputs.text import unify_line_ends
 from engine.data.tokenizer import Tokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
 
@@ -190,6 +191,33 @@ def _escape(pattern: re.Pattern[str], text: str) -> str:
     return re.sub(start, rf"\1{ESCAPE_CHARACTER}", text, flags=re.DOTALL)
 
 
+def encode_text(tokenizer: Tokenizer, text: str, parse_special: bool = False) -> np.ndarray:
+    """Return the ids of a text, in which the names of markup are tokens, uint32 (N,).
+
+    With ``parse_special`` the names of all special tokens are.
+    """
+    if not parse_special:
+        if not tokenizer.markup:
+            return tokenizer.encode(text)
+        text = _escape(names_pattern(tokenizer, has_markup=False), text)
+    return np.array(encode_rendered(tokenizer, text)[0], np.uint32)
+
+
+def encode_from_start(tokenizer: Tokenizer, text: str, parse_special: bool = False) -> np.ndarray:
+    """Return the ids of a text after those that begin one, if it does not spell them itself."""
+    ids = encode_text(tokenizer, text, parse_special)
+    start = np.array(tokenizer.text_start, np.uint32)
+    return ids if np.array_equal(ids[: len(start)], start) else np.concatenate((start, ids))
+
+
+def _add_end(tokenizer: Tokenizer, ids: np.ndarray, separator: str = "") -> np.ndarray:
+    """Return the ids of a text and its end, if it does not spell that itself, or a separator."""
+    if tokenizer.end_of_text_id is None:
+        return np.concatenate((ids, tokenizer.encode(separator)))
+    end = np.array([tokenizer.end_of_text_id], np.uint32)
+    return ids if np.array_equal(ids[-1:], end) else np.concatenate((ids, end))
+
+
 def encode_rendered(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:
     """Encode a rendered chat; the names of special tokens become their ids unless escaped.
 
@@ -230,7 +258,7 @@ def encode_chat(
     continued. The variables of the template take precedence over those that are set in it.
     """
     template, _ = chat_format(tokenizer)
-    messages = to_messages(turns, tokenizer)
+    messages = map_texts(to_messages(turns, tokenizer), unify_line_ends)
     escaped = map_texts(dict(variables or {}), functools.partial(_escape, names_pattern(tokenizer)))
     if continue_final_message:
         if turns[-1][0] != "assistant":
@@ -246,13 +274,15 @@ def encode_chat(
     return encode_rendered(tokenizer, text)[0]
 
 
-def encode_example(tokenizer: Tokenizer, turns: Sequence[Turn]) -> np.ndarray:
+def encode_example(
+    tokenizer: Tokenizer, turns: Sequence[Turn], parse_special: bool = False
+) -> np.ndarray:
     """Encode an example, int32 (N,): an id where it counts as a target, ~id elsewhere."""
     if turns[0][0] == "prompt":
-        prompt = turns[0][1]
-        encode_answer = tokenizer.encode_continuation if prompt else tokenizer.encode
-        targets = np.array([*encode_answer(turns[1][1]), tokenizer.end_of_text_id], np.int32)
-        return np.concatenate((~tokenizer.encode_from_start(prompt).astype(np.int32), targets))
+        prompt = encode_from_start(tokenizer, turns[0][1], parse_special).astype(np.int32)
+        continuing = tokenizer.without_space if turns[0][1] else tokenizer
+        targets = encode_text(continuing, turns[1][1], parse_special)
+        return np.concatenate((~prompt, _add_end(tokenizer, targets).astype(np.int32)))
     template, ends = chat_format(tokenizer)
     messages = to_messages(turns, tokenizer)
     text = template.render(messages)
@@ -296,25 +326,26 @@ def count_targets(tokenizer: Tokenizer, example: np.ndarray) -> tuple[int, int]:
     return len(targets), num_bytes
 
 
-def make_encoder(tokenizer: Tokenizer, separator: str, examples: bool) -> Encoder:
+def make_encoder(
+    tokenizer: Tokenizer, separator: str, examples: bool, parse_special: bool = False
+) -> Encoder:
     """Return an encoder of text, or with ``examples`` of examples as JSON of their turns.
 
     A document begins with the tokenizer's start of a text. It ends with the end of text, or with
     the separator if there is no such token.
     """
-    end = tokenizer.end_of_text_id
-    ending = tokenizer.encode(separator) if end is None else np.array([end], np.uint32)
 
-    def encode_text(text: str, starts: bool, ends: bool) -> tuple[np.ndarray, int, int]:
-        ids = tokenizer.encode_from_start(text) if starts else tokenizer.encode(text)
+    def encode_piece(text: str, starts: bool, ends: bool) -> tuple[np.ndarray, int, int]:
+        encode = encode_from_start if starts else encode_text
+        ids = encode(tokenizer, text, parse_special)
         num_bytes = len(text.encode())
         if ends:
-            return np.concatenate((ids, ending)), num_bytes + len(separator), 0
+            return _add_end(tokenizer, ids, separator), num_bytes + len(separator), 0
         return ids, num_bytes, 0
 
     def encode_turns(text: str, starts: bool, ends: bool) -> tuple[np.ndarray, int, int]:
-        ids = encode_example(tokenizer, json.loads(text))
+        ids = encode_example(tokenizer, json.loads(text), parse_special)
         num_targets, num_bytes = count_targets(tokenizer, ids)
         return ids, num_bytes, num_targets
 
-    return encode_turns if examples else encode_text
+    return encode_turns if examples else encode_piece

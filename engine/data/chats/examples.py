@@ -19,14 +19,17 @@ from engine.data.chats.chat_template import (
     map_texts,
     parse_value,
 )
-from engine.data.inputs.fields import CHAT_FIELDS, PAIR_FIELDS, describe_field
+from engine.data.inputs.fields import CHAT_FIELDS, PAIR_FIELDS, describe_field, find_field
 from engine.data.inputs.sources import ExampleParser
+from engine.data.inputs.text import to_text
 
 PROMPT_SEPARATOR = "\n\n"  # between the texts of several prompt fields
 DROPPED_TEXT_NOTE = "chats with a part of an answer that the chat template leaves out"
 TOOLS_FIELD = "tools"  # the list that apply_chat_template of transformers takes
 SYSTEM_FIELDS = ("system", "system_prompt")  # texts beside the messages
-MESSAGE_KEYS = {"role", "content", "from", "value", "weight", "tool_calls", "function_call"}
+# Keys of a message, in the formats of OpenAI, axolotl and ms-swift: 0 or false is not learned.
+WEIGHT_KEYS = ("weight", "train", "training", "loss")
+MESSAGE_KEYS = {"role", "content", "from", "value", "tool_calls", "function_call", *WEIGHT_KEYS}
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # of an answer
 TOOL_KEYS = ("name", "tool_call_id")  # also of a message with the result of a tool
 MARKUP_PATTERN = r"(</?\w+>)"  # such as </think>, at which templates cut answers
@@ -43,7 +46,8 @@ Record = dict[str, Any]
 
 def chat_parser(field: str | None, template: ChatTemplate | None) -> ExampleParser:
     """Return the parser of chats, in a field or in one of those that are usual."""
-    fields: tuple[str, ...] = (field,) if field else (*CHAT_FIELDS, *PAIR_FIELDS)
+    fields: tuple[str, ...] = (*CHAT_FIELDS, *PAIR_FIELDS)
+    fields = (field, PAIR_FIELDS[0]) if field else fields
     fields += (TOOLS_FIELD,) if renders(template, TOOLS_ROLE) else ()
     fields += SYSTEM_FIELDS if renders(template, "system") else ()
     if template and "strftime_now" in template.source:
@@ -53,11 +57,13 @@ def chat_parser(field: str | None, template: ChatTemplate | None) -> ExamplePars
     return ExampleParser(parse, fields, list_field=field or CHAT_FIELDS[0])
 
 
-def pair_parser(prompt_field: str | Sequence[str], completion_field: str) -> ExampleParser:
+def pair_parser(
+    prompt_field: str | Sequence[str], completion_field: str, prompt_suffix: str = ""
+) -> ExampleParser:
     """Return the parser of prompts, from one field or several, with their completions."""
-    prompt_fields = list_fields(prompt_field)
-    parse = partial(parse_pair, prompt_fields=prompt_fields, completion_field=completion_field)
-    return ExampleParser(parse, (*prompt_fields, completion_field))
+    fields = list_fields(prompt_field)
+    parse = partial(parse_pair, prompt_fields=fields, completion_field=completion_field)
+    return ExampleParser(partial(parse, prompt_suffix=prompt_suffix), (*fields, completion_field))
 
 
 def list_fields(fields: str | Sequence[str]) -> list[str]:
@@ -74,6 +80,8 @@ def parse_chat(
     ``template`` is that of an imported model. Raises UserError for a chat that is malformed, has no
     target, or has turns that cannot be encoded.
     """
+    if field:
+        record, field = find_field(record, field)
     messages, tools, fields = read_record(record, field, template)
     turns = parse_messages(messages, template, tools)
     answers = [turn for turn in turns if turn[0] == "assistant"]
@@ -100,7 +108,11 @@ def read_record(
     """
     fields = [field] if field else [name for name in CHAT_FIELDS if record.get(name) is not None]
     is_pair = not fields and record.keys() >= {*PAIR_FIELDS}
-    fields = [*PAIR_FIELDS] if is_pair else (fields or [*CHAT_FIELDS])[:1]
+    prompt, answer = (parse_value(record.get(name)) for name in (PAIR_FIELDS[0], field or ""))
+    if isinstance(prompt, list) and isinstance(answer, list) and isinstance([*answer, 0][0], dict):
+        is_pair = role_of(answer[0]) == "assistant"  # which follows the prompt
+    pair_fields = [PAIR_FIELDS[0], field or PAIR_FIELDS[1]]
+    fields = pair_fields if is_pair else (fields or [*CHAT_FIELDS])[:1]
     messages: list[Any] = []
     for name in fields:
         value = parse_value(record.get(name))
@@ -210,8 +222,9 @@ def _parse_message(message: Any, template: ChatTemplate | None = None) -> Turn:
         form = '{"role": ROLE, "content": TEXT}, with one of the roles ' + ", ".join(TEMPLATE_ROLES)
         got = keys.get("role") or keys.get("from")
         raise UserError(f"must be {form} (got {got!r} and the keys {[*keys]})")
-    if keys.get("weight") not in (None, 0, 1):
-        raise UserError(f"must have a weight of 0 or 1 (got {keys['weight']!r})")
+    weights = [keys[name] for name in WEIGHT_KEYS if keys.get(name) is not None]
+    if not all(weight in (0, 1) for weight in weights):
+        raise UserError(f"must have a weight of 0 or 1 (got {weights})")
     extra: dict[str, Any] = {}
     if calls:
         if role != "assistant" or not isinstance(calls, list):
@@ -221,7 +234,7 @@ def _parse_message(message: Any, template: ChatTemplate | None = None) -> Turn:
         fix = "Remove it, or choose a --tokenizer with a chat template of its own."
         raise UserError(f"calls a tool or is the result of one. {fix}")
     text = _text_of_message(keys)
-    if role == "assistant" and (keys.get("weight") == 0 or not (calls or text)):
+    if role == "assistant" and (0 in weights or not (calls or text)):
         extra["weight"] = 0
     if role == "assistant" and template:
         names = [name for name in REASONING_KEYS if isinstance(keys.get(name), str)]
@@ -234,6 +247,7 @@ def _parse_message(message: Any, template: ChatTemplate | None = None) -> Turn:
 def _text_of_message(message: Record) -> str:
     """Return the text of a message's content: text, parts of text, or null."""
     content = message.get("value") if message.get("content") is None else message["content"]
+    content = to_text(content)
     texts = []
     for part in content if isinstance(content, list) else ["" if content is None else content]:
         part_type = (part.get("type") or "text") if isinstance(part, dict) else "text"
@@ -265,30 +279,38 @@ def check_json(value: Any, name: str) -> None:
 
 
 def parse_pair(
-    record: Record, prompt_fields: Sequence[str], completion_field: str
+    record: Record, prompt_fields: Sequence[str], completion_field: str, prompt_suffix: str = ""
 ) -> tuple[list[Turn], list[str]]:
-    """Return a prompt, joined from its fields, and its completion.
+    """Return a prompt, joined from its fields and with a suffix, and its completion.
 
     Also returns notes on texts that touch, and on fields that are not used. Raises UserError for a
     field without text. Of several prompt fields, some may be empty.
     """
-    flags = dict.fromkeys(prompt_fields, "--prompt-field")
-    for field, flag in {**flags, completion_field: "--completion-field"}.items():
-        can_be_null = field in record and flag == "--prompt-field" and len(prompt_fields) > 1
-        value = record.get(field)
-        if not isinstance(value, str) and not (can_be_null and value is None):
-            raise UserError(describe_field(record, field, flag))
-    completion = record[completion_field]
+    texts = {}
+    fields = (*prompt_fields, completion_field)
+    for field in fields:
+        flag = "--completion-field" if field == completion_field else "--prompt-field"
+        owner, key = find_field(record, field)
+        can_be_null = key in owner and flag == "--prompt-field" and len(prompt_fields) > 1
+        texts[field] = to_text(owner.get(key))
+        if not isinstance(texts[field], str) and not (can_be_null and texts[field] is None):
+            raise UserError(describe_field(record, field, flag, others=fields))
+    completion = texts[completion_field]
     if not completion:
         raise UserError(f"{completion_field!r} must not be empty: its text is learned")
-    prompt = PROMPT_SEPARATOR.join(filter(None, map(record.get, prompt_fields)))
-    notes = unused_field_notes(record, (*prompt_fields, completion_field))
+    prompt = PROMPT_SEPARATOR.join(filter(None, map(texts.get, prompt_fields)))
+    prompt = prompt and prompt.removesuffix(prompt_suffix) + prompt_suffix
+    notes = unused_field_notes(record, fields)
     if prompt and not prompt[-1].isspace() and not completion[0].isspace():
-        notes.append("examples without a newline or space after the prompt")
+        notes.append("examples without a newline or space after the prompt: see --prompt-suffix")
     return [("prompt", prompt), ("completion", completion)], notes
 
 
 def unused_field_notes(record: Record, fields: Iterable[str]) -> list[str]:
-    """Return a note on each nonempty field of a record that is not in ``fields``."""
+    """Return a note on each nonempty field not in ``fields``. Raises UserError for a bad answer."""
     unused = {name for name, value in record.items() if value not in (None, "", [], {})} - {*fields}
+    unused -= {name.partition(".")[0] for name in fields}
+    if "label" in unused and to_text(record["label"]) in ("false", "False"):  # KTO's data
+        reason = "'label' is false: its answer is not one to learn"
+        raise UserError(f"{reason}. --skip-bad-rows leaves such rows out")
     return [f"examples with {name!r}, which is not used" for name in sorted(unused)]

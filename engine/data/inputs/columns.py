@@ -35,7 +35,7 @@ def read_parquet(source: Source, reader: Reader, index: int, count: int) -> Reco
         first = file.num_row_groups * index // count
         end = file.num_row_groups * (index + 1) // count
         row = sum(file.metadata.row_group(group).num_rows for group in range(first))
-        columns, placeholders = _select_columns(source, reader, file.schema_arrow.names)
+        columns, placeholders = _select_columns(source, reader, file.schema_arrow)
         groups = [*range(first, end)]
         batches = file.iter_batches(BATCH_ROWS, groups, columns, use_threads=False)
         yield from _read_batches(batches, placeholders, source.name, row)
@@ -46,7 +46,8 @@ def read_rows(source: Source, reader: Reader, index: int, count: int) -> Records
     """Yield the rows of one part of a dataset, which is a file if the rows are streamed."""
     rows = sources.load_rows(source)
     with wrap_errors(source.name):
-        columns, placeholders = _select_columns(source, reader, rows.column_names or [])
+        schema = rows.features.arrow_schema if rows.features else ()
+        columns, placeholders = _select_columns(source, reader, schema)
         if columns:
             rows = rows.select_columns(columns)
         name = source.name
@@ -65,6 +66,9 @@ def read_rows(source: Source, reader: Reader, index: int, count: int) -> Records
 def _open_parquet(source: Source) -> Any:
     parquet = import_optional("pyarrow.parquet", source.name)
     source.check_unchanged()
+    if source.size < 2**10:
+        with sources.open_source(source):
+            pass  # a pointer of Git LFS is refused
     is_remote = isinstance(source.path, str)
     fs, path = sources.file_system(source.path)
     buffer_size = 0 if is_remote else BUFFER_BYTES  # pre_buffer makes few large requests
@@ -72,19 +76,30 @@ def _open_parquet(source: Source) -> Any:
 
 
 def _select_columns(
-    source: Source, reader: Reader, names: list[str]
-) -> tuple[list[str], dict[str, str]]:
-    """Return the columns to read, and UNREAD_VALUE for each column: notes and messages need it."""
+    source: Source, reader: Reader, schema: Iterable[Any]
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the columns to read, and a placeholder for each: notes and messages need it."""
     fields = reader.examples.fields if reader.examples else (reader.field,)
-    columns = [name for name in names if name in fields or fields == ("",)]
+    needed = {*fields, *(name.partition(".")[0] for name in fields)}
+    columns = [column.name for column in schema if column.name in needed or fields == ("",)]
     for name in columns:
         if columns.count(name) > 1:
             raise UserError(f"{source.name}: has two columns {name!r}. Rename or remove one.")
-    return columns, dict.fromkeys(names, UNREAD_VALUE)
+    return columns, {column.name: _make_placeholder(column.type) for column in schema}
+
+
+def _make_placeholder(kind: Any) -> Any:
+    """Return a value of an Arrow type, of UNREAD_VALUE and the fields that it has."""
+    if not kind.num_fields:
+        return UNREAD_VALUE
+    if hasattr(kind, "value_type"):
+        return [_make_placeholder(kind.value_type)]
+    fields = [kind.field(index) for index in range(kind.num_fields)]
+    return {field.name: _make_placeholder(field.type) for field in fields}
 
 
 def _read_batches(
-    batches: Iterable[Any], placeholders: dict[str, str], name: str, row: int
+    batches: Iterable[Any], placeholders: dict[str, Any], name: str, row: int
 ) -> Records:
     """Yield the record of each row after ``row``, or the reason why Python cannot hold it."""
     for batch in batches:

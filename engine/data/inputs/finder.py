@@ -6,30 +6,31 @@ import os
 import re
 import shutil
 import sysconfig
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path, PurePath
 
+from engine.core.cli import count_noun, warn
 from engine.core.errors import UserError
 from engine.core.files import atomic_directory, sha256
 from engine.data.inputs.sources import (
     BLOCK_BYTES,
+    DEFAULT_ENCODING,
     HUB_ADVICE,
     SAVED_DATASET_FILES,
     Source,
     file_system,
     wrap_errors,
 )
+from engine.data.inputs.text import BYTE_ORDER_MARKS, FOREIGN_PATTERNS, find_kind
 
 SHAKESPEARE_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 STDIN_NAME = "-"
+FINDER_FILE = ".DS_Store"  # of a folder that macOS has shown
 # The start of an array of objects or of lists of messages, or of an object.
-RECORDS_PATTERN = re.compile(rb'(\xef\xbb\xbf)?\s*(\[\s*){0,2}\{\s*"')
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".html", ".tex", ".log", ".py")  # to propose for --glob
+RECORDS_PATTERN = re.compile(r'\ufeff?\s*(\[\s*){0,2}\{\s*"')
 # Folders that hold tests, tables or installed packages.
 EXCLUDED_PATTERN = re.compile("tests?|idle_test|encodings|pydoc_data|.*-packages")
 DOCUMENTED_NODES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -77,10 +78,9 @@ def find_sources(
         text_files = [source.name for source in matches if source.kind == "text"]
         if glob is None and text_files and len(text_files) < len(matches):
             reason = f"has plain text ({text_files[0]}) beside records"
-            raise UserError(f"{name}: {reason}. Choose files with --glob.")
-        counts = Counter(suffix for source in matches for suffix in source.suffixes[:1])
-        text_suffix = max(("", *TEXT_SUFFIXES), key=counts.__getitem__)
-        sources += [replace(source, text_suffix=text_suffix) for source in matches]
+            suffix = next(source.suffixes[0] for source in matches if source.kind != "text")
+            raise UserError(f"{name}: {reason}. Choose files with --glob '*{suffix}'.")
+        sources += matches
     return sources
 
 
@@ -104,17 +104,31 @@ def _copy_stdin(spool: Path) -> Path:
         reason = f"could not be copied to {spool} ({error.strerror})"
         raise UserError(f"{STDIN_NAME}: {reason}. Set TMPDIR to a larger folder.") from None
     with open(copy, "rb") as file:
-        has_records = RECORDS_PATTERN.match(file.read(BLOCK_BYTES))
+        head = file.read(BLOCK_BYTES)
+    text = head.decode(find_kind(head, BYTE_ORDER_MARKS) or DEFAULT_ENCODING, errors="replace")
+    has_records = RECORDS_PATTERN.match(text)
     return copy.rename(copy.with_suffix(".jsonl")) if has_records else copy
 
 
 def _find_in_folder(folder: Path, pattern: str) -> list[Source]:
     if any((folder / name).is_file() for name in SAVED_DATASET_FILES):
         raise UserError(f"{folder}: is a saved Hugging Face dataset. Give it as hf:{folder}.")
-    return [
+    sources = [
         Source(find_file(path), str(path), path.relative_to(folder).as_posix())
         for path in _list_files(folder, pattern, set())
     ]
+    foreign = [source for source in sources if _is_foreign(Path(source.path))]
+    if foreign and len(foreign) < len(sources):
+        count = count_noun(len(foreign), "file")
+        warn(f"{folder}: {count} left out, not text (such as {foreign[0].listed_name})")
+        sources = [source for source in sources if source not in foreign]
+    return sources
+
+
+def _is_foreign(path: Path) -> bool:
+    """Return whether a file is certainly not text."""
+    with open(path, "rb") as file:
+        return path.name == FINDER_FILE or find_kind(file.peek(), FOREIGN_PATTERNS) is not None
 
 
 def _list_files(folder: Path, pattern: str, visited: set[Path]) -> Iterator[Path]:
@@ -129,7 +143,7 @@ def _list_files(folder: Path, pattern: str, visited: set[Path]) -> Iterator[Path
     with wrap_errors(str(folder), "Change its permissions."):
         paths = sorted(folder.iterdir())
     for path in paths:
-        if path.name.startswith("."):
+        if path.name.startswith(".") and path.name != FINDER_FILE:
             continue
         if path.is_dir():
             yield from _list_files(path, pattern, visited)

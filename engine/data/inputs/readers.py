@@ -5,16 +5,25 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 from engine.core.errors import UserError, wrap_library_errors
+from engine.data.chats.chat_template import map_texts
 from engine.data.inputs.columns import Records, read_parquet, read_rows
-from engine.data.inputs.fields import describe_field
+from engine.data.inputs.fields import describe_field, find_field
 from engine.data.inputs.records import read_csv, read_json_records, read_separated
-from engine.data.inputs.sources import DEFAULT_ENCODING, DEFAULT_READER, Reader, Source
-from engine.data.inputs.text import REPLACED_NOTE, Notes, decode_utf8, open_text
+from engine.data.inputs.sources import DEFAULT_READER, Reader, Source
+from engine.data.inputs.text import (
+    REPLACED_NOTE,
+    Notes,
+    Transcoder,
+    clean_text,
+    decode_utf8,
+    open_text,
+    to_text,
+)
 
 LARGE_DOCUMENT_BYTES = 2**18  # a larger document is read in pieces
 PIECE_BYTES = 2**16
@@ -27,7 +36,6 @@ CUT_PATTERN = re.compile(
 )
 CUT_MARGIN_BYTES = 8  # on both sides of a cut, at least as many as CUT_PATTERN looks at
 CONTINUATION_BYTES = bytes(range(0x80, 0xC0))  # of UTF-8: not at the start of a character
-SPELLED_SEPARATORS = (b"<|endoftext|>", b"<|end_of_text|>", b"</s>")  # of documents in one file
 
 
 class Text(NamedTuple):
@@ -38,7 +46,7 @@ class Text(NamedTuple):
     document_bytes: int | None = None  # in UTF-8; None if this is the complete document
     ends_document: bool = True  # whether the document ends with this piece
     piece_bytes: int | None = None  # in the file; None: the UTF-8 bytes of text
-    prompt: str = ""  # of an example: its turns before the first answer, as JSON
+    prompt: str = ""  # of an example: its turns before the first answer, without white space
     source: str = ""  # the title of its source
 
 
@@ -71,6 +79,9 @@ def read(
             # If the fields of the first record do not fit, those of the others will not either.
             is_bad_row = number > 0 or isinstance(record, UserError)
             message = f"{location}: {str(error).removesuffix('.')}."
+            if source.kind in (".csv", ".tsv"):
+                advice = r"If line 1 is not a header, add one. \1"
+                message = re.sub("(Choose one|Use --field)", advice, message)
             if is_bad_row and "--" not in message:
                 message += " --skip-bad-rows leaves such rows out."
             raise UserError(message) from None
@@ -138,33 +149,33 @@ def _distance_to_cut(buffer: bytes, nominal: int) -> int:
         num_before = len(text[: match.start()].encode(errors="surrogateescape"))
         if CUT_MARGIN_BYTES <= num_before < CUT_MARGIN_BYTES + PIECE_BYTES:
             return num_before - CUT_MARGIN_BYTES
+    if buffer[nominal - 1 : nominal + 1] == b"\r\n":
+        return 1
     character = buffer[nominal : nominal + 3]
     return len(character) - len(character.lstrip(CONTINUATION_BYTES))
 
 
 def _read_plain(source: Source, reader: Reader, notes: Notes) -> Iterator[Text]:
-    """Yield a document, or the pieces of a large one. Counts SPELLED_SEPARATORS in it."""
+    """Yield a document, or the pieces of a large one."""
     head_notes: Notes = Counter()
     with open_text(source, reader, head_notes) as file:
         head = file.read(LARGE_DOCUMENT_BYTES + 1)
+        is_converted = isinstance(getattr(file, "raw", None), Transcoder)
 
     def decode_piece(data: bytes, offset: int) -> str:
         """Decode a piece at an offset of the document."""
-        for separator in SPELLED_SEPARATORS:
-            if count := data.count(separator):
-                notes[f"separators {separator.decode()} in plain text: see --separator"] += count
         try:
-            return decode_utf8(data, source, reader, notes, offset == 0, offset)
+            text = decode_utf8(data, reader, notes, offset == 0, offset)
+            return clean_text(text, reader, notes)
         except UserError as error:
             raise UserError(f"{source.name}: {error}") from None
 
-    is_size_known = source.size and not source.compression and reader.encoding == DEFAULT_ENCODING
     if len(head) <= LARGE_DOCUMENT_BYTES:
         notes.update(head_notes)
         yield Text(decode_piece(head, 0))
         return
     size = source.size
-    if not is_size_known:
+    if is_converted or source.compression or not size:
         with open_text(source, reader, Counter()) as file:
             size = sum(map(len, iter(partial(file.read, PIECE_BYTES), b"")))
     with open_text(source, reader, notes) as file:
@@ -177,15 +188,20 @@ def _make_text(record: dict[str, Any] | UserError, reader: Reader, notes: Notes)
         raise record
     if reader.examples:
         with wrap_library_errors("is nested too deeply", RecursionError):
-            turns, remarks = reader.examples.parse(record)
+            parsed_turns, remarks = reader.examples.parse(record)
             notes.update(remarks)
+            turns = [_clean_turn(turn, reader, notes) for turn in parsed_turns]
         answers = (index for index, turn in enumerate(turns) if turn[0] in ANSWER_ROLES)
-        prompt = json.dumps(turns[: next(answers, 0)] or turns)
+        before = turns[: next(answers, 0)] or turns
+        prompt = json.dumps(map_texts(before, lambda text: "".join(text.split())))
         content = json.dumps(turns, ensure_ascii=False)
         return Text(_replace_surrogates(content, reader, notes), prompt=prompt)
-    text = record.get(reader.field)
+    owner, name = find_field(record, reader.field)
+    text = to_text(owner.get(name))
     if isinstance(text, str):
-        return Text(_replace_surrogates(text, reader, notes))
+        if not text.strip():
+            notes["documents without text"] += 1
+        return Text(_replace_surrogates(clean_text(text, reader, notes), reader, notes))
     raise UserError(f"field {describe_field(record, reader.field, '--field')}")
 
 
@@ -200,3 +216,10 @@ def _replace_surrogates(text: str, reader: Reader, notes: Notes) -> str:
     replaced, count = re.subn("[\ud800-\udfff]", "\ufffd", text)
     notes[REPLACED_NOTE] += count
     return replaced
+
+
+def _clean_turn(turn: Sequence[Any], reader: Reader, notes: Notes) -> list[Any]:
+    """Return a turn with clean texts. Markup stays plain in what is said to the assistant."""
+    has_markup = turn[0] in ("prompt", *ANSWER_ROLES)
+    clean = partial(clean_text, reader=reader, notes=notes, has_markup=has_markup)
+    return [turn[0], *map_texts([*turn[1:]], clean)]

@@ -121,10 +121,11 @@ def _read_lines(file: BinaryIO, source: Source, reader: Reader, notes: Notes) ->
             return
         if len(line) > MAX_RECORD_BYTES:
             raise UserError(f"{source.name}, line {number}: {TOO_LONG_MESSAGE}")
-        try:
-            yield decode_utf8(line, source, reader, notes, number == 1)
-        except UserError as error:
-            yield error
+        for part in line.splitlines(keepends=True):  # CR ends one, too
+            try:
+                yield decode_utf8(part, reader, notes, number == 1)
+            except UserError as error:
+                yield error
 
 
 def _read_head(lines: Lines) -> list[str | UserError]:
@@ -143,8 +144,11 @@ def read_csv(source: Source, reader: Reader, notes: Notes) -> Records:
     with open_text(source, reader, notes) as file:
         lines = _read_lines(file, source, reader, notes)
         head = _read_head(lines)
+        match = re.fullmatch(r'"?sep=(.)"?\s*', str(head[-1]), re.IGNORECASE)
+        if match:  # Excel's first line
+            head = ["\n", *_read_head(lines)]
         header = head[-1] if isinstance(head[-1], str) else ""
-        separator = _find_csv_separator(header, source, reader)
+        separator = match[1] if match else _find_csv_separator(header, source, reader)
         if separator != ",":
             notes[f"files with columns separated by {separator!r}"] += 1
         num_tabs = header.count("\t") if source.kind == ".tsv" and separator == "\t" else None
@@ -226,12 +230,12 @@ def _find_csv_separator(header: str, source: Source, reader: Reader) -> str:
 def read_separated(source: Source, reader: Reader, notes: Notes) -> Records:
     """Yield the nonempty documents between separators, without line ends around them."""
     with open_text(source, reader, notes) as file:
-        for number, data in enumerate(_split_at(file, reader.separator.encode()), 1):
+        for number, data in enumerate(_split_at(file, reader.separator), 1):
             location = f"{source.name}, document {number}"
             try:
                 if len(data) > MAX_RECORD_BYTES:
                     raise UserError(TOO_LONG_MESSAGE)
-                text = decode_utf8(data, source, reader, notes, number == 1).strip("\r\n")
+                text = decode_utf8(data, reader, notes, number == 1).strip("\r\n")
             except UserError as error:
                 raise UserError(f"{location}: {error}") from None
             if text:
@@ -240,17 +244,22 @@ def read_separated(source: Source, reader: Reader, notes: Notes) -> Records:
         notes[f"files without the separator {reader.separator!r}"] += 1
 
 
-def _split_at(file: BinaryIO, separator: bytes) -> Iterator[bytes]:
-    """Yield the bytes between separators, up to the first of more than MAX_RECORD_BYTES."""
+def _split_at(file: BinaryIO, separator: str) -> Iterator[bytes]:
+    """Yield the bytes between separators, up to the first of more than MAX_RECORD_BYTES.
+
+    LF in the separator is any line end.
+    """
     buffer = bytearray()
+    separator_bytes = separator.encode()
+    pattern = re.compile(re.escape(separator_bytes).replace(b"\\\n", b"(?:\r\n?|\n)"))
     for block in iter(partial(file.read, sources.BLOCK_BYTES), b""):
-        search_start = max(0, len(buffer) - len(separator) + 1)
+        search_start = max(0, len(buffer) - 2 * len(separator_bytes))
         buffer += block
-        end = buffer.find(separator, search_start)
-        while end >= 0:
-            yield bytes(buffer[:end])
-            del buffer[: end + len(separator)]
-            end = buffer.find(separator)
+        match = pattern.search(buffer, search_start)
+        while match:
+            yield bytes(buffer[: match.start()])
+            del buffer[: match.end()]
+            match = pattern.search(buffer)
         if len(buffer) > MAX_RECORD_BYTES:
             break
     yield bytes(buffer)

@@ -16,6 +16,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from engine.core.errors import UserError, import_optional, is_bug
+from engine.core.files import check_pointer
 
 BLOCK_BYTES = 2**18  # read at a time
 HTTP_TIMEOUT_SECONDS = 60  # to wait for the next bytes of a web server
@@ -27,7 +28,7 @@ STREAMED_FILE_BYTES = 2**28  # assumed for a file of a streamed dataset, whose s
 RECORD_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 DEFAULT_ENCODING = "utf-8"
 # Suffix → name in fsspec.
-COMPRESSION_NAMES = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
+COMPRESSION_NAMES = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 MAX_ZSTD_WINDOW_LOG = 31  # that of zstd --long=31; zstd's default is 27
 DEFAULT_ADVICE = "Get it again, or check the address, the connection and your permission."
 HUB_ADVICE = "Check the name, --hf-config, --hf-split and the connection."
@@ -53,6 +54,9 @@ class Reader:
     separator: str = ""  # between the documents of plain text; "": a file is one document
     skip_bad_rows: bool = False  # leave out and count records that cannot be used
     examples: ExampleParser | None = None  # None: a record has a text
+    keep_line_ends: bool = False  # CR LF and CR stay what they are
+    # Of special tokens, to count: all, and those that are not markup. (): none.
+    names: tuple[re.Pattern[str], ...] = ()
 
 
 DEFAULT_READER = Reader()
@@ -68,7 +72,6 @@ class Source:
     hub_split: str = ""  # of a Hugging Face dataset; empty for a file
     hub_config: str | None = None
     revision: str = ""  # of a dataset on the hub
-    text_suffix: str = ""  # the most frequent of TEXT_SUFFIXES in its folder; "": none is there
 
     @functools.cached_property
     def info(self) -> tuple[int, str]:
@@ -113,12 +116,6 @@ class Source:
         """Suffixes of the file's name in lower case, the last first."""
         name = re.sub("[?#].*", "", self.path) if isinstance(self.path, str) else self.path
         return [suffix.lower() for suffix in reversed(PurePath(name).suffixes)]
-
-    @property
-    def glob_advice(self) -> str:
-        """How to choose the text files of its folder; "" if there are no others."""
-        is_other = self.text_suffix not in ("", *self.suffixes[:1])
-        return f", or choose files with --glob '*{self.text_suffix}'" if is_other else ""
 
     @property
     def compression(self) -> str:
@@ -171,13 +168,18 @@ def open_source(source: Source) -> Iterator[io.BufferedReader]:
     fs, path = file_system(source.path)
     # Streamed, because a web server may ignore a request for a range of bytes.
     options = {"block_size": 0} if "http" in fs.protocol else {}
-    with wrap_errors(source.name), fs.open(path, **options) as raw, decompress(raw, source) as file:
+    suffix = source.compression
+    advice = f"If it is not compressed, remove {suffix} from its name. " if suffix else ""
+    wrap = wrap_errors(source.name, advice + DEFAULT_ADVICE)
+    with wrap, fs.open(path, **options) as raw, decompress(raw, source) as file:
         yield io.BufferedReader(file, BLOCK_BYTES)
         source.check_unchanged()
 
 
-def decompress(file: Any, source: Source) -> Any:
+def decompress(raw: Any, source: Source) -> Any:
     """Return a stream of the decompressed bytes of a file, which is a context manager."""
+    file = io.BufferedReader(raw, BLOCK_BYTES)
+    check_pointer(file.peek(), source.name)
     if source.compression != ".zst":
         return compr[COMPRESSION_NAMES.get(source.compression)](file, mode="r")
     name = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"

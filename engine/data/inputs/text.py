@@ -1,10 +1,13 @@
-"""The bytes of a file → text: encodings, byte order marks, and files that are not text."""
+"""The bytes of a file → text as it is learned: encodings, line ends, and what is not text."""
 
 import codecs
 import contextlib
 import io
+import json
+import math
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -15,37 +18,78 @@ SAMPLE_BYTES = 2**16  # to detect an encoding
 CONTROL_BYTES = bytes({*range(0x20)} - {*b"\b\t\n\f\r\x1b"})  # rare in text
 MAX_CONTROL_FRACTION = 0.05  # of the bytes of damaged text; a file with more is binary
 REPLACED_NOTE = "characters replaced by U+FFFD"
+LINE_ENDS_NOTE = "lines ended by CR LF or CR, which are LF now: see --keep-line-ends"
+NAMES_NOTE = "names of special tokens, plain characters here: see --parse-special and --separator"
+# Encoding → byte order marks. One of UTF-32 starts with one of UTF-16.
+BYTE_ORDER_MARKS = {DEFAULT_ENCODING: b"\xef\xbb\xbf", "utf-32": rb"\xff\xfe\0\0|\0\0\xfe\xff"}
+BYTE_ORDER_MARKS |= {"utf-16": rb"\xff\xfe|\xfe\xff"}
 # Encodings to detect: those of the web, where Latin-1 is cp1252. More would be confused.
 CANDIDATE_ENCODINGS = ["utf_16", "utf_16_le", "utf_16_be", "utf_32", "utf_32_le", "utf_32_be"]
 CANDIDATE_ENCODINGS += ["gb18030", "big5", "cp932", "euc_jp", "cp949", "cp1252", "cp1251", "koi8_r"]
-BINARY_SIGNATURES = {
-    b"%PDF-": "a PDF",
-    b"PK\x03\x04": "a ZIP archive, as .docx and .xlsx are",
-    **dict.fromkeys((b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"II*\0", b"MM\0*"), "an image"),
-    b"\x1f\x8b": "compressed: its name must end in .gz",
-    b"BZh91AY&SY": "compressed: its name must end in .bz2",
-    b"PAR1\x15": "Parquet: its name must end in .parquet",
-    b"ARROW1\0\0": "an Arrow file",
-    b"\xff\xff\xff\xff": "an Arrow stream",
+# The starts of files that are left out of folders, and of others that are refused.
+FOREIGN_PATTERNS = {
+    "a PDF": rb"%PDF-",
+    "an image": rb"\x89PNG|\xff\xd8\xff|GIF8|II\*\0|MM\0\*|RIFF....WEBP|....ftyp(hei|mif|avi)",
+    "sound or video": rb"RIFF....(WAVE|AVI )|ID3[\2-\4]|OggS|fLaC|....ftyp|\x1aE\xdf\xa3",
+    "a ZIP archive, as .docx and .xlsx are": rb"PK\x03\x04",
+    "a tar, 7z or RAR archive: unpack it, and give its folder": rb".{257}ustar|7z\xbc\xaf|Rar!\x1a",
+}
+DATA_PATTERNS = {
+    "compressed: its name must end in .gz": rb"\x1f\x8b",
+    "compressed: its name must end in .bz2, .xz or .zst": rb"BZh[1-9]1AY|\xfd7zXZ|\x28\xb5\x2f\xfd",
+    "Parquet: its name must end in .parquet": rb"PAR1\x15",
+    "an Arrow file": rb"ARROW1\0\0|\xff\xff\xff\xff",
 }
 
 # Remark on a source → how often it applies. It starts with a plural noun: "files read as …".
 Notes = Counter[str]
 
 
+def find_kind(head: bytes, patterns: Mapping[str, bytes]) -> str | None:
+    """Return the name of the pattern that matches a file's first bytes; None if none does."""
+    matches = (kind for kind, start in patterns.items() if re.match(start, head, re.DOTALL))
+    return next(matches, None)
+
+
+def unify_line_ends(text: str) -> str:
+    """Return a text whose lines end with LF, not with CR LF or CR."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def to_text(value: Any) -> Any:
+    """Return a text without its byte order mark, a number or boolean as JSON, others unchanged."""
+    if isinstance(value, str):
+        return value.removeprefix("\ufeff")
+    is_number = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    return json.dumps(value) if is_number else value
+
+
+def clean_text(text: str, reader: Reader, notes: Notes, has_markup: bool = True) -> str:
+    """Return a text as it is learned, whatever file it is from.
+
+    Names of special tokens in it are counted, without those of markup if these become tokens.
+    """
+    if "\r" in text and not reader.keep_line_ends:
+        notes[LINE_ENDS_NOTE] += text.count("\r")
+        text = unify_line_ends(text)
+    if reader.names and (names := reader.names[has_markup].findall(text)):
+        notes[NAMES_NOTE] += len(names)
+    return text
+
+
 @contextlib.contextmanager
 def open_text(source: Source, reader: Reader, notes: Notes) -> Iterator[BinaryIO]:
     """Open a file to read its text as UTF-8, which may start with a byte order mark."""
-    encoding = reader.encoding
-    if encoding == "auto":
-        encoding = detect_encoding(source)
-        notes[f"files read as {encoding}"] += 1
     with open_source(source) as file:
         head = file.peek()
-        kinds = [kind for start, kind in BINARY_SIGNATURES.items() if head.startswith(start)]
-        if kinds:
-            advice = f"Convert it to text{source.glob_advice}"
-            raise UserError(f"{source.name}: is not text but {kinds[0]}. {advice}.")
+        if kind := find_kind(head, FOREIGN_PATTERNS | DATA_PATTERNS):
+            advice = "" if ":" in kind else " Convert it to text."
+            raise UserError(f"{source.name}: is not text but {kind}.{advice}")
+        encoding = find_kind(head, BYTE_ORDER_MARKS) or reader.encoding
+        if encoding == "auto":
+            encoding = detect_encoding(source)
+        if encoding != reader.encoding:
+            notes[f"files read as {encoding}"] += 1
         if encoding != DEFAULT_ENCODING:
             file = io.BufferedReader(Transcoder(file, encoding, reader.errors, notes), BLOCK_BYTES)
         try:
@@ -77,9 +121,7 @@ class Transcoder(io.RawIOBase):
         return len(data)
 
 
-def decode_utf8(
-    data: bytes, source: Source, reader: Reader, notes: Notes, is_head: bool, offset: int = 0
-) -> str:
+def decode_utf8(data: bytes, reader: Reader, notes: Notes, is_head: bool, offset: int = 0) -> str:
     """Decode UTF-8, at the head of a file without its byte order mark.
 
     Bytes that are not text are replaced and counted, or raise UserError without the location.
@@ -94,20 +136,13 @@ def decode_utf8(
         reason = f"has a NUL at byte {offset + data.index(0)}"
     except UnicodeDecodeError as error:
         reason = f"is not UTF-8 at byte {offset + error.start}"
+    auto = "--encoding auto or " if reader.encoding == DEFAULT_ENCODING else ""
     num_controls = len(data) - len(data.translate(None, CONTROL_BYTES))
     if is_head and num_controls > MAX_CONTROL_FRACTION * len(data):
-        is_utf8 = reader.encoding == DEFAULT_ENCODING  # otherwise, it was converted
-        encoding = guess_encoding(data[:SAMPLE_BYTES]) if is_utf8 else None
-        if encoding is None or not encoding.startswith(("utf-16", "utf-32")):
-            raise UserError(f"is not text but binary. Convert it to text{source.glob_advice}.")
-        raise UserError(f"{reason}, but likely {encoding}. Use --encoding {encoding}.")
+        fix = f"Use {auto}--glob to choose other files, or convert it"
+        raise UserError(f"is not text but binary. {fix}.")
     if reader.errors == "strict":
-        advice = "Convert it, or use --errors replace"
-        if reader.encoding == DEFAULT_ENCODING and not reader.skip_bad_rows:
-            encoding = detect_encoding(source)
-            likely = f"{encoding}, which is likely" if encoding != DEFAULT_ENCODING else "NAME"
-            advice += f" or --encoding {likely}"
-        raise UserError(f"{reason}. {advice}.")
+        raise UserError(f"{reason}. Use {auto}--errors replace.")
     text = data.decode(errors="replace").replace("\0", "\ufffd")
     notes[REPLACED_NOTE] += text.count("\ufffd") - data.count("\ufffd".encode())
     return text
