@@ -11,14 +11,14 @@ import os
 import re
 import shutil
 import socket
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from engine.core import files
 from engine.core.cli import count_noun, progress_bar
 from engine.core.errors import UserError, import_optional
 from engine.data import dataset
-from engine.data.chats.chat import Encoder, make_encoder
+from engine.data.chats.chat import count_targets, encode_example, encode_text
 from engine.data.dataset import SPLIT_NAMES
 from engine.data.inputs import documents
 from engine.data.inputs.documents import Corpus, Piece, SplitRule, Unit
@@ -40,50 +40,25 @@ RAY_TIMEOUT_SECONDS = 10  # to reach a cluster
 MAX_RAY_RETRIES = 5  # of a unit, after its worker or machine was lost
 
 
+class EncodedText(NamedTuple):
+    """Consecutive pieces of a document for one split, as token ids."""
+
+    split: str
+    ids: np.ndarray
+    num_targets: int  # of an example
+    num_bytes: int  # in UTF-8; of an example, those of its targets
+    ends_document: bool
+    source: str
+
+
+@dataclass
 class Batch:
-    """Encoded texts of a unit: the token ids and counts of each split, and a row for each text."""
+    """Encoded texts of a unit."""
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-        self.ids: dict[str, list[np.ndarray]] = defaultdict(list)
-        self.sources: dict[str, list[dict[str, Any]]] = defaultdict(list)  # of each array of ids
-        self.counts: dict[str, Counter] = defaultdict(Counter)
-        self.texts: list[tuple[bytes, int, bool, bool]] = []  # see documents.TEXT_DTYPE
-        self.num_characters = 0
-
-    def add(self, pieces: Sequence[Piece], source: str, encode: Encoder) -> int:
-        """Encode consecutive pieces for one split, of one document. Returns their tokens."""
-        split = pieces[0].split
-        ends_document = pieces[-1].ends_document
-        content = "".join(piece.text for piece in pieces)
-        ids, num_bytes, num_targets = encode(content, pieces[0].starts_document, ends_document)
-        self.ids[split].append(ids)
-        self.sources[split].append({"source": source, "tokens": len(ids)})
-        self.counts[split]["bytes"] += num_bytes
-        self.counts[split]["targets"] += num_targets
-        if ends_document:
-            self.counts[split]["documents"] += 1
-        self.num_characters += len(content)
-        return len(ids)
-
-
-def encode_batch(
-    unit: Unit, texts: Iterable[Text], rule: SplitRule, encode: Encoder, join_pieces: bool
-) -> Batch:
-    """Split, hash and encode texts; with join_pieces, join the texts of each document first."""
-    batch = Batch(unit)
-    pieces: list[Piece] = []
-    for text in texts:
-        digest = documents.digest_of(text)
-        pieces += rule.pieces(text, digest, unit.split)
-        is_val = any(piece.split == "val" for piece in pieces)
-        num_tokens = 0
-        if text.ends_document or not join_pieces:
-            for _, group in itertools.groupby(pieces, key=attrgetter("split")):
-                num_tokens += batch.add([*group], text.source, encode)
-            pieces.clear()
-        batch.texts.append((digest[documents.HASH_BYTES], num_tokens, text.ends_document, is_val))
-    return batch
+    unit: Unit
+    encoded: list[EncodedText] = field(default_factory=list)
+    texts: list[tuple[bytes, int, bool, bool]] = field(default_factory=list)  # see TEXT_DTYPE
+    num_characters: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,6 +101,41 @@ class EncodingJob:
             return {**json.loads(str(arrays["content"])), "texts": arrays["texts"]}
 
 
+def encode_batch(
+    unit: Unit, texts: Iterable[Text], job: EncodingJob, tokenizer: Tokenizer
+) -> Batch:
+    """Split, hash and encode texts, of which the pieces of a document may be joined first."""
+    batch = Batch(unit)
+    pieces: list[Piece] = []
+    for text in texts:
+        digest = documents.digest_of(text)
+        pieces += job.rule.pieces(text, digest, unit.split)
+        is_val = any(piece.split == "val" for piece in pieces)
+        num_tokens = 0
+        if text.ends_document or tokenizer.can_encode_pieces:
+            for split, group in itertools.groupby(pieces, key=attrgetter("split")):
+                _, contents, starts, ends = zip(*group, strict=True)
+                content = "".join(contents)
+                encoded = encode_content(job, tokenizer, content, starts[0], ends[-1])
+                batch.encoded.append(EncodedText(split, *encoded, ends[-1], text.source))
+                num_tokens += len(encoded[0])
+            pieces.clear()
+        batch.texts.append((digest[documents.HASH_BYTES], num_tokens, text.ends_document, is_val))
+        batch.num_characters += len(text.text)
+    return batch
+
+
+def encode_content(
+    job: EncodingJob, tokenizer: Tokenizer, content: str, starts: bool, ends: bool
+) -> tuple[np.ndarray, int, int]:
+    """Return the ids of text, or of an example as JSON; its targets, and bytes: see EncodedText."""
+    if job.rule.has_examples:
+        ids = encode_example(tokenizer, json.loads(content), job.parse_special)
+        return ids, *count_targets(tokenizer, ids)
+    ids = encode_text(tokenizer, content, job.parse_special, starts, ends, job.separator)
+    return ids, 0, len(content.encode()) + len(job.separator) * ends
+
+
 def map_in_order(function: Callable, items: Iterable[tuple], num_threads: int) -> Iterator[Any]:
     """Yield the results of function(*item) in order; threads compute a few items ahead."""
     pending: deque[Future] = deque()
@@ -151,11 +161,8 @@ def encode_units(
     Returns the size of the sources in bytes.
     """
     tokenizer = load_tokenizer(job.folder / "tokenizer.json")
-    join_pieces = not tokenizer.can_encode_pieces
-    has_examples = job.rule.has_examples
-    encoder = make_encoder(tokenizer, job.separator, has_examples, job.parse_special)
-    encode = partial(encode_batch, rule=job.rule, encode=encoder, join_pieces=join_pieces)
-    items = documents.make_batches(units, join_pieces)
+    encode = partial(encode_batch, job=job, tokenizer=tokenizer)
+    items = documents.make_batches(units, join_pieces=not tokenizer.can_encode_pieces)
     batches = map_in_order(encode, items, threads or os.cpu_count() or 1)
     for unit, group in itertools.groupby(batches, key=attrgetter("unit")):
         write_unit(job, unit, group, advance)
@@ -176,13 +183,18 @@ def write_unit(
     writers = {name: dataset.ShardWriter(path) for name, path in paths.items()}
     for batch in batches:
         for split in SPLIT_NAMES:
-            ids = np.concatenate(batch.ids[split] or [np.empty(0, np.uint32)])
+            encoded = [text for text in batch.encoded if text.split == split]
+            ids = np.concatenate([text.ids for text in encoded] or [np.empty(0, np.uint32)])
             writers[split].write(ids.astype(job.dtype, copy=False))
             if has_examples:
-                lengths = [len(example) for example in batch.ids[split]]
+                lengths = [len(text.ids) for text in encoded]
                 writers[f"{split}-lengths"].write(np.array(lengths, dataset.LENGTHS_DTYPE))
-            counts[split].update(batch.counts[split], tokens=len(ids))
-            sources[split] += dataset.merge_sources(batch.sources[split])
+            counts[split]["tokens"] += len(ids)
+            counts[split]["bytes"] += sum(text.num_bytes for text in encoded)
+            counts[split]["targets"] += sum(text.num_targets for text in encoded)
+            counts[split]["documents"] += sum(text.ends_document for text in encoded)
+            tokens = [{"source": text.source, "tokens": len(text.ids)} for text in encoded]
+            sources[split] += dataset.merge_sources(tokens)
         texts.append(np.array(batch.texts, documents.TEXT_DTYPE))
         advance(batch.num_characters)
     splits: dict[str, dict[str, Any]] = {}

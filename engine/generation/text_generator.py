@@ -80,7 +80,7 @@ class TextGenerator:
                 f"the prompt spells special tokens ({count_noun(len(names), 'name')}), which are "
                 "plain text there: --parse-special, or parse_special in a request, reads them"
             )
-        ids = chat.encode_from_start(self.tokenizer, prompt, parse_special).tolist()
+        ids = chat.encode_text(self.tokenizer, prompt, parse_special, starts=True).tolist()
         return ids or self.initial_tokens
 
     def generate(self, prompt: str = "", **options: Unpack[TextOptions]) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.core.errors import UserError, wrap_library_errors
 from engine.core.files import check_pointer, read_json, write_json
 from engine.core.values import convert
-from engine.data.chats.chat import chat_format, encode_from_start, turn_ends
+from engine.data.chats.chat import chat_format, encode_text, turn_ends
 from engine.data.chats.chat_template import CHATML_TEMPLATE, PLAIN_TEMPLATE
 from engine.data.tokenizer import Tokenizer, load_tokenizer
 from engine.data.tokenizer_training import pre_tokenizer_name
@@ -245,7 +245,7 @@ def compare_with_transformers(path: Path, model: GPT, tokenizer: Tokenizer) -> s
     for ids in sequences.tolist():
         text = tokenizer.decode([token for token in ids if token not in special_ids])
         hf_ids = hf_tokenizer.encode(text, split_special_tokens=True)
-        own_ids = encode_from_start(tokenizer, text).tolist()
+        own_ids = encode_text(tokenizer, text, starts=True).tolist()
         if hf_ids[: len(own_ids)] != own_ids:
             raise RuntimeError(f"the exported tokenizer has other token ids for {text!r}")
         logits = model(torch.tensor([ids]))

@@ -18,7 +18,7 @@ from engine.data.chats.chat import (
     count_targets,
     encode_chat,
     encode_example,
-    encode_from_start,
+    encode_text,
     own_template,
     special_token_names,
     to_messages,
@@ -568,7 +568,7 @@ def test_the_space_of_sentencepiece_is_neither_learned_nor_shown_after_a_prompt(
         assert "".join(map(stream.push, example[example >= 0].tolist())) == answer
         assert stream.is_finished and count_targets(tokenizer, example)[1] == len(answer)
     echoed = TextStream(tokenizer)
-    ids = encode_from_start(tokenizer, "the value").tolist()
+    ids = encode_text(tokenizer, "the value", starts=True).tolist()
     assert "".join(map(echoed.decode, ids)) == tokenizer.decode(ids) == "the value"
 
 

@@ -6,10 +6,9 @@ A chat is rendered by the model's own chat template, or by one of chat_template.
 import contextlib
 import functools
 import itertools
-import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -40,10 +39,6 @@ SHORT_CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content"
 # (speaker, text) or (speaker, text, keys). Speaker: a role, "prompt" or "completion". Keys of the
 # message: weight (0: not a target), tool_calls, name, tool_call_id; of "tools", the list of them.
 Turn = tuple[str, str] | tuple[str, str, dict[str, Any]]
-
-# (text, whether its document starts and ends there) → token ids, number of UTF-8 bytes, number of
-# targets. The bytes of an example are those of its targets.
-Encoder = Callable[[str, bool, bool], tuple[np.ndarray, int, int]]
 
 
 @dataclass(frozen=True)
@@ -191,31 +186,35 @@ def _escape(pattern: re.Pattern[str], text: str) -> str:
     return re.sub(start, rf"\1{ESCAPE_CHARACTER}", text, flags=re.DOTALL)
 
 
-def encode_text(tokenizer: Tokenizer, text: str, parse_special: bool = False) -> np.ndarray:
+def encode_text(
+    tokenizer: Tokenizer,
+    text: str,
+    parse_special: bool = False,
+    starts: bool = False,
+    ends: bool = False,
+    separator: str = "",
+) -> np.ndarray:
     """Return the ids of a text, in which the names of markup are tokens, uint32 (N,).
 
-    With ``parse_special`` the names of all special tokens are.
+    With ``parse_special`` the names of all special tokens are. If a document ``starts`` or ``ends``
+    with the text, the tokens that begin or end one are added, unless the text spells them itself.
+    The separator ends it if the tokenizer has no such token.
     """
-    if not parse_special:
-        if not tokenizer.markup:
-            return tokenizer.encode(text)
-        text = _escape(names_pattern(tokenizer, has_markup=False), text)
-    return np.array(encode_rendered(tokenizer, text)[0], np.uint32)
-
-
-def encode_from_start(tokenizer: Tokenizer, text: str, parse_special: bool = False) -> np.ndarray:
-    """Return the ids of a text after those that begin one, if it does not spell them itself."""
-    ids = encode_text(tokenizer, text, parse_special)
-    start = np.array(tokenizer.text_start, np.uint32)
-    return ids if np.array_equal(ids[: len(start)], start) else np.concatenate((start, ids))
-
-
-def _add_end(tokenizer: Tokenizer, ids: np.ndarray, separator: str = "") -> np.ndarray:
-    """Return the ids of a text and its end, if it does not spell that itself, or a separator."""
-    if tokenizer.end_of_text_id is None:
+    if parse_special or tokenizer.markup:
+        pattern = names_pattern(tokenizer, has_markup=False)
+        rendered = text if parse_special else _escape(pattern, text)
+        ids = np.array(encode_rendered(tokenizer, rendered)[0], np.uint32)
+    else:
+        ids = tokenizer.encode(text)
+    start = np.array(tokenizer.text_start if starts else [], np.uint32)
+    if not np.array_equal(ids[: len(start)], start):
+        ids = np.concatenate((start, ids))
+    end_id = tokenizer.end_of_text_id
+    if ends and end_id is None:
         return np.concatenate((ids, tokenizer.encode(separator)))
-    end = np.array([tokenizer.end_of_text_id], np.uint32)
-    return ids if np.array_equal(ids[-1:], end) else np.concatenate((ids, end))
+    if ends and ids[-1:].tolist() != [end_id]:
+        return np.append(ids, np.uint32(end_id))
+    return ids
 
 
 def encode_rendered(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -279,10 +278,10 @@ def encode_example(
 ) -> np.ndarray:
     """Encode an example, int32 (N,): an id where it counts as a target, ~id elsewhere."""
     if turns[0][0] == "prompt":
-        prompt = encode_from_start(tokenizer, turns[0][1], parse_special).astype(np.int32)
+        prompt = encode_text(tokenizer, turns[0][1], parse_special, starts=True)
         continuing = tokenizer.without_space if turns[0][1] else tokenizer
-        targets = encode_text(continuing, turns[1][1], parse_special)
-        return np.concatenate((~prompt, _add_end(tokenizer, targets).astype(np.int32)))
+        targets = encode_text(continuing, turns[1][1], parse_special, ends=True)
+        return np.concatenate((~prompt.astype(np.int32), targets.astype(np.int32)))
     template, ends = chat_format(tokenizer)
     messages = to_messages(turns, tokenizer)
     text = template.render(messages)
@@ -324,28 +323,3 @@ def count_targets(tokenizer: Tokenizer, example: np.ndarray) -> tuple[int, int]:
         first_ids = [i for before, i in texts if tokenizer.adds_space_after(max(before, ~before))]
         num_bytes -= sum(tokenizer.decode_bytes([i]).startswith(b" ") for i in first_ids)
     return len(targets), num_bytes
-
-
-def make_encoder(
-    tokenizer: Tokenizer, separator: str, examples: bool, parse_special: bool = False
-) -> Encoder:
-    """Return an encoder of text, or with ``examples`` of examples as JSON of their turns.
-
-    A document begins with the tokenizer's start of a text. It ends with the end of text, or with
-    the separator if there is no such token.
-    """
-
-    def encode_piece(text: str, starts: bool, ends: bool) -> tuple[np.ndarray, int, int]:
-        encode = encode_from_start if starts else encode_text
-        ids = encode(tokenizer, text, parse_special)
-        num_bytes = len(text.encode())
-        if ends:
-            return _add_end(tokenizer, ids, separator), num_bytes + len(separator), 0
-        return ids, num_bytes, 0
-
-    def encode_turns(text: str, starts: bool, ends: bool) -> tuple[np.ndarray, int, int]:
-        ids = encode_example(tokenizer, json.loads(text), parse_special)
-        num_targets, num_bytes = count_targets(tokenizer, ids)
-        return ids, num_bytes, num_targets
-
-    return encode_turns if examples else encode_piece
