@@ -24,13 +24,13 @@ from annotated_types import Ge, Le, Lt
 
 from engine.core.cli import count_noun, run_command, shell_command, warn
 from engine.core.errors import UserError
-from engine.core.files import exclusive_lock, read_json
+from engine.core.files import exclusive_lock
 from engine.core.settings import parse
 from engine.core.values import check_ranges
 from engine.data.chats import chat, examples
 from engine.data.dataset import dataset_name, is_up_to_date, open_dataset
 from engine.data.dataset_summary import describe_dataset
-from engine.data.inputs.documents import Corpus
+from engine.data.inputs.documents import Corpus, SplitRule
 from engine.data.inputs.finder import STDIN_NAME, find_sources
 from engine.data.inputs.sources import DEFAULT_ENCODING, Reader, Source
 from engine.data.inputs.text import normalize_encoding
@@ -169,32 +169,30 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
                 tokenizer = tokenizer.with_special(chat.special_token_names(tokenizer, config.chat))
             tokenizer = tokenizer.with_prompt_suffix(unescape(config.prompt_suffix))
             write_dataset(out, corpus, tokenizer, origin, threads, config.ray)
-        if replaced:
-            warn_of_split_changes(out, replaced, corpus.rule.has_few_documents)
-        if corpus.rule.has_examples:
-            warn_of_val_fraction(out, corpus.rule.val_fraction)
+        warn_of_validation(out, replaced, corpus.rule)
     return out, True
 
 
-def warn_of_val_fraction(out: Path, val_fraction: float) -> None:
-    """Print a warning if examples that begin alike, and stay together, make it much different."""
-    manifest = read_json(out / "manifest.json")
-    num_val = manifest["splits"]["val"]["documents"]
-    expected = round(val_fraction * manifest["statistics"]["documents"])
-    if expected and abs(num_val - expected) > max(3 * expected**0.5, expected / 4):
+def warn_of_validation(out: Path, old: dict[str, Any] | None, rule: SplitRule) -> None:
+    """Print a warning if a dataset validates other text than the one that it replaced.
+
+    Print another if examples that begin alike, and stay together, make the fraction much different.
+    """
+    new = open_dataset(out).manifest
+    num_val = new["splits"]["val"]["documents"]
+    expected = round(rule.val_fraction * new["statistics"]["documents"])
+    limit = max(3 * expected**0.5, expected / 4)
+    if rule.has_examples and expected and abs(num_val - expected) > limit:
         reason = "many begin alike, and stay together"
         warn(f"{out}: {num_val:,} examples validate instead of about {expected:,}, as {reason}")
-
-
-def warn_of_split_changes(out: Path, old: dict[str, Any], is_cut: bool) -> None:
-    """Print a warning if a dataset validates other text than the one that it replaced."""
-    new = open_dataset(out).manifest
+    if old is None:
+        return
     origin = old["origin"]
     names = ("val_fraction", "val", "hf_val_split", "split")
     changes = [name for name in names if origin.get(name) != new["origin"].get(name)]
     reasons = [f"{name} was {origin.get(name)}" for name in changes]
     # Documents that are assigned by their hash stay where they were; the end of a text does not.
-    if is_cut and origin["content"] != new["origin"]["content"]:
+    if rule.has_few_documents and origin["content"] != new["origin"]["content"]:
         reasons.append("its texts have changed")
     if reasons:
         size = f"{old['splits']['val']['bytes']:,} bytes, some of which may be for training now"

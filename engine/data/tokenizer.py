@@ -97,12 +97,8 @@ class Tokenizer:
 
     @functools.cached_property
     def without_space(self) -> "Tokenizer":
-        """The tokenizer that puts no space before a text."""
+        """The tokenizer that puts no space before a text, for one that follows other text."""
         return self
-
-    def encode_continuation(self, text: str) -> np.ndarray:
-        """Return the ids of a text that follows other text, uint32 (N,)."""
-        return self.without_space.encode(text)
 
     def adds_space_after(self, before: int | None) -> bool:
         """Return whether a text after this id begins with an added space; None: at the start."""

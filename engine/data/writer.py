@@ -67,10 +67,10 @@ class EncodingJob:
 
     folder: Path  # for the files of units, and tokenizer.json
     rule: SplitRule
-    separator: str  # ends a document where the tokenizer has no token for it
     vocab_size: int
     settings: str  # JSON of all other settings that the shards depend on
     parse_special: bool = False  # names of special tokens in texts become these tokens
+    separator: str = ""  # ends a document where the tokenizer has no token for it
 
     @property
     def dtype(self) -> str:
@@ -269,10 +269,8 @@ def write_dataset(
         path.unlink()  # it is unknown whether a source has changed since
     tokenizer.save(folder / "tokenizer.json")
     settings = files.to_json([dataset.FORMAT_VERSION, origin, tokenizer.fingerprint])
-    separator = origin.get("separator", "")
-    parse_special = origin.get("parse_special", False)
-    vocab_size = tokenizer.vocab_size
-    job = EncodingJob(folder, corpus.rule, separator, vocab_size, settings, parse_special)
+    options = (origin.get("parse_special", False), origin.get("separator", ""))
+    job = EncodingJob(folder, corpus.rule, tokenizer.vocab_size, settings, *options)
     units = corpus.units
     try:
         if origin.get("deduplicate"):
@@ -280,7 +278,14 @@ def write_dataset(
             origin = {"content": documents.content_hash(units, texts), **origin}
             repeats = documents.find_repeats(texts)
             units = [replace(unit, dropped=repeats[unit.number]) for unit in units]
-        encode_missing_units(job, units, corpus.is_plain, threads, ray)
+        missing = [unit for unit in units if not job.is_finished(unit)]
+        total = sum(unit.size for unit in missing) if corpus.is_plain or ray else None
+        with progress_bar(desc="encoding", total=total, unit="B", unit_scale=True) as bar:
+            if ray and missing:
+                for num_bytes in encode_on_ray(job, missing, ray):
+                    bar.update(num_bytes)
+            else:
+                encode_units(job, missing, threads, bar.update)
         manifest = make_manifest(job, units, origin)
     except BaseException as error:
         num_finished = len([*folder.glob("unit-*.npz")])
@@ -296,20 +301,6 @@ def write_dataset(
         for name in ["tokenizer.json", *dataset.list_shards(manifest)]:
             (folder / name).rename(directory / name)
         shutil.rmtree(folder)
-
-
-def encode_missing_units(
-    job: EncodingJob, units: Sequence[Unit], is_plain: bool, threads: int | None, ray: str | None
-) -> None:
-    """Encode the units that are not finished."""
-    missing = [unit for unit in units if not job.is_finished(unit)]
-    total_bytes = sum(unit.size for unit in missing) if is_plain or ray else None
-    with progress_bar(desc="encoding", total=total_bytes, unit="B", unit_scale=True) as bar:
-        if ray and missing:
-            for num_bytes in encode_on_ray(job, missing, ray):
-                bar.update(num_bytes)
-        else:
-            encode_units(job, missing, threads, bar.update)
 
 
 def make_manifest(

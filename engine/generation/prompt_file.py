@@ -114,7 +114,7 @@ def encode_line(line: Record, model: TextGenerator, is_chat: bool, max_new_token
         template = own_template(model.tokenizer)
         chat = {"messages": [{"role": "user", "content": prompt}]} if prompt else line
         messages, tools, _ = read_record(chat, template=template)
-        turns = parse_messages(messages, template, tools)
+        turns, _ = parse_messages(messages, template, tools)
         if turns[-1][0] == "assistant":
             answer = turns.pop()[1]
         if not turns:
@@ -134,7 +134,7 @@ def encode_line(line: Record, model: TextGenerator, is_chat: bool, max_new_token
             choice = f"{prompt} {text}" if touches else prompt + text
             rows[text] = encode(choice)
             if not prompt.strip():
-                rows[text] = ids + model.tokenizer.encode_continuation(choice).tolist()
+                rows[text] = ids + model.tokenizer.without_space.encode(choice).tolist()
     else:
         names = ", ".join(map(repr, line))
         raise UserError(f"must have a text 'prompt' (got {names}). For chats, use --chat.")

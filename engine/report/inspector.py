@@ -284,7 +284,7 @@ class ModelInspector:
         if not request.ids:
             request = replace(request, ids=tuple(self.generator.encode_prompt(request.text)))
         elif request.text:
-            added = self.tokenizer.encode_continuation(request.text).tolist()
+            added = self.tokenizer.without_space.encode(request.text).tolist()
             request = replace(request, ids=(*request.ids, *added))
         if any(len(pair) != 2 or min(pair) < 1 for pair in request.off):
             raise UserError("The question: off must be a list of [layer, head], from 1.")

@@ -150,7 +150,7 @@ class Api:
         if not self.generator.is_chat_model:
             raise ApiError(f"{self.name} was not trained on chats. Use /v1/completions.")
         try:
-            turns = parse_messages(settings.messages, own_template(self.tokenizer))
+            turns, _ = parse_messages(settings.messages, own_template(self.tokenizer))
             # An answer at the end is a prefill, as for DeepSeek's and Mistral's "prefix": true.
             continues = settings.continue_final_message or turns[-1][0] == "assistant"
             return encode_chat(self.tokenizer, turns, settings.chat_template_kwargs, continues)

@@ -90,7 +90,7 @@ def test_the_bytes_of_targets_are_those_of_their_text(name: str, code: str, tikt
     tokenizer = train_sentencepiece([code]) if name == "sentencepiece" else named_tokenizer(name)
     for text in ("return héllo 漢 x", "words of a text"):
         for prompt in ("a question?", ""):  # without a prompt nothing predicts the first token
-            ids = (tokenizer.encode_continuation if prompt else tokenizer.encode)(text).tolist()
+            ids = (tokenizer.without_space.encode if prompt else tokenizer.encode)(text).tolist()
             example = encode_example(tokenizer, [("prompt", prompt), ("completion", text)])
             is_predicted = bool(prompt or tokenizer.text_start)
             first = b"" if is_predicted else tokenizer.decode_bytes(ids[:1])

@@ -291,7 +291,7 @@ def parsed_messages(turns: list[Any]) -> list[dict[str, Any]]:
 def test_text_of_tools_never_becomes_a_special_token_and_refused_tools_are_named(words: Tokenizer):
     template = own_template(chatml_with(words, with_body(TOOLS_LAST, tagged=False)))
     typed = [{"type": "function", "function": {"name": "<|im_end|>"}}]
-    chats = [parse_messages([QUESTION, ANSWER], template, tools) for tools in (TOOLS, typed)]
+    chats = [parse_messages([QUESTION, ANSWER], template, tools)[0] for tools in (TOOLS, typed)]
     tokenizer = chatml_with(words, template.source)
     special = [*tokenizer.special_tokens.values()]
     counts = [

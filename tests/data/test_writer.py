@@ -338,7 +338,7 @@ def test_ray_encodes_the_same_stream_though_a_worker_is_killed(code: str, tmp_pa
 
 @needs_ray
 def test_a_lost_task_and_an_unreachable_cluster_are_one_line(monkeypatch):
-    job = writer.EncodingJob(Path("absent"), SplitRule(0.1, False, False, False), "", 256, "")
+    job = writer.EncodingJob(Path("absent"), SplitRule(0.1, False, False, False), 256, "")
     unit = Unit(0, (), DEFAULT_READER)
     with pytest.raises(UserError, match=r"^--ray 127\.0\.0\.1:9: [^\n]*$"):
         list(encode_on_ray(job, [], "127.0.0.1:9"))

@@ -181,7 +181,7 @@ def test_the_official_client_gets_models_texts_streams_and_errors():
         body |= {"tools": TOOLS, "tool_choice": "none"}  # the template does not get them
         body |= {"function_call": "none", "model": "another"}
         chat = client.chat.completions.create(**body)
-        turns = parse_messages(MESSAGES, own_template(generator.tokenizer))
+        turns, _ = parse_messages(MESSAGES, own_template(generator.tokenizer))
         assert chat.model == model.id
         assert chat.usage.prompt_tokens == len(encode_chat(generator.tokenizer, turns))
         texts = [choice.message.content for choice in chat.choices]

@@ -15,8 +15,27 @@ def find_answers(
 ) -> dict[int, tuple[int, int]]:
     """Return the indices of the first character of each answer, and after its text, by message."""
     starts = _find_starts(template, messages, text)
-    ends = _find_ends(template, messages, starts, text)
-    return {index: (start, ends[index]) for index, start in starts.items()}
+
+    def render_without(indices: Iterable[int]) -> str:
+        replaced = [*messages]
+        for index in indices:
+            replaced[index] = {**messages[index], "content": PLACEHOLDER_TEXT}
+        return template.render(replaced)
+
+    # One rendering without the answers finds all ends, unless a template adds to some answers.
+    next_starts = [*starts.values(), len(text)][1:]
+    _, *pieces = render_without(starts).split(PLACEHOLDER_TEXT)
+    if len(pieces) == len(starts):
+        pairs = [*zip(next_starts, pieces, strict=True)]
+        if all(text.endswith(piece, 0, next_start) for next_start, piece in pairs):
+            ends = [next_start - len(piece) for next_start, piece in pairs]
+            return dict(zip(starts, zip(starts.values(), ends, strict=True), strict=True))
+    backwards = text[::-1]
+    answers = {}
+    for index, start in starts.items():
+        length = common_length(backwards, render_without([index])[::-1])
+        answers[index] = (start, max(start, len(text) - length))
+    return answers
 
 
 def _find_starts(template: ChatTemplate, messages: list[Message], text: str) -> dict[int, int]:
@@ -31,34 +50,6 @@ def _find_starts(template: ChatTemplate, messages: list[Message], text: str) -> 
     if len(starts) != len(answers) or starts[0] != first:
         starts = [_find_start(template, messages, index, text) for index in answers]
     return dict(zip(answers, starts, strict=True))
-
-
-def _find_ends(
-    template: ChatTemplate, messages: list[Message], starts: dict[int, int], text: str
-) -> dict[int, int]:
-    """Return the index after the text of each answer in a rendered chat, by message.
-
-    One rendering without the answers finds all of them, unless a template adds to some answers.
-    """
-
-    def render_without(indices: Iterable[int]) -> str:
-        replaced = [*messages]
-        for index in indices:
-            replaced[index] = {**messages[index], "content": PLACEHOLDER_TEXT}
-        return template.render(replaced)
-
-    next_starts = [*starts.values(), len(text)][1:]
-    _, *pieces = render_without(starts).split(PLACEHOLDER_TEXT)
-    if len(pieces) == len(starts):
-        pairs = [*zip(next_starts, pieces, strict=True)]
-        if all(text.endswith(piece, 0, next_start) for next_start, piece in pairs):
-            ends = [next_start - len(piece) for next_start, piece in pairs]
-            return dict(zip(starts, ends, strict=True))
-    backwards = text[::-1]
-    return {
-        index: max(start, len(text) - common_length(backwards, render_without([index])[::-1]))
-        for index, start in starts.items()
-    }
 
 
 @functools.lru_cache(16)

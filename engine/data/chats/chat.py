@@ -241,7 +241,7 @@ def _encode_segment(tokenizer: Tokenizer, text: str, start: int, stop: int | Non
         segment = segment.rstrip()
     unescaped = re.sub(f"{ESCAPE_CHARACTER}({ESCAPE_CHARACTER}?)", r"\1", segment)
     continues = start > 0 and tokenizer.is_space_first_only
-    encode = tokenizer.encode_continuation if continues else tokenizer.encode
+    encode = tokenizer.without_space.encode if continues else tokenizer.encode
     return encode(unescaped).tolist() if unescaped else []
 
 

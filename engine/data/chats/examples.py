@@ -62,8 +62,9 @@ def pair_parser(
 ) -> ExampleParser:
     """Return the parser of prompts, from one field or several, with their completions."""
     fields = list_fields(prompt_field)
-    parse = partial(parse_pair, prompt_fields=fields, completion_field=completion_field)
-    return ExampleParser(partial(parse, prompt_suffix=prompt_suffix), (*fields, completion_field))
+    texts = {"prompt_fields": fields, "completion_field": completion_field}
+    parse = partial(parse_pair, **texts, prompt_suffix=prompt_suffix)
+    return ExampleParser(parse, (*fields, completion_field))
 
 
 def list_fields(fields: str | Sequence[str]) -> list[str]:
@@ -83,7 +84,7 @@ def parse_chat(
     if field:
         record, field = find_field(record, field)
     messages, tools, fields = read_record(record, field, template)
-    turns = parse_messages(messages, template, tools)
+    turns, has_dropped_texts = parse_messages(messages, template, tools)
     answers = [turn for turn in turns if turn[0] == "assistant"]
     if not any(keys_of(turn).get("weight") != 0 for turn in answers):
         raise UserError("a chat must have a message of the assistant with text to learn")
@@ -93,7 +94,7 @@ def parse_chat(
         notes += unused_field_notes(message, {*MESSAGE_KEYS, *keys_of(turn)})
     if not all(turn[1] or "tool_calls" in keys_of(turn) for turn in answers):
         notes.append("chats with an empty answer, which is not learned")
-    if template and dropped_texts(template, own_turns):
+    if has_dropped_texts:
         notes.append(DROPPED_TEXT_NOTE)
     return turns, [*dict.fromkeys(notes)]
 
@@ -135,8 +136,11 @@ def read_record(
 
 def parse_messages(
     messages: Sequence[Any], template: ChatTemplate | None = None, tools: Sequence[Record] = ()
-) -> list[Turn]:
-    """Return the turns of messages, their tools first. Raises UserError for an unusable message."""
+) -> tuple[list[Turn], bool]:
+    """Return the turns of messages, their tools first, and whether reasoning is left out.
+
+    Raises UserError for an unusable message.
+    """
     turns: list[Turn] = []
     for number, message in enumerate(messages, 1):
         try:
@@ -144,15 +148,16 @@ def parse_messages(
         except UserError as error:
             raise UserError(f"message {number} {error}") from None
     if template is None:
-        return turns
-    for number, is_reasoning in dropped_texts(template, turns):
+        return turns, False
+    dropped = dropped_texts(template, turns)
+    for number, is_reasoning in dropped:
         if not is_reasoning:
             reason = f"the model's chat template leaves out text or tool calls of message {number}"
             raise UserError(f"{reason}. Remove them, or choose another tokenizer.")
     if tools:
         turns.insert(0, (TOOLS_ROLE, "", {"tools": [*tools]}))
         template.render(to_messages(turns))  # it may refuse the tools
-    return turns
+    return turns, bool(dropped)
 
 
 @lru_cache(16)
@@ -197,13 +202,8 @@ def dropped_texts(template: ChatTemplate, turns: Sequence[Turn]) -> list[tuple[i
             is_markup = has_markup and re.fullmatch(MARKUP_PATTERN, piece)
             content += piece if is_markup or not piece else placeholder(piece, has_markup)
         numbered.append((turn[0], content, keys))
-    text = _render_numbered(template, json.dumps(numbered))
+    text = template.render(to_messages(numbered))
     return [owner for name, owner in owners.items() if name not in text]
-
-
-@lru_cache(2**10)
-def _render_numbered(template: ChatTemplate, turns: str) -> str:
-    return template.render(to_messages(json.loads(turns)))
 
 
 def role_of(message: Record) -> str | None:

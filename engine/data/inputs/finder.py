@@ -55,7 +55,7 @@ def find_sources(
     sources: list[Source] = []
     for name in inputs:
         if name == "stdlib":
-            matches = [Source(path, module, module) for path, module in _find_modules()]
+            matches = _find_modules()
         elif name == "pydocs":
             matches = [Source(_write_documentation(spool / "pydocs.jsonl"), name)]
         elif name == "shakespeare":
@@ -208,15 +208,15 @@ def _download_shakespeare() -> Path:
     return path
 
 
-def _find_modules() -> list[tuple[Path, str]]:
-    """Return the path of each module, and its path in the library."""
+def _find_modules() -> list[Source]:
+    """List the modules of the library, named by their paths in it."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = []
     for folder, folder_names, names in os.walk(root):
         folder_names[:] = [n for n in folder_names if not EXCLUDED_PATTERN.fullmatch(n)]
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    files = [path for path in sorted(paths) if not path.is_symlink()]
-    return [(path, str(path.relative_to(root))) for path in files]
+    files = {str(path.relative_to(root)): path for path in sorted(paths) if not path.is_symlink()}
+    return [Source(path, name, name) for name, path in files.items()]
 
 
 def _write_documentation(target: Path) -> Path:
@@ -229,8 +229,8 @@ def _write_documentation(target: Path) -> Path:
     except ImportError:
         raise UserError("pydocs: needs pydoc_data of Python. Install it, or give stdlib.") from None
     documents = [topics[name].strip() for name in sorted(topics)]
-    for path, _ in _find_modules():
-        nodes = ast.walk(ast.parse(path.read_bytes()))
+    for module in _find_modules():
+        nodes = ast.walk(ast.parse(Path(module.path).read_bytes()))
         texts = [ast.get_docstring(node) for node in nodes if isinstance(node, DOCUMENTED_NODES)]
         documents.append("\n\n".join(text.strip() for text in texts if text))
     long_documents = [text for text in documents if len(text) >= MIN_DOCUMENT_CHARACTERS]

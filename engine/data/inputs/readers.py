@@ -5,7 +5,7 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
@@ -190,7 +190,11 @@ def _make_text(record: dict[str, Any] | UserError, reader: Reader, notes: Notes)
         with wrap_library_errors("is nested too deeply", RecursionError):
             parsed_turns, remarks = reader.examples.parse(record)
             notes.update(remarks)
-            turns = [_clean_turn(turn, reader, notes) for turn in parsed_turns]
+            turns = []
+            for role, *rest in parsed_turns:  # markup stays plain in what is said to the assistant
+                has_markup = role in ("prompt", *ANSWER_ROLES)
+                clean = partial(clean_text, reader=reader, notes=notes, has_markup=has_markup)
+                turns.append([role, *map_texts(rest, clean)])
         answers = (index for index, turn in enumerate(turns) if turn[0] in ANSWER_ROLES)
         before = turns[: next(answers, 0)] or turns
         prompt = json.dumps(map_texts(before, lambda text: "".join(text.split())))
@@ -216,10 +220,3 @@ def _replace_surrogates(text: str, reader: Reader, notes: Notes) -> str:
     replaced, count = re.subn("[\ud800-\udfff]", "\ufffd", text)
     notes[REPLACED_NOTE] += count
     return replaced
-
-
-def _clean_turn(turn: Sequence[Any], reader: Reader, notes: Notes) -> list[Any]:
-    """Return a turn with clean texts. Markup stays plain in what is said to the assistant."""
-    has_markup = turn[0] in ("prompt", *ANSWER_ROLES)
-    clean = partial(clean_text, reader=reader, notes=notes, has_markup=has_markup)
-    return [turn[0], *map_texts([*turn[1:]], clean)]
