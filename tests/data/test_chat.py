@@ -17,7 +17,7 @@ from engine.data.chats.chat import (
 from engine.data.chats.examples import chat_parser, parse_chat, parse_pair
 from engine.data.dataset import open_dataset
 from engine.data.dataset_summary import render_with_targets
-from engine.data.split import is_target
+from engine.data.split import is_target, token_ids
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, named_tokenizer
 from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TEXT, END_OF_TURN
 
@@ -35,11 +35,6 @@ def with_special_tokens(tokenizer: Tokenizer, chat: bool) -> Tokenizer:
 
 
 BYTES = with_special_tokens(ByteTokenizer(), chat=True)
-CHATML_BYTES = ByteTokenizer().with_special(CHATML_TOKENS)
-
-
-def ids_of(example: np.ndarray) -> list[int]:
-    return np.where(example < 0, ~example, example).tolist()
 
 
 @pytest.mark.parametrize(("prompt", "num_targets"), [("1+1=", 2), ("", 1)])
@@ -63,15 +58,6 @@ def test_texts_of_the_assistant_and_their_ends_are_targets():
     assert [*turn_ends(BYTES, True).token_ids] == [end]
 
 
-def test_imported_chat_models_keep_their_tokens():
-    assert special_token_names(CHATML_BYTES, chat=True) == []
-    assert [*turn_ends(CHATML_BYTES, True).token_ids] == [CHATML_BYTES.special_tokens["<|im_end|>"]]
-    example = encode_example(CHATML_BYTES, CHAT[1:3])
-    text = "<|im_start|>user\nHé?<|im_end|>\n<|im_start|>assistant\nJa.<|im_end|>\n"
-    assert CHATML_BYTES.decode(ids_of(example)) == text
-    assert CHATML_BYTES.decode(example[example >= 0].tolist()) == "Ja.<|im_end|>"
-
-
 @pytest.mark.parametrize("name", ["char", "byte", "gpt2"])
 @pytest.mark.parametrize(
     ("speakers", "num_special"), [(("user", "assistant"), 4), (("prompt", "completion"), 1)]
@@ -80,7 +66,8 @@ def test_text_never_becomes_a_special_token(name, speakers, num_special, tiktoke
     text = "".join((END_OF_TEXT, *CHAT_ROLES.values(), END_OF_TURN, *CHATML_TOKENS))
     tokenizer = CharTokenizer("".join({*text})) if name == "char" else named_tokenizer(name)
     tokenizer = with_special_tokens(tokenizer, chat="user" in speakers)
-    ids = ids_of(encode_example(tokenizer, [(speaker, text) for speaker in speakers]))
+    example = encode_example(tokenizer, [(speaker, text) for speaker in speakers])
+    ids = token_ids(example).tolist()
     assert np.isin(ids, [*tokenizer.special_tokens.values()]).sum() == num_special
     assert tokenizer.decode(ids).count(text) == 2
 

@@ -303,21 +303,6 @@ def test_text_of_tools_never_becomes_a_special_token_and_refused_tools_are_named
         parse_messages([QUESTION, ANSWER], template, [{"name": "f"}])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_prompt_of_an_answer_is_what_comes_before_its_targets(family, words, tmp_path):
-    tokenizer = save_model(family, words, tmp_path / "model")
-    if family == "plain":
-        tokenizer = tokenizer.with_special(special_token_names(tokenizer, chat=True))
-    turns = [("system", "Be\nkind. "), ("user", " 1 "), ("assistant", "2\n"), ("user", "3")]
-    example = encode_example(tokenizer, [*turns, ("assistant", "four")])
-    prompt = encode_chat(tokenizer, turns)
-    assert [max(token, ~token) for token in example[: len(prompt)].tolist()] == prompt
-    answer = [*tokenizer.encode(" four" if family == "mistral" else "four").tolist()]
-    targets = [*answer, *turn_ends(tokenizer, True).token_ids]
-    assert example[len(prompt) :].tolist()[: len(targets)] == targets
-    assert (example[len(prompt) + len(targets) :] < 0).all()
-
-
 ONLY_TEXT = with_body(CHATML, tagged=False).replace("message.tool_calls", "[]")
 NO_TOOLS = ONLY_TEXT.replace(
     "{%- for message in messages %}", "{%- for message in messages if message.role != 'tool' %}"
@@ -450,7 +435,9 @@ def test_variables_of_a_template_are_recorded_exported_and_overridden(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_final_message_is_continued_as_transformers_does(family, words, tmp_path: Path):
+def test_the_prompt_of_an_answer_and_a_continued_one_are_those_of_transformers(
+    family, words, tmp_path: Path
+):
     tokenizer = save_model(family, words, tmp_path / "model")
     if family == "plain":
         tokenizer = tokenizer.with_special(special_token_names(tokenizer, chat=True))
@@ -458,9 +445,15 @@ def test_a_final_message_is_continued_as_transformers_does(family, words, tmp_pa
     exported = load_exported(tokenizer.with_chat_template(template), tmp_path / "hf")
     turns = [("user", "3"), ("assistant", "a b"), ("user", "4"), ("assistant", "I li")]
     messages = [{"role": role, "content": text} for role, text in turns]
-    options = {"continue_final_message": True, "return_dict": False}
-    expected = exported.apply_chat_template(messages, **options)
+    render = partial(exported.apply_chat_template, return_dict=False)
+    expected = render(messages, continue_final_message=True)
     assert encode_chat(tokenizer, turns, continue_final_message=True) == expected
+    prompt = encode_chat(tokenizer, turns[:3])
+    assert prompt == render(messages[:3], add_generation_prompt=True)
+    example = encode_example(tokenizer, turns)
+    answer = tokenizer.encode(" I li" if family == "mistral" else "I li").tolist()
+    targets = [*answer, *turn_ends(tokenizer, True).token_ids]
+    assert example[len(prompt) :].tolist()[: len(targets)] == targets
     with pytest.raises(UserError, match="of the assistant"):
         encode_chat(tokenizer, turns[:1], continue_final_message=True)
 

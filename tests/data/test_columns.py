@@ -1,6 +1,5 @@
 """Parquet and dataset rows: which columns are read, in which memory, and what is refused."""
 
-import datetime
 import json
 import subprocess
 import sys
@@ -35,7 +34,6 @@ def turns_of(record: dict[str, Any], names: str = "prompt completion") -> list[t
     return [(name, record[name]) for name in names.split() if record.get(name) is not None]
 
 
-FIELDS = ("messages",)
 EXAMPLE = {"prompt": ["p"], "completion": ["c"]}
 
 
@@ -96,29 +94,6 @@ def test_two_columns_of_one_name_are_refused_if_they_are_needed(settings, tmp_pa
 
 
 # Types.
-
-CHATS = [[{"prompt": "p", "completion": "c"}], [{"prompt": "q", "completion": None}]]
-
-
-@pytest.mark.parametrize(
-    "column",
-    [
-        pyarrow.array(["a", "é"], pyarrow.large_string()),
-        pyarrow.array(["a", "é"], pyarrow.string_view()),
-        pyarrow.array(["a", "é"]).dictionary_encode(),
-        pyarrow.array(["a", "é"], pyarrow.large_string()).dictionary_encode(),
-    ],
-)
-def test_every_kind_of_text_is_read(column, tmp_path: Path):
-    table = pyarrow.table({"text": column, "day": [datetime.date(2026, 1, 1)] * 2})
-    assert texts_of(write(tmp_path / "a.parquet", table)) == ["a", "é"]
-
-
-def test_nested_columns_are_lists_and_dicts(tmp_path: Path):
-    path = write(tmp_path / "a.parquet", pyarrow.table({"messages": CHATS}))
-    messages: list[Any] = []
-    texts_of(path, turns_of=lambda record: messages.append(record["messages"]) or [], fields=FIELDS)
-    assert messages == CHATS
 
 
 @pytest.mark.parametrize(

@@ -323,12 +323,3 @@ def test_a_source_of_unknown_size_is_sampled_too(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(Source, "size", 0)
     sources = [Source(tmp_path / name, name) for name in ("0.jsonl", "1.jsonl")]
     assert [*sample_texts(Corpus(sources, 0.1), 2**20)] == DOCUMENTS
-
-
-def test_the_version_changes_with_a_file(tmp_path: Path):
-    sources = [source_of(tmp_path / name, "text") for name in ("a.txt", "b.txt")]
-    version = Corpus(sources, 0.1).version
-    assert version and version == Corpus([*sources], 0.5).version
-    (tmp_path / "b.txt").write_text("texts")
-    changed = [Source(tmp_path / name, name) for name in ("a.txt", "b.txt")]
-    assert Corpus(changed, 0.1).version not in ("", version)

@@ -4,7 +4,7 @@ import gzip
 import json
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow
@@ -87,14 +87,6 @@ def test_memory_does_not_grow_with_the_number_of_records(name, head, unit, tmp_p
     end = "\n{}]" if name == "a.json" else ""
     contents = ((head + unit * count + end).encode() for count in (800, 800, 4000))  # 0.4 and 2 MB
     assert_equal_peaks(tmp_path / name, contents, reader, 4 * 2**20)
-
-
-def test_an_array_on_one_line_and_values_across_lines_are_read_alike(tmp_path: Path):
-    texts = [f'{i}: ], [ "}}" {LINE * i}' for i in range(50)]
-    dumps: list[Callable] = [json.dumps, lambda values: json.dumps(values, indent=1)]
-    for dump in dumps:
-        (tmp_path / "a.json").write_text(dump([{"text": text} for text in texts]))
-        assert texts_of(tmp_path / "a.json") == texts
 
 
 # Encodings.

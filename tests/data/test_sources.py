@@ -491,12 +491,3 @@ def test_a_bug_while_reading_is_not_called_an_unreadable_file(tmp_path: Path, mo
     monkeypatch.setattr("engine.data.inputs.records.JSON_DECODER", None)
     with pytest.raises(AttributeError):
         texts_of(tmp_path / "a.jsonl")
-
-
-def test_links_between_two_folders_end(tmp_path: Path):
-    for name, target in (("a", "b"), ("b", "a")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "link").symlink_to(tmp_path / target)
-        (tmp_path / name / "text.txt").write_text(name)
-    names = [f"{tmp_path}/a/link/text.txt", f"{tmp_path}/a/text.txt"]
-    assert [source.name for source in find(tmp_path / "a")] == names
