@@ -221,8 +221,6 @@ def check_arguments(config: PrepareConfig) -> None:
     has_folder = any("://" in name or Path(name).is_dir() for name in inputs)
     has_hub = any(name.startswith("hf:") for name in inputs)
     has_val_hub = any(name.startswith("hf:") for name in config.val or config.inputs)
-    if config.separator == "":
-        raise UserError("--separator: needs a text. Otherwise leave --separator out.")
     requirements = [
         ("--vocab-size", config.vocab_size, trains_bpe, "--tokenizer bpe"),
         ("--pattern", config.pattern, trains_bpe, "--tokenizer bpe"),
@@ -237,6 +235,7 @@ def check_arguments(config: PrepareConfig) -> None:
         ("--hf-config", config.hf_config, has_hub, "hf:NAME as input"),
         ("--hf-split", config.hf_split, has_hub, "hf:NAME as input"),
         ("--hf-val-split", config.hf_val_split, has_val_hub, "hf:NAME as input"),
+        ("--separator", config.separator == "", False, "a text"),
         ("--ray", config.ray, STDIN_NAME not in inputs, "files instead of standard input"),
     ]
     for flag, value, is_met, requirement in requirements:

@@ -19,12 +19,10 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 
 def with_model_files(document: Document, directory: Path) -> Document:
     """Add what the files beside a tokenizer.json say of it. Raises UserError for corrupted ones."""
-    tokens = {}
     config = _read_object(directory / TOKENIZER_CONFIG)
     if "added_tokens_decoder" not in config:  # of a repository before transformers 4.34
         config |= _read_object(directory / "special_tokens_map.json")
-    for key, token in config.items():
-        tokens[key] = token.get("content") if isinstance(token, dict) else token
+    tokens = {key: t.get("content") if isinstance(t, dict) else t for key, t in config.items()}
     ids: dict[str, Any] = {}
     for name in ("config.json", "generation_config.json"):  # the second has the last word
         values = _read_object(directory / name)

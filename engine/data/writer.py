@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import socket
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -174,36 +174,33 @@ def write_unit(
 ) -> None:
     """Write the shards of a unit, then its summary."""
     has_examples = job.rule.has_examples
-    count_names = ("tokens", "bytes", "documents", *(["targets"] if has_examples else []))
-    counts: dict[str, Counter] = {split: Counter() for split in SPLIT_NAMES}
-    sources: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLIT_NAMES}
+    names = ["tokens", "bytes", "documents", *["targets"] * has_examples]
+    zeros: dict[str, Any] = dict.fromkeys(names, 0)
+    splits = {split: {**zeros, "shards": [], "sources": []} for split in SPLIT_NAMES}
     texts = []
     names = [*SPLIT_NAMES, *(f"{split}-lengths" for split in SPLIT_NAMES if has_examples)]
     paths = {name: job.folder / f"{name}-{unit.number:05d}.npy" for name in names}
     writers = {name: dataset.ShardWriter(path) for name, path in paths.items()}
     for batch in batches:
-        for split in SPLIT_NAMES:
+        for split, counts in splits.items():
             encoded = [text for text in batch.encoded if text.split == split]
             ids = np.concatenate([text.ids for text in encoded] or [np.empty(0, np.uint32)])
             writers[split].write(ids.astype(job.dtype, copy=False))
             if has_examples:
                 lengths = [len(text.ids) for text in encoded]
                 writers[f"{split}-lengths"].write(np.array(lengths, dataset.LENGTHS_DTYPE))
-            counts[split]["tokens"] += len(ids)
-            counts[split]["bytes"] += sum(text.num_bytes for text in encoded)
-            counts[split]["targets"] += sum(text.num_targets for text in encoded)
-            counts[split]["documents"] += sum(text.ends_document for text in encoded)
+                counts["targets"] += sum(text.num_targets for text in encoded)
+            counts["tokens"] += len(ids)
+            counts["bytes"] += sum(text.num_bytes for text in encoded)
+            counts["documents"] += sum(text.ends_document for text in encoded)
             tokens = [{"source": text.source, "tokens": len(text.ids)} for text in encoded]
-            sources[split] += dataset.merge_sources(tokens)
+            counts["sources"] += dataset.merge_sources(tokens)
         texts.append(np.array(batch.texts, documents.TEXT_DTYPE))
         advance(batch.num_characters)
-    splits: dict[str, dict[str, Any]] = {}
-    for split in SPLIT_NAMES:
-        splits[split] = {name: counts[split][name] for name in count_names}
-        splits[split]["shards"] = writers[split].close()
-        splits[split]["sources"] = sources[split]
+    for split, counts in splits.items():
+        counts["shards"] = writers[split].close()
         if has_examples:
-            splits[split]["lengths"] = writers[f"{split}-lengths"].close()
+            counts["lengths"] = writers[f"{split}-lengths"].close()
     content = files.to_json({"splits": splits, "notes": unit.notes})
     summary = io.BytesIO()
     np.savez(summary, content=content, texts=np.concatenate(texts))

@@ -69,21 +69,14 @@ def example_questions(
     assert isinstance(examples, Examples)
     for index in select_evenly(examples.num_examples, max_questions):
         example = examples.example(index)
-        first, end = last_answer(example)
+        is_counted = is_target(example)
+        end = np.flatnonzero(is_counted)[-1] + 1  # of the last consecutive targets
+        first = np.append(-1, np.flatnonzero(~is_counted[:end]))[-1] + 1
         prompt = token_ids(example[:first]).tolist()
         answer = example[first:end].tolist()
         stream = TextStream(tokenizer, prompt, ends=ends)
         text = "".join(map(stream.push, answer)) + stream.end()
         yield Question(prompt, len(answer) + EXTRA_TOKENS + ends.num_bytes, text)
-
-
-def last_answer(example: np.ndarray) -> tuple[int, int]:
-    """Return the start and end of the last consecutive targets of an example."""
-    is_counted = is_target(example)
-    end = np.flatnonzero(is_counted)[-1] + 1
-    gaps = np.flatnonzero(~is_counted[:end])
-    start = gaps[-1] + 1 if len(gaps) else 0
-    return int(start), int(end)
 
 
 def count_right(

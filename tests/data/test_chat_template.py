@@ -499,32 +499,6 @@ def test_reasoning_and_a_system_text_are_rendered_where_the_template_can(
     assert DROPPED_TEXT_NOTE not in parser.parse({"messages": [QUESTION, empty] * 2})[1]
 
 
-THINKING = (
-    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}"
-    "{%- if message.role == 'assistant' and loop.last and '</think>' not in message.content %}"
-    "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{{- message.content + '<|im_end|>\\n' }}"
-    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
-
-
-def test_markup_is_a_token_in_answers_and_text_elsewhere(words: Tokenizer):
-    document = chatml_with(words, THINKING).with_special(["<think>", "</think>"]).document
-    added = document["added_tokens"]
-    added = [token | {"special": "think" not in token["content"]} for token in added]
-    tokenizer = from_document(document | {"added_tokens": added})
-    think, end_think = (tokenizer.special_tokens[name] for name in ("<think>", "</think>"))
-    text = "<think>a</think>b"
-    example = encode_example(tokenizer, [("user", text), ("assistant", text)])
-    markup = [token for token in example.tolist() if max(token, ~token) in (think, end_think)]
-    assert markup == [think, end_think]
-    assert not {think, end_think} & {*tokenizer.unused_ids()}  # or they could not be sampled
-    # The block that the template adds to the last answer has to be generated.
-    turns = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")]
-    example = encode_example(tokenizer, turns)
-    targets = tokenizer.decode(example[example >= 0].tolist())
-    assert targets == "2<|im_end|><think>\n\n</think>\n\n4<|im_end|>"
-
-
 @pytest.fixture(params=["first", "always", "normalizer", "never"])
 def sentencepiece(request: pytest.FixtureRequest, code: str) -> Tokenizer:
     """A tokenizer that adds a space before a text in one of several ways, or does not."""

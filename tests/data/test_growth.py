@@ -14,6 +14,7 @@ from engine.core.errors import UserError
 from engine.data.batches import open_mixture
 from engine.data.dataset import open_dataset
 from engine.data.dataset_summary import describe_dataset
+from engine.data.split import token_ids
 from engine.report.callback import describe_data
 from prepare import PrepareConfig, prepare
 
@@ -30,11 +31,8 @@ def document(number: int) -> str:
 def decode(path: Path) -> dict[str, str]:
     """Return the text of each split."""
     dataset = open_dataset(path)
-    texts = {}
-    for split in ("train", "val"):
-        ids = getattr(dataset, split).tokens[:]
-        texts[split] = dataset.tokenizer.decode([max(i, ~i) for i in ids.tolist()])
-    return texts
+    ids = {split: token_ids(getattr(dataset, split).tokens[:]) for split in ("train", "val")}
+    return {split: dataset.tokenizer.decode(ids[split].tolist()) for split in ids}
 
 
 def lines_of(text: str) -> set[str]:

@@ -94,6 +94,7 @@ def test_chats_and_prompts_have_the_ids_of_text(tokenizer: str, tmp_path: Path):
     ids = example[example >= 0].tolist()
     assert ids == [*PLAIN_IDS, dataset.tokenizer.special_tokens["<|end|>"]]
     question = token_ids(example[: -len(ids)]).tolist()
+    assert not {THINK, END_OF_THOUGHT} & {*dataset.tokenizer.unused_ids()}  # or never sampled
     assert THINK not in question and dataset.tokenizer.decode(question).count(CLEAN) == 1
     assert count_notes(dataset) == {"lines": 8, "names": 2 * (3 + 1)}  # those of a question
 

@@ -83,10 +83,6 @@ class Source:
             files = [os.stat(file["filename"]) for file in rows.cache_files]
             version = " ".join(str(file.st_mtime_ns) for file in files)
             return sum(file.st_size for file in files), version
-        if isinstance(self.path, Path):
-            with wrap_errors(self.name):
-                file = os.stat(self.path)
-            return file.st_size, str(file.st_mtime_ns)
         fs, path = file_system(self.path)
         with wrap_errors(self.name):
             info = fs.info(path)
