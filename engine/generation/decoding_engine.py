@@ -312,11 +312,11 @@ class DecodingEngine:
         """
         num_tokens = len(tokens[0])
         rows = self.rows[first : first + len(tokens)]
-        if not self.has_cache:
-            for row in rows:
-                row.num_cached += num_tokens
-            return torch.cat([self._compute_context(row, last) for row in rows])
         lengths = [row.num_cached for row in rows]
+        for row in rows:
+            row.num_cached += num_tokens
+        if not self.has_cache:
+            return torch.cat([self._compute_context(row, last) for row in rows])
         span = RowSpan(first, lengths, num_tokens, self.windows, self.device)
         self._reserve(len(self.rows), span.end)
         for cache in self.caches:
@@ -324,10 +324,7 @@ class DecodingEngine:
         ids = torch.tensor(tokens, device=self.device)
         # cuDNN's attention would prepare itself for each new number of keys.
         with sdpa_kernel(SHAPELESS_KERNELS) if ids.is_cuda else nullcontext():
-            logits = self.model(ids, contexts=self.caches, last=last)
-        for row in rows:
-            row.num_cached += num_tokens
-        return logits
+            return self.model(ids, contexts=self.caches, last=last)
 
     def _compute_context(self, row: Row, last: int) -> Tensor:
         """Return the logits after the ``last`` ids of a row, (1, last, V). A loop has no cache."""

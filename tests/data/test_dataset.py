@@ -144,7 +144,6 @@ DAMAGES: dict[tuple[str, str], Callable[[Path], object]] = {
     ("text", "altered source"): lambda path: flip_bit(path / "manifest.json", b'source": "', 0),
     ("text", "unlike its hash"): lambda path: flip_bit(path / "manifest.json", b"0.1", 0),
     ("text", "opened bracket"): lambda path: flip_bit(path / VAL, b" " * 8, 3),
-    ("text", "no splits"): lambda path: change_manifest(path, splits={}),
     ("text", "no tokenizer"): lambda path: (path / "tokenizer.json").unlink(),
     ("text", "another tokenizer"): lambda path: CharTokenizer("abc").save(path / "tokenizer.json"),
     ("text", "no shard"): lambda path: (path / VAL).unlink(),

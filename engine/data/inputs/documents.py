@@ -85,7 +85,8 @@ class SplitRule:
         if unit_split or not is_cut:
             if self.has_examples:
                 digest = hash_prompt(text)
-            is_val = hash_fraction(digest) <= self.val_fraction
+            # The first bytes as a fraction in [0, 1], the same on every machine.
+            is_val = int.from_bytes(digest[:8], "big") / 2**64 <= self.val_fraction
             if self.has_few_documents:
                 is_val = digest in self.val_prompts
             split = unit_split or ("val" if is_val else "train")
@@ -243,11 +244,6 @@ def digest_of(text: Text) -> bytes:
 def hash_prompt(text: Text) -> bytes:
     """Hash the prompt of an example with BLAKE2b, 32 bytes."""
     return hashlib.blake2b(text.prompt.encode(), digest_size=32).digest()
-
-
-def hash_fraction(digest: bytes) -> float:
-    """Map a digest to [0, 1], the same on every machine."""
-    return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def content_hash(units: Iterable[Unit], texts: Iterable[np.ndarray]) -> str:

@@ -157,13 +157,11 @@ def detect_encoding(source: Source) -> str:
     previous = b""
     with open_source(source) as file:
         for block in iter(partial(file.read, SAMPLE_BYTES), b""):
-            try:
-                is_text = "\0" not in decoder.decode(block)
-            except UnicodeDecodeError:
-                is_text = False
-            if not is_text:
-                return guess_encoding(previous + block) or DEFAULT_ENCODING
-            previous = block
+            with contextlib.suppress(UnicodeDecodeError):
+                if "\0" not in decoder.decode(block):
+                    previous = block
+                    continue
+            return guess_encoding(previous + block) or DEFAULT_ENCODING
     return DEFAULT_ENCODING
 
 
