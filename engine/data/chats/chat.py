@@ -210,11 +210,10 @@ def encode_text(
     if not np.array_equal(ids[: len(start)], start):
         ids = np.concatenate((start, ids))
     end_id = tokenizer.end_of_text_id
-    if ends and end_id is None:
-        return np.concatenate((ids, tokenizer.encode(separator)))
-    if ends and ids[-1:].tolist() != [end_id]:
-        return np.append(ids, np.uint32(end_id))
-    return ids
+    if not ends or ids[-1:].tolist() == [end_id]:
+        return ids
+    end = tokenizer.encode(separator) if end_id is None else np.array([end_id], np.uint32)
+    return np.concatenate((ids, end))
 
 
 def encode_rendered(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:

@@ -62,9 +62,8 @@ def pair_parser(
 ) -> ExampleParser:
     """Return the parser of prompts, from one field or several, with their completions."""
     fields = list_fields(prompt_field)
-    texts = {"prompt_fields": fields, "completion_field": completion_field}
-    parse = partial(parse_pair, **texts, prompt_suffix=prompt_suffix)
-    return ExampleParser(parse, (*fields, completion_field))
+    parse = partial(parse_pair, prompt_fields=fields, completion_field=completion_field)
+    return ExampleParser(partial(parse, prompt_suffix=prompt_suffix), (*fields, completion_field))
 
 
 def list_fields(fields: str | Sequence[str]) -> list[str]:
