@@ -24,7 +24,7 @@ from engine.training.config import RunConfig
 from engine.training.estimate import (
     MEMORY_ERROR,
     activation_bytes,
-    build_meta_model,
+    cached_meta_model,
     check_memory,
     describe_plan,
     estimate_memory,
@@ -112,7 +112,7 @@ def test_activations_are_near_those_that_a_micro_batch_allocates(kind, dtype, lo
         config = RunConfig(model=model, dtype=dtype, checkpoint_activations=is_lean, **lora)
         measured = measure_activations(config, 2)
         estimated = activation_bytes(config, 2, SINGLE_PROCESS)
-        weights = 4 * build_meta_model(config.model).num_parameters
+        weights = 4 * cached_meta_model(config.model).num_parameters
         fixed = 4 * weights if not lora_rank else weights
         assert fixed + estimated == pytest.approx(fixed + measured, rel=MEMORY_ERROR)
 
@@ -146,7 +146,7 @@ def test_planned_memory_is_the_peak_of_a_run(numbers, tmp_path, capsys):
 def test_fsdp_divides_all_but_what_is_gathered(monkeypatch):
     monkeypatch.setattr(estimate, "total_memory", lambda device: 80e9)
     model = ModelConfig(vocab_size=50304, num_layers=4, num_heads=4, d_model=4096)
-    num_params = build_meta_model(model).num_parameters
+    num_params = cached_meta_model(model).num_parameters
     other_params = 2 * 50304 * 4096
     blocks = num_params - other_params
     config = RunConfig(model=model, batch_size=64, dtype="bfloat16", capture=False)
@@ -189,7 +189,7 @@ def test_plan_is_a_table_of_this_device_with_and_without_lora():
     config = RunConfig(model=SMALL, batch_size=36, micro_batch_size=18, steps=10_000)
     plan = describe_plan(config, SINGLE_PROCESS, 36 * 128, [10**9])
     assert max(map(len, plan.splitlines())) <= 80
-    assert f"{build_meta_model(SMALL).num_parameters:,} parameters" in plan
+    assert f"{cached_meta_model(SMALL).num_parameters:,} parameters" in plan
     assert rows_of(plan)["micro-batches"] == ["2 × 18", ""]
     tuned = dataclasses.replace(config, init_from=Path("base"), minutes=60)
     plan = describe_plan(tuned, SINGLE_PROCESS, 36 * 128, [1e6])
