@@ -25,6 +25,7 @@ from helpers import (
     ROOT,
     TINY,
     Action,
+    SpoilHead,
     StopAfter,
     add_scales,
     assert_same_run,
@@ -262,14 +263,9 @@ def test_the_models_of_timing_steps_are_freed_at_once(numbers):
 def test_a_run_whose_loss_is_not_finite_ends_in_one_line_after_its_last_checkpoint(
     numbers, tmp_path
 ):
-    class Spoil(Callback):
-        def on_step(self, trainer: Trainer) -> None:
-            if trainer.step == 4:
-                next(trainer.model.parameters()).data[0] = math.nan
-
     flags = ("--steps", 9, "--eval-every", 3)
     with pytest.raises(UserError, match=r"--learning-rate: [^\n]* step 3\b[^\n]*$"):
-        train_tiny(numbers, tmp_path, *flags, callbacks=[MetricsFile(), Spoil()])
+        train_tiny(numbers, tmp_path, *flags, callbacks=[MetricsFile(), SpoilHead(4, math.nan)])
     assert list(logged(tmp_path, "val_loss")) == [3, 6]
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000003"]
 

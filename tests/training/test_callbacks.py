@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Action, SpoilLoss, logged, read_lines, same_tensors, tiny
+from helpers import Action, SpoilHead, SpoilLoss, logged, read_lines, same_tensors, tiny
 
 import train
 from engine.core.errors import UserError
@@ -97,13 +97,8 @@ def test_a_run_that_is_worse_than_guessing_says_so(numbers, tmp_path, capsys):
 
 
 def test_the_summary_is_that_of_the_checkpoint_that_is_used(numbers, tmp_path, capsys):
-    class Spoil(Callback):
-        def on_step(self, trainer: Trainer) -> None:
-            if trainer.step == 5:
-                trainer.model.head.weight.data.neg_()
-
     flags = ["--steps", 6, "--eval-every", 3]
-    run = train_with([Spoil(), MetricsFile()], numbers, tmp_path, *flags)
+    run = train_with([SpoilHead(5, -1), MetricsFile()], numbers, tmp_path, *flags)
     losses = logged(tmp_path, "val_loss")
     assert losses[3] < losses[6]
     capsys.readouterr()
