@@ -316,14 +316,6 @@ def test_dropout_has_another_seed_at_each_step(trained):
     assert len(set(seeds)) == 3
 
 
-def test_accumulated_micro_batches_are_the_whole_batch(trained):
-    whole_batch = trained("whole-batch", "--steps", 10)
-    for size in (1, 2):
-        run = trained(f"micro-{size}", "--steps", 10, "--micro-batch-size", size)
-        for key, tolerance in (("train_loss", {"abs": 1e-5}), ("grad_norm", {"rel": 1e-3})):
-            assert logged(run, key) == pytest.approx(logged(whole_batch, key), **tolerance)
-
-
 def test_float16_scales_its_loss_and_learns_also_after_a_resume_with_another_dtype(trained):
     def loss_scale(run: Path) -> float:
         return dict(newest_checkpoint(run).optimizer())["loss_scaler.loss_scale"].item()
