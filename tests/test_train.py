@@ -764,7 +764,7 @@ def test_timing_steps_and_plan_see_the_examples_of_the_run(long_pairs, long_exam
 
 def test_a_plan_has_the_tokens_and_epochs_of_the_run(long_pairs, tmp_path, capsys):
     arguments = tiny(long_pairs, tmp_path / "run", "--steps", 20, "--context-length", 32)
-    assert train.main([*arguments, "--plan"]) == 0
+    assert train.main([*arguments, "--plan"]) == 0 and not (tmp_path / "run").exists()
     (planned,) = re.findall("^run +(20 steps, .* epochs)", capsys.readouterr().out, re.MULTILINE)
     assert train.main(arguments) == 0
     assert planned in capsys.readouterr().out

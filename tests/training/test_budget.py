@@ -97,29 +97,6 @@ def test_pauses_do_not_reduce_the_speed(monkeypatch):
     assert budget.measure_speed(10) == pytest.approx(2)
 
 
-def test_all_ranks_use_the_clock_of_rank_0():
-    dist = SimpleNamespace(broadcast=lambda value: 50.0)
-    budget = Budget({"evaluate": None, "save": None}, seconds=3.0, dist_ctx=dist)
-    assert budget.seconds == 50
-    dist.broadcast = lambda values: [0.25, 0.0]
-    budget.update(7)
-    assert budget.progress == 0.25
-
-
-def test_steps():
-    budget = Budget({"evaluate": 4, "save": 5}, steps=10)
-    evaluated_at = []
-    saved_at = []
-    for step in range(1, 11):
-        assert not budget.exhausted
-        budget.update(step)
-        evaluated_at += [step] * budget.is_due("evaluate", step)
-        saved_at += [step] * budget.is_due("save", step)
-    assert (evaluated_at, saved_at) == ([4, 8], [5, 10])
-    assert budget.exhausted
-    assert budget.total_steps == 10
-
-
 def test_a_run_of_minutes_continues_where_it_was_interrupted(numbers, tmp_path, capsys):
     flags = ("--minutes", (SHUTDOWN_SECONDS + 9) / 60, "--eval-every", 10**6)
     config = load_settings(train.TrainConfig, tiny(numbers, tmp_path, *flags))

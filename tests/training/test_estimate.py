@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import GPT2, ROOT, tiny
+from helpers import GPT2, ROOT
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
@@ -196,12 +196,6 @@ def test_plan_is_a_table_of_this_device_with_and_without_lora():
     assert rows_of(plan)["micro-batches"] == ["2 × 18"] * 2
     assert "60 min" in plan and "epochs" not in plan
     assert "all steps" not in rows_of(plan) and "one step" in rows_of(plan)
-
-
-def test_the_command_plans_and_writes_nothing(numbers, tmp_path, capsys):
-    assert train.main(tiny(numbers, tmp_path / "planned", "--plan", "--steps", 10)) == 0
-    assert "10 steps, 4 × 16 tokens a step = 640 tokens (0.0 epochs)\n" in capsys.readouterr().out
-    assert not (tmp_path / "planned").exists()
 
 
 # LoRA.
