@@ -106,7 +106,7 @@ def export_model(config: ExportConfig) -> str:
     template = directory.chat_template(tokenizer, checkpoint.is_chat_model)
     name = config.out.resolve().name
     with atomic_directory(config.out) as path:
-        write_tensors(path / "model.safetensors", tensors, directory.EXPORT_METADATA)
+        write_tensors(path / "model.safetensors", tensors, {"format": "pt"})
         write_json(path / "config.json", hf_config)
         directory.write_tokenizer(path, tokenizer, model_config.context_length, template)
         directory.write_card(path / "README.md", name, checkpoint.state, model.num_parameters)
@@ -116,7 +116,7 @@ def export_model(config: ExportConfig) -> str:
         report = directory.compare_with_transformers(path, model, tokenizer)
         if config.dtype == "bfloat16":  # the comparison is exact only before rounding
             rounded = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-            write_tensors(path / "model.safetensors", rounded, directory.EXPORT_METADATA)
+            write_tensors(path / "model.safetensors", rounded, {"format": "pt"})
             dtypes = dict.fromkeys(("dtype", "torch_dtype"), config.dtype)
             write_json(path / "config.json", hf_config | dtypes)
         return report

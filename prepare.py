@@ -31,7 +31,7 @@ from engine.data.chats import chat, examples
 from engine.data.dataset import dataset_name, is_up_to_date, open_dataset
 from engine.data.dataset_summary import describe_dataset
 from engine.data.inputs.documents import Corpus
-from engine.data.inputs.finder import STDIN_NAME, find_sources
+from engine.data.inputs.finder import INPUT_ADVICE, STDIN_NAME, find_sources
 from engine.data.inputs.sources import DEFAULT_ENCODING, Reader, Source
 from engine.data.inputs.text import normalize_encoding
 from engine.data.tokenizer import ByteTokenizer, Tokenizer, named_tokenizer
@@ -205,7 +205,7 @@ def check_arguments(config: PrepareConfig) -> None:
     """Raise UserError for arguments that contradict each other."""
     inputs = (*config.inputs, *config.val)
     if not config.inputs or "" in inputs:
-        raise UserError("INPUT: missing. Give a file, a folder, an address, hf:NAME, - or pydocs.")
+        raise UserError(f"INPUT: missing. {INPUT_ADVICE}")
     check_ranges(config)
     if config.pattern not in (None, *SPLIT_PATTERNS):
         names = ", ".join(SPLIT_PATTERNS)

@@ -271,6 +271,8 @@ def prepare_text(text: str, path: Path) -> None:
     try:
         prepare(PrepareConfig(inputs=(text,)))
     except UserError as error:
+        if "--" not in str(error):
+            raise
         advice = f"Add flags to: {command}, and train with: --data {path}"
         raise UserError(f"{error} {advice}") from None
 

@@ -101,7 +101,7 @@ MISTAKES = [  # command line, exit code, and a regex of the line
     ("prepare b.txt", 1, "b.txt: "),
     ("prepare text.txt --out text.txt --force", 1, "--out"),
     ("prepare empty.txt", 1, "train split"),
-    ("prepare bad.txt", 1, "at byte 3. Convert it, or use --errors"),
+    ("prepare bad.txt", 1, "at byte 3. Use .*--errors"),
     ("prepare halves.jsonl --tokenizer byte", 1, "val split must have text"),
     ("prepare b.txt --tokenizer gpt5", 1, "--tokenizer"),  # flags are checked first
     ("prepare b.txt --vocab-size 256", 2, "--vocab-size"),

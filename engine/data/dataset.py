@@ -205,6 +205,7 @@ def _open_shards(folder: Path, shards: list[dict[str, Any]], dtype: str) -> Shar
         header = make_shard_header(np.dtype(dtype), shard["tokens"])
         num_bytes = len(header) + shard["tokens"] * np.dtype(dtype).itemsize
         with open(path, "rb") as file:  # NumPy's parser of headers may raise anything
+            files.check_pointer(file.peek(), path)
             if file.read(len(header)) != header or path.stat().st_size != num_bytes:
                 raise UserError(f"{path.name} is not a shard of {shard['tokens']} {dtype}")
         arrays.append(np.load(path, mmap_mode="r"))

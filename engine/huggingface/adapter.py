@@ -16,7 +16,7 @@ from engine.core.errors import UserError, wrap_library_errors
 from engine.core.files import atomic_directory, read_json, write_json
 from engine.core.values import convert, from_json
 from engine.huggingface.convert import FLOAT_DTYPES, convert_layout, tensor_layout
-from engine.huggingface.directory import EXPORT_METADATA, read_tensors
+from engine.huggingface.directory import read_tensors
 from engine.huggingface.families import Family
 from engine.nn.lora import A_NAME, B_NAME, LORA_ALPHA, TOKEN_PARAMETERS, lora_scale
 from engine.runs.checkpoint import Checkpoint, write_tensors
@@ -130,7 +130,7 @@ def export_adapter(out: Path, checkpoint: Checkpoint, head_width: int, family: F
         "target_modules": sorted({layer.split(".")[-1] for layer in ranks}),
     }
     with atomic_directory(out) as path:
-        write_tensors(path / TENSORS_FILE, tensors, EXPORT_METADATA)
+        write_tensors(path / TENSORS_FILE, tensors, {"format": "pt"})
         write_json(path / CONFIG_FILE, config)
     if source:
         return f"Its base model is {source}, as base_model_name_or_path in {CONFIG_FILE}"

@@ -43,7 +43,7 @@ OTHER_TOKENIZERS = dict.fromkeys(
     "is not read. Convert it: AutoTokenizer.from_pretrained(…).save_pretrained(…)",
 )
 PATH_SETTINGS = {"data", "out", "init_from"}  # which name folders of this machine
-EXPORT_METADATA = {"format": "pt", "exported_by": "gpt-trainer"}  # of its tensors
+CARD_LABEL = "License and source of the text"  # no other tool writes it
 EXPORT_FILE_PATTERN = re.compile(r"(.*config|tokenizer)\.json|README\.md|.*\.(safetensors|gguf)")
 CARD_TEMPLATE = """---
 license: FILL IN
@@ -74,11 +74,10 @@ def check_target(path: Path, force: bool) -> None:
     names = [file.name for file in path.glob("*")]
     if not names and not path.is_file():
         return
-    metadata = None
-    with contextlib.suppress(OSError, safetensors.SafetensorError):
-        file = next(path.glob("*model.safetensors"), path)
-        metadata = safetensors.safe_open(file, "pt").metadata()
-    is_export = metadata == EXPORT_METADATA and all(map(EXPORT_FILE_PATTERN.fullmatch, names))
+    card = path / "README.md"
+    has_card = card.is_file() and CARD_LABEL in card.read_text(encoding="utf-8", errors="replace")
+    is_adapter = {*names} == {"adapter_config.json", "adapter_model.safetensors"}
+    is_export = (has_card or is_adapter) and all(map(EXPORT_FILE_PATTERN.fullmatch, names))
     if not (force and is_export):
         advice = "Add --force to replace it, or choose" if is_export else "Choose"
         raise UserError(f"{path}: already exists. {advice} another directory.")

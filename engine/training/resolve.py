@@ -228,7 +228,7 @@ def changed_settings(
     for name, done in (("steps", state.step), ("minutes", round(state.elapsed_seconds / 60, 4))):
         if name in changed and (settings[name] or math.inf) < done:
             problem = f"must be at least the {done:,} of the checkpoint (got {settings[name]:,})"
-            raise UserError(f"--{name}: {problem}.")
+            raise UserError(f"--{name}: {problem}. Leave it out, or give more.")
     return {name: pair for name, pair in changed.items() if name not in SETTINGS_IGNORED_ON_RESUME}
 
 

@@ -39,15 +39,14 @@ def test_only_an_export_is_replaced(run: Path, tmp_path: Path, capsys):
     for _ in range(2):
         huggingface.main(command)
     assert ", ".join(sorted(path.name for path in hf.iterdir())) in capsys.readouterr().out
-    tensors = safetensors.torch.load_file(hf / "model.safetensors")
     (hf / "notes.txt").touch()
     for _ in range(2):
         before = read_files(hf)
         with pytest.raises(UserError, match=f"^{hf}: already exists. Choose"):
             huggingface.main(command)
         assert read_files(hf) == before
-        (hf / "notes.txt").unlink(missing_ok=True)  # then with weights of another program
-        safetensors.torch.save_file(tensors, hf / "model.safetensors", {"format": "pt"})
+        (hf / "notes.txt").unlink(missing_ok=True)  # then with the card of another model
+        (hf / "README.md").write_text("# A model")
 
 
 def test_an_imported_tokenizer_that_pads_and_truncates_does_neither(tmp_path: Path):

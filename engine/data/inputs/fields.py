@@ -63,8 +63,8 @@ def suggest_flags(record: dict[str, Any], field: str, flag: str, others: Sequenc
     for name in filter(record.__contains__, (*CHAT_FIELDS, *ANSWER_FIELDS, *record)):
         has_messages = isinstance(record[name], list) and any(map(_is_message, record[name]))
         if name != field and (has_messages or name in CHAT_FIELDS):
-            is_usual = name in (*CHAT_FIELDS, ANSWER_FIELDS[0])
-            chat_flags = "--chat" if is_usual else f"--chat --chat-field {shlex.quote(name)}"
+            is_found = name in (*CHAT_FIELDS, ANSWER_FIELDS[0]) and not is_chat
+            chat_flags = "--chat" if is_found else f"--chat --chat-field {shlex.quote(name)}"
             return f"Use {chat_flags} instead"
     names = {name: shlex.quote(column) for name, column in names.items() if column != field}
     prompts = [names[name] for name in PROMPT_NAMES if name in names]

@@ -1,6 +1,7 @@
 """Inputs of prepare.py → sources: folders, addresses, standard input, built-in corpora."""
 
 import ast
+import difflib
 import json
 import os
 import re
@@ -28,6 +29,7 @@ SHAKESPEARE_URL = (
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 STDIN_NAME = "-"
+INPUT_ADVICE = "Give a file, a folder, an address, hf:NAME, - or pydocs."
 FINDER_FILE = ".DS_Store"  # of a folder that macOS has shown
 # The start of an array of objects or of lists of messages, or of an object.
 RECORDS_PATTERN = re.compile(r'\ufeff?\s*(\[\s*){0,2}\{\s*"')
@@ -87,7 +89,10 @@ def find_sources(
 def find_file(path: Path) -> Path:
     """Return the absolute path of a file. Raises UserError if it is missing or cannot be read."""
     if not os.path.lexists(path):
-        raise UserError(f"{path}: not found. Give a file, a folder, an address, hf:NAME or -.")
+        siblings = [each.name for each in path.parent.glob("*")]  # empty if there is no folder
+        similar = difflib.get_close_matches(path.name, siblings, 1)
+        advice = f"Did you mean {path.with_name(similar[0])}?" if similar else INPUT_ADVICE
+        raise UserError(f"{path}: not found. {advice}")
     if not path.is_file() or not os.access(path, os.R_OK):
         advice = "Give another, - for standard input, or choose files with --glob"
         raise UserError(f"{path}: must be a file that can be read, and no pipe. {advice}.")
