@@ -299,9 +299,10 @@ def test_measuring_shows_its_progress_and_can_be_stopped(page, inspector):
         assert page.locator("#measure").inner_text() == "Measure all heads"
 
 
-def test_a_text_of_ones_own_is_measured(live, inspector):
+def test_a_text_of_ones_own_is_measured_or_continued_and_what_is_of_another_waits(live, inspector):
     live.click("#edit")
     assert live.input_value("#whole") == read_tokens(live)
+    assert live.locator("#measure").evaluate("element => element.closest('[inert]') !== null")
     live.fill("#whole", "(&1'*2")
     live.click("#read")
     wait(live)
@@ -309,13 +310,10 @@ def test_a_text_of_ones_own_is_measured(live, inspector):
     bits = [token["bits"][0] for token in read["tokens"][1:]]
     mean = f"{torch.tensor(bits).mean():.2f} bits each"
     assert read_tokens(live) == "(&1'*2" and mean in live.locator("#status").inner_text()
-
-
-def test_enter_generates_after_a_text_of_ones_own_and_what_is_of_another_waits(live, inspector):
     live.click("#edit")
-    assert live.locator("#measure").evaluate("element => element.closest('[inert]') !== null")
     live.fill("#whole", PROMPT[:5])
     live.press("#whole", "Enter")
+    expect(live.locator("#tokens [role=option]")).to_have_count(5 + SETTINGS["max_new_tokens"] + 1)
     wait(live)
     assert read_tokens(live) == written_text(inspector.write({"text": PROMPT[:5], **SETTINGS}))
     assert live.evaluate("document.activeElement.id") == "typed"
