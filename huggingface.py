@@ -30,6 +30,7 @@ from engine.nn.lora import TOKEN_PARAMETERS
 from engine.nn.positions import FREQUENCY_BASE, sinusoids
 from engine.runs.checkpoint import Checkpoint, RunState, load_model, write_checkpoint, write_tensors
 from engine.runs.run_files import find_checkpoint
+from engine.training.estimate import cached_meta_model
 from model import GPT, ModelConfig
 
 
@@ -134,7 +135,7 @@ def import_adapter(config: ImportConfig, path: Path, imported: str) -> bool:
     model_config = base.state.model
     tokenizer = read_adapter_tokenizer(config.tokenizer, path, base)
     family, hf_config = choose_family(model_config, "auto", tokenizer)
-    params = adapter.read_adapter(path, settings, meta_model(model_config), family)
+    params = adapter.read_adapter(path, settings, model_config, family)
     token_params = params.keys() & TOKEN_PARAMETERS
     if token_params and (model_config.scale_embeddings or model_config.norm != hf_config.norm):
         problem = f"{path}: its embeddings need a base model that was imported (got {base.path})"
@@ -200,7 +201,7 @@ def import_model(config: ImportConfig) -> bool:
         raise UserError(f"{source}: each layer must have tensors ({got}).")
     name = config.tokenizer
     tokenizer = named_tokenizer(name) if name else directory.read_tokenizer(path)
-    model = meta_model(model_config)
+    model = cached_meta_model(model_config)
     num_rows = len(model.token_embedding.weight)
     if tokenizer.vocab_size > num_rows:
         sizes = f"got {tokenizer.vocab_size:,} tokens, the model has {num_rows:,}"
@@ -288,15 +289,9 @@ def rewrite_params(model: GPT, config: ModelConfig) -> convert.Tensors:
         params["head.weight"] = embedding
     neutral = {  # norm weights of 1 and biases of 0 change nothing
         name: torch.full(param.shape, float(name.endswith("norm.weight")))
-        for name, param in meta_model(config).named_parameters()
+        for name, param in cached_meta_model(config).named_parameters()
     }
     return neutral | params
-
-
-def meta_model(config: ModelConfig) -> GPT:
-    """Build a model without values, for the names and shapes of its parameters."""
-    with torch.device("meta"):
-        return GPT(config)
 
 
 if __name__ == "__main__":

@@ -10,17 +10,10 @@
 In Python: ``model = load("out/NAME"); print(model.generate("ROMEO:", max_new_tokens=100))``
 """
 
-from engine.core.cli import (
-    LOCAL_HOST,
-    LOCAL_HOSTS,
-    run_command,
-    shell_command,
-    tune_openmp_spinning,
-    warn,
-)
+from engine.core import cli
 
 if __name__ == "__main__":
-    tune_openmp_spinning("decode")  # before torch is imported
+    cli.tune_openmp_spinning("decode")  # before torch is imported
 
 import contextlib
 import io
@@ -120,7 +113,7 @@ class SampleConfig:
     port: Annotated[int | None, Ge(0), Le(65535)] = None
     # Address to serve the API on. Another than this needs a key in the variable GPT_API_KEY, which
     # every request must carry, as OpenAI's clients send it.
-    host: str = LOCAL_HOST
+    host: str = cli.LOCAL_HOST
 
     @property
     def options(self) -> TextOptions:
@@ -137,7 +130,7 @@ class SampleConfig:
         prompts = [self.text, self.prompt, self.prompt_file]
         if len([prompt for prompt in prompts if prompt]) > 1:
             raise UserError("TEXT or -, --prompt and --prompt-file: got several. Keep one of them.")
-        if self.host not in LOCAL_HOSTS and not os.environ.get(API_KEY_VARIABLE):
+        if self.host not in cli.LOCAL_HOSTS and not os.environ.get(API_KEY_VARIABLE):
             problem = f"lets other machines use the model (got {self.host})"
             raise UserError(f"--host: {problem}. Set {API_KEY_VARIABLE} to a key of your choice.")
         mode = next(name for name in SETTINGS_BY_MODE if not name or getattr(self, name))
@@ -201,13 +194,14 @@ def sample(config: SampleConfig, modify_model: ModifyModel | None = None) -> Non
     if config.chat and not model.is_chat_model:
         raise UserError(
             f"{config.path}: not trained on chats. Prepare some with prepare.py … --chat, and "
-            f"train on them with train.py … {shell_command('--init-from', config.path)}."
+            f"train on them with train.py … {cli.shell_command('--init-from', config.path)}."
         )
     if config.chat:
         chat_format(model.tokenizer)  # raises UserError if the template fails
     is_of_text = not (config.chat or config.serve or config.page)
     if model.is_chat_model and is_of_text and not config.parse_special:
-        warn("the model was trained on chats: --chat gives it a turn, and a plain prompt does not")
+        problem = "--chat gives it a turn, and a plain prompt does not"
+        cli.warn(f"the model was trained on chats: {problem}")
     if config.prompts_file and config.out:
         complete_file(model, config.prompts_file, config.out, config.chat, **config.options)
     elif config.chat:
@@ -310,4 +304,4 @@ def serve_model(config: SampleConfig, model: TextGenerator) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    cli.run_command(main)

@@ -5,17 +5,10 @@ python train.py TEXT [flags]                              prepare a file or fold
 torchrun --nproc-per-node 8 train.py [FILE.toml] [flags]  on many processes: docs/distributed.md
 """
 
-from engine.core.cli import (
-    PROCESS_START,
-    Interruption,
-    run_command,
-    say,
-    shell_command,
-    tune_openmp_spinning,
-)
+from engine.core import cli
 
 if __name__ == "__main__":
-    tune_openmp_spinning("train")  # before torch is loaded
+    cli.tune_openmp_spinning("train")  # before torch is loaded
 
 import contextlib
 import gc
@@ -58,7 +51,7 @@ NUM_TIMED_STEPS = 5  # the minimum is used, as the first steps of a process are 
 
 def main(arguments: list[str] | None = None) -> int:
     """Train with the settings of the command line, and return the exit code."""
-    started_at = PROCESS_START if arguments is None else None
+    started_at = cli.PROCESS_START if arguments is None else None
     arguments = sys.argv[1:] if arguments is None else arguments
     config = load_config(arguments)
     if config.plan:
@@ -66,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     with (
         init_distributed(config.device, config.parallel, config.timeout) as dist_ctx,
-        Interruption() as interruption,
+        cli.Interruption() as interruption,
     ):
 
         def should_stop() -> bool:
@@ -77,7 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
             print_summary(trainer)
             return 0
         words = [word for word in arguments if word not in ("--resume", "--auto-resume")]
-        command = f"{dist_ctx.torchrun_command} {shell_command(sys.argv[0], *words, '--resume')}"
+        command = cli.shell_command(sys.argv[0], *words, "--resume")
+        command = f"{dist_ctx.torchrun_command} {command}"
         trainer.say(f"Interrupted after step {trainer.step:,}. Resume with: {command}")
         return 128 + (interruption.signal or signal.SIGTERM)
 
@@ -272,8 +266,8 @@ def open_data(config: TrainConfig, dist_ctx: DistributedContext) -> Mixture:
 
 def prepare_text(text: str, path: Path) -> None:
     """Prepare a dataset with the defaults of prepare.py, unless it is up to date."""
-    command = shell_command("python", "prepare.py", text)
-    say(f"$ {command}")
+    command = cli.shell_command("python", "prepare.py", text)
+    cli.say(f"$ {command}")
     try:
         prepare(PrepareConfig(inputs=(text,)))
     except UserError as error:
@@ -298,7 +292,7 @@ def open_base(
             check_modification(base, modify_model)
             if not data.tokenizer.is_extension_of(load_tokenizer(base.path / "tokenizer.json")):
                 options = ("--out", data.path, "--force", "--tokenizer", base.path)
-                command = shell_command("python", "prepare.py", "INPUT", *options)
+                command = cli.shell_command("python", "prepare.py", "INPUT", *options)
                 problem = f"its tokenizer is not that of {base.path}"
                 raise UserError(f"{data.path}: {problem}. Prepare it with: {command}")
     return base
@@ -339,4 +333,4 @@ def plan(config: TrainConfig) -> str:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    cli.run_command(main)

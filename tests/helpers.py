@@ -32,6 +32,7 @@ from engine.data.tokenizer_json import with_extension
 from engine.generation.sampling import row_seeds
 from engine.generation.text_batch import TextBatch, TextRequest
 from engine.nn.specs import ParameterSpec
+from engine.report.live_page import LivePage
 from engine.runs.checkpoint import Checkpoint, RunState, open_checkpoint
 from engine.runs.run_files import list_checkpoints
 from engine.serving.server import Server
@@ -345,6 +346,18 @@ class SpoilWeights(Callback):
             assert all(torch.equal(*pair) for pair in zip(params, self.state, strict=True))
 
 
+class SpoilHead(Callback):
+    """Multiplies the head's weights by a factor after a step."""
+
+    def __init__(self, step: int, factor: float):
+        self.step = step
+        self.factor = factor
+
+    def on_step(self, trainer: Trainer) -> None:
+        if trainer.step == self.step:
+            trainer.model.head.weight.data *= self.factor
+
+
 class StopAfter(Callback):
     """A callback and ``should_stop`` that is true after a number of steps."""
 
@@ -413,3 +426,12 @@ def serve_in_thread(server: Server) -> Iterator[Callable[[], None]]:
         yield end
     finally:
         end()
+
+
+@contextlib.contextmanager
+def serve_page(answers: dict[str, Any]) -> Iterator[SimpleNamespace]:
+    """Run a server of the live page in a thread; yields its page, port and socket."""
+    server = Server()
+    page = LivePage(answers, server)
+    with serve_in_thread(server):
+        yield SimpleNamespace(port=server.port, socket=server.socket, **vars(page))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import (
+    SpoilHead,
     assert_same_run,
     exit_code_of,
     logged,
@@ -48,7 +49,6 @@ from engine.report.page import (
 )
 from engine.runs.checkpoint import load_model
 from engine.runs.run_files import find_checkpoint
-from engine.training.trainer import Callback, Trainer
 from model import GPT, ModelConfig
 
 EVIL = "</script><img src=x onerror=\"document.title='taken'\"><!--"
@@ -174,13 +174,8 @@ def test_a_resumed_run_drops_the_samples_after_its_step(run_a, numbers):
 
 
 def test_the_page_shows_the_checkpoint_that_is_used_also_after_a_resume(numbers, tmp_path):
-    class Spoil(Callback):
-        def on_step(self, trainer: Trainer) -> None:
-            if trainer.step == 5:
-                trainer.model.head.weight.data.neg_()
-
     flags = ["--eval-every", 3, "--steps"]
-    train_tiny(numbers, tmp_path / "a", *flags, 6, callbacks=[Report(), Spoil()])
+    train_tiny(numbers, tmp_path / "a", *flags, 6, callbacks=[Report(), SpoilHead(5, -1)])
     pages = [read_page(tmp_path / "a" / "report.html"), make_page(tmp_path / "a")]
     train_tiny(numbers, tmp_path / "a", *flags, 7, "--resume", callbacks=[Report()])
     pages.append(read_page(tmp_path / "a" / "report.html"))

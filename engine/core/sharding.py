@@ -92,11 +92,6 @@ def wrap_ddp(model: nn.Module, dist_ctx: "DistributedContext", *example: Tensor)
     return ddp_model
 
 
-def should_reduce_every_microbatch(num_params: int, memory_bytes: float) -> bool:
-    """Return whether full float32 gradients would take over a quarter of a device's memory."""
-    return 4 * num_params > memory_bytes / 4
-
-
 def gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContextManager:
     """Return a context for a backward pass that averages gradients over ranks, or does not yet."""
     set_fsdp_sync = getattr(model, "set_requires_gradient_sync", None)

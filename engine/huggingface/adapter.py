@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,9 +18,10 @@ from engine.core.values import convert, from_json
 from engine.huggingface.convert import FLOAT_DTYPES, convert_layout, tensor_layout
 from engine.huggingface.directory import read_tensors
 from engine.huggingface.families import Family
-from engine.nn.lora import A_NAME, B_NAME, LORA_ALPHA, TOKEN_PARAMETERS, add_lora, lora_scale
+from engine.nn.lora import A_NAME, B_NAME, LORA_ALPHA, TOKEN_PARAMETERS, lora_scale
 from engine.runs.checkpoint import Checkpoint, write_tensors
-from model import GPT
+from engine.training.estimate import cached_meta_model
+from model import ModelConfig
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
@@ -72,8 +74,12 @@ def find_match(values: dict[str, Any] | None, layer: str, default: Any) -> Any:
     return default
 
 
-def map_layers(layers: list[str], family: Family, problem: str, fix: str) -> dict[str, str]:
-    """Map each layer to its name in transformers. Raises UserError for fused layers."""
+def map_layers(params: Iterable[str], family: Family, problem: str, fix: str) -> dict[str, str]:
+    """Map each layer that has an update to its name in transformers.
+
+    Raises UserError for fused layers.
+    """
+    layers = [name.removesuffix(f".{A_NAME}") for name in params if name.endswith(A_NAME)]
     layout = tensor_layout([f"{layer}.weight" for layer in layers], family)
     if family.transposed or len(layout) < len(layers):
         raise UserError(f"{problem} for {family.model_type}. {fix}")
@@ -102,11 +108,10 @@ def export_adapter(out: Path, checkpoint: Checkpoint, head_width: int, family: F
     updates = dict(checkpoint.model())
     if not all(name.endswith((A_NAME, B_NAME)) for name in updates):
         raise UserError("--adapter: the run trained embeddings too. Export the merged model.")
-    layers = [name.removesuffix(f".{A_NAME}") for name in updates if name.endswith(A_NAME)]
     problem = "--adapter: unsupported"
     tensors = {}
     ranks = {}
-    for layer, hf_layer in map_layers(layers, family, problem, "Export the merged model.").items():
+    for layer, hf_layer in map_layers(updates, family, problem, "Export the merged model.").items():
         A = updates[f"{layer}.{A_NAME}"]
         B = updates[f"{layer}.{B_NAME}"]
         tensors[PEFT_NAME.format(hf_layer, "A")] = A
@@ -146,12 +151,14 @@ def read_settings(directory: Path) -> AdapterSettings:
 
 
 def read_adapter(
-    directory: Path, settings: AdapterSettings, model: GPT, family: Family
+    directory: Path, settings: AdapterSettings, config: ModelConfig, family: Family
 ) -> dict[str, Tensor]:
     """Return the updates of an adapter, and the embeddings and head that it has in full.
 
-    The model, which has no values, gets updates. Raises UserError for an adapter that does not fit.
+    Raises UserError for an adapter that does not fit a model of this config.
     """
+    params = cached_meta_model(config, (1,)).named_parameters()
+    shapes = {name: param.shape for name, param in params}
     path = directory / TENSORS_FILE
     tensors = read_tensors(directory, TENSORS_FILE)
     tensors = {name.replace(".default.", "."): value for name, value in tensors.items()}
@@ -159,21 +166,19 @@ def read_adapter(
     for name in TOKEN_PARAMETERS:
         (hf_name,) = tensor_layout([name], family)
         if any(map(hf_name.removesuffix(".weight").endswith, settings.modules_to_save or [])):
-            shape = model.token_embedding.weight.shape
+            shape = shapes["token_embedding.weight"]
             values[name] = take(tensors, NAME_PREFIX + hf_name, shape, path)
-    add_lora(model, 1)
-    params = dict(model.named_parameters())
-    layers = [name.removesuffix(f".{A_NAME}") for name in params if name.endswith(A_NAME)]
     problem = f"{directory}: adapters are unsupported"
-    for layer, hf_layer in map_layers(layers, family, problem, MERGE_ADVICE).items():
+    for layer, hf_layer in map_layers(shapes, family, problem, MERGE_ADVICE).items():
         names = [PEFT_NAME.format(hf_layer, letter) for letter in "AB"]
         if tensors.keys().isdisjoint(names):
             continue
         rank, scale = settings.rank_and_scale(hf_layer)
-        A_name, B_name = f"{layer}.{A_NAME}", f"{layer}.{B_NAME}"
-        values[A_name] = take(tensors, names[0], (rank, params[A_name].shape[1]), path)
-        B = take(tensors, names[1], (len(params[B_name]), rank), path) * (scale / lora_scale(rank))
-        values[B_name] = convert_B(layer, B, model.config.head_width, family)
+        A_name = f"{layer}.{A_NAME}"
+        B_name = f"{layer}.{B_NAME}"
+        values[A_name] = take(tensors, names[0], (rank, shapes[A_name][1]), path)
+        B = take(tensors, names[1], (shapes[B_name][0], rank), path) * (scale / lora_scale(rank))
+        values[B_name] = convert_B(layer, B, config.head_width, family)
     if tensors:
         raise UserError(f"{path}: unsupported tensor {next(iter(tensors))}. {MERGE_ADVICE}")
     if not any(name.endswith(A_NAME) for name in values):

@@ -18,7 +18,7 @@ from engine.core import files
 from engine.core.errors import UserError
 from engine.core.values import Count, Seconds, from_json
 from engine.nn.attention import check_attention
-from engine.nn.lora import merge_updates
+from engine.nn.lora import add_lora, merge_updates
 from model import GPT, ModelConfig
 
 Tensors = dict[str, Tensor]
@@ -289,6 +289,19 @@ def check_modification(checkpoint: Checkpoint, modify_model: ModifyModel | None)
         raise UserError(f"{checkpoint.path}: {problem}. {advice}.")
 
 
+def build_meta_model(
+    config: ModelConfig, lora: tuple[Any, ...] = (), modify_model: ModifyModel | None = None
+) -> GPT:
+    """Return a model whose parameters have shapes only; ``lora`` are arguments of add_lora."""
+    with torch.device("meta"):
+        model = GPT(config)
+        if lora:
+            add_lora(model, *lora)
+        if modify_model:
+            modify_model(model)
+    return model
+
+
 def load_model(
     checkpoint: Checkpoint,
     dtype: torch.dtype = torch.float32,
@@ -304,10 +317,7 @@ def load_model(
     message = f"{checkpoint.path}: corrupted, its weights do not match its state.json"
     if config.num_layers * config.num_heads > len(weights):
         raise UserError(f"{message} ({len(weights)} tensors for {config.num_layers} layers).")
-    with torch.device("meta"):  # no memory is allocated for a shape that does not match
-        model = GPT(config)
-        if modify_model:
-            modify_model(model)
+    model = build_meta_model(config, (), modify_model)  # no memory for a shape that does not match
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     for name in sorted(shapes.keys() | weights.keys()):
         shape = tuple(weights[name].shape) if name in weights else None

@@ -12,11 +12,11 @@ from engine.core.cli import count_noun
 from engine.core.device import DTYPE_BY_NAME, total_memory
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
-from engine.nn.lora import add_lora
 from engine.nn.loss import max_chunk_rows
+from engine.runs.checkpoint import build_meta_model
 from engine.training.config import RunConfig
 from engine.training.optimizer import OPTIMIZER_KINDS
-from model import GPT, ModelConfig
+from model import ModelConfig
 
 CPU_UTILIZATION = 2 / 3  # of measured matrix products
 GPU_UTILIZATION = 0.4  # Grattafiori et al. 2024, table 4
@@ -26,16 +26,7 @@ MAX_MEMORY_FRACTION = 0.9  # of a device, for a run whose micro-batches are chos
 MAX_MEMORY_EXCESS = 1.1  # of a device: a run that needs more is refused
 MEMORY_ERROR = 0.25  # relative, of an estimate
 PLAN_LORA_RANK = 16
-
-
-@functools.cache
-def build_meta_model(model: ModelConfig, lora: tuple[Any, ...] = ()) -> GPT:
-    """Return a model whose parameters have shapes only; ``lora`` are arguments of add_lora."""
-    with torch.device("meta"):
-        gpt = GPT(model)
-        if lora:
-            add_lora(gpt, *lora)
-        return gpt
+cached_meta_model = functools.cache(build_meta_model)
 
 
 def lora_arguments(config: RunConfig) -> tuple[Any, ...]:
@@ -46,7 +37,7 @@ def lora_arguments(config: RunConfig) -> tuple[Any, ...]:
 
 def count_matrix_weights(model: ModelConfig) -> int:
     """Return the number of weights in the matrices of the blocks."""
-    gpt = build_meta_model(model)
+    gpt = cached_meta_model(model)
     named_params = gpt.named_parameters()
     return sum(param.numel() for name, param in named_params if gpt.specs[name].group == "matrix")
 
@@ -110,7 +101,7 @@ def estimate_memory(config: RunConfig, rows: int, dist_ctx: DistributedContext) 
     weights outside the blocks and of two blocks. With DDP and captured steps,
     gradients exist twice. Where merged weights do not fit, LoRA samples without them.
     """
-    model = build_meta_model(config.model, lora_arguments(config))
+    model = cached_meta_model(config.model, lora_arguments(config))
     num_trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     gradients = 4 * num_trained
@@ -136,7 +127,7 @@ def estimate_memory(config: RunConfig, rows: int, dist_ctx: DistributedContext) 
         memory["process and heap"] = CPU_PROCESS_BYTES + CPU_HEAP_OVERHEAD * activations
     if not dist_ctx.sharded and (config.lora_rank or dist_ctx.device.type == "cpu"):
         has_16_bits = config.frozen_dtype == "bfloat16" and not config.train_tokens
-        copied_bytes = (2 if config.lora_rank and has_16_bits else 4) * build_meta_model(
+        copied_bytes = (2 if config.lora_rank and has_16_bits else 4) * cached_meta_model(
             config.model
         ).num_parameters
         memory["samples"] = max(0.0, copied_bytes - activations)  # weights, merged or packed
@@ -239,7 +230,7 @@ def describe_plan(
     for name in columns["here"]:
         cells = "".join(f"{column.get(name, '-'):>14}" for column in columns.values())
         table.append(f"{name:<16}{cells}")
-    num_params = build_meta_model(config.model).num_parameters
+    num_params = cached_meta_model(config.model).num_parameters
     return f"""\
 model  {num_params:,} parameters, {flops_per_token(config) / 1e9:,.3f} GFLOP per token
 run    {describe_length(config, step_tokens, epoch_tokens)}

@@ -70,8 +70,8 @@ class Passes:
             self.ddp_model = sharding.wrap_ddp(self.model, self.dist_ctx, *self.example_batch())
         num_rows = config.micro_batch_rows(self.dist_ctx) * self.dist_ctx.size
         if self.dist_ctx.sharded and num_rows < config.batch_size:
-            sizes = (self.model.num_parameters, total_memory(self.dist_ctx.device))
-            is_too_large = sharding.should_reduce_every_microbatch(*sizes)
+            gradient_bytes = 4 * self.model.num_parameters  # of full ones, on each rank
+            is_too_large = gradient_bytes > total_memory(self.dist_ctx.device) / 4
             self.reduce_every_microbatch = self.dist_ctx.any(is_too_large)
         if self.reduce_every_microbatch:
             text = "gradients are reduced after each micro-batch, to save memory"

@@ -188,8 +188,14 @@ class RunDir:
         return not self.dist_ctx.any(content != self.dist_ctx.broadcast(content))
 
     def _folder_error(self) -> UserError | None:
-        """Return an error, on the main process, if the folder is no longer that of this run."""
-        return self.dist_ctx.run_on_main(self._find_folder_error)
+        """Return an error, on the main process, if the lock is no longer in the folder."""
+        if not self.dist_ctx.is_main_process:
+            return None
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(self.path / ".lock"), self.lock_stat):
+                return None
+        problem = "removed, renamed or replaced during the run"
+        return UserError(f"{self.path}: {problem}. Restore it and add --resume, or start again.")
 
     # On the main process.
 
@@ -206,20 +212,12 @@ class RunDir:
 
     def _release(self) -> None:
         """Unlock the folder, and remove what is incomplete."""
-        if not self._find_folder_error():
+        if not self._folder_error():
             self._remove_partial()
             if self.is_new and os.listdir(self.path) == [".lock"]:
                 (self.path / ".lock").unlink()
                 self.path.rmdir()
         self.lock.release()
-
-    def _find_folder_error(self) -> UserError | None:
-        """Return an error if the lock is no longer in the folder."""
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.stat(self.path / ".lock"), self.lock_stat):
-                return None
-        problem = "removed, renamed or replaced during the run"
-        return UserError(f"{self.path}: {problem}. Restore it and add --resume, or start again.")
 
     def _make_shard_directory(self, path: Path) -> str:
         """Make the directory into which all ranks write a checkpoint's shards; return its name."""
@@ -231,7 +229,7 @@ class RunDir:
 
     def _write_and_prune(self, path: Path, write: Callable[..., None], *contents: Any) -> None:
         """Call a function that writes a checkpoint, then remove old checkpoints."""
-        if error := self._find_folder_error():  # writing would create it again
+        if error := self._folder_error():  # writing would create it again
             raise error
         write(path, *contents)
         self._prune(path)

@@ -20,12 +20,12 @@ from engine.data.batches import Batches, Mixture
 from engine.data.split import BatchSpec
 from engine.generation.scores import Question
 from engine.nn.attention import check_attention
-from engine.nn.lora import add_lora
 from engine.nn.specs import draw_initial_values
 from engine.runs.checkpoint import (
     BaseReference,
     Checkpoint,
     RunState,
+    build_meta_model,
     check_modification,
     rank_evaluation,
 )
@@ -86,12 +86,7 @@ class Trainer:
 
         dtype = DTYPE_BY_NAME[config.dtype]
         torch.manual_seed(config.seed)
-        with torch.device("meta"):
-            model = GPT(config.model)
-            if config.lora_rank:
-                add_lora(model, *lora_arguments(config))
-            if modify_model:
-                modify_model(model)
+        model = build_meta_model(config.model, lora_arguments(config), modify_model)
         check_attention(model)
         self.base_reference: BaseReference | None = None  # of LoRA, on the main process
         self.model: GPT = sharding.shard_and_allocate(model, dist_ctx, dtype)
@@ -320,7 +315,6 @@ class Trainer:
             data_sha256=self.data.sha256,
             examples=manifest["origin"].get("examples"),
             documents=manifest["splits"]["train"]["documents"],
-            imported=None,
             base=self.base_reference,
             is_modified=self.modify_model is not None,
         )

@@ -31,12 +31,9 @@ def test_device_is_the_named_one_or_for_auto_the_best():
 
 
 @pytest.mark.parametrize("name", ["tpux", "", "meta", "xla:0", "cuda:99", "cpu:x"])
-def test_missing_device_is_named_in_one_line(name):
+def test_a_missing_device_and_one_gpu_for_several_ranks_are_refused(name):
     with pytest.raises(UserError, match=f"^--device: {name} .*$"):
         choose_device(name)
-
-
-def test_one_gpu_for_several_ranks_is_refused():
     with pytest.raises(UserError, match=r"^--device: .*cuda:0"):
         choose_device("cuda:0", local_rank=1, num_local_ranks=2)
 

@@ -96,6 +96,8 @@ UNFIT_VALUES: dict[str, list[Any]] = {
 def test_value_of_wrong_type_or_out_of_bounds_names_file_and_setting(name, value):
     with pytest.raises(UserError, match=rf"^state\.json: (--)?{name}: .* \(got "):
         from_values(Outer, {name: value}, "state.json")
+    with pytest.raises(UserError, match=r"^state\.json: "):
+        from_values(Outer, [value], "state.json")
 
 
 @pytest.mark.parametrize(
@@ -124,11 +126,6 @@ def test_a_name_of_another_tool_proposes_flags(name, flags):
     names = [name for name, _ in iterate_hints(TrainConfig)]
     assert propose_name(name, names, "--") == f"Did you mean {flags}?"
     assert propose_name("lr", ["rate"]) == "See --help for all settings."
-
-
-def test_json_without_settings_is_refused():
-    with pytest.raises(UserError, match=r"^state\.json: "):
-        from_values(Outer, [1], "state.json")
 
 
 def test_a_file_without_end_is_refused(monkeypatch):

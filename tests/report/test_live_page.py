@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import SMALL, random_model, serve_in_thread
+from helpers import SMALL, random_model, serve_page
 
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
 from engine.data.tokenizer_json import SPECIAL_TOKENS
 from engine.generation.text_generator import TextGenerator
 from engine.report.inspector import ModelInspector
-from engine.report.live_page import LivePage
-from engine.serving.server import Server
 from model import ModelConfig
 
 pytestmark = pytest.mark.browser
@@ -29,15 +27,6 @@ def expect(locator: Any) -> Any:
     return pytest.importorskip("playwright.sync_api").expect(locator)
 
 
-@contextlib.contextmanager
-def serving(answers: dict[str, Any]) -> Iterator[LivePage]:
-    """The page of a server in a thread."""
-    server = Server()
-    page = LivePage(answers, server)
-    with serve_in_thread(server):
-        yield page
-
-
 def make_inspector(config: ModelConfig, tokenizer: Any, prompts: Any, **options: Any) -> Any:
     generator = TextGenerator(random_model(config), tokenizer, [0], **options)
     return ModelInspector(generator, {**SETTINGS, "name": NAME, "text": ""}, prompts)
@@ -49,8 +38,8 @@ def inspector() -> ModelInspector:
 
 
 @pytest.fixture(scope="module")
-def server(inspector) -> Iterator[LivePage]:
-    with serving(inspector.answers) as server:
+def server(inspector) -> Iterator[Any]:
+    with serve_page(inspector.answers) as server:
         yield server
 
 
@@ -184,7 +173,7 @@ def test_all_heads_are_measured_ranked_and_kept_over_a_reload(live, inspector):
 def test_scripts_keep_their_direction_and_characters_of_several_tokens_are_one(page):
     config = ModelConfig(vocab_size=257, context_length=64, num_layers=1, d_model=16)
     inspector = make_inspector(config, ByteTokenizer(), ["abc\nسلام\né"])
-    with serving(inspector.answers) as server:
+    with serve_page(inspector.answers) as server:
         page.goto(server.address)
         wait(page)
         assert page.locator("#tokens .shared b").all_inner_texts()[:5] == [*"سلام", "é"]
@@ -212,7 +201,7 @@ def test_a_chat_fills_the_page_and_its_answers_open_in_the_inspector(page):
         *pieces, last = inspector.chat({**SETTINGS, "turns": turns, **options})
         return "".join(piece["text"] for piece in pieces), last["ids"]
 
-    with serving(inspector.answers) as server:
+    with serve_page(inspector.answers) as server:
         page.goto(server.address)
         send(page, "Hello?")
         assert not page.locator("#inside").is_visible()
@@ -235,7 +224,7 @@ def test_a_chat_fills_the_page_and_its_answers_open_in_the_inspector(page):
 
 def test_an_error_in_a_chat_loses_no_text(browser):
     page = browser.new_context().new_page()  # whose console reports the error of the server
-    with serving(chat_inspector().answers) as server:
+    with serve_page(chat_inspector().answers) as server:
         page.goto(server.address)
         expect(page.locator("#draft")).to_be_visible()
     send(page, "three")
@@ -256,7 +245,9 @@ def test_without_its_token_the_page_says_what_to_open(browser, server, token):
 
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_the_live_page_is_accessible_and_fits_a_phone(page, server, is_chat, check_accessibility):
-    with serving(chat_inspector().answers) if is_chat else contextlib.nullcontext(server) as used:
+    with (
+        serve_page(chat_inspector().answers) if is_chat else contextlib.nullcontext(server) as used
+    ):
         page.goto(used.address)
         if is_chat:
             send(page, "Hello?")
@@ -297,7 +288,7 @@ def test_measuring_shows_its_progress_and_can_be_stopped(page, inspector):
         release.wait(60)
         yield {"layer": 1, "head": 2, "bits": 0.5}
 
-    with serving(inspector.answers | {"measure": measure}) as server:
+    with serve_page(inspector.answers | {"measure": measure}) as server:
         page.goto(server.address)
         wait(page)
         page.click("#measure")
@@ -308,9 +299,10 @@ def test_measuring_shows_its_progress_and_can_be_stopped(page, inspector):
         assert page.locator("#measure").inner_text() == "Measure all heads"
 
 
-def test_a_text_of_ones_own_is_measured(live, inspector):
+def test_a_text_of_ones_own_is_measured_or_continued_and_what_is_of_another_waits(live, inspector):
     live.click("#edit")
     assert live.input_value("#whole") == read_tokens(live)
+    assert live.locator("#measure").evaluate("element => element.closest('[inert]') !== null")
     live.fill("#whole", "(&1'*2")
     live.click("#read")
     wait(live)
@@ -318,13 +310,10 @@ def test_a_text_of_ones_own_is_measured(live, inspector):
     bits = [token["bits"][0] for token in read["tokens"][1:]]
     mean = f"{torch.tensor(bits).mean():.2f} bits each"
     assert read_tokens(live) == "(&1'*2" and mean in live.locator("#status").inner_text()
-
-
-def test_enter_generates_after_a_text_of_ones_own_and_what_is_of_another_waits(live, inspector):
     live.click("#edit")
-    assert live.locator("#measure").evaluate("element => element.closest('[inert]') !== null")
     live.fill("#whole", PROMPT[:5])
     live.press("#whole", "Enter")
+    expect(live.locator("#tokens [role=option]")).to_have_count(5 + SETTINGS["max_new_tokens"] + 1)
     wait(live)
     assert read_tokens(live) == written_text(inspector.write({"text": PROMPT[:5], **SETTINGS}))
     assert live.evaluate("document.activeElement.id") == "typed"

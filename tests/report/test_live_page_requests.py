@@ -11,21 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers import serve_in_thread
+from helpers import serve_page
 
 from engine.core.errors import UserError
-from engine.report.live_page import LivePage
 from engine.report.page import read_template
-from engine.serving.server import Server
-
-
-@contextlib.contextmanager
-def serving(answers: dict[str, Any]) -> Iterator[SimpleNamespace]:
-    """A server in a thread."""
-    server = Server()
-    page = LivePage(answers, server)
-    with serve_in_thread(server):
-        yield SimpleNamespace(port=server.port, token=page.token, socket=server.socket)
 
 
 def sound(question: Any) -> Iterator[dict]:
@@ -39,7 +28,7 @@ def refuse(question: Any) -> Iterator[dict]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[SimpleNamespace]:
-    with serving({"about": sound, "read": refuse}) as server:
+    with serve_page({"about": sound, "read": refuse}) as server:
         yield server
 
 
@@ -110,7 +99,7 @@ def test_an_answer_delays_those_of_its_name_alone_and_ends_when_its_client_leave
         finally:
             ended.set()
 
-    with serving({"endless": endless, "sound": sound}) as server:
+    with serve_page({"endless": endless, "sound": sound}) as server:
         first = ask(server, "endless", {"n": 1})
         assert next(first)
         with contextlib.closing(connect(server)) as second:

@@ -98,12 +98,6 @@ def test_a_passage_names_the_file_in_which_it_lies(tmp_path):
     assert passages == [[(0, 200, name)] for name in contents for _ in range(2)]
 
 
-def test_a_passage_of_white_space_is_none():
-    dataset = encode(['.\n        """\n        #' + " " * 90, "x\n" * 24], BYTES)
-    texts = ['.\n        """\n        #', " " * 80, "x\n" * 23, "x\n" * 24]
-    assert [len(spans) for spans in find_passages(texts, [dataset])[0]] == [0, 0, 0, 1]
-
-
 def test_a_passage_has_its_place_and_a_limited_search_the_fraction(bpe, monkeypatch):
     letters = "".join(random.Random(0).choices("abcdefgh ", k=100_000))
     dataset = encode([letters], bpe, shard_tokens=7_000)

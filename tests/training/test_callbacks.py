@@ -5,21 +5,18 @@ import math
 import re
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers import Action, SpoilLoss, logged, read_lines, same_tensors, tiny
+from helpers import Action, SpoilHead, SpoilLoss, logged, read_lines, same_tensors, tiny, train_tiny
 
 import train
 from engine.core.errors import UserError
-from engine.core.settings import load_settings
 from engine.data.dataset import open_dataset
 from engine.runs.checkpoint import open_checkpoint
 from engine.training.callbacks import MetricsFile, Terminal, WeightsAndBiases, print_summary
-from engine.training.config import TrainConfig
 from engine.training.trainer import Callback, Trainer
 
 
@@ -43,27 +40,23 @@ class Diary(Callback):
         self.entries.append(("end",))
 
 
-def train_with(callbacks: list[Callback], numbers: Path, out: Path, *flags: object) -> Trainer:
-    return train.train(load_settings(TrainConfig, tiny(numbers, out, *flags)), callbacks=callbacks)
-
-
 def test_callbacks_are_called_in_order_and_know_the_progress(numbers, tmp_path):
     diary = Diary()
     flags = ["--log-every", 2, "--eval-every", 3]
-    train_with([diary], numbers, tmp_path, "--steps", 4, *flags)
+    train_tiny(numbers, tmp_path, "--steps", 4, *flags, callbacks=[diary])
     steps = [("start", 0), ("step", 1, 0.25), ("step", 2, 0.5), ("train_loss", 2)]
     steps += [("step", 3, 0.75), ("val_loss", 3), ("step", 4, 1), ("train_loss", 4)]
     assert diary.entries == [*steps, ("val_loss", 4), ("end",)]  # the last step is always recorded
     diary = Diary()
-    train_with([diary], numbers, tmp_path, "--steps", 5, *flags, "--resume")
+    train_tiny(numbers, tmp_path, "--steps", 5, *flags, "--resume", callbacks=[diary])
     assert diary.entries[:2] == [("start", 4), ("step", 5, 1)]
 
 
 def test_callbacks_of_a_run_that_never_started_are_closed(numbers, tmp_path):
-    train_with([], numbers, tmp_path, "--steps", 1)
-    callbacks = [Diary(), MetricsFile(), Terminal()]
+    train_tiny(numbers, tmp_path, "--steps", 1)
+    callbacks = [Diary(), Terminal()]
     with pytest.raises(UserError, match="seed"):
-        train_with(callbacks, numbers, tmp_path, "--steps", 2, "--resume", "--seed", 9)
+        train_tiny(numbers, tmp_path, "--steps", 2, "--resume", "--seed", 9, callbacks=callbacks)
     assert callbacks[0].entries == [("end",)]
 
 
@@ -74,8 +67,10 @@ def test_callbacks_of_a_run_that_never_started_are_closed(numbers, tmp_path):
 def test_a_loss_that_is_not_finite_is_null_and_counted_and_training_continues(
     plain_steps, numbers, tmp_path, capsys, factor
 ):
-    callbacks = [SpoilLoss({2}, factor), MetricsFile(), Terminal()]
-    print_summary(train_with(callbacks, numbers, tmp_path, "--steps", 6, "--eval-every", 3))
+    callbacks = [SpoilLoss({2}, factor), Terminal()]
+    print_summary(
+        train_tiny(numbers, tmp_path, "--steps", 6, "--eval-every", 3, callbacks=callbacks)
+    )
     text = (tmp_path / "metrics.jsonl").read_text()
     assert "NaN" not in text and "Infinity" not in text
     losses = logged(tmp_path, "train_loss")
@@ -86,7 +81,7 @@ def test_a_loss_that_is_not_finite_is_null_and_counted_and_training_continues(
 
 
 def test_a_run_that_is_worse_than_guessing_says_so(numbers, tmp_path, capsys):
-    run = train_with([], numbers, tmp_path, "--steps", 12, "--learning-rate", 50)
+    run = train_tiny(numbers, tmp_path, "--steps", 12, "--learning-rate", 50)
     print_summary(run)
     assert run.evaluation["val_loss"] > math.log(open_dataset(numbers).tokenizer.vocab_size)
     assert "uniform" in capsys.readouterr().out
@@ -97,13 +92,8 @@ def test_a_run_that_is_worse_than_guessing_says_so(numbers, tmp_path, capsys):
 
 
 def test_the_summary_is_that_of_the_checkpoint_that_is_used(numbers, tmp_path, capsys):
-    class Spoil(Callback):
-        def on_step(self, trainer: Trainer) -> None:
-            if trainer.step == 5:
-                trainer.model.head.weight.data.neg_()
-
     flags = ["--steps", 6, "--eval-every", 3]
-    run = train_with([Spoil(), MetricsFile()], numbers, tmp_path, *flags)
+    run = train_tiny(numbers, tmp_path, *flags, callbacks=[SpoilHead(5, -1)])
     losses = logged(tmp_path, "val_loss")
     assert losses[3] < losses[6]
     capsys.readouterr()
@@ -119,7 +109,7 @@ def test_the_summary_is_that_of_the_checkpoint_that_is_used(numbers, tmp_path, c
     best = dict(open_checkpoint(tmp_path / "checkpoints" / "step-00000003").model())
     assert same_tensors(run.model.state_dict(), best)  # the sample is of these weights
     flags = ["--steps", 4, "--eval-every", 2, "--learning-rate", 0]
-    print_summary(train_with([], numbers, tmp_path / "equal", *flags))
+    print_summary(train_tiny(numbers, tmp_path / "equal", *flags))
     assert "which sample.py" not in capsys.readouterr().out  # equal losses: the newest is used
 
 
@@ -148,7 +138,7 @@ def test_the_terminal_describes_the_run_each_evaluation_and_saves_longer_than_to
     numbers, tmp_path, monkeypatch, capsys
 ):
     flags = ["--steps", 4, "--eval-every", 2]
-    train_with([Terminal(), MetricsFile()], numbers, tmp_path / "run", *flags)
+    train_tiny(numbers, tmp_path / "run", *flags, callbacks=[Terminal()])
     output, errors = capsys.readouterr()
     assert not errors  # no progress bar without a terminal
     data, model, run, *evaluations = output.splitlines()
@@ -161,7 +151,7 @@ def test_the_terminal_describes_the_run_each_evaluation_and_saves_longer_than_to
     monkeypatch.setattr("engine.training.trainer.CHECKPOINT_BYTES_PER_SECOND", 1000)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    train_with([Terminal()], numbers, tmp_path / "slow", *flags)
+    train_tiny(numbers, tmp_path / "slow", *flags, callbacks=[Terminal()])
     output, errors = capsys.readouterr()
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in output
     assert "step 4/4 |" in errors and "loss " in errors and "tokens/s" in errors
@@ -174,7 +164,7 @@ def test_a_run_says_its_learning_rate_and_once_that_others_use_the_cores(
     monkeypatch.setattr("engine.training.callbacks.LOG_SECONDS", 0.01)
     monkeypatch.setattr(time, "thread_time", lambda: core_seconds)
     flags = ["--steps", 30, "--optimizer", optimizer, "--learning-rate", 0.0031]
-    train_with([Terminal()], numbers, tmp_path / "run", *flags)
+    train_tiny(numbers, tmp_path / "run", *flags, callbacks=[Terminal()])
     output, errors = capsys.readouterr()
     assert f"{optimizer} at learning rate 0.0031" in output
     assert errors.count("other programs use the cores") == (core_seconds == 0)
@@ -218,12 +208,12 @@ def test_weights_and_biases_gets_settings_and_every_record_of_one_run(
     assert first.records + second.records == read_lines(out / "metrics.jsonl")
     with pytest.raises(SystemExit):
         callbacks = [WeightsAndBiases(), Action(1, sys.exit)]
-        train_with(callbacks, numbers, tmp_path / "failed", "--steps", 2)
+        train_tiny(numbers, tmp_path / "failed", "--steps", 2, callbacks=callbacks)
     assert runs[2].ends == [(1, 1)]
     for variable in ("WANDB_PROJECT", "WANDB_DIR", "WANDB_RUN_ID"):
         monkeypatch.setenv(variable, "mine")
     monkeypatch.setenv("WANDB_NAME", "")
-    train_with([WeightsAndBiases()], numbers, tmp_path / "named", "--steps", 2)
+    train_tiny(numbers, tmp_path / "named", "--steps", 2, callbacks=[WeightsAndBiases()])
     assert {*first.options} - {*runs[3].options} == {"project", "dir"}
     assert runs[3].options["id"] == "mine"
 

@@ -77,12 +77,14 @@ def test_a_run_resumes_bit_for_bit_with_and_without_capture(graphs, numbers, tmp
     assert_same_run(tmp_path / "stopped", tmp_path / "uninterrupted")
 
 
-def test_few_lengths_of_examples_are_captured(graphs, pairs, tmp_path, monkeypatch):
+def test_few_lengths_of_examples_are_captured(graphs, pairs, tmp_path, counter, monkeypatch):
     flags = ["--context-length", 160, "--steps", 30, "--batch-size", 2]
     captured, plain = run_twice(pairs, tmp_path, *flags)
     assert graphs.captures == 2 + 2  # lengths of 64 and 128, norm and update
     assert logged(captured, "train_loss") == pytest.approx(logged(plain, "train_loss"), abs=1e-4)
     assert logged(captured, "batch_digest") == logged(plain, "batch_digest")
+    train_tiny(pairs, tmp_path / "compiled", *flags, "--compile")  # all lengths at once
+    assert graphs.captures == 2 * (2 + 2) and counter.frame_count == 3
     monkeypatch.setattr("engine.nn.acceleration.MAX_GRAPHS", 1)
     train_tiny(pairs, tmp_path / "one", *flags)
     assert_same_run(tmp_path / "one", captured)
@@ -152,12 +154,6 @@ def test_a_run_compiles_little_and_only_before_its_first_step(
     train_tiny(numbers, tmp_path / "plain", *flags)
     losses = [logged(tmp_path / name, "val_loss") for name in ("compiled", "plain")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
-
-
-def test_examples_of_all_lengths_are_compiled_once(graphs, pairs, tmp_path, counter):
-    flags = ["--context-length", 160, "--steps", 30, "--batch-size", 2, "--compile"]
-    train_tiny(pairs, tmp_path / "run", *flags)
-    assert graphs.captures == 2 + 2 and counter.frame_count == 3
 
 
 @pytest.mark.parametrize("num_calls", [0, 40])
