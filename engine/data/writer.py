@@ -283,13 +283,12 @@ def write_dataset(
                     bar.update(num_bytes)
             else:
                 encode_units(job, missing, threads, bar.update)
-        manifest = make_manifest(job, units, origin)
+        manifest = make_manifest(job, units, origin, tokenizer)
     except BaseException as error:
         num_finished = len([*folder.glob("unit-*.npz")])
         if num_finished == 0 or (num_finished == len(units) and isinstance(error, UserError)):
             shutil.rmtree(folder)  # nothing to resume from
         raise
-    manifest["tokenizer"] = {"kind": tokenizer.kind, "sha256": tokenizer.fingerprint}
     manifest["sha256"] = dataset.hash_manifest(manifest)
     with files.atomic_directory(out) as directory:
         files.write_json(directory / "manifest.json", manifest)
@@ -301,7 +300,7 @@ def write_dataset(
 
 
 def make_manifest(
-    job: EncodingJob, units: Sequence[Unit], origin: dict[str, Any]
+    job: EncodingJob, units: Sequence[Unit], origin: dict[str, Any], tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """Make the manifest from the summaries of units. Raises UserError if a split is too short."""
     summaries = [job.read_summary(unit) for unit in units]
@@ -329,6 +328,7 @@ def make_manifest(
             raise UserError(f"the {split} split {problem}. {advice}.")
     return {
         "format": dataset.FORMAT_VERSION,
+        "tokenizer": {"kind": tokenizer.kind, "sha256": tokenizer.fingerprint},
         "vocab_size": job.vocab_size,
         "dtype": job.dtype,
         "splits": splits,
