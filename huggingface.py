@@ -188,6 +188,8 @@ def import_model(config: ImportConfig) -> bool:
     imported = str(path.resolve()) if Path(config.source).is_dir() else config.source
     if (path / adapter.CONFIG_FILE).is_file():
         return import_adapter(config, path, imported)
+    if config.base:
+        raise UserError(f"--base: is for adapters of PEFT, and {path} has none. Leave it out.")
     source = str(path / "config.json")
     fix = "Give the directory of its config.json, in transformers' layout"
     directory.check_exists(path / "config.json", fix)

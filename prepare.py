@@ -217,7 +217,7 @@ def check_arguments(config: PrepareConfig) -> None:
         raise UserError(f"--glob: must be a pattern (got {config.glob}). Quote it: {pattern}")
     trains_bpe = config.tokenizer == "bpe"
     has_template = config.chat and config.tokenizer not in TRAINED_TOKENIZERS
-    has_special = not config.chat and config.tokenizer != "char"
+    is_not_char = config.tokenizer != "char"
     has_folder = any("://" in name or Path(name).is_dir() for name in inputs)
     has_hub = any(name.startswith("hf:") for name in inputs)
     has_val_hub = any(name.startswith("hf:") for name in config.val or config.inputs)
@@ -227,7 +227,8 @@ def check_arguments(config: PrepareConfig) -> None:
         ("--prompt-field", config.prompt_field, config.completion_field, "--completion-field"),
         ("--completion-field", config.completion_field, config.prompt_field, "--prompt-field"),
         ("--prompt-suffix", config.prompt_suffix, config.prompt_field, "--prompt-field"),
-        ("--parse-special", config.parse_special, has_special, "text or pairs, not of char"),
+        ("--parse-special", config.parse_special, not config.chat, "text or pairs, not --chat"),
+        ("--parse-special", config.parse_special, is_not_char, "a --tokenizer other than char"),
         ("--chat-field", config.chat_field, config.chat, "--chat"),
         ("--chat-template", config.chat_template, has_template, "--chat and a --tokenizer"),
         ("--template-variable", config.template_variable, has_template, "--chat and a --tokenizer"),
@@ -265,8 +266,8 @@ def make_reader(config: PrepareConfig, tokenizer: Tokenizer | None) -> Reader:
 
 
 def unescape(text: str | None) -> str:
-    """Return a text of the command line, in which \\n and \\t may be escaped."""
-    return (text or "").replace("\\n", "\n").replace("\\t", "\t")
+    """Return a text of the command line, in which \\n and \\t are escapes; \\r is left out."""
+    return (text or "").replace("\\r", "").replace("\\n", "\n").replace("\\t", "\t")
 
 
 def check_reader(config: PrepareConfig, reader: Reader, sources: list[Source]) -> None:

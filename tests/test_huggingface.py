@@ -390,6 +390,8 @@ def test_a_missing_or_large_tokenizer_is_refused(words: Tokenizer, hf_llama: Pat
     words.save(file)
     with pytest.raises(UserError, match="--tokenizer"):
         run_command("import", hf_llama, tmp_path / "run")
+    with pytest.raises(UserError, match=r"--base: .*Leave it out"):
+        run_command("import", hf_llama, tmp_path / "run", "--base", tmp_path)
     slow = shutil.copytree(hf_llama, tmp_path / "slow")
     (slow / "tokenizer.model").touch()
     with pytest.raises(UserError, match=r"tokenizer.model is not read.*AutoTokenizer"):

@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers.models import WordLevel
 
 from engine.core.errors import UserError, wrap_library_errors
-from engine.core.files import read_json
+from engine.core.files import check_pointer, read_json
 from engine.core.values import convert
 from engine.data.tokenizer_json import END_OF_TEXT, Document, special_tokens_of, with_extension
 
@@ -59,6 +59,7 @@ def read_chat_templates(directory: Path) -> dict[str, str]:
     if (directory / "chat_template.jinja").is_file():
         files["default"] = directory / "chat_template.jinja"
     for name, path in sorted(files.items()):
+        check_pointer(path.read_bytes(), path)
         with wrap_library_errors(f"{path}: is not UTF-8", UnicodeDecodeError):
             named[name] = path.read_text(encoding="utf-8")
     return {"default": named.popitem()[1]} if len(named) == 1 else named

@@ -143,7 +143,7 @@ def read_settings(directory: Path) -> AdapterSettings:
     source = str(directory / CONFIG_FILE)
     hf_config = convert(read_json(directory / CONFIG_FILE), dict, source)
     for key, value in hf_config.items():
-        allowed = (*ALLOWED_VALUES.get(key, (None, False)), None)
+        allowed = (*ALLOWED_VALUES.get(key, (None, False, [], {}, "")), None)
         if value not in allowed and key not in HARMLESS_KEYS | vars(AdapterSettings()).keys():
             problem = f"{key} must be {allowed[0]!r} (got {value!r:.60})"
             raise UserError(f"{source}: {problem}. {MERGE_ADVICE}")

@@ -93,7 +93,7 @@ class ChatSettings(Settings):
 
     messages: tuple[dict, ...] = ()
     max_completion_tokens: Annotated[int | None, Ge(-1)] = None  # the newer name of max_tokens
-    continue_final_message: bool = False
+    continue_final_message: bool | None = None  # None: if the last one is of the assistant
     add_generation_prompt: bool = True  # what continue_final_message leaves out
     chat_template_kwargs: dict = field(default_factory=dict)
     tools: tuple[dict, ...] = ()

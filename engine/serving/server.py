@@ -49,16 +49,17 @@ class Server:
 
         def end(number: int, frame: Any) -> None:
             received.append(number)
-            signal.raise_signal(signal.SIGINT)  # asyncio then cancels run()
+            loop.call_soon_threadsafe(task.cancel)
 
-        for number in find_end_signals():
-            signal.signal(number, end)
-        try:
-            asyncio.run(self.run())
-        except KeyboardInterrupt:
-            if received:
+        with asyncio.Runner() as runner:
+            loop = runner.get_loop()
+            task = loop.create_task(self.run())
+            for number in find_end_signals():
+                signal.signal(number, end)
+            try:
+                runner.run(wait_for(task))
+            except asyncio.CancelledError:
                 sys.exit(128 + received[0])
-            raise
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -76,6 +77,11 @@ class Server:
             await asyncio.Event().wait()
         finally:
             await runner.cleanup()
+
+
+async def wait_for(task: "asyncio.Task[None]") -> None:
+    """Wait for a task; Ctrl-C cancels both."""
+    await task
 
 
 @web.middleware

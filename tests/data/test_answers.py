@@ -76,10 +76,16 @@ TEMPLATES = {
         "\n--end--\nuser",
         "\n--end--\n<|endoftext|>",
     ),
+    "rounds": (
+        EACH % "{{ '[' + (loop.index | string) + '] ' + m.content + '\\n' }}",
+        "\n[",
+        "\n<|endoftext|>",
+    ),
     "nothing": (EACH % "{{ m.content }}", "", "<|endoftext|>"),
 }
 # What starts the targets of the two answers.
 STARTS = {
+    "rounds": ("[2] ", "[4] "),
     "token, no prompt": ("<|assistant|>", "<|assistant|>"),
     "words, no prompt": ("### assistant: ", "### assistant: "),
     "thinking": ("", " <think>\n\n</think>\n\n"),

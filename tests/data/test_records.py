@@ -158,7 +158,7 @@ def test_bad_rows_of_columns_are_left_out(tmp_path: Path):
     for source in (Source(tmp_path / "a.parquet", "a.parquet"), saved):
         notes: Counter = Counter()
         assert texts_of(source, notes, skip_bad_rows=True) == [*"abcde"]
-        assert notes == {"rows left out: field 'text' must be text": 2}
+        assert notes == {"rows left out: field 'text' is empty": 2}
 
 
 def test_notes_of_all_units_are_in_the_manifest(tmp_path: Path, monkeypatch):

@@ -106,7 +106,7 @@ def test_peft_loads_an_exported_adapter_and_its_import_is_the_run(folder, tmp_pa
     [
         {"r": 2, "lora_alpha": 7, "lora_dropout": 0.5, "fan_in_fan_out": True},
         {**ALL, "use_rslora": True, "exclude_modules": ["down_proj"], "qalora_group_size": 4},
-        {"target_modules": r".*\.1\..*(q|o)_proj", "megatron_core": None},
+        {"target_modules": r".*\.1\..*(q|o)_proj", "megatron_core": None, "target_parameters": []},
         {"layers_to_transform": [1], "layers_pattern": "layers", "init_lora_weights": False},
         {"init_lora_weights": "gaussian", "corda_config": CordaConfig()},
         {**ALL, "init_lora_weights": "eva", "rank_pattern": {"q_proj": 3, "layers.0.mlp.*": 1}},

@@ -349,12 +349,14 @@ def test_a_bug_and_the_end_of_the_server_end_answers_with_an_error(monkeypatch, 
             assert future.result(WAIT_SECONDS) == (503, [*events][-1])
 
 
-def test_a_signal_to_end_ends_a_stream_with_an_error():
+@pytest.mark.parametrize("on_ctrl_c", [signal.default_int_handler, signal.SIG_IGN])
+def test_a_signal_to_end_ends_a_stream_with_an_error(on_ctrl_c: Any):
     server = Server()
     Api(GENERATOR, "run/small").add_to(server)
 
     def serve() -> None:
         torch.set_num_threads(1)  # those of the parent do not exist in a fork
+        signal.signal(signal.SIGINT, on_ctrl_c)  # ignored by what a script starts with &
         server.serve()
 
     process = multiprocessing.get_context("fork").Process(target=serve)

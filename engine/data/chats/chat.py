@@ -34,6 +34,7 @@ from engine.data.tokenizer_json import CHAT_ROLES, END_OF_TURN
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")  # the tokens of many imported models' chats
 # A Unicode noncharacter, which breaks up the name of a special token that is ordinary text.
 ESCAPE_CHARACTER = "\ufdd0"
+EARLIER_CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 SHORT_CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": PLACEHOLDER_TEXT}]
 
 # (speaker, text) or (speaker, text, keys). Speaker: a role, "prompt" or "completion". Keys of the
@@ -114,11 +115,14 @@ def _find_ends(tokenizer: Tokenizer, template: ChatTemplate) -> TurnEnds:
     texts = []
     written = []
     for role in ("", "user", "tool"):
-        next_turn: Message = {"role": role, "content": PLACEHOLDER_TEXT}
-        text = ""
-        with contextlib.suppress(UserError):  # of a template without tools
-            text = template.render([*SHORT_CHAT, next_turn] if role else SHORT_CHAT)
-        after = [*text.split(PLACEHOLDER_TEXT), ""][1]
+        next_turns = [{"role": role, "content": PLACEHOLDER_TEXT}] if role else []
+        afters = []
+        for earlier in ([], EARLIER_CHAT):  # some templates number the turns
+            with contextlib.suppress(UserError):  # of a template without tools
+                text = template.render([*earlier, *SHORT_CHAT, *next_turns])
+                afters.append([*text.split(PLACEHOLDER_TEXT), ""][1])
+        afters = afters or [""]
+        after = afters[0][: common_length(afters[0], afters[-1])]
         match = special.search(after)
         words = after[: match.start() if match else None].rstrip()
         if match:

@@ -19,7 +19,14 @@ from engine.data.chats.chat_template import (
     map_texts,
     parse_value,
 )
-from engine.data.inputs.fields import CHAT_FIELDS, PAIR_FIELDS, describe_field, find_field
+from engine.data.inputs.fields import (
+    ANSWER_FIELDS,
+    CHAT_FIELDS,
+    LABEL_FIELD,
+    PAIR_FIELDS,
+    describe_field,
+    find_field,
+)
 from engine.data.inputs.sources import ExampleParser
 from engine.data.inputs.text import to_text
 
@@ -108,10 +115,13 @@ def read_record(
     """
     fields = [field] if field else [name for name in CHAT_FIELDS if record.get(name) is not None]
     is_pair = not fields and record.keys() >= {*PAIR_FIELDS}
-    prompt, answer = (parse_value(record.get(name)) for name in (PAIR_FIELDS[0], field or ""))
-    if isinstance(prompt, list) and isinstance(answer, list) and isinstance([*answer, 0][0], dict):
-        is_pair = role_of(answer[0]) == "assistant"  # which follows the prompt
     pair_fields = [PAIR_FIELDS[0], field or PAIR_FIELDS[1]]
+    prompt, answer = (parse_value(record.get(name)) for name in pair_fields)
+    if isinstance(answer, list) and isinstance([*answer, 0][0], dict):
+        follows = role_of(answer[0]) == "assistant" and PAIR_FIELDS[0] not in fields
+        is_pair = is_pair or (follows and isinstance(prompt, list | str))
+        if is_pair and isinstance(prompt, str):
+            record = {**record, PAIR_FIELDS[0]: [{"role": "user", "content": prompt}]}
     fields = pair_fields if is_pair else (fields or [*CHAT_FIELDS])[:1]
     messages: list[Any] = []
     for name in fields:
@@ -309,7 +319,8 @@ def unused_field_notes(record: Record, fields: Iterable[str]) -> list[str]:
     """Return a note on each nonempty field not in ``fields``. Raises UserError for a bad answer."""
     unused = {name for name, value in record.items() if value not in (None, "", [], {})} - {*fields}
     unused -= {name.partition(".")[0] for name in fields}
-    if "label" in unused and to_text(record["label"]) in ("false", "False"):  # KTO's data
-        reason = "'label' is false: its answer is not one to learn"
+    is_kto = LABEL_FIELD in unused and not {*ANSWER_FIELDS, *CHAT_FIELDS}.isdisjoint(record)
+    if is_kto and to_text(record[LABEL_FIELD]) in ("false", "False"):
+        reason = f"{LABEL_FIELD!r} is false: its answer is not one to learn"
         raise UserError(f"{reason}. --skip-bad-rows leaves such rows out")
     return [f"examples with {name!r}, which is not used" for name in sorted(unused)]

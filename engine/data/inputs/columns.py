@@ -6,6 +6,7 @@ from typing import Any
 
 from engine.core.errors import UserError, import_optional
 from engine.data.inputs import sources
+from engine.data.inputs.fields import LABEL_FIELD
 from engine.data.inputs.sources import Reader, Source, wrap_errors
 
 BUFFER_BYTES = 2**20  # of a Parquet file, read at a time
@@ -80,7 +81,7 @@ def _select_columns(
 ) -> tuple[list[str], dict[str, Any]]:
     """Return the columns to read, and a placeholder for each: notes and messages need it."""
     fields = reader.examples.fields if reader.examples else (reader.field,)
-    needed = {*fields, *(name.partition(".")[0] for name in fields)}
+    needed = {LABEL_FIELD, *fields, *(name.partition(".")[0] for name in fields)}
     columns = [column.name for column in schema if column.name in needed or fields == ("",)]
     for name in columns:
         if columns.count(name) > 1:

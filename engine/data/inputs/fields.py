@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.data.chats.chat_template import parse_value
+from engine.data.inputs.text import to_text
 
 CHAT_FIELDS = ("messages", "conversations")
+LABEL_FIELD = "label"  # of KTO's data: whether an answer is one to learn
 PAIR_FIELDS = ("prompt", "completion")  # texts, or lists of messages
 ANSWER_FIELDS = ("completion", "chosen")  # lists of messages that may follow those of a prompt
 MESSAGE_FORMS = ({"role", "content"}, {"from", "value"})
@@ -46,6 +48,8 @@ def describe_field(
         return f"{field!r} is binary {got}. Cast it to a string"
     if value == []:
         return f"{field!r} is an empty list. Remove such records"
+    if key in owner and (value is None or value != value):
+        return f"{field!r} is empty {got}. --skip-bad-rows leaves such rows out"
     if kind != "text" and isinstance(value, str) and value.lstrip().startswith("["):
         return f"{field!r} is text, but not JSON {got}. Write it with json.dumps"
     problem = f"must be {kind} {got}" if key in owner else "is missing"
@@ -61,27 +65,34 @@ def suggest_flags(record: dict[str, Any], field: str, flag: str, others: Sequenc
     if _is_message(record):
         return "Join the messages of each chat in a list" if is_chat else "Use --chat instead"
     for name in filter(record.__contains__, (*CHAT_FIELDS, *ANSWER_FIELDS, *record)):
-        has_messages = isinstance(record[name], list) and any(map(_is_message, record[name]))
-        if name != field and (has_messages or name in CHAT_FIELDS):
+        if name != (field if is_chat else "") and (
+            _has_messages(record[name]) or name in CHAT_FIELDS
+        ):
             is_found = name in (*CHAT_FIELDS, ANSWER_FIELDS[0]) and not is_chat
             chat_flags = "--chat" if is_found else f"--chat --chat-field {shlex.quote(name)}"
             return f"Use {chat_flags} instead"
-    names = {name: shlex.quote(column) for name, column in names.items() if column != field}
+    columns = {name: column for name, column in names.items() if is_chat or column != field}
+    names = {name: shlex.quote(column) for name, column in columns.items()}
     prompts = [names[name] for name in PROMPT_NAMES if name in names]
     completions = [names[name] for name in COMPLETION_NAMES if name in names]
     if prompts and completions:
         return f"Use --prompt-field {' '.join(prompts)} --completion-field {completions[0]} instead"
     for name, value in record.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict) and name != "segments":
+        if isinstance(value, list) and value and isinstance(value[0], dict) and not is_chat:
             return f"Write the records in {name!r} one a line"
-    types = list if is_chat else str | int | float | None
-    values = map(parse_value, record.values()) if is_chat else record.values()
-    usable = [n for n, value in zip(record, values, strict=True) if isinstance(value, types)]
+    if is_chat:
+        usable = [name for name, value in record.items() if _has_messages(parse_value(value))]
+    else:
+        usable = [name for name, value in record.items() if isinstance(to_text(value), str)]
     choices = [name for name in usable if name not in (field, *others)]
     if len(choices) == 1:
         return f"Use {flag} {shlex.quote(choices[0])}"
     listing = ", ".join(map(repr, choices))
     return f"Choose one of {listing} with {flag}" if choices else "Convert it"
+
+
+def _has_messages(value: Any) -> bool:
+    return isinstance(value, list) and any(map(_is_message, value))
 
 
 def _is_message(value: Any) -> bool:

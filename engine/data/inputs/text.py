@@ -19,7 +19,8 @@ CONTROL_BYTES = bytes({*range(0x20)} - {*b"\b\t\n\f\r\x1b"})  # rare in text
 MAX_CONTROL_FRACTION = 0.05  # of the bytes of damaged text; a file with more is binary
 REPLACED_NOTE = "characters replaced by U+FFFD"
 LINE_ENDS_NOTE = "lines ended by CR LF or CR, which are LF now: see --keep-line-ends"
-NAMES_NOTE = "names of special tokens, plain characters here: see --parse-special and --separator"
+NAMES_NOTE = "names of special tokens, plain characters here"
+NAMES_ADVICE = ": see --parse-special, and --separator for plain text"
 # Encoding → byte order marks. One of UTF-32 starts with one of UTF-16.
 BYTE_ORDER_MARKS = {DEFAULT_ENCODING: b"\xef\xbb\xbf", "utf-32": rb"\xff\xfe\0\0|\0\0\xfe\xff"}
 BYTE_ORDER_MARKS |= {"utf-16": rb"\xff\xfe|\xfe\xff"}
@@ -73,7 +74,8 @@ def clean_text(text: str, reader: Reader, notes: Notes, has_markup: bool = True)
         notes[LINE_ENDS_NOTE] += text.count("\r")
         text = unify_line_ends(text)
     if reader.names and (names := reader.names[has_markup].findall(text)):
-        notes[NAMES_NOTE] += len(names)
+        is_chat = reader.examples and reader.examples.list_field
+        notes[NAMES_NOTE + ("" if is_chat else NAMES_ADVICE)] += len(names)
     return text
 
 
