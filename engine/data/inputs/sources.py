@@ -86,7 +86,8 @@ class Source:
         fs, path = file_system(self.path)
         with wrap_errors(self.name):
             info = fs.info(path)
-        version = next((str(info[key]) for key in VERSION_KEYS if info.get(key)), "")
+        versions = (str(info[key]) for key in VERSION_KEYS if info.get(key) is not None)
+        version = next(versions, "")
         return info.get("size") or 0, version
 
     @property
