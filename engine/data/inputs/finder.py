@@ -89,7 +89,7 @@ def find_sources(
 def find_file(path: Path) -> Path:
     """Return the absolute path of a file. Raises UserError if it is missing or cannot be read."""
     if not os.path.lexists(path):
-        siblings = [each.name for each in path.parent.glob("*")]  # empty if there is no folder
+        siblings = [each.name for each in path.parent.glob("*")]
         similar = difflib.get_close_matches(path.name, siblings, 1)
         advice = f"Did you mean {path.with_name(similar[0])}?" if similar else INPUT_ADVICE
         raise UserError(f"{path}: not found. {advice}")

@@ -191,7 +191,7 @@ def _make_text(record: dict[str, Any] | UserError, reader: Reader, notes: Notes)
             parsed_turns, remarks = reader.examples.parse(record)
             notes.update(remarks)
             turns = []
-            for role, *rest in parsed_turns:  # markup stays plain in what is said to the assistant
+            for role, *rest in parsed_turns:  # markup stays plain in questions
                 has_markup = role in ("prompt", *ANSWER_ROLES)
                 clean = partial(clean_text, reader=reader, notes=notes, has_markup=has_markup)
                 turns.append([role, *map_texts(rest, clean)])
