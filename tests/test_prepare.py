@@ -360,3 +360,10 @@ def test_names_that_are_not_utf8_are_prepared(prepare, tmp_path):
     validation = os.fsdecode(b"val/caf\xe9.txt")
     prepare("text", "--tokenizer", "byte", "--out", "both", "--val", validation)
     assert len(open_dataset(tmp_path / "both").val) == 1090
+
+
+def test_a_million_spaces_in_a_row_are_text(prepare, tmp_path: Path):
+    (tmp_path / "a.txt").write_text("some words " + " " * 1_500_000 + "\nand more\n")
+    prepare("a.txt", "--vocab-size", 300)
+    dataset = open_dataset(tmp_path / "data" / "a")
+    assert dataset.tokenizer.decode(dataset.train.tokens[:100]).startswith("some words ")

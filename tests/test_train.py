@@ -817,3 +817,11 @@ def test_an_evaluation_gives_way_between_its_batches(numbers, tmp_path, monkeypa
     )
     assert len(batches) == 4 and run.evaluation is None and run.model.training
     assert train_tiny(numbers, tmp_path, "--steps", 2, "--resume").evaluation["val_loss"] > 0
+
+
+def test_accumulated_micro_batches_are_the_whole_batch(trained):
+    whole_batch = trained("whole-batch", "--steps", 10)
+    for size in (1, 2):
+        run = trained(f"micro-{size}", "--steps", 10, "--micro-batch-size", size)
+        for key, tolerance in (("train_loss", {"abs": 1e-5}), ("grad_norm", {"rel": 1e-3})):
+            assert logged(run, key) == pytest.approx(logged(whole_batch, key), **tolerance)

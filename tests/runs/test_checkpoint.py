@@ -36,9 +36,9 @@ OPTIMIZER = {
 GATHERED_FILES = ["model.safetensors", "optimizer.safetensors", *COMMON_FILES]
 
 
-def write_gathered(folder: Path) -> Path:
+def write_gathered(folder: Path, **state: object) -> Path:
     path = folder / "step-00000060"
-    write_checkpoint(path, make_state(60), MODEL, OPTIMIZER, save_tokenizer)
+    write_checkpoint(path, make_state(60, **state), MODEL, OPTIMIZER, save_tokenizer)
     return path
 
 
@@ -165,3 +165,9 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, name, damage):
     with pytest.raises(UserError, match="step-00000060") as caught:
         open_checkpoint(path).verify()
     assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_setting_that_is_not_finite_is_null_in_state_json(tmp_path):
+    path = write_gathered(tmp_path, settings={"z_loss": float("inf")})
+    assert "Infinity" not in (path / "state.json").read_text()
+    assert open_checkpoint(path).state.settings == {"z_loss": None}

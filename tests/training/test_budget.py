@@ -116,3 +116,12 @@ def test_a_run_of_minutes_continues_where_it_was_interrupted(numbers, tmp_path, 
     assert "raise --minutes" in output and f"{run.step} steps" in output
     settings = load_settings(train.TrainConfig, [str(tmp_path / "config.toml")])
     assert settings.minutes == resumed.minutes and settings.steps is None
+
+
+def test_all_ranks_use_the_clock_of_rank_0():
+    dist = SimpleNamespace(broadcast=lambda value: 50.0)
+    budget = Budget({"evaluate": None, "save": None}, seconds=3.0, dist_ctx=dist)
+    assert budget.seconds == 50
+    dist.broadcast = lambda values: [0.25, 0.0]
+    budget.update(7)
+    assert budget.progress == 0.25
