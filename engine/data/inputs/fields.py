@@ -65,9 +65,8 @@ def suggest_flags(record: dict[str, Any], field: str, flag: str, others: Sequenc
     if _is_message(record):
         return "Join the messages of each chat in a list" if is_chat else "Use --chat instead"
     for name in filter(record.__contains__, (*CHAT_FIELDS, *ANSWER_FIELDS, *record)):
-        if name != (field if is_chat else "") and (
-            _has_messages(record[name]) or name in CHAT_FIELDS
-        ):
+        is_wrong = is_chat and name == field
+        if not is_wrong and (_has_messages(record[name]) or name in CHAT_FIELDS):
             is_found = name in (*CHAT_FIELDS, ANSWER_FIELDS[0]) and not is_chat
             chat_flags = "--chat" if is_found else f"--chat --chat-field {shlex.quote(name)}"
             return f"Use {chat_flags} instead"
