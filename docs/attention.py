@@ -1,7 +1,7 @@
 """Print every figure of docs/attention.md and draw its pictures.
 
 python docs/attention.py numbers                          what the formulas say, in seconds
-python docs/attention.py heads [--run out/stdlib]         the habits of each head, and pictures
+python docs/attention.py heads [--run out/pydocs]         the habits of each head, and pictures
 python docs/attention.py history [--steps 200 --seeds 1]  what each design choice since 2017 changed
 """
 
@@ -67,7 +67,7 @@ class AttentionConfig:
     """Print the figures of docs/attention.md, and draw its pictures."""
 
     what: tyro.conf.Positional[Literal["numbers", "heads", "history"]]  # What to print.
-    run: Path = Path("out/stdlib")  # The run whose heads are shown.
+    run: Path = Path("out/pydocs")  # The run whose heads are shown.
     # Dataset to read with heads, to train on with history; None: that of the guide.
     data: Path | None = None
     # Habits whose best heads are drawn.

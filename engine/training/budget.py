@@ -10,7 +10,7 @@ from typing import Literal
 from engine.core.distributed import SINGLE_PROCESS, DistributedContext
 
 # Of evaluations, or of saves, in a run in minutes.
-MAX_EVENT_TIME = 0.04  # fraction of the run
+MAX_EVENT_TIME = 0.05  # fraction of the run
 MIN_EVENTS = 9
 MAX_EVENT_INTERVAL_SECONDS = 600
 SHUTDOWN_SECONDS = 2.5  # for picture, sample and exit, after the last save
@@ -28,6 +28,7 @@ class Budget:
     save_cost_seconds: float = 0.0  # estimate
     steps: float = math.inf
     seconds: float = math.inf
+    last_eval_extra_steps: float = 0.0  # estimate: the last evaluation has more tokens
     first_step: int = 0  # of this process
     progress: float = 0.0  # 0 to 1
     earlier_seconds: float = 0.0  # before the run was resumed
@@ -63,7 +64,8 @@ class Budget:
         fraction = step / self.steps
         if self.seconds < math.inf:
             eval_seconds = self.step_seconds * self.eval_cost_steps
-            end_seconds = eval_seconds + self.save_cost_seconds + SHUTDOWN_SECONDS
+            last_eval_seconds = eval_seconds + self.step_seconds * self.last_eval_extra_steps
+            end_seconds = last_eval_seconds + self.save_cost_seconds + SHUTDOWN_SECONDS
             training_seconds = self.seconds - end_seconds
             elapsed = self.elapsed + self.step_seconds / 2 if step else 0.0  # to the nearest step
             fraction = max(fraction, elapsed / max(training_seconds, 1e-9))

@@ -1,6 +1,7 @@
 """Every setting of a training run, as a user types it and as the run has it."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +24,11 @@ from engine.training.optimizer import OptimizerConfig, OptimizerSettings, defaul
 from model import Architecture, ModelConfig
 
 BUILT_IN_DATA = Path("data/pydocs")
+DEFAULT_MINUTES = 2.0  # if neither length nor size is set
 DEFAULT_STEPS = 1200
 MAX_STEPS = 10**9
 DEFAULT_INTERVAL_STEPS = 500  # between evaluations, and between saves
+EVAL_TOKENS_PER_MINUTE = 2**13  # of a run in minutes, in each evaluation before its last
 MAX_CHARACTER_VOCAB_SIZE = 512  # larger vocabularies are of pieces of words
 LORA_LEARNING_RATE = 1e-3
 WINDOW_WARMUP_FRACTION = 0.2  # of the run, where tokens are pieces of words
@@ -52,8 +55,10 @@ class CommonConfig:
 
     # One or more datasets that prepare.py wrote; --mix sets the fraction of each.
     data: tuple[Path, ...] = (BUILT_IN_DATA,)
-    minutes: Annotated[float | None, Gt(0), Le(10**7)] = None  # Minutes from start to exit.
-    # Tokens of each validation split to evaluate on; 0: all.
+    # Minutes from start to exit. None: 2, without --steps, a size of the model and --init-from.
+    minutes: Annotated[float | None, Gt(0), Le(10**7)] = None
+    # Tokens of each validation split to evaluate on; 0: all. Before its end, a run in minutes
+    # evaluates on at most 8,192 for each minute.
     eval_tokens: Annotated[int, Ge(0)] = 2**17
     # Number of newest checkpoints to keep, besides the best one.
     keep_checkpoints: Annotated[int, Ge(1)] = 2
@@ -100,7 +105,7 @@ class TrainConfig(CommonConfig):
     out: Path | None = None
     # Number of layers and of heads, and width / 64. None: chosen from --minutes or --steps.
     depth: Annotated[int | None, Ge(1), Le(24)] = None
-    # Optimizer steps in total. None: 1,200. With --minutes an upper limit; None: no limit.
+    # Optimizer steps in total. None: 1,200. In a run in minutes an upper limit; None: no limit.
     steps: Annotated[int | None, Ge(1), Le(MAX_STEPS)] = None
     # Sequences in one optimizer step, over all ranks. None: 16, or chosen with the size.
     batch_size: Annotated[int | None, Ge(1), Le(10**6)] = None
@@ -140,6 +145,13 @@ class TrainConfig(CommonConfig):
         if self.steps and self.steps <= warmup_steps and not is_default:
             problem = f"must exceed --warmup-steps {warmup_steps} (got {self.steps})"
             raise UserError(f"--steps: {problem}. Use fewer warmup steps.")
+
+    @property
+    def has_shape(self) -> bool:
+        """Whether a size of the model is set."""
+        model = self.model
+        sizes = (model.num_layers, model.num_heads, model.d_model)
+        return any(size is not None for size in sizes)
 
     @property
     def may_resume(self) -> bool:
@@ -182,6 +194,13 @@ class RunConfig(CommonConfig):
         restores_generator = self.checkpoint_activations and self.model.dropout > 0
         can_capture = dist_ctx.device.type in GRAPH_POOLS and is_alone and not restores_generator
         return self.capture and can_capture
+
+    def evaluation_tokens(self, split_tokens: int, is_last: bool) -> int:
+        """Return the tokens of a validation split for the last evaluation, or an earlier one."""
+        limit = split_tokens
+        if self.minutes and not is_last:
+            limit = min(limit, math.ceil(EVAL_TOKENS_PER_MINUTE * self.minutes))
+        return min(limit, self.eval_tokens or limit)
 
     def micro_batch_rows(self, dist_ctx: DistributedContext) -> int:
         """Return the sequences of a rank in one forward pass."""

@@ -174,8 +174,9 @@ class Passes:
         num_rows = 0
         if config.compile and not split.num_examples:
             num_rows = max(1, EVALUATION_BATCH_TOKENS // config.context_length)
-        limits = (config.context_length, config.eval_tokens, self.dist_ctx.rank, self.dist_ctx.size)
-        for rows in split.evaluation_rows(*limits):
+        max_tokens = config.evaluation_tokens(len(split), self.budget.exhausted)
+        ranks = (self.dist_ctx.rank, self.dist_ctx.size)
+        for rows in split.evaluation_rows(config.context_length, max_tokens, *ranks):
             num_missing = max(0, num_rows - len(rows))
             rows = np.pad(rows, ((0, num_missing), (0, 0)), constant_values=PADDING_TOKEN)
             yield inputs_and_targets(rows).to(self.dist_ctx.device)

@@ -1,6 +1,7 @@
 """--depth, --steps or --minutes → the size of the model.
 
-The numbers are fitted to the runs in docs/experiments.md; docs/training.md has them in a table.
+docs/training.md has the rules in a table. Fitted numbers are those of the best of runs of one to
+ten minutes on Python's sources and tiny Shakespeare, some of them in docs/experiments.md.
 """
 
 import math
@@ -25,10 +26,9 @@ from engine.training.config import (
 from engine.training.estimate import fit_micro_batches
 
 # A run in minutes ends where more epochs do not help, however fast it is: at this overfitting, and
-# before if its regularization is for less. The smaller bound holds without regularization.
+# before if its regularization is for less (experiments, 2026-11-24 and 2026-11-27).
 MAX_OVERFITTING = 20
-MIN_OVERFITTING_LIMIT = 2
-MAX_OVERFITTING_RATIO = 2  # to that for which the regularization was chosen
+MAX_OVERFITTING_RATIO = 2  # to that for which the regularization was chosen, which is 1 at least
 TIMED_TOKENS = 1e6  # the length of the run whose step is timed
 MAX_TIMING = 0.1  # fraction of the time until the end, on a GPU
 
@@ -57,6 +57,7 @@ class SizeSearch:
         self.vocab_size = config.model.vocab_size or data.tokenizer.vocab_size
         step = config.model.num_kv_heads or 1  # heads share keys in equal groups
         first = config.depth or max(2, step)  # induction heads need two layers
+        # The blocks of a deeper model have more than 64 weights for each token of the text.
         last = config.depth or min(24, int((self.text_tokens / 768) ** (1 / 3)))
         self.depths = range(first, max(first, last) + 1, step)
         self.context = config.model.context_length and data.row_length(config.model.context_length)
@@ -64,28 +65,31 @@ class SizeSearch:
 
     def make_size(self, depth: int, tokens: float) -> Size:
         """Return the size of a depth that trains on a number of tokens."""
-        weights = 12 * 64**2 * depth**3  # of the blocks
+        d_model = 64 * depth  # nanochat's rule, but heads are half as wide
+        weights = 12 * d_model**2 * depth  # of the blocks: 4 d² for attention, 8 d² for the rest
         is_of_characters = self.vocab_size <= MAX_CHARACTER_VOCAB_SIZE
         epochs = tokens / self.text_tokens
         different_tokens = min(tokens, self.text_tokens)
-        overfitting = math.sqrt(epochs**3 * weights / self.text_tokens) / 22
+        overfitting = math.sqrt(epochs**3 * weights / self.text_tokens) / 22  # fitted: see Size
 
+        # Fitted (experiments, 2026-11-23); attention to more than 64 tokens is cheap.
         context = 170 * (tokens / 1e6) ** 0.25
         if not is_of_characters:
             context = min(68 * tokens / 1e6, 450 * (different_tokens / 1e6) ** 0.17)
         context = self.context or min(self.max_context, max(64, 2 ** round(math.log2(context))))
 
-        # Batch size: Bergsma et al. 2025.
+        # The exponent is that of Bergsma et al. 2025, the factor and the bounds are fitted.
         step_tokens = 2048 * (different_tokens / 1e6) ** 0.38
         step_tokens *= math.sqrt(5 / max(5, min(20, overfitting)))
         multiple = self.dist_ctx.size * (self.config.micro_batch_size or 1)
         batch_size = max(1, round(step_tokens / context / multiple)) * multiple
         batch_size = self.config.batch_size or batch_size
 
+        # Fitted (experiments, 2026-11-24).
         dropout_strength = (epochs - 1) * weights / self.text_tokens**0.25 / 460_000
         settings = {
             **dict.fromkeys(("depth", "num_layers", "num_heads"), depth),
-            "d_model": 64 * depth,
+            "d_model": d_model,
             "vocab_size": self.vocab_size,
             "context_length": context,
             "dropout": round(20 * min(0.4, 0.075 * math.log2(max(1, dropout_strength)))) / 20,
@@ -93,15 +97,17 @@ class SizeSearch:
             "weight_decay": round(0.1 * min(5, max(1, overfitting)), 2),
         }
         if self.config.optimizer.optimizer == "muon":
+            # Fitted for one size of batch; the root is usual for adaptive optimizers.
             learning_rate = 0.01 * math.sqrt(batch_size * context / 2048)
             settings["learning_rate"] = float(f"{learning_rate:.2g}")
 
         # Loss: Hoffmann et al. 2022, section 3.3. Repeats: Muennighoff et al. 2023, section 5.
+        # E, A and B are fitted to runs of docs/results.md and tests/training/test_sizing.py.
         useful_repeats = 4 * (1 - math.exp(-max(0, epochs - 1) / 4))
         useful_tokens = different_tokens * (1 + useful_repeats)
         e, a, b = (1.17, 24.5, 172.0) if is_of_characters else (1.38, 80.0, 1110.0)
         loss = e + a / weights**0.4 + b / useful_tokens**0.46
-        operations = 3 * (weights + 64 * depth * (context * depth + self.vocab_size))
+        operations = 3 * (weights + d_model * (context * depth + self.vocab_size))
         return Size(depth, tokens, settings, operations, loss, overfitting, batch_size * context)
 
     def best_size(self, seconds: float, speeds: dict[int, float]) -> Size:
@@ -143,9 +149,8 @@ class SizeSearch:
 
     def for_steps(self, steps: int) -> Size:
         """Return the largest size whose loss no smaller one reaches in as many operations."""
-        # The tokens of these steps solve: tokens = steps · 2048 · (tokens / 1M)^0.38.
-        tokens = (steps * 2048 / 1e6**0.38) ** (1 / 0.62)
-        for _ in range(4):  # until tokens, and the batch size that follows from them, agree
+        tokens = 2048.0 * steps
+        for _ in range(20):  # until tokens, and the batch size that follows from them, agree
             tokens = steps * self.make_size(self.depths[0], tokens).step_tokens
         for depth in self.depths:
             size = self.make_size(depth, tokens)
@@ -161,18 +166,14 @@ class SizeSearch:
         ``measure`` returns the seconds of a step.
         """
         config = self.config
-        model = config.model
-        has_shape = any(
-            size is not None for size in (model.num_layers, model.num_heads, model.d_model)
-        )
-        if has_shape or not any((config.minutes, config.steps, config.depth)):
+        if config.has_shape:
             return {}
         if config.minutes:
             size = self.for_time(started_at + 60 * config.minutes, measure)
         else:
             size = self.for_steps(config.steps or DEFAULT_STEPS)
         sizes = dict(size.settings)
-        max_overfitting = max(MIN_OVERFITTING_LIMIT, MAX_OVERFITTING_RATIO * size.overfitting)
+        max_overfitting = MAX_OVERFITTING_RATIO * max(1, size.overfitting)
         ratio = min(MAX_OVERFITTING, max_overfitting) / size.overfitting
         max_tokens = size.tokens * ratio ** (2 / 3)
         if self.dist_ctx.is_main_process:

@@ -244,7 +244,8 @@ class Trainer:
         """
         config = self.config
         sizes = [len(dataset.val) for dataset in self.data.datasets]
-        eval_tokens = sum(min(size, config.eval_tokens or size) for size in sizes)
+        eval_tokens = sum(config.evaluation_tokens(size, False) for size in sizes)
+        extra_tokens = sum(config.evaluation_tokens(size, True) for size in sizes) - eval_tokens
         state = checkpoint.state if checkpoint else RunState(config.model)
         optimizer_bytes = sum(tensor.nbytes for tensor in self.optimizer.state().values())
         checkpoint_bytes = optimizer_bytes + 4 * self.model.num_parameters
@@ -254,6 +255,7 @@ class Trainer:
         self.budget = Budget(
             {"evaluate": config.eval_every, "save": config.save_every},
             eval_cost_steps=eval_tokens / self.tokens_per_step / 3,  # no backward pass
+            last_eval_extra_steps=extra_tokens / self.tokens_per_step / 3,
             save_cost_seconds=checkpoint_bytes / CHECKPOINT_BYTES_PER_SECOND,
             steps=config.steps or math.inf,
             seconds=end - time.monotonic(),

@@ -22,16 +22,23 @@ class SimulatedBudget(Budget):
     elapsed = 1e-6
 
 
-def simulate(seconds, step_seconds, evaluation=0.0, save=0.0, every=None, steps=math.inf):
-    """Run a time budget against a simulated clock; an evaluation slows down as steps do."""
+def simulate(
+    seconds, step_seconds, evaluation=0.0, save=0.0, every=None, steps=math.inf, last_evaluation=0.0
+):
+    """Run a time budget against a simulated clock; an evaluation slows down as steps do.
+
+    The last one takes ``last_evaluation`` more seconds.
+    """
     intervals = {"evaluate": every, "save": every}
     budget = SimulatedBudget(intervals, evaluation / step_seconds(0), save, steps, seconds)
+    budget.last_eval_extra_steps = last_evaluation / step_seconds(0)
     run = SimpleNamespace(step=0, progress=[], evaluated_at=[], saved_at=[])
     while True:
         budget.update(run.step)
         run.progress.append(budget.progress)
         evaluation_seconds = evaluation * step_seconds(budget.elapsed) / step_seconds(0)
         if budget.exhausted:
+            evaluation_seconds += last_evaluation
             run.end = budget.elapsed + evaluation_seconds + save + SHUTDOWN_SECONDS
             return run
         if run.step and budget.is_due("evaluate", run.step):
@@ -54,6 +61,8 @@ def test_minutes_include_the_last_evaluation_and_save(evaluation):
     assert run.progress == sorted(run.progress)
     assert run.progress[0] == 0
     assert run.progress[-2] > 0.99
+    longer = simulate(120, lambda now: 0.35, evaluation, last_evaluation=7)
+    assert longer.end == pytest.approx(120, abs=0.5)
     slowing = simulate(120, lambda now: 0.35 if now < 60 else 1.0, evaluation)
     assert slowing.end == pytest.approx(120, rel=0.03)
 
@@ -66,7 +75,7 @@ def test_minutes_and_steps_end_with_the_first_of_both():
     assert run.end == pytest.approx(120, abs=0.5)
 
 
-@pytest.mark.parametrize(("cost", "number"), [(0.001, 9), (1.0, 4), (2.0, 2), (4.0, 1), (9.0, 0)])
+@pytest.mark.parametrize(("cost", "number"), [(0.001, 9), (1.1, 5), (2.0, 3), (4.0, 1), (9.0, 0)])
 @pytest.mark.parametrize("event", ["evaluation", "save"])
 def test_events_are_spread_evenly_in_a_fraction_of_the_time(event, cost, number):
     run = simulate(120, lambda now: 0.1, **{event: cost})

@@ -2,6 +2,7 @@
 
 import math
 import tomllib
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -95,6 +96,20 @@ def test_a_captured_step_that_is_not_finite_changes_nothing(graphs, numbers, tmp
     for run in run_twice(numbers, tmp_path, *flags, callbacks=[SpoilWeights()]):
         assert logged(run, "skipped_steps")[12] == 1
     assert_same_run(tmp_path / "captured", tmp_path / "plain")
+
+
+def test_a_run_in_minutes_evaluates_on_all_tokens_at_its_end(numbers, tmp_path):
+    trainer = train_tiny(numbers, tmp_path, "--minutes", 0.1, "--steps", 2, "--eval-tokens", 0)
+    val = trainer.data.datasets[0].val
+    counts = []
+    for progress in (1.0, 0.5):
+        trainer.budget.progress = progress
+        batches = trainer.passes.evaluation_batches(val)
+        counts.append(sum((targets >= 0).sum().item() for _, targets in batches))
+    assert counts[0] == len(val) - 1
+    assert counts[1] == pytest.approx(0.1 * 8192, abs=20)
+    trainer.config = trainer.passes.config = replace(trainer.config, eval_tokens=100)
+    assert sum(targets.numel() for _, targets in trainer.passes.evaluation_batches(val)) == 96
 
 
 def add_waiting_hook(trainer: Trainer) -> None:

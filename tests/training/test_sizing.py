@@ -188,14 +188,36 @@ def data(numbers):
     return open_mixture([numbers])
 
 
-def test_defaults(data):
-    config = run_settings(TrainConfig(), data)
+def test_defaults_of_a_run_with_a_shape(data):
+    config = run_settings(TrainConfig(model=ModelSettings(num_layers=2)), data)
     assert config.model == ModelConfig(vocab_size=data.tokenizer.vocab_size)
     assert (config.batch_size, config.micro_batch_size) == (16, 0)
     assert (config.steps, config.eval_every, config.save_every) == (1200, 500, 500)
     optimizer = config.optimizer
     assert (optimizer.learning_rate, optimizer.weight_decay) == (0.014, 0.1)
     assert (optimizer.embedding_rate, optimizer.warmup_steps, optimizer.window_warmup) == (3, 10, 0)
+
+
+def test_a_run_without_length_and_size_takes_two_minutes(data):
+    config = run_settings(TrainConfig(), data)
+    assert config.minutes == 2
+    assert config == run_settings(TrainConfig(minutes=2), data)
+    assert (config.eval_every, config.save_every) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"steps": 7}, {"depth": 2}, {"model": ModelSettings(d_model=64)}, {"init_from": Path("base")}],
+    ids=str,
+)
+def test_a_run_with_a_length_or_a_size_has_no_minutes(settings, data):
+    base = None
+    if "init_from" in settings:
+        base = Checkpoint(Path("base"), RunState(ModelConfig(vocab_size=20)), {})
+    config = TrainConfig(**settings)
+    resolved, _ = resolve(config, data, SINGLE_PROCESS, 0.0, None, base, lambda *_: 0.01)
+    assert resolved.minutes is None
+    assert resolved.steps == (settings.get("steps") or 1200)
 
 
 def test_set_sizes_stay(data, capsys):
