@@ -4,6 +4,7 @@ import ctypes
 import math
 import os
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -13,6 +14,7 @@ MIN_BFLOAT16_WIDTH = 64  # of a model on a CPU: narrower ones lose more by conve
 MIN_BFLOAT16_DECODING_WIDTH = 512  # likewise in decoding: smaller weights stay in a CPU's cache
 MALLOC_MMAP_THRESHOLD = -3  # options of mallopt: glibc's <malloc.h>
 MALLOC_TRIM_THRESHOLD = -1
+MAX_TIME_OF_HALF = 0.95  # relative to that of all threads, for which half of them are used
 DTYPE_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -50,6 +52,24 @@ def fast_dtype(device: torch.device) -> torch.dtype:
         capabilities = torch.cpu.get_capabilities()
         is_fast = any(capabilities.get(name) for name in ("amx_tile", "avx512_bf16"))
     return torch.bfloat16 if is_fast else torch.float32
+
+
+def choose_num_threads(measure: Callable[[], float]) -> float:
+    """Halve the threads of the processor while that lowers a measured time, and return the time.
+
+    Threads wait for each other, and so for other programs that use a core.
+    """
+    seconds = measure()
+    num_threads = torch.get_num_threads()
+    while num_threads > 1:
+        torch.set_num_threads(num_threads // 2)
+        seconds_of_half = measure()
+        if seconds_of_half > MAX_TIME_OF_HALF * seconds:
+            torch.set_num_threads(num_threads)
+            break
+        num_threads //= 2
+        seconds = seconds_of_half
+    return seconds
 
 
 def choose_dtype(

@@ -8,9 +8,11 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from engine.core.cli import say
+from engine.core.device import choose_num_threads
 from engine.core.distributed import DistributedContext
 from engine.core.settings import flatten
 from engine.data.batches import Mixture
@@ -136,7 +138,10 @@ class SizeSearch:
                 config = replace(config, compile=False)
             row_length = self.data.row_length(config.context_length)
             config = fit_micro_batches(config, self.dist_ctx, row_length)
-            speeds[depth] = timed.step_tokens * timed.operations / measure(config, self.data)
+            take_time = partial(measure, config, self.data)
+            is_first_on_cpu = not speeds and self.dist_ctx.device.type == "cpu"
+            seconds = choose_num_threads(take_time) if is_first_on_cpu else take_time()
+            speeds[depth] = timed.step_tokens * timed.operations / seconds
             seconds = self.dist_ctx.broadcast(max(1.0, end - time.monotonic()))
             best = self.best_size(seconds, speeds)
             depth = best.depth

@@ -13,6 +13,7 @@ from engine.core.device import (
     MIN_BFLOAT16_WIDTH,
     choose_device,
     choose_dtype,
+    choose_num_threads,
     fast_dtype,
     mixed_precision,
     total_memory,
@@ -99,3 +100,16 @@ def test_deterministic_run_is_the_same_run(numbers, trained, monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
     assert_same_run(plain, deterministic)
+
+
+@pytest.mark.parametrize(
+    ("times", "num_threads", "seconds"),
+    [([4, 5], 8, 4), ([4, 3.9], 8, 4), ([4, 3, 1, 2], 2, 1), ([8, 4, 2, 1], 1, 1)],
+)
+def test_fewer_threads_compute_where_they_are_faster(times, num_threads, seconds, monkeypatch):
+    threads = [8]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    remaining = [*times]
+    assert choose_num_threads(lambda: remaining.pop(0)) == seconds
+    assert threads[-1] == num_threads and not remaining
