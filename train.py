@@ -46,7 +46,7 @@ from engine.training.run_dir import RunDir
 from engine.training.trainer import Callback, Trainer
 from prepare import PrepareConfig, prepare
 
-NUM_TIMED_STEPS = 5  # after the first of a process, which is slow
+NUM_TIMED_STEPS = 6  # the first of a process is slow, and is not counted
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -308,17 +308,18 @@ def measure_step_seconds(
     trainer = Trainer(config, dist_ctx, data, modify_model=modify_model)
     trainer.initialize()
     trainer.passes.wrap_model()
-    for _ in range(1 + NUM_TIMED_STEPS):
-        if trainer.step == 1:
-            started_at = time.monotonic()
+    seconds = []
+    for _ in range(NUM_TIMED_STEPS):
+        started_at = time.monotonic()
         _, _, grad_norm = train_step(trainer)
         grad_norm.item()  # waits for the device
-    seconds = (time.monotonic() - started_at) / NUM_TIMED_STEPS
+        seconds.append(time.monotonic() - started_at)
     del trainer
     gc.collect()  # a module whose forward is replaced refers to itself
     if dist_ctx.device.type == "cuda":
         torch.cuda.empty_cache()
-    return dist_ctx.sum(torch.tensor(seconds, dtype=torch.float64)).item() / dist_ctx.size
+    mean_seconds = torch.tensor(seconds[1:], dtype=torch.float64).mean()
+    return dist_ctx.sum(mean_seconds).item() / dist_ctx.size
 
 
 def plan(config: TrainConfig) -> str:

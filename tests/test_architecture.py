@@ -19,8 +19,8 @@ from engine.training.config import TrainConfig
 PAGE = ROOT / "docs" / "architecture.md"
 SOURCES = ("*.py", "engine", "config")
 # A change may lower them, and may not raise them.
-MAX_SOURCE_LINES = 17_340
-MAX_TEST_LINES = 19_219
+MAX_SOURCE_LINES = 17_330
+MAX_TEST_LINES = 19_210
 MAX_PAGE_LINES = 2_206  # HTML, CSS and JavaScript
 MAX_DOCUMENT_WORDS = 11_400  # in English: README.md and docs/
 

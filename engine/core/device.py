@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from engine.core.cli import say
 from engine.core.errors import UserError
 
 MIN_BFLOAT16_WIDTH = 64  # of a model on a CPU: narrower ones lose more by converting than they gain
@@ -54,21 +55,23 @@ def fast_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if is_fast else torch.float32
 
 
-def choose_num_threads(measure: Callable[[], float]) -> float:
-    """Halve the threads of the processor while that lowers a measured time, and return the time.
+def choose_num_threads(seconds: float, measure: Callable[[], float]) -> float:
+    """Halve the CPU threads of this process while that is faster, and return the seconds.
 
-    Threads wait for each other, and so for other programs that use a core.
+    Threads wait for each other, and so for other programs. ``seconds`` is measured with all.
     """
-    seconds = measure()
-    num_threads = torch.get_num_threads()
+    max_threads = torch.get_num_threads()
+    num_threads = max_threads
     while num_threads > 1:
         torch.set_num_threads(num_threads // 2)
         seconds_of_half = measure()
         if seconds_of_half > MAX_TIME_OF_HALF * seconds:
-            torch.set_num_threads(num_threads)
             break
         num_threads //= 2
         seconds = seconds_of_half
+    torch.set_num_threads(num_threads)
+    if num_threads < max_threads:
+        say(f"{num_threads} of {max_threads} threads, which is faster beside other programs")
     return seconds
 
 

@@ -24,7 +24,7 @@ from engine.training.optimizer import OptimizerConfig, OptimizerSettings, defaul
 from model import Architecture, ModelConfig
 
 BUILT_IN_DATA = Path("data/pydocs")
-DEFAULT_MINUTES = 2.0  # if neither length nor size is set
+DEFAULT_MINUTES = 2  # if neither a length nor a size is set
 DEFAULT_STEPS = 1200
 MAX_STEPS = 10**9
 DEFAULT_INTERVAL_STEPS = 500  # between evaluations, and between saves
@@ -147,13 +147,6 @@ class TrainConfig(CommonConfig):
             raise UserError(f"--steps: {problem}. Use fewer warmup steps.")
 
     @property
-    def has_shape(self) -> bool:
-        """Whether a size of the model is set."""
-        model = self.model
-        sizes = (model.num_layers, model.num_heads, model.d_model)
-        return any(size is not None for size in sizes)
-
-    @property
     def may_resume(self) -> bool:
         """Whether a run in the directory is continued."""
         return self.resume or self.auto_resume
@@ -197,10 +190,9 @@ class RunConfig(CommonConfig):
 
     def evaluation_tokens(self, split_tokens: int, is_last: bool) -> int:
         """Return the tokens of a validation split for the last evaluation, or an earlier one."""
-        limit = split_tokens
-        if self.minutes and not is_last:
-            limit = min(limit, math.ceil(EVAL_TOKENS_PER_MINUTE * self.minutes))
-        return min(limit, self.eval_tokens or limit)
+        minutes = self.minutes if self.minutes and not is_last else math.inf
+        limits = (split_tokens, self.eval_tokens or math.inf, EVAL_TOKENS_PER_MINUTE * minutes)
+        return math.ceil(min(limits))
 
     def micro_batch_rows(self, dist_ctx: DistributedContext) -> int:
         """Return the sequences of a rank in one forward pass."""
@@ -280,7 +272,7 @@ def make_run_config(
     }
     if config.lora_rank:
         defaults["learning_rate"] = LORA_LEARNING_RATE
-    if not config.minutes:
+    if not values.get("minutes"):
         defaults["steps"] = DEFAULT_STEPS
         defaults["eval_every"] = DEFAULT_INTERVAL_STEPS
         defaults["save_every"] = DEFAULT_INTERVAL_STEPS

@@ -25,7 +25,6 @@ from engine.generation.text_batch import initial_tokens
 from engine.generation.text_generator import DEFAULT_NEW_TOKENS, TextGenerator
 from engine.runs.checkpoint import Checkpoint, RunState
 from engine.training.config import (
-    DEFAULT_MINUTES,
     FIXED_SETTINGS,
     ModelSettings,
     RunConfig,
@@ -71,8 +70,6 @@ def resolve(
     base_state = dist_ctx.broadcast(asdict(base.state) if base else None)
     base_state = convert(base_state, RunState | None, "state")
     config = fit_model(config, data, base_state)
-    if not (config.minutes or config.steps or config.depth or config.has_shape):
-        config = replace(config, minutes=DEFAULT_MINUTES)
     config = choose_frozen_weights(config, data, dist_ctx, base)
     config, data = fit_context(config, data, dist_ctx, base_state)
     sizes = SizeSearch(config, data, dist_ctx).choose(started_at, measure)

@@ -18,6 +18,7 @@ from engine.core.settings import flatten
 from engine.data.batches import Mixture
 from engine.nn.acceleration import GRAPH_POOLS
 from engine.training.config import (
+    DEFAULT_MINUTES,
     DEFAULT_STEPS,
     MAX_CHARACTER_VOCAB_SIZE,
     MAX_STEPS,
@@ -80,7 +81,7 @@ class SizeSearch:
             context = min(68 * tokens / 1e6, 450 * (different_tokens / 1e6) ** 0.17)
         context = self.context or min(self.max_context, max(64, 2 ** round(math.log2(context))))
 
-        # The exponent is that of Bergsma et al. 2025, the factor and the bounds are fitted.
+        # The exponent is that of Bergsma et al. 2025. Half the factor is worse (2026-11-28).
         step_tokens = 2048 * (different_tokens / 1e6) ** 0.38
         step_tokens *= math.sqrt(5 / max(5, min(20, overfitting)))
         multiple = self.dist_ctx.size * (self.config.micro_batch_size or 1)
@@ -99,12 +100,12 @@ class SizeSearch:
             "weight_decay": round(0.1 * min(5, max(1, overfitting)), 2),
         }
         if self.config.optimizer.optimizer == "muon":
-            # Fitted for one size of batch; the root is usual for adaptive optimizers.
+            # 0.01 is fitted. For the square root, see Malladi et al. 2022.
             learning_rate = 0.01 * math.sqrt(batch_size * context / 2048)
             settings["learning_rate"] = float(f"{learning_rate:.2g}")
 
         # Loss: Hoffmann et al. 2022, section 3.3. Repeats: Muennighoff et al. 2023, section 5.
-        # E, A and B are fitted to runs of docs/results.md and tests/training/test_sizing.py.
+        # E, A and B are fitted to the runs that tests/training/test_sizing.py lists.
         useful_repeats = 4 * (1 - math.exp(-max(0, epochs - 1) / 4))
         useful_tokens = different_tokens * (1 + useful_repeats)
         e, a, b = (1.17, 24.5, 172.0) if is_of_characters else (1.38, 80.0, 1110.0)
@@ -128,6 +129,7 @@ class SizeSearch:
     def for_time(self, end: float, measure: Callable[[RunConfig, Mixture], float]) -> Size:
         """Return the best size until a time. The best depth and the next one are timed."""
         speeds: dict[int, float] = {}
+        is_alone_on_cpu = self.dist_ctx.size == 1 and self.dist_ctx.device.type == "cpu"
         started_at = time.monotonic()
         depth = self.depths[0]
         while depth not in speeds:
@@ -138,10 +140,10 @@ class SizeSearch:
                 config = replace(config, compile=False)
             row_length = self.data.row_length(config.context_length)
             config = fit_micro_batches(config, self.dist_ctx, row_length)
-            take_time = partial(measure, config, self.data)
-            is_first_on_cpu = not speeds and self.dist_ctx.device.type == "cpu"
-            seconds = choose_num_threads(take_time) if is_first_on_cpu else take_time()
-            speeds[depth] = timed.step_tokens * timed.operations / seconds
+            step_seconds = measure(config, self.data)
+            if is_alone_on_cpu and not speeds:
+                step_seconds = choose_num_threads(step_seconds, partial(measure, config, self.data))
+            speeds[depth] = timed.step_tokens * timed.operations / step_seconds
             seconds = self.dist_ctx.broadcast(max(1.0, end - time.monotonic()))
             best = self.best_size(seconds, speeds)
             depth = best.depth
@@ -166,18 +168,23 @@ class SizeSearch:
     def choose(
         self, started_at: float, measure: Callable[[RunConfig, Mixture], float]
     ) -> dict[str, Any]:
-        """Return the sizes by name, for minutes, steps or a depth, if no shape is set.
+        """Return the sizes and the minutes by name, unless a shape is set.
 
         ``measure`` returns the seconds of a step.
         """
         config = self.config
-        if config.has_shape:
+        model = config.model
+        shape = (model.num_layers, model.num_heads, model.d_model)
+        if any(size is not None for size in shape):
             return {}
-        if config.minutes:
-            size = self.for_time(started_at + 60 * config.minutes, measure)
+        has_steps = config.steps or config.depth
+        minutes = config.minutes or (0 if has_steps else DEFAULT_MINUTES)
+        if minutes:
+            size = self.for_time(started_at + 60 * minutes, measure)
+            sizes = {**size.settings, "minutes": minutes}
         else:
             size = self.for_steps(config.steps or DEFAULT_STEPS)
-        sizes = dict(size.settings)
+            sizes = dict(size.settings)
         max_overfitting = MAX_OVERFITTING_RATIO * max(1, size.overfitting)
         ratio = min(MAX_OVERFITTING, max_overfitting) / size.overfitting
         max_tokens = size.tokens * ratio ** (2 / 3)
@@ -186,6 +193,6 @@ class SizeSearch:
             chosen = [f"{name} {x}" for name, x in sizes.items() if typed[name] is None]
             epochs = size.tokens / self.text_tokens
             say(f"chosen {', '.join(chosen)}: {size.tokens:,.0f} tokens, {epochs:.1f} epochs")
-        if config.minutes and not config.steps:
+        if minutes and not config.steps:
             sizes["steps"] = min(MAX_STEPS, math.ceil(max_tokens / size.step_tokens))
         return sizes

@@ -1,6 +1,5 @@
 """Files, folders, standard input, addresses: which sources are listed, and how they are read."""
 
-import ast
 import contextlib
 import gzip
 import http.server
@@ -26,7 +25,7 @@ from helpers import read_lines, texts_of
 
 from engine.core.errors import UserError
 from engine.data.inputs import finder, sources
-from engine.data.inputs.finder import DOCUMENTED_NODES, find_sources, list_statements
+from engine.data.inputs.finder import find_sources
 from engine.data.inputs.readers import read
 from engine.data.inputs.sources import Source
 
@@ -226,14 +225,6 @@ def test_the_documentation_is_the_reference_and_the_docstrings_of_each_module(tm
     assert any(text.startswith('The "assert" statement') for text in texts[:100])
     (argparse,) = [text for text in texts if text.startswith("Command-line parsing library")]
     assert "Keyword Arguments:" in argparse and "def add_argument(self" not in argparse
-
-
-def test_statements_are_listed_in_the_order_of_all_nodes():
-    for module in find("stdlib")[::40]:
-        tree = ast.parse(Path(module.path).read_bytes())
-        nodes = [node for node in ast.walk(tree) if isinstance(node, DOCUMENTED_NODES)]
-        statements = [node for node in list_statements(tree) if isinstance(node, DOCUMENTED_NODES)]
-        assert statements == nodes
 
 
 @pytest.mark.parametrize(

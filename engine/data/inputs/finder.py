@@ -35,7 +35,6 @@ FINDER_FILE = ".DS_Store"  # of a folder that macOS has shown
 RECORDS_PATTERN = re.compile(r'\ufeff?\s*(\[\s*){0,2}\{\s*"')
 # Folders that hold tests, tables or installed packages.
 EXCLUDED_PATTERN = re.compile("tests?|idle_test|encodings|pydoc_data|.*-packages")
-STATEMENT_FIELDS = ("body", "handlers", "orelse", "finalbody", "cases")  # of a statement
 DOCUMENTED_NODES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 MIN_DOCUMENT_CHARACTERS = 200  # of a module's docstrings
 
@@ -225,15 +224,6 @@ def _find_modules() -> list[Source]:
     return [Source(path, name, name) for name, path in files.items()]
 
 
-def list_statements(module: ast.AST) -> list[ast.AST]:
-    """List what ast.walk yields, in its order, without expressions, which are most of it."""
-    nodes = [module]
-    for node in nodes:  # which grows meanwhile
-        for field in STATEMENT_FIELDS:
-            nodes += getattr(node, field, ())
-    return nodes
-
-
 def _write_documentation(target: Path) -> Path:
     """Write a line of JSON for each topic of the language reference, and for each module.
 
@@ -245,7 +235,7 @@ def _write_documentation(target: Path) -> Path:
         raise UserError("pydocs: needs pydoc_data of Python. Install it, or give stdlib.") from None
     documents = [topics[name].strip() for name in sorted(topics)]
     for module in _find_modules():
-        nodes = list_statements(ast.parse(Path(module.path).read_bytes()))
+        nodes = ast.walk(ast.parse(Path(module.path).read_bytes()))
         texts = [ast.get_docstring(node) for node in nodes if isinstance(node, DOCUMENTED_NODES)]
         documents.append("\n\n".join(text.strip() for text in texts if text))
     long_documents = [text for text in documents if len(text) >= MIN_DOCUMENT_CHARACTERS]
