@@ -6,6 +6,7 @@
     python sample.py out/NAME --chat --prompts-file in.jsonl --out out.jsonl    {"messages": […]}
     python sample.py out/NAME --serve                    an OpenAI-compatible API, and the page
     python sample.py out/NAME --page                     a live page of the model, in a browser
+    python sample.py out/NAME --save-page FILE.html      that page with the model in it, to send
 
 In Python: ``model = load("out/NAME"); print(model.generate("ROMEO:", max_new_tokens=100))``
 """
@@ -59,6 +60,7 @@ SETTINGS_BY_MODE = {
     "chat": {"system", *CHAT_SETTINGS, *TEXT_SETTINGS},
     "serve": {"port", "host", "quantize", "parse_special", *CHAT_SETTINGS},
     "page": {"port", *PROMPT_SETTINGS, *CHAT_SETTINGS, *PAGE_SETTINGS},
+    "save_page": {*PROMPT_SETTINGS, *CHAT_SETTINGS, *PAGE_SETTINGS},
     "": {"beams", "num_samples", "batch_size", *PROMPT_SETTINGS, *TEXT_SETTINGS},
 }
 
@@ -107,6 +109,7 @@ class SampleConfig:
     quantize: Literal["int8"] | None = None  # 8-bit weights: faster on a CPU, and less exact.
     # Serve a page in the browser: probabilities, attention, and heads to switch off.
     page: bool = False
+    save_page: Path | None = None  # An HTML file to write: the page, with the model in it.
     serve: bool = False  # Serve an OpenAI-compatible API, and the page.
     # Port to serve on; 0: any free one; None: 8000 with --serve, else any free one. Through an SSH
     # tunnel both ends need the same number.
@@ -127,6 +130,11 @@ class SampleConfig:
             raise UserError("--stop: must not be empty. Give the text that ends a sample.")
         if self.prompts_file and not self.out:
             raise UserError("--prompts-file: needs a file to write. Add --out FILE.jsonl.")
+        if self.save_page and self.save_page.suffix != ".html":
+            raise UserError(f"--save-page: must end in .html (got {self.save_page}).")
+        if self.save_page and not self.save_page.parent.is_dir():
+            folder = self.save_page.parent
+            raise UserError(f"--save-page: the folder {folder} was not found. Create it first.")
         prompts = [self.text, self.prompt, self.prompt_file]
         if len([prompt for prompt in prompts if prompt]) > 1:
             raise UserError("TEXT or -, --prompt and --prompt-file: got several. Keep one of them.")
@@ -198,7 +206,8 @@ def sample(config: SampleConfig, modify_model: ModifyModel | None = None) -> Non
         )
     if config.chat:
         chat_format(model.tokenizer)  # raises UserError if the template fails
-    is_of_text = not (config.chat or config.serve or config.page)
+    has_page = config.serve or config.page or config.save_page
+    is_of_text = not (config.chat or has_page)
     if model.is_chat_model and is_of_text and not config.parse_special:
         problem = "--chat gives it a turn, and a plain prompt does not"
         cli.warn(f"the model was trained on chats: {problem}")
@@ -206,7 +215,7 @@ def sample(config: SampleConfig, modify_model: ModifyModel | None = None) -> Non
         complete_file(model, config.prompts_file, config.out, config.chat, **config.options)
     elif config.chat:
         converse(model, config.system, **config.options)
-    elif config.serve or config.page:
+    elif has_page:
         serve_model(config, model)
     else:
         print_text(config, model)
@@ -283,10 +292,11 @@ def converse(model: TextGenerator, system: str, **options: Unpack[TextOptions]) 
 
 
 def serve_model(config: SampleConfig, model: TextGenerator) -> None:
-    """Serve the live page, with the config's prompt and settings, and the API, until Ctrl-C."""
+    """Serve the live page, with the config's prompt and settings, and the API; or save the page."""
     # Imported here because a web server takes half a second to import.
     from engine.report.inspector import ModelInspector
     from engine.report.live_page import read_prompts, serve
+    from engine.report.saved_page import save_page
     from engine.serving.api import Api
 
     name = config.path.resolve().name
@@ -296,6 +306,10 @@ def serve_model(config: SampleConfig, model: TextGenerator) -> None:
         half = model.model.config.context_length // 2  # the other half is for questions
         settings["max_new_tokens"] = min(DEFAULT_NEW_TOKENS, half)
     inspector = ModelInspector(model, settings, read_prompts(config.path))
+    if config.save_page:
+        save_page(inspector, config.save_page)
+        print(config.save_page)
+        return
     default_port = DEFAULT_API_PORT if config.serve else 0
     port = default_port if config.port is None else config.port
     key = os.environ.get(API_KEY_VARIABLE, "")

@@ -156,6 +156,19 @@ def strings() -> list[str]:
 
 
 @pytest.fixture(scope="session")
+def random_strings() -> list[str]:
+    """Draw strings of any characters, strings at which words are split, and repetitions."""
+    chance = random.Random(1)
+    anything = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000]
+    seams = ["'s", "'LL", "'\u017f", " the", "The", "12345", "...", "\r\n", "\n", "  ", "\t"]
+    seams += ["\u3000", "/", "e\u0301", "ab", "ba"]
+    lengths = [chance.randint(1, 60) for _ in range(500)]
+    texts = ["".join(chance.choices(pool, k=n)) for n in lengths for pool in (anything, seams)]
+    units = ("a", " ", "ab", "aab", "=-", "0", "\n")
+    return [*texts, *(unit * times for unit in units for times in (2, 3, 7, 50, 333))]
+
+
+@pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     """A headless Chromium, the system's or playwright's own."""
     playwright = pytest.importorskip("playwright.sync_api")

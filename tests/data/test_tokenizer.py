@@ -95,19 +95,6 @@ def tokenizer(request, strings: list[str], code: str) -> Tokenizer:
     return make[request.param]()
 
 
-@pytest.fixture(scope="module")
-def random_strings() -> list[str]:
-    """Draw strings of any characters, strings at which words are split, and repetitions."""
-    chance = random.Random(1)
-    anything = [chr(code_point) for code_point in range(0x110000) if code_point not in SURROGATES]
-    seams = ["'s", "'LL", "'\u017f", " the", "The", "12345", "...", "\r\n", "\n", "  ", "\t"]
-    seams += ["\u3000", "/", "e\u0301", "ab", "ba"]
-    lengths = [chance.randint(1, 60) for _ in range(500)]
-    texts = ["".join(chance.choices(pool, k=n)) for n in lengths for pool in (anything, seams)]
-    units = ("a", " ", "ab", "aab", "=-", "0", "\n")
-    return [*texts, *(unit * times for unit in units for times in (2, 3, 7, 50, 333))]
-
-
 # Every kind.
 
 

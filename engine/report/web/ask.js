@@ -1,12 +1,14 @@
-/** Questions to the server of the live page. */
+/** Questions to the server of the live page, or to the worker of a saved page, which has the model. */
 
+const saved = document.getElementById("weights");
+const PLACE = saved ? "The model is in this file, and computes here." : "Only this machine can open this page.";
 const token = encodeURIComponent(new URLSearchParams(location.search).get("token") ?? "");  // letters of a header
 const WAITING = "Waiting for the model, which answers one page at a time…";
 const INCOMPLETE = "The answer is incomplete; see the terminal.";
 const BATCH_MILLISECONDS = 40;  // to draw each object alone would block the page
 
 /** Sends a question; `take` gets the objects of the answer, in batches. Throws an Error with the server's message. */
-async function ask(name, question, take, signal) {
+async function askServer(name, question, take, signal) {
   const failWith = (text) => (error) => {
     throw error.name === "AbortError" ? error : new Error(text);
   };
@@ -38,6 +40,34 @@ async function ask(name, question, take, signal) {
     flush();
   }
 }
+
+/** Starts the worker of a saved page; returns a function that asks it, as askServer() asks the server. */
+function startWorker() {
+  const source = new Blob([$("worker").textContent], { type: "text/javascript" });
+  const worker = new Worker(URL.createObjectURL(source));
+  const questions = new Map();
+  worker.addEventListener("message", ({ data: { id, records, error, isDone } }) => {
+    const { take, resolve, reject } = questions.get(id) ?? {};
+    if (records.length) take?.(records);
+    if (isDone) resolve?.();
+    if (error) reject?.(new Error(error));
+    if (isDone || error) questions.delete(id);
+  });
+  worker.postMessage({ content: $("content").textContent, weights: saved.textContent });
+  let id = 0;
+  return (name, question, take, signal) => new Promise((resolve, reject) => {
+    questions.set(++id, { take, resolve, reject });
+    const stop = (stopped) => {
+      questions.delete(stopped);
+      worker.postMessage({ id: stopped });
+      reject(signal.reason);
+    };
+    signal?.addEventListener("abort", stop.bind(null, id));
+    worker.postMessage({ id, name, question });
+  });
+}
+
+const ask = saved ? startWorker() : askServer;
 
 /** Shows a status text; a problem stands out. */
 function say(text, isBad = false, id = "status") {

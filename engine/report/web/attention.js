@@ -15,8 +15,10 @@ const MIN_ARC_WEIGHT = 0.01;
 
 /** The weights of heads, as lower triangles of size × size. */
 class Triangles {
-  constructor(base64, size) {
-    this.bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
+  /** `levels` are bytes, or base64 of them. */
+  constructor(levels, size) {
+    const isText = typeof levels === "string";
+    this.bytes = isText ? Uint8Array.from(atob(levels), (letter) => letter.charCodeAt(0)) : levels;
     this.size = size;
   }
 

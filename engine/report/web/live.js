@@ -395,7 +395,7 @@ function begin([answer]) {
   $("name").textContent = name;
   document.title = `${name} – look inside`;
   $("shape").textContent = `${formatNoun(about.layers, "layer")} of ${formatNoun(about.heads, "head")}, context of `
-    + `${formatNoun(about.context_length, "token")}. Only this machine can open this page.`;
+    + `${formatNoun(about.context_length, "token")}. ${PLACE}`;
   $("temperature").max = Math.max(2, settings.temperature);
   for (const [key, value] of Object.entries(settings)) $(key).value = value ?? "";
   view = new AttentionView(list, about.layers, about.heads, { point, load: showAttention, toggle: switchHeads });
