@@ -1,5 +1,6 @@
-"""Write the page of a run, or of several to compare: out/<run>/ → report.html.
+"""Write the page of a run, or of several to compare: out/<run>/ → report.html; or list all runs.
 
+python report.py                              a table of the runs under out/, and out/index.html
 python report.py out/NAME                     out/NAME/report.html, with memorized passages
 python report.py out/A out/B … [--out FILE]   out/compare.html, and which is better
 """
@@ -12,9 +13,9 @@ if __name__ == "__main__":
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
 
 from engine.core.errors import UserError
 from engine.core.settings import parse
@@ -23,8 +24,8 @@ from engine.generation.samples import read_lines
 from engine.report.attention_maps import compute_attention
 from engine.report.callback import SAMPLE_TOKENS
 from engine.report.memorization import find_passages
-from engine.report.overview import compare
-from engine.report.page import read_run, write_page
+from engine.report.overview import compare, format_runs
+from engine.report.page import list_runs, read_run, write_page
 from engine.runs.checkpoint import ModifyModel, load_model, open_checkpoint
 from engine.runs.run_files import find_checkpoint, list_checkpoints, make_generator
 
@@ -33,17 +34,17 @@ MAX_CHARACTER_BYTES = 4  # in UTF-8
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """Write the report of one run, or a comparison of several, as a page for a browser."""
+    """Write the report of one run, a comparison of several, or a list of all, for a browser."""
 
-    # Run directories, or their reports; several are compared.
-    runs: Annotated[Positional[tuple[Path, ...]], arg(help_behavior_hint="(required)")]
-    # The page to write. None: RUN/report.html, or compare.html beside the first run.
+    # Run directories, or their reports; several are compared. None: those in out/ are listed.
+    runs: Positional[tuple[Path, ...]] = ()
+    # The page to write. None: RUN/report.html, compare.html beside them, or out/index.html.
     out: Path | None = None
     prompt: str = ""  # A prompt of your own, which the best checkpoint of each run continues.
 
     def __post_init__(self) -> None:
-        if not self.runs:
-            raise UserError("runs: must name at least one folder. Give one, such as out/stdlib.")
+        if self.prompt and not self.runs:
+            raise UserError("--prompt: needs the runs that continue it. Name their folders.")
         if self.out and self.out.suffix != ".html":
             raise UserError(f"--out: must end in .html (got {self.out}).")
         if self.out and not self.out.parent.is_dir():
@@ -60,6 +61,8 @@ def report(config: ReportConfig, modify_model: ModifyModel | None = None) -> Pat
 
     ``modify_model`` is the function that changed the model in train().
     """
+    if not config.runs:
+        return report_all(config.out or Path("out", "index.html"))
     runs = [path.parent if path.suffix == ".html" else path for path in config.runs]
     if len(runs) == 1:
         path = config.out or runs[0] / "report.html"
@@ -72,6 +75,16 @@ def report(config: ReportConfig, modify_model: ModifyModel | None = None) -> Pat
         if config.prompt:
             run["samples"].append(write_sample(folder, config.prompt, modify_model))
     write_page(described, path)
+    return path
+
+
+def report_all(path: Path) -> Path:
+    """Print a table of the runs under out/, write their page, and return its path."""
+    runs = list_runs(Path("out"))
+    if not runs:
+        raise UserError("out: contains no run. Train one with: python train.py")
+    print(format_runs(runs))
+    write_page(runs, path, is_list=True)
     return path
 
 

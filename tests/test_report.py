@@ -38,7 +38,13 @@ from engine.report.attention_maps import (
     attention_maps,
     compute_attention,
 )
-from engine.report.callback import SAMPLE_TOKENS, Report, write_samples
+from engine.report.callback import (
+    EARLY_SAMPLE_TOKENS,
+    MAX_FRAME_BYTES,
+    SAMPLE_TOKENS,
+    Report,
+    write_samples,
+)
 from engine.report.page import (
     MAX_CURVE_POINTS,
     MAX_SHOWN_EVALUATIONS,
@@ -105,7 +111,24 @@ def test_samples_follow_the_same_prompts_at_each_evaluation(runs):
     first, second = ([s["prompt"] for s in samples if s["step"] == step] for step in (4, 8))
     assert first == second and len(first) == 3 and numbers_text(1).startswith(first[0])
     assert re.fullmatch(r"\d+ is foll.*", first[2])  # the beginning of a line
-    assert all(len(sample["text"]) == SAMPLE_TOKENS for sample in samples)
+    sizes = {1: EARLY_SAMPLE_TOKENS, 2: EARLY_SAMPLE_TOKENS, 4: SAMPLE_TOKENS, 8: SAMPLE_TOKENS}
+    assert all(len(sample["text"]) == sizes.pop(sample["step"]) for sample in samples[::3])
+    assert not sizes
+
+
+@pytest.mark.parametrize("fraction, early", [(100.0, [1, 2, 4, 8, 16]), (0.0, [1, 2, 4])])
+def test_the_first_steps_are_drawn_at_doublings(fraction, early, numbers, tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.report.callback.MAX_EARLY_TIME", fraction)
+    run = tmp_path / "run"
+    train_tiny(numbers, run, "--steps", 40, "--eval-every", 20, callbacks=[Report()])
+    samples = read_lines(run / "samples.jsonl")
+    assert [sample["step"] for sample in samples[::3]] == [*early, 20, 40]
+    frames = read_lines(run / "attention.jsonl")
+    assert [frame["step"] for frame in frames] == [*early, 40 if fraction else 20, 40][:6]
+    assert read_page(run / "report.html")["frames"] == frames
+    attention = compute_attention(load_model(find_checkpoint(run)), open_mixture([numbers]))
+    assert frames[-1] == {"step": 40, **attention}
+    assert frames[0]["weights"] != attention["weights"]
 
 
 def test_memorized_passages_are_shown_and_losses_that_are_not_finite_are_gaps(
@@ -158,6 +181,9 @@ def test_of_many_heads_all_are_shown_on_a_shorter_text(numbers):
     length = len(attention["labels"])
     assert length < ATTENTION_TOKENS
     assert size == 1200 * length * (length + 1) // 2 <= MAX_ATTENTION_BYTES
+    frame = compute_attention(GPT(config).eval(), data, MAX_FRAME_BYTES)
+    assert len(base64.b64decode(frame["weights"])) <= MAX_FRAME_BYTES
+    assert frame["labels"] == attention["labels"][: len(frame["labels"])]
 
 
 def test_the_callback_changes_nothing_in_training(runs, numbers, tmp_path):
@@ -170,7 +196,8 @@ def test_a_resumed_run_drops_the_samples_after_its_step(run_a, numbers):
     flags = ["--steps", 8, "--eval-every", 2, "--save-every", 4, "--resume"]
     train_tiny(numbers, run_a, *flags, callbacks=[Report()])
     steps = [sample["step"] for sample in read_lines(run_a / "samples.jsonl")]
-    assert steps == [4, 4, 4, 6, 6, 6, 8, 8, 8]
+    assert steps[::3] == [1, 2, 4, 6, 8]
+    assert [frame["step"] for frame in read_lines(run_a / "attention.jsonl")] == [1, 2, 4, 6]
 
 
 def test_the_page_shows_the_checkpoint_that_is_used_also_after_a_resume(numbers, tmp_path):
@@ -248,14 +275,15 @@ def test_runs_are_compared_in_the_terminal_too_and_continue_a_prompt(runs, tmp_p
     assert f"{best['name']} is better than {second['name']}, by" in capsys.readouterr().out
 
 
-def test_a_folder_that_is_not_a_run_is_refused(run_a, tmp_path, capsys):
+def test_a_folder_that_is_not_a_run_is_refused(run_a, tmp_path, capsys, monkeypatch):
     (tmp_path / "empty").mkdir()
     (run_a / "config.toml").write_text("steps = ")
     flags = [[str(tmp_path / name)] for name in ("empty", "missing", "a")]
-    flags += [[], [str(run_a), "--out", "page.png"], [str(run_a), "--out", "no/page.html"]]
-    for code, arguments in zip([1, 1, 1, 2, 2, 2], flags, strict=True):
+    flags += [[], ["--prompt", "a"], [str(run_a), "--out", "a.png"], ["--out", "no/page.html"]]
+    monkeypatch.chdir(tmp_path)
+    for code, arguments in zip([1, 1, 1, 1, 2, 2, 2], flags, strict=True):
         assert exit_code_of(lambda arguments=arguments: report.main(arguments)) == code
-        assert (arguments or ["runs"])[-1].split("/")[0] in capsys.readouterr().err
+        assert (arguments or ["out: "])[-1].split("/")[0] in capsys.readouterr().err
 
 
 def poison(folder: Path) -> Path:

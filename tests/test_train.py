@@ -97,7 +97,8 @@ def test_text_is_prepared_trained_on_and_sampled(plain_steps, run, tmp_path, mon
 
     out = tmp_path / "out" / "n"
     files = ".lock about.json checkpoints config.toml metrics.jsonl report.html"
-    assert {path.name for path in out.iterdir()} == {*files.split(), "samples.jsonl"}
+    names = {*files.split(), "attention.jsonl", "samples.jsonl"}
+    assert {path.name for path in out.iterdir()} == names
     losses = logged(out, "train_loss")
     val_losses = logged(out, "val_loss")
     assert list(losses) == list(range(1, 41)) and list(val_losses) == [20, 40]

@@ -97,15 +97,21 @@ def choose_attention_text(data: Mixture, num_tokens: int) -> list[int]:
     return max(texts, key=lambda ids: (len(ids) - len(set(ids))) * len(set(ids)))
 
 
-def compute_attention(model: GPT, data: Mixture) -> dict[str, Any]:
+def compute_attention(
+    model: GPT, data: Mixture, max_bytes: int = MAX_ATTENTION_BYTES
+) -> dict[str, Any]:
     """Compute attention maps of validation text for the page, and name the heads.
 
-    The more heads there are, the shorter is the text: at most MAX_ATTENTION_BYTES.
+    The more heads there are, the shorter is the text: maps have at most max_bytes. Fewer bytes cut
+    the text, and do not choose another.
     """
     config = model.config
-    num_tokens = math.isqrt(2 * MAX_ATTENTION_BYTES // (config.num_layers * config.num_heads)) - 1
-    num_tokens = min(num_tokens, ATTENTION_TOKENS, config.context_length)
-    ids = choose_attention_text(data, max(2, num_tokens))
+
+    def count_tokens(num_bytes: int) -> int:
+        num_tokens = math.isqrt(2 * num_bytes // (config.num_layers * config.num_heads)) - 1
+        return max(2, min(num_tokens, ATTENTION_TOKENS, config.context_length))
+
+    ids = choose_attention_text(data, count_tokens(MAX_ATTENTION_BYTES))[: count_tokens(max_bytes)]
     tokens = torch.tensor(ids)
     maps = attention_maps(model, tokens.to(next(model.parameters()).device)).float().cpu()
     texts = [data.tokenizer.decode([token]) for token in ids]

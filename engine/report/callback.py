@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,10 @@ from engine.training.trainer import Callback, Record, Trainer
 from model import GPT
 
 SAMPLE_TOKENS = 100
+EARLY_SAMPLE_TOKENS = 20  # before the first evaluation
+MAX_EARLY_TIME = 0.04  # fraction of the run, to draw steps before the first evaluation
+LAST_FREE_STEP = 4  # steps up to this one are drawn whatever the time
+MAX_FRAME_BYTES = 30_000  # of attention at a step, before base64: 20 doublings fill 0.8 MB
 MIN_PAGE_SECONDS = 10.0  # between two pages
 MAX_PAGE_TIME = 0.01  # fraction of the run, to write pages
 FIELD_SETTINGS = {"field", "chat_field", "completion_field", "prompt_field"}  # of prepare.py
@@ -47,14 +52,34 @@ class Report(Callback):
     def on_train_start(self, trainer: Trainer) -> None:
         """Drop the samples after the step that is resumed from: they are written again."""
         truncate_records(trainer.config.out / "samples.jsonl", trainer.step)
+        truncate_records(trainer.config.out / "attention.jsonl", trainer.step)
         self.about = describe_environment(trainer, self.config)
         self.attention: dict[str, Any] | None = None  # of the best checkpoint
+        self.next_frame = trainer.step + 1  # step at which the attention is recorded next
+        self.is_early = trainer.step == 0  # before the first evaluation
+        self.early_seconds = 0.0
         self.write_at = 0.0
         self.write(trainer, "training")
+
+    def on_step(self, trainer: Trainer) -> None:
+        """Write short samples and the attention at doublings of the step, until an evaluation."""
+        budget = trainer.budget
+        is_due = budget.exhausted or budget.is_due("evaluate", trainer.step)
+        is_doubling = trainer.step & (trainer.step - 1) == 0
+        if not (self.is_early and is_doubling) or is_due:
+            return
+        planned_seconds = budget.elapsed / max(budget.progress, 1e-9)
+        seconds = 2 * self.early_seconds  # each of them takes less than all before
+        if trainer.step <= LAST_FREE_STEP or seconds < MAX_EARLY_TIME * planned_seconds:
+            started_at = time.monotonic()
+            with budget.pause():
+                self.sample(trainer, EARLY_SAMPLE_TOKENS)
+            self.early_seconds += time.monotonic() - started_at
 
     def on_record(self, trainer: Trainer, record: dict[str, Any]) -> None:
         """Write the page after an evaluation, with samples, and every few seconds."""
         if "val_loss" in record:
+            self.is_early = False
             self.sample(trainer)
         elif time.monotonic() < self.write_at:
             return
@@ -66,16 +91,26 @@ class Report(Callback):
             is_done = trainer.budget.exhausted and not trainer.failed
             self.write(trainer, "done" if is_done else "stopped")
 
-    def sample(self, trainer: Trainer) -> None:
-        """Write samples, and compute the attention of a new best model; not of a sharded one."""
+    def sample(self, trainer: Trainer, num_tokens: int = SAMPLE_TOKENS) -> None:
+        """Write samples, and compute the attention of a new best model; not of a sharded one.
+
+        Once the step has doubled, the attention is recorded too.
+        """
         if trainer.dist_ctx.sharded:
             return
         config = trainer.config
+        step = trainer.step
         with trainer.passes.decoder() as (model, cache_dtype):
-            samples = write_samples(model, trainer.data, trainer.step, config.seed, cache_dtype)
-            with open(config.out / "samples.jsonl", "a", encoding="utf-8") as file:
-                file.writelines(f"{to_json(sample)}\n" for sample in samples)
-            if trainer.is_best or self.attention is None:  # None: the run was resumed
+            options = (config.seed, cache_dtype, num_tokens)
+            samples = write_samples(model, trainer.data, step, *options)
+            append_records(config.out / "samples.jsonl", samples)
+            if step >= self.next_frame:
+                frame = compute_attention(model, trainer.data, MAX_FRAME_BYTES)
+                append_records(config.out / "attention.jsonl", [{"step": step, **frame}])
+                self.next_frame = 2 * step
+            if self.is_early:
+                self.attention = compute_attention(model, trainer.data)
+            elif trainer.is_best or self.attention is None:  # None: the run was resumed
                 if not trainer.is_best:
                     best = find_checkpoint(config.out)
                     model = load_model(best, modify_model=trainer.modify_model)
@@ -165,15 +200,26 @@ def describe_data(data: Mixture) -> list[dict[str, Any]]:
 
 
 def write_samples(
-    model: GPT, data: Mixture, step: int, seed: int, cache_dtype: torch.dtype | None = None
+    model: GPT,
+    data: Mixture,
+    step: int,
+    seed: int,
+    cache_dtype: torch.dtype | None = None,
+    num_tokens: int = SAMPLE_TOKENS,
 ) -> list[Record]:
     """Continue the prompts of a run, the same at each step: records of step, prompt and text."""
     prompts = choose_prompts(data)
     texts = [""] * len(prompts)
-    for index, text in stream_samples(model, data, prompts, SAMPLE_TOKENS, seed, cache_dtype):
+    for index, text in stream_samples(model, data, prompts, num_tokens, seed, cache_dtype):
         texts[index] += text
     pairs = zip(map(data.tokenizer.decode, prompts), texts, strict=True)
     return [{"step": step, "prompt": prompt, "text": text} for prompt, text in pairs]
+
+
+def append_records(path: Path, records: Iterable[Record]) -> None:
+    """Append records to a .jsonl file."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.writelines(f"{to_json(record)}\n" for record in records)
 
 
 def text_origin(dataset: Dataset) -> dict[str, Any]:

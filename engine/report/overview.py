@@ -9,6 +9,7 @@ from engine.core.cli import shell_command
 from engine.core.files import to_json
 from engine.training.trainer import Record
 
+LOSS_KEYS = ("val_loss", "val_bits_per_byte")
 MIN_CHANGE = 0.005  # of a validation loss, as a fraction, that is not noise
 MIN_GAIN = 0.001  # of one run over another, as a fraction, to call it better
 MIN_COPIED_CHARACTERS = 60  # of a passage that suggests copying
@@ -43,6 +44,30 @@ def compare(runs: Sequence[Record]) -> tuple[str, str]:
         return "good", f"{first} and {second} are equally good, to 0.1% in bits per byte."
     place = f", the next of {len(ranked)}" if rest else ""
     return "good", f"{first} is better than {second}{place}, by {gain:.1%} in bits per byte."
+
+
+def format_runs(runs: Sequence[Record]) -> str:
+    """Return a table of runs as text, a line each; "-" for what a run does not have."""
+    rows = [("run", "state", "data", "parameters", "steps", "minutes", "loss", "bits per byte")]
+    for run in runs:
+        if "problem" in run:
+            rows.append((run["name"], f"damaged: {run['problem']}", *[""] * 6))
+            continue
+        state = run["state"] or {}
+        best = run["best"] or {}
+        data = run["settings"].get("data", "-")
+        figures = [
+            f"{run['about'].get('parameters', 0) / 1e6:.2f}M",
+            f"{run['last_step']:,}",
+            f"{state.get('seconds', 0) / 60:.1f}",
+            *(f"{best[key]:.4f}" if best.get(key) else "-" for key in LOSS_KEYS),
+        ]
+        names = data if isinstance(data, str) else " ".join(data)
+        rows.append((run["name"], state.get("state", "-"), names, *figures))
+    complete = [row for row in rows if row[-1]]
+    widths = [max(map(len, column)) for column in zip(*complete, strict=True)]
+    lines = [map(str.ljust, row, widths) for row in rows]
+    return "\n".join("  ".join(cells).rstrip() for cells in lines)
 
 
 def describe_run(run: Record) -> str:

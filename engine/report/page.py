@@ -4,6 +4,7 @@ import base64
 import contextlib
 import hashlib
 import math
+import os
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -22,18 +23,19 @@ from engine.training.trainer import Record
 
 WEB_DIR = Path(__file__).with_name("web")
 MAX_CURVE_POINTS = 400
+MAX_LISTED_POINTS = 50  # of a curve on the page that lists runs
 MAX_SHOWN_EVALUATIONS = 40  # with their samples
 VALIDATION_CURVES = ("val_loss", "val_bits_per_byte", "val_score")
 TRAINING_CURVES = ("train_loss", "learning_rate", "grad_norm", "tokens_per_second")
 AXIS_KEYS = {"step": "step", "tokens": "tokens", "seconds": "elapsed_seconds"}
 
 
-def read_run(folder: Path) -> Record:
+def read_run(folder: Path, max_points: int = MAX_CURVE_POINTS) -> Record:
     """Return the content of a run's page; a run that was killed is "stopped", after its last step.
 
     Raises UserError for a folder that is not a run.
     """
-    run = collect_run_content(folder)
+    run = collect_run_content(folder, max_points)
     if run["state"] and run["state"]["state"] == "training":
         with contextlib.suppress(UserError):  # in use: still training
             acquire_lock(folder / ".lock", folder).release()
@@ -41,7 +43,7 @@ def read_run(folder: Path) -> Record:
     return run
 
 
-def collect_run_content(folder: Path) -> Record:
+def collect_run_content(folder: Path, max_points: int = MAX_CURVE_POINTS) -> Record:
     """Return the content of a run's page, from its files. Raises UserError if it has none."""
     settings_path = folder / "config.toml"
     about_path = folder / "about.json"
@@ -51,7 +53,10 @@ def collect_run_content(folder: Path) -> Record:
         raise UserError(f"{folder}: is not a run. {advice}")
     settings = read_toml(settings_path) if settings_path.exists() else {}
     about = read_json(about_path) if about_path.exists() else {}
-    records = read_records(folder / "metrics.jsonl")
+    if not isinstance(about, dict):
+        raise UserError(f"{about_path}: corrupted, it must be a JSON object. Delete it.")
+    max_lines = max_points - 1 if max_points < MAX_CURVE_POINTS else None
+    records = read_records(folder / "metrics.jsonl", max_lines)
     training = [record for record in records if "train_loss" in record]
     evaluations = [record for record in records if "val_loss" in record]
     finite = [record for record in evaluations if record["val_loss"] is not None]
@@ -66,18 +71,42 @@ def collect_run_content(folder: Path) -> Record:
         "state": about.get("state"),
         "last_step": records[-1]["step"] if records else 0,
         "num_tokens": training[-1]["tokens"] if training else 0,
-        "training": make_curves(training, training, TRAINING_CURVES),
-        "validation": make_curves(evaluations, training, val_names),
+        "training": make_curves(training, training, TRAINING_CURVES, max_points),
+        "validation": make_curves(evaluations, training, val_names, max_points),
         "best": best,  # the evaluation of the checkpoint that is used
         "best_step": best_step,
         "settings": settings,
         "about": about,
         "samples": select_samples(read_records(folder / "samples.jsonl"), best_step),
         # What needs the data or the model, and notes on what is missing.
+        "frames": read_records(folder / "attention.jsonl"),  # attention at doublings of the step
         "attention": None,
         "memorization": None,
         "notes": [],
     }
+
+
+def list_runs(folder: Path) -> list[Record]:
+    """Return the content of all runs under a folder, by name, for the page that lists them.
+
+    Their curves are short, and samples are those of the best step. A damaged run has a problem
+    instead.
+    """
+    runs = []
+    for path, names, files in sorted(os.walk(folder)):
+        if not {"config.toml", "metrics.jsonl"} & {*files}:
+            continue
+        names.clear()  # no run is inside a run
+        name = str(Path(path).relative_to(folder))
+        try:
+            run = read_run(Path(path), MAX_LISTED_POINTS)
+        except (UserError, OSError) as error:
+            runs.append({"name": name, "folder": path, "problem": str(error)})
+            continue
+        run["about"].pop("defaults", None)
+        samples = [sample for sample in run["samples"] if sample["step"] == run["best_step"]]
+        runs.append(run | {"name": name, "samples": samples, "frames": []})
+    return runs
 
 
 def read_values(records: Sequence[Record], key: str) -> np.ndarray:
@@ -85,19 +114,24 @@ def read_values(records: Sequence[Record], key: str) -> np.ndarray:
     return np.array([record.get(key) for record in records], np.float64)
 
 
-def downsample(values: np.ndarray) -> dict[str, list[float | None]]:
-    """Average runs of finite values, with minima and maxima, to at most MAX_CURVE_POINTS."""
-    stride = max(1, math.ceil(len(values) / MAX_CURVE_POINTS))
+def downsample(
+    values: np.ndarray, max_points: int = MAX_CURVE_POINTS
+) -> dict[str, list[float | None]]:
+    """Average runs of finite values, with minima and maxima, to at most max_points."""
+    stride = max(1, math.ceil(len(values) / max_points))
+    if stride == 1:  # NumPy's masked arrays take a millisecond
+        return {"mean": [value if math.isfinite(value) else None for value in values.tolist()]}
     padded = np.pad(values, (0, -len(values) % stride), constant_values=math.nan)
     groups = np.ma.masked_invalid(padded.reshape(-1, stride))
-    columns = {"mean": groups.mean(1)}
-    if stride > 1:
-        columns |= {"min": groups.min(1), "max": groups.max(1)}
+    columns = {"mean": groups.mean(1), "min": groups.min(1), "max": groups.max(1)}
     return {name: column.tolist() for name, column in columns.items()}  # None where masked
 
 
 def make_curves(
-    records: Sequence[Record], training: Sequence[Record], names: Sequence[str]
+    records: Sequence[Record],
+    training: Sequence[Record],
+    names: Sequence[str],
+    max_points: int = MAX_CURVE_POINTS,
 ) -> dict[str, Any]:
     """Return the axes of records, interpolated from those of training, and the named curves."""
     steps = read_values(records, "step")
@@ -106,8 +140,8 @@ def make_curves(
     for name, key in AXIS_KEYS.items():
         values = np.append(0, read_values(training, key))
         axis = steps if name == "step" else np.interp(steps, training_steps, values)
-        curves[name] = downsample(axis)["mean"]
-    return curves | {name: downsample(read_values(records, name)) for name in names}
+        curves[name] = downsample(axis, max_points)["mean"]
+    return curves | {name: downsample(read_values(records, name), max_points) for name in names}
 
 
 def select_samples(samples: Sequence[Record], best_step: int | None = None) -> list[Record]:
@@ -136,13 +170,15 @@ def read_template(name: str) -> str:
     return template
 
 
-def write_page(runs: Sequence[Record], path: Path) -> None:
-    """Write the page of a run, or of several to compare.
+def write_page(runs: Sequence[Record], path: Path, is_list: bool = False) -> None:
+    """Write the page of a run, of several to compare, or of a list of runs.
 
     Its policy allows only the template's scripts and styles, because a run's text may contain some.
     """
     template = read_template("report.html")
-    shown = {"runs": [run | summarize(run) for run in runs], "winner": compare(runs)}
+    shown: dict[str, Any] = {"runs": runs, "winner": None, "is_list": is_list}
+    if not is_list:
+        shown |= {"runs": [run | summarize(run) for run in runs], "winner": compare(runs)}
     data = to_json(shown).replace("<", "\\u003c")
     page = template.replace("{{policy}}", content_security_policy(template))
     page = page.replace("{{data}}", data)

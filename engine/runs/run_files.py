@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -96,13 +97,23 @@ def explain_missing_checkpoint(path: Path) -> str:
     return f"contains no checkpoint. Train one with: {shell_command('python', 'train.py', *flags)}"
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a .jsonl file, if it exists, without corrupted and unfinished lines."""
+def read_records(path: Path, max_lines: int | None = None) -> list[dict[str, Any]]:
+    """Return the records of a .jsonl file, if it exists, without corrupted and unfinished lines.
+
+    With max_lines: evaluations, the last line, and about as many of the others, evenly spaced.
+    """
     records = []
-    for line in (path.read_bytes() if path.exists() else b"").split(b"\n")[:-1]:
+    lines = (path.read_bytes() if path.exists() else b"").split(b"\n")[:-1]
+    if max_lines:
+        spaced = {*range(0, len(lines), math.ceil(max(1, len(lines)) / max_lines)), len(lines) - 1}
+        lines = [line for i, line in enumerate(lines) if i in spaced or b"val_loss" in line]
+    for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
-            if is_record(record) and to_json(record).encode():  # raises for half a surrogate pair
+            is_text = (
+                b"\\u" not in line or to_json(record).encode()
+            )  # raises for half a surrogate pair
+            if is_text and is_record(record):
                 records.append(record)
     return records
 

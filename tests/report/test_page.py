@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import report
 from engine.data.dataset import open_dataset
 from engine.report.attention_maps import encode_triangles
 from engine.report.callback import text_origin
@@ -52,6 +53,99 @@ def read_charts(page: Any) -> list[str]:
 def read_text(locator: Any) -> str:
     """The text of an element, without marks of direction."""
     return locator.inner_text().replace("\u200e", "")
+
+
+DAMAGES = {
+    "about": ("about.json", b"[]"),
+    "config": ("config.toml", b"\xff = ["),
+    "metrics": ("metrics.jsonl", b"\x00\n{}\n"),
+}
+
+
+@pytest.mark.browser
+def test_all_runs_are_listed_sorted_filtered_and_compared(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out" / "group").mkdir(parents=True)
+    names = ("first", "group/<b>2 {{data}}", "group/10", *DAMAGES)
+    about = {"parameters": 12_000, "machine": {"processor": "fast", "commit": "1234567"}}
+    state = {"state": "training", "step": 60, "seconds": 90}
+    for index, name in enumerate(names):
+        make_run(Path("out", name), about | {"parameters": 10 + index, "state": {**state}})
+    for name, (file, content) in DAMAGES.items():
+        Path("out", name, file).write_bytes(content)
+    report.main([])
+    *rows, path = capsys.readouterr().out.splitlines()
+    assert path == "out/index.html" and len(rows) == 1 + len(names)
+    assert "damaged" in rows[1] and "about.json" in rows[1] and "damaged" in rows[2]
+    assert rows[3].split() == [
+        "first",
+        "stopped",
+        "data/first",
+        "0.00M",
+        "60",
+        "1.5",
+        "3.2000",
+        "1.3333",
+    ]
+    page.goto((tmp_path / "out" / "index.html").as_uri())
+    shown = page.locator("#list tbody tr:visible")
+
+    def read_names() -> list[str]:
+        return [row.locator("th").inner_text().strip() for row in shown.all()]
+
+    assert read_names() == [
+        "about",
+        "config",
+        "first",
+        "group/<b>2 {{data}}",
+        "group/10",
+        "metrics",
+    ]
+    page.get_by_role("button", name="parameters").click()
+    page.get_by_role("button", name="parameters").click()
+    assert read_names()[:4] == ["metrics", "group/10", "group/<b>2 {{data}}", "first"]
+    page.fill("#filter", "GROUP")
+    assert sorted(read_names()) == ["group/10", "group/<b>2 {{data}}"]
+    page.get_by_role("button", name="Compare").click()
+    assert "Mark" in page.locator("#compare-status").inner_text()
+    for mark in page.locator("#list tbody tr:visible input").all():
+        mark.check()
+    page.get_by_role("button", name="Compare").click()
+    expect(page.locator("h1")).to_have_text("Compared: group/10, group/<b>2 {{data}}")
+    assert page.locator("#results tbody tr").count() == 2 and page.locator("#charts canvas").count()
+    page.get_by_role("link", name="All runs").click()
+    expect(page.locator("h1")).to_have_text("6 runs")
+
+
+@pytest.mark.browser
+def test_play_shows_texts_and_heads_together(page, tmp_path):
+    run = make_run(tmp_path / "run")
+    maps = torch.rand(2, 4, 4).tril()
+    texts = {1: "noise", 2: "nose", 20: "words"}
+    run["samples"] = [{"step": step, "prompt": "A ", "text": text} for step, text in texts.items()]
+    habits = {
+        1: [None, None],
+        2: [None, ["itself", 0.5]],
+        20: [["line start", 0.4], ["itself", 0.9]],
+    }
+    attention = {"labels": [*"abcd"], "shared": [None] * 4, "layers": 1, "heads": 2}
+    frames = [
+        {**attention, "step": step, "weights": encode_triangles(maps**step), "habits": each}
+        for step, each in habits.items()
+    ]
+    show(page, tmp_path / "page.html", run | {"frames": frames[:2], "attention": frames[2]})
+    firsts = page.locator("#firsts")
+    expect(firsts).to_contain_text("“itself” from step 2 (layer 1, head 2)")
+    pixels = "document.querySelector('#small-heads canvas').toDataURL()"
+    pictures = [page.evaluate(pixels)]
+    for index, (step, text) in enumerate(texts.items()):
+        page.locator("#when").fill(str(index))
+        expect(page.locator("#written")).to_have_text(f"A {text}")
+        assert ("itself" in firsts.inner_text()) == (step > 1)
+        pictures.append(page.evaluate(pixels))
+    assert pictures[0] == pictures[3] and len({*pictures}) == 3
+    page.locator("#small-heads [role=gridcell]").nth(1).click()
+    expect(page.locator("#looks")).to_contain_text("layer 1, head 2")
 
 
 def test_losses_are_comparable_by_tokenizer_and_text(numbers, tmp_path):

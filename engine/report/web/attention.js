@@ -59,8 +59,8 @@ function drawThumbnail(canvas, triangles, head) {
 
 /** A grid of heads: layers down, heads across. With `toggle` each has a switch. */
 class HeadGrid {
-  constructor(container, layers, heads, { choose, toggle }) {
-    Object.assign(this, { container, layers, heads, choose, toggle, current: 0, cells: [] });
+  constructor(container, layers, heads, { choose, toggle, maxHeight = MAX_GRID_HEIGHT }) {
+    Object.assign(this, { container, layers, heads, choose, toggle, maxHeight, current: 0, cells: [] });
     Object.assign(this, { habits: [], off: new Set(), bits: [] });
     container.style.gridTemplateColumns = `auto repeat(${heads}, auto)`;
     const numbers = Array.from({ length: heads }, (_, i) => make("span", { role: "columnheader" }, i + 1));
@@ -134,7 +134,7 @@ class HeadGrid {
 
   resize() {
     const width = (this.container.parentNode.clientWidth - 40) / this.heads - 3;
-    const size = Math.floor(Math.max(this.toggle ? 22 : 14, Math.min(96, width, MAX_GRID_HEIGHT / this.layers)));
+    const size = Math.floor(Math.max(this.toggle ? 22 : 14, Math.min(96, width, this.maxHeight / this.layers)));
     for (const { children: [canvas, bits] } of this.cells) {
       Object.assign(canvas.style, { width: `${size}px`, height: `${size}px` });
       bits.hidden = size < 40;

@@ -27,7 +27,7 @@ const makeNote = (text) => make("p", { class: "muted" }, text);
 /** Makes rows of a table, of texts or elements; the first column is of headings. */
 function makeRows(rows) {
   return rows.map(([first, ...cells]) =>
-    make("tr", {}, make("th", { scope: "row" }, first), ...cells.map((cell) => make("td", {}, ...[cell].flat()))));
+    make("tr", {}, make("th", { scope: "row" }, ...[first].flat()), ...cells.map((cell) => make("td", {}, ...[cell].flat()))));
 }
 
 function makeTable(head, rows, label = "table") {

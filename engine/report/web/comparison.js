@@ -12,22 +12,33 @@ const RESULT_COLUMNS = [
 
 const listWarnings = (runs) => new Set(runs.map((run) => run.about.tokenizer)).size > 1 ? [TOKENIZER_WARNING] : [];
 
-/** Makes the table of results, a row for each run, sorted by the column whose heading is clicked. */
-function makeResultTable(runs) {
-  const columns = RESULT_COLUMNS.filter(([, read]) => runs.some((run) => Number.isFinite(read(run))));
-  const buttons = columns.map(([title], i) => makeButton(title, () => draw(i)));
-  const box = makeTable(["run", ...buttons], [], "Results, scrolls sideways");
-  const format = (run) => columns.map(([, read, show]) => Number.isFinite(read(run)) ? show(read(run)) : "–");
-  const draw = (column) => {
-    const read = columns[column][1];
-    const order = [...runs].sort((a, b) => (read(a) ?? Infinity) - (read(b) ?? Infinity));
-    buttons.forEach((button) => button.parentNode.removeAttribute("aria-sort"));
-    buttons[column].parentNode.setAttribute("aria-sort", "ascending");
-    box.querySelector("tbody").replaceChildren(...makeRows(order.map((run) => [run.name, ...format(run)])));
+const isKnown = (value) => value !== null && value !== undefined && !Number.isNaN(value);
+const compareValues = (a, b) => typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b;
+
+/** Makes a table with a row for each run, sorted by the column whose heading is clicked; again, in reverse. */
+function makeRunTable(runs, columns, sortedBy) {
+  const buttons = columns.map(([title], i) => makeButton(title, () => sort(i)));
+  const box = makeTable(buttons, [], "Runs, scrolls sideways");
+  const format = (run) => columns.map(([, read, show = String]) => isKnown(read(run)) ? show(read(run), run) : "–");
+  const rows = new Map(runs.map((run) => [run, makeRows([format(run)])[0]]));
+  const sort = (column) => {
+    const { parentNode: heading } = buttons[column];
+    const isReversed = heading.ariaSort === "ascending";
+    const known = runs.filter((run) => isKnown(columns[column][1](run)));
+    known.sort((a, b) => (isReversed ? -1 : 1) * compareValues(columns[column][1](a), columns[column][1](b)));
+    for (const button of buttons) button.parentNode.removeAttribute("aria-sort");
+    heading.ariaSort = isReversed ? "descending" : "ascending";
+    box.querySelector("tbody").replaceChildren(...new Set([...known, ...runs].map((run) => rows.get(run))));
   };
   box.firstChild.id = "results";
-  if (columns.length) draw(0);
+  sort(sortedBy);
   return box;
+}
+
+/** Makes the table of results of runs, with the columns that one of them has. */
+function makeResultTable(runs) {
+  const columns = RESULT_COLUMNS.filter(([, read]) => runs.some((run) => isKnown(read(run))));
+  return makeRunTable(runs, [["run", ({ name }) => name], ...columns], Math.min(1, columns.length));
 }
 
 /** Shows what the used checkpoints wrote after prompts that all runs have. */
@@ -57,7 +68,7 @@ function showDifferences(runs) {
 
 function showComparison(runs) {
   $("comparison").hidden = false;
-  const [kind, text] = winner;
+  const [kind, text] = winner ?? ["", "Runs that have the same text are comparable by bits per byte."];
   $("comparison").append(make("p", { class: `verdict ${kind}`, id: "winner" }, text), makeResultTable(runs));
   for (const id of ["first", "attention", "data-used", "machine"]) $(id).hidden = true;
   showSamplesBeside(runs);

@@ -3,10 +3,14 @@
 const REFRESH_SECONDS = 10;
 const MAX_SILENT_SECONDS = 600;  // of a run in training, before the page doubts it
 const PLAY_SECONDS = 0.6;  // a step of training is shown
-const { runs, winner } = JSON.parse($("data").textContent);
+const MAX_SMALL_GRID_HEIGHT = 160;  // pixels, of the heads beside a sample
+const { runs: all, winner, is_list: isList } = JSON.parse($("data").textContent);
+const marked = isList ? all.filter(({ name }) => readMarked().includes(name)) : [];
+const runs = marked.length > 1 ? marked : all;
 const run = runs[0];
 const stateKey = `report ${location.pathname}`;
 const saved = readState(stateKey);
+let showFrame = () => {};  // shows the heads at a step of training; null: those of the best checkpoint
 const formatSetting = (value) =>
   typeof value === "string" ? value : JSON.stringify(value ?? "not set").replaceAll('"', "");
 
@@ -120,6 +124,7 @@ function showSamples() {
     const samples = listSamples(step, step === steps[used]);
     const note = step === steps[used] && run.memorization?.note;
     const where = `step ${formatCount(step)}${step === run.best_step ? ", whose checkpoint is used" : ""}`;
+    showFrame(step === steps[used] ? null : step);
     $("when-text").textContent = where;
     $("when").setAttribute("aria-valuetext", where);
     $("written").replaceChildren(...samples[Math.min(prompt, samples.length - 1)].nodes());
@@ -158,6 +163,17 @@ function playSamples(last) {
   }, 1000 * PLAY_SECONDS);
 }
 
+/** Lists the habits of heads, each with the step and the head that first had it. */
+function findFirstHabits(frames) {
+  const firsts = new Map();
+  for (const { step, habits } of frames) {
+    habits.forEach((habit, head) => {
+      if (habit && !firsts.has(habit[0])) firsts.set(habit[0], { title: habit[0], step, head });
+    });
+  }
+  return [...firsts.values()];
+}
+
 function showAttention() {
   const data = run.attention;
   if (!data) return;
@@ -168,8 +184,12 @@ function showAttention() {
   const triangles = new Triangles(data.weights, data.labels.length);
   const list = new TokenList($("tokens"), (row) => point(row));
   data.labels.forEach((label, i) => list.add(label, data.shared[i]));
+  const best = { triangles, habits: data.habits };
+  const frames = run.frames.map(({ step, labels, weights, habits }) =>
+    ({ step, triangles: new Triangles(weights, labels.length), habits }));
+  let frame = best;
   const load = (head) => {
-    view.show(triangles, head, 0);
+    view.show(frame.triangles, head, 0);
     list.chips.forEach((_, i) => list.paint(i, ...shadeToken(view.level(i))));
   };
   const view = new AttentionView(list, data.layers, data.heads, { point, load });
@@ -178,7 +198,23 @@ function showAttention() {
     load(view.grid.current);
     view.draw(column);
   }
-  view.showHeads(triangles, data.habits);
+  const choose = (head) => {
+    small.select(head);
+    view.choose(head);
+  };
+  const small = new HeadGrid($("small-heads"), data.layers, data.heads, { choose, maxHeight: MAX_SMALL_GRID_HEIGHT });
+  const firsts = findFirstHabits(frames);
+  $("small").hidden = !frames.length;
+  showFrame = (step) => {
+    frame = (step !== null && frames.findLast((each) => each.step <= step)) || best;
+    view.showHeads(frame.triangles, frame.habits);
+    small.show(frame.triangles, frame.habits);
+    load(view.grid.current);
+    const texts = firsts.filter((first) => step === null || first.step <= step).map((first) =>
+      `“${first.title}” from step ${formatCount(first.step)} (${small.name(first.head)})`);
+    $("firsts").textContent = texts.length ? `Habits of heads: ${texts.join(", ")}.` : "No head has a habit yet.";
+  };
+  showFrame(null);
   const induction = data.habits.findIndex((habit) => habit?.[0].startsWith("after"));
   const first = induction >= 0 ? induction : Math.max(0, data.habits.findIndex(Boolean));
   view.choose(saved.head ?? first);
@@ -227,11 +263,12 @@ function refresh(readers) {
 function showPage() {
   const isSingle = runs.length === 1;
   const warnings = listWarnings(runs);
-  const bitsFirst = !isSingle && (warnings.length > 0 || winner[0] === "warning");
+  const bitsFirst = !isSingle && (warnings.length > 0 || winner?.[0] === "warning");
   const title = isSingle ? run.name : `Compared: ${runs.map(({ name }) => name).join(", ")}`;
   document.title = title;
   $("title").textContent = title;
   $("notes").append(...runs.flatMap(({ notes }) => notes).map((text) => make("p", {}, text)));
+  if (isList) $("notes").append(make("a", { href: "#" }, "All runs"));
   $("notes").append(...warnings.map((text) => make("p", { class: "warning" }, text)));
   const readers = [() => ({ curves: readCurves() })];
   if (isSingle) {
@@ -242,7 +279,8 @@ function showPage() {
     showVerdict();
     showYardsticks();
     showCommands();
-    readers.push(showSamples(), showAttention());
+    const readAttention = showAttention();
+    readers.push(showSamples(), readAttention);
     showSettings();
     showFacts("data-used", run.about.data ?? [], "Not recorded.");
     showFacts("machine", [run.about.machine ?? {}], "Not recorded.");
@@ -255,4 +293,6 @@ function showPage() {
   refresh(readers);
 }
 
-showPage();
+if (isList) addEventListener("hashchange", () => location.reload());
+if (isList && runs === all) showList(all);
+else showPage();
