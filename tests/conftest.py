@@ -20,10 +20,8 @@ os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
 os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # more are processes that import torch
 
-from helpers import ROOT, SHARED, numbers_text, train_tiny
+from helpers import ROOT, SHARED, make_dataset, numbers_text, train_tiny
 from imitation import GRAPH_POOLS, ImitatedPool, imitate_graphs
-
-from prepare import PrepareConfig, prepare
 
 LONG_TEST_FILES = (
     "distributed golden loss memorization estimate page writer train inference run_dir callbacks "
@@ -79,8 +77,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("numbers")
     text = folder / "numbers.txt"
     text.write_text(numbers_text(2000), encoding="utf-8")
-    prepare(PrepareConfig(inputs=(str(text),), tokenizer="char", out=folder / "numbers"))
-    return folder / "numbers"
+    return make_dataset(folder, text, tokenizer="char", out=folder / "numbers")
 
 
 @pytest.fixture

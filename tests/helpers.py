@@ -27,13 +27,13 @@ from engine.core.files import sha256
 from engine.core.settings import load_settings
 from engine.data.inputs.readers import read
 from engine.data.inputs.sources import ExampleParser, Reader, Source
-from engine.data.tokenizer import Tokenizer, from_document
+from engine.data.tokenizer import ByteTokenizer, Tokenizer, from_document
 from engine.data.tokenizer_json import with_extension
 from engine.generation.sampling import row_seeds
 from engine.generation.text_batch import TextBatch, TextRequest
 from engine.nn.specs import ParameterSpec
 from engine.report.live_page import LivePage
-from engine.runs.checkpoint import Checkpoint, RunState, open_checkpoint
+from engine.runs.checkpoint import Checkpoint, RunState, open_checkpoint, write_checkpoint
 from engine.runs.run_files import list_checkpoints
 from engine.serving.server import Server
 from engine.training.callbacks import MetricsFile
@@ -199,6 +199,18 @@ def make_state(step: int, **values: Any) -> RunState:
 def save_tokenizer(path: Path) -> None:
     """Write what a checkpoint of a test has for a tokenizer."""
     path.write_text("{}")
+
+
+def save_run(
+    model: GPT, out: Path, tokenizer: Tokenizer | None = None, examples: str | None = None
+) -> Path:
+    """Save a run folder with one checkpoint of a model."""
+    settings = {"data": ["data/a", "data/b"]}
+    state = make_state(1, model=model.config, settings=settings, examples=examples)
+    tensors = {name: value.detach() for name, value in model.named_parameters()}
+    save_tokenizer = (tokenizer or ByteTokenizer()).save
+    write_checkpoint(out / "checkpoints" / "step-00000001", state, tensors, {}, save_tokenizer)
+    return out
 
 
 def newest_checkpoint(run: Path) -> Checkpoint:

@@ -7,16 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from test_command_lines import COMMANDS
 
-import huggingface
-import prepare
-import report
-import sample
-import train
 from engine.core.errors import UserError
 
-MAINS = {"prepare": prepare, "train": train, "sample": sample, "huggingface": huggingface}
-MAINS["report"] = report
 TINY = "--num-layers 1 --num-heads 2 --d-model 32 --context-length 32 --batch-size 4 --device cpu"
 TRAIN = f"train --steps 2 --eval-tokens 500 {TINY}"
 CHATS = [
@@ -96,7 +90,7 @@ def folder(tmp_path_factory) -> Path:
 def run(command: str) -> None:
     """Run a command of the project."""
     name, *words = shlex.split(command)
-    MAINS[name].main(words)
+    COMMANDS[name].main(words)
 
 
 def follow(words: list[str], message: str) -> list[str]:

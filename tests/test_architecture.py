@@ -19,9 +19,9 @@ from engine.training.config import TrainConfig
 PAGE = ROOT / "docs" / "architecture.md"
 SOURCES = ("*.py", "engine", "config")
 # A change may lower them, and may not raise them.
-MAX_SOURCE_LINES = 17_707
-MAX_TEST_LINES = 19_609
-MAX_PAGE_LINES = 3_113  # HTML, CSS and JavaScript
+MAX_SOURCE_LINES = 17_663
+MAX_TEST_LINES = 19_464
+MAX_PAGE_LINES = 3_053  # HTML, CSS and JavaScript
 MAX_DOCUMENT_WORDS = 11_400  # in English: README.md and docs/
 
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -133,15 +132,11 @@ def test_a_model_compiles_into_one_graph_with_the_same_results(device, name, dty
 
 
 @pytest.fixture
-def trained(numbers, tmp_path) -> Callable[..., Path]:
+def trained(trained) -> Callable[..., Path]:
     """Train a tiny model on a device; return the run folder."""
-
-    def trained(device: torch.device, name: str, *flags: object, **options: Any) -> Path:
-        device_flags = ("--device", device, *RUN_FLAGS)
-        train_tiny(numbers, tmp_path / name, *device_flags, *flags, **options)
-        return tmp_path / name
-
-    return trained
+    return lambda device, name, *flags, **options: trained(
+        name, "--device", device, *RUN_FLAGS, *flags, **options
+    )
 
 
 @pytest.fixture(scope="module")

@@ -26,9 +26,9 @@ from helpers import (
     VARIANTS,
     decode,
     make_dataset,
-    make_state,
     numbers_text,
     random_model,
+    save_run,
     train_sentencepiece,
 )
 from hf_versions import check_export
@@ -45,7 +45,7 @@ from engine.generation.text_stream import TextStream
 from engine.huggingface import directory as hf_directory
 from engine.huggingface.convert import to_hf
 from engine.huggingface.families import MODEL_FAMILIES
-from engine.runs.checkpoint import load_model, write_checkpoint
+from engine.runs.checkpoint import load_model
 from engine.runs.run_files import find_checkpoint
 from engine.serving.openai_format import read_prompts
 from model import GPT, Head, ModelConfig
@@ -100,18 +100,6 @@ def draw_config(family: str, seed: int) -> ModelConfig:
         d_ff=draw.choice((None, 70)),
         **settings,
     )
-
-
-def save_run(
-    model: GPT, out: Path, tokenizer: Tokenizer | None = None, examples: str | None = None
-) -> Path:
-    """Save a run folder with one checkpoint of a model."""
-    settings = {"data": ["data/a", "data/b"]}
-    state = make_state(1, model=model.config, settings=settings, examples=examples)
-    tensors = {name: value.detach() for name, value in model.named_parameters()}
-    save_tokenizer = (tokenizer or ByteTokenizer()).save
-    write_checkpoint(out / "checkpoints" / "step-00000001", state, tensors, {}, save_tokenizer)
-    return out
 
 
 @functools.cache

@@ -1,15 +1,15 @@
 """A killed command that is run again ends as if it had not been killed: a sample of soak.py."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
-from helpers import make_state, save_tokenizer
+from helpers import make_state, newest_checkpoint, save_tokenizer
 from soak import KINDS, events, run_ranks
 
 from engine.core.distributed import init_distributed
 from engine.core.errors import UserError
 from engine.runs import checkpoint
-from engine.runs.checkpoint import open_checkpoint
-from engine.runs.run_files import list_checkpoints
 from engine.training.run_dir import RunDir
 
 
@@ -20,8 +20,7 @@ def test_a_command_killed_at_a_file_event_ends_the_same_when_it_is_run_again(nam
 
 
 def test_an_error_of_any_rank_in_a_sharded_save_is_raised_on_all_ranks(tmp_path):
-    def raise_disk_full(*arguments: object) -> None:
-        raise OSError("No space left")
+    raise_disk_full = Mock(side_effect=OSError("No space left"))
 
     def save_three_times(rank: int) -> int:
         tensors = {"weight": torch.ones(2)}
@@ -47,5 +46,5 @@ def test_an_error_of_any_rank_in_a_sharded_save_is_raised_on_all_ranks(tmp_path)
         assert errors[victim] == "No space left"
         assert errors[1 - victim] == f"rank {victim}: No space left"
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000001"]
-    saved = open_checkpoint(list_checkpoints(tmp_path / "run")[0]).verify()
+    saved = newest_checkpoint(tmp_path / "run")
     assert saved.shards == 2 and torch.equal(dict(saved.model())["weight"], torch.ones(2))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import read_files, write_lines
+from helpers import make_dataset, read_files, write_lines
 
 import prepare as command
 from engine.core.errors import UserError
@@ -177,9 +177,7 @@ def test_a_file_for_validation_is_not_for_training(tmp_path: Path, capsys):
 @pytest.mark.parametrize("num_alike", [0, 700])
 def test_a_fraction_that_prompts_do_not_allow_is_told(num_alike: int, tmp_path: Path, capsys):
     rows = [{"q": f"{max(n, num_alike)}\n", "a": f"{n}"} for n in range(1000)]
-    path = str(write_lines(tmp_path / "a.jsonl", rows))
-    fields = {"prompt_field": "q", "completion_field": "a"}
-    command.prepare(PrepareConfig((path,), "byte", out=tmp_path / "out", **fields))
+    make_dataset(tmp_path, rows, prompt_field="q", completion_field="a")
     assert ("instead of about 100" in capsys.readouterr().err) == (num_alike > 0)
 
 
@@ -286,25 +284,16 @@ def test_torch_is_not_imported():
 # Examples.
 
 
-def render(turns: list[tuple[str, str]]) -> str:
+def render(record: dict) -> str:
     """Write an example as text, its targets between ⟦ and ⟧."""
+    if "messages" not in record:
+        return f"{record['q']}⟦{record['a']}<|endoftext|>⟧"
     rendered = ""
-    for speaker, content in turns:
-        if speaker == "prompt":
-            rendered += content
-        elif speaker == "completion":
-            rendered += f"⟦{content}<|endoftext|>⟧"
-        elif speaker == "assistant":
-            rendered += f"<|assistant|>⟦{content}<|end|>⟧"
-        else:
-            rendered += f"<|{speaker}|>{content}<|end|>"
+    for message in record["messages"]:
+        end = f"{message['content']}<|end|>"
+        rendered += f"<|{message['role']}|>"
+        rendered += f"⟦{end}⟧" if message["role"] == "assistant" else end
     return rendered
-
-
-def turns_of(record: dict) -> list[tuple[str, str]]:
-    if "messages" in record:
-        return [(message["role"], message["content"]) for message in record["messages"]]
-    return [("prompt", record["q"]), ("completion", record["a"])]
 
 
 @pytest.mark.parametrize("tokenizer", ["bpe", "char", "byte", "gpt2"])
@@ -323,7 +312,7 @@ def test_examples(kind: str, tokenizer: str, prepare, tiktoken_cache, tmp_path: 
                 tokens = [*group]
                 text += f"⟦{decode(tokens)}⟧" if is_target else decode([~i for i in tokens])
             rendered.append(text)
-    assert sorted(rendered) == sorted(render(turns_of(record)) for record in records)
+    assert sorted(rendered) == sorted(map(render, records))
     assert rendered[0] in output
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, exit_code_of, make_dataset, make_state, read_lines, write_lines
+from helpers import ROOT, exit_code_of, make_dataset, read_lines, save_run, write_lines
 
 import sample
 import train
@@ -27,7 +27,6 @@ from engine.core.errors import UserError
 from engine.data.chats.chat import encode_example
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer, from_document
 from engine.data.tokenizer_json import SPECIAL_TOKENS, with_extension
-from engine.runs.checkpoint import write_checkpoint
 from model import GPT, ModelConfig
 
 ANSWERS = {"hello": "Good day!", "bye": "So long."}
@@ -46,16 +45,9 @@ def trained(tmp_path_factory) -> Path:
     return folder / "run"
 
 
-def chat_checkpoint(path: Path, model: GPT, tokenizer=CHAT) -> Path:
-    """Write a checkpoint of a chat model."""
-    state = make_state(1, model=model.config, examples="chats")
-    write_checkpoint(path, state, model.state_dict(), {}, tokenizer.save)
-    return path
-
-
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory) -> Path:
-    """A checkpoint of a model that knows two answers by heart, anywhere in a chat."""
+    """A run of a model that knows two answers by heart, anywhere in a chat."""
     chats = []
     for three in itertools.product(ANSWERS.items(), repeat=3):
         turns = [[("user", question), ("assistant", answer)] for question, answer in three]
@@ -74,8 +66,7 @@ def chat_model(tmp_path_factory) -> Path:
         loss.backward()
         optimizer.step()
     assert loss < 0.02
-    path = tmp_path_factory.mktemp("chat") / "step-00000001"
-    return chat_checkpoint(path, model)
+    return save_run(model, tmp_path_factory.mktemp("chat"), CHAT, "chats")
 
 
 @pytest.fixture
@@ -229,7 +220,7 @@ def test_an_unknown_character_ends_a_pipe_but_not_a_conversation(
 ):
     letters = CharTokenizer("abc").with_special(SPECIAL_TOKENS)
     model = GPT(ModelConfig(vocab_size=letters.vocab_size, context_length=20, d_model=8))
-    path = chat_checkpoint(tmp_path / "step-00000001", model, letters)
+    path = save_run(model, tmp_path / "run", letters, "chats")
     stream = io.TextIOWrapper(io.BytesIO("aß\nab\n".encode()), "utf-8")
     monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
@@ -254,7 +245,7 @@ def test_ctrl_c_ends_an_answer_and_at_the_prompt_the_chat(tmp_path):
     for name, parameter in model.named_parameters():
         torch.nn.init.constant_(parameter, float(name == "token_embedding.weight"))
     torch.nn.init.ones_(model.head.weight[ord("x")])  # it always answers xxxx…
-    path = chat_checkpoint(tmp_path / "step-00000001", model)
+    path = save_run(model, tmp_path / "run", CHAT, "chats")
     terminal, child = pty.openpty()
     flags = ["--chat", "--device", "cpu", "--max-new-tokens", str(10**6)]
     command = [sys.executable, ROOT / "sample.py", path, *flags]
@@ -323,8 +314,8 @@ def test_flags_choose_a_chat_template_and_a_failing_one_stops_chats_only(tmp_pat
     document = with_extension(
         CHAT.document, chat_template=turn, other_templates=json.dumps(templates)
     )
-    path = tmp_path / "run" / "checkpoints" / "step-00000001"
-    chat_checkpoint(path, model, from_document(document))
+    run = save_run(model, tmp_path / "run", from_document(document), "chats")
+    path = run / "checkpoints" / "step-00000001"
     (tmp_path / "in.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}')
     files = ["--prompts-file", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out.jsonl")]
     arguments = [str(path), "--device", "cpu", "--max-new-tokens", "2"]
@@ -338,9 +329,9 @@ def test_flags_choose_a_chat_template_and_a_failing_one_stops_chats_only(tmp_pat
         sample.main([*arguments, *files, *strict])
     assert "--chat-template" in capsys.readouterr().err
     document = with_extension(document, chat_template=templates["strict"])
-    chat_checkpoint(path.with_name("step-00000002"), model, from_document(document))
+    failing = save_run(model, tmp_path / "failing", from_document(document), "chats")
     capsys.readouterr()
-    sample.main([str(path.with_name("step-00000002")), "a", *arguments[1:]])
+    sample.main([str(failing), "a", *arguments[1:]])
     assert capsys.readouterr().out.startswith("a")
 
 

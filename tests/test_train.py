@@ -17,6 +17,7 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -51,8 +52,8 @@ from engine.core.settings import flatten, load_settings
 from engine.core.values import iterate_hints
 from engine.data.batches import open_mixture
 from engine.data.dataset import open_dataset
-from engine.data.tokenizer import load_tokenizer
 from engine.report.callback import Report
+from engine.runs.checkpoint import load_model
 from engine.runs.run_files import list_checkpoints
 from engine.training.callbacks import MetricsFile
 from engine.training.config import (
@@ -204,26 +205,21 @@ def test_a_terminated_command_prints_the_command_to_resume_with(
     assert_same_run(trained("full", *flags), out)
 
 
-def test_resuming_a_finished_run_prints_its_result_and_changes_no_file(trained, numbers, capsys):
-    out = trained("run", "--steps", 3, "--eval-every", 2)
-    files = [path for path in out.rglob("*") if path.is_file() and path.name != ".lock"]
-    contents = {path: path.read_bytes() for path in files}
-    capsys.readouterr()
-    assert train.main(tiny(numbers, out, "--steps", 3, "--eval-every", 2, "--resume")) == 0
-    assert f"{logged(out, 'val_loss')[3]:.4f}" in capsys.readouterr().out
-    assert all(path.read_bytes() == content for path, content in contents.items())
-
-
-def test_a_resume_takes_unset_settings_from_the_run(numbers, tmp_path, monkeypatch, capsys):
+def test_a_resume_takes_unset_settings_from_the_run_and_of_a_finished_one_changes_no_result(
+    numbers, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     flags = [*TINY, "--steps", "3", "--seed", "7", "--dropout", "0.1", "--dtype", "bfloat16"]
     assert train.main(["--data", str(numbers), *flags]) == 0  # --out follows --data
     out = Path("out") / numbers.name
     before = (out / "config.toml").read_text()
-    resume = ["--resume", "--out", str(out)]
-    assert train.main(resume) == 0
-    assert "raise --steps" in capsys.readouterr().out
-    assert (out / "config.toml").read_text() == before and newest_checkpoint(out).step == 3
+    files = read_files(out)
+    capsys.readouterr()
+    assert train.main(["--resume", "--out", str(out)]) == 0
+    output = capsys.readouterr().out
+    assert "raise --steps" in output and f"{logged(out, 'val_loss')[3]:.4f}" in output
+    changed = {path.name for path, data in read_files(out).items() if files.get(path) != data}
+    assert changed <= {"about.json", "report.html"} and newest_checkpoint(out).step == 3
     (tmp_path / "more.toml").write_text("steps = 9\nlog_every = 2\n")
     out.rename("moved")
     assert train.main(["more.toml", "--resume", "--out", "moved", "--log-every", "1"]) == 0
@@ -334,9 +330,7 @@ def test_float16_scales_its_loss_and_learns_also_after_a_resume_with_another_dty
 
 def test_evaluation_is_the_mean_over_every_token_of_the_split(trained, numbers):
     path = trained("run", "--steps", 2, "--eval-tokens", 0, "--dropout", 0.3)
-    model = GPT(newest_checkpoint(path).state.model)
-    model.load_state_dict(dict(newest_checkpoint(path).model()))
-    model.eval()
+    model = load_model(newest_checkpoint(path))
     tokens = torch.from_numpy(open_dataset(numbers).val.tokens[:].astype(int))
     total = 0.0
     with torch.no_grad():
@@ -354,18 +348,21 @@ def test_evaluation_is_the_mean_over_every_token_of_the_split(trained, numbers):
 # A base model.
 
 
+SHORT_FLAGS = ["--steps", 2, "--eval-every", 2, "--log-every", 2]
+
+
 @pytest.fixture(scope="module")
 def base(numbers, tmp_path_factory) -> Path:
-    """A run to start others from."""
+    """A run with SHORT_FLAGS, to start others from, or to resume with other settings."""
     out = tmp_path_factory.mktemp("base") / "run"
-    train_tiny(numbers, out, "--steps", 10)
+    train_tiny(numbers, out, *SHORT_FLAGS)
     return out
 
 
 def test_a_run_starts_with_the_weights_and_sizes_of_its_base(numbers, tmp_path, base):
     flags = ["--init-from", base, "--steps", 1, "--learning-rate", 0]
     run = train_tiny(numbers, tmp_path / "tuned", *flags)
-    assert run.evaluation["val_loss"] == pytest.approx(logged(base, "val_loss")[10], abs=1e-6)
+    assert run.evaluation["val_loss"] == pytest.approx(logged(base, "val_loss")[2], abs=1e-6)
     base_config = load_settings(TrainConfig, [str(base / "config.toml")])
     assert flatten(run.config.model) == flatten(base_config.model)
     with pytest.raises(UserError, match=r"--num-layers: .*run, \d \(got 5\)"):
@@ -413,8 +410,7 @@ def test_examples_for_a_base_lead_to_fine_tuning_and_then_to_a_question(
 
 @pytest.mark.parametrize("padding", [0, 9])
 def test_the_embedding_of_a_base_grows_by_the_tokens_of_chats(padding, tmp_path, numbers, base):
-    base_tokenizer = load_tokenizer(base / "checkpoints" / "step-00000010" / "tokenizer.json")
-    num_trained = base_tokenizer.vocab_size
+    num_trained = open_dataset(numbers).tokenizer.vocab_size
     if padding:
         base = tmp_path / "base"
         train_tiny(numbers, base, "--steps", 2, "--vocab-size", num_trained + padding)
@@ -522,7 +518,6 @@ def test_a_resumed_run_may_not_change_its_mix(datasets, mixed_run, order, mix, r
 
 # What a resumed run may change.
 
-SHORT_FLAGS = ["--steps", 2, "--eval-every", 2, "--log-every", 2]
 CHANGEABLE_FLAGS = """
     --steps 4 --micro-batch-size 2 --eval-every 1 --eval-tokens 100 --save-every 1 --log-every 1
     --device cpu:0 --dtype bfloat16 --no-compile --checkpoint-activations --parallel fsdp
@@ -541,14 +536,6 @@ FIXED_FLAGS = """
 """
 
 
-@pytest.fixture(scope="module")
-def short_run(tmp_path_factory, numbers) -> Path:
-    """A run of two steps, to resume with other settings."""
-    out = tmp_path_factory.mktemp("short") / "run"
-    train_tiny(numbers, out, *SHORT_FLAGS)
-    return out
-
-
 CHANGEABLE_SETTINGS = dict(iterate_hints(RunConfig)).keys() - FIXED_SETTINGS
 CHANGED_ELSEWHERE = {"minutes", "compile", "base"}
 
@@ -560,18 +547,16 @@ def changed_names(config: TrainConfig, run: Path) -> set[str]:
     return {name for name, value in values.items() if settings[name] != value}
 
 
-def test_a_resumed_run_may_change_paths_speed_length_and_reports(
-    short_run, numbers, tmp_path, capsys
-):
-    out = Path(shutil.copytree(short_run, tmp_path / "moved"))
+def test_a_resumed_run_may_change_paths_speed_length_and_reports(base, numbers, tmp_path, capsys):
+    out = Path(shutil.copytree(base, tmp_path / "moved"))
     data = Path(shutil.copytree(numbers, tmp_path / "data"))
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"prompt": "1 2 3 4", "answer": "5"}')
     # A checkpoint to resume wins over --init-from.
-    paths = ["--resume", "--init-from", short_run, "--score-file", questions]
+    paths = ["--resume", "--init-from", base, "--score-file", questions]
     arguments = tiny(data, out, *SHORT_FLAGS, *CHANGEABLE_FLAGS.split(), *paths)
     config = load_settings(TrainConfig, arguments)
-    assert changed_names(config, short_run) - {"resume"} == CHANGEABLE_SETTINGS - CHANGED_ELSEWHERE
+    assert changed_names(config, base) - {"resume"} == CHANGEABLE_SETTINGS - CHANGED_ELSEWHERE
     assert train.train(config, callbacks=()).step == newest_checkpoint(out).step == 4
     (changes,) = newest_checkpoint(out).state.changes
     assert changes.pop("step") == 2 and changes["learning_rate"] == [0.014, 0.5]
@@ -579,16 +564,16 @@ def test_a_resumed_run_may_change_paths_speed_length_and_reports(
     assert "learning_rate 0.014 → 0.5" in capsys.readouterr().out
 
 
-def test_a_resumed_run_may_change_nothing_else_and_each_change_is_named(short_run, numbers):
+def test_a_resumed_run_may_change_nothing_else_and_each_change_is_named(base, numbers):
     names = FIXED_SETTINGS - {"mix", "frozen_dtype"}  # tests/data/test_mixture.py
-    settings = (short_run / "config.toml").read_bytes()
-    arguments = tiny(numbers, short_run, *SHORT_FLAGS, *FIXED_FLAGS.split(), "--resume")
+    settings = (base / "config.toml").read_bytes()
+    arguments = tiny(numbers, base, *SHORT_FLAGS, *FIXED_FLAGS.split(), "--resume")
     config = load_settings(TrainConfig, arguments)
-    assert names <= changed_names(config, short_run)
+    assert names <= changed_names(config, base)
     with pytest.raises(UserError, match="--resume") as caught:
         train.train(config)
     assert [name for name in names if f" {name} " not in str(caught.value)] == []
-    assert (short_run / "config.toml").read_bytes() == settings
+    assert (base / "config.toml").read_bytes() == settings
 
 
 # Documents.
@@ -651,11 +636,6 @@ def test_a_preset_has_its_documented_size_and_says_how_to_prepare_its_data(path)
 # As a library.
 
 
-def assert_unlocked(out: Path) -> None:
-    """Check that no run holds the run directory."""
-    RunDir(out, resume=True).close()
-
-
 def test_train_returns_the_trainer_and_prints_nothing(numbers, tmp_path, capfd):
     out = tmp_path / "run"
     model = ModelSettings(num_layers=1, num_heads=2, d_model=16, context_length=16)
@@ -670,16 +650,14 @@ def test_train_returns_the_trainer_and_prints_nothing(numbers, tmp_path, capfd):
     weights = dict(newest_checkpoint(out).model())
     for name, value in trainer.model.state_dict().items():
         assert torch.equal(value, weights[name])
-    assert_unlocked(out)
+    RunDir(out, resume=True).close()  # it is unlocked
 
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit])
 def test_an_error_of_a_callback_is_a_warning_and_an_exit_waits_for_the_save(
     error, numbers, tmp_path, capsys
 ):
-    def fail() -> None:
-        raise error("the callback\nfailed")
-
+    fail = Mock(side_effect=error("the callback\nfailed"))
     out = tmp_path / "run"
     callbacks = [*(Action(step, fail) for step in (4, 5)), MetricsFile()]
     flags = ["--steps", 6, "--save-every", 3, "--log-every", 10]
@@ -690,17 +668,7 @@ def test_an_error_of_a_callback_is_a_warning_and_an_exit_waits_for_the_save(
     assert ("RuntimeError" in warning) == (error is RuntimeError)
     assert newest_checkpoint(out).step == (6 if error is RuntimeError else 3)
     assert (out / "metrics.jsonl").exists() == (error is RuntimeError)  # of a later callback
-    assert_unlocked(out)
-
-
-def test_a_refused_start_unlocks_the_directory(numbers, tmp_path):
-    train_tiny(numbers, tmp_path / "run", "--steps", 2)
-    caught = []  # a notebook keeps the errors, and everything that they refer to
-    for flags in ((), ("--resume", "--seed", 5)):
-        with pytest.raises(UserError, match="--resume") as error:
-            train_tiny(numbers, tmp_path / "run", "--steps", 2, *flags)
-        caught.append(error)
-        assert_unlocked(tmp_path / "run")
+    RunDir(out, resume=True).close()  # it is unlocked
 
 
 # What happens to the data and the terminal during a run.

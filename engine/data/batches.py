@@ -150,10 +150,6 @@ class Mixture:
         """Return the weighted mean of one value for each dataset."""
         return sum(value * weight for value, weight in zip(values, self.weights, strict=True))
 
-    def bytes_per_token(self, split: str) -> float:
-        """Return the mean UTF-8 bytes of one token."""
-        return self.mean(dataset.bytes_per_token(split) for dataset in self.datasets)
-
     def explain_loss(self, val_loss: float) -> str:
         """Explain a validation loss that is not better than a uniform guess; else return ""."""
         uniform_loss = math.log(self.tokenizer.vocab_size)
@@ -165,14 +161,15 @@ class Mixture:
     def evaluation_record(self, losses: Sequence[float]) -> dict[str, float]:
         """Return the metrics of an evaluation, given each dataset's loss in nats per token."""
         mean_loss = self.mean(losses)
+        bytes_per_token = [dataset.bytes_per_token("val") for dataset in self.datasets]
         record = {
             "val_loss": mean_loss,
-            "val_bits_per_byte": mean_loss / math.log(2) / self.bytes_per_token("val"),
+            "val_bits_per_byte": mean_loss / math.log(2) / self.mean(bytes_per_token),
             "val_perplexity": math.exp(min(mean_loss, 700)),  # exp(710) overflows
         }
         if len(losses) > 1:
-            for name, dataset, loss in zip(self.names, self.datasets, losses, strict=True):
-                bits = loss / math.log(2) / dataset.bytes_per_token("val")
+            for name, loss, num_bytes in zip(self.names, losses, bytes_per_token, strict=True):
+                bits = loss / math.log(2) / num_bytes
                 record |= {f"val_loss/{name}": loss, f"val_bits_per_byte/{name}": bits}
         return record
 
@@ -198,11 +195,10 @@ def open_mixture(paths: Sequence[Path], mix: Sequence[float] | None = None) -> M
     datasets = tuple(open_dataset(path) for path in paths)
     if len({dataset.sha256 for dataset in datasets}) < len(datasets):
         raise UserError("--data: must be different datasets (got one twice). Give each once.")
-    tokenizer_sha256 = datasets[0].manifest["tokenizer"]["sha256"]
     for dataset in datasets:
         if len(datasets) > 1 and dataset.train.num_examples:
             raise UserError(f"{dataset.path}: examples cannot be mixed. Train on it alone.")
-        if dataset.manifest["tokenizer"]["sha256"] != tokenizer_sha256:
+        if dataset.manifest["tokenizer"] != datasets[0].manifest["tokenizer"]:
             options = ("--out", dataset.path, "--force", "--tokenizer", datasets[0].path)
             command = shell_command("python", "prepare.py", "INPUT", *options)
             reason = f"its tokenizer is not that of {datasets[0].path}"

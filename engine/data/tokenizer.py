@@ -53,9 +53,8 @@ class Tokenizer:
         # Special tokens that absorb white space before or after them.
         self.left_strippers = tuple(tokenizer_json.special_tokens_of(document, "lstrip"))
         self.right_strippers = tuple(tokenizer_json.special_tokens_of(document, "rstrip"))
-        added = [token["id"] for token in document["added_tokens"]]
-        ids = {*tokenizer_json.vocab_of(document).values(), *added}
-        self.text_ids = ids - {*self.special_tokens.values()}
+        ids = tokenizer_json.token_ids_of(document).values()
+        self.text_ids = {*ids} - {*self.special_tokens.values()}
         self.vocab_size = tokenizer_json.vocab_size_of(document)
         self.end_of_text_name: str = extension.get("end_of_text", END_OF_TEXT)
         self.end_of_text_id = self.special_tokens.get(self.end_of_text_name)
@@ -295,15 +294,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
     Raises UserError if a file is corrupted or unsupported.
     """
     document = read_json(path)
-    try:
-        with wrap_library_errors("it makes a library panic"):
-            tokenizer_json.check_document(document)
-            tokenizer = from_document(with_model_files(document, path.parent))
-            tokenizer.folder = path.parent
-            return tokenizer
-    except UserError as error:
-        fix = "Choose another tokenizer, or prepare again."
-        raise UserError(f"{path}: corrupted or unsupported tokenizer ({error}). {fix}") from None
+    problem = f"{path}: corrupted or unsupported tokenizer"
+    advice = ". Choose another tokenizer, or prepare again."
+    wrap_panics = wrap_library_errors("it makes a library panic")
+    with wrap_library_errors(problem, UserError, advice=advice), wrap_panics:
+        tokenizer_json.check_document(document)
+        tokenizer = from_document(with_model_files(document, path.parent))
+    tokenizer.folder = path.parent
+    return tokenizer
 
 
 def named_tokenizer(name: str) -> Tokenizer:

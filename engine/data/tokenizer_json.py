@@ -208,8 +208,7 @@ def text_vocab(document: Document) -> dict[str, int]:
 
 def vocab_size_of(document: Document) -> int:
     """Return the largest id plus one."""
-    ids = [token["id"] for token in document["added_tokens"]]
-    return 1 + max([*ids, *vocab_of(document).values()], default=-1)
+    return 1 + max(token_ids_of(document).values(), default=-1)
 
 
 def without_leading_space(document: Document) -> Document:

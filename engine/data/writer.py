@@ -320,9 +320,8 @@ def make_manifest(
         splits[split] = dataset.add_up([summary["splits"][split] for summary in summaries])
         num_tokens = splits[split]["tokens"]
         if num_tokens < 2 or not splits[split]["bytes"]:
-            source = (
-                f"{count_noun(len(hashes), 'document')}, {statistics['repeats']} of them repeats"
-            )
+            size = count_noun(len(hashes), "document")
+            source = f"{size}, {statistics['repeats']} of them repeats"
             problem = f"must have text of at least 2 tokens (got {num_tokens}, of {source})"
             advice = "Give other documents, another --val-fraction or --val"
             raise UserError(f"the {split} split {problem}. {advice}.")

@@ -29,8 +29,7 @@ def choose_prompts(data: Mixture) -> list[list[int]]:
     if val.num_examples:
         prompts = map(prompt_ids, itertools.islice(val.examples(), NUM_PROMPTS))
         return [*filter(None, prompts)] or [read_start(data)]
-    lines = read_lines(data, NUM_PROMPTS - 1, PROMPT_TOKENS)
-    return [read_start(data), *filter(None, lines)]
+    return [read_start(data), *filter(None, read_lines(data, NUM_PROMPTS - 1, PROMPT_TOKENS))]
 
 
 def read_start(data: Mixture) -> list[int]:

@@ -94,8 +94,7 @@ class TextGenerator:
 
     def stream(self, prompt: str = "", **options: Unpack[TextOptions]) -> Iterator[str]:
         """Yield the text of :meth:`generate` piece by piece."""
-        pieces = self._complete([self.encode_prompt(prompt)], **options)
-        return (text for _, text in pieces)
+        return (text for _, text in self._complete([self.encode_prompt(prompt)], **options))
 
     def generate_samples(
         self, num_samples: int, prompt: str = "", **options: Unpack[TextOptions]

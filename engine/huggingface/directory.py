@@ -128,9 +128,8 @@ def read_tensors(directory: Path, name: str = "model.safetensors") -> dict[str, 
     for tensor_name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.isfinite().all():
             problem = f"{tensor_name} must be finite (got NaN or infinity)"
-            raise UserError(
-                f"{directory}: {problem}. Download it again, or use another checkpoint."
-            )
+            fix = "Download it again, or use another checkpoint."
+            raise UserError(f"{directory}: {problem}. {fix}")
     return tensors
 
 

@@ -47,27 +47,33 @@ def compare(runs: Sequence[Record]) -> tuple[str, str]:
 
 
 def format_runs(runs: Sequence[Record]) -> str:
-    """Return a table of runs as text, a line each; "-" for what a run does not have."""
-    rows = [("run", "state", "data", "parameters", "steps", "minutes", "loss", "bits per byte")]
-    for run in runs:
-        if "problem" in run:
-            rows.append((run["name"], f"damaged: {run['problem']}", *[""] * 6))
-            continue
-        state = run["state"] or {}
-        best = run["best"] or {}
-        data = run["settings"].get("data", "-")
-        figures = [
-            f"{run['about'].get('parameters', 0) / 1e6:.2f}M",
-            f"{run['last_step']:,}",
-            f"{state.get('seconds', 0) / 60:.1f}",
-            *(f"{best[key]:.4f}" if best.get(key) else "-" for key in LOSS_KEYS),
-        ]
-        names = data if isinstance(data, str) else " ".join(data)
-        rows.append((run["name"], state.get("state", "-"), names, *figures))
-    complete = [row for row in rows if row[-1]]
-    widths = [max(map(len, column)) for column in zip(*complete, strict=True)]
-    lines = [map(str.ljust, row, widths) for row in rows]
-    return "\n".join("  ".join(cells).rstrip() for cells in lines)
+    """Return a table of runs as text, a line each; the problems of damaged ones come last."""
+    complete = [run for run in runs if "problem" not in run]
+    rows: list[tuple[str, ...]] = [
+        ("run", "state", "data", "parameters", "steps", "minutes", "loss", "bits per byte")
+    ]
+    rows += map(list_cells, complete)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    damaged = [run for run in runs if "problem" in run]
+    return "\n".join([*lines, *(f"{run['name']}: damaged. {run['problem']}" for run in damaged)])
+
+
+def list_cells(run: Record) -> tuple[str, ...]:
+    """Return the cells of a run in the table of runs; "-" for what it does not have."""
+    state = run["state"] or {}
+    best = run["best"] or {}
+    data = run["settings"].get("data", "-")
+    names = data if isinstance(data, list) else [data]
+    return (
+        run["name"],
+        state.get("state", "-"),
+        " ".join(map(str, names)),
+        f"{run['about'].get('parameters', 0) / 1e6:.2f}M",
+        f"{run['last_step']:,}",
+        f"{state.get('seconds', 0) / 60:.1f}",
+        *(f"{best[key]:.4f}" if best.get(key) else "-" for key in LOSS_KEYS),
+    )
 
 
 def describe_run(run: Record) -> str:

@@ -23,19 +23,19 @@ from engine.training.trainer import Record
 
 WEB_DIR = Path(__file__).with_name("web")
 MAX_CURVE_POINTS = 400
-MAX_LISTED_POINTS = 50  # of a curve on the page that lists runs
+MAX_LISTED_RECORDS = 50  # of a run on the page that lists runs, besides evaluations
 MAX_SHOWN_EVALUATIONS = 40  # with their samples
 VALIDATION_CURVES = ("val_loss", "val_bits_per_byte", "val_score")
 TRAINING_CURVES = ("train_loss", "learning_rate", "grad_norm", "tokens_per_second")
 AXIS_KEYS = {"step": "step", "tokens": "tokens", "seconds": "elapsed_seconds"}
 
 
-def read_run(folder: Path, max_points: int = MAX_CURVE_POINTS) -> Record:
+def read_run(folder: Path, max_lines: int | None = None) -> Record:
     """Return the content of a run's page; a run that was killed is "stopped", after its last step.
 
-    Raises UserError for a folder that is not a run.
+    max_lines is as for :func:`read_records`. Raises UserError for a folder that is not a run.
     """
-    run = collect_run_content(folder, max_points)
+    run = collect_run_content(folder, max_lines)
     if run["state"] and run["state"]["state"] == "training":
         with contextlib.suppress(UserError):  # in use: still training
             acquire_lock(folder / ".lock", folder).release()
@@ -43,7 +43,7 @@ def read_run(folder: Path, max_points: int = MAX_CURVE_POINTS) -> Record:
     return run
 
 
-def collect_run_content(folder: Path, max_points: int = MAX_CURVE_POINTS) -> Record:
+def collect_run_content(folder: Path, max_lines: int | None = None) -> Record:
     """Return the content of a run's page, from its files. Raises UserError if it has none."""
     settings_path = folder / "config.toml"
     about_path = folder / "about.json"
@@ -55,7 +55,6 @@ def collect_run_content(folder: Path, max_points: int = MAX_CURVE_POINTS) -> Rec
     about = read_json(about_path) if about_path.exists() else {}
     if not isinstance(about, dict):
         raise UserError(f"{about_path}: corrupted, it must be a JSON object. Delete it.")
-    max_lines = max_points - 1 if max_points < MAX_CURVE_POINTS else None
     records = read_records(folder / "metrics.jsonl", max_lines)
     training = [record for record in records if "train_loss" in record]
     evaluations = [record for record in records if "val_loss" in record]
@@ -71,8 +70,8 @@ def collect_run_content(folder: Path, max_points: int = MAX_CURVE_POINTS) -> Rec
         "state": about.get("state"),
         "last_step": records[-1]["step"] if records else 0,
         "num_tokens": training[-1]["tokens"] if training else 0,
-        "training": make_curves(training, training, TRAINING_CURVES, max_points),
-        "validation": make_curves(evaluations, training, val_names, max_points),
+        "training": make_curves(training, training, TRAINING_CURVES),
+        "validation": make_curves(evaluations, training, val_names),
         "best": best,  # the evaluation of the checkpoint that is used
         "best_step": best_step,
         "settings": settings,
@@ -89,17 +88,17 @@ def collect_run_content(folder: Path, max_points: int = MAX_CURVE_POINTS) -> Rec
 def list_runs(folder: Path) -> list[Record]:
     """Return the content of all runs under a folder, by name, for the page that lists them.
 
-    Their curves are short, and samples are those of the best step. A damaged run has a problem
-    instead.
+    Samples are those of the best step. A damaged run has a problem instead.
     """
     runs = []
-    for path, names, files in sorted(os.walk(folder)):
+    for path, names, files in os.walk(folder):
+        names.sort()
         if not {"config.toml", "metrics.jsonl"} & {*files}:
             continue
         names.clear()  # no run is inside a run
         name = str(Path(path).relative_to(folder))
         try:
-            run = read_run(Path(path), MAX_LISTED_POINTS)
+            run = read_run(Path(path), MAX_LISTED_RECORDS)
         except (UserError, OSError) as error:
             runs.append({"name": name, "folder": path, "problem": str(error)})
             continue
@@ -114,11 +113,9 @@ def read_values(records: Sequence[Record], key: str) -> np.ndarray:
     return np.array([record.get(key) for record in records], np.float64)
 
 
-def downsample(
-    values: np.ndarray, max_points: int = MAX_CURVE_POINTS
-) -> dict[str, list[float | None]]:
-    """Average runs of finite values, with minima and maxima, to at most max_points."""
-    stride = max(1, math.ceil(len(values) / max_points))
+def downsample(values: np.ndarray) -> dict[str, list[float | None]]:
+    """Average runs of finite values, with minima and maxima, to at most MAX_CURVE_POINTS."""
+    stride = max(1, math.ceil(len(values) / MAX_CURVE_POINTS))
     if stride == 1:  # NumPy's masked arrays take a millisecond
         return {"mean": [value if math.isfinite(value) else None for value in values.tolist()]}
     padded = np.pad(values, (0, -len(values) % stride), constant_values=math.nan)
@@ -128,10 +125,7 @@ def downsample(
 
 
 def make_curves(
-    records: Sequence[Record],
-    training: Sequence[Record],
-    names: Sequence[str],
-    max_points: int = MAX_CURVE_POINTS,
+    records: Sequence[Record], training: Sequence[Record], names: Sequence[str]
 ) -> dict[str, Any]:
     """Return the axes of records, interpolated from those of training, and the named curves."""
     steps = read_values(records, "step")
@@ -140,8 +134,8 @@ def make_curves(
     for name, key in AXIS_KEYS.items():
         values = np.append(0, read_values(training, key))
         axis = steps if name == "step" else np.interp(steps, training_steps, values)
-        curves[name] = downsample(axis, max_points)["mean"]
-    return curves | {name: downsample(read_values(records, name), max_points) for name in names}
+        curves[name] = downsample(axis)["mean"]
+    return curves | {name: downsample(read_values(records, name)) for name in names}
 
 
 def select_samples(samples: Sequence[Record], best_step: int | None = None) -> list[Record]:

@@ -30,18 +30,12 @@ from engine.report.page import content_security_policy, read_template
 from model import GPT
 
 MAX_PAGE_BYTES = 100_000_000
-# When it opens, the page compares its logits of a few tokens with the model's.
-NUM_PROBE_TOKENS = 8
+NUM_PROBE_TOKENS = 8  # whose logits the page compares with the model's when it opens
 MAX_PROBE_LOGITS = 100
 SAVED_PAGE_POLICY = "worker-src blob:; img-src data:; base-uri 'none'; form-action 'none'"
+LONG_S = "\u017f"  # the letter s in a third case
 PAGE_ADVICE = "Use --page instead."
-TOKENIZER_KINDS = {CharTokenizer: "char", ByteTokenizer: "byte", BPETokenizer: "bpe"}
-# Of a regex: an atom, a quantifier, and whether that is possessive.
-REGEX_PIECES = re.compile(
-    r"(\(\?i:[^()]*\)|\[(?:\\.|[^]\\])*\]|\\[pP]\{\w+\}|\\.|[^\\])([?*+]|\{[\d,]+\})?(\+)?",
-    re.DOTALL,
-)
-CASE_CLASSES = {"k": "kK\u212a", "s": "sS\u017f"}  # letters of more than two cases
+TOKENIZER_KINDS = {CharTokenizer: "char", ByteTokenizer: "byte", BPETokenizer: "byte-level BPE"}
 # A template is applied by the page if it neither changes nor inspects these texts.
 PROBE_TEXTS = ("", "a", " b\n\n", "\tc ", "{{ d }}", "<think>e</think>\n\nf", "<tool_response>")
 TEXT_MARKS = ("\ufdd2", "\ufdd3", "\ufdd4")  # Unicode noncharacters
@@ -161,66 +155,52 @@ def describe_tokenizer(tokenizer: Tokenizer, num_ids: int) -> dict[str, Any]:
 
 
 def translate_regex(pattern: str) -> str:
-    """Return tiktoken's regex in JavaScript's syntax, with its flag u, so that it matches the same.
+    """Return the regex of a well-known tokenizer in JavaScript's syntax, with its flag u.
 
-    Raises UserError for a regex with other syntax than those of well-known tokenizers.
+    Their possessive quantifiers end where nothing that follows could match, like plain ones. Raises
+    UserError for other syntax than theirs.
     """
     is_known = {*re.findall(r"\\(.)", pattern)} <= {*"sSpPrn"}
     if not is_known or {*re.findall(r"\(\?(.)", pattern)} - {*":i!"}:
-        raise UserError(
-            f"tokenizer: a saved page cannot run its pattern (got {pattern!r}). {PAGE_ADVICE}"
-        )
-    pieces = []
-    for number, match in enumerate(REGEX_PIECES.finditer(pattern)):
-        atom, quantifier, possessive = match.groups(default="")
-        if atom.startswith("(?i:"):
-            atom = re.sub(r"\[?[a-z]+\]?", _add_cases, f"(?:{atom[4:]}")
-        atom = atom.replace(r"\s", r"\p{White_Space}").replace(r"\S", r"\P{White_Space}")
-        piece = atom + quantifier
-        if possessive:  # like a lookahead, it does not give up characters
-            piece = f"(?=(?<p{number}>{piece}))\\k<p{number}>"
-        pieces.append(piece)
-    return "".join(pieces)
+        problem = f"a saved page cannot run its pattern (got {pattern!r})"
+        raise UserError(f"tokenizer: {problem}. {PAGE_ADVICE}")
+    greedy = re.sub(r"([?*+]|\{[\d,]+\})\+", r"\1", pattern)
+    plain = re.sub(r"\(\?i:[^()]*\)", _with_both_cases, greedy)
+    return plain.replace(r"\s", r"\p{White_Space}").replace(r"\S", r"\P{White_Space}")
 
 
-def _add_cases(letters: re.Match[str]) -> str:
-    classes = [
-        CASE_CLASSES.get(letter, letter + letter.upper()) for letter in letters[0].strip("[]")
-    ]
-    if letters[0].startswith("["):
-        return f"[{''.join(classes)}]"
-    return "".join(f"[{members}]" for members in classes)
+def _with_both_cases(group: re.Match[str]) -> str:
+    def make_class(letters: re.Match[str]) -> str:
+        text = letters[0].strip("[]")
+        return f"[{text}{text.upper()}{LONG_S if 's' in text else ''}]"
+
+    return "(?:" + re.sub(r"\[[a-z]+\]|[a-z]", make_class, group[0].removeprefix("(?i:"))
 
 
-def find_chat_pieces(tokenizer: Tokenizer) -> dict[str, list[str | int]] | None:
-    """Return what surrounds the texts of a chat, texts and special ids, if it is always the same.
+def find_chat_pieces(tokenizer: Tokenizer) -> list[list[str | int]] | None:
+    """Return what stands before, after a question, after an answer, and at the end of a chat.
 
-    None for a template that depends on the date or on texts, and where a text ends an answer.
+    These are texts and ids of special tokens. None for a template that depends on the date or on
+    the texts, and where a text ends an answer.
     """
     template, ends = chat_format(tokenizer)
 
     def render(texts: Sequence[str], year: int) -> str:
         turns = zip(itertools.cycle(("user", "assistant")), texts, strict=False)
         messages = [{"role": role, "content": text} for role, text in turns]
-        return template.render(messages, True, datetime(year, 1, 1))
+        with contextlib.suppress(UserError):  # of a template that refuses the probe
+            return template.render(messages, True, datetime(year, 1, 1))
+        return ""
 
-    with contextlib.suppress(UserError, ValueError):  # refuses a probe; not four pieces
-        first, *between, last = re.split("|".join(TEXT_MARKS), render(TEXT_MARKS, 2000))
-        after_question, after_answer = between
-        for count, start, year in itertools.product((1, 3, 5, 7), range(7), (2000, 2020)):
-            texts = [PROBE_TEXTS[(start + i) % len(PROBE_TEXTS)] for i in range(count)]
-            afters = [*itertools.islice(itertools.cycle(between), count - 1), last]
-            turns = [text + after for text, after in zip(texts, afters, strict=True)]
-            if render(texts, year) != first + "".join(turns):
-                return None
-        if not (ends.texts or tokenizer.left_strippers or tokenizer.right_strippers):
-            pieces = {"first": first, "last": last}
-            pieces |= {"after_question": after_question, "after_answer": after_answer}
-            return {name: _split_special(tokenizer, piece) for name, piece in pieces.items()}
-    return None
-
-
-def _split_special(tokenizer: Tokenizer, text: str) -> list[str | int]:
-    """Split a text at the names of special tokens, which become ids."""
-    parts = re.split(f"({names_pattern(tokenizer).pattern})", text)
-    return [tokenizer.special_tokens.get(part, part) for part in parts]
+    if ends.texts or tokenizer.left_strippers or tokenizer.right_strippers:
+        return None
+    pieces = re.split("|".join(TEXT_MARKS), render(TEXT_MARKS, 2000))
+    for count, start, year in itertools.product((1, 3, 5, 7), range(7), (2000, 2020)):
+        texts = [PROBE_TEXTS[(start + i) % len(PROBE_TEXTS)] for i in range(count)]
+        afters = [*itertools.islice(itertools.cycle(pieces[1:-1]), count - 1), pieces[-1]]
+        turns = [text + after for text, after in zip(texts, afters, strict=True)]
+        if len(pieces) != 4 or render(texts, year) != pieces[0] + "".join(turns):
+            return None
+    name = re.compile(f"({names_pattern(tokenizer).pattern})")
+    ids = tokenizer.special_tokens
+    return [[ids.get(part, part) for part in name.split(piece)] for piece in pieces]

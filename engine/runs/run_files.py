@@ -110,10 +110,9 @@ def read_records(path: Path, max_lines: int | None = None) -> list[dict[str, Any
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
-            is_text = (
-                b"\\u" not in line or to_json(record).encode()
-            )  # raises for half a surrogate pair
-            if is_text and is_record(record):
+            if b"\\u" in line:
+                to_json(record).encode()  # raises for half a surrogate pair
+            if is_record(record):
                 records.append(record)
     return records
 

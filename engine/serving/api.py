@@ -235,9 +235,8 @@ class Api:
                 size = f"the context has {self.context_length} tokens (got {len(prompt)})"
                 code = "context_length_exceeded"
                 raise ApiError(f"{name}: too long: {size}", param=name, code=code)
-            limit = min(max_tokens, room)
             request = ClientRequest(
-                TextStream(self.tokenizer, prompt, limit, settings.stop, ends),
+                TextStream(self.tokenizer, prompt, min(max_tokens, room), settings.stop, ends),
                 row_seed,
                 filters,
                 settings.repetition_penalty,

@@ -100,8 +100,7 @@ class Terminal(Callback):
             losses += f", {describe_score(record)}" if "val_score" in record else ""
             say(f"{step}  validation loss {losses}  ({trainer.budget.elapsed:,.0f} s)")
             return
-        speed = f"{record['tokens_per_second']:,.0f} tokens/s"
-        text = f"loss {record['train_loss']:.3f}, {speed}"
+        text = f"loss {record['train_loss']:.3f}, {record['tokens_per_second']:,.0f} tokens/s"
         self.bar.set_postfix_str(text, refresh=sys.stderr.isatty())
         seconds = trainer.budget.total_step_seconds - trainer.budget.earlier_seconds
         is_alone = trainer.dist_ctx.size == 1 and trainer.dist_ctx.device.type == "cpu"

@@ -213,8 +213,7 @@ def load_config(arguments: Sequence[str]) -> TrainConfig:
     name = arguments[0] if arguments and not arguments[0].startswith("-") else ""
     for file, flag in FOLDER_FLAGS.items():
         if name and Path(name, file).exists():
-            meant = shell_command(flag, name)
-            raise UserError(f"{name}: is a folder. Did you mean {meant}?")
+            raise UserError(f"{name}: is a folder. Did you mean {shell_command(flag, name)}?")
     if name and not name.lower().endswith(".toml"):
         arguments = ["--text", *arguments]
     config = load_settings(TrainConfig, arguments)

@@ -127,9 +127,8 @@ def estimate_memory(config: RunConfig, rows: int, dist_ctx: DistributedContext) 
         memory["process and heap"] = CPU_PROCESS_BYTES + CPU_HEAP_OVERHEAD * activations
     if not dist_ctx.sharded and (config.lora_rank or dist_ctx.device.type == "cpu"):
         has_16_bits = config.frozen_dtype == "bfloat16" and not config.train_tokens
-        copied_bytes = (2 if config.lora_rank and has_16_bits else 4) * cached_meta_model(
-            config.model
-        ).num_parameters
+        itemsize = 2 if config.lora_rank and has_16_bits else 4
+        copied_bytes = itemsize * cached_meta_model(config.model).num_parameters
         memory["samples"] = max(0.0, copied_bytes - activations)  # weights, merged or packed
         total = sum(memory.values())
         if config.lora_rank and total > MAX_MEMORY_FRACTION * memory_limit(dist_ctx):

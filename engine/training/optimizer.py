@@ -26,8 +26,8 @@ MAX_SKIPPED_STEPS = 50  # in a row, until a run ends
 
 
 @dataclass(frozen=True)
-class UpdateSettings:
-    """The optimizer, and its settings that do not depend on the model."""
+class OptimizerSettings:
+    """The optimizer as a user sets it. None means that the value is chosen automatically."""
 
     # Muon updates the matrices inside the blocks, and AdamW the other parameters.
     optimizer: Literal["muon", "adamw"] = "muon"
@@ -41,12 +41,6 @@ class UpdateSettings:
     decay: Literal["linear", "cosine", "inverse_sqrt"] = "linear"  # Learning rate after warmup.
     # Learning rate at the end, as a fraction of the largest.
     final_learning_rate: Annotated[float, Ge(0), Le(1e6)] = 0.0
-
-
-@dataclass(frozen=True)
-class OptimizerSettings(UpdateSettings):
-    """The optimizer as a user sets it. None means that the value is chosen automatically."""
-
     # The largest; see decay. None: 0.014 for Muon, by d_model for AdamW, or chosen with the size;
     # 0.001 with LoRA, whose updates AdamW trains.
     learning_rate: Annotated[float | None, Ge(0), Le(1e6)] = None
@@ -60,7 +54,7 @@ class OptimizerSettings(UpdateSettings):
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(UpdateSettings):
+class OptimizerConfig(OptimizerSettings):
     """The optimizer of a run: :class:`OptimizerSettings` with a value for every None."""
 
     learning_rate: Annotated[float, Ge(0), Le(1e6)] = 0.014

@@ -6,8 +6,8 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -42,13 +42,6 @@ def run_python(code: str, *arguments: str) -> tuple[str, str, int]:
     """Run Python code; return its stdout, stderr and exit code."""
     process = start_python(code, *arguments)
     return *process.communicate(timeout=60), process.returncode
-
-
-def raising(error: BaseException) -> Callable[[], None]:
-    def main() -> None:
-        raise error
-
-    return main
 
 
 # Start.
@@ -176,7 +169,7 @@ def test_progress_outside_a_terminal_is_a_line_now_and_then(monkeypatch, capsys)
     ids=repr,
 )
 def test_error_that_is_not_a_bug_is_one_line_and_exit_code_1(error, expected, capsys):
-    assert exit_code_of(raising(error)) == 1
+    assert exit_code_of(Mock(side_effect=error)) == 1
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
     assert expected in printed.err and not printed.out
@@ -190,14 +183,14 @@ def test_error_that_is_not_a_bug_is_one_line_and_exit_code_1(error, expected, ca
 def test_bug_and_with_debug_a_user_error_keeps_its_traceback(error, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", *["--debug"] * isinstance(error, UserError)])
     with pytest.raises(type(error)):
-        exit_code_of(raising(error))
+        exit_code_of(Mock(side_effect=error))
     assert capsys.readouterr().err == "" and sys.argv == ["train.py"]
 
 
 def test_exit_code_is_what_main_returns_or_130_after_ctrl_c(capsys):
     codes = [exit_code_of(lambda code=code: code) for code in (None, 0, 3, 130)]
-    assert codes == [0, 0, 3, 130] and exit_code_of(raising(SystemExit(2))) == 2
-    assert exit_code_of(raising(KeyboardInterrupt())) == 130
+    assert codes == [0, 0, 3, 130] and exit_code_of(Mock(side_effect=SystemExit(2))) == 2
+    assert exit_code_of(Mock(side_effect=KeyboardInterrupt)) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
 

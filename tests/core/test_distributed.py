@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -113,17 +114,6 @@ def record_of(run: Path, rank: int = 0) -> dict:
     return json.loads((folder_of(run) / f"{rank}.json").read_text())
 
 
-def assert_same(run: Path, reference: Path, tolerance: float) -> None:
-    """Compare batches and losses of every step; with tolerance 0 weights too."""
-    digests = logged(reference, "batch_digest")
-    assert logged(run, "batch_digest") == digests and len(digests) == NUM_STEPS
-    for key in ("train_loss", "val_loss", "val_score", "val_loss/data", "val_loss/second"):
-        expected = logged(reference, key)
-        assert logged(run, key) == pytest.approx(expected, abs=tolerance, rel=0)
-    if not tolerance:
-        assert same_checkpoint(newest_checkpoint(run), newest_checkpoint(reference))
-
-
 # Runs on 1 to 4 ranks, some stopped and resumed on another world size.
 
 
@@ -204,7 +194,15 @@ RUN_PAIRS = [  # a run, the run that it equals, and the tolerance
 
 @pytest.mark.parametrize(("run", "reference", "tolerance"), RUN_PAIRS)
 def test_n_ranks_equal_one_rank_at_every_step(runs, run, reference, tolerance):
-    assert_same(runs / run, runs / reference, tolerance)
+    run = runs / run
+    reference = runs / reference
+    digests = logged(reference, "batch_digest")
+    assert logged(run, "batch_digest") == digests and len(digests) == NUM_STEPS
+    for key in ("train_loss", "val_loss", "val_score", "val_loss/data", "val_loss/second"):
+        expected = logged(reference, key)
+        assert logged(run, key) == pytest.approx(expected, abs=tolerance, rel=0)
+    if not tolerance:
+        assert same_checkpoint(newest_checkpoint(run), newest_checkpoint(reference))
 
 
 @pytest.mark.parametrize(
@@ -410,8 +408,7 @@ def check_collectives(context: DistributedContext) -> None:
 
 
 def test_two_ranks_share_values_errors_and_heartbeats(tmp_path):
-    def refuse() -> None:
-        raise UserError("--data: not found")
+    refuse = Mock(side_effect=UserError("--data: not found"))
 
     def check_rank(rank: int) -> None:
         with init_distributed("cpu", timeout=2) as context:

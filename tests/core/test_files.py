@@ -7,6 +7,7 @@ import json
 import os
 import stat
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -63,15 +64,13 @@ def test_path_outside_its_folder_is_refused(tmp_path, name):
 
 @pytest.mark.parametrize("is_disk_full", [False, True])
 def test_file_is_replaced_unless_the_write_fails(tmp_path, monkeypatch, is_disk_full):
-    def fail(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     path = tmp_path / "file"
     atomic_write(path, b"old")
     assert sha256(path) == hashlib.sha256(b"old").hexdigest()
     with open(path, "rb") as reader:
         if is_disk_full:
-            monkeypatch.setattr(os, "fsync", fail)
+            error = OSError(errno.ENOSPC, "No space left on device")
+            monkeypatch.setattr(os, "fsync", Mock(side_effect=error))
             with pytest.raises(OSError, match="No space"):
                 atomic_write(path, b"the new one")
         else:
@@ -185,9 +184,7 @@ def test_exclusive_lock_leaves_no_files(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
 def test_file_system_without_locks_is_named_in_one_line(tmp_path, monkeypatch, number):
-    def fail(descriptor: int, operation: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", fail)
+    error = OSError(number, os.strerror(number))
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=error))
     with pytest.raises(UserError, match=rf"^{tmp_path}: "):
         acquire_lock(tmp_path / ".lock", tmp_path)

@@ -272,7 +272,8 @@ def test_tools_are_written_as_transformers_writes_them_or_named(
         turns, notes = parser.parse(record)
         assert any("'tools'" in note for note in notes) == (bool(tools) and not is_written)
         offered = TOOLS * (2 if tools == TOOLS * 2 else 1) if is_written else None
-        chat = exported.apply_chat_template(parsed_messages(turns), offered, return_dict=False)
+        parsed = [message for message in to_messages(turns) if message["role"] != "tools"]
+        chat = exported.apply_chat_template(parsed, offered, return_dict=False)
         example = encode_example(tokenizer, json.loads(json.dumps(turns)))
         assert [max(token, ~token) for token in example.tolist()] == chat
         assert (example >= 0).sum() > messages.count(ANSWER)
@@ -282,10 +283,6 @@ def test_tools_are_written_as_transformers_writes_them_or_named(
         if is_written:
             shorter, _ = fit_chat(tokenizer, prompt, len(ids) + 7, 8)
             assert len(shorter) < len(ids) and "weather" in tokenizer.decode(shorter)
-
-
-def parsed_messages(turns: list[Any]) -> list[dict[str, Any]]:
-    return [message for message in to_messages(turns) if message["role"] != "tools"]
 
 
 def test_text_of_tools_never_becomes_a_special_token_and_refused_tools_are_named(words: Tokenizer):
@@ -426,9 +423,8 @@ def test_variables_of_a_template_are_recorded_exported_and_overridden(
             assert encode_chat(tokenizer, [("user", "1+1?")], override) == expected
     ids = encode_chat(tokenizer, [("user", "1+1?")], override)
     assert tokenizer.decode(ids).endswith("yes<|im_end|>")
-    assert (
-        ids.count(*turn_ends(tokenizer, True).token_ids) == 1
-    )  # a value never becomes a special token
+    (end,) = turn_ends(tokenizer, True).token_ids
+    assert ids.count(end) == 1  # a value never becomes a special token
     for wrong in ("thin=1", "think", "messages=1", "=1"):
         with pytest.raises(UserError, match=r"--template-variable: .*style, think"):
             with_template(plain, None, [wrong])

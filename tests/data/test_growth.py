@@ -1,6 +1,5 @@
 """Documents keep their split when others are added; validation text of one's own; repeats."""
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -129,11 +128,10 @@ def test_validation_text_is_that_of_val(kind: str, tmp_path: Path):
     all_words = {"one", "two", "three", "four"}
     for split, texts in expected.items():
         assert [word for word in decoded[split].split() if word in all_words] == texts
-    manifest = json.loads((tmp_path / "data" / "manifest.json").read_text())
+    manifest = open_dataset(tmp_path / "data").manifest
     assert (manifest["origin"]["val"], manifest["origin"]["val_fraction"]) == (["val"], 0)
     is_copy = "deduplicate" not in settings and kind != ".txt"
-    facts = open_dataset(tmp_path / "data").manifest["statistics"]
-    assert facts["val_copies"] == is_copy
+    assert manifest["statistics"]["val_copies"] == is_copy
     assert ("50%" in describe_dataset(tmp_path / "data")) == is_copy
 
     assert not prepare(PrepareConfig(**{**vars(config), "val_fraction": 0.0}))[1]

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import pyarrow
@@ -117,14 +118,12 @@ def test_a_link_to_no_file_is_refused(target, is_in_folder, tmp_path: Path):
 
 
 def test_what_may_not_be_read_is_refused(tmp_path: Path, monkeypatch):
-    def refuse(path: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
     (tmp_path / "a.txt").write_text("text")
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may read everything
     for path in (tmp_path, tmp_path / "a.txt"):
         assert error_of(path).startswith(f"{tmp_path}/a.txt: ")
-    monkeypatch.setattr(Path, "iterdir", refuse)
+    error = PermissionError(13, "Permission denied", str(tmp_path))
+    monkeypatch.setattr(Path, "iterdir", Mock(side_effect=error))
     assert re.match(f"{tmp_path}: .*Permission denied", error_of(tmp_path))
 
 
@@ -460,11 +459,9 @@ def test_files_of_another_file_system(path: str, glob: str | None, text: str, me
 
 @pytest.mark.parametrize("method", ["info", "open", "readinto"])
 def test_an_error_of_a_file_system_is_one_line(method: str, memory, monkeypatch):
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError("access\ndenied")
-
     memory.pipe("/a.txt", b"text")
     owner = MemoryFile if method == "readinto" else type(memory)
+    refuse = Mock(side_effect=PermissionError("access\ndenied"))
     monkeypatch.setattr(owner, method, refuse, raising=False)
     assert "PermissionError: access denied" in error_of("memory://a.txt")
 

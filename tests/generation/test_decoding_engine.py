@@ -20,11 +20,11 @@ CHANGES += [{"attention": "loop", "windows": (3, 60), "num_kv_heads": 1}]
 CONFIGS = VARIANTS | {str(change): dataclasses.replace(SMALL, **change) for change in CHANGES}
 
 
-def start_engine(model, *lengths: int) -> DecodingEngine:
+def start_engine(model, *lengths: int, num_new_tokens: int = 0) -> DecodingEngine:
     """Return an engine that has read prompts of these lengths."""
     engine = DecodingEngine(model)
     for row, length in enumerate(lengths):
-        engine.add([row + 1] * length)
+        engine.add([row + 1] * length, num_new_tokens)
         engine.read(row)
     return engine
 
@@ -145,10 +145,7 @@ def test_caches_are_limited_to_a_quarter_of_the_memory(num_rows, expected, monke
 
 def test_a_token_is_captured_once_for_each_power_of_two_of_rows_while_memory_stays(graphs):
     model = random_model(dataclasses.replace(SMALL, context_length=300))
-    engine = DecodingEngine(model)
-    for length in (5, 9, 7):
-        engine.add([1] * length, num_new_tokens=200)
-        engine.read(len(engine.rows) - 1)
+    engine = start_engine(model, 5, 9, 7, num_new_tokens=200)
     address = engine.caches[0].keys_values.data_ptr()
     for _ in range(130):
         engine.step([3, 4, 5])

@@ -9,8 +9,8 @@ import pytest
 import safetensors.torch
 import tokenizers
 import transformers
-from helpers import SMALL, random_model, read_files
-from test_huggingface import qwen2_tokenizer, save_run
+from helpers import SMALL, random_model, read_files, save_run
+from test_huggingface import qwen2_tokenizer
 
 import huggingface
 from engine.core.errors import UserError

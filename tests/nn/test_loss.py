@@ -118,15 +118,3 @@ def test_gradients_of_bfloat16_are_summed_over_chunks_in_float32(monkeypatch, ca
     for grad, expected in zip(grads, torch.autograd.grad(losses[1], exact), strict=True):
         assert grad.dtype == torch.bfloat16
         assert (grad.float() - expected).norm() < 0.005 * expected.norm()
-
-
-@pytest.mark.parametrize("rows", [100, 5], ids=["whole", "in chunks"])
-def test_another_loss_of_logits_needs_no_gradient_of_its_own(monkeypatch, rows):
-    monkeypatch.setattr(loss_module, "MAX_LOGITS", rows * 37)
-    x, weight, targets = random_output()
-    targets[::5] = IGNORE_INDEX
-    expected = z_loss(soft_cap(F.linear(x, weight), 3.0), targets)
-    grad_and_value = torch.func.grad_and_value(z_loss)
-    actual = chunked_loss(grad_and_value, x, weight, targets, 3.0)
-    assert_same_gradients(actual, expected, [x, weight], 1e-5)
-    assert expected > 1.1 * validation_loss(x, weight, targets, 3.0)

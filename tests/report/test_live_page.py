@@ -67,11 +67,6 @@ def written_text(lines: Any) -> str:
     return "".join(token["text"] for token in (*first["tokens"], *(line["token"] for line in rest)))
 
 
-def read_table(page: Any) -> list[list[str]]:
-    rows = page.locator("#likely tbody tr").all()
-    return [row.locator("th, td").all_inner_texts() for row in rows]
-
-
 def percent(value: float) -> str:
     if value == 0:
         return "–"
@@ -134,7 +129,8 @@ def test_heads_are_switched_off_in_the_grid_and_the_table_shows_before_and_after
     (read,) = inspector.read({"ids": ids, "off": [[1, 2]], **SETTINGS, "max_new_tokens": 1})
     expected = [[label, *map(percent, p)] for _, label, *p in read["tokens"][9]["likely"]]
     expect(live.locator("#likely tbody td").nth(0)).to_have_text(expected[0][1])
-    assert read_table(live) == expected
+    rows = live.locator("#likely tbody tr").all()
+    assert [row.locator("th, td").all_inner_texts() for row in rows] == expected
     assert "→" in live.locator("#probability").inner_text()
     live.get_by_role("button", name="Switch all on").click()
     expect(live.locator("#status")).not_to_contain_text("with all heads")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -111,10 +112,7 @@ def test_a_model_is_loaded_without_naming_its_class(model_checkpoint):
 
 @pytest.mark.parametrize("error", [KeyError, ValueError, RuntimeError])
 def test_a_bug_of_the_model_is_not_called_a_damaged_file(error, model_checkpoint, monkeypatch):
-    def fail(self: GPT, config: ModelConfig) -> None:
-        raise error("a bug")
-
-    monkeypatch.setattr(GPT, "__init__", fail)
+    monkeypatch.setattr(GPT, "__init__", Mock(side_effect=error("a bug")))
     with pytest.raises(error, match="a bug"):
         load_model(model_checkpoint[1])
 

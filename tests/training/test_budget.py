@@ -1,13 +1,12 @@
 """The length of a run in steps or minutes, and when evaluations and saves are due."""
 
 import itertools
-import json
 import math
 import time
 from types import SimpleNamespace
 
 import pytest
-from helpers import logged, tiny
+from helpers import logged, newest_checkpoint, tiny, train_tiny
 
 import train
 from engine.core.distributed import SINGLE_PROCESS
@@ -102,9 +101,8 @@ def test_pauses_do_not_reduce_the_speed(monkeypatch):
 
 def test_a_run_of_minutes_continues_where_it_was_interrupted(numbers, tmp_path, capsys):
     flags = ("--minutes", (SHUTDOWN_SECONDS + 9) / 60, "--eval-every", 10**6)
-    config = load_settings(train.TrainConfig, tiny(numbers, tmp_path, *flags))
     calls = itertools.count()
-    interrupted = train.train(config, SINGLE_PROCESS, [MetricsFile()], lambda: next(calls) > 30)
+    interrupted = train_tiny(numbers, tmp_path, *flags, should_stop=lambda: next(calls) > 30)
     assert 0 < interrupted.budget.progress < 1
     resumed = load_settings(train.TrainConfig, tiny(numbers, tmp_path, *flags, "--resume"))
     started_at = time.monotonic() - 3  # a slow start
@@ -117,8 +115,7 @@ def test_a_run_of_minutes_continues_where_it_was_interrupted(numbers, tmp_path, 
     assert progress[-1] == 1
     rates = list(logged(tmp_path, "learning_rate").values())
     assert rates[-1] < 0.5 * max(rates)
-    state = tmp_path / "checkpoints" / f"step-{run.step:08d}" / "state.json"
-    assert json.loads(state.read_text())["progress"] == 1
+    assert newest_checkpoint(tmp_path).state.progress == 1
     capsys.readouterr()
     assert train.main(["--resume", "--out", str(tmp_path)]) == 0  # its minutes are over
     output = capsys.readouterr().out

@@ -17,6 +17,7 @@ from engine.core.errors import UserError
 from engine.data.dataset import open_dataset
 from engine.runs.checkpoint import open_checkpoint
 from engine.training.callbacks import MetricsFile, Terminal, WeightsAndBiases, print_summary
+from engine.training.run_dir import RunDir
 from engine.training.trainer import Callback, Trainer
 
 
@@ -52,12 +53,16 @@ def test_callbacks_are_called_in_order_and_know_the_progress(numbers, tmp_path):
     assert diary.entries[:2] == [("start", 4), ("step", 5, 1)]
 
 
-def test_callbacks_of_a_run_that_never_started_are_closed(numbers, tmp_path):
+def test_a_refused_start_closes_callbacks_and_unlocks_the_directory(numbers, tmp_path):
     train_tiny(numbers, tmp_path, "--steps", 1)
-    callbacks = [Diary(), Terminal()]
-    with pytest.raises(UserError, match="seed"):
-        train_tiny(numbers, tmp_path, "--steps", 2, "--resume", "--seed", 9, callbacks=callbacks)
-    assert callbacks[0].entries == [("end",)]
+    caught = []  # a notebook keeps the errors, and everything that they refer to
+    for flags, entries in ((("--resume", "--seed", 9), [("end",)]), ((), [])):
+        callbacks = [Diary(), Terminal()]
+        with pytest.raises(UserError, match="seed" if flags else "--resume") as error:
+            train_tiny(numbers, tmp_path, "--steps", 2, *flags, callbacks=callbacks)
+        caught.append(error)
+        assert callbacks[0].entries == entries
+        RunDir(tmp_path, resume=True).close()
 
 
 # metrics.jsonl.

@@ -14,17 +14,11 @@ from helpers import (
     assert_same_run,
     logged,
     make_dataset,
-    tiny,
     train_tiny,
 )
 from torch._dynamo.testing import CompileCounter
 
-import train
-from engine.core.distributed import SINGLE_PROCESS
 from engine.core.errors import UserError
-from engine.core.settings import load_settings
-from engine.training.callbacks import MetricsFile
-from engine.training.config import TrainConfig
 from engine.training.trainer import Callback, Trainer
 
 # Three micro-batches, dropout, two windows of the first block.
@@ -207,13 +201,12 @@ def test_micro_batches_that_do_not_fit_are_halved_in_the_first_step(
         model.register_forward_pre_hook(check_rows)
 
     flags = ["--batch-size", 6, "--steps", 3]
-    config = load_settings(TrainConfig, tiny(numbers, tmp_path / "run", *flags))
-    train_limited = partial(train.train, config, SINGLE_PROCESS, [MetricsFile()])
+    train_limited = partial(train_tiny, numbers, tmp_path / "run", modify_model=limit_memory)
     if not max_rows:
         with pytest.raises(UserError, match="--micro-batch-size"):
-            train_limited(modify_model=limit_memory)
+            train_limited(*flags)
         return
-    train_limited(modify_model=limit_memory)
+    train_limited(*flags)
     settings = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     assert settings["micro_batch_size"] == num_rows
     assert capsys.readouterr().err.count("warning: out of memory") == 1 + (max_rows == 2)

@@ -94,7 +94,7 @@ def test_repeated_text_is_regularized():
 
 
 CONTEXTS = [
-    ({"text_tokens": 10**10, "vocab_size": 4096}, (1, 2e6, 9e6, 1e10), [64, 128, 512, 2048]),
+    ({"text_tokens": 10**10, "vocab_size": 4096}, (1, 1.5e6, 6e6, 1e10), [64, 128, 512, 2048]),
     ({"text_tokens": 10**7}, (1, 3e6, 1e8), [64, 256, 512]),
     ({"text_tokens": 10**5, "vocab_size": 4096}, (1e8,), [256]),
     ({"split_tokens": 101}, (1e8,), [100]),
@@ -207,7 +207,11 @@ def test_a_run_without_length_and_size_takes_two_minutes(data):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"steps": 7}, {"depth": 2}, {"model": ModelSettings(d_model=64)}, {"init_from": Path("base")}],
+    [
+        *({"steps": 7}, {"depth": 2}, {"model": ModelSettings(d_model=64)}),
+        {"init_from": Path("base")},
+        {"init_from": Path("base"), "auto_resume": True, "steps": 3},  # its first start
+    ],
     ids=str,
 )
 def test_a_run_with_a_length_or_a_size_has_no_minutes(settings, data):
@@ -273,12 +277,6 @@ def test_a_batch_that_does_not_fit_in_memory_is_split(data, size, monkeypatch):
     for memory, rows in ((needed + 1, 2), (1.0, 1)):
         monkeypatch.setattr(estimate, "total_memory", lambda device, memory=memory: memory)
         assert run_settings(config, data) == dataclasses.replace(resolved, micro_batch_size=rows)
-
-
-def test_the_first_start_of_a_run_with_resume_is_not_a_resume_of_its_base(data):
-    config = TrainConfig(auto_resume=True, init_from=Path("base"), steps=3)
-    base = Checkpoint(Path("base"), RunState(ModelConfig(vocab_size=20)), {})
-    assert resolve(config, data, SINGLE_PROCESS, 0.0, None, base, lambda *_: 1.0)[0].steps == 3
 
 
 # Whole runs.

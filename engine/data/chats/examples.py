@@ -53,8 +53,7 @@ Record = dict[str, Any]
 
 def chat_parser(field: str | None, template: ChatTemplate | None) -> ExampleParser:
     """Return the parser of chats, in a field or in one of those that are usual."""
-    fields: tuple[str, ...] = (*CHAT_FIELDS, *PAIR_FIELDS)
-    fields = (field, PAIR_FIELDS[0]) if field else fields
+    fields: tuple[str, ...] = (field, PAIR_FIELDS[0]) if field else (*CHAT_FIELDS, *PAIR_FIELDS)
     fields += (TOOLS_FIELD,) if renders(template, TOOLS_ROLE) else ()
     fields += SYSTEM_FIELDS if renders(template, "system") else ()
     if template and "strftime_now" in template.source:

@@ -87,8 +87,7 @@ class Source:
         with wrap_errors(self.name):
             info = fs.info(path)
         versions = (str(info[key]) for key in VERSION_KEYS if info.get(key) is not None)
-        version = next(versions, "")
-        return info.get("size") or 0, version
+        return info.get("size") or 0, next(versions, "")
 
     @property
     def title(self) -> str:

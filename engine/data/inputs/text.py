@@ -178,7 +178,7 @@ def guess_encoding(sample: bytes) -> str | None:
     end = sample.rfind(b"\n") + 1
     if 0 in sample:  # a line of UTF-16 may end with half a newline
         sample = sample[: len(sample) // 2 * 2]
-    if end > SAMPLE_BYTES // 2 and 0 not in sample:  # it may end inside a character
+    elif end > SAMPLE_BYTES // 2:  # it may end inside a character
         sample = sample[:end]
     best = from_bytes(sample, cp_isolation=CANDIDATE_ENCODINGS).best()
     return best.encoding.replace("_", "-") if best else None

@@ -1,6 +1,6 @@
 /** Answers of a saved page, as engine/report/inspector.py defines them. A worker runs this script. */
 
-const NUM_LIKELY_TOKENS = 10;
+const LIKELY_TOKENS = { temperature: 1, top_k: 10, top_p: 1 };
 const MAX_INSPECTED_TOKENS = 4096;
 const MAX_PROMPT_CHARACTERS = 50_000;
 const MAX_THUMBNAIL_TOKENS = 32;
@@ -38,18 +38,6 @@ function logSoftmax(logits) {
   const largest = logits.reduce((a, b) => Math.max(a, b));
   const total = logits.reduce((before, logit) => before + Math.exp(logit - largest), 0);
   return logits.map((logit) => logit - largest - Math.log(total));
-}
-
-/** The ids of the largest values, the largest first. */
-function findLargest(values, count) {
-  const ids = [];
-  values.forEach((value, id) => {
-    if (ids.length === count && value <= values[ids.at(-1)]) return;
-    const at = ids.findIndex((each) => values[each] < value);
-    ids.splice(at < 0 ? ids.length : at, 0, id);
-    ids.splice(count);
-  });
-  return ids;
 }
 
 /** Bytes of lower triangles: b is the weight (b / 255)². */
@@ -116,8 +104,8 @@ class Inspector {
     const total = sum(weights.map(([, weight]) => weight));
     const drawn = new Map(weights.map(([each, weight]) => [each, weight / total]));
     const p = (each) => [Math.exp(full[each]), Math.exp(without[each]), drawn.get(each) ?? 0];
-    const largest = findLargest(full.map((value, i) => Math.max(value, without[i])), NUM_LIKELY_TOKENS);
-    const likely = largest.map((each) => [each, this.tokenizer.label(each), ...p(each)]);
+    const largest = filterLogits(full.map((value, i) => Math.max(value, without[i])), LIKELY_TOKENS);
+    const likely = largest.map(([each]) => [each, this.tokenizer.label(each), ...p(each)]);
     if (id === undefined) return { likely };
     return { likely, id, text: this.tokenizer.label(id), p: p(id), bits: [full[id], without[id]].map((x) => -x / Math.LN2) };
   }
@@ -126,7 +114,7 @@ class Inspector {
   findShared(ids) {
     for (let count = 1; count <= Math.min(ids.length, MAX_CHARACTER_TOKENS); count++) {
       const last = ids.slice(-count);
-      if (this.tokenizer.isCharacter(last)) return count > 1 ? [count, this.tokenizer.label(...last)] : null;
+      if (this.tokenizer.characters(last).length === 1) return count > 1 ? [count, this.tokenizer.label(...last)] : null;
     }
     return null;
   }
@@ -198,11 +186,11 @@ class Inspector {
   }
 
   encodeChat(turns) {
-    const { first, after_question, after_answer, last } = this.content.chat;
+    const [first, afterQuestion, afterAnswer, last] = this.content.chat;
     return this.tokenizer.encodeParts(turns.flatMap((turn, i) => {
       const text = unifyLineEnds(turn);
-      if (i % 2) return [...this.tokenizer.splitMarkup(text), ...after_answer];
-      return [...i ? [] : first, text, ...i < turns.length - 1 ? after_question : last];
+      if (i % 2) return [...this.tokenizer.splitMarkup(text), ...afterAnswer];
+      return [...i ? [] : first, text, ...i < turns.length - 1 ? afterQuestion : last];
     }));
   }
 

@@ -9,6 +9,7 @@ const SHADES = Uint32Array.from({ length: 256 }, (_, level) => {
 });
 const shadeToken = (level) => level ? mixColors(LIGHT, DARK, level / 255) : ["", ""];
 const MAX_LABEL_CHARACTERS = 11;
+const GRID_LABEL = "Heads: layers down, heads across";
 const MAX_GRID_HEIGHT = 420;  // pixels, unless the heads would be too small to see
 const MAX_MAP_WIDTH = 600;
 const MIN_ARC_WEIGHT = 0.01;
@@ -16,15 +17,19 @@ const MIN_ARC_WEIGHT = 0.01;
 /** The weights of heads, as lower triangles of size × size. */
 class Triangles {
   /** `levels` are bytes, or base64 of them. */
-  constructor(levels, size) {
+  constructor(levels = "", size = 0) {
     const isText = typeof levels === "string";
     this.bytes = isText ? Uint8Array.from(atob(levels), (letter) => letter.charCodeAt(0)) : levels;
     this.size = size;
   }
 
-  /** The level, 0 to 255, of a weight; 0 above the diagonal. */
+  has(row) {
+    return row >= 0 && row < this.size;
+  }
+
+  /** The level, 0 to 255, of a weight; 0 outside of the triangle. */
   level(head, row, column) {
-    if (column > row) return 0;
+    if (!this.has(row) || column < 0 || column > row) return 0;
     return this.bytes[head * this.size * (this.size + 1) / 2 + row * (row + 1) / 2 + column];
   }
 
@@ -57,23 +62,23 @@ function drawThumbnail(canvas, triangles, head) {
   canvas.getContext("2d").putImageData(pixels, 0, 0);
 }
 
-/** A grid of heads: layers down, heads across. With `toggle` each has a switch. */
-class HeadGrid {
-  constructor(container, layers, heads, { choose, toggle, maxHeight = MAX_GRID_HEIGHT }) {
-    Object.assign(this, { container, layers, heads, choose, toggle, maxHeight, current: 0, cells: [] });
-    Object.assign(this, { habits: [], off: new Set(), bits: [] });
-    container.style.gridTemplateColumns = `auto repeat(${heads}, auto)`;
+/** A grid of heads in a frame: layers down, heads across. With `toggle` each has a switch. */
+class HeadGrid extends Selection {
+  constructor(frame, layers, heads, choose, { toggle, maxHeight = MAX_GRID_HEIGHT, label = GRID_LABEL }) {
+    super(make("div", { class: "heads", role: "grid", "aria-label": label }), choose);
+    Object.assign(this, { frame, layers, heads, toggle, maxHeight, habits: [], off: new Set(), bits: [] });
+    this.container.style.gridTemplateColumns = `auto repeat(${heads}, auto)`;
     const numbers = Array.from({ length: heads }, (_, i) => make("span", { role: "columnheader" }, i + 1));
-    const addRow = (name, cells) => container.append(make("div", { role: "row" }, name, ...cells));
+    const addRow = (name, cells) => this.container.append(make("div", { role: "row" }, name, cells));
     addRow(make("span", { role: "columnheader" }, "layer"), numbers);
     for (let layer = 0; layer < layers; layer++) {
       const cells = numbers.map((_, head) => this.makeCell(layer * heads + head));
       addRow(make("span", { role: "rowheader" }, layer + 1), cells);
-      this.cells.push(...cells);
+      this.items.push(...cells);
     }
-    container.addEventListener("keydown", (event) => this.press(event));
+    frame.append(this.container);
+    new ResizeObserver(() => this.resize()).observe(frame);
     this.resize();
-    new ResizeObserver(() => this.resize()).observe(container.parentNode);
     this.select(0);
   }
 
@@ -86,8 +91,8 @@ class HeadGrid {
     const click = ({ target }) => target.type === "checkbox" || this.choose(index);
     const label = `${this.name(index)} on`;
     const input = make("input", { type: "checkbox", checked: true, tabindex: -1, "aria-label": label, change });
-    const content = [make("canvas"), make("span", { class: "bits" }), ...this.toggle ? [input] : []];
-    return make("div", { role: "gridcell", click }, ...content);
+    const content = [make("canvas"), make("span", { class: "bits" }), this.toggle && input];
+    return make("div", { role: "gridcell", click }, content);
   }
 
   name(index) {
@@ -96,7 +101,7 @@ class HeadGrid {
 
   /** What is known of a head: its name, its habit and what it is worth. */
   describe(index) {
-    const cell = this.cells[index];
+    const cell = this.items[index];
     const isOff = this.off.has(index);
     const [title, score] = this.habits[index] ?? [];
     const bits = this.bits[index] === undefined ? "" : formatSigned(this.bits[index]);
@@ -112,30 +117,25 @@ class HeadGrid {
 
   show(triangles, habits) {
     this.habits = habits;
-    this.cells.forEach((cell, index) => {
+    this.items.forEach((cell, index) => {
       drawThumbnail(cell.querySelector("canvas"), triangles, index);
       this.describe(index);
     });
   }
 
-  select(index) {
-    selectItem(this.container, this.cells, this.current, index);
-    this.current = index;
-  }
-
   press(event) {
     const [down, right] = readArrow(event) ?? [0, 0];
     const to = this.current + down * this.heads + right;
-    if (to !== this.current && to in this.cells) this.choose(to);
+    if (to !== this.current && to in this.items) this.choose(to);
     if (event.key !== " " || !this.toggle) return;
     event.preventDefault();
-    this.cells[this.current].lastChild.click();
+    this.items[this.current].lastChild.click();
   }
 
   resize() {
-    const width = (this.container.parentNode.clientWidth - 40) / this.heads - 3;
+    const width = (this.frame.clientWidth - 40) / this.heads - 3;
     const size = Math.floor(Math.max(this.toggle ? 22 : 14, Math.min(96, width, this.maxHeight / this.layers)));
-    for (const { children: [canvas, bits] } of this.cells) {
+    for (const { children: [canvas, bits] } of this.items) {
       Object.assign(canvas.style, { width: `${size}px`, height: `${size}px` });
       bits.hidden = size < 40;
     }
@@ -148,15 +148,14 @@ const formatSigned = (value) => `${value < 0 ? "−" : "+"}${Math.abs(value).toF
 class HeadMap {
   /** `move` is called with the row, and the column or undefined, that are pointed at. */
   constructor(canvas, move) {
-    Object.assign(this, { canvas, move, row: 0, column: 0, image: make("canvas"), shown: [] });
+    Object.assign(this, { canvas, move, row: 0, column: 0, image: make("canvas") });
     canvas.addEventListener("keydown", (event) => this.press(event));
     for (const type of ["pointermove", "pointerdown"]) canvas.addEventListener(type, (event) => this.hover(event));
   }
 
   draw(triangles, head, labels, row, column) {
-    Object.assign(this, { row, column, size: triangles.size });
-    if (this.shown[0] !== triangles || this.shown[1] !== head) drawThumbnail(this.image, triangles, head);
-    this.shown = [triangles, head];
+    if (this.triangles !== triangles || this.head !== head) drawThumbnail(this.image, triangles, head);
+    Object.assign(this, { triangles, head, row, column, size: triangles.size });
     const context = this.layOut();
     const { edge, cell } = this;
     context.imageSmoothingEnabled = false;
@@ -233,8 +232,8 @@ function drawArcs(canvas, from, chips, weights) {
 class AttentionView {
   /** `point` is called with a token; `load(head)` calls `show()`, now or later; `toggle` makes switches. */
   constructor(list, layers, heads, { point, load, toggle }) {
-    Object.assign(this, { list, point, load, start: 0, head: 0, triangles: null });
-    this.grid = new HeadGrid($("heads"), layers, heads, { choose: (index) => this.choose(index), toggle });
+    Object.assign(this, { list, point, load, start: 0, head: 0, triangles: new Triangles() });
+    this.grid = new HeadGrid($("heads"), layers, heads, (index) => this.choose(index), { toggle });
     this.map = new HeadMap($("map"), (row, column) => this.point(this.start + row, this.start + column));
     on("with-arcs", "change", () => this.draw());
     dark.addEventListener("change", () => this.draw());
@@ -264,22 +263,19 @@ class AttentionView {
 
   /** The level, 0 to 255, with which the selected token looks at a token; 0 if that is unknown. */
   level(index) {
-    const row = this.list.current - this.start;
-    const isShown = this.triangles && row >= 0 && row < this.triangles.size && index >= this.start;
-    return isShown ? this.triangles.level(this.head, row, index - this.start) : 0;
+    return this.triangles.level(this.head, this.list.current - this.start, index - this.start);
   }
 
   draw(column) {
     const { list, start, triangles } = this;
     const row = list.current - start;
-    const isShown = triangles !== null && row >= 0 && row < triangles.size;
-    const weights = isShown ? triangles.row(this.head, row) : [];
+    const weights = triangles.has(row) ? triangles.row(this.head, row) : [];
     const hasArcs = $("with-arcs").checked;
     list.container.classList.toggle("has-arcs", hasArcs);
-    drawArcs($("arcs"), list.chips[list.current], list.chips.slice(start), hasArcs ? weights : []);
-    if (!isShown) return;
+    drawArcs($("arcs"), list.items[list.current], list.items.slice(start), hasArcs ? weights : []);
+    if (!weights.length) return;
     const at = typeof column === "number" ? column - start : weights.indexOf(Math.max(...weights));
-    const labels = list.chips.slice(start, start + triangles.size).map((chip) => chip.textContent);
+    const labels = list.items.slice(start, start + triangles.size).map((chip) => chip.textContent);
     this.map.draw(triangles, this.head, labels, row, at);
     const [from, to] = [list.current, start + at].map((index) => `${list.quote(index)} (token ${index + 1})`);
     $("looks").textContent = `${this.grid.describe(this.grid.current)}. ${from} looks at ${to} with weight `

@@ -3,15 +3,8 @@ class Chat {
   constructor(about, readQuestion, look) {
     Object.assign(this, { about, readQuestion, look, turns: [], ids: [], retries: 0, unanswered: null });
     this.task = new Task("talk-status", () => this.draw());
-    on("talk", "submit", (event) => {
-      event.preventDefault();
-      if (this.send($("draft").value)) $("draft").value = "";
-    });
-    on("draft", "keydown", (event) => {
-      if (event.key !== "Enter" || event.shiftKey || event.isComposing || event.keyCode === 229) return;
-      event.preventDefault();
-      $("talk").requestSubmit();
-    });
+    on("send", "click", () => this.send());
+    onEnter("draft", () => this.send());
     on("quit", "click", () => this.task.stop());
     on("clear", "click", () => this.clear());
   }
@@ -27,13 +20,14 @@ class Chat {
     this.draw();
   }
 
-  /** Sends a message; returns whether it was sent. */
-  send(text) {
-    if (this.task.request || !text.trim() || !$("form").reportValidity()) return false;
+  /** Sends the draft. */
+  send() {
+    const text = $("draft").value;
+    if (this.task.request || !text.trim() || !$("form").reportValidity()) return;
+    $("draft").value = "";
     this.turns.push(text, "");
     this.retries = 0;
     this.answer(null);
-    return true;
   }
 
   retry() {
@@ -47,12 +41,11 @@ class Chat {
   /** Gets the last answer; without one, what it replaces returns. */
   async answer(replaced) {
     const { turns } = this;
-    const sent = turns.slice(0, -1);
-    const query = this.readQuestion();
+    const query = { ...this.readQuestion(), turns: turns.slice(0, -1) };
     query.seed = (query.seed + this.retries) % 2 ** 53;
     let last = {};
     this.unanswered = { replaced };
-    const end = this.task.run("chat", { ...query, turns: sent }, (records) => {
+    const end = this.task.run("chat", query, (records) => {
       last = records.at(-1);
       const text = records.map((record) => record.text ?? "").join("");
       if (text || last.end) this.unanswered = null;
@@ -101,13 +94,11 @@ class Chat {
   makeTurn(text, index) {
     const isAnswer = index % 2 === 1;
     const isLast = index === this.turns.length - 1;
-    const turn = make("div", { class: isAnswer ? "answer" : "request" },
-      make("span", { class: "muted" }, isAnswer ? this.about.settings.name : "You"), make("p", { dir: "auto" }, text));
-    if (!isAnswer || (isLast && this.task.request)) return turn;
     const look = () => this.look(this.ids[index], `Answer ${(index + 1) / 2}`);
-    const buttons = [makeCopyButton(text), isLast && makeButton("Retry", () => this.retry()),
-      this.ids[index] && makeButton("Look inside", look)];
-    turn.append(make("div", { class: "row" }, ...buttons.filter(Boolean)));
-    return turn;
+    const isComplete = isAnswer && !(isLast && this.task.request);
+    return make("div", { class: isAnswer ? "answer" : "request" },
+      make("span", { class: "muted" }, isAnswer ? this.about.settings.name : "You"), make("p", { dir: "auto" }, text),
+      isComplete && make("div", { class: "row" }, makeCopyButton(text),
+        isLast && makeButton("Retry", () => this.retry()), this.ids[index] && makeButton("Look inside", look)));
   }
 }

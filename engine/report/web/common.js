@@ -8,7 +8,7 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const clamp = (value, min, max) => Math.max(min, Math.min(max, value));
 
-/** Makes an element with attributes (functions are listeners, objects styles) and children; text stays text. */
+/** Makes an element. Functions are listeners, objects styles; text stays text, and empty children are left out. */
 function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -16,25 +16,24 @@ function make(tag, attributes = {}, ...children) {
     else if (typeof value === "object") Object.assign(element.style, value);
     else if (value || value === 0 || (value === false && name.startsWith("aria-"))) element.setAttribute(name, value);
   }
-  element.append(...children);
+  element.append(...children.flat().filter((child) => child || child === 0));
   return element;
 }
 
-const makeButton = (content, click, attributes) =>
-  make("button", { type: "button", click, ...attributes }, ...[content].flat());
+const makeButton = (content, click, attributes) => make("button", { type: "button", click, ...attributes }, content);
 const makeNote = (text) => make("p", { class: "muted" }, text);
 
 /** Makes rows of a table, of texts or elements; the first column is of headings. */
 function makeRows(rows) {
   return rows.map(([first, ...cells]) =>
-    make("tr", {}, make("th", { scope: "row" }, ...[first].flat()), ...cells.map((cell) => make("td", {}, ...[cell].flat()))));
+    make("tr", {}, make("th", { scope: "row" }, first), cells.map((cell) => make("td", {}, cell))));
 }
 
 function makeTable(head, rows, label = "table") {
   const headings = head.map((text) => make("th", { scope: "col" }, text));
-  const top = head.length ? [make("thead", {}, make("tr", {}, ...headings))] : [];
+  const top = headings.length > 0 && make("thead", {}, make("tr", {}, headings));
   return make("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": label },
-    make("table", {}, ...top, make("tbody", {}, ...makeRows(rows))));
+    make("table", {}, top, make("tbody", {}, makeRows(rows))));
 }
 
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 });
@@ -78,14 +77,25 @@ function makeCopyButton(text) {
   return button;
 }
 
-/** Selects another item of a container; it gets the tab stop and, if it was inside, the focus. */
-function selectItem(container, items, former, index) {
-  const hasFocus = container.contains(document.activeElement);
-  for (const [item, isSelected] of [[items[former], false], [items[index], true]]) {
-    item?.setAttribute("aria-selected", isSelected);
-    item?.setAttribute("tabindex", isSelected ? 0 : -1);
+/** Items of a container, one of which is selected. A subclass has press(), which gets the keys. */
+class Selection {
+  /** `choose` is called with the index of an item that a person chooses. */
+  constructor(container, choose) {
+    Object.assign(this, { container, choose, items: [], current: -1 });
+    container.addEventListener("keydown", (event) => this.press(event));
   }
-  if (hasFocus) items[index]?.focus();
+
+  /** Selects an item, without calling `choose`; it gets the tab stop and, if it was inside, the focus. */
+  select(index) {
+    const { container, items } = this;
+    const hasFocus = container.contains(document.activeElement);
+    for (const [item, isSelected] of [[items[this.current], false], [items[index], true]]) {
+      item?.setAttribute("aria-selected", isSelected);
+      item?.setAttribute("tabindex", isSelected ? 0 : -1);
+    }
+    if (hasFocus) items[index]?.focus();
+    this.current = index;
+  }
 }
 
 const ARROWS = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };

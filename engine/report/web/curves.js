@@ -197,7 +197,8 @@ function drawMarks(plot) {
     labels.push({ text: formatBaseline(baseline), listLefts, tops: [top - LABEL_HEIGHT - 2, top + 3] });
   }
   if (above.length) labels.push({ text: `↑ ${join(above)}`, listLefts, tops: [1, 20] });
-  if (below.length) labels.push({ text: `↓ ${join(below)}`, listLefts, tops: [clientHeight - 17, clientHeight - 36] });
+  const bottom = clientHeight - LABEL_HEIGHT - 1;
+  if (below.length) labels.push({ text: `↓ ${join(below)}`, listLefts, tops: [bottom, bottom - 19] });
   for (const label of labels) drawLabel(plot, taken, label);
   ctx.restore();
 }
@@ -344,9 +345,8 @@ function addPlot(view, chart, heading, allLines) {
   const { bounds, state: { hidden, isLog } } = view;
   const lines = allLines.filter(({ group }) => !hidden.has(group));
   const tracks = lines.flatMap((line) => line.tracks);
-  const hasBaselines = view.isSingle && chart.val === "val_loss" && !hidden.has("baselines");
-  const plot = { view, chart, allLines, lines, at: -1, left: -10, isLog: Boolean(isLog && chart.hasLog) };
-  plot.baselines = Object.entries((hasBaselines && view.runs[0].baselines) || {}).sort((a, b) => a[1] - b[1]);
+  const baselines = chart.val === "val_loss" && !hidden.has("baselines") ? view.baselines : [];
+  const plot = { view, chart, allLines, lines, baselines, at: -1, left: -10, isLog: isLog && chart.hasLog };
   plot.stage = make("div", { class: "plot", tabindex: 0, role: "slider", "aria-label": `${chart.title}, ${chart.unit}`,
     "aria-valuemin": bounds.min, "aria-valuemax": bounds.max, "aria-valuenow": bounds.min,
     keydown: (event) => handleKey(plot, event) });
@@ -360,17 +360,12 @@ function addPlot(view, chart, heading, allLines) {
   const { over } = plot.u;
   for (const type of ["pointerdown", "pointermove"]) over.addEventListener(type, (event) => handlePointer(plot, event));
   over.addEventListener("pointerleave", ({ pointerType }) => pointerType === "touch" || moveCursor(view, null));
-  plot.watch = new ResizeObserver(() => plot.u.setSize({ width: plot.stage.clientWidth, height: plot.u.height }));
-  plot.watch.observe(plot.stage);
   view.plots.push(plot);
 }
 
 function drawCharts(view, changes = {}) {
   Object.assign(view.state, changes);
-  for (const { u, watch } of view.plots.splice(0)) {
-    watch.disconnect();
-    u.destroy();
-  }
+  for (const { u } of view.plots.splice(0)) u.destroy();
   $("charts").replaceChildren();
   view.bounds = findBounds(view);
   view.reset.hidden = !view.state.zoom;
@@ -410,28 +405,26 @@ function downloadCsv(view) {
 
 function addControls(view) {
   const { state, runs } = view;
-  const reset = () => {
-    setZoom(view, null);
-    view.plots[0].stage.focus();
-  };
   const makeInput = (text, attributes) => make("label", {}, make("input", attributes), ` ${text}`);
   const axes = Object.keys(AXES).filter((axis) => runs.some(({ training }) => training[axis]?.length));
   const radios = axes.map((axis) => makeInput(AXES[axis], { type: "radio", name: "axis", checked: axis === state.axis,
     change: () => drawCharts(view, { axis, zoom: null, cursor: null }) }));
   const log = makeInput("vertical log axis", { type: "checkbox", checked: state.isLog,
     change: ({ target }) => drawCharts(view, { isLog: target.checked }) });
-  view.reset = makeButton("Reset zoom", reset);
+  view.reset = makeButton("Reset zoom", () => {
+    setZoom(view, null);
+    view.plots[0].stage.focus();
+  });
   $("axis").append(...radios, log, view.reset, makeButton("Values as CSV", () => downloadCsv(view)));
   $("axis").hidden = !axes.length;
 }
 
 /** Adds a button for each line of a single run, or for each of several runs, that hides it. */
 function addSwitches(view) {
-  const { isSingle, runs, state: { hidden } } = view;
+  const { isSingle, baselines, state: { hidden } } = view;
   const lines = view.charts.flatMap((chart) => makeLines(view, chart)).filter(({ group }) => group);
   const groups = new Map(lines.map((line) => [line.group, line]));
-  const hasBaselines = isSingle && Object.keys(runs[0].baselines ?? {}).length;
-  if (hasBaselines) groups.set("baselines", { color: "--muted", dash: [3, 3] });
+  if (baselines.length) groups.set("baselines", { color: "--muted", dash: [3, 3] });
   for (const [group, { color, dash, run }] of groups) {
     const style = { borderColor: `var(${color})`, borderTopStyle: dash ? "dashed" : "solid" };
     const button = makeButton([make("span", { class: "key", style }), isSingle ? group : run.name], () => {
@@ -448,12 +441,17 @@ function addSwitches(view) {
 function showCurves(runs, { saved = {}, bitsFirst = false } = {}) {
   const state = { axis: "step", isLog: false, zoom: null, cursor: null, ...saved, hidden: new Set(saved.hidden) };
   const charts = bitsFirst ? [CHARTS[1], CHARTS[0], ...CHARTS.slice(2)] : CHARTS;
-  const view = { runs, isSingle: runs.length === 1, state, charts, plots: [],
+  const isSingle = runs.length === 1;
+  const baselines = isSingle ? Object.entries(runs[0].baselines).sort((a, b) => a[1] - b[1]) : [];
+  const view = { runs, isSingle, baselines, state, charts, plots: [],
     get range() { return state.zoom ?? this.bounds; } };
   addControls(view);
   addSwitches(view);
   drawCharts(view);
   $("how").hidden = !view.plots.length;
   dark.addEventListener("change", () => view.plots.forEach(({ u }) => u.redraw()));
+  new ResizeObserver(() => {
+    for (const { u, stage } of view.plots) u.setSize({ width: stage.clientWidth, height: u.height });
+  }).observe($("charts"));
   return () => ({ ...state, hidden: [...state.hidden] });
 }

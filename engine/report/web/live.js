@@ -13,7 +13,7 @@ const makeBranch = (saved) => ({ ids: [], tokens: [], next: null, text: "", numP
 
 let about, chat, view, grid;
 let branches = [];
-let branch = null;
+let branch;  // the one that is shown
 let attended = [];  // what the attention that is shown depends on: text and heads, chosen head
 let measured = { name: "", ids: [], bits: [] };  // what each head is worth on a text
 let colorBefore = null;  // heads were switched off
@@ -65,11 +65,10 @@ function describeScript(name) {
   return numTokens > numLetters ? ` ${name}: ${(numTokens / numLetters).toFixed(1)} tokens a letter.` : "";
 }
 
-/** Adds a branch and shows it; the oldest ones give way, but the first. */
+/** Adds a branch and shows it; empty ones give way, and the oldest ones, but the first. */
 function addBranch(name) {
-  if (branch && !branch.ids.length) branches.splice(branches.indexOf(branch), 1);
   branch = makeBranch({ name });
-  branches.push(branch);
+  branches = [...branches.filter(({ ids }) => ids.length), branch];
   if (branches.length > MAX_BRANCHES) branches.splice(1, 1);
   drawBranches();
 }
@@ -85,11 +84,10 @@ function drawBranches() {
   showRanks();
 }
 
-function showTokens(tokens, next) {
-  Object.assign(branch, { tokens: [], settings: settingsKey() });
+function showText({ tokens, text, next }) {
+  Object.assign(branch, { text, ids: [], tokens: [], settings: settingsKey() });
   list.clear();
-  view.triangles = null;
-  attended = [];
+  view.triangles = new Triangles();
   const ground = readColor("--panel");
   tokens.forEach((each) => addToken(each, ground));
   showNext(next);
@@ -104,15 +102,13 @@ function addToken(each, ground) {
   const bits = each.bits ? `, ${each.bits[1].toFixed(1)} bits` : "";
   list.add(each.text, each.shared, `${each.text}${bits}`);
   branch.tokens.push(each);
+  branch.ids.push(each.id);
   paintToken(branch.tokens.length - 1, ground);
 }
 
 async function read(query, selected = list.current) {
-  const isComplete = await work.run("read", { ...readQuestion(), ...query }, ([{ tokens, next, text }]) => {
-    showTokens(tokens, next);
-    Object.assign(branch, { ids: tokens.map(({ id }) => id), text });
-  }, summarize);
-  if (isComplete) point(clamp(selected, 0, list.chips.length - 1));
+  const isComplete = await work.run("read", { ...readQuestion(), ...query }, ([answer]) => showText(answer), summarize);
+  if (isComplete) point(clamp(selected, 0, list.items.length - 1));
 }
 
 /** Lets the model write on after ids, or after a text; then selects a token. */
@@ -127,15 +123,14 @@ async function write(query, selected) {
     const isAtEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
     for (const record of records) {
       if (record.tokens) {
-        showTokens(record.tokens, null);
-        Object.assign(shown, { text: record.text, numPrompt: record.tokens.length });
+        showText({ ...record, next: null });
+        shown.numPrompt = record.tokens.length;
       } else if (record.token) {
         addToken(record.token);
         shown.text += record.text;
       }
       end = record.end ?? end;
     }
-    shown.ids = shown.tokens.map(({ id }) => id);
     say("Generating…");
     if (isFollowing && isAtEnd) box.scrollTop = box.scrollHeight;
   }, () => {
@@ -147,10 +142,11 @@ async function write(query, selected) {
   point(isFollowing ? selected ?? findSurprising(shown.numPrompt) : list.current);
 }
 
-function predict(at, take) {
-  return ask("predict", { ...readQuestion(), ids: branch.ids, at }, ([answer]) => take(answer))
-    .catch((error) => say(error.message, true));
-}
+/** Asks without stopping the work on the text; returns whether there was no problem. */
+const askBeside = (name, query, take) => ask(name, query, take).then(() => true, ({ message }) => say(message, true));
+
+const predict = (at, take) =>
+  askBeside("predict", { ...readQuestion(), ids: branch.ids, at }, ([answer]) => take(answer));
 
 function findSurprising(start) {
   const bits = branch.tokens.map((each, i) => i >= start && each.bits ? each.bits[1] : -1);
@@ -174,24 +170,26 @@ function follow(index, id, label) {
 
 /** Selects a token: its table, its colors and its attention follow. */
 function point(index, column) {
-  if (!(index in list.chips)) return;
-  list.point(index);
-  describeToken(index);
+  if (!(index in list.items)) return;
+  list.select(index);
+  describeToken();
   if (color() === "attention") paintTokens();
   view.draw(column);
   if (!work.request) showAttention();
 }
 
-function describeToken(index) {
-  const shown = branch;
-  const each = branch.tokens[index] ?? branch.next;
+const findSelected = () => branch.tokens[list.current] ?? branch.next;
+
+/** Describes the selected token, and asks for its table if the settings have changed. */
+function describeToken() {
+  const each = findSelected();
   const settings = settingsKey();
   if (!each) return;
-  fillTable(each, index);
+  fillTable(each, list.current);
   if (!each.likely || (each.settings ?? branch.settings) === settings) return;
-  predict(index, (fresh) => {
+  predict(list.current, (fresh) => {
     Object.assign(each, fresh, { settings });
-    if (branch === shown && list.current === index) fillTable(each, index);
+    if (each === findSelected()) fillTable(each, list.current);
   });
 }
 
@@ -218,14 +216,13 @@ function describeProbability({ p, bits }, hasOff) {
   return `Probability ${change}; ${formatPercent(p[2])} with your temperature, top-k and top-p.`;
 }
 
-/** Asks for the attention of all heads, and of the chosen one, in the window of the selected token. */
 let isAsking = false;
+
+/** Asks for the attention of all heads, and of the chosen one, in the window of the selected token. */
 async function showAttention() {
   const at = Math.min(list.current, branch.tokens.length - 1);
-  const { grid, triangles, start } = view;
-  const isInside = triangles && at >= start && at < start + triangles.size;
   const wanted = JSON.stringify([branches.indexOf(branch), branch.ids.length, listOff()]);
-  const hasHeads = isInside && attended[0] === wanted;
+  const hasHeads = view.triangles.has(at - view.start) && attended[0] === wanted;
   if (isAsking || at < 0 || (hasHeads && attended[1] === grid.current)) return;
   isAsking = true;
   const index = grid.current;
@@ -236,24 +233,28 @@ async function showAttention() {
     showRanks();
   };
   const showHead = ([{ weights, start, size }]) => view.show(new Triangles(weights, size), 0, start);
-  try {
-    if (!hasHeads) await ask("heads", query, showHeads);
-    await ask("attention", query, showHead);
-    attended = [wanted, index];
-  } catch (error) {
-    return void say(error.message, true);
-  } finally {
-    isAsking = false;
-  }
+  const isComplete = (hasHeads || await askBeside("heads", query, showHeads))
+    && await askBeside("attention", query, showHead);
+  isAsking = false;
+  if (!isComplete) return;
+  attended = [wanted, index];
   paintTokens();
   view.draw();
   showAttention();  // of what was chosen meanwhile
 }
 
+/** Paints all tokens, and says what the colors mean. */
 function paintTokens() {
   const ground = readColor("--panel");  // once: it makes the browser compute styles
   branch.tokens.forEach((_, index) => paintToken(index, ground));
-  drawScale();
+  const texts = {
+    surprise: `Full color: ${about.max_bits.toFixed(1)} bits, as surprising as if every token were equally likely.`,
+    attention: "Color: the weight with which the selected token looks at it.",
+    change: grid.off.size
+      ? `Orange: more surprising without the heads that are off, green: less; full at ${MAX_CHANGE_BITS} bits.`
+      : "Switch heads off to see what changes.",
+  };
+  $("scale").textContent = texts[color()];
 }
 
 function paintToken(index, ground = readColor("--panel")) {
@@ -267,35 +268,23 @@ function paintToken(index, ground = readColor("--panel")) {
   list.paint(index, ...paints[color()]());
 }
 
-function drawScale() {
-  const texts = {
-    surprise: `Full color: ${about.max_bits.toFixed(1)} bits, as surprising as if every token were equally likely.`,
-    attention: "Color: the weight with which the selected token looks at it.",
-    change: grid.off.size
-      ? `Orange: more surprising without the heads that are off, green: less; full at ${MAX_CHANGE_BITS} bits.`
-      : "Switch heads off to see what changes.",
-  };
-  $("scale").textContent = texts[color()];
-}
-
 /** Reads the text again without the heads that are off; the colors show the change. */
 function switchHeads() {
   if (grid.off.size && colorBefore === null) colorBefore = color();
   const shown = grid.off.size ? "change" : colorBefore ?? color();
   if (!grid.off.size) colorBefore = null;
   document.querySelector(`input[value=${shown}]`).checked = true;
-  if (branch?.ids.length) read({ ids: branch.ids });
+  if (branch.ids.length) read({ ids: branch.ids });
 }
 
 /** Runs each head off once over the text, and ranks them. */
 function measure() {
   if (measuring.request) return void measuring.stop();
   if (!branch.ids.length) return void say("Generate a text first.", true, "measure-status");
-  const total = formatCount(grid.cells.length);
-  measured = { name: `${branches.indexOf(branch) + 1}: ${branch.name}`, ids: branch.ids, bits: [] };
-  measuring.run("measure", { ids: branch.ids }, (records) => {
-    const ofHeads = records.filter(({ layer }) => layer);
-    for (const { layer, head, bits } of ofHeads) measured.bits[(layer - 1) * about.heads + head - 1] = bits;
+  const total = formatCount(grid.items.length);
+  measured = { name: `${branches.indexOf(branch) + 1}: ${branch.name}`, ids: [...branch.ids], bits: [] };
+  measuring.run("measure", { ids: measured.ids }, (records) => {
+    for (const { layer, head, bits } of records) if (layer) measured.bits[(layer - 1) * about.heads + head - 1] = bits;
     say(`Head ${formatCount(measured.bits.length)} of ${total}…`, false, "measure-status");
     showRanks();
   }, () => `All ${total} heads measured.`);
@@ -304,9 +293,9 @@ function measure() {
 /** Ranks the heads that were measured. The grid has the numbers while their text is shown. */
 function showRanks() {
   const { name, ids, bits } = measured;
-  const isShown = String(ids) === String(branch?.ids);
+  const isShown = String(ids) === String(branch.ids);
   grid.bits = isShown ? bits : [];
-  grid.cells.forEach((_, index) => grid.describe(index));
+  grid.items.forEach((_, index) => grid.describe(index));
   const ranked = [...bits.keys()].sort((a, b) => bits[b] - bits[a]);
   const rows = ranked.slice(0, NUM_RANKS).map((index, i) =>
     [`${i + 1}. ${grid.name(index)}`, grid.habits[index]?.[0] ?? "–", formatSigned(bits[index])]);
@@ -350,27 +339,30 @@ function lookInside(ids, name) {
 
 function showSettings() {
   for (const name of ["temperature", "top_p"]) $(`${name}-text`).textContent = $(name).value;
-  if (list.current >= 0) describeToken(list.current);
+  if (list.current >= 0) describeToken();
+}
+
+/** Acts on Enter, unless it ends a composition: Safari tells that by the code 229. Shift+Enter adds a line. */
+function onEnter(id, action) {
+  on(id, "keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing || event.keyCode === 229) return;
+    event.preventDefault();
+    action();
+  });
 }
 
 function listen() {
-  const generateOnEnter = (event) => {
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing || event.target.closest("button")) return;
-    event.preventDefault();
-    generate();
-  };
   on("form", "submit", (event) => {
     event.preventDefault();
     if (!$("inside").hidden) generate();
   });
-  for (const id of ["typed", "tokens", "whole"]) on(id, "keydown", generateOnEnter);
+  for (const id of ["typed", "tokens", "whole"]) onEnter(id, generate);
   on("stop", "click", () => work.stop());
   on("edit", "click", () => showEditor($("whole").hidden));
   on("read", "click", () => {
-    const text = $("whole").value;
     addBranch("your text");
     showEditor(false);
-    read({ text }, 0).then(() => point(findSurprising(0)));
+    read({ text: $("whole").value }, 0).then(() => point(findSurprising(0)));
   });
   on("measure", "click", measure);
   on("on", "click", () => {
@@ -418,7 +410,7 @@ function restore(saved, prompt) {
   grid.select(saved.head ?? 0);
   if (saved.color) document.querySelector(`input[value=${saved.color}]`).checked = true;
   branches = (saved.branches ?? []).map(makeBranch);
-  branch = branches[saved.branch] ?? null;
+  branch = branches[saved.branch];
   if (!branch) addBranch("the text");
   drawBranches();
   if (chat) showTab(saved.isChat ?? true);

@@ -9,15 +9,13 @@ const marked = isList ? all.filter(({ name }) => readMarked().includes(name)) : 
 const runs = marked.length > 1 ? marked : all;
 const run = runs[0];
 const stateKey = `report ${location.pathname}`;
-const saved = readState(stateKey);
-let showFrame = () => {};  // shows the heads at a step of training; null: those of the best checkpoint
+const saved = readState(stateKey);  // what the reader chose; stored when the page is left
 const formatSetting = (value) =>
   typeof value === "string" ? value : JSON.stringify(value ?? "not set").replaceAll('"', "");
 
-/** Shows the state of the run; called every second. */
+/** Shows the state of the run; called every second of its training, in which screen readers do not read it out. */
 function showState() {
   const { state } = run;
-  if (!state) return;
   const seconds = Math.max(0, Date.now() / 1000 - state.updated_at);
   const secondsLeft = Math.max(0, state.seconds_left - seconds);
   const left = state.seconds_left === null ? "" : `, ${formatSeconds(secondsLeft)} left`;
@@ -29,7 +27,7 @@ function showState() {
     stopped: `Stopped at step ${formatCount(state.step)}${of}`,
   };
   const text = texts[state.state === "training" && seconds > MAX_SILENT_SECONDS ? "silent" : state.state];
-  if ($("state").textContent !== text) $("state").textContent = text;
+  $("state").textContent = text;
   $("state").className = `state ${state.state}`;
   $("state").setAttribute("aria-live", state.state === "training" ? "off" : "polite");
 }
@@ -52,7 +50,7 @@ function showVerdict() {
   const shown = new Set([""]);
   for (const [kind, text, command] of run.verdict) {
     $("verdict").append(make("p", { class: `verdict ${kind}` }, text));
-    if (!shown.has(command)) $("verdict").append(make("div", { class: "commands" }, ...makeCommand("Try", command)));
+    if (!shown.has(command)) $("verdict").append(make("div", { class: "commands" }, makeCommand("Try", command)));
     shown.add(command);
   }
 }
@@ -65,7 +63,7 @@ function showYardsticks() {
   });
   if (!cells.length) return;
   const label = "Bits per byte of validation text";
-  $("yardsticks").append(make("div", { class: "bars", role: "group", "aria-label": label }, ...cells),
+  $("yardsticks").append(make("div", { class: "bars", role: "group", "aria-label": label }, cells),
     makeNote(`${label}: fewer are better.`));
 }
 
@@ -77,7 +75,7 @@ function showCommands() {
 
 function makeCommand(title, command) {
   const words = command.split(" ").flatMap((word) => [make("span", {}, word), " "]);
-  return [make("span", {}, title), make("code", {}, ...words), makeCopyButton(command)];
+  return [make("span", {}, title), make("code", {}, words), makeCopyButton(command)];
 }
 
 /** Marks the passages of a text that are copied from the training text. */
@@ -93,7 +91,7 @@ function markPassages(text, passages) {
   return [...parts, letters.slice(at).join("")];
 }
 
-const makeSample = (nodes) => make("pre", { class: "written", dir: "auto" }, ...nodes);
+const makeSample = (nodes) => make("pre", { class: "written", dir: "auto" }, nodes);
 
 /** Lists the samples of a step, each with a function that makes its nodes. */
 function listSamples(step, isMarked) {
@@ -105,26 +103,27 @@ function listSamples(step, isMarked) {
   });
 }
 
-/** Shows samples over training: one on the first screen, all below; a slider chooses the step. */
-function showSamples() {
+/** Shows samples over training: one on the first screen, all below. A slider chooses the step, also for `showFrame`. */
+function showSamples(showFrame) {
   const steps = [...new Set(run.samples.map((sample) => sample.step))].sort((a, b) => a - b);
   for (const id of ["when", "play"]) $(id).hidden = steps.length < 2;
   $("samples").hidden = !steps.length;
   if (!steps.length) return;
-  const used = steps.includes(run.best_step) ? steps.indexOf(run.best_step) : steps.length - 1;
+  const used = steps.includes(run.best_step) ? run.best_step : steps.at(-1);
   const list = make("div");
-  let prompt = saved.prompt ?? 0;
   const choose = (i) => {
-    prompt = i;
+    saved.prompt = i;
     draw();
     $("prompts").children[i].focus();
   };
   const draw = () => {
     const step = steps[$("when").value];
-    const samples = listSamples(step, step === steps[used]);
-    const note = step === steps[used] && run.memorization?.note;
+    const { prompt = 0 } = saved;
+    const samples = listSamples(step, step === used);
+    const note = step === used && run.memorization?.note;
     const where = `step ${formatCount(step)}${step === run.best_step ? ", whose checkpoint is used" : ""}`;
-    showFrame(step === steps[used] ? null : step);
+    saved.step = step === used ? null : step;
+    showFrame?.(saved.step);
     $("when-text").textContent = where;
     $("when").setAttribute("aria-valuetext", where);
     $("written").replaceChildren(...samples[Math.min(prompt, samples.length - 1)].nodes());
@@ -135,11 +134,10 @@ function showSamples() {
   };
   $("samples").append(list);
   $("when").max = steps.length - 1;
-  $("when").value = steps.includes(saved.step) ? steps.indexOf(saved.step) : used;
+  $("when").value = steps.indexOf(steps.includes(saved.step) ? saved.step : used);
   on("when", "input", draw);
   on("play", "click", () => playSamples(steps.length - 1));
   draw();
-  return () => ({ prompt, step: Number($("when").value) === used ? undefined : steps[$("when").value] });
 }
 
 let playing = null;
@@ -165,36 +163,33 @@ function playSamples(last) {
 
 /** Lists the habits of heads, each with the step and the head that first had it. */
 function findFirstHabits(frames) {
-  const firsts = new Map();
-  for (const { step, habits } of frames) {
-    habits.forEach((habit, head) => {
-      if (habit && !firsts.has(habit[0])) firsts.set(habit[0], { title: habit[0], step, head });
-    });
-  }
-  return [...firsts.values()];
+  const found = frames.flatMap(({ step, habits }) =>
+    habits.flatMap((habit, head) => (habit ? [{ title: habit[0], step, head }] : [])));
+  return found.filter(({ title }, i) => found.findIndex((habit) => habit.title === title) === i);
 }
 
+/** Shows attention. Returns a function that shows the heads at a step of training; null: of the best checkpoint. */
 function showAttention() {
   const data = run.attention;
-  if (!data) return;
+  if (!data) return null;
   $("attention-none").hidden = true;
   $("attention-view").hidden = false;
-  const isNarrow = matchMedia("(max-width: 800px)").matches;  // a phone has arcs and no map
-  $("with-arcs").checked = isNarrow || saved.hasArcs === true;
-  const triangles = new Triangles(data.weights, data.labels.length);
+  $("with-arcs").checked = saved.hasArcs || matchMedia("(max-width: 800px)").matches;  // a phone has no map
+  on("with-arcs", "change", ({ target }) => { saved.hasArcs = target.checked; });
   const list = new TokenList($("tokens"), (row) => point(row));
   data.labels.forEach((label, i) => list.add(label, data.shared[i]));
-  const best = { triangles, habits: data.habits };
-  const frames = run.frames.map(({ step, labels, weights, habits }) =>
+  const [best, ...frames] = [data, ...run.frames].map(({ step, labels, weights, habits }) =>
     ({ step, triangles: new Triangles(weights, labels.length), habits }));
   let frame = best;
   const load = (head) => {
+    saved.head = head;
     view.show(frame.triangles, head, 0);
-    list.chips.forEach((_, i) => list.paint(i, ...shadeToken(view.level(i))));
+    list.items.forEach((_, i) => list.paint(i, ...shadeToken(view.level(i))));
   };
   const view = new AttentionView(list, data.layers, data.heads, { point, load });
   function point(row, column) {
-    list.point(row);
+    saved.row = row;
+    list.select(row);
     load(view.grid.current);
     view.draw(column);
   }
@@ -202,10 +197,11 @@ function showAttention() {
     small.select(head);
     view.choose(head);
   };
-  const small = new HeadGrid($("small-heads"), data.layers, data.heads, { choose, maxHeight: MAX_SMALL_GRID_HEIGHT });
+  const small = new HeadGrid($("small-heads"), data.layers, data.heads, choose,
+    { maxHeight: MAX_SMALL_GRID_HEIGHT, label: "Heads at this step" });
   const firsts = findFirstHabits(frames);
   $("small").hidden = !frames.length;
-  showFrame = (step) => {
+  const showFrame = (step) => {
     frame = (step !== null && frames.findLast((each) => each.step <= step)) || best;
     view.showHeads(frame.triangles, frame.habits);
     small.show(frame.triangles, frame.habits);
@@ -214,14 +210,14 @@ function showAttention() {
       `“${first.title}” from step ${formatCount(first.step)} (${small.name(first.head)})`);
     $("firsts").textContent = texts.length ? `Habits of heads: ${texts.join(", ")}.` : "No head has a habit yet.";
   };
-  showFrame(null);
   const induction = data.habits.findIndex((habit) => habit?.[0].startsWith("after"));
   const first = induction >= 0 ? induction : Math.max(0, data.habits.findIndex(Boolean));
-  view.choose(saved.head ?? first);
-  const strengths = data.labels.map((_, row) => Math.max(0, ...triangles.row(view.head, row).slice(1, -1)));
+  view.grid.select(saved.head ?? first);
+  showFrame(null);
+  const strengths = data.labels.map((_, row) => Math.max(0, ...best.triangles.row(view.head, row).slice(1, -1)));
   const strongest = strengths.lastIndexOf(Math.max(...strengths));  // on a token other than the first and itself
-  point(Math.min(saved.row ?? strongest, triangles.size - 1));
-  return () => ({ head: view.head, row: list.current, hasArcs: $("with-arcs").checked && !isNarrow });
+  point(Math.min(saved.row ?? strongest, data.labels.length - 1));
+  return showFrame;
 }
 
 function showSettings() {
@@ -241,18 +237,18 @@ function showSettings() {
   if (!$("settings").children[1]) $("settings").append(make("p", {}, "The run's folder has no config.toml."));
 }
 
-function showFacts(id, tables, none) {
-  const filled = tables.map(Object.entries).filter((rows) => rows.length);
-  $(id).append(...filled.length ? filled.map((rows) => makeTable([], rows)) : [make("p", {}, none)]);
+function showFacts(id, facts) {
+  const tables = facts.map(Object.entries).filter((rows) => rows.length).map((rows) => makeTable([], rows));
+  $(id).append(...tables.length ? tables : [make("p", {}, "Not recorded.")]);
 }
 
 /** Loads the page again during training, and keeps what the reader has chosen. */
-function refresh(readers) {
+function refresh(readCurves) {
   const details = [...document.querySelectorAll("details")];
   details.forEach((each, i) => { each.open = saved.open?.[i] ?? each.open; });
   addEventListener("pagehide", () => {
     const place = { scroll: scrollY, focus: document.activeElement.id, open: details.map(({ open }) => open) };
-    storeState(stateKey, Object.assign(place, ...readers.map((read) => read?.())));
+    storeState(stateKey, { ...saved, ...place, curves: readCurves() });
   });
   if (saved.focus) $(saved.focus)?.focus({ preventScroll: true });
   if (saved.scroll) scrollTo(0, saved.scroll);
@@ -270,27 +266,25 @@ function showPage() {
   $("notes").append(...runs.flatMap(({ notes }) => notes).map((text) => make("p", {}, text)));
   if (isList) $("notes").append(make("a", { href: "#" }, "All runs"));
   $("notes").append(...warnings.map((text) => make("p", { class: "warning" }, text)));
-  const readers = [() => ({ curves: readCurves() })];
   if (isSingle) {
     $("sentence").textContent = run.sentence;
-    showState();
-    setInterval(showState, 1000);
+    if (run.state) showState();
+    if (run.state?.state === "training") setInterval(showState, 1000);
     showHeadline();
     showVerdict();
     showYardsticks();
     showCommands();
-    const readAttention = showAttention();
-    readers.push(showSamples(), readAttention);
+    showSamples(showAttention());
     showSettings();
-    showFacts("data-used", run.about.data ?? [], "Not recorded.");
-    showFacts("machine", [run.about.machine ?? {}], "Not recorded.");
+    showFacts("data-used", run.about.data ?? []);
+    showFacts("machine", [run.about.machine ?? {}]);
   } else {
     showComparison(runs);
   }
   const shown = runs.map((each) => ({ ...each, status: each.state, baselines: each.about.baselines ?? {} }));
   const readCurves = showCurves(shown, { saved: saved.curves ?? {}, bitsFirst });
   history.scrollRestoration = "manual";
-  refresh(readers);
+  refresh(readCurves);
 }
 
 if (isList) addEventListener("hashchange", () => location.reload());

@@ -66,7 +66,6 @@ function makeRowSeed(seed, ids) {
 const HASH_START = [
   0x6A09E667F3BCC908n, 0xBB67AE8584CAA73Bn, 0x3C6EF372FE94F82Bn, 0xA54FF53A5F1D36F1n,
   0x510E527FADE682D1n, 0x9B05688C2B3E6C1Fn, 0x1F83D9ABFB41BD6Bn, 0x5BE0CD19137E2179n];
-const DIGEST_8_BYTES = 0x01010008n;
 const BLOCK_BYTES = 128;
 const WORD_ORDERS = ["0123456789abcdef", "ea489fd61c02b753", "b8c052fdae367194", "7931dcbe265a40f8", "905724afe1bc683d",
   "2c6a0b834d75fe19", "c51fed4a0763928b", "db7ec13950f4862a", "6fe9b308c2d714a5", "a2847615fb9e3cd0"];
@@ -77,7 +76,7 @@ const rotateRight = (x, count) => (x >> count | x << 64n - count) & MASK;
 /** Returns the BLAKE2b hash of bytes, of 8 bytes, as a number. */
 function hashBytes(bytes) {
   const state = [...HASH_START];
-  state[0] ^= DIGEST_8_BYTES;
+  state[0] ^= 0x01010008n;  // no key, and a digest of 8 bytes
   for (let start = 0; start < bytes.length; start += BLOCK_BYTES) {
     const block = new Uint8Array(BLOCK_BYTES);
     block.set(bytes.subarray(start, start + BLOCK_BYTES));

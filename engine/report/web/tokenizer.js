@@ -1,15 +1,15 @@
 /** Text ↔ token ids: characters, bytes, or byte-pair encoding as tiktoken computes it. */
 
-const SPACE_SYMBOLS = { " ": "·", "\n": "⏎", "\t": "⇥" };
-const toLetters = (text) => Array.from(new TextEncoder().encode(text), (byte) => String.fromCharCode(byte)).join("");
+const SPACE_SYMBOLS = { " ": "·", "\n": "⏎", "\t": "⇥", "\r": "\\r" };
 const unifyLineEnds = (text) => text.replace(/\r\n?/g, "\n");
+const toLetters = (text) => Array.from(new TextEncoder().encode(text), (byte) => String.fromCharCode(byte)).join("");
 const toHex = (number, length) => number.toString(16).padStart(length, "0");
 const makeDecoder = (fatal) => new TextDecoder("utf-8", { ignoreBOM: true, fatal });
 
-/** A character that is not printed, as Python writes it: "\xa0". */
-function escapeCharacter(character) {
+/** A character as a label shows it; one that is not printed as Python writes it: "\xa0". */
+function showCharacter(character) {
+  if (character in SPACE_SYMBOLS || !/[\p{C}\p{Z}]/u.test(character)) return SPACE_SYMBOLS[character] ?? character;
   const code = character.codePointAt(0);
-  if (character === "\r") return "\\r";
   return code < 0x100 ? `\\x${toHex(code, 2)}` : code < 0x10000 ? `\\u${toHex(code, 4)}` : `\\U${toHex(code, 8)}`;
 }
 
@@ -23,7 +23,7 @@ class Tokenizer {
 
   /** Throws an Error for a character that the vocabulary lacks. */
   encode(text) {
-    if (this.kind === "bpe") {
+    if (this.kind === "byte-level BPE") {
       const words = (this.isNormalized ? text.normalize("NFC") : text).match(this.pattern) ?? [];
       return words.flatMap((word) => this.merge(toLetters(word)));
     }
@@ -31,29 +31,6 @@ class Tokenizer {
     const unknown = pieces.findIndex((piece) => !this.ids.has(piece));
     if (unknown >= 0) throw new Error(`The text: the vocabulary lacks “${[...text][unknown]}”. Leave it out.`);
     return pieces.map((piece) => this.ids.get(piece));
-  }
-
-  /** Encodes texts that follow each other, between ids of special tokens. */
-  encodeParts(parts) {
-    const ids = [];
-    let text = "";
-    for (const part of [...parts, null]) {
-      if (typeof part === "string") {
-        text += part;
-        continue;
-      }
-      ids.push(...this.encode(text));
-      text = "";
-      if (part !== null) ids.push(part);
-    }
-    return ids;
-  }
-
-  /** Splits a text at the names of markup, which become ids. */
-  splitMarkup(text) {
-    const names = Object.keys(this.markup).map((name) => name.replace(/[\\^$.*+?()[\]{}|]/g, "\\$&"));
-    if (!names.length) return [text];
-    return text.split(new RegExp(`(${names.join("|")})`, "u")).map((part) => this.markup[part] ?? part);
   }
 
   /** Merges the neighbors that form the token of the lowest id, until none do. */
@@ -72,35 +49,48 @@ class Tokenizer {
     }
   }
 
-  /** The UTF-8 bytes of ids; those that have none are left out. */
-  bytes(ids) {
-    return Uint8Array.from(ids.map((id) => this.tokens[id] ?? "").join(""), (letter) => letter.charCodeAt(0));
+  /** Encodes texts that follow each other, and ids of special tokens between them. */
+  encodeParts(parts) {
+    const isText = (part) => typeof part === "string";
+    const joined = parts.reduce((before, part) =>
+      isText(part) && isText(before.at(-1)) ? [...before.slice(0, -1), before.at(-1) + part] : [...before, part], []);
+    return joined.flatMap((part) => isText(part) ? this.encode(part) : part);
+  }
+
+  /** Splits a text at the names of markup, which become ids. */
+  splitMarkup(text) {
+    const names = Object.keys(this.markup).map((name) => name.replace(/[\\^$.*+?()[\]{}|]/g, "\\$&"));
+    if (!names.length) return [text];
+    return text.split(new RegExp(`(${names.join("|")})`, "u")).map((part) => this.markup[part] ?? part);
   }
 
   hasStart(ids) {
     return this.textStart.every((id, i) => ids[i] === id);
   }
 
+  /** The UTF-8 bytes of ids; those that have none are left out. */
+  bytes(ids) {
+    return Uint8Array.from(ids.map((id) => this.tokens[id] ?? "").join(""), (letter) => letter.charCodeAt(0));
+  }
+
   decode(ids) {
     return makeDecoder(false).decode(this.bytes(this.hasStart(ids) ? ids.slice(this.textStart.length) : ids));
   }
 
-  /** Whether ids are the bytes of one character. */
-  isCharacter(ids) {
-    const text = makeDecoder(false).decode(this.bytes(ids));
-    return [...text].length === 1 && (text !== "\ufffd" || this.bytes(ids).length === 3);
+  /** The characters of ids; none if their bytes are not UTF-8. */
+  characters(ids) {
+    try {
+      return [...makeDecoder(true).decode(this.bytes(ids))];
+    } catch {
+      return [];
+    }
   }
 
   /** Tokens as visible text: space as ·, newline as ⏎, bytes as ⟨e2 82⟩. */
   label(...ids) {
     if (ids.some((id) => typeof this.tokens[id] !== "string")) return `⟨unused ${ids[0]}⟩`;
-    const bytes = this.bytes(ids);
-    try {
-      const isHidden = (character) => /[\p{C}\p{Z}]/u.test(character);
-      return Array.from(makeDecoder(true).decode(bytes), (character) =>
-        SPACE_SYMBOLS[character] ?? (isHidden(character) ? escapeCharacter(character) : character)).join("");
-    } catch {
-      return `⟨${Array.from(bytes, (byte) => toHex(byte, 2)).join(" ")}⟩`;
-    }
+    const bytes = Array.from(this.bytes(ids), (byte) => toHex(byte, 2));
+    const characters = this.characters(ids);
+    return characters.length || !bytes.length ? characters.map(showCharacter).join("") : `⟨${bytes.join(" ")}⟩`;
   }
 }
