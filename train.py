@@ -184,11 +184,15 @@ def evaluate_and_save(trainer: Trainer, should_stop: Callable[[], bool]) -> None
     """Evaluate, and save if that is the best result; should_stop() ends it without a result."""
     if trainer.run_dir:
         trainer.run_dir.check()
+    is_larger = trainer.budget.exhausted and trainer.budget.last_eval_extra_steps > 0
     with trainer.budget.timing("evaluate"):
-        losses = evaluate(trainer, should_stop)
-        if losses is None:
+        partial_losses = evaluate(trainer, should_stop)
+        losses = evaluate(trainer, should_stop, is_last=True) if is_larger else partial_losses
+        if losses is None or partial_losses is None:
             return
         record = {"step": trainer.step, **trainer.data.evaluation_record(losses)}
+        if is_larger:
+            record["val_loss_partial"] = trainer.data.mean(partial_losses)
         if trainer.questions and math.isfinite(record["val_loss"]):
             score = evaluate_score(trainer, should_stop)
             if score is None:
@@ -205,8 +209,13 @@ def evaluate_and_save(trainer: Trainer, should_stop: Callable[[], bool]) -> None
         trainer.save()
 
 
-def evaluate(trainer: Trainer, should_stop: Callable[[], bool]) -> list[float] | None:
-    """Return the loss on the same windows of each dataset, in nats per token; None if stopped."""
+def evaluate(
+    trainer: Trainer, should_stop: Callable[[], bool], is_last: bool = False
+) -> list[float] | None:
+    """Return the loss on the same windows of each dataset, in nats per token; None if stopped.
+
+    The last evaluation may have more windows: see :meth:`RunConfig.evaluation_tokens`.
+    """
     dist_ctx = trainer.dist_ctx
     passes = trainer.passes
     losses = []
@@ -214,7 +223,7 @@ def evaluate(trainer: Trainer, should_stop: Callable[[], bool]) -> list[float] |
         for dataset in trainer.data.datasets:
             total_loss = torch.zeros((), dtype=torch.float64)
             num_targets = torch.zeros((), dtype=torch.float64)
-            for inputs, targets in passes.evaluation_batches(dataset.val):
+            for inputs, targets in passes.evaluation_batches(dataset.val, is_last):
                 if dist_ctx.any(should_stop()):
                     return None
                 loss = passes.acceleration.attempt(passes.loss, passes.model, inputs, targets)

@@ -110,6 +110,8 @@ def judge(run: Record) -> list[tuple[str, str, str]]:
     losses = [loss for loss in curve["mean"] if loss is not None]
     if len(losses) < 2:
         return []
+    partial = run["validation"].get("val_loss_partial", {"mean": []})["mean"]
+    losses[-1:] = [loss for loss in partial if loss is not None] or losses[-1:]
     about = run["about"]
     state = run["state"] or {}
     before, last = losses[-2:]

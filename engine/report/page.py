@@ -25,7 +25,7 @@ WEB_DIR = Path(__file__).with_name("web")
 MAX_CURVE_POINTS = 400
 MAX_LISTED_RECORDS = 50  # of a run on the page that lists runs, besides evaluations
 MAX_SHOWN_EVALUATIONS = 40  # with their samples
-VALIDATION_CURVES = ("val_loss", "val_bits_per_byte", "val_score")
+VALIDATION_CURVES = ("val_loss", "val_loss_partial", "val_bits_per_byte", "val_score")
 TRAINING_CURVES = ("train_loss", "learning_rate", "grad_norm", "tokens_per_second")
 AXIS_KEYS = {"step": "step", "tokens": "tokens", "seconds": "elapsed_seconds"}
 

@@ -216,10 +216,13 @@ def _write_manifest(
 
 
 def rank_evaluation(record: dict[str, Any] | None, best_by: str = "loss") -> tuple[float, float]:
-    """Return a sort key of a record of an evaluation: the best comes first, none (None) last."""
+    """Return a sort key of a record of an evaluation: the best comes first, none (None) last.
+
+    A last evaluation on more tokens is compared by its loss on the tokens of those before.
+    """
     if record is None:
         return (math.inf, math.inf)
-    loss = record["val_loss"]
+    loss = record.get("val_loss_partial", record["val_loss"])
     return (-record.get("val_score", 0.0), loss) if best_by == "score" else (loss, 0.0)
 
 

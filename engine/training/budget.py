@@ -28,7 +28,7 @@ class Budget:
     save_cost_seconds: float = 0.0  # estimate
     steps: float = math.inf
     seconds: float = math.inf
-    last_eval_extra_steps: float = 0.0  # estimate: the last evaluation has more tokens
+    last_eval_extra_steps: float = 0.0  # estimate: the last evaluation is repeated on all tokens
     first_step: int = 0  # of this process
     progress: float = 0.0  # 0 to 1
     earlier_seconds: float = 0.0  # before the run was resumed

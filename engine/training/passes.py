@@ -165,8 +165,8 @@ class Passes:
             for layer in layers:
                 layer.window = window
 
-    def evaluation_batches(self, split: Split) -> Iterator[Tensor]:
-        """Yield inputs and targets, (2, B, T), of this rank's rows to evaluate on.
+    def evaluation_batches(self, split: Split, is_last: bool = False) -> Iterator[Tensor]:
+        """Yield inputs and targets, (2, B, T), of this rank's rows of an evaluation, or the last.
 
         For a compiled model, batches of text have one shape: a shorter one is padded with rows.
         """
@@ -174,7 +174,7 @@ class Passes:
         num_rows = 0
         if config.compile and not split.num_examples:
             num_rows = max(1, EVALUATION_BATCH_TOKENS // config.context_length)
-        max_tokens = config.evaluation_tokens(len(split), self.budget.exhausted)
+        max_tokens = config.evaluation_tokens(len(split), is_last)
         ranks = (self.dist_ctx.rank, self.dist_ctx.size)
         for rows in split.evaluation_rows(config.context_length, max_tokens, *ranks):
             num_missing = max(0, num_rows - len(rows))

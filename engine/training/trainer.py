@@ -245,7 +245,8 @@ class Trainer:
         config = self.config
         sizes = [len(dataset.val) for dataset in self.data.datasets]
         eval_tokens = sum(config.evaluation_tokens(size, False) for size in sizes)
-        extra_tokens = sum(config.evaluation_tokens(size, True) for size in sizes) - eval_tokens
+        last_tokens = sum(config.evaluation_tokens(size, True) for size in sizes)
+        extra_tokens = last_tokens if last_tokens > eval_tokens else 0
         state = checkpoint.state if checkpoint else RunState(config.model)
         optimizer_bytes = sum(tensor.nbytes for tensor in self.optimizer.state().values())
         checkpoint_bytes = optimizer_bytes + 4 * self.model.num_parameters

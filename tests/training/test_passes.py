@@ -14,11 +14,14 @@ from helpers import (
     assert_same_run,
     logged,
     make_dataset,
+    read_lines,
     train_tiny,
 )
 from torch._dynamo.testing import CompileCounter
 
+import train
 from engine.core.errors import UserError
+from engine.runs.checkpoint import rank_evaluation
 from engine.training.trainer import Callback, Trainer
 
 # Three micro-batches, dropout, two windows of the first block.
@@ -92,16 +95,24 @@ def test_a_captured_step_that_is_not_finite_changes_nothing(graphs, numbers, tmp
     assert_same_run(tmp_path / "captured", tmp_path / "plain")
 
 
-def test_a_run_in_minutes_evaluates_on_all_tokens_at_its_end(numbers, tmp_path):
-    trainer = train_tiny(numbers, tmp_path, "--minutes", 0.1, "--steps", 2, "--eval-tokens", 0)
+def test_a_run_in_minutes_evaluates_on_all_tokens_at_its_end_and_compares_fewer(numbers, tmp_path):
+    flags = ("--minutes", 0.1, "--steps", 2, "--eval-every", 1, "--eval-tokens", 0)
+    trainer = train_tiny(numbers, tmp_path, *flags)
     val = trainer.data.datasets[0].val
     counts = []
-    for progress in (1.0, 0.5):
-        trainer.budget.progress = progress
-        batches = trainer.passes.evaluation_batches(val)
+    losses = []
+    for is_last in (True, False):
+        batches = trainer.passes.evaluation_batches(val, is_last)
         counts.append(sum((targets >= 0).sum().item() for _, targets in batches))
+        losses += train.evaluate(trainer, lambda: False, is_last)
     assert counts[0] == len(val) - 1
     assert counts[1] == pytest.approx(0.1 * 8192, abs=20)
+    records = read_lines(tmp_path / "metrics.jsonl")
+    first, last = [record for record in records if "val_loss" in record]
+    assert [last["val_loss"], last["val_loss_partial"]] == pytest.approx(losses)
+    assert losses[0] != losses[1] and "val_loss_partial" not in first
+    worse = last | {"val_loss_partial": last["val_loss_partial"] + 0.1, "val_loss": 0.0}
+    assert rank_evaluation(last) < rank_evaluation(worse)
     trainer.config = trainer.passes.config = replace(trainer.config, eval_tokens=100)
     assert sum(targets.numel() for _, targets in trainer.passes.evaluation_batches(val)) == 96
 

@@ -136,14 +136,14 @@ function showSamples(showFrame) {
   $("when").max = steps.length - 1;
   $("when").value = steps.indexOf(steps.includes(saved.step) ? saved.step : used);
   on("when", "input", draw);
-  on("play", "click", () => playSamples(steps.length - 1));
+  on("play", "click", () => playSamples(steps.indexOf(used), steps.length - 1));
   draw();
 }
 
 let playing = null;
 
-/** Moves the slider from the first step to the last; a second click stops it. */
-function playSamples(last) {
+/** Moves the slider from the first step, or from one before that of the model, to the last; a second click stops it. */
+function playSamples(used, last) {
   const stop = () => {
     playing = clearInterval(playing);
     $("play").textContent = "Play";
@@ -153,7 +153,7 @@ function playSamples(last) {
     $("when").dispatchEvent(new Event("input"));
   };
   if (playing) return void stop();
-  show($("when").value % last);
+  show($("when").value < used ? $("when").value : 0);
   $("play").textContent = "Pause";
   playing = setInterval(() => {
     show(Number($("when").value) + 1);
