@@ -78,7 +78,7 @@ class SizeSearch:
         # Fitted (experiments, 2026-11-23); attention to more than 64 tokens is cheap.
         context = 170 * (tokens / 1e6) ** 0.25
         if not is_of_characters:
-            context = min(90 * tokens / 1e6, 450 * (different_tokens / 1e6) ** 0.17)
+            context = min(110 * tokens / 1e6, 450 * (different_tokens / 1e6) ** 0.17)
         context = self.context or min(self.max_context, max(64, 2 ** round(math.log2(context))))
 
         # The exponent is that of Bergsma et al. 2025. Half the factor is worse (2026-11-28).
