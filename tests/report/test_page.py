@@ -92,6 +92,8 @@ def test_all_runs_are_listed_sorted_filtered_and_compared(
     page.get_by_role("button", name="parameters").click()
     assert read_names()[:4] == ["metrics", "group/10", "group/<b>2{{data}}", "first"]
     check_accessibility()
+    link = page.get_by_role("link", name="group/<b>2{{data}}").get_attribute("href")
+    assert link == "group/%3Cb%3E2%7B%7Bdata%7D%7D/report.html"
     page.fill("#filter", "GROUP")
     assert sorted(read_names()) == ["group/10", "group/<b>2{{data}}"]
     page.get_by_role("button", name="Compare").click()

@@ -2,7 +2,7 @@
 
 const CURVE_PIXELS = [90, 22];
 const LIST_COLUMNS = [
-  ["run", ({ name }) => name, (name, run) => [makeMark(run), make("a", { href: encodeURI(`${name}/report.html`) }, name)]],
+  ["run", ({ name }) => name, (name, run) => [makeMark(run), make("a", { href: makeAddress(name) }, name)]],
   ["state", ({ state, problem }) => problem ? `damaged: ${problem}` : state?.state],
   ["data", ({ settings }) => settings && [settings.data].flat().join(" ")],
   ["parameters", ({ about }) => about?.parameters, formatAmount],
@@ -14,6 +14,7 @@ const LIST_COLUMNS = [
   ["commit", ({ about }) => about?.machine?.commit],
   ["training loss", ({ training }) => training?.train_loss?.mean.findLast(isKnown), (value, run) => drawSmallCurve(run)],
 ];
+const makeAddress = (name) => `${name.split("/").map(encodeURIComponent).join("/")}/report.html`;
 const readMarked = () => location.hash.slice(1).split(",").filter(Boolean).map(decodeURIComponent);
 
 const makeMark = (run) => run.problem ? "" : make("input", { type: "checkbox", value: run.name, "aria-label": `mark ${run.name}` });
