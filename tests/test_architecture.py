@@ -20,7 +20,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 SOURCES = ("*.py", "engine", "config")
 # A change may lower them, and may not raise them.
 MAX_SOURCE_LINES = 17_678
-MAX_TEST_LINES = 19_465
+MAX_TEST_LINES = 19_460
 MAX_PAGE_LINES = 3_054  # HTML, CSS and JavaScript
 MAX_DOCUMENT_WORDS = 11_400  # in English: README.md and docs/
 

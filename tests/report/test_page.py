@@ -79,8 +79,7 @@ def test_all_runs_are_listed_sorted_filtered_and_compared(
     *rows, path = capsys.readouterr().out.splitlines()
     assert path == "out/index.html" and len(rows) == 1 + len(names)
     assert all("damaged" in row for row in rows[-2:]) and "about.json" in rows[-2]
-    cells = "first stopped data/first 0.00M 60 1.5 3.2000 1.3333"
-    assert " ".join(rows[1].split()) == cells
+    assert " ".join(rows[1].split()) == "first stopped data/first 0.00M 60 1.5 3.2000 1.3333"
     page.goto((tmp_path / "out" / "index.html").as_uri())
     shown = page.locator("#list tbody tr:visible")
 

@@ -204,29 +204,25 @@ def test_a_chat_whose_template_depends_on_more_is_left_out(change, tmp_path, cap
 
 
 def test_what_the_page_does_not_compute_is_refused_by_name(tmp_path, code, monkeypatch):
-    path = tmp_path / "model.html"
     hooked = random_model(SMALL)
     hooked.blocks[1].feed_forward.expand.register_forward_hook(lambda layer, x, y: 2 * y)
     looped = random_model(dataclasses.replace(SMALL, attention="loop"))
     tokenizer = train_sentencepiece([code])
     config = dataclasses.replace(SMALL, vocab_size=tokenizer.vocab_size)
-    foreign = ModelInspector(TextGenerator(random_model(config), tokenizer, [0]), {"text": ""})
-    for model, words in (
-        (hooked, r"blocks\.1\.feed_forward\.expand"),
-        (looped, "loop"),
-        (foreign, "unigram"),
-    ):
-        inspector = (
-            model if model is foreign else ModelInspector(TextGenerator(model, LETTERS, [0]), {})
-        )
+    cases = {
+        r"blocks\.1\.feed_forward\.expand": TextGenerator(hooked, LETTERS, [0]),
+        "loop": TextGenerator(looped, LETTERS, [0]),
+        "unigram": TextGenerator(random_model(config), tokenizer, [0]),
+    }
+    for words, generator in cases.items():
         with pytest.raises(UserError, match=words):
-            save_page(inspector, path)
+            save_page(ModelInspector(generator, {}), tmp_path / "model.html")
     with pytest.raises(UserError, match="pattern"):
         translate_regex(r"\d+|(?<=a)b")
     monkeypatch.setattr(saved_page, "MAX_PAGE_BYTES", 1000)
     with pytest.raises(UserError, match="MB"):
-        save_page(inspect(random_model(SMALL)), path)
-    assert not path.exists()
+        save_page(inspect(random_model(SMALL)), tmp_path / "model.html")
+    assert not any(tmp_path.iterdir())
 
 
 def test_an_edited_forward_pass_is_noticed_by_the_page(page, tmp_path, monkeypatch):
