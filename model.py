@@ -214,7 +214,8 @@ class FeedForward(nn.Module):
         if self.gate is not None:  # SwiGLU: Shazeer 2020
             hidden = F.silu(self.gate(x)) * hidden
         elif self.activation == "relu2":  # Primer: So et al. 2021
-            hidden = F.relu(hidden).square()
+            hidden = F.relu(hidden)
+            hidden = hidden * hidden
         elif self.activation == "gelu":  # Hendrycks & Gimpel 2016; the tanh form is GPT-2's
             hidden = F.gelu(hidden, approximate="tanh")
         else:

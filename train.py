@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.core.device import choose_device, use_deterministic_kernels
+from engine.core.device import choose_device, release_memory, use_deterministic_kernels
 from engine.core.distributed import DistributedContext, has_torchrun_ended, init_distributed
 from engine.core.errors import UserError
 from engine.core.settings import to_toml
@@ -46,7 +46,8 @@ from engine.training.run_dir import RunDir
 from engine.training.trainer import Callback, Trainer
 from prepare import PrepareConfig, prepare
 
-NUM_TIMED_STEPS = 6  # the first of a process is slow, and is not counted
+NUM_TIMED_STEPS = 5  # after those that capture
+MAX_TIMED_STEPS = 20
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -317,17 +318,20 @@ def measure_step_seconds(
     trainer = Trainer(config, dist_ctx, data, modify_model=modify_model)
     trainer.initialize()
     trainer.passes.wrap_model()
-    seconds = []
-    for _ in range(NUM_TIMED_STEPS):
+    seconds: list[float] = []
+    num_captures = -1  # the first step of a process is slow, too
+    while len(seconds) < NUM_TIMED_STEPS and trainer.step < MAX_TIMED_STEPS:
         started_at = time.monotonic()
         _, _, grad_norm = train_step(trainer)
         grad_norm.item()  # waits for the device
         seconds.append(time.monotonic() - started_at)
+        if num_captures != trainer.num_captures and trainer.step < MAX_TIMED_STEPS:
+            num_captures = trainer.num_captures
+            seconds.clear()
     del trainer
     gc.collect()  # a module whose forward is replaced refers to itself
-    if dist_ctx.device.type == "cuda":
-        torch.cuda.empty_cache()
-    mean_seconds = torch.tensor(seconds[1:], dtype=torch.float64).mean()
+    release_memory(dist_ctx.device)
+    mean_seconds = torch.tensor(seconds, dtype=torch.float64).mean()
     return dist_ctx.sum(mean_seconds).item() / dist_ctx.size
 
 

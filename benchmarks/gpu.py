@@ -31,6 +31,7 @@ from engine.core.device import choose_device, mixed_precision
 from engine.core.distributed import DistributedContext
 from engine.core.settings import parse
 from engine.data.tokenizer import named_tokenizer
+from engine.generation.decoding_engine import DecodingEngine
 from engine.generation.sampling import FilterOptions
 from engine.generation.text_batch import TextBatch, banned_tokens, complete_streams
 from engine.generation.text_stream import TextStream
@@ -190,7 +191,7 @@ class GPUBench:
     def decode(self) -> None:
         """Compare sampled texts with ``generate`` of transformers: one text, and 32 in a batch."""
         model = GPT(self.decoded_config).to(self.device, torch.bfloat16).eval()
-        decoder = build_decoder(model)
+        engine = DecodingEngine(build_decoder(model))
         hf_model = None
         with contextlib.suppress(Exception):  # it is not installed, or does not fit this torch
             hf_model = peers.make_hf_gpt2(self.decoded_config).to(self.device, torch.bfloat16)
@@ -198,7 +199,7 @@ class GPUBench:
 
             def complete(num_texts: int = num_texts) -> None:
                 streams = self.make_streams(num_texts)
-                list(complete_streams(decoder, streams, num_texts, **DEFAULT_FILTERS))
+                list(complete_streams(engine, streams, num_texts, **DEFAULT_FILTERS))
 
             complete()  # the first text of a process
             calls: dict[str, Callable[[], Any]] = {"ours": complete}
@@ -218,8 +219,7 @@ class GPUBench:
         """Measure the server's thread, with a request of each of 32 clients."""
         model = GPT(self.decoded_config).to(self.device, torch.bfloat16).eval()
         banned = banned_tokens(named_tokenizer("byte"), model, ())
-        batch = TextBatch(build_decoder(model), NUM_TEXTS, banned)
-        batch.engine.min_positions = self.decoded_config.context_length
+        batch = TextBatch(DecodingEngine(build_decoder(model)), NUM_TEXTS, banned)
         worker = BatchWorker(batch, NUM_TEXTS)
 
         def ask() -> None:

@@ -29,6 +29,7 @@ from engine.data.inputs.readers import read
 from engine.data.inputs.sources import ExampleParser, Reader, Source
 from engine.data.tokenizer import ByteTokenizer, Tokenizer, from_document
 from engine.data.tokenizer_json import with_extension
+from engine.generation.decoding_engine import DecodingEngine
 from engine.generation.sampling import row_seeds
 from engine.generation.text_batch import TextBatch, TextRequest
 from engine.nn.specs import ParameterSpec
@@ -182,7 +183,7 @@ def decode(
 ) -> list[list[int]]:
     """Return the ids after each prompt, all decoded in one batch."""
     streams: list[Any] = [IdStream(prompt, num_tokens) for prompt in prompts]
-    batch = TextBatch(model, len(prompts), banned)
+    batch = TextBatch(DecodingEngine(model), len(prompts), banned)
     for stream, row_seed in zip(streams, row_seeds(seed, prompts), strict=True):
         batch.add([TextRequest(stream, row_seed, filters, repetition_penalty)])
         batch.read()

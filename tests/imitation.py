@@ -63,13 +63,17 @@ class ImitatedPool(GraphPool):
     captures = 0  # of all pools
     replays = 0
 
-    def _open(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, on_failure: Callable[[str], object]):
+        super().__init__(device, on_failure)
         self.results: list[Any] = []
 
     def run(self, function: Callable[[], Any]) -> Any:
         return function()
 
-    def capture(self, function: Callable[[], Any]) -> Callable[[], Any]:
+    def new_memory(self) -> object:
+        return object()
+
+    def _capture(self, function: Callable[[], Any], memory: object) -> Callable[[], Any]:
         """Record the operations of a function; as it computes, the first replay does not."""
         ImitatedPool.captures += 1
         self._poison_results()

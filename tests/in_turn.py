@@ -168,7 +168,7 @@ def play(runs: list[Run]) -> None:
         for run in runs:
             config = dataclasses.replace(run.config, **run.other_settings if dist.rank else {})
             folder_of(config.out).mkdir(exist_ok=True)
-            passes_module.total_memory = lambda device, run=run: run.memory
+            passes_module.usable_memory = lambda device, run=run: run.memory
             stopper = StopAfter(run.stop if dist.rank == dist.size - 1 else math.inf)
             watcher = Watcher()
             holder = Holder()

@@ -1,14 +1,15 @@
 """The device and dtype to compute with, and how the C library reuses memory."""
 
+import contextlib
 import ctypes
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
-from engine.core.cli import say
+from engine.core.cli import say, warn
 from engine.core.errors import UserError
 
 MIN_BFLOAT16_WIDTH = 64  # of a model on a CPU: narrower ones lose more by converting than they gain
@@ -16,6 +17,8 @@ MIN_BFLOAT16_DECODING_WIDTH = 512  # likewise in decoding: smaller weights stay 
 MALLOC_MMAP_THRESHOLD = -3  # options of mallopt: glibc's <malloc.h>
 MALLOC_TRIM_THRESHOLD = -1
 MAX_TIME_OF_HALF = 0.95  # relative to that of all threads, for which half of them are used
+# Relative, between two ways to compute the same in a dtype.
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
 DTYPE_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -24,7 +27,8 @@ def choose_device(name: str, local_rank: int = 0, num_local_ranks: int = 1) -> t
 
     Raises UserError for a missing device, and for one GPU of several local ranks.
     """
-    if name == "auto":
+    is_automatic = name == "auto"
+    if is_automatic:
         has_mps = torch.backends.mps.is_available()
         name = "cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu"
     if name == "cuda":
@@ -38,20 +42,24 @@ def choose_device(name: str, local_rank: int = 0, num_local_ranks: int = 1) -> t
         if device.type == "cuda":
             torch.cuda.init()
             torch.cuda.set_device(device)  # else each process allocates memory on GPU 0 too
-        torch.empty(0, device=device)
+        torch.ones(1, device=device).add(1).item()  # by a kernel
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
+        if is_automatic and num_local_ranks == 1:  # a GPU for which this PyTorch has no kernels
+            warn(f"the CPU is used, as {name} does not work with this PyTorch ({reason})")
+            return torch.device("cpu")
         advice = "Use auto, cpu, cuda or mps."
         raise UserError(f"--device: {name} is not available ({reason}). {advice}") from None
     return device
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """Return bfloat16 where its matrix products are at least twice as fast, else float32."""
-    is_fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type == "cpu":
-        capabilities = torch.cpu.get_capabilities()
-        is_fast = any(capabilities.get(name) for name in ("amx_tile", "avx512_bf16"))
+    """Return a 16-bit dtype whose matrix products are at least twice as fast, else float32."""
+    if device.type == "cuda":  # float16 on older GPUs, such as a T4
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if has_bfloat16 else torch.float16
+    capabilities = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+    is_fast = any(capabilities.get(name) for name in ("amx_tile", "avx512_bf16"))
     return torch.bfloat16 if is_fast else torch.float32
 
 
@@ -98,13 +106,33 @@ def use_deterministic_kernels(enabled: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def total_memory(device: torch.device) -> float:
-    """Return the bytes of memory of a device."""
+@contextlib.contextmanager
+def any_kernels() -> Iterator[None]:
+    """Allow kernels that are not reproducible, where CUDA has no others."""
+    if not torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True)
+
+
+def usable_memory(device: torch.device) -> float:
+    """Return the bytes of a device's memory; of a GPU's, those that no other process uses."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     if sys.platform == "win32":
         return math.inf
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def release_memory(device: torch.device) -> None:
+    """Return the memory that no tensor uses to the GPU."""
+    if device.type == "cuda":
+        with contextlib.suppress(RuntimeError):  # torch 2.12, after a capture that failed
+            torch.cuda.empty_cache()
 
 
 def keep_freed_memory() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ENGINE_FOLDER = Path(__file__).resolve().parents[1]
+MAX_REASON_CHARACTERS = 200  # of an error, in a warning
 BUG_TYPES = (AssertionError, AttributeError, LookupError, NameError, TypeError)
 
 
@@ -44,3 +45,8 @@ def import_optional(module: str, name: str, extra: str = "data") -> Any:
     except ImportError:
         command = f'pip install -e ".[{extra}]"'
         raise UserError(f"{name}: needs the package {module}. Install it: {command}") from None
+
+
+def describe_briefly(error: Exception) -> str:
+    """Return the class of an error and its first line."""
+    return f"{type(error).__name__}: {error}".split("\n")[0][:MAX_REASON_CHARACTERS]

@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.core.cli import warn
-from engine.core.device import total_memory
-from engine.nn.acceleration import GRAPH_POOLS, CapturedCalls, GraphPool
+from engine.core.device import TOLERANCES, usable_memory
+from engine.nn.acceleration import GRAPH_POOLS, CapturedCalls, GraphPool, can_capture_graphs
 from engine.nn.attention import DocumentAttention, attend, attend_from_last
 from model import GPT
 
 MAX_CACHE_FRACTION = 0.25  # of a device's memory, for the rows of a batch
+MAX_RESERVED_TOKENS = 512  # of a text: a captured token reads all of the memory
 MAX_PROMPT_LOGITS = 2**23  # of a prompt that exist at one time, 32 MiB
 MIN_CACHED_POSITIONS = 128  # that the cache has room for
 SHAPELESS_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -43,7 +44,7 @@ def window_start(length: int, context_length: int) -> int:
 @functools.cache
 def warn_of_capture(reason: str) -> None:
     """Warn once that tokens are computed plainly."""
-    warn(f"decoding continues without CUDA graphs, whose capture failed: {reason}")
+    warn(f"decoding continues without CUDA graphs: {reason}")
 
 
 class RowSpan:
@@ -211,9 +212,10 @@ class DecodingEngine:
         ]
         self.pool: GraphPool | None = None
         computes_alone = cache_dtype is None  # otherwise ranks compute together
-        if self.device.type in GRAPH_POOLS and computes_alone and self.has_cache:
+        if can_capture_graphs(self.device) and computes_alone and self.has_cache:
             self.pool = GRAPH_POOLS[self.device.type](self.device, warn_of_capture)
         self.captured_step = CapturedCalls(self.pool)
+        self.is_compared = False  # whether a captured token was compared with a plain one
         self.min_positions = 0  # to reserve, so that memory which graphs know does not move
 
     @property
@@ -226,14 +228,15 @@ class DecodingEngine:
         num_positions = min(2 * length, self.context_length)  # memory doubles as rows grow
         num_values = sum(cache.values_per_position for cache in self.caches) * num_positions
         row_bytes = num_values * self.caches[0].keys_values.element_size()
-        return int(max(1, min(limit, MAX_CACHE_FRACTION * total_memory(self.device) / row_bytes)))
+        return int(max(1, min(limit, MAX_CACHE_FRACTION * usable_memory(self.device) / row_bytes)))
 
     def add(self, prompt: Sequence[int], num_new_tokens: int = 0) -> None:
         """Append a row with the ids of a prompt, which :meth:`read` computes.
 
         It will probably grow by a number of tokens.
         """
-        self.min_positions = max(self.min_positions, len(prompt) + num_new_tokens)
+        num_reserved = len(prompt) + min(num_new_tokens, MAX_RESERVED_TOKENS)
+        self.min_positions = max(self.min_positions, num_reserved)
         self.rows.append(Row(tuple(prompt[window_start(len(prompt), self.context_length) :])))
 
     def read(self, row: int, max_tokens: int | None = None, has_all_logits: bool = False) -> Tensor:
@@ -273,10 +276,22 @@ class DecodingEngine:
         rows = [*range(num_rows), *[spare_row] * len(padding)]
         table = torch.tensor([[*ids, *padding], [*lengths, *padding], rows], device=self.device)
         inputs = (table[0][:, None], table[1][:, None], table[2])
-        logits = self.captured_step(self._compute_step, *inputs)
+        logits = self.captured_step(self._compute_step, *inputs).clone()
+        if self.captures and self.captured_step.num_captures and not self.is_compared:
+            self.is_compared = True
+            logits = self._compare(logits, *inputs)
         for row in self.rows[:num_rows]:
             row.num_cached += 1
-        return logits[:num_rows].clone()
+        return logits[:num_rows]
+
+    def _compare(self, logits: Tensor, *inputs: Tensor) -> Tensor:
+        """Return plainly computed logits of a token; stop capturing if the captured ones differ."""
+        assert self.pool
+        expected = self._compute_step(*inputs)  # writes the same keys and values again
+        difference = ((logits - expected).abs().max() / expected.abs().max()).item()
+        if not difference <= TOLERANCES[expected.dtype] and expected.isfinite().all():
+            self.pool.fail(f"captured logits differ from plain ones by {difference:.1%}")
+        return expected
 
     def _compute_step(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         """Append tokens (N, 1) at positions (N, 1) of rows (N,); return logits (N, V)."""
@@ -292,7 +307,7 @@ class DecodingEngine:
             length = max(length, min(self.min_positions, self.context_length))
         moves = [cache.reserve(num_rows, length, self.context_length) for cache in self.caches]
         if any(moves):
-            self.captured_step.replays.clear()
+            self.captured_step.drop_graphs()
 
     @torch.inference_mode()
     def keep(self, rows: Sequence[int]) -> None:

@@ -10,6 +10,7 @@ from engine.data.batches import Mixture
 from engine.data.chats.chat import turn_ends
 from engine.data.split import prompt_ids
 from engine.data.tokenizer import Tokenizer
+from engine.generation.decoding_engine import DecodingEngine
 from engine.generation.sampling import DEFAULT_OPTIONS, SamplingOptions
 from engine.generation.text_batch import complete_streams
 from engine.generation.text_stream import TextStream
@@ -85,6 +86,7 @@ def stream_samples(
     streams = [TextStream(tokenizer, ids, max_new_tokens, (), ends) for ids in prompts]
     options: SamplingOptions = {**DEFAULT_OPTIONS, "seed": seed}
     try:
-        yield from complete_streams(model, streams, NUM_PROMPTS, cache_dtype=cache_dtype, **options)
+        engine = DecodingEngine(model, cache_dtype)
+        yield from complete_streams(engine, streams, NUM_PROMPTS, **options)
     except UserError as error:  # logits that are not finite
         yield from ((index, f"none: {error}") for index in range(len(streams)))

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.core.device import any_kernels
 from engine.core.errors import UserError
 
 MIN_TEMPERATURE = 1e-4  # below it the most likely token is chosen
@@ -195,6 +196,7 @@ def exponential_noise(states: Tensor, ids: Tensor) -> Tensor:
     return -torch.log1p(-uniform)
 
 
+@any_kernels()  # CUDA has no deterministic sums of all candidates before each
 def draw_ids(logits: Tensor, states: Tensor, **filters: Unpack[FilterOptions]) -> list[int]:
     """Draw the next token of each row, from logits (B, V) and the states of noise (B,).
 

@@ -92,9 +92,8 @@ def count_right(
         answer_bytes = len((question.answer or "").encode())  # at least its number of tokens
         limit = min(question.max_new_tokens, answer_bytes + EXTRA_TOKENS + ends.num_bytes)
         streams.append(TextStream(tokenizer, question.prompt, limit, (), ends))
-    pieces = complete_streams(
-        model, streams, QUESTION_BATCH_SIZE, cache_dtype=cache_dtype, temperature=0.0
-    )
+    engine = DecodingEngine(model, cache_dtype)
+    pieces = complete_streams(engine, streams, QUESTION_BATCH_SIZE, temperature=0.0)
     answers = answer_questions(model, questions, streams, pieces)
     return sum(questions[index].grade(text)["is_right"] for index, text in answers)
 

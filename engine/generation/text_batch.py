@@ -82,17 +82,16 @@ class TextBatch:
 
     def __init__(
         self,
-        model: GPT,
+        engine: DecodingEngine,
         max_rows: int,
         banned: Sequence[int] = (),
-        cache_dtype: torch.dtype | None = None,
         max_length: int = sys.maxsize,
     ):
         """Decode up to max_rows texts, of max_length tokens with their prompts, as memory allows.
 
         Banned ids are not drawn.
         """
-        self.engine = DecodingEngine(model, cache_dtype)
+        self.engine = engine
         self.max_rows = self.engine.max_rows(max_rows, max_length)
         self.banned = torch.tensor(list(banned), dtype=torch.long, device=self.engine.device)
         self.requests: list[TextRequest] = []
@@ -272,12 +271,11 @@ def initial_tokens(tokenizer: Tokenizer, num_documents: int) -> list[int]:
 
 
 def complete_streams(
-    model: GPT,
+    engine: DecodingEngine,
     streams: Sequence[TextStream],
     batch_size: int = 1,
     seed: int = 0,
     repetition_penalty: float = 1.0,
-    cache_dtype: torch.dtype | None = None,
     **filters: Unpack[FilterOptions],
 ) -> Iterator[tuple[int, str]]:
     """Continue the prompts of streams until all have ended, up to batch_size at once.
@@ -293,9 +291,9 @@ def complete_streams(
         for index, stream in enumerate(streams)
         if not stream.is_finished
     }
-    banned = banned_tokens(streams[0].tokenizer, model, streams[0].stop_token_ids)
+    banned = banned_tokens(streams[0].tokenizer, engine.model, streams[0].stop_token_ids)
     max_length = max(len(stream.prompt) + stream.max_tokens for stream in streams)
-    batch = TextBatch(model, batch_size, banned, cache_dtype, max_length)
+    batch = TextBatch(engine, batch_size, banned, max_length)
     waiting = deque(indices)
     while waiting or batch.requests:
         if waiting and batch.num_free_rows:

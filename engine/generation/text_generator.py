@@ -18,6 +18,7 @@ from engine.data.chats.chat_template import TOOLS_ROLE
 from engine.data.inputs.text import unify_line_ends
 from engine.data.tokenizer import Tokenizer
 from engine.generation.beam_search import search_text
+from engine.generation.decoding_engine import DecodingEngine
 from engine.generation.sampling import (
     DEFAULT_OPTIONS,
     DecodingOptions,
@@ -44,6 +45,7 @@ class TextGenerator:
     is_chat_model: bool = False
     should_quantize: bool = False
     parses_special: bool = False  # whether names of special tokens in prompts become these tokens
+    idle_engines: list[DecodingEngine] = field(default_factory=list, init=False)
     warn_once: Callable[[str], None] = field(default_factory=lambda: cache(warn), init=False)
 
     @property
@@ -152,8 +154,14 @@ class TextGenerator:
             for index, stream in enumerate(streams):
                 if not stream.is_finished:
                     yield index, search_text(self.decoder, stream, num_beams)
-        else:
-            yield from complete_streams(self.decoder, streams, batch_size, **options)
+            return
+        engine = self.idle_engines.pop() if self.idle_engines else DecodingEngine(self.decoder)
+        try:
+            yield from complete_streams(engine, streams, batch_size, **options)
+        finally:
+            engine.keep([])
+            if engine.captures:  # the next text need not capture tokens again
+                self.idle_engines.append(engine)
 
 
 def fit_chat(

@@ -4,6 +4,9 @@ Activation checkpointing and compilation replace methods on the instance. That k
 state_dict, can be undone, and composes with FSDP, which replaces a block's class.
 """
 
+import contextlib
+import functools
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from types import MethodType
@@ -13,11 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from engine.core.errors import UserError
+from engine.core.errors import UserError, describe_briefly
 
 MAX_COMPILATIONS = 64  # of a method, for shapes, modes and windows; Dynamo's limit is 8
 MAX_GRAPHS = 16  # of a function; other shapes run plainly
-MAX_REASON_CHARACTERS = 200  # of an error, in a warning
 
 
 class CaptureError(RuntimeError):
@@ -64,36 +66,70 @@ def compile_methods(
 
 
 class GraphPool:
-    """The stream and the memory of CUDA graphs, of which one is replayed at a time.
-
-    What a graph returns is overwritten by the next replay of any graph of the pool.
-    """
+    """Records CUDA graphs, of which one is replayed at a time."""
 
     def __init__(self, device: torch.device, on_failure: Callable[[str], object]):
         """Call ``on_failure`` with the reason when a capture fails; then all calls are plain."""
         self.on_failure = on_failure
         self.is_enabled = True
-        self._open(device)
+        self.device = device
 
-    def _open(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self.memory = torch.cuda.graph_pool_handle()
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """The stream of all captures of this thread."""
+        return capture_stream(self.device, threading.get_ident())
+
+    def new_memory(self) -> Any:
+        """Return a handle of memory for graphs: one whose graphs are all gone is not reused."""
+        return torch.cuda.graph_pool_handle()
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Call a function on the stream of the captures, as libraries prepare for a stream."""
-        current_stream = torch.cuda.current_stream(self.stream.device)
-        self.stream.wait_stream(current_stream)
-        with torch.cuda.stream(self.stream):
+        stream = self.stream
+        current_stream = torch.cuda.current_stream(self.device)
+        stream.wait_stream(current_stream)
+        with torch.cuda.stream(stream):
             result = function()
-        current_stream.wait_stream(self.stream)
+        current_stream.wait_stream(stream)
         return result
 
-    def capture(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        """Record what a function does on the GPU, without doing it; return what replays it."""
+    def capture(self, function: Callable[[], Any], memory: Any) -> Callable[[], Any] | None:
+        """Record what a function does on the GPU, without doing it; return what replays it.
+
+        None, if that fails, and nothing is captured any more. Graphs of one memory overwrite each
+        other's results.
+        """
+        causes: list[str] = []
+
+        def record() -> Any:
+            try:
+                return function()
+            except Exception as error:
+                causes.append(describe_briefly(error))
+                raise
+
+        try:
+            return self._capture(record, memory)
+        except CaptureError:
+            raise
+        except Exception as error:  # of CUDA, a compiler or a hook
+            causes.append(describe_briefly(error))
+        # The error is gone, and with it what the capture held in memory.
+        self.fail(f"their capture failed: {causes[0]}")
+        return None
+
+    def _capture(self, function: Callable[[], Any], memory: Any) -> Callable[[], Any]:
         graph = torch.cuda.CUDAGraph()
         mode = "thread_local"  # threads that load data may use the GPU meanwhile
-        with torch.cuda.graph(graph, self.memory, self.stream, capture_error_mode=mode):
-            result = function()
+        current_stream = torch.cuda.current_stream(self.device)
+        try:
+            with torch.cuda.graph(graph, memory, self.stream, capture_error_mode=mode):
+                result = function()
+        except Exception:
+            torch.cuda.set_stream(current_stream)  # torch 2.13 leaves that of the capture
+            with contextlib.suppress(Exception):  # torch 2.12 leaves allocations in the capture
+                torch._C._cuda_endAllocateToPool(self.device.index, memory)
+            raise
 
         def replay() -> Any:
             graph.replay()
@@ -101,14 +137,25 @@ class GraphPool:
 
         return replay
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, reason: str) -> None:
         """Capture nothing from now on."""
         self.is_enabled = False
-        self.on_failure(describe_briefly(error))
+        self.on_failure(reason)
+
+
+@functools.cache
+def capture_stream(device: torch.device, thread_id: int) -> torch.cuda.Stream:
+    """Return a stream for captures: libraries keep a workspace for each stream."""
+    return torch.cuda.Stream(device)
 
 
 # By type of device. Tests add an imitation for a CPU.
 GRAPH_POOLS: dict[str, type[GraphPool]] = {"cuda": GraphPool}
+
+
+def can_capture_graphs(device: torch.device) -> bool:
+    """Return whether functions can be captured on a device; on ROCm, training got worse."""
+    return device.type in GRAPH_POOLS and torch.version.hip is None
 
 
 class CapturedCalls:
@@ -121,7 +168,17 @@ class CapturedCalls:
     def __init__(self, pool: GraphPool | None):
         """Start without graphs; without a pool, all calls are plain."""
         self.pool = pool
-        self.replays: dict[Hashable, tuple[Callable[[], Any], list[Tensor]] | None] = {}
+        self.num_captures = 0
+        # What replays a key, and the memory of its inputs; None: it was called once.
+        self.graphs: dict[Hashable, tuple[Callable[[], Any], list[Tensor]] | None] = {}
+        self.drop_graphs()
+
+    def drop_graphs(self) -> bool:
+        """Free the memory of all graphs, and return whether there were any; keys stay known."""
+        has_graphs = any(self.graphs.values())
+        self.graphs = dict.fromkeys(self.graphs)
+        self.memory = self.pool and self.pool.new_memory()
+        return has_graphs
 
     def __call__(
         self, function: Callable[..., Any], *inputs: Tensor, key: tuple[Hashable, ...] = ()
@@ -133,26 +190,26 @@ class CapturedCalls:
         pool = self.pool
         call = partial(function, *inputs, *key)
         if pool is None or not pool.is_enabled:
-            self.replays.clear()
+            self.graphs.clear()
             return call()
         graph_key = (key, *(tensor.shape for tensor in inputs))
-        if graph_key not in self.replays:
-            if len(self.replays) == MAX_GRAPHS:
+        if graph_key not in self.graphs:
+            if len(self.graphs) == MAX_GRAPHS:
                 return call()
-            self.replays[graph_key] = None
-            return pool.run(call)
-        captured = self.replays[graph_key]
-        if captured is None:
+            self.drop_graphs()  # the plain call needs the memory of their activations
+            result = pool.run(call)
+            self.graphs[graph_key] = None
+            return result
+        graph = self.graphs[graph_key]
+        if graph is None:
             static_inputs = [tensor.clone() for tensor in inputs]
-            try:
-                captured = (pool.capture(partial(function, *static_inputs, *key)), static_inputs)
-            except CaptureError:
-                raise
-            except Exception as error:  # of CUDA, a compiler or a hook
-                pool.fail(error)
+            replay = pool.capture(partial(function, *static_inputs, *key), self.memory)
+            if replay is None:
+                self.graphs.clear()
                 return call()
-            self.replays[graph_key] = captured
-        replay, static_inputs = captured
+            self.num_captures += 1
+            graph = self.graphs[graph_key] = (replay, static_inputs)
+        replay, static_inputs = graph
         for static_input, tensor in zip(static_inputs, inputs, strict=True):
             static_input.copy_(tensor)
         return replay()
@@ -231,7 +288,10 @@ class Acceleration:
         if self.captures:
             methods.append((self.model, "training_loss"))
         self.undo_compilation = compile_methods(methods, self.is_dynamic if self.captures else None)
-        self.attempt(self.warm_up)
+        if self.pool and self.captures:  # a capture must not wait for what another stream has made
+            self.attempt(self.pool.run, self.warm_up)
+        else:
+            self.attempt(self.warm_up)
 
     def attempt(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return function(*arguments); call it again after an error of compilation or capture."""
@@ -245,7 +305,7 @@ class Acceleration:
     def _fall_back(self, error: Exception) -> bool:
         """Stop what may have caused an error, with a warning; return whether there was anything."""
         if isinstance(error, CaptureError) and self.pool and self.captures:
-            self.pool.fail(error)
+            self.pool.fail(str(error))
         elif isinstance(error, torch.OutOfMemoryError):
             if not self.make_room():
                 return False
@@ -259,9 +319,17 @@ class Acceleration:
             self.model.zero_grad()  # of an unfinished pass
         return True
 
+    def step_back(self, problem: str) -> None:
+        """Stop capturing, or else compiling, whose results differ from plain ones."""
+        if self.pool and self.captures:
+            self.pool.fail(f"captured {problem}")
+        else:
+            self._undo()
+            self.warn(f"training continues without compilation (--no-compile): compiled {problem}")
+
     def _stop_capturing(self, reason: str) -> None:
         """Compile the model as a whole, which is faster without captured steps."""
-        self.warn(f"training continues without CUDA graphs, whose capture failed: {reason}")
+        self.warn(f"training continues without CUDA graphs (--no-capture): {reason}")
         if self.undo_compilation:
             self._undo()
             self._compile()
@@ -270,8 +338,3 @@ class Acceleration:
         assert self.undo_compilation
         self.undo_compilation()
         self.undo_compilation = None
-
-
-def describe_briefly(error: Exception) -> str:
-    """Return the class of an error and its first line."""
-    return f"{type(error).__name__}: {error}".split("\n")[0][:MAX_REASON_CHARACTERS]

@@ -49,10 +49,9 @@ def attend(
     T = query.shape[-2]
     S = key.shape[-2]
     if 0 < window < T:
-        compute = sliding_window_attention
         if torch.compiler.is_compiling() and has_wrong_gradient(query, key):
-            compute = torch.compiler.disable(sliding_window_attention)
-        return compute(query, key, value, dropout_p, window)
+            return uncompiled_sliding_window_attention(query, key, value, dropout_p, window)
+        return sliding_window_attention(query, key, value, dropout_p, window)
     if 0 < window < S:
         S = min(S, T + window - 1)
         key = key[:, :, -S:]
@@ -63,16 +62,37 @@ def attend(
         return unfused_attention(query, key, value, dropout_p, mask)
     if T == 1 and not dropout_p:
         return attend_from_last(query, key, value)
-    needs_mask = 1 < T < S  # a later chunk of a prompt
+    later_mask = causal_mask(T, S, window, query.device) if 1 < T < S else None  # in a prompt
+    key, value, is_grouped = prepare_groups(query, key, value, later_mask)
     return F.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=causal_mask(T, S, window, query.device) if needs_mask else None,
+        attn_mask=later_mask,
         dropout_p=dropout_p,
         is_causal=True if is_square else False,  # noqa: SIM210  SDPA refuses a symbolic bool
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=is_grouped,
     )
+
+
+def prepare_groups(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, bool]:
+    """Return keys and values for fused attention, and whether heads still share them.
+
+    On a GPU only flash attention shares them: 16 bits, without a mask, compute capability 8 or
+    more. Otherwise they are repeated for each head, as T × T weights take more memory.
+    """
+    H = query.shape[1]
+    if key.shape[1] == H:
+        return key, value, False
+    if query.device.type != "cuda":
+        return key, value, True
+    is_flash = mask is None and query.dtype != torch.float32
+    if is_flash and torch.cuda.get_device_properties(query.device).major >= 8:
+        return key, value, True
+    key, value = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (key, value))
+    return key, value, False
 
 
 def has_wrong_gradient(query: Tensor, key: Tensor) -> bool:
@@ -87,15 +107,12 @@ def attend_from_last(
     """Return attention of the last of S positions, (B, H, 1, K), to all or those of a mask.
 
     query is (B, H, 1, K); key and value are (B, G, S, K); the mask is (B, 1, 1, S), True where a
-    position is visible. On a CPU the heads of a group are computed as its queries, and large keys
-    are read by plain products: faster, though bfloat16 scores are rounded.
+    position is visible. The heads of a group are computed as its queries. On a CPU large keys are
+    read by plain products: faster, though bfloat16 scores are rounded.
     """
-    G = key.shape[1]
-    if query.device.type != "cpu":
-        is_grouped = query.shape[1] != G
-        return F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=is_grouped)
-    queries = query.unflatten(1, (G, -1)).squeeze(3)  # (B, G, H / G, K)
-    if key.numel() * key.element_size() >= MIN_UNFUSED_KEY_BYTES:
+    queries = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # (B, G, H / G, K)
+    is_large = key.numel() * key.element_size() >= MIN_UNFUSED_KEY_BYTES
+    if query.device.type == "cpu" and is_large:
         scores = key @ (queries / math.sqrt(query.shape[-1])).mT  # (B, G, S, H / G)
         if mask is not None:
             scores = scores.masked_fill(~mask.mT, -math.inf)
@@ -154,6 +171,9 @@ def sliding_window_attention(
     return torch.cat((first_output, output), dim=2)
 
 
+uncompiled_sliding_window_attention = torch.compiler.disable(sliding_window_attention)
+
+
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float, mask: Tensor, num_positions: int
 ) -> Tensor:
@@ -162,7 +182,7 @@ def masked_attention(
     has_wrong_gradient = query.dtype == torch.float32 and query.device.type == "cuda"
     if has_wrong_gradient or prefer_unfused_attention(query, num_positions, dropout_p):
         return unfused_attention(query, key, value, dropout_p, mask)
-    is_grouped = query.shape[1] != key.shape[1]
+    key, value, is_grouped = prepare_groups(query, key, value, mask)
     return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, enable_gqa=is_grouped)
 
 
@@ -228,16 +248,11 @@ def check_attention(model: Any) -> None:
         raise UserError(f"model.py: {problem} (got a difference of {difference:.1%}). {advice}.")
 
 
-def attention_difference(model: Any) -> float:
-    """Return the largest difference between loop and fused path, relative to the values.
-
-    Compared are outputs and gradients of a small model with the options of ``model``, in float32
-    and with random weights.
-    """
-    config = model.config
+def shrink_config(config: Any, dropout: float = 0.0) -> Any:
+    """Return the configuration of a small model with the options of another."""
     windows = tuple({min(window, MAX_CHECKED_WINDOW) for window in config.layer_windows})
     num_groups = min(config.num_groups, 2)
-    small_config = replace(
+    return replace(
         config,
         attention="fused",
         vocab_size=2,
@@ -249,8 +264,17 @@ def attention_difference(model: Any) -> float:
         head_dim=8,
         d_model=16,
         d_ff=16,
-        dropout=0.0,
+        dropout=dropout,
     )
+
+
+def attention_difference(model: Any) -> float:
+    """Return the largest difference between loop and fused path, relative to the values.
+
+    Compared are outputs and gradients of a small model with the options of ``model``, in float32
+    and with random weights.
+    """
+    small_config = shrink_config(model.config)
     differences = [torch.zeros(())]
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
         torch.manual_seed(1)

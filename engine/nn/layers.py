@@ -104,7 +104,8 @@ class RMSNorm(nn.RMSNorm):
         """Normalize the last dimension: (…, width) → (…, width)."""
         weight = None if self.weight is None else self.weight.to(x.dtype)
         if x.device.type != "cpu" or torch.compiler.is_compiling():
-            return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+            # CUDA's autocast computes it in float32, and that of CPUs does not.
+            return F.rms_norm(x, self.normalized_shape, weight, self.eps).to(x.dtype)
         scale_rows = UnitRMS.apply if x.requires_grad else UnitRMS.forward
         y, _ = scale_rows(x, self.cpu_epsilon)
         return y if weight is None else y * weight

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from engine.core.cli import shell_command
-from engine.core.device import total_memory
+from engine.core.device import usable_memory
 from engine.core.files import atomic_write, read_json, to_json
 from engine.core.settings import flatten
 from engine.data.batches import Mixture
@@ -136,7 +136,7 @@ def describe_environment(trainer: Trainer, config: TrainConfig) -> dict[str, Any
     machine = {
         "processor": processor_name(),
         "cores": os.cpu_count(),
-        "memory": f"{total_memory(torch.device('cpu')) / 2**30:,.0f} GiB",
+        "memory": f"{usable_memory(torch.device('cpu')) / 2**30:,.0f} GiB",
         "device": str(device),
         "processes": trainer.dist_ctx.size,
         "system": platform.platform(terse=True),
@@ -146,7 +146,7 @@ def describe_environment(trainer: Trainer, config: TrainConfig) -> dict[str, Any
     if commit := describe_commit():
         machine["commit"] = commit
     if device.type == "cuda":
-        memory = f"{total_memory(device) / 2**30:,.0f} GiB"
+        memory = f"{torch.cuda.get_device_properties(device).total_memory / 2**30:,.0f} GiB"
         machine["GPU"] = f"{torch.cuda.get_device_name(device)}, {memory}"
     defaults = flatten(TrainConfig())
     typed = [name for name, value in flatten(config).items() if value != defaults[name]]

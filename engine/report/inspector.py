@@ -167,8 +167,8 @@ class ModelInspector:
         turns: list[Turn] = [*zip(roles, request.turns, strict=False)]
         ids, limit = self.generator.encode_turns(turns, request.max_new_tokens)
         stream = self.make_stream(ids, limit)
-        model = self.models(request.off)[-1]
-        for _, text in complete_streams(model, [stream], seed=request.seed, **request.filters):
+        engine = DecodingEngine(self.models(request.off)[-1])
+        for _, text in complete_streams(engine, [stream], seed=request.seed, **request.filters):
             yield {"text": text}
         yield {
             "end": LENGTH_LIMIT_REASON if stream.hit_token_limit else "the model ended its answer",

@@ -15,6 +15,7 @@ from engine.core.errors import UserError
 from engine.core.files import to_json
 from engine.data.chats.chat import encode_chat, own_template
 from engine.data.chats.examples import parse_messages
+from engine.generation.decoding_engine import DecodingEngine
 from engine.generation.sampling import FilterOptions, row_seeds
 from engine.generation.text_batch import TextBatch, Token, banned_tokens
 from engine.generation.text_generator import TextGenerator
@@ -60,8 +61,7 @@ class Api:
         self.context_length = generator.model.config.context_length
         self.arrivals: set[Arrivals] = set()  # of the requests in progress
         banned = banned_tokens(generator.tokenizer, generator.model, generator.ends.token_ids)
-        batch = TextBatch(generator.decoder, MAX_ROWS, banned)
-        batch.engine.min_positions = self.context_length
+        batch = TextBatch(DecodingEngine(generator.decoder), MAX_ROWS, banned)
         self.worker = BatchWorker(batch, MAX_WAITING_TEXTS)
         created = int(time.time())
         self.model = {"id": name, "object": "model", "created": created, "owned_by": "user"}

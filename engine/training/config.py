@@ -17,7 +17,7 @@ from engine.core.settings import build, load_settings, read_toml
 from engine.core.values import field_values
 from engine.data.batches import dataset_paths
 from engine.data.dataset import dataset_name
-from engine.nn.acceleration import GRAPH_POOLS
+from engine.nn.acceleration import can_capture_graphs
 from engine.nn.bounds import Count, Probability, Width
 from engine.runs.run_files import list_checkpoints
 from engine.training.optimizer import OptimizerConfig, OptimizerSettings, default_rates
@@ -185,7 +185,7 @@ class RunConfig(CommonConfig):
         is_alone = dist_ctx.size == 1 and not dist_ctx.sharded
         # Recomputed dropout restores the state of a generator, which a capture may forbid.
         restores_generator = self.checkpoint_activations and self.model.dropout > 0
-        can_capture = dist_ctx.device.type in GRAPH_POOLS and is_alone and not restores_generator
+        can_capture = can_capture_graphs(dist_ctx.device) and is_alone and not restores_generator
         return self.capture and can_capture
 
     def evaluation_tokens(self, split_tokens: int, is_last: bool) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 from engine.core.cli import count_noun
-from engine.core.device import DTYPE_BY_NAME, total_memory
+from engine.core.device import DTYPE_BY_NAME, usable_memory
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
 from engine.nn.loss import max_chunk_rows
@@ -91,7 +91,7 @@ def activation_bytes(config: RunConfig, rows: int, dist_ctx: DistributedContext)
 def memory_limit(dist_ctx: DistributedContext) -> float:
     """Return the bytes that a rank has: ranks on CPUs are of one machine."""
     num_ranks = dist_ctx.size if dist_ctx.device.type == "cpu" else 1
-    return total_memory(dist_ctx.device) / num_ranks
+    return usable_memory(dist_ctx.device) / num_ranks
 
 
 def estimate_memory(config: RunConfig, rows: int, dist_ctx: DistributedContext) -> dict[str, float]:

@@ -2,7 +2,10 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 
 from engine.core import sharding
 from engine.core.cli import say, warn
-from engine.core.device import DTYPE_BY_NAME, mixed_precision, total_memory
+from engine.core.device import DTYPE_BY_NAME, TOLERANCES, mixed_precision, usable_memory
 from engine.core.distributed import DistributedContext
 from engine.core.sharding import gradient_sync
 from engine.data.batches import Mixture, inputs_and_targets
@@ -23,14 +26,17 @@ from engine.nn.acceleration import (
     StaticGradients,
     checkpoint_activations,
 )
-from engine.nn.attention import DocumentAttention
+from engine.nn.attention import DocumentAttention, shrink_config
 from engine.nn.inference import build_decoder
+from engine.runs.checkpoint import build_meta_model
 from engine.training.budget import Budget
 from engine.training.config import RunConfig
-from engine.training.estimate import fits_merged_weights
+from engine.training.estimate import fits_merged_weights, lora_arguments
+from engine.training.optimizer import Optimizer
 from model import GPT, Block
 
 WARMUP_WINDOW_TOKENS = 16
+NUM_COMPARED_STEPS = 4  # of a small model
 
 
 class Passes:
@@ -56,6 +62,8 @@ class Passes:
         params = [param for param in model.parameters() if param.requires_grad]
         self.gradients = StaticGradients(params)
         self.captured_pass = CapturedCalls(self.acceleration.pool)
+        self.num_passes: Counter[tuple[Any, ...]] = Counter()  # of each graph, to check the first
+        self.num_checked_passes = 0
 
     def wrap_model(self) -> None:
         """Apply activation checkpointing, compilation and data parallelism to the model."""
@@ -71,7 +79,7 @@ class Passes:
         num_rows = config.micro_batch_rows(self.dist_ctx) * self.dist_ctx.size
         if self.dist_ctx.sharded and num_rows < config.batch_size:
             gradient_bytes = 4 * self.model.num_parameters  # of full ones, on each rank
-            is_too_large = gradient_bytes > total_memory(self.dist_ctx.device) / 4
+            is_too_large = gradient_bytes > usable_memory(self.dist_ctx.device) / 4
             self.reduce_every_microbatch = self.dist_ctx.any(is_too_large)
         if self.reduce_every_microbatch:
             text = "gradients are reduced after each micro-batch, to save memory"
@@ -99,6 +107,12 @@ class Passes:
             split = self.data.datasets[0].val
             self.loss(self.model, *next(self.evaluation_batches(split)))
 
+    @property
+    def is_compiled_alone(self) -> bool:
+        """Whether gradients are those of a compiled model, without other ranks."""
+        is_alone = self.dist_ctx.size == 1 and not self.dist_ctx.sharded
+        return is_alone and self.acceleration.undo_compilation is not None
+
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Let the model compute as in evaluation, without gradients."""
@@ -108,6 +122,8 @@ class Passes:
                 yield
         finally:
             self.model.train()
+            for key in self.num_passes:  # an evaluation may have used the memory of a graph
+                self.num_passes[key] = self.num_checked_passes - 1
 
     def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of a micro-batch, (B, T) each, summed over its targets."""
@@ -128,14 +144,91 @@ class Passes:
         the next call may overwrite.
         """
         with self.attention_window_warmup() as window:
-            if self.acceleration.captures:
-                compute = self._compute_static_gradients
-                return self.captured_pass(compute, inputs, targets, scale, key=(is_first, window))
-            sync = self.reduce_every_microbatch or is_last
-            with gradient_sync(self.ddp_model, sync), self.autocast():
-                loss = self.loss(self.ddp_model, inputs, targets)
-                (loss * scale).backward()
+            add = partial(self._add_gradients, inputs, targets, scale, (is_first, window), is_last)
+            key = (is_first, window, inputs.shape)
+            self.num_passes[key] += 1
+            is_fast = self.acceleration.captures or self.is_compiled_alone
+            if is_fast and self.num_passes[key] <= self.num_checked_passes:
+                return self._add_checked_gradients(add, is_first)
+            return add()
+
+    def _add_gradients(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        scale: Tensor,
+        key: tuple[bool, int],
+        is_last: bool,
+        is_captured: bool = True,
+    ) -> Tensor:
+        """Do what :meth:`add_gradients` does."""
+        if self.acceleration.pool and self.acceleration.captures:
+            compute = self._compute_static_gradients
+            if is_captured:
+                return self.captured_pass(compute, inputs, targets, scale, key=key)
+            return self.acceleration.pool.run(partial(compute, inputs, targets, scale, *key))
+        sync = self.reduce_every_microbatch or is_last
+        with gradient_sync(self.ddp_model, sync), self.autocast():
+            loss = self.loss(self.ddp_model, inputs, targets)
+            (loss * scale).backward()
         return loss.detach()
+
+    def _add_checked_gradients(self, add: Callable[..., Tensor], is_first: bool) -> Tensor:
+        """Add gradients as fast as possible, then plainly, and keep the plain ones.
+
+        What makes them differ is not used again. Without memory for both, nothing is compared.
+        Compiled dropout draws other numbers: with dropout, both are compiled.
+        """
+        earlier: list[Tensor | None] = []
+        loss: Tensor | None = None
+
+        def restore() -> None:
+            for param, grad in zip(self.gradients.params, earlier, strict=False):
+                if grad is None or param.grad is None:
+                    param.grad = None
+                else:
+                    param.grad.copy_(grad)
+
+        try:
+            for param in self.gradients.params:
+                grad = None if is_first else param.grad
+                earlier.append(None if grad is None else grad.clone())
+            with forked_generators(self.dist_ctx.device):
+                actual = self._fingerprint(add())
+            restore()
+            is_compiled = self.acceleration.undo_compilation and not self.config.model.dropout
+            with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+                loss = add(is_captured=False)
+        except torch.OutOfMemoryError:
+            self.num_checked_passes = 0
+        if loss is None:
+            restore()
+            return add()
+        if problem := self._describe_difference(actual, self._fingerprint(loss)):
+            self.num_passes.clear()
+            self.acceleration.step_back(problem)
+        return loss
+
+    def _fingerprint(self, loss: Tensor) -> Tensor:
+        """Return a loss, the norm of each gradient, and its sum with alternating signs."""
+        grads = [param.grad.flatten() for param in self.gradients.params if param.grad is not None]
+        sums = [2 * grad[::2].sum() - grad.sum() for grad in grads]
+        return torch.stack([loss, *torch._foreach_norm(grads), *sums]).double().cpu()
+
+    def _describe_difference(self, actual: Tensor, expected: Tensor) -> str:
+        """Name the largest difference between two fingerprints; "" if all are within rounding."""
+        tolerance = TOLERANCES[DTYPE_BY_NAME[self.config.dtype]]
+        named_params = self.model.named_parameters()
+        names = [f"the gradient of {name}" for name, p in named_params if p.grad is not None]
+        norms = expected[1 : 1 + len(names)]
+        norms = norms.clamp(min=tolerance * norms.nan_to_num(0, 0).max())
+        differences = (actual - expected).abs() / torch.cat((expected[:1].abs(), norms, norms))
+        has_numbers = actual.isfinite() | expected.isfinite()
+        differences = differences.nan_to_num(math.inf).masked_fill(~has_numbers, 0)
+        if differences.max() <= tolerance:
+            return ""
+        name = ["the loss", *names, *names][int(differences.argmax())]
+        return f"results differ from plain ones: {name} by {differences.max():.1%}"
 
     def _compute_static_gradients(
         self, inputs: Tensor, targets: Tensor, scale: Tensor, is_first: bool, window: int
@@ -194,3 +287,50 @@ class Passes:
         with self.autocast():
             yield self.model.eval(), DTYPE_BY_NAME[self.config.dtype]
         self.model.train()
+
+
+def forked_generators(device: torch.device) -> contextlib.AbstractContextManager:
+    """Return a context after which the global generators have the states from before it."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+
+def describe_update_difference(
+    config: RunConfig, dist_ctx: DistributedContext, data: Mixture
+) -> str:
+    """Compare captured steps with plain ones; return "" if the weights after them are equal.
+
+    The model is small and has random weights, and the options and the optimizer of the run.
+    """
+    dtype = DTYPE_BY_NAME[config.dtype]
+    model_config = shrink_config(config.model, dropout=config.model.dropout)
+    config = replace(config, compile=False, model=model_config)
+    shape = (2, 2, model_config.context_length)
+    tokens = torch.arange(math.prod(shape), device=dist_ctx.device).view(shape) // 3 % 2
+    results = []
+    for captures in (True, False):
+        with forked_generators(dist_ctx.device):
+            torch.manual_seed(1)
+            model = build_meta_model(model_config, lora_arguments(config))
+            model = sharding.shard_and_allocate(model, dist_ctx, dtype)
+            for param in model.parameters():
+                nn.init.normal_(param, std=0.5)
+            passes = Passes(model, replace(config, capture=captures), dist_ctx, data)
+            optimizer = Optimizer(
+                model, config.optimizer, dist_ctx, dtype, passes.acceleration.pool
+            )
+            for step in range(NUM_COMPARED_STEPS):
+                passes.budget.progress = step / NUM_COMPARED_STEPS
+                for index in range(2):
+                    scale = torch.tensor(
+                        optimizer.loss_scale / tokens.numel(), device=dist_ctx.device
+                    )
+                    passes.add_gradients(tokens[0], tokens[1], scale, index == 0, index == 1)
+                optimizer.step(step, NUM_COMPARED_STEPS)
+        results.append(dict(model.named_parameters()))
+        if captures and not passes.acceleration.captures:
+            return "steps of a small model failed"
+    for (name, actual), expected in zip(results[0].items(), results[1].values(), strict=True):
+        difference = ((actual - expected).norm() / expected.norm()).item()
+        if not difference <= TOLERANCES[dtype]:
+            return f"updates differ from plain ones: {name} by {difference:.1%}"
+    return ""

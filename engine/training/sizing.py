@@ -16,7 +16,7 @@ from engine.core.device import choose_num_threads
 from engine.core.distributed import DistributedContext
 from engine.core.settings import flatten
 from engine.data.batches import Mixture
-from engine.nn.acceleration import GRAPH_POOLS
+from engine.nn.acceleration import can_capture_graphs
 from engine.training.config import (
     DEFAULT_MINUTES,
     DEFAULT_STEPS,
@@ -127,31 +127,44 @@ class SizeSearch:
         return min(sizes, key=lambda size: size.loss)
 
     def for_time(self, end: float, measure: Callable[[RunConfig, Mixture], float]) -> Size:
-        """Return the best size until a time. The best depth and the next one are timed."""
+        """Return the best size until a time. The best depth and the next one are timed.
+
+        On a GPU, where compiling takes longer than timing, what it gains is measured once.
+        """
         speeds: dict[int, float] = {}
-        is_alone_on_cpu = self.dist_ctx.size == 1 and self.dist_ctx.device.type == "cpu"
-        started_at = time.monotonic()
-        depth = self.depths[0]
-        while depth not in speeds:
+        device = self.dist_ctx.device
+        is_gpu = can_capture_graphs(device)
+
+        def measure_speed(depth: int, compiles: bool) -> float:
             timed = self.make_size(depth, TIMED_TOKENS)
             config = make_run_config(self.config, timed.settings, self.dist_ctx)
-            config = replace(config, optimizer=replace(config.optimizer, window_warmup=0.0))
-            if config.captures_steps(self.dist_ctx):  # to compile takes longer than to train
-                config = replace(config, compile=False)
+            optimizer = replace(config.optimizer, window_warmup=0.0)
+            config = replace(config, optimizer=optimizer, compile=config.compile and compiles)
             row_length = self.data.row_length(config.context_length)
             config = fit_micro_batches(config, self.dist_ctx, row_length)
             step_seconds = measure(config, self.data)
-            if is_alone_on_cpu and not speeds:
+            if self.dist_ctx.size == 1 and device.type == "cpu" and not speeds:
                 step_seconds = choose_num_threads(step_seconds, partial(measure, config, self.data))
-            speeds[depth] = timed.step_tokens * timed.operations / step_seconds
+            return timed.step_tokens * timed.operations / step_seconds
+
+        def find_best(gain: float = 1.0) -> Size:
             seconds = self.dist_ctx.broadcast(max(1.0, end - time.monotonic()))
-            best = self.best_size(seconds, speeds)
-            depth = best.depth
+            return self.best_size(seconds, {depth: gain * speeds[depth] for depth in speeds})
+
+        started_at = time.monotonic()
+        depth = self.depths[0]
+        while depth not in speeds:
+            speeds[depth] = measure_speed(depth, compiles=not is_gpu)
+            best = find_best()
             is_late = started_at + MAX_TIMING * (end - started_at) < time.monotonic()
-            if self.dist_ctx.any(is_late and self.dist_ctx.device.type in GRAPH_POOLS):
+            if self.dist_ctx.any(is_late and is_gpu):
                 break
+            depth = best.depth
             if depth in speeds and depth < self.depths[-1]:
                 depth += self.depths.step
+        if is_gpu and self.config.compile is not False:
+            depth = min(speeds, key=lambda timed: abs(timed - best.depth))
+            best = find_best(measure_speed(depth, compiles=True) / speeds[depth])
         return best
 
     def for_steps(self, steps: int) -> Size:

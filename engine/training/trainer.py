@@ -14,7 +14,7 @@ from engine.core import sharding
 from engine.core.cli import count_noun, say, warn
 from engine.core.device import DTYPE_BY_NAME
 from engine.core.distributed import DistributedContext
-from engine.core.errors import UserError, is_bug
+from engine.core.errors import UserError, describe_briefly, is_bug
 from engine.core.settings import build, flatten, to_toml
 from engine.data.batches import Batches, Mixture
 from engine.data.split import BatchSpec
@@ -34,11 +34,12 @@ from engine.training.budget import Budget
 from engine.training.config import RunConfig
 from engine.training.estimate import lora_arguments, micro_batch_sizes
 from engine.training.optimizer import Optimizer, OptimizerConfig, learning_rate_at
-from engine.training.passes import Passes
+from engine.training.passes import Passes, describe_update_difference
 from engine.training.resolve import changed_settings, init_token_rows, split_token_ids
 from engine.training.run_dir import RunDir
 from model import GPT
 
+NUM_CHECKED_PASSES = 3  # of a graph: compared with plain ones, the first two replays among them
 CHECKPOINT_BYTES_PER_SECOND = 5e8  # written and hashed
 CAPTURED_LENGTH_MULTIPLE = 64  # of padded examples, for few lengths
 
@@ -91,8 +92,14 @@ class Trainer:
         self.base_reference: BaseReference | None = None  # of LoRA, on the main process
         self.model: GPT = sharding.shard_and_allocate(model, dist_ctx, dtype)
         self.passes = Passes(self.model, config, dist_ctx, data)
-        self.passes.acceleration.make_room = self.halve_micro_batches
+        self.passes.acceleration.make_room = self.make_room
         pool = self.passes.acceleration.pool
+        if run_dir:
+            self.passes.num_checked_passes = NUM_CHECKED_PASSES
+        if pool and run_dir:
+            problem = describe_update_difference(config, dist_ctx, data)
+            if problem:
+                pool.fail(f"captured {problem}")
         self.optimizer = Optimizer(self.model, config.optimizer, dist_ctx, dtype, pool)
 
         rank_slice = dist_ctx.rank_slice(config.batch_size)
@@ -129,7 +136,7 @@ class Trainer:
             try:
                 getattr(callback, event)(self, *arguments)
             except Exception as error:
-                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                reason = describe_briefly(error)
                 text = f"{type(callback).__name__} failed ({reason}); training continues"
                 if is_bug(error) and text not in self.warnings:
                     traceback.print_exception(error)
@@ -216,11 +223,20 @@ class Trainer:
 
     # Memory and time.
 
-    def halve_micro_batches(self) -> bool:
-        """Halve the rows of micro-batches, which were too many for memory in the first step.
+    @property
+    def num_captures(self) -> int:
+        """The number of CUDA graphs that were captured."""
+        calls = (self.passes.captured_pass, self.optimizer.captured_norm)
+        return sum(each.num_captures for each in (*calls, self.optimizer.captured_update))
 
-        Returns False in a later step, and on several ranks. Raises UserError for one row.
+    def make_room(self) -> bool:
+        """Drop the graphs of passes, or halve micro-batches, which are too large for memory.
+
+        Returns False without graphs in a later step, and on several ranks. Raises UserError for one
+        row.
         """
+        if self.passes.captured_pass.drop_graphs():
+            return True
         if self.dist_ctx.size > 1 or self.step > self.budget.first_step:
             return False
         rows = self.config.micro_batch_rows(self.dist_ctx)
@@ -231,7 +247,7 @@ class Trainer:
         rows = micro_batch_sizes(self.config.batch_size, rows // 2)[0]
         self.config = replace(self.config, micro_batch_size=rows)
         self.passes.config = self.config
-        self.passes.captured_pass.replays.clear()
+        self.passes.captured_pass.graphs.clear()
         if self.run_dir:
             self.run_dir.write_settings(to_toml(self.config))
         warn(f"out of memory: micro-batches have {count_noun(rows, 'sequence')} from now on")

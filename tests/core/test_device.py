@@ -16,7 +16,7 @@ from engine.core.device import (
     choose_num_threads,
     fast_dtype,
     mixed_precision,
-    total_memory,
+    usable_memory,
 )
 from engine.core.errors import UserError
 
@@ -84,10 +84,10 @@ def test_freed_memory_is_reused():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
-def test_total_memory_is_that_of_the_machine():
+def test_usable_memory_is_that_of_the_machine():
     with open("/proc/meminfo") as file:
         kibibytes = int(file.readline().split()[1])
-    assert total_memory(CPU_DEVICE) / 2**10 == pytest.approx(kibibytes, rel=1e-3)
+    assert usable_memory(CPU_DEVICE) / 2**10 == pytest.approx(kibibytes, rel=1e-3)
 
 
 def test_deterministic_run_is_the_same_run(numbers, trained, monkeypatch):

@@ -16,6 +16,7 @@ from engine.core.errors import UserError
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer
 from engine.generation import decoding_engine, text_batch
 from engine.generation.beam_search import search_text
+from engine.generation.decoding_engine import DecodingEngine
 from engine.generation.sampling import row_seeds
 from engine.generation.text_batch import Event, TextBatch, TextRequest, Token
 from engine.generation.text_stream import TextStream
@@ -91,7 +92,7 @@ def test_texts_of_requests_that_join_leave_and_fail_in_a_batch_are_those_alone(
     requests += [draw_request(draw, prompt=requests[-1].stream.prompt) for _ in range(3)]
     failing = draw_request(draw, prompt=[1, 2], limit=9, repetition_penalty=math.nan)
     requests += [draw_request(draw, prompt=[1, 2]), failing, draw_request(draw, prompt=[1, 2])]
-    batch = TextBatch(build_decoder(model), max_rows, BANNED)
+    batch = TextBatch(DecodingEngine(build_decoder(model)), max_rows, BANNED)
     events = run(batch, requests, max_tokens, draw if are_cancelled else None)
     for request in requests:
         arrivals = arrivals_of(request, events)
@@ -122,7 +123,7 @@ def test_a_text_whose_logits_are_not_finite_ends_alone(plain_steps, kind):
         if len(logits) == 3:
             logits[1] = torch.nan
 
-    batch = TextBatch(model, 3, BANNED)
+    batch = TextBatch(DecodingEngine(model), 3, BANNED)
     if kind == "prompt":
         model.token_embedding.weight.data[35] = torch.nan  # an id that no text has
     else:
@@ -139,7 +140,7 @@ def test_logprobs_are_those_of_the_model_and_the_same_for_a_text_and_for_its_ech
     draw = random.Random(5)
     options = {"stop": (), "repetition_penalty": 1.5, "reports_prompt": True}
     request = draw_request(draw, prompt=[1, 2, 3, 4, 5], limit=9, num_logprobs=3, **options)
-    batch = TextBatch(model, 2, BANNED)
+    batch = TextBatch(DecodingEngine(model), 2, BANNED)
     tokens = arrivals_of(request, run(batch, [request, draw_request(draw)]))[:-1]
     ids = [token.id for token in tokens]
     assert ids[:5] == [1, 2, 3, 4, 5] and [token.offset for token in tokens] == [*range(14)]
@@ -169,7 +170,7 @@ def test_offsets_are_those_of_the_text_also_if_the_tokenizer_adds_a_space(prompt
     pieces = {token: tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)}
     word = next(token for token, piece in pieces.items() if piece.startswith(b" "))
     model = random_model(dataclasses.replace(SMALL, vocab_size=tokenizer.vocab_size))
-    batch = TextBatch(model, 1, banned=[*pieces.keys() - {word}])
+    batch = TextBatch(DecodingEngine(model), 1, banned=[*pieces.keys() - {word}])
     request = TextRequest(TextStream(tokenizer, ids, 3), 0, {}, reports_prompt=reports_prompt)
     events = run(batch, [request])
     text = (pieces[word] * 3).decode()[prompt == "</s>" :]
@@ -183,7 +184,8 @@ def complete_all(model, prompts, limit: int, batch_size: int, stop=(), **options
     """Return the texts after prompts."""
     streams = [TextStream(LETTERS, ids, limit, stop) for ids in prompts]
     texts = [""] * len(prompts)
-    for index, text in text_batch.complete_streams(model, streams, batch_size, **options):
+    engine = DecodingEngine(model)
+    for index, text in text_batch.complete_streams(engine, streams, batch_size, **options):
         texts[index] += text
     return texts
 
@@ -207,11 +209,11 @@ def test_rows_are_limited_by_memory_wherever_texts_start(monkeypatch):
     model = random_model(SMALL)
     expected = complete_all(model, [[1, 2]] * 9, 20, 9)
     row_bytes = 4 * 2 * SMALL.num_layers * SMALL.d_model * SMALL.context_length
-    monkeypatch.setattr(decoding_engine, "total_memory", lambda device: 3.5 * 4 * row_bytes)
+    monkeypatch.setattr(decoding_engine, "usable_memory", lambda device: 3.5 * 4 * row_bytes)
     sizes = set()
     model.register_forward_pre_hook(lambda module, inputs: sizes.add(len(inputs[0])))
     assert complete_all(model, [[1, 2]] * 9, 20, 9) == expected and max(sizes) == 3
-    assert TextBatch(model, 9).max_rows == 3
+    assert TextBatch(DecodingEngine(model), 9).max_rows == 3
     stream = TextStream(LETTERS, [1, 2], 20)
     with pytest.raises(UserError, match=r"--beams.* 3 .*\(got 4\)"):
         search_text(model, stream, 4)
@@ -224,7 +226,7 @@ def test_equal_prompts_are_read_once_and_a_finished_text_makes_room_at_once():
     model.register_forward_pre_hook(lambda module, inputs: shapes.append(tuple(inputs[0].shape)))
     prompts = [([1], 1), ([1], 4), ([2, 2], 1), ([3, 3, 3], 2), ([1], 1)]
     streams = [TextStream(LETTERS, ids, limit) for ids, limit in prompts]
-    assert len([*text_batch.complete_streams(model, streams, 2)]) == 9
+    assert len([*text_batch.complete_streams(DecodingEngine(model), streams, 2)]) == 9
     assert shapes == [(1, 1), (1, 2), (1, 3), (2, 1), (1, 1), (1, 1), (1, 1)]
 
 

@@ -215,7 +215,7 @@ def test_tokens_that_are_new_to_the_base_are_trained(tune, folder, tmp_path, cap
 def test_where_merged_weights_do_not_fit_the_training_model_samples(tune, tmp_path, monkeypatch):
     flags = ["--steps", 8, "--learning-rate", 0, "--micro-batch-size", 4]
     tune("merged", *flags, callbacks=[Report()])
-    monkeypatch.setattr(estimate, "total_memory", lambda device: 1.0)
+    monkeypatch.setattr(estimate, "usable_memory", lambda device: 1.0)
     monkeypatch.setattr(passes, "build_decoder", None)
     tune("in-place", *flags, callbacks=[Report()])
     samples = [read_lines(tmp_path / name / "samples.jsonl") for name in ("merged", "in-place")]

@@ -11,6 +11,7 @@ from helpers import SMALL, random_model
 
 from engine.core.errors import UserError
 from engine.data.tokenizer import CharTokenizer
+from engine.generation.decoding_engine import DecodingEngine
 from engine.generation.sampling import row_seeds
 from engine.generation.text_batch import TextBatch, Token, complete_streams
 from engine.generation.text_stream import TextStream
@@ -36,14 +37,14 @@ class Client:
             if isinstance(arrival, Exception):
                 raise arrival
             text += arrival.text
-        pieces = complete_streams(model, [TextStream(*self.settings)], seed=1)
+        pieces = complete_streams(DecodingEngine(model), [TextStream(*self.settings)], seed=1)
         return text == "".join(piece for _, piece in pieces)
 
 
 @pytest.fixture
 def worker(monkeypatch) -> Iterator[BatchWorker]:
     monkeypatch.setattr("engine.serving.worker.MAX_PREFILL_TOKENS", 4)
-    worker = BatchWorker(TextBatch(random_model(SMALL), 3), max_waiting=8)
+    worker = BatchWorker(TextBatch(DecodingEngine(random_model(SMALL)), 3), max_waiting=8)
     yield worker
     worker.stop()
 

@@ -143,7 +143,7 @@ def test_planned_memory_is_the_peak_of_a_run(numbers, tmp_path, capsys):
 
 
 def test_fsdp_divides_all_but_what_is_gathered(monkeypatch):
-    monkeypatch.setattr(estimate, "total_memory", lambda device: 80e9)
+    monkeypatch.setattr(estimate, "usable_memory", lambda device: 80e9)
     model = ModelConfig(vocab_size=50304, num_layers=4, num_heads=4, d_model=4096)
     num_params = cached_meta_model(model).num_parameters
     other_params = 2 * 50304 * 4096
@@ -166,7 +166,7 @@ def test_micro_batches_divide_the_batch_and_are_the_largest_that_fit(monkeypatch
     config = RunConfig(model=SMALL, batch_size=24, dtype="float32")
     for limit, expected in ((12, 12), (2, 2), (24, 0), (0, 1)):
         needed = sum(estimate_memory(config, limit, SINGLE_PROCESS).values()) if limit else 1
-        monkeypatch.setattr(estimate, "total_memory", lambda device, n=needed: n / 0.9 + 1)
+        monkeypatch.setattr(estimate, "usable_memory", lambda device, n=needed: n / 0.9 + 1)
         assert fit_micro_batches(config, SINGLE_PROCESS, 128).micro_batch_size == expected
         lean = dataclasses.replace(config, checkpoint_activations=True)
         lean_rows = fit_micro_batches(lean, SINGLE_PROCESS, 128).micro_batch_size
@@ -221,7 +221,7 @@ def test_a_run_that_does_not_fit_is_refused_with_flags_with_which_it_fits(lora_r
     used = set()
     needed = sum(estimate_memory(config, 1, SINGLE_PROCESS).values())
     for fraction in [1 - number / 1000 for number in range(120)]:
-        monkeypatch.setattr(estimate, "total_memory", lambda _, f=fraction: needed * f / 1.1 + 1)
+        monkeypatch.setattr(estimate, "usable_memory", lambda _, f=fraction: needed * f / 1.1 + 1)
         try:
             check_memory(config, SINGLE_PROCESS, 128)
             assert fraction == 1.0

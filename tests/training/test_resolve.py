@@ -89,7 +89,7 @@ def test_the_context_fits_examples_base_and_memory(data, base, context_length, m
     length, fitting = fit(data, base)
     assert (length, fitting.num_removed) == (context_length, 0)
     if base and not data.longest_example:
-        monkeypatch.setattr(estimate, "total_memory", lambda device: 1.0)
+        monkeypatch.setattr(estimate, "usable_memory", lambda device: 1.0)
         assert fit(data, base)[0] == 1
 
 

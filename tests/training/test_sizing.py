@@ -275,7 +275,7 @@ def test_a_batch_that_does_not_fit_in_memory_is_split(data, size, monkeypatch):
     assert resolved.micro_batch_size == 0
     needed = sum(estimate.estimate_memory(resolved, 2, SINGLE_PROCESS).values()) / 0.9
     for memory, rows in ((needed + 1, 2), (1.0, 1)):
-        monkeypatch.setattr(estimate, "total_memory", lambda device, memory=memory: memory)
+        monkeypatch.setattr(estimate, "usable_memory", lambda device, memory=memory: memory)
         assert run_settings(config, data) == dataclasses.replace(resolved, micro_batch_size=rows)
 
 
@@ -307,6 +307,7 @@ def test_little_of_a_run_on_a_gpu_goes_by_with_timing_sizes(graphs, data, monkey
         return 1e-4
 
     run_config = run_settings(TrainConfig(minutes=1, compile=True), data, measure)
-    assert len(timed) == 1 and not timed[0].compile and run_config.compile
+    assert [config.compile for config in timed] == [False, True] and run_config.compile
+    assert timed[0].model == timed[1].model
     run_settings(TrainConfig(minutes=2, compile=True), data, measure)
-    assert len(timed) == 1 + 2
+    assert [config.compile for config in timed[2:]] == [False, False, True]
