@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -64,6 +64,7 @@ class Passes:
         self.captured_pass = CapturedCalls(self.acceleration.pool)
         self.num_passes: Counter[tuple[Any, ...]] = Counter()  # of each graph, to check the first
         self.num_checked_passes = 0
+        self.tolerance = TOLERANCES[DTYPE_BY_NAME[config.dtype]]
 
     def wrap_model(self) -> None:
         """Apply activation checkpointing, compilation and data parallelism to the model."""
@@ -194,7 +195,7 @@ class Passes:
                 grad = None if is_first else param.grad
                 earlier.append(None if grad is None else grad.clone())
             with forked_generators(self.dist_ctx.device):
-                actual = self._fingerprint(add())
+                actual = fingerprint(add(), self._gradients())
             restore()
             is_compiled = self.acceleration.undo_compilation and not self.config.model.dropout
             with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
@@ -204,31 +205,15 @@ class Passes:
         if loss is None:
             restore()
             return add()
-        if problem := self._describe_difference(actual, self._fingerprint(loss)):
+        expected = fingerprint(loss, self._gradients())
+        if problem := describe_difference([*self._gradients()], actual, expected, self.tolerance):
             self.num_passes.clear()
             self.acceleration.step_back(problem)
         return loss
 
-    def _fingerprint(self, loss: Tensor) -> Tensor:
-        """Return a loss, the norm of each gradient, and its sum with alternating signs."""
-        grads = [param.grad.flatten() for param in self.gradients.params if param.grad is not None]
-        sums = [2 * grad[::2].sum() - grad.sum() for grad in grads]
-        return torch.stack([loss, *torch._foreach_norm(grads), *sums]).double().cpu()
-
-    def _describe_difference(self, actual: Tensor, expected: Tensor) -> str:
-        """Name the largest difference between two fingerprints; "" if all are within rounding."""
-        tolerance = TOLERANCES[DTYPE_BY_NAME[self.config.dtype]]
+    def _gradients(self) -> dict[str, Tensor]:
         named_params = self.model.named_parameters()
-        names = [f"the gradient of {name}" for name, p in named_params if p.grad is not None]
-        norms = expected[1 : 1 + len(names)]
-        norms = norms.clamp(min=tolerance * norms.nan_to_num(0, 0).max())
-        differences = (actual - expected).abs() / torch.cat((expected[:1].abs(), norms, norms))
-        has_numbers = actual.isfinite() | expected.isfinite()
-        differences = differences.nan_to_num(math.inf).masked_fill(~has_numbers, 0)
-        if differences.max() <= tolerance:
-            return ""
-        name = ["the loss", *names, *names][int(differences.argmax())]
-        return f"results differ from plain ones: {name} by {differences.max():.1%}"
+        return {name: param.grad for name, param in named_params if param.grad is not None}
 
     def _compute_static_gradients(
         self, inputs: Tensor, targets: Tensor, scale: Tensor, is_first: bool, window: int
@@ -294,6 +279,28 @@ def forked_generators(device: torch.device) -> contextlib.AbstractContextManager
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
+def fingerprint(loss: Tensor, tensors: dict[str, Tensor]) -> Tensor:
+    """Return a loss, and of each tensor the norm and the sum with alternating signs."""
+    flat = [tensor.flatten() for tensor in tensors.values()]
+    sums = [2 * values[::2].sum() - values.sum() for values in flat]
+    return torch.stack([loss, *torch._foreach_norm(flat), *sums]).double().cpu()
+
+
+def describe_difference(
+    names: Sequence[str], actual: Tensor, expected: Tensor, tolerance: float
+) -> str:
+    """Name the largest difference between two fingerprints; "" if all are within a tolerance."""
+    norms = expected[1 : 1 + len(names)]
+    norms = norms.clamp(min=tolerance * norms.nan_to_num(0, 0).max())
+    differences = (actual - expected).abs() / torch.cat((expected[:1].abs(), norms, norms))
+    has_numbers = actual.isfinite() | expected.isfinite()
+    differences = differences.nan_to_num(math.inf).masked_fill(~has_numbers, 0)
+    if differences.max() <= tolerance:
+        return ""
+    name = ["the loss", *names, *names][int(differences.argmax())]
+    return f"results differ from plain ones by {differences.max():.1%} ({name})"
+
+
 def describe_update_difference(
     config: RunConfig, dist_ctx: DistributedContext, data: Mixture
 ) -> str:
@@ -305,8 +312,9 @@ def describe_update_difference(
     model_config = shrink_config(config.model, dropout=config.model.dropout)
     config = replace(config, compile=False, model=model_config)
     shape = (2, 2, model_config.context_length)
-    tokens = torch.arange(math.prod(shape), device=dist_ctx.device).view(shape) // 3 % 2
+    inputs, targets = torch.arange(math.prod(shape), device=dist_ctx.device).view(shape) // 3 % 2
     results = []
+    problems: list[str] = []
     for captures in (True, False):
         with forked_generators(dist_ctx.device):
             torch.manual_seed(1)
@@ -315,22 +323,17 @@ def describe_update_difference(
             for param in model.parameters():
                 nn.init.normal_(param, std=0.5)
             passes = Passes(model, replace(config, capture=captures), dist_ctx, data)
-            optimizer = Optimizer(
-                model, config.optimizer, dist_ctx, dtype, passes.acceleration.pool
-            )
+            passes.acceleration.warn = problems.append
+            pool = passes.acceleration.pool
+            optimizer = Optimizer(model, config.optimizer, dist_ctx, dtype, pool)
             for step in range(NUM_COMPARED_STEPS):
-                passes.budget.progress = step / NUM_COMPARED_STEPS
-                for index in range(2):
-                    scale = torch.tensor(
-                        optimizer.loss_scale / tokens.numel(), device=dist_ctx.device
-                    )
-                    passes.add_gradients(tokens[0], tokens[1], scale, index == 0, index == 1)
+                passes.budget.progress = step / NUM_COMPARED_STEPS  # and the window changes
+                scale = torch.full((), optimizer.loss_scale / targets.numel()).to(dist_ctx.device)
+                passes.add_gradients(inputs, targets, scale, is_first=True, is_last=False)
+                loss = passes.add_gradients(inputs, targets, scale, is_first=False, is_last=True)
+                loss = loss.clone()  # before the next replay
                 optimizer.step(step, NUM_COMPARED_STEPS)
-        results.append(dict(model.named_parameters()))
-        if captures and not passes.acceleration.captures:
-            return "steps of a small model failed"
-    for (name, actual), expected in zip(results[0].items(), results[1].values(), strict=True):
-        difference = ((actual - expected).norm() / expected.norm()).item()
-        if not difference <= TOLERANCES[dtype]:
-            return f"updates differ from plain ones: {name} by {difference:.1%}"
-    return ""
+            results.append(fingerprint(loss, dict(model.named_parameters())))
+    names = [name for name, _ in model.named_parameters()]
+    actual, expected = results
+    return "".join(problems) or describe_difference(names, actual, expected, passes.tolerance)

@@ -96,9 +96,7 @@ class Trainer:
         pool = self.passes.acceleration.pool
         if run_dir:
             self.passes.num_checked_passes = NUM_CHECKED_PASSES
-        if pool and run_dir:
-            problem = describe_update_difference(config, dist_ctx, data)
-            if problem:
+            if pool and (problem := describe_update_difference(config, dist_ctx, data)):
                 pool.fail(f"captured {problem}")
         self.optimizer = Optimizer(self.model, config.optimizer, dist_ctx, dtype, pool)
 

@@ -12,6 +12,7 @@ from reference import OperationRecorder, decoding_definition
 
 from engine.generation import decoding_engine
 from engine.generation.decoding_engine import DecodingEngine, window_start
+from engine.nn.acceleration import CapturedCalls
 from engine.nn.inference import build_decoder
 
 CHANGES = [{"windows": (1, 5)}, {"windows": (3, 60), "num_kv_heads": 1}, {"context_length": 1}]
@@ -188,5 +189,20 @@ def test_decoding_continues_where_a_token_cannot_be_captured(graphs, capfd):
     decoding_engine.warn_of_capture.cache_clear()
     expected = decode(model, [[1, 2], [3]], 20, temperature=0)
     model.blocks[0].register_forward_hook(lambda block, _, y: y * (y.sum().item() != 0))
+    assert decode(model, [[1, 2], [3]], 20, temperature=0) == expected
+    assert capfd.readouterr().err.count("warning") == 1
+
+
+def test_a_captured_token_that_differs_is_not_used(graphs, capfd, monkeypatch):
+    model = random_model(SMALL)
+    decoding_engine.warn_of_capture.cache_clear()
+    expected = decode(model, [[1, 2], [3]], 20, temperature=0)
+    original = CapturedCalls.__call__
+
+    def call(calls, *inputs):
+        logits = original(calls, *inputs)
+        return logits.flip(-1) if calls.num_captures and calls.pool.is_enabled else logits
+
+    monkeypatch.setattr(CapturedCalls, "__call__", call)
     assert decode(model, [[1, 2], [3]], 20, temperature=0) == expected
     assert capfd.readouterr().err.count("warning") == 1

@@ -21,7 +21,9 @@ from torch._dynamo.testing import CompileCounter
 
 import train
 from engine.core.errors import UserError
+from engine.nn.acceleration import CapturedCalls
 from engine.runs.checkpoint import rank_evaluation
+from engine.training.passes import Passes
 from engine.training.trainer import Callback, Trainer
 
 # Three micro-batches, dropout, two windows of the first block.
@@ -150,6 +152,82 @@ def test_what_cannot_be_captured_runs_plainly_with_one_warning(
 
     assert_same_run(*run_twice(numbers, tmp_path, *FLAGS, callbacks=[Hook()]))
     assert capsys.readouterr().err.count("warning") == 1
+
+
+def spoil_replays(monkeypatch, name, spoil) -> None:
+    """Let replays of the functions of a name give other results, as an untested GPU may."""
+    original = CapturedCalls.__call__
+
+    def call(calls, function, *inputs, **options):
+        result = original(calls, function, *inputs, **options)
+        if function.__name__ == name and calls.num_captures and calls.pool.is_enabled:
+            spoil(function.__self__)
+        return result
+
+    monkeypatch.setattr(CapturedCalls, "__call__", call)
+
+
+def spoil_gradient(passes, first_step=0) -> None:
+    """Change the gradient of one parameter, from a step on."""
+    if round(passes.budget.progress * passes.budget.steps) >= first_step:
+        passes.model.blocks[1].feed_forward.expand.weight.grad.mul_(1.1)
+
+
+@torch.no_grad()
+def spoil_weight(optimizer) -> None:
+    """Change a parameter after its update."""
+    optimizer.parameters["head.weight"].mul_(1.1)
+
+
+@pytest.mark.parametrize("first_step", [0, 5], ids=["always", "after an evaluation"])
+def test_replayed_gradients_that_differ_do_not_change_a_step(
+    captures, numbers, tmp_path, monkeypatch, capsys, first_step
+):
+    spoil = partial(spoil_gradient, first_step=first_step)
+    spoil_replays(monkeypatch, "_compute_static_gradients", spoil)
+    assert_same_run(*run_twice(numbers, tmp_path, *FLAGS, "--window-warmup", 0))
+    assert captures() >= 2 and capsys.readouterr().err.count("warning") == 1
+
+
+def test_replayed_updates_that_differ_are_found_before_the_first_step(
+    graphs, numbers, tmp_path, monkeypatch, capsys
+):
+    spoil_replays(monkeypatch, "update", spoil_weight)
+    assert_same_run(*run_twice(numbers, tmp_path, *FLAGS))
+    errors = capsys.readouterr().err
+    assert errors.count("warning") == 1 and "--no-capture" in errors and "head.weight" in errors
+
+
+@pytest.mark.parametrize("capture", ["--capture", "--no-capture"])
+def test_a_compiler_whose_gradients_differ_is_found_before_they_change_a_step(
+    graphs, numbers, tmp_path, monkeypatch, capsys, capture
+):
+    def compile_wrongly(graph, inputs):
+        return lambda *values: [2 * value for value in graph(*values)]
+
+    flags = [*FLAGS, "--dropout", 0, capture]
+    train_tiny(numbers, tmp_path / "plain", *flags)
+    with monkeypatch.context() as context:
+        context.setattr(torch, "compile", partial(torch.compile, backend=compile_wrongly))
+        train_tiny(numbers, tmp_path / "compiled", *flags, "--compile")
+    torch.compiler.reset()
+    errors = capsys.readouterr().err
+    assert "--no-compile" in errors and errors.count("warning") == 1 + (capture == "--capture")
+    losses = [logged(tmp_path / name, "train_loss") for name in ("compiled", "plain")]
+    assert losses[0] == losses[1]
+
+
+def test_without_memory_for_a_comparison_replays_are_used(graphs, numbers, tmp_path, monkeypatch):
+    original = Passes._add_gradients
+
+    def add(passes, *inputs, is_captured=True):
+        if not is_captured:
+            raise torch.OutOfMemoryError("out of memory")
+        return original(passes, *inputs)
+
+    monkeypatch.setattr(Passes, "_add_gradients", add)
+    assert_same_run(*run_twice(numbers, tmp_path, *FLAGS, "--window-warmup", 0))
+    assert graphs.replays > 30
 
 
 @pytest.fixture
