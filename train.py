@@ -265,10 +265,10 @@ def open_data(config: TrainConfig, dist_ctx: DistributedContext) -> Mixture:
     """Open the datasets, and verify them on each machine; prepare a text, or the built-in one."""
     lacks_built_in = BUILT_IN_DATA in config.data and not is_usable(BUILT_IN_DATA)
     text = config.text or (BUILT_IN_DATA.name if lacks_built_in else "")
-    with dist_ctx.keep_alive():
+    with dist_ctx.wait_for_all():
         if text:
             dist_ctx.run_on_main(prepare_text, text, config.data[0])
-    with dist_ctx.keep_alive():
+    with dist_ctx.wait_for_all():
         data = open_mixture(config.data, config.mix)
         dist_ctx.run_on_each_machine(data.verify, config.verify_data)
     return data
@@ -296,7 +296,7 @@ def open_base(
     """Return the checkpoint of ``--init-from`` on the main process, and None on the others."""
     if config.init_from is None:
         return None
-    with dist_ctx.keep_alive():  # raises a UserError on every rank
+    with dist_ctx.wait_for_all():  # raises a UserError on every rank
         base = dist_ctx.run_on_main(find_checkpoint, config.init_from)
         if base:
             check_modification(base, modify_model)

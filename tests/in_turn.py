@@ -151,7 +151,7 @@ def save_gathered(
     trainer: Trainer, name: str, sharded: dict[str, Tensor], full: dict[str, Tensor]
 ) -> None:
     """Write tensors, some of which are sharded, to OUT.seen/NAME.safetensors."""
-    gathered = trainer.dist_ctx.gather_full(sharded)
+    gathered = trainer.dist_ctx.copy_to_cpu(sharded)
     if trainer.dist_ctx.is_main_process:
         path = folder_of(trainer.config.out) / f"{name}.safetensors"
         safetensors.torch.save_file(gathered | full, path)

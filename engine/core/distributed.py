@@ -4,11 +4,9 @@ import contextlib
 import datetime
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,13 +23,9 @@ Result = TypeVar("Result")
 NamedTensor = tuple[str, Tensor]
 CPU_DEVICE = torch.device("cpu")
 PARENT_ID = os.getppid()
-HEARTBEAT_SECONDS = 1.0
+LONG_TIMEOUT = datetime.timedelta(days=1)  # for ranks that wait for one that works alone
 GROUP_SHUTDOWN_SECONDS = 2.0
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-RENDEZVOUS_FLAGS = "--rdzv-backend c10d --rdzv-endpoint HOST:PORT"  # how machines find each other
-# Of srun and mpirun. SLURM sets SLURM_NTASKS for one process too.
-LAUNCHER_SIZES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-LAUNCHER_RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # torch 2.13 renamed all_gather_into_tensor, and warns of the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -45,7 +39,7 @@ class DistributedContext:
     device: torch.device = CPU_DEVICE
     local_rank: int = 0  # among the processes of its machine
     sharded: bool = False  # FSDP: each rank holds some rows of every parameter
-    heartbeat_group: dist.ProcessGroup | None = None
+    long_group: dist.ProcessGroup | None = None  # with LONG_TIMEOUT, on the CPU
 
     @property
     def is_main_process(self) -> bool:
@@ -59,12 +53,9 @@ class DistributedContext:
 
     @property
     def torchrun_command(self) -> str:
-        """The command that starts a Python script on as many processes."""
-        if self.size == 1:
-            return "python"
-        num_machines = int(os.environ.get("GROUP_WORLD_SIZE") or 1)
-        machines = f"--nnodes {num_machines} {RENDEZVOUS_FLAGS} " if num_machines > 1 else ""
-        return f"torchrun {machines}--nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+        """The command that starts a Python script on as many processes of a machine."""
+        launcher = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE')}"
+        return launcher if self.size > 1 else "python"
 
     @property
     def is_restart(self) -> bool:
@@ -83,9 +74,9 @@ class DistributedContext:
     def broadcast_from_main(self, fn: Callable[..., Result], *args: Any) -> Result:
         """Run fn(*args) on the main process, and return its result (of JSON types) on every rank.
 
-        fn may take any length of time. Its UserError is raised on every rank.
+        fn may take hours. Its UserError is raised on every rank.
         """
-        with self.keep_alive():
+        with self.wait_for_all():
             result = self.run_on_main(fn, *args)
         return self.broadcast(result)
 
@@ -110,35 +101,19 @@ class DistributedContext:
         return self.sum(norm.square()).sqrt() if self.sharded else norm
 
     @contextlib.contextmanager
-    def keep_alive(self) -> Iterator[None]:
-        """Let ranks work alone for any length of time; all leave the block together.
+    def wait_for_all(self) -> Iterator[None]:
+        """Let ranks work alone for hours, and wait until all have left the block.
 
-        Ranks exchange heartbeats. If one is dead or stopped, the others raise RuntimeError after
-        the timeout. A UserError of one rank is raised on all.
+        A UserError of one rank is raised on all.
         """
-        if self.size == 1:
-            yield
-            return
-        finished = threading.Event()
         user_error = None
-        with ThreadPoolExecutor(1) as executor:
-            heartbeat = executor.submit(self._send_heartbeats, finished)
-            try:
-                yield
-            except UserError as error:
-                user_error = error
-            finally:
-                finished.set()
-        heartbeat.result()
+        try:
+            yield
+        except UserError as error:
+            user_error = error
+        if self.size > 1:
+            dist.barrier(self.long_group)
         self.raise_error(user_error)
-
-    def _send_heartbeats(self, finished: threading.Event) -> None:
-        """Exchange heartbeats until every rank has finished."""
-        num_working = torch.ones(1)
-        while num_working:
-            num_working.fill_(not finished.is_set())
-            dist.all_reduce(num_working, group=self.heartbeat_group)
-            finished.wait(HEARTBEAT_SECONDS)
 
     def raise_error(self, error: BaseException | None) -> None:
         """Raise the error of any rank on all: its own, or a UserError with the message.
@@ -187,7 +162,8 @@ class DistributedContext:
             return
         remaining = iter(tensors if self.is_main_process else ())
         while True:
-            name, tensor = next(remaining, ("", torch.empty(0)))
+            with self.wait_for_all():
+                name, tensor = next(remaining, ("", torch.empty(0)))
             header = [name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
             name, shape, dtype = self.broadcast(header)
             if not name:
@@ -197,22 +173,17 @@ class DistributedContext:
             dist.broadcast(tensor, 0)
             yield name, tensor
 
-    def gather_full(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a full copy of every tensor on the main process's CPU, and {} on the others."""
-        full = {}
-        for name, tensor in tensors.items():
-            gathered = tensor.full_tensor() if is_sharded(tensor) else tensor.detach()
-            if self.is_main_process:
-                full[name] = gathered.to("cpu", copy=not is_sharded(tensor))
-        return full
+    def copy_to_cpu(self, tensors: dict[str, Tensor], gather: bool = True) -> dict[str, Tensor]:
+        """Return copies on the CPU: of full tensors on rank 0, or of the rows of each rank.
 
-    def snapshot(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a copy of this rank's rows on the CPU; only rank 0 has the unsharded tensors."""
-        return {
-            name: local(tensor).detach().to("cpu", copy=True)
-            for name, tensor in tensors.items()
-            if is_sharded(tensor) or self.is_main_process
-        }
+        Only rank 0 has copies of tensors that are not sharded.
+        """
+        copies = {}
+        for name, tensor in tensors.items():
+            value = tensor.full_tensor() if gather and is_sharded(tensor) else local(tensor)
+            if self.is_main_process or (is_sharded(tensor) and not gather):
+                copies[name] = value.detach().to("cpu", copy=True)
+        return copies
 
     def map_matrices_across_ranks(
         self, fn: Callable[[Tensor], Tensor], stacked: Tensor, num_rows: int, group_size: int
@@ -247,11 +218,6 @@ class DistributedContext:
 SINGLE_PROCESS = DistributedContext()
 
 
-def is_launched() -> bool:
-    """Return whether torchrun started this process; an empty variable counts as unset."""
-    return bool(os.environ.get("RANK"))
-
-
 def has_torchrun_ended() -> bool:
     """Return whether torchrun, the parent of this process, ended before it, as by SIGUSR1."""
     return "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != PARENT_ID
@@ -264,18 +230,19 @@ def init_distributed(
     """Yield the context of this process, which is the only one or a rank under torchrun.
 
     ``parallel`` is "ddp" or "fsdp". A rank that waits for another longer than ``timeout`` seconds
-    raises RuntimeError, and torchrun ends all ranks.
+    raises RuntimeError, and torchrun ends all ranks. Raises UserError without torchrun's variables.
     """
-    rank, size, local_rank, num_local_ranks = _read_rank_variables()
-    rank_device = choose_device(device, local_rank, num_local_ranks)
     keep_freed_memory()
+    size = int(os.environ.get("WORLD_SIZE") or 1)
     if size == 1:
-        yield DistributedContext(device=rank_device)
+        yield DistributedContext(device=choose_device(device))
         return
-    interfaces = {name for _, name in socket.if_nameindex()}
-    name = os.environ.get("GLOO_SOCKET_IFNAME")
-    if name and not {*name.split(",")} <= interfaces:
-        raise UserError(f"GLOO_SOCKET_IFNAME: must be of {sorted(interfaces)} (got {name}).")
+    try:
+        rank, local_rank, num_local_ranks = (int(os.environ[name]) for name in RANK_VARIABLES)
+    except KeyError as error:
+        advice = "Start several processes with torchrun."
+        raise UserError(f"{error.args[0]}: must be set beside WORLD_SIZE. {advice}") from None
+    rank_device = choose_device(device, local_rank, num_local_ranks)
     limit = datetime.timedelta(seconds=timeout)
     backend = "cpu:gloo,cuda:nccl" if rank_device.type == "cuda" else "gloo"
     store, _, _ = next(dist.rendezvous("env://", timeout=limit))
@@ -283,10 +250,10 @@ def init_distributed(
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"attempt {attempt}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-    heartbeat_group = dist.new_group(timeout=limit, backend="gloo")
+    long_group = dist.new_group(timeout=max(limit, LONG_TIMEOUT), backend="gloo")
     sharded = parallel == "fsdp"
     try:
-        yield DistributedContext(rank, size, rank_device, local_rank, sharded, heartbeat_group)
+        yield DistributedContext(rank, size, rank_device, local_rank, sharded, long_group)
     except BaseException:
         # Peers may be gone. Leaving the group to the interpreter's exit can abort the process.
         thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
@@ -295,20 +262,3 @@ def init_distributed(
         raise
     dist.destroy_process_group()
     time.sleep(0.1)  # gloo's threads still free buffers, and abort if Python ends meanwhile
-
-
-def _read_rank_variables() -> list[int]:
-    """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without torchrun 0, 1, 0, 1."""
-    if (os.environ.get("WORLD_SIZE") or "1") == "1":
-        alone = dict.fromkeys(LAUNCHER_SIZES, "1") | dict.fromkeys(LAUNCHER_RANKS, "0")
-        for name, value in alone.items() if not is_launched() else ():
-            if (os.environ.get(name) or value) != value:
-                problem = f"torchrun is missing: one of several processes (got {os.environ[name]})"
-                raise UserError(f"{name}: {problem}. Start torchrun: docs/distributed.md.")
-        return [0, 1, 0, 1]
-    for name in (*RANK_VARIABLES, "MASTER_PORT"):
-        value = os.environ.get(name, "")
-        if not value.isdecimal():
-            advice = "Start several processes with torchrun."
-            raise UserError(f"{name}: must be a number (got {value!r}). {advice}")
-    return [int(os.environ[name]) for name in RANK_VARIABLES]

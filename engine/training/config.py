@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from engine.core.cli import shell_command
 from engine.core.device import choose_dtype
-from engine.core.distributed import DistributedContext, is_launched
+from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
 from engine.core.settings import build, load_settings, read_toml
 from engine.core.values import field_values
@@ -130,9 +130,6 @@ class TrainConfig(CommonConfig):
 
     def __post_init__(self) -> None:
         """Raise UserError for settings that contradict each other."""
-        if self.text and is_launched():
-            command = shell_command("python", "prepare.py", self.text)
-            raise UserError(f"{self.text}: torchrun needs a dataset. Prepare it with: {command}")
         text_data = [Path("data", dataset_name(self.text))] if self.text else []
         object.__setattr__(self, "data", dataset_paths(text_data or self.data, self.mix))
         for path in self.data:

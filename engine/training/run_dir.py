@@ -108,7 +108,7 @@ class RunDir:
     def _open(self, path: Path) -> Checkpoint:
         """Return a verified checkpoint; ranks that see the folder share the work."""
         content = None
-        with self.dist_ctx.keep_alive():  # raises the UserError of one rank on all
+        with self.dist_ctx.wait_for_all():  # raises the UserError of one rank on all
             if self.is_shared or self.dist_ctx.is_main_process:
                 checkpoint = open_checkpoint(path)
                 names = list(checkpoint.sha256)
@@ -129,16 +129,14 @@ class RunDir:
         self.wait()
         path = self.path / "checkpoints" / f"step-{state.step:08d}"
         write_on_main = partial(self.dist_ctx.run_on_main, self._write_and_prune, path)
+        model = self.dist_ctx.copy_to_cpu(model, gather=not self.is_shared)
+        optimizer = self.dist_ctx.copy_to_cpu(optimizer, gather=not self.is_shared)
         if not self.is_shared:
-            model = self.dist_ctx.gather_full(model)
-            optimizer = self.dist_ctx.gather_full(optimizer)
             write = partial(write_on_main, write_checkpoint, state, model, optimizer)
             self.pending = self.thread.submit(write, save_tokenizer)
             return
         name = self.dist_ctx.broadcast_from_main(self._make_shard_directory, path)
         directory = path.with_name(name)
-        model = self.dist_ctx.snapshot(model)
-        optimizer = self.dist_ctx.snapshot(optimizer)
         write_rows = partial(write_shard, directory, self.dist_ctx.rank, self.dist_ctx.size)
         self.pending = self.thread.submit(write_rows, model, optimizer)
         complete = partial(write_on_main, complete_shards, directory, state)
@@ -147,7 +145,7 @@ class RunDir:
     def wait(self) -> None:
         """Wait until everything is on the disk. Raises the error of any rank."""
         while self.pending:  # a sharded save has a second stage
-            with self.dist_ctx.keep_alive():
+            with self.dist_ctx.wait_for_all():
                 futures.wait([self.pending])
             self._finish_stage(self.pending)
         self.dist_ctx.raise_error(self._folder_error())
