@@ -32,6 +32,7 @@ from helpers import (
     write_lines,
 )
 from in_turn import LENGTH, ROWS, Run, folder_of, masks, play
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import train
 from engine.core import distributed
@@ -64,8 +65,7 @@ FLAGS_OF_KIND = {  # of runs that are compared on 1 to 4 ranks
 }
 MUON_KINDS = ("ddp-muon", "fsdp-muon")
 LORA_KINDS = ("ddp-lora", "fsdp-lora")
-TORCHRUN_COMMAND = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-START_TIMEOUT_SECONDS = 120  # of torchrun and two ranks, which import torch on shared cores
+START_TIMEOUT_SECONDS = 60  # of two ranks, on shared cores
 MANY_HEADS = ["--num-heads", 8]  # two rows a matrix: two of four sharded ranks have none
 RunRanks = Callable[[int, list[Run]], None]
 
@@ -344,34 +344,34 @@ def test_gradient_is_that_of_the_mean_over_all_counted_targets(masked, name):
 def test_killed_and_terminated_run_equals_an_uninterrupted_one(plain_steps, folder, run_ranks):
     flags = ["--steps", 1000, "--save-every", 10, "--eval-every", 1000, "--parallel", "fsdp"]
     run = folder / "interrupted"
-    command = [*TORCHRUN_COMMAND, "--standalone", "--max-restarts", 9, ROOT / "train.py"]
-    process = subprocess.Popen(
-        list(map(str, [*command, *flags_of(run, *flags)])),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-    )
+    log = folder / "interrupted.log"
+    options = {"run_id": "1", "rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0"}
+    config = LaunchConfig(1, 1, 2, **options, max_restarts=9, start_method="fork")
+
+    def start_rank() -> None:
+        distributed.PARENT_ID = os.getppid()  # as in a process that imports it
+        sys.exit(train.main(flags_of(run, *flags)))
 
     def wait_for_two_checkpoints() -> None:
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         names = [path.name for path in list_checkpoints(run)] or ["step-0"]
         target = f"step-{int(names[-1].removeprefix('step-')) + 20:08d}"
         while not any(path.name >= target for path in list_checkpoints(run)):
-            assert process.poll() is None and time.monotonic() < deadline
+            assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.02)
 
+    torchrun = soak.fork(log, elastic_launch(config, start_rank))  # what torchrun calls
     try:
         wait_for_two_checkpoints()
-        command = ["pgrep", "-P", str(process.pid)]
-        workers = subprocess.check_output(command, encoding="utf-8").split()
+        workers = subprocess.check_output(["pgrep", "-P", str(torchrun)], encoding="utf-8").split()
         assert len(workers) == 2
         os.kill(int(workers[1]), signal.SIGKILL)
         wait_for_two_checkpoints()
-        process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate(timeout=START_TIMEOUT_SECONDS)
     finally:
-        process.kill()
-    assert process.returncode, errors  # 1, or a signal: torchrun may abort while it shuts down
+        os.kill(torchrun, signal.SIGTERM)
+        code = soak.wait_for(torchrun)
+    output = log.read_text()
+    assert code, output
     assert output.count("Resuming after step") == 1  # only the main process prints
     assert output.count("torchrun --nproc-per-node 2") == 1  # the command to resume with
     checkpoint = newest_checkpoint(run)
