@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from helpers import (
     ROOT,
+    TINY,
     logged,
     make_dataset,
     newest_checkpoint,
@@ -412,6 +413,11 @@ def check_collectives(context: DistributedContext) -> None:
 def test_two_ranks_share_values_and_errors_and_wait_for_each_other(tmp_path):
     refuse = Mock(side_effect=UserError("--data: not found"))
 
+    def read_slowly() -> Iterator[tuple[str, torch.Tensor]]:
+        time.sleep(3)  # longer than the timeout
+        yield "weight", torch.ones(2)
+        raise UserError("base: corrupted")
+
     def check_rank(rank: int) -> None:
         with init_distributed("cpu", timeout=2) as context:
             check_collectives(context)
@@ -421,8 +427,10 @@ def test_two_ranks_share_values_and_errors_and_wait_for_each_other(tmp_path):
                 context.assert_equal_across_ranks(settings, ignore={"out"})
             with pytest.raises(UserError, match=r"^--data: not found$"):
                 context.broadcast_from_main(refuse)
-            with context.wait_for_all():
-                time.sleep(0 if rank else 3)  # longer than the timeout
+            reader = context.broadcast_tensors(read_slowly())
+            assert same_tensors(dict([next(reader)]), {"weight": torch.ones(2)})
+            with pytest.raises(UserError, match=r"^base: corrupted$"):
+                next(reader)
             main_process = context.broadcast(os.getpid())
             if rank == 0:
                 os.kill(main_process, signal.SIGSTOP)
@@ -491,6 +499,14 @@ def test_a_process_is_alone_without_a_world_size_or_in_a_world_of_one(size, monk
         monkeypatch.setenv(variable, size and "0")
     with init_distributed("cpu") as context:
         assert context == SINGLE_PROCESS and not context.is_restart
+
+
+def test_the_main_process_prepares_the_text_of_all_ranks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text(numbers_text(60))
+    command = ["book.txt", *TINY, "--steps", "2"]
+    assert soak.run_ranks(tmp_path / "log", 2, lambda rank: train.main(command)) == [0, 0]
+    assert (tmp_path / "log").read_text().count("$ python prepare.py book.txt\n") == 1
 
 
 # Several machines.
