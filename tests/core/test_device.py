@@ -113,3 +113,41 @@ def test_fewer_threads_compute_where_they_are_faster(times, num_threads, seconds
     remaining = [*times]
     assert choose_num_threads(4, lambda: remaining.pop(0)) == seconds
     assert threads[-1] == num_threads and not remaining
+
+
+@pytest.fixture
+def gpu_without_kernels(monkeypatch):
+    """A GPU that reports itself, and on which no kernel runs."""
+
+    class Unusable:
+        def add(self, number):
+            message = "CUDA error: no kernel image is available for execution on the device"
+            raise RuntimeError(f"{message}\nCUDA kernel errors might be reported elsewhere")
+
+    for name, result in (("is_available", True), ("init", None), ("set_device", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, result=result: result)
+    monkeypatch.setattr(torch, "ones", lambda *_, device: Unusable())
+
+
+def test_a_gpu_without_kernels_is_refused_and_with_auto_the_cpu_is_used(
+    gpu_without_kernels, capsys
+):
+    with pytest.raises(UserError, match=r"^--device: cuda:0 .*no kernel image"):
+        choose_device("cuda")
+    assert choose_device("auto") == CPU_DEVICE
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1 and "no kernel image" in errors
+    with pytest.raises(UserError, match="--device"):  # ranks must have one kind of device
+        choose_device("auto", local_rank=1, num_local_ranks=2)
+
+
+@pytest.mark.parametrize(("is_supported", "dtype"), [(True, "bfloat16"), (False, "float16")])
+def test_a_gpu_without_bfloat16_computes_in_float16(monkeypatch, is_supported, dtype):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: is_supported)
+    assert choose_dtype("auto", torch.device("cuda"), 8) == DTYPE_BY_NAME[dtype]
+
+
+def test_usable_memory_of_a_gpu_is_that_without_other_processes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 16))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2)
+    assert usable_memory(torch.device("cuda", 0)) == 5 + 2

@@ -206,3 +206,9 @@ def test_a_captured_token_that_differs_is_not_used(graphs, capfd, monkeypatch):
     monkeypatch.setattr(CapturedCalls, "__call__", call)
     assert decode(model, [[1, 2], [3]], 20, temperature=0) == expected
     assert capfd.readouterr().err.count("warning") == 1
+
+
+def test_what_a_long_text_may_need_is_not_reserved_at_once(graphs):
+    model = random_model(dataclasses.replace(SMALL, context_length=2000))
+    engine = start_engine(model, 9, num_new_tokens=10**6)
+    assert engine.caches[0].keys_values.shape[3] == 9 + decoding_engine.MAX_RESERVED_TOKENS

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.core.errors import UserError
 from engine.generation.sampling import filter_logits, penalize_repetition, row_seeds, sample_token
@@ -147,3 +148,20 @@ def test_logits_that_are_not_finite_are_an_error_in_one_line(value, options):
     with pytest.raises(UserError, match="not finite") as error:
         draw(logits, **options)
     assert "\n" not in str(error.value)
+
+
+def test_sums_without_a_reproducible_kernel_are_allowed_while_tokens_are_drawn():
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            modes[str(function)] = torch.are_deterministic_algorithms_enabled()
+            return function(*arguments, **(keywords or {}))
+
+    modes: dict[str, bool] = {}
+    torch.use_deterministic_algorithms(True)
+    try:
+        with Recorder():
+            sample_token(torch.rand(2, 9), [(1, 2), (3, 4)], top_p=0.5)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not modes["aten.cumsum.default"]

@@ -122,3 +122,15 @@ def test_a_chat_in_the_template_of_its_model_loses_the_same_turns():
     assert fit_chat(tokenizer, turns, len(ids) + 9, 9) == (ids, 9)
     short = encode_chat(tokenizer, [system, turns[-1]])
     assert fit_chat(tokenizer, turns, len(ids) + 8, 9) == (short, 9)
+
+
+def test_a_second_text_captures_nothing_again(graphs, generator):
+    texts = []
+    counts = []
+    for _ in range(2):
+        texts.append(generator.generate("12", max_new_tokens=20))
+        counts.append(graphs.captures)
+    assert counts == [1, 1] and texts[0] == texts[1]
+    streams = [generator.stream("12", max_new_tokens=20) for _ in range(2)]
+    pieces = [*zip(*streams, strict=True)]  # in turn
+    assert ["".join(text) for text in zip(*pieces, strict=True)] == texts

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from engine.nn.attention import (
     attend,
     attend_from_last,
     check_attention,
+    prepare_groups,
 )
 from engine.nn.layers import MAX_16_BIT_DROPOUT, MIN_16_BIT_DROPOUT, dropout
 from model import Head
@@ -193,3 +195,27 @@ def test_the_check_of_a_run_finds_an_edit_of_the_definition(config, monkeypatch)
     check_attention(random_model(dataclasses.replace(config, attention="loop")))
     model.blocks[0].attention = torch.nn.Identity()  # replaced
     check_attention(model)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "major", "has_mask", "is_shared"),
+    [
+        (torch.bfloat16, 8, False, True),
+        (torch.bfloat16, 9, True, False),
+        (torch.float16, 7, False, False),
+        (torch.float32, 9, False, False),
+    ],
+)
+def test_heads_share_keys_on_a_gpu_only_in_flash_attention(
+    monkeypatch, dtype, major, has_mask, is_shared
+):
+    properties = SimpleNamespace(major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    _, key, value = random_heads(4, 4, dtype, num_groups=1)
+    query = SimpleNamespace(shape=(2, 3, 4, 8), dtype=dtype, device=torch.device("cuda"))
+    keys, values, is_grouped = prepare_groups(
+        query, key, value, torch.ones(4, 4) if has_mask else None
+    )
+    assert is_grouped == is_shared
+    for repeated, shared in ((keys, key), (values, value)):
+        assert torch.equal(repeated, shared if is_shared else shared.expand(2, 3, 4, 8))

@@ -311,3 +311,25 @@ def test_little_of_a_run_on_a_gpu_goes_by_with_timing_sizes(graphs, data, monkey
     assert timed[0].model == timed[1].model
     run_settings(TrainConfig(minutes=2, compile=True), data, measure)
     assert [config.compile for config in timed[2:]] == [False, False, True]
+
+
+@pytest.mark.parametrize("flags", [{}, {"batch_size": 6, "micro_batch_size": 2}], ids=str)
+def test_a_timed_step_captures_nothing(graphs, data, monkeypatch, flags):
+    now = [0.0]
+    capture = graphs._capture
+    step = train.train_step
+
+    def capture_slowly(*arguments):
+        now[0] += 100
+        return capture(*arguments)
+
+    def step_in_a_second(trainer):
+        now[0] += 1
+        return step(trainer)
+
+    monkeypatch.setattr(graphs, "_capture", capture_slowly)
+    monkeypatch.setattr(train, "train_step", step_in_a_second)
+    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    config = run_settings(TrainConfig(model=ModelSettings(d_model=8), **flags), data)
+    assert train.measure_step_seconds(SINGLE_PROCESS, config, data) == 1
+    assert now[0] > 300
