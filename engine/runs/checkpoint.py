@@ -28,7 +28,7 @@ FORMAT_GATHERED = 11
 FORMAT_SHARDED = 12
 COMMON_FILES = ("state.json", "tokenizer.json")  # of both formats
 MAX_SHARDS = 99_999  # five digits of a file name
-ADAPTERS_FILE = "adapters.txt"  # in a checkpoint: the runs of which it is the base model
+ADAPTERS_SUFFIX = ".adapters.txt"  # of a file beside a checkpoint: the runs that have it as base
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,10 @@ class Checkpoint:
     def reference(self, run: Path | None = None) -> BaseReference:
         """Return where this model is, and its hashes, for the checkpoints of an adapter.
 
-        While the folder of the adapter's run exists, this checkpoint is not pruned.
+        The run of an adapter marks this checkpoint, which then is not pruned.
         """
         if run:
-            with contextlib.suppress(OSError), open(self.path / ADAPTERS_FILE, "ab") as file:
+            with contextlib.suppress(OSError), open(adapters_file(self.path), "ab") as file:
                 file.write(os.fsencode(run.resolve()) + b"\n")
         names = tensor_files("model", self.shards)
         return BaseReference(str(self.path.resolve()), {name: self.sha256[name] for name in names})
@@ -234,12 +234,13 @@ def rank_checkpoint(path: Path) -> tuple[float, float]:
     return rank_evaluation(None)
 
 
-def has_adapter(path: Path) -> bool:
-    """Return whether a run whose folder exists has this checkpoint as its base model."""
-    file = path / ADAPTERS_FILE
-    with contextlib.suppress(OSError):
-        return any(map(os.path.isdir, file.read_bytes().split(b"\n")))
-    return file.exists()
+def adapters_file(path: Path) -> Path:
+    """Return the file that marks a checkpoint as a base model, until the user deletes it.
+
+    It stays when the checkpoint is written again, and wherever the folders of its runs are now.
+    """
+    path = path.resolve()
+    return path.with_name(path.name + ADAPTERS_SUFFIX)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

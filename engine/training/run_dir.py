@@ -23,8 +23,8 @@ from engine.runs.checkpoint import (
     RunState,
     SaveTokenizer,
     Tensors,
+    adapters_file,
     complete_shards,
-    has_adapter,
     open_checkpoint,
     write_checkpoint,
     write_shard,
@@ -244,7 +244,7 @@ class RunDir:
             if num_complete < self.keep_checkpoints:
                 if path in self.complete:
                     num_complete += 1
-            elif path != best and not has_adapter(path):
+            elif path != best and not adapters_file(path).exists():
                 path.rename(path.with_name(f".{path.name}.partial.old"))
         self._remove_partial()
 

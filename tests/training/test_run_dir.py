@@ -70,18 +70,18 @@ def test_the_newest_checkpoints_and_the_best_stay(open_run_dir, tmp_path, keep, 
     assert run_dir.newest().step == 6
 
 
-def test_a_base_model_stays_while_a_run_needs_it(run_dir, monkeypatch):
+def test_a_base_model_stays_until_its_mark_is_deleted(run_dir, monkeypatch):
     monkeypatch.chdir(run_dir.path.parent)
     base = open_checkpoint(save(run_dir, 1).relative_to(Path.cwd()))
-    for name in ("first", "second"):
-        Path(name).mkdir()
+    for name in ("first", "moved"):  # their folders may be anywhere
         reference = base.reference(Path(name))
     assert reference.path == str(run_dir.path / "checkpoints" / "step-00000001")
-    Path("first").rmdir()
-    for step in (2, 3, 4):
+    for step in (1, 2, 3, 4):  # the first is written again, with its evaluation
         save(run_dir, step)
     assert steps(run_dir) == [1, 3, 4]
-    Path("second").rmdir()
+    mark = Path(f"{reference.path}.adapters.txt")
+    assert mark.read_text().splitlines() == [f"{Path.cwd()}/first", f"{Path.cwd()}/moved"]
+    mark.unlink()
     save(run_dir, 5)
     assert steps(run_dir) == [4, 5]
 
