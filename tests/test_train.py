@@ -58,7 +58,7 @@ from engine.runs.run_files import list_checkpoints
 from engine.training.callbacks import MetricsFile
 from engine.training.config import (
     BUILT_IN_DATA,
-    FIXED_SETTINGS,
+    CHANGEABLE_SETTINGS,
     ModelSettings,
     RunConfig,
     TrainConfig,
@@ -533,7 +533,7 @@ FIXED_FLAGS = """
 """
 
 
-CHANGEABLE_SETTINGS = dict(iterate_hints(RunConfig)).keys() - FIXED_SETTINGS
+FIXED_SETTINGS = dict(iterate_hints(RunConfig)).keys() - CHANGEABLE_SETTINGS
 CHANGED_ELSEWHERE = {"minutes", "compile", "base"}
 
 

@@ -1,6 +1,5 @@
 """Every setting of a training run, as a user types it and as the run has it."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -199,10 +198,15 @@ class RunConfig(CommonConfig):
 # What a folder of a run, a checkpoint or a dataset has, and the flag for it.
 FOLDER_FLAGS = {"checkpoints": "--init-from", "state.json": "--init-from"}
 FOLDER_FLAGS |= {"train-00000.npy": "--data"}
-# A resumed run may change all others.
-FIXED_SETTINGS = {"batch_size", "seed", "mix", "long_examples", "optimizer"}
-FIXED_SETTINGS |= {"lora_rank", "frozen_dtype", "train_tokens", "document_mask"}
-FIXED_SETTINGS |= {setting.name for setting in dataclasses.fields(ModelConfig)}
+# A resumed run may change no others: paths, hardware, length, reports and optimization.
+CHANGEABLE_SETTINGS = {"data", "out", "init_from", "base", "verify_data", "keep_checkpoints"}
+CHANGEABLE_SETTINGS |= {"device", "parallel", "timeout", "dtype", "compile", "capture", "wandb"}
+CHANGEABLE_SETTINGS |= {"deterministic", "micro_batch_size", "checkpoint_activations"}
+CHANGEABLE_SETTINGS |= {"steps", "minutes", "eval_every", "save_every", "log_every"}
+CHANGEABLE_SETTINGS |= {"eval_tokens", "score", "score_file", "score_examples", "best_by"}
+CHANGEABLE_SETTINGS |= {"learning_rate", "final_learning_rate", "embedding_rate", "warmup_steps"}
+CHANGEABLE_SETTINGS |= {"decay", "window_warmup", "weight_decay", "clip_norm"}
+CHANGEABLE_SETTINGS |= {"beta1", "beta2", "momentum"}
 
 
 def load_config(arguments: Sequence[str]) -> TrainConfig:

@@ -25,7 +25,7 @@ from engine.generation.text_batch import initial_tokens
 from engine.generation.text_generator import DEFAULT_NEW_TOKENS, TextGenerator
 from engine.runs.checkpoint import Checkpoint, RunState
 from engine.training.config import (
-    FIXED_SETTINGS,
+    CHANGEABLE_SETTINGS,
     ModelSettings,
     RunConfig,
     TrainConfig,
@@ -213,12 +213,12 @@ def changed_settings(
 ) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ from those of a checkpoint's state: {name: (old, new)}.
 
-    Raises UserError for a change of fixed settings or data, and for an end before the checkpoint.
+    Raises UserError for a change of data or a fixed setting, and for an end before the checkpoint.
     """
     recorded = flatten(recorded_config(state))
     pairs = {name: (recorded[name], value) for name, value in settings.items()}
     changed = {name: (old, new) for name, (old, new) in pairs.items() if old != new}
-    fixed = [name for name in changed if name in FIXED_SETTINGS]
+    fixed = [name for name in changed if name not in CHANGEABLE_SETTINGS]
     refused = [f"{name} {recorded[name]!r} → {settings[name]!r}" for name in fixed]
     if state.data_sha256 != data_sha256:
         refused.append("the text in --data (docs/data.md: My text has grown)")
