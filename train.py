@@ -16,6 +16,7 @@ import math
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,7 @@ from engine.training.config import BUILT_IN_DATA, RunConfig, TrainConfig, load_c
 from engine.training.estimate import describe_plan
 from engine.training.resolve import load_questions, resolve
 from engine.training.run_dir import RunDir
-from engine.training.trainer import Callback, Trainer
+from engine.training.trainer import Callback, Record, Trainer
 from prepare import PrepareConfig, prepare
 
 NUM_TIMED_STEPS = 5  # after those that capture
@@ -187,13 +188,13 @@ def evaluate_and_save(trainer: Trainer, should_stop: Callable[[], bool]) -> None
         trainer.run_dir.check()
     is_larger = trainer.budget.exhausted and trainer.budget.last_eval_extra_steps > 0
     with trainer.budget.timing("evaluate"):
-        partial_losses = evaluate(trainer, should_stop)
-        losses = evaluate(trainer, should_stop, is_last=True) if is_larger else partial_losses
-        if losses is None or partial_losses is None:
+        smaller = evaluate(trainer, should_stop)
+        result = evaluate(trainer, should_stop, is_last=True) if is_larger else smaller
+        if result is None or smaller is None:
             return
-        record = {"step": trainer.step, **trainer.data.evaluation_record(losses)}
+        record = {"step": trainer.step, **result}
         if is_larger:
-            record["val_loss_partial"] = trainer.data.mean(partial_losses)
+            record |= {f"{name}_partial": smaller[name] for name in ("val_loss", "val_tokens")}
         if trainer.questions and math.isfinite(record["val_loss"]):
             score = evaluate_score(trainer, should_stop)
             if score is None:
@@ -212,14 +213,15 @@ def evaluate_and_save(trainer: Trainer, should_stop: Callable[[], bool]) -> None
 
 def evaluate(
     trainer: Trainer, should_stop: Callable[[], bool], is_last: bool = False
-) -> list[float] | None:
-    """Return the loss on the same windows of each dataset, in nats per token; None if stopped.
+) -> Record | None:
+    """Return the record of an evaluation, on the same windows of each dataset; None if stopped.
 
     The last evaluation may have more windows: see :meth:`RunConfig.evaluation_tokens`.
     """
     dist_ctx = trainer.dist_ctx
     passes = trainer.passes
     losses = []
+    num_tokens = torch.zeros((), dtype=torch.float64)
     with passes.evaluating():
         for dataset in trainer.data.datasets:
             total_loss = torch.zeros((), dtype=torch.float64)
@@ -230,11 +232,12 @@ def evaluate(
                 loss = passes.acceleration.attempt(passes.loss, passes.model, inputs, targets)
                 total_loss += loss.item()
                 num_targets += (targets != IGNORE_INDEX).sum().item()
+            num_tokens += num_targets
             losses.append((dist_ctx.sum(total_loss) / dist_ctx.sum(num_targets)).item())
-    return losses
+    return trainer.data.evaluation_record(losses) | {"val_tokens": int(dist_ctx.sum(num_tokens))}
 
 
-def evaluate_score(trainer: Trainer, should_stop: Callable[[], bool]) -> dict[str, float] | None:
+def evaluate_score(trainer: Trainer, should_stop: Callable[[], bool]) -> Record | None:
     """Return the part of a record with the score of trainer.questions; None if stopped."""
     dist_ctx = trainer.dist_ctx
     tokenizer = trainer.data.tokenizer
@@ -250,7 +253,8 @@ def evaluate_score(trainer: Trainer, should_stop: Callable[[], bool]) -> dict[st
             num_right += count_right(model, tokenizer, ends, questions, cache_dtype)
     # Sharded ranks have all counted the same questions.
     num_right = dist_ctx.sum(num_right) * dist_ctx.num_models / dist_ctx.size
-    return score_record(num_right.item(), len(trainer.questions))
+    digest = zlib.crc32(repr(trainer.questions).encode())
+    return {**score_record(num_right.item(), len(trainer.questions)), "questions_digest": digest}
 
 
 def default_callbacks(config: TrainConfig) -> list[Callback]:

@@ -52,10 +52,12 @@ from engine.core.settings import flatten, load_settings
 from engine.core.values import iterate_hints
 from engine.data.batches import open_mixture
 from engine.data.dataset import open_dataset
+from engine.generation.scores import score_record
 from engine.report.callback import Report
+from engine.report.page import read_run
 from engine.runs.checkpoint import load_model
-from engine.runs.run_files import list_checkpoints
-from engine.training.callbacks import MetricsFile
+from engine.runs.run_files import find_checkpoint, list_checkpoints
+from engine.training.callbacks import MetricsFile, Terminal
 from engine.training.config import (
     BUILT_IN_DATA,
     CHANGEABLE_SETTINGS,
@@ -571,6 +573,48 @@ def test_a_resumed_run_may_change_nothing_else_and_each_change_is_named(base, nu
         train.train(config)
     assert [name for name in names if f" {name} " not in str(caught.value)] == []
     assert (base / "config.toml").read_bytes() == settings
+
+
+@pytest.mark.parametrize(
+    ("flags", "best_step"),
+    [(["--seed", 1], 2), (["--eval-tokens", 100], 4), (["--score-examples", 1], 4)],
+)
+def test_an_evaluation_on_other_tokens_or_questions_is_not_compared_with_those_before(
+    numbers, tmp_path, capsys, flags, best_step
+):
+    lines = [{"prompt": f"{n} is", "answer": "unknown"} for n in range(2)]
+    questions = write_lines(tmp_path / "questions.jsonl", lines)
+    options = [*SHORT_FLAGS, "--score", "exact_match", "--score-file", questions]
+    options += ["--best-by", "score"]
+    train_tiny(numbers, tmp_path / "run", *options)
+    flags += ["--steps", 4, "--resume"]
+    callbacks = [Terminal(), SpoilHead(3, -1)]
+    run = train_tiny(numbers, tmp_path / "run", *options, *flags, callbacks=callbacks)
+    assert best_steps(run) == {best_step}
+    assert ("other tokens or questions" in capsys.readouterr().out) == (best_step == 4)
+
+
+def test_a_changed_best_by_ranks_the_checkpoints_before_the_resume_too(
+    numbers, tmp_path, monkeypatch
+):
+    scores = [0.0, 0.1, 0.9, 0.2, 0.5]  # the checkpoint of step 2 is pruned
+    monkeypatch.setattr(
+        train, "evaluate_score", lambda trainer, _: score_record(scores[trainer.step] * 10, 10)
+    )
+    questions = write_lines(tmp_path / "questions.jsonl", [{"prompt": "1", "answer": "2"}])
+    options = ["--score", "exact_match", "--score-file", questions, "--eval-every", 1]
+    options += ["--steps", 4, "--keep-checkpoints", 2]
+    run = train_tiny(numbers, tmp_path / "run", *options, callbacks=[SpoilHead(2, -1)])
+    assert best_steps(run) == {1}
+    for best_by, best_step in (("score", 4), ("loss", 1)):
+        run = train_tiny(numbers, tmp_path / "run", *options, "--best-by", best_by, "--resume")
+        assert best_steps(run) == {best_step}
+
+
+def best_steps(run: Trainer) -> set[int]:
+    """Return the best step of a run by itself, by its files and by its page."""
+    out = run.config.out
+    return {run.best_evaluation["step"], find_checkpoint(out).step, read_run(out)["best_step"]}
 
 
 # Documents.

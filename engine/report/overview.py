@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from engine.core.cli import shell_command
 from engine.core.files import to_json
@@ -37,6 +38,12 @@ def compare(runs: Sequence[Record]) -> tuple[str, str]:
     if len({to_json(run["about"].get("text")) for run in runs}) > 1:
         problem = "The runs have different texts: their bits per byte are comparable only roughly"
         return "warning", f"{problem}, and none is called better."
+    counts = [(run["about"].get("tokenizer"), run["best"].get("val_tokens", 0)) for run in ranked]
+    ratios = [run["best"]["val_loss"] / (run["best"]["val_bits_per_byte"] or 1) for run in ranked]
+    num_bytes = [count * ratio for (_, count), ratio in zip(counts, ratios, strict=True)]
+    if len({*counts}) > len(dict(counts)) or max(num_bytes) > (1 + MIN_CHANGE) * min(num_bytes):
+        problem = "The best evaluations counted different tokens, and none is called better"
+        return "warning", f"{problem}. Train with --eval-tokens 0."
     first, second, *rest = (run["name"] for run in ranked)
     best, next_best, *_ = (run["best"]["val_bits_per_byte"] for run in ranked)
     gain = 1 - best / next_best if next_best else 0.0
@@ -106,12 +113,11 @@ def judge(run: Record) -> list[tuple[str, str, str]]:
     Each is "good" or "warning", a sentence, and a command that helps or "". A model that memorizes
     needs more text, so longer training is not suggested.
     """
-    curve = run["validation"].get("val_loss", {"mean": []})
-    losses = [loss for loss in curve["mean"] if loss is not None]
+    losses, counts = (list_compared(run["validation"], name) for name in ("val_loss", "val_tokens"))
+    pairs = zip(losses, counts, strict=True)
+    losses = [loss for loss, count in pairs if loss is not None and count == counts[-1]]
     if len(losses) < 2:
         return []
-    partial = run["validation"].get("val_loss_partial", {"mean": []})["mean"]
-    losses[-1:] = [loss for loss in partial if loss is not None] or losses[-1:]
     about = run["about"]
     state = run["state"] or {}
     before, last = losses[-2:]
@@ -144,6 +150,13 @@ def judge(run: Record) -> list[tuple[str, str, str]]:
         text = f"Still improving, by {before - last:.3f} since the evaluation before."
         return [("good", text, longer)]
     return [("good", "Converged: the last two evaluations are about equal.", "")]
+
+
+def list_compared(validation: Record, name: str) -> list[Any]:
+    """List a value of each evaluation; of a last one on more tokens, on those of the others."""
+    missing = {"mean": [None] * len(validation["step"])}
+    curves = [validation.get(key, missing)["mean"] for key in (f"{name}_partial", name)]
+    return [value if partial is None else partial for partial, value in zip(*curves, strict=True)]
 
 
 def mean_training_loss(training: Record, step: int) -> float:

@@ -7,7 +7,6 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,16 @@ from engine.core.errors import UserError
 from engine.core.files import acquire_lock, atomic_write, find_similar, read_json, to_json
 from engine.core.settings import read_toml
 from engine.report.overview import compare, summarize
-from engine.runs.checkpoint import rank_evaluation
-from engine.runs.run_files import read_records
+from engine.runs.checkpoint import rank_evaluations
+from engine.runs.run_files import list_checkpoints, read_records
 from engine.training.trainer import Record
 
 WEB_DIR = Path(__file__).with_name("web")
 MAX_CURVE_POINTS = 400
 MAX_LISTED_RECORDS = 50  # of a run on the page that lists runs, besides evaluations
 MAX_SHOWN_EVALUATIONS = 40  # with their samples
-VALIDATION_CURVES = ("val_loss", "val_loss_partial", "val_bits_per_byte", "val_score")
+COMPARED_CURVES = ("val_loss", "val_loss_partial", "val_tokens", "val_tokens_partial")
+VALIDATION_CURVES = (*COMPARED_CURVES, "val_bits_per_byte", "val_score")
 TRAINING_CURVES = ("train_loss", "learning_rate", "grad_norm", "tokens_per_second")
 AXIS_KEYS = {"step": "step", "tokens": "tokens", "seconds": "elapsed_seconds"}
 
@@ -58,9 +58,12 @@ def collect_run_content(folder: Path, max_lines: int | None = None) -> Record:
     records = read_records(folder / "metrics.jsonl", max_lines)
     training = [record for record in records if "train_loss" in record]
     evaluations = [record for record in records if "val_loss" in record]
-    finite = [record for record in evaluations if record["val_loss"] is not None]
-    rank = partial(rank_evaluation, best_by=settings.get("best_by", "loss"))
-    best = min(reversed(finite), key=rank, default=None)  # of equal ones the newest
+    # The checkpoints of these steps, and of later ones that are not yet written, may be used.
+    steps = [int(path.name.removeprefix("step-")) for path in list_checkpoints(folder)] or [0]
+    kept = [each for each in evaluations if each["step"] in steps or each["step"] > steps[-1]]
+    finite = [record for record in kept if record["val_loss"] is not None]
+    order = rank_evaluations(finite, settings.get("best_by", "loss"))
+    best = finite[order[0]] if order else None
     last = evaluations[-1] if evaluations else {}
     val_names = [name for name in last if name.split("/")[0] in VALIDATION_CURVES]
     best_step = best["step"] if best else None

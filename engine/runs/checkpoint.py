@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,7 +28,6 @@ FORMAT_GATHERED = 11
 FORMAT_SHARDED = 12
 COMMON_FILES = ("state.json", "tokenizer.json")  # of both formats
 MAX_SHARDS = 99_999  # five digits of a file name
-ADAPTERS_SUFFIX = ".adapters.txt"  # of a file beside a checkpoint: the runs that have it as base
 
 
 @dataclass(frozen=True)
@@ -215,32 +214,36 @@ def _write_manifest(
     files.write_json(directory / "manifest.json", {**manifest, "files": hashes})
 
 
-def rank_evaluation(record: dict[str, Any] | None, best_by: str = "loss") -> tuple[float, float]:
-    """Return a sort key of a record of an evaluation: the best comes first, none (None) last.
+def compare_by(record: dict[str, Any], best_by: str) -> tuple[Any, tuple[float, float]]:
+    """Return what an evaluation counted, and its sort key among those that counted the same.
 
     A last evaluation on more tokens is compared by its loss on the tokens of those before.
     """
-    if record is None:
-        return (math.inf, math.inf)
-    loss = record.get("val_loss_partial", record["val_loss"])
-    return (-record.get("val_score", 0.0), loss) if best_by == "score" else (loss, 0.0)
+    suffix = "_partial" if "val_loss_partial" in record else ""
+    num_tokens = record.get(f"val_tokens{suffix}")
+    loss = record[f"val_loss{suffix}"]
+    if best_by == "score":
+        return (num_tokens, record.get("questions_digest")), (-record.get("val_score", 0.0), loss)
+    return num_tokens, (loss, 0.0)
 
 
-def rank_checkpoint(path: Path) -> tuple[float, float]:
-    """Return the sort key of a checkpoint's evaluation, also of a corrupted checkpoint."""
-    with contextlib.suppress(OSError, UserError):  # it is reported when it is opened
-        state = read_state(path)
-        return rank_evaluation(state.evaluation, state.settings.get("best_by", "loss"))
-    return rank_evaluation(None)
+def rank_evaluations(records: Sequence[dict[str, Any] | None], best_by: str) -> list[int]:
+    """Return the indices of evaluations, given the oldest first: the best, then the newest first.
+
+    None, and those that did not count the same as the newest, come last.
+    """
+    pairs = [record and compare_by(record, best_by) for record in records]
+    counted, _ = next(filter(None, reversed(pairs)), (None, None))
+    keys = [pair[1] if pair and pair[0] == counted else (math.inf, math.inf) for pair in pairs]
+    return sorted(reversed(range(len(records))), key=keys.__getitem__)
 
 
 def adapters_file(path: Path) -> Path:
-    """Return the file that marks a checkpoint as a base model, until the user deletes it.
+    """Return the file beside a checkpoint that lists the adapters' runs, and keeps it from pruning.
 
-    It stays when the checkpoint is written again, and wherever the folders of its runs are now.
+    It stays when the checkpoint is written again, or a run moved, until the user deletes it.
     """
-    path = path.resolve()
-    return path.with_name(path.name + ADAPTERS_SUFFIX)
+    return Path(f"{path.resolve()}.adapters.txt")
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -11,10 +11,11 @@ from typing import Any
 from engine.core.cli import shell_command, warn
 from engine.core.errors import UserError
 from engine.core.files import find_similar, to_json
+from engine.core.settings import read_toml
 from engine.data.tokenizer import load_tokenizer
 from engine.generation.text_batch import initial_tokens
 from engine.generation.text_generator import TextGenerator
-from engine.runs.checkpoint import Checkpoint, open_checkpoint, rank_checkpoint
+from engine.runs.checkpoint import Checkpoint, open_checkpoint, rank_evaluations, read_state
 from model import GPT
 
 CHECKPOINT_NAME = re.compile("step-[0-9]{8,}")  # directories with other names are the user's
@@ -27,9 +28,19 @@ def list_checkpoints(run: Path) -> list[Path]:
     return sorted(checkpoints, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def rank_checkpoints(run: Path) -> list[Path]:
-    """Return the checkpoints of a run, the best evaluation first, then the newest first."""
-    return sorted(reversed(list_checkpoints(run)), key=rank_checkpoint)
+def rank_checkpoints(run: Path, best_by: str = "") -> list[Path]:
+    """Return the checkpoints of a run, the best evaluation first, then the newest first.
+
+    The default of best_by is the setting in config.toml.
+    """
+    with contextlib.suppress(OSError, UserError):
+        best_by = best_by or read_toml(run / "config.toml").get("best_by", "")
+    evaluations: dict[Path, Any] = dict.fromkeys(list_checkpoints(run))
+    for path in evaluations:
+        with contextlib.suppress(OSError, UserError):  # it is reported when it is opened
+            evaluations[path] = read_state(path).evaluation
+    paths = list(evaluations)
+    return [paths[index] for index in rank_evaluations([*evaluations.values()], best_by)]
 
 
 def find_checkpoint(path: Path, base: Path | None = None) -> Checkpoint:

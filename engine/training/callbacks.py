@@ -13,6 +13,7 @@ from engine.core.files import atomic_write, to_json
 from engine.core.settings import flatten
 from engine.generation.samples import choose_prompts, stream_samples
 from engine.generation.scores import describe_score
+from engine.runs.checkpoint import compare_by
 from engine.runs.run_files import rank_checkpoints, read_records
 from engine.training.estimate import describe_length
 from engine.training.optimizer import UNUSABLE_GRADIENTS
@@ -99,6 +100,9 @@ class Terminal(Callback):
                     losses += f", {key.removeprefix('val_loss/')} {loss:.4f}"
             losses += f", {describe_score(record)}" if "val_score" in record else ""
             say(f"{step}  validation loss {losses}  ({trainer.budget.elapsed:,.0f} s)")
+            best = trainer.best_evaluation or record  # before this one
+            if len({compare_by(each, trainer.config.best_by)[0] for each in (best, record)}) > 1:
+                say("It counts other tokens or questions, and is not compared with those before.")
             return
         text = f"loss {record['train_loss']:.3f}, {record['tokens_per_second']:,.0f} tokens/s"
         self.bar.set_postfix_str(text, refresh=sys.stderr.isatty())
@@ -201,8 +205,9 @@ def print_summary(trainer: Trainer) -> None:
         trainer.say(f"Score: {describe_score(best)}.")
     if not trainer.is_best:
         name = f"the checkpoint of step {trainer.load_best():,}, which sample.py and export use"
-        overfits = " (overfitting)" if loss < trainer.evaluation["val_loss"] else ""
-        last = f"At the last step the loss was {trainer.evaluation['val_loss']:.4f}{overfits}"
+        last_loss = trainer.evaluation.get("val_loss_partial", trainer.evaluation["val_loss"])
+        overfits = " (overfitting)" if loss < last_loss else ""
+        last = f"At the last step the loss was {last_loss:.4f}{overfits}"
         trainer.say(f"That is {name}. {last}.")
     trainer.say("\nA sample:\n")
     for count, text in enumerate(stream_final_sample(trainer)):

@@ -201,12 +201,11 @@ FOLDER_FLAGS |= {"train-00000.npy": "--data"}
 # A resumed run may change no others: paths, hardware, length, reports and optimization.
 CHANGEABLE_SETTINGS = {"data", "out", "init_from", "base", "verify_data", "keep_checkpoints"}
 CHANGEABLE_SETTINGS |= {"device", "parallel", "timeout", "dtype", "compile", "capture", "wandb"}
-CHANGEABLE_SETTINGS |= {"deterministic", "micro_batch_size", "checkpoint_activations"}
-CHANGEABLE_SETTINGS |= {"steps", "minutes", "eval_every", "save_every", "log_every"}
-CHANGEABLE_SETTINGS |= {"eval_tokens", "score", "score_file", "score_examples", "best_by"}
-CHANGEABLE_SETTINGS |= {"learning_rate", "final_learning_rate", "embedding_rate", "warmup_steps"}
-CHANGEABLE_SETTINGS |= {"decay", "window_warmup", "weight_decay", "clip_norm"}
-CHANGEABLE_SETTINGS |= {"beta1", "beta2", "momentum"}
+CHANGEABLE_SETTINGS |= {"deterministic", "micro_batch_size", "checkpoint_activations", "minutes"}
+CHANGEABLE_SETTINGS |= {"steps", "eval_every", "save_every", "log_every", "eval_tokens", "score"}
+CHANGEABLE_SETTINGS |= {"score_file", "score_examples", "best_by", "learning_rate", "decay"}
+CHANGEABLE_SETTINGS |= {"final_learning_rate", "embedding_rate", "warmup_steps", "window_warmup"}
+CHANGEABLE_SETTINGS |= {"weight_decay", "clip_norm", "beta1", "beta2", "momentum"}
 
 
 def load_config(arguments: Sequence[str]) -> TrainConfig:

@@ -100,9 +100,10 @@ class RunDir:
             raise UserError(f"{self.path}: no checkpoint. {fix}")
         return None
 
-    def best(self) -> Checkpoint:
-        """Return the checkpoint with the best evaluation, all of it verified."""
-        name = self.dist_ctx.broadcast_from_main(lambda: rank_checkpoints(self.path)[0].name)
+    def best(self, best_by: str = "") -> Checkpoint:
+        """Return the checkpoint that rank_checkpoints ranks first, all of it verified."""
+        ranked = partial(rank_checkpoints, self.path, best_by)
+        name = self.dist_ctx.broadcast_from_main(lambda: ranked()[0].name)
         return self._open(self.path / "checkpoints" / name)
 
     def _open(self, path: Path) -> Checkpoint:

@@ -27,7 +27,7 @@ from engine.runs.checkpoint import (
     RunState,
     build_meta_model,
     check_modification,
-    rank_evaluation,
+    rank_evaluations,
 )
 from engine.runs.run_files import find_base
 from engine.training.budget import Budget
@@ -146,9 +146,9 @@ class Trainer:
 
     @property
     def is_best(self) -> bool:
-        """Whether no evaluation before that of this step is better; true for NaN too."""
-        best = rank_evaluation(self.best_evaluation, self.config.best_by)
-        return not rank_evaluation(self.evaluation, self.config.best_by) > best
+        """Whether no comparable evaluation before that of this step is better; true for NaN too."""
+        evaluations = (self.best_evaluation, self.evaluation)
+        return rank_evaluations(evaluations, self.config.best_by)[0] == 1
 
     # Weights.
 
@@ -193,6 +193,8 @@ class Trainer:
         self.step = state.step
         self.evaluation = state.evaluation
         self.best_evaluation = state.best_evaluation
+        if "best_by" in changes:
+            self.best_evaluation = self.run_dir.best(self.config.best_by).state.evaluation
         self.last_save = (self.step, self.evaluation)
         self.changes = list(state.changes)
         if changes:

@@ -11,7 +11,7 @@ from helpers import numbers_text, train_tiny
 from engine.core.files import acquire_lock
 from engine.report import callback
 from engine.report.callback import Report, describe_environment
-from engine.report.overview import describe_run, judge, list_yardsticks, suggest_commands
+from engine.report.overview import compare, describe_run, judge, list_yardsticks, suggest_commands
 from engine.report.page import read_run
 from engine.training.config import TrainConfig
 
@@ -64,6 +64,34 @@ def test_the_verdict_is_a_sentence_with_a_figure_and_a_command(losses, content, 
     assert len(findings) == len(expected) and {finding[0] for finding in findings} == {kind}
     for (_, text, command), (pattern, expected_command) in zip(findings, expected, strict=True):
         assert re.search(pattern, text) and command == expected_command
+
+
+def test_the_verdict_compares_equal_evaluations_in_their_order():
+    run = make_run([3.0, 2.0, 1.90, 1.50, 1.48])
+    run["validation"]["val_loss_partial"] = {"mean": [None, None, 1.95, None, 1.499]}
+    assert "Converged" in judge(run)[0][1]
+    run = make_run([1.0, 3.0, 2.0])
+    run["validation"]["val_tokens"] = {"mean": [32, 64, 99]}
+    run["validation"]["val_tokens_partial"] = {"mean": [None, None, 64]}
+    assert "Still improving" in judge(run)[0][1]
+
+
+@pytest.mark.parametrize(
+    ("loss", "num_tokens", "tokenizer", "kind"),
+    [
+        (1.8, 1000, "first", "good"),
+        (1.8, 900, "first", "warning"),
+        (3.6, 500, "second", "good"),  # all of the same text
+        (3.6, 400, "second", "warning"),
+    ],
+)
+def test_runs_are_ranked_only_if_the_same_text_was_counted(loss, num_tokens, tokenizer, kind):
+    rows = [(2.0, 1.0, 1000, "first"), (loss, 0.9, num_tokens, tokenizer)]
+    runs = []
+    for row in rows:
+        best = dict(zip(("val_loss", "val_bits_per_byte", "val_tokens"), row[:3], strict=True))
+        runs.append(make_run([], name=row[3], best=best, about={"tokenizer": row[3]}))
+    assert compare(runs)[0] == kind
 
 
 def test_a_run_without_an_evaluation_has_no_verdict_yardsticks_or_commands():

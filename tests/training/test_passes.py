@@ -22,7 +22,7 @@ from torch._dynamo.testing import CompileCounter
 import train
 from engine.core.errors import UserError
 from engine.nn.acceleration import CapturedCalls
-from engine.runs.checkpoint import rank_evaluation
+from engine.runs.checkpoint import rank_evaluations
 from engine.training.passes import Passes
 from engine.training.trainer import Callback, Trainer
 
@@ -113,15 +113,17 @@ def test_a_run_in_minutes_evaluates_on_all_tokens_at_its_end_and_compares_fewer(
     for is_last in (True, False):
         batches = trainer.passes.evaluation_batches(val, is_last)
         counts.append(sum((targets >= 0).sum().item() for _, targets in batches))
-        losses += train.evaluate(trainer, lambda: False, is_last)
+        losses.append(train.evaluate(trainer, lambda: False, is_last)["val_loss"])
     assert counts[0] == len(val) - 1
     assert counts[1] == pytest.approx(0.1 * 8192, abs=20)
     records = read_lines(tmp_path / "metrics.jsonl")
     first, last = [record for record in records if "val_loss" in record]
     assert [last["val_loss"], last["val_loss_partial"]] == pytest.approx(losses)
     assert losses[0] != losses[1] and "val_loss_partial" not in first
+    assert [last["val_tokens"], last["val_tokens_partial"]] == counts
+    assert first["val_tokens"] == counts[1]
     worse = last | {"val_loss_partial": last["val_loss_partial"] + 0.1, "val_loss": 0.0}
-    assert rank_evaluation(last) < rank_evaluation(worse)
+    assert rank_evaluations([last, worse], "loss") == [0, 1]
     trainer.config = trainer.passes.config = replace(trainer.config, eval_tokens=100)
     assert sum(targets.numel() for _, targets in trainer.passes.evaluation_batches(val)) == 96
 

@@ -89,9 +89,11 @@ def test_a_base_model_stays_until_its_mark_is_deleted(run_dir, monkeypatch):
 def test_the_best_checkpoint_has_the_lowest_loss_or_the_highest_score(run_dir):
     results = [(1, 1.0, 0.5), (2, 3.0, 0.9), (3, 2.0, 0.9), (4, 4.0, 0.9)]
     for best_by, expected in (("loss", 1), ("score", 3)):
+        run_dir.write_settings(f'best_by = "{best_by}"')
         for step, loss, score in results:
             evaluation = {"step": step, "val_loss": loss, "val_score": score}
-            save(run_dir, step, evaluation=evaluation, settings={"best_by": best_by})
+            settings = {"best_by": ["loss", "score"][step % 2]}  # those before a resume
+            save(run_dir, step, evaluation=evaluation, settings=settings)
         assert find_checkpoint(run_dir.path).step == expected == run_dir.best().step
         assert steps(run_dir) == [expected, *(step for step in (3, 4) if step != expected)]
         shutil.rmtree(run_dir.path / "checkpoints")
