@@ -101,10 +101,7 @@ class Checkpoint:
         return str(embedding.dtype).removeprefix("torch.")
 
     def reference(self, run: Path | None = None) -> BaseReference:
-        """Return where this model is, and its hashes, for the checkpoints of an adapter.
-
-        The run of an adapter marks this checkpoint, which then is not pruned.
-        """
+        """Return where this model is, and its hashes; the run of an adapter protects it."""
         if run:
             with contextlib.suppress(OSError), open(adapters_file(self.path), "ab") as file:
                 file.write(os.fsencode(run.resolve()) + b"\n")
