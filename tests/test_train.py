@@ -582,8 +582,7 @@ def test_a_resumed_run_may_change_nothing_else_and_each_change_is_named(base, nu
 def test_an_evaluation_on_other_tokens_or_questions_is_not_compared_with_those_before(
     numbers, tmp_path, capsys, flags, best_step
 ):
-    lines = [{"prompt": f"{n} is", "answer": "unknown"} for n in range(2)]
-    questions = write_lines(tmp_path / "questions.jsonl", lines)
+    questions = write_lines(tmp_path / "a.jsonl", [{"prompt": "1", "answer": "unknown"}] * 2)
     options = [*SHORT_FLAGS, "--score", "exact_match", "--score-file", questions]
     options += ["--best-by", "score"]
     train_tiny(numbers, tmp_path / "run", *options)
@@ -594,16 +593,11 @@ def test_an_evaluation_on_other_tokens_or_questions_is_not_compared_with_those_b
     assert ("other tokens or questions" in capsys.readouterr().out) == (best_step == 4)
 
 
-def test_a_changed_best_by_ranks_the_checkpoints_before_the_resume_too(
-    numbers, tmp_path, monkeypatch
-):
-    scores = [0.0, 0.1, 0.9, 0.2, 0.5]  # the checkpoint of step 2 is pruned
-    monkeypatch.setattr(
-        train, "evaluate_score", lambda trainer, _: score_record(scores[trainer.step] * 10, 10)
-    )
-    questions = write_lines(tmp_path / "questions.jsonl", [{"prompt": "1", "answer": "2"}])
-    options = ["--score", "exact_match", "--score-file", questions, "--eval-every", 1]
-    options += ["--steps", 4, "--keep-checkpoints", 2]
+def test_a_changed_best_by_ranks_the_checkpoints_before_the_resume(numbers, tmp_path, monkeypatch):
+    scores = [0, 1, 9, 2, 5]  # the checkpoint of step 2 is pruned
+    monkeypatch.setattr(train, "evaluate_score", lambda run, _: score_record(scores[run.step], 10))
+    questions = write_lines(tmp_path / "a.jsonl", [{"prompt": "1", "answer": "2"}])
+    options = ["--score", "exact_match", "--score-file", questions, "--eval-every", 1, "--steps", 4]
     run = train_tiny(numbers, tmp_path / "run", *options, callbacks=[SpoilHead(2, -1)])
     assert best_steps(run) == {1}
     for best_by, best_step in (("score", 4), ("loss", 1)):

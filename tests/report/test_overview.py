@@ -86,12 +86,11 @@ def test_the_verdict_compares_equal_evaluations_in_their_order():
     ],
 )
 def test_runs_are_ranked_only_if_the_same_text_was_counted(loss, num_tokens, tokenizer, kind):
-    rows = [(2.0, 1.0, 1000, "first"), (loss, 0.9, num_tokens, tokenizer)]
-    runs = []
-    for row in rows:
-        best = dict(zip(("val_loss", "val_bits_per_byte", "val_tokens"), row[:3], strict=True))
-        runs.append(make_run([], name=row[3], best=best, about={"tokenizer": row[3]}))
-    assert compare(runs)[0] == kind
+    best = {"val_loss": 2.0, "val_bits_per_byte": 1.0, "val_tokens": 1000}
+    first = make_run([], name="a", best=best, about={"tokenizer": "first"})
+    best = {"val_loss": loss, "val_bits_per_byte": 0.9, "val_tokens": num_tokens}
+    second = make_run([], name="b", best=best, about={"tokenizer": tokenizer})
+    assert compare([first, second])[0] == kind
 
 
 def test_a_run_without_an_evaluation_has_no_verdict_yardsticks_or_commands():
