@@ -124,7 +124,7 @@ class Passes:
         finally:
             self.model.train()
             for key in self.num_passes:  # an evaluation may have used the memory of a graph
-                self.num_passes[key] = self.num_checked_passes - 1
+                self.num_passes[key] = max(0, self.num_checked_passes - 1)
 
     def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of a micro-batch, (B, T) each, summed over its targets."""
@@ -147,9 +147,9 @@ class Passes:
         with self.attention_window_warmup() as window:
             add = partial(self._add_gradients, inputs, targets, scale, (is_first, window), is_last)
             key = (is_first, window, inputs.shape)
+            is_due = self.num_passes[key] < self.num_checked_passes
             self.num_passes[key] += 1
-            is_fast = self.acceleration.captures or self.is_compiled_alone
-            if is_fast and self.num_passes[key] <= self.num_checked_passes:
+            if is_due and (self.acceleration.captures or self.is_compiled_alone):
                 return self._add_checked_gradients(add, is_first)
             return add()
 
