@@ -1,16 +1,17 @@
-"""An imitated CUDA device: autograd, autocast and the dispatcher on fake CUDA tensors.
+"""An imitated CUDA device: autograd, autocast and Dynamo on fake CUDA tensors, without values.
 
-A program: its arguments are the library of fake_cuda.cpp and a dataset. For each line of JSON on
-stdin it trains and decodes, and prints a line with what a GPU would refuse to capture. Tensors have
-no values. Not imitated: kernels, random numbers, memory, time, and captures that fail.
+A program: helpers.imitate_cuda starts it. For each line on stdin it trains and decodes, and prints
+what a GPU would refuse to capture. Not imitated: numbers, memory, time, and captures that fail.
 """
 
-import contextlib
 import ctypes
+import functools
 import importlib.util
 import json
 import sys
 import traceback
+from ast import literal_eval
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ import torch
 import torch.cuda.amp.common
 from imitation import REFUSED
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -40,43 +42,44 @@ from engine.training.config import RunConfig
 from engine.training.optimizer import OptimizerConfig
 from train import train_step
 
+QUERY_NORM = "blocks.0.attention.heads.0.query_norm"
 STREAM = SimpleNamespace(device=torch.device("cuda", 0), wait_stream=id, synchronize=int)
-PROPERTIES = {"name": "imitated", "major": 8, "minor": 0, "total_memory": 16 * 2**30}
+PROPERTIES = SimpleNamespace(name="imitated", major=8, minor=0, total_memory=16 * 2**30)
 CUDA_ANSWERS = {
     "is_available": True,
-    "device_count": 1,
     "is_bf16_supported": True,
-    "get_device_capability": (8, 0),
-    "get_device_properties": SimpleNamespace(**PROPERTIES, multi_processor_count=80),
+    "device_count": 1,
+    "current_device": 0,
+    "current_stream": STREAM,
     "mem_get_info": (12 * 2**30, 16 * 2**30),
     "memory_reserved": 2**30,
-    "current_stream": STREAM,
     "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+    "_get_device_properties": PROPERTIES,
     **dict.fromkeys(["_lazy_init", "empty_cache", "synchronize", "set_device", "set_rng_state"]),
 }
 FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True)
-kept_losses = []
+kept = []  # losses, with their autograd graphs
 
 
-def hook_norm(compute):
-    """Return a function that adds a hook to the last norm of a trainer's model."""
-    return lambda run: run.model.final_norm.register_forward_hook(lambda _, x, y: compute(y))
+def add_hook(name, compute):
+    """Return a function that adds a hook to a layer of a trainer's model."""
 
+    def add(run):
+        run.model.get_submodule(name).register_forward_hook(lambda layer, inputs, y: compute(y))
 
-def first_query_norm(run):
-    return run.model.blocks[0].attention.heads[0].query_norm
+    return add
 
 
 # Changes of a trainer. All but the first break captures, or the dtype of attention.
 CHANGES = {
-    "keep losses": lambda run: run.model.register_forward_hook(lambda *x: kept_losses.append(x[2])),
-    "item": hook_norm(lambda y: y * y.abs().max().item()),
-    "comparison": hook_norm(lambda y: y * torch.equal(y, y)),
-    "list": hook_norm(lambda y: y * torch.tensor([1.0], device=y.device)),
-    "CPU tensor": hook_norm(lambda y: y * torch.ones((), device="cpu")),
-    "copy": hook_norm(lambda y: y + y.cpu().sum().to(y.device)),
-    "stream": lambda run: kept_losses.append(run.model(*run.passes.example_batch())),
-    "norm": lambda run: first_query_norm(run).register_forward_hook(lambda *x: x[2].float()),
+    "keep losses": add_hook("", kept.append),
+    "item": add_hook("final_norm", lambda y: y * y.abs().max().item()),
+    "comparison": add_hook("final_norm", lambda y: y * torch.equal(y, y)),
+    "list": add_hook("final_norm", lambda y: y * torch.tensor([1.0], device=y.device)),
+    "CPU tensor": add_hook("final_norm", lambda y: y * torch.ones((), device="cpu")),
+    "copy": add_hook("final_norm", lambda y: y + y.cpu().sum().to(y.device)),
+    "stream": lambda run: kept.append(run.model(*run.passes.example_batch())),
+    "norm": add_hook(QUERY_NORM, lambda y: y.float()),
 }
 
 
@@ -84,26 +87,28 @@ class ImitatedDevice(TorchDispatchMode):
     """Answers without values, and reports from a captured region what a graph cannot hold."""
 
     is_capturing = False
+    ignore_compile_internals = classmethod(lambda cls: True)  # else Dynamo compiles nothing
 
     def start_report(self):
-        self.report = {"captures": 0, "failures": [], "findings": [], "events": [], "dtypes": []}
+        counters.clear()
+        self.report = {"captures": 0, "warnings": [], "findings": [], "events": [], "dtypes": []}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if not all(isinstance(tensor, FakeTensor) for tensor in inputs):
             args, kwargs = tree_map_only(Tensor, FAKE_MODE.from_tensor, (args, kwargs))
+        name = str(function)
         result = None
         try:
-            if "_fused_adamw_" not in str(function):  # which fake tensors do not have
+            if "_fused_adamw_" not in name:  # which fake tensors do not have
                 result = function(*args, **kwargs or {})
         except DataDependentOutputException:  # True, 1 or 0.0
             result = inputs[0].dtype == torch.bool or int(not inputs[0].is_floating_point())
-        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        is_refused = any(name in str(function) for name in REFUSED)
-        has_cpu = any(tensor.device.type == "cpu" for tensor in inputs + outputs)
-        if self.is_capturing and (is_refused or has_cpu):
-            frames = traceback.extract_stack()[-6:-1]
-            self.report["findings"].append(f"{function} {[(x.name, x.lineno) for x in frames]}")
+        if self.is_capturing:
+            outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+            has_cpu = any(tensor.device.type == "cpu" for tensor in inputs + outputs)
+            if has_cpu or any(refused in name for refused in REFUSED):
+                self.report["findings"].append(f"{name} {traceback.extract_stack()[-5:-1]}")
         return result
 
 
@@ -127,26 +132,21 @@ class ImitatedPool(GraphPool):
             LIBRARY.set_stream(outer_stream)
 
     def capture(self, function, *memory):
-        DEVICE_MODE.report["captures"] += 1
         LIBRARY.take_events()
         DEVICE_MODE.is_capturing = True
         try:
             result = self.run(function)
         finally:
             DEVICE_MODE.is_capturing = False
+        DEVICE_MODE.report["captures"] += 1
         DEVICE_MODE.report["events"] += LIBRARY.take_events().decode().splitlines()
         return lambda: result
 
-    def fail(self, reason):
-        DEVICE_MODE.report["failures"].append(str(reason))
-        super().fail(reason)
 
-
-def train_and_decode(change, architecture, optimizer, **settings):
-    """Train for two steps, then decode in both ways; yield the name of each phase after it."""
-    architecture = {k: tuple(v) if isinstance(v, list) else v for k, v in architecture.items()}
+def train_and_decode(change, config, optimizer, **settings):
+    """Train for two steps; without a change, decode in both ways; yield each phase after it."""
     config = RunConfig(
-        model=model.ModelConfig(**architecture),
+        model=model.ModelConfig(**config),
         optimizer=OptimizerConfig(**optimizer),
         batch_size=4,
         **settings,
@@ -158,37 +158,30 @@ def train_and_decode(change, architecture, optimizer, **settings):
     for _ in range(2):
         train_step(run)
     yield "training"
-    for name, has_own_weights in (("decoding", True), ("decoding with autocast", False)):
+    if change:
+        return
+    for phase, has_own_weights in (("decoding", True), ("decoding with autocast", False)):
         passes.fits_merged_weights = lambda *_, answer=has_own_weights: answer
         with run.passes.decoder() as decoder:
             engine = decoding_engine.DecodingEngine(*decoder)
             for row, length in enumerate((5, 3)):
                 engine.add([1] * length)
                 engine.read(row)
-                for _ in range(2):
+                for _ in range(1 + engine.captures):
                     engine.step([1] * (row + 1))
-        yield name
+        yield phase
 
 
 def record_dtypes(attend):
     """Return a function of attention that reports the dtypes of queries, keys and values."""
 
     def record(*arguments, **options):
-        dtypes = {str(x.dtype).removeprefix("torch.") for x in arguments[:3] if x.is_cuda}
-        DEVICE_MODE.report["dtypes"] = sorted(dtypes.union(DEVICE_MODE.report["dtypes"]))
+        if not torch.compiler.is_compiling():
+            dtypes = {str(x.dtype).removeprefix("torch.") for x in arguments[:3] if x.is_cuda}
+            DEVICE_MODE.report["dtypes"] = sorted(dtypes.union(DEVICE_MODE.report["dtypes"]))
         return attend(*arguments, **options)
 
     return record
-
-
-def with_values(function):
-    """Return a function that makes tensors with values."""
-
-    def compute(*arguments):
-        with _disable_current_modes():
-            return function(*arguments)
-
-    return compute
 
 
 def main():
@@ -197,26 +190,31 @@ def main():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch._C._set_only_lift_cpu_tensors(True)  # tensors of lists, as on a GPU
-    torch.compile = lambda function, **options: function
     Tensor.pin_memory = lambda tensor: tensor
     GRAPH_POOLS["cuda"] = ImitatedPool
-    names = ((trainer, "build_meta_model"), (trainer, "check_attention"), (passes, "build_decoder"))
-    for module, name in names:
-        setattr(module, name, with_values(getattr(module, name)))
+    trainer.build_meta_model = _disable_current_modes()(trainer.build_meta_model)
+    passes.build_decoder = _disable_current_modes()(passes.build_decoder)
     names = ((model, "attend"), (decoding_engine, "attend"), (decoding_engine, "attend_from_last"))
     for module, name in (*names, (attention, "masked_attention")):
         setattr(module, name, record_dtypes(getattr(module, name)))
+    for module in (passes, decoding_engine):
+        module.warn = lambda text: DEVICE_MODE.report["warnings"].append(text)
+    backend = "eager"
+    torch.compile = functools.partial(torch.compile, backend=backend)
     for line in sys.stdin:
         reports = {}
+        torch.compiler.reset()
         DEVICE_MODE.start_report()
         try:
-            with contextlib.redirect_stdout(sys.stderr), FAKE_MODE, DEVICE_MODE:
-                for phase in train_and_decode(**json.loads(line)):
-                    reports[phase] = DEVICE_MODE.report
+            with redirect_stdout(sys.stderr), FAKE_MODE, DEVICE_MODE:
+                for phase in train_and_decode(**literal_eval(line)):
+                    num_breaks = sum(counters["graph_break"].values())
+                    graphs = {"graphs": counters["stats"]["unique_graphs"], "breaks": num_breaks}
+                    reports[phase] = DEVICE_MODE.report | graphs
                     DEVICE_MODE.start_report()
         except Exception:
             reports["error"] = traceback.format_exc()
-        kept_losses.clear()
+        kept.clear()
         print(json.dumps(reports), flush=True)
 
 

@@ -6,7 +6,11 @@ import dataclasses
 import functools
 import json
 import math
+import os
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -14,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import tokenizers
 import torch
 import torch.distributed
@@ -448,3 +453,30 @@ def serve_page(answers: dict[str, Any]) -> Iterator[SimpleNamespace]:
     page = LivePage(answers, server)
     with serve_in_thread(server):
         yield SimpleNamespace(port=server.port, socket=server.socket, **vars(page))
+
+
+@contextlib.contextmanager
+def imitate_cuda(folder: Path, *arguments: str) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Start fake_cuda.py; yield a function that trains and decodes there, and returns reports."""
+    compiler = shutil.which("c++")
+    if not compiler or sys.platform != "linux" or torch.version.cuda:
+        pytest.skip("needs Linux, a C++ compiler, and a torch for CPUs")
+    library = folder / "fake_cuda.so"
+    torch_folder = Path(torch.__file__).parent
+    options = ["-O0", "-shared", "-fPIC", "-std=c++20", f"-I{torch_folder}/include", "-o", library]
+    subprocess.run([compiler, *options, ROOT / "tests/fake_cuda.cpp"], check=True, timeout=120)
+    data = make_dataset(folder, [{"text": "abc " * (n % 9)} for n in range(500)])
+    command = [sys.executable, ROOT / "tests/fake_cuda.py", library, data, *arguments]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "encoding": "utf-8"}
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, **pipes) as process:
+
+        def run(variant: str = "default", changes: Any = (), **options: Any) -> dict[str, Any]:
+            config = dataclasses.replace(VARIANTS[variant], **{"num_layers": 1, **dict(changes)})
+            settings = {"change": "", "optimizer": {}, "dtype": "bfloat16", **options}
+            settings["config"] = dataclasses.asdict(config)
+            print(repr(settings), file=process.stdin, flush=True)
+            reports = json.loads(process.stdout.readline())
+            assert "error" not in reports, reports["error"]
+            return reports
+
+        yield run
