@@ -2,13 +2,12 @@
 // It logs whatever orders two streams, or waits for the device.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-
 #include <mutex>
 #include <string>
 
-namespace {
-
 using namespace c10;
+
+namespace {
 
 const Device device(DeviceType::CUDA, 0);
 thread_local StreamId current_stream = 0;
@@ -29,7 +28,6 @@ struct ImitatedGuard final : impl::DeviceGuardImplInterface {
   Device exchangeDevice(Device) const override { return device; }
   void setDevice(Device) const override {}
   void uncheckedSetDevice(Device) const noexcept override {}
-
   Stream getStream(Device) const override { return make_stream(current_stream); }
   Stream getDefaultStream(Device) const override { return make_stream(0); }
   Stream exchangeStream(Stream stream) const override {
@@ -43,17 +41,24 @@ struct ImitatedGuard final : impl::DeviceGuardImplInterface {
     log("record an event on stream " + std::to_string(stream.id()));
   }
   void block(void* event, const Stream& stream) const override {
-    log("stream " + std::to_string(stream.id()) + " waits for stream " +
-        std::to_string(*static_cast<StreamId*>(event)));
+    const std::string recorded = std::to_string(*static_cast<StreamId*>(event));
+    log("stream " + std::to_string(stream.id()) + " waits for stream " + recorded);
   }
   void destroyEvent(void* event, DeviceIndex) const noexcept override {
     delete static_cast<StreamId*>(event);
   }
-  bool queryEvent(void*) const override { return log("query an event"), true; }
-  bool queryStream(const Stream&) const override { return log("query a stream"), true; }
   void synchronizeEvent(void*) const override { log("wait for an event"); }
   void synchronizeStream(const Stream&) const override { log("wait for a stream"); }
   void synchronizeDevice(DeviceIndex) const override { log("wait for the device"); }
+};
+
+struct ImitatedHooks final : at::CUDAHooksInterface {
+  explicit ImitatedHooks(at::CUDAHooksArgs) {}
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool isBuilt() const override { return true; }
+  DeviceIndex deviceCount() const override { return 1; }
+  void init() const override {}
 };
 
 C10_REGISTER_GUARD_IMPL(CUDA, ImitatedGuard)
@@ -61,23 +66,8 @@ C10_REGISTER_GUARD_IMPL(CUDA, ImitatedGuard)
 }  // namespace
 
 namespace at {
-
-struct ImitatedHooks : CUDAHooksInterface {
-  explicit ImitatedHooks(CUDAHooksArgs) {}
-  bool hasCUDA() const override { return true; }
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  int getNumGPUs() const override { return 1; }
-  DeviceIndex deviceCount() const override { return 1; }
-  DeviceIndex current_device() const override { return 0; }
-  DeviceIndex getCurrentDevice() const override { return 0; }
-  void init() const override {}
-};
-
 C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", ImitatedHooks)
-
-}  // namespace at
+}
 
 extern "C" int64_t set_stream(int64_t stream) { return std::exchange(current_stream, stream); }
 
@@ -85,6 +75,5 @@ extern "C" int64_t set_stream(int64_t stream) { return std::exchange(current_str
 extern "C" const char* take_events() {
   static std::string taken;
   std::lock_guard<std::mutex> lock(log_mutex);
-  taken = std::exchange(events, {});
-  return taken.c_str();
+  return (taken = std::exchange(events, {})).c_str();
 }

@@ -8,6 +8,7 @@ import ctypes
 import functools
 import importlib.util
 import json
+import signal
 import sys
 import traceback
 from ast import literal_eval
@@ -42,7 +43,6 @@ from engine.training.config import RunConfig
 from engine.training.optimizer import OptimizerConfig
 from train import train_step
 
-QUERY_NORM = "blocks.0.attention.heads.0.query_norm"
 STREAM = SimpleNamespace(device=torch.device("cuda", 0), wait_stream=id, synchronize=int)
 PROPERTIES = SimpleNamespace(name="imitated", major=8, minor=0, total_memory=16 * 2**30)
 CUDA_ANSWERS = {
@@ -59,39 +59,38 @@ CUDA_ANSWERS = {
 }
 FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True)
 kept = []  # losses, with their autograd graphs
-
-
-def add_hook(name, compute):
-    """Return a function that adds a hook to a layer of a trainer's model."""
-
-    def add(run):
-        run.model.get_submodule(name).register_forward_hook(lambda layer, inputs, y: compute(y))
-
-    return add
-
-
-# Changes of a trainer. All but the first break captures, or the dtype of attention.
+# Hooks: the name of a layer, and what replaces its output. All but the first are faults.
 CHANGES = {
-    "keep losses": add_hook("", kept.append),
-    "item": add_hook("final_norm", lambda y: y * y.abs().max().item()),
-    "comparison": add_hook("final_norm", lambda y: y * torch.equal(y, y)),
-    "list": add_hook("final_norm", lambda y: y * torch.tensor([1.0], device=y.device)),
-    "CPU tensor": add_hook("final_norm", lambda y: y * torch.ones((), device="cpu")),
-    "copy": add_hook("final_norm", lambda y: y + y.cpu().sum().to(y.device)),
-    "stream": lambda run: kept.append(run.model(*run.passes.example_batch())),
-    "norm": add_hook(QUERY_NORM, lambda y: y.float()),
+    "keep losses": ("", kept.append),
+    "keep a loss of another stream": ("", kept.append),
+    "item": ("final_norm", lambda y: y * y.abs().max().item()),
+    "comparison": ("final_norm", lambda y: y * torch.equal(y, y)),
+    "list": ("final_norm", lambda y: y * torch.tensor([1.0], device=y.device)),
+    "CPU tensor": ("final_norm", lambda y: y * torch.ones((), device="cpu")),
+    "copy": ("final_norm", lambda y: y + y.cpu().sum().to(y.device)),
+    "norm": ("blocks.0.attention.heads.0.query_norm", lambda y: y.float()),
 }
 
 
 class ImitatedDevice(TorchDispatchMode):
     """Answers without values, and reports from a captured region what a graph cannot hold."""
 
-    is_capturing = False
     ignore_compile_internals = classmethod(lambda cls: True)  # else Dynamo compiles nothing
 
-    def start_report(self):
+    def __init__(self):
+        super().__init__()
+        self.is_capturing = False
+        self.report = {}
+
+    def take_report(self):
+        """Return the report of a phase, and start the next one."""
+        self.report["graphs"] = counters["stats"]["unique_graphs"]
+        self.report["breaks"] = sum(counters["graph_break"].values())
+        self.report["kernels"] = counters["triton"]["compiled"]
         counters.clear()
+        report = self.report
         self.report = {"captures": 0, "warnings": [], "findings": [], "events": [], "dtypes": []}
+        return report
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -153,7 +152,11 @@ def train_and_decode(change, config, optimizer, **settings):
     )
     dist_ctx = DistributedContext(device=choose_device("auto"))
     run = trainer.Trainer(config, dist_ctx, open_mixture((Path(sys.argv[2]),)))
-    CHANGES.get(change, id)(run)
+    if change:
+        layer, compute = CHANGES[change]
+        run.model.get_submodule(layer).register_forward_hook(lambda _, inputs, y: compute(y))
+    if change == "keep a loss of another stream":
+        run.model(*run.passes.example_batch())
     run.passes.wrap_model()
     for _ in range(2):
         train_step(run)
@@ -200,18 +203,20 @@ def main():
     for module in (passes, decoding_engine):
         module.warn = lambda text: DEVICE_MODE.report["warnings"].append(text)
     backend = "eager"
+    if len(sys.argv) > 3:
+        import fake_triton  # which needs Triton
+
+        backend = fake_triton.imitate_triton(PROPERTIES, int(sys.argv[3]))
     torch.compile = functools.partial(torch.compile, backend=backend)
     for line in sys.stdin:
         reports = {}
+        signal.alarm(300)  # which ends this process
         torch.compiler.reset()
-        DEVICE_MODE.start_report()
+        DEVICE_MODE.take_report()
         try:
             with redirect_stdout(sys.stderr), FAKE_MODE, DEVICE_MODE:
                 for phase in train_and_decode(**literal_eval(line)):
-                    num_breaks = sum(counters["graph_break"].values())
-                    graphs = {"graphs": counters["stats"]["unique_graphs"], "breaks": num_breaks}
-                    reports[phase] = DEVICE_MODE.report | graphs
-                    DEVICE_MODE.start_report()
+                    reports[phase] = DEVICE_MODE.take_report()
         except Exception:
             reports["error"] = traceback.format_exc()
         kept.clear()

@@ -3,7 +3,7 @@
 import pytest
 from helpers import imitate_cuda
 
-NO_FINDINGS = {"warnings": [], "findings": [], "events": [], "breaks": 0}
+NO_FINDINGS = {"warnings": [], "findings": [], "events": [], "breaks": 0, "kernels": 0}
 ADAMW = {"optimizer": {"optimizer": "adamw"}}
 LONG = {"windows": (70,), "context_length": 300}  # more than a window, and several blocks of it
 # The variant of the model, changes of it, and options of the run.
@@ -68,7 +68,7 @@ def test_a_block_compiles_into_one_graph_on_the_stream_of_the_captures(
         ("list", "findings", "lift_fresh"),
         ("CPU tensor", "findings", "mul"),
         ("copy", "findings", "_to_copy"),
-        ("stream", "events", "waits for stream"),
+        ("keep a loss of another stream", "events", "waits for stream"),
         ("norm", "dtypes", "float32"),
     ],
 )
