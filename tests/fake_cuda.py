@@ -41,10 +41,12 @@ from engine.nn.acceleration import GRAPH_POOLS, GraphPool
 from engine.training import passes, trainer
 from engine.training.config import RunConfig
 from engine.training.optimizer import OptimizerConfig
+from model import ModelConfig
 from train import train_step
 
 STREAM = SimpleNamespace(device=torch.device("cuda", 0), wait_stream=id, synchronize=int)
-PROPERTIES = SimpleNamespace(name="imitated", major=8, minor=0, total_memory=16 * 2**30)
+PROPERTIES = object.__new__(torch.cuda._CudaDeviceProperties)  # a constant for Dynamo
+vars(PROPERTIES).update(name="imitated", major=8, minor=0, total_memory=16 * 2**30)
 CUDA_ANSWERS = {
     "is_available": True,
     "is_bf16_supported": True,
@@ -64,7 +66,6 @@ CHANGES = {
     "keep losses": ("", kept.append),
     "keep a loss of another stream": ("", kept.append),
     "item": ("final_norm", lambda y: y * y.abs().max().item()),
-    "comparison": ("final_norm", lambda y: y * torch.equal(y, y)),
     "list": ("final_norm", lambda y: y * torch.tensor([1.0], device=y.device)),
     "CPU tensor": ("final_norm", lambda y: y * torch.ones((), device="cpu")),
     "copy": ("final_norm", lambda y: y + y.cpu().sum().to(y.device)),
@@ -84,11 +85,10 @@ class ImitatedDevice(TorchDispatchMode):
 
     def take_report(self):
         """Return the report of a phase, and start the next one."""
-        self.report["graphs"] = counters["stats"]["unique_graphs"]
-        self.report["breaks"] = sum(counters["graph_break"].values())
-        self.report["kernels"] = counters["triton"]["compiled"]
+        report = self.report | {"graphs": counters["stats"]["unique_graphs"]}
+        report["breaks"] = sum(counters["graph_break"].values())
+        report["kernels"] = counters["triton"]["compiled"]
         counters.clear()
-        report = self.report
         self.report = {"captures": 0, "warnings": [], "findings": [], "events": [], "dtypes": []}
         return report
 
@@ -144,14 +144,9 @@ class ImitatedPool(GraphPool):
 
 def train_and_decode(change, config, optimizer, **settings):
     """Train for two steps; without a change, decode in both ways; yield each phase after it."""
-    config = RunConfig(
-        model=model.ModelConfig(**config),
-        optimizer=OptimizerConfig(**optimizer),
-        batch_size=4,
-        **settings,
-    )
+    settings |= {"model": ModelConfig(**config), "optimizer": OptimizerConfig(**optimizer)}
     dist_ctx = DistributedContext(device=choose_device("auto"))
-    run = trainer.Trainer(config, dist_ctx, open_mixture((Path(sys.argv[2]),)))
+    run = trainer.Trainer(RunConfig(**settings), dist_ctx, open_mixture((Path(sys.argv[2]),)))
     if change:
         layer, compute = CHANGES[change]
         run.model.get_submodule(layer).register_forward_hook(lambda _, inputs, y: compute(y))
@@ -175,16 +170,12 @@ def train_and_decode(change, config, optimizer, **settings):
         yield phase
 
 
-def record_dtypes(attend):
-    """Return a function of attention that reports the dtypes of queries, keys and values."""
-
-    def record(*arguments, **options):
-        if not torch.compiler.is_compiling():
-            dtypes = {str(x.dtype).removeprefix("torch.") for x in arguments[:3] if x.is_cuda}
-            DEVICE_MODE.report["dtypes"] = sorted(dtypes.union(DEVICE_MODE.report["dtypes"]))
-        return attend(*arguments, **options)
-
-    return record
+def record_dtypes(attend, *arguments, **options):
+    """Call a function of attention, and report the dtypes of queries, keys and values."""
+    if not torch.compiler.is_compiling():
+        dtypes = {str(x.dtype).removeprefix("torch.") for x in arguments[:3] if x.is_cuda}
+        DEVICE_MODE.report["dtypes"] = sorted(dtypes.union(DEVICE_MODE.report["dtypes"]))
+    return attend(*arguments, **options)
 
 
 def main():
@@ -199,7 +190,7 @@ def main():
     passes.build_decoder = _disable_current_modes()(passes.build_decoder)
     names = ((model, "attend"), (decoding_engine, "attend"), (decoding_engine, "attend_from_last"))
     for module, name in (*names, (attention, "masked_attention")):
-        setattr(module, name, record_dtypes(getattr(module, name)))
+        setattr(module, name, functools.partial(record_dtypes, getattr(module, name)))
     for module in (passes, decoding_engine):
         module.warn = lambda text: DEVICE_MODE.report["warnings"].append(text)
     backend = "eager"

@@ -30,20 +30,11 @@ def compile_graph(graph_module, inputs, **options):
 def imitate_triton(properties, capability):
     """Let Inductor compile for a GPU of a capability; return a backend for torch.compile."""
     properties.major, properties.minor = divmod(capability, 10)
-    properties.multi_processor_count = 40
-    properties.regs_per_multiprocessor = 2**16
-    properties.max_threads_per_multi_processor = 1024
-    properties.warp_size = 32
-    properties.gcnArchName = ""
+    vars(properties).update(multi_processor_count=40, regs_per_multiprocessor=2**16)
+    vars(properties).update(max_threads_per_multi_processor=1024, warp_size=32, gcnArchName="")
     target = GPUTarget("cuda", capability, properties.warp_size)
-    device = torch.device("cuda", 0)
     driver.set_active(
-        SimpleNamespace(
-            get_current_target=lambda: target,
-            get_current_device=lambda: device.index,
-            get_active_torch_device=lambda: device,
-            get_device_interface=lambda: torch.cuda,
-        )
+        SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0)
     )
     triton_helpers.set_driver_to_gpu = lambda: None
     torch._C._cuda_getCurrentRawStream = lambda index: 0

@@ -462,9 +462,9 @@ def imitate_cuda(folder: Path, *arguments: str) -> Iterator[Callable[..., dict[s
     if not compiler or sys.platform != "linux" or torch.version.cuda:
         pytest.skip("needs Linux, a C++ compiler, and a torch for CPUs")
     library = folder / "fake_cuda.so"
-    torch_folder = Path(torch.__file__).parent
-    options = ["-O0", "-shared", "-fPIC", "-std=c++20", f"-I{torch_folder}/include", "-o", library]
-    subprocess.run([compiler, *options, ROOT / "tests/fake_cuda.cpp"], check=True, timeout=120)
+    options = ["-shared", "-fPIC", "-std=c++20", f"-I{Path(torch.__file__).parent}/include"]
+    files = [ROOT / "tests/fake_cuda.cpp", "-o", library]
+    subprocess.run([compiler, *options, *files], check=True, timeout=120)
     data = make_dataset(folder, [{"text": "abc " * (n % 9)} for n in range(500)])
     command = [sys.executable, ROOT / "tests/fake_cuda.py", library, data, *arguments]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "encoding": "utf-8"}
@@ -472,9 +472,9 @@ def imitate_cuda(folder: Path, *arguments: str) -> Iterator[Callable[..., dict[s
 
         def run(variant: str = "default", changes: Any = (), **options: Any) -> dict[str, Any]:
             config = dataclasses.replace(VARIANTS[variant], **{"num_layers": 1, **dict(changes)})
-            settings = {"change": "", "optimizer": {}, "dtype": "bfloat16", **options}
-            settings["config"] = dataclasses.asdict(config)
-            print(repr(settings), file=process.stdin, flush=True)
+            settings = {"change": "", "optimizer": {}, "dtype": "bfloat16", "batch_size": 4}
+            settings |= {**options, "config": dataclasses.asdict(config)}
+            print(settings, file=process.stdin, flush=True)
             reports = json.loads(process.stdout.readline())
             assert "error" not in reports, reports["error"]
             return reports
