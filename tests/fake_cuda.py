@@ -103,6 +103,10 @@ class ImitatedDevice(TorchDispatchMode):
                 result = function(*args, **kwargs or {})
         except DataDependentOutputException:  # True, 1 or 0.0
             result = inputs[0].dtype == torch.bool or int(not inputs[0].is_floating_point())
+        if self.is_capturing and "_to_copy" in name and result.dtype == torch.float32:
+            place = traceback.extract_stack(limit=3)[0]  # below the modes of PyTorch
+            if place.filename == model.__file__ and inputs[0].dtype != torch.float32:
+                self.report["findings"].append(f"autocast makes 32 bits of 16: {place.line}")
         if self.is_capturing:
             outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
             has_cpu = any(tensor.device.type == "cpu" for tensor in inputs + outputs)
@@ -116,9 +120,6 @@ DEVICE_MODE = ImitatedDevice()
 
 class ImitatedPool(GraphPool):
     """Calls functions on a stream of their own, instead of recording them."""
-
-    def _open(self, device):
-        self.stream = STREAM
 
     def new_memory(self):
         return None

@@ -319,6 +319,12 @@ class Acceleration:
             self.model.zero_grad()  # of an unfinished pass
         return True
 
+    def uncompiled(self) -> contextlib.AbstractContextManager:
+        """Return a context in which the model computes as if it were not compiled."""
+        if self.undo_compilation is None:  # a stance imports the compiler
+            return contextlib.nullcontext()
+        return torch.compiler.set_stance("force_eager")
+
     def step_back(self, problem: str) -> None:
         """Stop capturing, or else compiling, whose results differ from plain ones."""
         if self.pool and self.captures:

@@ -197,8 +197,7 @@ class Passes:
             with forked_generators(self.dist_ctx.device):
                 actual = fingerprint(add(), self._gradients())
             restore()
-            is_compiled = self.acceleration.undo_compilation and not self.config.model.dropout
-            with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+            with nullcontext() if self.config.model.dropout else self.acceleration.uncompiled():
                 loss = add(is_captured=False)
         except torch.OutOfMemoryError:
             self.num_checked_passes = 0
@@ -269,7 +268,7 @@ class Passes:
         if fits_merged_weights(self.config, self.dist_ctx):
             yield build_decoder(self.model), None
             return
-        with self.autocast():
+        with self.autocast(), self.acceleration.uncompiled():  # each length would be compiled
             yield self.model.eval(), DTYPE_BY_NAME[self.config.dtype]
         self.model.train()
 
