@@ -31,19 +31,15 @@ def checkpoint_activations(model: nn.Module, keeps_generator: bool = True) -> No
 
     Without ``keeps_generator``, random numbers of the second pass differ.
     """
-    recompute = partial(forward_with_checkpoint, keeps_generator=keeps_generator)
+
+    def recompute(block: nn.Module, *inputs: object) -> Tensor:  # Dynamo 2.14 takes no partial
+        forward = type(block).forward
+        return checkpoint(
+            forward, block, *inputs, use_reentrant=False, preserve_rng_state=keeps_generator
+        )
+
     for block in model.get_submodule("blocks").children():
         block.forward = MethodType(recompute, block)
-
-
-def forward_with_checkpoint(
-    block: nn.Module, *inputs: object, keeps_generator: bool = True
-) -> Tensor:
-    """Run the forward pass of the block's class, and again in the backward pass."""
-    forward = type(block).forward
-    return checkpoint(
-        forward, block, *inputs, use_reentrant=False, preserve_rng_state=keeps_generator
-    )
 
 
 def compile_methods(
