@@ -13,36 +13,16 @@ from engine.core.errors import UserError
 
 TINY = "--num-layers 1 --num-heads 2 --d-model 32 --context-length 32 --batch-size 4 --device cpu"
 TRAIN = f"train --steps 2 --eval-tokens 500 {TINY}"
-CHATS = [
-    [{"role": "user", "content": f"{n}"}, {"role": "assistant", "content": "a"}] for n in range(200)
-]
 FILES = {
     "book.txt": "the quick brown fox jumps over the lazy dog\n" * 200,
     "latin.txt": ("caf\xe9 cr\xe8me\n" * 200).encode("cp1252"),
-    "pairs.jsonl": [{"question": f"{n}?\n", "answer": f"yes {n}"} for n in range(200)],
-    "named.jsonl": [{"Text": f"row {n} of the file", "label": n} for n in range(200)],
-    "nested.jsonl": [{"data": {"text": f"row {n} of the file"}} for n in range(200)],
-    "chats.jsonl": [{"messages": chat} for chat in CHATS],
-    "preferences.jsonl": [
-        {"prompt": f"{n}?\n", "chosen": f"yes {n}", "rejected": "no"} for n in range(200)
-    ],
-    "batch.jsonl": [{"id": 1, "body": {"messages": chat}} for chat in CHATS],
-    "gpt4.jsonl": [{"conversations": chat} for chat in CHATS],
     "mixed/notes.md": "some words of notes\n" * 300,
     "mixed/rows.jsonl": [{"text": f"row {n}"} for n in range(9)],
 }
 # A command that fails, and words that replace those in capitals in its advice.
 ROWS = [
     "prepare latin.txt --out data/new",
-    "prepare pairs.jsonl --out data/new",
-    "prepare named.jsonl --out data/new",
-    "prepare nested.jsonl --field data --out data/new",
-    "prepare chats.jsonl --out data/new",
     "prepare mixed --field text --out data/new",
-    "prepare preferences.jsonl --out data/new",
-    "prepare batch.jsonl --chat --out data/new",
-    "prepare gpt4.jsonl --chat --chat-field turns --out data/new",
-    "prepare pairs.jsonl --prompt-field question --completion-field reply --out data/new",
     "prepare book.txt --val-fraction 0.1 --val mixed/notes.md --out data/new",
     "prepare book.txt --tokenizer byte --out data/book",
     "prepare book.txt --out data/new --vocabsize 300",

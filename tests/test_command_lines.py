@@ -58,7 +58,7 @@ MISTAKES = [  # command line, exit code, and a regex of the line
     ("train gone.txt", 1, "gone.txt: not found"),
     ("train text.txt --stpes 3", 2, "--steps"),
     ("train text.txt folder", 2, "folder"),
-    ("train good.jsonl", 1, r"--chat .*python prepare\.py good\.jsonl"),
+    ("train good.jsonl", 1, r"--chat.*python prepare\.py good\.jsonl"),
     ("train out/run/checkpoints/step-00000004", 1, "--init-from out/run/checkpoints/step-"),
     ("train data/numbers", 1, r"--data data/numbers\?"),
     ("train out/run", 1, r"--init-from out/run\?"),

@@ -302,7 +302,7 @@ def parse_pair(
         can_be_null = key in owner and flag == "--prompt-field" and len(prompt_fields) > 1
         texts[field] = to_text(owner.get(key))
         if not isinstance(texts[field], str) and not (can_be_null and texts[field] is None):
-            raise UserError(describe_field(record, field, flag, others=fields))
+            raise UserError(describe_field(record, field, flag))
     completion = texts[completion_field]
     if not completion:
         raise UserError(f"{completion_field!r} must not be empty: its text is learned")

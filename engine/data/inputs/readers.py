@@ -25,6 +25,7 @@ from engine.data.inputs.text import (
     to_text,
 )
 
+FIELD_FLAGS = "--field (pairs: --prompt-field, chats: --chat)"
 LARGE_DOCUMENT_BYTES = 2**18  # a larger document is read in pieces
 PIECE_BYTES = 2**16
 ANSWER_ROLES = ("assistant", "completion")  # of the turns of examples
@@ -80,8 +81,7 @@ def read(
             is_bad_row = number > 0 or isinstance(record, UserError)
             message = f"{location}: {str(error).removesuffix('.')}."
             if source.kind in (".csv", ".tsv"):
-                advice = r"If line 1 is not a header, add one. \1"
-                message = re.sub("(Choose one|Use --field)", advice, message)
+                message = message.replace(" Choose", " If line 1 is not a header, add one. Choose")
             if is_bad_row and "--" not in message:
                 message += " --skip-bad-rows leaves such rows out."
             raise UserError(message) from None
@@ -206,7 +206,7 @@ def _make_text(record: dict[str, Any] | UserError, reader: Reader, notes: Notes)
         if not text.strip():
             notes["documents without text"] += 1
         return Text(_replace_surrogates(clean_text(text, reader, notes), reader, notes))
-    raise UserError(f"field {describe_field(record, reader.field, '--field')}")
+    raise UserError(f"field {describe_field(record, reader.field, FIELD_FLAGS)}")
 
 
 def _replace_surrogates(text: str, reader: Reader, notes: Notes) -> str:
