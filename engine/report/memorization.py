@@ -63,13 +63,12 @@ def find_longest(text: str, training_text: bytes, offset: int = 0) -> Iterator[t
             passage = text[start:end]
             if len("".join(passage.split()).encode()) < MIN_PASSAGE_BYTES:
                 continue
-            if passage.encode() in training_text:
-                longest = passage
-                continue
-            middle = (start + end) // 2
-            is_half_copied = text[middle:end].encode() in training_text
-            min_start = (start if is_half_copied else middle) + 1
-            break
+            if passage.encode() not in training_text:
+                middle = (start + end) // 2
+                is_half_copied = text[middle:end].encode() in training_text
+                min_start = (start if is_half_copied else middle) + 1
+                break
+            longest = passage
     if longest:
         first = text.index(longest)
         last = first + len(longest)

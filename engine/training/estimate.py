@@ -12,6 +12,7 @@ from engine.core.cli import count_noun
 from engine.core.device import DTYPE_BY_NAME, usable_memory
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
+from engine.nn.attention import MAX_UNFUSED_POSITIONS
 from engine.nn.loss import max_chunk_rows
 from engine.runs.checkpoint import build_meta_model
 from engine.training.config import RunConfig
@@ -20,12 +21,12 @@ from model import ModelConfig
 
 CPU_UTILIZATION = 2 / 3  # of measured matrix products
 GPU_UTILIZATION = 0.4  # Grattafiori et al. 2024, table 4
-CPU_PROCESS_BYTES = 350 * 2**20  # Python, PyTorch, threads and report
-CPU_HEAP_OVERHEAD = 0.3  # measured: freed blocks that the C library keeps, of all activations
+# Measured, without and with checkpoint_activations, which imports the compiler.
+CPU_PROCESS_BYTES = (350 * 2**20, 425 * 2**20)  # Python, PyTorch, threads and report
+CPU_HEAP_OVERHEAD = (0.3, 0.7)  # freed blocks that the C library keeps, of all activations
 MAX_MEMORY_FRACTION = 0.9  # of a device, for a run whose micro-batches are chosen
 MAX_MEMORY_EXCESS = 1.1  # of a device: a run that needs more is refused
 MEMORY_ERROR = 0.25  # relative, of an estimate
-PLAN_LORA_RANK = 16
 cached_meta_model = functools.cache(build_meta_model)
 
 
@@ -64,15 +65,18 @@ def activation_bytes(config: RunConfig, rows: int, dist_ctx: DistributedContext)
     model = config.model
     D = model.d_model
     V = model.vocab_size
+    num_gates = 2 if model.activation == "swiglu" else 1
     is_cpu = dist_ctx.device.type == "cpu"
     itemsize = DTYPE_BY_NAME[config.dtype].itemsize
     num_tokens = rows * config.context_length
 
     # Values that a block stores for a position, in the dtype of products.
     num_values: float = 2 * D + 6 * model.num_heads * model.head_width
-    num_values += (4 if model.activation == "swiglu" else 2) * model.feed_forward_width
+    num_values += 2 * num_gates * model.feed_forward_width
     if (is_cpu and model.dropout) or model.attention == "loop":
         num_values += 2.5 * model.num_heads * config.context_length  # scores of attention
+    elif is_cpu and itemsize < 4 and config.context_length <= MAX_UNFUSED_POSITIONS:
+        num_values += model.num_heads * config.context_length
     block_bytes = num_tokens * (4 * 2 * D + itemsize * num_values)  # inputs in float32
 
     is_fused = config.compile and not is_cpu
@@ -84,6 +88,8 @@ def activation_bytes(config: RunConfig, rows: int, dist_ctx: DistributedContext)
     if itemsize < 4 and not config.lora_rank:  # weights in the dtype of products
         logits_bytes += itemsize * (V * D + count_matrix_weights(model))
     if config.checkpoint_activations:
+        gradient_values = num_gates * model.feed_forward_width  # beside those of a block
+        block_bytes += num_tokens * (4 * D + itemsize * gradient_values)
         return 4 * D * num_tokens * model.num_layers + max(logits_bytes, block_bytes)
     return model.num_layers * block_bytes + logits_bytes
 
@@ -124,11 +130,12 @@ def estimate_memory(config: RunConfig, rows: int, dist_ctx: DistributedContext) 
     }
     if dist_ctx.device.type == "cpu":
         memory["saves"] = (4 * num_trained + state) / shards  # copies, written in the background
-        memory["process and heap"] = CPU_PROCESS_BYTES + CPU_HEAP_OVERHEAD * activations
+        is_lean = config.checkpoint_activations
+        heap_bytes = CPU_HEAP_OVERHEAD[is_lean] * activations
+        memory["process and heap"] = CPU_PROCESS_BYTES[is_lean] + heap_bytes
     if not dist_ctx.sharded and (config.lora_rank or dist_ctx.device.type == "cpu"):
         has_16_bits = config.frozen_dtype == "bfloat16" and not config.train_tokens
-        itemsize = 2 if config.lora_rank and has_16_bits else 4
-        copied_bytes = itemsize * cached_meta_model(config.model).num_parameters
+        copied_bytes = (2 if has_16_bits else 4) * cached_meta_model(config.model).num_parameters
         memory["samples"] = max(0.0, copied_bytes - activations)  # weights, merged or packed
         total = sum(memory.values())
         if config.lora_rank and total > MAX_MEMORY_FRACTION * memory_limit(dist_ctx):
@@ -162,35 +169,20 @@ def fit_micro_batches(config: RunConfig, dist_ctx: DistributedContext, length: i
     return replace(config, micro_batch_size=0 if rows == batch_rows else rows)
 
 
-def fits_memory(
-    config: RunConfig,
-    rows: int,
-    dist_ctx: DistributedContext,
-    max_fraction: float = MAX_MEMORY_FRACTION,
-) -> bool:
-    """Return whether micro-batches of ``rows`` sequences fit in a fraction of every rank's memory.
-
-    They do by an estimate: see :func:`estimate_memory`.
-    """
-    limit = max_fraction * memory_limit(dist_ctx)
-    return not dist_ctx.any(sum(estimate_memory(config, rows, dist_ctx).values()) > limit)
+def fits_memory(config: RunConfig, rows: int, dist_ctx: DistributedContext) -> bool:
+    """Return whether micro-batches of ``rows`` sequences fit in every rank's memory."""
+    needed = sum(estimate_memory(config, rows, dist_ctx).values())
+    return not dist_ctx.any(needed > MAX_MEMORY_FRACTION * memory_limit(dist_ctx))
 
 
 def check_memory(config: RunConfig, dist_ctx: DistributedContext, length: int) -> None:
-    """Raise UserError if one sequence needs over 10% more than there is, with flags that help."""
-    config = replace(config, context_length=length)
-    if fits_memory(config, 1, dist_ctx, MAX_MEMORY_EXCESS):
-        return
-    rank = config.lora_rank or PLAN_LORA_RANK
-    lean = replace(config, lora_rank=rank, checkpoint_activations=True)
-    advice = "Use a smaller model"
-    for shorter in (length // 2**n for n in range(length.bit_length())):
-        if fits_memory(replace(lean, context_length=shorter), 1, dist_ctx, MAX_MEMORY_EXCESS):
-            advice = f"Use --lora-rank {rank} --checkpoint-activations --context-length {shorter}"
-            break
-    needed = sum(estimate_memory(config, 1, dist_ctx).values()) / 2**30
-    size = f"{needed:,.1f} GiB ± {MEMORY_ERROR:.0%} (got {memory_limit(dist_ctx) / 2**30:,.1f})"
-    raise UserError(f"--init-from: fine-tuning needs {size}. {advice}.")
+    """Raise UserError if one sequence needs over 10% more than there is."""
+    needed = sum(estimate_memory(replace(config, context_length=length), 1, dist_ctx).values())
+    limit = memory_limit(dist_ctx)
+    if dist_ctx.any(needed > MAX_MEMORY_EXCESS * limit):
+        size = f"{needed / 2**30:,.1f} GiB ± {MEMORY_ERROR:.0%} (got {limit / 2**30:,.1f})"
+        advice = "Use a smaller model, --lora-rank or --checkpoint-activations"
+        raise UserError(f"--init-from: fine-tuning needs {size}. {advice}.")
 
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -204,39 +196,30 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 def describe_plan(
     config: RunConfig, dist_ctx: DistributedContext, step_tokens: int, epoch_tokens: Sequence[float]
 ) -> str:
-    """Describe what a run needs on this device, and fine-tuning also with or without LoRA.
+    """Describe what a run needs on this device.
 
     Tokens are those of an optimizer step, and of an epoch of each dataset.
     """
     utilization = CPU_UTILIZATION if dist_ctx.device.type == "cpu" else GPU_UTILIZATION
     speed = utilization * measure_matmul_flops(dist_ctx.device, DTYPE_BY_NAME[config.dtype])
-    configs = {"here": config}
-    if config.init_from:
-        rank, title = (0, "here, full") if config.lora_rank else (PLAN_LORA_RANK, "here, LoRA")
-        configs[title] = replace(config, lora_rank=rank)
-    columns = {}
-    for title, planned in configs.items():
-        seconds = step_tokens * flops_per_token(planned) / speed
-        rows = planned.micro_batch_rows(dist_ctx)
-        memory = estimate_memory(planned, rows, dist_ctx)
-        memory["= memory"] = sum(memory.values())
-        columns[title] = {"micro-batches": f"{planned.batch_size // rows} × {rows}"}
-        columns[title] |= {name: f"{n / 2**20:,.1f} MiB" for name, n in memory.items()}
-        columns[title]["one step"] = f"{1e3 * seconds:,.4g} ms"
-        if config.steps and not config.minutes:
-            columns[title]["all steps"] = f"{config.steps * seconds / 60:,.4g} min"
-    table = [f"{'':<16}" + "".join(f"{title:>14}" for title in columns)]
-    for name in columns["here"]:
-        cells = "".join(f"{column.get(name, '-'):>14}" for column in columns.values())
-        table.append(f"{name:<16}{cells}")
     num_params = cached_meta_model(config.model).num_parameters
+    flops = flops_per_token(config)
+    seconds = step_tokens * flops / speed
+    rows = config.micro_batch_rows(dist_ctx)
+    memory = estimate_memory(config, rows, dist_ctx)
+    memory["= memory"] = sum(memory.values())
+    table = {"micro-batches": f"{config.batch_size // rows} × {rows}"}
+    table |= {name: f"{size / 2**20:,.1f} MiB" for name, size in memory.items()}
+    table["one step"] = f"{1e3 * seconds:,.4g} ms"
+    if config.steps and not config.minutes:
+        table["all steps"] = f"{config.steps * seconds / 60:,.4g} min"
     return f"""\
-model  {num_params:,} parameters, {flops_per_token(config) / 1e9:,.3f} GFLOP per token
+model  {num_params:,} parameters, {flops / 1e9:,.3f} GFLOP per token
 run    {describe_length(config, step_tokens, epoch_tokens)}
 speed  {utilization:.0%} of what matrix products reach, {speed / 1e12:,.2f} TFLOP/s
 memory within {MEMORY_ERROR:.0%}
 
-""" + "\n".join(table)
+""" + "\n".join(f"{name:<16}{value:>14}" for name, value in table.items())
 
 
 def describe_length(config: RunConfig, step_tokens: int, epoch_tokens: Sequence[float]) -> str:

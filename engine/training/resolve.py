@@ -136,12 +136,12 @@ def choose_frozen_weights(
     if config.lora_rank and not config.init_from:
         raise UserError("--lora-rank: needs a base model. Add --init-from DIRECTORY.")
     values: dict[str, Any] = {}
-    if base and (config.lora_rank or config.plan):
+    if base and config.lora_rank:
         _, new_ids = split_token_ids(base, data.tokenizer, data.learns_chats)
         dtype = choose_dtype(config.dtype, dist_ctx.device, base.state.model.d_model)
         frozen_dtype = base.dtype if dtype == torch.bfloat16 else "float32"
         values = {"frozen_dtype": frozen_dtype, "train_tokens": bool(new_ids)}
-        if new_ids and config.lora_rank and config.train_tokens is None:
+        if new_ids and config.train_tokens is None:
             tokens = count_noun(len(new_ids), "token")
             warn(f"{data.path}: {tokens} new to {base.path}: token embeddings are trained too")
     return build(TrainConfig, {**dist_ctx.broadcast(values), **set_values(config)})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import make_dataset
+from helpers import make_dataset, write_lines
 
 import engine.report.memorization as memorization
 from engine.data.dataset import Dataset, open_dataset
@@ -80,16 +80,17 @@ def test_passages_are_those_of_the_definition(seed, bpe, monkeypatch):
 
 
 def test_a_passage_names_the_file_in_which_it_lies(tmp_path):
-    draw = random.Random(0)
-    (tmp_path / "texts" / "notes").mkdir(parents=True)
-    contents = {}
-    for name in ("argparse.py", "notes/mint.md", "notes/sage.md"):
-        contents[name] = "".join(draw.choices("abcdefgh é\n", k=2000))
-        (tmp_path / "texts" / name).write_text(contents[name], encoding="utf-8")
-    dataset = open_dataset(make_dataset(tmp_path, tmp_path / "texts"))
-    texts = [content[start : start + 200] for content in contents.values() for start in (0, 1550)]
-    passages, _ = find_passages(texts, [dataset])
-    assert passages == [[(0, 200, name)] for name in contents for _ in range(2)]
+    (tmp_path / "texts").mkdir()
+    for name in ("argparse.jsonl", "mint.jsonl", "sage.jsonl"):
+        rows = [{"p": f"What does {name} say of {n}? ", "c": f"That {n} é."} for n in range(50)]
+        write_lines(tmp_path / "texts" / name, rows)
+    flags = {"prompt_field": "p", "completion_field": "c", "glob": "*.jsonl"}
+    dataset = open_dataset(make_dataset(tmp_path, tmp_path / "texts", **flags))
+    examples = [dataset.train.example(index) for index in (0, 60, 120)]
+    texts = [ByteTokenizer().decode(token_ids(example)[:-1].tolist()) for example in examples]
+    passages, _ = find_passages([f"…{text}…" for text in texts], [dataset])
+    assert passages == [[(1, len(text), text.split()[2])] for text in texts]
+    assert len({text.split()[2] for text in texts}) == 3
 
 
 def test_a_passage_of_many_sources_names_the_shard_and_a_search_in_part_its_fraction(monkeypatch):
@@ -100,12 +101,3 @@ def test_a_passage_of_many_sources_names_the_shard_and_a_search_in_part_its_frac
     monkeypatch.setattr(memorization, "MAX_SEARCHED_BYTES", 28_000)
     passages, fraction = find_passages([text], [dataset])
     assert passages == [[]] and fraction == pytest.approx(0.28, rel=1e-3)
-
-
-def test_examples_are_training_data_too(tmp_path):
-    lines = [{"p": f"What comes after {n}? ", "c": f"It is {n + 1}, of course."} for n in range(50)]
-    dataset = open_dataset(make_dataset(tmp_path, lines, prompt_field="p", completion_field="c"))
-    example = dataset.train.example(dataset.train.num_examples // 2)
-    text = ByteTokenizer().decode(token_ids(example)[:-1].tolist())
-    ((passage,),), _ = find_passages([f"…{text}…"], [dataset])
-    assert passage == (1, len(text), "in.jsonl")
