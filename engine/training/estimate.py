@@ -12,6 +12,7 @@ from engine.core.cli import count_noun
 from engine.core.device import DTYPE_BY_NAME, usable_memory
 from engine.core.distributed import DistributedContext
 from engine.core.errors import UserError
+from engine.data.split import EVALUATION_BATCH_TOKENS
 from engine.nn.attention import MAX_UNFUSED_POSITIONS
 from engine.nn.loss import max_chunk_rows
 from engine.runs.checkpoint import build_meta_model
@@ -128,6 +129,10 @@ def estimate_memory(config: RunConfig, rows: int, dist_ctx: DistributedContext) 
         "optimizer state": state / shards,
         "activations": activations,
     }
+    if config.captures_steps(dist_ctx):  # whose graphs keep the memory of activations
+        shallow = replace(config, model=replace(config.model, num_layers=1), compile=False)
+        eval_rows = max(1, EVALUATION_BATCH_TOKENS // config.context_length)
+        memory["evaluation"] = activation_bytes(shallow, eval_rows, dist_ctx)
     if dist_ctx.device.type == "cpu":
         memory["saves"] = (4 * num_trained + state) / shards  # copies, written in the background
         is_lean = config.checkpoint_activations

@@ -129,13 +129,13 @@ print(1024 * int(status[status.index("VmHWM:") + 1]))
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 @pytest.mark.parametrize(
-    "sizes",
+    ("sizes", "error"),
     [
-        "--num-layers 4 --d-model 192 --batch-size 12 --micro-batch-size 4 --dropout 0.1",
-        "--num-layers 6 --d-model 256 --batch-size 16 --checkpoint-activations --dtype float32",
+        ("--num-layers 4 --d-model 192 --batch-size 12 --micro-batch-size 4 --dropout 0.1", 0.1),
+        ("--num-layers 6 --d-model 256 --batch-size 8 --checkpoint-activations", 0.15),
     ],
 )
-def test_planned_memory_is_the_peak_of_a_run(sizes, numbers, tmp_path, capsys):
+def test_planned_memory_is_the_peak_of_a_run(sizes, error, numbers, tmp_path, capsys):
     arguments = ["--data", str(numbers), "--out", str(tmp_path / "run"), "--device", "cpu"]
     arguments += [*sizes.split(), "--num-heads", "4", "--context-length", "256"]
     arguments += ["--steps", "2", "--eval-tokens", "2000"]
@@ -144,7 +144,7 @@ def test_planned_memory_is_the_peak_of_a_run(sizes, numbers, tmp_path, capsys):
     measured = int(output.splitlines()[-1]) / 2**20
     train.main([*arguments, "--plan"])
     planned = float(rows_of(capsys.readouterr().out)["= memory"].split()[0].replace(",", ""))
-    assert planned == pytest.approx(measured, rel=0.15)
+    assert planned == pytest.approx(measured, rel=error)
 
 
 def test_fsdp_divides_all_but_what_is_gathered(monkeypatch):
