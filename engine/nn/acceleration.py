@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine.core.errors import UserError, describe_briefly
+from engine.nn.attention import exclude_from_compilation
 
 MAX_COMPILATIONS = 64  # of a method, for shapes, modes and windows; Dynamo's limit is 8
 MAX_GRAPHS = 16  # of a function; other shapes run plainly
@@ -50,6 +51,7 @@ def compile_methods(
     ``dynamic`` is that of torch.compile: whether shapes vary.
     """
     originals = [getattr(module, name) for module, name in methods]
+    exclude_from_compilation()
     torch.compiler.config.recompile_limit = MAX_COMPILATIONS
     for (module, name), original in zip(methods, originals, strict=True):
         setattr(module, name, torch.compile(original, dynamic=dynamic))

@@ -5,7 +5,7 @@ branch with it, and :func:`check_attention` those of a model's options.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -50,7 +50,7 @@ def attend(
     S = key.shape[-2]
     if 0 < window < T:
         if torch.compiler.is_compiling() and has_wrong_gradient(query, key):
-            return uncompiled_sliding_window_attention(query, key, value, dropout_p, window)
+            return uncompiled_window_attention(query, key, value, dropout_p, window)
         return sliding_window_attention(query, key, value, dropout_p, window)
     if 0 < window < S:
         S = min(S, T + window - 1)
@@ -171,7 +171,13 @@ def sliding_window_attention(
     return torch.cat((first_output, output), dim=2)
 
 
-uncompiled_sliding_window_attention = torch.compiler.disable(sliding_window_attention)
+uncompiled_window_attention: Callable[..., Tensor] = sliding_window_attention
+
+
+def exclude_from_compilation() -> None:
+    """Exclude attention that would be compiled wrongly. This imports the compiler."""
+    global uncompiled_window_attention
+    uncompiled_window_attention = torch.compiler.disable(sliding_window_attention)
 
 
 def masked_attention(
