@@ -29,7 +29,7 @@ from engine.nn.attention import CHECK_TOLERANCE, attention_difference
 from engine.nn.lora import TOKEN_PARAMETERS
 from engine.nn.positions import FREQUENCY_BASE, sinusoids
 from engine.runs.checkpoint import Checkpoint, RunState, load_model, write_checkpoint, write_tensors
-from engine.runs.run_files import find_checkpoint
+from engine.runs.run_files import find_checkpoint, list_checkpoints
 from engine.training.estimate import cached_meta_model
 from model import GPT, ModelConfig
 
@@ -182,7 +182,7 @@ def import_model(config: ImportConfig) -> bool:
 
     Raises UserError, before anything is written, for an unsupported one.
     """
-    if (config.out / "checkpoints").exists():
+    if list_checkpoints(config.out):
         raise UserError(f"{config.out}: already has checkpoints. Choose another folder.")
     path = directory.find_directory(config.source)
     imported = str(path.resolve()) if Path(config.source).is_dir() else config.source

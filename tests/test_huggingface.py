@@ -366,6 +366,7 @@ def test_a_wrapped_model_and_a_head_of_its_own_compute_the_same(
     else:
         old, new = (".0.", ".0._orig_mod.") if change == "inside" else ("^", change)
         edit_tensors(hf, lambda t: [t.update({re.sub(old, new, n): t.pop(n)}) for n in [*t]])
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)  # left by an import that failed
     run_command("import", hf, tmp_path / "run", "--tokenizer", "byte")
     model = load_model(find_checkpoint(tmp_path / "run"))
     ids = torch.arange(40)[None]
