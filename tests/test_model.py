@@ -25,7 +25,7 @@ from engine.nn.layers import concatenate_linear
 from engine.nn.positions import scale_frequencies
 from engine.nn.specs import ParameterSpec, match_specs
 from engine.training.optimizer import Optimizer, OptimizerConfig, default_rates
-from model import GPT, FeedForward, Head, ModelConfig
+from model import GPT, FeedForward, Head, ModelConfig, parameter_specs
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -302,9 +302,12 @@ def test_every_parameter_has_one_spec_whose_group_fits_it(config):
 
 def test_a_parameter_without_exactly_one_spec_stops_construction(monkeypatch):
     vector = ParameterSpec("vector")
-    assert match_specs({"a.weight": vector}, ["x.a.weight"])["x.a.weight"].stack == "x.a.weight"
+    assert match_specs({"*.a.weight": vector}, ["x.a.weight"])["x.a.weight"].stack == "x.a.weight"
     with pytest.raises(ValueError, match=r"x\.a\.weight"):
-        match_specs({"a.weight": vector, ".weight": vector}, ["x.a.weight"])
+        match_specs({"*.a.weight": vector, "*.weight": vector}, ["x.a.weight"])
+    for name in ("heads.0.subquery.weight", "memory_value.weight", "lm_head.weight", "head.weight"):
+        with pytest.raises(ValueError, match=name):
+            parameter_specs(SMALL, [f"blocks.0.attention.{name}"])
 
     class HeadWithGain(Head):
         def __init__(self, *arguments):

@@ -1,6 +1,7 @@
 """Parameter specs: the initial distribution and the optimizer group of each parameter."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
 import torch
@@ -21,18 +22,18 @@ Specs = Mapping[str, ParameterSpec]
 
 
 def match_specs(specs: Specs, names: Iterable[str]) -> dict[str, ParameterSpec]:
-    """Return the spec of each parameter, whose name must end with exactly one key of ``specs``.
+    """Return the spec of each parameter, whose name must match exactly one key of ``specs``.
 
-    The rest of the parameter's name is prefixed to its stack, so that each layer has its own. A
-    parameter without a stack gets its own name as stack. Raises ValueError for other names.
+    In a key, * stands for any text; that at its start is prefixed to a stack: each layer has its
+    own. A parameter without a stack gets its own name as stack. Raises ValueError for other names.
     """
     matched = {}
     for name in names:
-        endings = [ending for ending in specs if name.endswith(ending)]
-        if len(endings) != 1:
-            raise ValueError(f"{name} must match one key of parameter_specs() (got {endings})")
-        spec = specs[endings[0]]
-        stack = name.removesuffix(endings[0]) + spec.stack if spec.stack else name
+        keys = [key for key in specs if fnmatchcase(name, key)]
+        if len(keys) != 1:
+            raise ValueError(f"{name} must match one key of parameter_specs() (got {keys})")
+        spec = specs[keys[0]]
+        stack = name.removesuffix(keys[0].lstrip("*")) + spec.stack if spec.stack else name
         matched[name] = spec._replace(stack=stack)
     return matched
 
