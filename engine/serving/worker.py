@@ -71,7 +71,7 @@ class BatchWorker:
                 has_next = self.waiting and batch.num_free_rows
                 group = next_group(self.waiting, batch.num_free_rows) if has_next else []
             if group:
-                batch.add(group)
+                self._deliver(partial(batch.add, group), group)
             if batch.unread:
                 self._deliver(partial(batch.read, MAX_PREFILL_TOKENS), batch.unread)
             self._deliver(batch.step, batch.requests)
@@ -79,10 +79,10 @@ class BatchWorker:
     def _drop_cancelled(self) -> None:
         self.waiting = deque(request for request in self.waiting if not request.is_cancelled)
 
-    def _deliver(self, action: Callable[[], Sequence[Any]], requests: Sequence[Any]) -> None:
+    def _deliver(self, action: Callable[[], Any], requests: Sequence[Any]) -> None:
         """Send the tokens that an action returns, or else its error to all of the requests."""
         try:
-            events = action()
+            events = action() or ()
         except Exception as error:  # the server continues
             if describe_error(error) is None:
                 logging.getLogger(__name__).exception("decoding failed")

@@ -4,7 +4,7 @@ import queue
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from helpers import SMALL, random_model
@@ -71,13 +71,17 @@ def test_a_long_prompt_does_not_stop_the_others_and_its_scores_are_computed_once
     assert shapes.count((1, 2)) == 1 and shapes.count((1, 4)) == 3
 
 
-@pytest.mark.parametrize("num_tokens", [0, 3])
+@pytest.mark.parametrize("num_tokens", [None, 0, 3])
 @pytest.mark.parametrize("error", [UserError("a mistake"), RuntimeError("a bug")], ids=repr)
 def test_an_error_goes_to_the_requests_it_concerns_and_the_thread_continues(
     worker, caplog, num_tokens, error
 ):
     first, failing, second, later = [Client(number) for number in range(4)]
-    failing.request.stream.push = Mock(side_effect=[*["a"] * num_tokens, error])
+    if num_tokens is None:  # its prompt cannot be added
+        effects = [DEFAULT, error, DEFAULT, DEFAULT]
+        worker.batch.engine.add = Mock(wraps=worker.batch.engine.add, side_effect=effects)
+    else:
+        failing.request.stream.push = Mock(side_effect=[*["a"] * num_tokens, error])
     worker.submit([client.request for client in (first, failing, second)])
     with pytest.raises(type(error)):
         failing.has_text_alone(worker.batch.engine.model)
