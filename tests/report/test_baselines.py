@@ -2,13 +2,12 @@
 
 import collections
 import itertools
-import json
 import lzma
 import math
-import shutil
+import time
 from dataclasses import replace
-from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers import make_dataset
 
@@ -20,8 +19,8 @@ from engine.data.tokenizer import CharTokenizer
 from engine.report.baselines import (
     baseline_losses,
     count_pairs,
-    dataset_yardsticks,
     mixture_yardsticks,
+    xz_bits_per_byte,
 )
 
 
@@ -77,30 +76,34 @@ def test_of_examples_only_targets_count_and_no_pair_spans_two(tmp_path):
         for example in split.examples():
             for before, after in itertools.pairwise(example.tolist()):
                 expected.update([max(before, ~before) * 257 + after] if after >= 0 else [])
-        pairs, counts = count_pairs(split, 257)
+        pairs, counts = count_pairs(split, 257, 1.0)
         assert dict(zip(pairs.tolist(), counts.tolist(), strict=True)) == expected
     losses = baseline_losses(dataset)
     assert 0 < losses["bigram"] < losses["unigram"] < losses["uniform"]
-    assert "xz_bits_per_byte" not in dataset_yardsticks(dataset)
+    assert "xz_bits_per_byte" not in mixture_yardsticks(open_mixture([dataset.path]))
 
 
-def test_yardsticks_are_computed_once_or_each_time_if_they_cannot_be_kept(numbers, tmp_path):
-    path = Path(shutil.copytree(numbers, tmp_path / "data"))
-    kept = path / "yardsticks.json"
-    kept.unlink(missing_ok=True)
-    dataset = open_dataset(path)
-    expected = baseline_losses(dataset)
+def test_xz_takes_a_fraction_of_a_second(numbers):
+    ids = np.random.default_rng(0).integers(10, size=8_000_000, dtype=np.uint16)
+    started_at = time.process_time()
+    xz_bits_per_byte(replace(open_dataset(numbers), val=Split(ids)))
+    assert time.process_time() - started_at < 1.5
+
+
+def test_xz_gets_a_bounded_text_and_the_datasets_of_a_mixture_share_the_bounds(
+    numbers, tmp_path, monkeypatch
+):
+    dataset = open_dataset(numbers)
     text = dataset.tokenizer.decode(dataset.val.tokens[:].tolist()).encode()
-    expected["xz_bits_per_byte"] = 8 * len(lzma.compress(text, preset=9)) / len(text)
-    for content in (None, "[", '{"splits": []}'):
-        if content:
-            kept.write_text(content)
-        assert mixture_yardsticks(open_mixture([path])) == pytest.approx(expected)
-    (key,) = json.loads(kept.read_text())
-    kept.write_text(json.dumps({key: {"bigram": 7.0}}))
-    assert dataset_yardsticks(dataset) == {"bigram": 7.0}  # computed no more
-    shortened = replace(dataset, train=Split(dataset.train.tokens[:2500]))  # by a context length
-    assert dataset_yardsticks(shortened)["bigram"] == baseline_losses(shortened)["bigram"]
-    kept.unlink()
-    (path / f".{kept.name}.partial").mkdir()  # nothing can be written
-    assert dataset_yardsticks(dataset) == pytest.approx(expected) and not kept.exists()
+    xz = {"xz_bits_per_byte": 8 * len(lzma.compress(text, preset=9)) / len(text)}
+    expected = baseline_losses(dataset) | xz
+    assert mixture_yardsticks(open_mixture([numbers])) == pytest.approx(expected)
+    monkeypatch.setattr(baselines, "MAX_COMPRESSED_BYTES", 1000)
+    bits = 8 * len(lzma.compress(text[:500], preset=9)) / 500
+    assert xz_bits_per_byte(dataset, 0.5) == pytest.approx(bits)
+    second = make_dataset(
+        tmp_path, numbers.with_suffix(".txt"), tokenizer=str(numbers), val_fraction=0.3
+    )
+    data = open_mixture([numbers, second])
+    bits = data.mean(xz_bits_per_byte(each, 0.5) for each in data.datasets)
+    assert mixture_yardsticks(data)["xz_bits_per_byte"] == bits
