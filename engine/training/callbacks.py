@@ -136,13 +136,10 @@ class WeightsAndBiases(Callback):
     def on_train_start(self, trainer: Trainer) -> None:
         """Start or resume the run on Weights & Biases; its id is kept in the run directory."""
         out = trainer.config.out
-        id_file = out / "wandb.id"
-        if not id_file.exists():
-            atomic_write(id_file, secrets.token_hex(8).encode())
         defaults = {"project": "gpt-trainer", "name": out.resolve().name, "dir": out}
         unset = [name for name in defaults if not os.environ.get(f"WANDB_{name.upper()}")]
         self.run = self.wandb.init(
-            id=os.environ.get("WANDB_RUN_ID") or id_file.read_text(encoding="utf-8").strip(),
+            id=os.environ.get("WANDB_RUN_ID") or read_wandb_id(out),
             config=flatten(trainer.config),
             resume="allow",
             **{name: defaults[name] for name in unset},
@@ -158,6 +155,18 @@ class WeightsAndBiases(Callback):
         """Finish the run on Weights & Biases, as failed after an error."""
         if hasattr(self, "run"):
             self.run.finish(exit_code=int(trainer.failed))
+
+
+def read_wandb_id(out: Path) -> str:
+    """Return the id that a run's folder keeps, with its path; a copy of a folder gets a new one."""
+    file = out.resolve() / "wandb.id"
+    run_id, _, path = (os.fsdecode(file.read_bytes()) if file.exists() else "").partition("\n")
+    original = Path(path)  # it is missing, or of another run, if the folder was moved
+    is_other = original.is_file() and not original.samefile(file)
+    if not run_id or (is_other and original.read_bytes() == file.read_bytes()):
+        run_id = secrets.token_hex(8)
+    atomic_write(file, os.fsencode(f"{run_id}\n{file}"))
+    return run_id
 
 
 def describe_training(trainer: Trainer) -> str:

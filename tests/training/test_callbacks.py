@@ -3,8 +3,10 @@
 import json
 import math
 import re
+import shutil
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -208,13 +210,19 @@ def test_weights_and_biases_gets_settings_and_every_record_of_one_run(
     first, second = runs
     assert first.ends == [(len(first.records), 0)] and second.ends == [(len(second.records), 0)]
     assert first.records.pop(0) == second.records.pop(0) == ("*", {"step_metric": "step"})
-    assert first.options["id"] == second.options["id"] == (out / "wandb.id").read_text()
+    assert first.options["id"] == second.options["id"]
     assert first.options["config"]["learning_rate"] == 0.003
     assert first.records + second.records == read_lines(out / "metrics.jsonl")
     with pytest.raises(SystemExit):
         callbacks = [WeightsAndBiases(), Action(1, sys.exit)]
         train_tiny(numbers, tmp_path / "failed", "--steps", 2, callbacks=callbacks)
     assert runs[2].ends == [(1, 1)]
+    ids = []
+    for source, target in ((out, "copy"), (tmp_path / "copy", "moved"), (out, "run")):
+        (shutil.copytree if target == "copy" else Path.rename)(source, tmp_path / target)
+        train.main(tiny(numbers, tmp_path / target, "--steps", 6, "--resume", *flags))
+        ids.append(runs.pop().options["id"])
+    assert ids[0] == ids[1] != ids[2] == first.options["id"]
     for variable in ("WANDB_PROJECT", "WANDB_DIR", "WANDB_RUN_ID"):
         monkeypatch.setenv(variable, "mine")
     monkeypatch.setenv("WANDB_NAME", "")
@@ -228,4 +236,4 @@ def test_weights_and_biases_accepts_the_run(numbers, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     assert train.main(tiny(numbers, tmp_path / "run", "--steps", 2, "--wandb")) == 0
     (folder,) = (tmp_path / "run").glob("wandb/offline-run-*")
-    assert folder.name.endswith((tmp_path / "run" / "wandb.id").read_text())
+    assert folder.name.endswith((tmp_path / "run" / "wandb.id").read_text().split()[0])
