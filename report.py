@@ -5,7 +5,7 @@ python report.py out/NAME                     out/NAME/report.html, with memoriz
 python report.py out/A out/B … [--out FILE]   out/compare.html, and which is better
 """
 
-from engine.core.cli import run_command, say, tune_openmp_spinning
+from engine.core.cli import escape_controls, run_command, say, tune_openmp_spinning
 
 if __name__ == "__main__":
     tune_openmp_spinning("decode")  # before torch is loaded
@@ -70,7 +70,7 @@ def report(config: ReportConfig, modify_model: ModifyModel | None = None) -> Pat
     else:
         path = config.out or runs[0].resolve().parent / "compare.html"
         described = [read_run(folder) for folder in runs]
-        say(compare(described)[1])
+        say(escape_controls(compare(described)[1]))
     for folder, run in zip(runs, described, strict=True):
         if config.prompt:
             run["samples"].append(write_sample(folder, config.prompt, modify_model))

@@ -19,20 +19,25 @@ from typing import Any
 import pyarrow
 import pytest
 from backports import zstd
-from helpers import make_reader
+from helpers import make_reader, train_tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.core.errors import UserError
+from engine.core.files import to_json
 from engine.data.chats.examples import parse_chat, parse_pair
 from engine.data.inputs.documents import Corpus
 from engine.data.inputs.readers import read
 from engine.data.inputs.sources import ExampleParser, Reader, Source
 from engine.data.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer
 from engine.data.tokenizer_training import train_bpe_tokenizer
+from engine.report.callback import Report
+from engine.report.overview import format_runs
+from engine.report.page import list_runs
 from huggingface import ImportConfig, import_model
+from report import ReportConfig, report
 
 WRAPPED_BUG = re.compile(r"\((?:Assertion|Attribute|Index|Key|Name|Runtime|Type)Error: ")
 CASES = settings(
@@ -133,6 +138,37 @@ def test_pairs_and_chats(parse_record, tmp_path):
         assert all(json.loads(text.text) for text in texts)
 
     fuzz(path, contents, parse)
+
+
+ADDED = {  # to a run's file
+    "metrics.jsonl": [f'{{"step": {10**400}, "train_loss": 1}}\n'],
+    "config.toml": ["x = 2020-01-01", "mix = 'x'", "mix = [5, 'x']", f"x{'.x' * 3000} = 1"],
+}
+
+
+@pytest.mark.parametrize("name", ["samples.jsonl", "about.json", *ADDED])
+def test_runs(name, numbers, tmp_path):
+    run = tmp_path / "a\x85run"  # with a line end
+    train_tiny(numbers, run, "--steps", 2, "--eval-every", 1, callbacks=[Report()])
+    shutil.rmtree(run / "checkpoints")  # to load a model takes longer than the rest
+    content = (run / name).read_bytes()
+    contents = damaged(content)
+    if name == "about.json":
+        contents |= changed_json(json.loads(content))
+    else:
+        contents |= st.sampled_from(ADDED.get(name, [""])).map(str.encode).map(content.__add__)
+    if name.endswith(".jsonl"):
+        records = changed_json(*map(json.loads, content.splitlines()))
+        contents |= records.map(lambda record: content + record + b"\n")
+
+    def parse() -> None:
+        runs = list_runs(tmp_path)
+        assert to_json(runs) and len(format_runs(runs).splitlines()) == 2
+        report(ReportConfig((run,)))
+        if not (runs[0]["best"] and runs[0]["samples"]):
+            raise UserError("incomplete")
+
+    fuzz(run / name, contents, parse)
 
 
 def write_documents(path: Path) -> bytes:

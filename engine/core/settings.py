@@ -69,11 +69,11 @@ def load_settings(
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the settings in a TOML file. Raises UserError if it is not valid."""
+    """Return the settings in a TOML file, in types of JSON. Raises UserError if it is not valid."""
     with open(path, "rb") as file:
         content = read_input(file, path)
     with wrap_library_errors(f"{path}: not valid TOML", ValueError, RecursionError, advice="."):
-        return tomllib.loads(content.decode("utf-8-sig"))
+        return json.loads(json.dumps(tomllib.loads(content.decode("utf-8-sig")), default=str))
 
 
 def parse(cls: Any, arguments: Sequence[str] | None = None, **options: Any) -> Any:

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from engine.core.cli import shell_command
+from engine.core.cli import escape_controls, shell_command
 from engine.core.files import to_json
 from engine.training.trainer import Record
 
@@ -62,8 +62,8 @@ def format_runs(runs: Sequence[Record]) -> str:
     rows += map(list_cells, complete)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    damaged = [run for run in runs if "problem" in run]
-    return "\n".join([*lines, *(f"{run['name']}: damaged. {run['problem']}" for run in damaged)])
+    lines += [f"{run['name']}: damaged. {run['problem']}" for run in runs if "problem" in run]
+    return "\n".join(map(escape_controls, lines))
 
 
 def list_cells(run: Record) -> tuple[str, ...]:
@@ -88,9 +88,9 @@ def describe_run(run: Record) -> str:
     about = run["about"]
     if not {"data", "machine", "parameters"} <= about.keys():
         return ""
-    names = " and ".join(dataset["dataset"] for dataset in about["data"])
+    names = " and ".join(dataset.get("dataset", "-") for dataset in about["data"])
     machine = about["machine"]
-    processor = machine.get("GPU", machine["processor"])
+    processor = machine.get("GPU") or machine.get("processor", "-")
     return f"{about['parameters'] / 1e6:,.2f}M parameters, trained on {names} with {processor}."
 
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.errors import UserError
+from engine.core.errors import UserError, wrap_library_errors
 from engine.core.files import acquire_lock, atomic_write, find_similar, read_json, to_json
 from engine.core.settings import read_toml
-from engine.report.overview import compare, summarize
+from engine.core.values import convert
+from engine.report.overview import LOSS_KEYS, compare, summarize
 from engine.runs.checkpoint import rank_evaluations
-from engine.runs.run_files import list_checkpoints, read_records
+from engine.runs.run_files import check_values, list_checkpoints, read_records
 from engine.training.trainer import Record
 
 WEB_DIR = Path(__file__).with_name("web")
@@ -27,6 +28,7 @@ MAX_SHOWN_EVALUATIONS = 40  # with their samples
 COMPARED_CURVES = ("val_loss", "val_loss_partial", "val_tokens", "val_tokens_partial")
 VALIDATION_CURVES = (*COMPARED_CURVES, "val_bits_per_byte", "val_score")
 TRAINING_CURVES = ("train_loss", "learning_rate", "grad_norm", "tokens_per_second")
+SETTING_TYPES = {"data": tuple[Path, ...], "mix": tuple[float, ...] | None}
 AXIS_KEYS = {"step": "step", "tokens": "tokens", "seconds": "elapsed_seconds"}
 
 
@@ -35,7 +37,9 @@ def read_run(folder: Path, max_lines: int | None = None) -> Record:
 
     max_lines is as for :func:`read_records`. Raises UserError for a folder that is not a run.
     """
-    run = collect_run_content(folder, max_lines)
+    with wrap_library_errors(f"{folder}: corrupted, nested too deeply", RecursionError, advice="."):
+        run = collect_run_content(folder, max_lines)
+        to_json([[[run]]])  # as deep as on a page
     if run["state"] and run["state"]["state"] == "training":
         with contextlib.suppress(UserError):  # in use: still training
             acquire_lock(folder / ".lock", folder).release()
@@ -52,16 +56,17 @@ def collect_run_content(folder: Path, max_lines: int | None = None) -> Record:
         advice = f"Did you mean {similar}?" if similar else "Give a folder that train.py made."
         raise UserError(f"{folder}: is not a run. {advice}")
     settings = read_toml(settings_path) if settings_path.exists() else {}
-    about = read_json(about_path) if about_path.exists() else {}
-    if not isinstance(about, dict):
-        raise UserError(f"{about_path}: corrupted, it must be a JSON object. Delete it.")
+    about = convert(read_json(about_path) if about_path.exists() else {}, dict, str(about_path))
+    check_values(about | convert(about.get("state", {}), dict, f"{about_path}: state"), about_path)
+    check_values(settings, settings_path, SETTING_TYPES)
+    about = {name: value for name, value in about.items() if value != []}
     records = read_records(folder / "metrics.jsonl", max_lines)
     training = [record for record in records if "train_loss" in record]
-    evaluations = [record for record in records if "val_loss" in record]
+    evaluations = [record for record in records if {*LOSS_KEYS} <= record.keys()]
     # The checkpoints of these steps, and of later ones that are not yet written, may be used.
     steps = [int(path.name.removeprefix("step-")) for path in list_checkpoints(folder)] or [0]
     kept = [each for each in evaluations if each["step"] in steps or each["step"] > steps[-1]]
-    finite = [record for record in kept if record["val_loss"] is not None]
+    finite = [record for record in kept if None not in record.values()]
     order = rank_evaluations(finite, settings.get("best_by", "loss"))
     best = finite[order[0]] if order else None
     last = evaluations[-1] if evaluations else {}
@@ -72,7 +77,7 @@ def collect_run_content(folder: Path, max_lines: int | None = None) -> Record:
         "folder": str(folder),
         "state": about.get("state"),
         "last_step": records[-1]["step"] if records else 0,
-        "num_tokens": training[-1]["tokens"] if training else 0,
+        "num_tokens": training[-1].get("tokens", 0) if training else 0,
         "training": make_curves(training, training, TRAINING_CURVES),
         "validation": make_curves(evaluations, training, val_names),
         "best": best,  # the evaluation of the checkpoint that is used
@@ -143,6 +148,7 @@ def make_curves(
 
 def select_samples(samples: Sequence[Record], best_step: int | None = None) -> list[Record]:
     """Select samples of MAX_SHOWN_EVALUATIONS steps, with first and last, and of the best step."""
+    samples = [sample for sample in samples if isinstance(sample.get("text"), str)]
     steps = sorted({sample["step"] for sample in samples})
     count = min(len(steps), MAX_SHOWN_EVALUATIONS)
     shown = {steps[i] for i in np.linspace(0, len(steps) - 1, count).round().astype(int)}

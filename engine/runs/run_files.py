@@ -6,12 +6,15 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Gt
 
 from engine.core.cli import shell_command, warn
 from engine.core.errors import UserError
 from engine.core.files import find_similar, to_json
 from engine.core.settings import read_toml
+from engine.core.values import Seconds, convert
 from engine.data.tokenizer import load_tokenizer
 from engine.generation.text_batch import initial_tokens
 from engine.generation.text_generator import TextGenerator
@@ -19,6 +22,20 @@ from engine.runs.checkpoint import Checkpoint, open_checkpoint, rank_evaluations
 from model import GPT
 
 CHECKPOINT_NAME = re.compile("step-[0-9]{8,}")  # directories with other names are the user's
+NUMBER_KEYS = "train_loss learning_rate grad_norm tokens_per_second elapsed_seconds val_perplexity "
+NUMBER_KEYS += "val_loss val_loss_partial val_bits_per_byte val_score xz_bits_per_byte"
+# Key → type, in a run's .jsonl files, in about.json and in its "state".
+VALUE_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("parameters", "seconds", "step", "tokens"), Seconds),
+    **dict.fromkeys(NUMBER_KEYS.split(), float | None),
+    **dict.fromkeys(("longer", "more_text", "prompt", "resume"), str),
+    **dict.fromkeys(("defaults", "machine"), dict[str, Any]),
+    "baselines": dict[str, float],
+    "data": list[dict[str, str]],
+    "epoch_tokens": list[Annotated[float, Gt(0)]],
+    "state": Literal["training", "done", "stopped"],
+    "typed": list[str],
+}
 
 
 def list_checkpoints(run: Path) -> list[Path]:
@@ -119,18 +136,18 @@ def read_records(path: Path, max_lines: int | None = None) -> list[dict[str, Any
         spaced = {*range(0, len(lines), math.ceil(max(1, len(lines)) / max_lines)), len(lines) - 1}
         lines = [line for i, line in enumerate(lines) if i in spaced or b"val_loss" in line]
     for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            record = json.loads(line)
-            if b"\\u" in line:
-                to_json(record).encode()  # raises for half a surrogate pair
-            if is_record(record):
+        with contextlib.suppress(ValueError, RecursionError, UserError):
+            record = json.loads(line.decode(), parse_constant=lambda name: None)
+            json.dumps(record, ensure_ascii=False).encode()  # raises for half a surrogate pair
+            check_values(record, path)
+            if "step" in record:
                 records.append(record)
     return records
 
 
-def is_record(record: Any) -> bool:
-    """Return whether a value of JSON is a record: with a step, and losses that are numbers."""
-    if not isinstance(record, dict) or type(record.get("step")) is not int:
-        return False
-    losses = (record.get(name) for name in ("train_loss", "val_loss"))
-    return all(type(loss) in (int, float, type(None)) for loss in losses)
+def check_values(values: Any, path: Path, types: dict[str, Any] = VALUE_TYPES) -> None:
+    """Raise UserError for a value of a JSON object in a file that does not have its key's type."""
+    for key, value in convert(values, dict, str(path)).items():
+        name = key.partition("/")[0]  # val_loss/DATASET
+        if name in types:
+            convert(value, types[name], f"{path}: {key}")
