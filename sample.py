@@ -1,6 +1,6 @@
 """Generate text with a trained model: out/<run>/ → text.
 
-    python sample.py out/NAME [TEXT | --prompt-file FILE | -] [--num-samples N | --beams N]
+    python sample.py [out/NAME] [TEXT | --prompt-file FILE | -] [--num-samples N | --beams N]
     python sample.py out/NAME --prompts-file in.jsonl --out out.jsonl    {"prompt": TEXT} per line
     python sample.py out/NAME --chat [--system TEXT]                     talk to a chat model
     python sample.py out/NAME --chat --prompts-file in.jsonl --out out.jsonl    {"messages": […]}
@@ -19,6 +19,7 @@ if __name__ == "__main__":
 import contextlib
 import io
 import os
+import re
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -42,7 +43,7 @@ from engine.generation.prompt_file import complete_file
 from engine.generation.sampling import DEFAULT_OPTIONS, TextOptions
 from engine.generation.text_generator import DECODING_BATCH_SIZE, DEFAULT_NEW_TOKENS, TextGenerator
 from engine.runs.checkpoint import ModifyModel, load_model
-from engine.runs.run_files import find_checkpoint, make_generator
+from engine.runs.run_files import find_checkpoint, find_newest_run, make_generator
 
 COMMON_SETTINGS = {"path", "base", "device", "dtype"}  # of all modes
 CHAT_SETTINGS = {"chat_template", "template_variable"}
@@ -69,7 +70,8 @@ SETTINGS_BY_MODE = {
 class SampleConfig:
     """Generate text with a trained model."""
 
-    path: tyro.conf.Positional[Path]  # A run (its best checkpoint is used) or a checkpoint.
+    # A run (its best checkpoint is used) or a checkpoint. None: the newest run in out/.
+    path: tyro.conf.Positional[Path | None] = None
     # The text to continue; - reads it from standard input. Without it a new document starts.
     text: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="[TEXT]")] = ""
     prompt: str = ""  # The same as TEXT. If it begins with -, write --prompt=TEXT.
@@ -135,8 +137,7 @@ class SampleConfig:
         if self.save_page and not self.save_page.parent.is_dir():
             folder = self.save_page.parent
             raise UserError(f"--save-page: the folder {folder} was not found. Create it first.")
-        prompts = [self.text, self.prompt, self.prompt_file]
-        if len([prompt for prompt in prompts if prompt]) > 1:
+        if sum(map(bool, (self.text, self.prompt, self.prompt_file))) > 1:
             raise UserError("TEXT or -, --prompt and --prompt-file: got several. Keep one of them.")
         if self.host not in cli.LOCAL_HOSTS and not os.environ.get(API_KEY_VARIABLE):
             problem = f"lets other machines use the model (got {self.host})"
@@ -172,10 +173,8 @@ def load(
     ``base`` is where the base model of a LoRA run is, if it was moved; ``modify_model`` is the
     function that changed the model in train().
     """
-    path = Path(path)
-    keep_freed_memory()
     torch_device = choose_device(device)
-    checkpoint = find_checkpoint(path, base)
+    checkpoint = find_checkpoint(Path(path), base)
     if quantize and torch_device.type != "cpu":
         raise UserError(f"--quantize: works on a CPU only (got {torch_device.type}). Leave it out.")
     width = checkpoint.state.model.d_model
@@ -186,6 +185,11 @@ def load(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if match := re.search("(?:^|\0)--out[_-]dir[=\0]([^\0]+)", "\0".join(arguments)):  # nanoGPT's
+        command = cli.shell_command("python", "sample.py", Path(match[1]))
+        raise UserError(f"--out-dir: unknown flag. Did you mean: {command}")
+    keep_freed_memory()
     sample(parse(SampleConfig, arguments))
 
 
@@ -194,15 +198,14 @@ def sample(config: SampleConfig, modify_model: ModifyModel | None = None) -> Non
 
     ``modify_model`` is as for :func:`load`.
     """
-    model = load(
-        config.path, config.device, config.dtype, config.quantize, config.base, modify_model
-    )
+    path = config.path or find_newest_run()
+    model = load(path, config.device, config.dtype, config.quantize, config.base, modify_model)
     model.parses_special = config.parse_special
     model.tokenizer = with_template(model.tokenizer, config.chat_template, config.template_variable)
     if config.chat and not model.is_chat_model:
         raise UserError(
-            f"{config.path}: not trained on chats. Prepare some with prepare.py … --chat, and "
-            f"train on them with train.py … {cli.shell_command('--init-from', config.path)}."
+            f"{path}: not trained on chats. Prepare some with prepare.py … --chat, and "
+            f"train on them with train.py … {cli.shell_command('--init-from', path)}."
         )
     if config.chat:
         chat_format(model.tokenizer)  # raises UserError if the template fails
@@ -216,7 +219,7 @@ def sample(config: SampleConfig, modify_model: ModifyModel | None = None) -> Non
     elif config.chat:
         converse(model, config.system, **config.options)
     elif has_page:
-        serve_model(config, model)
+        serve_model(config, path, model)
     else:
         print_text(config, model)
 
@@ -291,7 +294,7 @@ def converse(model: TextGenerator, system: str, **options: Unpack[TextOptions]) 
         print()
 
 
-def serve_model(config: SampleConfig, model: TextGenerator) -> None:
+def serve_model(config: SampleConfig, path: Path, model: TextGenerator) -> None:
     """Serve the live page, with the config's prompt and settings, and the API; or save the page."""
     # Imported here because a web server takes half a second to import.
     from engine.report.inspector import ModelInspector
@@ -299,13 +302,13 @@ def serve_model(config: SampleConfig, model: TextGenerator) -> None:
     from engine.report.saved_page import save_page
     from engine.serving.api import Api
 
-    name = config.path.resolve().name
+    name = path.resolve().name
     settings = {setting: getattr(config, setting) for setting in PAGE_SETTINGS}
     settings |= {"text": read_prompt(config), "name": name}
     if model.is_chat_model and config.max_new_tokens == DEFAULT_NEW_TOKENS:
         half = model.model.config.context_length // 2  # the other half is for questions
         settings["max_new_tokens"] = min(DEFAULT_NEW_TOKENS, half)
-    inspector = ModelInspector(model, settings, read_prompts(config.path))
+    inspector = ModelInspector(model, settings, read_prompts(path))
     if config.save_page:
         save_page(inspector, config.save_page)
         print(config.save_page)

@@ -71,8 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         if trainer.budget.exhausted and trainer.evaluation:
             print_summary(trainer)
             return 0
-        words = [word for word in arguments if word not in ("--resume", "--auto-resume")]
-        command = cli.shell_command(sys.argv[0], *words, "--resume")
+        command = cli.shell_command(sys.argv[0], "--out", trainer.config.out, "--resume")
         command = f"{dist_ctx.torchrun_command} {command}"
         trainer.say(f"Interrupted after step {trainer.step:,}. Resume with: {command}")
         return 128 + (interruption.signal or signal.SIGTERM)

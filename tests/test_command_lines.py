@@ -67,7 +67,7 @@ MISTAKES = [  # command line, exit code, and a regex of the line
     ("train --data nothing --out out/x", 1, "prepare.py INPUT --out nothing"),
     ("prepare folder --glob text.txt lines.jsonl", 2, "lines.jsonl"),
     ("prepare --glob text.txt lines.jsonl folder", 1, r"--glob '\*\.txt'"),
-    ("sample", 2, "PATH"),
+    ("sample --seed 2 --out_dir out/run", 1, r"Did you mean: python sample\.py out/run"),
     ("sample out/run Once upon a time", 2, "upon"),
     ("sample out/numbers", 1, "train.py --data data/numbers --out out/numbers"),
     ("huggingface exprot out/run hf/x", 2, "exprot.*export, import"),

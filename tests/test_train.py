@@ -204,6 +204,23 @@ def test_a_terminated_command_prints_the_command_to_resume_with(
     assert_same_run(trained("full", *flags), out)
 
 
+def test_without_a_path_the_newest_run_is_sampled_and_resumed(
+    numbers, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert exit_code_of(lambda: train.main(["--resume"])) == 1
+    assert exit_code_of(lambda: sample.main([])) == 1
+    assert capsys.readouterr().err.count("error: out: contains no run. ") == 2
+    for name in ("older", "a/new"):
+        train_tiny(numbers, Path("out", name), "--steps", 2)
+    imported = Path("out/import/checkpoints/step-00000000")
+    shutil.copytree("out/older/checkpoints/step-00000002", imported, copy_function=shutil.copy)
+    sample.main(["--max-new-tokens", "1"])
+    assert train.main(["--resume", "--steps", "3"]) == 0
+    assert newest_checkpoint(Path("out/a/new")).step == 3
+    assert re.findall("run in out/: (.*)", capsys.readouterr().err) == ["out/import", "out/a/new"]
+
+
 def test_a_resume_takes_unset_settings_from_the_run_and_of_a_finished_one_changes_no_result(
     numbers, tmp_path, monkeypatch, capsys
 ):

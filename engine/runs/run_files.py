@@ -4,13 +4,14 @@ import contextlib
 import json
 import math
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
 
-from engine.core.cli import shell_command, warn
+from engine.core.cli import say, shell_command, warn
 from engine.core.errors import UserError
 from engine.core.files import find_similar, to_json
 from engine.core.settings import read_toml
@@ -58,6 +59,17 @@ def rank_checkpoints(run: Path, best_by: str = "") -> list[Path]:
             evaluations[path] = read_state(path).evaluation
     paths = list(evaluations)
     return [paths[index] for index in rank_evaluations([*evaluations.values()], best_by)]
+
+
+def find_newest_run(pattern: str = "step-*") -> Path:
+    """Return the run in out/ with the newest checkpoint, and print it. Raises UserError."""
+    manifests = Path("out").glob(f"**/checkpoints/{pattern}/manifest.json")
+    newest = max(manifests, key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None:
+        raise UserError("out: contains no run. Train one with: python train.py")
+    run = newest.parents[2]
+    say(f"The newest run in out/: {shell_command(run)}", file=sys.stderr)
+    return run
 
 
 def find_checkpoint(path: Path, base: Path | None = None) -> Checkpoint:

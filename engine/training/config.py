@@ -18,7 +18,7 @@ from engine.data.batches import dataset_paths
 from engine.data.dataset import dataset_name
 from engine.nn.acceleration import can_capture_graphs
 from engine.nn.bounds import Count, Probability, Width
-from engine.runs.run_files import list_checkpoints
+from engine.runs.run_files import find_newest_run, list_checkpoints
 from engine.training.optimizer import OptimizerConfig, OptimizerSettings, default_rates
 from model import Architecture, ModelConfig
 
@@ -121,7 +121,7 @@ class TrainConfig(CommonConfig):
     frozen_dtype: Literal["float32", "bfloat16"] | None = None
     # With LoRA: train token embeddings and head too. None: if the data has tokens new to the base.
     train_tokens: bool | None = None
-    resume: bool = False  # Continue from the newest checkpoint in --out.
+    resume: bool = False  # Continue --out or, without --out and --data, the newest run in out/.
     auto_resume: bool = False  # The same if there is one, else start: one command for both.
     plan: bool = False  # Print memory, operations and time; do not train.
     model: ModelSettings = field(default_factory=ModelSettings)
@@ -214,23 +214,25 @@ def load_config(arguments: Sequence[str]) -> TrainConfig:
     for file, flag in FOLDER_FLAGS.items():
         if name and Path(name, file).exists():
             raise UserError(f"{name}: is a folder. Did you mean {shell_command(flag, name)}?")
+    flags = {argument.partition("=")[0] for argument in arguments}
     if name and not name.lower().endswith(".toml"):
         arguments = ["--text", *arguments]
+    elif "--resume" in flags and not (name or flags & {"--data", "--out"} or is_launched()):
+        arguments = [*arguments, "--out", str(find_newest_run("step-*[1-9]*"))]  # no import
     config = load_settings(TrainConfig, arguments)
     path = config.out_path / "config.toml"
     if config.may_resume and path.exists() and list_checkpoints(config.out_path):
         recorded = {**read_toml(path), "out": str(config.out_path)}
         config = load_settings(TrainConfig, arguments, recorded)
-    check_flags(config, arguments)
+    check_flags(config, flags)
     return config
 
 
-def check_flags(config: TrainConfig, arguments: Sequence[str]) -> None:
+def check_flags(config: TrainConfig, flags: set[str]) -> None:
     """Raise UserError for a flag that has no effect with the other settings.
 
     A file may have such settings: a flag may make them useless.
     """
-    flags = {argument.partition("=")[0] for argument in arguments}
     model = config.model
     optimizer = config.optimizer
     is_full = not config.lora_rank
