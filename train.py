@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.core.device import choose_device, release_memory, use_deterministic_kernels
+from engine.core import device
 from engine.core.distributed import DistributedContext, has_torchrun_ended, init_distributed
 from engine.core.errors import UserError
 from engine.core.settings import to_toml
@@ -56,6 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     started_at = cli.PROCESS_START if arguments is None else None
     arguments = sys.argv[1:] if arguments is None else arguments
     config = load_config(arguments)
+    device.keep_freed_memory()
     if config.plan:
         print(plan(config))
         return 0
@@ -98,7 +99,7 @@ def train(
     if callbacks is None:
         callbacks = dist_ctx.run_on_main(default_callbacks, config) or ()
     check_ranges(config)
-    use_deterministic_kernels(config.deterministic)  # before the first use of CUDA
+    device.use_deterministic_kernels(config.deterministic)  # before the first use of CUDA
     run_dir = RunDir(config.out_path, config.may_resume, dist_ctx, config.keep_checkpoints)
     with contextlib.closing(run_dir):
         # Data, and the checkpoint to start from: the newest of this run, or a base model.
@@ -333,18 +334,19 @@ def measure_step_seconds(
             seconds.clear()
     del trainer
     gc.collect()  # a module whose forward is replaced refers to itself
-    release_memory(dist_ctx.device)
+    device.release_memory(dist_ctx.device)
     mean_seconds = torch.tensor(seconds, dtype=torch.float64).mean()
     return dist_ctx.sum(mean_seconds).item() / dist_ctx.size
 
 
 def plan(config: TrainConfig) -> str:
     """Describe memory, operations and time of a run."""
-    dist_ctx = DistributedContext(device=choose_device(config.device))
+    dist_ctx = DistributedContext(device=device.choose_device(config.device))
     data = open_data(config, dist_ctx)
     base = open_base(config, data, dist_ctx)
     measure = partial(measure_step_seconds, dist_ctx)
-    run_config, data = resolve(config, data, dist_ctx, time.monotonic(), None, base, measure)
+    with device.preserve_torch_state(dist_ctx.device):
+        run_config, data = resolve(config, data, dist_ctx, time.monotonic(), None, base, measure)
     step_tokens = data.train.tokens_per_step(run_config.batch_size, run_config.context_length)
     return describe_plan(run_config, dist_ctx, step_tokens, data.epoch_tokens)
 

@@ -795,7 +795,7 @@ def test_a_plan_has_the_tokens_and_epochs_of_the_run(long_pairs, tmp_path, capsy
 
 def test_reproducible_kernels_are_chosen_before_the_first_step(numbers, tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setattr(train, "use_deterministic_kernels", lambda flag: calls.append(flag))
+    monkeypatch.setattr("engine.core.device.use_deterministic_kernels", calls.append)
     measure = lambda *_, **__: calls.append("step") or 0.01  # noqa: E731
     monkeypatch.setattr(train, "measure_step_seconds", measure)
     config = TrainConfig(data=(numbers,), out=tmp_path, device="cpu", depth=1, minutes=0.05)

@@ -109,14 +109,27 @@ def use_deterministic_kernels(enabled: bool) -> None:
 @contextlib.contextmanager
 def any_kernels() -> Iterator[None]:
     """Allow kernels that are not reproducible, where CUDA has no others."""
-    if not torch.are_deterministic_algorithms_enabled():
-        yield
-        return
-    torch.use_deterministic_algorithms(False)
+    mode = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode(0)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(True)
+        torch.set_deterministic_debug_mode(mode)
+
+
+def forked_generators(device: torch.device) -> contextlib.AbstractContextManager:
+    """Return a context after which the global generators have the states from before it."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+
+@contextlib.contextmanager
+def preserve_torch_state(device: torch.device) -> Iterator[None]:
+    """Restore PyTorch's threads, random state and kernels after a block, for the caller's code."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+        stack.enter_context(forked_generators(device))
+        yield
 
 
 def usable_memory(device: torch.device) -> float:

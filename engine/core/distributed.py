@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.core.device import choose_device, keep_freed_memory
+from engine.core.device import choose_device, preserve_torch_state
 from engine.core.errors import UserError
 from engine.core.sharding import is_sharded, local
 
@@ -232,10 +232,11 @@ def init_distributed(
     ``parallel`` is "ddp" or "fsdp". A rank that waits for another longer than ``timeout`` seconds
     raises RuntimeError, and torchrun ends all ranks. Raises UserError without torchrun's variables.
     """
-    keep_freed_memory()
     size = int(os.environ.get("WORLD_SIZE") or 1)
     if size == 1:
-        yield DistributedContext(device=choose_device(device))
+        rank_device = choose_device(device)
+        with preserve_torch_state(rank_device):
+            yield DistributedContext(device=rank_device)
         return
     try:
         rank, local_rank, num_local_ranks = (int(os.environ[name]) for name in RANK_VARIABLES)
@@ -253,7 +254,8 @@ def init_distributed(
     long_group = dist.new_group(timeout=max(limit, LONG_TIMEOUT), backend="gloo")
     sharded = parallel == "fsdp"
     try:
-        yield DistributedContext(rank, size, rank_device, local_rank, sharded, long_group)
+        with preserve_torch_state(rank_device):
+            yield DistributedContext(rank, size, rank_device, local_rank, sharded, long_group)
     except BaseException:
         # Peers may be gone. Leaving the group to the interpreter's exit can abort the process.
         thread = threading.Thread(target=dist.destroy_process_group, daemon=True)

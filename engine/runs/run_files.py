@@ -13,7 +13,7 @@ from annotated_types import Gt
 
 from engine.core.cli import say, shell_command, warn
 from engine.core.errors import UserError
-from engine.core.files import find_similar, to_json
+from engine.core.files import find_similar
 from engine.core.settings import read_toml
 from engine.core.values import Seconds, convert
 from engine.data.tokenizer import load_tokenizer

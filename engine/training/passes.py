@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from engine.core import sharding
 from engine.core.cli import say, warn
-from engine.core.device import DTYPE_BY_NAME, TOLERANCES, mixed_precision, usable_memory
+from engine.core.device import (
+    DTYPE_BY_NAME,
+    TOLERANCES,
+    forked_generators,
+    mixed_precision,
+    usable_memory,
+)
 from engine.core.distributed import DistributedContext
 from engine.core.sharding import gradient_sync
 from engine.data.batches import Mixture, inputs_and_targets
@@ -271,11 +277,6 @@ class Passes:
         with self.autocast(), self.acceleration.uncompiled():  # each length would be compiled
             yield self.model.eval(), DTYPE_BY_NAME[self.config.dtype]
         self.model.train()
-
-
-def forked_generators(device: torch.device) -> contextlib.AbstractContextManager:
-    """Return a context after which the global generators have the states from before it."""
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def fingerprint(loss: Tensor, tensors: dict[str, Tensor]) -> Tensor:

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, assert_same_run
+from helpers import ROOT, Action, assert_same_run
 
+import sample
 from engine.core.device import (
     DTYPE_BY_NAME,
     MIN_BFLOAT16_WIDTH,
@@ -90,16 +91,21 @@ def test_usable_memory_is_that_of_the_machine():
     assert usable_memory(CPU_DEVICE) / 2**10 == pytest.approx(kibibytes, rel=1e-3)
 
 
-def test_deterministic_run_is_the_same_run(numbers, trained, monkeypatch):
+def test_a_deterministic_run_is_the_same_and_leaves_the_state_of_torch(trained, monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr("ctypes.CDLL", None)  # malloc's settings are not changed
     plain = trained("plain", "--steps", 4, "--dropout", 0.1)
-    try:
-        deterministic = trained("det", "--steps", 4, "--dropout", 0.1, "--deterministic")
-        assert torch.are_deterministic_algorithms_enabled()
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert_same_run(plain, deterministic)
+    getters = [torch.get_num_threads, torch.get_deterministic_debug_mode, torch.initial_seed]
+    states = [[get() for get in getters]]
+
+    def act() -> None:
+        torch.set_num_threads(3)
+        states.append([get() for get in getters])
+
+    flags = ["--steps", 4, "--dropout", 0.1, "--deterministic"]
+    assert_same_run(plain, trained("det", *flags, callbacks=[Action(4, act, "val_loss")]))
+    assert states[1][:2] == [3, 2] and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert states[0] == [get() for get in getters] and sample.load(plain)
 
 
 @pytest.mark.parametrize(
