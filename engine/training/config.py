@@ -217,7 +217,7 @@ def load_config(arguments: Sequence[str]) -> TrainConfig:
     flags = {argument.partition("=")[0] for argument in arguments}
     if name and not name.lower().endswith(".toml"):
         arguments = ["--text", *arguments]
-    elif "--resume" in flags and not (name or flags & {"--data", "--out"} or is_launched()):
+    elif "--resume" in flags and not (name or flags & {"--data", "--out"}):
         arguments = [*arguments, "--out", str(find_newest_run("step-*[1-9]*"))]  # no import
     config = load_settings(TrainConfig, arguments)
     path = config.out_path / "config.toml"
