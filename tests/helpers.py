@@ -468,7 +468,8 @@ def imitate_cuda(folder: Path, *arguments: str) -> Iterator[Callable[..., dict[s
     data = make_dataset(folder, [{"text": "abc " * (n % 9)} for n in range(500)])
     command = [sys.executable, ROOT / "tests/fake_cuda.py", library, data, *arguments]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "encoding": "utf-8"}
-    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, **pipes) as process:
+    path = f"{ROOT}:{ROOT / 'tests/tools'}"
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, **pipes) as process:
 
         def run(variant: str = "default", changes: Any = (), **options: Any) -> dict[str, Any]:
             config = dataclasses.replace(VARIANTS[variant], **{"num_layers": 1, **dict(changes)})

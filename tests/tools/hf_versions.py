@@ -1,6 +1,6 @@
 """Check that exports of every family compute the same in other versions of transformers.
 
-python tests/hf_versions.py PYTHON …
+python tests/tools/hf_versions.py PYTHON …
 
 Each PYTHON is of a virtual environment with torch and another version of transformers, such as
 4.57. It loads exports that this environment makes, saves them, and loads them again.
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> None:
                 check_export(path.parent)
                 print(f"transformers {transformers.__version__}: {path.parent.name}")
         return
-    tests = Path(__file__).resolve().parent
+    tests = Path(__file__).resolve().parents[1]
     sys.path[:0] = [str(tests), str(tests.parent)]
     from test_huggingface import MODEL_FAMILIES, export_random_model
 

@@ -1,7 +1,7 @@
 """Check the language of the project: words, names of variables, and constants of the source.
 
-Run it from the project's root: ``python tests/check_language.py``. It prints one line for each
-finding, and exits with 1 if there is one. CONTRIBUTING.md has the rules.
+Run it from the project's root: ``python tests/tools/check_language.py``. It prints one line for
+each finding, and exits with 1 if there is one. CONTRIBUTING.md has the rules.
 """
 
 import ast
@@ -15,7 +15,8 @@ CODE_PATTERNS = ("*.py", "engine/**/*.py", "benchmarks/*.py", "examples/*.py", "
 TEST_PATTERNS = ("tests/**/*.py",)
 TEXT_PATTERNS = ("*.md", "docs/*.md", "config/*.toml", "pyproject.toml")
 TEXT_PATTERNS += ("engine/report/web/*.html", "engine/report/web/[!u]*.js")
-UNCHECKED_FILES = {"tests/check_language.py", "tests/test_documents.py"}  # they use the words
+# They use the words.
+UNCHECKED_FILES = {"tests/tools/check_language.py", "tests/test_documents.py"}
 
 PRONOUNS_AND_PARTICIPLES = (
     "asked begun found given gone known left one other others said some these told whole"
