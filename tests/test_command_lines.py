@@ -1,5 +1,6 @@
 """Command lines, likely and absurd: what each makes, or its exit code and the word of its line."""
 
+import ast
 import json
 import re
 import shlex
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import TINY_FLAGS, exit_code_of, numbers_text, read_files, train_tiny
+from helpers import ROOT, TINY_FLAGS, exit_code_of, numbers_text, read_files, train_tiny
 
 import huggingface
 import prepare
@@ -156,15 +157,29 @@ WRONG_PATHS = {  # command: paths in place of which it names one that works
     "report --out hint.html": ("run", "out", "out/run/checkpoints"),
     PLAN: ("numbers", "data", "data/number", "out/numbers", "data/numbers/manifest.json"),
 }
+FIXABLE = [  # command lines that work with the first fix of their message
+    *(f"{command} {path}" for command, paths in WRONG_PATHS.items() for path in paths),
+    "prepare bad.txt --tokenizer char --out data/decoded",
+    "prepare pairs.jsonl --tokenizer byte --out data/pairs",
+    "prepare pairs.jsonl --tokenizer byte --out data/chats --chat --chat-field turns",
+    "prepare text.txt --val folder --val-fraction 0.1 --out data/val",
+    f"{TRAIN} --steps 2 --resume --out out/resumed",
+    "sample out/run --beams 2 --temperature 0.5",
+    "sample out/run --max-tokens 3",
+    "sample out/run --prompts-file prompts.jsonl",
+]
+OTHER_FLAGS = {"debug", "dirty", "flags", "help", "max-restarts", "nproc-per-node"}  # of others
 
 
 GOOD = b'{"q": "a", "a": "b", "messages": [{"role": "assistant", "content": "c"}]}\n'
+PAIR = b'{"question": "%d?", "answer": "b", "conversations": [{"from": "gpt", "value": "%d"}]}\n'
 FILES = {
     "bad.txt": b"abc\xffdefghijk",
     "latin-1.txt": b"a\xe4",
     "empty.txt": b"",
     "equal.jsonl": b'{"text": "same"}\n' * 80,
     "good.jsonl": GOOD,
+    "pairs.jsonl": b"".join(PAIR % (n, n) for n in range(99)),
     "half.jsonl": GOOD * 2 + b'{"q": "half", "messages": "a"}',
     "halves.jsonl": '{"text": "abé"}\n{"text": "cdé"}\n'.encode(),  # split inside a character
     "hf model/config.json": b"{}",
@@ -217,11 +232,26 @@ def test_a_mistake_is_one_line_and_changes_nothing(line, code, word, place, caps
     assert read_files(place) == before
 
 
-@pytest.mark.parametrize(
-    ("command", "path"),
-    [(command, path) for command in WRONG_PATHS for path in WRONG_PATHS[command]],
-)
-def test_a_wrong_path_names_one_that_works(command, path, place, capsys):
-    assert run(f"{command} {path}") == 1
-    (right_path,) = re.findall(r"(?:Did you mean|such as) (\S+)[?.]$", capsys.readouterr().err)
-    assert run(f"{command} {right_path}") == 0
+@pytest.mark.parametrize("line", FIXABLE)
+def test_the_fix_in_a_message_works(line, place, capsys):
+    assert run(line)
+    problem, _, fix = capsys.readouterr().err.removeprefix("error: ").partition(": ")
+    if match := re.search(r"(?:Did you mean|such as) (\S+?)[?.](?: |$)", fix):
+        line = " ".join(match[1] if word == problem else word for word in line.split(" "))
+    elif "Leave it out" in fix:
+        line = re.sub(rf"{problem} \S+", "", line)
+    else:
+        line += " " + re.split(r" instead| or |, | to |\.?(?: \(|$)", fix[fix.index("--") :])[0]
+    assert run(line) == 0
+
+
+def test_every_flag_in_a_text_exists(capsys):
+    for words in ("prepare", "train", "sample", "report", "huggingface export"):
+        assert run(f"{words} --help") == 0
+    flags = OTHER_FLAGS | {*re.findall(r"(?m)^..--([\w-]+)", capsys.readouterr().out)}
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("engine/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            text = getattr(node, "value", None)
+            if isinstance(text, str) and " " in text:
+                names = re.findall(r"(?<![\w-])--(?:no-)?([a-z][a-z-]*[a-z])", text)
+                assert {*names} <= flags, path
