@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,43 +18,39 @@ from engine.training import estimate, sizing
 from engine.training.config import ModelSettings, RunConfig, TrainConfig
 from engine.training.optimizer import OptimizerSettings
 from engine.training.resolve import resolve
-from engine.training.sizing import MAX_OVERFITTING, Size, SizeSearch
+from engine.training.sizing import SizeSearch
 from model import ModelConfig
 
 
 def make_search(
-    text_tokens=10**6,
-    vocab_size=65,
-    split_tokens=10**7,
-    row_length=lambda context: context,
-    **settings,
+    text_tokens=10**6, vocab_size=65, split_tokens=10**7, row_tokens=None, model=(), **settings
 ):
     """Make the search for a text of ``text_tokens`` tokens."""
-    split = range(split_tokens)
     data = SimpleNamespace(
         train=range(text_tokens),
-        splits=[split],
+        splits=[range(split_tokens)],
         tokenizer=SimpleNamespace(vocab_size=vocab_size),
-        row_length=row_length,
+        row_length=lambda context: row_tokens or context,
     )
-    return SizeSearch(TrainConfig(**settings), data, SINGLE_PROCESS)
+    config = TrainConfig(model=ModelSettings(**dict(model)), **settings)
+    return SizeSearch(config, data, SINGLE_PROCESS)
 
 
 SHAKESPEARE = make_search(1_003_854)
 PYTHON = make_search(2_807_314, 2048)
 
 
-def choose(search: SizeSearch, seconds: float, power: float, timed: list | None = None) -> Size:
-    """Search on a machine that does 1e10 · depth^power operations per second."""
+def make_measure(search: SizeSearch, speed: float, power: float, timed: list[int]):
+    """Make a function that times steps with speed · depth^power operations per second."""
 
     def measure(config: RunConfig, data: object) -> float:
         depth = config.model.num_layers
-        if timed is not None and depth not in timed[-1:]:  # again with fewer threads
+        if depth not in timed[-1:]:  # again with fewer threads
             timed.append(depth)
         size = search.make_size(depth, 1e6)
-        return size.step_tokens * size.operations / (1e10 * depth**power)
+        return size.step_tokens * size.operations / (speed * depth**power)
 
-    return search.for_time(time.monotonic() + seconds, measure)
+    return measure
 
 
 # Laws.
@@ -74,104 +71,55 @@ def test_expected_loss_is_near_the_measured_one():
         assert (losses[0] < losses[1]) == (first[2] < second[2])
 
 
-def test_batches_grow_with_different_tokens_only():
-    search = make_search(10**10)
-    small = search.make_size(3, 1e6)
-    large = search.make_size(3, 1e9)
-    for name in ("batch_size", "learning_rate"):
-        assert large.settings[name] > small.settings[name]
-    assert make_search().make_size(3, 4e6).step_tokens == small.step_tokens
-
-
-def test_repeated_text_is_regularized():
-    search = make_search(split_tokens=257)
-    sizes = [search.make_size(4, epochs * 1e6).settings for epochs in (0.5, 6, 12, 1000)]
-    assert [size["weight_decay"] for size in sizes] == [0.1, 0.12, 0.34, 0.5]
-    assert [size["dropout"] for size in sizes] == [0, 0, 0.1, 0.4]
-    sizes = [search.make_size(4, epochs * 1e6).settings for epochs in (12, 20, 30, 1000)]
-    assert [size["batch_size"] for size in sizes] == [8, 7, 5, 4]
-    assert [size["learning_rate"] for size in sizes] == [0.01, 0.0094, 0.0079, 0.0071]
-
-
-CONTEXTS = [
-    ({"text_tokens": 10**10, "vocab_size": 4096}, (1, 1.5e6, 6e6, 1e10), [64, 128, 512, 2048]),
-    ({"text_tokens": 10**7}, (1, 3e6, 1e8), [64, 256, 512]),
-    ({"text_tokens": 10**5, "vocab_size": 4096}, (1e8,), [256]),
-    ({"split_tokens": 101}, (1e8,), [100]),
-    ({"model": ModelSettings(context_length=32)}, (1e8,), [32]),
+CONTEXT_32 = {"model": {"context_length": 32}}
+ROWS_OF_32 = {"model": {"context_length": 256}, "row_tokens": 32}
+BPE = {"text_tokens": 10**10, "vocab_size": 4096}
+SMALL = {"text_tokens": 10**5, "vocab_size": 1024, "minutes": 2}
+SETTINGS = ["depth", "context_length", "batch_size", "learning_rate"]
+SETTINGS += ["weight_decay", "dropout", "steps"]
+SIZES = [  # settings → values of SETTINGS, and tokens; steps are those where a run in minutes ends
+    ({"steps": 10}, (2, 64, 3, 0.0031, 0.1, 0.0, 0, 1_920)),
+    ({"steps": 3000}, (5, 256, 8, 0.01, 0.17, 0.1, 0, 6_144_000)),
+    ({"steps": 30_000}, (10, 512, 2, 0.0071, 0.5, 0.4, 0, 30_720_000)),
+    ({"steps": 10, "depth": 7}, (7, 64, 3, 0.0031, 0.1, 0.0, 0, 1_920)),
+    ({"steps": 1000, "split_tokens": 101}, (2, 100, 20, 0.0099, 0.1, 0.0, 0, 2_000_000)),
+    ({"steps": 1000, "batch_size": 3}, (2, 128, 3, 0.0043, 0.1, 0.0, 0, 384_000)),
+    ({"steps": 1000, "micro_batch_size": 6}, (2, 256, 6, 0.0087, 0.1, 0.0, 0, 1_536_000)),
+    ({"steps": 1000, **CONTEXT_32}, (2, 32, 64, 0.01, 0.1, 0.0, 0, 2_048_000)),
+    ({"steps": 1000, **ROWS_OF_32}, (2, 32, 64, 0.01, 0.1, 0.0, 0, 2_048_000)),
+    ({"steps": 300, **BPE}, (2, 64, 24, 0.0087, 0.1, 0.0, 0, 460_800)),
+    ({"steps": 30_000, **BPE}, (10, 1024, 25, 0.035, 0.1, 0.0, 0, 768_000_000)),
+    ({"minutes": 0.1, **BPE}, (2, 64, 8, 0.005, 0.1, 0.0, 10**9, 28_258)),
+    ({"minutes": 1e8, **BPE}, (24, 2048, 33, 0.057, 0.1, 0.4, 4_519_249, 93_665_133_913)),
+    ({"minutes": 100, "model": {"num_kv_heads": 3}}, (6, 256, 8, 0.01, 0.1, 0.05, 2827, 3_646_265)),
+    ({"depth": 2, "speed": 1e8, **SMALL}, (2, 64, 6, 0.0043, 0.1, 0.0, 2057, 9_762)),
+    ({"depth": 2, **SMALL}, (2, 128, 7, 0.0066, 0.26, 0.0, 1679, 947_487)),
+    ({"depth": 2, "speed": 1e12, **SMALL}, (2, 256, 2, 0.005, 0.5, 0.05, 7159, 3_665_147)),
+    ({"speed": 1e12, **SMALL}, (5, 128, 3, 0.0043, 0.5, 0.25, 3818, 1_466_059)),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "tokens", "contexts"), CONTEXTS)
-def test_context_grows_with_tokens(arguments, tokens, contexts):
-    search = make_search(**arguments)
-    assert [search.make_size(2, n).settings["context_length"] for n in tokens] == contexts
-
-
-def test_batches_depend_on_the_rows_of_examples_and_not_on_the_context():
-    short = make_search(model=ModelSettings(context_length=32))
-    pairs = make_search(model=ModelSettings(context_length=256), row_length=lambda context: 32)
-    assert pairs.make_size(2, 1e6) == short.make_size(2, 1e6)
-
-
-# Search.
-
-
-def test_more_time_or_steps_mean_larger_models():
-    search = make_search(10**10)
-    depths = [choose(search, seconds, 0.4).depth for seconds in (6, 600, 60_000, 1e9)]
-    assert depths == sorted(depths)
-    assert (depths[0], depths[-1]) == (2, 24)
-    depths = [make_search().for_steps(steps).depth for steps in (10, 300, 3000, 100_000)]
-    assert depths == sorted(depths)
-    assert len(set(depths)) >= 3
-    assert make_search(depth=7).for_steps(10).depth == 7
+@pytest.mark.parametrize(("settings", "expected"), SIZES, ids=str)
+def test_sizes(settings, expected, monkeypatch, capsys):
+    monkeypatch.setattr(sizing, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    search = make_search(**{name: x for name, x in settings.items() if name != "speed"})
+    sizes = search.choose(0.0, make_measure(search, settings.get("speed", 1e10), 0.4, []))
+    tokens = re.findall(r"([\d,]+) tokens", capsys.readouterr().out)[0].replace(",", "")
+    actual = [*(sizes.get(name, 0) for name in SETTINGS), int(tokens)]
+    assert actual == pytest.approx([*expected], rel=1e-6)
+    assert sizes["num_layers"] == sizes["num_heads"] == sizes["d_model"] / 64 == expected[0]
 
 
 @pytest.mark.parametrize("power", [0.0, 0.4, 1.0])
 def test_few_depths_are_timed_and_the_best_of_them_is_chosen(power):
     timed: list[int] = []
     search = make_search()
-    size = choose(search, 600.0, power, timed)
+    measure = make_measure(search, 1e10, power, timed)
+    size = search.for_time(time.monotonic() + 600, measure)
     speeds = {depth: 1e10 * depth**power for depth in search.depths}
     assert size.loss <= search.best_size(600.0, speeds).loss * 1.005
     assert {size.depth, size.depth + 1} <= set(timed)
     assert len(set(timed)) == len(timed) <= 5
-
-
-def test_time_of_a_longer_context_is_counted():
-    search = make_search(10**12, 4096, depth=2)
-    size = choose(search, 1e6, 0.0)
-    assert size.operations > 1.5 * search.make_size(2, 1e6).operations
-    assert size.tokens * size.operations == pytest.approx(1e16)
-
-
-@pytest.mark.parametrize("depth", [2, 4, 8])
-def test_time_ends_early_when_more_epochs_overfit(depth):
-    search = make_search(100_000, 1024, depth=depth)
-    assert choose(search, 1.0, 0.0).overfitting < 0.9 * MAX_OVERFITTING
-    assert choose(search, 1e9, 0.0).overfitting == pytest.approx(MAX_OVERFITTING)
-
-
-@pytest.mark.parametrize(
-    ("step_seconds", "weight_decay", "limit"), [(9.0, 0.1, 2), (0.1, 0.32, 6.36), (1e-4, 0.5, 20)]
-)
-def test_a_run_ends_where_more_epochs_do_not_help_however_fast_it_is(
-    step_seconds, weight_decay, limit
-):
-    search = make_search(100_000, 1024, depth=2, minutes=2)
-    sizes = search.choose(time.monotonic(), lambda run_config, data: step_seconds)
-    tokens = sizes["steps"] * sizes["batch_size"] * sizes["context_length"]
-    assert sizes["weight_decay"] == pytest.approx(weight_decay, abs=0.02)
-    assert search.make_size(2, tokens).overfitting == pytest.approx(limit, rel=0.05)
-
-
-@pytest.mark.parametrize("settings", [{}, {"batch_size": 3}, {"micro_batch_size": 4}])
-def test_tokens_are_those_of_the_steps(settings):
-    for steps in (1, 30, 1000, 100_000):
-        size = make_search(**settings).for_steps(steps)
-        assert size.tokens == steps * size.step_tokens
-        assert size.settings["batch_size"] % settings.get("micro_batch_size", 1) == 0
 
 
 # resolve().
@@ -180,7 +128,7 @@ def test_tokens_are_those_of_the_steps(settings):
 def run_settings(config: TrainConfig, data, measure=lambda config: 0.01):
     """Return the settings of a run of the config; ``measure`` returns the seconds of a step."""
     measure_on = lambda run_config, data: measure(run_config)  # noqa: E731
-    return resolve(config, data, SINGLE_PROCESS, time.monotonic(), None, None, measure_on)[0]
+    return resolve(config, data, SINGLE_PROCESS, time.monotonic(), 0, None, measure_on)[0]
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +167,7 @@ def test_a_run_with_a_length_or_a_size_has_no_minutes(settings, data):
     if "init_from" in settings:
         base = Checkpoint(Path("base"), RunState(ModelConfig(vocab_size=20)), {})
     config = TrainConfig(**settings)
-    resolved, _ = resolve(config, data, SINGLE_PROCESS, 0.0, None, base, lambda *_: 0.01)
+    resolved, _ = resolve(config, data, SINGLE_PROCESS, 0.0, 0, base, lambda *_: 0.01)
     assert resolved.minutes is None
     assert resolved.steps == (settings.get("steps") or 1200)
 
@@ -249,13 +197,6 @@ def test_adamw_has_the_rates_of_the_presets(data, depth, rate):
     """Those of transformer-2017, tutorial and gpt2-124m, which are 128, 384 and 768 wide."""
     config = TrainConfig(depth=depth, optimizer=OptimizerSettings(optimizer="adamw"))
     assert run_settings(config, data).optimizer.learning_rate == pytest.approx(rate)
-
-
-def test_depths_share_keys_evenly_and_weights_are_bounded_by_the_text(data):
-    config = TrainConfig(minutes=100, model=ModelSettings(num_kv_heads=3))
-    assert run_settings(config, data).model.num_layers == 3
-    fast = run_settings(TrainConfig(minutes=100), data, lambda config: 1e-6)
-    assert fast.model.num_layers == 3
 
 
 def test_timed_config_is_complete_and_has_no_window_warmup(data):
