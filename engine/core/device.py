@@ -18,7 +18,7 @@ MALLOC_MMAP_THRESHOLD = -3  # options of mallopt: glibc's <malloc.h>
 MALLOC_TRIM_THRESHOLD = -1
 MAX_TIME_OF_HALF = 0.95  # relative to that of all threads, for which half of them are used
 # Relative, between two ways to compute the same in a dtype.
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
+ROUNDING_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
 DTYPE_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

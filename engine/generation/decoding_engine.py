@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine.core.cli import warn
-from engine.core.device import TOLERANCES, usable_memory
+from engine.core.device import ROUNDING_TOLERANCES, usable_memory
 from engine.nn.acceleration import GRAPH_POOLS, CapturedCalls, GraphPool, can_capture_graphs
 from engine.nn.attention import DocumentAttention, attend, attend_from_last
 from model import GPT
@@ -289,7 +289,7 @@ class DecodingEngine:
         assert self.pool
         expected = self._compute_step(*inputs)  # writes the same keys and values again
         difference = ((logits - expected).abs().max() / expected.abs().max()).item()
-        if not difference <= TOLERANCES[expected.dtype] and expected.isfinite().all():
+        if not difference <= ROUNDING_TOLERANCES[expected.dtype] and expected.isfinite().all():
             self.pool.fail(f"captured logits differ from plain ones by {difference:.1%}")
         return expected
 

@@ -17,7 +17,7 @@ from engine.core import sharding
 from engine.core.cli import say, warn
 from engine.core.device import (
     DTYPE_BY_NAME,
-    TOLERANCES,
+    ROUNDING_TOLERANCES,
     forked_generators,
     mixed_precision,
     usable_memory,
@@ -70,7 +70,7 @@ class Passes:
         self.captured_pass = CapturedCalls(self.acceleration.pool)
         self.num_passes: Counter[tuple[Any, ...]] = Counter()  # of each graph, to check the first
         self.num_checked_passes = 0
-        self.tolerance = TOLERANCES[DTYPE_BY_NAME[config.dtype]]
+        self.tolerance = ROUNDING_TOLERANCES[DTYPE_BY_NAME[config.dtype]]
 
     def wrap_model(self) -> None:
         """Apply activation checkpointing, compilation and data parallelism to the model."""

@@ -103,10 +103,10 @@ def test_a_failed_capture_leaves_neither_a_stream_nor_memory(cuda, error_type):
     assert len(reasons) == 1 and "the first cause" in reasons[0]
     assert cuda.stream is cuda.default and not cuda.is_recording
     release_memory(DEVICE)
-    other = CapturedCalls(GraphPool(DEVICE, reasons.append))
+    later_calls = CapturedCalls(GraphPool(DEVICE, reasons.append))
     for _ in range(3):
-        other(lambda x: x, torch.zeros(3))
-    assert other.num_captures == 1 and len(reasons) == 1
+        later_calls(lambda x: x, torch.zeros(3))
+    assert later_calls.num_captures == 1 and len(reasons) == 1
 
 
 def test_memory_is_released_quietly_where_a_failed_capture_has_kept_it(cuda):
