@@ -36,10 +36,10 @@ from engine.data.order import derived_seed
 from engine.data.tokenizer import load_tokenizer
 from engine.generation.scores import QUESTION_BATCH_SIZE, count_right, score_record
 from engine.nn.loss import IGNORE_INDEX
-from engine.report.callback import Report
+from engine.report.callback import default_callbacks
 from engine.runs.checkpoint import Checkpoint, ModifyModel, check_modification
 from engine.runs.run_files import find_checkpoint
-from engine.training.callbacks import MetricsFile, Terminal, WeightsAndBiases, print_summary
+from engine.training.callbacks import print_summary
 from engine.training.config import BUILT_IN_DATA, RunConfig, TrainConfig, load_config
 from engine.training.estimate import describe_plan
 from engine.training.resolve import load_questions, resolve
@@ -255,14 +255,6 @@ def evaluate_score(trainer: Trainer, should_stop: Callable[[], bool]) -> Record 
     num_right = dist_ctx.sum(num_right) * dist_ctx.num_models / dist_ctx.size
     digest = zlib.crc32(repr(trainer.questions).encode())
     return {**score_record(num_right.item(), len(trainer.questions)), "questions_digest": digest}
-
-
-def default_callbacks(config: TrainConfig) -> list[Callback]:
-    """Return the callbacks of the command line."""
-    callbacks: list[Callback] = [MetricsFile(), Terminal(), Report(config)]
-    if config.wandb:
-        callbacks.append(WeightsAndBiases())
-    return callbacks
 
 
 def open_data(config: TrainConfig, dist_ctx: DistributedContext) -> Mixture:

@@ -26,7 +26,7 @@ from engine.report.baselines import mixture_yardsticks
 from engine.report.page import collect_run_content, write_page
 from engine.runs.checkpoint import load_model
 from engine.runs.run_files import find_checkpoint
-from engine.training.callbacks import truncate_records
+from engine.training.callbacks import MetricsFile, Terminal, WeightsAndBiases, truncate_records
 from engine.training.config import TrainConfig
 from engine.training.trainer import Callback, Record, Trainer
 from model import GPT
@@ -127,6 +127,14 @@ class Report(Callback):
             write_page([run], out / "report.html")
             seconds = time.monotonic() - started_at
             self.write_at = started_at + max(MIN_PAGE_SECONDS, seconds / MAX_PAGE_TIME)
+
+
+def default_callbacks(config: TrainConfig) -> list[Callback]:
+    """Return the callbacks of the command line."""
+    callbacks: list[Callback] = [MetricsFile(), Terminal(), Report(config)]
+    if config.wandb:
+        callbacks.append(WeightsAndBiases())
+    return callbacks
 
 
 def describe_environment(trainer: Trainer, config: TrainConfig) -> dict[str, Any]:
