@@ -50,7 +50,7 @@ MAX_TOKENIZER_BYTES = 2**27  # to train a BPE on: of more text, the beginning of
 TRAINED_TOKENIZERS = ("char", "bpe")
 # Of a dataset's origin, as they are in PrepareConfig.
 ORIGIN_SETTINGS = ["vocab_size", "deduplicate", "field", "completion_field", "chat_field"]
-ORIGIN_SETTINGS += ["hf_config", "hf_split", "hf_val_split", "skip_bad_rows", "keep_line_ends"]
+ORIGIN_SETTINGS += ["hf_config", "hf_split", "hf_val_split", "skip_bad_rows"]
 ORIGIN_SETTINGS += ["parse_special", "prompt_suffix"]
 
 
@@ -104,7 +104,6 @@ class PrepareConfig:
     """Refuse bytes that are not in the encoding (strict), or replace them by U+FFFD."""
     separator: str | None = None
     """Text between the documents of a plain text file. None: a file is one document."""
-    keep_line_ends: bool = False  # Keep CR LF and CR, which otherwise become LF.
     # Read the names of special tokens in text and pairs as these tokens; by default they are text.
     parse_special: bool = False
     skip_bad_rows: bool = False
@@ -262,7 +261,7 @@ def make_reader(config: PrepareConfig, tokenizer: Tokenizer | None) -> Reader:
     field = config.field or "text"
     encoding = normalize_encoding(config.encoding)
     options = (config.errors, unescape(config.separator), config.skip_bad_rows)
-    return Reader(field, encoding, *options, parser, config.keep_line_ends, names)
+    return Reader(field, encoding, *options, parser, names)
 
 
 def unescape(text: str | None) -> str:

@@ -24,7 +24,8 @@ from model import GPT
 
 CHECKPOINT_NAME = re.compile("step-[0-9]{8,}")  # directories with other names are the user's
 NUMBER_KEYS = "train_loss learning_rate grad_norm tokens_per_second elapsed_seconds val_perplexity "
-NUMBER_KEYS += "val_loss val_loss_partial val_bits_per_byte val_score xz_bits_per_byte"
+NUMBER_KEYS += "val_loss val_loss_partial val_tokens val_tokens_partial val_bits_per_byte "
+NUMBER_KEYS += "val_score xz_bits_per_byte"
 # Key → type, in a run's .jsonl files, in about.json and in its "state".
 VALUE_TYPES: dict[str, Any] = {
     **dict.fromkeys(("parameters", "seconds", "step", "tokens"), Seconds),

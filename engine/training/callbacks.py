@@ -3,12 +3,11 @@
 import os
 import secrets
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.core.cli import LOG_SECONDS, count_noun, progress_bar, say, shell_command, warn
+from engine.core.cli import count_noun, progress_bar, say, shell_command, warn
 from engine.core.files import atomic_write, to_json
 from engine.core.settings import flatten
 from engine.generation.samples import choose_prompts, stream_samples
@@ -22,7 +21,6 @@ from engine.training.trainer import Callback, Trainer
 FINAL_SAMPLE_TOKENS = 200
 MIN_SAMPLE_TOKENS = 40  # written even when the minutes of the run are over
 SHUTDOWN_RESERVE_SECONDS = 0.7
-MIN_CORE_TIME = 0.5  # fraction of the steps' time in which this thread computes
 TORCHRUN_SHUTDOWN_SECONDS = 30.0  # unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set
 
 
@@ -76,7 +74,6 @@ class Terminal(Callback):
             problem = f"a save may take {seconds:.0f} s, but torchrun kills after {limit:.0f} s"
             say(f"{problem}. Set TORCH_ELASTIC_SHUTDOWN_TIMEOUT={2 * seconds:.0f}")
         self.num_skipped = int(trainer.optimizer.loss_scaler["skipped"])
-        self.has_warned = False
         self.num_steps = f"/{config.steps}" if config.steps and not config.minutes else ""
         self.bar = progress_bar(
             total=1.0,
@@ -106,12 +103,6 @@ class Terminal(Callback):
             return
         text = f"loss {record['train_loss']:.3f}, {record['tokens_per_second']:,.0f} tokens/s"
         self.bar.set_postfix_str(text, refresh=sys.stderr.isatty())
-        seconds = trainer.budget.total_step_seconds - trainer.budget.earlier_seconds
-        is_alone = trainer.dist_ctx.size == 1 and trainer.dist_ctx.device.type == "cpu"
-        fraction = time.thread_time() / max(seconds, LOG_SECONDS)  # this thread hardly ever waits
-        if is_alone and seconds > LOG_SECONDS and fraction < MIN_CORE_TIME and not self.has_warned:
-            self.has_warned = True
-            warn(f"other programs use the cores: this run has them {fraction:.0%} of the time")
         num_skipped = record["skipped_steps"] - self.num_skipped
         if num_skipped:
             self.num_skipped += num_skipped

@@ -136,6 +136,7 @@ class SizeSearch:
         is_gpu = can_capture_graphs(device)
 
         def measure_speed(depth: int, compiles: bool) -> float:
+            """Return operations per second."""
             timed = self.make_size(depth, TIMED_TOKENS)
             config = make_run_config(self.config, timed.settings, self.dist_ctx)
             optimizer = replace(config.optimizer, window_warmup=0.0)
@@ -147,15 +148,12 @@ class SizeSearch:
                 step_seconds = choose_num_threads(step_seconds, partial(measure, config, self.data))
             return timed.step_tokens * timed.operations / step_seconds
 
-        def find_best(gain: float = 1.0) -> Size:
-            seconds = self.dist_ctx.broadcast(max(1.0, end - time.monotonic()))
-            return self.best_size(seconds, {depth: gain * speeds[depth] for depth in speeds})
-
         started_at = time.monotonic()
         depth = self.depths[0]
         while depth not in speeds:
             speeds[depth] = measure_speed(depth, compiles=not is_gpu)
-            best = find_best()
+            seconds = self.dist_ctx.broadcast(max(1.0, end - time.monotonic()))
+            best = self.best_size(seconds, speeds)
             is_late = started_at + MAX_TIMING * (end - started_at) < time.monotonic()
             if self.dist_ctx.any(is_late and is_gpu):
                 break
@@ -164,7 +162,9 @@ class SizeSearch:
                 depth += self.depths.step
         if is_gpu and self.config.compile is not False:
             depth = min(speeds, key=lambda timed: abs(timed - best.depth))
-            best = find_best(measure_speed(depth, compiles=True) / speeds[depth])
+            gain = measure_speed(depth, compiles=True) / speeds[depth]
+            seconds = self.dist_ctx.broadcast(max(1.0, end - time.monotonic()))
+            best = self.best_size(seconds, {depth: gain * speeds[depth] for depth in speeds})
         return best
 
     def for_steps(self, steps: int) -> Size:

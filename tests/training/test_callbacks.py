@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -164,17 +163,11 @@ def test_the_terminal_describes_the_run_each_evaluation_and_saves_longer_than_to
     assert "step 4/4 |" in errors and "loss " in errors and "tokens/s" in errors
 
 
-@pytest.mark.parametrize(("optimizer", "core_seconds"), [("muon", 0.0), ("adamw", 1e9)])
-def test_a_run_says_its_learning_rate_and_once_that_others_use_the_cores(
-    numbers, tmp_path, monkeypatch, capsys, optimizer, core_seconds
-):
-    monkeypatch.setattr("engine.training.callbacks.LOG_SECONDS", 0.01)
-    monkeypatch.setattr(time, "thread_time", lambda: core_seconds)
-    flags = ["--steps", 30, "--optimizer", optimizer, "--learning-rate", 0.0031]
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_run_says_its_learning_rate(numbers, tmp_path, capsys, optimizer):
+    flags = ["--steps", 2, "--optimizer", optimizer, "--learning-rate", 0.0031]
     train_tiny(numbers, tmp_path / "run", *flags, callbacks=[Terminal()])
-    output, errors = capsys.readouterr()
-    assert f"{optimizer} at learning rate 0.0031" in output
-    assert errors.count("other programs use the cores") == (core_seconds == 0)
+    assert f"{optimizer} at learning rate 0.0031" in capsys.readouterr().out
 
 
 # Weights & Biases.

@@ -54,7 +54,6 @@ class Reader:
     separator: str = ""  # between the documents of plain text; "": a file is one document
     skip_bad_rows: bool = False  # leave out and count records that cannot be used
     examples: ExampleParser | None = None  # None: a record has a text
-    keep_line_ends: bool = False  # CR LF and CR stay what they are
     # Of special tokens, to count: all, and those that are not markup. (): none.
     names: tuple[re.Pattern[str], ...] = ()
 

@@ -18,7 +18,7 @@ SAMPLE_BYTES = 2**16  # to detect an encoding
 CONTROL_BYTES = bytes({*range(0x20)} - {*b"\b\t\n\f\r\x1b"})  # rare in text
 MAX_CONTROL_FRACTION = 0.05  # of the bytes of damaged text; a file with more is binary
 REPLACED_NOTE = "characters replaced by U+FFFD"
-LINE_ENDS_NOTE = "lines ended by CR LF or CR, which are LF now: see --keep-line-ends"
+LINE_ENDS_NOTE = "lines ended by CR LF or CR, which are LF now"
 NAMES_NOTE = "names of special tokens, plain characters here"
 NAMES_ADVICE = ": see --parse-special, and --separator for plain text"
 # Encoding → byte order marks. One of UTF-32 starts with one of UTF-16.
@@ -70,7 +70,7 @@ def clean_text(text: str, reader: Reader, notes: Notes, has_markup: bool = True)
 
     Names of special tokens in it are counted, without those of markup if these become tokens.
     """
-    if "\r" in text and not reader.keep_line_ends:
+    if "\r" in text:
         notes[LINE_ENDS_NOTE] += text.count("\r")
         text = unify_line_ends(text)
     if reader.names and (names := reader.names[has_markup].findall(text)):
