@@ -15,11 +15,12 @@ RUNS = {
     "windows": ("qwen3", LONG, {"optimizer": {"window_warmup": 0.5}}),
     "documents": ("qwen3", {"windows": (5,)}, {"document_mask": True, **ADAMW}),
     "float32": ("default", {"rope_scaling": (8.0, 1.0, 4.0, 8192.0)}, {"dtype": "float32"}),
+    "windows in float32": ("qwen3", LONG, {"dtype": "float32"}),
     "checkpointed": ("default", {}, {"checkpoint_activations": True}),
     "loop": ("default", {"attention": "loop"}, {}),
     "lora": ("default", {}, {"lora_rank": 4}),
 }
-COMPILED_RUNS = ("relu2", "windows", "documents")
+COMPILED_RUNS = ("relu2", "windows", "windows in float32", "documents")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine.core.errors import UserError, describe_briefly
-from engine.nn.attention import exclude_from_compilation
 
 MAX_COMPILATIONS = 64  # of a method, for shapes, modes and windows; Dynamo's limit is 8
 MAX_GRAPHS = 16  # of a function; other shapes run plainly
@@ -51,7 +50,6 @@ def compile_methods(
     ``dynamic`` is that of torch.compile: whether shapes vary.
     """
     originals = [getattr(module, name) for module, name in methods]
-    exclude_from_compilation()
     torch.compiler.config.recompile_limit = MAX_COMPILATIONS
     for (module, name), original in zip(methods, originals, strict=True):
         setattr(module, name, torch.compile(original, dynamic=dynamic))
@@ -72,18 +70,13 @@ class GraphPool:
         self.is_enabled = True
         self.device = device
 
-    @property
-    def stream(self) -> torch.cuda.Stream:
-        """The stream of all captures of this thread."""
-        return capture_stream(self.device, threading.get_ident())
-
     def new_memory(self) -> Any:
         """Return a handle of memory for graphs: one whose graphs are all gone is not reused."""
         return torch.cuda.graph_pool_handle()
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Call a function on the stream of the captures, as libraries prepare for a stream."""
-        stream = self.stream
+        stream = capture_stream(self.device, threading.get_ident())
         current_stream = torch.cuda.current_stream(self.device)
         stream.wait_stream(current_stream)
         with torch.cuda.stream(stream):
@@ -119,9 +112,10 @@ class GraphPool:
     def _capture(self, function: Callable[[], Any], memory: Any) -> Callable[[], Any]:
         graph = torch.cuda.CUDAGraph()
         mode = "thread_local"  # threads that load data may use the GPU meanwhile
+        stream = capture_stream(self.device, threading.get_ident())
         current_stream = torch.cuda.current_stream(self.device)
         try:
-            with torch.cuda.graph(graph, memory, self.stream, capture_error_mode=mode):
+            with torch.cuda.graph(graph, memory, stream, capture_error_mode=mode):
                 result = function()
         except Exception:
             torch.cuda.set_stream(current_stream)  # torch 2.13 leaves that of the capture
@@ -143,7 +137,7 @@ class GraphPool:
 
 @functools.cache
 def capture_stream(device: torch.device, thread_id: int) -> torch.cuda.Stream:
-    """Return a stream for captures: libraries keep a workspace for each stream."""
+    """Return the stream of all captures of a thread: libraries keep a workspace for each one."""
     return torch.cuda.Stream(device)
 
 

@@ -5,7 +5,7 @@ branch with it, and :func:`check_attention` those of a model's options.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -50,7 +50,8 @@ def attend(
     S = key.shape[-2]
     if 0 < window < T:
         if torch.compiler.is_compiling() and has_wrong_gradient(query, key):
-            return uncompiled_window_attention(query, key, value, dropout_p, window)
+            mask = causal_mask(T, S, window, query.device)
+            return masked_attention(query, key, value, dropout_p, mask, T)
         return sliding_window_attention(query, key, value, dropout_p, window)
     if 0 < window < S:
         S = min(S, T + window - 1)
@@ -169,15 +170,6 @@ def sliding_window_attention(
     output = masked_attention(queries, keys, values, dropout_p, mask, window)
     output = output.unflatten(0, (-1, H)).flatten(2, 3)[:, :, : T - window]
     return torch.cat((first_output, output), dim=2)
-
-
-uncompiled_window_attention: Callable[..., Tensor] = sliding_window_attention
-
-
-def exclude_from_compilation() -> None:
-    """Exclude attention that would be compiled wrongly. This imports the compiler."""
-    global uncompiled_window_attention
-    uncompiled_window_attention = torch.compiler.disable(sliding_window_attention)
 
 
 def masked_attention(

@@ -114,12 +114,6 @@ class Passes:
             split = self.data.datasets[0].val
             self.loss(self.model, *next(self.evaluation_batches(split)))
 
-    @property
-    def is_compiled_alone(self) -> bool:
-        """Whether gradients are those of a compiled model, without other ranks."""
-        is_alone = self.dist_ctx.size == 1 and not self.dist_ctx.sharded
-        return is_alone and self.acceleration.undo_compilation is not None
-
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Let the model compute as in evaluation, without gradients."""
@@ -155,7 +149,7 @@ class Passes:
             key = (is_first, window, inputs.shape)
             is_due = self.num_passes[key] < self.num_checked_passes
             self.num_passes[key] += 1
-            if is_due and (self.acceleration.captures or self.is_compiled_alone):
+            if is_due and (self.acceleration.captures or self.acceleration.undo_compilation):
                 return self._add_checked_gradients(add, is_first)
             return add()
 
