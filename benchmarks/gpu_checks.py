@@ -4,9 +4,12 @@ Each takes a device and a dataset, and returns a figure. It raises an error for 
 """
 
 import gc
+import json
 import math
+import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from engine.training.passes import describe_update_difference
 from engine.training.resolve import resolve
 from engine.training.trainer import NUM_CHECKED_PASSES, Trainer
 from model import GPT, ModelConfig
+from prepare import PrepareConfig, prepare
 from train import measure_step_seconds, open_data, train_step
 
 SKIPPED_TEXT = "skipped: no GPU"
@@ -185,6 +189,27 @@ def fail_capture(device: torch.device, data: Path) -> str:
     return trainer.reasons[0]
 
 
+def check_lengths(device: torch.device, data: Path) -> str:
+    """Captured steps of examples of several lengths are plain steps."""
+    rows = [{"prompt": f"{n}", "completion": "so " * (n % 40 + 1)} for n in range(300)]
+    flags = (*TINY_FLAGS, "--context-length", "160", "--batch-size", "2", "--dtype", "float32")
+    losses = []
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder, "pairs.jsonl")
+        text.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        pairs = Path(folder, "pairs")
+        config = PrepareConfig((str(text),), prompt_field="prompt", completion_field="completion")
+        prepare(replace(config, tokenizer="byte", out=pairs))
+        for flag in ("--capture", "--no-capture"):
+            trainer = BenchTrainer(device, pairs, *flags, "--no-compile", flag)
+            losses.append([train_step(trainer)[0].item() for _ in range(20)])
+            _, problem = describe_steps(trainer, trainer.reasons)
+            require(not problem, problem)
+    differences = [abs(actual / expected - 1) for actual, expected in zip(*losses, strict=True)]
+    require(max(differences) <= TOLERANCES[torch.float32], f"losses differ by {max(differences)}")
+    return f"losses differ by {max(differences):.1e}"
+
+
 class RecordingAttention(DocumentAttention):
     """Attention of documents that records the dtypes of its inputs."""
 
@@ -321,6 +346,7 @@ def check_timed_step(device: torch.device, data: Path) -> str:
 
 DEVICE_CHECKS = {
     "a capture that fails, and the next one": check_failed_capture,
+    "examples of several lengths": check_lengths,
     "attention in bfloat16, with a mask": check_masked_attention,
     "grouped heads in float32, memory": check_grouped_heads,
     "a new window, memory": check_memory_of_new_key,
