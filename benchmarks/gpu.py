@@ -10,7 +10,7 @@ Parts in their order, with estimates of their seconds on an H200:
     checks    60   a capture that fails, dtypes, memory of masks and of a new window: gpu_checks.py
     minutes   75   python train.py --minutes 1 on the text
     memory    75   124M with the largest micro-batch that the plan accepts
-    compiled  120  compiled gradients of all kinds of models and attention
+    compiled  150  compiled gradients of all kinds of models and attention
     train     120  steps of two shapes, next to nanoGPT
     decode    60   one text, and 32, next to transformers; grouped heads
     serve     30   the server with 32 clients
@@ -67,7 +67,6 @@ from engine.generation.text_stream import TextStream
 from engine.nn.inference import build_decoder
 from engine.report.callback import processor_name
 from engine.serving.worker import BatchWorker, ClientRequest
-from engine.training.config import load_config
 from engine.training.estimate import estimate_memory, fits_memory
 from model import GPT, ModelConfig
 from prepare import PrepareConfig, prepare
@@ -259,7 +258,7 @@ class GPUBench:
         ):
             prepare(PrepareConfig((str(self.config.text),), out=data))
             flags = ["--data", str(data), "--out", str(out), "--minutes", minutes]
-            trainer = train.train(load_config([*flags, *self.capture_flags]))
+            trainer = train.train(train.load_config([*flags, *self.capture_flags]))
         warnings = find_warnings(errors.getvalue())
         model = trainer.config.model
         size = f"{model.num_layers} layers, {model.d_model} wide"
@@ -276,7 +275,9 @@ class GPUBench:
         flags = (*MEMORY_FLAGS, *self.capture_flags, *(TINY_FLAGS if self.config.tiny else ()))
         config, _ = resolve_run(self.device, self.data, *flags)
         limit = 4 if self.config.tiny else MAX_MICRO_BATCH_ROWS
-        rows = max(n for n in range(1, limit + 1) if fits_memory(config, n, dist_ctx))
+        rows = 1
+        while rows < limit and fits_memory(config, rows + 1, dist_ctx):
+            rows += 1
         flags += ("--batch-size", str(2 * rows), "--micro-batch-size", str(rows))
         trainer = BenchTrainer(self.device, self.data, *flags)
         usable_bytes = usable_memory(self.device)
