@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.core.device import TOLERANCES, mixed_precision, release_memory
+from engine.core.device import ROUNDING_TOLERANCES, mixed_precision, release_memory
 from engine.core.distributed import DistributedContext
 from engine.data.batches import Mixture
 from engine.generation.decoding_engine import DecodingEngine
@@ -206,7 +206,10 @@ def check_lengths(device: torch.device, data: Path) -> str:
             _, problem = describe_steps(trainer, trainer.reasons)
             require(not problem, problem)
     differences = [abs(actual / expected - 1) for actual, expected in zip(*losses, strict=True)]
-    require(max(differences) <= TOLERANCES[torch.float32], f"losses differ by {max(differences)}")
+    require(
+        max(differences) <= ROUNDING_TOLERANCES[torch.float32],
+        f"losses differ by {max(differences)}",
+    )
     return f"losses differ by {max(differences):.1e}"
 
 
@@ -313,7 +316,7 @@ def check_moved_cache(device: torch.device, data: Path) -> str:
         actual, expected = map(torch.stack, logits)
         change = (actual - expected).abs().max() / expected.abs().max()
         difference = max(difference, change.item())
-    require(difference <= TOLERANCES[torch.float32], f"logits differ by {difference:.1%}")
+    require(difference <= ROUNDING_TOLERANCES[torch.float32], f"logits differ by {difference:.1%}")
     state, problem = describe_tokens(engine, [])
     require(not problem, problem)
     return state

@@ -246,13 +246,13 @@ def check_attention(model: Any) -> None:
         raise UserError(f"model.py: {problem} (got a difference of {difference:.1%}). {advice}.")
 
 
-def shrink_config(config: Any, dropout: float = 0.0) -> Any:
+def shrink_config(config: Any, attention: str = "fused", dropout: float = 0.0) -> Any:
     """Return the configuration of a small model with the options of another."""
     windows = tuple({min(window, MAX_CHECKED_WINDOW) for window in config.layer_windows})
     num_groups = min(config.num_groups, 2)
     return replace(
         config,
-        attention="fused",
+        attention=attention,
         vocab_size=2,
         context_length=NUM_CHECKED_POSITIONS,
         num_layers=len(windows),

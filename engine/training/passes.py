@@ -298,12 +298,12 @@ def describe_difference(
 def describe_update_difference(
     config: RunConfig, dist_ctx: DistributedContext, data: Mixture
 ) -> str:
-    """Compare captured steps with plain ones; return "" if the weights after them are equal.
+    """Compare captured steps with plain ones; return "" if they capture and weights are equal.
 
     The model is small and has random weights, and the options and the optimizer of the run.
     """
     dtype = DTYPE_BY_NAME[config.dtype]
-    model_config = shrink_config(config.model, dropout=config.model.dropout)
+    model_config = shrink_config(config.model, config.model.attention, config.model.dropout)
     config = replace(config, compile=False, model=model_config)
     shape = (2, 2, model_config.context_length)
     inputs, targets = torch.arange(math.prod(shape), device=dist_ctx.device).view(shape) // 3 % 2
@@ -317,8 +317,8 @@ def describe_update_difference(
             for param in model.parameters():
                 nn.init.normal_(param, std=0.5)
             passes = Passes(model, replace(config, capture=captures), dist_ctx, data)
-            passes.acceleration.warn = problems.append
-            pool = passes.acceleration.pool
+            if pool := passes.acceleration.pool:
+                pool.on_failure = problems.append
             optimizer = Optimizer(model, config.optimizer, dist_ctx, dtype, pool)
             for step in range(NUM_COMPARED_STEPS):
                 passes.budget.progress = step / NUM_COMPARED_STEPS  # and the window changes
@@ -329,5 +329,5 @@ def describe_update_difference(
                 optimizer.step(step, NUM_COMPARED_STEPS)
             results.append(fingerprint(loss, dict(model.named_parameters())))
     names = [name for name, _ in model.named_parameters()]
-    actual, expected = results
-    return "".join(problems) or describe_difference(names, actual, expected, passes.tolerance)
+    problem = describe_difference(names, results[0], results[1], passes.tolerance)
+    return problems[0] if problems else problem and f"captured updates: {problem}"

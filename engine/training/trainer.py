@@ -97,7 +97,7 @@ class Trainer:
         if run_dir and dist_ctx.size == 1 and not dist_ctx.sharded:
             self.passes.num_checked_passes = NUM_CHECKED_PASSES
             if pool and (problem := describe_update_difference(config, dist_ctx, data)):
-                pool.fail(f"captured {problem}")
+                pool.fail(problem)
         self.optimizer = Optimizer(self.model, config.optimizer, dist_ctx, dtype, pool)
 
         rank_slice = dist_ctx.rank_slice(config.batch_size)
