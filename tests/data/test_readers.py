@@ -40,6 +40,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "LARGE_DOCUMENT_BYTES", 2**11)
     monkeypatch.setattr(readers, "PIECE_BYTES", 2**10)
     monkeypatch.setattr(columns, "BATCH_ROWS", 2)
+    monkeypatch.setattr(columns, "LARGE_BATCH_BYTES", 2000)
     monkeypatch.setattr(sources, "BLOCK_BYTES", 100)
 
 
@@ -281,6 +282,8 @@ def test_examples_are_the_json_of_their_turns_and_are_never_cut(name: str, small
 
 # Errors name the file and the line or row.
 
+NOT_UTF8 = pyarrow.array([b"a", b"b\xff"]).view(pyarrow.string())
+
 
 def assert_refused(function: Callable[[], Any], location: str, *words: str) -> None:
     with pytest.raises(UserError) as error:
@@ -315,6 +318,8 @@ def test_an_unsuitable_example_is_located(name: str, location: str, tmp_path: Pa
         ({"body": ["a"], "id": [1]}, "a.parquet, row 1", ["'body', 'id'", "--field"]),
         ({"text": [b"1", b"2"]}, "a.parquet, row 1", ["'text'", "got b'1'"]),
         ({"text": [*"abcdefg", None]}, "a.parquet, row 8", ["'text'"]),
+        ({"text": pyarrow.array([10**7], pyarrow.date32())}, "a.parquet, row 1", ["out of range"]),
+        ({"text": NOT_UTF8}, "a.parquet, row 2", ["UTF-8"]),
     ],
 )
 def test_an_unsuitable_record_is_located(content, location: str, words, small, tmp_path: Path):

@@ -16,7 +16,6 @@ from engine.core.errors import UserError
 from engine.data.dataset import open_dataset
 from engine.data.inputs import readers, records, sources
 from engine.data.inputs.documents import Corpus
-from engine.data.inputs.finder import find_sources
 from engine.data.inputs.readers import read
 from engine.data.inputs.sources import Reader, Source
 from prepare import PrepareConfig, prepare
@@ -54,11 +53,6 @@ def test_a_record_that_is_too_long_is_refused_by_name(name, content, location, s
     (tmp_path / name).write_bytes(compress(content.encode()))
     with pytest.raises(UserError, match=f"^{location}: "):
         texts_of(tmp_path / name, separator="%" if name == "a.txt" else "")
-
-
-def test_a_quote_in_a_bad_row_of_a_table_with_tabs_hides_no_other_row(tmp_path: Path):
-    (tmp_path / "a.tsv").write_text('id\ttext\n1\t"It began\ttwice\n2\tgood\n')
-    assert texts_of(tmp_path / "a.tsv", skip_bad_rows=True) == ["good"]
 
 
 def assert_equal_peaks(path: Path, contents: Iterator[bytes], reader: Reader, limit: int) -> None:
@@ -146,19 +140,6 @@ def test_replacements_are_counted_once(encoding: str, count: int, tmp_path: Path
 
 
 # What is left out.
-
-
-def test_bad_rows_of_columns_are_left_out(tmp_path: Path):
-    datasets = pytest.importorskip("datasets")
-    texts = [*"abc", None, *"de", None]
-    table = pyarrow.table({"text": texts})
-    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
-    datasets.Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "saved")
-    (saved,) = find_sources((f"hf:{tmp_path / 'saved'}",), tmp_path)
-    for source in (Source(tmp_path / "a.parquet", "a.parquet"), saved):
-        notes: Counter = Counter()
-        assert texts_of(source, notes, skip_bad_rows=True) == [*"abcde"]
-        assert notes == {"rows left out: field 'text' is empty": 2}
 
 
 def test_notes_of_all_units_are_in_the_manifest(tmp_path: Path, monkeypatch):

@@ -243,13 +243,3 @@ def test_the_answer_in_a_chat_is_that_of_the_text_generator(inspector, chat_insp
     assert answer(texts, off=[[1, 1]])[0] != expected
     assert answer(["a" * 40, "b", "c"])[1]["is_shortened"]
     assert "chat" not in inspector.answers
-
-
-def test_a_branch_is_the_text_after_its_forced_prefix(inspector):
-    prefix = LETTERS.encode(TEXT).tolist()[:6]
-    (table,) = inspector.predict({"ids": prefix, "at": 6})
-    options = {"seed": 4, "max_new_tokens": 20, "temperature": 0.9, "top_p": 1.0}
-    for token, label, *_ in table["likely"][:3]:
-        lines = [*inspector.write({"ids": [*prefix, token], **options})]
-        text = "".join(line["text"] for line in lines[1:-1])
-        assert text == inspector.generator.generate(LETTERS.decode(prefix) + label, **options)
