@@ -1,4 +1,4 @@
-"""Documents: commands parse, links and paths lead somewhere, figures agree."""
+"""Documents: commands parse, links and paths lead somewhere, languages and figures agree."""
 
 import ast
 import importlib
@@ -28,6 +28,8 @@ CODE_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 INLINE_CODE = re.compile(r"(?<!`)`([^`\n]+)`")
 SOURCE_PATH = re.compile(r"[\w/]+\.py|(?:config|docs|engine|examples|tests)/[\w./-]*")
 COMMAND_LINE = re.compile(r"^.*\b(?:python|pytest|torchrun) .*$", re.M)
+TREE_LINE = re.compile(r"^( *\w+(?:\.py|/)) .*$", re.M)  # a file, and what it is
+RUN_FILE = re.compile(r"out/|\w+\.html")
 each_page = pytest.mark.parametrize("page", sorted(PAGES), ids=lambda page: page.name)
 
 
@@ -106,6 +108,19 @@ def test_every_link_path_and_extra_leads_somewhere(page):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     for extras in re.findall(r'pip install -e "\.\[(.*?)\]"', PAGES[page]):
         assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+
+
+@pytest.mark.parametrize("name", ["README", "docs/attention", "docs/finetune"])
+def test_both_languages_have_the_same_commands_code_and_figures(name):
+    contents = []
+    for text in (PAGES[ROOT / f"{name}.md"], PAGES[ROOT / f"{name}.zh.md"]):
+        blocks = [TREE_LINE.sub(r"\1", block) for _, block in CODE_BLOCK.findall(text)]
+        codes = sorted(code for code in INLINE_CODE.findall(text) if not RUN_FILE.match(code))
+        rows = "".join(re.findall(r"^\|.*\n", text, re.M))
+        figures = re.findall(r"[+-]?\d+(?:[.,]\d+)*", rows)
+        formulas_and_pictures = re.findall(r"^\$\$.+\$\$$|\]\(\S+\.png\)", text, re.M)
+        contents.append((blocks, codes, figures, formulas_and_pictures))
+    assert contents[0] == contents[1] and all(contents[0][:3])
 
 
 def test_the_first_page_is_short():
