@@ -160,26 +160,23 @@ WRONG_PATHS = {  # command: paths in place of which it names one that works
 FIXABLE = [  # command lines that work with the first fix of their message
     *(f"{command} {path}" for command, paths in WRONG_PATHS.items() for path in paths),
     "prepare bad.txt --tokenizer char --out data/decoded",
-    "prepare pairs.jsonl --tokenizer byte --out data/pairs",
-    "prepare pairs.jsonl --tokenizer byte --out data/chats --chat --chat-field turns",
     "prepare text.txt --val folder --val-fraction 0.1 --out data/val",
     f"{TRAIN} --steps 2 --resume --out out/resumed",
     "sample out/run --beams 2 --temperature 0.5",
     "sample out/run --max-tokens 3",
     "sample out/run --prompts-file prompts.jsonl",
 ]
-OTHER_FLAGS = {"debug", "dirty", "flags", "help", "max-restarts", "nproc-per-node"}  # of others
+# Of other programs.
+OTHER_FLAGS = {"debug", "dirty", "flags", "help", "max-restarts", "nproc-per-node", "out-dir"}
 
 
 GOOD = b'{"q": "a", "a": "b", "messages": [{"role": "assistant", "content": "c"}]}\n'
-PAIR = b'{"question": "%d?", "answer": "b", "conversations": [{"from": "gpt", "value": "%d"}]}\n'
 FILES = {
     "bad.txt": b"abc\xffdefghijk",
     "latin-1.txt": b"a\xe4",
     "empty.txt": b"",
     "equal.jsonl": b'{"text": "same"}\n' * 80,
     "good.jsonl": GOOD,
-    "pairs.jsonl": b"".join(PAIR % (n, n) for n in range(99)),
     "half.jsonl": GOOD * 2 + b'{"q": "half", "messages": "a"}',
     "halves.jsonl": '{"text": "abé"}\n{"text": "cdé"}\n'.encode(),  # split inside a character
     "hf model/config.json": b"{}",
