@@ -48,7 +48,6 @@ from engine.training.trainer import Callback, Record, Trainer
 from prepare import PrepareConfig, prepare
 
 NUM_TIMED_STEPS = 5  # after those that capture
-MAX_TIMED_STEPS = 20
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -316,12 +315,12 @@ def measure_step_seconds(
     trainer.passes.wrap_model()
     seconds: list[float] = []
     num_captures = -1  # the first step of a process is slow, too
-    while len(seconds) < NUM_TIMED_STEPS and trainer.step < MAX_TIMED_STEPS:
+    while len(seconds) < NUM_TIMED_STEPS:
         started_at = time.monotonic()
         _, _, grad_norm = train_step(trainer)
         grad_norm.item()  # waits for the device
         seconds.append(time.monotonic() - started_at)
-        if num_captures != trainer.num_captures and trainer.step < MAX_TIMED_STEPS:
+        if num_captures != trainer.num_captures:
             num_captures = trainer.num_captures
             seconds.clear()
     del trainer

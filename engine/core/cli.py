@@ -116,18 +116,26 @@ class Interruption:
 def shell_command(*words: object) -> str:
     """Return a command to paste into a shell, in which each word stays one argument.
 
-    A path that looks like a flag gets ``./``. Control characters are only shown.
+    Control characters are shown as bash's escapes. A path that looks like a flag gets ``./``.
     """
-    texts = []
+    quoted_words = []
     for word in words:
-        is_like_flag = isinstance(word, Path) and str(word).startswith("-")
-        texts.append(f"./{word}" if is_like_flag else str(word))
-    return escape_controls(shlex.join(texts))
+        text = f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word)
+        escaped = f"$'{''.join(map(escape_character, text))}'"
+        quoted_words.append(shlex.quote(text) if text.isprintable() else escaped)
+    return " ".join(quoted_words)
+
+
+def escape_character(char: str) -> str:
+    """Return a character as bash reads it between ``$'`` and ``'``."""
+    if char.isprintable() and char not in "'\\":
+        return char
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(char))
 
 
 def escape_controls(text: str) -> str:
     """Return a text without control characters, which could command a terminal."""
-    return CONTROL_PATTERN.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+    return CONTROL_PATTERN.sub(lambda match: escape_character(match[0]), text)
 
 
 def describe_error(error: Exception) -> str | None:

@@ -215,7 +215,6 @@ class DecodingEngine:
         if can_capture_graphs(self.device) and computes_alone and self.has_cache:
             self.pool = GRAPH_POOLS[self.device.type](self.device, warn_of_capture)
         self.captured_step = CapturedCalls(self.pool)
-        self.is_compared = False  # whether a captured token was compared with a plain one
         self.min_positions = 0  # to reserve, so that memory which graphs know does not move
 
     @property
@@ -276,9 +275,9 @@ class DecodingEngine:
         rows = [*range(num_rows), *[spare_row] * len(padding)]
         table = torch.tensor([[*ids, *padding], [*lengths, *padding], rows], device=self.device)
         inputs = (table[0][:, None], table[1][:, None], table[2])
+        num_captures = self.captured_step.num_captures
         logits = self.captured_step(self._compute_step, *inputs).clone()
-        if self.captures and self.captured_step.num_captures and not self.is_compared:
-            self.is_compared = True
+        if self.captured_step.num_captures > num_captures:
             logits = self._compare(logits, *inputs)
         for row in self.rows[:num_rows]:
             row.num_cached += 1

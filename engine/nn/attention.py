@@ -49,7 +49,8 @@ def attend(
     T = query.shape[-2]
     S = key.shape[-2]
     if 0 < window < T:
-        if torch.compiler.is_compiling() and has_wrong_gradient(query, key):
+        is_grouped = query.shape[1] != key.shape[1]
+        if torch.compiler.is_compiling() and is_grouped and has_wrong_gradient(query):
             mask = causal_mask(T, S, window, query.device)
             return masked_attention(query, key, value, dropout_p, mask, T)
         return sliding_window_attention(query, key, value, dropout_p, window)
@@ -96,10 +97,9 @@ def prepare_groups(
     return key, value, False
 
 
-def has_wrong_gradient(query: Tensor, key: Tensor) -> bool:
-    """Return whether torch 2.11 would compile a wrong sum of the gradients of a group's heads."""
-    is_grouped = query.shape[1] != key.shape[1]
-    return is_grouped and query.dtype == torch.float32 and query.device.type == "cuda"
+def has_wrong_gradient(query: Tensor) -> bool:
+    """Return whether torch 2.11 would compile wrong gradients of masks and of a group's windows."""
+    return query.dtype == torch.float32 and query.device.type == "cuda"
 
 
 def attend_from_last(
@@ -176,9 +176,7 @@ def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float, mask: Tensor, num_positions: int
 ) -> Tensor:
     """Return attention with a mask (T, S) or (B, 1, T, S), of about num_positions a query."""
-    # torch 2.11, compiled: fused attention with a mask in float32 has wrong gradients on a GPU.
-    has_wrong_gradient = query.dtype == torch.float32 and query.device.type == "cuda"
-    if has_wrong_gradient or prefer_unfused_attention(query, num_positions, dropout_p):
+    if has_wrong_gradient(query) or prefer_unfused_attention(query, num_positions, dropout_p):
         return unfused_attention(query, key, value, dropout_p, mask)
     key, value, is_grouped = prepare_groups(query, key, value, mask)
     return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, enable_gqa=is_grouped)

@@ -132,8 +132,7 @@ class SizeSearch:
         On a GPU, where compiling takes longer than timing, what it gains is measured once.
         """
         speeds: dict[int, float] = {}
-        device = self.dist_ctx.device
-        is_gpu = can_capture_graphs(device)
+        is_gpu = can_capture_graphs(self.dist_ctx.device)
 
         def measure_speed(depth: int, compiles: bool) -> float:
             """Return operations per second."""
@@ -144,7 +143,7 @@ class SizeSearch:
             row_length = self.data.row_length(config.context_length)
             config = fit_micro_batches(config, self.dist_ctx, row_length)
             step_seconds = measure(config, self.data)
-            if self.dist_ctx.size == 1 and device.type == "cpu" and not speeds:
+            if self.dist_ctx.size == 1 and self.dist_ctx.device.type == "cpu" and not speeds:
                 step_seconds = choose_num_threads(step_seconds, partial(measure, config, self.data))
             return timed.step_tokens * timed.operations / step_seconds
 

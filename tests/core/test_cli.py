@@ -119,12 +119,15 @@ def test_a_hangup_ends_a_run_unless_it_is_ignored_as_under_nohup():
         assert run_python(code.format(handler))[:2] == (f"{int(number)}\n", "")
 
 
-@pytest.mark.parametrize("word", ["a b", "$(touch hacked)", "it's", "a\\b'c", "é漢", ""])
+@pytest.mark.parametrize(
+    "word",
+    ["a b", "$(touch hacked)", "it's", "a\nb", "a\\b\t'c", "\x1b[31m", "caf\udce9", "é漢", ""],
+)
 def test_a_printed_command_is_one_line_and_passes_each_word_on(word, tmp_path):
-    assert shell_command(f"a\n{word}\t\x1b[31m").isprintable()
     command = shell_command(
         sys.executable, "-c", "import os, sys; print(os.fsencode(sys.argv[1]))", word
     )
+    assert command.isprintable()
     output = subprocess.check_output(["bash", "-c", command], encoding="utf-8", cwd=tmp_path)
     assert output == f"{os.fsencode(word)}\n"
     assert not list(tmp_path.iterdir())
@@ -151,7 +154,7 @@ def test_progress_outside_a_terminal_is_lines(monkeypatch, capsys):
         (RuntimeError("[gloo/pair.cc:5] Connection closed by peer"), "closed by peer"),
         (OSError("the disk is full"), "the disk is full"),
         (IsADirectoryError(21, "Is a directory", "a\nb"), "Is a directory: a b"),
-        (FileNotFoundError(2, "No such file", "a\x9b2Jé👩\u200d💻"), "a\\x9b2Jé👩\u200d💻"),
+        (FileNotFoundError(2, "No such file", "a\x9b2Jé👩\u200d💻"), "a\\xc2\\x9b2Jé👩\u200d💻"),
     ],
     ids=repr,
 )

@@ -29,7 +29,6 @@ RECORD_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 DEFAULT_ENCODING = "utf-8"
 # Suffix → name in fsspec.
 COMPRESSION_NAMES = {".gz": "gzip", ".tgz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
-MAX_ZSTD_WINDOW_LOG = 31  # that of zstd --long=31; zstd's default is 27
 DEFAULT_ADVICE = "Get it again, or check the address, the connection and your permission."
 HUB_ADVICE = "Check the name, --hf-config, --hf-split and the connection."
 
@@ -178,9 +177,7 @@ def decompress(raw: Any, source: Source) -> Any:
     if source.compression != ".zst":
         return compr[COMPRESSION_NAMES.get(source.compression)](file, mode="r")
     name = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
-    zstd = import_optional(name, source.name)
-    options = {zstd.DecompressionParameter.window_log_max: MAX_ZSTD_WINDOW_LOG}
-    return zstd.ZstdFile(file, options=options)
+    return import_optional(name, source.name).ZstdFile(file)
 
 
 @functools.lru_cache(16)
