@@ -22,8 +22,8 @@ from model import ModelConfig
 
 CPU_UTILIZATION = 2 / 3  # of measured matrix products
 GPU_UTILIZATION = 0.4  # Grattafiori et al. 2024, table 4
-# Measured, without and with checkpoint_activations, which imports the compiler.
-CPU_PROCESS_BYTES = (350 * 2**20, 425 * 2**20)  # Python, PyTorch, threads and report
+# Python, PyTorch, CUDA's libraries, threads, report; with checkpoint_activations the compiler too.
+CPU_PROCESS_MEBIBYTES = (640, 715) if torch.version.cuda else (350, 425)
 CPU_HEAP_OVERHEAD = (0.3, 0.7)  # freed blocks that the C library keeps, of all activations
 MAX_MEMORY_FRACTION = 0.9  # of a device, for a run whose micro-batches are chosen
 MAX_MEMORY_EXCESS = 1.1  # of a device: a run that needs more is refused
@@ -137,7 +137,7 @@ def estimate_memory(config: RunConfig, rows: int, dist_ctx: DistributedContext) 
         memory["saves"] = (4 * num_trained + state) / shards  # copies, written in the background
         is_lean = config.checkpoint_activations
         heap_bytes = CPU_HEAP_OVERHEAD[is_lean] * activations
-        memory["process and heap"] = CPU_PROCESS_BYTES[is_lean] + heap_bytes
+        memory["process and heap"] = 2**20 * CPU_PROCESS_MEBIBYTES[is_lean] + heap_bytes
     if not dist_ctx.sharded and (config.lora_rank or dist_ctx.device.type == "cpu"):
         has_16_bits = config.frozen_dtype == "bfloat16" and not config.train_tokens
         copied_bytes = (2 if has_16_bits else 4) * cached_meta_model(config.model).num_parameters

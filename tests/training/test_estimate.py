@@ -220,4 +220,4 @@ def test_a_run_that_needs_over_10_percent_more_memory_is_refused(monkeypatch):
     monkeypatch.setattr(estimate, "usable_memory", lambda _: needed / 1.09)
     check_memory(config, SINGLE_PROCESS, 128)
     with pytest.raises(UserError, match="--init-from"):
-        check_memory(config, SINGLE_PROCESS, 256)
+        check_memory(config, SINGLE_PROCESS, 2**14)
