@@ -37,6 +37,7 @@ from engine.data.inputs.text import normalize_encoding
 from engine.data.tokenizer import ByteTokenizer, Tokenizer, named_tokenizer
 from engine.data.tokenizer_json import MAX_VOCAB_SIZE, SPECIAL_TOKENS, SPLIT_PATTERNS
 from engine.data.tokenizer_training import (
+    DEFAULT_PATTERN,
     MIN_BPE_VOCAB_SIZE,
     tokenizer_texts,
     train_bpe_tokenizer,
@@ -44,7 +45,6 @@ from engine.data.tokenizer_training import (
 )
 from engine.data.writer import write_dataset
 
-DEFAULT_PATTERN = "pairs"
 DEFAULT_VAL_FRACTION = 0.1
 MAX_TOKENIZER_BYTES = 2**27  # to train a BPE on: of more text, the beginning of each unit
 TRAINED_TOKENIZERS = ("char", "bpe")
@@ -66,8 +66,8 @@ class PrepareConfig:
     # char, byte, bpe (trained on this text), a tiktoken encoding (gpt2, cl100k_base, …), or the
     # path of a run, a dataset or a tokenizer.json.
     tokenizer: str = "bpe"
-    # How a BPE trained on this text splits it into words. None: pairs, which is GPT-4's pattern
-    # with digits in pairs. For export to GGUF choose gpt2, llama3, qwen2 or smollm.
+    # How a BPE trained on this text splits it into words: as gpt2, llama3, qwen2 or smollm. None:
+    # gpt2.
     pattern: str | None = None
     vocab_size: Annotated[int | None, Ge(MIN_BPE_VOCAB_SIZE), Le(MAX_VOCAB_SIZE)] = None
     """Tokens of a BPE trained on this text. None: from 1,024 to 8,192, by the size of the text."""

@@ -266,7 +266,7 @@ class Bench:
         num_threads = torch.get_num_threads()
         starts = range(0, len(text), MAX_PIECE_CHARACTERS)
         pieces = [text[start : start + MAX_PIECE_CHARACTERS] for start in starts]
-        tokenizer = train_bpe_tokenizer(pieces, 4096, "pairs")
+        tokenizer = train_bpe_tokenizer(pieces, 4096)
         assert isinstance(tokenizer, BPETokenizer)
 
         def encode() -> None:

@@ -211,7 +211,7 @@ CAPPED = {"logit_softcap": 9.0, "activation": "relu2"}
         ({"windows": (4,)}, "--gguf f32", "--windows", "without"),
         ({"rope_scaling": (8.0, 1.0, 4.0, 32.0)}, "--gguf f32", "llama3 in qwen3", "convert_hf"),
         ({"activation": "relu2"}, "--gguf f32", "nanochat", "without"),
-        ({}, "--gguf f32", "byte tokenizer", "--pattern gpt2.*convert_hf"),
+        ({}, "--gguf f32", "byte tokenizer", "--tokenizer bpe.*convert_hf"),
     ],
 )
 def test_unsupported_models_are_refused_with_a_fix(settings, flags, problem, fix, tmp_path: Path):

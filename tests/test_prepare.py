@@ -223,7 +223,7 @@ def test_documents_in_another_order_are_another_text(prepare, tmp_path: Path):
         ("", ("--vocab-size", 300), "vocab_size"),
         ("", ("--val-fraction", 0.5), "val_fraction 0.1"),
         ("", ("--tokenizer", "byte"), "tokenizer bpe"),
-        ("", ("--pattern", "gpt2"), "pattern"),
+        ("", ("--pattern", "llama3"), "pattern"),
     ],
 )
 def test_another_dataset_is_only_replaced_by_force(added, flags, word, prepare, text, tmp_path):

@@ -38,12 +38,8 @@ _LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# --pattern → regex whose matches are the words; all but the first come from known models.
+# --pattern → regex whose matches are the words, of models that other programs run, too.
 SPLIT_PATTERNS = {
-    # GPT-4's, with digits in pairs for small vocabularies. Without the limit of 64 characters, text
-    # without spaces would take minutes to train on and overflow the regex engine.
-    "pairs": r"'(?:[sdmtSDMT]|ll|LL|ve|VE|re|RE)|[^\r\n\p{L}\p{N}]?\p{L}{1,64}|\p{N}{1,2}"
-    r"| ?[^\s\p{L}\p{N}]{1,64}[\r\n]{0,64}|\s{0,64}[\r\n]{1,64}|\s{1,64}(?!\S)|\s{1,64}",
     "gpt2": _GPT2_PATTERN,
     "llama3": _LLAMA3_PATTERN,
     "qwen2": _LLAMA3_PATTERN.replace("{1,3}", ""),

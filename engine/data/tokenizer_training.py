@@ -13,6 +13,7 @@ from engine.data.inputs.documents import Corpus
 from engine.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, from_document
 from engine.data.tokenizer_json import SPECIAL_TOKENS, SPLIT_PATTERNS, bpe_document
 
+DEFAULT_PATTERN = "gpt2"
 MIN_BPE_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 MIN_CHOSEN_VOCAB_SIZE = 1024
 MAX_CHOSEN_VOCAB_SIZE = 8192
@@ -36,7 +37,7 @@ def train_char_tokenizer(texts: Iterable[str], separator: str) -> Tokenizer:
 
 
 def train_bpe_tokenizer(
-    texts: Iterable[str], vocab_size: int | None, pattern: str = "pairs"
+    texts: Iterable[str], vocab_size: int | None, pattern: str = DEFAULT_PATTERN
 ) -> Tokenizer:
     """Return a byte-level BPE of at most vocab_size tokens; the last are the special tokens.
 
@@ -51,7 +52,9 @@ def train_bpe_tokenizer(
             num_bytes += len(text.encode())
             yield text
 
-    untrained = bpe_document({}, SPLIT_PATTERNS[pattern], {})
+    # Without the bounds, text without spaces is one word, and takes minutes to train on.
+    bounded = SPLIT_PATTERNS[pattern].replace("+", "{1,64}").replace("*", "{0,64}")
+    untrained = bpe_document({}, bounded, {})
     runner = tokenizers.Tokenizer.from_str(json.dumps(untrained))
     trainer = BpeTrainer(
         vocab_size=(vocab_size or MAX_CHOSEN_VOCAB_SIZE) - len(SPECIAL_TOKENS),

@@ -57,7 +57,7 @@ def check_supported(hf_config: dict[str, Any], tokenizer: Tokenizer) -> None:
         raise UserError(f"--gguf: a text must begin with at most bos_token (got {names}). Omit it.")
     if pre_tokenizer_name(tokenizer) is None:
         problem = f"unsupported {tokenizer.kind} tokenizer"
-        fix = "Prepare the text with --pattern gpt2"
+        fix = "Prepare the text with --tokenizer bpe"
         raise UserError(f"--gguf: {problem} here. {fix}, or {OTHER_CONVERTER}.")
 
 

@@ -22,6 +22,10 @@ INITIAL_LOSS_SCALE = 2.0**16  # for float16, whose smallest numbers would underf
 NUM_STEPS_TO_DOUBLE_SCALE = 2000  # finite steps in a row, as in torch.amp.GradScaler
 MAX_GRADIENT_NORM = 1e9  # after clipping: the squares of squares of more are not finite
 UNUSABLE_GRADIENTS = f"not finite or above {MAX_GRADIENT_NORM:g}"
+SMALL_BATCH_TOKENS = 2**14  # of a step: up to this, the first beta2
+SMALL_BATCH_BETA2 = 0.99
+LARGE_BATCH_TOKENS = 2**19  # from this on, the second
+LARGE_BATCH_BETA2 = 0.95
 MAX_SKIPPED_STEPS = 50  # in a row, until a run ends
 
 
@@ -32,7 +36,8 @@ class OptimizerSettings:
     # Muon updates the matrices inside the blocks, and AdamW the other parameters.
     optimizer: Literal["muon", "adamw"] = "muon"
     beta1: Annotated[float, Ge(0), Lt(1)] = 0.9  # AdamW's decay rate of the mean gradient.
-    beta2: Annotated[float, Ge(0), Lt(1)] = 0.95  # AdamW's decay rate of the mean squared gradient.
+    # AdamW's decay rate of the mean squared gradient. None: 0.99, or less for large batches.
+    beta2: Annotated[float | None, Ge(0), Lt(1)] = None
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.9  # Muon's decay rate of the mean gradient.
     # Clip the norm of all gradients to this; 0: off.
     clip_norm: Annotated[float, Ge(0), Le(1e12)] = 1.0
@@ -57,6 +62,7 @@ class OptimizerSettings:
 class OptimizerConfig(OptimizerSettings):
     """The optimizer of a run: :class:`OptimizerSettings` with a value for every None."""
 
+    beta2: Annotated[float, Ge(0), Lt(1)] = 0.99
     learning_rate: Annotated[float, Ge(0), Le(1e6)] = 0.014
     embedding_rate: Annotated[float, Gt(0), Le(1e6)] = 3.0
     weight_decay: Annotated[float, Ge(0), Le(1e6)] = 0.1
@@ -107,6 +113,18 @@ def default_rates(optimizer: str, d_model: int) -> dict[str, float]:
         "learning_rate": rate(d_model) if callable(rate) else rate,
         "embedding_rate": kind.embedding_rate,
     }
+
+
+def default_beta2(tokens_per_step: int) -> float:
+    """Return AdamW's decay rate of the mean squared gradient, by the tokens of an optimizer step.
+
+    Most rows of an embedding have no gradient in a small batch, so 0.99 averages over more steps;
+    0.95 is the value of runs with 0.5M tokens a step (Brown et al. 2020, appendix B). Between
+    16,384 and 524,288 tokens it is linear in their logarithm.
+    """
+    num_doublings = math.log2(tokens_per_step / SMALL_BATCH_TOKENS)
+    fraction = min(1.0, max(0.0, num_doublings / math.log2(LARGE_BATCH_TOKENS / SMALL_BATCH_TOKENS)))
+    return SMALL_BATCH_BETA2 + fraction * (LARGE_BATCH_BETA2 - SMALL_BATCH_BETA2)
 
 
 def learning_rate_at(step: int, num_steps: float, config: OptimizerConfig) -> float:

@@ -226,13 +226,13 @@ def test_the_text_limits_the_vocabulary_size(code: str):
     assert sizes == [1024, 1024, 2048, 8192, 8192]
     chosen, fixed = (train_bpe_tokenizer([code], size) for size in (None, 1024))
     assert chosen.document == fixed.document and fixed.vocab_size == 1024
-    assert len(train_bpe_tokenizer(["202420 " * 9], 500).encode("202420")) == 3  # pairs of digits
 
 
 @pytest.mark.parametrize("character", [" ", "a", "\n", "-", "7"])
-def test_words_of_a_trained_bpe_are_bounded(character: str):
+@pytest.mark.parametrize("pattern", SPLIT_PATTERNS)
+def test_tokens_of_a_trained_bpe_are_bounded(pattern: str, character: str):
     run = character * 300_000
-    trained = train_bpe_tokenizer([run], 300)
+    trained = train_bpe_tokenizer([run], 300, pattern)
     assert all(len(trained.decode_bytes([i])) <= 128 for i in range(trained.vocab_size))
     for text in (run, f"x{run}x", f"{run}\n{run}"):
         assert trained.decode(trained.encode(text).tolist()) == text

@@ -50,7 +50,7 @@ def find_spans_slowly(text: str, documents: Sequence[str]) -> list[tuple[int, in
 
 @pytest.fixture(scope="module")
 def bpe(code) -> Tokenizer:
-    return train_bpe_tokenizer([code[:30_000]], 600, "pairs")
+    return train_bpe_tokenizer([code[:30_000]], 600)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -16,6 +16,7 @@ from engine.training.optimizer import (
     Optimizer,
     OptimizerConfig,
     OptimizerKind,
+    default_beta2,
     default_rates,
     learning_rate_at,
 )
@@ -102,6 +103,12 @@ def test_schedules():
         assert values[:5] == sorted(values[:5])
         assert values[5:] == sorted(values[5:], reverse=True)
         assert max(values) <= 1
+
+
+def test_a_small_batch_has_a_longer_mean_of_squared_gradients():
+    tokens = (1, 2**14, 2**15, 2**16, 2**18, 2**19, 2**30)
+    values = [0.99, 0.99, 0.982, 0.974, 0.958, 0.95, 0.95]
+    assert [default_beta2(number) for number in tokens] == pytest.approx(values, abs=1e-12)
 
 
 def test_a_step_uses_the_scheduled_rate_and_the_embedding_three_times_it_with_muon():
