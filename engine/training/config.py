@@ -19,7 +19,12 @@ from engine.data.dataset import dataset_name
 from engine.nn.acceleration import can_capture_graphs
 from engine.nn.bounds import Count, Probability, Width
 from engine.runs.run_files import find_newest_run, list_checkpoints
-from engine.training.optimizer import OptimizerConfig, OptimizerSettings, default_beta2, default_rates
+from engine.training.optimizer import (
+    OptimizerConfig,
+    OptimizerSettings,
+    default_beta2,
+    default_rates,
+)
 from model import Architecture, ModelConfig
 
 BUILT_IN_DATA = Path("data/pydocs")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
@@ -22,10 +23,7 @@ INITIAL_LOSS_SCALE = 2.0**16  # for float16, whose smallest numbers would underf
 NUM_STEPS_TO_DOUBLE_SCALE = 2000  # finite steps in a row, as in torch.amp.GradScaler
 MAX_GRADIENT_NORM = 1e9  # after clipping: the squares of squares of more are not finite
 UNUSABLE_GRADIENTS = f"not finite or above {MAX_GRADIENT_NORM:g}"
-SMALL_BATCH_TOKENS = 2**14  # of a step: up to this, the first beta2
-SMALL_BATCH_BETA2 = 0.99
-LARGE_BATCH_TOKENS = 2**19  # from this on, the second
-LARGE_BATCH_BETA2 = 0.95
+BETA2_BY_TOKENS = {2**14: 0.99, 2**19: 0.95}  # of a step; see default_beta2
 MAX_SKIPPED_STEPS = 50  # in a row, until a run ends
 
 
@@ -118,13 +116,11 @@ def default_rates(optimizer: str, d_model: int) -> dict[str, float]:
 def default_beta2(tokens_per_step: int) -> float:
     """Return AdamW's decay rate of the mean squared gradient, by the tokens of an optimizer step.
 
-    Most rows of an embedding have no gradient in a small batch, so 0.99 averages over more steps;
-    0.95 is the value of runs with 0.5M tokens a step (Brown et al. 2020, appendix B). Between
-    16,384 and 524,288 tokens it is linear in their logarithm.
+    In a small batch most rows of an embedding have no gradient: 0.99 averages over more steps. 0.95
+    is the value for 0.5M tokens (Brown et al. 2020, appendix B). Between, it is linear in the log.
     """
-    num_doublings = math.log2(tokens_per_step / SMALL_BATCH_TOKENS)
-    fraction = min(1.0, max(0.0, num_doublings / math.log2(LARGE_BATCH_TOKENS / SMALL_BATCH_TOKENS)))
-    return SMALL_BATCH_BETA2 + fraction * (LARGE_BATCH_BETA2 - SMALL_BATCH_BETA2)
+    log_tokens = [math.log(tokens) for tokens in (tokens_per_step, *BETA2_BY_TOKENS)]
+    return float(np.interp(log_tokens[0], log_tokens[1:], [*BETA2_BY_TOKENS.values()]))
 
 
 def learning_rate_at(step: int, num_steps: float, config: OptimizerConfig) -> float:
