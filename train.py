@@ -136,6 +136,7 @@ def training_loop(trainer: Trainer, should_stop: Callable[[], bool]) -> None:
     while not (budget.exhausted or trainer.dist_ctx.any(should_stop())):
         loss, learning_rate, grad_norm = train_step(trainer)
         budget.update(trainer.step)
+        trainer.average_weights()
         trainer.notify("on_step")
         if trainer.step % config.log_every == 0 or trainer.step == budget.total_steps:
             trainer.log_training(loss, learning_rate, grad_norm)

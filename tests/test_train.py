@@ -154,6 +154,45 @@ def test_a_text_is_prepared_once_until_it_changes(tmp_path, monkeypatch, capsys)
     assert train.main(["book.txt", *TINY, "--steps", "2", "--out", "out/new"]) == 0
 
 
+def test_weights_of_at_least_two_epochs_are_averaged_at_the_end(tmp_path):
+    data = make_dataset(tmp_path, numbers_text(60))
+    flags = ("--final-learning-rate", 1)  # constant: weights do not depend on the length of a run
+    snapshots: list[dict[str, torch.Tensor]] = []
+
+    class Snapshot(Callback):
+        def on_step(self, trainer: Trainer) -> None:
+            params = trainer.model.named_parameters()
+            snapshots.append({name: param.detach().clone() for name, param in params})
+
+    train_tiny(data, tmp_path / "longer", *flags, "--steps", 120, callbacks=[Snapshot()])
+    size = len(open_dataset(data).train)
+    num_weights = sum(param.numel() for name, param in snapshots[0].items() if "blocks" in name)
+    step_epochs = 64 / size
+    interval = max(1 / 8, step_epochs)
+    expected: dict[str, torch.Tensor] = {}
+    num_steps = 6 * size // 64 + 1
+    for step, params in enumerate(snapshots[:num_steps], 1):
+        epochs = step * step_epochs
+        if epochs >= 2 and (epochs % interval < step_epochs or step == num_steps):
+            overfitting = math.sqrt(epochs**3 * num_weights / size) / 22
+            weight = interval / (interval + min(2 * overfitting, 3))
+            pairs = {name: (expected.get(name, param), param) for name, param in params.items()}
+            expected = {name: torch.lerp(*pair, weight) for name, pair in pairs.items()}
+    short = 2 * size // 64
+    for steps, last in ((num_steps, expected), (short, snapshots[short - 1])):
+        trainer = train_tiny(data, tmp_path / str(steps), *flags, "--steps", steps)
+        for name, param in trainer.model.named_parameters():
+            torch.testing.assert_close(param.detach(), last[name], rtol=0, atol=1e-6)
+
+    stop = Action(num_steps - 5, partial(signal.raise_signal, signal.SIGINT))
+    flags = (*flags, "--steps", num_steps)
+    with Interruption() as interruption:
+        should_stop = partial(getattr, interruption, "signal")
+        train_tiny(data, tmp_path / "run", *flags, callbacks=[stop], should_stop=should_stop)
+    train_tiny(data, tmp_path / "run", *flags, "--resume")
+    assert_same_run(tmp_path / "run", tmp_path / str(num_steps))
+
+
 # Interruption and resume.
 
 

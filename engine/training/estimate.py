@@ -1,6 +1,7 @@
 """--plan: the parameters, operations, memory and time of a run, from formulas."""
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -42,6 +43,14 @@ def count_matrix_weights(model: ModelConfig) -> int:
     gpt = cached_meta_model(model)
     named_params = gpt.named_parameters()
     return sum(param.numel() for name, param in named_params if gpt.specs[name].group == "matrix")
+
+
+def estimate_overfitting(epochs: float, num_weights: int, num_tokens: float) -> float:
+    """Return the overfitting of weights in matrices to a text: above 1, regularization helps.
+
+    Fitted to one-minute to ten-minute runs (experiments, 2026-11-24 and 2026-11-27).
+    """
+    return math.sqrt(epochs**3 * num_weights / num_tokens) / 22
 
 
 def flops_per_token(config: RunConfig) -> float:

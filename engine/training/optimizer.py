@@ -234,6 +234,16 @@ class Optimizer:
         self._update_loss_scaler(is_usable)
         return learning_rate, norm
 
+    @torch.no_grad()
+    def average_parameters(self, weight: float, replace: bool) -> None:
+        """Move the average of each parameter, saved with its state, towards it; or replace it."""
+        for name, state in self._parameter_states().items():
+            parameter = self.parameters[name].detach()
+            average = state.setdefault("average", parameter.clone())
+            local(average).lerp_(local(parameter), weight)
+            if replace:
+                local(parameter).copy_(local(average))
+
     def gradient_norm(self) -> Tensor:
         """Return the norm of all gradients, with the loss scale."""
         grads = [param.grad for param in self.parameters.values() if param.grad is not None]

@@ -26,7 +26,7 @@ from engine.training.config import (
     TrainConfig,
     make_run_config,
 )
-from engine.training.estimate import fit_micro_batches
+from engine.training.estimate import estimate_overfitting, fit_micro_batches
 
 # A run in minutes ends where more epochs do not help, however fast it is: at this overfitting, and
 # before if its regularization is for less (experiments, 2026-11-24 and 2026-11-27).
@@ -73,7 +73,7 @@ class SizeSearch:
         is_of_characters = self.vocab_size <= MAX_CHARACTER_VOCAB_SIZE
         epochs = tokens / self.text_tokens
         different_tokens = min(tokens, self.text_tokens)
-        overfitting = math.sqrt(epochs**3 * weights / self.text_tokens) / 22  # fitted: see Size
+        overfitting = estimate_overfitting(epochs, weights, self.text_tokens)
 
         # Fitted (experiments, 2026-11-23); attention to more than 64 tokens is cheap.
         context = 170 * (tokens / 1e6) ** 0.25

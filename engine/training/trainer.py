@@ -32,7 +32,12 @@ from engine.runs.checkpoint import (
 from engine.runs.run_files import find_base
 from engine.training.budget import Budget
 from engine.training.config import RunConfig
-from engine.training.estimate import lora_arguments, micro_batch_sizes
+from engine.training.estimate import (
+    count_matrix_weights,
+    estimate_overfitting,
+    lora_arguments,
+    micro_batch_sizes,
+)
 from engine.training.optimizer import Optimizer, OptimizerConfig, learning_rate_at
 from engine.training.passes import Passes, describe_update_difference
 from engine.training.resolve import changed_settings, init_token_rows, split_token_ids
@@ -41,6 +46,9 @@ from model import GPT
 
 NUM_CHECKED_PASSES = 3  # of a graph: compared with plain ones, the first two replays among them
 CHECKPOINT_BYTES_PER_SECOND = 5e8  # written and hashed
+MIN_AVERAGED_EPOCHS = 2  # of a run whose weights are averaged
+MAX_AVERAGED_EPOCHS = 3  # the time constant of the average
+AVERAGED_STEPS_PER_EPOCH = 8
 CAPTURED_LENGTH_MULTIPLE = 64  # of padded examples, for few lengths
 
 Record = dict[str, Any]  # of metrics.jsonl
@@ -220,6 +228,22 @@ class Trainer:
             frozen = (pair for pair in frozen if pair[0] not in trained_names)
             yield from self.dist_ctx.broadcast_tensors(frozen)
         yield from self.run_dir.distribute(checkpoint.model())
+
+    def average_weights(self) -> None:
+        """Average the weights of a text that is read again; the last step replaces them by that.
+
+        The more a model overfits, the more epochs are averaged: docs/experiments.md.
+        """
+        size = max(self.data.epoch_tokens)
+        epochs = self.step * self.tokens_per_step / size
+        interval = max(1 / AVERAGED_STEPS_PER_EPOCH, self.tokens_per_step / size)
+        is_last = self.budget.exhausted
+        is_due = is_last or epochs % interval < self.tokens_per_step / size
+        if is_due and epochs >= MIN_AVERAGED_EPOCHS and not self.config.init_from:
+            num_weights = count_matrix_weights(self.config.model)
+            overfitting = estimate_overfitting(epochs, num_weights, size)
+            num_epochs = min(2 * overfitting, MAX_AVERAGED_EPOCHS)
+            self.optimizer.average_parameters(interval / (interval + num_epochs), is_last)
 
     # Memory and time.
 

@@ -78,7 +78,7 @@ def folder(tmp_path_factory) -> Path:
     data = make_dataset(folder, numbers_text(2000), tokenizer="char")
     second = numbers_text(2700)[-9000:]
     make_dataset(folder, second, tokenizer=str(data), out=folder / "second")
-    make_dataset(folder, numbers_text(1000), separator="1", out=folder / "documents")
+    make_dataset(folder, numbers_text(20), separator="1", out=folder / "documents")
     numbers = [*map(str, range(9))]
     choices = [{"prompt": "is", "choices": numbers[i:], "answer": numbers[-1]} for i in range(8)]
     answers = [{"prompt": number, "answer": "is"} for number in numbers]
