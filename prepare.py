@@ -10,7 +10,6 @@ python prepare.py --show data/NAME                                    describe a
 To resume an interrupted run, run the same command again.
 """
 
-import contextlib
 import os
 import re
 import tempfile
@@ -154,9 +153,6 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
         if is_up_to_date(out, origin, config.force, corpus.version, corpus.hash_content):
             return out, False
         with exclusive_lock(out):
-            replaced = None
-            with contextlib.suppress(UserError, OSError):
-                replaced = open_dataset(out).manifest
             if config.tokenizer == "char":
                 separator = origin.get("separator", "")
                 tokenizer = train_char_tokenizer(tokenizer_texts(corpus), separator)
@@ -168,15 +164,12 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
                 tokenizer = tokenizer.with_special(chat.special_token_names(tokenizer, config.chat))
             tokenizer = tokenizer.with_prompt_suffix(unescape(config.prompt_suffix))
             write_dataset(out, corpus, tokenizer, origin, threads, config.ray)
-        warn_of_validation(out, replaced, corpus.rule)
+        warn_of_validation(out, corpus.rule)
     return out, True
 
 
-def warn_of_validation(out: Path, old: dict[str, Any] | None, rule: SplitRule) -> None:
-    """Print a warning if a dataset validates other text than the one that it replaced.
-
-    Print another if examples that begin alike, and stay together, make the fraction much different.
-    """
+def warn_of_validation(out: Path, rule: SplitRule) -> None:
+    """Print a warning if examples that begin alike, and stay together, change the fraction much."""
     new = open_dataset(out).manifest
     num_val = new["splits"]["val"]["documents"]
     expected = round(rule.val_fraction * new["statistics"]["documents"])
@@ -184,18 +177,6 @@ def warn_of_validation(out: Path, old: dict[str, Any] | None, rule: SplitRule) -
     if rule.has_examples and expected and abs(num_val - expected) > limit:
         reason = "many begin alike, and stay together"
         warn(f"{out}: {num_val:,} examples validate instead of about {expected:,}, as {reason}")
-    if old is None:
-        return
-    origin = old["origin"]
-    names = ("val_fraction", "val", "hf_val_split", "split")
-    changes = [name for name in names if origin.get(name) != new["origin"].get(name)]
-    reasons = [f"{name} was {origin.get(name)}" for name in changes]
-    # Documents that are assigned by their hash stay where they were; the end of a text does not.
-    if rule.has_few_documents and origin["content"] != new["origin"]["content"]:
-        reasons.append("its texts have changed")
-    if reasons:
-        size = f"{old['splits']['val']['bytes']:,} bytes, some of which may be for training now"
-        warn(f"{out}: validates other text than before ({', '.join(reasons)}), which was {size}")
 
 
 def check_arguments(config: PrepareConfig) -> None:

@@ -77,28 +77,6 @@ def prepared(folder: Path, texts: list[str], **settings: Any) -> Path:
     return make_dataset(folder, [{"text": text} for text in texts], **settings)
 
 
-@pytest.mark.parametrize(
-    ("first", "then", "name"),
-    [
-        ({"val_fraction": 0.3}, {"val_fraction": 0.1}, "val_fraction was 0.3"),
-        ({"val_fraction": 0.1}, {"val_fraction": 0.1}, ""),
-        ({"num_texts": 5}, {"num_texts": 6}, "its texts have changed"),
-        ({"num_texts": 5}, {"num_texts": 90}, "split was few"),
-    ],
-)
-def test_a_replacement_that_validates_other_text_says_so(first, then, name, tmp_path, capsys):
-    for settings in (first, then):
-        num_texts = settings.pop("num_texts", 90)
-        assert not capsys.readouterr().err
-        data = prepared(tmp_path, [*map(document, range(num_texts))], force=True, **settings)
-        num_bytes = open_dataset(data).manifest["splits"]["val"]["bytes"]
-        if settings is first:
-            num_before = num_bytes
-    warning = capsys.readouterr().err
-    assert name in warning and bool(warning) == bool(name)
-    assert not name or f"{num_before:,} bytes" in warning
-
-
 # Validation text of one's own.
 
 CHAT = '{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "%s"}]}\n'
