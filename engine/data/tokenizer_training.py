@@ -13,7 +13,7 @@ from engine.data.inputs.documents import Corpus
 from engine.data.tokenizer import BPETokenizer, CharTokenizer, Tokenizer, from_document
 from engine.data.tokenizer_json import SPECIAL_TOKENS, SPLIT_PATTERNS, bpe_document
 
-DEFAULT_PATTERN = "gpt2"
+DEFAULT_PATTERN = "qwen2"
 MIN_BPE_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 MIN_CHOSEN_VOCAB_SIZE = 1024
 MAX_CHOSEN_VOCAB_SIZE = 8192

@@ -513,6 +513,6 @@ def test_llama_cpp_has_names_for_known_patterns(tiktoken_cache):
     made = {train_bpe_tokenizer(["a"], 300, name): names.get(name) for name in SPLIT_PATTERNS}
     encodings = {"gpt2": "gpt-2", "cl100k_base": "llama-bpe", "byte": None}
     made |= {named_tokenizer(name): expected for name, expected in encodings.items()}
-    made[train_bpe_tokenizer(["a"], 300)] = "gpt-2"  # by default
+    made[train_bpe_tokenizer(["a"], 300)] = "qwen2"  # by default
     for tokenizer, expected in made.items():
         assert pre_tokenizer_name(tokenizer) == expected
