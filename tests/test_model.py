@@ -334,7 +334,7 @@ def test_a_training_step_creates_its_tensors_on_the_device_of_the_model(
     meta = torch.device("meta")
     tokens = torch.zeros(2, 3, config.context_length, dtype=torch.long, device=meta)
     dist_ctx = dataclasses.replace(SINGLE_PROCESS, device=meta)
-    optimizer_config = OptimizerConfig(optimizer=kind, **default_rates(kind, 384))
+    optimizer_config = OptimizerConfig(optimizer=kind, **default_rates(kind, 384, 1000))
     optimizer = Optimizer(model, optimizer_config, dist_ctx)
     gradients = StaticGradients([*model.parameters()])
     for adds in (False, True):

@@ -19,12 +19,7 @@ from engine.data.dataset import dataset_name
 from engine.nn.acceleration import can_capture_graphs
 from engine.nn.bounds import Count, Probability, Width
 from engine.runs.run_files import find_newest_run, list_checkpoints
-from engine.training.optimizer import (
-    OptimizerConfig,
-    OptimizerSettings,
-    default_beta2,
-    default_rates,
-)
+from engine.training.optimizer import OptimizerConfig, OptimizerSettings, default_rates
 from model import Architecture, ModelConfig
 
 BUILT_IN_DATA = Path("data/pydocs")
@@ -271,10 +266,10 @@ def make_run_config(
     values = {**sizes, **set_values(config)}
     d_model = values.get("d_model", ModelConfig.d_model)
     is_window_fixed = bool(config.init_from) or values["vocab_size"] <= MAX_CHARACTER_VOCAB_SIZE
-    context_length = values.get("context_length", ModelConfig.context_length)
+    step_tokens = values.get("batch_size", RunConfig.batch_size)
+    step_tokens *= values.get("context_length", ModelConfig.context_length)
     defaults = {
-        **default_rates(config.optimizer.optimizer, d_model),
-        "beta2": default_beta2(values.get("batch_size", RunConfig.batch_size) * context_length),
+        **default_rates(config.optimizer.optimizer, d_model, step_tokens),
         "window_warmup": 0.0 if is_window_fixed else WINDOW_WARMUP_FRACTION,
         "compile": dist_ctx.device.type == "cuda",
     }

@@ -103,13 +103,14 @@ OPTIMIZER_KINDS = {
 }
 
 
-def default_rates(optimizer: str, d_model: int) -> dict[str, float]:
+def default_rates(optimizer: str, d_model: int, tokens_per_step: int) -> dict[str, float]:
     """Return the default rates of an optimizer, as fields of OptimizerConfig."""
     kind = OPTIMIZER_KINDS[optimizer]
     rate = kind.learning_rate
     return {
         "learning_rate": rate(d_model) if callable(rate) else rate,
         "embedding_rate": kind.embedding_rate,
+        "beta2": default_beta2(tokens_per_step),
     }
 
 

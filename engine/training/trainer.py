@@ -241,9 +241,9 @@ class Trainer:
         is_due = is_last or epochs % interval < self.tokens_per_step / size
         if is_due and epochs >= MIN_AVERAGED_EPOCHS and not self.config.init_from:
             num_weights = count_matrix_weights(self.config.model)
-            overfitting = estimate_overfitting(epochs, num_weights, size)
-            num_epochs = min(2 * overfitting, MAX_AVERAGED_EPOCHS)
-            self.optimizer.average_parameters(interval / (interval + num_epochs), is_last)
+            num_epochs = 2 * estimate_overfitting(epochs, num_weights, size)
+            weight = interval / (interval + min(num_epochs, MAX_AVERAGED_EPOCHS))
+            self.optimizer.average_parameters(weight, replace=is_last)
 
     # Memory and time.
 

@@ -27,7 +27,7 @@ CONFIG = ModelConfig(**SIZES, bias=True, norm="layernorm")
 
 
 def make_config(**settings: object) -> OptimizerConfig:
-    rates = default_rates(settings.get("optimizer", "muon"), 384)
+    rates = default_rates(settings.get("optimizer", "muon"), 384, 1000)
     return OptimizerConfig(**{**rates, **settings})
 
 
