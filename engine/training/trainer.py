@@ -47,7 +47,7 @@ from model import GPT
 NUM_CHECKED_PASSES = 3  # of a graph: compared with plain ones, the first two replays among them
 CHECKPOINT_BYTES_PER_SECOND = 5e8  # written and hashed
 MIN_AVERAGED_EPOCHS = 2  # of a run whose weights are averaged
-MAX_AVERAGED_EPOCHS = 3  # the time constant of the average
+MAX_AVERAGED_EPOCHS = 3  # time constant; it grows with overfitting (experiments, 2026-11-29)
 AVERAGED_STEPS_PER_EPOCH = 8
 CAPTURED_LENGTH_MULTIPLE = 64  # of padded examples, for few lengths
 
@@ -230,10 +230,7 @@ class Trainer:
         yield from self.run_dir.distribute(checkpoint.model())
 
     def average_weights(self) -> None:
-        """Average the weights of a text that is read again; the last step replaces them by that.
-
-        The more a model overfits, the more epochs are averaged: docs/experiments.md.
-        """
+        """Average the weights of a text that is read again; the last step replaces them by that."""
         size = max(self.data.epoch_tokens)
         epochs = self.step * self.tokens_per_step / size
         interval = max(1 / AVERAGED_STEPS_PER_EPOCH, self.tokens_per_step / size)
