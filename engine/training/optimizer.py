@@ -47,7 +47,7 @@ class OptimizerSettings:
     # The largest; see decay. None: 0.014 for Muon, by d_model for AdamW, or chosen with the size;
     # 0.001 with LoRA, whose updates AdamW trains.
     learning_rate: Annotated[float | None, Ge(0), Le(1e6)] = None
-    # Factor on the learning rate of an untied token embedding; None: 3 with Muon, else 1.
+    # Factor on the learning rate of an untied token embedding; None: 2.1 with Muon, else 1.
     embedding_rate: Annotated[float | None, Gt(0), Le(1e6)] = None
     # Weight decay of all matrices, decoupled. None: 0.1, or chosen with the size.
     weight_decay: Annotated[float | None, Ge(0), Le(1e6)] = None
@@ -62,7 +62,7 @@ class OptimizerConfig(OptimizerSettings):
 
     beta2: Annotated[float, Ge(0), Lt(1)] = 0.99
     learning_rate: Annotated[float, Ge(0), Le(1e6)] = 0.014
-    embedding_rate: Annotated[float, Gt(0), Le(1e6)] = 3.0
+    embedding_rate: Annotated[float, Gt(0), Le(1e6)] = 2.1
     weight_decay: Annotated[float, Ge(0), Le(1e6)] = 0.1
     window_warmup: Annotated[float, Ge(0), Le(1)] = 0.0
 
@@ -95,7 +95,7 @@ OPTIMIZER_KINDS = {
             params, momentum=config.momentum, dist_ctx=dist_ctx, dtype=dtype
         ),
         0.014,
-        embedding_rate=3.0,
+        embedding_rate=2.1,
         is_for_matrices=True,
         is_capturable=True,
     ),
