@@ -65,8 +65,7 @@ class PrepareConfig:
     # char, byte, bpe (trained on this text), a tiktoken encoding (gpt2, cl100k_base, …), or the
     # path of a run, a dataset or a tokenizer.json.
     tokenizer: str = "bpe"
-    # How a BPE trained on this text splits it into words: gpt2, llama3, qwen2 or smollm. None:
-    # qwen2.
+    # Words of a BPE trained on this text: as in gpt2, llama3, qwen2 or smollm. None: qwen2.
     pattern: str | None = None
     vocab_size: Annotated[int | None, Ge(MIN_BPE_VOCAB_SIZE), Le(MAX_VOCAB_SIZE)] = None
     """Tokens of a BPE trained on this text. None: from 1,024 to 8,192, by the size of the text."""

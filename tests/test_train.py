@@ -717,7 +717,7 @@ def test_a_preset_has_its_documented_size_and_says_how_to_prepare_its_data(path)
     typed = load_settings(TrainConfig, [str(path), *base])
     config = make_run_config(typed, {"vocab_size": 65}, SINGLE_PROCESS)
     is_large = config.batch_size * config.context_length >= 2**19
-    default = 0.95 if is_large else 0.99
+    default = 0.95 if is_large or typed.init_from else 0.99
     assert config.optimizer.beta2 == (typed.optimizer.beta2 or default)
     with torch.device("meta"):
         size = GPT(config.model).num_parameters

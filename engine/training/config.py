@@ -30,6 +30,7 @@ DEFAULT_INTERVAL_STEPS = 500  # between evaluations, and between saves
 EVAL_TOKENS_PER_MINUTE = 2**13  # of a run in minutes, in each evaluation before its last
 MAX_CHARACTER_VOCAB_SIZE = 512  # larger vocabularies are of pieces of words
 LORA_LEARNING_RATE = 1e-3
+FINE_TUNING_BETA2 = 0.95  # for any batch (experiments, 2026-11-29)
 WINDOW_WARMUP_FRACTION = 0.2  # of the run, where tokens are pieces of words
 
 
@@ -266,13 +267,15 @@ def make_run_config(
     values = {**sizes, **set_values(config)}
     d_model = values.get("d_model", ModelConfig.d_model)
     is_window_fixed = bool(config.init_from) or values["vocab_size"] <= MAX_CHARACTER_VOCAB_SIZE
-    step_tokens = values.get("batch_size", RunConfig.batch_size)
-    step_tokens *= values.get("context_length", ModelConfig.context_length)
+    batch_size = values.get("batch_size", RunConfig.batch_size)
+    step_tokens = batch_size * values.get("context_length", ModelConfig.context_length)
     defaults = {
         **default_rates(config.optimizer.optimizer, d_model, step_tokens),
         "window_warmup": 0.0 if is_window_fixed else WINDOW_WARMUP_FRACTION,
         "compile": dist_ctx.device.type == "cuda",
     }
+    if config.init_from:
+        defaults["beta2"] = FINE_TUNING_BETA2
     if config.lora_rank:
         defaults["learning_rate"] = LORA_LEARNING_RATE
     if not values.get("minutes"):

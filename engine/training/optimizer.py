@@ -34,7 +34,7 @@ class OptimizerSettings:
     # Muon updates the matrices inside the blocks, and AdamW the other parameters.
     optimizer: Literal["muon", "adamw"] = "muon"
     beta1: Annotated[float, Ge(0), Lt(1)] = 0.9  # AdamW's decay rate of the mean gradient.
-    # AdamW's decay rate of the mean squared gradient. None: 0.99, or less for large batches.
+    # AdamW's decay of the mean squared gradient. None: 0.99; 0.95 for large batches, --init-from.
     beta2: Annotated[float | None, Ge(0), Lt(1)] = None
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.9  # Muon's decay rate of the mean gradient.
     # Clip the norm of all gradients to this; 0: off.
