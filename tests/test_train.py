@@ -719,6 +719,8 @@ def test_a_preset_has_its_documented_size_and_says_how_to_prepare_its_data(path)
     is_large = config.batch_size * config.context_length >= 2**19
     default = 0.95 if is_large or typed.init_from else 0.99
     assert config.optimizer.beta2 == (typed.optimizer.beta2 or default)
+    embedding_rate = (3 if typed.init_from else 2.1) if typed.optimizer.optimizer == "muon" else 1
+    assert config.optimizer.embedding_rate == embedding_rate
     with torch.device("meta"):
         size = GPT(config.model).num_parameters
     assert size == pytest.approx(DOCUMENTED_SIZES.get(path.stem, size), rel=0.01)

@@ -34,7 +34,7 @@ class OptimizerSettings:
     # Muon updates the matrices inside the blocks, and AdamW the other parameters.
     optimizer: Literal["muon", "adamw"] = "muon"
     beta1: Annotated[float, Ge(0), Lt(1)] = 0.9  # AdamW's decay rate of the mean gradient.
-    # AdamW's decay of the mean squared gradient. None: 0.99; 0.95 for large batches, --init-from.
+    # AdamW's decay of the mean squared gradient. None: 0.99; 0.95: large batches, --init-from.
     beta2: Annotated[float | None, Ge(0), Lt(1)] = None
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.9  # Muon's decay rate of the mean gradient.
     # Clip the norm of all gradients to this; 0: off.
@@ -47,7 +47,7 @@ class OptimizerSettings:
     # The largest; see decay. None: 0.014 for Muon, by d_model for AdamW, or chosen with the size;
     # 0.001 with LoRA, whose updates AdamW trains.
     learning_rate: Annotated[float | None, Ge(0), Le(1e6)] = None
-    # Factor on the learning rate of an untied token embedding; None: 2.1 with Muon, else 1.
+    # Factor on the rate of an untied token embedding. None: 1; Muon: 2.1, or 3 with --init-from.
     embedding_rate: Annotated[float | None, Gt(0), Le(1e6)] = None
     # Weight decay of all matrices, decoupled. None: 0.1, or chosen with the size.
     weight_decay: Annotated[float | None, Ge(0), Le(1e6)] = None
