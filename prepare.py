@@ -27,9 +27,9 @@ from engine.core.files import exclusive_lock
 from engine.core.settings import parse
 from engine.core.values import check_ranges
 from engine.data.chats import chat, examples
-from engine.data.dataset import dataset_name, is_up_to_date, open_dataset
+from engine.data.dataset import dataset_name, is_up_to_date
 from engine.data.dataset_summary import describe_dataset
-from engine.data.inputs.documents import Corpus, SplitRule
+from engine.data.inputs.documents import Corpus
 from engine.data.inputs.finder import INPUT_ADVICE, STDIN_NAME, find_sources
 from engine.data.inputs.sources import DEFAULT_ENCODING, Reader, Source
 from engine.data.inputs.text import normalize_encoding
@@ -163,19 +163,7 @@ def prepare(config: PrepareConfig, threads: int | None = None) -> tuple[Path, bo
                 tokenizer = tokenizer.with_special(chat.special_token_names(tokenizer, config.chat))
             tokenizer = tokenizer.with_prompt_suffix(unescape(config.prompt_suffix))
             write_dataset(out, corpus, tokenizer, origin, threads, config.ray)
-        warn_of_validation(out, corpus.rule)
     return out, True
-
-
-def warn_of_validation(out: Path, rule: SplitRule) -> None:
-    """Print a warning if examples that begin alike, and stay together, change the fraction much."""
-    new = open_dataset(out).manifest
-    num_val = new["splits"]["val"]["documents"]
-    expected = round(rule.val_fraction * new["statistics"]["documents"])
-    limit = max(3 * expected**0.5, expected / 4)
-    if rule.has_examples and expected and abs(num_val - expected) > limit:
-        reason = "many begin alike, and stay together"
-        warn(f"{out}: {num_val:,} examples validate instead of about {expected:,}, as {reason}")
 
 
 def check_arguments(config: PrepareConfig) -> None:

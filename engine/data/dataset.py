@@ -87,6 +87,11 @@ class Dataset:
         if statistics["val_distinct"] < min(MIN_VAL_DOCUMENTS, num_val):
             texts = count_noun(statistics["val_distinct"], "different text")
             problems.append(f"The {num_val} validation documents have only {texts}.")
+        origin = self.manifest["origin"]
+        expected = round(origin["val_fraction"] * statistics["documents"])
+        limit = max(3 * expected**0.5, expected / 4)
+        if "examples" in origin and abs(num_val - expected) > limit > 0:
+            problems.append(f"{num_val:,} examples validate, not {expected:,}: many begin alike.")
         return problems
 
 

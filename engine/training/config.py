@@ -30,7 +30,6 @@ DEFAULT_INTERVAL_STEPS = 500  # between evaluations, and between saves
 EVAL_TOKENS_PER_MINUTE = 2**13  # of a run in minutes, in each evaluation before its last
 MAX_CHARACTER_VOCAB_SIZE = 512  # larger vocabularies are of pieces of words
 LORA_LEARNING_RATE = 1e-3
-FINE_TUNING_RATES = {"beta2": 0.95, "embedding_rate": 3.0}  # experiments, 2026-11-29
 WINDOW_WARMUP_FRACTION = 0.2  # of the run, where tokens are pieces of words
 
 
@@ -270,12 +269,10 @@ def make_run_config(
     batch_size = values.get("batch_size", RunConfig.batch_size)
     step_tokens = batch_size * values.get("context_length", ModelConfig.context_length)
     defaults = {
-        **default_rates(config.optimizer.optimizer, d_model, step_tokens),
+        **default_rates(config.optimizer.optimizer, d_model, step_tokens, bool(config.init_from)),
         "window_warmup": 0.0 if is_window_fixed else WINDOW_WARMUP_FRACTION,
         "compile": dist_ctx.device.type == "cuda",
     }
-    if config.init_from and config.optimizer.optimizer == "muon":
-        defaults.update(FINE_TUNING_RATES)
     if config.lora_rank:
         defaults["learning_rate"] = LORA_LEARNING_RATE
     if not values.get("minutes"):

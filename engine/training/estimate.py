@@ -29,6 +29,9 @@ CPU_HEAP_OVERHEAD = (0.3, 0.7)  # freed blocks that the C library keeps, of all 
 MAX_MEMORY_FRACTION = 0.9  # of a device, for a run whose micro-batches are chosen
 MAX_MEMORY_EXCESS = 1.1  # of a device: a run that needs more is refused
 MEMORY_ERROR = 0.25  # relative, of an estimate
+MIN_AVERAGED_EPOCHS = 2  # of a run whose weights are averaged
+MAX_AVERAGED_EPOCHS = 3  # time constant; it grows with overfitting (experiments, 2026-11-29)
+AVERAGES_PER_EPOCH = 8
 cached_meta_model = functools.cache(build_meta_model)
 
 
@@ -51,6 +54,23 @@ def estimate_overfitting(epochs: float, num_weights: int, num_tokens: float) -> 
     Fitted to one-minute to ten-minute runs (experiments, 2026-11-24 and 2026-11-27).
     """
     return math.sqrt(epochs**3 * num_weights / num_tokens) / 22
+
+
+def averaging_weight(
+    config: RunConfig, step: int, step_tokens: int, epoch_tokens: float, is_last: bool
+) -> float:
+    """Return the weight of the parameters after a step in their moving average; 0: do not average.
+
+    A text that is read again is averaged over, by its overfitting; fine-tuning is not.
+    """
+    step_epochs = step_tokens / epoch_tokens
+    epochs = step * step_epochs
+    interval = max(1 / AVERAGES_PER_EPOCH, step_epochs)
+    is_due = is_last or epochs % interval < step_epochs
+    if config.init_from or epochs < MIN_AVERAGED_EPOCHS or not is_due:
+        return 0.0
+    overfitting = estimate_overfitting(epochs, count_matrix_weights(config.model), epoch_tokens)
+    return interval / (interval + min(2 * overfitting, MAX_AVERAGED_EPOCHS))
 
 
 def flops_per_token(config: RunConfig) -> float:

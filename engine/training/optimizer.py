@@ -103,15 +103,21 @@ OPTIMIZER_KINDS = {
 }
 
 
-def default_rates(optimizer: str, d_model: int, tokens_per_step: int) -> dict[str, float]:
+def default_rates(
+    optimizer: str, d_model: int, tokens_per_step: int, is_fine_tuning: bool = False
+) -> dict[str, float]:
     """Return the default rates of an optimizer, as fields of OptimizerConfig."""
     kind = OPTIMIZER_KINDS[optimizer]
     rate = kind.learning_rate
-    return {
+    rates = {
         "learning_rate": rate(d_model) if callable(rate) else rate,
         "embedding_rate": kind.embedding_rate,
         "beta2": default_beta2(tokens_per_step),
     }
+    if is_fine_tuning:  # longer means do not help there (experiments, 2026-11-29)
+        rates["beta2"] = 0.95
+        rates["embedding_rate"] = 3.0 if kind.is_for_matrices else 1.0
+    return rates
 
 
 def default_beta2(tokens_per_step: int) -> float:

@@ -32,12 +32,7 @@ from engine.runs.checkpoint import (
 from engine.runs.run_files import find_base
 from engine.training.budget import Budget
 from engine.training.config import RunConfig
-from engine.training.estimate import (
-    count_matrix_weights,
-    estimate_overfitting,
-    lora_arguments,
-    micro_batch_sizes,
-)
+from engine.training.estimate import averaging_weight, lora_arguments, micro_batch_sizes
 from engine.training.optimizer import Optimizer, OptimizerConfig, learning_rate_at
 from engine.training.passes import Passes, describe_update_difference
 from engine.training.resolve import changed_settings, init_token_rows, split_token_ids
@@ -46,9 +41,6 @@ from model import GPT
 
 NUM_CHECKED_PASSES = 3  # of a graph: compared with plain ones, the first two replays among them
 CHECKPOINT_BYTES_PER_SECOND = 5e8  # written and hashed
-MIN_AVERAGED_EPOCHS = 2  # of a run whose weights are averaged
-MAX_AVERAGED_EPOCHS = 3  # time constant; it grows with overfitting (experiments, 2026-11-29)
-AVERAGED_STEPS_PER_EPOCH = 8
 CAPTURED_LENGTH_MULTIPLE = 64  # of padded examples, for few lengths
 
 Record = dict[str, Any]  # of metrics.jsonl
@@ -177,13 +169,11 @@ class Trainer:
 
     def _complete(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of a base model, then initial values of parameters that it lacks."""
-        base_names = set()
+        params = dict(self.model.named_parameters())
         for name, value in weights:
-            base_names.add(name)
+            params.pop(name, None)
             yield name, value
-        params = self.model.named_parameters()
-        new = [(name, param) for name, param in params if name not in base_names]
-        yield from draw_initial_values(new, self.model.specs, self.model.seed)
+        yield from draw_initial_values(params.items(), self.model.specs, self.model.seed)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint of this run, and print the settings that have changed.
@@ -231,15 +221,9 @@ class Trainer:
 
     def average_weights(self) -> None:
         """Average the weights of a text that is read again; the last step replaces them by that."""
-        size = max(self.data.epoch_tokens)
-        epochs = self.step * self.tokens_per_step / size
-        interval = max(1 / AVERAGED_STEPS_PER_EPOCH, self.tokens_per_step / size)
         is_last = self.budget.exhausted
-        is_due = is_last or epochs % interval < self.tokens_per_step / size
-        if is_due and epochs >= MIN_AVERAGED_EPOCHS and not self.config.init_from:
-            num_weights = count_matrix_weights(self.config.model)
-            num_epochs = 2 * estimate_overfitting(epochs, num_weights, size)
-            weight = interval / (interval + min(num_epochs, MAX_AVERAGED_EPOCHS))
+        sizes = (self.tokens_per_step, max(self.data.epoch_tokens))
+        if weight := averaging_weight(self.config, self.step, *sizes, is_last=is_last):
             self.optimizer.average_parameters(weight, replace=is_last)
 
     # Memory and time.

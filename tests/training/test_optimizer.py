@@ -111,6 +111,12 @@ def test_a_small_batch_has_a_longer_mean_of_squared_gradients():
     assert [default_beta2(number) for number in tokens] == pytest.approx(values, abs=1e-12)
 
 
+@pytest.mark.parametrize(("kind", "embedding_rate"), [("muon", 3), ("adamw", 1)])
+def test_fine_tuning_has_rates_of_its_own(kind, embedding_rate):
+    rates = default_rates(kind, 384, 1000, is_fine_tuning=True)
+    assert (rates["beta2"], rates["embedding_rate"]) == (0.95, embedding_rate)
+
+
 def test_a_step_uses_the_scheduled_rate_and_the_embedding_a_higher_one_with_muon():
     config = make_config(learning_rate=0.5, warmup_steps=4, weight_decay=0.0, clip_norm=0.0)
     model, _ = make_optimizer(config)

@@ -143,11 +143,8 @@ def test_defaults_of_a_run_with_a_shape(data):
     assert (config.steps, config.eval_every, config.save_every) == (1200, 500, 500)
     optimizer = config.optimizer
     assert (optimizer.learning_rate, optimizer.weight_decay) == (0.014, 0.1)
-    assert (optimizer.embedding_rate, optimizer.warmup_steps, optimizer.window_warmup) == (
-        2.1,
-        10,
-        0,
-    )
+    assert (optimizer.embedding_rate, optimizer.beta2) == (2.1, 0.99)
+    assert (optimizer.warmup_steps, optimizer.window_warmup) == (10, 0)
 
 
 def test_a_run_without_length_and_size_takes_two_minutes(data):
